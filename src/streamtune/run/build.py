@@ -56,7 +56,7 @@ def build_run(
 ) -> Run:
     """Return a run with data, model, engine, reference and steps, ready to train.
 
-    Nothing is written except the reference's log-probs, if the recipe asks for them.
+    Nothing is written except the reference's log-probs, if the recipe sets precompute_ref_log_probs.
 
     Args:
         loaded: Recipe with the lines of its keys.
@@ -64,7 +64,7 @@ def build_run(
         allow_change: Keys that may differ from the resumed run.
         dry_run: True to plan a fixed schedule too, and to compute no log-probs of the reference.
         notify: Called with messages for the user.
-        doing: Context manager that shows a message while something takes long.
+        doing: Context manager that shows a message during a slow activity.
 
     Raises:
         UserError: The recipe or an input is wrong; ``where`` is the line of the recipe.

@@ -1,6 +1,6 @@
 """Describe the ranks of a recipe's step for a plan: how many ranks and nodes, what they share, and by which backend.
 
-The command line gives the numbers of ranks and nodes. The recipe gives the rest: ``deepspeed``, ``fsdp``,
+The command line sets the numbers of ranks and nodes. The recipe sets the rest: ``deepspeed``, ``fsdp``,
 ``sequence_parallel_size``, ``sequence_parallel``, ``train_batch_size``.
 """
 
@@ -28,10 +28,10 @@ from streamtune.run.ranks import deepspeed_values
 from streamtune.tasks.steps import count_micro_batches
 
 DEVICES_PER_NODE = 8
-"""Number of devices per node, if the command line does not give the number of nodes."""
+"""Number of devices per node, if the command line does not set the number of nodes."""
 
 PREFETCH = 50_000_000
-"""Number of elements that DeepSpeed prefetches, if its configuration gives none."""
+"""Number of elements that DeepSpeed prefetches, if its configuration does not set it."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class SharedLimit:
 
 @dataclass(frozen=True)
 class RequestedRanks:
-    """Numbers of ranks and nodes from the command line; None if an option is not given."""
+    """Numbers of ranks and nodes from the command line; None for an option that is not set."""
 
     ranks: int | None = None
     nodes: int | None = None
@@ -61,7 +61,7 @@ def cluster_of(recipe: TrainingSettings, model: nn.Module, requested: RequestedR
         links: Links between the devices.
 
     Raises:
-        ArgumentError: The ranks cannot be laid out as asked; ``where`` names the key or option.
+        ArgumentError: The requested ranks cannot be laid out; ``where`` names the key or option.
     """
     size = recipe.sequence_parallel_size
     if requested.nodes is not None and requested.ranks is None:

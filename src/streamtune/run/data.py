@@ -3,13 +3,13 @@
 Files that a run reads again at each start are fingerprinted:
 
     base        model_name_or_path: configuration and weights of a folder, or the commit of a model on a hub
-    adapter     base model recorded in model_name_or_path, if that folder holds adapters
+    adapter     base model recorded in model_name_or_path, if that folder contains adapters
     start       adapter_name_or_path: adapters that training starts from
     reference   ref_model_name_or_path or teacher: a model or a teacher's file
     rewards     source code of the user's reward functions
 
 A new model depends on ``model.init`` and ``seed``, and a trained tokenizer on the data; these are compared directly. A
-resumed run keeps the tokenizer of its checkpoint, so a change of the tokenizer's files gives only a note.
+resumed run keeps the tokenizer of its checkpoint, so a change of the tokenizer's files is only reported in a note.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def make_tokenizer(
         sources: Sources of the rows.
         checkpoint: Checkpoint that is resumed; None for a new run.
         notify: Called with messages for the user.
-        set_template: True to set the chat template that the recipe gives.
+        set_template: True to set the recipe's chat template.
     """
     if checkpoint is not None:
         return models.load_tokenizer(str(checkpoint.model_dir), trust_remote_code=recipe.trust_remote_code)
@@ -129,7 +129,7 @@ def prepare_on_all_ranks(
 
 def _tokenizer_name(recipe: ModelKeys) -> str:
     name = recipe.tokenizer.path if recipe.tokenizer is not None else recipe.model_name_or_path
-    assert name is not None, "the schema asks for a tokenizer where there is no model to take it from"
+    assert name is not None, "the schema requires a tokenizer if there is no model"
     return name
 
 
@@ -175,7 +175,7 @@ def make_shared_tokenizer(
     """Return the same tokenizer on every rank. Called by all ranks.
 
     Rank 0 trains a new tokenizer and sends it as JSON. An existing tokenizer is loaded by rank 0 first, then by the
-    other ranks, from the files of their own machines. All ranks take the chat template of rank 0.
+    other ranks, from the files of their own machines. All ranks use the chat template of rank 0.
     """
     loaded: list[PreTrainedTokenizerBase] = []
     is_trained = checkpoint is None and recipe.tokenizer is not None and recipe.tokenizer.train is not None

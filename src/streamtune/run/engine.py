@@ -132,7 +132,7 @@ def plan_schedule(
         longest_step: Longest micro-batch of the run.
         dry_run: True to plan a fixed schedule too, because a dry run shows its memory.
         notify: Called with messages for the user.
-        doing: Context manager that shows a message while something takes long.
+        doing: Context manager that shows a message during a slow activity.
 
     Raises:
         ArgumentError: No schedule fits.
@@ -188,7 +188,7 @@ def stream_and_make_backend(
         planned: Planned schedule.
         before_backend: Called with the handle of the streamed model, before the backend wraps the model.
         notify: Called with messages for the user.
-        doing: Context manager that shows a message while something takes long.
+        doing: Context manager that shows a message during a slow activity.
     """
     recipe, world = start.recipe, start.world
     handle = stream_model(recipe, model, planned.schedule, sequence_ranks(recipe, world))

@@ -178,7 +178,7 @@ def _loading_device(recipe: ModelSettings, device: torch.device) -> torch.device
 
 
 def _move_to_device(recipe: ModelSettings, model: Any, device: torch.device) -> Any:
-    """Return the model on the device, with its weights in host memory if the recipe says so."""
+    """Return the model on the device, with its weights in host memory if the recipe sets ``engine.weights: host``."""
     if recipe.engine.weights == "host":
         keep_on_host(model, device)
     return model
@@ -207,7 +207,7 @@ def make_trial_model(recipe: ModelSettings, model: Any, device: torch.device) ->
 
 
 def make_model_without_data(recipe: ModelSettings, device: torch.device) -> Any:
-    """Return the model without its data; its vocabulary has the size that the recipe gives for a new tokenizer."""
+    """Return the model without its data; its vocabulary has the recipe's size for a new tokenizer."""
     base = _make_base_without_data(
         recipe, _loading_device(recipe, device), recipe.model_name_or_path, _quantisation_change(recipe)
     )
@@ -367,7 +367,7 @@ def _make_base_model(
     if shard_world is not None and quantization is None:
         if name is not None:
             return shard_world.run_on_all_ranks(lambda: models.defer_load(name, options, trust_remote_code=remote))
-        assert recipe.model is not None, "the schema asks for a model"
+        assert recipe.model is not None, "the schema requires a model"
         return models.defer_init(
             recipe.model.init,
             options,
@@ -380,7 +380,7 @@ def _make_base_model(
         return models.load_model(
             name, options, device=str(device), trust_remote_code=remote, allow_pickle=recipe.allow_pickle
         )
-    assert recipe.model is not None, "the schema asks for a model"
+    assert recipe.model is not None, "the schema requires a model"
     return models.init_model(
         recipe.model.init,
         options,

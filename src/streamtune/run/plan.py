@@ -2,7 +2,7 @@
 
 plan_recipe   for ``streamtune plan``: reads only the model's configuration; for this machine or another device
 place_recipe  for a run, before its model is loaded: decides whether weights or optimizer are kept on the host
-plan_model    for a run, with the loaded model: within the memory that is free besides the model
+plan_model    for a run, with the loaded model: within the memory that is free next to the model
 """
 
 from __future__ import annotations
@@ -156,14 +156,14 @@ class LongestStep:
 
 @dataclass(frozen=True)
 class PlanInputs:
-    """Inputs of a run's plan besides its recipe and model.
+    """Inputs of a run's plan in addition to its recipe and model.
 
     Attributes:
         cluster: Ranks of the run.
         resumed_schedule: Schedule of the resumed run. It is used again, for bit-equal losses, if it fits and the recipe
             allows it.
         failed_schedule: Schedule that ran out of memory. The new schedule uses less, even if the recipe fixes one.
-        fixed: Fields of the schedule that the planner may not choose, besides the fields that the recipe gives.
+        fixed: Fields of the schedule that the planner must not choose, in addition to the fields that the recipe sets.
     """
 
     cluster: Cluster = field(default_factory=Cluster)
@@ -285,11 +285,11 @@ def place_recipe(
         recipe: Recipe of the run.
         length: Tokens of the longest row, or of the longest completion with its prompt.
         device: Device of this rank.
-        completions: Returns the completions of a micro-batch, given the model on ``meta``.
-        memory_spec: Memory sizes to plan with; None takes the recipe's.
-        batch_size: Number of rows in a micro-batch; None takes the recipe's.
+        completions: Function that returns the completions of a micro-batch, given the model on ``meta``.
+        memory_spec: Memory sizes to plan with; None: the recipe's.
+        batch_size: Number of rows in a micro-batch; None: the recipe's.
         resumed: True for a resumed run, whose precision the recipe already has.
-        cluster_of: Returns the ranks of the run, given the model on ``meta``; None for one rank.
+        cluster_of: Function that returns the ranks of the run, given the model on ``meta``; None for one rank.
     """
     model_of = blueprint_cache(device)
     first = recipe if resumed else with_best_precision(recipe)
@@ -330,7 +330,7 @@ def plan_model(
     *,
     notify: Callable[[str], None] = lambda message: None,
 ) -> Plan:
-    """Return the plan of a run with its loaded model, within the memory that is free besides the model.
+    """Return the plan of a run with its loaded model, within the memory that is free next to the model.
 
     Args:
         recipe: Recipe of the run.
@@ -503,7 +503,7 @@ def device_to_simulate(
 
     Args:
         recipe: Recipe with the key ``device``.
-        device_name_option: Name of the device on the command line; None if not given.
+        device_name_option: Name of the device on the command line; None if not set.
         device_bytes: Device memory on the command line. If no device is named and there is no local accelerator, the
             accelerator of the table with the nearest memory size is returned.
         local_device: Local device.
@@ -538,7 +538,7 @@ def _memory_limits(
 ) -> Limits:
     """Return the memory to plan with, per rank: from the command line, else the recipe, else the device.
 
-    If no device size is given: all memory of a device from the table, or the free memory of the local device. The ranks
+    If no device size is set: all memory of a device from the table, or the free memory of the local device. The ranks
     of a machine share its host memory and disk.
     """
     on_cpu = target is None and local_device.type == "cpu"

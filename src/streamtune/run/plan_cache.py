@@ -32,7 +32,7 @@ FOLDER_KEYS = ("model_name_or_path", "ref_model_name_or_path", "teacher", "adapt
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """Options of ``plan`` on the command line; None if an option is not given."""
+    """Options of ``plan`` on the command line; None for an option that is not set."""
 
     device: str | None = None
     device_memory: str | None = None

@@ -2,7 +2,7 @@
 
 make_world     joins the process group, and returns the rank of this process
 check_rank_layout   checks that the number of ranks suits the recipe
-make_backend   DDP, FSDP2 or DeepSpeed, as the recipe says; or a backend for one device
+make_backend   DDP, FSDP2 or DeepSpeed, as the recipe sets; or a backend for one device
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from streamtune.tasks.task import Notify
 
 
 def device_of_rank(device: torch.device) -> torch.device:
-    """Return the accelerator that ``LOCAL_RANK`` gives; ``device`` itself on a CPU or without this variable."""
+    """Return the accelerator that ``LOCAL_RANK`` names; ``device`` itself on a CPU or without this variable."""
     if device.type != "cuda" or "LOCAL_RANK" not in os.environ:
         return device
     return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -157,7 +157,7 @@ def make_backend(
 
 
 def local_optimizer(recipe: OptimizerSettings, model: nn.Module) -> torch.optim.Optimizer:
-    """Return the optimizer of a run on one device; its states are on the host if the recipe says so."""
+    """Return the optimizer of a run on one device; its states are on the host with ``engine.optimizer: host``."""
     optimizer = make_optimizer(recipe, model)
     return train.HostOptimizer(optimizer) if recipe.step_kind.states == "host" else optimizer
 

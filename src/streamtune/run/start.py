@@ -29,7 +29,7 @@ from streamtune.tasks import Task
 from streamtune.tasks.task import Notify
 
 Doing = Callable[[str], AbstractContextManager[Any]]
-"""Returns a context manager that shows a message while something takes long."""
+"""Returns a context manager that shows a message during a slow activity."""
 FREE_KEYS = frozenset(
     {
         # output paths and reports,
@@ -73,7 +73,7 @@ KEYS_ADDED_LATER = ("roles_to_train", "train_on_eos", "reasoning", "on_empty", "
               "lr_scaling_base", "adapter_type", "lora_exclude", "lora_rank_pattern", "lora_alpha_pattern",
               "lora_ga_rows", "lora_ga_gamma", "loftq_iter", "oft_block_size", "modules_to_save",
               "adapter_name_or_path", "allocation")  # fmt: skip
-"""Keys that are compared only if they are given, because older runs were started before these keys existed."""
+"""Keys that are compared only if they are set, because older runs were started before these keys existed."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Start(RunSetup):
     identity: dict[str, Any]
     """Settings and fingerprints of the run. Fingerprints of files, data and model are added as they become known."""
     replaces_run: bool
-    """True if ``directory`` holds another run, which is moved aside before this run starts."""
+    """True if ``directory`` contains another run, which is moved aside before this run starts."""
     resumed_identities: Mapping[Path, dict[str, Any]]
     """Path of the resumed run directory or checkpoint -> the identity recorded there."""
     allow: frozenset[str]
@@ -113,7 +113,7 @@ class Start(RunSetup):
             self.lock.release()
 
     def move_aside(self) -> Path | None:
-        """If the directory holds another run, rename it and lock a new one; return the new path of that run, or None.
+        """If the directory has another run, rename it and lock a new one; return the new path of that run, or None.
 
         Raises:
             ArgumentError: Another process locked the new directory first.
@@ -133,7 +133,7 @@ class Start(RunSetup):
     def record_data(self, fingerprint: str) -> None:
         """Record the fingerprint of the data, and compare it with the other ranks and the resumed run.
 
-        Settings were compared before the data was read, because reading may take minutes.
+        Settings were compared before the data was read, because reading may need minutes.
 
         Raises:
             DistributedError: The data differs from the data of the other ranks.
@@ -263,7 +263,7 @@ def start_run(
         notify: Called with messages for the user.
         allow_change: Keys that may differ: recipe keys, ``data``, and keys of ``train.FILES``.
         dry_run: True to write nothing, and to ignore a lock of another process.
-        doing: Context manager that shows a message while something takes long.
+        doing: Context manager that shows a message during a slow activity.
 
     Raises:
         ArgumentError: A device or quantisation is not available, ``allow_change`` names an unknown key, or another

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 from streamtune.run.start import Start
 
 SLOW_ACTIVITIES = ("saving", "scoring", "sampling")
-"""Activities of a step that may take long, because of a disk, a reward function, or a rank that generates alone."""
+"""Activities of a step that may be slow, because of a disk, a reward function, or a rank that generates alone."""
 
 
 @dataclass(kw_only=True)
@@ -260,7 +260,7 @@ def _make_step_times(run: Run, progress: train.Progress) -> StepTimes | None:
     plan, recipe = run.streamed.memory, run.recipe
     has_extra_work = (
         recipe.objective == "grpo" or recipe.select_rows is not None
-    )  # a rollout or the choice of rows takes additional time
+    )  # a rollout or the choice of rows needs additional time
     if plan is None or run.world.size > 1 or has_extra_work:
         return None
 

@@ -40,7 +40,7 @@ PRECISION_KEYS = ("dtype", "bf16", "weight_rounding", "optim_states")
 
 
 def precisions(recipe: Settings) -> list[Settings]:
-    """Return the recipe in each precision that it leaves open, the best first; only itself if it gives one.
+    """Return the recipe in each precision that it leaves open, the best first; only the recipe if it sets one.
 
     Raises:
         ArgumentError: The checkpoint's configuration cannot be read.
@@ -167,7 +167,7 @@ def _can_round(recipe: TrainingSettings) -> bool:
 
 
 def _extra_float32_bytes(recipe: TrainingSettings, model: Any) -> int:
-    """Return how many bytes more float32 weights, gradients and states take than bfloat16."""
+    """Return how many bytes more float32 weights, gradients and states need than bfloat16."""
     trained = [p for p in model.parameters() if p.requires_grad]
     extra_bytes = sum(4 * models.count_weights(p) for p in trained)
     if recipe.optim == "adamw" and recipe.optim_states == "param":
@@ -279,7 +279,7 @@ def exceeds_device_at_any_length(workload: Workload, written_fields: Mapping[str
 
     Args:
         workload: Workload of the step.
-        written_fields: Fields of the schedule that the recipe gives.
+        written_fields: Fields of the schedule that the recipe sets.
         limits: Memory to plan with.
     """
     return resident_memory(workload, written_fields.get("weights", "device")).on_device > limits.device

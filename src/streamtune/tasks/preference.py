@@ -87,8 +87,8 @@ def mismatched_tree(tree: data.Tree, donors: Sequence[data.Tree], start: int, ma
     """Return a tree that has the prompt of ``tree`` and the completions of another tree.
 
     Args:
-        tree: Tree whose prompt is taken.
-        donors: Trees whose completions may be taken. At least one has another prompt.
+        tree: Tree whose prompt is used.
+        donors: Trees whose completions may be used. At least one tree has another prompt.
         start: Index in ``donors`` at which the search for another prompt begins.
         max_length: Most tokens of the prompt plus a completion; longer completions are cut.
     """

@@ -30,8 +30,8 @@ class RandomTokens:
 
     Args:
         recipe: Settings with the seed, and whether rows are packed.
-        model: Model that is given the tokens; they are in its vocabulary.
-        other: Second model that is given the same tokens, such as a teacher; they are in its vocabulary too.
+        model: Model that receives the tokens, which are in its vocabulary.
+        other: Second model that receives the same tokens, such as a teacher; the tokens are in its vocabulary too.
     """
 
     def __init__(self, recipe: RowSettings, model: Any, second_model: Any = None) -> None:
@@ -45,7 +45,7 @@ class RandomTokens:
     def row_batch(self, rows: int, length: int) -> train.MicroBatch:
         """Return a batch of ``rows`` rows with ``length`` tokens each; every token is trained.
 
-        With packing, each sequence holds a single row, and the batch has positions as the collator writes them. Of all
+        With packing, each sequence has a single row, and the batch has positions as the collator writes them. Of all
         packings of that length, a single row has the most attention work.
         """
         positions = torch.arange(length).expand(rows, length) if self.recipe.packing else None

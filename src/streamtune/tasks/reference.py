@@ -41,7 +41,7 @@ class CachedLogps:
     """int64 ``[trees + 1]``: index in ``logps`` at which each tree begins, and the end"""
 
     def of_trees(self, trees: Iterable[int]) -> Tensor:
-        """Return the log-probs of the given trees, one tree after another: fp32 ``[K]``."""
+        """Return the log-probs of ``trees``, one tree after another: fp32 ``[K]``."""
         parts = [self.logps[self.offsets[tree] : self.offsets[tree + 1]] for tree in trees]
         return torch.cat(parts)
 

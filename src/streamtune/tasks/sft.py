@@ -188,7 +188,7 @@ class Sft(Task[Recipe]):
         )
 
     def planned_length(self, longest_row: int) -> int:
-        """Return ``max_length`` if sequences hold several rows, else ``longest_row``."""
+        """Return ``max_length`` if sequences have several rows, else ``longest_row``."""
         return self.recipe.max_length if self.recipe.packing or self.per_turn else longest_row
 
     @property
@@ -321,7 +321,7 @@ class Sft(Task[Recipe]):
 
     @property
     def uses_reference(self) -> bool:
-        """True with a teacher model, which takes the place of the reference. A teacher file is not a model."""
+        """True with a teacher model, which replaces the reference. A teacher file is not a model."""
         return self.recipe.teacher is not None and self.recipe.teacher_file is None
 
     @property
@@ -374,7 +374,7 @@ class Batches:
 
     @property
     def packed(self) -> bool:
-        """True if a sequence holds several rows."""
+        """True if a sequence has several rows."""
         pieces = self.prepared.pieces
         return self.prepared.packs is not None or (pieces is not None and pieces.sequence_length is not None)
 

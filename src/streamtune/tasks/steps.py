@@ -146,7 +146,7 @@ class Steps:
     last returned step, not after the last prepared one.
 
     Args:
-        batches: Object that makes a micro-batch of given units.
+        batches: Object that makes a micro-batch of the requested units.
         recipe: Settings of the batches.
         world: Ranks that share a step. The units of a step depend on the number of ranks only if the recipe counts the
             micro-batches of one rank (``batching: rows`` without ``train_batch_size``).
@@ -194,7 +194,7 @@ class Steps:
             padded=self.batches.padded,
         )
         mine = shares[self.world.data_rank]
-        # A rank without rows computes the shortest row of the step as a filler: it would wait for the others anyway.
+        # A rank without rows computes the step's shortest row as a filler: it would wait for the other ranks anyway.
         shortest = min(units, key=self._cost_of) if not all(mine) else 0
         return [
             self.batches.training_batch(batch)
@@ -345,15 +345,12 @@ class SelectedSteps(Steps):
         self.origin_of_row, self.record_path, self.steps_taken = origin_of_row, record_path, steps_taken
         self.out_of_memory_fix = "write a smaller max_length, or delete select_rows"
         self.show_activity: Callable[[str], None] = lambda text: None
-        """Called with a short text on what is being computed."""
+        """Function called with a short description of the current computation."""
         self.is_stopped: Callable[[], bool] = lambda: False
-        """Returns True if a stop was requested. The step then has arbitrary rows, and is not taken."""
+        """Function that returns True if a stop was requested. The step then has arbitrary rows, and is not trained."""
 
     def before_first_step(self, backend: train.Backend, progress: train.Progress, stop: train.StopRequest) -> None:
-        """Get the optimizer, the progress display and the stop request, and delete later records of the choices.
-
-        Later means after the step from which the run resumes: those choices are made again.
-        """
+        """Get the optimizer, the progress display and the stop request, and delete records of steps to be repeated."""
         assert isinstance(backend, TorchBackend), "other backends have no optimizer moments of whole weights"
         self.sketch.optimizer, self.show_activity = backend.optimizer, progress.show_activity
         self.is_stopped = lambda: stop.requested

@@ -69,7 +69,7 @@ class StreamedRows:
 
     @property
     def training(self) -> Sequence[data.Example]:
-        """Empty: streamed rows are not known in advance."""
+        """Empty: rows to train on are read from :attr:`stream` during training."""
         return ()
 
     def first(self, count: int) -> list[data.Example]:
@@ -172,7 +172,7 @@ class StreamSteps:
             batch_size=self.batch_size,
         )
         mine = shares[self.world.data_rank]
-        # A rank without rows computes the shortest row of the step as a filler: it would wait for the others anyway.
+        # A rank without rows computes the step's shortest row as a filler: it would wait for the other ranks anyway.
         shortest = min(rows, key=self._cost_of)
         batches = [
             self.collate([rows[row] for row in batch]) if batch else replace(self.collate([shortest]), filler=True)

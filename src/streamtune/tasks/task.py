@@ -222,7 +222,7 @@ class Task(ABC, Generic[R_co]):
             sources: Data sources to read.
             tokenizer: Tokenizer of the model.
             notify: Called after all rows are read, because messages would interrupt the live count.
-            val_size: Held-out fraction, or number of held-out rows; None takes the recipe's value.
+            val_size: Held-out fraction, or number of held-out rows; None: the recipe's value.
 
         Raises:
             DataError: A row cannot be trained on; the error names file and line.
@@ -269,7 +269,7 @@ class Task(ABC, Generic[R_co]):
 
         Args:
             prepared: The rows, from :meth:`prepare`.
-            try_packing: Also compute how unpacked rows would pack; takes some seconds per million rows.
+            try_packing: Also compute how unpacked rows would pack; needs some seconds per million rows.
         """
         return None
 
@@ -336,7 +336,7 @@ class Task(ABC, Generic[R_co]):
                 if the recipe names it.
 
         Raises:
-            UnsupportedModelError: Prompts cannot be shared, and the recipe says ``share_prefix: always``.
+            UnsupportedModelError: Prompts cannot be shared, and the recipe sets ``share_prefix: always``.
         """
         if not self.may_share_prompts:
             return False
@@ -392,7 +392,7 @@ class Task(ABC, Generic[R_co]):
         return longest_row
 
     def check_model(self, handle: StreamHandle) -> None:
-        """Raise ``UnsupportedModelError`` if the model lacks what the objective needs besides exact streaming."""
+        """Raise ``UnsupportedModelError`` if the model lacks a part that the objective needs."""
 
     # --- training ----------------------------------------------------------------------------------------------
 

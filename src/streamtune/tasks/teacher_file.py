@@ -305,7 +305,7 @@ def _allocate_file(path: Path, header: bytes, size: int) -> None:
 
 
 class TeacherFileWriter:
-    """Writes the rows of a file, one after the other.
+    """Writes the rows of a file, one row after another.
 
     Args:
         path: Path of the partial file, see :func:`lock_output`.

@@ -278,7 +278,7 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dic
 
 
 def load_optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Load an optimizer state given by ``PARAMETER/KEY``.
+    """Load an optimizer state whose tensors are named ``PARAMETER/KEY``.
 
     Raises:
         CheckpointError: The state does not belong to this model or optimizer.

@@ -193,7 +193,7 @@ def newest_checkpoint(folder: Path, notify: Callable[[str], None]) -> Checkpoint
 
     Args:
         folder: Folder of the run's checkpoints.
-        notify: Function that takes a message; called for each damaged checkpoint that is skipped.
+        notify: Function called with a message for each damaged checkpoint that is skipped.
 
     Raises:
         CheckpointError: All checkpoints are damaged; the message names each.

@@ -1,4 +1,4 @@
-"""The lock on a run directory, held from before a process reads the directory until its run is over.
+"""The lock on a run directory: taken before a process reads the directory, released when its run is over.
 
     output_dir/.lock    locked by the process that trains in the directory; has its process id and host
 

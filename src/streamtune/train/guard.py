@@ -148,7 +148,7 @@ class StepGuard:
         return True
 
     def run_or_replan(self, compute: Callable[[], T], drop_gradients: Callable[[], None], step: int) -> T:
-        """Return ``take()``; with ``on_oom: replan``, repeat it with another schedule when memory runs out.
+        """Return ``compute()``; with ``on_oom: replan``, repeat it with another schedule when memory runs out.
 
         Every schedule gives the same gradient. A repetition draws the same random numbers, as far as the schedule does
         not change how they are drawn.

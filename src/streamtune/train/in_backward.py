@@ -1,7 +1,7 @@
 """Update weights during the backward, or on the host.
 
 During the backward a weight is updated as soon as its gradient is complete, and the gradient is freed. So gradients
-take the memory of one layer. With ``max_grad_norm`` there are two backwards with the same random numbers. The first
+need the memory of one layer. With ``max_grad_norm`` there are two backwards with the same random numbers. The first
 measures the gradient norm and stores nothing. The second scales the gradients by this norm and updates the weights.
 Without ``max_grad_norm`` there is one backward. Both ways equal the ordinary step bit for bit.
 
@@ -12,7 +12,7 @@ With ``lagged`` there is one backward, and gradients are scaled by the norm of t
 This differs from the ordinary step: a gradient that is suddenly large is not clipped until the next step. With several
 micro-batches gradients accumulate as usual, and weights are updated in the backward of the last one.
 
-A thread updates the weights that are offloaded to the host, and those whose optimizer is on the host
+A thread updates the weights that are offloaded to the host, and the weights whose optimizer is on the host
 (:class:`HostOptimizer`). Meanwhile the device computes the gradients of the next layer in the backward.
 """
 

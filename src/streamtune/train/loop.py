@@ -69,7 +69,7 @@ class TrainJob:
     fresh_optimizer: bool = False
     """True if the optimizer starts without states, because the checkpoint is from another optimizer."""
     next_schedule: NextSchedule = lambda install: None
-    """Function that returns another schedule when memory runs out."""
+    """Function that returns a schedule with less memory when memory runs out."""
     sample: Callable[[int, StopRequest], list[dict[str, Any]] | None] | None = None
     """Function that completes the sample prompts at a step; returns None if it was stopped. All ranks call it. It does
     not change the model or the random state.

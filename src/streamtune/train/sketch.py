@@ -91,7 +91,7 @@ class RowSketch:
     Args:
         model: Streamed model to call.
         handle: Handle of the model.
-        objective: Objective that gives the loss of a row.
+        objective: Objective that computes the loss of a row.
         device: Device of the model.
         size: Number of values of a sketch.
         seed: Seed of the projection.

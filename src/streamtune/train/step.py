@@ -67,7 +67,7 @@ class TrainSettings:
     """Number of consecutive evaluations without a better metric after which the run ends; 0: no early stopping."""
     early_stopping_threshold: float = 0.0
     save_best_limit: int = 0
-    """Number of checkpoints to keep for their metric, besides the newest."""
+    """Number of checkpoints to keep for their metric, in addition to the newest."""
     min_moved_share: float = 0.0
     """Share of the trained weights that a step should change; below it a note is shown."""
     sample_steps: int = 0

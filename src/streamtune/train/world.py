@@ -1,4 +1,4 @@
-"""The ranks that train one model together, and the small values that they exchange besides gradients.
+"""The ranks that train one model together, and the small values that they exchange in addition to gradients.
 
 W ranks are laid out as DP x SP: ``sequence_size`` consecutive ranks share a sequence. Each such group is one *data
 rank* with its own rows. Ranks of a group have the same targets and losses, so sums over all ranks are divided by

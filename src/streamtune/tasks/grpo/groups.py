@@ -334,7 +334,7 @@ def settings_of_all_ranks(recipe: Settings, world: train.World) -> Settings:
 def _compute_over_ranks(world: train.World, count: int, work: Callable[[list[int]], list[T]]) -> list[T]:
     """Return the results of ``work`` for all numbers below ``count``, which are divided among the ranks.
 
-    A rank with one number less computes number 0 again: if ranks share the weights, all of them must take part.
+    A rank with one number less computes number 0 again: if ranks share the weights, all of them must compute.
     """
     size = world.data_size
     numbers = list(range(world.data_rank, count, size))

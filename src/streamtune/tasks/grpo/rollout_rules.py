@@ -54,9 +54,9 @@ class RolloutTools:
     writer: rollout.Writer
     score: ScoreCompletions
     policy: train.Reference
-    """The current policy."""
+    """The trained model with its current weights."""
     reference: train.Reference | None
-    """The reference; None if the loss does not read its log-probs."""
+    """The reference; None if the loss does not read the reference's log-probs."""
     layout: BatchLayout
     gradient: Callable[[train.TreeBatch], float]
     """Computes the gradient norm of a completion."""
@@ -64,7 +64,7 @@ class RolloutTools:
     """The device of the policy and the reference."""
     world: train.World = field(default_factory=train.World)
     show_activity: Callable[[str], None] = lambda text: None
-    """Called with a short text on what is being computed."""
+    """Function called with a short description of the current computation."""
 
     @property
     def sampling(self) -> rollout.Sampling:
@@ -137,7 +137,7 @@ class RolloutTools:
 
 @dataclass
 class ScoredRollout:
-    """Completions with their rewards. The rules change them one after the other."""
+    """Completions with their rewards. The rules change the rewards and advantages one rule after another."""
 
     prompts: Sequence[data.Prompt]
     groups: Sequence[Group]

@@ -121,7 +121,7 @@ class GrpoSteps:
         With a teacher the batches also have the completions, whose divergence from the teacher is the held-out loss.
 
         Args:
-            eval_set: Set of held-out prompts; None takes all of them.
+            eval_set: Set of held-out prompts; None: all held-out prompts.
         """
         prompts, size = self.prompts.validation, self.recipe.prompts_per_generation * self.recipe.num_generations
         first, stop = (0, len(prompts)) if eval_set is None else (eval_set.start, eval_set.stop)

@@ -1,7 +1,7 @@
 """Reinforcement learning from rewards, with advantages within groups of completions; or on-policy distillation.
 
 In a plan, a micro-batch has ``per_device_train_batch_size`` completions of ``max_completion_length`` tokens, or of half
-the length if no prompt would fit beside them. They belong to as many prompts as a micro-batch can have.
+the length if no prompt would fit next to them. The completions belong to as many prompts as a micro-batch can have.
 """
 
 from __future__ import annotations

@@ -178,7 +178,7 @@ def group_advantages(
         name: Name of the policy loss, a key of :data:`ADVANTAGES`.
         rewards_N: Rewards ``[N]``, floating point; NaN for a completion without a reward.
         group_N: Number of each completion's prompt, int64 ``[N]``; any numbers, in any order.
-        scale_rewards: Standard deviation to divide by: ``group``, ``batch`` or ``none``. None takes the loss's
+        scale_rewards: Standard deviation to divide by: ``group``, ``batch`` or ``none``. None: the loss's
             published choice.
         greedy_N: Reward of the greedy completion of each completion's prompt ``[N]``, for remax.
 

@@ -7,8 +7,8 @@ A formula takes the two scores of each of P pairs and returns P losses. The scor
     log pi(y|x) - log pi_ref(y|x)     if the loss has a reference (``needs_reference``)
     log pi(y|x)                       if it has none
 
-This is a sum over the tokens of y. It is a mean if the loss is defined per token (``per_token``), or if the recipe says
-``length_normalization``. In the formulas below ``w`` and ``l`` are the scores of the chosen (won) and the rejected
+A score is a sum over the tokens of y. A score is a mean if the loss is defined per token (``per_token``), or with
+``length_normalization: true``. In the formulas below ``w`` and ``l`` are the scores of the chosen (won) and the rejected
 (lost) completion, and ``sigma`` is the logistic function.
 
 To add a loss, write a function and a line of the table, and add its name to ``recipe/keys/preferences.py``. A parameter
@@ -37,7 +37,7 @@ from streamtune.tasks.objectives.advantages import sum_by_row, tokens_per_row
 
 @dataclass(frozen=True)
 class PairKnobs:
-    """Parameters of the formulas besides the two scores. All but ``reward_gap_P`` are keys of the recipe."""
+    """Parameters of the formulas in addition to the two scores. All but ``reward_gap_P`` are keys of the recipe."""
 
     beta: float = 0.1
     """strength of the pull towards the reference, or another factor that the loss defines"""

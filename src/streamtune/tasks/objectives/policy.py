@@ -71,7 +71,7 @@ class PolicyKnobs:
     """True to multiply a token's KL by its ratio, with gradient. At a ratio of 1 the value does not change, and the
     gradient is the unbiased gradient of the reverse KL (arXiv 2512.02556, eq. 7)"""
     importance_level: str | None = None
-    """``token`` or ``sequence``; None takes the default level of the loss"""
+    """``token`` or ``sequence``; None: the default level of the loss."""
 
 
 @dataclass(frozen=True)

@@ -129,7 +129,7 @@ def regex_match(completion: str, pattern: Any, *, whole: bool = False) -> float:
         whole: True if it must match the whole completion, without white space at both ends.
 
     Raises:
-        ValueError: The pattern is malformed, or takes more than two seconds on this completion.
+        ValueError: The pattern is malformed, or needs more than two seconds on this completion.
     """
     return float(search_within_limit(str(pattern), completion.strip() if whole else completion, whole=whole))
 
@@ -253,7 +253,7 @@ def bind_reward_options(
         options: Options from the recipe.
 
     Raises:
-        ArgumentError: The options give both the value and a column, or the reward cannot use an option's value.
+        ArgumentError: The options set both the value and a column, or the reward cannot use an option's value.
     """
     remaining = dict(options)
     column = remaining.pop("column", builtin.reads)

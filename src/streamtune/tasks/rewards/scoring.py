@@ -20,7 +20,7 @@ from streamtune.errors import ArgumentError, RunError, did_you_mean
 from streamtune.tasks.rewards.spec import RewardFunction, load_reward, restore_globals
 
 COMPLETION_IDS = "completion_ids"
-"""Name of the column of token ids, which functions get besides the columns of the rows."""
+"""Name of the column of token ids, which functions get in addition to the columns of the rows."""
 FIX = "fix the function; it may return None for a completion to which it does not apply"
 
 

@@ -180,7 +180,7 @@ def _import_file(target: str, directory: Path) -> ModuleType:
 
 def _import_module(target: str, directory: Path) -> ModuleType:
     if str(directory) not in sys.path:
-        sys.path.append(str(directory))  # at the end: a file beside the recipe shadows no installed module
+        sys.path.append(str(directory))  # at the end: a file next to the recipe shadows no installed module
     try:
         with restore_globals():
             return importlib.import_module(target)
@@ -245,7 +245,7 @@ INSTALLED_FOLDERS = ("site-packages", "dist-packages")
 
 
 def reward_sources(specs: list[str], directory: Path) -> dict[str, Path]:
-    """Return the files of the user's functions, and the files that these import from the same folder.
+    """Return the files of the user's functions, and the files that their modules import from the same folder.
 
     Installed packages are left out. So are modules that a function imports only when it is called, and files that it
     reads.

@@ -8,7 +8,7 @@ rates:
                 pass, with which the gradient of a group grows. If all completions pass, or none, the advantages of a
                 group are zero and it teaches nothing. A floor is added to the weight, because a prompt that was too
                 hard may have become easier.
-``middle``      All prompts with a pass rate from 1/4 to 3/4 have the same weight, and the others a small one. Between
+``middle``      All prompts with a pass rate from 1/4 to 3/4 have the same weight, other prompts a small one. Between
                 1/4 and 3/4 the variance of a pass is at least three quarters of its maximum (arXiv 2504.03380).
 
 Completions are divided so that the variance of the gradient is least. Of n completions of a prompt with pass rate p and
@@ -131,7 +131,7 @@ class PromptPicker:
         return order
 
     def _pick_by_rate(self, count: int) -> list[int]:
-        """Return prompts drawn by weight without replacement: those with the largest ``u ** (1 / weight)``.
+        """Return prompts drawn by weight without replacement: the prompts with the largest ``u ** (1 / weight)``.
 
         Efraimidis and Spirakis (2006).
         """

@@ -65,7 +65,7 @@ class Completion:
     """True if the completion was cut off at the largest length, without an end token."""
 
 
-class WritingStopped(Exception):  # noqa: N818 (nothing is wrong: somebody asked for it)
+class WritingStopped(Exception):  # noqa: N818 (not an error: a stop was requested)
     """Writing was stopped early, on request."""
 
 
