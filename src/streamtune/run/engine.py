@@ -38,7 +38,7 @@ TIERS = "tiers"
 
 
 @dataclass(frozen=True)
-class StreamedModel:
+class TrainableModel:
     """A streamed model with its backend, ready to train."""
 
     handle: StreamHandle
@@ -179,7 +179,7 @@ def stream_and_make_backend(
     *,
     notify: Notify,
     doing: Doing,
-) -> StreamedModel:
+) -> TrainableModel:
     """Stream the model with the planned schedule or the recipe's, check it, and make its backend.
 
     Args:
@@ -202,7 +202,7 @@ def stream_and_make_backend(
     start.identity["schedule"] = asdict(
         handle.schedule
     )  # not compared: every schedule gives the same gradient, up to rounding
-    return StreamedModel(handle, backend, planned.memory, planned.baseline_bytes, planned.plan_smaller)
+    return TrainableModel(handle, backend, planned.memory, planned.baseline_bytes, planned.plan_smaller)
 
 
 def _check_exact_streaming(start: Start, model: Any, handle: StreamHandle, notify: Notify) -> None:

@@ -28,7 +28,7 @@ from streamtune.recipe.schema import Recipe
 from streamtune.recipe.settings import OptimizerSettings, TrainingSettings
 from streamtune.recipe.yaml import dump_recipe
 from streamtune.run.device import known_peak_flops
-from streamtune.run.engine import StreamedModel
+from streamtune.run.engine import TrainableModel
 from streamtune.run.listeners import StepFlops, StepTimes
 from streamtune.run.samples import write_samples
 from streamtune.schedule import Schedule
@@ -49,7 +49,7 @@ class Run(BuiltRun):
 
     start: Start
     parameters: models.ParameterCount
-    streamed: StreamedModel
+    streamed: TrainableModel
     batch_facts: data.BatchFacts | None
     """Statistics of the batches; None if the batches depend on the model."""
     added_stop_tokens: list[int] = field(default_factory=list)

@@ -242,7 +242,7 @@ def first_fitting_choice(
     *,
     simulate: Simulate = simulate,
 ) -> Settings:
-    """Return the first of the :func:`placements` whose step fits with some schedule.
+    """Return the first of the :func:`placement_choices` whose step fits with some schedule.
 
     If no step fits, return the last choice that fits the host, which allows the longest rows.
 

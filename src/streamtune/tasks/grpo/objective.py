@@ -57,7 +57,7 @@ class PolicyBatch(train.TreeBatch):
         return replace(moved, **{name: x.to(device) for name, x in tensors.items() if x is not None})
 
     def as_supervised(self, completion_weight: float) -> train.MicroBatch:
-        """Return the same sequences as a supervised batch; ``completion_weight`` is the total weight of each completion.
+        """Return the same sequences as a supervised batch; each completion has this total weight.
 
         The weight is divided evenly among the targets of a completion. A target that several completions share has the
         sum of their weights.
