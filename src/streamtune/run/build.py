@@ -91,13 +91,13 @@ def build_run(
             start = place_weights(start, prepared, longest_row, notify)
         recipe, task = start.recipe, start.task
         with doing("loading the model"):
-            model = make_model(recipe, tokenizer, start.checkpoint, start.device, shard_world=start.sharing)
+            model = make_model(recipe, tokenizer, start.checkpoint, start.device, sharing=start.sharing)
         notify_model_warnings(model, longest_row, start, notify)
         added_stop_tokens = add_stop_tokens(task, prepared, tokenizer, model)
         second_model = None
         if task.uses_reference and not task.precomputes_reference:
             with doing("loading the reference"):
-                second_model = load_reference(task, model, tokenizer, start.device, shard_world=start.sharing)
+                second_model = load_reference(task, model, tokenizer, start.device, sharing=start.sharing)
         share = False
         if task.scores_completions:
             with doing("checking that prompts can be shared"):

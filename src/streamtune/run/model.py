@@ -39,7 +39,7 @@ def make_model(
     checkpoint: train.Checkpoint | None,
     device: torch.device,
     *,
-    shard_world: train.World | None = None,
+    sharing: train.World | None = None,
 ) -> Any:
     """Return the model to train, with the weights of the checkpoint or the base, and with adapters if it has any.
 
@@ -48,12 +48,12 @@ def make_model(
         tokenizer: Tokenizer of the data.
         checkpoint: Checkpoint that is resumed; None for a new run.
         device: Device of this rank.
-        shard_world: Ranks that will share the weights; the base is then on ``meta`` and its weights are loaded later.
+        sharing: Ranks that will share the weights; the base is then on ``meta`` and its weights are loaded later.
     """
     if "host" in (recipe.engine.weights, recipe.engine.optimizer):
         _check_host_memory(recipe, device)
     return _move_to_device(
-        recipe, _make_model(recipe, tokenizer, checkpoint, _loading_device(recipe, device), shard_world), device
+        recipe, _make_model(recipe, tokenizer, checkpoint, _loading_device(recipe, device), sharing), device
     )
 
 
@@ -62,24 +62,16 @@ def _make_model(
     tokenizer: PreTrainedTokenizerBase,
     checkpoint: train.Checkpoint | None,
     device: torch.device,
-    shard_world: train.World | None,
+    sharing: train.World | None,
 ) -> Any:
     adapters = recipe.finetuning_type != "full"
     new_tokens = new_token_ids(recipe, tokenizer)
-    if new_tokens and shard_world is not None and (adapters or checkpoint is None):
+    if new_tokens and sharing is not None and (adapters or checkpoint is None):
         _refuse_new_tokens(recipe, tokenizer, new_tokens)
     name = str(checkpoint.model_dir) if checkpoint is not None and not adapters else recipe.model_name_or_path
-    quant_change = (
-        _quantisation_change(recipe) if checkpoint is None else models.QuantisedBefore.load(checkpoint.model_dir)
-    )
+    change = _quantisation_change(recipe) if checkpoint is None else models.QuantisedBefore.load(checkpoint.model_dir)
     model = _make_base_model(
-        recipe,
-        device,
-        len(tokenizer),
-        _token_ids(tokenizer),
-        name=name,
-        shard_world=shard_world,
-        quant_change=quant_change,
+        recipe, device, len(tokenizer), _token_ids(tokenizer), name=name, sharing=sharing, change=change
     )
     if new_tokens and (adapters or checkpoint is None):
         models.add_rows(model, len(tokenizer), new_tokens)
@@ -104,13 +96,13 @@ def make_reference_model(
     device: torch.device,
     *,
     name: str | None = None,
-    shard_world: train.World | None = None,
-    quant_change: models.QuantisationChange | None = None,
+    sharing: train.World | None = None,
+    change: models.QuantisationChange | None = None,
 ) -> Any:
     """Return the model as it is when training starts, or the model ``name``; without adapters or checkpoint."""
     is_own_model = name in (None, recipe.model_name_or_path)
     new_tokens = new_token_ids(recipe, tokenizer) if is_own_model else []
-    if new_tokens and shard_world is not None:
+    if new_tokens and sharing is not None:
         _refuse_new_tokens(recipe, tokenizer, new_tokens)
     name = name or recipe.model_name_or_path
     loading_device = _loading_device(recipe, device)
@@ -120,8 +112,8 @@ def make_reference_model(
         len(tokenizer),
         _token_ids(tokenizer),
         name=name,
-        shard_world=shard_world,
-        quant_change=quant_change,
+        sharing=sharing,
+        change=change,
         frozen=not is_own_model,
     )
     if new_tokens:
@@ -160,7 +152,7 @@ def _check_host_memory(recipe: TrainingSettings, device: torch.device) -> None:
         return
     shown = ", ".join(f"{name} {show_size(size)}" for name, size in terms.items() if size)
     noun, key = ("weights", "engine.weights") if offloads_weights else ("optimizer", "engine.optimizer")
-    advice = (
+    tip = (
         ""
         if step.gradients == "layer" or not offloads_weights
         else "write optim_in_backward: true, which keeps few gradients; "
@@ -168,7 +160,7 @@ def _check_host_memory(recipe: TrainingSettings, device: torch.device) -> None:
     raise ArgumentError(
         f"the host's memory is too small for the {noun}: needed {shown}; usable {show_size(usable_bytes)}",
         where=key,
-        fix=f"{advice}train adapters (finetuning_type: lora), or use a machine with more memory",
+        fix=f"{tip}train adapters (finetuning_type: lora), or use a machine with more memory",
     )
 
 
@@ -221,13 +213,13 @@ def make_reference_without_data(recipe: ModelSettings, device: torch.device, nam
 
 
 def _make_base_without_data(
-    recipe: ModelSettings, device: torch.device, name: str | None, quant_change: models.QuantisationChange | None = None
+    recipe: ModelSettings, device: torch.device, name: str | None, change: models.QuantisationChange | None = None
 ) -> Any:
     size = _trained_vocabulary_size(recipe) or 0
     if recipe.model is not None:
         size = recipe.model.init.get("vocab_size", size)
     frozen = name != recipe.model_name_or_path
-    return _make_base_model(recipe, device, size, {}, name=name, quant_change=quant_change, frozen=frozen)
+    return _make_base_model(recipe, device, size, {}, name=name, change=change, frozen=frozen)
 
 
 def make_reference_blueprint(recipe: ModelSettings, device: torch.device, name: str | None) -> Any:
@@ -293,7 +285,7 @@ def make_optimizer(recipe: OptimizerSettings, model: nn.Module) -> torch.optim.O
         [name for name, parameter in model.named_parameters() if parameter.requires_grad],
     )
 
-    def rate_scale_of(name: str) -> float:
+    def scale_of(name: str) -> float:
         group = groups.find(name)
         own_rate = None if group is None else recipe.lr_groups[group].learning_rate
         if own_rate is not None:
@@ -316,7 +308,7 @@ def make_optimizer(recipe: OptimizerSettings, model: nn.Module) -> torch.optim.O
         args=recipe.optim_args,
     )
     return optim.build_optimizer(
-        choice, model.named_parameters(), scale_of=rate_scale_of, decay_of=decay_of, is_in_layer=places.is_in_layer
+        choice, model.named_parameters(), scale_of=scale_of, decay_of=decay_of, is_in_layer=places.is_in_layer
     )
 
 
@@ -354,19 +346,16 @@ def _make_base_model(
     token_ids: dict[str, int],
     *,
     name: str | None,
-    shard_world: train.World | None = None,
-    quant_change: models.QuantisationChange | None = None,
+    sharing: train.World | None = None,
+    change: models.QuantisationChange | None = None,
     frozen: bool = False,
 ) -> Any:
     """Return the model ``name``, or a new model, without adapters; ``frozen`` if it is not the trained model."""
     dtype, quantization = weights_dtype(recipe, frozen=frozen), choose_quantization(recipe, device)
-    options, remote = (
-        models.ModelOptions(dtype, quantization, _rope_change(recipe), quant_change),
-        recipe.trust_remote_code,
-    )
-    if shard_world is not None and quantization is None:
+    options, remote = (models.ModelOptions(dtype, quantization, _rope_change(recipe), change), recipe.trust_remote_code)
+    if sharing is not None and quantization is None:
         if name is not None:
-            return shard_world.run_on_all_ranks(lambda: models.defer_load(name, options, trust_remote_code=remote))
+            return sharing.run_on_all_ranks(lambda: models.defer_load(name, options, trust_remote_code=remote))
         assert recipe.model is not None, "the schema requires a model"
         return models.defer_init(
             recipe.model.init,
@@ -374,7 +363,7 @@ def _make_base_model(
             vocab_size=vocab_size,
             token_ids=token_ids,
             seed=recipe.seed,
-            draw=shard_world.is_main,
+            draw=sharing.is_main,
         )
     if name is not None:
         return models.load_model(

@@ -52,10 +52,8 @@ def precisions(recipe: Settings) -> list[Settings]:
         return [recipe]
     dtype_change = {"dtype": "bfloat16"} if checkpoint_dtype == torch.float16 else {}
     if recipe.finetuning_type != "full":  # adapters are float32, but modules_to_save are not
-        full_modules = (
-            recipe.modules_to_save or recipe.adapter_name_or_path
-        )  # these adapters may include modules_to_save
-        rounding = {"weight_rounding": "stochastic"} if full_modules and _can_round(recipe) else {}
+        modules = recipe.modules_to_save or recipe.adapter_name_or_path  # these adapters may include modules_to_save
+        rounding = {"weight_rounding": "stochastic"} if modules and _can_round(recipe) else {}
         return [_with_values(recipe, **dtype_change, **rounding)]
     if recipe.deepspeed is not None:  # DeepSpeed keeps a float32 copy of the weights
         return [_with_values(recipe, **dtype_change)]

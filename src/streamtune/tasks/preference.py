@@ -202,12 +202,8 @@ class PreferenceBatches:
     def _mismatched_tree(self, split: Sequence[data.Tree], unit: int) -> data.Tree:
         return mismatched_tree(split[unit], self.prepared.training, unit + 1, self.recipe.max_length)
 
-    def _reference_logps(self, units: Sequence[int], first_index: int) -> Tensor | None:
-        return (
-            None
-            if self.reference_logps is None
-            else self.reference_logps.of_trees(first_index + unit for unit in units)
-        )
+    def _reference_logps(self, units: Sequence[int], first: int) -> Tensor | None:
+        return None if self.reference_logps is None else self.reference_logps.of_trees(first + unit for unit in units)
 
 
 def _policy_logps(handle: StreamHandle, model: nn.Module, batch: train.TreeBatch) -> tuple[Tensor, Tensor | None]:

@@ -62,10 +62,10 @@ def configuration_hash(model: nn.Module, *, adapters: bool) -> str:
     """
     config: Any = getattr(model, "config", None)
     settings = {} if config is None else config.to_dict()
-    hashed_settings = {
+    hashed = {
         key: value for key, value in settings.items() if key not in UNHASHED_SETTINGS and not key.endswith("_token_id")
     }
-    digest = hashlib.blake2b(repr(_sort_keys(hashed_settings)).encode(), digest_size=20)
+    digest = hashlib.blake2b(repr(_sort_keys(hashed)).encode(), digest_size=20)
     for name, adapter_config in sorted(getattr(model, "peft_config", {}).items()) if adapters else ():
         digest.update(repr((name, _sort_keys(adapter_config.to_dict()))).encode())
     for name, buffer in sorted(model.named_buffers()):

@@ -400,12 +400,12 @@ class SelectedSteps(Steps):
                 batch = self.batches.training_batch([drawn[position]])
                 with explain_out_of_memory("choosing rows", [batch], self.out_of_memory_fix):
                     sketches[position] = self.sketch(batch).tolist()
-        gathered = [
+        found = [
             (position, point)
-            for rank_items in self.world.gather_data_ranks(list(sketches.items()))
-            for position, point in rank_items
+            for items in self.world.gather_data_ranks(list(sketches.items()))
+            for position, point in items
         ]
-        return np.array([point for _, point in sorted(gathered, key=lambda each: each[0])], dtype=np.float64)
+        return np.array([point for _, point in sorted(found, key=lambda each: each[0])], dtype=np.float64)
 
 
 def _choice_to_tuple(choice: data.ChosenRows) -> tuple[list[int], int, float, float]:

@@ -206,26 +206,24 @@ def _read_metadata(path: Path) -> dict[str, str]:
             pass
         with path.open("rb") as file:  # safetensors returns metadata in any order; the hash needs the order
             header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        metadata: dict[str, str] = header.get("__metadata__") or {}
+        facts: dict[str, str] = header.get("__metadata__") or {}
     except (SafetensorError, OSError, ValueError) as error:
         raise ArgumentError(f"{path} cannot be read: {error}", where="teacher", fix=RUN_TEACH_AGAIN) from error
-    if metadata.get("format") != FORMAT:
+    if facts.get("format") != FORMAT:
         raise ArgumentError(
             f"{path} was not written by `streamtune teach`",
             where="teacher",
             fix="write a file with `streamtune teach`, or give the folder of a model",
         )
-    if missing := sorted(
-        {"k", "vocabulary", "temperature", "teacher", "tokenizer", "rows", "digest"} - metadata.keys()
-    ):
+    if missing := sorted({"k", "vocabulary", "temperature", "teacher", "tokenizer", "rows", "digest"} - facts.keys()):
         what = f"{path} is damaged: its metadata has no '{missing[0]}'"
         raise ArgumentError(what, where="teacher", fix=RUN_TEACH_AGAIN)
     try:
-        int(metadata["k"]), float(metadata["temperature"])
+        int(facts["k"]), float(facts["temperature"])
     except ValueError as error:
         what = f"{path} is damaged: its metadata is invalid: {error}"
         raise ArgumentError(what, where="teacher", fix=RUN_TEACH_AGAIN) from error
-    return metadata
+    return facts
 
 
 def teacher_file_digest(path: Path) -> str:

@@ -71,9 +71,7 @@ def load_evaluated(
     dtype = None if own or recipe.dtype in ("auto", "mixed") else recipe.dtype
     base, unknown = _base_override(trained, recipe, notify)
     if unknown:
-        made = make_reference_model(
-            recipe, tokenizer, device, quant_change=models.QuantisedBefore.load(Path(trained.folder))
-        )
+        made = make_reference_model(recipe, tokenizer, device, change=models.QuantisedBefore.load(Path(trained.folder)))
         models.use_saved_ends(made, Path(trained.folder))
         model = models.load_lora(made, Path(trained.folder)).requires_grad_(False).eval()
         return EvaluatedModel(model, adapters=True)

@@ -8,7 +8,7 @@ A formula takes the two scores of each of P pairs and returns P losses. The scor
     log pi(y|x)                       if it has none
 
 A score is a sum over the tokens of y. A score is a mean if the loss is defined per token (``per_token``), or with
-``length_normalization: true``. In the formulas below ``w`` and ``l`` are the scores of the chosen (won) and the rejected
+``length_normalization``. In the formulas below ``w`` and ``l`` are the scores of the chosen (won) and the rejected
 (lost) completion, and ``sigma`` is the logistic function.
 
 To add a loss, write a function and a line of the table, and add its name to ``recipe/keys/preferences.py``. A parameter

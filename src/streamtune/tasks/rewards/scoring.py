@@ -141,11 +141,9 @@ class _Batch:
     origins: Sequence[str] | None
 
     def single_completion(self, number: int) -> _Batch:
-        selection = slice(number, number + 1)
-        columns = {name: values[selection] for name, values in self.columns.items()}
-        return _Batch(
-            self.prompts[selection], self.completions[selection], columns, self.origins and self.origins[selection]
-        )
+        part = slice(number, number + 1)
+        columns = {name: values[part] for name, values in self.columns.items()}
+        return _Batch(self.prompts[part], self.completions[part], columns, self.origins and self.origins[part])
 
     def completion_name(self, number: int) -> str:
         """Return the name of a completion in errors: its row if it is known, else its number."""
