@@ -266,9 +266,7 @@ class RunSetup:
     loaded: LoadedRecipe
     task: Task[Any]
     device: torch.device
-    """Device of this rank."""
     world: train.World
-    """Ranks that train together."""
     quantization: str | None
     """Quantisation of frozen linear layers and experts: ``nf4``, ``int8`` or None."""
     shares_weights: bool

@@ -108,7 +108,6 @@ class Start(RunSetup):
             self.release()
 
     def release(self) -> None:
-        """Release the lock of the directory."""
         if self.lock is not None:
             self.lock.release()
 

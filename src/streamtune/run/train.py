@@ -72,8 +72,6 @@ class Run(BuiltRun):
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """Results of a run, and the way it ended."""
-
     progress: train.RunProgress
     finished: bool
     exit_code: int

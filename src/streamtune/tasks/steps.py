@@ -211,7 +211,6 @@ class Steps:
         return self._position
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from the position saved by ``state_dict``."""
         self._prepared_steps.clear()
         self.sampler.load_state_dict(state)
         self._position = self.sampler.state_dict()

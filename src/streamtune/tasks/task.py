@@ -81,14 +81,10 @@ class PreparedRows(Protocol):
         ...
 
     @property
-    def training(self) -> Sequence[Any]:
-        """The rows to train on."""
-        ...
+    def training(self) -> Sequence[Any]: ...
 
     @property
-    def validation(self) -> Sequence[Any]:
-        """The held-out rows."""
-        ...
+    def validation(self) -> Sequence[Any]: ...
 
     @property
     def eval_sets(self) -> Sequence[data.EvalSet]:
@@ -113,7 +109,6 @@ class BuiltRun:
     batches: Any
     """The task's own batches, from :meth:`Task.batches`."""
     model: Any
-    """The streamed model."""
     handle: StreamHandle
     reference: train.Reference | None
     """The reference or teacher; None if the loss uses none."""
@@ -125,7 +120,6 @@ class BuiltRun:
 
     @property
     def backend(self) -> train.Backend:
-        """The backend that computes gradients and updates the weights."""
         raise NotImplementedError
 
 
@@ -323,7 +317,6 @@ class Task(ABC, Generic[R_co]):
 
     @property
     def reward_funcs(self) -> Sequence[str]:
-        """The names of the recipe's reward functions."""
         return ()
 
     def can_share_prompts(self, model: Any, notify: Notify = lambda message: None, *, second_model: Any = None) -> bool:

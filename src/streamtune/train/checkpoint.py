@@ -273,7 +273,6 @@ class Manifest:
     """
 
     run: str
-    """Id of the run that wrote the checkpoint."""
     step: int
     metric: float | None
     """Value of ``metric_for_best_model`` by which checkpoints are ranked; None if they are not."""

@@ -37,7 +37,6 @@ class RunProgress:
     not_better: int = 0
     """Number of consecutive evaluations that were not better than ``best``."""
     ended_early: bool = False
-    """True if early stopping ended the run."""
     best_evaluations: Sequence[Sequence[float]] = ()
     """Pairs of metric value and step, the best first, for ``metric_for_best_model`` (default: ``eval_loss``)."""
 

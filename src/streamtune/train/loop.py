@@ -106,8 +106,6 @@ def train(
 
 
 class _Loop:
-    """The state of a running training loop."""
-
     def __init__(
         self, job: TrainJob, settings: TrainSettings, progress: Progress, stop: StopRequest, listeners: Listeners
     ) -> None:
@@ -333,8 +331,6 @@ class _Loop:
 
 @dataclass(frozen=True)
 class _StepResult:
-    """The result of an optimizer step."""
-
     started: float
     """``time.perf_counter()`` at its start."""
     batches: Sequence[MicroBatch]

@@ -375,7 +375,6 @@ class TreeBatch(MicroBatch):
 
 
 def without_fillers(batches: Sequence[Batch]) -> list[Batch]:
-    """Return the batches without fillers."""
     return [batch for batch in batches if not batch.filler]
 
 

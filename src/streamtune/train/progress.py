@@ -135,7 +135,6 @@ class Progress:
             self._print_pairs(step=f"{step}/{self.total_steps}", saved=str(path))
 
     def report_note(self, step: int, text: str) -> None:
-        """Report a note about ``step``."""
         if self.console.is_terminal:
             self._print_event(step, Text(text))
         else:

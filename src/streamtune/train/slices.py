@@ -154,7 +154,6 @@ class SliceReader:
         return [name.rpartition("/")[2] for name in self._shapes if name.rpartition("/")[0] == parameter]
 
     def parameters(self) -> set[str]:
-        """Return the names of the parameters that have state."""
         return {name.rpartition("/")[0] for name in self._shapes}
 
     def check_parameters(self, trained: Iterable[str]) -> None:

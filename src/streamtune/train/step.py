@@ -35,8 +35,6 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """Settings of the training loop."""
-
     total_steps: int
     """Number of optimizer steps of the whole run, including steps before a resume."""
     steps_per_epoch: int | None

@@ -85,7 +85,6 @@ class BatchLayout:
     micro-batch would need more memory than was planned."""
 
     def is_trained(self, group: Group, index: int) -> bool:
-        """Return True if a completion's tokens are trained on."""
         return not (self.mask_truncated and group.truncated[index])
 
     def has_no_gradient(self, group: Group, index: int) -> bool:

@@ -50,7 +50,6 @@ class RolloutTools:
     recipe: RolloutSettings
     """The settings of all ranks together."""
     prompts: data.PreparedPrompts
-    """Training prompts and held-out prompts."""
     writer: rollout.Writer
     score: ScoreCompletions
     policy: train.Reference
@@ -61,7 +60,6 @@ class RolloutTools:
     gradient: Callable[[train.TreeBatch], float]
     """Computes the gradient norm of a completion."""
     device: torch.device
-    """The device of the policy and the reference."""
     world: train.World = field(default_factory=train.World)
     show_activity: Callable[[str], None] = lambda text: None
     """Function called with a short description of the current computation."""

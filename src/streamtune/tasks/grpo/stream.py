@@ -243,7 +243,6 @@ class GrpoSteps:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from the position saved by ``state_dict``."""
         if type(state["taken"]) is not int or state["taken"] < 0:
             what = f"the number of steps in the checkpoint must be a whole number from 0, found {state['taken']}"
             raise CheckpointError(what, fix="use another checkpoint")

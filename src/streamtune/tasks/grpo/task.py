@@ -65,8 +65,6 @@ LOG_RATIO_NOISE = 0.1
 
 @dataclass(frozen=True)
 class GrpoData(data.PreparedPrompts):
-    """The prompts of a run, and its supervised steps."""
-
     supervised: SupervisedSteps | None = None
     """Supervised steps before the first rollout; None without any."""
 

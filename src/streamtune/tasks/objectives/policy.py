@@ -57,8 +57,6 @@ class TokenLogps:
 
 @dataclass(frozen=True)
 class PolicyKnobs:
-    """Parameters of the policy-gradient losses."""
-
     epsilon_low: float = 0.2
     """ratios below ``1 - epsilon_low`` are clipped if the advantage is negative"""
     epsilon_high: float = 0.2
@@ -76,8 +74,6 @@ class PolicyKnobs:
 
 @dataclass(frozen=True)
 class PolicyTerms:
-    """The loss of a micro-batch and its metrics."""
-
     loss: Tensor
     """float64 scalar with graph, already divided by the divisors of the step"""
     metrics: dict[str, tuple[float, float]]

@@ -224,7 +224,6 @@ class Builtin:
     """name of the value. The value is a column of the rows: the column of this name, or the one that the option
     ``column`` names. An option of this name sets the value for all rows instead"""
     runs_code: bool = False
-    """True if the reward runs code that a model wrote"""
 
     @property
     def options(self) -> tuple[str, ...]:

@@ -26,8 +26,6 @@ FIX = "fix the function; it may return None for a completion to which it does no
 
 @dataclass(frozen=True)
 class RewardScores:
-    """The scores of N completions."""
-
     total: list[float | None]
     """weighted sum of each completion's scores; None if no function applied"""
     by_function: dict[str, list[float | None]]
