@@ -34,7 +34,7 @@ SAVE: dict[str, tuple[str, str, int]] = {
     "its own part": ("streamtune.train.saver", "_write_rank_state", 2),
     "the index": ("streamtune.train.saver", "write_index", 2),
     "the manifest": ("streamtune.train.saver", "write_manifest", 2),
-    "reading it back": ("streamtune.train.saver", "CheckpointSaver._verify_and_rotate", 2),
+    "reading it back": ("streamtune.train.saver", "CheckpointSaver._on_commit", 2),
 }
 
 
