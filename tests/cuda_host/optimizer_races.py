@@ -33,7 +33,7 @@ STEPS = ("after the backward", "in the backward", "two backwards", "lagged")
 def step_beside_at_once(self: Any, parameter: Any, grad: torch.Tensor, event: Any) -> None:
     """Step a weight whose gradient may not be computed yet."""
     with torch.cuda.stream(self.optimizer.stream):
-        self._step(parameter, grad)
+        self._update_weight(parameter, grad)
         self.optimizer.stream.synchronize()
 
 
@@ -93,7 +93,7 @@ def main(mutants: list[str]) -> None:
     decide_without_values()
     in_backward.math = SimpleNamespace(isfinite=lambda _: True, nan=math.nan)  # type: ignore[assignment]
     if "beside" in mutants:
-        InBackwardBackend._step_in_thread = step_beside_at_once  # type: ignore[method-assign]
+        InBackwardBackend._update_in_thread = step_beside_at_once  # type: ignore[method-assign]
     torch.cuda._sanitizer.enable_cuda_sanitizer()
     print(json.dumps({f"{kind}, {states}": race_of(kind, states) for kind in STEPS for states in STATES}))
 
