@@ -34,9 +34,9 @@ from benchmarks.processor_time import interleaved, spread
 from streamtune import Schedule
 from streamtune.base.adapters import ADAPTERS
 from streamtune.cli import main as command
-from streamtune.models import AdapterSpec, ModelOptions, add_adapters, load_model, loftq_start
-from streamtune.models.adapters.targets import low_rank_layers
-from streamtune.models.quantize import dequantised
+from streamtune.models import AdapterSpec, ModelOptions, add_adapters, load_model, make_loftq_quantizer
+from streamtune.models.adapters.targets import lora_layers
+from streamtune.models.quantize import dequantize_weight
 from streamtune.plan.simulate import Workload, simulate
 
 USUAL = (3e-4, 1e-3, 3e-3, 1e-2)
@@ -144,13 +144,13 @@ def show_starts(base: str) -> None:
     for kind in ("nf4", "int8"):
         for rank, iterations in ((16, 0), (16, 1), (16, 2), (16, 5), (64, 1), (64, 5)):
             spec = AdapterSpec(kind="loftq" if iterations else "lora", r=rank)
-            change = loftq_start(spec, iterations=iterations, seed=0) if iterations else None
+            change = make_loftq_quantizer(spec, iterations=iterations, seed=0) if iterations else None
             model = add_adapters(load_model(base, ModelOptions(quantization=kind, change=change)), spec)
             error = size = 0.0
-            for name, layer in low_rank_layers(model):
+            for name, layer in lora_layers(model):
                 weight = weights[f"{name}.weight"]
                 added = layer.scaling["default"] * layer.lora_B["default"].weight @ layer.lora_A["default"].weight
-                error += float((weight - dequantised(layer.get_base_layer().weight) - added).square().sum())
+                error += float((weight - dequantize_weight(layer.get_base_layer().weight) - added).square().sum())
                 size += float(weight.square().sum())
             off = float((model(input_ids=ids).logits - want).norm() / want.norm())
             named = (kind, rank, iterations) if iterations else (kind, "", "")

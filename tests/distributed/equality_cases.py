@@ -122,7 +122,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
 
 def _written_out(model: Any) -> Any:
     """Return the model with the dequantised weights of its 4-bit layers; the model itself if it has none."""
-    if models.quantization(model) is None:
+    if models.quantization_kind(model) is None:
         return model
     import bitsandbytes
 

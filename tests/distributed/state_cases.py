@@ -30,7 +30,7 @@ from streamtune.distributed.deepspeed_config import resolve_config
 from streamtune.distributed.pytorch import DdpBackend, shard_layer
 from streamtune.engine import decoder_layers
 from streamtune.errors import ArgumentError, CheckpointError
-from streamtune.models import save_gathered
+from streamtune.models import save_gathered_weights
 from streamtune.recipe import Recipe, load_recipe
 from streamtune.run import ranks as build_world
 from streamtune.run.build import build_run
@@ -129,7 +129,7 @@ def memory(case: dict[str, Any]) -> dict[str, Any]:
             pass
 
     target = folder / f"again-{case['layout']}"
-    save_gathered(model, Tokenizer(), target, weights, is_main=world.is_main, shard_bytes=20_000)  # type: ignore[arg-type]
+    save_gathered_weights(model, Tokenizer(), target, weights, is_main=world.is_main, shard_bytes=20_000)  # type: ignore[arg-type]
     backend.close()
     gc.unfreeze()
     whole = sum(x.nbytes for x in load_file(folder / "whole" / "model.safetensors").values())

@@ -10,8 +10,8 @@ import torch
 
 import streamtune
 from streamtune.base.adapters import ADAPTERS, AdapterName
-from streamtune.models import AdapterSpec, add_adapters, load_adapters, save_pretrained
-from streamtune.models.adapters.start import LEADING_PARTS
+from streamtune.models import AdapterSpec, add_adapters, load_run_adapters, save_pretrained
+from streamtune.models.adapters.start import FACTORS_OF_WEIGHT
 from streamtune.models.quantize import quantize
 from streamtune.programs.export.merge import merged_weights
 from streamtune.recipe.keys.adapters import UNQUANTISED
@@ -69,7 +69,7 @@ def check(model: Any) -> None:
 
 def test_a_recipe_names_the_kinds_that_there_are() -> None:
     assert get_args(AdapterName) == tuple(ADAPTERS)
-    assert set(LEADING_PARTS) == {name for name, kind in ADAPTERS.items() if kind.start == "weights"}
+    assert set(FACTORS_OF_WEIGHT) == {name for name, kind in ADAPTERS.items() if kind.start == "weights"}
 
 
 @pytest.mark.quick("dora-qwen3", "pissa-llama")
@@ -131,7 +131,7 @@ def test_ranks_and_scales_of_their_own(kind: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", LEADING_PARTS)
+@pytest.mark.parametrize("kind", FACTORS_OF_WEIGHT)
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_starts_from_weights_as_papers_have_it_with_the_base_left_alone(kind: str, family: str) -> None:
     """The model that starts is the base; gradients are those of the papers' form, with ``B A`` taken from the base."""
@@ -189,7 +189,7 @@ def test_saved_and_loaded_to_the_same_bits(kind: str, tmp_path: Path) -> None:
     model = adapted(kind)
     save_pretrained(model, Nothing(), tmp_path)
     spec = AdapterSpec(kind=kind, r=4, block_size=8)
-    again: Any = load_adapters(build("llama"), tmp_path, spec)
+    again: Any = load_run_adapters(build("llama"), tmp_path, spec)
     want, found = model.state_dict(), again.state_dict()
     assert want.keys() == found.keys()
     assert all(torch.equal(want[name], found[name]) for name in want)

@@ -9,7 +9,7 @@ import torch
 
 import streamtune
 from streamtune.models import AdapterSpec, PackedExperts, add_adapters
-from streamtune.models.quantize import PACKAGES, dequantised, is_quantised, left_whole, quantize
+from streamtune.models.quantize import PACKAGES, dequantize_weight, is_quantised, quantize, unquantized_experts_note
 from streamtune.schedule import Schedule
 from tests.precision_kit import Float64, Reference, in_float64, total_error
 
@@ -83,7 +83,7 @@ def reference(model: Any, inputs: dict[str, Any], *args: Any, **settings: Any) -
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if is_quantised(weight):
-                wide.get_parameter(name).copy_(dequantised(weight, model.dtype).double())
+                wide.get_parameter(name).copy_(dequantize_weight(weight, model.dtype).double())
     with Float64():
         truth = gradients(wide, inputs)
     return Reference(truth, gradients(model, inputs))
@@ -103,7 +103,7 @@ def test_families(kind: str, family: str, where: str) -> None:
     model = adapted(kind, family, target)
     routers = [name for name, _ in model.named_parameters() if name.endswith((".router.weight", ".gate.weight"))]
     assert len(packed(model)) == 2 * len(routers) > 0
-    assert left_whole(model) is None
+    assert unquantized_experts_note(model) is None
     for name in ("masked", "left"):
         inputs = batch(name, rows=2, length=29)
         want = reference(model, inputs, family, target)

@@ -14,7 +14,7 @@ import streamtune
 from streamtune.engine.preflight import common
 from streamtune.engine.preflight import layer as judge
 from streamtune.models import add_lora
-from streamtune.models.quantize import quantization, quantize
+from streamtune.models.quantize import quantization_kind, quantize
 from tests.precision_kit import ROUNDING, Errors, Float64, Reference, in_float64, total_error
 
 from .families import BATCHES, batch, build, gradients
@@ -179,7 +179,7 @@ def test_the_preflight_sees_through_a_quantised_base(kind: str, monkeypatch: pyt
 def test_what_stays_as_it_was(kind: str) -> None:
     model = build("qwen3", dtype=torch.bfloat16, tie_word_embeddings=False)
     quantize(model, kind, CPU)
-    assert quantization(model) == kind
+    assert quantization_kind(model) == kind
     assert type(model.lm_head) is nn.Linear
     plain = {name for name, p in model.named_parameters() if type(p) is nn.Parameter}
     assert plain == {

@@ -20,7 +20,15 @@ import torch
 from safetensors.torch import save_file
 
 from streamtune.errors import ArgumentError, StreamTuneError
-from streamtune.models import ModelOptions, add_lora, init_model, load_lora, load_model, load_tokenizer, train_tokenizer
+from streamtune.models import (
+    ModelOptions,
+    add_lora,
+    init_model,
+    load_model,
+    load_peft_adapters,
+    load_tokenizer,
+    train_tokenizer,
+)
 from tests.faults.figures import tell
 from tests.sft_kit import QWEN3, RECIPE, write_rows
 
@@ -181,9 +189,9 @@ import sys
 from streamtune.base.privacy import disable_telemetry
 disable_telemetry()
 from streamtune.errors import StreamTuneError
-from streamtune.models import blueprint, load_model, load_tokenizer
+from streamtune.models import build_meta_model, load_model, load_tokenizer
 for folder in sys.argv[1:]:
-    for read in (load_model, load_tokenizer, blueprint):
+    for read in (load_model, load_tokenizer, build_meta_model):
         try:
             read(folder)
         except StreamTuneError as error:
@@ -292,12 +300,12 @@ def test_a_recipe_names_no_kernel_of_a_hub() -> None:
 def test_adapters_are_safetensors(model_folder: Path, tmp_path: Path) -> None:
     adapted = add_lora(load_model(str(model_folder)), r=2)
     adapted.save_pretrained(tmp_path / "adapters")
-    load_lora(load_model(str(model_folder)), tmp_path / "adapters")
+    load_peft_adapters(load_model(str(model_folder)), tmp_path / "adapters")
     (tmp_path / "adapters" / "adapter_model.safetensors").unlink()
     with (tmp_path / "adapters" / "adapter_model.bin").open("wb") as file:
         pickle.dump(Canary(tmp_path / "fired"), file, protocol=2)
     with pytest.raises(ArgumentError, match="no adapters in safetensors"):
-        load_lora(load_model(str(model_folder)), tmp_path / "adapters")
+        load_peft_adapters(load_model(str(model_folder)), tmp_path / "adapters")
     edit(tmp_path / "adapters" / "adapter_config.json", base_model_name_or_path="evil/base")
     save_file({}, tmp_path / "adapters" / "adapter_model.safetensors")
     with pytest.raises(ArgumentError, match="whose base 'evil/base' is not a local folder"):

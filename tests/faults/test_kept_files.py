@@ -69,7 +69,7 @@ def use_file_hashes(root: Path, notify: Callable[[str], None], name: str = "rows
 
 
 def use_weights(root: Path, notify: Callable[[str], None], name: str = "weights") -> Any:
-    return checkpoint_files._hash_of(root / name)
+    return checkpoint_files._file_hash(root / name)
 
 
 def use_simulation(root: Path, notify: Callable[[str], None], length: int = 64) -> Any:
@@ -169,7 +169,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(contents, "RACY", -1.0)  # files that were written just now count as settled
     monkeypatch.setattr(checkpoint_files, "SETTLED_SECONDS", -1.0)
-    monkeypatch.setattr(checkpoint_files, "REMEMBERED_BYTES", 1000)
+    monkeypatch.setattr(checkpoint_files, "CACHED_HASH_BYTES", 1000)
     monkeypatch.setattr(calibrate, "measure_rates", lambda device, dtype: RATES)
     return tmp_path
 
@@ -305,7 +305,7 @@ def test_every_bit_of_a_teachers_file_counts(taught: tuple[Path, list[Example], 
 def _use_all(root: str, start: Any, out: Any) -> None:
     os.environ["XDG_CACHE_HOME"] = root
     contents.RACY = checkpoint_files.SETTLED_SECONDS = -1.0
-    checkpoint_files.REMEMBERED_BYTES = 1000
+    checkpoint_files.CACHED_HASH_BYTES = 1000
     calibrate.measure_rates = lambda device, dtype: RATES
     found: dict[str, Any] = {}
     for name, kind in KINDS.items():

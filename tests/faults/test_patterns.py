@@ -16,8 +16,8 @@ from streamtune.base.patterns import find_matches, pattern_error, search_within_
 from streamtune.data.rendering.long_text import LongTextTokenizer
 from streamtune.errors import ArgumentError
 from streamtune.models import AdapterSpec, load_tokenizer, train_tokenizer
-from streamtune.models.adapters.attach import add_adapters, start_from
-from streamtune.models.folder import check_adapter_settings, check_saved_settings
+from streamtune.models.adapters.attach import add_adapters, load_initial_adapters
+from streamtune.models.folder import check_adapter_config, check_adapter_config_file
 from streamtune.optim.badam import split_blocks
 from streamtune.tasks.rewards import load_rewards
 
@@ -103,20 +103,20 @@ def test_the_keys_of_a_recipe(tmp_path: Path) -> None:
 )
 def test_settings_of_saved_adapters(settings: Any, words: str, tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match=words):
-        check_adapter_settings(settings, tmp_path / "adapter_config.json", where="adapter_name_or_path")
+        check_adapter_config(settings, tmp_path / "adapter_config.json", where="adapter_name_or_path")
 
 
 @pytest.mark.full
 def test_a_folder_with_such_adapters_is_refused_before_peft_reads_it(tmp_path: Path) -> None:
     add_adapters(model(), spec(), seed=0).save_pretrained(tmp_path)
-    check_saved_settings(tmp_path, [], where="k")
-    start_from(model(), str(tmp_path))
+    check_adapter_config_file(tmp_path, [], where="k")
+    load_initial_adapters(model(), str(tmp_path))
     path = tmp_path / "adapter_config.json"
     good = json.loads(path.read_text())
     for change in ({"r": "x"}, {"target_modules": SLOW[0]}):
         path.write_text(json.dumps({**good, **change}))
         with pytest.raises(ArgumentError, match=r"takes more than|must be a whole number") as caught:
-            start_from(model(), str(tmp_path))
+            load_initial_adapters(model(), str(tmp_path))
         assert "adapter" in caught.value.where
 
 

@@ -12,7 +12,7 @@ from tests.exactness.test_adapters import ON_WHOLE, Nothing, moved
 
 from streamtune.base.adapters import ADAPTERS
 from streamtune.errors import ArgumentError
-from streamtune.models import AdapterSpec, add_adapters, save_pretrained, start_from
+from streamtune.models import AdapterSpec, add_adapters, load_initial_adapters, save_pretrained
 
 
 def names_of(model: Any) -> set[str]:
@@ -113,14 +113,14 @@ def test_on_meta_they_have_the_same_parameters(kind: str) -> None:
 def test_start_from_adapters(kind: str, tmp_path: Path) -> None:
     model = moved(add_adapters(build("qwen3"), AdapterSpec(kind=kind, r=4, block_size=8)))
     save_pretrained(model, Nothing(), tmp_path)
-    again = start_from(build("qwen3"), str(tmp_path))
+    again = load_initial_adapters(build("qwen3"), str(tmp_path))
     ids = torch.arange(3, 20)[None]
     with torch.no_grad():
         want, found = model(input_ids=ids).logits, again(input_ids=ids).logits
     assert (want - found).norm() <= (1e-6 if ADAPTERS[kind].written_as_lora else 0) * want.norm()
     assert any(x.requires_grad for x in again.parameters())
     with torch.device("meta"):
-        simulated = start_from(build("qwen3").to("meta"), str(tmp_path))
+        simulated = load_initial_adapters(build("qwen3").to("meta"), str(tmp_path))
     trained = [(name, x.shape) for name, x in simulated.named_parameters() if x.requires_grad]
     assert trained == [(name, x.shape) for name, x in again.named_parameters() if x.requires_grad]
 
@@ -128,9 +128,9 @@ def test_start_from_adapters(kind: str, tmp_path: Path) -> None:
 def test_adapters_of_another_model_are_refused(tmp_path: Path) -> None:
     model = add_adapters(build("qwen3"), AdapterSpec(r=4))
     with pytest.raises(ArgumentError, match=r"no adapter_config\.json"):
-        start_from(build("qwen3"), str(tmp_path))
+        load_initial_adapters(build("qwen3"), str(tmp_path))
     save_pretrained(model, Nothing(), tmp_path)
     with pytest.raises(ArgumentError, match="on this base"):
-        start_from(build("qwen3", intermediate_size=64), str(tmp_path))
+        load_initial_adapters(build("qwen3", intermediate_size=64), str(tmp_path))
     with pytest.raises(ArgumentError, match="belong to another base"):
-        start_from(build("qwen3", num_hidden_layers=1), str(tmp_path))
+        load_initial_adapters(build("qwen3", num_hidden_layers=1), str(tmp_path))

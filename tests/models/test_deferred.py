@@ -37,14 +37,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def place_all(model: Any) -> None:
-    found = models.deferred_of(model)
+    found = models.find_deferred_weights(model)
     assert found is not None
     for layer in [*decoder_layers(model), model]:
-        names = [name for name in found.names_in(layer) if found.awaits(name)]
+        names = [name for name in found.parameter_names_in(layer) if found.is_deferred(name)]
         for name, values in found.read(names).items():
-            found.place(name, values)
+            found.set_values(name, values)
     found.close()
-    assert models.deferred_of(model) is None
+    assert models.find_deferred_weights(model) is None
 
 
 def differing(model: nn.Module, plain: nn.Module) -> list[str]:
@@ -86,7 +86,7 @@ def test_adapters_are_made_beside_weights_that_are_to_come() -> None:
     keys, given = {"model_type": "qwen3", **TINY}, {"vocab_size": 64, "token_ids": {}, "seed": 5}
     plain = models.add_lora(models.init_model(keys, **given), r=4, seed=7)  # type: ignore[arg-type]
     base = models.defer_init(keys, draw=True, **given)  # type: ignore[arg-type]
-    with models.phantom_weights(base):
+    with models.placeholder_weights(base):
         model = models.add_lora(base, r=4, seed=7)
     assert {p.device.type for name, p in model.named_parameters() if "lora_" not in name} == {"meta"}
     assert {p.requires_grad for name, p in model.named_parameters() if "lora_" not in name} == {False}
@@ -108,7 +108,7 @@ def test_a_small_model_has_one_layer_of_each_kind() -> None:
     config = CONFIG_MAPPING["qwen3"](**keys, layer_types=kinds, use_sliding_window=True)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    small = models.small_like(model, decoder_layers(model), seed=0)
+    small = models.make_small_copy(model, decoder_layers(model), seed=0)
     assert small.config.layer_types == kinds[:2]
     assert len(decoder_layers(small)) == 2
     assert model.config.num_hidden_layers == 6

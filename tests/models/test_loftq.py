@@ -14,11 +14,18 @@ from torch import Tensor
 
 import streamtune
 from streamtune.errors import ArgumentError
-from streamtune.models import AdapterSpec, QuantisedBefore, add_adapters, load_lora, loftq_start, start_from
+from streamtune.models import (
+    AdapterSpec,
+    SavedLoftqQuantizer,
+    add_adapters,
+    load_initial_adapters,
+    load_peft_adapters,
+    make_loftq_quantizer,
+)
 from streamtune.models.adapters.start import LOFTQ_FILE
-from streamtune.models.adapters.targets import low_rank_layers
+from streamtune.models.adapters.targets import lora_layers
 from streamtune.models.export import save_pretrained
-from streamtune.models.quantize import PACKAGES, dequantised, is_quantised, quantize
+from streamtune.models.quantize import PACKAGES, dequantize_weight, is_quantised, quantize
 
 CPU = torch.device("cpu")
 WIDE = {"hidden_size": 64, "intermediate_size": 96}
@@ -34,16 +41,16 @@ def made(kind: str, iterations: int = 1, dtype: torch.dtype = torch.float32, **c
     """A quantised model with adapters as they start."""
     spec = AdapterSpec(kind="loftq", **{"r": 8, **choices})
     base = build("llama", dtype=dtype, **WIDE)
-    quantize(base, kind, CPU, change=loftq_start(spec, iterations=iterations, seed=3))
+    quantize(base, kind, CPU, layer_quantizer=make_loftq_quantizer(spec, iterations=iterations, seed=3))
     return add_adapters(base, spec, seed=3)
 
 
 def errors_of(model: Any, weights: dict[str, Tensor]) -> dict[str, tuple[float, float, float]]:
     """By layer: the norms of W - Q of the model's base, of W - (Q + s B A), and of W."""
     found = {}
-    for name, layer in low_rank_layers(model):
+    for name, layer in lora_layers(model):
         weight = weights[f"{name}.weight"].double()
-        base = dequantised(layer.get_base_layer().weight).double()
+        base = dequantize_weight(layer.get_base_layer().weight).double()
         a, b = layer.lora_A["default"].weight.double(), layer.lora_B["default"].weight.double()
         rest = weight - base
         norms = (rest, rest - layer.scaling["default"] * b @ a, weight)
@@ -61,12 +68,12 @@ def test_base_and_adapters_are_nearer_to_the_weights(kind: str, dtype: torch.dty
     for name, parameter in plain.named_parameters():
         if is_quantised(parameter):
             other = model.get_base_model().get_submodule(name.rpartition(".")[0]).get_base_layer().weight
-            assert torch.equal(dequantised(parameter), dequantised(other))
+            assert torch.equal(dequantize_weight(parameter), dequantize_weight(other))
     errors = errors_of(model, weights)
     assert len(errors) == 14
-    for name, layer in low_rank_layers(model):
+    for name, layer in lora_layers(model):
         before, after, _ = errors[name]
-        rest = weights[f"{name}.weight"].double() - dequantised(layer.get_base_layer().weight).double()
+        rest = weights[f"{name}.weight"].double() - dequantize_weight(layer.get_base_layer().weight).double()
         rank = layer.r["default"]
         best = float(torch.linalg.svdvals(rest.detach())[rank:].norm())
         assert after == pytest.approx(best, rel=2e-3), name
@@ -116,8 +123,8 @@ def test_saved_and_loaded_to_the_same_bits(kind: str, iterations: int, tmp_path:
     save_pretrained(model, Nothing(), tmp_path)  # type: ignore[arg-type]
     assert (tmp_path / LOFTQ_FILE).is_file() == (iterations > 1)
     base = build("llama", **WIDE)
-    quantize(base, kind, CPU, change=QuantisedBefore.load(tmp_path))
-    again = load_lora(base, tmp_path)
+    quantize(base, kind, CPU, layer_quantizer=SavedLoftqQuantizer.load(tmp_path))
+    again = load_peft_adapters(base, tmp_path)
     inputs = batch("plain")
     with torch.no_grad():
         assert torch.equal(model(**inputs).logits, again(**inputs).logits)
@@ -130,17 +137,17 @@ def test_saved_and_loaded_to_the_same_bits(kind: str, iterations: int, tmp_path:
         plain = build("llama", **WIDE)
         quantize(plain, kind, CPU)
         with pytest.raises(ArgumentError, match="changed before quantisation"):
-            start_from(plain, str(tmp_path))
+            load_initial_adapters(plain, str(tmp_path))
 
 
 def test_what_was_taken_is_checked(kind: str, tmp_path: Path) -> None:
     save_pretrained(made(kind, 2), Nothing(), tmp_path)  # type: ignore[arg-type]
     for other in ({"hidden_size": 32, "intermediate_size": 48}, {**WIDE, "num_hidden_layers": 1}):
         with pytest.raises(ArgumentError, match=r"trained on another model: its layer model\.layers"):
-            quantize(build("llama", **other), kind, CPU, change=QuantisedBefore.load(tmp_path))
+            quantize(build("llama", **other), kind, CPU, layer_quantizer=SavedLoftqQuantizer.load(tmp_path))
     (tmp_path / LOFTQ_FILE).write_bytes(b"none")
     with pytest.raises(ArgumentError, match=f"{LOFTQ_FILE} is damaged"):
-        QuantisedBefore.load(tmp_path)
+        SavedLoftqQuantizer.load(tmp_path)
 
 
 @pytest.mark.parametrize("iterations", [1, 2])
@@ -149,7 +156,7 @@ def test_the_gradient_is_that_of_the_same_model_unstreamed(kind: str, iterations
     wide = in_float64(moved(add_adapters(build("llama", **WIDE), AdapterSpec(r=8), seed=3)))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            written = dequantised(parameter) if is_quantised(parameter) else parameter
+            written = dequantize_weight(parameter) if is_quantised(parameter) else parameter
             wide.get_parameter(name).copy_(written)
     with Float64():
         truth = gradients(wide, batch("masked"))
@@ -170,9 +177,9 @@ def test_what_has_no_weights_to_start_from_is_refused(kind: str, tmp_path: Path)
     base = build("llama", **WIDE)
     quantize(base, kind, CPU)
     with pytest.raises(ArgumentError, match="already quantised"):
-        quantize(base, kind, CPU, change=loftq_start(spec, iterations=1, seed=0))
+        quantize(base, kind, CPU, layer_quantizer=make_loftq_quantizer(spec, iterations=1, seed=0))
     with pytest.raises(ArgumentError, match="larger than the matrix"):
         made(kind, r=65)
     experts = build("mixtral")
     with pytest.raises(ArgumentError, match="loftq cannot be used on experts"):
-        quantize(experts, kind, CPU, change=loftq_start(spec, iterations=1, seed=0))
+        quantize(experts, kind, CPU, layer_quantizer=make_loftq_quantizer(spec, iterations=1, seed=0))

@@ -16,9 +16,16 @@ from torch import Tensor
 
 import streamtune
 from streamtune.errors import ArgumentError, NonFiniteError
-from streamtune.models import AdapterSpec, add_adapters, first_factors, load_adapters, load_lora, save_pretrained
-from streamtune.models import start_from_factors as start
-from streamtune.models.adapters.targets import low_rank_layers
+from streamtune.models import (
+    AdapterSpec,
+    add_adapters,
+    factors_from_gradients,
+    load_peft_adapters,
+    load_run_adapters,
+    save_pretrained,
+)
+from streamtune.models import initialize_from_factors as start
+from streamtune.models.adapters.targets import lora_layers
 from streamtune.schedule import Schedule
 
 GAMMA = 16.0
@@ -57,9 +64,9 @@ def test_factors_are_those_of_the_paper(family: str) -> None:
     """Algorithm 1, by a whole SVD in fp64: ``A0 = c V[1..r]'``, ``B0 = c U[r+1..2r]``."""
     model: Any = add_adapters(build(family), SPEC).double()
     with Float64():
-        found = first_factors(model, losses(model), gamma=GAMMA, seed=0)
+        found = factors_from_gradients(model, losses(model), gamma=GAMMA, seed=0)
     want = whole_gradients(family)
-    assert found.keys() == dict(low_rank_layers(model)).keys()
+    assert found.keys() == dict(lora_layers(model)).keys()
     for name, (a, b) in found.items():
         u, _, v = torch.linalg.svd(want[name], full_matrices=False)
         scale = len(want[name]) ** 0.25 / GAMMA**0.5
@@ -74,10 +81,10 @@ def test_the_first_step_moves_weights_along_their_gradient(family: str) -> None:
     ordinary: Any = add_adapters(build(family), AdapterSpec(kind="rslora", r=8, alpha=8.0)).double()
     want = whole_gradients(family)
     with Float64():
-        start(model, first_factors(model, losses(model), gamma=GAMMA, seed=0))
+        start(model, factors_from_gradients(model, losses(model), gamma=GAMMA, seed=0))
         moves = [movement(each) for each in (model, ordinary)]
     angles = []
-    for name, layer in low_rank_layers(model):
+    for name, layer in lora_layers(model):
         u, s, v = torch.linalg.svd(want[name], full_matrices=False)
         best = u[:, :16] * s[:16] @ v[:16]
         factor = layer.scaling["default"] ** 2 * len(want[name]) ** 0.5 / GAMMA
@@ -91,7 +98,7 @@ def movement(model: Any) -> dict[str, Tensor]:
     """``s (dB A + B dA)`` of a step against the gradient, to first order in its rate."""
     found = [gradients(model, batch(name))[1] for name in BATCHES]
     moves = {}
-    for name, layer in low_rank_layers(model):
+    for name, layer in lora_layers(model):
         prefix = f"base_model.model.{name}.lora_"
         down, up = (sum(each[f"{prefix}{part}.default.weight"] for each in found) for part in "AB")
         a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
@@ -109,9 +116,9 @@ def cosine(a: Tensor, b: Tensor) -> float:
 def test_streamed_factors_are_those_of_plain_autograd(family: str, schedule: str) -> None:
     model: Any = add_adapters(build(family, num_hidden_layers=4), SPEC).double()
     with Float64():
-        want = first_factors(model, losses(model), gamma=GAMMA, seed=0)
+        want = factors_from_gradients(model, losses(model), gamma=GAMMA, seed=0)
         with streamtune.stream(model, schedule=Schedule(chunk_size=8, **SCHEDULES[schedule])):
-            found = first_factors(model, losses(model), gamma=GAMMA, seed=0)
+            found = factors_from_gradients(model, losses(model), gamma=GAMMA, seed=0)
     assert want.keys() == found.keys()
     for name, factors in want.items():
         for ours, theirs in zip(projections(*found[name]), projections(*factors), strict=True):
@@ -121,7 +128,7 @@ def test_streamed_factors_are_those_of_plain_autograd(family: str, schedule: str
 @pytest.mark.parametrize("streamed", [False, True])
 def test_one_gradient_at_a_time(streamed: bool) -> None:
     model: Any = add_adapters(build("llama", num_hidden_layers=4), AdapterSpec(kind="lora_ga", r=4))
-    weights = [layer.get_base_layer().weight for _, layer in low_rank_layers(model)]
+    weights = [layer.get_base_layer().weight for _, layer in lora_layers(model)]
     alive: list[int] = []
 
     def count(_: Tensor) -> None:
@@ -134,7 +141,7 @@ def test_one_gradient_at_a_time(streamed: bool) -> None:
         weight.register_post_accumulate_grad_hook(count)
         weight.requires_grad_(False)
     handle = streamtune.stream(model, chunk_size=8) if streamed else None
-    first_factors(model, losses(model), gamma=GAMMA, seed=0)
+    factors_from_gradients(model, losses(model), gamma=GAMMA, seed=0)
     if handle is not None:
         handle.remove()
     assert alive == [1] * 2 * len(weights)
@@ -149,7 +156,7 @@ def test_the_model_that_starts_is_the_base_and_its_gradients_stream() -> None:
         before = base(**batch("plain")).logits
     model: Any = add_adapters(base, SPEC).double()
     with Float64():
-        start(model, first_factors(model, losses(model), gamma=GAMMA, seed=0))
+        start(model, factors_from_gradients(model, losses(model), gamma=GAMMA, seed=0))
         with torch.no_grad():
             torch.testing.assert_close(model(**batch("plain")).logits, before, rtol=1e-10, atol=1e-11)
             with model.disable_adapter():
@@ -166,14 +173,14 @@ def test_the_model_that_starts_is_the_base_and_its_gradients_stream() -> None:
 def test_saved_and_loaded_to_the_same_bits_and_read_by_peft(ranks: dict[str, int], tmp_path: Path) -> None:
     spec = AdapterSpec(kind="lora_ga", r=4, ranks=ranks)
     model: Any = add_adapters(build("llama"), spec)
-    start(model, first_factors(model, losses(model), gamma=GAMMA, seed=0))
+    start(model, factors_from_gradients(model, losses(model), gamma=GAMMA, seed=0))
     moved(model).eval()
     save_pretrained(model, Nothing(), tmp_path)
-    again: Any = load_adapters(build("llama"), tmp_path, spec)
+    again: Any = load_run_adapters(build("llama"), tmp_path, spec)
     want, found = model.state_dict(), again.state_dict()
     assert want.keys() == found.keys()
     assert all(torch.equal(want[name], found[name]) for name in want)
-    theirs: Any = load_lora(build("llama"), tmp_path).eval()
+    theirs: Any = load_peft_adapters(build("llama"), tmp_path).eval()
     with torch.no_grad():
         logits = model(**batch("plain")).logits
         assert (theirs(**batch("plain")).logits - logits).norm() <= 1e-5 * logits.norm()
@@ -182,7 +189,7 @@ def test_saved_and_loaded_to_the_same_bits_and_read_by_peft(ranks: dict[str, int
 def test_the_seed_decides() -> None:
     def found(seed: int) -> Any:
         model = add_adapters(build("llama"), AdapterSpec(kind="lora_ga", r=2))
-        return first_factors(model, losses(model), gamma=GAMMA, seed=seed)
+        return factors_from_gradients(model, losses(model), gamma=GAMMA, seed=seed)
 
     first, second = found(1), found(1)
     assert all(torch.equal(x, y) for name in first for x, y in zip(first[name], second[name], strict=True))
@@ -196,4 +203,4 @@ def test_what_is_refused() -> None:
     with torch.no_grad():
         broken.get_base_model().lm_head.weight[3, 3] = torch.nan
     with pytest.raises(NonFiniteError, match="is not finite"):
-        first_factors(broken, losses(broken), gamma=GAMMA, seed=0)
+        factors_from_gradients(broken, losses(broken), gamma=GAMMA, seed=0)

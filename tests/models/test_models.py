@@ -23,17 +23,17 @@ from streamtune.models import (
     copy_weights,
     count_parameters,
     init_model,
-    left_out,
-    load_lora,
     load_model,
+    load_peft_adapters,
     load_tokenizer,
     sample_text,
-    save_gathered,
+    save_gathered_weights,
     save_pretrained,
     set_chat_template,
     train_tokenizer,
+    unloaded_layers_warning,
 )
-from streamtune.models.older import add_old_names
+from streamtune.models.older import add_transformers4_names
 
 TEXTS = ["def double(x):\n    return x + x\n", "class Pair:\n    def __init__(self, a, b):\n        self.a = a\n"] * 4
 CONFIG: dict[str, Any] = {
@@ -179,7 +179,7 @@ def test_experts_are_saved_a_layer_at_a_time(tmp_path: Path, copied: bool) -> No
     given: dict[str, Any] = {"vocab_size": 64, "token_ids": {}, "seed": 1}
     model: Any = init_model(keys, **given)
     model.save_pretrained(tmp_path / "theirs")
-    add_old_names(tmp_path / "theirs")
+    add_transformers4_names(tmp_path / "theirs")
     experts = sum(p.nbytes for name, p in model.named_parameters() if ".experts." in name)
 
     weights = copy_weights(model) if copied else None
@@ -202,7 +202,7 @@ def test_every_weight_is_in_the_files(tokenizer: Any, tmp_path: Path, how: str) 
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach() + 1)
     if how == "gathered":
         weights = lambda names: ((name, x.detach()) for name, x in model.named_parameters())  # noqa: E731
-        save_gathered(model, Nothing(), tmp_path, weights, is_main=True)
+        save_gathered_weights(model, Nothing(), tmp_path, weights, is_main=True)
     else:
         save_pretrained(model, Nothing(), tmp_path, weights=copy_weights(model) if how == "copied" else None)
     written = load_file(tmp_path / "model.safetensors")
@@ -248,7 +248,7 @@ def test_lora_trains_its_adapters_only_and_comes_back_from_disk(tokenizer: Any, 
     assert written["base_model_name_or_path"] == str(base)
     assert len(written["target_modules"]) > 3, "several, so that their order is one of many"
     assert written["target_modules"] == sorted(written["target_modules"])
-    again = load_lora(load_model(str(base)), adapted)
+    again = load_peft_adapters(load_model(str(base)), adapted)
     assert same_weights(again, model)
     assert count_parameters(again) == counts
 
@@ -305,20 +305,20 @@ def test_layers_that_predict_several_tokens_ahead_are_said_to_be_left_out(tokeni
     config = {**CONFIG, **sizes, "model_type": "glm4_moe", "num_nextn_predict_layers": 1, "n_group": 1, "topk_group": 1}
     del config["head_dim"]
     model = init_model(config, vocab_size=len(tokenizer), token_ids={}, seed=3)
-    assert left_out(model) is None, "a model made from its configuration has lost nothing"
+    assert unloaded_layers_warning(model) is None, "a model made from its configuration has lost nothing"
     save_pretrained(model, tokenizer, tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     ahead = {name.replace("layers.1.", "layers.2."): x.clone() for name, x in weights.items() if "layers.1." in name}
     save_file({**weights, **ahead, "model.layers.2.eh_proj.weight": torch.ones(32, 64)}, tmp_path / "model.safetensors")
     loaded = load_model(str(tmp_path))
-    said = left_out(loaded)
+    said = unloaded_layers_warning(loaded)
     assert said is not None
     assert "layers for multi-token prediction (num_nextn_predict_layers: 1)" in said
     assert same_weights(loaded, model)
     loaded = add_lora(loaded, r=2, alpha=None, dropout=0.0, target=("q_proj",), seed=0)
-    assert left_out(loaded) == said
+    assert unloaded_layers_warning(loaded) == said
 
 
 def test_a_model_without_such_layers_is_silent(tokenizer: Any, tmp_path: Path) -> None:
     save_pretrained(make(tokenizer), tokenizer, tmp_path)
-    assert left_out(load_model(str(tmp_path))) is None
+    assert unloaded_layers_warning(load_model(str(tmp_path))) is None

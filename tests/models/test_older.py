@@ -16,7 +16,7 @@ from tests.sft_kit import FIXED, QWEN3, run, write_recipe, write_rows
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from streamtune.models import RopeChange, SavedTokenizer, save_pretrained, train_tokenizer
-from streamtune.models.older import with_old_names
+from streamtune.models.older import with_transformers4_names
 from streamtune.programs.export.export import ExportOptions, export_model
 
 TINY: dict[str, Any] = {**QWEN3, "max_position_embeddings": 64}
@@ -81,7 +81,7 @@ def test_the_names_of_both_are_written_and_this_version_reads_the_same(family: s
 
 def test_infinities_and_kinds_of_layers_have_the_old_form(tmp_path: Path) -> None:
     config = AutoConfig.for_model("granitemoehybrid", num_hidden_layers=2, layer_types=["mamba", "attention"])
-    found = with_old_names(json.loads(config.to_json_string()))
+    found = with_transformers4_names(json.loads(config.to_json_string()))
     assert found["layer_types"] == ["mamba", "attention"]
     assert found["time_step_limit"] == [0.0, float("inf")]
     (tmp_path / "config.json").write_text(json.dumps(found))
@@ -94,14 +94,16 @@ def test_infinities_and_kinds_of_layers_have_the_old_form(tmp_path: Path) -> Non
 def test_positions_that_a_recipe_extends_are_read_back(family: str, kind: str, tmp_path: Path) -> None:
     config = AutoConfig.for_model(family)
     RopeChange({"rope_type": kind, "factor": 4.0}, theta=5e6, length=7).apply(config)
-    text = with_old_names(json.loads(config.to_json_string()))
+    text = with_transformers4_names(json.loads(config.to_json_string()))
     (tmp_path / "config.json").write_text(json.dumps(text))
     assert AutoConfig.from_pretrained(tmp_path).rope_parameters == config.rope_parameters
 
 
 def test_configurations_inside_of_others_have_them_too() -> None:
     inner = {"model_type": "llama", "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, "dtype": "bfloat16"}
-    found = with_old_names({"model_type": "x", "text_config": inner, "vision_config": {"rope_parameters": None}})
+    found = with_transformers4_names(
+        {"model_type": "x", "text_config": inner, "vision_config": {"rope_parameters": None}}
+    )
     assert (found["text_config"]["rope_theta"], found["text_config"]["torch_dtype"]) == (5e5, "bfloat16")
     assert found["vision_config"] == {"rope_parameters": None}
 

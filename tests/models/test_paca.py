@@ -16,7 +16,7 @@ from torch.nn.functional import linear
 
 import streamtune
 from streamtune.errors import ArgumentError
-from streamtune.models import AdapterSpec, add_adapters, load_lora, save_pretrained
+from streamtune.models import AdapterSpec, add_adapters, load_peft_adapters, save_pretrained
 from streamtune.models.quantize import quantize
 from streamtune.schedule import Schedule
 
@@ -132,7 +132,7 @@ def test_a_saved_file_is_a_lora_that_peft_merges_to_the_same_model(family: str, 
     save_pretrained(model, Nothing(), tmp_path)
     with torch.no_grad():
         want = model(**batch("plain")).logits
-    theirs: Any = load_lora(build(family), tmp_path).eval()
+    theirs: Any = load_peft_adapters(build(family), tmp_path).eval()
     assert type(next(iter(columns_of(theirs).values()))).__name__ == "Linear"
     with torch.no_grad():
         found = theirs(**batch("plain")).logits

@@ -18,12 +18,12 @@ from streamtune.errors import ArgumentError
 from streamtune.models import (
     ModelOptions,
     RopeChange,
-    blueprint,
+    build_meta_model,
     check_positions,
     init_model,
     load_model,
     position_limit,
-    pretrained_positions,
+    pretrained_position_limit,
 )
 
 SCALINGS: dict[str, dict[str, Any]] = {
@@ -64,7 +64,7 @@ def test_a_base_for_each_length_keeps_the_positions_of_the_pretraining(family: s
     change = RopeChange({"rope_type": "dynamic"}, length=4 * before - 5)
     change.apply(config)
     assert rope_of(config)["factor"] == 4.0
-    assert (config.max_position_embeddings, pretrained_positions(config)) == (before, before)
+    assert (config.max_position_embeddings, pretrained_position_limit(config)) == (before, before)
     assert position_limit(config) == 4 * before
     config.save_pretrained(tmp_path)
     read = AutoConfig.from_pretrained(tmp_path)
@@ -81,7 +81,7 @@ def test_a_number_for_each_frequency(family: str, tmp_path: Path) -> None:
     change = RopeChange({**scaling, **factors})
     change.apply(config)
     assert config.max_position_embeddings == position_limit(config) == 8192
-    assert pretrained_positions(config) == 1024
+    assert pretrained_position_limit(config) == 1024
     config.save_pretrained(tmp_path)
     read = AutoConfig.from_pretrained(tmp_path)
     change.apply(read)
@@ -166,8 +166,8 @@ def test_models_are_loaded_made_and_planned_with_it(tmp_path: Path) -> None:
     models = [
         load_model(str(tmp_path), options),
         init_model(QWEN3, options, vocab_size=64, token_ids={}, seed=0),
-        blueprint(str(tmp_path), options),
-        blueprint(QWEN3, options, vocab_size=64),
+        build_meta_model(str(tmp_path), options),
+        build_meta_model(QWEN3, options, vocab_size=64),
     ]
     assert {rope_of(model.config)["rope_type"] for model in models} == {"yarn"}
     ids = torch.arange(60).reshape(1, -1)

@@ -23,11 +23,11 @@ from streamtune.models import (
     choose_quantization,
     count_parameters,
     init_model,
-    load_lora,
     load_model,
+    load_peft_adapters,
 )
 from streamtune.models.packed import pack_experts
-from streamtune.models.quantize import PACKAGES, left_whole, quantization, quantize
+from streamtune.models.quantize import PACKAGES, quantization_kind, quantize, unquantized_experts_note
 from streamtune.plan.simulate import LiveBytes
 from streamtune.plan.simulate.memory import model_tensors
 
@@ -51,9 +51,9 @@ def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def make(quantization: str | None = None, config: Mapping[str, Any] | None = None, dtype: str = "auto") -> Any:
+def make(quantization_kind: str | None = None, config: Mapping[str, Any] | None = None, dtype: str = "auto") -> Any:
     ids = {"bos_token_id": 1, "eos_token_id": 2}
-    options = ModelOptions(dtype, quantization)
+    options = ModelOptions(dtype, quantization_kind)
     return init_model({**CONFIG, **(config or {})}, options, vocab_size=64, token_ids=ids, seed=3)
 
 
@@ -86,7 +86,7 @@ def test_initialised_and_loaded_are_what_transformers_loads(
     ours = load_model(str(folder), ModelOptions(dtype, kind))
     config = their_config(kind, getattr(torch, dtype))
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, quantization_config=config).train()
-    assert quantization(ours) == quantization(theirs) == kind
+    assert quantization_kind(ours) == quantization_kind(theirs) == kind
     assert torch.equal(logits(ours), logits(theirs))
     if dtype == "float32":  # torch 2.11 draws other weights in bfloat16 than in float32
         assert torch.equal(logits(ours), logits(make(kind)))
@@ -119,10 +119,10 @@ def test_experts_in_one_tensor_are_quantised_too(kind: str) -> None:
     plain, model = make(config=EXPERTS, dtype="bfloat16"), make(kind, config=EXPERTS, dtype="bfloat16")
     packed = [x for x in model.parameters() if isinstance(x, PackedExperts)]
     assert len(packed) == 4
-    assert left_whole(model) is None
+    assert unquantized_experts_note(model) is None
     assert count_parameters(model).total == count_parameters(plain).total
     whole = sum(x.nbytes for name, x in plain.named_parameters() if ".experts." in name)
-    size = sum(part.untyped_storage().nbytes() for x in packed for part in x.parts())
+    size = sum(part.untyped_storage().nbytes() for x in packed for part in x.packed_tensors())
     size -= len(packed) * 1024 if kind == "nf4" else 0  # bitsandbytes' table
     assert size / whole == pytest.approx({"int8": 0.5 + 1 / 64, "nf4": 0.25 + 1 / 128}[kind], rel=0.01)
 
@@ -136,10 +136,10 @@ def test_experts_of_a_checkpoint_that_came_quantised_are_told_with_their_bytes(k
         model.get_submodule(module)._parameters[key] = x.requires_grad_(False)
     size = sum(x.nbytes for x in experts.values())
     assert size == 2 * 4 * 3 * 64 * 64 * 2  # of two layers, four experts, three matrices
-    note = left_whole(add_lora(model, r=4))
+    note = unquantized_experts_note(add_lora(model, r=4))
     assert note is not None
     assert f"stay in bfloat16: {show_size(size)} of" in note
-    assert left_whole(make(kind)) is left_whole(make(config=EXPERTS)) is None
+    assert unquantized_experts_note(make(kind)) is unquantized_experts_note(make(config=EXPERTS)) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -190,14 +190,16 @@ def test_packed_experts_move_widen_and_are_copied(kind: str) -> None:
     bits = model.get_parameter(name).dequantize()
     twin = copy.deepcopy(model)
     other: Any = twin.get_parameter(name)
-    assert not {x.data_ptr() for x in other.parts()} & {x.data_ptr() for x in model.get_parameter(name).parts()}
+    assert not {x.data_ptr() for x in other.packed_tensors()} & {
+        x.data_ptr() for x in model.get_parameter(name).packed_tensors()
+    }
     wide = twin.float().get_parameter(name)
     assert wide is other
     assert wide.dtype == torch.float32
     assert torch.equal(wide.dequantize(), bits.float())  # the numbers that the model computes with, not better ones
     twin.get_submodule(name.rpartition(".")[0]).to("meta")
     moved: Any = twin.get_parameter(name)
-    assert all(part.device.type == "meta" for part in moved.parts())
+    assert all(part.device.type == "meta" for part in moved.packed_tensors())
     assert moved.dequantize().shape == bits.shape
     with pytest.raises(TypeError, match="packed experts are frozen"):
         model.get_parameter(name).set_(bits)
@@ -234,7 +236,7 @@ def test_adapters_train_on_it_come_back_from_disk_and_merge(kind: str, tmp_path:
             if "lora_B" in name:
                 parameter.fill_(0.01)
     model.save_pretrained(tmp_path)
-    assert torch.equal(logits(load_lora(make(kind), tmp_path)), logits(model))
+    assert torch.equal(logits(load_peft_adapters(make(kind), tmp_path)), logits(model))
     distance = (logits(model) - logits(model.merge_and_unload())).norm() / logits(make()).norm()
     assert distance < {"int8": 0.02, "nf4": 0.2}[kind]  # rounded again, to 8 and to 4 bits
 

@@ -19,7 +19,7 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from streamtune.errors import ArgumentError
-from streamtune.models import add_lora, load_lora, load_model, start_from
+from streamtune.models import add_lora, load_initial_adapters, load_model, load_peft_adapters
 from streamtune.models import folder as reading
 
 MOE: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
@@ -109,14 +109,14 @@ def test_weights_that_are_written_to_while_they_are_read_are_refused(
 
 
 @pytest.mark.parametrize("change", [rewrite_and_restore, cut])
-@pytest.mark.parametrize("load", [load_lora, start_from])
+@pytest.mark.parametrize("load", [load_peft_adapters, load_initial_adapters])
 def test_adapters_that_are_written_to_while_they_are_read_are_refused(
     folder: Path, load: Callable[..., Any], change: Callable[[Path], None]
 ) -> None:
     model, path = load_model(str(folder / "base")), folder / "adapters"
     refused = pytest.raises(ArgumentError, match=r"adapter_model.safetensors was written to while it was read")
     with at_opening("adapter_model.safetensors", change), refused:
-        load(model, path if load is load_lora else str(path))
+        load(model, path if load is load_peft_adapters else str(path))
 
 
 def test_a_base_under_adapters_is_watched_as_well(folder: Path) -> None:
@@ -126,8 +126,11 @@ def test_a_base_under_adapters_is_watched_as_well(folder: Path) -> None:
             '"base_model_name_or_path": null', f'"base_model_name_or_path": "{folder / "base"}"'
         )
     )
-    assert reading.adapter_base(str(folder / "adapters")) == str(folder / "base")
-    with pytest.raises(ArgumentError, match=r"base/config.json was written to"), reading.unchanged(folder / "adapters"):
+    assert reading.local_adapter_base(str(folder / "adapters")) == str(folder / "base")
+    with (
+        pytest.raises(ArgumentError, match=r"base/config.json was written to"),
+        reading.refuse_concurrent_writes(folder / "adapters"),
+    ):
         (folder / "base/config.json").touch()
 
 
@@ -144,7 +147,7 @@ def test_a_file_that_changed_just_before_is_compared_by_its_content(
         return facts if self == path else real(self, **options)
 
     monkeypatch.setattr(Path, "stat", coarse)
-    with pytest.raises(ArgumentError, match="was written to"), reading.unchanged(folder / "base"):
+    with pytest.raises(ArgumentError, match="was written to"), reading.refuse_concurrent_writes(folder / "base"):
         path.write_bytes(path.read_bytes()[:-4] + b"abcd")
 
 
@@ -171,11 +174,11 @@ import os, sys
 import transformers.modeling_utils as modeling
 from streamtune.models import folder, load
 folder.usable_host_bytes = lambda: 0
-check = load.check_report
+check = load.check_loading_report
 def cut(name, model, report):
     os.truncate(name + "/model.safetensors", 0)
     check(name, model, report)
-load.check_report = cut
+load.check_loading_report = cut
 load.load_model(sys.argv[1])
 """
 
@@ -197,7 +200,7 @@ def test_ranks_of_a_machine_share_its_memory(folder: Path, monkeypatch: pytest.M
     for ranks, mapped in (("1", False), ("2", False), ("3", True), ("many", False)):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
         before = modeling.safe_open
-        with reading.unmapped(folder / "base"):
+        with reading.read_without_mmap(folder / "base"):
             assert (modeling.safe_open is before) == mapped
 
 
@@ -206,7 +209,7 @@ def test_libraries_are_put_back(folder: Path) -> None:
     import transformers.modeling_utils as modeling
 
     before = modeling.safe_open, saving.safe_load_file
-    with reading.unmapped(folder / "base"):
+    with reading.read_without_mmap(folder / "base"):
         assert modeling.safe_open is not before[0]
         assert saving.safe_load_file is not before[1]
     assert (modeling.safe_open, saving.safe_load_file) == before

@@ -10,7 +10,7 @@ from torch import nn
 
 from streamtune import Schedule
 from streamtune.errors import ArgumentError
-from streamtune.models import ModelOptions, blueprint
+from streamtune.models import ModelOptions, build_meta_model
 from streamtune.plan import Limits, Rates, choose
 from streamtune.plan.choices import allows_chunk_order
 from streamtune.plan.simulate import Simulation, Workload, simulate
@@ -38,7 +38,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 @pytest.fixture(scope="module")
 def workload() -> Workload:
-    model = blueprint(CONFIG, ModelOptions("bfloat16"))
+    model = build_meta_model(CONFIG, ModelOptions("bfloat16"))
     return Workload(lambda: model, 65536, make_optimizer=sgd)
 
 

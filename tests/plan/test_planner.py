@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from streamtune import Schedule
 from streamtune.engine import keep_on_host
 from streamtune.errors import ArgumentError
-from streamtune.models import ModelOptions, blueprint
+from streamtune.models import ModelOptions, build_meta_model
 from streamtune.plan import Limits, Rates, as_fixed_fields, choose, evaluate_schedule
 from streamtune.plan.choices import SearchSpace, enumerate_candidates, excess_bytes
 from streamtune.plan.estimate import Estimator, Figures
@@ -47,7 +47,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 @pytest.fixture(scope="module")
 def workload() -> Workload:
-    model = blueprint(CONFIG, ModelOptions("bfloat16"))
+    model = build_meta_model(CONFIG, ModelOptions("bfloat16"))
     return Workload(lambda: model, LENGTH, make_optimizer=adamw)
 
 
@@ -319,7 +319,7 @@ def test_a_given_choice_in_the_way_is_named(workload: Workload, known: Any):
 
 def test_a_schedule_for_a_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Any):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    model = blueprint(CONFIG, ModelOptions("bfloat16"))
+    model = build_meta_model(CONFIG, ModelOptions("bfloat16"))
     planned = partial(Schedule.plan, model, max_length=LENGTH, host_memory=0)
     assert planned(device_memory="80GiB").keep_layers == LAYERS
     assert planned(device_memory="80GiB", keep_layers=0, chunk_size=777).chunk_size == 777

@@ -13,7 +13,7 @@ from peft import AutoPeftModelForCausalLM
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
 from streamtune.data.templates import ChatRequest, render_chat
-from streamtune.models import end_tokens, train_tokenizer
+from streamtune.models import all_eos_token_ids, train_tokenizer
 from streamtune.programs.export.export import ExportOptions, export_model
 from streamtune.programs.export.source import find_trained, load_trained
 from streamtune.programs.generate.answer import GenerateOptions, load_answerer
@@ -91,9 +91,9 @@ def test_the_end_of_trained_turns_is_in_all_that_is_written(
         export_model("run", out, ExportOptions(check=False, merge=merge))
         assert written_ends(out) == [TEXT_END, TURN_END]
         model, own_tokenizer = load_trained(find_trained(str(out)))
-        assert number in end_tokens(model, own_tokenizer)
+        assert number in all_eos_token_ids(model, own_tokenizer)
     model, own_tokenizer = load_trained(find_trained("run"))
-    assert number in end_tokens(model, own_tokenizer)
+    assert number in all_eos_token_ids(model, own_tokenizer)
 
 
 @pytest.mark.full

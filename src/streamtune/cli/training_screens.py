@@ -103,7 +103,8 @@ def _describe_positions(run: Run) -> str:
         return ""
     theta = f"base {run.recipe.rope_theta:g}, " if run.recipe.rope_theta is not None else ""
     kind = f"{scaling.rope_type}, " if scaling is not None else ""
-    return f"{theta}{kind}{models.pretrained_positions(config) or 0:,} to {models.position_limit(config) or 0:,} tokens"
+    pretrained = models.pretrained_position_limit(config) or 0
+    return f"{theta}{kind}{pretrained:,} to {models.position_limit(config) or 0:,} tokens"
 
 
 def _describe_time(run: Run, plan: Plan) -> str:
@@ -298,7 +299,7 @@ def _model_loading_call(run: Run) -> str:
 
     if models.has_packed_experts(run.model):
         return "merge it first: transformers cannot load a base with quantised experts"
-    if models.taken_of(base_of(run.model)):
+    if models.loftq_file_tensors(base_of(run.model)):
         return "merge it first: the base was quantised from weights that LoftQ changed (loftq_iter)"
     if run.recipe.finetuning_type != "full" and run.recipe.model is not None:
         return "merge it first: the base was made from a configuration, so adapters cannot name its folder"

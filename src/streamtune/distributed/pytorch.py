@@ -126,13 +126,13 @@ def leave_process_group() -> None:
 
 
 class LayerSource(Protocol):
-    """Source of weights that are not loaded yet, such as ``streamtune.models.Deferred``."""
+    """Source of weights that are not loaded yet, such as ``streamtune.models.DeferredWeights``."""
 
-    def names_in(self, module: nn.Module, recurse: bool = True) -> list[str]:
+    def parameter_names_in(self, module: nn.Module, recurse: bool = True) -> list[str]:
         """Return the names of a module's parameters that this source loads."""
         ...
 
-    def awaits(self, name: str) -> bool:
+    def is_deferred(self, name: str) -> bool:
         """Return True if a parameter is not loaded yet. A tied parameter is loaded once."""
         ...
 
@@ -144,7 +144,7 @@ class LayerSource(Protocol):
         """Return the values of parameters as CPU tensors, by name."""
         ...
 
-    def place(self, name: str, values: Tensor) -> None:
+    def set_values(self, name: str, values: Tensor) -> None:
         """Set the values of a parameter in all places where it is used."""
         ...
 
@@ -182,10 +182,10 @@ def load_sharded_weights(
     # In reverse order, so that a module comes after its children.
     other_modules = [module for module in reversed(list(model.modules())) if id(module) not in module_ids_in_layers]
     for module, names in (
-        *((layer, source.names_in(layer)) for layer in layers),
-        *((module, source.names_in(module, recurse=False)) for module in other_modules),
+        *((layer, source.parameter_names_in(layer)) for layer in layers),
+        *((module, source.parameter_names_in(module, recurse=False)) for module in other_modules),
     ):
-        _load_parameters(source, [name for name in names if source.awaits(name)], device, run_on_rank_0)
+        _load_parameters(source, [name for name in names if source.is_deferred(name)], device, run_on_rank_0)
         if names:
             _move_unsharded(module, device)
             shard(module)
@@ -211,7 +211,7 @@ def _load_parameters(
             if distributed.get_rank() == 0
             else torch.empty_like(parameter, device="cpu")
         )
-        source.place(name, values.detach().to(device))
+        source.set_values(name, values.detach().to(device))
 
 
 def _move_unsharded(module: nn.Module, device: torch.device) -> None:

@@ -1,12 +1,12 @@
-"""Read the files of a model a few parameters at a time, converted as ``transformers`` does, and fingerprint them.
+"""Read a model's files a few parameters at a time, converted as ``transformers`` does, and fingerprint the files.
 
 The renamings and converters of ``from_pretrained`` map tensors in the files to parameters and convert them: experts are
 stacked, fused projections split.
 
-Fingerprints hash content, so a folder may move but not change. Several threads read a folder of 16 GB once, at the
-speed of its disk. Its pages are then in memory for the loading that follows. Hashes of large files are cached below the
-user's cache directory, by the file's path, inode, size and times. One of the times, ``ctime``, is set by the system
-alone. The next start on the same machine does not read these files for their hashes again.
+Fingerprints hash content, so a folder may move but not change. Several threads read the files once, at the speed of the
+disk. The files are then in the page cache for the loading that follows. Hashes of large files are cached in the user's
+cache directory, by the file's path, inode, size and times (also ``ctime``, which only the system sets). So the next
+start on the same machine does not read these files for their hashes again.
 """
 
 from __future__ import annotations
@@ -45,17 +45,24 @@ from streamtune.engine.hf_names import (
     hf_internal,
 )
 from streamtune.errors import ArgumentError
-from streamtune.models.config import check_exists, loading, loading_error, read_config
-from streamtune.models.folder import READ, SETTLED_SECONDS, check_folder
-from streamtune.models.weights_check import check_dtypes, check_missing, check_unused, is_finite, not_finite, size_error
+from streamtune.models.config import check_path_exists, make_loading_error, read_config, wrap_loading_errors
+from streamtune.models.folder import READ_BACKEND, SETTLED_SECONDS, check_model_folder
+from streamtune.models.weights_check import (
+    check_file_dtypes,
+    is_finite,
+    make_not_finite_error,
+    make_shape_error,
+    refuse_missing_weights,
+    refuse_unused_tensors,
+)
 
 
 def checkpoint_dtype(name_or_path: str, trust_remote_code: bool) -> torch.dtype | None:
     """Return the dtype in which ``dtype: auto`` loads a checkpoint.
 
-    None if it is quantised, holds only adapters, or has no safetensors.
+    None if the checkpoint is quantised, contains only adapters, or has no safetensors.
     """
-    check_exists(name_or_path)
+    check_path_exists(name_or_path)
     config = read_config(name_or_path, trust_remote_code)
     if config is None or getattr(config, "quantization_config", None) is not None:
         return None
@@ -69,18 +76,18 @@ def checkpoint_dtype(name_or_path: str, trust_remote_code: bool) -> torch.dtype 
 
 
 class CheckpointFiles:
-    """Reader of the safetensors weights in a folder or on the model hub: first ``prepare``, then ``read``."""
+    """Reader of the safetensors weights in a folder or on the model hub: call ``prepare``, then ``read``."""
 
     def __init__(self, name_or_path: str) -> None:
-        check_exists(name_or_path)
-        check_folder(name_or_path, allow_pickle=True)  # pickles are never read here
+        check_path_exists(name_or_path)
+        check_model_folder(name_or_path, allow_pickle=True)  # pickles are never read here
         self.name = name_or_path
-        self._files = _find(name_or_path)
-        """File of each tensor, by the tensor's name in the files."""
-        self._loads: dict[str, Any] = {}
-        """Conversion and the tensors that it reads, by the first parameter that it produces."""
-        self._gives: dict[str, str] = {}
-        """First parameter of the conversion that produces a parameter, by parameter."""
+        self._files = _tensor_files(name_or_path)
+        """Path of the file with each tensor, by the tensor's name in the files."""
+        self._conversions: dict[str, Any] = {}
+        """Conversions of file tensors, each by the name of the first parameter that it produces."""
+        self._conversion_of: dict[str, str] = {}
+        """Key in ``_conversions`` of the conversion that produces a parameter, by parameter name."""
         self._aliases: dict[str, str] = {}
         self.dtypes: dict[str, torch.dtype] = {}
         """Dtype of each parameter and buffer, by name; filled by ``prepare``."""
@@ -89,9 +96,9 @@ class CheckpointFiles:
         """Names of the tensors in the files that the model uses."""
 
     def dtype(self) -> torch.dtype:
-        """Return the dtype of the first floating-point tensor in the files; float32 if there is none.
+        """Return the dtype of the first floating-point tensor in the files; float32 if no tensor is floating-point.
 
-        This is what ``dtype: auto`` means if the configuration has no dtype.
+        ``dtype: auto`` means this dtype if the configuration has no dtype.
         """
         for key, path in self._files.items():
             with safe_open(path, framework="pt") as file:
@@ -101,12 +108,12 @@ class CheckpointFiles:
         return torch.float32
 
     def prepare(self, model: PreTrainedModel) -> None:
-        """Find the file tensors and the conversion that produce each parameter of ``model``; read no values."""
+        """Record which file tensors and conversion produce each parameter of ``model``; read no values."""
         self._model = model
         state = model.state_dict(keep_vars=True)
         first: dict[int, str] = {}
         self._aliases = {name: first.setdefault(id(value), name) for name, value in state.items()}
-        self.dtypes = _dtypes(model, state)
+        self.dtypes = _parameter_dtypes(model, state)
         mapping = hf_internal(CONVERSIONS)(model)
         renamings = [entry for entry in mapping if isinstance(entry, hf_internal(RENAMING))]
         converters = [entry for entry in mapping if isinstance(entry, hf_internal(CONVERTER))]
@@ -117,33 +124,33 @@ class CheckpointFiles:
             if name not in state and key in state:
                 name, pattern = renamed(key, [], [], base_model_prefix=prefix, meta_state_dict=state)
             if name not in state:
-                continue  # the model does not use it
+                continue  # the model does not use this tensor
             self._used.add(key)
             conversion = hf_internal(RENAMING)(key, name) if pattern is None else copy.deepcopy(by_pattern[pattern])
             if pattern is None:
-                self._check_size(key, name, state[name])
-            load = self._loads.setdefault(name, conversion)
-            load.add_tensor(name, key, pattern or key, partial(self._tensor, key, self.dtypes[name]))
+                self._check_shape(key, name, state[name])
+            load = self._conversions.setdefault(name, conversion)
+            load.add_tensor(name, key, pattern or key, partial(self._read_tensor, key, self.dtypes[name]))
         # `from_pretrained` sets this too: saving converts back.
         model._weight_conversions = [entry for entry in mapping if entry.was_used()]
-        self._link(state)
-        check_unused(self.name, model, self._files.keys() - self._used)
-        check_dtypes(self.name, model.config)
+        self._map_parameters_to_conversions(state)
+        refuse_unused_tensors(self.name, model, self._files.keys() - self._used)
+        check_file_dtypes(self.name, model.config)
 
-    def _check_size(self, key: str, name: str, wanted: Tensor) -> None:
-        """Refuse a file tensor whose shape differs from its parameter's shape."""
+    def _check_shape(self, key: str, name: str, parameter: Tensor) -> None:
+        """Refuse the file tensor ``key`` if its shape differs from the shape of ``parameter``, named ``name``."""
         try:
             with safe_open(self._files[key], framework="pt") as file:
                 size = tuple(file.get_slice(key).get_shape())
         except (OSError, SafetensorError) as error:
-            raise loading_error("model", self.name, error) from error
-        if size != tuple(wanted.shape):
+            raise make_loading_error("model", self.name, error) from error
+        if size != tuple(parameter.shape):
             assert self._model is not None
-            raise size_error(self.name, self._model.config, name, size, tuple(wanted.shape))
+            raise make_shape_error(self.name, self._model.config, name, size, tuple(parameter.shape))
 
-    def _link(self, state: Mapping[str, Tensor]) -> None:
+    def _map_parameters_to_conversions(self, state: Mapping[str, Tensor]) -> None:
         """Record which conversion produces each parameter; refuse files that lack parameters."""
-        for start, load in self._loads.items():
+        for start, load in self._conversions.items():
             names = [start]
             if isinstance(load, hf_internal(CONVERTER)) and len(load.target_patterns) > 1:
                 ends = [pattern.replace("*", "") for pattern in load.target_patterns]
@@ -151,40 +158,40 @@ class CheckpointFiles:
                 names += [start.replace(used, end) for end in ends if used is not None and end != used]
             for name in names:
                 if name in state:
-                    self._gives[self._aliases[name]] = start
-        ignored = _may_lack(self._model)
+                    self._conversion_of[self._aliases[name]] = start
+        ignored = _make_optional_test(self._model)
         needed = {self._aliases[name] for name in state if not ignored(self._aliases[name])}
-        check_missing(self.name, self._model, needed - self._gives.keys())
+        refuse_missing_weights(self.name, self._model, needed - self._conversion_of.keys())
 
-    def gives(self, name: str) -> bool:
-        """Return True if the files have this parameter or buffer."""
-        return self._aliases.get(name, name) in self._gives
+    def has_parameter(self, parameter_name: str) -> bool:
+        """Return True if the files contain the tensors of this parameter or buffer."""
+        return self._aliases.get(parameter_name, parameter_name) in self._conversion_of
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Return parameters and buffers by name, on the CPU, in the model's dtypes. Each can be read only once."""
+        """Return parameters and buffers by name, on the CPU, in the model's dtypes. Each name can be read only once."""
         assert self._model is not None, "prepare() comes first"
         wanted, tensors = list(names), dict[str, Tensor]()
-        for start in dict.fromkeys(self._gives[name] for name in wanted):
-            load = self._loads.pop(start, None)
+        for start in dict.fromkeys(self._conversion_of[name] for name in wanted):
+            load = self._conversions.pop(start, None)
             if load is None:
                 continue
-            with loading(self.name):  # a converter may be given tensors of other sizes
+            with wrap_loading_errors(self.name):  # a converter may raise for tensors of unexpected sizes
                 converted = load.convert(start, model=self._model, config=self._model.config)
             for name, value in converted.items():
                 tensors[self._aliases.get(name, name)] = value[0] if isinstance(value, list) else value
         return {name: tensors[name].contiguous() for name in wanted}
 
-    def _tensor(self, key: str, dtype: torch.dtype) -> Tensor:
-        """Return a copy of a file tensor: with its alignment in the file, kernels may round differently."""
-        with safe_open(self._files[key], framework="pt", backend=READ) as file:
+    def _read_tensor(self, key: str, dtype: torch.dtype) -> Tensor:
+        """Return a copy of a file tensor in ``dtype``: with the file's alignment, kernels may round differently."""
+        with safe_open(self._files[key], framework="pt", backend=READ_BACKEND) as file:
             values: Tensor = file.get_tensor(key)
             if not is_finite(values):
-                raise not_finite(key, values, str(self._files[key]))
+                raise make_not_finite_error(key, values, str(self._files[key]))
             return values.to(dtype, copy=True)
 
 
-def _may_lack(model: Any) -> Callable[[str], bool]:
-    """Return a function that is True for parameters that the model class allows the files to lack."""
+def _make_optional_test(model: Any) -> Callable[[str], bool]:
+    """Return a function of a parameter name: True if the model class allows files without this parameter."""
     patterns = model._keys_to_ignore_on_load_missing or []
     if not patterns:
         return lambda name: False
@@ -192,8 +199,8 @@ def _may_lack(model: Any) -> Callable[[str], bool]:
     return lambda name: together.search(name) is not None
 
 
-def _dtypes(model: PreTrainedModel, state: Mapping[str, Tensor]) -> dict[str, torch.dtype]:
-    """Return the dtype of each parameter and buffer by name: some models keep a few in float32."""
+def _parameter_dtypes(model: PreTrainedModel, state: Mapping[str, Tensor]) -> dict[str, torch.dtype]:
+    """Return the dtype of each parameter and buffer, by name; some models keep a few of them in float32."""
     plan = model._get_dtype_plan(model.dtype)
     dtypes = {name: value.dtype for name, value in state.items()}
     if plan:
@@ -204,8 +211,8 @@ def _dtypes(model: PreTrainedModel, state: Mapping[str, Tensor]) -> dict[str, to
     return dtypes
 
 
-def _find(name_or_path: str) -> dict[str, Path]:
-    """Return the safetensors file of each tensor, by the tensor's name; ArgumentError if there are none."""
+def _tensor_files(name_or_path: str) -> dict[str, Path]:
+    """Return the path of each tensor's safetensors file, by the tensor's name; raise if no safetensors exist."""
     options: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False}
     try:
         index = hf_internal(HUB_FILE)(name_or_path, SAFE_INDEX, **options)
@@ -218,9 +225,10 @@ def _find(name_or_path: str) -> dict[str, Path]:
             with safe_open(single, framework="pt") as file:
                 return dict.fromkeys(file.keys(), Path(single))
     except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise loading_error("model", name_or_path, error) from error
+        raise make_loading_error("model", name_or_path, error) from error
     raise ArgumentError(
-        f"'{name_or_path}' has no safetensors weights; ranks that shard a model read these one layer at a time",
+        f"'{name_or_path}' has no safetensors weights; ranks that shard a model read weights layer by layer, only from "
+        "safetensors",
         where="model_name_or_path",
         fix="convert it: load it with transformers, then call save_pretrained()",
     )
@@ -231,8 +239,8 @@ WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.bin.index.json")
 TOKENIZER = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*",
              "additional_chat_templates/*")  # fmt: skip
-REMEMBERED_BYTES = 64 << 20
-"""Size from which a file's hash is cached; smaller files are read at every start."""
+CACHED_HASH_BYTES = 64 << 20
+"""Smallest size of a file whose hash is cached; smaller files are hashed at every start."""
 THREADS = 8
 
 
@@ -245,28 +253,32 @@ def fingerprint_model(
 ) -> str | None:
     """Return the fingerprint of a model: a hash of a folder's configuration and weights, or a hub model's commit.
 
-    None if the hub model is not found; loading it reports the error.
+    None if the hub model is not found; loading the model reports the error.
 
     Args:
         name_or_path: Model folder, or name on the hub.
-        code: True includes the folder's Python files (``trust_remote_code`` runs them).
+        code: True includes the folder's Python files, which ``trust_remote_code`` runs.
         weights: False leaves out the weights.
-        times: Files hashed before, as for :func:`fingerprint_files`.
+        times: State of files hashed earlier, as for :func:`fingerprint_files`.
     """
-    if not is_folder(name_or_path):
-        return _commit_of(name_or_path)
+    if not is_local_folder(name_or_path):
+        return _hub_commit(name_or_path)
     folder = Path(name_or_path).expanduser()
-    files = (_names(folder, WEIGHTS) or _names(folder, PICKLES)) if weights else []
-    names = {*_names(folder, SETTINGS), *files, *(_names(folder, ("*.py",)) if code else ())}
+    files = (_matching_file_names(folder, WEIGHTS) or _matching_file_names(folder, PICKLES)) if weights else []
+    names = {
+        *_matching_file_names(folder, SETTINGS),
+        *files,
+        *(_matching_file_names(folder, ("*.py",)) if code else ()),
+    }
     return fingerprint_files({name: folder / name for name in names}.items(), times)
 
 
-def absolute_name(name_or_path: str) -> str:
-    """Return the absolute path of a folder, so that adapters load from any directory; other names unchanged."""
-    return str(Path(name_or_path).expanduser().absolute()) if is_folder(name_or_path) else name_or_path
+def make_path_absolute(name_or_path: str) -> str:
+    """Return a folder's absolute path, so that adapters load from any directory; return other names unchanged."""
+    return str(Path(name_or_path).expanduser().absolute()) if is_local_folder(name_or_path) else name_or_path
 
 
-def is_folder(name_or_path: str) -> bool:
+def is_local_folder(name_or_path: str) -> bool:
     """Return True if the name is a folder on this machine, False for a model on a hub."""
     try:
         return Path(name_or_path).expanduser().is_dir()
@@ -276,24 +288,24 @@ def is_folder(name_or_path: str) -> bool:
 
 def fingerprint_tokenizer(name_or_path: str) -> str | None:
     """Return the fingerprint of a folder's tokenizer files; None if the name is not a folder."""
-    if not is_folder(name_or_path):
+    if not is_local_folder(name_or_path):
         return None
     folder = Path(name_or_path).expanduser()
-    return fingerprint_files({name: folder / name for name in _names(folder, TOKENIZER)}.items())
+    return fingerprint_files({name: folder / name for name in _matching_file_names(folder, TOKENIZER)}.items())
 
 
 def fingerprint_files(files: Iterable[tuple[str, Path]], times: FileTimes | None = None) -> str:
     """Return one fingerprint for several files, given as (name, path), from their names and contents.
 
-    ``times`` records each file's size and times when it is first hashed.
+    ``times`` records each file's size, times and inode when the file is first hashed.
 
     Raises:
-        ArgumentError: A file cannot be read, or was written to since ``times`` recorded it. Equal content does not
-            help: other content may have been read in between.
+        ArgumentError: A file cannot be read, or was written to since ``times`` recorded it, even if its content is the
+            same: other content may have been read in between.
     """
     ordered = sorted(files)
     for _, path in ordered if times is not None else ():
-        assert times is not None, "asked for"
+        assert times is not None, "checked above"
         with suppress(OSError):  # hashing reports it
             status = path.stat()
             now = (status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
@@ -303,20 +315,20 @@ def fingerprint_files(files: Iterable[tuple[str, Path]], times: FileTimes | None
                     fix="wait until the file is complete, then start again",
                 )
     with ThreadPoolExecutor(THREADS) as pool:  # hashing releases the interpreter's lock
-        hashes = list(pool.map(_hash_of, [path for _, path in ordered]))
+        hashes = list(pool.map(_file_hash, [path for _, path in ordered]))
     digest = hashlib.sha256()
     for (name, _), content in zip(ordered, hashes, strict=True):
         digest.update(f"{name}\0{content}\n".encode("utf-8", "surrogateescape"))
     return digest.hexdigest()
 
 
-def _names(folder: Path, patterns: Iterable[str]) -> list[str]:
+def _matching_file_names(folder: Path, patterns: Iterable[str]) -> list[str]:
     found = (path for pattern in patterns for path in folder.glob(pattern))
     return sorted({path.relative_to(folder).as_posix() for path in found if path.is_file()})
 
 
-def _commit_of(name: str) -> str | None:
-    """Return the commit of the hub model that this name loads; None if it cannot be found."""
+def _hub_commit(name: str) -> str | None:
+    """Return the commit of the hub model that this name loads; None if the model is not found."""
     if unsafe_name_reason(name):
         return None
     try:
@@ -327,17 +339,17 @@ def _commit_of(name: str) -> str | None:
             _raise_exceptions_for_gated_repo=False,
             _raise_exceptions_for_connection_errors=False,
         )
-    except Exception:  # loading the model fails alike and reports it
+    except Exception:  # loading the model raises the same error and reports it
         return None
     return hf_internal(HUB_COMMIT)(found, None)
 
 
-def _hash_of(path: Path) -> str:
+def _file_hash(path: Path) -> str:
     """Return the SHA-256 of a file, from the cache if possible."""
     try:
         with path.open("rb") as file:
             state = os.fstat(file.fileno())
-            cached = _remembered(path, state) if state.st_size >= REMEMBERED_BYTES else None
+            cached = _hash_cache_file(path, state) if state.st_size >= CACHED_HASH_BYTES else None
             if cached is not None and (text := cached.read()) is not None:  # damaged: hashed again, with a message
                 return text.decode("ascii")
             content = hashlib.file_digest(file, "sha256").hexdigest()
@@ -355,8 +367,8 @@ def _hash_of(path: Path) -> str:
     return content
 
 
-def _remembered(path: Path, state: os.stat_result) -> CacheFile:
-    """Return the cache file that holds the hash of ``path`` with this inode, size and times."""
-    facts = (str(path.resolve()), state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns)
+def _hash_cache_file(path: Path, status: os.stat_result) -> CacheFile:
+    """Return the cache file for the hash of ``path``; its name depends on the file's inode, size and times."""
+    facts = (str(path.resolve()), status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
     key = hashlib.sha256(repr(facts).encode("utf-8", "surrogateescape")).hexdigest()
     return CacheFile(cache_folder() / "files" / key, f"files/{key}")

@@ -1,8 +1,8 @@
 """Model configurations: read from a checkpoint or built from a recipe's keys, and checked before a model is made.
 
 Transformers accepts impossible values: a model of width 0 trains to the end and learns nothing, and a dropout of 1.5 is
-never applied. Other impossible values fail later with an error about tensors. A configuration cannot choose a kernel
-from the hub: a kernel is code.
+never applied. Other impossible values fail later with an error about tensors. Kernels from the hub are refused, because
+a kernel is code.
 """
 
 from __future__ import annotations
@@ -29,63 +29,66 @@ from transformers import (
 from streamtune.base.privacy import is_offline
 from streamtune.engine.hf_names import CAUSAL_NAMES, hf_internal
 from streamtune.errors import ArgumentError, StreamTuneError, did_you_mean
-from streamtune.models.folder import pickles_in
+from streamtune.models.folder import pickle_names
 
 
 def read_config(name_or_path: str, trust_remote_code: bool) -> Any:
-    """Return the configuration of a checkpoint, without hub kernels; None if the folder has only adapters."""
+    """Return the checked configuration of a checkpoint, without hub kernels; None for a folder with only adapters."""
     folder = Path(name_or_path)
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
         return None
-    keys, place = key_place(name_or_path)
-    check_count(keys, place)
+    keys, place = read_config_json(name_or_path)
+    check_layer_limit(keys, place)
     try:
-        config = without_hub_kernels(AutoConfig.from_pretrained(name_or_path, trust_remote_code=trust_remote_code))
+        config = remove_hub_kernels(AutoConfig.from_pretrained(name_or_path, trust_remote_code=trust_remote_code))
     except Exception as error:  # the validators of each configuration class raise types of their own
-        raise loading_error("model", name_or_path, error) from error
+        raise make_loading_error("model", name_or_path, error) from error
     check_config(config, keys, place)
     return config
 
 
-def wanted_vocabulary(config: Mapping[str, Any], smallest: int) -> int:
-    """Return ``vocab_size`` of a configuration; without that key, ``smallest`` (the tokenizer's size).
+def requested_vocab_size(config: Mapping[str, Any], tokenizer_size: int) -> int:
+    """Return ``vocab_size`` of a configuration; without this key, ``tokenizer_size``, the tokenizer's number of tokens.
 
     Raises:
-        ArgumentError: The value is not an int, or is below ``smallest``.
+        ArgumentError: The value is not an int, or is below ``tokenizer_size``.
     """
-    wanted = config.get("vocab_size", smallest)
-    where, fix = place_in_init("vocab_size"), "remove vocab_size: the default is the tokenizer's size"
+    wanted = config.get("vocab_size", tokenizer_size)
+    where, fix = recipe_init_key("vocab_size"), "remove vocab_size: the default is the tokenizer's size"
     if isinstance(wanted, bool) or not isinstance(wanted, int):
         raise ArgumentError(f"'vocab_size: {str(wanted)[:60]}' is not a whole number", where=where, fix=fix)
-    if wanted < smallest:
+    if wanted < tokenizer_size:
         raise ArgumentError(
-            f"vocab_size is {wanted:,}, below the tokenizer's {smallest:,} tokens", where=where, fix=fix
+            f"vocab_size is {wanted:,}, below the tokenizer's {tokenizer_size:,} tokens", where=where, fix=fix
         )
     return wanted
 
 
 @contextmanager
-def loading(name_or_path: str) -> Iterator[None]:
-    """Context manager: turn any exception of a library, such as for a damaged file, into an error of the checkpoint.
+def wrap_loading_errors(name_or_path: str) -> Iterator[None]:
+    """Context manager: turn exceptions, such as for a damaged file, into an ArgumentError that names the checkpoint.
 
-    StreamTune's errors are turned too, such as for a connection that ``--offline`` forbids: they do not name the
-    checkpoint. Errors of exhausted memory pass unchanged.
+    StreamTune's errors are converted too, such as for a connection that ``--offline`` forbids: they do not name the
+    checkpoint. Out-of-memory errors pass unchanged.
     """
     try:
         yield
     except Exception as error:
         if is_memory_error(error):
             raise
-        raise loading_error("model", name_or_path, error) from error
+        raise make_loading_error("model", name_or_path, error) from error
 
 
 class NotRecordedError(Exception):
-    """A weight was initialised by more than in-place operations on an empty tensor."""
+    """The initialisation of a weight cannot be recorded: it is not a list of in-place operations on an empty tensor."""
 
 
 @contextmanager
-def making_model(keys: Mapping[str, Any]) -> Iterator[None]:
-    """Context manager: turn an exception of a model's constructor into an error of ``keys``, its ``model.init``."""
+def wrap_constructor_errors(keys: Mapping[str, Any]) -> Iterator[None]:
+    """Context manager: turn an exception of a model's constructor into an ArgumentError for ``model.init``.
+
+    ``keys`` are the recipe's ``model.init``.
+    """
     try:
         yield
     except (StreamTuneError, NotRecordedError):
@@ -94,29 +97,29 @@ def making_model(keys: Mapping[str, Any]) -> Iterator[None]:
         if is_memory_error(error):
             raise
         raise ArgumentError(
-            f"cannot build a model of type '{keys.get('model_type')}' from these values: {first_words(error)}",
+            f"cannot build a model of type '{keys.get('model_type')}' from these values: {first_error_line(error)}",
             where="model.init",
             fix="fix the value; the config.json of a published model of that type shows values that fit together",
         ) from error
 
 
 def is_memory_error(error: BaseException) -> bool:
-    """Return True if Python or torch reports exhausted memory by this error."""
+    """Return True if an error of Python or torch means that memory is exhausted."""
     texts = ("can't allocate memory", "out of memory", "not enough memory")
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
     )
 
 
-def first_words(error: BaseException) -> str:
-    """Return the first line of a library's error, cut to 300 characters, without the stack that torch may add."""
+def first_error_line(error: BaseException) -> str:
+    """Return the first line of a library's error, cut to 300 characters, without a stack trace that torch may add."""
     if isinstance(error, KeyError):
         return f"there is no entry {error}"
     lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
     text = lines[0] if lines else type(error).__name__
     if text.endswith(":") and len(lines) > 1:
         text = f"{text} {lines[1]}"
-    return _short(text, 300)
+    return _shorten(text, 300)
 
 
 def build_config(keys: Mapping[str, Any]) -> PreTrainedConfig:
@@ -124,16 +127,16 @@ def build_config(keys: Mapping[str, Any]) -> PreTrainedConfig:
     types = sorted(name for name in hf_internal(CAUSAL_NAMES) if name in CONFIG_MAPPING)
     model_type = str(keys.get("model_type", ""))
     if model_type not in types:
-        what = f"transformers has no causal language model of type '{model_type}'"
+        problem = f"transformers has no causal language model of type '{model_type}'"
         fix = "use the model_type in the config.json of a causal language model, such as qwen3 or llama"
         raise ArgumentError(
-            what if model_type else "model_type is missing",
+            problem if model_type else "model_type is missing",
             where="model.init.model_type",
             fix=did_you_mean(model_type, types) or fix,
         )
-    check_kernels(keys)
+    refuse_hub_kernels(keys)
     config_class = CONFIG_MAPPING[model_type]
-    check_count(keys, place_in_init)
+    check_layer_limit(keys, recipe_init_key)
     arguments = {key: value for key, value in keys.items() if key != "model_type"}
     try:
         config = config_class(**arguments)
@@ -144,18 +147,18 @@ def build_config(keys: Mapping[str, Any]) -> PreTrainedConfig:
         ) from error
     known_keys = {*config_class().to_dict(), *config_class.attribute_map}
     for key in arguments:
-        if key not in known_keys and key in config.to_dict() and not _reads(config_class, key):
+        if key not in known_keys and key in config.to_dict() and not _model_reads_key(config_class, key):
             raise ArgumentError(
                 f"{config_class.__name__} has no key '{key}'",
                 where=f"model.init.{key}",
                 fix=did_you_mean(key, known_keys) or "remove it",
             )
-    check_config(config, keys, place_in_init)
+    check_config(config, keys, recipe_init_key)
     return config
 
 
-def _reads(config_class: type[Any], key: str) -> bool:
-    """Return True if the model's code reads a key that its configuration class does not declare (``head_dim``)."""
+def _model_reads_key(config_class: type[Any], key: str) -> bool:
+    """Return True if the model's code reads a key that the configuration class lacks, such as ``head_dim``."""
     try:
         model_class = MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
         source = inspect.getsource(sys.modules[model_class.__module__])
@@ -164,8 +167,8 @@ def _reads(config_class: type[Any], key: str) -> bool:
     return re.search(rf"""config(\.|,\s*["']){re.escape(key)}\b""", source) is not None
 
 
-def check_exists(name_or_path: str) -> None:
-    """Refuse a name that looks like a local path and does not exist, before a hub is asked for it.
+def check_path_exists(name_or_path: str) -> None:
+    """Refuse a name that looks like a local path and does not exist, before it is looked up on a hub.
 
     The directory of a run is refused too; the message names the model's folder inside it.
     """
@@ -176,24 +179,24 @@ def check_exists(name_or_path: str) -> None:
         pass
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise ArgumentError(f"'{_short(name_or_path)}' cannot be accessed: {reason}", where="model_name_or_path",
-                            fix="give a model's folder, or its name on the hub") from error  # fmt: skip
+        raise ArgumentError(f"'{_shorten(name_or_path)}' cannot be accessed: {reason}", where="model_name_or_path",
+                            fix="write a model's folder, or its name on the hub") from error  # fmt: skip
     for file in (path / "config.json", path / "adapter_config.json"):
         if file.is_fifo() or file.is_char_device():  # reading it would not end
             raise ArgumentError(f"{file} is a pipe or a device, not a file", where="model_name_or_path",
                                 fix="use a complete copy of the model")  # fmt: skip
-    _check_no_run(path)
+    _refuse_run_directory(path)
     if path.is_dir() or not (name_or_path.startswith((".", "/", "~")) or name_or_path.count("/") > 1):
         return
     siblings = [entry.name for entry in path.parent.iterdir() if entry.is_dir()] if path.parent.is_dir() else []
     raise ArgumentError(
         f"the folder {path} does not exist",
         where="model_name_or_path",
-        fix=did_you_mean(path.name, siblings) or "give a model's folder, or its name on the hub",
+        fix=did_you_mean(path.name, siblings) or "write a model's folder, or its name on the hub",
     )
 
 
-def _check_no_run(path: Path) -> None:
+def _refuse_run_directory(path: Path) -> None:
     """Refuse the directory of a run or of its checkpoint; the fix names the model's folder in it."""
     if (path / "config.json").is_file() or (path / "adapter_config.json").is_file():
         return
@@ -208,44 +211,44 @@ def _check_no_run(path: Path) -> None:
             )
 
 
-def loading_error(kind: str, name_or_path: str, error: Exception) -> ArgumentError:
-    """Return an ArgumentError for an exception raised while loading a ``kind`` (model, tokenizer), with a fix."""
-    first_line, where = first_words(error), "model_name_or_path"
+def make_loading_error(kind: str, name_or_path: str, error: Exception) -> ArgumentError:
+    """Return the ArgumentError for an exception while loading; ``kind`` is the word ``model`` or ``tokenizer``."""
+    first_line, where = first_error_line(error), "model_name_or_path"
     folder = Path(name_or_path).expanduser()
     lacks_safetensors = "safetensors" in str(error) and isinstance(error, OSError)
-    fix = "check the name or folder; a gated model needs `hf auth login`; offline, give a local folder"
+    fix = "check the name or folder; a gated model needs `hf auth login`; offline, use a local folder"
     if isinstance(error, UnpicklingError):  # torch advises to run it
-        first_line = "its pickle holds code, not only tensors"
+        first_line = "its pickle contains code, not only tensors"
         fix = "use a copy in safetensors format"
     elif "trust_remote_code" in str(error):
         fix = "set trust_remote_code: true if you trust the code in the checkpoint"
-    elif lacks_safetensors and folder.is_dir() and not pickles_in(folder):
+    elif lacks_safetensors and folder.is_dir() and not pickle_names(folder):
         first_line = "the folder has no weights"
         fix = "use a complete copy of the checkpoint, with its model.safetensors or all of its shards and their index"
     elif lacks_safetensors:
         first_line = "it has no safetensors weights, and reading a pickle can run code"
         fix = "use a copy in safetensors format, or set allow_pickle: true if you trust its author"
     elif "alidation error" in str(error):  # from transformers, about config.json, which a tokenizer reads too
-        _, place = key_place(name_or_path)
+        _, place = read_config_json(name_or_path)
         field = re.search(r"field '(\w+)'", str(error))
         first_line, where = f"its config.json is not valid: {first_line}", place(field[1] if field else "")
         fix = "fix the value, or use a complete copy of the checkpoint"
     elif folder.is_dir():
         fix = "use a complete copy of the checkpoint: a file in this folder is damaged, missing or of the wrong kind"
     elif is_offline():
-        fix = "--offline reads only local folders and the cache; run once without --offline, or give a local folder"
-    return ArgumentError(f"cannot load the {kind} '{_short(name_or_path)}': {first_line}", where=where, fix=fix)
+        fix = "--offline reads only local folders and the cache; run once without --offline, or use a local folder"
+    return ArgumentError(f"cannot load the {kind} '{_shorten(name_or_path)}': {first_line}", where=where, fix=fix)
 
 
-def _short(value: Any, most: int = 100) -> str:
+def _shorten(value: Any, max_chars: int = 100) -> str:
     text = str(value)
-    return text if len(text) <= most else f"{text[: most - 3]}..."
+    return text if len(text) <= max_chars else f"{text[: max_chars - 3]}..."
 
 
-def check_kernels(keys: Any) -> None:
-    """Refuse a configuration that would download an attention or experts kernel from the hub: a kernel is code."""
+def refuse_hub_kernels(keys: Any) -> None:
+    """Refuse a recipe's configuration that would download an attention or experts kernel from the hub."""
     for key in ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation"):
-        if _names_kernel(keys.get(key)):
+        if _is_hub_kernel(keys.get(key)):
             raise ArgumentError(
                 f"'{key}: {keys[key]}' would download a kernel from the hub, which is code",
                 where=f"model.init.{key}",
@@ -253,18 +256,18 @@ def check_kernels(keys: Any) -> None:
             )
 
 
-def without_hub_kernels(config: Any) -> Any:
-    """Remove hub kernels from a configuration, in place, and return it; transformers then uses its own kernels."""
+def remove_hub_kernels(config: Any) -> Any:
+    """Remove hub kernels from ``config`` in place and return ``config``; transformers then uses its own kernels."""
     for part in (config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", None) or ())):
         for key in ("_attn_implementation", "_experts_implementation"):
-            if part is not None and _names_kernel(getattr(part, key, None)):
+            if part is not None and _is_hub_kernel(getattr(part, key, None)):
                 setattr(part, key, None)
     return config
 
 
-def _names_kernel(value: Any) -> bool:
+def _is_hub_kernel(value: Any) -> bool:
     if isinstance(value, dict):
-        return any(map(_names_kernel, value.values()))
+        return any(map(_is_hub_kernel, value.values()))
     return isinstance(value, str) and ("/" in value or ":" in value)
 
 
@@ -272,111 +275,125 @@ SIZES = (
     "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "vocab_size",
 )  # fmt: skip
-"""Keys whose value must be at least 1. A configuration's ``attribute_map`` maps its own names to these."""
+"""Keys whose value must be at least 1. A configuration's ``attribute_map`` maps these names to its own names."""
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 LARGEST = {"num_hidden_layers": 10_000}
-"""Largest allowed value of a key. More layers would be built one by one until memory is exhausted."""
+"""Largest allowed value by key: more layers would be built one by one until memory is exhausted."""
 LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 LARGEST_SIZE = 2**31 - 1
 DROPOUT = re.compile(r"(dropout(_p|_prob|_rate)?|pdrop|layerdrop)$")
 
 Where = Callable[[str], str]
-"""Function that returns where a key is written, for the ``where`` of an error."""
+"""Function of a key that returns the place where the key is written, for the ``where`` of an error."""
 
 
-def check_config(config: Any, given: Mapping[str, Any], where: Where) -> None:
+def check_config(config: Any, written_keys: Mapping[str, Any], where: Where) -> None:
     """Refuse sizes, heads, experts, dropouts and numbers that no model can have.
 
-    A multimodal ``config`` is checked in its text part. ``given`` holds the keys that the user or the file wrote; other
-    values are derived or defaults.
+    Of a multimodal ``config``, the text part is checked. ``written_keys`` are the keys that the user or the file wrote;
+    other values are derived or defaults.
     """
     text = config.get_text_config(decoder=True)
     names: Mapping[str, str] = getattr(text, "attribute_map", None) or {}
-    flat = given.get("text_config") if isinstance(given.get("text_config"), Mapping) else given
+    flat = written_keys.get("text_config") if isinstance(written_keys.get("text_config"), Mapping) else written_keys
     assert isinstance(flat, Mapping)
 
-    def refuse(key: str, what: str, fix: str) -> ArgumentError:
+    def make_error(key: str, what: str, fix: str) -> ArgumentError:
         written = names.get(key, key) if key not in flat else key
-        return ArgumentError(f"'{written}: {_short(_value(text, key), 60)}' {what}", where=where(written), fix=fix)
+        return ArgumentError(
+            f"'{written}: {_shorten(_config_value(text, key), 60)}' {what}", where=where(written), fix=fix
+        )
 
     for key in SIZES:
-        value, most = _value(text, key), LARGEST.get(key, LARGEST_SIZE)
+        value, most = _config_value(text, key), LARGEST.get(key, LARGEST_SIZE)
         for size in value if isinstance(value, list | tuple) else () if value is None else (value,):
             if isinstance(size, bool) or not isinstance(size, int) or size < (0 if isinstance(value, list) else 1):
-                raise refuse(key, "is not a whole number of at least 1", "fix the number")
+                raise make_error(key, "is not a whole number of at least 1", "fix the number")
             if size > most:
-                raise refuse(key, f"is too large: at most {most:,}", "fix the number")
-    _check_heads(text, flat, names, refuse)
-    chosen = _count(text, "num_experts_per_tok")
-    if chosen is not None and chosen < 1 and any(_count(text, key) for key in EXPERTS):
-        raise refuse("num_experts_per_tok", "leaves every token without an expert", "use at least 1")
-    for key, value in _numbers(text):
+                raise make_error(key, f"is too large: at most {most:,}", "fix the number")
+    _check_head_counts(text, flat, names, make_error)
+    chosen = _config_int(text, "num_experts_per_tok")
+    if chosen is not None and chosen < 1 and any(_config_int(text, key) for key in EXPERTS):
+        raise make_error("num_experts_per_tok", "leaves every token without an expert", "use at least 1")
+    for key, value in _config_numbers(text):
         if math.isnan(value):
-            raise refuse(key, "is not a number", "fix the number")
+            raise make_error(key, "is not a number", "fix the number")
         if DROPOUT.search(key) and not 0 <= value < 1:
-            raise refuse(key, "is not a dropout probability: at least 0 and below 1", "fix the number")
+            raise make_error(key, "is not a dropout probability: at least 0 and below 1", "fix the number")
 
 
-def check_count(given: Mapping[str, Any], where: Where) -> None:
-    """Refuse more than 10,000 layers, before the configuration class makes a list with that many entries."""
-    text = given.get("text_config")
-    for keys in (given, text if isinstance(text, Mapping) else {}):
+def check_layer_limit(written_keys: Mapping[str, Any], where: Where) -> None:
+    """Refuse more than 10,000 layers, before the configuration class makes a list with an entry for each layer."""
+    text = written_keys.get("text_config")
+    for keys in (written_keys, text if isinstance(text, Mapping) else {}):
         for key in LAYERS:
             count = keys.get(key)
             if isinstance(count, int) and count > LARGEST["num_hidden_layers"]:
                 what = f"is too large: at most {LARGEST['num_hidden_layers']:,}"
-                raise ArgumentError(f"'{key}: {_short(count, 60)}' {what}", where=where(key), fix="fix the number")
+                raise ArgumentError(f"'{key}: {_shorten(count, 60)}' {what}", where=where(key), fix="fix the number")
 
 
-def _check_heads(
-    text: Any, given: Mapping[str, Any], names: Mapping[str, str], refuse: Callable[[str, str, str], ArgumentError]
+def _check_head_counts(
+    text: Any,
+    written_keys: Mapping[str, Any],
+    names: Mapping[str, str],
+    make_error: Callable[[str, str, str], ArgumentError],
 ) -> None:
-    """Refuse head counts that do not divide: key heads the query heads, query heads the hidden size."""
-    heads, shared, width = (_count(text, key) for key in ("num_attention_heads", "num_key_value_heads", "hidden_size"))
-    if heads and shared and heads % shared:
-        raise refuse("num_key_value_heads", f"does not divide the {heads} attention heads",
+    """Refuse key head counts that do not divide the query heads, and query head counts that do not divide the width."""
+    heads, kv_heads, hidden_size = (
+        _config_int(text, key) for key in ("num_attention_heads", "num_key_value_heads", "hidden_size")
+    )
+    if heads and kv_heads and heads % kv_heads:
+        raise make_error("num_key_value_heads", f"does not divide the {heads} attention heads",
                      f"use a divisor of {heads}")  # fmt: skip
-    each = _count(text, "head_dim")
-    derived = "head_dim" not in given and names.get("head_dim", "head_dim") not in given
-    by_layer = isinstance(_value(text, "head_dim"), list)
-    if heads and width and width % heads and derived and not by_layer and each in (None, width // heads):
+    head_dim = _config_int(text, "head_dim")
+    derived = "head_dim" not in written_keys and names.get("head_dim", "head_dim") not in written_keys
+    by_layer = isinstance(_config_value(text, "head_dim"), list)
+    if (
+        heads
+        and hidden_size
+        and hidden_size % heads
+        and derived
+        and not by_layer
+        and head_dim in (None, hidden_size // heads)
+    ):
         name = names.get("hidden_size", "hidden_size")
-        raise refuse("num_attention_heads", f"does not divide '{name}: {width}'",
-                     f"use a divisor of {width}, or set head_dim if the model type has it")  # fmt: skip
+        raise make_error("num_attention_heads", f"does not divide '{name}: {hidden_size}'",
+                     f"use a divisor of {hidden_size}, or set head_dim if the model type has it")  # fmt: skip
 
 
-def _value(text: Any, key: str) -> Any:
-    """Return a value of a configuration; None if it is absent, a list if each layer has its own value."""
+def _config_value(config: Any, key: str) -> Any:
+    """Return the value of a key; None if the key is absent, a list of values if layers have different values."""
     try:
-        return getattr(text, key, None)
+        return getattr(config, key, None)
     except Exception:  # transformers raises if layers differ and have no common value
-        return [_value(layer, key) for layer in getattr(text, "per_layer_config", None) or ()]
+        return [_config_value(layer, key) for layer in getattr(config, "per_layer_config", None) or ()]
 
 
-def _count(text: Any, key: str) -> int | None:
-    value = _value(text, key)
+def _config_int(config: Any, key: str) -> int | None:
+    value = _config_value(config, key)
     return value if isinstance(value, int) else None
 
 
-def _numbers(text: Any) -> Iterable[tuple[str, float]]:
-    """Yield (key, number) for each number in the configuration; an integer of 2**63 or more as infinity."""
-    for key, value in vars(text).items():
+def _config_numbers(config: Any) -> Iterable[tuple[str, float]]:
+    """Yield (key, number) for each number in a configuration; an integer with magnitude from 2**63 becomes infinity."""
+    for key, value in vars(config).items():
         if isinstance(value, int | float) and not isinstance(value, bool):
             yield key, value if isinstance(value, float) or abs(value) < 2**63 else math.inf
 
 
-def place_in_init(key: str) -> str:
+def recipe_init_key(key: str) -> str:
     return f"model.init.{key}"
 
 
-def key_place(name_or_path: str) -> tuple[dict[str, Any], Where]:
-    """Return the content of a folder's ``config.json``, and a function that returns the file and line of a key.
+def read_config_json(name_or_path: str) -> tuple[dict[str, Any], Where]:
+    """Return a folder's ``config.json`` as a dict, and a function of a key that returns the file and line of the key.
 
-    For a model on a hub the content is empty, and the function always returns ``model_name_or_path``.
+    For a model on a hub the dict is empty, and the function always returns ``model_name_or_path``.
     """
     path = Path(name_or_path).expanduser() / "config.json"
     try:
-        text = path.read_text(encoding="utf-8") if path.is_file() else ""  # reading a pipe would wait
+        text = path.read_text(encoding="utf-8") if path.is_file() else ""  # reading a pipe would block
         keys = json.loads(text)
     except (OSError, ValueError, RecursionError):
         text, keys = "", {}
@@ -392,8 +409,8 @@ def key_place(name_or_path: str) -> tuple[dict[str, Any], Where]:
     return keys, where
 
 
-def keys_of_size(config: Any, size: int) -> list[str]:
-    """Return the keys of a configuration with this value, among ``SIZES``, which determine the sizes of weights."""
+def config_keys_with_value(config: Any, size: int) -> list[str]:
+    """Return the keys of ``SIZES`` whose value in a configuration is ``size``: they determine the sizes of weights."""
     text = config.get_text_config(decoder=True)
     names: Mapping[str, str] = getattr(text, "attribute_map", None) or {}
-    return [names.get(key, key) for key in SIZES if _count(text, key) == size]
+    return [names.get(key, key) for key in SIZES if _config_int(text, key) == size]

@@ -1,16 +1,15 @@
-"""Models with deferred weights: ranks read and shard them one module at a time, so no rank holds the whole model.
+"""Models with deferred weights: ranks read and shard weights one module at a time, so no rank needs the whole model.
 
-Parameters are on ``meta``, buffers have values. A :class:`Deferred` provides the weights. For a checkpoint it reads
-them from safetensors and converts them as ``transformers`` does. For a new model it draws the random values that the
-plain model would have.
+Parameters are on ``meta``, buffers have values. A :class:`DeferredWeights` provides the weights: from safetensors,
+converted as ``transformers`` does, or, for a new model, the random values that the plain model would have.
 
     model = defer_load("Qwen/Qwen3-8B", ModelOptions(dtype="bfloat16"))
-    deferred_of(model).read(["model.layers.0.mlp.up_proj.weight", ...])     # name -> tensor on the CPU
+    find_deferred_weights(model).read(["model.layers.0.mlp.up_proj.weight", ...])     # name -> tensor on the CPU
 
 To draw weights later, :class:`RecordedInit` records the in-place operations on empty tensors (drawing, filling,
-scaling) while the model is constructed, each with the random state before it. Draws are also performed, into a scratch
-tensor that is freed at once. So the random state advances as in the plain model, and memory holds one parameter at
-most. A replay gives the same bits as the plain model.
+scaling) while the model is constructed, each with the generator state before it. Draws are also performed, into a
+scratch tensor that is freed at once. So the generator state advances as in the plain model, and at most one parameter
+is allocated. A replay returns the same bits as the plain model.
 """
 
 from __future__ import annotations
@@ -28,25 +27,34 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from streamtune.base.adapters import base_of
 from streamtune.models.checkpoint_files import CheckpointFiles
-from streamtune.models.config import NotRecordedError, build_config, loading, making_model, wanted_vocabulary
-from streamtune.models.load import DEFAULTS, ModelOptions, read_plain_config
+from streamtune.models.config import (
+    NotRecordedError,
+    build_config,
+    requested_vocab_size,
+    wrap_constructor_errors,
+    wrap_loading_errors,
+)
+from streamtune.models.load import DEFAULT_OPTIONS, ModelOptions, read_unquantized_config
 
 ATTRIBUTE = "_streamtune_deferred"
 
 
 class WeightSource(Protocol):
-    """A source of weights by name."""
+    """Source of weights by name: a checkpoint's files, or a recorded initialisation."""
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Return parameters and buffers by name, on the CPU. A source may then free its own copy."""
+        """Return parameters and buffers by name, on the CPU. The source may then free its own copy."""
         ...
 
 
-class Deferred:
-    """Provider of the weights of a model on ``meta``. The model has no adapters yet; they may be added afterwards.
+class DeferredWeights:
+    """Provider of the weights of a model on ``meta``. The model has no adapters yet; adapters may be added afterwards.
 
-    ``open_source`` opens the source at the first read, which happens on one rank only. ``dtypes`` gives parameters
-    another dtype than they have in ``model``. ``note`` is a remark for the user on how the weights are made.
+    Args:
+        model: Model whose parameters are moved to ``meta``.
+        open_source: Function that opens the source at the first read, which happens on one rank only.
+        dtypes: Dtypes of parameters, by name, that replace the dtypes in ``model``.
+        note: Remark for the user on how the weights are made.
     """
 
     def __init__(
@@ -71,37 +79,34 @@ class Deferred:
         for name in self._places:
             old = self.parameter(name)
             dtype = (dtypes or {}).get(name, old.dtype)
-            self._put(name, nn.Parameter(old.detach().to("meta", dtype), requires_grad=old.requires_grad))
+            self._assign(name, nn.Parameter(old.detach().to("meta", dtype), requires_grad=old.requires_grad))
         setattr(model, ATTRIBUTE, self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """Return None: a copy of the model keeps its parameters on ``meta``, without a source of weights."""
         return
 
-    def names_in(self, module: nn.Module, recurse: bool = True) -> list[str]:
-        """Return the names of a module's parameters that get their weights from here.
-
-        ``recurse`` includes the parameters of submodules.
-        """
+    def parameter_names_in(self, module: nn.Module, recurse: bool = True) -> list[str]:
+        """Return the names of a module's deferred parameters; with ``recurse``, also of its submodules."""
         below = {id(part) for part in (module.modules() if recurse else (module,))}
         return [name for name, places in self._places.items() if any(id(owner) in below for owner, _ in places)]
 
-    def awaits(self, name: str) -> bool:
-        """Return True if a parameter has no values yet. A shared parameter gets its values once."""
+    def is_deferred(self, name: str) -> bool:
+        """Return True if a parameter has no values yet. A shared parameter gets values once, under its first name."""
         return name in self._awaited
 
-    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Return the values of parameters by name, on the CPU."""
+    def read(self, parameter_names: Iterable[str]) -> dict[str, Tensor]:
+        """Return the values of parameters, by name, on the CPU."""
         if self._source is None:
             assert self._open is not None
             self._source = self._open()
-        return self._source.read(names)
+        return self._source.read(parameter_names)
 
-    def place(self, name: str, values: Tensor) -> None:
+    def set_values(self, name: str, values: Tensor) -> None:
         """Put the values of a parameter into every module that uses it."""
         old = self.parameter(name)
         assert old.shape == values.shape, name
-        self._put(name, nn.Parameter(values, requires_grad=old.requires_grad))
+        self._assign(name, nn.Parameter(values, requires_grad=old.requires_grad))
         self._awaited.remove(name)
 
     def parameter(self, name: str) -> nn.Parameter:
@@ -117,50 +122,50 @@ class Deferred:
         self._source = self._open = None
 
     @contextmanager
-    def phantom(self) -> Iterator[None]:
-        """Context manager: replace the parameters by CPU tensors that take no memory.
+    def use_placeholders(self) -> Iterator[None]:
+        """Context manager: replace the parameters by expanded CPU scalars, which need no memory.
 
-        A tensor that is created like one of them, such as an adapter, is then on the CPU and has values.
+        Tensors that are created on a parameter's device, such as adapters, are then on the CPU and have values.
         """
         real = {name: self.parameter(name) for name in self._places}
         for name, parameter in real.items():
             stand_in = torch.zeros(1, dtype=parameter.dtype).expand(parameter.shape)
-            self._put(name, nn.Parameter(stand_in, requires_grad=parameter.requires_grad))
+            self._assign(name, nn.Parameter(stand_in, requires_grad=parameter.requires_grad))
         try:
             yield
         finally:
             for name, parameter in real.items():
                 parameter.requires_grad_(self.parameter(name).requires_grad)
-                self._put(name, parameter)
+                self._assign(name, parameter)
 
-    def _put(self, name: str, parameter: nn.Parameter) -> None:
+    def _assign(self, name: str, parameter: nn.Parameter) -> None:
         for owner, key in self._places[name]:
             owner._parameters[key] = parameter
 
 
-def deferred_of(model: Any) -> Deferred | None:
+def find_deferred_weights(model: Any) -> DeferredWeights | None:
     """Return the provider of the deferred weights of ``model``; None if all its weights have values."""
     base = base_of(model)
-    found: Deferred | None = getattr(base, ATTRIBUTE, None)
+    found: DeferredWeights | None = getattr(base, ATTRIBUTE, None)
     return found if found is not None and found._awaited else None
 
 
 @contextmanager
-def phantom_weights(model: PreTrainedModel) -> Iterator[None]:
-    """Context manager: replace deferred weights by CPU tensors that take no memory.
+def placeholder_weights(model: PreTrainedModel) -> Iterator[None]:
+    """Context manager: replace deferred weights by CPU tensors that need no memory.
 
-    Adapters that are added inside are real CPU tensors, not on ``meta``.
+    Adapters that are added inside are then CPU tensors with values, not on ``meta``.
     """
-    found = deferred_of(model)
-    with nullcontext() if found is None else found.phantom():
+    found = find_deferred_weights(model)
+    with nullcontext() if found is None else found.use_placeholders():
         yield
 
 
 def defer_load(
-    name_or_path: str, options: ModelOptions = DEFAULTS, *, trust_remote_code: bool = False
+    name_or_path: str, options: ModelOptions = DEFAULT_OPTIONS, *, trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """Return the model that ``load_model`` loads, with deferred weights, which are not quantised."""
-    config = read_plain_config(name_or_path, trust_remote_code)
+    """Return the model that ``load_model`` would load, with deferred weights. The weights are not quantised."""
+    config = read_unquantized_config(name_or_path, trust_remote_code)
     if options.rope is not None:
         options.rope.apply(config)
     dtype = options.torch_dtype or getattr(config, "dtype", None)
@@ -168,119 +173,121 @@ def defer_load(
     if not isinstance(dtype, torch.dtype):
         dtype = files.dtype()
     # Values drawn by a constructor are not used.
-    with loading(name_or_path), torch.random.fork_rng(devices=[]), RecordedInit(draw=False):
+    with wrap_loading_errors(name_or_path), torch.random.fork_rng(devices=[]), RecordedInit(draw=False):
         remote = {"trust_remote_code": True} if trust_remote_code else {}
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, **remote)
     model.config.name_or_path = model.name_or_path = name_or_path
     files.prepare(model)
     for name in [name for name, _ in model.named_buffers()]:
-        if files.gives(name):  # buffers are small: every rank reads them
+        if files.has_parameter(name):  # buffers are small: every rank reads them
             owner, _, key = name.rpartition(".")
             model.get_submodule(owner)._buffers[key] = files.read([name])[name]
-    Deferred(model, lambda: files, dtypes=files.dtypes)
+    DeferredWeights(model, lambda: files, dtypes=files.dtypes)
     return model.eval()
 
 
 def defer_init(
     config: Mapping[str, Any],
-    options: ModelOptions = DEFAULTS,
+    options: ModelOptions = DEFAULT_OPTIONS,
     *,
     vocab_size: int,
     token_ids: Mapping[str, int],
     seed: int,
     draw: bool,
 ) -> PreTrainedModel:
-    """Return the model that ``init_model`` returns, with deferred weights that will be equal to its weights bit by bit.
+    """Return the model that ``init_model`` would return, with deferred weights of the same bits.
 
-    ``draw`` is True on the rank that reads the weights.
+    ``draw`` must be True on the rank that reads the weights; other ranks record nothing.
     """
-    wanted = build_config({**token_ids, **config, "vocab_size": wanted_vocabulary(config, vocab_size)})
+    wanted = build_config({**token_ids, **config, "vocab_size": requested_vocab_size(config, vocab_size)})
     if options.rope is not None:
         options.rope.apply(wanted)
 
-    def make() -> PreTrainedModel:
+    def make_model() -> PreTrainedModel:
         dtype = options.torch_dtype or torch.float32
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            made: PreTrainedModel = AutoModelForCausalLM.from_config(copy.deepcopy(wanted), dtype=dtype)
-        return made
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(copy.deepcopy(wanted), dtype=dtype)
+        return model
 
     recorded = RecordedInit(draw=draw)
     try:
-        with recorded, making_model(config):
-            model = make()
-        replayed = _Replayed(model, recorded)
-        Deferred(model, lambda: replayed)
+        with recorded, wrap_constructor_errors(config):
+            model = make_model()
+        replayed = _ReplayedInit(model, recorded)
+        DeferredWeights(model, lambda: replayed)
     except NotRecordedError:
-        with RecordedInit(draw=False), making_model(config):
-            model = make()
-        note = f"the initialisation of {type(model).__name__} cannot be split: rank 0 makes all weights in host memory"
-        Deferred(model, lambda: _Whole(make()), note=note)
+        with RecordedInit(draw=False), wrap_constructor_errors(config):
+            model = make_model()
+        note = f"the initialisation of {type(model).__name__} cannot be split: rank 0 draws all weights in host memory"
+        DeferredWeights(model, lambda: _WholeInit(make_model()), note=note)
     return model
 
 
-class _Replayed:
-    """Random weights, drawn when they are read."""
+class _ReplayedInit:
+    """Weight source that replays the recorded random initialisation of a parameter when the parameter is read."""
 
     def __init__(self, model: PreTrainedModel, recorded: RecordedInit) -> None:
         self._recorded = recorded
-        self._made = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        self._parameters_on_meta = {name: parameter.detach() for name, parameter in model.named_parameters()}
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        made = {name: self._made[name] for name in names}  # a few, such as norm weights, have values already
+        made = {
+            name: self._parameters_on_meta[name] for name in names
+        }  # a few, such as norm weights, have values already
         return {name: self._recorded.replay(x) if x.device.type == "meta" else x.clone() for name, x in made.items()}
 
 
-class _Whole:
-    """Weights of a model that was initialised as a whole, because its initialisation could not be recorded."""
+class _WholeInit:
+    """Weight source of a model that was initialised as a whole, because its initialisation could not be recorded."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._left = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        self._weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        return {name: self._left.pop(name) for name in names}
+        return {name: self._weights.pop(name) for name in names}
 
 
 @dataclass
-class _Operation:
+class _RecordedOperation:
     function: Callable[..., Any]
-    place: tuple[torch.Size, tuple[int, ...], int]
-    """Size, stride and offset of the view that the operation changes."""
+    view: tuple[torch.Size, tuple[int, ...], int]
+    """Size, stride and storage offset of the view that the operation changes."""
     arguments: tuple[Any, ...]
     keywords: Mapping[str, Any]
     state: Tensor | None
-    """Random state before the operation; None if it draws nothing."""
+    """Generator state before the operation; None if the operation draws nothing."""
 
 
 @dataclass
-class _History:
+class _OperationHistory:
     made: Tensor
-    """The tensor on ``meta``. This reference prevents reuse of its storage's address."""
-    operations: list[_Operation] = field(default_factory=list)
+    """Tensor on ``meta``. This reference prevents reuse of its storage's address, the key of the history."""
+    operations: list[_RecordedOperation] = field(default_factory=list)
 
 
 class RecordedInit(TorchDispatchMode):
     """Dispatch mode that makes empty floating-point tensors on ``meta`` and records the in-place operations on them.
 
-    With ``draw`` random operations are performed too, so that the random state before each is known. ``draw`` is False
-    if nothing will be replayed: then nothing is recorded.
+    With ``draw``, random operations are also performed, so that the generator state before each operation is correct.
+    Without ``draw`` nothing is recorded, and nothing can be replayed.
     """
 
     def __init__(self, *, draw: bool) -> None:
         super().__init__()
         self.draw = draw
-        self._histories: dict[int, _History] = {}
+        self._histories: dict[int, _OperationHistory] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is torch.ops.aten.empty.memory_format and _on_cpu(kwargs):
+        if func is torch.ops.aten.empty.memory_format and _is_cpu_float(kwargs):
             made: Tensor = func(*args, **{**kwargs, "device": "meta", "pin_memory": None})
-            self._histories[made.untyped_storage()._cdata] = _History(made)
+            self._histories[made.untyped_storage()._cdata] = _OperationHistory(made)
             return made
         target = args[0] if args and isinstance(args[0], Tensor) else None
-        if self.draw and target is not None and target.device.type == "meta" and _writes(func):
+        if self.draw and target is not None and target.device.type == "meta" and _is_in_place(func):
             self._record(func, target, args[1:], kwargs)
         return func(*args, **kwargs)
 
@@ -289,17 +296,17 @@ class RecordedInit(TorchDispatchMode):
         others = [value for value in (*arguments, *keywords.values()) if isinstance(value, Tensor)]
         if history is None or any(value.device.type == "meta" for value in others):
             raise NotRecordedError(f"{func} on a tensor that was not empty before")
-        place = (target.size(), target.stride(), int(target.storage_offset()))
+        view = (target.size(), target.stride(), int(target.storage_offset()))
         state = None
         if torch.Tag.nondeterministic_seeded in func.tags:
             state = torch.get_rng_state()
             scratch = torch.empty_strided(target.size(), target.stride(), dtype=target.dtype, device="cpu")
             func(scratch, *arguments, **keywords)
         copies = tuple(value.clone() if isinstance(value, Tensor) else value for value in arguments)
-        history.operations.append(_Operation(func, place, copies, keywords, state))
+        history.operations.append(_RecordedOperation(func, view, copies, keywords, state))
 
     def replay(self, parameter: Tensor) -> Tensor:
-        """Return the values of a ``meta`` parameter as a CPU tensor. The caller's random state does not change."""
+        """Return the values of a ``meta`` parameter as a CPU tensor. The global generator state does not change."""
         history = self._histories.get(parameter.untyped_storage()._cdata)
         if history is None or history.made.shape != parameter.shape:
             raise NotRecordedError("a parameter that was not made empty")
@@ -308,18 +315,18 @@ class RecordedInit(TorchDispatchMode):
             for operation in history.operations:
                 if operation.state is not None:
                     torch.set_rng_state(operation.state)
-                view = values.as_strided(*operation.place)
-                operation.function(view, *operation.arguments, **operation.keywords)
+                region = values.as_strided(*operation.view)
+                operation.function(region, *operation.arguments, **operation.keywords)
         return values
 
 
-def _on_cpu(keywords: Mapping[str, Any]) -> bool:
+def _is_cpu_float(keywords: Mapping[str, Any]) -> bool:
     dtype = keywords.get("dtype") or torch.get_default_dtype()
     device = keywords.get("device")
     return bool(dtype.is_floating_point) and (device is None or torch.device(device).type == "cpu")
 
 
-def _writes(func: Any) -> bool:
-    """Return True if an operation changes its first argument in place; False if it only returns a view of it."""
+def _is_in_place(func: Any) -> bool:
+    """Return True if an operator writes to its first argument; False if it only returns a view of this argument."""
     first = func._schema.arguments[0].alias_info
     return first is not None and bool(first.is_write)

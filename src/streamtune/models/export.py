@@ -1,9 +1,9 @@
 """Write a model in Hugging Face format, safetensors only.
 
-A sharded model is written one parameter after another, in files of bounded size. All ranks go through the parameters
-together: rank 0 gathers and writes a parameter before the next one. The files are equal to those that
-``save_pretrained`` writes: the same names (experts unstacked, fused projections split as in the checkpoint), tied
-weights once, adapters in peft's format.
+A sharded model is written one parameter after another, in files of bounded size. All ranks iterate over the parameters
+together: rank 0 gathers and writes a parameter before the next parameter. The files have the format of
+``save_pretrained``: names as in the checkpoint (experts unstacked, fused projections split), tied weights once,
+adapters in peft's format.
 """
 
 from __future__ import annotations
@@ -25,20 +25,25 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from streamtune.base.adapters import base_of
 from streamtune.engine.hf_names import AS_IN_FILES, SAFE_FILE, SAFE_INDEX, hf_internal, tied_weights
 from streamtune.errors import ArgumentError
-from streamtune.models.adapters.attach import is_written_as_lora, written_adapters
-from streamtune.models.adapters.start import save_taken
-from streamtune.models.generation import add_ends, ends_of
-from streamtune.models.older import AS_TRANSFORMERS, TOKENIZER_CONFIG, add_old_names, old_tokenizer_config
+from streamtune.models.adapters.attach import convert_adapters_to_lora, is_converted_when_saved
+from streamtune.models.adapters.start import save_loftq_file
+from streamtune.models.generation import add_eos_token_ids, eos_token_ids
+from streamtune.models.older import (
+    AS_TRANSFORMERS,
+    TOKENIZER_CONFIG,
+    add_transformers4_names,
+    transformers4_tokenizer_config,
+)
 
 if TYPE_CHECKING:  # it imports every quantiser: two seconds
     from peft import PeftModel
 
 SHARD_BYTES = 2 << 30
-"""Most bytes collected in host memory before a weight file is written."""
+"""Largest number of bytes that are collected in host memory before a weight file is written."""
 
 
 class SavedTokenizer:
-    """Contents of a tokenizer's files, made once: training does not change them, and a large tokenizer takes a second.
+    """Contents of a tokenizer's files, made once: training does not change them, and making them can need a second.
 
     Later writes do not use the tokenizer, which two threads must not use at the same time.
     """
@@ -48,14 +53,14 @@ class SavedTokenizer:
         self._files: Mapping[Path, bytes] | None = None
 
     def read(self) -> Mapping[Path, bytes]:
-        """Return the content of each file, by its path relative to the model's folder."""
+        """Return the content of each file, by the file's path relative to the model's folder."""
         if self._files is None:
             with TemporaryDirectory() as name:
                 folder = Path(name)
                 self._tokenizer.save_pretrained(folder)
                 if (path := folder / TOKENIZER_CONFIG).is_file():
                     written = json.loads(path.read_text(encoding="utf-8"))
-                    settings = old_tokenizer_config(written, self._tokenizer)
+                    settings = transformers4_tokenizer_config(written, self._tokenizer)
                     path.write_text(json.dumps(settings, **AS_TRANSFORMERS) + "\n", encoding="utf-8")
                 files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
                 self._files = {path.relative_to(folder): path.read_bytes() for path in files}
@@ -67,16 +72,16 @@ class SavedTokenizer:
             (folder / name).write_bytes(content)
 
 
-def copy_weights(model: nn.Module, trained: Sequence[nn.Parameter] | None = None) -> dict[str, Any]:
+def copy_weights(model: nn.Module, changing_weights: Sequence[nn.Parameter] | None = None) -> dict[str, Any]:
     """Return a copy of the state of ``model`` in host memory; frozen weights are returned without copying.
 
-    A shared weight is copied once and stays shared in the copy. ``trained`` are the weights that may change while the
-    copy is used; None takes the weights that require a gradient now.
+    A shared weight is copied once and stays shared in the copy. ``changing_weights`` are the weights that may change
+    while the copy is used, by default the weights that require a gradient.
     """
-    changing = {id(p) for p in trained or (p for p in model.parameters() if p.requires_grad)}
+    changing = {id(p) for p in changing_weights or (p for p in model.parameters() if p.requires_grad)}
     copies: dict[int, torch.Tensor] = {}
 
-    def copied(value: Any) -> Any:
+    def copy_value(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
         if isinstance(value, nn.Parameter) and id(value) not in changing:
@@ -86,7 +91,7 @@ def copy_weights(model: nn.Module, trained: Sequence[nn.Parameter] | None = None
         return copies[id(value)]
 
     state = model.state_dict(keep_vars=True)
-    return {name: copied(value) for name, value in state.items()}
+    return {name: copy_value(value) for name, value in state.items()}
 
 
 def save_pretrained(
@@ -100,35 +105,35 @@ def save_pretrained(
     """Write model and tokenizer into ``folder``.
 
     For a model with adapters, the adapters and the name of their base are written. Any other model is copied to host
-    memory and written layer by layer. The ``save_pretrained`` of transformers would split all stacked experts at once,
-    on their device, which would then hold a second copy of them.
+    memory and written layer by layer. The ``save_pretrained`` of transformers would split all stacked experts at once
+    on their device, which would allocate a second copy of the experts.
 
-    ``weights`` come from :func:`copy_weights` and must not be used afterwards; None writes the current weights. A
-    tensor larger than ``shard_bytes`` gets a file of its own.
+    ``weights`` are the result of :func:`copy_weights` and must not be used afterwards; None writes the current weights.
+    A tensor larger than ``shard_bytes`` is written to a separate file.
     """
     if not hasattr(model, "peft_config"):
-        _write(model, tokenizer, folder, _on_host(model, weights), shard_bytes)
-        save_taken(model, folder)
+        _write_model(model, tokenizer, folder, _host_tensors(model, weights), shard_bytes)
+        save_loftq_file(model, folder)
         return
-    if is_written_as_lora(model):
+    if is_converted_when_saved(model):
         folder.mkdir(parents=True, exist_ok=True)
-        config, adapters = written_adapters(model, weights)
+        config, adapters = convert_adapters_to_lora(model, weights)
         save_file(adapters, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-        with _names_in_order([config]):
+        with _sort_module_names([config]):
             config.save_pretrained(str(folder))
     else:
         more: dict[str, Any] = {} if weights is None else {"state_dict": weights}
         # The adapters include the rows of new tokens: the rest of the embedding is not needed.
-        with _names_in_order(model.peft_config.values()):
+        with _sort_module_names(model.peft_config.values()):
             model.save_pretrained(folder, save_embedding_layers=False, **more)
-        save_taken(base_of(model), folder)
-    _write_generation(model, folder)
+        save_loftq_file(base_of(model), folder)
+    _write_generation_config(model, folder)
     tokenizer.save_pretrained(folder)
 
 
 @contextmanager
-def _names_in_order(configs: Iterable[Any]) -> Iterator[None]:
-    """Context manager: replace sets of module names by sorted lists, so that every process writes the same file."""
+def _sort_module_names(configs: Iterable[Any]) -> Iterator[None]:
+    """Context manager: replace sets in peft's configurations by sorted lists: all processes then write equal files."""
     sets = [(config, key, value) for config in configs for key, value in vars(config).items() if isinstance(value, set)]
     for config, key, value in sets:
         setattr(config, key, sorted(value))
@@ -144,51 +149,51 @@ def save_architecture(
 ) -> None:
     """Write configurations and tokenizer, without weights, into ``folder`` for vLLM, which receives the weights later.
 
-    For a model with adapters this is the configuration of the base, into which the adapters are merged.
+    For a model with adapters the configuration of the base is written, because vLLM receives merged weights.
     """
     base = base_of(model)
     base.config.save_pretrained(folder)
-    add_old_names(folder)
-    _write_generation(model, folder)
+    add_transformers4_names(folder)
+    _write_generation_config(model, folder)
     tokenizer.save_pretrained(folder)
 
 
-def _write_generation(model: Any, folder: Path) -> None:
-    """Write ``generation_config.json``, also beside adapters: it has the tokens that end a turn in training."""
+def _write_generation_config(model: Any, folder: Path) -> None:
+    """Write ``generation_config.json``, also for adapters: it has the EOS tokens, including a chat's end of turn."""
     base = base_of(model)
     if base.can_generate() and base.generation_config is not None:
         base.generation_config.save_pretrained(folder)
 
 
-def use_saved_ends(model: Any, folder: Path) -> None:
-    """Add the end tokens in the ``generation_config.json`` beside saved adapters to the model's end tokens."""
+def add_saved_eos_tokens(model: Any, folder: Path) -> None:
+    """Add the EOS token ids in the ``generation_config.json`` of an adapter folder to the model's EOS token ids."""
     path = folder / "generation_config.json"
     if not path.is_file():
         return
     try:
-        ends = ends_of(GenerationConfig.from_pretrained(str(folder)))
+        ends = eos_token_ids(GenerationConfig.from_pretrained(str(folder)))
     except (OSError, ValueError, TypeError) as error:
         raise ArgumentError(f"{path} cannot be read: {error}", where="RUN", fix="fix or delete it") from error
-    add_ends(model, ends)
+    add_eos_token_ids(model, ends)
 
 
-Found = Iterator[tuple[str, Tensor | None]]
+NamedValues = Iterator[tuple[str, Tensor | None]]
 """Iterator over (name, values) of parameters; the values are None on ranks other than 0."""
-Weights = Callable[[Collection[str] | None], Found]
-"""Function that gathers the named parameters, or all for None, one by one."""
+GatherWeights = Callable[[Collection[str] | None], NamedValues]
+"""Function that gathers parameters one by one: the parameters with these names, or all parameters for None."""
 
 
-def copy_gathered(model: Any, weights: Weights, *, is_main: bool) -> dict[str, Tensor]:
+def copy_gathered_weights(model: Any, gather: GatherWeights, *, is_main: bool) -> dict[str, Tensor]:
     """Return, on rank 0, a copy in host memory of the tensors that a save of ``model`` writes.
 
     All ranks must call this, in the training thread: no other thread may gather parameters while the model trains.
     """
-    with _exhausted(weights(_saved_names(model))) as found:
-        saved = _with_buffers(model, found) if is_main else ()
+    with _exhaust_on_exit(gather(_names_to_gather(model))) as gathered:
+        saved = _add_buffers(model, gathered) if is_main else ()
         return {name: x.detach().to("cpu", copy=True) for name, x in saved}
 
 
-def save_copied(
+def save_copied_weights(
     model: Any,
     tokenizer: PreTrainedTokenizerBase | SavedTokenizer,
     folder: Path,
@@ -196,191 +201,193 @@ def save_copied(
     *,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write the result of :func:`copy_gathered` and the tokenizer into ``folder``; on rank 0, in any thread."""
-    _write(model, tokenizer, folder, iter(copies.items()), shard_bytes)
+    """Write the result of :func:`copy_gathered_weights` and the tokenizer into ``folder``; on rank 0, in any thread."""
+    _write_model(model, tokenizer, folder, iter(copies.items()), shard_bytes)
 
 
-def save_gathered(
+def save_gathered_weights(
     model: Any,
     tokenizer: PreTrainedTokenizerBase | SavedTokenizer,
     folder: Path,
-    weights: Weights,
+    gather: GatherWeights,
     *,
     is_main: bool,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Gather a sharded model and write it and the tokenizer into ``folder``. All ranks must call this.
+    """Gather a sharded model; write model and tokenizer into ``folder``. All ranks must call this.
 
     A write error is raised only at the end, because the other ranks wait for rank 0 at every parameter.
     """
-    with _exhausted(weights(_saved_names(model))) as found:
+    with _exhaust_on_exit(gather(_names_to_gather(model))) as gathered:
         if is_main:
-            _write(model, tokenizer, folder, _with_buffers(model, found), shard_bytes)
+            _write_model(model, tokenizer, folder, _add_buffers(model, gathered), shard_bytes)
 
 
 @contextmanager
-def _exhausted(found: Found) -> Iterator[Found]:
-    """Context manager: on exit exhaust ``found``, even after an error, as other ranks wait at every parameter."""
+def _exhaust_on_exit(gathered: NamedValues) -> Iterator[NamedValues]:
+    """Context manager: on exit exhaust ``gathered``, even after an error: other ranks wait at every parameter."""
     try:
-        yield found
+        yield gathered
     finally:
-        for _ in found:
+        for _ in gathered:
             pass
 
 
-def _write(
+def _write_model(
     model: Any,
     tokenizer: PreTrainedTokenizerBase | SavedTokenizer,
     folder: Path,
-    saved: Iterator[tuple[str, Tensor]],
+    tensors: Iterator[tuple[str, Tensor]],
     shard_bytes: int,
 ) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if hasattr(model, "peft_config"):
-        with _names_in_order(model.peft_config.values()):
-            model.save_pretrained(folder, state_dict={name: x.contiguous() for name, x in saved})
-        _write_generation(model, folder)
+        with _sort_module_names(model.peft_config.values()):
+            model.save_pretrained(folder, state_dict={name: x.contiguous() for name, x in tensors})
+        _write_generation_config(model, folder)
     else:
-        write_shards(model, saved, folder, shard_bytes)
-        _write_configuration(model, folder)
-        add_old_names(folder)
+        write_shards(model, tensors, folder, shard_bytes)
+        _write_all_but_weights(model, folder)
+        add_transformers4_names(folder)
     tokenizer.save_pretrained(folder)
 
 
-def _saved_names(model: Any) -> Collection[str] | None:
+def _names_to_gather(model: Any) -> Collection[str] | None:
     """Return the names of the trained parameters of a model with adapters; None (all) for any other model."""
     adapters = hasattr(model, "peft_config")
     return {name for name, x in model.named_parameters() if x.requires_grad} if adapters else None
 
 
-def _on_main(found: Found) -> Iterator[tuple[str, Tensor]]:
-    for name, values in found:
-        assert values is not None, "rank 0 has it"
+def _values_on_rank_0(gathered: NamedValues) -> Iterator[tuple[str, Tensor]]:
+    for name, values in gathered:
+        assert values is not None, "rank 0 gets the values of every parameter"
         yield name, values
 
 
 def write_shards(
-    model: Any, saved: Iterable[tuple[str, Tensor]], folder: Path, shard_bytes: int, *, untied: bool = False
+    model: Any, tensors: Iterable[tuple[str, Tensor]], folder: Path, shard_bytes: int, *, untied: bool = False
 ) -> None:
     """Write weights as safetensors under the names of ``save_pretrained``; several files get an index.
 
     Args:
         model: Model without adapters, whose own weights are not read.
-        saved: Names and values of parameters and buffers, with the tensors of one layer next to each other.
-        folder: Folder of the files, which exists.
-        shard_bytes: Most bytes of a file. A larger tensor gets a file of its own.
+        tensors: Names and values of parameters and buffers, with the tensors of one layer next to each other.
+        folder: Existing folder for the files.
+        shard_bytes: Largest size of a file. A larger tensor is written to a separate file.
         untied: True writes all weights that the model class ties, because their values differ.
     """
-    ties = {} if untied else _ties(model)
-    held: dict[str, Tensor] = {}
-    written: list[list[str]] = []
-    total = 0
+    ties = {} if untied else _saved_name_by_tied_weight(model)
+    collected: dict[str, Tensor] = {}
+    names_by_file: list[list[str]] = []
+    total_bytes = 0
 
-    def flush(name: str = "") -> None:
-        nonlocal held
-        save_file(held, folder / (name or f"part-{len(written):05d}.safetensors"), metadata={"format": "pt"})
-        written.append(list(held))
-        held = {}
+    def write_file(name: str = "") -> None:
+        nonlocal collected
+        save_file(collected, folder / (name or f"part-{len(names_by_file):05d}.safetensors"), metadata={"format": "pt"})
+        names_by_file.append(list(collected))
+        collected = {}
 
-    for group in _layers(saved):
-        for name, values in _as_saved(model, group, ties).items():
-            if held and sum(x.nbytes for x in held.values()) + values.nbytes > shard_bytes:
-                flush()
-            held[name] = values.contiguous()
-            total += values.nbytes
-    if not written:
-        flush(SAFE_FILE)
+    for group in _group_by_layer(tensors):
+        for name, values in _convert_to_saved_names(model, group, ties).items():
+            if collected and sum(x.nbytes for x in collected.values()) + values.nbytes > shard_bytes:
+                write_file()
+            collected[name] = values.contiguous()
+            total_bytes += values.nbytes
+    if not names_by_file:
+        write_file(SAFE_FILE)
         return
-    flush()
-    places: dict[str, str] = {}
-    for number, names in enumerate(written):
-        name = SAFE_FILE.replace(".", f"-{number + 1:05d}-of-{len(written):05d}.")
+    write_file()
+    file_names: dict[str, str] = {}
+    for number, names in enumerate(names_by_file):
+        name = SAFE_FILE.replace(".", f"-{number + 1:05d}-of-{len(names_by_file):05d}.")
         (folder / f"part-{number:05d}.safetensors").rename(folder / name)
-        places |= dict.fromkeys(names, name)
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+        file_names |= dict.fromkeys(names, name)
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(file_names.items()))}
     (folder / SAFE_INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _on_host(model: Any, weights: Mapping[str, Any] | None) -> Iterator[tuple[str, Tensor]]:
+def _host_tensors(model: Any, weights: Mapping[str, Any] | None) -> Iterator[tuple[str, Tensor]]:
     """Yield the names and host tensors of the parameters and buffers to save."""
     state = model.state_dict(keep_vars=True) if weights is None else weights
-    found = ((name, state[name].detach().cpu()) for name, _ in model.named_parameters())
-    return _with_buffers(model, found, state)
+    parameters = ((name, state[name].detach().cpu()) for name, _ in model.named_parameters())
+    return _add_buffers(model, parameters, state)
 
 
-def _with_shared(model: Any, found: Found) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters in ``found``, which has each once, under all names to save; each name gets its own copy.
+def _add_shared_names(model: Any, parameters: NamedValues) -> Iterator[tuple[str, Tensor]]:
+    """Yield each of the parameters under all names to save; the values under different names are copies.
 
-    Weights that the model class ties are saved under one name. Other shared weights are saved under every name: the
-    class does not know that they are shared, and loading needs all of them.
+    ``parameters`` has a shared weight once. Weights that the model class ties are saved under one name. Other shared
+    weights are saved under every name, because loading with the class needs every name.
     """
-    ties, names = _ties(model), defaultdict(list)
+    ties, names = _saved_name_by_tied_weight(model), defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[id(parameter)].append(name)
     shared = {first: [name for name in more if name not in ties] for first, *more in names.values()}
     copies = []
-    for name, values in _on_main(found):
+    for name, values in _values_on_rank_0(parameters):
         yield name, values
-        copies += [(other, values.clone()) for other in shared.get(name, ())]
+        copies += [(shared_name, values.clone()) for shared_name in shared.get(name, ())]
     yield from copies  # last: a layer's own weights stay next to each other
 
 
-def _with_buffers(model: Any, found: Found, state: Mapping[str, Any] | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters and buffers to save; buffers come before their layer's parameters, or last.
+def _add_buffers(
+    model: Any, parameters: NamedValues, state: Mapping[str, Any] | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters and buffers to save; buffers precede the parameters of their layer, or are last.
 
-    ``state`` has the buffers; None takes the state of ``model``. A model with adapters saves no buffers.
+    ``state`` contains the buffers, by default the state of ``model``. A model with adapters saves no buffers.
     """
     if hasattr(model, "peft_config"):
-        yield from _on_main(found)
+        yield from _values_on_rank_0(parameters)
         return
-    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    parameter_names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     state = model.state_dict(keep_vars=True) if state is None else state
-    buffers = {name: x for name, x in state.items() if name not in parameters}
+    buffers = {name: x for name, x in state.items() if name not in parameter_names}
     layer = ""
-    for name, values in _with_shared(model, found):
-        if _layer(name) != layer:
-            layer = _layer(name)
-            for buffer in [each for each in buffers if _layer(each) == layer]:
+    for name, values in _add_shared_names(model, parameters):
+        if _layer_prefix(name) != layer:
+            layer = _layer_prefix(name)
+            for buffer in [buffer_name for buffer_name in buffers if _layer_prefix(buffer_name) == layer]:
                 yield buffer, buffers.pop(buffer).detach().cpu()
         yield name, values
     for buffer, values in buffers.items():
         yield buffer, values.detach().cpu()
 
 
-def _layers(found: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+def _group_by_layer(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
     """Yield groups of tensors to convert together: all tensors of a layer, or a single other tensor."""
-    held: dict[str, Tensor] = {}
+    group: dict[str, Tensor] = {}
     layer = ""
-    for name, values in found:
-        if held and _layer(name) != layer:
-            yield held
-            held = {}
-        layer = _layer(name)
-        held[name] = values
-    if held:
-        yield held
+    for name, values in tensors:
+        if group and _layer_prefix(name) != layer:
+            yield group
+            group = {}
+        layer = _layer_prefix(name)
+        group[name] = values
+    if group:
+        yield group
 
 
-def _layer(name: str) -> str:
-    """Return the layer of a name, such as ``model.layers.3``; the name itself if it has no number."""
+def _layer_prefix(name: str) -> str:
+    """Return the name up to its first number, such as ``model.layers.3``; the whole name if it has no number."""
     match = re.match(r"^(?:.*?\.)?\d+(?=\.)", name)
     return match[0] if match else name
 
 
-def _ties(model: Any) -> dict[str, str]:
-    """Return the saved name of each weight that the model class ties and that is tied now."""
-    named = dict(model.named_parameters(remove_duplicate=False))
-    return {name: saved for name, saved in tied_weights(model).items() if named.get(name) is named.get(saved)}
+def _saved_name_by_tied_weight(model: Any) -> dict[str, str]:
+    """Return the saved name of each weight that the model class ties and that is tied in ``model``, by name."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    return {name: saved for name, saved in tied_weights(model).items() if parameters.get(name) is parameters.get(saved)}
 
 
-def _as_saved(model: Any, group: dict[str, Tensor], ties: Mapping[str, str]) -> dict[str, Tensor]:
-    """Return tensors with the names and shapes of ``save_pretrained``, tied weights once."""
+def _convert_to_saved_names(model: Any, tensors: dict[str, Tensor], ties: Mapping[str, str]) -> dict[str, Tensor]:
+    """Return the tensors with the names and shapes that ``save_pretrained`` would write, tied weights once."""
     ignored = set(model._keys_to_ignore_on_save or ())
-    kept = {ties.get(name, name): values for name, values in group.items() if name not in ignored}
+    kept = {ties.get(name, name): values for name, values in tensors.items() if name not in ignored}
     return hf_internal(AS_IN_FILES)(model, kept)
 
 
-def _write_configuration(model: Any, folder: Path) -> None:
+def _write_all_but_weights(model: Any, folder: Path) -> None:
     """Write all files of ``save_pretrained`` except the weights."""
     written = {path.name for path in folder.iterdir()}
     model.save_pretrained(folder / "configuration", state_dict={})

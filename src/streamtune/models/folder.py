@@ -1,17 +1,16 @@
 """Check a folder with a model or adapters before libraries read it, and read it safely while others may write to it.
 
-- Weights are safetensors. A pickle is a program: it is refused unless the recipe sets ``allow_pickle``, and then read
-  by torch's restricted unpickler.
-- An index may only name files in its own folder.
+- Weights are safetensors. A pickle can run code: a pickle is refused unless the recipe sets ``allow_pickle``. Then
+  torch's restricted unpickler reads the pickle.
+- An index may name only files in its own folder.
 - Adapters cannot choose a base on the hub, and their settings are checked before peft uses them.
 
-:func:`unchanged` compares size and times of the files before and after reading. So everything that is read belongs to
-one state of the folder. :func:`unmapped` makes libraries read safetensors into memory instead of mapping them. If a
-mapped file is truncated, as ``cp`` over it does, the process ends with SIGBUS; reading a truncated file raises an
-error.
+:func:`refuse_concurrent_writes` compares size and times of the files before and after reading. So all data read belong
+to one state of the folder. :func:`read_without_mmap` makes libraries read safetensors into memory. If a mapped file is
+truncated, as ``cp`` onto the file does, the process ends with SIGBUS; reading a truncated file raises an error.
 
-Two kinds of weights stay mapped: pickles, and weights that take more than half of the host's free memory, summed over
-the host's ranks. A process that ends with SIGBUS prints its stack.
+Two kinds of weights stay mapped: pickles, and weights larger than half of the host's free memory, summed over the
+host's ranks. A process that ends with SIGBUS prints its stack.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ WHERE = "model_name_or_path"
 WHOLE_COPY = "use a complete copy of the checkpoint"
 
 
-def check_folder(name_or_path: str, *, allow_pickle: bool = False, reads_weights: bool = True) -> bool:
+def check_model_folder(name_or_path: str, *, allow_pickle: bool = False, reads_weights: bool = True) -> bool:
     """Check a local folder with a model or adapters. A name on a hub is not checked.
 
     Returns:
@@ -58,75 +57,75 @@ def check_folder(name_or_path: str, *, allow_pickle: bool = False, reads_weights
     if not folder.is_dir():
         return not allow_pickle
     for index in sorted(folder.glob("*.index.json")):
-        _check_index(index, shards=reads_weights)
-    config = _read(folder / "config.json")
+        _check_weight_index(index, check_shards=reads_weights)
+    config = _read_json_object(folder / "config.json")
     explicit = config.get("transformers_weights")
     if explicit is not None and (unsafe_name_reason(explicit) or not str(explicit).endswith((".safetensors", ".json"))):
-        what = f"transformers_weights must name safetensors beside the config.json, found {str(explicit)[:80]!r}"
+        what = f"transformers_weights must name safetensors next to config.json, found {str(explicit)[:80]!r}"
         raise ArgumentError(what, where=WHERE, fix=f"remove the key from {folder / 'config.json'}")
     if (folder / "adapter_config.json").is_file():
-        _check_adapter(folder, allow_pickle=allow_pickle, reads_weights=reads_weights)
+        _check_adapter_folder(folder, allow_pickle=allow_pickle, reads_weights=reads_weights)
         if not (folder / "config.json").is_file():
             return not allow_pickle
     if any((folder / name).is_file() for name in SAFE) or (isinstance(explicit, str) and (folder / explicit).is_file()):
         return True
-    pickles = pickles_in(folder)
+    pickles = pickle_names(folder)
     if pickles and not allow_pickle:
-        raise _pickle(folder, pickles[0])
+        raise _pickle_error(folder, pickles[0])
     return not pickles
 
 
-def pickles_in(folder: Path) -> list[str]:
-    """Return the names of the files in a folder with an extension of pickles, such as ``.bin`` or ``.pt``."""
+def pickle_names(folder: Path) -> list[str]:
+    """Return the sorted names of the files in a folder that have an extension of pickles, such as ``.bin``."""
     return sorted(path.name for pattern in PICKLES for path in folder.glob(pattern) if path.is_file())
 
 
-def _check_index(path: Path, *, shards: bool) -> None:
-    """Refuse an index of shards that names files outside its folder or, with ``shards``, files that do not exist."""
-    index = _read(path)
+def _check_weight_index(path: Path, *, check_shards: bool) -> None:
+    """Refuse an index that names files outside its folder or, with ``check_shards``, files that do not exist."""
+    index = _read_json_object(path)
     listed = index.get("weight_map")
     if not isinstance(listed, dict) or not isinstance(index.get("metadata", {}), dict):
         raise ArgumentError(f"{path} lists no weights", where=WHERE, fix=WHOLE_COPY)
     for name in listed.values():
-        if why := unsafe_name_reason(name):
-            what = f"{path} names a file that {why}: {str(name)[:80]!r}"
+        if reason := unsafe_name_reason(name):
+            what = f"{path} names a file that {reason}: {str(name)[:80]!r}"
             raise ArgumentError(what, where=WHERE, fix="use another copy: this one is damaged or malicious")
-    whole = path.name.replace(".index.json", "")
+    unsharded_name = path.name.replace(".index.json", "")
     missing = sorted(name for name in set(listed.values()) if not (path.parent / name).is_file())
-    if shards and missing and not (path.parent / whole).is_file():
+    if check_shards and missing and not (path.parent / unsharded_name).is_file():
         names = f"{missing[0]}{f' and {len(missing) - 1} more' if len(missing) > 1 else ''}"
         raise ArgumentError(
-            f"{path} names {names}, which its folder does not have",
+            f"{path} names {names}, which do not exist in its folder",
             where=WHERE,
             fix=f"{WHOLE_COPY}: a download may be incomplete",
         )
 
 
-def _check_adapter(folder: Path, *, allow_pickle: bool, reads_weights: bool) -> None:
+def _check_adapter_folder(folder: Path, *, allow_pickle: bool, reads_weights: bool) -> None:
     path, beside_model = folder / "adapter_config.json", (folder / "config.json").is_file()
-    config = _read(path)
+    config = _read_json_object(path)
     if config:
-        check_adapter_settings(config, path, where=WHERE)
+        check_adapter_config(config, path, where=WHERE)
     if not (folder / "adapter_model.safetensors").is_file():
-        pickles = [name for name in pickles_in(folder) if name.startswith("adapter_model")]
+        pickles = [name for name in pickle_names(folder) if name.startswith("adapter_model")]
         if reads_weights and not pickles and not beside_model:
             what = f"{folder} has an adapter_config.json but no adapter_model.safetensors"
             raise ArgumentError(what, where=WHERE, fix="use a complete copy of the adapters")
         if pickles and not allow_pickle:
-            raise _pickle(folder, pickles[0])
+            raise _pickle_error(folder, pickles[0])
     base = config.get("base_model_name_or_path")
     is_here = isinstance(base, str) and Path(base).expanduser().is_dir()
     if not beside_model and not is_here:
         raise ArgumentError(
-            f"{folder} holds adapters, whose base {str(base)[:80]!r} is not a local folder",
+            f"{folder} contains adapters, whose base {str(base)[:80]!r} is not a local folder",
             where=WHERE,
             fix="merge them into their base and use that folder: StreamTune downloads only what the recipe names",
         )
     if isinstance(base, str) and is_here and Path(base).resolve() != folder.resolve():
-        check_folder(base, allow_pickle=allow_pickle, reads_weights=reads_weights)
+        check_model_folder(base, allow_pickle=allow_pickle, reads_weights=reads_weights)
 
 
-def _pickle(folder: Path, name: str) -> ArgumentError:
+def _pickle_error(folder: Path, name: str) -> ArgumentError:
     return ArgumentError(
         f"the weights in {folder} are a pickle ({name}), and reading a pickle can run code",
         where=WHERE,
@@ -134,8 +133,8 @@ def _pickle(folder: Path, name: str) -> ArgumentError:
     )
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file; an empty one if the file does not exist."""
+def _read_json_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file; an empty dict if the file does not exist."""
     if not path.is_file():
         return {}
     try:
@@ -155,72 +154,74 @@ TYPICAL_MODULES = [f"model.layers.{layer}.{suffix}" for layer in range(32) for s
 MAX_RANK = 10**5
 
 
-def check_saved_settings(
-    folder: Path, names: Sequence[str], *, where: str, fix: str = "use a complete copy of it"
+def check_adapter_config_file(
+    folder: Path, module_names: Sequence[str], *, where: str, fix: str = "use a complete copy of it"
 ) -> None:
-    """Refuse the settings in an adapter folder if peft would fail on them or match their patterns for minutes.
+    """Refuse settings in an adapter folder if peft would fail on them, or would match their patterns for minutes.
 
     Args:
         folder: Folder with an ``adapter_config.json``.
-        names: Names of modules on which the patterns are tried.
-        where: Key that named the folder, for errors.
-        fix: Fix to show if the file cannot be read.
+        module_names: Names of modules on which the patterns are tried.
+        where: Key that names the folder, for errors.
+        fix: Fix in the error if the file cannot be read.
     """
     path = folder / "adapter_config.json"
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ArgumentError(f"{path} cannot be read: {error}", where=where, fix=fix) from error
-    check_adapter_settings(settings, path, names, where=where)
+    check_adapter_config(settings, path, module_names, where=where)
 
 
-def check_adapter_settings(settings: Any, path: Path, names: Sequence[str] = TYPICAL_MODULES, *, where: str) -> None:
-    """Refuse adapter settings of the wrong type, and patterns that take too long on ``names``.
+def check_adapter_config(
+    settings: Any, path: Path, module_names: Sequence[str] = TYPICAL_MODULES, *, where: str
+) -> None:
+    """Refuse adapter settings of the wrong type, and patterns that are too slow to match on ``module_names``.
 
-    ``settings`` is the content of the ``adapter_config.json`` at ``path``; ``where`` is the key that named its folder.
+    ``settings`` is the content of the ``adapter_config.json`` at ``path``; ``where`` is the key that names its folder.
     """
 
-    def refuse(key: str, wanted: str) -> ArgumentError:
+    def make_error(key: str, wanted: str) -> ArgumentError:
         shown = json.dumps(settings.get(key))[:60] if isinstance(settings, Mapping) else ""
         return ArgumentError(f"'{key}' in {path} must be {wanted}, found {shown}", where=where, fix="correct the file")
 
     if not isinstance(settings, Mapping):
         raise ArgumentError(f"{path} is not a JSON object", where=where, fix="use a complete copy of it")
     for key in ("r", "oft_block_size"):
-        if key in settings and not (_is_number(settings[key], whole=True) and 0 <= settings[key] <= MAX_RANK):
-            raise refuse(key, f"a whole number up to {MAX_RANK:,}")
+        if key in settings and not (_is_number(settings[key], integer=True) and 0 <= settings[key] <= MAX_RANK):
+            raise make_error(key, f"a whole number up to {MAX_RANK:,}")
     for key in ("lora_alpha", "lora_dropout", "alpha"):
         if key in settings and not _is_number(settings[key]):
-            raise refuse(key, "a number")
+            raise make_error(key, "a number")
     for key in ("rank_pattern", "alpha_pattern"):
-        given = settings.get(key) or {}
-        if not isinstance(given, Mapping) or not all(_is_number(value) for value in given.values()):
-            raise refuse(key, "a mapping of patterns to numbers")
-        find_matches(list(given), names, where=f"{key} in {path}", match_function="match", template=PEFT_FORM)
+        setting = settings.get(key) or {}
+        if not isinstance(setting, Mapping) or not all(_is_number(value) for value in setting.values()):
+            raise make_error(key, "a mapping of patterns to numbers")
+        find_matches(list(setting), module_names, where=f"{key} in {path}", match_function="match", template=PEFT_FORM)
     for key in ("target_modules", "exclude_modules", "modules_to_save", "layers_pattern", "target_parameters"):
-        given = settings.get(key)
-        if given is not None and not isinstance(given, str) and not _are_texts(given):
-            raise refuse(key, "a string or a list of strings")
-        if isinstance(given, str):
-            find_matches([given], names, where=f"{key} in {path}", match_function="fullmatch")
+        setting = settings.get(key)
+        if setting is not None and not isinstance(setting, str) and not _is_string_list(setting):
+            raise make_error(key, "a string or a list of strings")
+        if isinstance(setting, str):
+            find_matches([setting], module_names, where=f"{key} in {path}", match_function="fullmatch")
     layers = settings.get("layers_pattern") or []
     forms = [layers] if isinstance(layers, str) else list(layers)
-    find_matches(forms, names, where=f"layers_pattern in {path}", match_function="match", template=r".*\.{}\.(\d+)\.")
+    find_matches(forms, module_names, where=f"layers_pattern in {path}", match_function="match", template=r".*\.{}\.(\d+)\.")
 
 
-def _is_number(value: Any, *, whole: bool = False) -> bool:
-    return isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+def _is_number(value: Any, *, integer: bool = False) -> bool:
+    return isinstance(value, int if integer else (int, float)) and not isinstance(value, bool)
 
 
-def _are_texts(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(each, str) for each in value)
+def _is_string_list(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 
-READ = "pread"
-"""Backend with which safetensors reads a file without mapping it. Reading a slice reads the whole tensor."""
+READ_BACKEND = "pread"
+"""Backend of safetensors that reads a file without mapping the file. A slice reads the whole tensor."""
 SETTINGS_BYTES = 1 << 20
 SETTLED_SECONDS = 3.0
-"""A file that changed less than this long ago may change again without a change of its times."""
+"""Seconds after a change in which a file may change again without a change of its times."""
 FILES = (".json", ".safetensors", ".bin", ".pt", ".pth", ".py")
 """Suffixes of a model's files."""
 PEFT_READS = "peft.utils.save_and_load", "safe_load_file"
@@ -230,17 +231,17 @@ State = tuple[int, int, int, int, str]
 
 
 @contextmanager
-def unchanged(name_or_path: str | Path, *, where: str = "model_name_or_path") -> Iterator[None]:
-    """Context manager: refuse a folder whose files are written to inside, even if they are then restored.
+def refuse_concurrent_writes(name_or_path: str | Path, *, where: str = "model_name_or_path") -> Iterator[None]:
+    """Context manager: refuse a folder whose files are written to while it is read, even if they are then restored.
 
-    The base of adapters is watched too; hub files do not change. The ArgumentError replaces any error raised inside.
+    The base of adapters is checked too; hub files do not change. The ArgumentError replaces any error raised inside.
     ``where`` is the key or argument that names the folder.
     """
-    folders = _with_base(name_or_path)
-    before = _states(folders)
+    folders = _folder_and_base(name_or_path)
+    before = _file_states(folders)
 
-    def check(cause: Exception | None) -> None:
-        after = _states(folders, recent={path for path, state in before.items() if state[-1]})
+    def check_files(cause: Exception | None) -> None:
+        after = _file_states(folders, files_to_checksum={path for path, state in before.items() if state[-1]})
         for path in sorted(before.keys() | after.keys()):
             if before.get(path) != after.get(path):
                 raise ArgumentError(
@@ -252,47 +253,51 @@ def unchanged(name_or_path: str | Path, *, where: str = "model_name_or_path") ->
     try:
         yield
     except Exception as error:
-        check(error)
+        check_files(error)
         raise
-    check(None)
+    check_files(None)
 
 
-def _states(folders: list[str], recent: set[Path] | None = None) -> dict[Path, State]:
-    """Return the state of each model file in the folders.
+def _file_states(folders: list[str], files_to_checksum: set[Path] | None = None) -> dict[Path, State]:
+    """Return the state of each model file in the folders, by path.
 
-    ``recent`` are the files to checksum; None checksums the files that changed within ``SETTLED_SECONDS``.
+    ``files_to_checksum`` is by default the files that changed within ``SETTLED_SECONDS``.
     """
     states: dict[Path, State] = {}
     for folder in folders:
         with suppress(OSError, ValueError, RuntimeError):  # not a folder: loading reports it
             for path in Path(folder).expanduser().iterdir():
                 with suppress(OSError):
-                    if path.suffix in FILES and stat.S_ISREG((facts := path.stat()).st_mode):
-                        changed = max(facts.st_mtime, facts.st_ctime)
-                        new = time.time() - changed < SETTLED_SECONDS if recent is None else path in recent
-                        content = _checksum(path) if new else ""
-                        states[path] = (facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns, facts.st_ino, content)
+                    if path.suffix in FILES and stat.S_ISREG((status := path.stat()).st_mode):
+                        changed = max(status.st_mtime, status.st_ctime)
+                        new = (
+                            time.time() - changed < SETTLED_SECONDS
+                            if files_to_checksum is None
+                            else path in files_to_checksum
+                        )
+                        content = _file_checksum(path) if new else ""
+                        states[path] = (status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, content)
     return states
 
 
-def _checksum(path: Path) -> str:
+def _file_checksum(path: Path) -> str:
     with path.open("rb") as file:
         return checksum_of(file)
 
 
 @contextmanager
-def unmapped(name_or_path: str | Path) -> Iterator[None]:
-    """Context manager: transformers and peft read safetensors without mapping, if half of free memory holds them."""
+def read_without_mmap(name_or_path: str | Path) -> Iterator[None]:
+    """Context manager: transformers and peft read safetensors without mmap, if they fit in half of the free memory."""
     with ExitStack() as stack:
-        if _ranks_here() * _weights_bytes(name_or_path) <= usable_host_bytes() // 2:
-            opens = hf_internal(SAFE_OPEN)
-            stack.callback(replace_internal, SAFE_OPEN, opens)
-            replace_internal(SAFE_OPEN, partial(_open, opens))
+        if _local_rank_count() * _safetensors_bytes(name_or_path) <= usable_host_bytes() // 2:
+            safe_open = hf_internal(SAFE_OPEN)
+            stack.callback(replace_internal, SAFE_OPEN, safe_open)
+            replace_internal(SAFE_OPEN, partial(_open_without_mmap, safe_open))
             with suppress(ImportError):
                 module = importlib.import_module(PEFT_READS[0])
-                loads = getattr(module, PEFT_READS[1])
-                stack.callback(setattr, module, PEFT_READS[1], loads)
-                setattr(module, PEFT_READS[1], partial(loads, backend=READ))
+                safe_load_file = getattr(module, PEFT_READS[1])
+                stack.callback(setattr, module, PEFT_READS[1], safe_load_file)
+                setattr(module, PEFT_READS[1], partial(safe_load_file, backend=READ_BACKEND))
         if not faulthandler.is_enabled():
             with suppress(OSError, ValueError, RuntimeError, AttributeError):  # stderr has no file descriptor
                 faulthandler.enable(all_threads=False)
@@ -300,33 +305,33 @@ def unmapped(name_or_path: str | Path) -> Iterator[None]:
         yield
 
 
-def _open(opens: Any, filename: Any, framework: str, device: Any = "cpu", *, backend: str = "") -> Any:
-    """Open a safetensors file as ``safe_open`` does, without mapping it."""
-    return opens(filename, framework=framework, device=device, backend=READ)
+def _open_without_mmap(safe_open: Any, filename: Any, framework: str, device: Any = "cpu", *, backend: str = "") -> Any:
+    """Open a file with safetensors' ``safe_open``, with the backend that does not map the file."""
+    return safe_open(filename, framework=framework, device=device, backend=READ_BACKEND)
 
 
-def _ranks_here() -> int:
-    """Return the number of ranks on this machine. They load at the same time, each into its own memory."""
-    given = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return max(1, int(given)) if given.isascii() and given.isdecimal() else 1
+def _local_rank_count() -> int:
+    """Return the number of ranks on this machine. All ranks load at the same time, each into its own memory."""
+    rank_count = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return max(1, int(rank_count)) if rank_count.isascii() and rank_count.isdecimal() else 1
 
 
-def _weights_bytes(name_or_path: str | Path) -> int:
+def _safetensors_bytes(name_or_path: str | Path) -> int:
     total = 0
-    for folder in _with_base(name_or_path):
+    for folder in _folder_and_base(name_or_path):
         with suppress(OSError, ValueError, RuntimeError):
             total += sum(path.stat().st_size for path in Path(folder).expanduser().glob("*.safetensors"))
     return total
 
 
-def _with_base(name_or_path: str | Path) -> list[str]:
-    """Return the folder, followed by the folder of its base if it holds adapters that name a local base."""
-    base = adapter_base(str(name_or_path))
+def _folder_and_base(name_or_path: str | Path) -> list[str]:
+    """Return the folder and, if it contains adapters that name a local base, the folder of the base."""
+    base = local_adapter_base(str(name_or_path))
     return [str(name_or_path), *([] if base is None else [base])]
 
 
-def adapter_base(name_or_path: str) -> str | None:
-    """Return the local folder of the base that the adapters in ``name_or_path`` name; None if there is none."""
+def local_adapter_base(name_or_path: str) -> str | None:
+    """Return the local folder of the base that the adapters in ``name_or_path`` name; None without such a folder."""
     try:
         folder = Path(name_or_path).expanduser()
         settings = folder / "adapter_config.json"

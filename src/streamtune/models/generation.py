@@ -1,6 +1,6 @@
-"""Generate text with a model, and read or extend its end tokens (EOS).
+"""Generate text with a model, and read or extend its EOS tokens.
 
-The generation config of a model is never changed in place: another thread may be writing it into a checkpoint.
+The generation config of a model is never changed in place: another thread may be writing the config to a checkpoint.
 """
 
 from __future__ import annotations
@@ -23,26 +23,23 @@ if TYPE_CHECKING:
     from peft import PeftModel
 
 
-def ends_of(settings: GenerationConfig | None) -> list[int]:
+def eos_token_ids(generation_config: GenerationConfig | None) -> list[int]:
     """Return the EOS token ids of a generation config; an empty list for None."""
-    ends: Any = getattr(settings, "eos_token_id", None)
+    ends: Any = getattr(generation_config, "eos_token_id", None)
     return [int(token) for token in (ends if isinstance(ends, list | tuple) else [ends]) if token is not None]
 
 
-def end_tokens(model: nn.Module, tokenizer: Any) -> list[int]:
+def all_eos_token_ids(model: nn.Module, tokenizer: Any) -> list[int]:
     """Return the EOS token ids of the tokenizer and of the model's generation config, ascending."""
-    configured = ends_of(getattr(base_of(model), "generation_config", None))
+    configured = eos_token_ids(getattr(base_of(model), "generation_config", None))
     return sorted({token for token in (*configured, tokenizer.eos_token_id) if token is not None})
 
 
-def add_ends(model: nn.Module, tokens: Sequence[int]) -> list[int]:
-    """Add EOS token ids to a model's generation config; return the ids that it did not have before.
-
-    The model gets a changed copy of its generation config: another thread may be writing the old config to a file.
-    """
+def add_eos_token_ids(model: nn.Module, token_ids: Sequence[int]) -> list[int]:
+    """Add EOS token ids to a copy of a model's generation config; return the ids that are new in the config."""
     base: Any = base_of(model)
-    known = ends_of(getattr(base, "generation_config", None))
-    new = [token for token in tokens if token not in known]
+    known = eos_token_ids(getattr(base, "generation_config", None))
+    new = [token_id for token_id in token_ids if token_id not in known]
     if new:
         settings = copy.deepcopy(base.generation_config) if base.generation_config is not None else GenerationConfig()
         settings.eos_token_id = [*known, *new] if len(known) + len(new) > 1 else new[0]
@@ -51,38 +48,39 @@ def add_ends(model: nn.Module, tokens: Sequence[int]) -> list[int]:
     return new
 
 
-def with_generation(model: Any, settings: GenerationConfig) -> Any:
-    """Return a shallow copy of ``model`` whose generation config is ``settings``.
+def copy_with_generation_config(model: Any, generation_config: GenerationConfig) -> Any:
+    """Return a shallow copy of ``model`` with another generation config; modules, weights and hooks are shared.
 
-    Both share modules, weights and hooks; ``model`` keeps its own generation config. Passing ``settings`` to
-    ``generate`` would not be enough: the model's config supplies every option that they leave unset.
+    Passing ``generation_config`` to ``generate`` is not enough: the model's config supplies every option left unset.
     """
-    seen = object.__new__(type(model))
-    vars(seen).update(vars(model))
-    vars(seen)["generation_config"] = settings
-    vars(seen).pop("generate", None)  # a streamed model has its own, bound to ``model``
-    return seen
+    copied = object.__new__(type(model))
+    vars(copied).update(vars(model))
+    vars(copied)["generation_config"] = generation_config
+    vars(copied).pop("generate", None)  # the ``generate`` of a streamed model is bound to ``model``
+    return copied
 
 
 @dataclass(frozen=True)
 class Decoding:
-    """Decoding options."""
+    """Options of text generation."""
 
     max_new_tokens: int
-    """Most tokens to generate; an EOS token ends generation sooner."""
+    """Largest number of tokens to generate; an EOS token ends generation sooner."""
     temperature: float = 0.0
     """Sampling temperature; 0 is greedy."""
     seed: int = 0
     """Sampling seed."""
-    in_step: bool = False
-    """True if ranks shard the weights: then all compute each token together, even after their own text has ended."""
+    synced_gpus: bool = False
+    """True if ranks shard the weights: then all ranks compute every token, even after their own text has ended."""
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, chat: ChatOptions) -> list[int]:
     """Return the token ids of a prompt: as a user message if the tokenizer has a chat template, else as plain text."""
-    asked: str | list[dict[str, Any]] = [{"role": "user", "content": prompt}] if tokenizer.chat_template else prompt
+    message_or_text: str | list[dict[str, Any]] = (
+        [{"role": "user", "content": prompt}] if tokenizer.chat_template else prompt
+    )
     try:
-        return PromptRenderer(tokenizer, chat=chat)(asked, None, "")
+        return PromptRenderer(tokenizer, chat=chat)(message_or_text, None, "")
     except DataError as error:
         raise ArgumentError(error.what, where="sample", fix="change the prompt or the chat_template") from error
 
@@ -95,36 +93,38 @@ def sample_text(
     *,
     chat: ChatOptions | None = None,
 ) -> str:
-    """Return the model's answer to ``prompt``, or the continuation of it, without special tokens.
+    """Return the text that the model generates for ``prompt``, without special tokens.
 
     If the tokenizer has a chat template, the prompt is a user message, rendered with the options ``chat``. The model,
-    streamed or not, is left in evaluation mode. The caller's random state does not change.
+    streamed or not, is left in evaluation mode. The global generator state does not change.
     """
     ids = encode_prompt(tokenizer, prompt, chat or ChatOptions())
-    ends, pad = end_tokens(model, tokenizer), tokenizer.pad_token_id
+    ends, pad = all_eos_token_ids(model, tokenizer), tokenizer.pad_token_id
     with torch.random.fork_rng():
         torch.manual_seed(decoding.seed)
         generated = _generate(model, ids, decoding, ends, pad)
     return tokenizer.decode(generated, skip_special_tokens=True)
 
 
-def likeliest_tokens(
+def generate_greedily(
     model: PreTrainedModel | PeftModel,
     prompt: Sequence[int],
     *,
     max_new_tokens: int,
-    ends: Sequence[int],
-    pad: int | None,
-    in_step: bool = False,
+    eos_ids: Sequence[int],
+    pad_id: int | None,
+    synced_gpus: bool = False,
 ) -> list[int]:
-    """Return the token ids of the greedy continuation of ``prompt``, including a final EOS.
+    """Return the token ids of the greedy continuation of the token ids ``prompt``, including a final EOS.
 
     The model is left in evaluation mode.
     """
-    return _generate(model, prompt, Decoding(max_new_tokens, in_step=in_step), ends, pad)
+    return _generate(model, prompt, Decoding(max_new_tokens, synced_gpus=synced_gpus), eos_ids, pad_id)
 
 
-def _generate(model: Any, prompt: Sequence[int], decoding: Decoding, ends: Sequence[int], pad: int | None) -> list[int]:
+def _generate(
+    model: Any, prompt: Sequence[int], decoding: Decoding, eos_ids: Sequence[int], pad_id: int | None
+) -> list[int]:
     ids = torch.tensor([list(prompt)], device=model_device(model))
     sampling = {"do_sample": True, "temperature": decoding.temperature} if decoding.temperature > 0 else {}
     model.eval()
@@ -134,8 +134,8 @@ def _generate(model: Any, prompt: Sequence[int], decoding: Decoding, ends: Seque
             attention_mask=torch.ones_like(ids),
             **{"do_sample": False, **sampling},
             max_new_tokens=decoding.max_new_tokens,
-            synced_gpus=decoding.in_step,
-            eos_token_id=list(ends) or None,
-            pad_token_id=pad,
+            synced_gpus=decoding.synced_gpus,
+            eos_token_id=list(eos_ids) or None,
+            pad_token_id=pad_id,
         )
     return output[0, len(prompt) :].tolist()

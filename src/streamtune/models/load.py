@@ -16,19 +16,25 @@ from transformers import (
 
 from streamtune.base.adapters import base_of
 from streamtune.errors import ArgumentError
-from streamtune.models.adapters.start import QuantisationChange
+from streamtune.models.adapters.start import LayerQuantizer
 from streamtune.models.config import (
     build_config,
-    check_exists,
-    loading,
-    making_model,
+    check_path_exists,
     read_config,
-    wanted_vocabulary,
+    requested_vocab_size,
+    wrap_constructor_errors,
+    wrap_loading_errors,
 )
-from streamtune.models.folder import check_folder, unchanged, unmapped
+from streamtune.models.folder import check_model_folder, read_without_mmap, refuse_concurrent_writes
 from streamtune.models.positions import RopeChange
-from streamtune.models.quantize import logical_size, quantize
-from streamtune.models.weights_check import DRAFT_LAYERS, check_dtypes, check_finite, check_quantised, check_report
+from streamtune.models.quantize import logical_numel, quantize
+from streamtune.models.weights_check import (
+    DRAFT_LAYERS,
+    check_file_dtypes,
+    check_loading_report,
+    check_quantization_trainable,
+    check_weights_finite,
+)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -41,11 +47,11 @@ class ModelOptions:
     """Dtype of the weights: ``float32``, ``bfloat16``, ``float16``, or ``auto``: the checkpoint's dtype, or float32 if
     there is no checkpoint."""
     quantization: str | None = None
-    """Quantisation of frozen layers and experts, ``nf4`` or ``int8`` (``models.quantize``); None: none."""
+    """Quantisation of frozen layers and experts, ``nf4`` or ``int8`` (``models.quantize``), or None."""
     rope: RopeChange | None = None
     """Change to the rotary positions in the configuration."""
-    change: QuantisationChange | None = None
-    """Change to the weights before they are quantised."""
+    layer_quantizer: LayerQuantizer | None = None
+    """Quantiser that changes weights before they are quantised; None quantises the loaded weights."""
 
     @property
     def torch_dtype(self) -> torch.dtype | None:
@@ -53,7 +59,7 @@ class ModelOptions:
         return None if self.dtype == "auto" else DTYPES[self.dtype]
 
 
-DEFAULTS = ModelOptions()
+DEFAULT_OPTIONS = ModelOptions()
 
 
 @dataclass(frozen=True)
@@ -65,27 +71,27 @@ class ParameterCount:
 
 
 def count_parameters(model: torch.nn.Module) -> ParameterCount:
-    """Return the number of all and of trained parameters; a quantised parameter counts with its dequantised size.
+    """Return the numbers of all and of trained weights; a quantised parameter counts with its dequantised size.
 
     Example:
         >>> count_parameters(torch.nn.Linear(3, 2)).total
         8
     """
-    sizes = [(count_weights(parameter), parameter.requires_grad) for parameter in model.parameters()]
+    sizes = [(full_parameter_size(parameter), parameter.requires_grad) for parameter in model.parameters()]
     return ParameterCount(sum(n for n, _ in sizes), sum(n for n, trainable in sizes if trainable))
 
 
-def count_weights(parameter: torch.Tensor) -> int:
-    """Return the number of weights in a whole parameter, even if this rank holds only a shard of it."""
-    shared: int | None = getattr(parameter, "ds_numel", None)  # ZeRO-3 leaves it empty
-    return logical_size(parameter) if shared is None else shared
+def full_parameter_size(parameter: torch.Tensor) -> int:
+    """Return the number of weights in a whole parameter, even if this rank has only a shard of the parameter."""
+    sharded_numel: int | None = getattr(parameter, "ds_numel", None)  # a parameter sharded by ZeRO-3 is empty
+    return logical_numel(parameter) if sharded_numel is None else sharded_numel
 
 
-def left_out(model: Any) -> str | None:
+def unloaded_layers_warning(model: Any) -> str | None:
     """Return a warning if the checkpoint of ``model`` has layers that ``transformers`` does not load, else None.
 
     These layers predict several tokens ahead. ``transformers`` loads them only as a separate model without a loss, to
-    draft tokens in generation. Its causal language models ignore their weights without a warning.
+    draft tokens in generation. Causal language models of ``transformers`` ignore their weights without a warning.
     """
     config = model.config.get_text_config(decoder=True)
     counts = {name: getattr(config, name, None) for name in DRAFT_LAYERS}
@@ -100,7 +106,7 @@ def left_out(model: Any) -> str | None:
 
 def load_model(
     name_or_path: str,
-    options: ModelOptions = DEFAULTS,
+    options: ModelOptions = DEFAULT_OPTIONS,
     *,
     device: str = "cpu",
     trust_remote_code: bool = False,
@@ -117,39 +123,39 @@ def load_model(
 
     Raises:
         ArgumentError: The checkpoint does not exist, is unsafe to read (``models.folder``), lacks weights, cannot be
-            quantised as asked, or was written to while it was read.
+            quantised as requested, or was written to while it was read.
     """
-    check_exists(name_or_path)
-    with unchanged(name_or_path), unmapped(name_or_path):
-        safetensors = check_folder(name_or_path, allow_pickle=allow_pickle)
+    check_path_exists(name_or_path)
+    with refuse_concurrent_writes(name_or_path), read_without_mmap(name_or_path):
+        safetensors = check_model_folder(name_or_path, allow_pickle=allow_pickle)
         config = read_config(name_or_path, trust_remote_code)
         if options.rope is not None and config is not None:
             options.rope.apply(config)
-        check_quantised(name_or_path, config, options.quantization, device)
-        with loading(name_or_path):
+        check_quantization_trainable(name_or_path, config, options.quantization, device)
+        with wrap_loading_errors(name_or_path):
             model, report = AutoModelForCausalLM.from_pretrained(
                 name_or_path,
                 config=config,
                 dtype=options.torch_dtype or "auto",
                 trust_remote_code=trust_remote_code,
-                use_safetensors=True if safetensors else None,  # False would refuse safetensors beside a pickle
+                use_safetensors=True if safetensors else None,  # False would refuse safetensors next to a pickle
                 weights_only=True,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # refused below, by name
             )
-        check_report(name_or_path, model, report)
-        check_dtypes(name_or_path, config)
-        check_finite(model, name_or_path)
-        if options.quantization is not None:  # before the weights are copied: mapped ones are read layer by layer
-            quantize(model, options.quantization, torch.device(device), change=options.change)
-        return _own_weights(model.to(device))
+        check_loading_report(name_or_path, model, report)
+        check_file_dtypes(name_or_path, config)
+        check_weights_finite(model, name_or_path)
+        if options.quantization is not None:  # before the weights are copied: mapped weights are read layer by layer
+            quantize(model, options.quantization, torch.device(device), layer_quantizer=options.layer_quantizer)
+        return _copy_mapped_weights(model.to(device))
 
 
-def _own_weights(model: PreTrainedModel) -> PreTrainedModel:
+def _copy_mapped_weights(model: PreTrainedModel) -> PreTrainedModel:
     """Replace weights and buffers that may be memory-mapped pages of their file by copies; return the model.
 
-    A write to the file would change mapped weights during training. Pages also have the file's alignment: CPU kernels
-    may round differently for another alignment, and a resumed run must repeat the losses of an uninterrupted one.
+    A write to the file would change mapped weights during training. Pages also have the file's alignment, for which CPU
+    kernels may round differently: a resumed run must repeat the losses of an uninterrupted run.
     """
     copies: dict[int, torch.Tensor] = {}
     with torch.no_grad():
@@ -160,108 +166,111 @@ def _own_weights(model: PreTrainedModel) -> PreTrainedModel:
                     copies.setdefault(id(buffer), buffer.clone(memory_format=torch.preserve_format))
                     module._buffers[name] = copies[id(buffer)]
         for parameter in model.parameters():
-            if parameter.device.type == "cpu" and type(parameter) is torch.nn.Parameter:  # quantised ones are new
+            if parameter.device.type == "cpu" and type(parameter) is torch.nn.Parameter:  # quantised weights are new
                 parameter.data = parameter.data.clone(memory_format=torch.preserve_format)
     return model
 
 
 def init_model(
     config: Mapping[str, Any],
-    options: ModelOptions = DEFAULTS,
+    options: ModelOptions = DEFAULT_OPTIONS,
     *,
     vocab_size: int,
     token_ids: Mapping[str, int],
     device: str = "cpu",
     seed: int,
 ) -> PreTrainedModel:
-    """Build a model from a configuration, with random weights. Needs no download.
+    """Build a model from a configuration, with random weights, without a download.
 
-    Weights are drawn on the CPU, so they do not depend on ``device``. The caller's random state does not change.
+    Weights are drawn on the CPU, so they do not depend on ``device``. The global generator state does not change.
 
     Args:
-        config: ``model_type`` and keys of its transformers configuration class. Other keys take the class's defaults.
+        config: ``model_type`` and keys of its transformers configuration class. Missing keys have the class's defaults.
         options: Dtype, quantisation and rotary positions of the model.
-        vocab_size: Number of the tokenizer's tokens; ``config`` may ask for a larger vocabulary.
+        vocab_size: Number of the tokenizer's tokens; ``config`` may set a larger vocabulary.
         token_ids: Values of ``bos_token_id``, ``eos_token_id`` and ``pad_token_id``.
         device: Device of the weights.
         seed: Seed of the random weights.
     """
-    keys = {**token_ids, **config, "vocab_size": wanted_vocabulary(config, vocab_size)}
+    keys = {**token_ids, **config, "vocab_size": requested_vocab_size(config, vocab_size)}
     hf_config = build_config(keys)
     if options.rope is not None:
         options.rope.apply(hf_config)
-    with torch.random.fork_rng(), making_model(config):
+    with torch.random.fork_rng(), wrap_constructor_errors(config):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(hf_config, dtype=options.torch_dtype or torch.float32)
-    check_finite(model, where="model.init")
+    check_weights_finite(model, where="model.init")
     if options.quantization is not None:
-        quantize(model, options.quantization, torch.device(device), change=options.change)
+        quantize(model, options.quantization, torch.device(device), layer_quantizer=options.layer_quantizer)
     return model.to(device)
 
 
-def blueprint(
+def build_meta_model(
     source: str | Mapping[str, Any],
-    options: ModelOptions = DEFAULTS,
+    options: ModelOptions = DEFAULT_OPTIONS,
     *,
     vocab_size: int | None = None,
     trust_remote_code: bool = False,
-    new_tokens: int = 0,
+    new_token_count: int = 0,
 ) -> PreTrainedModel:
-    """Build a causal language model on ``meta``: parameters have shapes and dtypes and take no memory.
+    """Build a causal language model on ``meta``: parameters have shapes and dtypes, and need no memory.
 
     Args:
-        source: Folder or hub name, of which only the configuration is read; or the keys of a configuration.
+        source: Folder or hub name, from which only the configuration is read; or the keys of a configuration.
         options: Dtype, quantisation and rotary positions of the model.
-        vocab_size: Vocabulary size for keys that have none.
+        vocab_size: Vocabulary size for a ``source`` of keys without ``vocab_size``.
         trust_remote_code: True allows Python code in the checkpoint to run.
-        new_tokens: Number of tokens added to the vocabulary of a checkpoint.
+        new_token_count: Number of tokens added to the vocabulary of a checkpoint.
 
     Example:
         >>> shape = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 100}
-        >>> blueprint(shape).device.type
+        >>> build_meta_model(shape).device.type
         'meta'
     """
     remote: dict[str, Any] = {}
     if isinstance(source, str):
-        config, remote = read_plain_config(source, trust_remote_code), {"trust_remote_code": trust_remote_code}
-        if new_tokens:
-            config.get_text_config(decoder=True).vocab_size += new_tokens
+        config, remote = read_unquantized_config(source, trust_remote_code), {"trust_remote_code": trust_remote_code}
+        if new_token_count:
+            config.get_text_config(decoder=True).vocab_size += new_token_count
     else:
         config = build_config({"vocab_size": vocab_size, **source} if vocab_size else dict(source))
     if options.rope is not None:
         options.rope.apply(config)
-    own = getattr(config, "dtype", None)
-    dtype = options.torch_dtype or (own if isinstance(own, torch.dtype) else torch.float32)
-    with loading(source) if isinstance(source, str) else making_model(source), torch.device("meta"):
+    config_dtype = getattr(config, "dtype", None)
+    dtype = options.torch_dtype or (config_dtype if isinstance(config_dtype, torch.dtype) else torch.float32)
+    with (
+        wrap_loading_errors(source) if isinstance(source, str) else wrap_constructor_errors(source),
+        torch.device("meta"),
+    ):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, **remote)
     if options.quantization is not None:
         quantize(model, options.quantization, torch.device("meta"))
     return model
 
 
-def read_plain_config(name_or_path: str, trust_remote_code: bool) -> Any:
+def read_unquantized_config(name_or_path: str, trust_remote_code: bool) -> Any:
     """Return the configuration of a checkpoint; refuse weights that are already quantised."""
-    check_exists(name_or_path)
-    check_folder(name_or_path, allow_pickle=True, reads_weights=False)
+    check_path_exists(name_or_path)
+    check_model_folder(name_or_path, allow_pickle=True, reads_weights=False)
     config = read_config(name_or_path, trust_remote_code)
     if getattr(config, "quantization_config", None) is not None:
         raise ArgumentError(
-            f"the weights of '{name_or_path}' are already quantised; their layout is known only after loading",
+            f"the weights of '{name_or_path}' are already quantised, and their layout is recorded only after loading",
             where="model_name_or_path",
             fix="use the unquantised checkpoint, with finetuning_type: qlora",
         )
     return config
 
 
-def small_like(model: Any, layers: Sequence[nn.Module], *, seed: int) -> PreTrainedModel:
-    """Return a copy of ``model`` with random weights and only as many first layers as include each kind of layer.
+def make_small_copy(model: Any, layers: Sequence[nn.Module], *, seed: int) -> PreTrainedModel:
+    """Return a model like ``model`` with random weights and only so many first layers that each kind of layer occurs.
 
-    Adapters are left out, and no weights are read. The caller's random state does not change.
+    Adapters are left out, and no weights are read. The global generator state does not change.
     """
     base = base_of(model)
     config = copy.deepcopy(base.config)
     text = config.get_text_config(decoder=True)
-    count = _until_all_kinds(text, layers)
+    count = _layer_count_with_all_kinds(text, layers)
     for key, value in list(vars(text).items()):
         if isinstance(value, list) and len(value) == len(layers):
             setattr(text, key, value[:count])
@@ -272,9 +281,9 @@ def small_like(model: Any, layers: Sequence[nn.Module], *, seed: int) -> PreTrai
     return made.train()
 
 
-def _until_all_kinds(text: Any, layers: Sequence[nn.Module]) -> int:
-    """Return how many of the first layers are needed to have a layer of every kind."""
-    types = getattr(text, "layer_types", None) or [""] * len(layers)
+def _layer_count_with_all_kinds(config: Any, layers: Sequence[nn.Module]) -> int:
+    """Return how many of the first layers are needed such that each kind of layer occurs."""
+    types = getattr(config, "layer_types", None) or [""] * len(layers)
     kinds = [
         (type(layer), kind, tuple((name, tuple(x.shape)) for name, x in layer.named_parameters()))
         for layer, kind in zip(layers, types, strict=False)

@@ -1,8 +1,8 @@
-"""Make saved folders readable by ``transformers`` 4 too: inference servers will use it for years.
+"""Make saved folders also readable by ``transformers`` 4, which inference servers will use for years.
 
 ``transformers`` 5 writes the RoPE base and scaling, the dtype and the tokenizer's class under new names. Version 4
-ignores the new names without a warning: it uses a RoPE base of 10,000 for a model with 1,000,000. The old names are
-written beside the new ones; version 5 reads both.
+ignores the new names without a warning: it uses a RoPE base of 10,000 for a model with a base of 1,000,000. So the old
+names are written in addition to the new names; version 5 reads both.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ AS_TRANSFORMERS: dict[str, Any] = {"indent": 2, "sort_keys": True, "ensure_ascii
 NEW_CLASS = "TokenizersBackend"
 """Class in ``transformers`` 5 of a tokenizer that ``tokenizer.json`` describes completely."""
 OLD_CLASS = "PreTrainedTokenizerFast"
-"""Class in ``transformers`` 4 of such a tokenizer."""
+"""Class in ``transformers`` 4 of a tokenizer that ``tokenizer.json`` describes completely."""
 
 OLD_KEYS = ("add_bos_token", "add_eos_token")
-"""Settings that ``transformers`` 5 does not write. Without them the old classes add BOS and EOS by their defaults."""
+"""Settings that ``transformers`` 5 does not write. Without them, the classes of version 4 use their own defaults."""
 
 THETA: tuple[tuple[str, str, str], ...] = (
     # start of the model type, old name of the base for full attention, and for windowed attention
@@ -39,29 +39,31 @@ SHARE: tuple[tuple[str, str], ...] = (("gpt_neox", "rotary_pct"), ("", "partial_
 """Start of the model type, and the old name of the fraction of a head that is rotated."""
 ORIGINAL = "original_max_position_embeddings"
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Keys for the number of experts: version 5 writes one of them, version 4 may read another."""
+"""Keys for the number of experts: version 5 writes one of these keys, version 4 may read another."""
 LAYERS: dict[str, tuple[str, dict[str, str]]] = {
     "granitemoehybrid": ("layer_types", {"linear_attention": "mamba", "full_attention": "attention"}),
     **dict.fromkeys(("zamba", "zamba2"), ("layers_block_type", {"linear_attention": "mamba"})),
 }
-"""By model type: the key that lists the kinds of layers, and the old word for each new word in the list."""
+"""By model type: the key that lists the kinds of layers, and the old kind for each new kind in the list."""
 
 
-def add_old_names(folder: Path) -> None:
-    """Add the old names to the ``config.json`` in a saved folder."""
+def add_transformers4_names(folder: Path) -> None:
+    """Add the names that version 4 reads to the ``config.json`` in a saved folder."""
     path = folder / "config.json"
-    config = with_old_names(json.loads(path.read_text(encoding="utf-8")))
+    config = with_transformers4_names(json.loads(path.read_text(encoding="utf-8")))
     path.write_text(json.dumps(config, **AS_TRANSFORMERS) + "\n", encoding="utf-8")
 
 
-def with_old_names(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the JSON of a configuration, with old names beside the new ones, also in nested configurations."""
+def with_transformers4_names(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration's dict with version 4's names added, also in nested configurations."""
     settings = {
-        key: with_old_names(value) if isinstance(value, Mapping) and key.endswith("_config") else _plain(value)
+        key: with_transformers4_names(value)
+        if isinstance(value, Mapping) and key.endswith("_config")
+        else _decode_infinities(value)
         for key, value in config.items()
     }
     model_type = str(config.get("model_type", ""))
-    for new, old_name in _expert_names(model_type):
+    for new, old_name in _expert_count_keys(model_type):
         if new in settings:
             settings.setdefault(old_name, settings[new])
     if model_type in LAYERS:
@@ -87,7 +89,7 @@ def with_old_names(config: Mapping[str, Any]) -> dict[str, Any]:
         old["rope_scaling"] = scaling
         if scaling.get("rope_type") == "longrope" and ORIGINAL in scaling:
             old[ORIGINAL] = scaling[ORIGINAL]
-        if model_type.startswith(("phi3", "phi4")):  # they accept only these three fields
+        if model_type.startswith(("phi3", "phi4")):  # their classes in version 4 accept only these three fields
             old["rope_scaling"] = {
                 "type": scaling.get("rope_type"),
                 **{key: scaling[key] for key in ("short_factor", "long_factor") if key in scaling},
@@ -95,26 +97,26 @@ def with_old_names(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**settings, **{key: value for key, value in old.items() if value is not None}}
 
 
-def _expert_names(model_type: str) -> Iterator[tuple[str, str]]:
+def _expert_count_keys(model_type: str) -> Iterator[tuple[str, str]]:
     """Yield (written key, other key) for the number of experts in a configuration."""
     for alias, written in (CONFIG_MAPPING[model_type].attribute_map if model_type in CONFIG_MAPPING else {}).items():
         if alias in EXPERTS and written in EXPERTS:
             yield written, alias
 
 
-def _plain(value: Any) -> Any:
-    """Return a JSON value with plain infinities: version 5 writes each as an object that only it reads."""
+def _decode_infinities(value: Any) -> Any:
+    """Return a JSON value with plain infinities: version 5 writes an infinity as an object only for version 5."""
     if isinstance(value, Mapping) and value.keys() == {"__float__"}:
         return float(value["__float__"])
-    return [_plain(item) for item in value] if isinstance(value, list) else value
+    return [_decode_infinities(item) for item in value] if isinstance(value, list) else value
 
 
-def old_tokenizer_config(config: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+def transformers4_tokenizer_config(config: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """Return version 5's ``tokenizer_config.json`` with the class and the settings that version 4 reads.
 
     The class comes from the files from which ``tokenizer`` was loaded.
     """
-    settings, base = dict(config), _base_config(tokenizer)
+    settings, base = dict(config), _loaded_tokenizer_config(tokenizer)
     named = base.get("tokenizer_class")
     known = isinstance(named, str) and named != NEW_CLASS
     if settings.get("tokenizer_class") == NEW_CLASS:
@@ -128,8 +130,8 @@ def old_tokenizer_config(config: Mapping[str, Any], tokenizer: PreTrainedTokeniz
     return settings
 
 
-def _base_config(tokenizer: PreTrainedTokenizerBase) -> Mapping[str, Any]:
-    """Return the ``tokenizer_config.json`` from which a tokenizer was loaded; empty if there is none."""
+def _loaded_tokenizer_config(tokenizer: PreTrainedTokenizerBase) -> Mapping[str, Any]:
+    """Return the ``tokenizer_config.json`` from which a tokenizer was loaded; an empty dict without such a file."""
     name = tokenizer.name_or_path
     if not name:
         return {}

@@ -4,14 +4,14 @@
           Dettmers et al., arXiv 2305.14314)
     int8  symmetric, one scale per output channel of an expert, in the dtype of the weights
 
-A :class:`PackedExperts` replaces the parameter and has its shape and dtype. A torch function that is called with it
-receives dequantised weights, a tensor that lives as long as the function or autograd needs it. One expert,
-``experts[i]``, is dequantised alone. So all products with experts work unchanged: loops, grouped and batched products,
-and peft, which adds the product of its factors to the tensor in each call.
+A :class:`PackedExperts` replaces the parameter and has the same shape and dtype. A torch function that is called with a
+packed tensor receives dequantised weights, which are freed after the function and autograd. One expert, ``experts[i]``,
+is dequantised alone. So all matmuls with experts work unchanged: loops, grouped and batched matmuls, and peft, which
+adds the product of its factors to the tensor in each call.
 
-``bitsandbytes.nn.parametrize`` does the same with a parametrization of the module. Peft's adapters on such tensors are
-a second parametrization, added and removed in each call. With both on one tensor, peft 0.21 fails to remove its
-parametrization after a call. The next call raises (``only Tensors of floating point dtype can require gradients``).
+``bitsandbytes.nn.parametrize`` dequantises by a parametrization of the module. It is not used: peft's adapters on such
+tensors are a second parametrization, added and removed in each call. With both on one tensor, peft 0.21 fails to remove
+its parametrization after a call. The next call raises (``only Tensors of floating point dtype can require gradients``).
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ BLOCK = 64
 """Number of weights that share a scale in nf4."""
 OUTER = 256
 """Number of block scales that share a second scale."""
-MOST = 1 << 30
-"""Most weights passed to bitsandbytes at once: it counts weights in 32 bits."""
+MAX_WEIGHTS = 1 << 30
+"""Largest number of weights that are passed to bitsandbytes at once: bitsandbytes counts weights in 32 bits."""
 
 
 class Codes(Protocol):
-    """Packed weights of experts."""
+    """Packed weights of all experts of a layer."""
 
     @property
     def shape(self) -> torch.Size:
@@ -45,13 +45,13 @@ class Codes(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Device of the tensors that hold the packed weights."""
+        """Device of the tensors that contain the packed weights."""
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """Return the tensors that hold the packed weights."""
+        """Return the tensors that contain the packed weights."""
 
-    def dequantize(self, first: int, last: int, dtype: torch.dtype) -> Tensor:
-        """Return the weights of experts ``first`` to ``last - 1``, ``[last - first, M, N]``, computed in ``dtype``."""
+    def dequantize(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        """Return the weights of experts ``start`` to ``stop - 1``, ``[stop - start, M, N]``, computed in ``dtype``."""
 
     def to_device(self, device: torch.device) -> Codes:
         """Return the packed weights on another device."""
@@ -79,12 +79,12 @@ class Int8Codes:
         codes = torch.empty(weight.shape, dtype=torch.int8, device=device)
         shape = (count, 1, columns) if transposed else (count, rows, 1)
         scales = torch.empty(shape, dtype=weight.dtype, device=device)
-        least = torch.finfo(weight.dtype).tiny
+        smallest_scale = torch.finfo(weight.dtype).tiny
         for index in range(count if device.type != "meta" else 0):
-            one = weight[index].to(device)
-            scale = (one.abs().amax(along, keepdim=True).float() / 127).to(weight.dtype).clamp_min(least)
+            expert = weight[index].to(device)
+            scale = (expert.abs().amax(along, keepdim=True).float() / 127).to(weight.dtype).clamp_min(smallest_scale)
             scales[index] = scale
-            codes[index] = (one.float() / scale.float()).round_().clamp_(-127, 127)
+            codes[index] = (expert.float() / scale.float()).round_().clamp_(-127, 127)
         return cls(weight.shape, weight.dtype, codes, scales)
 
     @property
@@ -94,8 +94,8 @@ class Int8Codes:
     def tensors(self) -> tuple[Tensor, ...]:
         return self.codes, self.scales
 
-    def dequantize(self, first: int, last: int, dtype: torch.dtype) -> Tensor:
-        return self.codes[first:last] * self.scales[first:last].to(dtype)
+    def dequantize(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        return self.codes[start:stop] * self.scales[start:stop].to(dtype)
 
     def to_device(self, device: torch.device) -> Int8Codes:
         return replace(self, codes=self.codes.to(device), scales=self.scales.to(device))
@@ -119,11 +119,11 @@ class Nf4Codes:
     table: Tensor
     """``[256]``, fp32: value of each 8-bit index."""
     offset: Tensor
-    """Mean of the block scales; it is subtracted before they are quantised, and added after they are dequantised."""
+    """Mean of the block scales, subtracted before scales are quantised and added after scales are dequantised."""
 
     @classmethod
     def pack(cls, weight: Tensor, device: torch.device) -> Nf4Codes:
-        """Pack ``[E, M, N]``, some experts at a time, on ``device``."""
+        """Pack ``[E, M, N]``, a few experts at a time, on ``device``."""
         from bitsandbytes import functional
 
         count, size = weight.shape[0], weight.shape[1:].numel()
@@ -135,14 +135,14 @@ class Nf4Codes:
             # bitsandbytes caches the table from its first call, whose tensor must not be on meta.
             functional.quantize_4bit(torch.zeros(BLOCK, BLOCK), quant_type="nf4", compress_statistics=True)
         for first in range(0, count, step):
-            some = weight[first : first + step].detach().to(device).reshape(-1, size)
-            some = torch.nn.functional.pad(some, (0, padded - size))
-            packed, state = functional.quantize_4bit(some, blocksize=BLOCK, quant_type="nf4")
+            experts = weight[first : first + step].detach().to(device).reshape(-1, size)
+            experts = torch.nn.functional.pad(experts, (0, padded - size))
+            packed, state = functional.quantize_4bit(experts, blocksize=BLOCK, quant_type="nf4")
             codes.append(packed.view(-1, padded // 2))
             scales.append(state.absmax)
-        whole = torch.cat(scales)
-        offset = whole.mean()
-        places, state = functional.quantize_blockwise(whole - offset, blocksize=OUTER)
+        block_scales = torch.cat(scales)
+        offset = block_scales.mean()
+        places, state = functional.quantize_blockwise(block_scales - offset, blocksize=OUTER)
         return cls(weight.shape, weight.dtype, torch.cat(codes), places, state.absmax, state.code, offset)
 
     @property
@@ -152,31 +152,34 @@ class Nf4Codes:
     def tensors(self) -> tuple[Tensor, ...]:
         return self.codes, self.scales, self.outer, self.table, self.offset
 
-    def dequantize(self, first: int, last: int, dtype: torch.dtype) -> Tensor:
+    def dequantize(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         padded, size = 2 * self.codes.shape[1], self.shape[1:].numel()
         narrow = dtype if dtype.itemsize <= 4 else torch.float32
-        step = max(1, MOST // padded)
-        parts = [self._dequantized(at, min(at + step, last), narrow) for at in range(first, last, step)]
+        step = max(1, MAX_WEIGHTS // padded)
+        parts = [
+            self._dequantize_chunk(chunk_start, min(chunk_start + step, stop), narrow)
+            for chunk_start in range(start, stop, step)
+        ]
         whole = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return whole[:, :size].reshape(last - first, *self.shape[1:]).to(dtype)
+        return whole[:, :size].reshape(stop - start, *self.shape[1:]).to(dtype)
 
-    def _dequantized(self, first: int, last: int, dtype: torch.dtype) -> Tensor:
+    def _dequantize_chunk(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         from bitsandbytes import functional
 
         padded = 2 * self.codes.shape[1]
-        blocks = slice(first * padded // BLOCK, last * padded // BLOCK)
+        blocks = slice(start * padded // BLOCK, stop * padded // BLOCK)
         state = functional.QuantState(
-            absmax=self._scales(blocks),
-            shape=torch.Size((last - first, padded)),
+            absmax=self._block_scales(blocks),
+            shape=torch.Size((stop - start, padded)),
             dtype=dtype,
             blocksize=BLOCK,
             quant_type="nf4",
         )
-        # As a column: a row would come back transposed.
-        return functional.dequantize_4bit(self.codes[first:last].view(-1, 1), state)
+        # As a column: bitsandbytes would return a row transposed.
+        return functional.dequantize_4bit(self.codes[start:stop].view(-1, 1), state)
 
-    def _scales(self, blocks: slice) -> Tensor:
-        """Return the dequantised scales of some blocks, in fp32."""
+    def _block_scales(self, blocks: slice) -> Tensor:
+        """Return the dequantised scales of a range of blocks, in fp32."""
         outer = slice(blocks.start // OUTER, -(-blocks.stop // OUTER))
         factors = self.outer[outer].repeat_interleave(OUTER)[blocks.start - outer.start * OUTER :]
         values = self.table[self.scales[blocks].int()]
@@ -190,36 +193,36 @@ class Nf4Codes:
 class PackedExperts(Tensor):
     """Packed expert weights ``[E, M, N]``: a frozen tensor that is dequantised for each use.
 
-    ``dtype`` is the dtype of the dequantised weights: ``codes.dtype``, or a wider dtype with the same values.
+    ``dtype`` is the dtype of the dequantised weights: ``codes.dtype``, or a wider dtype with equal values.
     """
 
     codes: Codes
 
     @staticmethod
     def __new__(cls, codes: Codes, dtype: torch.dtype | None = None) -> PackedExperts:
-        """Make a tensor without storage of its own."""
+        """Make a tensor without storage."""
         made: PackedExperts = Tensor._make_wrapper_subclass(
             cls, codes.shape, dtype=dtype or codes.dtype, device=codes.device, requires_grad=False
         )
         made.codes = codes
         return made
 
-    def parts(self) -> tuple[Tensor, ...]:
-        """Return the tensors that hold the packed weights."""
+    def packed_tensors(self) -> tuple[Tensor, ...]:
+        """Return the tensors that contain the packed weights."""
         return self.codes.tensors()
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Return all weights, ``[E, M, N]``; ``dtype`` computes them in that dtype, without rounding to the model's."""
+        """Return all weights, ``[E, M, N]``, computed in ``dtype``; None computes and rounds as a call does."""
         count = self.codes.shape[0]
         if dtype is None:
             return self.dequantize_range(0, count)
         with torch.no_grad():
             return self.codes.dequantize(0, count, dtype)
 
-    def dequantize_range(self, first: int, last: int) -> Tensor:
-        """Return the weights of experts ``first`` to ``last - 1``."""
+    def dequantize_range(self, start: int, stop: int) -> Tensor:
+        """Return the weights of experts ``start`` to ``stop - 1``."""
         with torch.no_grad():
-            return self.codes.dequantize(first, last, self.codes.dtype).to(self.dtype)
+            return self.codes.dequantize(start, stop, self.codes.dtype).to(self.dtype)
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"PackedExperts({tuple(self.shape)}, {self.dtype}, {type(self.codes).__name__}, {self.device})"
@@ -228,12 +231,12 @@ class PackedExperts(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Answer queries of shape, dtype and the like directly; call other functions with dequantised weights."""
+        """Call functions that read metadata on the packed tensor, other functions with dequantised weights."""
         kwargs = kwargs or {}
         if (override := OVERRIDES.get(func)) is not None:
             return override(*args, **kwargs)
         if not _reads_metadata(func):
-            args, kwargs = _dequantized(args), {key: _dequantized(item) for key, item in kwargs.items()}
+            args, kwargs = _dequantize_nested(args), {key: _dequantize_nested(item) for key, item in kwargs.items()}
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
@@ -241,19 +244,21 @@ class PackedExperts(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Call operators below autograd with dequantised weights; ``detach`` returns another packed tensor."""
+        """Call operators below autograd with dequantised weights; ``detach`` returns a packed tensor."""
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
-            return _like(args[0])
-        if func is torch.ops.aten.set_.source_Tensor:  # torch functions that write in place come here at once
-            return _set(*args)
-        return func(*_dequantized(args), **{key: _dequantized(item) for key, item in (kwargs or {}).items()})
+            return _cast_packed(args[0])
+        if func is torch.ops.aten.set_.source_Tensor:  # in-place torch functions reach only this level
+            return _override_set(*args)
+        return func(
+            *_dequantize_nested(args), **{key: _dequantize_nested(item) for key, item in (kwargs or {}).items()}
+        )
 
 
 def pack_experts(weight: Tensor, kind: str, device: torch.device, *, transposed: bool = False) -> PackedExperts:
     """Return expert weights ``[E, M, N]`` packed as ``kind``, ``nf4`` or ``int8``, on ``device``.
 
-    ``device`` gets some experts at a time, never all unpacked weights; ``meta`` packs nothing. An expert's output
-    channels are along M, or along N if ``transposed``.
+    ``device`` receives a few experts at a time, never all unpacked weights; on ``meta`` no value is computed. An
+    expert's output channels are along M, or along N if ``transposed``.
     """
     with torch.no_grad():
         if kind == "int8":
@@ -262,20 +267,20 @@ def pack_experts(weight: Tensor, kind: str, device: torch.device, *, transposed:
 
 
 def has_packed_experts(model: nn.Module) -> bool:
-    """Return True if a model has packed experts, also if ranks shard them."""
+    """Return True if a model has packed experts, sharded or not."""
     return any(isinstance(x, PackedExperts) for module in model.modules() for x in module._parameters.values()) or any(
         "packed_experts" in vars(module) for module in model.modules()
     )
 
 
-def _dequantized(item: Any) -> Any:
-    if isinstance(item, PackedExperts):
-        return item.dequantize()
-    return type(item)(map(_dequantized, item)) if type(item) in (tuple, list) else item
+def _dequantize_nested(argument: Any) -> Any:
+    if isinstance(argument, PackedExperts):
+        return argument.dequantize()
+    return type(argument)(map(_dequantize_nested, argument)) if type(argument) in (tuple, list) else argument
 
 
 def _reads_metadata(func: Any) -> bool:
-    """Return True if a function reads a tensor's metadata or its autograd state, not its values."""
+    """Return True if a function reads only metadata or the autograd state of a tensor, no values."""
     if func in METADATA_FUNCTIONS:
         return True
     attribute = getattr(getattr(func, "__self__", None), "__name__", None)
@@ -288,40 +293,42 @@ METADATA_FUNCTIONS = {
     Tensor.get_device, Tensor.requires_grad_, Tensor.__len__, Tensor.__hash__, torch.is_floating_point,
     torch.is_complex, torch.is_inference, torch.numel,
 }  # fmt: skip
-"""Functions that do not read values."""
+"""Torch functions that do not read values."""
 VALUE_ATTRIBUTES = {"T", "mT", "H", "mH", "real", "imag"}
-"""Attributes that read values."""
+"""Tensor attributes that read values."""
 
 
-def _to(tensor: PackedExperts, *args: Any, **kwargs: Any) -> PackedExperts:
+def _override_to(tensor: PackedExperts, *args: Any, **kwargs: Any) -> PackedExperts:
     others = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]  # ``to(other)``
     if others:
-        return _like(tensor, others[0].dtype, others[0].device)
+        return _cast_packed(tensor, others[0].dtype, others[0].device)
     device, dtype, _, _ = torch._C._nn._parse_to(*args, **{k: v for k, v in kwargs.items() if k != "copy"})
-    return _like(tensor, dtype, device)
+    return _cast_packed(tensor, dtype, device)
 
 
-def _like(tensor: PackedExperts, dtype: torch.dtype | None = None, device: torch.device | None = None) -> PackedExperts:
+def _cast_packed(
+    tensor: PackedExperts, dtype: torch.dtype | None = None, device: torch.device | None = None
+) -> PackedExperts:
     codes = tensor.codes if device is None or device == tensor.device else tensor.codes.to_device(device)
     return PackedExperts(codes, dtype or tensor.dtype)
 
 
-def _set_data(tensor: PackedExperts, value: PackedExperts) -> None:
+def _override_set_data(tensor: PackedExperts, value: PackedExperts) -> None:
     """Set ``tensor.data`` to another packed tensor, as ``module.to()`` and in-place casts do."""
     with torch._C.DisableTorchFunctionSubclass():
         Tensor.data.__set__(tensor, value)  # type: ignore[attr-defined]
     tensor.codes = value.codes
 
 
-def _set(tensor: PackedExperts, value: Tensor) -> PackedExperts:
-    """Return ``tensor.set_(value)``: when peft parametrizes the tensor for a call, torch sets it to itself."""
+def _override_set(tensor: PackedExperts, value: Tensor) -> PackedExperts:
+    """Return ``tensor.set_(value)``: when peft parametrizes a tensor for a call, torch sets the tensor to itself."""
     if not isinstance(value, PackedExperts) or value.codes is not tensor.codes:
         raise TypeError("packed experts are frozen: they cannot be set to other values")
     return tensor
 
 
-def _deep_copy(tensor: PackedExperts, memo: dict[int, Any]) -> PackedExperts:
-    """Return a deep copy, which is a parameter if ``tensor`` is one."""
+def _override_deepcopy(tensor: PackedExperts, memo: dict[int, Any]) -> PackedExperts:
+    """Return a deep copy, which is a parameter if ``tensor`` is a parameter."""
     made = PackedExperts(copy.deepcopy(tensor.codes, memo), tensor.dtype)
     if getattr(tensor, "_is_param", False):
         made._is_param = True
@@ -329,47 +336,47 @@ def _deep_copy(tensor: PackedExperts, memo: dict[int, Any]) -> PackedExperts:
     return made
 
 
-def _item(tensor: PackedExperts, index: Any) -> Tensor:
-    """Return ``tensor[index]``; for one expert or consecutive experts, only these are dequantised."""
+def _override_getitem(tensor: PackedExperts, index: Any) -> Tensor:
+    """Return ``tensor[index]``; an index of one expert or consecutive experts dequantises only these experts."""
     count = tensor.codes.shape[0]
     if isinstance(index, Tensor) and index.dim() == 0 and not index.is_floating_point() and index.dtype != torch.bool:
         index = int(index)
     if type(index) is int and -count <= index < count:
         return tensor.dequantize_range(index % count, index % count + 1)[0]
     if isinstance(index, slice) and index.step in (None, 1):
-        first, last, _ = index.indices(count)
-        if first < last:
-            return tensor.dequantize_range(first, last)
+        start, stop, _ = index.indices(count)
+        if start < stop:
+            return tensor.dequantize_range(start, stop)
     return tensor.dequantize()[index]
 
 
 OVERRIDES: dict[Any, Callable[..., Any]] = {
-    Tensor.__getitem__: _item,
-    Tensor.__deepcopy__: _deep_copy,
-    Tensor.data.__get__: lambda tensor, *_: _like(tensor),  # type: ignore[attr-defined]
-    Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
-    Tensor.detach: _like,
-    Tensor.clone: lambda tensor, **_: _like(tensor),
-    Tensor.to: _to,
-    Tensor.cpu: lambda tensor, *_, **__: _to(tensor, "cpu"),
-    Tensor.cuda: lambda tensor, *args, **__: _to(tensor, *(args or ("cuda",))),
-    Tensor.double: lambda tensor, *_, **__: _to(tensor, torch.float64),
-    Tensor.float: lambda tensor, *_, **__: _to(tensor, torch.float32),
-    Tensor.half: lambda tensor, *_, **__: _to(tensor, torch.float16),
-    Tensor.bfloat16: lambda tensor, *_, **__: _to(tensor, torch.bfloat16),
+    Tensor.__getitem__: _override_getitem,
+    Tensor.__deepcopy__: _override_deepcopy,
+    Tensor.data.__get__: lambda tensor, *_: _cast_packed(tensor),  # type: ignore[attr-defined]
+    Tensor.data.__set__: _override_set_data,  # type: ignore[attr-defined]
+    Tensor.detach: _cast_packed,
+    Tensor.clone: lambda tensor, **_: _cast_packed(tensor),
+    Tensor.to: _override_to,
+    Tensor.cpu: lambda tensor, *_, **__: _override_to(tensor, "cpu"),
+    Tensor.cuda: lambda tensor, *args, **__: _override_to(tensor, *(args or ("cuda",))),
+    Tensor.double: lambda tensor, *_, **__: _override_to(tensor, torch.float64),
+    Tensor.float: lambda tensor, *_, **__: _override_to(tensor, torch.float32),
+    Tensor.half: lambda tensor, *_, **__: _override_to(tensor, torch.float16),
+    Tensor.bfloat16: lambda tensor, *_, **__: _override_to(tensor, torch.bfloat16),
     Tensor.__repr__: lambda tensor, **_: PackedExperts.__repr__(tensor),
 }
-"""Overrides of torch functions that return another packed tensor, or fewer than all weights."""
+"""Overrides of torch functions that return a packed tensor, or read fewer than all weights."""
 
 
-def shard_experts(outer: nn.Module, dtype: torch.dtype) -> None:
+def shard_packed_experts(module: nn.Module, dtype: torch.dtype) -> None:
     """Let ranks shard packed expert weights: the codes become a parameter of ``dtype`` with the same bits.
 
     Hooks around each call rebuild the packed tensors from the gathered codes. The scales are not sharded: each rank's
-    module has all of them. ``outer`` is the module with the experts, or the outermost adapter wrapper around it.
+    module has all scales. ``module`` contains the experts, or is the outermost adapter wrapper around their module.
     """
-    inner: Any = _innermost(outer)
-    inner.packed_experts, inner.divided_experts = {}, {}
+    inner: Any = _innermost_base_layer(module)
+    inner.packed_experts, inner.sharded_experts = {}, {}
     for key, packed in list(inner._parameters.items()):
         if not isinstance(packed, PackedExperts):
             continue
@@ -377,26 +384,26 @@ def shard_experts(outer: nn.Module, dtype: torch.dtype) -> None:
         inner.packed_experts[key] = replace(codes, codes=codes.codes.new_empty(0)), packed.dtype
         numbers = codes.codes.view(-1).view(dtype)[:, None]
         inner._parameters[key] = nn.Parameter(numbers, requires_grad=False)
-    outer.register_forward_pre_hook(_rebuild_experts)
-    outer.register_forward_hook(_restore_shards, always_call=True)
+    module.register_forward_pre_hook(_rebuild_packed_experts)
+    module.register_forward_hook(_restore_shards, always_call=True)
 
 
-def _innermost(module: Any) -> Any:
+def _innermost_base_layer(module: Any) -> Any:
     while isinstance(inner := getattr(module, "base_layer", None), nn.Module):
         module = inner
     return module
 
 
-def _rebuild_experts(module: nn.Module, *_: Any) -> None:
-    inner = _innermost(module)
+def _rebuild_packed_experts(module: nn.Module, *_: Any) -> None:
+    inner = _innermost_base_layer(module)
     for key, (codes, dtype) in inner.packed_experts.items():
-        numbers = inner.divided_experts[key] = inner._parameters[key]
+        numbers = inner.sharded_experts[key] = inner._parameters[key]
         bits = numbers.detach().reshape(-1).view(torch.uint8).view(codes.shape[0], -1)
         packed = PackedExperts(replace(codes, codes=bits), dtype)
         inner._parameters[key] = nn.Parameter(packed, requires_grad=False)
 
 
 def _restore_shards(module: nn.Module, *_: Any) -> None:
-    inner = _innermost(module)
-    inner._parameters.update(inner.divided_experts)
-    inner.divided_experts.clear()
+    inner = _innermost_base_layer(module)
+    inner._parameters.update(inner.sharded_experts)
+    inner.sharded_experts.clear()

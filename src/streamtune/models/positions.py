@@ -42,10 +42,10 @@ class RopeChange:
 
     Attributes:
         scaling: ``rope_type`` (``default``, ``linear``, ``yarn``, ``llama3``, ``dynamic`` or ``longrope``), ``factor``
-            and other keys that ``transformers`` reads for that type. The default factor is the smallest whole number
-            with which positions reach ``length``. None keeps the model's scaling.
+            and other keys that ``transformers`` reads for this type. The default factor is the smallest integer with
+            which positions reach ``length``. None keeps the model's scaling.
         theta: Base of the frequencies. None keeps the model's base.
-        length: Number of tokens of the longest row. Without a scaling, the configuration's limit is raised to it.
+        length: Number of tokens of the longest row. Without a scaling, the position limit is raised to ``length``.
     """
 
     scaling: Mapping[str, Any] | None = field(default=None)
@@ -66,7 +66,7 @@ class RopeChange:
     def apply(self, config: Any) -> None:
         """Change a configuration in place; a second call changes nothing.
 
-        Sliding-window layers keep their rotation if the configuration has a separate one for them (Gemma 3).
+        Sliding-window layers keep their rotation if the configuration has separate parameters for them (Gemma 3).
 
         Raises:
             ArgumentError: The model has no rotary positions, or transformers rejects the new values.
@@ -88,10 +88,10 @@ class RopeChange:
                 where=key,
                 fix=f"remove '{key}', and set rope_parameters in its config.json",
             )
-        new, reached = self._changed(old, text.max_position_embeddings)
+        new, reached = self._changed_parameters(old, text.max_position_embeddings)
         for name in ("short_factor", "long_factor"):
             if name in new:
-                new[name] = _factors(text, name, new[name])
+                new[name] = _longrope_factors(text, name, new[name])
         if ORIGINAL in new and hasattr(text, ORIGINAL):  # Phi-3's configuration has it twice
             setattr(text, ORIGINAL, new[ORIGINAL])
         text.rope_parameters = {**kinds, "full_attention": new} if nested else new
@@ -104,48 +104,52 @@ class RopeChange:
                 f"transformers rejects these rope_parameters: {reason}", where=key, fix="fix the value"
             ) from error
 
-    def _changed(self, old: Mapping[str, Any], limit: int) -> tuple[dict[str, Any], int]:
+    def _changed_parameters(self, old_parameters: Mapping[str, Any], old_limit: int) -> tuple[dict[str, Any], int]:
         """Return the new ``rope_parameters``, and the number of positions that the model then supports.
 
-        ``old`` are the present parameters, ``limit`` is the number of positions that the model supports now.
+        ``old_limit`` is the number of positions that the model supports with ``old_parameters``.
         """
         theta = {} if self.theta is None else {"rope_theta": self.theta}
-        was = old.get("rope_type", "default")
+        old_type = old_parameters.get("rope_type", "default")
         if self.scaling is None:
-            return {**old, **theta}, max(limit, self.length) if was == "default" else limit
-        given = {name: value for name, value in self.scaling.items() if value is not None}
-        kind = given["rope_type"]
-        replaced = SCALING_KEYS if kind == was else SCALING_KEYS | SAME_TYPE_KEYS
-        others = {name: value for name, value in old.items() if name not in replaced}
+            return {**old_parameters, **theta}, max(old_limit, self.length) if old_type == "default" else old_limit
+        new_settings = {name: value for name, value in self.scaling.items() if value is not None}
+        kind = new_settings["rope_type"]
+        replaced = SCALING_KEYS if kind == old_type else SCALING_KEYS | SAME_TYPE_KEYS
+        others = {name: value for name, value in old_parameters.items() if name not in replaced}
         if kind == "default":
-            return {**others, **theta, "rope_type": kind}, max(limit, self.length)
-        made_for = round(limit / old["factor"]) if was == "linear" else limit
-        made_for = given.pop("original_max_position_embeddings", None) or old.get(ORIGINAL) or made_for
-        factor = float(given.setdefault("factor", float(max(1, math.ceil(self.length / made_for)))))
-        # Linear scaling does not depend on the pretrained length and has no key for it; dynamic scaling takes it from
-        # max_position_embeddings.
-        original = {} if kind in ("linear", "dynamic") else {ORIGINAL: made_for}
-        new = {**others, **theta, **(LLAMA3 if kind == "llama3" else {}), **given, **original}
-        return new, made_for if kind == "dynamic" else round(made_for * factor)
+            return {**others, **theta, "rope_type": kind}, max(old_limit, self.length)
+        pretrained_limit = round(old_limit / old_parameters["factor"]) if old_type == "linear" else old_limit
+        pretrained_limit = (
+            new_settings.pop("original_max_position_embeddings", None)
+            or old_parameters.get(ORIGINAL)
+            or pretrained_limit
+        )
+        factor = float(new_settings.setdefault("factor", float(max(1, math.ceil(self.length / pretrained_limit)))))
+        # Linear scaling does not depend on the pretrained length, so it has no key; dynamic scaling reads the length
+        # from max_position_embeddings.
+        original = {} if kind in ("linear", "dynamic") else {ORIGINAL: pretrained_limit}
+        new = {**others, **theta, **(LLAMA3 if kind == "llama3" else {}), **new_settings, **original}
+        return new, pretrained_limit if kind == "dynamic" else round(pretrained_limit * factor)
 
 
 def position_limit(config: Any) -> int | None:
-    """Return the number of positions that a model supports, scaling included; None if its configuration has none."""
-    limit = _written_limit(config)
-    for kind in _scalings(config) if limit is not None else ():
+    """Return the number of positions that a model supports, with scaling; None if its configuration has no limit."""
+    limit = _configured_limit(config)
+    for kind in _scaled_rope_parameters(config) if limit is not None else ():
         # In some configurations max_position_embeddings excludes the scaling, as Qwen's pages advise for YaRN.
         original, factor = kind.get(ORIGINAL), kind.get("factor")
         if kind["rope_type"] == "dynamic":
-            original = _written_limit(config)
+            original = _configured_limit(config)
         if isinstance(original, int) and factor:
             limit = max(limit or 0, round(original * float(factor)))
     return limit
 
 
-def pretrained_positions(config: Any) -> int | None:
-    """Return the number of positions of a model's pretraining, without scaling; None if its configuration has none."""
-    limit = _written_limit(config)
-    for kind in _scalings(config) if limit is not None else ():
+def pretrained_position_limit(config: Any) -> int | None:
+    """Return the number of positions of a model's pretraining, without scaling; None without a limit in its config."""
+    limit = _configured_limit(config)
+    for kind in _scaled_rope_parameters(config) if limit is not None else ():
         if isinstance(original := kind.get(ORIGINAL), int):
             return original
         if kind["rope_type"] == "linear":
@@ -153,63 +157,63 @@ def pretrained_positions(config: Any) -> int | None:
     return limit
 
 
-def _factors(config: Any, name: str, given: Sequence[float]) -> list[float]:
+def _longrope_factors(config: Any, key: str, factors: Sequence[float]) -> list[float]:
     """Return the factors of ``longrope`` as floats; refuse a list whose length is not the number of frequencies."""
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     parameters = config.rope_parameters
     partial = parameters.get("full_attention", parameters).get("partial_rotary_factor", 1.0)
-    if len(given) != (count := int(size * partial) // 2):
+    if len(factors) != (count := int(size * partial) // 2):
         raise ArgumentError(
-            f"'{name}' has {len(given)} number{'s' if len(given) > 1 else ''}; this model has {count} frequencies "
+            f"'{key}' has {len(factors)} number{'s' if len(factors) > 1 else ''}; this model has {count} frequencies "
             f"(head size {size})",
             where="rope_scaling",
             fix=f"write {count} numbers",
         )
-    return [float(each) for each in given]
+    return [float(factor) for factor in factors]
 
 
-def _written_limit(config: Any) -> int | None:
+def _configured_limit(config: Any) -> int | None:
     limit = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     return limit if isinstance(limit, int) else None
 
 
-def _scalings(config: Any) -> list[Mapping[str, Any]]:
-    """Return the ``rope_parameters`` that have a scaling: one set, or one for each kind of layer."""
+def _scaled_rope_parameters(config: Any) -> list[Mapping[str, Any]]:
+    """Return the dicts of ``rope_parameters`` that have a scaling: one dict, or one for each kind of layer."""
     kinds = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
     nested = bool(kinds) and all(isinstance(kind, dict) for kind in kinds.values())
     return [kind for kind in (kinds.values() if nested else [kinds]) if kind.get("rope_type", "default") != "default"]
 
 
-def check_positions(model: Any, longest: int, *, training: bool = True) -> str | None:
-    """Refuse rows of ``longest`` tokens if they exceed the positions of ``model``, scaling included.
+def check_positions(model: Any, longest_row: int, *, training: bool = True) -> str | None:
+    """Refuse rows of ``longest_row`` tokens if they exceed the positions that ``model`` supports, with scaling.
 
     Rotary and other computed positions continue past ``max_position_embeddings``, although the model was not trained
-    on them; a learned table ends there. Computed positions that are not rotary, or rows that are not for ``training``,
-    are not refused: then a warning is returned.
+    on them; a learned table ends there. If positions are computed but not rotary, or if ``training`` is False, a
+    warning is returned instead.
     """
     limit = position_limit(model.config)
-    if limit is None or longest <= limit:
+    if limit is None or longest_row <= limit:
         return None
-    words = model.get_input_embeddings()
+    embedding = model.get_input_embeddings()
     for name, module in model.named_modules():
-        table = isinstance(module, torch.nn.Embedding) and module is not words
-        if table and limit <= module.num_embeddings <= limit + 2:  # some keep two rows for padding
+        table = isinstance(module, torch.nn.Embedding) and module is not embedding
+        if table and limit <= module.num_embeddings <= limit + 2:  # some tables have two more rows, for padding
             raise ArgumentError(
-                f"the longest row has {longest:,} tokens; the model's learned table of positions ({name}) ends at "
+                f"the longest row has {longest_row:,} tokens; the model's learned table of positions ({name}) ends at "
                 f"{limit:,}",
                 where="max_length",
                 fix=f"set max_length: {limit} and overlength: split, or choose a model with rotary positions",
             )
-    what = f"the longest row has {longest:,} tokens; the model supports {limit:,} (max_position_embeddings)"
-    original = pretrained_positions(model.config)
+    what = f"the longest row has {longest_row:,} tokens; the model supports {limit:,} (max_position_embeddings)"
+    original = pretrained_position_limit(model.config)
     if original is not None and original < limit:
         what = (
-            f"the longest row has {longest:,} tokens; the model was pretrained for {original:,} positions, and the "
+            f"the longest row has {longest_row:,} tokens; the model was pretrained for {original:,} positions, and the "
             f"scaling in its configuration or in rope_scaling reaches {limit:,}"
         )
     if not training or not getattr(model.config.get_text_config(decoder=True), "rope_parameters", None):
-        return f"{what}: it continues at positions that it was not trained on"
-    factor = math.ceil(longest / (original or limit))
+        return f"{what}: the model continues at positions that it was not trained on"
+    factor = math.ceil(longest_row / (original or limit))
     raise ArgumentError(
         what,
         where="max_length",
@@ -218,12 +222,9 @@ def check_positions(model: Any, longest: int, *, training: bool = True) -> str |
     )
 
 
-def describe_positions(model: Any, longest: int) -> str | None:
-    """Return one line, with a fix, if rows of ``longest`` tokens exceed the positions of a model; else None.
-
-    The model may be on ``meta``.
-    """
+def position_warning(model: Any, longest_row: int) -> str | None:
+    """Return a warning with a fix if rows of ``longest_row`` tokens exceed the positions of a model; else None."""
     try:
-        return check_positions(model, longest)
+        return check_positions(model, longest_row)
     except ArgumentError as error:
         return f"{error.what}: a run refuses such rows; {error.fix}"

@@ -6,16 +6,16 @@
 
 The weight of every ``nn.Linear`` except the head is quantised, as in the paper, and so are experts that are one 3-D
 tensor per layer (:mod:`streamtune.models.packed`). Embedding, norms and biases do not change. Layers are moved to the
-device and quantised there one by one, so the device never holds the unquantised model. Forward and backward compute in
-the activations' dtype. Each call dequantises the weights, in the same way for a chunk and for a whole sequence.
+device and quantised there one by one, so the unquantised model is never on the device as a whole. Forward and backward
+compute in the activations' dtype. Each call dequantises the weights, equally for a chunk and for a whole sequence.
 
 peft's ``prepare_model_for_kbit_training`` is not used, for two reasons. It turns on gradient checkpointing, which
-streaming replaces. It also casts the rest of a bitsandbytes base to fp32. That doubles the bytes of embedding and head,
-and layers made for bf16 get fp32 from the norms. The adapters would be trained on a model that differs from the one
-they are used with. The adapters are fp32, also on bf16 weights (peft's default).
+streaming replaces. It also casts the unquantised weights of a bitsandbytes base to fp32. The cast doubles the bytes of
+embedding and head, and layers made for bf16 receive fp32 from the norms. The adapters would be trained on another model
+than they are used with. The adapters are fp32, also on bf16 weights (peft's default).
 
-There is no int4: torchao's 4-bit kernels have no backward (``aten::_weight_int4pack_mm_for_cpu``), and peft rejects
-torchao's ``Int4Tensor``. The 4-bit layout of torchao that runs on every device takes a byte per weight, as int8 does.
+int4 is not supported: torchao's 4-bit kernels have no backward (``aten::_weight_int4pack_mm_for_cpu``), and peft
+rejects torchao's ``Int4Tensor``. The 4-bit layout of torchao that runs on every device uses a byte per weight, as int8.
 """
 
 from __future__ import annotations
@@ -31,37 +31,37 @@ from torch import nn
 from streamtune.base.text import show_size
 from streamtune.engine.hf_names import QUANTIZERS, fp32_weight_names, hf_internal
 from streamtune.errors import ArgumentError
-from streamtune.models.adapters.start import LoftqStart, QuantisationChange
-from streamtune.models.packed import PackedExperts, pack_experts, shard_experts
+from streamtune.models.adapters.start import LayerQuantizer, LoftqQuantizer
+from streamtune.models.packed import PackedExperts, pack_experts, shard_packed_experts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 PACKAGES = {"int8": "torchao", "nf4": "bitsandbytes"}
-"""Package that each quantisation needs; the extra ``streamtune[quant]`` installs both."""
+"""Package that each quantisation needs; the extra ``streamtune[quant]`` installs both packages."""
 QUANTISED = ("Params4bit", "Int8Tensor", "PackedExperts")
-"""Class names of quantised weights: of bitsandbytes, of torchao, and of experts that are one tensor."""
+"""Class names of quantised weights: in bitsandbytes, in torchao, and of stacked experts."""
 
 
 def choose_quantization(kind: str, device: torch.device) -> str:
     """Return the quantisation to use, ``nf4`` or ``int8``; ``auto`` is nf4 on an accelerator, int8 on the CPU.
 
     Raises:
-        ArgumentError: The package that it needs is not installed.
+        ArgumentError: The package for this quantisation is not installed.
     """
     chosen = kind if kind != "auto" else "int8" if device.type == "cpu" else "nf4"
     package = PACKAGES[chosen]
-    if not _installed(package):
+    if not _is_installed(package):
         other, theirs = next(item for item in PACKAGES.items() if item[0] != chosen)
         fix = f"pip install {package} (or streamtune[quant])"
-        if _installed(theirs):
+        if _is_installed(theirs):
             fix += f", or write quantization: {other} ({theirs} is installed)"
         raise ArgumentError(f"{chosen} needs {package}, which is not installed", where="quantization", fix=fix)
     return chosen
 
 
 def quantize(
-    model: PreTrainedModel, kind: str, device: torch.device, *, change: QuantisationChange | None = None
+    model: PreTrainedModel, kind: str, device: torch.device, *, layer_quantizer: LayerQuantizer | None = None
 ) -> None:
     """Quantise the linear layers and experts of ``model`` in place, freeze them and move them to ``device``.
 
@@ -70,31 +70,31 @@ def quantize(
     Args:
         model: Model with its weights.
         kind: ``nf4`` or ``int8``.
-        device: Device of the quantised weights; ``meta`` computes nothing.
-        change: Change to the weights of linear layers before they are quantised.
+        device: Device of the quantised weights; on ``meta`` no value is computed.
+        layer_quantizer: Quantiser of linear layers that changes their weights first (LoftQ).
 
     Raises:
-        ArgumentError: The checkpoint is already quantised, and ``kind`` differs or ``change`` is given.
+        ArgumentError: The checkpoint is already quantised, and ``kind`` differs or ``layer_quantizer`` is not None.
     """
-    before = quantization(model)
-    if before is not None and change is not None:
+    current = quantization_kind(model)
+    if current is not None and layer_quantizer is not None:
         raise ArgumentError(
-            f"this checkpoint is already quantised ({before}), and adapters of kind loftq need its original weights: "
+            f"this checkpoint is already quantised ({current}), but adapters of kind loftq need its original weights: "
             "they start from the quantisation error",
             where="adapter_type",
             fix="use the unquantised checkpoint, or write adapter_type: lora",
         )
-    if before is None:
-        if isinstance(change, LoftqStart):
-            change.prepare(model)
-        _convert(model, kind, device, change)
-        if change is not None:
-            change.finish(model)
-    elif before != kind:
+    if current is None:
+        if isinstance(layer_quantizer, LoftqQuantizer):
+            layer_quantizer.prepare(model)
+        _quantize_layers(model, kind, device, layer_quantizer)
+        if layer_quantizer is not None:
+            layer_quantizer.record_on(model)
+    elif current != kind:
         raise ArgumentError(
-            f"this checkpoint is already quantised: {before}, not {kind}",
+            f"this checkpoint is already quantised: {current}, not {kind}",
             where="quantization",
-            fix=f"write quantization: {before}" if before in PACKAGES else "use the unquantised checkpoint",
+            fix=f"write quantization: {current}" if current in PACKAGES else "use the unquantised checkpoint",
         )
     for module in model.modules():
         # On CPUs with AVX512-BF16 bitsandbytes repacks a weight for another kernel at its first use in evaluation. That
@@ -103,8 +103,8 @@ def quantize(
             module.support_avx512bf16_for_cpu = False
 
 
-def quantization(model: nn.Module) -> str | None:
-    """Return the quantisation of a model: ``int8``, ``nf4``, the library's name for another kind, or None."""
+def quantization_kind(model: nn.Module) -> str | None:
+    """Return the quantisation of a model: ``int8``, ``nf4``, the library's name of another quantisation, or None."""
     for module in model.modules():
         weight: Any = getattr(module, "weight", None)
         if type(weight).__name__ == "Params4bit":
@@ -115,34 +115,34 @@ def quantization(model: nn.Module) -> str | None:
     return None if quantizer is None else str(quantizer.quantization_config.quant_method.value)
 
 
-def left_whole(model: nn.Module) -> str | None:
-    """Return a note if a quantised model has experts in one tensor that are not quantised, else None.
+def unquantized_experts_note(model: nn.Module) -> str | None:
+    """Return a note if a quantised model has stacked experts that are not quantised, else None.
 
-    Its checkpoint is already quantised, or the model class keeps the experts in fp32.
+    Such experts occur in a checkpoint that is already quantised, and in a model class that keeps experts in fp32.
     """
-    if quantization(model) is None:
+    if quantization_kind(model) is None:
         return None
     stacked = [p for _, _, p in stacked_experts(model) if type(p) is nn.Parameter and not p.requires_grad]
     if not stacked:
         return None
-    size, whole = sum(p.nbytes for p in stacked), sum(_nbytes(p) for p in model.parameters())
+    expert_bytes, model_bytes = sum(p.nbytes for p in stacked), sum(_parameter_bytes(p) for p in model.parameters())
     dtype = str(stacked[0].dtype).removeprefix("torch.")
     return (
-        f"linear layers are quantised; experts, one tensor per layer, stay in {dtype}: {show_size(size)} of the "
-        f"model's {show_size(whole)}"
+        f"linear layers are quantised; experts, one tensor per layer, stay in {dtype}: {show_size(expert_bytes)} of "
+        f"the model's {show_size(model_bytes)}"
     )
 
 
-def _nbytes(parameter: torch.Tensor) -> int:
-    """Return how many bytes a parameter takes; a quantised linear weight counts without its scales."""
+def _parameter_bytes(parameter: torch.Tensor) -> int:
+    """Return the size of a parameter in bytes; a quantised linear weight counts without its scales."""
     if isinstance(parameter, PackedExperts):
-        return sum(part.nbytes for part in parameter.parts())
+        return sum(part.nbytes for part in parameter.packed_tensors())
     packed: torch.Tensor = getattr(parameter, "qdata", parameter)  # the wrapper of torchao's int8 has no bytes
     return packed.nbytes
 
 
 def stacked_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
-    """Yield (name, module, tensor) for experts that are one 3-D tensor per layer."""
+    """Yield (name, module, parameter) for experts stacked in one 3-D parameter per layer."""
     for name, module in model.named_modules():
         if "expert" not in f"{name}.{type(module).__name__}".lower() or isinstance(module, nn.modules.conv._ConvNd):
             continue
@@ -151,19 +151,19 @@ def stacked_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Param
                 yield f"{name}.{key}", module, parameter
 
 
-def logical_size(parameter: torch.Tensor) -> int:
-    """Return the number of weights in a parameter before packing (bitsandbytes: two per byte) or sharding (ZeRO-3)."""
+def logical_numel(parameter: torch.Tensor) -> int:
+    """Return the number of weights in a parameter before packing (bitsandbytes: two per byte) and sharding (ZeRO-3)."""
     state = getattr(parameter, "quant_state", None)
-    whole: int = getattr(parameter, "ds_numel", parameter.numel())
-    return whole if state is None else state.shape.numel()
+    numel: int = getattr(parameter, "ds_numel", parameter.numel())
+    return numel if state is None else state.shape.numel()
 
 
 def is_quantised(weight: Any) -> bool:
     return type(weight).__name__ in QUANTISED
 
 
-def dequantised(weight: Any, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return a quantised weight dequantised, in its original shape, computed in ``dtype`` from codes and scales."""
+def dequantize_weight(weight: Any, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return the dequantised weight in its original shape, computed in ``dtype`` from codes and scales."""
     if isinstance(weight, PackedExperts):
         return weight.dequantize(dtype)
     if type(weight).__name__ == "Params4bit":
@@ -175,14 +175,14 @@ def dequantised(weight: Any, dtype: torch.dtype = torch.float32) -> torch.Tensor
     return weight.qdata.to(dtype) * weight.scale.to(dtype)
 
 
-def divide_packed(model: nn.Module, *, keeps_objects: bool) -> None:
-    """Let ranks shard the 4-bit weights of a model: they become numbers in its other weights' dtype, with equal bits.
+def shard_packed_weights(model: nn.Module, *, keeps_parameter_objects: bool) -> None:
+    """Let ranks shard the packed weights of a model: the codes are viewed as numbers of its floating-point dtype.
 
-    ZeRO-3 and FSDP2 shard floating-point parameters. Block scales are not sharded: each rank's module has all of them,
+    ZeRO-3 and FSDP2 shard floating-point parameters. Block scales are not sharded: each rank's module has all scales,
     a 32nd of the size of the packed weights.
 
-    ``keeps_objects`` is True for a backend that gathers weights into the parameter that it sharded (ZeRO-3), False for
-    one that replaces the parameter (FSDP2).
+    ``keeps_parameter_objects`` is True for a backend that gathers weights into the sharded parameter (ZeRO-3), False
+    for a backend that replaces the parameter (FSDP2).
     """
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point() and not p.requires_grad), torch.float32)
     for name, module in model.named_modules():
@@ -198,58 +198,60 @@ def divide_packed(model: nn.Module, *, keeps_objects: bool) -> None:
         layer: Any = module
         layer.quant_state, layer.quant_storage = weight.quant_state, dtype
         packed = weight.data.view(-1).view(torch.uint8).view(dtype)[:, None]
-        if keeps_objects:
+        if keeps_parameter_objects:
             weight.data, weight.quant_storage = packed, dtype
-        else:  # bitsandbytes takes the scales from the module if the weight has none
+        else:  # bitsandbytes reads the scales from the module if the weight has none
             layer.weight = nn.Parameter(packed, requires_grad=False)
     sharded: set[int] = set()
     for module in list(model.modules()):  # wrappers of adapters come before their base layers
         inner: Any = module
-        while isinstance(below := getattr(inner, "base_layer", None), nn.Module):
-            inner = below
+        while isinstance(base := getattr(inner, "base_layer", None), nn.Module):
+            inner = base
         if id(inner) not in sharded and any(isinstance(x, PackedExperts) for x in inner._parameters.values()):
             sharded.add(id(inner))
-            shard_experts(module, dtype)
+            shard_packed_experts(module, dtype)
 
 
-def _convert(model: PreTrainedModel, kind: str, device: torch.device, change: QuantisationChange | None) -> None:
-    linears = list(_linears(model))
-    if not linears:
+def _quantize_layers(
+    model: PreTrainedModel, kind: str, device: torch.device, layer_quantizer: LayerQuantizer | None
+) -> None:
+    linear_layers = list(_linear_layers_to_quantize(model))
+    if not linear_layers:
         raise ArgumentError(
             f"{type(model).__name__} has no nn.Linear layers to quantise",
             where="finetuning_type",
             fix="write finetuning_type: lora",
         )
-    (_to_int8 if kind == "int8" else _to_nf4)(model, linears, device, change)
-    wide, width = fp32_weight_names(model), model.config.get_text_config(decoder=True).hidden_size
+    (_quantize_to_int8 if kind == "int8" else _quantize_to_nf4)(model, linear_layers, device, layer_quantizer)
+    fp32_names, hidden_size = fp32_weight_names(model), model.config.get_text_config(decoder=True).hidden_size
     for name, module, parameter in list(stacked_experts(model)):
-        if wide.isdisjoint(name.split(".")):
+        if fp32_names.isdisjoint(name.split(".")):
             key = name.rpartition(".")[2]
-            transposed = _outputs_last(module, key, parameter.shape, width)
+            transposed = _is_output_dim_last(module, key, parameter.shape, hidden_size)
             packed = pack_experts(parameter, kind, device, transposed=transposed)
             module._parameters[key] = nn.Parameter(packed, requires_grad=False)
 
 
-def _outputs_last(module: nn.Module, key: str, shape: torch.Size, width: int) -> bool:
-    """Return True if experts have shape ``[E, in, out]``: by their class, or else by the width of the model."""
+def _is_output_dim_last(module: nn.Module, key: str, shape: torch.Size, hidden_size: int) -> bool:
+    """Return True if experts have shape ``[E, in, out]``: by an attribute of their class, else by the hidden size."""
     if (declared := getattr(module, "is_transposed", None)) is not None:
         return bool(declared)
     first, last = (shape[2], shape[1]) if key.startswith("down") else (shape[1], shape[2])
-    return first == width != last
+    return first == hidden_size != last
 
 
-def _linears(model: PreTrainedModel) -> Iterator[tuple[str, nn.Linear]]:
+def _linear_layers_to_quantize(model: PreTrainedModel) -> Iterator[tuple[str, nn.Linear]]:
     """Yield (name, layer) for each ``nn.Linear`` except the head, layers tied to the embedding, and fp32 layers."""
     ends: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
     excluded = {id(module.weight) for module in ends if hasattr(module, "weight")}
-    wide = fp32_weight_names(model)
+    fp32_names = fp32_weight_names(model)
     for name, module in model.named_modules():
-        if type(module) is nn.Linear and id(module.weight) not in excluded and wide.isdisjoint(name.split(".")):
+        if type(module) is nn.Linear and id(module.weight) not in excluded and fp32_names.isdisjoint(name.split(".")):
             yield name, module
 
 
-def _to_int8(
-    model: Any, linears: list[tuple[str, nn.Linear]], device: torch.device, change: QuantisationChange | None
+def _quantize_to_int8(
+    model: Any, linear_layers: list[tuple[str, nn.Linear]], device: torch.device, layer_quantizer: LayerQuantizer | None
 ) -> None:
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
     from transformers import TorchAoConfig
@@ -260,20 +262,20 @@ def _to_int8(
         alone = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
         alone.weight = nn.Parameter(weight.clone(), requires_grad=False)
         quantize_(alone, config)
-        return alone.weight, dequantised(alone.weight)
+        return alone.weight, dequantize_weight(alone.weight)
 
-    for name, linear in linears:
+    for name, linear in linear_layers:
         linear.to(device).requires_grad_(False)
-        if change is None:
+        if layer_quantizer is None:
             quantize_(linear, config)
         else:
-            linear.weight = change.quantised(name, linear.weight.data, quantise)
+            linear.weight = layer_quantizer.quantize_layer(name, linear.weight.data, quantise)
     # As from_pretrained does: peft reads here how to quantise merged weights again.
     model.hf_quantizer = hf_internal(QUANTIZERS).from_config(TorchAoConfig(config), pre_quantized=False)
 
 
-def _to_nf4(
-    model: Any, linears: list[tuple[str, nn.Linear]], device: torch.device, change: QuantisationChange | None
+def _quantize_to_nf4(
+    model: Any, linear_layers: list[tuple[str, nn.Linear]], device: torch.device, layer_quantizer: LayerQuantizer | None
 ) -> None:
     import bitsandbytes
 
@@ -281,9 +283,9 @@ def _to_nf4(
 
     def quantise(weight: torch.Tensor) -> tuple[Any, torch.Tensor]:
         packed = bitsandbytes.nn.Params4bit(weight, requires_grad=False, **settings).to(device)
-        return packed, dequantised(packed)
+        return packed, dequantize_weight(packed)
 
-    for name, linear in linears:
+    for name, linear in linear_layers:
         quantised = bitsandbytes.nn.Linear4bit(
             linear.in_features,
             linear.out_features,
@@ -292,21 +294,21 @@ def _to_nf4(
             device="meta",
             **settings,
         )
-        if change is None:
+        if layer_quantizer is None:
             quantised.weight = bitsandbytes.nn.Params4bit(linear.weight.data, requires_grad=False, **settings)
         else:
-            quantised.weight = change.quantised(name, linear.weight.data.to(device), quantise)
+            quantised.weight = layer_quantizer.quantize_layer(name, linear.weight.data.to(device), quantise)
         quantised.bias = linear.bias
         parent, _, last = name.rpartition(".")
-        if device.type == "meta":  # bitsandbytes does not quantise there
-            quantised.weight = _packed_on_meta(linear.weight)
+        if device.type == "meta":  # bitsandbytes does not quantise on meta
+            quantised.weight = _nf4_weight_on_meta(linear.weight)
         else:
             quantised = quantised.to(device)  # moving it quantises it
         setattr(model.get_submodule(parent), last, quantised.requires_grad_(False))
     model.is_loaded_in_4bit = True  # as from_pretrained does: peft reads this, not the layer's class
 
 
-def _packed_on_meta(weight: torch.Tensor) -> Any:
+def _nf4_weight_on_meta(weight: torch.Tensor) -> Any:
     """Return a 4-bit weight on ``meta``, with shapes and no values, for a simulated model."""
     import bitsandbytes
 
@@ -318,5 +320,5 @@ def _packed_on_meta(weight: torch.Tensor) -> Any:
     return bitsandbytes.nn.Params4bit(packed, requires_grad=False, quant_state=state, bnb_quantized=True, **settings)
 
 
-def _installed(package: str) -> bool:
+def _is_installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None

@@ -1,7 +1,7 @@
 """Load tokenizers or train them from text; add a recipe's tokens and their rows in embedding and head.
 
-A new row is the mean of the previous tokens' rows. So its size is typical for the layers, and it is the same on every
-rank and in every run. Rows of new tokens are trained with all others, or alone beside adapters.
+A new row is the mean of the previous tokens' rows. So a new row has a typical norm, and is equal on every rank and in
+every run. Rows of new tokens are trained with all other rows, or alone with adapters.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from transformers import AddedToken, AutoTokenizer, PreTrainedTokenizerBase, Pre
 
 from streamtune.base.patterns import check_split_patterns
 from streamtune.errors import ArgumentError
-from streamtune.models.config import check_count, check_exists, key_place, loading_error
+from streamtune.models.config import check_layer_limit, check_path_exists, make_loading_error, read_config_json
 
 END_OF_TEXT = "<|endoftext|>"
 TURN_START = "<|im_start|>"
 TURN_END = "<|im_end|>"
 MAX_TEMPLATE = 1 << 20
-"""Most characters of a chat template; the longest known templates have thirty thousand."""
+"""Largest number of characters of a chat template; the longest published templates have about thirty thousand."""
 
 CHATML_TEMPLATE = """
 {%- set calling = 'You can call the functions whose JSON schemas stand between <tools> and </tools>, one on a line:' -%}
@@ -63,21 +63,21 @@ CHATML_TEMPLATE = """
 {%- endfor -%}
 {{- '<|im_start|>assistant\\n' if add_generation_prompt -}}
 """.strip()
-"""ChatML template, which marks the assistant's words and end-of-turn as the generated part.
+"""ChatML template, which marks the assistant's content and end of turn as the generated part.
 
-Every turn with reasoning has it between ``<think>`` and ``</think>``. Tools are JSON schemas in the system message.
-Calls are between ``<tool_call>`` and ``</tool_call>``. Their results are user turns, between ``<tool_response>`` and
-``</tool_response>``. This is the format of Hermes and Qwen, which inference servers parse.
+Reasoning is between ``<think>`` and ``</think>``. Tools are JSON schemas in the system message. Calls are between
+``<tool_call>`` and ``</tool_call>``, results in user turns between ``<tool_response>`` and ``</tool_response>``. This
+is the format of Hermes and Qwen, which inference servers parse.
 """
 
 
 def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer: it has no unknown token, and every string decodes back to itself.
+    """Train a byte-level BPE tokenizer, which has no unknown token and encodes every string without loss.
 
     Digits are single tokens. A line break with its indentation can become one token, which suits code. The tokenizer
     has the ChatML template, ``<|im_end|>`` as EOS and ``<|endoftext|>`` as padding token.
 
-    ``vocab_size`` is the most tokens, including 256 bytes and three special tokens.
+    ``vocab_size`` is the largest number of tokens, including 256 bytes and three special tokens.
     """
     special = [END_OF_TEXT, TURN_START, TURN_END]
     smallest = 256 + len(special)
@@ -103,7 +103,7 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> PreTrainedToken
 
 
 def read_trained_tokenizer(text: str) -> PreTrainedTokenizerFast:
-    """Return the tokenizer for a vocabulary that :func:`train_tokenizer` trained; ``text`` is its JSON."""
+    """Return a tokenizer that :func:`train_tokenizer` trained, from ``text``, its vocabulary as JSON."""
     bpe = Tokenizer.from_str(text)
     return PreTrainedTokenizerFast(
         tokenizer_object=bpe,
@@ -122,7 +122,7 @@ def load_tokenizer(
     special_tokens: Mapping[str, Any] | None = None,
     added_tokens: Sequence[str] = (),
 ) -> PreTrainedTokenizerBase:
-    """Load a tokenizer from a local folder or by its name on the hub. Without a padding token it pads with EOS.
+    """Load a tokenizer from a local folder or by its name on the hub. EOS replaces a missing padding token.
 
     ``special_tokens`` and ``added_tokens`` are added with :func:`add_tokens`.
     """
@@ -143,40 +143,48 @@ def load_tokenizer(
 
 
 def read_vocabulary(name_or_path: str, *, trust_remote_code: bool = False) -> dict[str, int]:
-    """Return the id of each token in a tokenizer's files, by token."""
+    """Return the vocabulary of a tokenizer's files: the id of each token, by token."""
     return _read_tokenizer(name_or_path, trust_remote_code).get_vocab()
 
 
 def _read_tokenizer(name_or_path: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    check_exists(name_or_path)
-    check_count(*key_place(name_or_path))  # transformers reads the model's configuration to find the tokenizer's class
+    check_path_exists(name_or_path)
+    check_layer_limit(
+        *read_config_json(name_or_path)
+    )  # transformers reads the model's configuration to find the tokenizer's class
     try:
         found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             name_or_path, trust_remote_code=trust_remote_code
         )
     except Exception as error:  # the tokenizers library raises plain exceptions for unreadable files
-        raise loading_error("tokenizer", name_or_path, error) from error
+        raise make_loading_error("tokenizer", name_or_path, error) from error
     backend = getattr(found, "backend_tokenizer", None)
     if backend is not None:
         parts = (backend.normalizer, backend.pre_tokenizer, backend.decoder)
         written = [json.loads(part.__getstate__()) for part in parts if part is not None]
-        check_split_patterns(list(_patterns(written)), where=f"tokenizer.json of {name_or_path}")
-    if set(found.get_vocab()) <= set(found.all_special_tokens):  # made from the model's configuration alone
+        check_split_patterns(list(_regular_expressions(written)), where=f"tokenizer.json of {name_or_path}")
+    if set(found.get_vocab()) <= set(found.all_special_tokens):  # transformers made it from the model's config alone
         raise ArgumentError(
             f"'{name_or_path}' has no tokenizer: none of its files has tokens",
             where="tokenizer",
-            fix="copy tokenizer.json and tokenizer_config.json there, or name another: tokenizer: {path: NAME}",
+            fix="copy tokenizer.json and tokenizer_config.json there, or name a tokenizer: tokenizer: {path: NAME}",
         )
     return found
 
 
-def _patterns(value: Any) -> Iterator[str]:
+def _regular_expressions(tokenizer_json: Any) -> Iterator[str]:
     """Yield the regular expressions in the JSON of a tokenizer's parts."""
-    if isinstance(value, dict) and isinstance(value.get("Regex"), str):
-        yield value["Regex"]
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    if isinstance(tokenizer_json, dict) and isinstance(tokenizer_json.get("Regex"), str):
+        yield tokenizer_json["Regex"]
+    parts = (
+        tokenizer_json.values()
+        if isinstance(tokenizer_json, dict)
+        else tokenizer_json
+        if isinstance(tokenizer_json, list)
+        else ()
+    )
     for part in parts:
-        yield from _patterns(part)
+        yield from _regular_expressions(part)
 
 
 def set_chat_template(tokenizer: PreTrainedTokenizerBase, template: str) -> None:
@@ -191,7 +199,7 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, template: str) -> None
         raise ArgumentError(
             f"the chat template file {path} does not exist",
             where="chat_template",
-            fix="give 'chatml', the path of a Jinja file, or the template itself",
+            fix="write 'chatml', the path of a Jinja file, or the template itself",
         )
     try:
         with path.open(encoding="utf-8") as file:
@@ -208,85 +216,103 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, template: str) -> None
 SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
-def add_tokens(tokenizer: PreTrainedTokenizerBase, special: Mapping[str, Any], added: Sequence[str]) -> None:
-    """Add a recipe's special tokens and ordinary tokens to a tokenizer, in place. Known tokens keep their ids.
+def add_tokens(
+    tokenizer: PreTrainedTokenizerBase, special_tokens: Mapping[str, Any], added_tokens: Sequence[str]
+) -> None:
+    """Add a recipe's special tokens and ordinary tokens to a tokenizer, in place. Existing tokens keep their ids.
 
-    ``special`` has tokens for ``bos_token`` and the like, and a list of ``additional_special_tokens``. ``added``
-    tokens, such as ``<think>``, are decoded as ordinary text. Adding the same tokens twice changes nothing.
+    ``special_tokens`` has tokens for keys such as ``bos_token``, and a list for ``additional_special_tokens``. The
+    ``added_tokens``, such as ``<think>``, are decoded as ordinary text. A second call changes nothing.
     """
     for name in SPECIAL:
-        if (text := special.get(name)) is not None:
+        if (text := special_tokens.get(name)) is not None:
             tokenizer.add_special_tokens({name: AddedToken(text, special=True, normalized=False)})
-    more = [AddedToken(text, special=True, normalized=False) for text in special.get("additional_special_tokens") or ()]
+    more = [
+        AddedToken(text, special=True, normalized=False)
+        for text in special_tokens.get("additional_special_tokens") or ()
+    ]
     tokenizer.add_tokens(more, special_tokens=True)
-    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in added if text not in _special_texts(special)])
+    tokenizer.add_tokens(
+        [
+            AddedToken(text, normalized=False)
+            for text in added_tokens
+            if text not in _special_token_texts(special_tokens)
+        ]
+    )
 
 
-def new_tokens(
-    known: Collection[str], tokenizer: PreTrainedTokenizerBase, special: Mapping[str, Any], added: Sequence[str]
+def new_token_ids(
+    old_tokens: Collection[str],
+    tokenizer: PreTrainedTokenizerBase,
+    special_tokens: Mapping[str, Any],
+    added_tokens: Sequence[str],
 ) -> list[int]:
-    """Return the ids of a recipe's tokens that its tokenizer did not have before, ascending.
+    """Return the ids of a recipe's tokens that the tokenizer did not have before, ascending.
 
-    ``known`` are the tokens that it had. ``tokenizer`` already has the recipe's tokens, ``special`` and ``added``.
+    ``tokenizer`` already has the recipe's ``special_tokens`` and ``added_tokens``; before, it had ``old_tokens``.
     """
     vocabulary = tokenizer.get_vocab()
-    named = dict.fromkeys([*_special_texts(special), *added])
-    return sorted(vocabulary[text] for text in named if text not in known and text in vocabulary)
+    texts = dict.fromkeys([*_special_token_texts(special_tokens), *added_tokens])
+    return sorted(vocabulary[text] for text in texts if text not in old_tokens and text in vocabulary)
 
 
-def _special_texts(special: Mapping[str, Any]) -> list[str]:
-    single = [special[name] for name in SPECIAL if special.get(name) is not None]
-    return [*single, *(special.get("additional_special_tokens") or ())]
+def _special_token_texts(special_tokens: Mapping[str, Any]) -> list[str]:
+    single = [special_tokens[name] for name in SPECIAL if special_tokens.get(name) is not None]
+    return [*single, *(special_tokens.get("additional_special_tokens") or ())]
 
 
 @torch.no_grad()
-def add_rows(model: Any, size: int, new: Collection[int]) -> None:
+def add_embedding_rows(model: Any, vocab_size: int, new_token_ids: Collection[int]) -> None:
     """Enlarge the embedding and the head to the vocabulary, and set the rows of new tokens to the mean row.
 
-    The model must have its weights, unquantised and without adapters. Spare rows are used before rows are added.
-    ``size`` is the number of tokens; ``new`` are the ids of the new tokens, which come last.
+    The model must have unquantised weights and no adapters. Spare rows are used before rows are added.
+    ``vocab_size`` is the number of tokens; ``new_token_ids`` are the ids of the new tokens, which come last.
     """
-    if size > model.get_input_embeddings().weight.shape[0]:
+    if vocab_size > model.get_input_embeddings().weight.shape[0]:
         try:
             with torch.random.fork_rng():
-                model.resize_token_embeddings(size, mean_resizing=False)
+                model.resize_token_embeddings(vocab_size, mean_resizing=False)
         except (NotImplementedError, AttributeError, TypeError, ValueError) as error:
             raise ArgumentError(
                 f"the embedding of {type(model).__name__} cannot be enlarged for new tokens: {error}",
                 where="added_tokens",
-                fix="use tokens that its tokenizer has",
+                fix="use tokens that the model's tokenizer has",
             ) from error
-    rows = torch.tensor(sorted(new), device=model.device)
-    first = int(rows[0])
+    rows = torch.tensor(sorted(new_token_ids), device=model.device)
+    first_new_id = int(rows[0])
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tables: dict[int, Any] = {
         id(module.weight): module.weight for module in (embedding, head) if isinstance(module, nn.Module)
     }
     for table in tables.values():
-        table[rows] = table[:first].float().mean(dim=0).to(table.dtype)
+        table[rows] = table[:first_new_id].float().mean(dim=0).to(table.dtype)
     bias = getattr(head, "bias", None)
     if isinstance(bias, torch.Tensor):
-        bias[rows] = bias[:first].float().mean().to(bias.dtype)
+        bias[rows] = bias[:first_new_id].float().mean().to(bias.dtype)
 
 
-def use_special_tokens(model: Any, tokenizer: PreTrainedTokenizerBase, special: Mapping[str, Any]) -> None:
-    """Write the ids of a recipe's special tokens, ``special``, into a model's configurations, in place.
+def write_special_token_ids(model: Any, tokenizer: PreTrainedTokenizerBase, special_tokens: Mapping[str, Any]) -> None:
+    """Write the ids of a recipe's special tokens, ``special_tokens``, into a model's configurations, in place.
 
     A new EOS is added to the tokens that end generation.
     """
-    text = model.config.get_text_config(decoder=True)
+    text_config = model.config.get_text_config(decoder=True)
     generation = getattr(model, "generation_config", None)
     for name in ("bos_token", "eos_token", "pad_token"):
-        if special.get(name) is None:
+        if special_tokens.get(name) is None:
             continue
-        key, number = f"{name}_id", getattr(tokenizer, f"{name}_id")
-        for config in (model.config, text):
-            setattr(config, key, number)
+        key, token_id = f"{name}_id", getattr(tokenizer, f"{name}_id")
+        for config in (model.config, text_config):
+            setattr(config, key, token_id)
         if generation is None:
             continue
-        ends = getattr(generation, key, None)
-        if name == "eos_token" and ends is not None and ends != number:
-            others = [each for each in (ends if isinstance(ends, list) else [ends]) if each != number]
-            setattr(generation, key, [number, *others])
+        current_ids = getattr(generation, key, None)
+        if name == "eos_token" and current_ids is not None and current_ids != token_id:
+            others = [
+                other
+                for other in (current_ids if isinstance(current_ids, list) else [current_ids])
+                if other != token_id
+            ]
+            setattr(generation, key, [token_id, *others])
         else:
-            setattr(generation, key, number)
+            setattr(generation, key, token_id)

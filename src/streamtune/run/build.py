@@ -101,7 +101,7 @@ def build_run(
         share = False
         if task.scores_completions:
             with doing("checking that prompts can be shared"):
-                has_loaded_weights = second_model is not None and models.deferred_of(second_model) is None
+                has_loaded_weights = second_model is not None and models.find_deferred_weights(second_model) is None
                 share = task.can_share_prompts(
                     make_trial_model(recipe, model, start.device),
                     notify,
@@ -182,7 +182,7 @@ def start_adapters_from_rows(
     world.run_on_rank_0(partial(_init_adapters, recipe, task, model, handle, batches))
     if world.size > 1:
         with torch.no_grad():
-            for values in models.started_values(model):
+            for values in models.initial_value_tensors(model):
                 sent = values.detach().cpu()
                 distributed.broadcast(sent, src=0, group=world.group)
                 values.copy_(sent)
@@ -213,16 +213,16 @@ def _init_adapters(recipe: ModelSettings, task: Task[Any], model: Any, handle: S
             handle.routers.silenced(),
         ):
             losses: list[Callable[[], Tensor]] = [partial(row_loss, batch) for batch in rows]
-            factors = models.first_factors(model, losses, gamma=recipe.lora_ga_gamma, seed=recipe.seed)
+            factors = models.factors_from_gradients(model, losses, gamma=recipe.lora_ga_gamma, seed=recipe.seed)
     finally:
         model.train(training)
         if handle.schedule != schedule:
             handle.reschedule(schedule)
-    models.start_from_factors(model, factors)
+    models.initialize_from_factors(model, factors)
 
 
 def _check_host_memory(recipe: ModelSettings, model: Any) -> None:
-    needed_bytes, host_memory = models.summed_bytes(model), recipe.engine.host_memory
+    needed_bytes, host_memory = models.gradient_sum_bytes(model), recipe.engine.host_memory
     usable_bytes = usable_host_bytes() if host_memory == "auto" else parse_size(host_memory, where="engine.host_memory")
     if needed_bytes > usable_bytes:
         raise ArgumentError(

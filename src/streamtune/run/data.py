@@ -162,7 +162,7 @@ def new_token_ids(recipe: ModelKeys, tokenizer: PreTrainedTokenizerBase) -> list
     if trains or recipe.model_name_or_path is None or not (special or recipe.added_tokens):
         return []
     before = models.read_vocabulary(_tokenizer_name(recipe), trust_remote_code=recipe.trust_remote_code)
-    return models.new_tokens(before, tokenizer, special, recipe.added_tokens)
+    return models.new_token_ids(before, tokenizer, special, recipe.added_tokens)
 
 
 def make_shared_tokenizer(
@@ -222,13 +222,13 @@ def fingerprint_inputs(
     name, reference = recipe.model_name_or_path, task.reference_name
     if name is not None and reads_base_weights(task, resumed=resumed) and _can_fingerprint(name, include_hubs):
         fingerprints["base"] = models.fingerprint_model(name, code=recipe.trust_remote_code, times=times)
-        if (base := models.adapter_base(name)) is not None:
+        if (base := models.local_adapter_base(name)) is not None:
             fingerprints["adapter"] = models.fingerprint_model(base, code=recipe.trust_remote_code, times=times)
     if recipe.adapter_name_or_path is not None and recipe.finetuning_type != "full" and not resumed:
         fingerprints["start"] = models.fingerprint_model(recipe.adapter_name_or_path, times=times)
     if reference is not None and _can_fingerprint(reference, include_hubs):
         fingerprints["reference"] = models.fingerprint_model(reference, code=recipe.trust_remote_code, times=times)
-        if (base := models.adapter_base(reference)) is not None:
+        if (base := models.local_adapter_base(reference)) is not None:
             base_fingerprint = models.fingerprint_model(base, code=recipe.trust_remote_code, times=times)
             fingerprints["reference"] = f"{fingerprints['reference']} on {base_fingerprint}"
     if recipe.teacher_file is not None:
@@ -261,7 +261,7 @@ def reads_base_weights(task: Task[Any], *, resumed: bool) -> bool:
 
 
 def _can_fingerprint(name: str, include_hubs: bool) -> bool:
-    return include_hubs or models.is_folder(name)
+    return include_hubs or models.is_local_folder(name)
 
 
 @contextmanager

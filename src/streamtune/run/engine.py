@@ -208,7 +208,7 @@ def stream_and_make_backend(
 def _check_exact_streaming(start: Start, model: Any, handle: StreamHandle, notify: Notify) -> None:
     """Check that the model streams exactly; if its weights are loaded later, check a small model like it."""
     recipe = start.recipe
-    deferred = models.deferred_of(model)
+    deferred = models.find_deferred_weights(model)
     if deferred is None:
         handle.check()
         start.task.check_model(handle)

@@ -69,24 +69,26 @@ def _make_model(
     if new_tokens and sharing is not None and (adapters or checkpoint is None):
         _refuse_new_tokens(recipe, tokenizer, new_tokens)
     name = str(checkpoint.model_dir) if checkpoint is not None and not adapters else recipe.model_name_or_path
-    change = _quantisation_change(recipe) if checkpoint is None else models.QuantisedBefore.load(checkpoint.model_dir)
+    change = (
+        _quantisation_change(recipe) if checkpoint is None else models.SavedLoftqQuantizer.load(checkpoint.model_dir)
+    )
     model = _make_base_model(
         recipe, device, len(tokenizer), _token_ids(tokenizer), name=name, sharing=sharing, change=change
     )
     if new_tokens and (adapters or checkpoint is None):
-        models.add_rows(model, len(tokenizer), new_tokens)
-    models.use_special_tokens(model, tokenizer, recipe.special_tokens.model_dump())
+        models.add_embedding_rows(model, len(tokenizer), new_tokens)
+    models.write_special_token_ids(model, tokenizer, recipe.special_tokens.model_dump())
     _check_vocabulary(model, tokenizer)
-    with models.phantom_weights(model):
+    with models.placeholder_weights(model):
         if checkpoint is None or not adapters:
             adapted = _add_adapters(recipe, model, new_tokens)
         elif recipe.adapter_name_or_path is not None:  # adapters of any kind, as they were loaded
-            adapted = models.load_lora(model, checkpoint.model_dir)
+            adapted = models.load_peft_adapters(model, checkpoint.model_dir)
         else:
-            adapted = models.load_adapters(model, checkpoint.model_dir, _adapter_spec(recipe), new_tokens=new_tokens)
+            adapted = models.load_run_adapters(model, checkpoint.model_dir, _adapter_spec(recipe), new_tokens=new_tokens)
     if recipe.model_name_or_path is not None:
         for config in getattr(adapted, "peft_config", {}).values():
-            config.base_model_name_or_path = models.absolute_name(recipe.model_name_or_path)
+            config.base_model_name_or_path = models.make_path_absolute(recipe.model_name_or_path)
     return adapted
 
 
@@ -97,7 +99,7 @@ def make_reference_model(
     *,
     name: str | None = None,
     sharing: train.World | None = None,
-    change: models.QuantisationChange | None = None,
+    change: models.LayerQuantizer | None = None,
 ) -> Any:
     """Return the model as it is when training starts, or the model ``name``; without adapters or checkpoint."""
     is_own_model = name in (None, recipe.model_name_or_path)
@@ -117,7 +119,7 @@ def make_reference_model(
         frozen=not is_own_model,
     )
     if new_tokens:
-        models.add_rows(model, len(tokenizer), new_tokens)
+        models.add_embedding_rows(model, len(tokenizer), new_tokens)
     return _move_to_device(recipe, model, device)
 
 
@@ -193,9 +195,9 @@ def make_trial_model(recipe: ModelSettings, model: Any, device: torch.device) ->
     It has the same configuration, one layer of each kind, and is not streamed. If ``model`` already has its
     weights, it is returned itself.
     """
-    if models.deferred_of(model) is None:
+    if models.find_deferred_weights(model) is None:
         return model
-    return _add_adapters(recipe, models.small_like(model, decoder_layers(model), seed=recipe.seed).to(device))
+    return _add_adapters(recipe, models.make_small_copy(model, decoder_layers(model), seed=recipe.seed).to(device))
 
 
 def make_model_without_data(recipe: ModelSettings, device: torch.device) -> Any:
@@ -213,7 +215,7 @@ def make_reference_without_data(recipe: ModelSettings, device: torch.device, nam
 
 
 def _make_base_without_data(
-    recipe: ModelSettings, device: torch.device, name: str | None, change: models.QuantisationChange | None = None
+    recipe: ModelSettings, device: torch.device, name: str | None, change: models.LayerQuantizer | None = None
 ) -> Any:
     size = _trained_vocabulary_size(recipe) or 0
     if recipe.model is not None:
@@ -238,7 +240,7 @@ def make_blueprint(recipe: ModelSettings, device: torch.device) -> Any:
 
 def _make_blueprint(recipe: ModelSettings, device: torch.device, name: str | None) -> Any:
     source: Any = recipe.model.init if recipe.model is not None else recipe.model_name_or_path
-    return models.blueprint(
+    return models.build_meta_model(
         source if name is None else name,
         models.ModelOptions(
             weights_dtype(recipe, frozen=name not in (None, recipe.model_name_or_path)),
@@ -246,7 +248,7 @@ def _make_blueprint(recipe: ModelSettings, device: torch.device, name: str | Non
             _rope_change(recipe),
         ),
         vocab_size=_trained_vocabulary_size(recipe) if name is None else None,
-        new_tokens=_count_added_tokens(recipe) if name in (None, recipe.model_name_or_path) else 0,
+        new_token_count=_count_added_tokens(recipe) if name in (None, recipe.model_name_or_path) else 0,
         trust_remote_code=recipe.trust_remote_code,
     )
 
@@ -347,7 +349,7 @@ def _make_base_model(
     *,
     name: str | None,
     sharing: train.World | None = None,
-    change: models.QuantisationChange | None = None,
+    change: models.LayerQuantizer | None = None,
     frozen: bool = False,
 ) -> Any:
     """Return the model ``name``, or a new model, without adapters; ``frozen`` if it is not the trained model."""
@@ -380,11 +382,11 @@ def _make_base_model(
     )
 
 
-def _quantisation_change(recipe: ModelSettings) -> models.QuantisationChange | None:
+def _quantisation_change(recipe: ModelSettings) -> models.LayerQuantizer | None:
     """Return the change of weights before quantisation that new adapters start from (LoftQ); None without one."""
     if not recipe.starts_from_quantisation:
         return None
-    return models.loftq_start(_adapter_spec(recipe), iterations=recipe.loftq_iter, seed=recipe.seed)
+    return models.make_loftq_quantizer(_adapter_spec(recipe), iterations=recipe.loftq_iter, seed=recipe.seed)
 
 
 def _rope_change(recipe: ModelSettings) -> models.RopeChange | None:
@@ -398,7 +400,7 @@ def _token_ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
 def _add_adapters(recipe: ModelSettings, model: Any, new_tokens: Sequence[int] = ()) -> Any:
     """Return the model with new adapters, or itself for full fine-tuning; rows of ``new_tokens`` are trained too."""
     if recipe.finetuning_type == "full":
-        if kind := models.quantization(model):
+        if kind := models.quantization_kind(model):
             raise ArgumentError(
                 f"the checkpoint is quantised ({kind}), and quantised weights cannot be trained",
                 where="finetuning_type",
@@ -419,7 +421,7 @@ def _add_adapters(recipe: ModelSettings, model: Any, new_tokens: Sequence[int] =
             fix=f"merge them into their base, `streamtune export {recipe.model_name_or_path} OUT`, and name OUT",
         )
     if recipe.adapter_name_or_path is not None:
-        return models.start_from(model, recipe.adapter_name_or_path)
+        return models.load_initial_adapters(model, recipe.adapter_name_or_path)
     return models.add_adapters(model, _adapter_spec(recipe), seed=recipe.seed, new_tokens=new_tokens)
 
 

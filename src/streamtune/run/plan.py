@@ -233,7 +233,7 @@ def plan_recipe(
         flops=cluster.data_size * chosen.flops,
         peak_flops=recipe.peak_flops or (target.matmul_flops if target else known_peak_flops(recipe, here)),
         select_flops=_select_flops(recipe, workload),
-        position_advice=models.describe_positions(base, length),
+        position_advice=models.position_warning(base, length),
     )
 
 
@@ -347,7 +347,7 @@ def plan_model(
     inputs = inputs or PlanInputs()
     limits = _memory_limits(recipe.engine, PlanOptions(), None, device, inputs.cluster)
     # Loaded weights belong to the memory of the step, so their bytes are added to the free memory.
-    if recipe.engine.device_memory == "auto" and models.deferred_of(model) is None:
+    if recipe.engine.device_memory == "auto" and models.find_deferred_weights(model) is None:
         limits = replace(
             limits, device_bytes=limits.device_bytes + device_model_bytes(model) + longest_step.reference_bytes
         )

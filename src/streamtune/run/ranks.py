@@ -125,8 +125,8 @@ def make_backend(
         ArgumentError: DeepSpeed is not installed or rejects its configuration, or the optimizer needs one device.
     """
     layers = list(layers)
-    if shares_weights(recipe) and models.quantization(model) == "nf4":
-        models.divide_packed(model, keeps_objects=recipe.deepspeed is not None)
+    if shares_weights(recipe) and models.quantization_kind(model) == "nf4":
+        models.shard_packed_weights(model, keeps_parameter_objects=recipe.deepspeed is not None)
     if recipe.deepspeed is not None:
         from streamtune.distributed.deepspeed import DeepSpeedBackend, check_deepspeed, shard_module
         from streamtune.distributed.deepspeed_config import resolve_config
@@ -189,7 +189,7 @@ def load_weights_by_layer(
         device: Device of this rank.
         shard: Function that shards the weights of a module between the ranks.
     """
-    source = models.deferred_of(model)
+    source = models.find_deferred_weights(model)
     if source is None:
         return
     from streamtune.distributed.pytorch import load_sharded_weights
@@ -208,7 +208,7 @@ def shard_reference(
         hooks gather them.
     """
     layers = list(layers)
-    if models.deferred_of(model) is None:
+    if models.find_deferred_weights(model) is None:
         return None
     if recipe.deepspeed is None:
         from torch.distributed.fsdp import fully_shard

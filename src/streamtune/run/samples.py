@@ -61,12 +61,12 @@ def write_samples(
                     model,
                     tokenizer,
                     prompt,
-                    models.Decoding(sample.max_new_tokens, SAMPLE_TEMPERATURE, recipe.seed, in_step=on_all_ranks),
+                    models.Decoding(sample.max_new_tokens, SAMPLE_TEMPERATURE, recipe.seed, synced_gpus=on_all_ranks),
                     chat=chat_options(recipe),
                 )
                 written.append({"prompt": prompt, "completion": text})
             else:
-                written.append(_answer_row(model, tokenizer, prompt, in_step=on_all_ranks))
+                written.append(_answer_row(model, tokenizer, prompt, synced_gpus=on_all_ranks))
         return written
 
     routers: AbstractContextManager[Any] = built.handle.routers.silenced() if built.handle.layers else nullcontext()
@@ -93,14 +93,19 @@ def _answer_span(row: data.Example) -> tuple[int, int]:
     return int(trained[0]), int(trained[0] + after[0]) if len(after) else len(labels)
 
 
-def _answer_row(model: Any, tokenizer: Any, row: data.Example, *, in_step: bool) -> dict[str, Any]:
+def _answer_row(model: Any, tokenizer: Any, row: data.Example, *, synced_gpus: bool) -> dict[str, Any]:
     """Return the greedy completion of a row's prompt as a line of ``samples.jsonl``, compared with the answer."""
     begin, end = _answer_span(row)
     ids = [int(token) for token in row.input_ids]
     expected = ids[begin:end]
-    ends = models.end_tokens(model, tokenizer)
-    generated = models.likeliest_tokens(
-        model, ids[:begin], max_new_tokens=len(expected), ends=ends, pad=tokenizer.pad_token_id, in_step=in_step
+    ends = models.all_eos_token_ids(model, tokenizer)
+    generated = models.generate_greedily(
+        model,
+        ids[:begin],
+        max_new_tokens=len(expected),
+        eos_ids=ends,
+        pad_id=tokenizer.pad_token_id,
+        synced_gpus=synced_gpus,
     )
     end_position = next((position for position, token in enumerate(expected) if token in ends), len(expected))
     expected_ids = expected[: end_position + 1]  # without tokens that a template writes after the end
@@ -122,12 +127,12 @@ def add_stop_tokens(
 
     They become part of the generation config: in checkpoints, in the final model and in its exports.
     """
-    return models.add_ends(model, task.trained_end_tokens(prepared, tokenizer))
+    return models.add_eos_token_ids(model, task.trained_end_tokens(prepared, tokenizer))
 
 
 def describe_stop_tokens(added: list[int], tokenizer: PreTrainedTokenizerBase, model: Any) -> str:
     """Return the added stop tokens in one line, and the stop tokens that the model had before."""
-    earlier = [token for token in models.ends_of(base_of(model).generation_config) if token not in added]
+    earlier = [token for token in models.eos_token_ids(base_of(model).generation_config) if token not in added]
     rest = f"in addition to {_token_names(earlier, tokenizer)}" if earlier else "the model had no stop token"
     return f"{_token_names(added, tokenizer)}, which end the trained turns; {rest} (generation_config.json)"
 

@@ -445,11 +445,11 @@ def notify_model_warnings(model: Any, longest_row: int, start: Start, notify: No
     """
     notes = [
         models.check_positions(model, longest_row),
-        models.left_whole(model),
+        models.unquantized_experts_note(model),
         rounding_warning(start.recipe, model),
     ]
     if start.checkpoint is None:
-        notes.append(models.left_out(model))
+        notes.append(models.unloaded_layers_warning(model))
     for note in notes:
         if note is not None:
             notify(note)

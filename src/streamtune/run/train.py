@@ -344,18 +344,18 @@ def _make_model_writer(run: Run) -> train.ModelWriter:
     if isinstance(run.backend, train.BlockBackend):  # a block that is frozen now may be trained while a copy is written
         trained = run.backend.optimizer.every_parameter
     saved = list(run.model.parameters()) if run.recipe.finetuning_type == "full" else trained
-    num_bytes = sum(models.count_weights(parameter) * parameter.element_size() for parameter in saved)
+    num_bytes = sum(models.full_parameter_size(parameter) * parameter.element_size() for parameter in saved)
     tokenizer = models.SavedTokenizer(run.tokenizer)
     if run.shares_weights:
         is_main = run.world.is_main
 
         def write_gathered(folder: Path) -> None:
-            models.save_gathered(run.model, tokenizer, folder, run.backend.full_weights, is_main=is_main)
+            models.save_gathered_weights(run.model, tokenizer, folder, run.backend.full_weights, is_main=is_main)
 
         def snapshot_gathered() -> Callable[[Path], None]:
             tokenizer.read()
-            copies = models.copy_gathered(run.model, run.backend.full_weights, is_main=is_main)
-            return lambda folder: models.save_copied(run.model, tokenizer, folder, copies)
+            copies = models.copy_gathered_weights(run.model, run.backend.full_weights, is_main=is_main)
+            return lambda folder: models.save_copied_weights(run.model, tokenizer, folder, copies)
 
         return train.ModelWriter(write_gathered, num_bytes, snapshot_gathered, needs_all_ranks=True)
 

@@ -167,7 +167,7 @@ def _can_round(recipe: TrainingSettings) -> bool:
 def _extra_float32_bytes(recipe: TrainingSettings, model: Any) -> int:
     """Return how many bytes more float32 weights, gradients and states need than bfloat16."""
     trained = [p for p in model.parameters() if p.requires_grad]
-    extra_bytes = sum(4 * models.count_weights(p) for p in trained)
+    extra_bytes = sum(4 * models.full_parameter_size(p) for p in trained)
     if recipe.optim == "adamw" and recipe.optim_states == "param":
         shapes = [tuple(p.shape) for p in trained]
         extra_bytes += sum(state_bytes("adamw", shape, 4, {}) - state_bytes("adamw", shape, 2, {}) for shape in shapes)

@@ -67,7 +67,7 @@ class RowCost:
         embedding: Any = base.get_input_embeddings()
         is_tied = bool(getattr(config, "tie_word_embeddings", False))
         weights = sum(_weights_per_token(name, parameter, config) for name, parameter in model.named_parameters())
-        per_token = 2.0 * (weights - (0 if is_tied else models.count_weights(embedding.weight)))
+        per_token = 2.0 * (weights - (0 if is_tied else models.full_parameter_size(embedding.weight)))
         heads = getattr(config, "num_attention_heads", None)
         heads = heads if isinstance(heads, int) else 0
         head_dim = getattr(config, "head_dim", None) or (getattr(config, "hidden_size", 0) // max(1, heads))
@@ -88,7 +88,7 @@ def _weights_per_token(name: str, parameter: nn.Parameter, config: Any) -> float
     experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
     chosen = getattr(config, "num_experts_per_tok", None)
     share = chosen / experts if ".experts." in name and experts and chosen else 1.0
-    return share * models.count_weights(parameter)
+    return share * models.full_parameter_size(parameter)
 
 
 def divide_among_ranks(batches: Iterable[train.MicroBatch], world: train.World) -> Iterator[train.MicroBatch]:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 import streamtune
 from streamtune import train
 from streamtune.engine import decoder_layers
-from streamtune.models import ModelOptions, add_lora, blueprint
+from streamtune.models import ModelOptions, add_lora, build_meta_model
 from streamtune.models.quantize import quantize
 from streamtune.plan.simulate.cluster import Links
 from streamtune.plan.simulate.memory import distinct_bytes, quantization_scale_bytes
@@ -45,7 +45,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def _planned(recipe: Recipe, world: train.World, schedule: streamtune.Schedule) -> dict[str, int]:
-    model = blueprint(CONFIG, ModelOptions(recipe.dtype, "nf4" if recipe.finetuning_type == "qlora" else None))
+    model = build_meta_model(CONFIG, ModelOptions(recipe.dtype, "nf4" if recipe.finetuning_type == "qlora" else None))
     with torch.device("meta"):
         model = _adapted(recipe, model)
     cluster = cluster_of(recipe, model, RequestedRanks(world.size, 1), Links())
@@ -63,7 +63,7 @@ def _planned(recipe: Recipe, world: train.World, schedule: streamtune.Schedule) 
 
 def _held(recipe: Recipe, world: train.World, schedule: streamtune.Schedule) -> dict[str, int]:
     torch.manual_seed(0)
-    model: Any = blueprint(CONFIG, ModelOptions(recipe.dtype)).to_empty(device="cpu").train()
+    model: Any = build_meta_model(CONFIG, ModelOptions(recipe.dtype)).to_empty(device="cpu").train()
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.02)
     model.model.rotary_emb = type(model.model.rotary_emb)(model.config)  # its buffers are no parameters

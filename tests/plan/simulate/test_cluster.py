@@ -15,7 +15,7 @@ from torch import nn
 
 from streamtune.cli import main
 from streamtune.errors import ArgumentError
-from streamtune.models import ModelOptions, blueprint
+from streamtune.models import ModelOptions, build_meta_model
 from streamtune.plan import Limits, Rates, choose
 from streamtune.plan.choices import SearchSpace
 from streamtune.plan.refusal import make_nothing_fits_error
@@ -41,7 +41,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 @cache
 def model() -> Any:
-    return blueprint(CONFIG, ModelOptions("bfloat16"))
+    return build_meta_model(CONFIG, ModelOptions("bfloat16"))
 
 
 def workload(cluster: Cluster | None = None, **changes: Any) -> Workload:
@@ -94,7 +94,7 @@ def test_keys_pass_by_in_a_ring() -> None:
 @pytest.mark.full
 def test_windows_are_as_much_work_for_all_ranks_together() -> None:
     settings = {**CONFIG, "model_type": "mistral", "sliding_window": 6144}
-    windowed = blueprint(settings, ModelOptions("bfloat16"))
+    windowed = build_meta_model(settings, ModelOptions("bfloat16"))
     one, rank = (
         simulate(Workload(lambda: windowed, LONG, cluster=cluster), replace(CHUNKS, chunk_size=chunk)).work
         for cluster, chunk in ((Cluster(), 4096), (Cluster(4, sequence_size=4), 1024))
@@ -168,7 +168,7 @@ def test_a_fourth_of_a_nodes_devices_carries_what_leaves_it() -> None:
 def test_a_sequence_sends_what_docs_decisions_015_counts(form: Any, forth: int, back: int) -> None:
     """Bytes for Qwen3-8B on 8 ranks, per own token and layer."""
     changes = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "num_hidden_layers": 1}
-    wide = blueprint({**CONFIG, **changes}, ModelOptions("bfloat16"))
+    wide = build_meta_model({**CONFIG, **changes}, ModelOptions("bfloat16"))
     cluster = Cluster(8, sequence_size=8, form=form)
     own, chunks = LENGTH // 8, 4
     pace = Pace(Workload(lambda: wide, LENGTH, cluster=cluster), RATES)
@@ -185,7 +185,7 @@ def test_states_are_passed_on_with_every_chunk(levels: Any) -> None:
     kinds = ["conv", "full_attention", "conv", "conv"]
     config = {**CONFIG, "model_type": "lfm2", "layer_types": kinds, "num_hidden_layers": 4, "conv_L_cache": 3}
     del config["head_dim"]
-    model = blueprint(config, ModelOptions("bfloat16"))
+    model = build_meta_model(config, ModelOptions("bfloat16"))
     changes = {"cluster": Cluster(4, sequence_size=4), "batch_size": 2, "micro_batches": 3}
     pace = Pace(Workload(lambda: model, LENGTH, **changes), RATES)  # type: ignore[arg-type]
     sent = {flow.what: flow for flow in pace.traffic(Schedule(chunk_size=128, levels=levels)).flows}

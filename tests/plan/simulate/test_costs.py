@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from streamtune.models import ModelOptions, add_lora, blueprint
+from streamtune.models import ModelOptions, add_lora, build_meta_model
 from streamtune.plan.rates import DEVICES, peak_flops
 from streamtune.plan.simulate import Workload, simulate
 from streamtune.plan.simulate.costs import FLOPS_PER_BYTE, bandwidth_bytes, copies_to_itself, product_flops
@@ -84,7 +84,7 @@ def model_of(**changes: Any) -> Any:
     if settings["model_type"] in ("qwen2", "qwen3_moe"):
         del settings["head_dim"]
         settings["num_attention_heads"] = 4
-    return blueprint(settings, ModelOptions("float32"))
+    return build_meta_model(settings, ModelOptions("float32"))
 
 
 @pytest.mark.quick("untied", "experts")

@@ -12,7 +12,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from streamtune.models.quantize import PACKAGES, dequantised, is_quantised, quantize
+from streamtune.models.quantize import PACKAGES, dequantize_weight, is_quantised, quantize
 from streamtune.programs.export.export import ExportOptions, export_model
 from tests.precision_kit import relative
 
@@ -97,4 +97,4 @@ def values(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """The weights that a quantised model stands for, in fp64, by their names."""
     for name, weight in model.named_parameters():
         if is_quantised(weight):
-            yield name, dequantised(weight, torch.float32).double()
+            yield name, dequantize_weight(weight, torch.float32).double()

@@ -1,8 +1,8 @@
-"""Add new adapters to a model, of the kinds in ``base/adapters.py``, and load saved ones.
+"""Add new adapters to a model, of the kinds in ``base/adapters.py``, and load saved adapters.
 
-Adapters with a constant part are saved as one LoRA of twice the rank, ``[B, -B0] [A; A0]``, which peft can load onto
-the original base; resuming splits it again. ``paca`` is saved as a LoRA whose ``A`` has a single one in each row, at
-the trained column.
+Adapters with a constant part are saved as one LoRA of twice the rank, ``[B, -B0] [A; A0]``. Peft can load this LoRA
+onto the original base; resuming splits it again. ``paca`` is saved as a LoRA: each row of ``A`` is 1 at the trained
+column, else 0.
 """
 
 from __future__ import annotations
@@ -25,25 +25,30 @@ from streamtune.models.adapters.start import (
     CONSTANT,
     LOFTQ_FILE,
     START,
-    LoftqStart,
-    add_start,
-    on_meta,
-    start_from_quantisation,
-    start_from_weights,
+    LoftqQuantizer,
+    add_constant_adapter,
+    copy_to_meta,
+    initialize_from_quantization_error,
+    initialize_from_weights,
 )
 from streamtune.models.adapters.targets import (
     PEFT_FORM,
-    end_names,
-    linear_targets,
-    low_rank_layers,
-    low_rank_targets,
-    matching,
-    module_names,
-    name_experts,
-    no_pattern_warnings,
-    shared_ends,
+    embedding_and_head_names,
+    linear_target_names,
+    lora_layers,
+    module_and_parameter_names,
+    names_with_suffixes,
+    peft_target_options,
+    selected_tied_layers,
+    suppress_pattern_warnings,
+    write_expert_targets,
 )
-from streamtune.models.folder import READ, check_saved_settings, unchanged, unmapped
+from streamtune.models.folder import (
+    READ_BACKEND,
+    check_adapter_config_file,
+    read_without_mmap,
+    refuse_concurrent_writes,
+)
 
 if TYPE_CHECKING:  # peft imports every quantiser: two seconds
     from peft import PeftConfig, PeftModel
@@ -77,7 +82,7 @@ def add_adapters(
     """Freeze ``model``, in place, and return it with trainable adapters.
 
     On ``meta`` no weight is decomposed. Adapters of kind ``lora_ga`` have no effect before
-    ``models.start_from_factors``. The caller's random state does not change.
+    ``models.initialize_from_factors``. The caller's random state does not change.
 
     Args:
         model: Model without adapters.
@@ -85,61 +90,60 @@ def add_adapters(
         seed: Seed of the random first values.
         new_tokens: Ids of tokens whose rows in the embedding and the head are trained too.
     """
-    adapted = add_unstarted(model, spec, seed, new_tokens)
+    adapted = add_adapters_with_peft_init(model, spec, seed, new_tokens)
     if spec.row.start == "peft":
         return adapted
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(seed)
         if spec.row.subtracts_initial_values:
-            add_start(adapted)
+            add_constant_adapter(adapted)
         if spec.row.start == "weights":
-            start_from_weights(adapted, spec)
+            initialize_from_weights(adapted, spec)
         elif spec.row.start == "quantisation" and next(model.parameters()).device.type != "meta":
-            start_from_quantisation(model, low_rank_layers(adapted))
+            initialize_from_quantization_error(model, lora_layers(adapted))
     return adapted
 
 
-def loftq_start(spec: AdapterSpec, *, iterations: int, seed: int) -> LoftqStart:
-    """Return the change of weights with which a model is quantised for adapters of kind ``loftq``.
+def make_loftq_quantizer(spec: AdapterSpec, *, iterations: int, seed: int) -> LoftqQuantizer:
+    """Return the quantiser for a model with ``loftq`` adapters; it decomposes each layer ``iterations`` times."""
 
-    Each layer is quantised and decomposed ``iterations`` times.
-    """
-
-    def layers(model: PreTrainedModel) -> dict[str, tuple[int, float]]:
+    def rank_and_scale_by_layer(model: PreTrainedModel) -> dict[str, tuple[int, float]]:
         with torch.device("meta"):
-            adapted = add_unstarted(on_meta(model), spec, seed, ())
-        return {name: (layer.r["default"], layer.scaling["default"]) for name, layer in low_rank_layers(adapted)}
+            adapted = add_adapters_with_peft_init(copy_to_meta(model), spec, seed, ())
+        return {name: (layer.r["default"], layer.scaling["default"]) for name, layer in lora_layers(adapted)}
 
-    return LoftqStart(layers, iterations=iterations, seed=seed)
+    return LoftqQuantizer(rank_and_scale_by_layer, iterations=iterations, seed=seed)
 
 
-def add_unstarted(model: PreTrainedModel, spec: AdapterSpec, seed: int, new_tokens: Sequence[int]) -> PeftModel:
-    """Return ``model`` with adapters that have peft's default first values, whatever their kind."""
+def add_adapters_with_peft_init(
+    model: PreTrainedModel, spec: AdapterSpec, seed: int, new_tokens: Sequence[int]
+) -> PeftModel:
+    """Return ``model`` with adapters of any kind, with peft's default initial values."""
     from peft import get_peft_config, get_peft_model
 
-    _check_patterns(spec, model)
+    _check_rank_and_alpha_patterns(spec, model)
     options = spec.peft_options(seed)
     options |= {"task_type": "CAUSAL_LM", "modules_to_save": list(spec.modules_to_save) or None}
-    matching(
+    names_with_suffixes(
         spec.modules_to_save, [name for name, _ in model.named_modules() if name], "modules_to_save", "module", model
     )
     if spec.row.low_rank:
-        options |= low_rank_targets(model, spec)
+        options |= peft_target_options(model, spec)
         options["trainable_token_indices"] = (
-            {name: list(new_tokens) for name in end_names(model)} if new_tokens else None
+            {name: list(new_tokens) for name in embedding_and_head_names(model)} if new_tokens else None
         )
-        options["ensure_weight_tying"] = bool(shared_ends(model, spec.modules_to_save))
+        options["ensure_weight_tying"] = bool(selected_tied_layers(model, spec.modules_to_save))
     else:
-        options["target_modules"] = linear_targets(model, spec)
-        _check_not_low_rank(spec, model, new_tokens)
-        _check_rank([model.get_submodule(name) for name in options["target_modules"]], spec)
+        options["target_modules"] = linear_target_names(model, spec)
+        _refuse_low_rank_only_options(spec, model, new_tokens)
+        _check_rank_of_recipe([model.get_submodule(name) for name in options["target_modules"]], spec)
     config = get_peft_config(options)
-    name_experts(model, spec, config)
+    write_expert_targets(model, spec, config)
     if spec.row.columns:
-        from streamtune.models.adapters.paca import train_columns
+        from streamtune.models.adapters.paca import register_paca_layer
 
-        train_columns(model, config)
-    with torch.random.fork_rng(), no_pattern_warnings():
+        register_paca_layer(model, config)
+    with torch.random.fork_rng(), suppress_pattern_warnings():
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False")  # peft sets it itself, for Conv1D
         torch.manual_seed(seed)
         try:
@@ -151,13 +155,13 @@ def add_unstarted(model: PreTrainedModel, spec: AdapterSpec, seed: int, new_toke
                 fix="name other layers in lora_target, or write adapter_type: lora",
             ) from error
     if spec.row.low_rank:
-        _check_ranks(dict(low_rank_layers(adapted)), spec)
+        _check_ranks_fit_layers(dict(lora_layers(adapted)), spec)
     if spec.row.divides_by_rows:
-        _check_row_norms(adapted)
+        _refuse_zero_rows(adapted)
     return adapted
 
 
-def _check_not_low_rank(spec: AdapterSpec, model: PreTrainedModel, new_tokens: Sequence[int]) -> None:
+def _refuse_low_rank_only_options(spec: AdapterSpec, model: PreTrainedModel, new_tokens: Sequence[int]) -> None:
     """Refuse new tokens, and a tied embedding or head in ``modules_to_save``, for kinds that are not low-rank."""
     *others, last = (name for name, kind in ADAPTERS.items() if kind.low_rank)
     fix = f"write adapter_type: {', '.join(others)} or {last}"
@@ -167,7 +171,7 @@ def _check_not_low_rank(spec: AdapterSpec, model: PreTrainedModel, new_tokens: S
             where="adapter_type",
             fix=f"{fix}, or add no tokens",
         )
-    for name in shared_ends(model, spec.modules_to_save):
+    for name in selected_tied_layers(model, spec.modules_to_save):
         raise ArgumentError(
             f"{name} is tied (embedding and head share a weight); adapters of kind {spec.kind} would train an untied "
             "copy of it",
@@ -176,15 +180,15 @@ def _check_not_low_rank(spec: AdapterSpec, model: PreTrainedModel, new_tokens: S
         )
 
 
-def _check_patterns(spec: AdapterSpec, model: nn.Module) -> None:
-    """Refuse patterns that are invalid, or take too long on the names of this model."""
-    names = module_names(model)
+def _check_rank_and_alpha_patterns(spec: AdapterSpec, model: nn.Module) -> None:
+    """Refuse rank and alpha patterns that are invalid, or too slow to match on the names of this model."""
+    names = module_and_parameter_names(model)
     for where, patterns in (("lora_rank_pattern", spec.ranks), ("lora_alpha_pattern", spec.alphas)):
         find_matches(list(patterns), names, where=where, match_function="match", template=PEFT_FORM)
 
 
-def _check_ranks(layers: Mapping[str, Any], spec: AdapterSpec) -> None:
-    """Refuse ranks that are too large for a matrix, and patterns that match no layer with an adapter."""
+def _check_ranks_fit_layers(layers: Mapping[str, Any], spec: AdapterSpec) -> None:
+    """Refuse a rank that is too large for its matrix, and a pattern that matches no layer with an adapter."""
     for where, patterns in (("lora_rank_pattern", spec.ranks), ("lora_alpha_pattern", spec.alphas)):
         for pattern in patterns:
             if not any(re.match(rf"(.*\.)?({pattern})$", name) for name in layers):
@@ -210,9 +214,9 @@ def _check_ranks(layers: Mapping[str, Any], spec: AdapterSpec) -> None:
         )
 
 
-def _check_row_norms(adapted: Any) -> None:
+def _refuse_zero_rows(adapted: Any) -> None:
     """Refuse DoRA on a weight with a row of zeros: DoRA divides by the norm of each row."""
-    for name, layer in low_rank_layers(adapted):
+    for name, layer in lora_layers(adapted):
         norms = layer.lora_magnitude_vector["default"].weight
         zeros = 0 if norms.is_meta else int((norms == 0).sum())
         if zeros:
@@ -224,7 +228,7 @@ def _check_row_norms(adapted: Any) -> None:
             )
 
 
-def _check_rank(layers: Sequence[Any], spec: AdapterSpec) -> None:
+def _check_rank_of_recipe(layers: Sequence[Any], spec: AdapterSpec) -> None:
     """Refuse an odd number of reflections, and a rank above the size of every layer, which gains nothing."""
     if spec.row.even_rank and spec.r % 2:
         raise ArgumentError(
@@ -249,19 +253,21 @@ def _largest_rank(layer: Any, spec: AdapterSpec) -> int:
     return {"columns": columns, "half": singular // 2}.get(spec.row.largest_rank, singular)
 
 
-def is_written_as_lora(adapted: Any) -> bool:
-    """Return True if the adapters of a model must be converted to a plain LoRA when they are saved."""
-    return any(START in layer.lora_A or _has_columns(layer) for _, layer in low_rank_layers(adapted))
+def is_converted_when_saved(adapted: Any) -> bool:
+    """Return True if saving converts the adapters of a model to a plain LoRA."""
+    return any(START in layer.lora_A or _is_paca_layer(layer) for _, layer in lora_layers(adapted))
 
 
-def _has_columns(layer: Any) -> bool:
+def _is_paca_layer(layer: Any) -> bool:
     return any(hasattr(part, "index") for part in layer.lora_A.values())
 
 
-def written_adapters(adapted: Any, weights: Mapping[str, Tensor] | None = None) -> tuple[PeftConfig, dict[str, Tensor]]:
+def convert_adapters_to_lora(
+    adapted: Any, weights: Mapping[str, Tensor] | None = None
+) -> tuple[PeftConfig, dict[str, Tensor]]:
     """Return the configuration and tensors of a model's adapters, converted to a plain LoRA on the original base.
 
-    The model satisfies :func:`is_written_as_lora`. ``weights`` is the state to write; None takes the model's state now.
+    :func:`is_converted_when_saved` must be True. ``weights`` is the state to write, by default the model's state.
     """
     from peft import get_peft_model_state_dict
 
@@ -287,26 +293,26 @@ def written_adapters(adapted: Any, weights: Mapping[str, Tensor] | None = None) 
     return config, {name: values.contiguous() for name, values in adapters.items()}
 
 
-def load_adapters(
+def load_run_adapters(
     model: PreTrainedModel, folder: Path, spec: AdapterSpec, *, new_tokens: Sequence[int] = ()
 ) -> PeftModel:
     """Return the base with the adapters that a run saved, to resume their training.
 
-    ``spec`` and ``new_tokens`` are the values with which the adapters were added.
+    ``spec`` and ``new_tokens`` must be the arguments with which the run added the adapters.
     """
     if not spec.row.written_as_lora:
-        return load_lora(model, folder)
+        return load_peft_adapters(model, folder)
     from peft import set_peft_model_state_dict
     from safetensors.torch import load_file
 
-    adapted = add_unstarted(model, spec, 0, new_tokens)
-    saved = load_file(_weights_in(folder), backend=READ)
+    adapted = add_adapters_with_peft_init(model, spec, 0, new_tokens)
+    saved = load_file(_adapter_weights_file(folder), backend=READ_BACKEND)
     if spec.row.columns:
         for name in [name for name in saved if name.endswith("lora_A.weight")]:
             saved[name.replace("lora_A.weight", COLUMNS)] = saved.pop(name).argmax(dim=1)
         set_peft_model_state_dict(adapted, saved)
         return adapted
-    add_start(adapted)
+    add_constant_adapter(adapted)
     trained: dict[str, Tensor] = {}
     constant: dict[str, Tensor] = {}
     for name, values in saved.items():
@@ -320,27 +326,25 @@ def load_adapters(
     return adapted
 
 
-def _weights_in(folder: Path) -> Path:
-    """Return the weight file of saved adapters; refuse a folder without safetensors."""
+def _adapter_weights_file(folder: Path) -> Path:
+    """Return the path of the adapters' weights; refuse a folder without safetensors."""
     if not (path := folder / "adapter_model.safetensors").is_file():
         raise ArgumentError(f"{folder} has no adapters in safetensors", where="--resume", fix="use another checkpoint")
     return path
 
 
-def load_lora(model: PreTrainedModel, folder: Path) -> PeftModel:
+def load_peft_adapters(model: PreTrainedModel, folder: Path) -> PeftModel:
     """Return the base with the adapters saved in ``folder``, trainable."""
     from peft import PeftModel
 
-    _weights_in(folder)
-    check_saved_settings(folder, module_names(model), where="adapters")
-    with no_pattern_warnings(), unchanged(folder, where="adapters"), unmapped(folder):
+    _adapter_weights_file(folder)
+    check_adapter_config_file(folder, module_and_parameter_names(model), where="adapters")
+    with suppress_pattern_warnings(), refuse_concurrent_writes(folder, where="adapters"), read_without_mmap(folder):
         return PeftModel.from_pretrained(model, str(folder), is_trainable=True)
 
 
-def start_from(model: PreTrainedModel, folder: str) -> PeftModel:
-    """Return the base with existing adapters in peft's format, as the start of a training.
-
-    On ``meta`` no weight is read.
+def load_initial_adapters(model: PreTrainedModel, folder: str) -> PeftModel:
+    """Return the base with existing adapters in peft's format, to train them further. On ``meta`` no weight is read.
 
     Raises:
         ArgumentError: The folder has no adapters, their kind cannot be trained here, or they belong to another base.
@@ -353,7 +357,7 @@ def start_from(model: PreTrainedModel, folder: str) -> PeftModel:
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         if not (path / name).is_file():
             raise ArgumentError(f"{folder} has no {name}", where=key, fix=fix)
-    check_saved_settings(path, module_names(model), where=key)
+    check_adapter_config_file(path, module_and_parameter_names(model), where=key)
     try:
         config: Any = PeftConfig.from_pretrained(str(path))
     except (OSError, ValueError, TypeError, KeyError) as error:
@@ -361,7 +365,7 @@ def start_from(model: PreTrainedModel, folder: str) -> PeftModel:
     changed = str(getattr(config, "init_lora_weights", True)).lower()
     if config.is_prompt_learning or changed.startswith(("corda", *NAMED_STARTS)):
         kind = "a learned prompt" if config.is_prompt_learning else f"adapters of {changed}, which changed their base"
-        raise ArgumentError(f"{folder} holds {kind}", where=key, fix="convert them to LoRA with peft")
+        raise ArgumentError(f"{folder} contains {kind}", where=key, fix="convert them to LoRA with peft")
     if (path / LOFTQ_FILE).is_file():
         raise ArgumentError(
             f"the adapters in {folder} (loftq_iter) belong to weights that were changed before quantisation",
@@ -370,10 +374,10 @@ def start_from(model: PreTrainedModel, folder: str) -> PeftModel:
         )
     config.inference_mode = False
     try:
-        with no_pattern_warnings():
+        with suppress_pattern_warnings():
             if next(model.parameters()).device.type == "meta":
                 return get_peft_model(model, config)
-            with unchanged(path, where=key), unmapped(path):
+            with refuse_concurrent_writes(path, where=key), read_without_mmap(path):
                 adapted = PeftModel.from_pretrained(model, str(path), is_trainable=True, config=config)
     except (IndexError, KeyError, NotImplementedError, RuntimeError, ValueError) as error:
         raise ArgumentError(

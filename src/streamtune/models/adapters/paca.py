@@ -1,13 +1,13 @@
 """Train some columns of each weight: PaCA (Woo et al., arXiv 2503.01905).
 
-    y = x (W + D)',   D is zero but in r columns drawn at random,   dL/dD[:, index] = (dL/dy)' x[:, index]
+    y = x (W + D)',   D is zero except in r random columns,   dL/dD[:, index] = (dL/dy)' x[:, index]
 
-The layer computes one product, with the changed weight; LoRA computes two more in sequence. The backward needs only r
-columns of the input. The trained columns are stored as their difference from the base, in the adapters' dtype. They are
-added to the weight only during a product, so references, saves and merges see an unchanged base.
+The layer computes one matmul, with the changed weight; LoRA computes two more in sequence. The backward needs only r
+columns of the input. ``D`` is stored for the trained columns only, in the adapters' dtype. It is added to the weight
+only during a matmul, so references, saves and merges read an unchanged base.
 
-``D`` is ``B A``, where the rows of ``A`` are rows of the identity. So peft's LoRA does the rest, and the layer is saved
-as LoRA.
+``D`` is ``B A``, where the rows of ``A`` are rows of the identity matrix. So the layer is saved as LoRA, and peft's
+LoRA code does the rest.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from torch.nn.functional import linear
 
 from streamtune.engine.hf_names import CONV1D, hf_internal
 from streamtune.errors import ArgumentError
-from streamtune.models.adapters.targets import is_whole, linear_names
+from streamtune.models.adapters.targets import is_unquantized, linear_layer_names
 from streamtune.ops.fused import outer
 
 
 class Columns(nn.Module):
-    """Selects the input columns that belong to trained columns of the weight; it replaces LoRA's ``A``.
+    """Module in place of LoRA's ``A``: selects the input features of the trained weight columns.
 
     Attributes:
-        index: ``[r]`` int64, ascending.
+        index: Indices of the trained columns, int64 ``[r]``, ascending.
     """
 
     index: Tensor
@@ -46,13 +46,13 @@ class Columns(nn.Module):
 
 
 class PacaLinear(lora.Linear):
-    """Linear layer with some trained columns: ``lora_B`` is their difference from the base, ``[out, r]``.
+    """Linear layer with some trained columns: ``lora_B`` ``[out, r]`` is their difference from the base.
 
-    The columns are drawn with torch's random state when adapters are added.
+    The columns are drawn with torch's global generator when adapters are added.
     """
 
     def __init__(self, base_layer: nn.Module, adapter_name: str, *, config: Any, **options: Any) -> None:
-        # peft sets it for its own layers, and saves it.
+        # peft sets this key for peft's own layers, and saves it.
         config.fan_in_fan_out = isinstance(base_layer, hf_internal(CONV1D))
         super().__init__(base_layer, adapter_name, config=config, **options)
 
@@ -74,39 +74,39 @@ class PacaLinear(lora.Linear):
             return super().forward(x, *args, **options)
         (name,) = self.active_adapters
         columns, index = self.lora_B[name].weight, self.lora_A[name].index
-        return _WithColumns.apply(x, columns, self.get_base_layer(), index, self.fan_in_fan_out)
+        return _LinearWithColumns.apply(x, columns, self.get_base_layer(), index, self.fan_in_fan_out)
 
 
-class _WithColumns(torch.autograd.Function):
+class _LinearWithColumns(torch.autograd.Function):
     """``x (W + D)' + b`` with gradients for ``x`` and for the trained columns of ``D``."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, columns: Tensor, base: Any, index: Tensor, is_transposed: bool) -> Tensor:
         ctx.is_transposed, ctx.dtype = is_transposed, x.dtype
-        taken = x.index_select(-1, index) if ctx.needs_input_grad[1] else None
-        ctx.save_for_backward(taken, columns, base.weight, index)
-        with _added(columns, base.weight, index, is_transposed) as whole:
+        selected_x = x.index_select(-1, index) if ctx.needs_input_grad[1] else None
+        ctx.save_for_backward(selected_x, columns, base.weight, index)
+        with _add_columns(columns, base.weight, index, is_transposed) as whole:
             return linear(x, whole, base.bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        taken, columns, weight, index = ctx.saved_tensors
+        selected_x, columns, weight, index = ctx.saved_tensors
         grad_x = grad_columns = None
         if ctx.needs_input_grad[0]:
-            with _added(columns, weight, index, ctx.is_transposed) as whole:
+            with _add_columns(columns, weight, index, ctx.is_transposed) as whole:
                 grad_x = (grad @ whole.to(grad.dtype)).to(ctx.dtype)
         if ctx.needs_input_grad[1]:
-            grad_nV, taken_nr = grad.reshape(-1, grad.shape[-1]), taken.reshape(-1, taken.shape[-1])
-            grad_columns = outer(grad_nV, taken_nr.to(grad.dtype), columns.dtype)
+            grad_nV, selected_nr = grad.reshape(-1, grad.shape[-1]), selected_x.reshape(-1, selected_x.shape[-1])
+            grad_columns = outer(grad_nV, selected_nr.to(grad.dtype), columns.dtype)
         return grad_x, grad_columns, None, None, None
 
 
 @contextmanager
-def _added(columns: Tensor, weight: Tensor, index: Tensor, is_transposed: bool) -> Iterator[Tensor]:
+def _add_columns(columns: Tensor, weight: Tensor, index: Tensor, is_transposed: bool) -> Iterator[Tensor]:
     """Context manager: add the trained columns to the weight and yield the weight as ``[out, in]``.
 
-    The change goes through ``.data``, because autograd rejects a change to a weight that other calls have saved. That
-    is safe: each call's product sees the same values.
+    The change goes through ``.data``: autograd would reject an in-place change to a weight that it saved for another
+    call. The change is safe, because each call computes with the same values.
     """
     whole = weight.data.T if is_transposed else weight.data
     before = whole.index_select(1, index)
@@ -117,10 +117,10 @@ def _added(columns: Tensor, weight: Tensor, index: Tensor, is_transposed: bool) 
         whole.index_copy_(1, index, before)
 
 
-def train_columns(model: nn.Module, config: Any) -> None:
-    """Let peft replace linear layers by :class:`PacaLinear`; refuse quantised layers."""
-    for name in linear_names(model):
-        if not is_whole(model.get_submodule(name).weight):
+def register_paca_layer(model: nn.Module, config: Any) -> None:
+    """Register :class:`PacaLinear` in peft's ``config`` as the layer for linear layers; refuse quantised layers."""
+    for name in linear_layer_names(model):
+        if not is_unquantized(model.get_submodule(name).weight):
             raise ArgumentError(
                 f"adapter_type: paca changes columns of the weight of {name}, which is quantised",
                 where="adapter_type",

@@ -1,4 +1,4 @@
-"""Choose the layers that get adapters: linear layers, and experts that are one tensor, by the names in a recipe."""
+"""Choose the layers that get adapters by the names in a recipe: linear layers, and experts stacked in one tensor."""
 
 from __future__ import annotations
 
@@ -23,43 +23,48 @@ PEFT_FORM = r"(.*\.)?({})$"
 
 
 @contextmanager
-def no_pattern_warnings() -> Iterator[None]:
-    """Context manager: suppress peft's warning that a pattern matched nothing, also given for experts that matched."""
+def suppress_pattern_warnings() -> Iterator[None]:
+    """Context manager: suppress peft's warning that a pattern matched nothing; peft warns even if experts match."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=r"The following \w+_pattern keys", category=RuntimeWarning)
         yield
 
 
-def is_whole(weight: Any) -> bool:
+def is_unquantized(weight: Any) -> bool:
     """Return True if a weight is not quantised."""
     return type(weight) is nn.Parameter and weight.is_floating_point()
 
 
-def linear_names(model: nn.Module) -> list[str]:
+def linear_layer_names(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, hf_internal(CONV1D)))]
 
 
-def ends_with(name: str, end: str) -> bool:
-    """Return True if peft matches ``end`` with this name: ``end`` is the whole name, or its last part after a dot."""
-    return name == end or name.endswith(f".{end}")
+def has_suffix(name: str, suffix: str) -> bool:
+    """Return True if ``suffix`` is the whole name, or follows a dot at its end: so peft matches target names."""
+    return name == suffix or name.endswith(f".{suffix}")
 
 
-def matching(ends: Sequence[str], names: Sequence[str], where: str, what: str, model: nn.Module) -> list[str]:
-    """Return the names that end in one of ``ends``; refuse an end that matches no name."""
-    for end in ends:
-        if not any(ends_with(name, end) for name in names):
+def names_with_suffixes(
+    suffixes: Sequence[str], names: Sequence[str], where: str, module_kind: str, model: nn.Module
+) -> list[str]:
+    """Return the names that end in one of ``suffixes``; refuse a suffix that matches no name.
+
+    ``where`` is the recipe's key for the error, ``module_kind`` the word for a module in the error.
+    """
+    for suffix in suffixes:
+        if not any(has_suffix(name, suffix) for name in names):
             known = sorted({name.rsplit(".", 1)[-1] for name in names} - {str(i) for i in range(len(names))})
             raise ArgumentError(
-                f"{type(model).__name__} has no {what} called '{end}'",
+                f"{type(model).__name__} has no {module_kind} called '{suffix}'",
                 where=where,
-                fix=did_you_mean(end, known) or f"choose among: {', '.join(known)}",
+                fix=did_you_mean(suffix, known) or f"choose among: {', '.join(known)}",
             )
-    return [name for name in names if any(ends_with(name, end) for end in ends)]
+    return [name for name in names if any(has_suffix(name, suffix) for suffix in suffixes)]
 
 
-def _stacked(model: nn.Module) -> list[str]:
-    """Return the names of adaptable parameters outside linear layers: experts in one tensor, and routers."""
-    linear = {f"{name}.weight" for name in linear_names(model)}
+def _adaptable_tensor_names(model: nn.Module) -> list[str]:
+    """Return the names of parameters outside linear layers that can have adapters: stacked experts, and routers."""
+    linear = {f"{name}.weight" for name in linear_layer_names(model)}
     return [
         name for name, x in model.named_parameters() if x.dim() == 3 or (is_router(model, name) and name not in linear)
     ]
@@ -79,47 +84,47 @@ def is_router(model: nn.Module, name: str) -> bool:
     return isinstance(weight, Tensor) and weight.dim() == 2 and weight.shape[0] in experts
 
 
-def linear_targets(model: PreTrainedModel, spec: AdapterSpec) -> list[str]:
+def linear_target_names(model: PreTrainedModel, spec: AdapterSpec) -> list[str]:
     """Return the full names of the linear layers that get adapters."""
-    names = linear_names(model)
-    excluded = matching(spec.exclude, names, "lora_exclude", "linear layer", model)
+    names = linear_layer_names(model)
+    excluded = names_with_suffixes(spec.exclude, names, "lora_exclude", "linear layer", model)
     if isinstance(spec.target, str):
         head = model.get_output_embeddings()
         targets = [x for x in names if model.get_submodule(x) is not head and not is_router(model, x)]
     else:
-        targets = matching(spec.target, names, "lora_target", "linear layer", model)
-    if not (left := [name for name in targets if name not in set(excluded)]):
+        targets = names_with_suffixes(spec.target, names, "lora_target", "linear layer", model)
+    if not (remaining := [name for name in targets if name not in set(excluded)]):
         raise ArgumentError(
             "lora_exclude excludes all layers of lora_target", where="lora_exclude", fix="exclude fewer layers"
         )
-    return left
+    return remaining
 
 
-def low_rank_targets(model: PreTrainedModel, spec: AdapterSpec) -> dict[str, Any]:
+def peft_target_options(model: PreTrainedModel, spec: AdapterSpec) -> dict[str, Any]:
     """Return peft's options that select the targets of LoRA: linear layers, or tensors such as experts."""
     if isinstance(spec.target, str):
-        linear_targets(model, spec)
-        routers = [name for name in linear_names(model) if is_router(model, name)]
+        linear_target_names(model, spec)
+        routers = [name for name in linear_layer_names(model) if is_router(model, name)]
         return {"target_modules": spec.target, "exclude_modules": [*spec.exclude, *routers] or None}
-    tensors = _stacked(model)
-    linear = linear_names(model)
-    others = [end for end in spec.target if not any(ends_with(name, end) for name in linear)]
-    named = [end for end in others if any(ends_with(name, end) for name in tensors)]
-    modules = [end for end in spec.target if end not in named]
+    tensors = _adaptable_tensor_names(model)
+    linear = linear_layer_names(model)
+    others = [suffix for suffix in spec.target if not any(has_suffix(name, suffix) for name in linear)]
+    tensor_suffixes = [suffix for suffix in others if any(has_suffix(name, suffix) for name in tensors)]
+    modules = [suffix for suffix in spec.target if suffix not in tensor_suffixes]
     if modules:
-        linear_targets(model, replace(spec, target=modules))
+        linear_target_names(model, replace(spec, target=modules))
     return {
         "target_modules": modules,
-        "target_parameters": named or None,
+        "target_parameters": tensor_suffixes or None,
         "exclude_modules": list(spec.exclude) or None,
     }
 
 
-def name_experts(model: PreTrainedModel, spec: AdapterSpec, config: PeftConfig) -> None:
-    """Let peft write the experts that it adapts into ``config``, without the router unless the recipe names it.
+def write_expert_targets(model: PreTrainedModel, spec: AdapterSpec, config: PeftConfig) -> None:
+    """Let peft write the expert tensors that get adapters into ``config``; routers only if the recipe names them.
 
     Raises:
-        ArgumentError: Adapters of this kind, or with dropout, cannot be on experts that are one tensor.
+        ArgumentError: Adapters of this kind, or with dropout, are not supported on stacked experts.
     """
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
@@ -128,31 +133,31 @@ def name_experts(model: PreTrainedModel, spec: AdapterSpec, config: PeftConfig) 
         return
     convert_peft_config_for_transformers(config, model, None)
     if isinstance(spec.target, str):
-        named = {name for name in options.target_parameters or () if not name.endswith("gate.weight")}
-        options.target_parameters = sorted(named) or None
+        names = {name for name in options.target_parameters or () if not name.endswith("gate.weight")}
+        options.target_parameters = sorted(names) or None
     if not options.target_parameters:
         return
-    what = None if spec.row.on_experts else f"adapters of kind {spec.kind}"
-    if what or spec.dropout:
+    unsupported = None if spec.row.on_experts else f"adapters of kind {spec.kind}"
+    if unsupported or spec.dropout:
         raise ArgumentError(
-            f"{what or 'dropout of adapters'} cannot be used on experts that are one tensor "
+            f"{unsupported or 'dropout of adapters'} cannot be used on experts that are one tensor "
             f"({', '.join(sorted(options.target_parameters))})",
-            where="adapter_type" if what else "lora_dropout",
+            where="adapter_type" if unsupported else "lora_dropout",
             fix="name other layers: lora_target: [q_proj, k_proj, v_proj, o_proj]",
         )
 
 
-def shared_ends(model: PreTrainedModel, whole: Sequence[str]) -> list[str]:
-    """Return the names of the embedding and the head that ``whole`` selects, if the two are tied; else none."""
+def selected_tied_layers(model: PreTrainedModel, suffixes: Sequence[str]) -> list[str]:
+    """Return the names of the embedding and the head that ``suffixes`` selects; an empty list if they are not tied."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if head is None or embedding.weight is not head.weight:
         return []
     names = [name for name, module in model.named_modules() if module in (embedding, head)]
-    return [name for name in names if any(ends_with(name, end) for end in whole)]
+    return [name for name in names if any(has_suffix(name, suffix) for suffix in suffixes)]
 
 
-def end_names(model: PreTrainedModel) -> list[str]:
-    """Return the last part of the names of embedding and head; only the embedding's if they are tied."""
+def embedding_and_head_names(model: PreTrainedModel) -> list[str]:
+    """Return the last parts of the names of embedding and head; only the embedding's name part if they are tied."""
     ends = [model.get_input_embeddings(), model.get_output_embeddings()]
     if ends[1] is None or ends[0].weight is ends[1].weight:  # peft trains a tied head with the embedding
         del ends[1]
@@ -160,15 +165,15 @@ def end_names(model: PreTrainedModel) -> list[str]:
     return [names[id(end)] for end in ends]
 
 
-def module_names(model: nn.Module) -> list[str]:
-    """Return the names of modules and parameters on which peft tries patterns."""
+def module_and_parameter_names(model: nn.Module) -> list[str]:
+    """Return the names of all modules and parameters against which peft matches patterns."""
     modules = [name for name, _ in model.named_modules() if name]
     parameters = [name for name, _ in model.named_parameters()]
     return [*modules, *parameters, *(f"base_model.model.{name}" for name in modules)]
 
 
-def low_rank_layers(adapted: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (name in the base, layer) for peft's LoRA layers."""
+def lora_layers(adapted: Any) -> Iterator[tuple[str, Any]]:
+    """Yield (name in the base model, layer) for each LoRA layer of peft."""
     from peft.tuners.lora import LoraLayer
 
     for name, module in adapted.get_base_model().named_modules():

@@ -157,7 +157,7 @@ class LiveBytes(TorchDispatchMode):
 
     def _count_tensor(self, tensor: Tensor) -> None:
         if isinstance(tensor, models.PackedExperts):
-            for part in tensor.parts():
+            for part in tensor.packed_tensors():
                 self._count_tensor(part)
             return
         if is_traceable_wrapper_subclass(tensor):  # quantised states of torchao: the wrapper has no bytes
@@ -187,7 +187,7 @@ def model_tensors(model: nn.Module) -> Iterator[Tensor]:
     while pending:
         tensor = pending.pop()
         if isinstance(tensor, models.PackedExperts):
-            yield from tensor.parts()
+            yield from tensor.packed_tensors()
             continue
         if is_traceable_wrapper_subclass(tensor):  # torchao: int8 values and scales; the wrapper has no bytes
             pending += [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
@@ -210,7 +210,7 @@ def quantization_scale_bytes(model: nn.Module) -> int:
     packed_ids = {_storage_id(x) for x in packed}
     tensors = [x for p in packed for x in _with_scales(p) if _storage_id(x) not in packed_ids]
     experts = [x for x in model.parameters() if isinstance(x, models.PackedExperts)]
-    return distinct_bytes([*tensors, *(part for p in experts for part in p.parts()[1:])])
+    return distinct_bytes([*tensors, *(part for p in experts for part in p.packed_tensors()[1:])])
 
 
 def model_bytes(model: nn.Module) -> int:

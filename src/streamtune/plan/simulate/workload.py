@@ -31,7 +31,7 @@ from torch import nn
 from streamtune.base.optimizer_table import PLAIN_STEP, StepKind
 from streamtune.engine import decoder_layers
 from streamtune.errors import ArgumentError
-from streamtune.models import count_weights
+from streamtune.models import full_parameter_size
 from streamtune.ops import TokenLoss
 from streamtune.plan.simulate.cluster import Cluster
 from streamtune.plan.simulate.scored import Completions, Scored
@@ -221,7 +221,7 @@ class FlopCount:
         for name, parameter in model.named_parameters():
             if id(parameter) in lookup_ids or (parameter.dim() < 2 and not hasattr(parameter, "quant_state")):
                 continue
-            count = count_weights(parameter) * (picked_fraction if ".experts." in name else 1.0)
+            count = full_parameter_size(parameter) * (picked_fraction if ".experts." in name else 1.0)
             weights += count
             trained += count if parameter.requires_grad else 0
         heads = count_heads(model)
@@ -269,9 +269,9 @@ def sketch_flops(workload: Workload) -> int:
     model: Any = workload.make_model()
     count, head = FlopCount.of_model(model), model.get_output_embeddings()
     row, last = [(0, workload.length)], decoder_layers(model)[-1]
-    weights = sum(count_weights(p) for p in last.parameters() if p.dim() > 1 or hasattr(p, "quant_state"))
+    weights = sum(full_parameter_size(p) for p in last.parameters() if p.dim() > 1 or hasattr(p, "quant_state"))
     last_layer = replace(count, weights=round(weights * _picked_fraction(model)), trained=0, windows=count.windows[-1:])
-    head_flops = 2 * workload.length * (0 if head is None else count_weights(head.weight))
+    head_flops = 2 * workload.length * (0 if head is None else full_parameter_size(head.weight))
     teacher_flops = 0 if workload.teacher is None else workload.length * workload.teacher.flops
     return count.step_flops(row, FORWARD) + last_layer.step_flops(row) + round(head_flops) + teacher_flops
 

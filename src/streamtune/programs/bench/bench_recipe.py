@@ -189,7 +189,9 @@ def fingerprints(recipe: Recipe, *, weights: bool) -> dict[str, str]:
     task = task_of(recipe)
     names = {key: getattr(recipe, key) for key in ("model_name_or_path", "adapter_name_or_path")}
     names[task.reference_key] = task.reference_name
-    names |= {f"base of {key}": models.adapter_base(name) for key, name in list(names.items()) if name is not None}
+    names |= {
+        f"base of {key}": models.local_adapter_base(name) for key, name in list(names.items()) if name is not None
+    }
     code = recipe.trust_remote_code
     found = {
         key: models.fingerprint_model(name, code=code, weights=weights)

@@ -71,9 +71,11 @@ def load_evaluated(
     dtype = None if own or recipe.dtype in ("auto", "mixed") else recipe.dtype
     base, unknown = _base_override(trained, recipe, notify)
     if unknown:
-        made = make_reference_model(recipe, tokenizer, device, change=models.QuantisedBefore.load(Path(trained.folder)))
-        models.use_saved_ends(made, Path(trained.folder))
-        model = models.load_lora(made, Path(trained.folder)).requires_grad_(False).eval()
+        made = make_reference_model(
+            recipe, tokenizer, device, change=models.SavedLoftqQuantizer.load(Path(trained.folder))
+        )
+        models.add_saved_eos_tokens(made, Path(trained.folder))
+        model = models.load_peft_adapters(made, Path(trained.folder)).requires_grad_(False).eval()
         return EvaluatedModel(model, adapters=True)
     quantization = trained.quantization
     if trained.adapters and not trained.identity:
@@ -112,7 +114,7 @@ def _base_override(trained: TrainedModel, recipe: ModelKeys, notify: Notify) -> 
         return None, False
     if recipe_base is not None and _is_same_model(named, recipe_base):
         return None, False
-    if recipe_base is not None and Path(named).is_absolute() and not models.is_folder(named):
+    if recipe_base is not None and Path(named).is_absolute() and not models.is_local_folder(named):
         notify(f"the adapters' base model {named} does not exist here: the recipe's model, {recipe_base}, is used")
         return recipe_base, False
     of_recipe = recipe_base if recipe_base is not None else "built from a configuration"
@@ -121,7 +123,7 @@ def _base_override(trained: TrainedModel, recipe: ModelKeys, notify: Notify) -> 
 
 
 def _is_same_model(first: str, second: str) -> bool:
-    if models.is_folder(first) and models.is_folder(second):
+    if models.is_local_folder(first) and models.is_local_folder(second):
         return Path(first).expanduser().resolve() == Path(second).expanduser().resolve()
     return first == second
 

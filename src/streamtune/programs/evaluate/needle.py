@@ -26,7 +26,7 @@ from streamtune import data, train
 from streamtune.base.model_facts import IGNORE_INDEX
 from streamtune.data.templates import ChatRequest, render_chat
 from streamtune.errors import ArgumentError
-from streamtune.models import end_tokens
+from streamtune.models import all_eos_token_ids
 from streamtune.programs.evaluate.eval_scores import ScoringModel, mean_and_error
 from streamtune.tasks.rollout import Sampling, TransformersWriter
 
@@ -213,7 +213,7 @@ def probe_needles(
     model, handle, tokenizer = streamed.model, streamed.handle, haystack.tokenizer
     writer = TransformersWriter(
         model,
-        end_token_ids=end_tokens(model, tokenizer),
+        end_token_ids=all_eos_token_ids(model, tokenizer),
         pad_token_id=tokenizer.pad_token_id,
         prefill_chunk_size=handle.schedule.chunk_size,
         max_rows=1,

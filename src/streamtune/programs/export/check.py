@@ -36,7 +36,7 @@ from streamtune.base.adapters import base_of
 from streamtune.base.model_facts import model_device
 from streamtune.data.templates import fix_date
 from streamtune.errors import StreamTuneError
-from streamtune.models import with_generation
+from streamtune.models import copy_with_generation_config
 from streamtune.programs.export.merge import Rounding, computing_in_fp32
 from streamtune.programs.export.source import TrainedModel
 from streamtune.recipe.keys.trained_tokens import TrainedTokenKeys
@@ -292,7 +292,7 @@ def _generate_greedily(model: Any, prompt: Tensor, new_tokens: int) -> tuple[lis
     """Return the greedy tokens after a prompt, and their logits ``[N, vocabulary]``."""
     base = base_of(model)
     # Ignore the checkpoint's generation settings: penalties and temperatures are not weights.
-    plain = with_generation(base, GenerationConfig(pad_token_id=0, eos_token_id=None))
+    plain = copy_with_generation_config(base, GenerationConfig(pad_token_id=0, eos_token_id=None))
     output = plain.generate(
         input_ids=prompt.to(base.device),
         attention_mask=torch.ones_like(prompt).to(base.device),

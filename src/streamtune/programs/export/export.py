@@ -297,7 +297,7 @@ def _has_code(folder: Path) -> bool:
 
 def _check_model(model: Any, trained: TrainedModel, options: ExportOptions) -> None:
     """Raise an ArgumentError if another library has quantised the base."""
-    kind = models.quantization(base_of(model))
+    kind = models.quantization_kind(base_of(model))
     if kind not in (None, "nf4", "int8"):
         raise ArgumentError(
             f"export cannot dequantise the checkpoint {options.base or trained.base or trained.folder} ({kind})",

@@ -26,7 +26,7 @@ from streamtune.base.adapters import base_of
 from streamtune.engine import decoder_layers
 from streamtune.engine.hf_names import tied_weights
 from streamtune.errors import ArgumentError
-from streamtune.models.quantize import dequantised, is_quantised
+from streamtune.models.quantize import dequantize_weight, is_quantised
 
 
 def merged_weights(model: nn.Module, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -82,7 +82,7 @@ def _make_value_function(own_value: Tensor, merged_value: Tensor | None, dtype: 
     def make() -> Tensor:
         if merged_value is not None:
             return merged_value.to(dtype)
-        return (dequantised(own_value) if is_quantised(own_value) else own_value.detach()).to(dtype)
+        return (dequantize_weight(own_value) if is_quantised(own_value) else own_value.detach()).to(dtype)
 
     return make
 
@@ -181,7 +181,7 @@ def _using_fp32_parameters(module: nn.Module, wrappers: list[Any]) -> Iterator[N
     held = [(x, x.data) for x in narrow]
     for key, x in before.items():
         if x is not None:
-            plain = dequantised(x) if is_quantised(x) else x.detach().to(torch.float32, copy=True)
+            plain = dequantize_weight(x) if is_quantised(x) else x.detach().to(torch.float32, copy=True)
             module._parameters[key] = nn.Parameter(plain, requires_grad=False)
     for x, values in held:
         x.data = values.float()
@@ -325,7 +325,7 @@ def _widen_modules(modules: list[nn.Module], rounding: WeightChange | None) -> I
                     continue
                 done.add(id(x))
                 if is_quantised(x):
-                    value = dequantised(x)
+                    value = dequantize_weight(x)
                     value = (
                         rounding.change_weight(value, sizes.get(key, value))
                         if rounding is not None and moved

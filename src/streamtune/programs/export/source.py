@@ -83,7 +83,7 @@ class TrainedModel:
         named = self.loaded.recipe.model_name_or_path if self.loaded is not None else None
         named = named or self.settings.get("model_name_or_path")
         own = _recorded_base(Path(self.folder))
-        if named is None or (own is not None and Path(own).is_absolute() and not models.is_folder(named)):
+        if named is None or (own is not None and Path(own).is_absolute() and not models.is_local_folder(named)):
             return own  # the run's name may be relative to the directory that the run was started in
         return named
 
@@ -106,8 +106,8 @@ def find_trained(model_name_or_path: str, *, checkpoint: str | None = None, hub:
         ArgumentError: The folder does not exist, or has no model.
         CheckpointError: The checkpoint is damaged.
     """
-    path = Path(model_name_or_path).expanduser() if models.is_folder(model_name_or_path) else Path(model_name_or_path)
-    if not models.is_folder(model_name_or_path):
+    path = Path(model_name_or_path).expanduser() if models.is_local_folder(model_name_or_path) else Path(model_name_or_path)
+    if not models.is_local_folder(model_name_or_path):
         if hub and not _looks_local(model_name_or_path):
             return _refuse_checkpoint(TrainedModel(model_name_or_path, model_name_or_path, adapters=False), checkpoint)
         raise _missing_folder_error(path)
@@ -309,7 +309,7 @@ def load_trained(
         return model.requires_grad_(False).eval(), tokenizer
     if quantization is not None:
         models.choose_quantization(quantization, torch.device(device))  # raises an error if its package is missing
-    change = models.QuantisedBefore.load(Path(trained.folder)) if quantization is not None else None
+    change = models.SavedLoftqQuantizer.load(Path(trained.folder)) if quantization is not None else None
     name = resolve_base(trained, base, notify)
     if is_trained_base(trained, base) is False:
         notify(f"{base} is not the base model that these adapters trained on: the result is a different model")
@@ -328,8 +328,8 @@ def load_trained(
         )
         rows, wanted_rows = made.get_input_embeddings().weight.shape[0], _embedding_rows_needed(Path(trained.folder))
         if wanted_rows > rows:  # rows of new tokens, whose values come with the adapters
-            models.add_rows(made, wanted_rows, range(rows, wanted_rows))
-    models.use_saved_ends(made, Path(trained.folder))
+            models.add_embedding_rows(made, wanted_rows, range(rows, wanted_rows))
+    models.add_saved_eos_tokens(made, Path(trained.folder))
     adapted = _load_adapters(made, Path(trained.folder))
     return adapted.requires_grad_(False).eval(), tokenizer
 
@@ -355,7 +355,7 @@ def _load_adapters(base: Any, folder: Path) -> Any:
 
     if not (folder / "adapter_model.safetensors").is_file():
         raise ArgumentError(f"{folder} has no adapter_model.safetensors", where="RUN", fix=USE_CHECKPOINT)
-    models.check_saved_settings(folder, [], where="RUN", fix=USE_CHECKPOINT)
+    models.check_adapter_config_file(folder, [], where="RUN", fix=USE_CHECKPOINT)
     try:
         config = PeftConfig.from_pretrained(str(folder))
     except (OSError, ValueError, TypeError, KeyError) as error:
@@ -370,7 +370,7 @@ def _load_adapters(base: Any, folder: Path) -> Any:
             f"{folder} has adapters with {kind}, which StreamTune cannot load", where="RUN", fix="load them with peft"
         )
     try:
-        adapted = models.load_lora(base, folder)
+        adapted = models.load_peft_adapters(base, folder)
         _check_all_loaded(adapted, folder)
     except SafetensorError as error:
         raise ArgumentError(
@@ -423,7 +423,7 @@ def is_trained_base(trained: TrainedModel, base: str | None) -> bool | None:
     if base is None:
         return True
     before = trained.identity.get("files", {}).get("base")
-    if before is None or not models.is_folder(base):
+    if before is None or not models.is_local_folder(base):
         made = trained.settings.get("model") is not None
         return False if made else (True if base == trained.base else None)
     return bool(models.fingerprint_model(base, code=trained.trusts_code) == before)
@@ -468,14 +468,14 @@ def _init_base_again(trained: TrainedModel, tokenizer: Any, options: models.Mode
 
 def _check_base(trained: TrainedModel, base_name: str, *, is_named_by_user: bool) -> None:
     """Raise an ArgumentError if the base does not exist, or its files changed since training."""
-    if _looks_local(base_name) and not models.is_folder(base_name):
+    if _looks_local(base_name) and not models.is_local_folder(base_name):
         raise ArgumentError(
             f"the base of the adapters in {trained.folder} is '{base_name}', but this folder does not exist",
             where="--base" if is_named_by_user else "RUN",
             fix="give another --base" if is_named_by_user else "give its present path with --base PATH",
         )
     before = trained.identity.get("files", {}).get("base")
-    if is_named_by_user or before is None or not models.is_folder(base_name):
+    if is_named_by_user or before is None or not models.is_local_folder(base_name):
         return
     if models.fingerprint_model(base_name, code=trained.trusts_code) != before:
         raise ArgumentError(
@@ -494,7 +494,7 @@ def _skip_adapter_base(trained: TrainedModel, name: str, notify: Notify) -> str:
     folder = Path(name).expanduser()
     if not (folder / "adapter_config.json").is_file() or (folder / "config.json").is_file():
         return name
-    below = models.adapter_base(name)
+    below = models.local_adapter_base(name)
     if trained.run is None or below is None:
         raise ArgumentError(
             f"the base of the adapters in {trained.folder} is itself a folder of adapters: {name}",

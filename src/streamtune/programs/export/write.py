@@ -27,7 +27,7 @@ from streamtune.base.adapters import base_of, is_adapter_name
 from streamtune.base.result_cache import is_open_at, try_lock
 from streamtune.base.text import show_size
 from streamtune.errors import ArgumentError, RunError
-from streamtune.models.quantize import is_quantised, logical_size
+from streamtune.models.quantize import is_quantised, logical_numel
 from streamtune.programs.export.check import Differences
 from streamtune.programs.export.merge import merged_weights, needs_untying
 from streamtune.programs.export.source import TrainedModel
@@ -188,7 +188,7 @@ def _write_configuration(base: Any, folder: Path, dtype: torch.dtype | None, *, 
     config.architectures = [type(base).__name__]
     config.dtype = dtype or base.dtype
     config.save_pretrained(folder)
-    models.add_old_names(folder)
+    models.add_transformers4_names(folder)
     if base.generation_config is not None and base.can_generate():
         with suppress(ValueError):  # an inconsistent generation config is not written
             base.generation_config.save_pretrained(folder)
@@ -199,7 +199,7 @@ def written_bytes(model: nn.Module, dtype: torch.dtype | None) -> int:
     base = base_of(model)
     size = (dtype or base.dtype).itemsize
     own = [x for name, x in base.named_parameters() if not is_adapter_name(name)]
-    return sum(logical_size(x) * (size if dtype or is_quantised(x) else x.element_size()) for x in own)
+    return sum(logical_numel(x) * (size if dtype or is_quantised(x) else x.element_size()) for x in own)
 
 
 def write_adapters(source: Path, tokenizer: Any, folder: Path, base: str | None) -> None:
@@ -211,7 +211,7 @@ def write_adapters(source: Path, tokenizer: Any, folder: Path, base: str | None)
             shutil.copyfile(source / name, folder / name)
     if base is not None:
         settings = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-        settings["base_model_name_or_path"] = models.absolute_name(base)
+        settings["base_model_name_or_path"] = models.make_path_absolute(base)
         (folder / "adapter_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     models.SavedTokenizer(tokenizer).save_pretrained(folder)
 

@@ -22,7 +22,7 @@ from streamtune import data, models
 from streamtune.base.adapters import base_of
 from streamtune.engine.hf_names import STREAMER, hf_internal
 from streamtune.errors import ArgumentError
-from streamtune.models import end_tokens, load_tokenizer
+from streamtune.models import all_eos_token_ids, load_tokenizer
 from streamtune.programs.export.source import find_trained, load_trained
 from streamtune.programs.generate.prompt_files import Prompt, ToolPrompt
 from streamtune.recipe.keys.trained_tokens import TrainedTokenKeys
@@ -216,7 +216,7 @@ class Answerer:
         base = base_of(model)
         self._writer = _ReusingWriter(
             model,
-            end_token_ids=end_tokens(model, tokenizer),
+            end_token_ids=all_eos_token_ids(model, tokenizer),
             pad_token_id=tokenizer.pad_token_id,
             prefill_chunk_size=PREFILL_CHUNK,
             max_rows=1,

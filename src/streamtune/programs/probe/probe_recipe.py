@@ -118,7 +118,7 @@ def probe_recipe(
             raise _no_fit_error(recipe, task, limit.failed, _find_smallest_need(unlimited, task, limit.failed))
         if limit is not None and limit.fits:
             length = limit.fits if task.scaled == "length" else task.fixed
-            report.positions = models.describe_positions(base_of(make_blueprint(recipe, here)), length)
+            report.positions = models.position_warning(base_of(make_blueprint(recipe, here)), length)
     return report, interrupted
 
 

@@ -366,7 +366,7 @@ def _build_learning_rate(recipe: GrpoRecipe, plan: StepPlan, world: train.World)
 
 
 def _make_writer(recipe: GrpoRecipe, built: BuiltRun) -> rollout.Writer:
-    end_token_ids = models.end_tokens(built.model, built.tokenizer)
+    end_token_ids = models.all_eos_token_ids(built.model, built.tokenizer)
 
     @contextmanager
     def compute_context() -> Iterator[None]:

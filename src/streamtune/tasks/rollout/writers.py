@@ -34,7 +34,7 @@ from streamtune.base.adapters import base_of
 from streamtune.base.model_facts import model_device
 from streamtune.engine.hf_names import LINEAR_CACHE, cache_keyword, hf_internal, is_stateful
 from streamtune.errors import ArgumentError
-from streamtune.models.generation import with_generation
+from streamtune.models.generation import copy_with_generation_config
 
 
 @dataclass(frozen=True)
@@ -249,7 +249,7 @@ class TransformersWriter:
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
         try:
-            yield with_generation(self.model, settings)
+            yield copy_with_generation_config(self.model, settings)
         finally:
             for module, training in modes:
                 module.training = training
