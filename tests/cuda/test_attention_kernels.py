@@ -10,11 +10,11 @@ from torch import Tensor
 
 from streamtune.ops import LazyMask, prefix_attention
 from streamtune.ops.attention import attention
-from streamtune.ops.attention.flex import FlexView, flex_is_right
-from streamtune.ops.attention.kernel_blocks import in_blocks
+from streamtune.ops.attention.flex import FlexView, is_flex_right
+from streamtune.ops.attention.kernel_blocks import split_into_blocks
 from streamtune.ops.attention.kernel_trial import Kernel, TrialHeads, agrees_with_formula, median_seconds
-from streamtune.ops.attention.kernels import CUDNN, EFFICIENT, FLASH, Scores, flash_kernel, kernel_names
-from streamtune.ops.attention.view_kernels import band_is_right, band_of
+from streamtune.ops.attention.kernels import CUDNN, EFFICIENT, FLASH, Scores, fused_segment_kernel, kernel_names
+from streamtune.ops.attention.view_kernels import as_causal_band, is_band_right
 from tests.precision_kit import assert_as_precise
 
 from .conftest import LARGE, needs
@@ -66,14 +66,14 @@ def test_a_kernel_runs_and_has_a_time(device: torch.device, dtype: torch.dtype) 
 def test_a_whole_chunk_in_one_flash_call(device: torch.device, dim: int, windowed: bool) -> None:
     if not modern(device):
         pytest.skip("flash attention needs compute capability 8.0")
-    assert band_is_right(device, torch.bfloat16, dim, windowed)
+    assert is_band_right(device, torch.bfloat16, dim, windowed)
 
 
 @pytest.mark.parametrize("softcapped", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_flex_agrees(device: torch.device, dtype: torch.dtype, softcapped: bool) -> None:
     pytest.importorskip("triton")
-    assert flex_is_right.__wrapped__(device, dtype, TrialHeads(8, 2, 64), softcapped)
+    assert is_flex_right.__wrapped__(device, dtype, TrialHeads(8, 2, 64), softcapped)
 
 
 def test_flex_is_not_compiled_again_for_each_chunk(device: torch.device) -> None:
@@ -111,7 +111,7 @@ def test_more_than_32_bits_of_keys(device: torch.device, kernel: Kernel) -> None
         pytest.skip("not used on this device")
     keys = (1 << 19) + 640
     q, k, v, grad = long_problem(device, keys, torch.bfloat16)
-    whole = in_blocks(kernel, q, k)
+    whole = split_into_blocks(kernel, q, k)
     assert whole is not kernel
     o, lse = whole.forward(q, k, v, Scores(0.1))
     parts = [slice(start, min(start + 16384, keys)) for start in range(0, keys, 16384)]
@@ -151,7 +151,7 @@ def test_the_efficient_kernel_past_its_16_bits(device: torch.device) -> None:
     """Causal and 70,000 long, where one call of it is wrong."""
     needs(8)
     q = torch.randn(1, 2, 70_000, 64, device=device, dtype=torch.bfloat16)
-    o, lse = in_blocks(EFFICIENT, q, q).forward(q, q, q, Scores(0.125, causal=True))
+    o, lse = split_into_blocks(EFFICIENT, q, q).forward(q, q, q, Scores(0.125, causal=True))
     rows = slice(69_900, 70_000)
     s = (q[:, :, rows].float() @ q.float().mT) * 0.125
     s = s.masked_fill(torch.arange(70_000, device=device) > torch.arange(*rows.indices(70_000), device=device)[:, None],
@@ -206,6 +206,6 @@ def test_prefix_attention(
 def test_the_choice_is_kept(device: torch.device) -> None:
     q = torch.randn(1, 8, 32, 64, device=device, dtype=torch.bfloat16)
     k = q[:, :2]
-    first = flash_kernel(q, k, k, biased=False)
-    assert first is flash_kernel(q, k, k, biased=False)
-    assert band_of(LazyMask(1, 32, 32, device=device).rows(0, 32), 0.1) is not None
+    first = fused_segment_kernel(q, k, k, biased=False)
+    assert first is fused_segment_kernel(q, k, k, biased=False)
+    assert as_causal_band(LazyMask(1, 32, 32, device=device).rows(0, 32), 0.1) is not None

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, embedding, linear
 
 from streamtune.ops import linear_cross_entropy
-from streamtune.ops.fused import _adds_wide
+from streamtune.ops.fused import _matmul_accumulates_wide
 from streamtune.ops.head import cross_entropy as module
 from streamtune.ops.head.kernels import agrees_with_sweep, head_candidates
 from streamtune.ops.head.sweep import loss_and_grad
@@ -52,14 +52,14 @@ def test_as_precise_as_torch(device: torch.device, dtype: torch.dtype, frozen: b
 
 def test_a_wide_sum_of_narrow_products(device: torch.device) -> None:
     if torch.cuda.get_device_capability(device) >= (8, 0):
-        assert _adds_wide(device, torch.float32, torch.bfloat16)
+        assert _matmul_accumulates_wide(device, torch.float32, torch.bfloat16)
 
 
 @pytest.mark.parametrize("wanted", [(True, True), (True, False)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_fused_heads_agree_or_are_not_used(device: torch.device, dtype: torch.dtype, wanted: tuple[bool, bool]) -> None:
     h, weight, targets = problem(device, dtype)
-    sweep = partial(module._sweep, h, weight, targets, wanted)
+    sweep = partial(module._sweep_chunk, h, weight, targets, wanted)
     verdicts = {k.name: agrees_with_sweep(k, h, weight, targets, wanted, sweep) for k in head_candidates()}
     print(verdicts)
     if dtype == torch.float32 and "torch linear_cross_entropy" in verdicts:

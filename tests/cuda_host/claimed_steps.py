@@ -26,7 +26,7 @@ from tests.precision_kit import ROUNDING, Reference, reference_of
 def decide_without_times() -> None:
     """Make the choices that take times: there are none on this device."""
     kernels.median_seconds = lambda *_: 1.0
-    view_kernels._band_is_faster = lambda *_: True
+    view_kernels._is_band_faster = lambda *_: True
     fused.PLAIN_TYPES = (*fused.PLAIN_TYPES, claimed.Claimed)  # type: ignore[assignment]
 
 

@@ -27,7 +27,7 @@ from streamtune.engine import fused as engine_fused
 from streamtune.engine import model_call, outside_layers
 from streamtune.ops import fused
 from streamtune.ops.attention import kernels, view_kernels
-from streamtune.ops.devices import known_host_copy, with_host_copy
+from streamtune.ops.devices import cached_host_copy, to_device_with_host_copy
 from streamtune.ops.head import cross_entropy, sweep
 from streamtune.plan.simulate import Workload, simulate
 
@@ -103,19 +103,19 @@ class AllTargets(sweep.TargetRows):
 
 def decide_without_values() -> None:
     """Make the choices for which values on the device would be read."""
-    kernels._tried = lambda candidates, *_: candidates[0]  # type: ignore[assignment]
+    kernels._fastest_agreeing_kernel = lambda candidates, *_: candidates[0]  # type: ignore[assignment]
     engine_fused.norm_is_right = lambda *_: True  # type: ignore[assignment]
-    fused._adds_wide = lambda *_: True  # type: ignore[assignment]
-    view_kernels.band_is_right = lambda *_: True  # type: ignore[assignment]
-    view_kernels.rows_are_right = lambda *_: True  # type: ignore[assignment]
+    fused._matmul_accumulates_wide = lambda *_: True  # type: ignore[assignment]
+    view_kernels.is_band_right = lambda *_: True  # type: ignore[assignment]
+    view_kernels.is_rows_kernel_right = lambda *_: True  # type: ignore[assignment]
     view_kernels.flex_is_right = lambda *_: True  # type: ignore[assignment]
-    view_kernels._band_is_faster = lambda *_: True  # type: ignore[assignment]
+    view_kernels._is_band_faster = lambda *_: True  # type: ignore[assignment]
     cross_entropy.TargetRows = AllTargets  # type: ignore[misc]
     cross_entropy.head_kernel = lambda *_, **__: None
     outside_layers.StreamedNorm._is_pointwise = lambda *_: True  # type: ignore[method-assign,assignment]
-    model_call.forget_host_copies = lambda: None  # what they are copies of cannot be read
+    model_call.clear_host_copies = lambda: None  # what they are copies of cannot be read
     found = masking_utils.find_packed_sequence_indices
-    masking_utils.find_packed_sequence_indices = lambda ids: None if known_host_copy(ids) is None else found(ids)
+    masking_utils.find_packed_sequence_indices = lambda ids: None if cached_host_copy(ids) is None else found(ids)
 
 
 _waits_of_threads = itertools.count()
@@ -148,7 +148,7 @@ def measure(case: dict[str, Any], counts: Counts) -> dict[str, Any]:
     rows: dict[str, Any] = {}
     if "row" in case:
         positions = torch.arange(case["length"])[None] % case["row"]
-        rows = {"position_ids": with_host_copy(positions, torch.device("cuda")), "use_cache": False}
+        rows = {"position_ids": to_device_with_host_copy(positions, torch.device("cuda")), "use_cache": False}
     bf16 = torch.autocast("cuda", torch.bfloat16, enabled=case.get("autocast", False))
     with streamtune.stream(model, schedule=schedule):
         for _ in range(2):

@@ -34,7 +34,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     whole = {name: copy.deepcopy(module) for name, module in _packed(model)}
     size = sum(module.weight.nbytes for module in whole.values())
     experts = {name: copy.deepcopy(x) for name, x in model.named_parameters() if isinstance(x, models.PackedExperts)}
-    size += sum(x.parts()[0].nbytes for x in experts.values())
+    size += sum(x.packed_tensors()[0].nbytes for x in experts.values())
     handle = streamtune.stream(model, chunk_size=8)
     recipe = recipe_for(case["engine"], dtype=case["dtype"], finetuning_type="qlora")
     backend = make_backend(recipe, model, handle.layers, World(torch.distributed.get_rank(), 2))
@@ -54,7 +54,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
             was, now = experts[name], module._parameters.get(name.rpartition(".")[2])
             if now is None:  # peft parametrizes it for the call
                 now = module.parametrizations[name.rpartition(".")[2]].original  # type: ignore[index, union-attr]
-            same.append(torch.equal(_bytes(now.parts()[0]), _bytes(was.parts()[0])))
+            same.append(torch.equal(_bytes(now.packed_tensors()[0]), _bytes(was.packed_tensors()[0])))
             written.append(torch.equal(now.dequantize(), was.dequantize()))
 
         owner = model.get_submodule(name.rpartition(".")[0])
@@ -67,7 +67,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     held = sum(_held(module.weight) for _, module in _packed(model))
     held += sum(_held(model.get_parameter(name)) for name in experts)
     backend.close()
-    scales = _scales(whole) + sum(part.nbytes for x in experts.values() for part in x.parts()[1:3])
+    scales = _scales(whole) + sum(part.nbytes for x in experts.values() for part in x.packed_tensors()[1:3])
     return {"same": same, "written": written, "part": held / size, "scales": scales / size}
 
 

@@ -59,7 +59,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
         return call
 
     monkeypatch.setattr(operators, "FUSION_DEVICES", {"cpu", "cuda"})
-    for name in ("rms_norm", "rotary"):
+    for name in ("rms_norm", "apply_rotary"):
         monkeypatch.setattr(fused, name, counted(name))
     return found
 
@@ -114,7 +114,7 @@ def test_exact_in_fp64(family: str, calls: Counter[str]) -> None:
         _, got = gradients(model, inputs)
     assert worst(got, want) <= EXACT
     assert bool(calls["rms_norm"]) == bool(NORMS[family])
-    assert bool(calls["rotary"]) == ROTATES.get(family, bool(calls["rotary"]))
+    assert bool(calls["apply_rotary"]) == ROTATES.get(family, bool(calls["apply_rotary"]))
 
 
 @pytest.mark.quick("qwen3-bf16", "gemma2-autocast")

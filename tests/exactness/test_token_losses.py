@@ -23,7 +23,7 @@ from streamtune.ops import (
     TopKTeacher,
     linear_token_loss,
     token_loss_reference,
-    top_classes,
+    top_k_classes,
 )
 from streamtune.tasks.sft import prefix_batch
 from streamtune.train import MicroBatch, ModelReference, SupervisedObjective
@@ -262,7 +262,7 @@ def taught_by_file(layout: str, asked: Divergence, k: int, schedule: Schedule | 
     tables = {}
     for row in rows:
         targets = int((np.asarray(row.labels)[1:] != -100).sum())
-        ids, logprobs = top_classes(3 * torch.randn(targets, VOCAB, generator=draw), k)
+        ids, logprobs = top_k_classes(3 * torch.randn(targets, VOCAB, generator=draw), k)
         tables[row.origin] = (ids.int(), logprobs)
     alone = [batch for row in rows for batch in batches("one", [row])]
 
@@ -317,7 +317,7 @@ def test_classes_of_all_but_one_token_are_the_distribution() -> None:
     draw = torch.Generator().manual_seed(3)
     logits, taught = (torch.randn(6, 11, generator=draw, dtype=torch.float64) for _ in range(2))
     targets = torch.randint(0, 11, (6,), generator=draw)
-    ids, logprobs = top_classes(taught / 2.0, 10)
+    ids, logprobs = top_k_classes(taught / 2.0, 10)
     teacher = TopKTeacher.of_targets(targets, ids.int(), logprobs)
     for kind in ("forward", "reverse", "jsd"):
         loss = TokenLoss(divergence=Divergence(kind, 0.3, 2.0))  # type: ignore[arg-type]

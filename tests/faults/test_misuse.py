@@ -148,7 +148,7 @@ MODELS: dict[str, Fault] = {
     "fp8": (quantised("fp8"), (), 2, ("already quantised (fp8)",)),
     "no method": (config(quantization_config={}), (), 2, ("without a quant_method",)),
     "nan in the head": (weights(lambda found: found["model.embed_tokens.weight"][3].fill_(float("nan"))), (), 2,
-                        ("not finite", "model.embed_tokens.weight holds 16 NaN", "model.safetensors")),
+                        ("not finite", "model.embed_tokens.weight contains 16 NaN", "model.safetensors")),
     "inf in a layer": (weights(lambda found: found["model.layers.1.mlp.up_proj.weight"][0, 0].fill_(float("inf"))), (),
                        2, ("layers.1.mlp.up_proj.weight holds 1 infinite", "model.safetensors")),
     "a layer more": (weights(lambda found: found.update({

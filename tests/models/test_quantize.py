@@ -51,9 +51,9 @@ def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def make(quantization_kind: str | None = None, config: Mapping[str, Any] | None = None, dtype: str = "auto") -> Any:
+def make(quantization: str | None = None, config: Mapping[str, Any] | None = None, dtype: str = "auto") -> Any:
     ids = {"bos_token_id": 1, "eos_token_id": 2}
-    options = ModelOptions(dtype, quantization_kind)
+    options = ModelOptions(dtype, quantization)
     return init_model({**CONFIG, **(config or {})}, options, vocab_size=64, token_ids=ids, seed=3)
 
 

@@ -11,7 +11,7 @@ import torch.nn.attention as attention
 
 from streamtune.ops.attention import kernels
 from streamtune.ops.attention.kernel_trial import TrialHeads
-from streamtune.ops.attention.kernels import CPU, CUDNN, active_flash, use_fastest_flash
+from streamtune.ops.attention.kernels import CPU, CUDNN, active_flash_name, use_fastest_flash
 
 HEADS, DEVICE = TrialHeads(4, 2, 16), torch.device("cuda", 0)
 pytestmark = pytest.mark.skipif(not hasattr(attention, "register_flash_attention_impl"), reason="an older torch")
@@ -31,9 +31,9 @@ def trial(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, float | None]]:
     """Seconds by implementation, None for one that is wrong; both are installed, and FA4 does not load."""
     seconds: dict[str, float | None] = {"FA2": 2.0, "FA3": 1.0}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(kernels, "_installed", lambda device: ["FA3", "FA4"])
-    monkeypatch.setattr(kernels, "agrees_with_formula", lambda *_: seconds[active_flash()] is not None)
-    monkeypatch.setattr(kernels, "median_seconds", lambda *_: seconds[active_flash()])
+    monkeypatch.setattr(kernels, "_installed_flash_names", lambda device: ["FA3", "FA4"])
+    monkeypatch.setattr(kernels, "agrees_with_formula", lambda *_: seconds[active_flash_name()] is not None)
+    monkeypatch.setattr(kernels, "median_seconds", lambda *_: seconds[active_flash_name()])
     known = dict(attention._registry._FLASH_ATTENTION_IMPLS)
     attention.register_flash_attention_impl("FA3", register_fn=Handle)
     attention.register_flash_attention_impl("FA4", register_fn=fails)
@@ -50,14 +50,14 @@ def test_a_right_and_faster_one_is_active_afterwards(
 ) -> None:
     trial["FA3"] = found
     assert use_fastest_flash(DEVICE, CPU, HEADS) == want
-    assert active_flash() == want
+    assert active_flash_name() == want
 
 
 def test_what_the_user_activated_stays(trial: dict[str, float | None]) -> None:
     attention.activate_flash_attention_impl("FA3")
     trial["FA3"] = None
     assert use_fastest_flash(DEVICE, CPU, HEADS) == "FA3"
-    assert active_flash() == "FA3"
+    assert active_flash_name() == "FA3"
 
 
 def test_a_device_without_flash_attention_is_left_alone(
@@ -71,9 +71,9 @@ def test_a_device_without_flash_attention_is_left_alone(
 def test_packages_are_looked_for_by_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(kernels, "PACKAGES", {"FA3": ("json", (9,)), "FA4": ("json.tool", (10,))})
-    assert kernels._installed(DEVICE) == ["FA3"]
+    assert kernels._installed_flash_names(DEVICE) == ["FA3"]
     monkeypatch.setattr(kernels, "PACKAGES", {"FA3": ("nothing.of.it", (9,)), "FA4": ("json.tool", (9,))})
-    assert kernels._installed(DEVICE) == ["FA4"]
+    assert kernels._installed_flash_names(DEVICE) == ["FA4"]
 
 
 def test_a_kernel_that_prepares_for_each_shape_is_given_few() -> None:

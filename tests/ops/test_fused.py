@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from streamtune.ops.fused import add_outer, norm_is_right, outer, rms_norm, rotary
+from streamtune.ops.fused import add_weight_gradient, apply_rotary, is_norm_kernel_right, rms_norm, weight_gradient
 from tests.precision_kit import EXACT, relative
 
 
@@ -33,7 +33,7 @@ def test_a_norm_and_its_gradient(weighted: bool) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_device_is_asked_for_value_and_gradient(dtype: torch.dtype) -> None:
-    assert norm_is_right(torch.device("cpu"), dtype)
+    assert is_norm_kernel_right(torch.device("cpu"), dtype)
 
 
 def test_a_simulated_norm_makes_and_keeps_what_the_kernel_does() -> None:
@@ -54,7 +54,7 @@ def test_a_simulated_norm_makes_and_keeps_what_the_kernel_does() -> None:
 def test_a_rotation_and_its_gradient() -> None:
     x = torch.randn(2, 5, 3, 8, dtype=torch.float64).transpose(1, 2).requires_grad_()
     cos, sin = (torch.randn(2, 1, 5, 8, dtype=torch.float64) for _ in range(2))
-    got, want, grad = rotary(x, cos, sin), rotated(x, cos, sin), torch.randn(2, 3, 5, 8, dtype=torch.float64)
+    got, want, grad = apply_rotary(x, cos, sin), rotated(x, cos, sin), torch.randn(2, 3, 5, 8, dtype=torch.float64)
     assert got.stride() == want.stride()
     assert relative(got, want) <= EXACT
     (a,), (b,) = torch.autograd.grad(got, x, grad), torch.autograd.grad(want, x, grad)
@@ -66,7 +66,7 @@ def test_a_rotation_rounds_no_more_than_the_formula(dtype: torch.dtype) -> None:
     x, cos, sin = torch.randn(1, 4, 64, 32), torch.randn(1, 1, 64, 32), torch.randn(1, 1, 64, 32)
     narrow = [t.to(dtype) for t in (x, cos, sin)]
     truth = rotated(*(t.double() for t in narrow))
-    assert relative(rotary(*narrow).double(), truth) <= relative(rotated(*narrow).double(), truth)
+    assert relative(apply_rotary(*narrow).double(), truth) <= relative(rotated(*narrow).double(), truth)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_a_rotation_rounds_no_more_than_the_formula(dtype: torch.dtype) -> None:
 )
 def test_a_sum_of_outer_products(narrow: torch.dtype, wide: torch.dtype, bound: float) -> None:
     terms = [(torch.randn(n, 6, dtype=narrow), torch.randn(n, 4, dtype=narrow)) for n in (7, 3)]
-    total = outer(*terms[0], wide)
-    add_outer(total, *terms[1])
+    total = weight_gradient(*terms[0], wide)
+    add_weight_gradient(total, *terms[1])
     assert total.dtype == wide
     assert relative(total.double(), sum(g.double().mT @ x.double() for g, x in terms)) <= bound

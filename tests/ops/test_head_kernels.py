@@ -45,7 +45,9 @@ def shape_of(
 
 def agrees(kernel: HeadKernel, dtype: torch.dtype, wanted: tuple[bool, bool] = (True, True)) -> bool:
     h, weight, targets = problem(dtype)
-    return agrees_with_sweep(kernel, h, weight, targets, wanted, partial(module._sweep, h, weight, targets, wanted))
+    return agrees_with_sweep(
+        kernel, h, weight, targets, wanted, partial(module._sweep_chunk, h, weight, targets, wanted)
+    )
 
 
 @pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, True)])
@@ -128,7 +130,7 @@ def on_a_device(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             return seconds[run.args[0].name if run.func is run_head else "sweep"]
 
         def choose(h: Tensor, weight: Tensor, targets: Tensor, shape: HeadShape, sweep: Any) -> HeadKernel | None:
-            return head_kernels._fastest(candidates, h, weight, targets, shape, sweep)
+            return head_kernels._fastest_agreeing_kernel(candidates, h, weight, targets, shape, sweep)
 
         monkeypatch.setattr(head_kernels, "median_time", time_of)
         monkeypatch.setattr(module, "head_kernel", choose)
@@ -181,7 +183,7 @@ def test_the_fastest_head_is_chosen_and_said(
     wrong = replace(PLAIN, name="wrong", loss=scaled)
     on_a_device({**seconds, "wrong": 0.1}, wrong, PLAIN, replace(PLAIN, name="other"))
     h, weight, targets = problem(torch.float32)
-    sweep = partial(module._sweep, h, weight, targets, (True, True))
+    sweep = partial(module._sweep_chunk, h, weight, targets, (True, True))
     chosen = module.head_kernel(h, weight, targets, shape_of(torch.float32), sweep)
     assert (chosen.name if chosen else None) == want
     assert caplog.messages[-1] == f"head torch.float32, 24 tokens of 71 words: {want or 'streamed'}"
@@ -200,10 +202,10 @@ def test_a_chunk_with_too_many_logits_is_done_in_parts(most: int, softcapped: bo
     factor = torch.linspace(0.5, 2, TOKENS, dtype=torch.float64) if factors else None
     transform = (lambda x: (x / 3).tanh() * 3) if softcapped else None
     loss, grad = loss_and_grad(linear(h, weight), targets, transform, True, factor_n=factor)
-    parts, grad_parts = loss_and_grad(linear(h, weight), targets, transform, True, factor_n=factor, most=most)
+    parts, grad_parts = loss_and_grad(linear(h, weight), targets, transform, True, factor_n=factor, max_elements=most)
     torch.testing.assert_close(parts, loss, rtol=1e-13, atol=0)
     torch.testing.assert_close(grad_parts, grad, rtol=1e-13, atol=1e-15)
-    assert loss_and_grad(linear(h, weight), targets, transform, False, most=most)[1] is None
+    assert loss_and_grad(linear(h, weight), targets, transform, False, max_elements=most)[1] is None
 
 
 def test_the_probabilities_take_the_place_of_the_logits() -> None:

@@ -10,7 +10,7 @@ from transformers import masking_utils
 
 import streamtune
 from streamtune.engine import masks
-from streamtune.ops.devices import _copies, host_copy, known_host_copy, with_host_copy
+from streamtune.ops.devices import _copies, cached_host_copy, host_copy, to_device_with_host_copy
 from tests.exactness.families import batch, build
 from tests.exactness.test_packing import packed, rows
 
@@ -18,36 +18,36 @@ from tests.exactness.test_packing import packed, rows
 def test_a_tensor_of_the_host_is_its_own_copy() -> None:
     x = torch.arange(4)
     assert host_copy(x) is x
-    assert with_host_copy(x, x.device) is x
-    assert known_host_copy(x) is None
+    assert to_device_with_host_copy(x, x.device) is x
+    assert cached_host_copy(x) is None
 
 
 def test_a_copy_is_kept_until_the_tensor_is_written_to() -> None:
     copy = torch.arange(6)[None]
-    x = with_host_copy(copy, torch.device("meta"))  # its numbers can be read in no other way
-    assert known_host_copy(x) is copy
+    x = to_device_with_host_copy(copy, torch.device("meta"))  # its numbers can be read in no other way
+    assert cached_host_copy(x) is copy
     assert host_copy(x.expand(1, -1)) is copy, "the same numbers at the same places"
-    assert known_host_copy(x[:, 1:]) is None
-    assert known_host_copy(x.expand(3, -1)) is None
+    assert cached_host_copy(x[:, 1:]) is None
+    assert cached_host_copy(x.expand(3, -1)) is None
     x[0, 0] = 7
-    assert known_host_copy(x) is None
+    assert cached_host_copy(x) is None
 
 
 def test_a_call_of_a_model_reads_anew_what_was_written_past_autograd() -> None:
-    x = with_host_copy(torch.arange(6)[None], torch.device("meta"))
+    x = to_device_with_host_copy(torch.arange(6)[None], torch.device("meta"))
     x.data.zero_()
-    assert known_host_copy(x) is not None, "such a write has no version"
+    assert cached_host_copy(x) is not None, "such a write has no version"
     torch.manual_seed(0)
     model = build("llama")
     with streamtune.stream(model):
         model(**batch("plain"))
-    assert known_host_copy(x) is None
+    assert cached_host_copy(x) is None
 
 
 def test_a_copy_goes_with_its_tensor() -> None:
     gc.collect()
     before = len(_copies)
-    x = with_host_copy(torch.arange(6), torch.device("meta"))
+    x = to_device_with_host_copy(torch.arange(6), torch.device("meta"))
     assert len(_copies) == before + 1
     del x
     gc.collect()
@@ -60,7 +60,7 @@ def test_transformers_finds_packed_rows_as_before() -> None:
     want = torch.tensor([[0, 0, 0, 1, 1], [0, 0, 0, 0, 0]])
     assert torch.equal(masking_utils.find_packed_sequence_indices(positions), want)
     assert masking_utils.find_packed_sequence_indices(positions[1:]) is None
-    x = with_host_copy(positions, torch.device("meta"))
+    x = to_device_with_host_copy(positions, torch.device("meta"))
     found = masking_utils.find_packed_sequence_indices(x)
     assert found.device.type == "meta"
     assert torch.equal(host_copy(found), want)
@@ -70,7 +70,7 @@ def test_plain_models_run_as_before_on_tensors_without_memory() -> None:
     """``transformers``' own function is replaced for them too, and some tensors have no address or no version."""
     model, inputs = build("qwen3"), {"input_ids": batch("plain")["input_ids"][:1]}
     inputs["position_ids"] = torch.arange(inputs["input_ids"].shape[1])[None]
-    x = with_host_copy(torch.arange(4), torch.device("meta"))  # some copy is known
+    x = to_device_with_host_copy(torch.arange(4), torch.device("meta"))  # some copy is known
     with torch.no_grad():
         want = model(**inputs).logits
     with torch.inference_mode():
@@ -78,7 +78,7 @@ def test_plain_models_run_as_before_on_tensors_without_memory() -> None:
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
         fake = model(**{name: mode.from_tensor(each) for name, each in inputs.items()}).logits
     assert fake.shape == want.shape
-    assert known_host_copy(x) is not None
+    assert cached_host_copy(x) is not None
 
 
 def test_another_default_device_changes_nothing() -> None:

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from streamtune.ops.attention.kernel_blocks import in_blocks
-from streamtune.ops.attention.kernels import CPU, Scores, flash_kernel
-from streamtune.ops.devices import MAX_ELEMENTS, blocks
+from streamtune.ops.attention.kernel_blocks import split_into_blocks
+from streamtune.ops.attention.kernels import CPU, Scores, fused_segment_kernel
+from streamtune.ops.devices import MAX_ELEMENTS, block_slices
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -52,7 +52,7 @@ def test_blocks_are_the_whole(
         return CPU.backward(grad, q, k, *rest)
 
     counted = replace(CPU, forward=forward, backward=backward, longest=longest)
-    split = in_blocks(counted, q, k)
+    split = split_into_blocks(counted, q, k)
     assert (split is counted) == (max(queries, keys) <= longest)
     scores = Scores(0.3, mask == "causal", bias)
     exact = [x.double() for x in (q, k, v)]
@@ -72,9 +72,9 @@ def test_blocks_are_the_whole(
 
 def test_elements_are_counted_at_all_heads() -> None:
     q, k, v, _ = problem(8, 4096, torch.float64)
-    kernel = in_blocks(CPU, q, k, most=2 * 4 * 16 * 1000)
+    kernel = split_into_blocks(CPU, q, k, max_elements=2 * 4 * 16 * 1000)
     assert kernel is not CPU
-    assert in_blocks(CPU, q, k, most=2 * 4 * 16 * 4096) is CPU
+    assert split_into_blocks(CPU, q, k, max_elements=2 * 4 * 16 * 4096) is CPU
     o, lse = kernel.forward(q, k, v, Scores(0.25))
     want_o, want_lse = CPU.forward(q, k, v, Scores(0.25))
     torch.testing.assert_close(o, want_o, rtol=1e-12, atol=1e-13)
@@ -85,7 +85,7 @@ def test_a_cache_of_more_than_32_bits_is_cut() -> None:
     """64 heads of 128 over 2^19 keys are 2^32 elements; a stride of zero makes them out of one."""
     q = torch.zeros(1, 1, 1, 1).expand(1, 64, 4, 128)
     k = torch.zeros(1, 1, 1, 1).expand(1, 8, 1 << 19, 128)
-    kernel = flash_kernel(q, k, k, biased=False)
+    kernel = fused_segment_kernel(q, k, k, biased=False)
     assert kernel is not None
     calls: list[int] = []
 
@@ -93,7 +93,7 @@ def test_a_cache_of_more_than_32_bits_is_cut() -> None:
         calls.append(k.shape[2])
         return q, q[..., 0].float()
 
-    in_blocks(replace(CPU, forward=forward), q, k).forward(q, k, k, Scores(1.0))
+    split_into_blocks(replace(CPU, forward=forward), q, k).forward(q, k, k, Scores(1.0))
     assert sum(calls) == 1 << 19
     assert len(calls) == 3
     assert all(keys * 64 * 128 <= MAX_ELEMENTS for keys in calls)
@@ -118,6 +118,6 @@ def test_strides_beyond_32_bits_on_the_cpu() -> None:
 
 
 def test_blocks_of_nothing_and_of_less_than_one() -> None:
-    assert list(blocks(0, 5)) == []
-    assert list(blocks(3, 0)) == [slice(0, 1), slice(1, 2), slice(2, 3)]
-    assert list(blocks(5, 2)) == [slice(0, 2), slice(2, 4), slice(4, 5)]
+    assert list(block_slices(0, 5)) == []
+    assert list(block_slices(3, 0)) == [slice(0, 1), slice(1, 2), slice(2, 3)]
+    assert list(block_slices(5, 2)) == [slice(0, 2), slice(2, 4), slice(4, 5)]

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from streamtune.ops.attention.kernel_blocks import padded
+from streamtune.ops.attention.kernel_blocks import pad_heads
 from streamtune.ops.attention.kernel_trial import Kernel
 from streamtune.ops.attention.kernel_trial import agrees_with_formula as _agrees_with_formula
-from streamtune.ops.attention.kernels import CPU, CUDNN, EFFICIENT, FLASH, Scores, flash_kernel, kernel_names
+from streamtune.ops.attention.kernels import CPU, CUDNN, EFFICIENT, FLASH, Scores, fused_segment_kernel, kernel_names
 from tests.precision_kit import assert_as_precise, relative
 
 HERE = torch.device("cpu")
@@ -157,11 +157,11 @@ def test_the_check_leaves_the_random_state_alone() -> None:
 
 def test_which_kernel_is_chosen() -> None:
     q, k, v, _ = problem(torch.float32, 2)
-    assert flash_kernel(q, k, v, biased=True) is CPU
-    shorter = flash_kernel(q, k, v[..., :8], biased=False)
+    assert fused_segment_kernel(q, k, v, biased=True) is CPU
+    shorter = fused_segment_kernel(q, k, v[..., :8], biased=False)
     assert shorter is not None
     assert shorter.name == CPU.name
-    assert flash_kernel(q, k, v.double(), biased=False) is None, "dtypes differ"
+    assert fused_segment_kernel(q, k, v.double(), biased=False) is None, "dtypes differ"
     assert kernel_names(HERE, torch.bfloat16) == {"unmasked": "cpu-flash", "masked": "cpu-flash"}
 
 
@@ -173,11 +173,11 @@ def test_values_shorter_than_keys_and_the_other_way_round(
     """Latent attention's heads, by the kernel of heads as long as the longer ones are, or longer."""
     q, k, v, grad = problem(dtype, 2)
     q, k, v, grad = q[..., :keys], k[..., :keys], v[..., :values], grad[..., :values]
-    chosen = flash_kernel(q, k, v, biased=False)
+    chosen = fused_segment_kernel(q, k, v, biased=False)
     assert chosen is not None
     o, lse, *grads = formula(q, k, v, grad, None, 0.7)
     plain_o, _, *plain = formula(q, k, v, grad, None, 0.7, torch.float32)
-    for kernel in (chosen, padded(CPU, 24)):
+    for kernel in (chosen, pad_heads(CPU, 24)):
         own_o, own_lse = kernel.forward(q, k, v, Scores(SCALE))
         assert own_o.shape == grad.shape
         got = kernel.backward(grad, q, k, v, o.to(dtype), lse.to(own_lse.dtype), Scores(SCALE))

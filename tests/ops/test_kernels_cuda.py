@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from streamtune.ops.attention import kernels
-from streamtune.ops.attention.kernel_trial import Kernel, TrialHeads, agrees_with_formula, fastest
+from streamtune.ops.attention.kernel_trial import Kernel, TrialHeads, agrees_with_formula, choose_fastest
 from streamtune.ops.attention.kernels import CPU, CUDNN, EFFICIENT, FLASH, Scores
 from tests.ops.cuda_operators import cuda_operators
 
@@ -75,20 +75,20 @@ def named(name: str) -> Kernel:
 def test_the_fastest_is_chosen_and_hardly_faster_is_not_enough() -> None:
     a, b, c = named("a"), named("b"), named("c")
     seconds: dict[str, float | None] = {"a": 1.0, "b": 0.97, "c": 0.5}
-    assert fastest([a, b], lambda kernel: seconds[kernel.name]) is a
-    assert fastest([a, b, c], lambda kernel: seconds[kernel.name]) is c
-    assert fastest([c, a, b], lambda kernel: seconds[kernel.name]) is c
-    assert fastest([], lambda kernel: seconds[kernel.name]) is None
+    assert choose_fastest([a, b], lambda kernel: seconds[kernel.name]) is a
+    assert choose_fastest([a, b, c], lambda kernel: seconds[kernel.name]) is c
+    assert choose_fastest([c, a, b], lambda kernel: seconds[kernel.name]) is c
+    assert choose_fastest([], lambda kernel: seconds[kernel.name]) is None
 
 
 def test_without_a_time_the_most_trusted_one_stays() -> None:
-    assert fastest([named("a"), named("b")], lambda kernel: None) == named("a")
-    assert fastest([named("a"), named("b")], lambda kernel: None if kernel.name == "a" else 1.0) == named("b")
+    assert choose_fastest([named("a"), named("b")], lambda kernel: None) == named("a")
+    assert choose_fastest([named("a"), named("b")], lambda kernel: None if kernel.name == "a" else 1.0) == named("b")
 
 
 def here(monkeypatch: pytest.MonkeyPatch, seconds: dict[str, float]) -> None:
     """The trial of a device, on the CPU, with these times."""
-    monkeypatch.setattr(kernels, "_device", lambda index: HERE)
+    monkeypatch.setattr(kernels, "_cuda_device", lambda index: HERE)
     monkeypatch.setattr(kernels, "median_seconds", lambda kernel, *rest: seconds[kernel.name])
 
 
@@ -105,7 +105,7 @@ def test_a_wrong_kernel_is_not_chosen_however_fast(
     caplog.set_level("INFO")
     heads = TrialHeads(4, 2, 16)
     for cudnn, want in ((CUDNN, "cudnn"), (replace(CUDNN, backward=forgets), "cuda-flash")):
-        chosen = kernels._tried([FLASH, cudnn, EFFICIENT], 0, torch.bfloat16, heads, biased=False)
+        chosen = kernels._fastest_agreeing_kernel([FLASH, cudnn, EFFICIENT], 0, torch.bfloat16, heads, biased=False)
         assert chosen is not None
         assert chosen.name == want
         assert caplog.messages[-1] == f"attention torch.bfloat16, 4 heads of 16 (2 for keys): {want}"
@@ -114,4 +114,4 @@ def test_a_wrong_kernel_is_not_chosen_however_fast(
 def test_where_nothing_works_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     here(monkeypatch, {})
     with pytest.warns(UserWarning, match="cuda-flash and cudnn and cuda-efficient failed the self-check"):
-        assert kernels._tried(ALL, 0, torch.bfloat16, TrialHeads(4, 2, 16), biased=False) is None
+        assert kernels._fastest_agreeing_kernel(ALL, 0, torch.bfloat16, TrialHeads(4, 2, 16), biased=False) is None

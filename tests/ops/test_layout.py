@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 import streamtune
 from streamtune.ops.attention.attention import prefix_attention
-from streamtune.ops.attention.kernel_trial import ODD_LAYOUTS, agrees_with_formula, odd_layout, readable
+from streamtune.ops.attention.kernel_trial import ODD_LAYOUTS, agrees_with_formula, copy_to_odd_layout, make_readable
 from streamtune.ops.attention.kernels import CPU, Scores
 from streamtune.ops.attention.mask import LazyMask
-from streamtune.ops.devices import simulating
+from streamtune.ops.devices import simulate_device_type
 from streamtune.ops.fused import rms_norm
 from tests.exactness.families import build
 from tests.precision_kit import Float64
@@ -31,7 +31,7 @@ def test_the_cpu_kernel_in_each_layout(layout: str, dim: int) -> None:
     drawn = [torch.randn(2, *shape, dim, generator=generator) for shape in shapes]
     scores = Scores(dim**-0.5, causal=True)
     for place in range(4):
-        odd = [odd_layout(x, layout) if at == place else x for at, x in enumerate(drawn)]
+        odd = [copy_to_odd_layout(x, layout) if at == place else x for at, x in enumerate(drawn)]
         even = [x.clone(memory_format=torch.contiguous_format) for x in odd]
         got, want = [], []
         for results, (q, k, v, grad) in ((got, odd), (want, even)):
@@ -46,11 +46,11 @@ def test_a_mask_output_and_log_sum_exp_in_odd_layouts(layout: str) -> None:
     q, k, v, grad = (torch.randn(2, 4, 20, 8, generator=generator) for _ in range(4))
     bias = torch.randn(2, 1, 20, 20, generator=generator)
     o, lse = CPU.forward(q, k, v, Scores(0.3, bias=bias))
-    odd_bias = Scores(0.3, bias=odd_layout(bias, layout))
+    odd_bias = Scores(0.3, bias=copy_to_odd_layout(bias, layout))
     assert torch.equal(CPU.forward(q, k, v, odd_bias)[0], o)
     want = CPU.backward(grad, q, k, v, o, lse, Scores(0.3, bias=bias))
-    odd_lse = odd_layout(lse[..., None], layout)[..., 0]
-    got = CPU.backward(grad, q, k, v, odd_layout(o, layout), odd_lse, odd_bias)
+    odd_lse = copy_to_odd_layout(lse[..., None], layout)[..., 0]
+    got = CPU.backward(grad, q, k, v, copy_to_odd_layout(o, layout), odd_lse, odd_bias)
     assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
 
 
@@ -70,15 +70,15 @@ def test_the_trial_finds_a_kernel_that_ignores_strides() -> None:
 def test_what_an_accelerator_cannot_read_is_copied() -> None:
     """On CUDA channels begin at multiples of 16 bytes; told here by tensors on ``meta``, which stand for such."""
     x = torch.empty(2, 3, 5, 8, dtype=torch.bfloat16, device="meta")
-    with simulating("cuda"):
-        assert readable(x) is x
-        assert readable(x[:, :1].expand(-1, 4, -1, -1)).stride(1) == 0
-        assert readable(x.transpose(1, 2)).stride() == x.transpose(1, 2).stride()
+    with simulate_device_type("cuda"):
+        assert make_readable(x) is x
+        assert make_readable(x[:, :1].expand(-1, 4, -1, -1)).stride(1) == 0
+        assert make_readable(x.transpose(1, 2)).stride() == x.transpose(1, 2).stride()
         wide = torch.empty(2, 3, 5, 9, dtype=torch.bfloat16, device="meta")[..., :8]
-        assert readable(wide).is_contiguous()
-        assert readable(x.mT).stride(-1) == 1
-    with simulating("cpu"):
-        assert readable(wide) is wide
+        assert make_readable(wide).is_contiguous()
+        assert make_readable(x.mT).stride(-1) == 1
+    with simulate_device_type("cpu"):
+        assert make_readable(wide) is wide
 
 
 @pytest.mark.parametrize("layout", ODD_LAYOUTS)
@@ -88,7 +88,7 @@ def test_a_chunk_of_attention_in_each_layout(layout: str) -> None:
     view = LazyMask(2, 40, 40, window=9).rows(24, 40)
     shapes = ((4, 16), (2, 40), (2, 40), (4, 16))
     q, k, v, grad = (
-        odd_layout(torch.randn(2, *s, 8, generator=generator, dtype=torch.float64), layout) for s in shapes
+        copy_to_odd_layout(torch.randn(2, *s, 8, generator=generator, dtype=torch.float64), layout) for s in shapes
     )
     k_seen, v_seen = k[:, :, view.k_start : view.k_stop], v[:, :, view.k_start : view.k_stop]
 
@@ -104,7 +104,7 @@ def test_a_chunk_of_attention_in_each_layout(layout: str) -> None:
 
 @pytest.mark.parametrize("layout", ODD_LAYOUTS)
 def test_the_norm_of_a_device_in_each_layout(layout: str) -> None:
-    x = odd_layout(torch.randn(2, 3, 5, 8, generator=torch.Generator().manual_seed(0)), layout)
+    x = copy_to_odd_layout(torch.randn(2, 3, 5, 8, generator=torch.Generator().manual_seed(0)), layout)
     weight = torch.arange(16.0)[::2]
     assert torch.allclose(rms_norm(x, weight, 1e-5), rms_norm(x.clone(), weight.clone(), 1e-5), atol=1e-6)
 

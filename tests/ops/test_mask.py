@@ -89,7 +89,7 @@ def from_segments(view: MaskView) -> Tensor:
         assert (bias is None) == (not segment.masked)
         if bias is not None:
             assert bias.shape[2:] == let.shape[2:]
-            assert set(bias.unique().tolist()) <= {0.0, mask_module.masked_score(torch.float32)}
+            assert set(bias.unique().tolist()) <= {0.0, mask_module.score_of_hidden_key(torch.float32)}
             let &= bias == 0
             part = view.allowed(segment, slice(asked // 3, asked)).expand(size, 1, asked - asked // 3, -1)
             assert torch.equal(part, (bias == 0)[:, :, asked // 3 :].expand(size, 1, -1, -1))
@@ -195,13 +195,13 @@ def test_blocks_that_are_all_or_nothing_are_not_masked(monkeypatch: pytest.Monke
 )
 def test_unpadded(pad: str, interval: tuple[int, int]) -> None:
     lazy, _ = both("causal", attention_mask=padding(pad), past_key_values=None)
-    assert lazy.unpadded == interval
+    assert lazy.unpadded_keys == interval
 
 
 def test_unpadded_where_rows_share_no_token() -> None:
     mask = torch.zeros(2, 10, dtype=torch.bool)
     mask[0, :4], mask[1, 6:] = True, True
-    start, stop = LazyMask(2, 10, 10, padding=mask).unpadded
+    start, stop = LazyMask(2, 10, 10, padding=mask).unpadded_keys
     assert start >= stop
     lazy = LazyMask(2, 10, 10, padding=mask)
     assert torch.equal(from_segments(lazy.chunk(5, 10, 0)), whole(lazy)[:, :, 5:])
@@ -262,7 +262,7 @@ def test_rows_that_share_their_beginning(
         places = torch.cat([trunk, own])
         row = alone[: len(places), : len(places)]
         want[own[:, None], places] = row[len(trunk) :]
-    shared = lazy.branched(table)
+    shared = lazy.with_branches(table)
     assert torch.equal(whole(shared)[0, 0], want)
     for start in range(0, LENGTH, size):
         stop = min(start + size, LENGTH)
@@ -285,4 +285,4 @@ def test_rows_that_share_their_beginning(
 def test_masks_that_are_not_of_one_row(facts: dict[str, Any]) -> None:
     sizes = {"batch_size": 1, "q_length": LENGTH, "kv_length": LENGTH}
     with pytest.raises(UnsupportedModelError, match="rows cannot share a prefix"):
-        LazyMask(**{**sizes, **facts}).branched(TREES["one level"].table)
+        LazyMask(**{**sizes, **facts}).with_branches(TREES["one level"].table)

@@ -54,8 +54,8 @@ def nothing_is_examined(monkeypatch: pytest.MonkeyPatch, request: pytest.Fixture
     def refuse(*args: Any) -> Any:
         raise AssertionError("a recognised mask was examined")
 
-    monkeypatch.setattr(LazyMask, "examined", refuse)
-    monkeypatch.setattr(LazyMask, "_last_key_by_looking", refuse)
+    monkeypatch.setattr(LazyMask, "examine_key_blocks", refuse)
+    monkeypatch.setattr(LazyMask, "_last_key_by_tiles", refuse)
 
 
 def packed(maker: str, lengths: list[list[int]]) -> tuple[LazyMask, Tensor]:

@@ -34,7 +34,7 @@ def main() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         h, w = hidden.to(dtype), weight.to(dtype)
         for wanted in ((True, True), (True, False)):
-            sweep = partial(module._sweep, h, w, targets, wanted)
+            sweep = partial(module._sweep_chunk, h, w, targets, wanted)
             found[f"{dtype} {wanted}"] = [
                 agrees_with_sweep(liger, h, w, targets, wanted, sweep),
                 agrees_with_sweep(liger, h, 1.05 * w, targets, wanted, sweep),
@@ -57,7 +57,7 @@ def layers(generator: torch.Generator) -> dict[str, list[float]]:
     cos, sin = (torch.cat([part, part], -1) for part in (angles.cos(), angles.sin()))
 
     def rotated(q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
-        return tuple(fused.rotary(x, cos[:, None], sin[:, None]) for x in (q, k))
+        return tuple(fused.apply_rotary(x, cos[:, None], sin[:, None]) for x in (q, k))
 
     def norm(x: Tensor, w: Tensor) -> tuple[Tensor]:
         return (LigerRMSNormFunction.apply(x, w, EPS, 0.0, "llama", True),)

@@ -87,7 +87,7 @@ def test_each_block_is_trained_once_in_a_pass_in_another_order_each_time() -> No
     for number in range(4):
         order = []
         for turn in range(5):
-            optimizer.go_to(3 * (5 * number + turn))
+            optimizer.train_block_after(3 * (5 * number + turn))
             order.append(optimizer.block)
         passes.append(order)
     assert all(sorted(order) == list(range(5)) for order in passes)
@@ -102,7 +102,7 @@ def test_gradients_and_moments_are_of_the_block_alone() -> None:
     moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
     assert moved == optimizer.blocks[0].parameters
     assert {name for name, p in model.named_parameters() if p.requires_grad} == optimizer.blocks[1].parameters
-    assert optimizer.is_fresh
+    assert optimizer.is_unstepped
 
 
 @pytest.mark.parametrize("schedule", [Schedule(chunk_size=8), Schedule(chunk_size=8, keep_kv=True, offload="host"),
@@ -126,7 +126,7 @@ def test_a_state_that_is_loaded_goes_on_to_the_same_bits() -> None:
     train(model, optimizer, 6)
     other.load_state_dict(model.state_dict())
     loaded = BlockAdamW(groups(other), lr=1e-3, switch_block_every=4)
-    loaded.go_to(6)
+    loaded.train_block_after(6)
     loaded.load_state_dict(optimizer.state_dict())
     train(model, optimizer, 5)
     train(other, loaded, 5)

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from streamtune.base.optimizer_table import OPTIMIZERS, PLAIN_STEP, check_installed, find_argument_mistake, state_bytes
 from streamtune.errors import ArgumentError
-from streamtune.ops.devices import simulating
+from streamtune.ops.devices import simulate_device_type
 from streamtune.optim import OptimChoice, build_optimizer, set_learning_rate, state_tensors
-from streamtune.optim.badam import part_start
+from streamtune.optim.badam import random_part_start
 from streamtune.optim.libraries import RULES
 from streamtune.optim.matrix_optimizers import normalize_rows_and_columns
-from streamtune.optim.narrow_states import expand, pack_expanded
+from streamtune.optim.narrow_states import pack_expanded, unpack_expanded
 from streamtune.plan.simulate.memory import distinct_bytes
 from streamtune.train import HostOptimizer, InBackwardBackend, LocalBackend
 from streamtune.train.slices import SliceReader, write_slices
@@ -238,7 +238,7 @@ class Expanded(torch.optim.Optimizer):
                 p.copy_(state["copy"])
                 for name in ("exp_avg", "exp_avg_sq"):
                     x = state["adamw"].state[state["copy"]][name]
-                    x.copy_(expand(*pack_expanded(x, 128), x.numel()).view_as(x))
+                    x.copy_(unpack_expanded(*pack_expanded(x, 128), x.numel()).view_as(x))
 
 
 class Parts(torch.optim.Optimizer):
@@ -256,7 +256,7 @@ class Parts(torch.optim.Optimizer):
             for p in group["params"]:
                 number += 1
                 size = max(1, round(args["update_ratio"] * p.numel()))
-                start = part_start(p.numel() - size, number, turn)
+                start = random_part_start(p.numel() - size, number, turn)
                 if not fresh:
                     state = self.state[p] = {"part": nn.Parameter(p.flatten()[start : start + size].clone())}
                     state["adamw"] = torch.optim.AdamW([state["part"]], weight_decay=group["weight_decay"])
@@ -325,7 +325,7 @@ def check_bytes(name: str, args: dict[str, Any]) -> None:
             optimizer.step()
         planned = copy.deepcopy(Net(dtype)).to("meta")
         simulated = ours(planned, name, args=args)
-        with simulating("cpu"):
+        with simulate_device_type("cpu"):
             for parameter in planned.parameters():
                 parameter.grad = torch.empty_like(parameter)
             for group in simulated.param_groups:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from streamtune.base.optimizer_table import OPTIMIZERS, PLAIN_STEP, state_bytes
-from streamtune.ops.devices import simulating
+from streamtune.ops.devices import simulate_device_type
 from streamtune.optim import OptimChoice, build_optimizer, set_learning_rate, state_tensors
 from streamtune.plan.simulate.memory import distinct_bytes
 from streamtune.train.slices import SliceReader, write_slices
@@ -104,7 +104,7 @@ def test_states_are_float32_and_planned_as_such(name: str) -> None:
         optimizer.step()
     planned = copy.deepcopy(Net(torch.bfloat16)).to("meta")
     simulated = ours(planned, name, rounding="stochastic", **({"states": "float32"} if name == "adamw" else {}))
-    with simulating("cpu"):
+    with simulate_device_type("cpu"):
         for parameter in planned.parameters():
             parameter.grad = torch.empty_like(parameter)
         for group in simulated.param_groups:

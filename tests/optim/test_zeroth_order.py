@@ -14,8 +14,8 @@ from streamtune import Schedule
 from streamtune.engine import decoder_layers
 from streamtune.errors import ArgumentError
 from streamtune.models import add_lora
-from streamtune.optim import OptimChoice, ZerothOrderSGD, build_optimizer, perturbed
-from streamtune.optim.weight_step import flat_slices, seeded
+from streamtune.optim import OptimChoice, ZerothOrderSGD, build_optimizer, perturb_weights
+from streamtune.optim.weight_step import flat_slices, seeded_generator
 from streamtune.train import ZerothOrderBackend
 from streamtune.train.objective import StepScore
 from tests.exactness.families import build
@@ -65,7 +65,7 @@ def normals(weight: Tensor, *of: int) -> Tensor:
     parts = []
     for span in flat_slices(flat):
         z = torch.empty(span.stop - span.start)
-        parts.append(z.normal_(generator=seeded(flat.device, *of, span.start)))
+        parts.append(z.normal_(generator=seeded_generator(flat.device, *of, span.start)))
     return torch.cat(parts).view(weight.shape)
 
 
@@ -149,7 +149,7 @@ def test_weights_have_their_bits_after_each_loss(family: str, dtype: torch.dtype
     optimizer, before = optimizer_of(model, eps=1e-2), bits(model)
     inside: list[dict[str, Tensor]] = []
     hook = layers[-1].register_forward_pre_hook(lambda *_: inside.append(bits(model)))
-    with torch.no_grad(), perturbed(optimizer, model, layers, 0, 1):
+    with torch.no_grad(), perturb_weights(optimizer, model, layers, 0, 1):
         loss_of(model, 0)
     assert same(model, before)
     own = {name for name, p in model.named_parameters() if any(p is x for x in layers[-1].parameters())}
@@ -167,7 +167,11 @@ def test_weights_have_their_bits_after_each_loss(family: str, dtype: torch.dtype
         module for module in layers[1].modules() if isinstance(module, nn.LayerNorm) or "Norm" in str(module)
     )
     hook = failing.register_forward_pre_hook(fail)
-    with pytest.raises(RuntimeError, match="no more"), torch.no_grad(), perturbed(optimizer, model, layers, 0, -1):
+    with (
+        pytest.raises(RuntimeError, match="no more"),
+        torch.no_grad(),
+        perturb_weights(optimizer, model, layers, 0, -1),
+    ):
         loss_of(model, 0)
     hook.remove()
     assert same(model, before)
@@ -178,7 +182,7 @@ def test_the_loss_is_that_of_perturbed_weights() -> None:
     model, other = build("qwen3"), build("qwen3")
     optimizer, second = optimizer_of(model), optimizer_of(other)
     with streamtune.stream(model, schedule=Schedule(chunk_size=8, head_chunk_size=4)) as handle, torch.no_grad():
-        with perturbed(optimizer, model, handle.layers, 1, -1):
+        with perturb_weights(optimizer, model, handle.layers, 1, -1):
             found = loss_of(model, 0)
         for parameter in other.parameters():
             second.perturb(parameter, 1, -1)
@@ -191,7 +195,7 @@ def test_a_bfloat16_weight_moves_where_its_perturbation_did_and_by_the_mean_of_i
     optimizer = ZerothOrderSGD([weight], lr=1e-3, eps=1e-3, seed=1)
     z = normals(weight, 1, 0, 0, 0)
     # Half a step of bfloat16 is 2^-9 below 1 and 2^-14 at 0.02: 5% of eps z are above the one, and below the other.
-    assert optimizer.moved_share() == pytest.approx(0.5, abs=0.01)
+    assert optimizer.moved_fraction() == pytest.approx(0.5, abs=0.01)
     before = weight.detach().clone()
     optimizer.step([0.1])
     change = (weight - before).float()

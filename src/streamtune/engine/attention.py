@@ -25,7 +25,7 @@ from streamtune.errors import UnsupportedModelError
 from streamtune.ops import LazyMask, MaskView, prefix_attention
 from streamtune.ops.attention.ring import ring_attention
 from streamtune.ops.attention.rules import ForeignAttentionError
-from streamtune.ops.devices import autocast_kind
+from streamtune.ops.devices import autocast_device_type
 
 NAME = "streamtune"
 """Name of the attention implementation in a model's config."""
@@ -69,7 +69,7 @@ def attention(
             raise ForeignAttentionError(
                 f"{type(module).__name__} passes {name!r} to its attention, which streaming does not support"
             )
-    kind = autocast_kind(query.device)
+    kind = autocast_device_type(query.device)
     if torch.is_autocast_enabled(kind) and query.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(kind)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)

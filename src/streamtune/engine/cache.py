@@ -36,7 +36,7 @@ from streamtune.engine.hf_names import CACHE, CACHE_CLASS, RWKV_KERNEL, RWKV_LAY
 from streamtune.engine.kv import KeysAndValues, StateKey, States, refuse_past
 from streamtune.engine.sequence.shards import ChunkExchange
 from streamtune.errors import UnsupportedModelError
-from streamtune.ops.devices import autocast_kind
+from streamtune.ops.devices import autocast_device_type
 
 Pass = Literal["store", "project", "recompute", "replay", "whole"]
 
@@ -356,7 +356,7 @@ class _StateViews:
 
 def _to_autocast_dtype(x: Tensor) -> Tensor:
     """Return keys or values cast to autocast's dtype, as attention casts them; rotary embeddings may widen them."""
-    kind = autocast_kind(x.device)
+    kind = autocast_device_type(x.device)
     if x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
         return x
     return x.to(torch.get_autocast_dtype(kind))

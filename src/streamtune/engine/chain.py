@@ -40,7 +40,7 @@ from streamtune.engine.sharded import Weights, is_sharded
 from streamtune.engine.streamed_layer import StreamedLayer
 from streamtune.engine.vjp import Along, GradientSum, chunk_vjp, read_chunk
 from streamtune.errors import ArgumentError, UnsupportedModelError
-from streamtune.ops import first_order, graph_is_kept
+from streamtune.ops import first_order, is_graph_retained
 
 
 def chained_call(owner: StreamedLayer, call: LayerCall, parameters: Sequence[Tensor]) -> Any:
@@ -338,7 +338,7 @@ class _ChainedLayers(torch.autograd.Function):
             link.weights.check()
         extras = list(ctx.saved_tensors)
         needs_input, *needs_extras = ctx.needs_input_grad[3 : 4 + len(extras)]
-        keep_graph = graph_is_kept() or chain.is_needed(ctx.count)
+        keep_graph = is_graph_retained() or chain.is_needed(ctx.count)
         step = _ChainBackward(chain, ctx.count, extras, (needs_input, *needs_extras), keep_graph)
         grad_extras, grad_parameters = step.run(grad_outputs)
         chain.free(keep_graph)

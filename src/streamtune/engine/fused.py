@@ -32,8 +32,8 @@ from torch.nn.functional import linear
 from streamtune.engine.observe import Autocast, function_modes, restore_forward
 from streamtune.engine.sharded import is_sharded
 from streamtune.engine.vjp import GradientSum
-from streamtune.ops.devices import autocast_kind
-from streamtune.ops.fused import norm_is_right, rms_norm, rotary
+from streamtune.ops.devices import autocast_device_type
+from streamtune.ops.fused import apply_rotary, is_norm_kernel_right, rms_norm
 
 PLAIN_TYPES = (Tensor, nn.Parameter)
 """Tensor types that are fused. Quantised and sharded tensors have other types."""
@@ -81,7 +81,7 @@ class FusedLinears:
         """Return ``x`` in autocast's dtype, or None if autocast would not cast it."""
         if not self.autocast.enabled or x.dtype != torch.float32:
             return None
-        if autocast_kind(x.device) != self.autocast.device_type:
+        if autocast_device_type(x.device) != self.autocast.device_type:
             return None
         if id(x) not in self._casts:
             self._casts[id(x)] = x.detach().to(self.autocast.dtype)
@@ -153,7 +153,7 @@ class _SummingLinear(torch.autograd.Function):
         (x,), (weight_sum, bias_sum) = ctx.saved_tensors, ctx.sums
         grad_nV = grad.reshape(-1, grad.shape[-1])
         if weight_sum is not None:
-            weight_sum.add_outer(grad_nV, x.reshape(-1, x.shape[-1]))
+            weight_sum.add_weight_gradient(grad_nV, x.reshape(-1, x.shape[-1]))
         if bias_sum is not None:
             bias_sum.add(grad_nV.sum(0, dtype=bias_sum.sum_dtype))
         grad_x = grad @ ctx.weight if ctx.needs_input_grad[0] else None
@@ -269,7 +269,8 @@ class _FusedNorm:
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         form, weight = self.form, self.module._parameters.get("weight")
         plain = type(x) in PLAIN_TYPES and x.is_floating_point() and (weight is None or type(weight) in PLAIN_TYPES)
-        if args or kwargs or not plain or not norm_is_right(x.device, x.dtype):  # a gated norm has a second argument
+        # A gated norm has a second argument.
+        if args or kwargs or not plain or not is_norm_kernel_right(x.device, x.dtype):
             return self.original(self.module, x, *args, **kwargs)
         if weight is None or (weight.dtype == x.dtype and not form.offset):
             return rms_norm(x, weight, form.eps)
@@ -326,7 +327,7 @@ class _FusedRotary:
         if len(args) == 4 and not kwargs and _can_fuse_rotary(*args):
             q, k, cos, sin = args
             cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-            return rotary(q, cos, sin), rotary(k, cos, sin)
+            return apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
         return self.original(*args, **kwargs)
 
 
@@ -350,7 +351,7 @@ def _is_rotary(function: Callable[..., Any]) -> bool:
     try:
         with torch.no_grad():
             got = function(q, k, cos, sin)
-            want = [rotary(x, cos[:, None], sin[:, None]) for x in (q, k)]
+            want = [apply_rotary(x, cos[:, None], sin[:, None]) for x in (q, k)]
         return all(_is_close(a, b) for a, b in zip(got, want, strict=True))
     except Exception:  # it has other arguments
         return False

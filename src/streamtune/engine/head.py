@@ -41,8 +41,8 @@ from streamtune.ops import (
     project_token_loss,
     token_scores,
 )
-from streamtune.ops.exchange import summed
-from streamtune.ops.head.sweep import autocast_dtype, cast
+from streamtune.ops.exchange import sum_over_ranks
+from streamtune.ops.head.sweep import autocast_dtype, cast_tensors
 from streamtune.schedule import Schedule
 
 _LOSSES = hf_internal(LOSSES)
@@ -214,7 +214,7 @@ class StreamedHead:
             )
         if num_items is None:
             num_items = max(1, int((all_targets != ignore_index).sum()))
-        return summed(self.cross_entropy(logits, targets, num_items, ignore_index), shards.group)
+        return sum_over_ranks(self.cross_entropy(logits, targets, num_items, ignore_index), shards.group)
 
     def cross_entropy(
         self, logits: LazyLogits, targets: Tensor, num_items: Tensor | float | None, ignore_index: int
@@ -236,7 +236,7 @@ class StreamedHead:
             options["teacher"] = teacher
             loss, measured = self._compute(logits, targets, linear_token_loss, project_token_loss, options)
         if self.shards is not None:
-            measured = summed(measured, self.shards.group)
+            measured = sum_over_ranks(measured, self.shards.group)
         loss_request.measured = dict(zip(MEASURED, measured.unbind(), strict=True))
         return loss
 
@@ -257,10 +257,10 @@ class StreamedHead:
                 return
             head: Any = self.module
             dtype = autocast_dtype(hidden)
-            weight, bias = cast(dtype, head.weight.detach(), None if head.bias is None else head.bias.detach())
+            weight, bias = cast_tensors(dtype, head.weight.detach(), None if head.bias is None else head.bias.detach())
 
             def project(h_nC: Tensor) -> Tensor:
-                (h_nC,) = cast(dtype, h_nC)
+                (h_nC,) = cast_tensors(dtype, h_nC)
                 return logits.transform(nn.functional.linear(h_nC, weight, bias))
 
             yield TeacherHead(hidden, project)

@@ -31,7 +31,7 @@ from streamtune.engine.sharded import Weights
 from streamtune.engine.streamed_layer import StreamedLayer
 from streamtune.engine.vjp import GradientSum, LayerInput, streamed_vjp
 from streamtune.errors import ArgumentError, StreamTuneError, UnsupportedModelError
-from streamtune.ops import first_order, graph_is_kept
+from streamtune.ops import first_order, is_graph_retained
 from streamtune.ops.attention.rules import ForeignAttentionError
 
 
@@ -243,7 +243,7 @@ class _StreamedLayer(torch.autograd.Function):
         owner.check_unchanged(stream.call.length)
         ctx.weights.check()
         saved = ctx.saved_tensors  # read first: load_input() may recompute the input and the keys shared with it
-        inputs, keep_graph = [stream.load_input(), *saved], graph_is_kept()
+        inputs, keep_graph = [stream.load_input(), *saved], is_graph_retained()
         count = len(stream.along)
 
         notify_chunk(owner.layer, slice(0, 0), "prepare")

@@ -35,8 +35,8 @@ from streamtune.engine.hf_names import (
     hf_internal,
     replace_internal,
 )
-from streamtune.ops.attention.runs import contiguous, run_starts
-from streamtune.ops.devices import host_copy, known_host_copy, with_host_copy
+from streamtune.ops.attention.runs import has_one_run_per_id, run_starts
+from streamtune.ops.devices import cached_host_copy, host_copy, to_device_with_host_copy
 
 _causal_mask_function = hf_internal(CAUSAL_MASK)
 _find_packed_sequence_indices = hf_internal(FINDS_PACKED)
@@ -89,7 +89,7 @@ def recognise_mask(function: Function, length: int, device: torch.device) -> Mas
     if facts.block_start is not None and (facts.rest or _splits_blocks(facts)):
         return unrecognised
     starts = (facts.row_start, facts.span_start, facts.block_start)
-    rows, spans, blocks = (None if x is None else with_host_copy(x, device) for x in starts)
+    rows, spans, blocks = (None if x is None else to_device_with_host_copy(x, device) for x in starts)
     return replace(facts, row_start=rows, span_start=spans, block_start=blocks)
 
 
@@ -233,7 +233,7 @@ def _are_contiguous_runs(ids: Any, position_BT: Tensor) -> bool:
     if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.shape[1] != position_BT.shape[1]:
         return False
     places = torch.arange(ids.shape[1], device=HOST)
-    return bool((position_BT == places).all()) and contiguous(host_copy(ids))
+    return bool((position_BT == places).all()) and has_one_run_per_id(host_copy(ids))
 
 
 def _is_remap(function: Function) -> bool:
@@ -263,11 +263,11 @@ def _find_packed_on_host(position_ids: Tensor) -> Tensor | None:
 
     The original reads a device tensor, which waits for the device. Without a host copy the original is called.
     """
-    copy = None if torch.compiler.is_compiling() else known_host_copy(position_ids)
+    copy = None if torch.compiler.is_compiling() else cached_host_copy(position_ids)
     if copy is None:
         return _find_packed_sequence_indices(position_ids)
     ids = _find_packed_sequence_indices(copy)
-    return None if ids is None else with_host_copy(ids, position_ids.device)
+    return None if ids is None else to_device_with_host_copy(ids, position_ids.device)
 
 
 replace_internal(FINDS_PACKED, _find_packed_on_host)

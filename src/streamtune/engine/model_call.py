@@ -21,7 +21,7 @@ from streamtune.base.model_facts import IGNORE_INDEX
 from streamtune.engine.hf_names import BY_POSITIONS, CACHE, cache_argument, parameters_of, renamed_cache
 from streamtune.engine.rows import PackedRows, describes_packed_rows
 from streamtune.errors import ArgumentError, UnsupportedModelError
-from streamtune.ops.devices import forget_host_copies
+from streamtune.ops.devices import clear_host_copies
 
 TOKENS = ("input_ids", "inputs_embeds")
 READ = "_streamtune_read"
@@ -42,7 +42,7 @@ class ModelCall:
     kwargs: dict[str, Any]
 
     def __post_init__(self) -> None:
-        forget_host_copies()  # copies of earlier calls
+        clear_host_copies()  # copies of earlier calls
         if (name := cache_argument(type(self.model).forward, state=False)) is not None:
             self.kwargs = renamed_cache(self.kwargs, name)
 

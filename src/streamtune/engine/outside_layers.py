@@ -33,7 +33,7 @@ from streamtune.engine.sharded import Weights
 from streamtune.engine.streamed_layer import ModelParts
 from streamtune.engine.vjp import GradientSum, LayerInput, streamed_vjp
 from streamtune.errors import ArgumentError, UnsupportedModelError
-from streamtune.ops import first_order, graph_is_kept
+from streamtune.ops import first_order, is_graph_retained
 
 LOOKUP_PACKAGES = ("torch.", "transformers.")
 """Packages whose embeddings are plain lookups, so that a second call returns the same values."""
@@ -327,7 +327,7 @@ class _StreamedNorm(torch.autograd.Function):
         sums = [GradientSum(p, widen) for p in ctx.parameters]
         z_in = LayerInput(source, 1, ctx.needs_input_grad[2], into)
         grad_inputs, grad_parameters = streamed_vjp(run_chunk, chunks, [z_in], [(grad_out, 1)], sums, widen)
-        if not graph_is_kept():
+        if not is_graph_retained():
             if isinstance(source, StoredTensor):
                 source.free()
             ctx.stored = ctx.norm = ctx.parameters = ctx.grad_target = ctx.weights = None

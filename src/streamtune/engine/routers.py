@@ -31,7 +31,7 @@ from streamtune.engine.hf_names import BALANCE_ARGUMENTS, BALANCE_LOSS, recorded
 from streamtune.engine.observe import temporary_attribute
 from streamtune.engine.sequence.shards import SequenceShards
 from streamtune.errors import ArgumentError, UnsupportedModelError
-from streamtune.ops.exchange import summed
+from streamtune.ops.exchange import sum_over_ranks
 
 
 @dataclass(frozen=True)
@@ -221,13 +221,13 @@ class RouterWatch:
         if loss.scope == "global":
             counts = summed_over_ranks(counts) if self.totals is None else self.totals
         elif self.shards is not None:
-            counts = summed(counts, self.shards.group)
+            counts = sum_over_ranks(counts, self.shards.group)
         tokens = counts[-1]
         experts = getattr(self.model, "num_experts", len(counts) - 1)
         balance = experts * (counts[:-1] / tokens * sums.probabilities / tokens).sum()
         squares = sums.squares / tokens
         if self.shards is not None:  # every rank has the whole sequence's value; its gradient is the rank's share
-            balance, squares = (summed(x, self.shards.group) for x in (balance, squares))
+            balance, squares = (sum_over_ranks(x, self.shards.group) for x in (balance, squares))
         return balance, self.share * (loss.balance * balance + loss.z * squares)
 
     @property

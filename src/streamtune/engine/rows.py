@@ -254,5 +254,5 @@ class Branches(PackedRows):
         """Return the mask under which each row sees what it would see alone under ``mask``; cached for each mask."""
         cached = self._masks.get(id(mask))
         if cached is None or cached[0] is not mask:
-            cached = self._masks[id(mask)] = (mask, mask.branched(self.table))
+            cached = self._masks[id(mask)] = (mask, mask.with_branches(self.table))
         return cached[1]

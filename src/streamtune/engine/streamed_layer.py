@@ -21,7 +21,7 @@ from streamtune.engine.routers import RouterWatch
 from streamtune.engine.scan import stateless_scan_mixers
 from streamtune.engine.sharded import FlatParametersError
 from streamtune.errors import ArgumentError, UnsupportedModelError
-from streamtune.ops.fused import fusion_pays
+from streamtune.ops.fused import is_fusion_faster
 from streamtune.schedule import Schedule
 
 Scope = Callable[[], AbstractContextManager[Any]]
@@ -79,7 +79,7 @@ class StreamedLayer:
 
     def scopes(self, device: torch.device) -> list[Scope]:
         """Return the contexts in which the layer runs on a chunk: its fused parts, if fusion pays on ``device``."""
-        return [self.fused.used] if self.fused is not None and fusion_pays(device) else []
+        return [self.fused.used] if self.fused is not None and is_fusion_faster(device) else []
 
     @contextmanager
     def on_device(self, parameters: Sequence[Tensor], prefetch: int | None = None) -> Iterator[list[Tensor]]:

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from streamtune.engine.memory.tiers import Source, StoredTensor
-from streamtune.ops import hooks_held_back
-from streamtune.ops.fused import add_outer, outer
+from streamtune.ops import suspend_tensor_hooks
+from streamtune.ops.fused import add_weight_gradient, weight_gradient
 
 Along = int | None
 """Sequence dimension of a tensor; None for a tensor that belongs to the whole sequence."""
@@ -145,7 +145,7 @@ def chunk_vjp(
     if not pairs:  # nothing trainable took part in the chunk
         return repeat(None, len(wanted))
     outputs, incoming = zip(*pairs, strict=True)
-    with hooks_held_back(parameters):
+    with suspend_tensor_hooks(parameters):
         return iter(torch.autograd.grad(outputs, wanted, incoming, allow_unused=True))
 
 
@@ -190,14 +190,14 @@ class GradientSum:
         else:
             self.total, self.owns_total = self.total.to(self.sum_dtype).add(part), True
 
-    def add_outer(self, grad_nV: Tensor, hidden_nC: Tensor) -> None:
+    def add_weight_gradient(self, grad_nV: Tensor, hidden_nC: Tensor) -> None:
         """Add ``grad.T @ hidden``: one chunk's term of the gradient ``[V, C]`` of a linear module's weight."""
         if self.total is None:
-            self.total, self.owns_total = outer(grad_nV, hidden_nC, self.sum_dtype), True
+            self.total, self.owns_total = weight_gradient(grad_nV, hidden_nC, self.sum_dtype), True
             return
         if not self.owns_total:
             self.total, self.owns_total = self.total.to(self.sum_dtype, copy=True), True
-        add_outer(self.total, grad_nV, hidden_nC)
+        add_weight_gradient(self.total, grad_nV, hidden_nC)
 
     def result(self) -> Tensor | None:
         """Return the sum in the dtype of the tensor; None if nothing was added."""

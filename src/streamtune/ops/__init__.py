@@ -3,7 +3,7 @@
 from streamtune.ops.attention.attention import prefix_attention, prefix_attention_reference
 from streamtune.ops.attention.mask import LazyMask, MaskView, Segment
 from streamtune.ops.attention.runs import Branch, BranchTable, row_starts
-from streamtune.ops.first_order import first_order, graph_is_kept, hooks_held_back
+from streamtune.ops.first_order import first_order, is_graph_retained, suspend_tensor_hooks
 from streamtune.ops.head.cross_entropy import linear_cross_entropy, project_cross_entropy
 from streamtune.ops.head.logprobs import project_scores, token_logprobs, token_scores
 from streamtune.ops.head.token_losses import (
@@ -15,7 +15,7 @@ from streamtune.ops.head.token_losses import (
     linear_token_loss,
     project_token_loss,
     token_loss_reference,
-    top_classes,
+    top_k_classes,
 )
 
 __all__ = [
@@ -30,8 +30,7 @@ __all__ = [
     "TokenLoss",
     "TopKTeacher",
     "first_order",
-    "graph_is_kept",
-    "hooks_held_back",
+    "is_graph_retained",
     "linear_cross_entropy",
     "linear_token_loss",
     "prefix_attention",
@@ -40,8 +39,9 @@ __all__ = [
     "project_scores",
     "project_token_loss",
     "row_starts",
+    "suspend_tensor_hooks",
     "token_logprobs",
     "token_loss_reference",
     "token_scores",
-    "top_classes",
+    "top_k_classes",
 ]

@@ -1,8 +1,8 @@
 """Backwards that build no graph: they refuse a second derivative, but allow a second backward.
 
-``torch.autograd.grad`` runs the hooks of its inputs (``Tensor.register_hook``). If a gradient is a sum over chunks, it
-is called once per chunk, and the hooks must not run then. They run when the sum arrives at the parameter. Hooks of the
-accumulating node and post-accumulate hooks run only there anyway.
+``torch.autograd.grad`` runs the hooks of its inputs (``Tensor.register_hook``). If a gradient is a sum over chunks,
+``grad`` is called once per chunk, and the hooks must not run. The hooks run when the sum arrives at the parameter.
+Hooks of the accumulating node and post-accumulate hooks run only at the parameter in any case.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def graph_is_kept() -> bool:
+def is_graph_retained() -> bool:
     """Return True inside a backward with ``retain_graph=True``, after which another backward may follow."""
-    asked = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
-    return asked is not None and bool(asked())
+    keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return keeps_graph is not None and bool(keeps_graph())
 
 
 def first_order(backward: Callable[P, R]) -> Callable[P, R]:
     """Wrap the ``backward`` of an ``autograd.Function`` whose gradient has no graph (decorator).
 
     ``torch.autograd.function.once_differentiable`` refuses a second derivative only if the incoming gradient requires
-    a gradient. The gradient of a loss does not, so the result would count as a constant, and a penalty on it would have
-    no effect.
+    a gradient. The gradient of a loss does not require a gradient. So the result would count as a constant, and a
+    penalty on the result would have no effect.
 
     Raises:
         UnsupportedModelError: The backward is called with ``create_graph=True`` or ``is_grads_batched=True``.
@@ -59,7 +59,7 @@ def first_order(backward: Callable[P, R]) -> Callable[P, R]:
 
 
 @contextmanager
-def hooks_held_back(tensors: Sequence[Tensor]) -> Iterator[None]:
+def suspend_tensor_hooks(tensors: Sequence[Tensor]) -> Iterator[None]:
     """Context manager: no hook of these tensors runs (``Tensor.register_hook``).
 
     The hooks are removed from the tensors' tables, which autograd reads when it runs, and restored in their order.

@@ -1,8 +1,8 @@
 """Operators of a layer in fewer kernels than their formulas have; results are equal up to rounding.
 
-outer, add_outer  gradient of a linear layer's weight ``[V, C]``, summed over chunks by the matrix product itself
-rms_norm          root mean square norm (Zhang and Sennrich, arXiv 1910.07467, eq. 4), by torch's kernel
-rotary            rotary position embedding (Su et al., arXiv 2104.09864, eq. 34), halves as in ``transformers``
+weight_gradient  gradient of a linear layer's weight ``[V, C]``; ``add_weight_gradient`` sums chunks in the matmul
+rms_norm         root mean square norm (Zhang and Sennrich, arXiv 1910.07467, eq. 4), by torch's kernel
+apply_rotary     rotary position embedding (Su et al., arXiv 2104.09864, eq. 34), halves as in ``transformers``
 """
 
 from __future__ import annotations
@@ -13,45 +13,49 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from streamtune.ops.devices import blocks, kernel_device
+from streamtune.ops.devices import block_slices, kernel_device_type
 
 FUSION_DEVICES = {"cuda"}
-"""Device types on which each operator of a formula is a separate kernel, which reads and writes memory."""
+"""Device types on which each operator of a formula is a separate kernel that reads and writes memory."""
 
 
-def fusion_pays(device: torch.device) -> bool:
+def is_fusion_faster(device: torch.device) -> bool:
     """Return True if fusing operators saves time on a device."""
-    return kernel_device(device) in FUSION_DEVICES
+    return kernel_device_type(device) in FUSION_DEVICES
 
 
-def outer(grad_nV: Tensor, hidden_nC: Tensor, dtype: torch.dtype) -> Tensor:
+def weight_gradient(grad_nV: Tensor, hidden_nC: Tensor, dtype: torch.dtype) -> Tensor:
     """Return ``grad.T @ hidden`` ``[V, C]`` in ``dtype``, rounded only once if the device has such a matmul."""
-    if dtype != grad_nV.dtype and _widens(grad_nV, dtype):
+    if dtype != grad_nV.dtype and _can_output_wide(grad_nV, dtype):
         return torch.mm(grad_nV.mT, hidden_nC, out_dtype=dtype)
     return (grad_nV.mT @ hidden_nC).to(dtype)
 
 
-def add_outer(acc_VC: Tensor, grad_nV: Tensor, hidden_nC: Tensor) -> None:
+def add_weight_gradient(acc_VC: Tensor, grad_nV: Tensor, hidden_nC: Tensor) -> None:
     """Compute ``acc += grad.T @ hidden`` in place: in one matmul if the device can, else by blocks of rows."""
     if acc_VC.dtype == grad_nV.dtype:
         acc_VC.addmm_(grad_nV.mT, hidden_nC)
-    elif _widens(grad_nV, acc_VC.dtype):
+    elif _can_output_wide(grad_nV, acc_VC.dtype):
         torch.addmm(acc_VC, grad_nV.mT, hidden_nC, out_dtype=acc_VC.dtype, out=acc_VC)
     else:
         block = max(1, (1 << 24) // acc_VC.shape[1])
-        for part in blocks(len(acc_VC), block):
+        for part in block_slices(len(acc_VC), block):
             acc_VC[part] += grad_nV[:, part].mT @ hidden_nC
 
 
-def _widens(grad: Tensor, wide: torch.dtype) -> bool:
-    return grad.numel() > 0 and kernel_device(grad.device) == "cuda" and _adds_wide(grad.device, wide, grad.dtype)
+def _can_output_wide(grad: Tensor, wide: torch.dtype) -> bool:
+    return (
+        grad.numel() > 0
+        and kernel_device_type(grad.device) == "cuda"
+        and _matmul_accumulates_wide(grad.device, wide, grad.dtype)
+    )
 
 
 @lru_cache(maxsize=16)
-def _adds_wide(device: torch.device, wide: torch.dtype, narrow: torch.dtype) -> bool:
-    """Return True if a matmul of narrow matrices can add to a wide matrix on this device; the CPU cannot.
+def _matmul_accumulates_wide(device: torch.device, wide: torch.dtype, narrow: torch.dtype) -> bool:
+    """Return True if a matmul of narrow matrices can add to a wide matrix on this device. The CPU has no such matmul.
 
-    Such a matmul rounds only the sum; a separate addition would round each chunk's term. True for a simulated device.
+    It rounds only the sum; a separate addition would round each chunk's term. True for a simulated device.
     """
     if device.type == "meta":
         return True
@@ -83,7 +87,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 
 
 class _SimulatedNorm(torch.autograd.Function):
-    """The norm on ``meta``, where torch has no kernel: allocates and saves the same tensors as the kernel."""
+    """RMS norm on ``meta``, where torch has no kernel: allocates and saves the same tensors as the CUDA kernel."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
@@ -97,40 +101,42 @@ class _SimulatedNorm(torch.autograd.Function):
         return grad_x, grad_weight if ctx.needs_input_grad[1] else None
 
 
-def _rms_norm_shapes(x: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
+def _rms_norm_on_meta(x: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x), x.new_empty((*x.shape[:-1], 1), dtype=torch.promote_types(x.dtype, torch.float32))
 
 
-def _rms_norm_backward_shapes(grad: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor) -> tuple[Tensor, Tensor]:
+def _rms_norm_backward_on_meta(grad: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x), x.new_empty(0) if weight is None else torch.empty_like(weight)
 
 
 _LIBRARY = torch.library.Library("streamtune", "FRAGMENT")
 _LIBRARY.define("rms_norm(Tensor x, Tensor? weight) -> (Tensor, Tensor)")
 _LIBRARY.define("rms_norm_backward(Tensor grad, Tensor x, Tensor? weight, Tensor rstd) -> (Tensor, Tensor)")
-_LIBRARY.impl("rms_norm", _rms_norm_shapes, "Meta")
-_LIBRARY.impl("rms_norm_backward", _rms_norm_backward_shapes, "Meta")
+_LIBRARY.impl("rms_norm", _rms_norm_on_meta, "Meta")
+_LIBRARY.impl("rms_norm_backward", _rms_norm_backward_on_meta, "Meta")
 
 
 @lru_cache(maxsize=16)
-def norm_is_right(device: torch.device, dtype: torch.dtype) -> bool:
+def is_norm_kernel_right(device: torch.device, dtype: torch.dtype) -> bool:
     """Return True if a device's norm kernel agrees with the formula in value and gradient, or is simulated."""
     if device.type == "meta":
         return True
     generator = torch.Generator(device).manual_seed(0)
     x, weight, grad = (torch.randn(n, 64, generator=generator, device=device) for n in (48, 1, 48))
 
-    def both(norm: Any, dtype: torch.dtype) -> list[Tensor]:
+    def output_and_gradients(norm: Any, dtype: torch.dtype) -> list[Tensor]:
         with torch.enable_grad(), torch.autocast(device.type, enabled=False):
-            given = [t.to(dtype).requires_grad_() for t in (x, weight[0])]
-            y = norm(*given)
-            return [y.detach(), *torch.autograd.grad(y, given, grad.to(dtype))]
+            inputs = [t.to(dtype).requires_grad_() for t in (x, weight[0])]
+            y = norm(*inputs)
+            return [y.detach(), *torch.autograd.grad(y, inputs, grad.to(dtype))]
 
     try:
-        got = both(lambda x, weight: rms_norm(x, weight, 1e-5), dtype)
+        got = output_and_gradients(lambda x, weight: rms_norm(x, weight, 1e-5), dtype)
     except (RuntimeError, AttributeError):
         return False
-    want = both(lambda x, w: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * w, torch.float64)
+    want = output_and_gradients(
+        lambda x, w: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * w, torch.float64
+    )
     bound = 16 * torch.finfo(dtype).eps
     return all((a.double() - b).norm() <= bound * b.norm() for a, b in zip(got, want, strict=True))
 
@@ -138,10 +144,10 @@ def norm_is_right(device: torch.device, dtype: torch.dtype) -> bool:
 # The rotary embedding.
 
 
-def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Return ``x cos + rotate_half(x) sin``, where ``rotate_half([a, b]) = [-b, a]``.
 
-    Forward and backward take three kernels each. The result has the strides of ``x`` ``[B, H, T, D]``. ``cos`` and
+    Forward and backward run three kernels each. The result has the strides of ``x`` ``[B, H, T, D]``. ``cos`` and
     ``sin`` ``[B, 1, T, D]`` have the dtype of ``x`` and get no gradient.
     """
     y: Tensor = _Rotation.apply(x, cos, sin)

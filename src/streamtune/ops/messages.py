@@ -1,9 +1,9 @@
 """Point-to-point messages between two ranks, in rounds of several tensors, each with a key.
 
 All rounds of a pass have the same tensors in the same order. In the first round a header with key, shape and dtype
-precedes each tensor, and an empty header ends the round. Later rounds consist of the tensors only. So a rank can
-receive tensors that it did not know, and headers are sent only once per pass. A tensor is sent as soon as it exists.
-Rounds are numbered, and both ranks know their order.
+precedes each tensor, and an empty header ends the round. Later rounds consist of the tensors only. So the receiver
+needs no shapes in advance, and headers are sent only once per pass. A tensor is sent as soon as it exists. Rounds are
+numbered, and both ranks use the same order of rounds.
 """
 
 from __future__ import annotations
@@ -37,40 +37,40 @@ HEADER = 3 + PARTS + MAX_DIMS
 """Length of a header: 1 if a tensor follows, else 0; its key; the index of its dtype in ``DTYPES``; its number of
 dimensions; their sizes."""
 
-Form = tuple[tuple[int, ...], torch.dtype]
+TensorSpec = tuple[tuple[int, ...], torch.dtype]
 
 
-class Outgoing:
+class RoundSender:
     """Sends rounds of tensors to one rank; ``rank`` is the receiver's index in the group."""
 
     def __init__(self, group: Any, rank: int, device: torch.device) -> None:
         self.group, self.device, self.to = group, device, dist.get_global_rank(group, rank)
-        self.forms: dict[Key, Form] = {}
+        self.specs: dict[Key, TensorSpec] = {}
         self._announced = False
         self._sent = 0
-        self._early: dict[Key, Tensor] = {}
+        self._out_of_order: dict[Key, Tensor] = {}
         self._works: list[tuple[Any, Tensor]] = []
 
     def put(self, key: Key, x: Tensor) -> None:
-        """Send a tensor of the current round. A tensor ahead of its order is sent after the tensors before it.
+        """Send a tensor of the current round, after all tensors that preceded it in the first round.
 
         The tensor must not be written to before :meth:`wait`.
 
         Raises:
-            UnsupportedModelError: Its shape or dtype differs from the first round, or it was not in that round.
+            UnsupportedModelError: The first round had no tensor with this key, or another shape or dtype.
         """
         form = (tuple(x.shape), x.dtype)
         if not self._announced:
-            self.forms[key] = form
-            self._send(_header(key, x))
+            self.specs[key] = form
+            self._send(_make_header(key, x))
             self._send(x)
             return
-        if self.forms.get(key) != form:
-            raise _changed(f"tensor {key} was {self.forms.get(key)} in the first round, now it is {form}")
-        self._early[key] = x
-        order = list(self.forms)
-        while self._sent < len(order) and order[self._sent] in self._early:
-            self._send(self._early.pop(order[self._sent]))
+        if self.specs.get(key) != form:
+            raise _changed_state_error(f"tensor {key} was {self.specs.get(key)} in the first round, now it is {form}")
+        self._out_of_order[key] = x
+        order = list(self.specs)
+        while self._sent < len(order) and order[self._sent] in self._out_of_order:
+            self._send(self._out_of_order.pop(order[self._sent]))
             self._sent += 1
 
     def close(self) -> None:
@@ -83,9 +83,9 @@ class Outgoing:
             self._send(torch.zeros(HEADER, dtype=torch.int64, device=self.device))
             self._announced = True
         else:
-            missing = list(self.forms)[self._sent :]
+            missing = list(self.specs)[self._sent :]
             if missing:
-                raise _changed(f"tensor {missing[0]} was in the first round, but is missing in this round")
+                raise _changed_state_error(f"tensor {missing[0]} was in the first round, but is missing in this round")
         self._sent = 0
         self._works = [each for each in self._works if not each[0].is_completed()]
 
@@ -100,8 +100,8 @@ class Outgoing:
         self._works.append((dist.isend(x, self.to, group=self.group, tag=TAG), x))
 
 
-class Incoming:
-    """Receives rounds of tensors from one rank; the module says what a round is.
+class RoundReceiver:
+    """Receives rounds of tensors, as the module describes, from one rank.
 
     Args:
         group: Process group of both ranks.
@@ -112,8 +112,8 @@ class Incoming:
 
     def __init__(self, group: Any, rank: int, rounds: Sequence[int], device: torch.device) -> None:
         self.group, self.source, self.device = group, dist.get_global_rank(group, rank), device
-        self.forms: dict[Key, Form] = {}
-        self._to_come = list(rounds)
+        self.specs: dict[Key, TensorSpec] = {}
+        self._pending_rounds = list(rounds)
         self._announced = False
         self._current: dict[Key, Tensor] = {}
         self._received: dict[int, dict[Key, Tensor]] = {}
@@ -121,35 +121,35 @@ class Incoming:
     def get(self, number: int, key: Key) -> Tensor | None:
         """Wait for a tensor of a round and return it; None if the round does not contain it."""
         while number not in self._received:
-            if number == self._to_come[0] and key in self._current:
+            if number == self._pending_rounds[0] and key in self._current:
                 return self._current[key]
-            self._next()
+            self._receive_next()
         return self._received[number].get(key)
 
     def all(self, number: int) -> dict[Key, Tensor]:
-        """Wait for all tensors of a round and return them by key; this object then forgets them."""
+        """Wait for all tensors of a round; return the tensors by key, and remove the round from this object."""
         while number not in self._received:
-            self._next()
+            self._receive_next()
         return self._received.pop(number)
 
-    def _next(self) -> None:
+    def _receive_next(self) -> None:
         """Receive the next tensor, or the end of the current round."""
         if not self._announced:
             header = self._receive((HEADER,), torch.int64).tolist()
             if header[0]:
                 key = tuple(header[1 : 1 + PARTS])
                 dtype, dims, *sizes = header[1 + PARTS :]
-                self.forms[key] = (tuple(sizes[:dims]), DTYPES[dtype])
-                self._current[key] = self._receive(*self.forms[key])
+                self.specs[key] = (tuple(sizes[:dims]), DTYPES[dtype])
+                self._current[key] = self._receive(*self.specs[key])
                 return
             self._announced = True
         else:
-            awaited = next((key for key in self.forms if key not in self._current), None)
+            awaited = next((key for key in self.specs if key not in self._current), None)
             if awaited is not None:
-                self._current[awaited] = self._receive(*self.forms[awaited])
-            if len(self._current) < len(self.forms):
+                self._current[awaited] = self._receive(*self.specs[awaited])
+            if len(self._current) < len(self.specs):
                 return
-        self._received[self._to_come.pop(0)] = self._current
+        self._received[self._pending_rounds.pop(0)] = self._current
         self._current = {}
 
     def _receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -160,14 +160,14 @@ class Incoming:
         return x
 
 
-def _changed(what: str) -> UnsupportedModelError:
+def _changed_state_error(what: str) -> UnsupportedModelError:
     return UnsupportedModelError(
         f"ranks cannot exchange a recurrent state that changes shape or dtype between chunks: {what}",
         fix="set sequence_parallel_size: 1",
     )
 
 
-def _header(key: Key, x: Tensor) -> Tensor:
+def _make_header(key: Key, x: Tensor) -> Tensor:
     if x.dim() > MAX_DIMS or len(key) != PARTS:
         raise ValueError(f"no header for a tensor of {x.dim()} dimensions with the key {key}")
     numbers = [1, *key, DTYPES.index(x.dtype), x.dim(), *x.shape]

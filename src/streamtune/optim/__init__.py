@@ -6,7 +6,7 @@ from streamtune.optim.badam import BlockAdamW, train_largest_block
 from streamtune.optim.libraries import RULES
 from streamtune.optim.narrow_states import NarrowStatesAdamW, Rounding, StatesDtype
 from streamtune.optim.optimizers import (
-    LayerPlaces,
+    LayerPositions,
     NameGroups,
     OptimChoice,
     build_optimizer,
@@ -23,13 +23,13 @@ from streamtune.optim.weightwise import (
     state_tensors,
     unpack_number,
 )
-from streamtune.optim.zeroth_order import ZerothOrderSGD, perturbed
+from streamtune.optim.zeroth_order import ZerothOrderSGD, perturb_weights
 
 __all__ = [
     "RULES",
     "SCHEDULES",
     "BlockAdamW",
-    "LayerPlaces",
+    "LayerPositions",
     "LearningRateSchedule",
     "NameGroups",
     "NarrowStatesAdamW",
@@ -45,7 +45,7 @@ __all__ = [
     "is_averaged",
     "pack_number",
     "pack_state",
-    "perturbed",
+    "perturb_weights",
     "set_learning_rate",
     "state_tensors",
     "train_largest_block",

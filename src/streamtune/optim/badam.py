@@ -1,15 +1,15 @@
 """AdamW on one block of weights at a time: block coordinate descent, BAdam (arXiv 2404.02827, algorithm 1).
 
 A block, such as a layer, is trained for ``switch_block_every`` steps by AdamW whose moments start at zero, while all
-other weights are frozen. Then another block is trained. So gradients and moments exist for one block only:
+other weights are frozen. Then another block is trained. So only one block has gradients and moments:
 
     for each block b of a pass:  m = v = 0
         for k = 1 ... K:  g = dL/dw_b;  AdamW steps w_b by g, with m, v and the bias correction of step k
 
 16-bit weights are stepped in float32: a block has a float32 copy while it is trained, as in the paper.
 
-Layers below the lowest trained weight need no gradient, so the backward ends there. These layers run once per step, and
-their inputs are not stored.
+Layers below the lowest trained weight need no gradient, so the backward ends at that weight. These layers run once per
+step, and their inputs are not stored.
 """
 
 from __future__ import annotations
@@ -24,26 +24,24 @@ from torch import Tensor, nn
 
 from streamtune.base.patterns import find_matches
 from streamtune.errors import ArgumentError
-from streamtune.optim.weight_step import ADAMW, EachWeight, adamw_step, hash_of, saved_entries
+from streamtune.optim.weight_step import ADAMW, PerWeightOptimizer, adamw_step, hash_integers, saved_states
 
 SwitchMode = Literal["random", "ascending", "descending", "fixed"]
-"""Order of the blocks: random in each pass, from the embedding upwards, from the last layer down, or always one block.
-
-In this order: ``random``, ``ascending``, ``descending``, ``fixed``.
-"""
+"""Order of the blocks: a new random order in each pass (``random``), from the embedding up (``ascending``), from the
+last layer down (``descending``), or always the same block (``fixed``)."""
 
 NUMBERED = re.compile(r"^(.*?\.)?(\d+)\.")
-"""Regular expression that finds the name of a parameter's layer: the parameter's name up to the first number."""
+"""Regular expression for the name of a parameter's layer: the parameter's name up to the first number."""
 
 EVERY_NAME = "."
-"""Pattern that matches every parameter, for a block of all of them."""
+"""Pattern that matches every parameter name, for a block of all parameters."""
 
 EMBEDDING = re.compile(r"embed|wte|word_embeddings")
 
 
 @dataclass(frozen=True)
 class WeightBlock:
-    """Names of parameters that are trained together. ``name`` is their module, or "first to last" of several."""
+    """Names of parameters that are trained together. ``name`` is their layer, or "first to last" for several layers."""
 
     name: str
     parameters: frozenset[str]
@@ -57,24 +55,24 @@ def split_blocks(
     include_lm_head: bool = False,
     patterns: Sequence[str] = (),
 ) -> list[WeightBlock]:
-    """Return the blocks into which parameters are split, in the order in which a forward uses them.
+    """Return the blocks of parameters, in the order in which a forward uses the blocks.
 
     Args:
         names: Names of the parameters, in the model's order.
         layers_per_block: Number of layers that are trained together.
         include_embedding: True makes the embeddings the first block.
         include_lm_head: True makes the last block of the parameters outside layers and embeddings.
-        patterns: Regular expressions, used instead of layers. Each makes a block of the parameters in whose names it
-            is found. Parameters without a matching pattern are not trained.
+        patterns: Regular expressions that replace the split by layers: one block for each expression, of the parameters
+            whose names contain a match. Parameters without a match are not trained.
 
     Raises:
         ArgumentError: A pattern matches no parameter, or the model has no numbered layers.
     """
     if patterns:
-        found_by = find_matches(patterns, names, where="optim_args.blocks")
+        matches = find_matches(patterns, names, where="optim_args.blocks")
         blocks = [
             WeightBlock(pattern, frozenset(names[number] for number in numbers))
-            for pattern, numbers in zip(patterns, found_by, strict=True)
+            for pattern, numbers in zip(patterns, matches, strict=True)
         ]
         if missing := next((block.name for block in blocks if not block.parameters), None):
             shown = ", ".join(dict.fromkeys(re.sub(r"\d+", "*", name) for name in names))
@@ -86,24 +84,26 @@ def split_blocks(
         return blocks
     layers: dict[str, list[str]] = {}
     embedding: list[str] = []
-    others: list[str] = []
+    other_names: list[str] = []
     for name in names:
         if match := NUMBERED.match(name):
             layers.setdefault(match.group().rstrip("."), []).append(name)
         else:
-            (embedding if EMBEDDING.search(name) else others).append(name)
-    each, found = list(layers), list[WeightBlock]()
+            (embedding if EMBEDDING.search(name) else other_names).append(name)
+    layer_names, blocks_of_layers = list(layers), list[WeightBlock]()
     if include_embedding and embedding:
-        found.append(WeightBlock("embedding", frozenset(embedding)))
-    for start in range(0, len(each), layers_per_block):
-        together = each[start : start + layers_per_block]
+        blocks_of_layers.append(WeightBlock("embedding", frozenset(embedding)))
+    for start in range(0, len(layer_names), layers_per_block):
+        together = layer_names[start : start + layers_per_block]
         name = together[0] if len(together) == 1 else f"{together[0]} to {together[-1]}"
-        found.append(WeightBlock(name, frozenset(parameter for layer in together for parameter in layers[layer])))
-    if include_lm_head and others:
-        found.append(WeightBlock("head", frozenset(others)))
-    if not found:
+        blocks_of_layers.append(
+            WeightBlock(name, frozenset(parameter for layer in together for parameter in layers[layer]))
+        )
+    if include_lm_head and other_names:
+        blocks_of_layers.append(WeightBlock("head", frozenset(other_names)))
+    if not blocks_of_layers:
         raise ArgumentError("the model has no numbered layers to split into blocks", where="optim")
-    return found
+    return blocks_of_layers
 
 
 @dataclass(frozen=True)
@@ -125,9 +125,9 @@ class BlockOptions:
     include_lm_head: bool = False
     blocks: Sequence[str] = ()
 
-    def split(self, names: Sequence[str]) -> list[WeightBlock]:
+    def split(self, parameter_names: Sequence[str]) -> list[WeightBlock]:
         return split_blocks(
-            names,
+            parameter_names,
             layers_per_block=self.layers_per_block,
             include_embedding=self.include_embedding,
             include_lm_head=self.include_lm_head,
@@ -135,10 +135,10 @@ class BlockOptions:
         )
 
 
-class BlockAdamW(EachWeight):
-    """AdamW on one block at a time. It sets ``requires_grad``: True in the block, False for its other parameters.
+class BlockAdamW(PerWeightOptimizer):
+    """AdamW on one block at a time, which sets ``requires_grad`` to True in the block, to False outside.
 
-    Its groups contain only the parameters of the block.
+    The parameter groups contain only the parameters of the block.
 
     Args:
         params: Groups of ``(name, parameter)``.
@@ -154,10 +154,10 @@ class BlockAdamW(EachWeight):
     def __init__(self, params: Iterable[dict[str, Any]], *, seed: int = 0, **options: Any) -> None:
         super().__init__(params, **{key: options.pop(key) for key in ADAMW if key in options})
         self.options, self.seed = BlockOptions(**options), seed
-        self._everything = [
+        self._all_named_parameters = [
             list(zip(group["param_names"], group["params"], strict=True)) for group in self.param_groups
         ]
-        self.blocks = self.options.split([name for group in self._everything for name, _ in group])
+        self.blocks = self.options.split([name for group in self._all_named_parameters for name, _ in group])
         start_block = self.options.start_block
         if start_block is not None and not 0 <= start_block < len(self.blocks):
             raise ArgumentError(
@@ -165,11 +165,11 @@ class BlockAdamW(EachWeight):
                 where="optim_args.start_block",
             )
         self.steps_taken = 0
-        self._train_block()
+        self._switch_to_current_block()
 
     @property
     def block(self) -> int:
-        """Index of the block that the next step trains; it depends only on the steps taken and the seed."""
+        """Index of the block that the next step trains; it depends only on ``steps_taken`` and the seed."""
         mode, start = self.options.switch_mode, self.options.start_block
         count, turn = len(self.blocks), self.steps_taken // self.options.switch_block_every
         if mode == "random":
@@ -182,81 +182,81 @@ class BlockAdamW(EachWeight):
         return (first + step * turn) % count
 
     @property
-    def every_parameter(self) -> list[nn.Parameter]:
-        """All parameters that were passed to the optimizer, also parameters outside the blocks."""
-        return [parameter for group in self._everything for _, parameter in group]
+    def all_parameters(self) -> list[nn.Parameter]:
+        """All parameters that were passed to the optimizer, including parameters outside the blocks."""
+        return [parameter for group in self._all_named_parameters for _, parameter in group]
 
-    def train_together(self) -> None:
-        """Make one block of all parameters, to measure or plan the step that needs the most memory."""
-        self.blocks = [WeightBlock("all", frozenset(name for group in self._everything for name, _ in group))]
-        self.go_to(0)
+    def merge_blocks(self) -> None:
+        """Merge all blocks into one, to measure or plan the step that needs the most memory."""
+        self.blocks = [WeightBlock("all", frozenset(name for group in self._all_named_parameters for name, _ in group))]
+        self.train_block_after(0)
 
-    def go_to(self, steps_taken: int) -> None:
-        """Train the block whose turn comes after ``steps_taken`` steps, with moments of zero."""
+    def train_block_after(self, steps_taken: int) -> None:
+        """Switch to the block that is trained after ``steps_taken`` steps, with moments of zero."""
         self.steps_taken = steps_taken
-        self._train_block()
+        self._switch_to_current_block()
 
     @property
-    def is_fresh(self) -> bool:
-        """True if the block has not been stepped yet and has no moments."""
+    def is_unstepped(self) -> bool:
+        """True if the current block has not been stepped yet, so it has no moments."""
         return not self.state
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
-        """Step the block; then, every ``switch_block_every`` steps, switch to the next block."""
+        """Step the current block; after every ``switch_block_every`` steps, switch to the next block."""
         super().step()
         self.steps_taken += 1
         if self.steps_taken % self.options.switch_block_every == 0:
-            self._train_block()
+            self._switch_to_current_block()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the state of the block, saved after the same number of steps.
+        """Load the state of the current block; ``steps_taken`` must be as at the save.
 
-        The state stays in float32; torch's own method would cast it to the weight's dtype.
+        The state stays in float32; torch's method would cast the state to the weight's dtype.
         """
         self.state.clear()
-        for parameter, _, entry in saved_entries(self, state_dict):
+        for parameter, _, entry in saved_states(self, state_dict):
             self.state[parameter] = {key: x.detach().to(parameter.device, copy=True) for key, x in entry.items()}
 
-    def _step_one(self, parameter: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+    def _step_weight(self, parameter: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
         if not state:
-            state |= _fresh_state(parameter, parameter.device)
+            state |= _zero_state(parameter, parameter.device)
         weight = state.get("float32", parameter)
         adamw_step(weight, grad.to(weight.dtype), state, group, fused=True)
         if weight is not parameter:
             parameter.copy_(weight)
 
     @torch.no_grad()
-    def _train_block(self) -> None:
-        """Freeze all weights outside the block, and start its moments at zero."""
+    def _switch_to_current_block(self) -> None:
+        """Freeze all weights outside the current block, and reset the moments."""
         names = self.blocks[self.block].parameters
         self.state.clear()
-        for group, everything in zip(self.param_groups, self._everything, strict=True):
-            for name, parameter in everything:
+        for group, named_parameters in zip(self.param_groups, self._all_named_parameters, strict=True):
+            for name, parameter in named_parameters:
                 parameter.requires_grad_(name in names)
                 if name not in names:
                     parameter.grad = None
-            chosen = [(name, parameter) for name, parameter in everything if name in names]
+            chosen = [(name, parameter) for name, parameter in named_parameters if name in names]
             group["params"] = [parameter for _, parameter in chosen]
             group["param_names"] = [name for name, _ in chosen]
 
 
-def _fresh_state(weight: Tensor, count_device: torch.device | str) -> dict[str, Tensor]:
+def _zero_state(weight: Tensor, step_device: torch.device | str) -> dict[str, Tensor]:
     # Moments are float32, or wider if the weight is.
-    wide = torch.promote_types(weight.dtype, torch.float32)
-    state = {"step": torch.zeros((), dtype=torch.float32, device=count_device)}
-    state |= {key: torch.zeros_like(weight, dtype=wide) for key in ("exp_avg", "exp_avg_sq")}
-    if weight.dtype != wide:
-        state["float32"] = weight.detach().to(wide)
+    moments_dtype = torch.promote_types(weight.dtype, torch.float32)
+    state = {"step": torch.zeros((), dtype=torch.float32, device=step_device)}
+    state |= {key: torch.zeros_like(weight, dtype=moments_dtype) for key in ("exp_avg", "exp_avg_sq")}
+    if weight.dtype != moments_dtype:
+        state["float32"] = weight.detach().to(moments_dtype)
     return state
 
 
 def train_largest_block(model: nn.Module, **options: Any) -> None:
-    """Freeze all weights of a model outside the block whose step takes the most memory and time.
+    """Freeze all weights of a model outside the block whose step needs the most memory and time.
 
     The lowest block has the longest backward, and the largest block has the most gradients and moments. If they differ,
-    both stay trainable, which takes a little more than either. ``options`` are the fields of :class:`BlockOptions`.
+    both stay trainable, which slightly overestimates a step. ``options`` are the fields of :class:`BlockOptions`.
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     found = BlockOptions(**options).split(list(trained))
@@ -269,25 +269,25 @@ def train_largest_block(model: nn.Module, **options: Any) -> None:
 # --- a part of each weight -------------------------------------------------------------------------------------------
 
 
-class RatioAdamW(EachWeight):
+class RatioAdamW(PerWeightOptimizer):
     """AdamW on a part of each weight: the ratio variant of BAdam (arXiv 2404.02827, appendix).
 
     AdamW trains k = max(1, ratio n) adjacent values of a weight with n values, with moments that start at zero. After
-    ``switch_block_every`` steps it trains k others, at a random position. The gradient has all values; the state has
-    8 k bytes instead of 8 n. 16-bit weights are stepped in float32, as in a block.
+    ``switch_block_every`` steps it trains k values at another random position. The gradient has all values; the state
+    has 8 k bytes instead of 8 n. 16-bit weights are stepped in float32, as in a block.
 
-    The first state of a weight may contain its number as ``seed``.
+    The initial state of a weight may contain the weight's number as ``seed``.
     """
 
     DEFAULTS: ClassVar = {**ADAMW, "update_ratio": 0.01, "switch_block_every": 50}
 
-    def _step_one(self, parameter: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+    def _step_weight(self, parameter: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
         state, values = self.state[parameter], parameter.view(-1)
-        size = part_size(len(values), group["update_ratio"])
+        size = trained_value_count(len(values), group["update_ratio"])
         if "step" not in state or (not parameter.is_meta and int(state["step"]) == group["switch_block_every"]):
             state["turn"] = state.get("turn", -1) + 1
-            state["start"] = part_start(len(values) - size, state.get("seed", 0), state["turn"])
-            state |= _fresh_state(values[state["start"] : state["start"] + size], "cpu")
+            state["start"] = random_part_start(len(values) - size, state.get("seed", 0), state["turn"])
+            state |= _zero_state(values[state["start"] : state["start"] + size], "cpu")
         part = slice(state["start"], state["start"] + size)
         weight = state.get("float32", values[part])
         adamw_step(weight, grad.reshape(-1)[part].to(weight.dtype), state, group, fused=False)
@@ -295,11 +295,11 @@ class RatioAdamW(EachWeight):
             values[part] = weight.to(parameter.dtype)
 
 
-def part_size(count: int, ratio: float) -> int:
-    """Return how many of a weight's ``count`` values are trained at a time."""
-    return min(count, max(1, round(ratio * count)))
+def trained_value_count(value_count: int, ratio: float) -> int:
+    """Return how many of a weight's ``value_count`` values are trained at a time."""
+    return min(value_count, max(1, round(ratio * value_count)))
 
 
-def part_start(last: int, seed: int, turn: int) -> int:
-    """Return the index of the first trained value, 0 to ``last``; ``seed`` is the weight's number."""
-    return hash_of(seed, turn) % (last + 1)
+def random_part_start(max_start: int, weight_number: int, turn: int) -> int:
+    """Return the index of the first trained value, from 0 to ``max_start``; ``turn`` counts the switches."""
+    return hash_integers(weight_number, turn) % (max_start + 1)

@@ -28,95 +28,101 @@ class Rule:
     """Describes how a library's optimizer steps one weight at a time, and how its state is saved."""
 
     make: Maker
-    counts: Mapping[str, Any] = field(default_factory=dict)
-    """First value of each number that the library stores once per group; here each weight has its own."""
-    shared: tuple[str, ...] = ()
-    """State tensors that all weights share in the library; here each weight has a copy, which can be saved."""
+    group_numbers: Mapping[str, Any] = field(default_factory=dict)
+    """Initial value of each number that the library stores once per group; here each weight has separate numbers."""
+    shared_tensors: tuple[str, ...] = ()
+    """Names of state tensors that all weights share in the library; here each weight has a copy, to be saved."""
     runs_on_meta: bool = True
-    """False if the library's step needs values; then a plan takes the bytes from the table of optimizers."""
-    eager: bool = False
-    """True if the library compiles its step; here it does so only on an accelerator."""
-    begin: Callable[[int], dict[str, Any]] = lambda number: {}
-    """Function of a weight's number, counted from 1, that returns the weight's first state."""
-    draws: str = ""
-    """Option that makes a step draw random numbers; here they depend only on the seed, the step and the weight."""
-    objects: Mapping[str, Callable[[Mapping[str, Any], Options], Any]] = field(default_factory=dict)
-    """By name: function that rebuilds an object in the state from its saved tensors and integers, and the options."""
+    """False if the library's step needs values; then a plan reads the state's size from the table of optimizers."""
+    is_compiled: bool = False
+    """True if the library compiles its step; here the step is compiled only on an accelerator."""
+    initial_state: Callable[[int], dict[str, Any]] = lambda number: {}
+    """Function of a weight's number, counted from 1, that returns the weight's initial state."""
+    random_option: str = ""
+    """Option that makes a step draw random numbers; here the numbers depend only on the seed, step and weight."""
+    rebuild_objects: Mapping[str, Callable[[Mapping[str, Any], Options], Any]] = field(default_factory=dict)
+    """By name in the state: function that rebuilds an object from its saved tensors and integers, and the options."""
     average: Callable[[Tensor, Mapping[str, Any], Options], Tensor] | None = None
     """Function of the trained weight, its state and the options that returns the weight to evaluate and save."""
-    own_shapes: bool = False
+    has_other_shapes: bool = False
     """True if tensors in the state have other shapes than the weight."""
-    rebuild: Callable[[str, Mapping[str, Tensor], torch.dtype], Tensor] | None = None
-    """Function of name, parts and weight dtype that rebuilds a quantised tensor in the state."""
+    rebuild_quantised: Callable[[str, Mapping[str, Tensor], torch.dtype], Tensor] | None = None
+    """Function of name, saved parts and weight dtype that rebuilds a quantised tensor in the state."""
 
 
-def _make_class(kind: Callable[..., torch.optim.Optimizer], **fixed: Any) -> Maker:
-    return lambda params, options: kind(params, **fixed, **options)
+def _maker_of_class(optimizer_class: Callable[..., torch.optim.Optimizer], **fixed_options: Any) -> Maker:
+    return lambda params, options: optimizer_class(params, **fixed_options, **options)
 
 
-def _make_imported(module: str, name: str, **fixed: Any) -> Maker:
+def _maker_by_import(module: str, class_name: str, **fixed_options: Any) -> Maker:
     def make(params: list[nn.Parameter], options: Options) -> torch.optim.Optimizer:
-        made: torch.optim.Optimizer = getattr(import_module(module), name)(params, **fixed, **options)
+        made: torch.optim.Optimizer = getattr(import_module(module), class_name)(params, **fixed_options, **options)
         return made
 
     return make
 
 
-def _make_pytorch_optimizer(name: str, *, foreach: bool | None = False, **fixed: Any) -> Maker:
-    return _make_imported("pytorch_optimizer", name, foreach=foreach, **fixed)
+def _maker_of_pytorch_optimizer(class_name: str, *, foreach: bool | None = False, **fixed_options: Any) -> Maker:
+    return _maker_by_import("pytorch_optimizer", class_name, foreach=foreach, **fixed_options)
 
 
-def _torchao_rule(name: str, kind: str) -> Rule:
-    make = _make_imported("torchao.optim", name)
-    return Rule(make, eager=True, draws="bf16_stochastic_round", own_shapes=True, rebuild=_rebuild_torchao_state(kind))
+def _torchao_rule(class_name: str, state_format: str) -> Rule:
+    make = _maker_by_import("torchao.optim", class_name)
+    return Rule(
+        make,
+        is_compiled=True,
+        random_option="bf16_stochastic_round",
+        has_other_shapes=True,
+        rebuild_quantised=_make_torchao_state_rebuilder(state_format),
+    )
 
 
-def _rebuild_torchao_state(kind: str) -> Callable[[str, Mapping[str, Tensor], torch.dtype], Tensor]:
+def _make_torchao_state_rebuilder(state_format: str) -> Callable[[str, Mapping[str, Tensor], torch.dtype], Tensor]:
     def rebuild(name: str, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         from torchao.optim.subclass_4bit import OptimState4bit
         from torchao.optim.subclass_8bit import OptimState8bit
         from torchao.optim.subclass_fp8 import OptimStateFp8
 
-        if kind == "fp8":
+        if state_format == "fp8":
             state: Tensor = OptimStateFp8(parts["codes"], parts["scale"], dtype)
             return state
         signed = name == "exp_avg"
-        found = (parts["codes"], parts["scale"], parts["qmap"], signed)
-        if kind == "4bit":
-            state = OptimState4bit(*found, torch.Size(parts["shape"].tolist()), dtype)
+        arguments = (parts["codes"], parts["scale"], parts["qmap"], signed)
+        if state_format == "4bit":
+            state = OptimState4bit(*arguments, torch.Size(parts["shape"].tolist()), dtype)
         else:
-            state = OptimState8bit(*found, dtype)
+            state = OptimState8bit(*arguments, dtype)
         return state
 
     return rebuild
 
 
-def _adafactor(params: list[nn.Parameter], options: Options) -> torch.optim.Optimizer:
-    given = dict(options)
-    eps, threshold = (None, given.pop("eps2")), given.pop("clip_threshold")
-    return torch.optim.Adafactor(params, eps=eps, d=threshold, foreach=False, **given)
+def _make_adafactor(params: list[nn.Parameter], options: Options) -> torch.optim.Optimizer:
+    arguments = dict(options)
+    eps, threshold = (None, arguments.pop("eps2")), arguments.pop("clip_threshold")
+    return torch.optim.Adafactor(params, eps=eps, d=threshold, foreach=False, **arguments)
 
 
-def _apollo(params: list[nn.Parameter], options: Options) -> torch.optim.Optimizer:
+def _make_apollo(params: list[nn.Parameter], options: Options) -> torch.optim.Optimizer:
     from apollo_torch import APOLLOAdamW
 
-    given = dict(options)
-    own = {key: given.pop(key) for key in ("rank", "scale", "scale_type", "update_proj_gap")}
+    arguments = dict(options)
+    group_options = {key: arguments.pop(key) for key in ("rank", "scale", "scale_type", "update_proj_gap")}
     made: torch.optim.Optimizer = APOLLOAdamW(
-        [{"params": params, "proj": "random", "proj_type": "std", **own}], **given
+        [{"params": params, "proj": "random", "proj_type": "std", **group_options}], **arguments
     )
     return made
 
 
-def _projector(found: Mapping[str, Any], options: Options) -> Any:
+def _rebuild_apollo_projector(saved: Mapping[str, Any], options: Options) -> Any:
     from apollo_torch.random_projector import GradientProjector
 
     made = GradientProjector(options["rank"], update_proj_gap=options["update_proj_gap"], scale=options["scale"])
-    made.seed, made.ortho_matrix = found["seed"], found["ortho_matrix"]
+    made.seed, made.ortho_matrix = saved["seed"], saved["ortho_matrix"]
     return made
 
 
-def _schedule_free(params: list[nn.Parameter], options: Options) -> torch.optim.Optimizer:
+def _make_schedule_free(params: list[nn.Parameter], options: Options) -> torch.optim.Optimizer:
     from schedulefree import AdamWScheduleFree
 
     made: Any = AdamWScheduleFree(params, foreach=False, **options)
@@ -124,7 +130,7 @@ def _schedule_free(params: list[nn.Parameter], options: Options) -> torch.optim.
     return made
 
 
-def _average(weight: Tensor, state: Mapping[str, Any], options: Options) -> Tensor:
+def _schedule_free_average(weight: Tensor, state: Mapping[str, Any], options: Options) -> Tensor:
     """Return the averaged weight x, where the trained weight is y = (1 - beta1) z + beta1 x."""
     if "z" not in state:
         return weight.clone()
@@ -132,48 +138,62 @@ def _average(weight: Tensor, state: Mapping[str, Any], options: Options) -> Tens
     return weight.to(z.dtype).lerp(z, 1 - 1 / options["betas"][0])
 
 
-def _clip_of_adopt(step: int) -> float:
+def _adopt_clip_bound(step: int) -> float:
     """Return the authors' bound on an update: 1 for their first update, which is the library's second step."""
     return max(step - 1, 1) ** 0.25
 
 
-_TABLES = ("qmap1", "qmap2")
-_STEP = {"step": 0}
+_CODE_TABLES = ("qmap1", "qmap2")
+_STEP_COUNT = {"step": 0}
 
 
-def _seed(number: int) -> dict[str, Any]:
-    return {"seed": number}
+def _initial_seed_state(weight_number: int) -> dict[str, Any]:
+    return {"seed": weight_number}
 
 
 LIBRARIES: dict[str, Callable[[str], Rule]] = {
-    "bitsandbytes": lambda made_by: Rule(_make_imported("bitsandbytes.optim", made_by), shared=_TABLES),
-    "pytorch_optimizer": lambda made_by: Rule(_make_pytorch_optimizer(made_by), _STEP),
+    "bitsandbytes": lambda made_by: Rule(_maker_by_import("bitsandbytes.optim", made_by), shared_tensors=_CODE_TABLES),
+    "pytorch_optimizer": lambda made_by: Rule(_maker_of_pytorch_optimizer(made_by), _STEP_COUNT),
 }
-"""By library: function that makes the rule for one of its classes, which takes the options unchanged."""
+"""By library: function that makes the rule for a class of the library, which gets the options unchanged."""
 
 RULES: dict[str, Rule] = {
     **{name: LIBRARIES[entry.library](entry.made_by) for name, entry in OPTIMIZERS.items() if entry.made_by},
-    "adamw": Rule(_make_class(torch.optim.AdamW)),
+    "adamw": Rule(_maker_of_class(torch.optim.AdamW)),
     "paged_adamw_8bit": Rule(
-        _make_imported("bitsandbytes.optim", "PagedAdamW8bit"), shared=_TABLES, runs_on_meta=False
+        _maker_by_import("bitsandbytes.optim", "PagedAdamW8bit"), shared_tensors=_CODE_TABLES, runs_on_meta=False
     ),
     "adamw_torch_8bit": _torchao_rule("AdamW8bit", "8bit"),
     "adamw_torch_4bit": _torchao_rule("AdamW4bit", "4bit"),
     "adamw_torch_fp8": _torchao_rule("AdamWFp8", "fp8"),
-    "adamw_coat": Rule(_make_class(ExpandedFp8AdamW), own_shapes=True),
-    "adafactor": Rule(_adafactor, runs_on_meta=False, own_shapes=True),
-    "adopt": Rule(_make_pytorch_optimizer("ADOPT", weight_decouple=True, clip_lambda=_clip_of_adopt), _STEP),
-    "apollo": Rule(_apollo, runs_on_meta=False, begin=_seed, objects={"projector": _projector}, own_shapes=True),
-    "badam_ratio": Rule(_make_class(RatioAdamW), begin=_seed, own_shapes=True),
-    "came": Rule(_make_pytorch_optimizer("CAME"), _STEP, own_shapes=True),
-    "galore": Rule(_make_class(GaLoreAdamW), begin=_seed, own_shapes=True),
-    # Lamb would clip by the norm of all gradients, which one weight does not know; the training loop clips before. The
-    # plain implementation reads values on the host; `foreach` of one weight takes the same memory.
-    "lamb": Rule(_make_pytorch_optimizer("Lamb", foreach=None, weight_decouple=False, max_grad_norm=0.0), _STEP),
-    "muon": Rule(_make_class(torch.optim.Muon)),
-    "natural_galore": Rule(_make_class(NaturalGaLoreAdamW), begin=_seed, own_shapes=True),
-    "schedule_free": Rule(_schedule_free, {"k": 0, "weight_sum": 0.0, "lr_max": -1.0}, average=_average),
-    "sgd": Rule(_make_class(torch.optim.SGD, foreach=False)),
-    "sinkgd": Rule(_make_class(SinkGD)),
+    "adamw_coat": Rule(_maker_of_class(ExpandedFp8AdamW), has_other_shapes=True),
+    "adafactor": Rule(_make_adafactor, runs_on_meta=False, has_other_shapes=True),
+    "adopt": Rule(
+        _maker_of_pytorch_optimizer("ADOPT", weight_decouple=True, clip_lambda=_adopt_clip_bound), _STEP_COUNT
+    ),
+    "apollo": Rule(
+        _make_apollo,
+        runs_on_meta=False,
+        initial_state=_initial_seed_state,
+        rebuild_objects={"projector": _rebuild_apollo_projector},
+        has_other_shapes=True,
+    ),
+    "badam_ratio": Rule(_maker_of_class(RatioAdamW), initial_state=_initial_seed_state, has_other_shapes=True),
+    "came": Rule(_maker_of_pytorch_optimizer("CAME"), _STEP_COUNT, has_other_shapes=True),
+    "galore": Rule(_maker_of_class(GaLoreAdamW), initial_state=_initial_seed_state, has_other_shapes=True),
+    # Lamb would clip by the norm of all gradients, but a step has only one weight; the training loop clips before. The
+    # plain implementation reads values on the host; `foreach` of one weight needs the same memory.
+    "lamb": Rule(
+        _maker_of_pytorch_optimizer("Lamb", foreach=None, weight_decouple=False, max_grad_norm=0.0), _STEP_COUNT
+    ),
+    "muon": Rule(_maker_of_class(torch.optim.Muon)),
+    "natural_galore": Rule(
+        _maker_of_class(NaturalGaLoreAdamW), initial_state=_initial_seed_state, has_other_shapes=True
+    ),
+    "schedule_free": Rule(
+        _make_schedule_free, {"k": 0, "weight_sum": 0.0, "lr_max": -1.0}, average=_schedule_free_average
+    ),
+    "sgd": Rule(_maker_of_class(torch.optim.SGD, foreach=False)),
+    "sinkgd": Rule(_maker_of_class(SinkGD)),
 }
 """Rules by the names in ``streamtune.base.optimizer_table.OPTIMIZERS``."""

@@ -8,16 +8,16 @@ matrix with gradient G [m, n], m >= n, and a projection P [n, r] with orthonorma
     W <- W - lr * scale * sqrt(1 - b2^t) / (1 - b1^t) * (M / (sqrt(V) + eps)) P^T
     W <- (1 - lr wd) W
 
-With m < n the same is done with the transposed matrices. Every ``update_proj_gap`` steps P is computed again, from the
-gradient of that step; the moments do not change. The option ``projection`` chooses P:
+With m < n, all matrices are transposed. Every ``update_proj_gap`` steps P is recomputed from the gradient of that step;
+the moments do not change. The option ``projection`` chooses P:
 
     svd         the first r right singular vectors of G
     randomized  the same from a random sketch of G, in r / n of the time (arXiv 0909.4061, algorithm 4.4)
     dct         the r columns D_i of the orthonormal cosine transform for which |G D_i| is largest: no decomposition,
                 and only the indices are stored (arXiv 2505.17967)
 
-Each weight has its own count of steps and its own moments, so weights may be stepped in any order. The caller is
-``streamtune.optim.WeightwiseOptimizer``, which also gives each weight a seed.
+Each weight has its own step count and moments, so weights may be stepped in any order. The caller is
+``streamtune.optim.WeightwiseOptimizer``, which also sets a seed for each weight.
 
 With ``proj_type: full`` the other side is projected too, by a Q [m, r] that is computed from G^T as P is from G:
 
@@ -26,8 +26,8 @@ With ``proj_type: full`` the other side is projected too, by a Q [m, r] that is 
 
 For adapters whose weight is normalised (``dora``) this is the method of arXiv 2412.19616.
 
-The whole gradient is projected, summed over the chunks of a sequence. Vectors, and matrices that the rank does not make
-smaller, are stepped by plain AdamW.
+The gradient is projected after it has been summed over the chunks of a sequence. Vectors, and matrices that the rank
+does not make smaller, are stepped by plain AdamW.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from streamtune.optim.weight_step import ADAMW, EachWeight
+from streamtune.optim.weight_step import ADAMW, PerWeightOptimizer
 
 Projection = Literal["svd", "randomized", "dct"]
 """Method that computes a projection."""
 ProjType = Literal["std", "full"]
-"""Sides of a gradient that are projected: the shorter side or both. The names come from ``galore-torch``."""
+"""Sides of a gradient that are projected: the shorter side (``std``) or both (``full``), as in ``galore-torch``."""
 
 OVERSAMPLED = 8
 """Number of columns of a random sketch beyond the rank."""
@@ -57,7 +57,7 @@ SMALLEST_NORM = 1e-8
 """Lower bound of norms, so that a row of zeros, such as the row of an unseen token, stays zero."""
 
 
-class GaLoreAdamW(EachWeight):
+class GaLoreAdamW(PerWeightOptimizer):
     """AdamW in a low-rank space of each matrix. Groups with ``rank: None`` are stepped by plain AdamW.
 
     Args:
@@ -83,89 +83,91 @@ class GaLoreAdamW(EachWeight):
     def __init__(self, params: Iterable[Any], **options: Any) -> None:
         super().__init__(params, **options)
         self._transforms: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
-        """Cosine transform by size, dtype and device; all weights of that size share it."""
+        """Cosine transform by size, dtype and device, shared by all weights of a size."""
 
-    def _step_one(self, parameter: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+    def _step_weight(self, parameter: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
         state, rank = self.state[parameter], group["rank"]
         low_rank = rank is not None and parameter.dim() == 2 and rank < min(parameter.shape)
-        left: Tensor | None = None
-        right: Tensor | None = None
+        left_projection: Tensor | None = None
+        right_projection: Tensor | None = None
         if "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32)
         if low_rank:
-            # On meta the simulated step is the step that takes the most memory.
-            anew = parameter.is_meta or int(state["step"]) % group["update_proj_gap"] == 0
-            left, right = self._sides(grad, group, state, anew=anew)
-            projected = grad if left is None else left.T @ grad
-            projected = projected if right is None else projected @ right
+            # On meta, simulate the step that needs the most memory.
+            recompute = parameter.is_meta or int(state["step"]) % group["update_proj_gap"] == 0
+            left_projection, right_projection = self._projections(grad, group, state, recompute=recompute)
+            projected = grad if left_projection is None else left_projection.T @ grad
+            projected = projected if right_projection is None else projected @ right_projection
             # Moments of a wide matrix are stored transposed.
-            grad = self._direction(projected if right is not None else projected.T, state, group)
+            grad = self._averaged_gradient(projected if right_projection is not None else projected.T, state, group)
         if "exp_avg" not in state:
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(grad), torch.zeros_like(grad)
         state["step"] += 1
         count, (beta1, beta2) = 1 if parameter.is_meta else int(state["step"]), group["betas"]
-        first, second = state["exp_avg"], state["exp_avg_sq"]
-        first.mul_(beta1).add_(grad, alpha=1 - beta1)
-        second.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        mean, square = state["exp_avg"], state["exp_avg_sq"]
+        mean.mul_(beta1).add_(grad, alpha=1 - beta1)
+        square.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
         corrected = math.sqrt(1 - beta2**count)
-        update = first / second.sqrt().add_(group["eps"])
+        update = mean / square.sqrt().add_(group["eps"])
         rate = group["lr"] * corrected / (1 - beta1**count)
         if low_rank:
-            update = update if right is not None else update.T
-            update = update if left is None else left @ update
-            update, rate = update if right is None else update @ right.T, rate * group["scale"]
+            update = update if right_projection is not None else update.T
+            update = update if left_projection is None else left_projection @ update
+            update, rate = update if right_projection is None else update @ right_projection.T, rate * group["scale"]
         parameter.add_(update, alpha=-rate)
         if group["weight_decay"]:
             parameter.mul_(1 - group["lr"] * group["weight_decay"])
 
-    def _sides(
-        self, grad: Tensor, group: dict[str, Any], state: dict[str, Any], *, anew: bool
+    def _projections(
+        self, grad: Tensor, group: dict[str, Any], state: dict[str, Any], *, recompute: bool
     ) -> tuple[Tensor | None, Tensor | None]:
         """Return Q ``[m, r]`` and P ``[n, r]`` for a gradient ``[m, n]``; None for a side that is not projected."""
         wide = grad.shape[0] < grad.shape[1]
-        sides = {"projection": wide}  # the shorter one first; True is the left one
+        sides = {"projection": wide}  # the shorter side first; True is the left side
         if group["proj_type"] == "full":
             sides["other_projection"] = not wide
-        found: dict[bool, Tensor] = {}
+        projections: dict[bool, Tensor] = {}
         for name, is_left in sides.items():
             across = grad.T if is_left else grad
-            if anew:
-                state[name] = self._projection(across, group, state, wide=is_left)
-            found[is_left] = self._columns_of(state[name], across)
-        return found.get(True), found.get(False)
+            if recompute:
+                state[name] = self._compute_projection(across, group, state, is_transposed=is_left)
+            projections[is_left] = self._projection_columns(state[name], across)
+        return projections.get(True), projections.get(False)
 
-    def _direction(self, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
-        """Return the gradient that the moments average; here the projected gradient, ``[m, r]`` or ``[r, r]``."""
+    def _averaged_gradient(self, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+        """Return the gradient that the moments average: here the projected gradient, ``[m, r]`` or ``[r, r]``."""
         return grad
 
-    def _projection(self, grad: Tensor, group: dict[str, Any], state: dict[str, Any], *, wide: bool) -> Tensor:
-        """Return P ``[n, r]`` for a gradient ``[m, n]``, or the indices of the transform's columns, int64 ``[r]``.
+    def _compute_projection(
+        self, grad: Tensor, group: dict[str, Any], state: dict[str, Any], *, is_transposed: bool
+    ) -> Tensor:
+        """Return P ``[n, r]`` for a gradient ``[m, n]``, or for ``dct`` the indices of P's columns, int64 ``[r]``.
 
-        ``wide`` is True if ``grad`` is the transposed gradient of a matrix, whose rows are then projected.
+        ``is_transposed`` is True if ``grad`` is the transposed gradient of a matrix, whose rows are then projected.
         """
         rank, kind = group["rank"], group["projection"]
         if kind == "dct":
-            return cosine_columns(grad, self._transform(grad), rank)
+            return cosine_columns(grad, self._cosine_transform_for(grad), rank)
         if kind == "randomized":
             seed = 0 if grad.is_meta else (state.get("seed", 0) << 32) + int(state["step"])
             return randomized_columns(grad, rank, seed)
         # Signs of singular vectors are arbitrary and old moments depend on them: always decompose the untransposed
         # matrix.
-        if wide:
+        if is_transposed:
             left, _, _ = torch.linalg.svd(grad.T.float(), full_matrices=False)
             return left[:, :rank].to(grad.dtype).contiguous()
         _, _, vectors = torch.linalg.svd(grad.float(), full_matrices=False)
         return vectors[:rank].T.to(grad.dtype).contiguous()
 
-    def _transform(self, grad: Tensor) -> Tensor:
-        """Return the cosine transform for a gradient's rows; it is computed once per size."""
+    def _cosine_transform_for(self, grad: Tensor) -> Tensor:
+        """Return the cosine transform for a gradient's rows, computed once per size."""
         key = (grad.shape[1], grad.dtype, grad.device)
         if key not in self._transforms:
             self._transforms[key] = cosine_transform(*key)
         return self._transforms[key]
 
-    def _columns_of(self, projection: Tensor, grad: Tensor) -> Tensor:
-        return projection if projection.dim() == 2 else self._transform(grad)[:, projection]
+    def _projection_columns(self, projection: Tensor, grad: Tensor) -> Tensor:
+        return projection if projection.dim() == 2 else self._cosine_transform_for(grad)[:, projection]
 
 
 class NaturalGaLoreAdamW(GaLoreAdamW):
@@ -180,28 +182,28 @@ class NaturalGaLoreAdamW(GaLoreAdamW):
     The factor lambda preserves the size of an update: with large damping the update is GaLore's. Each new projection
     starts a new history, because its columns differ.
 
-    ``history`` is s, which counts the latest gradient too. ``damping`` is the fraction of the gradients' mean squared
+    ``history`` is s, which includes the latest gradient. ``damping`` is the fraction of the gradients' mean squared
     norm that is added to the Fisher matrix.
     """
 
     DEFAULTS: ClassVar = {**GaLoreAdamW.DEFAULTS, "history": 8, "damping": 1.0}
 
-    def _direction(self, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+    def _averaged_gradient(self, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
         """Return ``lambda F^-1 r`` for the projected gradient r, and add r to the history."""
         size = group["history"]
         if "history" not in state:
             state["history"] = torch.zeros(size, *grad.shape, dtype=grad.dtype, device=grad.device)
-        since = size - 1 if grad.is_meta else int(state["step"]) % group["update_proj_gap"]
-        state["history"][since % size] = grad
-        known = state["history"][: since + 1].flatten(1).float()
-        products = known @ known.T
-        damped = products + group["damping"] * products.trace() * torch.eye(len(known), device=grad.device)
-        weights = torch.linalg.solve_ex(damped, products[:, since % size])[0].nan_to_num()  # 0 if the gradients are 0
-        return grad - (weights @ known).view_as(grad).to(grad.dtype)
+        index = size - 1 if grad.is_meta else int(state["step"]) % group["update_proj_gap"]
+        state["history"][index % size] = grad
+        gradients = state["history"][: index + 1].flatten(1).float()
+        products = gradients @ gradients.T
+        damped = products + group["damping"] * products.trace() * torch.eye(len(gradients), device=grad.device)
+        weights = torch.linalg.solve_ex(damped, products[:, index % size])[0].nan_to_num()  # 0 if the gradients are 0
+        return grad - (weights @ gradients).view_as(grad).to(grad.dtype)
 
 
 def randomized_columns(grad: Tensor, rank: int, seed: int) -> Tensor:
-    """Return the first right singular vectors of ``grad`` ``[m, n]``, ``[n, rank]``, from a sketch with this seed."""
+    """Return the first right singular vectors ``[n, rank]`` of ``grad`` ``[m, n]``, from a random sketch."""
     matrix = grad.float()
     generator = torch.Generator().manual_seed(seed % 2**63)
     size = min(rank + OVERSAMPLED, min(matrix.shape))
@@ -227,13 +229,13 @@ def cosine_transform(size: int, dtype: torch.dtype, device: torch.device) -> Ten
     index = torch.arange(size, dtype=torch.int32 if size < 2**15 else torch.int64, device=device)
     # Angles are (2 i + 1) j in units of a full turn / 4 n: integers, reduced modulo 4 n.
     angle = ((2 * index[:, None] + 1) * index) % (4 * size)
-    found = angle.to(torch.float32).mul_(math.pi / (2 * size)).cos_().mul_(math.sqrt(2 / size))
-    found[:, 0] /= math.sqrt(2)
-    return found.to(dtype)
+    columns = angle.to(torch.float32).mul_(math.pi / (2 * size)).cos_().mul_(math.sqrt(2 / size))
+    columns[:, 0] /= math.sqrt(2)
+    return columns.to(dtype)
 
 
-class SinkGD(EachWeight):
-    """Gradient descent with a gradient that is normalised by rows and columns in turn; it has no state.
+class SinkGD(PerWeightOptimizer):
+    """Gradient descent with a gradient that is normalised by rows and columns in turn, without state.
 
     With a gradient G ``[m, n]``, ``iterations`` times (Scetbon et al., arXiv 2502.06742, algorithm 3):
 
@@ -245,14 +247,14 @@ class SinkGD(EachWeight):
 
     DEFAULTS: ClassVar = {"lr": 1e-3, "weight_decay": 0.0, "iterations": 5, "scale": 1.0}
 
-    def _step_one(self, parameter: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+    def _step_weight(self, parameter: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
         update = normalize_rows_and_columns(grad, group["iterations"])
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
         parameter.add_(update, alpha=-group["lr"] * group["scale"])
 
 
 def normalize_rows_and_columns(gradient: Tensor, iterations: int) -> Tensor:
-    """Return the normalised gradient ``[m, n]``, in float32 or wider."""
+    """Return the gradient ``[m, n]`` normalised by rows and columns in turn, in float32 or wider."""
     rows, columns = gradient.shape
     x = gradient.float() if gradient.element_size() < 4 else gradient.clone()
     for _ in range(iterations):

@@ -49,55 +49,57 @@ class Decay:
         return min(1.0, self.step / self.steps)
 
 
-def _constant(at: Decay) -> float:
+def _constant(position: Decay) -> float:
     return 1.0
 
 
-def _linear(at: Decay) -> float:
-    return 1.0 - at.progress
+def _linear(position: Decay) -> float:
+    return 1.0 - position.progress
 
 
-def _cosine(at: Decay, num_cycles: float = 0.5) -> float:
-    return 0.5 * (1.0 + math.cos(math.pi * 2.0 * num_cycles * at.progress))
+def _cosine(position: Decay, num_cycles: float = 0.5) -> float:
+    return 0.5 * (1.0 + math.cos(math.pi * 2.0 * num_cycles * position.progress))
 
 
 def _cosine_with_min_lr(
-    at: Decay, min_lr: float | None = None, min_lr_rate: float = 0.0, num_cycles: float = 0.5
+    position: Decay, min_lr: float | None = None, min_lr_rate: float = 0.0, num_cycles: float = 0.5
 ) -> float:
-    least = min_lr_rate if min_lr is None or at.learning_rate == 0 else min_lr / at.learning_rate
-    return _cosine(at, num_cycles) * (1.0 - least) + least
+    min_factor = min_lr_rate if min_lr is None or position.learning_rate == 0 else min_lr / position.learning_rate
+    return _cosine(position, num_cycles) * (1.0 - min_factor) + min_factor
 
 
-def _cosine_with_restarts(at: Decay, num_cycles: float = 1) -> float:
-    if at.progress >= 1:
+def _cosine_with_restarts(position: Decay, num_cycles: float = 1) -> float:
+    if position.progress >= 1:
         return 0.0
-    return 0.5 * (1.0 + math.cos(math.pi * ((num_cycles * at.progress) % 1.0)))
+    return 0.5 * (1.0 + math.cos(math.pi * ((num_cycles * position.progress) % 1.0)))
 
 
-def _polynomial(at: Decay, lr_end: float = 1e-7, power: float = 1.0) -> float:
-    least = min(1.0, lr_end / at.learning_rate) if at.learning_rate > 0 else 0.0
-    return float((1.0 - least) * (1.0 - at.progress) ** power + least)
+def _polynomial(position: Decay, lr_end: float = 1e-7, power: float = 1.0) -> float:
+    min_factor = min(1.0, lr_end / position.learning_rate) if position.learning_rate > 0 else 0.0
+    return float((1.0 - min_factor) * (1.0 - position.progress) ** power + min_factor)
 
 
-def _inverse_sqrt(at: Decay, timescale: float | None = None) -> float:
-    scale = timescale or at.warmup_steps or 10_000
-    return 1.0 / math.sqrt((at.step + scale) / scale)
+def _inverse_sqrt(position: Decay, timescale: float | None = None) -> float:
+    scale = timescale or position.warmup_steps or 10_000
+    return 1.0 / math.sqrt((position.step + scale) / scale)
 
 
 def _warmup_stable_decay(
-    at: Decay,
+    position: Decay,
     num_decay_steps: float | None = None,
     decay_ratio: float = 0.1,
     decay_type: str = "cosine",
     min_lr_ratio: float = 0.0,
     num_cycles: float = 0.5,
 ) -> float:
-    total = at.steps + at.warmup_steps
-    decay = min(at.steps, math.ceil(decay_ratio * total) if num_decay_steps is None else round(num_decay_steps))
-    begun = at.step - (at.steps - decay)
-    if begun < 0 or decay == 0:
+    total = position.steps + position.warmup_steps
+    decay_steps = min(
+        position.steps, math.ceil(decay_ratio * total) if num_decay_steps is None else round(num_decay_steps)
+    )
+    decayed_steps = position.step - (position.steps - decay_steps)
+    if decayed_steps < 0 or decay_steps == 0:
         return 1.0
-    progress = min(1.0, begun / decay)
+    progress = min(1.0, decayed_steps / decay_steps)
     if decay_type == "linear":
         factor = 1.0 - progress
     elif decay_type == "1-sqrt":
@@ -108,7 +110,7 @@ def _warmup_stable_decay(
 
 
 def _power(
-    at: Decay,
+    position: Decay,
     *,
     batch_size: float,
     tokens_per_step: float,
@@ -117,19 +119,19 @@ def _power(
     decay_ratio: float = 0.1,
 ) -> float:
     """Return ``min(peak, batch_size a tokens^b) / peak``, with a linear decay at the end (arXiv 2408.13359)."""
-    if at.learning_rate == 0:
+    if position.learning_rate == 0:
         return 0.0
-    total = at.steps + at.warmup_steps
-    decay = min(at.steps, math.ceil(decay_ratio * total))
+    total = position.steps + position.warmup_steps
+    decay_steps = min(position.steps, math.ceil(decay_ratio * total))
 
-    def before_decay(step: int) -> float:
-        tokens = float((step + at.warmup_steps + 1) * tokens_per_step)
-        return float(min(1.0, batch_size * a * tokens**b / at.learning_rate))
+    def factor_before_decay(step: int) -> float:
+        tokens = float((step + position.warmup_steps + 1) * tokens_per_step)
+        return float(min(1.0, batch_size * a * tokens**b / position.learning_rate))
 
-    begun = at.step - (at.steps - decay)
-    if begun < 0 or decay == 0:
-        return before_decay(at.step)
-    return before_decay(at.steps - decay) * (1.0 - min(1.0, begun / decay))
+    decayed_steps = position.step - (position.steps - decay_steps)
+    if decayed_steps < 0 or decay_steps == 0:
+        return factor_before_decay(position.step)
+    return factor_before_decay(position.steps - decay_steps) * (1.0 - min(1.0, decayed_steps / decay_steps))
 
 
 SCHEDULES: dict[str, Callable[..., float]] = {
@@ -173,10 +175,10 @@ def build_schedule(
         [0.33, 0.67, 1.0, 0.12]
     """
     factor = look_up(name, SCHEDULES, "learning-rate schedule", where="lr_scheduler_type")
-    given, known = dict(options or {}), list(inspect.signature(factor).parameters)[1:]
+    given, option_names = dict(options or {}), list(inspect.signature(factor).parameters)[1:]
     for option in given:
-        if option not in known:
-            fix = did_you_mean(option, known) or f"options: {', '.join(known) or 'none'}"
+        if option not in option_names:
+            fix = did_you_mean(option, option_names) or f"options: {', '.join(option_names) or 'none'}"
             raise ArgumentError(f"the schedule '{name}' has no option '{option}'", where="lr_scheduler_kwargs", fix=fix)
     decay_steps = max(1, total_steps - warmup_steps)
 

@@ -1,4 +1,4 @@
-"""Parts of StreamTune's own optimizers: a step of each weight, torch's AdamW, random bits, stochastic rounding."""
+"""Parts of StreamTune's own optimizers: steps of single weights, torch's AdamW, random bits, stochastic rounding."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from streamtune.ops.devices import kernel_device
+from streamtune.ops.devices import kernel_device_type
 
 ADAMW: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
 """Options of AdamW and their defaults. ``eps`` is added to the denominator; the weight decay is decoupled."""
 
 SLICE_SIZES = {"cpu": 1 << 17}
-"""Values that are stepped at a time, by device type: float32 temporaries stay in the processor's cache."""
+"""Number of values that are stepped at a time, by device type: float32 temporaries stay in the processor's cache."""
 
 LARGE_SLICE = 1 << 22
-"""Values that are stepped at a time on other devices, where each slice costs the launch of a few kernels."""
+"""Number of values that are stepped at a time on other devices, where a slice costs the launch of a few kernels."""
 
 
-class EachWeight(torch.optim.Optimizer):
+class PerWeightOptimizer(torch.optim.Optimizer):
     """Base class of optimizers that step their weights one by one; ``options`` override :attr:`DEFAULTS`."""
 
     DEFAULTS: ClassVar[Mapping[str, Any]]
@@ -39,13 +39,13 @@ class EachWeight(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._step_one(parameter, parameter.grad, group)
+                    self._step_weight(parameter, parameter.grad, group)
 
-    def _step_one(self, parameter: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+    def _step_weight(self, parameter: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
         raise NotImplementedError
 
 
-def saved_entries(
+def saved_states(
     optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
 ) -> Iterator[tuple[Any, dict[str, Any], Mapping[str, Any]]]:
     """Yield (parameter, group, saved state) for each parameter of an optimizer that has state in ``state_dict``."""
@@ -56,10 +56,10 @@ def saved_entries(
             yield parameter, group, entry
 
 
-def numbers_of(optimizer: torch.optim.Optimizer) -> dict[int, int]:
-    """Return the number of each parameter, by ``id(parameter)``.
+def parameter_numbers(optimizer: torch.optim.Optimizer) -> dict[int, int]:
+    """Return the index of each parameter in the optimizer, by ``id(parameter)``.
 
-    Call this when the optimizer is built: a step in the backward empties the groups except for the stepped weight.
+    Call this when the optimizer is built: a step in the backward removes all weights but one from the groups.
     """
     every = (parameter for group in optimizer.param_groups for parameter in group["params"])
     return {id(parameter): number for number, parameter in enumerate(every)}
@@ -75,7 +75,7 @@ def adamw_step(
         state: Moments ``exp_avg`` and ``exp_avg_sq``, of the same shape and dtype; ``step``, a float32 scalar that is
             incremented, on the weight's device if ``fused``.
         group: Mapping with ``lr``, ``betas``, ``eps`` and ``weight_decay``.
-        fused: True steps by torch's fused kernel, False by plain operators.
+        fused: True for torch's fused kernel, False for plain operators.
     """
     adamw(
         [weight],
@@ -97,29 +97,29 @@ def adamw_step(
 
 
 def flat_slices(x: Tensor) -> list[slice]:
-    """Return the slices in which a flat tensor is stepped."""
-    size = SLICE_SIZES.get(kernel_device(x.device), LARGE_SLICE)
+    """Return the slices of a flat tensor that are stepped one at a time, so that temporaries are small."""
+    size = SLICE_SIZES.get(kernel_device_type(x.device), LARGE_SLICE)
     return [slice(start, min(start + size, len(x))) for start in range(0, len(x), size)]
 
 
 def random_bits(count: int, device: torch.device, *key: int) -> Tensor:
-    """Return int32 ``[count]`` with 32 random bits each, on a device; ``key`` as for :func:`seeded`."""
+    """Return an int32 tensor ``[count]`` of random bits; ``key`` as for :func:`seeded_generator`."""
     pairs = torch.empty(-(-count // 2), dtype=torch.int64, device=device)
-    return pairs.random_(-(2**63), None, generator=seeded(device, *key)).view(torch.int32)[:count]
+    return pairs.random_(-(2**63), None, generator=seeded_generator(device, *key)).view(torch.int32)[:count]
 
 
-def seeded(device: torch.device, *key: int) -> torch.Generator | None:
+def seeded_generator(device: torch.device, *key: int) -> torch.Generator | None:
     """Return a random generator on a device; None on ``meta``, which has no values.
 
     ``key`` determines its seed: the run's seed, the step, the weight, the position in it.
     """
     if device.type == "meta":
         return None
-    return torch.Generator(device).manual_seed(hash_of(*key) >> 1)
+    return torch.Generator(device).manual_seed(hash_integers(*key) >> 1)
 
 
-def hash_of(*key: int) -> int:
-    """Return a 64-bit hash of integers, which is the same in every process."""
+def hash_integers(*key: int) -> int:
+    """Return a 64-bit hash of integers that is equal in every process."""
     digest = hashlib.blake2b(" ".join(map(str, key)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big")
 
@@ -127,9 +127,8 @@ def hash_of(*key: int) -> int:
 def round_stochastically(x: Tensor, bits: Tensor, *, out: Tensor) -> None:
     """Round float32 to one of the two nearest bfloat16 numbers at random, so that ``E[out] = x``.
 
-    Values that bfloat16 represents exactly do not change, and neither do infinities.
-
-    ``bits`` is int32; its lower 16 bits are random. The memory of ``x`` is overwritten.
+    Infinities and values that bfloat16 represents exactly do not change. ``bits`` is int32; the lower 16 bits are
+    random. The memory of ``x`` is overwritten.
     """
     # bfloat16 is the upper half of float32. Adding a random number below 2^16 carries into that half with probability
     # lower half / 2^16. Sign and magnitude are separate bits, so both signs round alike.

@@ -2,9 +2,9 @@
 
     for each weight with a gradient:   library's optimizer.param_groups = [{"params": [weight], ...}];   .step()
 
-So a step needs temporaries for one weight, not for all. A library that counts its steps per group here counts them per
-weight. Weights that are stepped in the backward, or on the host, need that. The count is saved with the weight's state.
-The training loop computes values over all weights, such as the norm of all gradients.
+So a step needs temporaries for one weight, not for all. A library that counts steps per group here counts steps per
+weight, as steps in the backward or on the host require. The count is saved with the weight's state. The training loop
+computes values over all weights, such as the norm of all gradients.
 
 With ``rounding: stochastic`` the library gets a bfloat16 weight and its gradient in float32, and the weight is rounded
 stochastically after the step (``weight_step``). The library's states are then float32.
@@ -21,22 +21,22 @@ import torch
 from torch import Tensor, nn
 
 from streamtune.base.optimizer_table import OPTIMIZERS, state_bytes
-from streamtune.ops.devices import turns
+from streamtune.ops.devices import loop_or_simulate
 from streamtune.optim.libraries import RULES, Rule
-from streamtune.optim.weight_step import flat_slices, hash_of, random_bits, round_stochastically, saved_entries
+from streamtune.optim.weight_step import flat_slices, hash_integers, random_bits, round_stochastically, saved_states
 
 OWN_KEYS = ("params", "rule", "lr_scale", "seed", "rounding")
 """Keys of a group that are not the library's options."""
-COUNT = "group."
+GROUP_PREFIX = "group."
 """Prefix of entries in a weight's state for numbers that the library stores in a group."""
-TAKEN = "taken"
-"""Entry with the number of steps of a weight without other state, so that a checkpoint has an entry for each weight."""
-ROUNDED = "rounded"
-"""Entry with the number of steps of a stochastically rounded weight: each step has its own random bits."""
+STEPS_TAKEN = "taken"
+"""Entry with the step count of a weight without tensors in its state: a checkpoint needs an entry for each weight."""
+ROUNDED_STEPS = "rounded"
+"""Entry with the step count of a stochastically rounded weight, which determines the random bits of a step."""
 
 
 class WeightwiseOptimizer(torch.optim.Optimizer):
-    """Steps one weight at a time by a library's optimizer, of which there is one for each group.
+    """Steps one weight at a time by a library's optimizer; each group has one such optimizer.
 
     Args:
         groups: Groups with ``params``, ``rule`` (a key of ``RULES``), ``lr``, ``weight_decay`` and the rule's options.
@@ -45,13 +45,13 @@ class WeightwiseOptimizer(torch.optim.Optimizer):
     def __init__(self, groups: list[dict[str, Any]]) -> None:
         super().__init__(groups, {})
         self._library_optimizers: dict[int, torch.optim.Optimizer] = {}
-        # Numbered here, because a step in the backward empties the groups except for the stepped weight.
-        self._number: dict[int, int] = {}
+        # Numbered now, because a step in the backward removes all weights but one from the groups.
+        self._weight_number: dict[int, int] = {}
         counts = Counter[str]()
         for group in self.param_groups:
             for parameter in group["params"]:
                 counts[group["rule"]] += 1
-                self._number[id(parameter)] = counts[group["rule"]]
+                self._weight_number[id(parameter)] = counts[group["rule"]]
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
@@ -59,38 +59,38 @@ class WeightwiseOptimizer(torch.optim.Optimizer):
         for index, group in enumerate(self.param_groups):
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._step_one(index, group, parameter)
+                    self._step_weight(index, group, parameter)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state packed by :func:`pack_state`, in the saved dtypes."""
         self.state.clear()
-        for parameter, group, entry in saved_entries(self, state_dict):
-            self.state[parameter] = _unpacked(entry, parameter, group)
+        for parameter, group, entry in saved_states(self, state_dict):
+            self.state[parameter] = _unpack_state(entry, parameter, group)
         for group, other in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({key: value for key, value in other.items() if key != "params"})
 
-    def _step_one(self, index: int, group: dict[str, Any], parameter: nn.Parameter) -> None:
+    def _step_weight(self, index: int, group: dict[str, Any], parameter: nn.Parameter) -> None:
         rule = RULES[group["rule"]]
         if parameter.is_meta and not rule.runs_on_meta:
-            self._allocate(group, parameter)
+            self._allocate_on_meta(group, parameter)
             return
-        if _is_rounded(parameter, group):
+        if _is_rounded_stochastically(parameter, group):
             self._step_rounded(index, group, parameter)
             return
         self._step_with_library(index, group, parameter, parameter)
 
     def _step_rounded(self, index: int, group: dict[str, Any], parameter: nn.Parameter) -> None:
-        """Step a float32 copy of a weight, then round it stochastically into the weight."""
+        """Step a float32 copy of a weight, then round the copy stochastically into the weight."""
         assert parameter.grad is not None
         wide = nn.Parameter(parameter.detach().float())
         wide.grad = parameter.grad.float()
-        rounded = self.state[parameter].pop(ROUNDED, 0) + 1
+        rounded = self.state[parameter].pop(ROUNDED_STEPS, 0) + 1
         self._step_with_library(index, group, parameter, wide)
-        self.state[parameter][ROUNDED] = rounded
-        key = (group.get("seed", 0), rounded, self._number.get(id(parameter), 0), *group["rule"].encode())
+        self.state[parameter][ROUNDED_STEPS] = rounded
+        key = (group.get("seed", 0), rounded, self._weight_number.get(id(parameter), 0), *group["rule"].encode())
         target = parameter if parameter.is_contiguous() else parameter.contiguous()
         values, out = wide.detach().contiguous().view(-1), target.view(-1)
-        for span in turns(flat_slices(values), parameter.device):
+        for span in loop_or_simulate(flat_slices(values), parameter.device):
             bits = random_bits(len(values[span]), parameter.device, *key, span.start)
             round_stochastically(values[span], bits, out=out[span])
         if target is not parameter:
@@ -99,7 +99,7 @@ class WeightwiseOptimizer(torch.optim.Optimizer):
     def _step_with_library(
         self, index: int, group: dict[str, Any], parameter: nn.Parameter, stepped: nn.Parameter
     ) -> None:
-        """Let the library step ``stepped``, the weight or its float32 copy, with the weight's state."""
+        """Let the library step ``stepped``, the parameter or its float32 copy, with the parameter's state."""
         rule = RULES[group["rule"]]
         state = self.state[parameter]
         optimizer = self._library_optimizers.get(index)
@@ -114,41 +114,41 @@ class WeightwiseOptimizer(torch.optim.Optimizer):
                 settings[key].fill_(group[key])
             else:
                 settings[key] = group[key]
-        settings.update({name: state.pop(COUNT + name, first) for name, first in rule.counts.items()})
+        settings.update({name: state.pop(GROUP_PREFIX + name, first) for name, first in rule.group_numbers.items()})
         new = not state
         if new:
-            state.update(rule.begin(self._number.get(id(parameter), 0)))
-        with _eager(rule, parameter), self._seeded_draws(rule, group, parameter, state):
+            state.update(rule.initial_state(self._weight_number.get(id(parameter), 0)))
+        with _without_compilation(rule, parameter), self._seeded_draws(rule, group, parameter, state):
             optimizer.step()
         state = optimizer.state[stepped]
         if stepped is not parameter:
             self.state[parameter] = state
             settings["params"], optimizer.state = [], self.state
         if new:
-            state.update({name: state[name].clone() for name in rule.shared if name in state})
-        state.update({COUNT + name: settings[name] for name in rule.counts})
+            state.update({name: state[name].clone() for name in rule.shared_tensors if name in state})
+        state.update({GROUP_PREFIX + name: settings[name] for name in rule.group_numbers})
         if not any(isinstance(value, Tensor) for value in state.values()):
-            state[TAKEN] = state.get(TAKEN, 0) + 1
+            state[STEPS_TAKEN] = state.get(STEPS_TAKEN, 0) + 1
 
     @contextmanager
     def _seeded_draws(
         self, rule: Rule, group: dict[str, Any], parameter: Tensor, state: dict[str, Any]
     ) -> Iterator[None]:
-        """Context manager: if the rule draws random numbers, seed them for this step; the run's random state stays."""
-        if not (rule.draws and group[rule.draws]) or parameter.is_meta:
+        """Context manager: seed the random numbers that the rule draws in this step; restore the generators on exit."""
+        if not (rule.random_option and group[rule.random_option]) or parameter.is_meta:
             yield
             return
         taken = int(state.get("step", 0))
-        key = (group.get("seed", 0), taken, self._number.get(id(parameter), 0))
+        key = (group.get("seed", 0), taken, self._weight_number.get(id(parameter), 0))
         with torch.random.fork_rng([parameter.device] if parameter.device.type == "cuda" else []):
-            torch.manual_seed(hash_of(*key) >> 1)
+            torch.manual_seed(hash_integers(*key) >> 1)
             yield
 
-    def _allocate(self, group: dict[str, Any], parameter: nn.Parameter) -> None:
+    def _allocate_on_meta(self, group: dict[str, Any], parameter: nn.Parameter) -> None:
         """On ``meta``, allocate the library's state of a weight and the temporaries of its step."""
         entry, shape, width = OPTIMIZERS[group["rule"]], tuple(parameter.shape), parameter.element_size()
         wide: Tensor = parameter
-        if _is_rounded(parameter, group):
+        if _is_rounded_stochastically(parameter, group):
             wide, width = parameter.detach().float(), 4
             wide.add_(parameter.grad.float())  # type: ignore[union-attr]
         if not self.state[parameter]:
@@ -160,24 +160,24 @@ class WeightwiseOptimizer(torch.optim.Optimizer):
         parameter.add_(parameter.grad)  # type: ignore[arg-type]  # a stepped weight has a gradient
 
 
-def _is_rounded(parameter: Tensor, group: Mapping[str, Any]) -> bool:
+def _is_rounded_stochastically(parameter: Tensor, group: Mapping[str, Any]) -> bool:
     return parameter.dtype == torch.bfloat16 and group.get("rounding") == "stochastic"
 
 
-def _eager(rule: Rule, parameter: Tensor) -> AbstractContextManager[Any]:
-    if not rule.eager or parameter.device.type == "cuda":
+def _without_compilation(rule: Rule, parameter: Tensor) -> AbstractContextManager[Any]:
+    if not rule.is_compiled or parameter.device.type == "cuda":
         return nullcontext()
     return torch.compiler.set_stance("force_eager")
 
 
 def is_averaged(group: Mapping[str, Any]) -> bool:
-    """Return True if averages of a group's weights are evaluated and saved in place of the weights."""
+    """Return True if evaluation and saving use averages of a group's weights in place of the weights."""
     rule = RULES.get(group.get("rule", ""))
     return rule is not None and rule.average is not None
 
 
 def averaged_weights(optimizer: Any) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """Yield (weight, average) for each weight whose average is evaluated and saved."""
+    """Yield (weight, average) for each weight whose average is used in evaluation and saving."""
     for group in optimizer.param_groups:
         rule = RULES.get(group.get("rule", ""))
         if rule is not None and rule.average is not None:
@@ -222,35 +222,37 @@ def pack_number(value: float) -> Tensor:
 
 
 def unpack_number(x: Tensor) -> Any:
-    """Return the number that :func:`pack_number` packed; a library's float32 count is returned as a tensor."""
+    """Return the number that :func:`pack_number` packed; return other tensors, such as a float32 count, unchanged."""
     return x.item() if x.dtype in (torch.int64, torch.float64) else x
 
 
-def _copied(x: Tensor, parameter: Tensor) -> Tensor:
+def _copy_to_device_of(x: Tensor, parameter: Tensor) -> Tensor:
     return x.to(parameter.device, copy=True)
 
 
-def _unpacked(entry: Mapping[str, Tensor], parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state that :func:`pack_state` packed, on the weight's device."""
-    rule, state, wide = RULES[group["rule"]], dict[str, Any](), _is_rounded(parameter, group)
+def _unpack_state(entry: Mapping[str, Tensor], parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state of a weight that :func:`pack_state` packed, on the weight's device."""
+    rule, state, wide = RULES[group["rule"]], dict[str, Any](), _is_rounded_stochastically(parameter, group)
     parts: dict[str, dict[str, Any]] = {}
     for key, value in entry.items():
         prefix, _, name = key.rpartition(".")
         if not isinstance(value, Tensor):  # from `state_dict`, not from a checkpoint
             state[key] = value
-        elif prefix in rule.objects:
-            parts.setdefault(prefix, {})[name] = value.item() if value.ndim == 0 else _copied(value, parameter)
+        elif prefix in rule.rebuild_objects:
+            parts.setdefault(prefix, {})[name] = (
+                value.item() if value.ndim == 0 else _copy_to_device_of(value, parameter)
+            )
         elif value.ndim == 0 and value.dtype in (torch.int64, torch.float64):
             state[key] = unpack_number(value)
         elif prefix:
-            parts.setdefault(prefix, {})[name] = _copied(value, parameter)
+            parts.setdefault(prefix, {})[name] = _copy_to_device_of(value, parameter)
         else:
             on_host = key == "step" and not group.get("fused")  # the host reads this count
             state[key] = value.to("cpu" if on_host else parameter.device, copy=True)
     for prefix, found in parts.items():
-        if prefix in rule.objects:
-            state[prefix] = rule.objects[prefix](found, group)
+        if prefix in rule.rebuild_objects:
+            state[prefix] = rule.rebuild_objects[prefix](found, group)
             continue
-        assert rule.rebuild is not None, "only libraries with quantised states have parts"
-        state[prefix] = rule.rebuild(prefix, found, torch.float32 if wide else parameter.dtype)
+        assert rule.rebuild_quantised is not None, "only libraries with quantised states have parts"
+        state[prefix] = rule.rebuild_quantised(prefix, found, torch.float32 if wide else parameter.dtype)
     return state

@@ -6,18 +6,18 @@ n directions:
     s = (L(w + eps z) - L(w - eps z)) / (2 eps)               the slope of the loss along z
     w <- w - lr (mean of s z over the directions) - lr weight_decay w
 
-z is never stored. It is drawn slice by slice, from a seed made of the run's seed, the step, the direction, the weight
-and the position in it. E[s^2] is the squared norm of the gradient.
+z is never stored. It is drawn slice by slice. The seed of a slice is a hash of the run's seed, the step, the direction,
+the weight and the slice's position. E[s^2] is the squared norm of the gradient.
 
 *Rounding.* The paper adds eps z, subtracts 2 eps z and adds eps z again, which leaves each weight off by a few
-roundings per step. Here the exact bits of a weight are restored (:func:`perturbed`), from copies of one layer at a
-time. ``w + eps z`` is rounded to the weight's dtype, so the loss is measured along
+roundings per step. Here the exact bits of a weight are restored (:func:`perturb_weights`), from copies of one layer at
+a time. ``w + eps z`` is rounded to the weight's dtype, so the loss is measured along
 
     d = (round(w + eps z) - round(w - eps z)) / (2 eps)
 
-and w is stepped along d, not z. In fp32 the two are equal up to rounding. In bfloat16 neighbouring numbers differ by
-2^-8 of a weight. Where eps z is less than half of that, d is 0: the weight had no effect on the slope. It does not
-change. bfloat16 weights are stepped in fp32 and rounded stochastically, because an update is far below their precision.
+and w is stepped along d, not z. In fp32, d and z are equal up to rounding. In bfloat16 neighbouring numbers differ by
+2^-8 of a weight. Where eps z is below half of this distance, d is 0, so the weight is not stepped. Weights in bfloat16
+are stepped in fp32 and rounded stochastically: an update is far below their precision.
 """
 
 from __future__ import annotations
@@ -29,15 +29,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from streamtune.ops.devices import turns
-from streamtune.optim.weight_step import flat_slices, numbers_of, random_bits, round_stochastically, seeded
+from streamtune.ops.devices import loop_or_simulate
+from streamtune.optim.weight_step import (
+    flat_slices,
+    parameter_numbers,
+    random_bits,
+    round_stochastically,
+    seeded_generator,
+)
 
 BITS = -1
-"""Number that replaces the direction in the seed for the bits of stochastic rounding."""
+"""Number in place of the direction in the key for the random bits of stochastic rounding."""
 
 
 class ZerothOrderSGD(torch.optim.Optimizer):
-    """SGD along random directions, with slopes measured along them. Its only state is ``steps_taken``.
+    """SGD along random directions, by the slopes measured along these directions. The only state is ``steps_taken``.
 
     Args:
         params: Parameters, or groups of them.
@@ -61,18 +67,18 @@ class ZerothOrderSGD(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "eps": eps, "directions": directions})
         self.eps, self.directions, self.seed = eps, directions, seed
         self.steps_taken = 0
-        self._number = numbers_of(self)
+        self._weight_number = parameter_numbers(self)
 
-    def has(self, parameter: Tensor) -> bool:
-        """Return True if the optimizer trains a parameter."""
-        return id(parameter) in self._number
+    def trains(self, parameter: Tensor) -> bool:
+        """Return True if the optimizer steps this parameter."""
+        return id(parameter) in self._weight_number
 
     @torch.no_grad()
     def perturb(self, parameter: Tensor, direction: int, sign: int) -> None:
-        """Set a weight w to w + sign eps z, rounded to its dtype, with the z of a direction; ``sign`` is 1 or -1."""
-        with _flat(parameter) as flat:
-            for span in turns(flat_slices(flat), flat.device):
-                z = self._normal(parameter, direction, span, flat)
+        """Set a weight w to w + sign eps z, rounded to w's dtype, with the z of a direction; ``sign`` is 1 or -1."""
+        with _flat_weight(parameter) as flat:
+            for span in loop_or_simulate(flat_slices(flat), flat.device):
+                z = self._draw_direction(parameter, direction, span, flat)
                 flat[span] = z.mul_(sign * self.eps).add_(flat[span])
 
     @torch.no_grad()
@@ -81,35 +87,35 @@ class ZerothOrderSGD(torch.optim.Optimizer):
         slopes = [0.0] * self.directions if slopes is None else slopes
         for group in self.param_groups:
             for parameter in group["params"]:
-                with _flat(parameter) as flat:
-                    for span in turns(flat_slices(flat), flat.device):
+                with _flat_weight(parameter) as flat:
+                    for span in loop_or_simulate(flat_slices(flat), flat.device):
                         self._step_slice(parameter, group, span, flat, slopes)
         self.steps_taken += 1
 
-    def moved_share(self) -> float:
+    def moved_fraction(self) -> float:
         """Return the fraction of values for which w + eps z and w - eps z will differ in the next step."""
         moved = total = 0
         for group in self.param_groups:
             for parameter in group["params"]:
-                with _flat(parameter) as flat:
+                with _flat_weight(parameter) as flat:
                     for span in flat_slices(flat):
-                        moved += int(self._measured(parameter, 0, span, flat).count_nonzero())
+                        moved += int(self._measured_direction(parameter, 0, span, flat).count_nonzero())
                         total += span.stop - span.start
         return moved / max(total, 1)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Do nothing: weights have no state."""
 
-    def _normal(self, parameter: Tensor, direction: int, span: slice, flat: Tensor) -> Tensor:
+    def _draw_direction(self, parameter: Tensor, direction: int, span: slice, flat: Tensor) -> Tensor:
         """Return z for a slice of a weight, ``[n]``, in float32, or wider if the weight is wider."""
         wide = torch.promote_types(flat.dtype, torch.float32)
         z = torch.empty(span.stop - span.start, dtype=wide, device=flat.device)
-        key = (self.seed, self.steps_taken, direction, self._number[id(parameter)], span.start)
-        return z.normal_(generator=seeded(flat.device, *key))
+        key = (self.seed, self.steps_taken, direction, self._weight_number[id(parameter)], span.start)
+        return z.normal_(generator=seeded_generator(flat.device, *key))
 
-    def _measured(self, parameter: Tensor, direction: int, span: slice, flat: Tensor) -> Tensor:
-        """Return d for a slice of a weight, ``[n]``, in the dtype of z: the direction along which loss was measured."""
-        z = self._normal(parameter, direction, span, flat).mul_(self.eps)
+    def _measured_direction(self, parameter: Tensor, direction: int, span: slice, flat: Tensor) -> Tensor:
+        """Return d, the direction along which the loss was measured, for a slice of a weight: ``[n]``, z's dtype."""
+        z = self._draw_direction(parameter, direction, span, flat).mul_(self.eps)
         weight = flat[span]
         above = (weight + z).to(weight.dtype)  # added in the wider dtype, then rounded as in `perturb`
         below = z.neg_().add_(weight).to(weight.dtype)
@@ -122,23 +128,23 @@ class ZerothOrderSGD(torch.optim.Optimizer):
         wide = weight.to(torch.promote_types(weight.dtype, torch.float32), copy=True)
         update = wide * group["weight_decay"]  # one sum, rounded once: decay alone is below a weight's precision
         for direction, slope in enumerate(slopes):
-            update.add_(self._measured(parameter, direction, span, flat), alpha=slope / len(slopes))
+            update.add_(self._measured_direction(parameter, direction, span, flat), alpha=slope / len(slopes))
         new = wide.add_(update, alpha=-group["lr"])
         if weight.dtype == torch.bfloat16:
-            key = (self.seed, self.steps_taken, BITS, self._number[id(parameter)], span.start)
+            key = (self.seed, self.steps_taken, BITS, self._weight_number[id(parameter)], span.start)
             round_stochastically(new, random_bits(len(new), flat.device, *key), out=weight)
         else:
             weight.copy_(new)
 
 
 @contextmanager
-def perturbed(
+def perturb_weights(
     optimizer: ZerothOrderSGD, model: nn.Module, layers: Sequence[nn.Module], direction: int, sign: int
 ) -> Iterator[None]:
     """Context manager: the model computes with all trained weights at w + sign eps z; on exit w is restored exactly.
 
     A layer's weights are perturbed only during the layer's call. Weights outside layers, or shared by a layer and
-    another module, are perturbed until the context ends. So copies exist of these weights and of one layer.
+    another module, are perturbed until the context ends. So only these weights and one layer have copies.
 
     Args:
         optimizer: Optimizer with eps, the seed, and the trained weights.
@@ -159,19 +165,21 @@ def perturbed(
     @torch.no_grad()
     def restore(parameters: Iterable[Tensor]) -> None:
         for parameter in parameters:
-            if (found := originals.pop(id(parameter), None)) is not None:
-                parameter.copy_(found[1])
+            if (original := originals.pop(id(parameter), None)) is not None:
+                parameter.copy_(original[1])
 
-    inside, rest = _by_layer(optimizer, model, layers)
+    weights_by_layer, other_weights = _split_by_layer(optimizer, model, layers)
     hooks = []
-    for layer, own in zip(layers, inside, strict=True):
-        if own:
-            hooks.append(layer.register_forward_pre_hook(lambda *_, own=own: shift(own)))
+    for layer, layer_weights in zip(layers, weights_by_layer, strict=True):
+        if layer_weights:
+            hooks.append(layer.register_forward_pre_hook(lambda *_, layer_weights=layer_weights: shift(layer_weights)))
             # Runs before other hooks, and also if the layer raises an error.
-            back = layer.register_forward_hook(lambda *_, own=own: restore(own), prepend=True, always_call=True)
+            back = layer.register_forward_hook(
+                lambda *_, layer_weights=layer_weights: restore(layer_weights), prepend=True, always_call=True
+            )
             hooks.append(back)
     try:
-        shift(rest)
+        shift(other_weights)
         yield
     finally:
         for hook in hooks:
@@ -179,27 +187,27 @@ def perturbed(
         restore([parameter for parameter, _ in originals.values()])
 
 
-def _by_layer(
+def _split_by_layer(
     optimizer: ZerothOrderSGD, model: nn.Module, layers: Sequence[nn.Module]
 ) -> tuple[list[list[Tensor]], list[Tensor]]:
-    """Return the trained weights that only a layer uses, for each layer, and all other trained weights."""
-    within = {id(module) for layer in layers for module in layer.modules()}
-    outside = {
+    """Return the trained weights that belong only to layers, one list for each layer, and all other trained weights."""
+    layer_modules = {id(module) for layer in layers for module in layer.modules()}
+    outside_ids = {
         id(parameter)
         for module in model.modules()
-        if id(module) not in within
+        if id(module) not in layer_modules
         for parameter in module.parameters(recurse=False)
     }
-    inside: list[list[Tensor]] = [
-        [p for p in layer.parameters() if optimizer.has(p) and id(p) not in outside] for layer in layers
+    weights_by_layer: list[list[Tensor]] = [
+        [p for p in layer.parameters() if optimizer.trains(p) and id(p) not in outside_ids] for layer in layers
     ]
-    known = {id(parameter) for own in inside for parameter in own}
-    return inside, [p for p in model.parameters() if optimizer.has(p) and id(p) not in known]
+    inside_ids = {id(parameter) for own in weights_by_layer for parameter in own}
+    return weights_by_layer, [p for p in model.parameters() if optimizer.trains(p) and id(p) not in inside_ids]
 
 
 @contextmanager
-def _flat(parameter: Tensor) -> Iterator[Tensor]:
-    """Context manager: yield a weight as a flat tensor, ``[n]``; changes are also written to a strided weight."""
+def _flat_weight(parameter: Tensor) -> Iterator[Tensor]:
+    """Context manager: yield a weight as a flat tensor ``[n]``; on exit, changes are copied into a strided weight."""
     whole = parameter.detach()
     if whole.is_contiguous():
         yield whole.view(-1)

@@ -281,21 +281,21 @@ def make_optimizer(recipe: OptimizerSettings, model: nn.Module) -> torch.optim.O
                 where=key,
                 fix="use a rate such as 1e-5 (full) or 1e-4 (lora)",
             )
-    places = optim.LayerPlaces(model, decoder_layers(base_of(model)))
+    places = optim.LayerPositions(model, decoder_layers(base_of(model)))
     groups = optim.NameGroups(
         [group.match for group in recipe.lr_groups],
         [name for name, parameter in model.named_parameters() if parameter.requires_grad],
     )
 
     def scale_of(name: str) -> float:
-        group = groups.find(name)
+        group = groups.index_of(name)
         own_rate = None if group is None else recipe.lr_groups[group].learning_rate
         if own_rate is not None:
             return own_rate / recipe.learning_rate
-        return recipe.lr_layer_decay ** places.layers_above(name)
+        return recipe.lr_layer_decay ** places.depth_below_head(name)
 
     def decay_of(name: str) -> float | None:
-        group = groups.find(name)
+        group = groups.index_of(name)
         return None if group is None else recipe.lr_groups[group].weight_decay
 
     choice = optim.OptimChoice(
@@ -310,7 +310,7 @@ def make_optimizer(recipe: OptimizerSettings, model: nn.Module) -> torch.optim.O
         args=recipe.optim_args,
     )
     return optim.build_optimizer(
-        choice, model.named_parameters(), scale_of=scale_of, decay_of=decay_of, is_in_layer=places.is_in_layer
+        choice, model.named_parameters(), lr_scale_of=scale_of, weight_decay_of=decay_of, is_in_layer=places.is_in_layer
     )
 
 

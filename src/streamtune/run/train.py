@@ -342,7 +342,7 @@ def _write_final_model_and_samples(
 def _make_model_writer(run: Run) -> train.ModelWriter:
     trained = [p for p in run.model.parameters() if p.requires_grad]
     if isinstance(run.backend, train.BlockBackend):  # a block that is frozen now may be trained while a copy is written
-        trained = run.backend.optimizer.every_parameter
+        trained = run.backend.optimizer.all_parameters
     saved = list(run.model.parameters()) if run.recipe.finetuning_type == "full" else trained
     num_bytes = sum(models.full_parameter_size(parameter) * parameter.element_size() for parameter in saved)
     tokenizer = models.SavedTokenizer(run.tokenizer)

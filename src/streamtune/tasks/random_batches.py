@@ -14,7 +14,7 @@ import torch
 from streamtune import data, train
 from streamtune.base.model_facts import IGNORE_INDEX
 from streamtune.errors import DataError
-from streamtune.ops import TopKTeacher, top_classes
+from streamtune.ops import TopKTeacher, top_k_classes
 from streamtune.plan.simulate.scored import Scored
 from streamtune.recipe.keys.preferences import PreferenceKeys
 from streamtune.recipe.settings import RolloutSettings, RowSettings
@@ -57,7 +57,7 @@ class RandomTokens:
     def top_k(self, batch: train.MicroBatch, k: int) -> TopKTeacher:
         """Return random top-k tokens, as if from a teacher, at the targets of a batch."""
         logits = torch.randn(batch.num_targets, self._vocabulary, generator=self._generator)
-        ids, logprobs = top_classes(logits, k)
+        ids, logprobs = top_k_classes(logits, k)
         return TopKTeacher.of_targets(batch.shift_labels, ids.int(), logprobs)
 
     def preference_batch(self, recipe: PreferenceKeys, scored: Scored) -> PreferenceBatch:

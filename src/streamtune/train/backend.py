@@ -25,7 +25,7 @@ from streamtune.optim import (
     averaged_weights,
     is_averaged,
     pack_state,
-    perturbed,
+    perturb_weights,
     set_learning_rate,
 )
 from streamtune.train.objective import StepScore
@@ -258,7 +258,7 @@ class BlockBackend(LocalBackend):
         return {"steps_taken": self.optimizer.steps_taken}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        self.optimizer.go_to(state["steps_taken"])
+        self.optimizer.train_block_after(state["steps_taken"])
 
     def load_optimizer_slices(self, saved: SliceReader) -> None:
         if saved.parameters():
@@ -318,7 +318,7 @@ def _check_state_shapes(name: str, parameter: Tensor, entry: Mapping[str, Tensor
         )
 
     rule = group.get("rule")
-    own_shapes = rule in RULES and RULES[rule].own_shapes  # torch's operators check these shapes
+    own_shapes = rule in RULES and RULES[rule].has_other_shapes  # torch's operators check these shapes
     if rule in (None, "adamw") and entry and (missing := ADAMW_STATE_KEYS - entry.keys()):
         raise mismatch_error(f"has no {', '.join(sorted(missing))}")
     for key, value in entry.items():
@@ -382,7 +382,7 @@ class ZerothOrderBackend(TorchBackend):
             for sign in (1, -1):
                 restore_rng(rng)
                 self._loss = 0.0
-                with perturbed(optimizer, self.module, self.layers, direction, sign), torch.no_grad():
+                with perturb_weights(optimizer, self.module, self.layers, direction, sign), torch.no_grad():
                     score = run_micro_batches()
                 if score is None:
                     return None
@@ -424,7 +424,7 @@ class ZerothOrderBackend(TorchBackend):
         """Do nothing: the optimizer has no tensors as state."""
 
     def _check_perturbation_size(self) -> None:
-        moved = self.optimizer.moved_share()
+        moved = self.optimizer.moved_fraction()
         if moved < MIN_MOVED_SHARE:
             trained = [p for group in self.optimizer.param_groups for p in group["params"]]
             dtypes = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in trained})

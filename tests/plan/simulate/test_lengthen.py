@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from streamtune.models import add_lora
-from streamtune.ops.devices import simulating
+from streamtune.ops.devices import simulate_device_type
 from streamtune.plan.simulate import Workload, simulate
 from streamtune.plan.simulate.extrapolate import layer_kinds, make_layout, repeat_period
 from streamtune.plan.simulate.step import Step, fewer_layers, shorten_step, trace_step
@@ -66,7 +66,7 @@ def build(family: str, adapted: bool = False) -> nn.Module:
 def pairs(model: Any, schedule: Schedule, step: Step) -> list[tuple[dict[CellPlace, Cell], dict[CellPlace, Cell]]]:
     """Return the made and the real record of each longer step of a simulation."""
     streamed = step.mode == "stream"
-    with simulating(step.device):
+    with simulate_device_type(step.device):
         layout = make_layout(model, schedule, LENGTH, streamed=streamed, layers=True, chunks=streamed)
     found, short = [], {}
     for shorter in layout.shorter_steps(schedule, layer_kinds(model, schedule if streamed else None)):

@@ -23,7 +23,7 @@ from streamtune.engine.memory.host import is_host_storage
 from streamtune.errors import ArgumentError
 from streamtune.models import AdapterSpec, add_adapters, add_lora
 from streamtune.models.quantize import PACKAGES, quantize
-from streamtune.ops import Divergence, TokenLoss, TopKTeacher, top_classes
+from streamtune.ops import Divergence, TokenLoss, TopKTeacher, top_k_classes
 from streamtune.ops.attention.attention import KEY_BLOCK
 from streamtune.optim import BlockAdamW, OptimChoice, ZerothOrderSGD, build_optimizer, train_largest_block
 from streamtune.plan.simulate import LiveBytes, Mode, Simulation, Workload, simulate
@@ -423,7 +423,7 @@ def test_so_it_is_with_likeliest_tokens_of_a_file(autocast: bool) -> None:
     loss, k = TokenLoss(divergence=Divergence("reverse")), 512
     model: Any = make("cpu").train()
     ids = torch.randint(3, 20_011, (1, LENGTH))
-    tables = top_classes(torch.randn(LENGTH, 20_011), k)
+    tables = top_k_classes(torch.randn(LENGTH, 20_011), k)
     taught = TopKTeacher.of_targets(ids, tables[0].int(), tables[1])
     batch = MicroBatch(ids, torch.ones_like(ids), ids, ("rows:1",), top_k=taught)
     with stream(model, schedule=schedule) as handle:
@@ -541,7 +541,7 @@ def test_so_it_is_with_a_block_of_the_weights(dtype: torch.dtype, embedding: boo
         args = {"include_embedding": embedding}
         made = build_optimizer(OptimChoice("badam", 1e-3, args=args), model.named_parameters())
         assert isinstance(made, BlockAdamW)
-        made.train_together()
+        made.merge_blocks()
         return made
 
     found = simulate(workload(make, make_optimizer=optimizer), BASE)

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from streamtune.errors import OutOfMemoryError
-from streamtune.ops.devices import repeated
+from streamtune.ops.devices import multiply_run_count
 
 PAGE = 4096
 """Alignment of blocks in bytes, required for direct reads and writes of a file."""
@@ -147,7 +147,7 @@ class _Region:
         if device.type == "meta":
             storage = torch.UntypedStorage(size, device="meta")
             mark_host_storage(storage)  # before the simulation sees a tensor of it
-            with repeated(0):  # regions are mapped in the first step and cost later steps nothing
+            with multiply_run_count(0):  # regions are mapped in the first step and cost later steps nothing
                 self.bytes = torch.empty(0, dtype=torch.uint8, device="meta").set_(storage)
         else:
             self.map = map_pages(size)

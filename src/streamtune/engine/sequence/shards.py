@@ -32,7 +32,7 @@ from streamtune.errors import ArgumentError, UnsupportedModelError
 from streamtune.ops import LazyMask
 from streamtune.ops.attention.ring import Ring
 from streamtune.ops.attention.runs import run_starts
-from streamtune.ops.exchange import collected, to_heads, to_shards
+from streamtune.ops.exchange import gather_columns, heads_to_shards, shards_to_heads
 from streamtune.schedule import Schedule
 
 
@@ -163,7 +163,7 @@ class SequenceShards:
     def collect(self, x_BL: Tensor) -> Tensor:
         """Return ``[B, T]``, gathered from the tokens ``[B, L]`` of all ranks."""
         places = [self.token_positions(rank, x_BL.device) for rank in range(self.size)]
-        return collected(x_BL, self.group, places, self.length)
+        return gather_columns(x_BL, self.group, places, self.length)
 
     def mask(self, mask: LazyMask) -> LazyMask:
         """Return the mask over the whole sequence, given the model's mask for this rank's queries.
@@ -249,7 +249,7 @@ class ChunkExchange:
         self.has_one_head = heads == 1
         copies = math.lcm(heads, self.shards.size) // heads
         both = torch.cat([k_BGLD, v_BGLD], -1).repeat_interleave(copies, 1)
-        k, v = to_heads(both, self.shards.group, self.lengths).split([k_BGLD.shape[-1], v_BGLD.shape[-1]], -1)
+        k, v = shards_to_heads(both, self.shards.group, self.lengths).split([k_BGLD.shape[-1], v_BGLD.shape[-1]], -1)
         return k.contiguous(), v.contiguous()
 
     def exchange_heads(self, q: Tensor, k: Tensor, v: Tensor, layer: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -289,7 +289,7 @@ class ChunkExchange:
                 where=layer,
                 fix="set sequence_parallel: ring",
             )
-        return to_heads(q, self.shards.group, self.lengths), k, v
+        return shards_to_heads(q, self.shards.group, self.lengths), k, v
 
     def rank_heads(self, sinks_H: Tensor | None) -> Tensor | None:
         """Return the sink logits of this rank's heads, given ``[H]`` of all heads."""
@@ -297,7 +297,7 @@ class ChunkExchange:
 
     def exchange_heads_back(self, out_BhTD: Tensor) -> Tensor:
         """Exchange this rank's heads of the attention output; return all heads ``[B, H, L, D]`` of its own tokens."""
-        return to_shards(out_BhTD, self.shards.group, self.lengths)
+        return heads_to_shards(out_BhTD, self.shards.group, self.lengths)
 
     @property
     def ring(self) -> Ring:

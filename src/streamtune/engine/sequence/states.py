@@ -40,7 +40,7 @@ from streamtune.engine.rows import PackedRows
 from streamtune.engine.sequence.shards import SequenceShards
 from streamtune.errors import UnsupportedModelError
 from streamtune.ops import first_order
-from streamtune.ops.messages import Incoming, Key, Outgoing
+from streamtune.ops.messages import Key, RoundReceiver, RoundSender
 
 STATE_KINDS = ("conv", "recurrent")
 """Kinds of states; a message names a kind by its index in this tuple."""
@@ -137,8 +137,8 @@ class SharedStates(States):
         super().__init__(rows)
         self.shards, self.in_fragments, self.device = shards, in_fragments or rows is None, device
         self._backward = False
-        self._receivers: dict[int, Incoming] = {}
-        self._senders: dict[int, Outgoing] = {}
+        self._receivers: dict[int, RoundReceiver] = {}
+        self._senders: dict[int, RoundSender] = {}
         self._complete: set[int] = set()
         self._sent_grads: set[tuple[int, StateKey]] = set()
 
@@ -305,18 +305,18 @@ class SharedStates(States):
     def _other_readers(self, position: int) -> list[int]:
         return [rank for rank in self.routes.readers.get(position, {}) if rank != self.shards.rank]
 
-    def _receiver(self, rank: int) -> Incoming:
+    def _receiver(self, rank: int) -> RoundReceiver:
         if rank not in self._receivers:
             this_rank, routes = self.shards.rank, self.routes
             rounds = (
                 routes.returned_positions(this_rank, rank) if self._backward else routes.sent_positions(rank, this_rank)
             )
-            self._receivers[rank] = Incoming(self.shards.group, rank, rounds, self.device)
+            self._receivers[rank] = RoundReceiver(self.shards.group, rank, rounds, self.device)
         return self._receivers[rank]
 
-    def _sender(self, rank: int) -> Outgoing:
+    def _sender(self, rank: int) -> RoundSender:
         if rank not in self._senders:
-            self._senders[rank] = Outgoing(self.shards.group, rank, self.device)
+            self._senders[rank] = RoundSender(self.shards.group, rank, self.device)
         return self._senders[rank]
 
 

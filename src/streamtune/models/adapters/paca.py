@@ -24,7 +24,7 @@ from torch.nn.functional import linear
 from streamtune.engine.hf_names import CONV1D, hf_internal
 from streamtune.errors import ArgumentError
 from streamtune.models.adapters.targets import is_unquantized, linear_layer_names
-from streamtune.ops.fused import outer
+from streamtune.ops.fused import weight_gradient
 
 
 class Columns(nn.Module):
@@ -97,7 +97,7 @@ class _LinearWithColumns(torch.autograd.Function):
                 grad_x = (grad @ whole.to(grad.dtype)).to(ctx.dtype)
         if ctx.needs_input_grad[1]:
             grad_nV, selected_nr = grad.reshape(-1, grad.shape[-1]), selected_x.reshape(-1, selected_x.shape[-1])
-            grad_columns = outer(grad_nV, selected_nr.to(grad.dtype), columns.dtype)
+            grad_columns = weight_gradient(grad_nV, selected_nr.to(grad.dtype), columns.dtype)
         return grad_x, grad_columns, None, None, None
 
 

@@ -2,9 +2,9 @@
 
     softmax([q k_1' | q k_2' | ...]) [v_1; v_2; ...] = sum_s exp(lse_s - lse) o_s,    lse = log sum_s exp(lse_s)
 
-Each segment s of a query's keys (the prefix rectangle, the causal square, a window's edge) has its own output ``o_s``
-and log-sum-exp ``lse_s``. They are merged as above (Dao, FlashAttention-2, arXiv 2307.08691; Liu, Ring Attention, arXiv
-2310.01889). From the other segments, the backward of a segment needs only the merged output and log-sum-exp:
+Each segment s of a query's keys (the prefix rectangle, the causal square, a window's edge) has an output ``o_s`` and a
+log-sum-exp ``lse_s``. They are merged as above (Dao, FlashAttention-2, arXiv 2307.08691; Liu, Ring Attention, arXiv
+2310.01889). The backward of a segment needs nothing of other segments except the merged output and log-sum-exp:
 
     P_s = exp(S_s - lse),  delta = rowsum(dO * O),  dS_s = P_s * (dO v_s' - delta),  dq += dS_s k_s,  dk_s = dS_s' q
 
@@ -23,31 +23,31 @@ import torch
 from torch import Tensor
 
 from streamtune.ops.attention.kernel_trial import Kernel, ScoreRule, Scores
-from streamtune.ops.attention.kernels import flash_kernel
-from streamtune.ops.attention.mask import MaskView, Segment, masked_score
-from streamtune.ops.attention.view_kernels import attend_whole, backward_whole, fused_view_kernel
-from streamtune.ops.devices import autocast_kind, blocks, repeated
+from streamtune.ops.attention.kernels import fused_segment_kernel
+from streamtune.ops.attention.mask import MaskView, Segment, score_of_hidden_key
+from streamtune.ops.attention.view_kernels import fused_view_kernel, run_view_backward, run_view_forward
+from streamtune.ops.devices import autocast_device_type, block_slices, multiply_run_count
 from streamtune.ops.first_order import first_order
-from streamtune.ops.fused import fusion_pays
+from streamtune.ops.fused import is_fusion_faster
 
 R = TypeVar("R")
 
 KEY_BLOCK = 1024
-"""Number of keys whose gradient a backward computes at a time; a backward with more queries takes more keys.
+"""Number of keys whose gradient a backward computes at a time; a backward of more queries uses larger blocks of keys.
 
 A kernel's memory for dK and dV then depends on this block, not on the length of the prefix.
 """
 
 KEYS_PER_QUERY = 2
-"""Keys per query in a block, on devices where each call costs kernel launches and a pass over dQ."""
+"""Number of keys per query in a block, on devices where each call costs kernel launches and a read of dQ."""
 
 TILE_ELEMENTS = 1 << 22
-"""Number of scores that the tiled formula holds at a time (16 MiB in fp32)."""
+"""Number of scores that the tiled formula computes at a time (16 MiB in fp32)."""
 
 
-def key_block(queries: int, device: torch.device) -> int:
-    """Return for how many keys a backward of ``queries`` queries computes gradients at a time."""
-    return max(KEY_BLOCK, queries * (KEYS_PER_QUERY if fusion_pays(device) else 1))
+def keys_per_block(queries: int, device: torch.device) -> int:
+    """Return the number of keys whose gradient a backward of ``queries`` queries computes at a time."""
+    return max(KEY_BLOCK, queries * (KEYS_PER_QUERY if is_fusion_faster(device) else 1))
 
 
 def prefix_attention(
@@ -73,21 +73,23 @@ def prefix_attention(
         softcap: Constant c of ``c * tanh(score / c)``, which replaces the score (Gemma 2).
         sinks_H: Additional logit per head in the softmax, without a value (gpt-oss).
         dropout: Probability that an attention weight is dropped. The backward draws the dropout mask again.
-        memory: Store of outputs. If it has this attention's output, the forward is not computed.
-        prefix: Accumulator of the gradient of the prefix. The other keys and values are its leaves ``own``, which get
-            their gradients.
+        memory: Store of outputs. If the store has this attention's output, the forward is not computed.
+        prefix: Accumulator of the gradient of the prefix. The keys and values after the prefix are the leaves
+            ``prefix.own``, which receive their gradients.
 
     Returns:
-        ``[B, H, T, D]`` in the dtype of ``q_BHTD``. A query that sees no key (left padding) gives zeros.
+        ``[B, H, T, D]`` in the dtype of ``q_BHTD``. The output of a query that sees no key (left padding) is zero.
     """
     assert tuple(view.shape[2:]) == (q_BHTD.shape[2], k_BGSD.shape[2]), (view.shape, q_BHTD.shape, k_BGSD.shape)
-    with torch.autocast(autocast_kind(q_BHTD.device), enabled=False):  # the formula chooses the dtypes of its matmuls
+    with torch.autocast(
+        autocast_device_type(q_BHTD.device), enabled=False
+    ):  # the formula chooses the dtypes of its matmuls
         own: tuple[Tensor | None, Tensor | None] = (None, None)
         if prefix is not None:
             own, k_BGSD, v_BGSD = prefix.own, k_BGSD.detach(), v_BGSD.detach()
         differentiable = [q_BHTD, k_BGSD, v_BGSD, *own]
         backward = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in differentiable)
-        settings = _Settings(view, ScoreRule(scale, softcap, dropout), prefix, memory, backward)
+        settings = _AttentionSettings(view, ScoreRule(scale, softcap, dropout), prefix, memory, backward)
         return _PrefixAttention.apply(settings, q_BHTD, k_BGSD, v_BGSD, sinks_H, *own)
 
 
@@ -96,13 +98,13 @@ Place = tuple[slice, slice, slice]
 
 
 class Memory(Protocol):
-    """Store of outputs and log-sum-exps of attentions that already ran."""
+    """Store of outputs and log-sum-exps of attention calls, so that a recompute skips the forward."""
 
     def recall(self) -> tuple[Tensor, Tensor] | None:
-        """Return o ``[B, H, T, D]`` and lse ``[B, H, T]`` of the current attention; None if they are not stored."""
+        """Return o ``[B, H, T, D]`` and lse ``[B, H, T]`` of the current call; None if they are not stored."""
 
     def keep(self, o: Tensor, lse: Tensor) -> None:
-        """Store o and lse of the current attention."""
+        """Store o and lse of the current call."""
 
 
 class Prefix(Protocol):
@@ -114,28 +116,28 @@ class Prefix(Protocol):
 
     @property
     def own(self) -> tuple[Tensor, Tensor]:
-        """The chunk's own keys and values ``[B, G, S - length, D]``, leaves that receive their gradient."""
+        """The chunk's own keys and values ``[B, G, S - length, D]``: leaves that receive their gradients."""
 
     def begin(self) -> None:
         """Allocate the gradients of the prefix if they are not allocated yet."""
 
     def add(self, place: Place, grad_k: Tensor, grad_v: Tensor) -> None:
-        """Add to the gradients of the prefix, ``[B, G, length, D]``, at these slices."""
+        """Add terms to the gradients of the prefix, ``[B, G, length, D]``, at the slices ``place``."""
 
 
 def without_autocast(backward: Callable[[Any, Tensor], R]) -> Callable[[Any, Tensor], R]:
-    """Turn autocast off in the ``backward`` of an attention (decorator): it chooses its matmul dtypes itself."""
+    """Turn autocast off in the ``backward`` of an attention (decorator), which chooses the dtypes of its matmuls."""
 
     @functools.wraps(backward)
     def wrapped(ctx: Any, grad_o: Tensor) -> R:
-        with torch.autocast(autocast_kind(grad_o.device), enabled=False):
+        with torch.autocast(autocast_device_type(grad_o.device), enabled=False):
             return backward(ctx, grad_o)
 
     return wrapped
 
 
 @dataclass(frozen=True)
-class _Settings:
+class _AttentionSettings:
     view: MaskView
     rule: ScoreRule
     prefix: Prefix | None
@@ -145,28 +147,28 @@ class _Settings:
 
 class _PrefixAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, settings: _Settings, *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, settings: _AttentionSettings, *tensors: Tensor) -> Tensor:
         q, k, v, sinks, _, _ = tensors  # the chunk's own keys and values are inputs only for their gradients
         view, rule, memory = settings.view, settings.rule, settings.memory
         seed = int(torch.randint(1 << 62, ())) if rule.dropout else 0
         parts = [SegmentAttention(view, segment, rule, seed) for segment in view.segments()]
-        by_formula = any(part.by_formula(q, k, v) for part in parts)
-        whole = fused_view_kernel(view, q, k, v, rule, by_formula)
-        known = None if memory is None else memory.recall()
-        if known is None:
-            own = None if whole is None else attend_whole(whole, q, k, v, settings.for_backward)
-            whole = None if own is None else whole
-            o, lse = _merged(parts, q, k, v) if own is None else own
-            masked = own is not None or any(part.segment.masked for part in parts)
+        needs_formula = any(part.needs_formula(q, k, v) for part in parts)
+        view_kernel = fused_view_kernel(view, q, k, v, rule, needs_formula)
+        stored = None if memory is None else memory.recall()
+        if stored is None:
+            result = None if view_kernel is None else run_view_forward(view_kernel, q, k, v, settings.for_backward)
+            view_kernel = None if result is None else view_kernel
+            o, lse = _merge_segments(parts, q, k, v) if result is None else result
+            masked = result is not None or any(part.segment.masked for part in parts)
             o, lse = finish_attention(o, lse, sinks, q.dtype, masked)
             # The formula computes delta from the unrounded o; a fused kernel needs o in the dtype of q.
-            o = o if whole is None and all(part.by_formula(q, k, v) for part in parts) else o.to(q.dtype)
+            o = o if view_kernel is None and all(part.needs_formula(q, k, v) for part in parts) else o.to(q.dtype)
             if memory is not None:
                 memory.keep(o, lse)
         else:
-            o, lse = known
+            o, lse = stored
         ctx.save_for_backward(q, k, v, sinks, o, lse)
-        ctx.whole, ctx.parts, ctx.prefix = whole, parts, settings.prefix
+        ctx.whole, ctx.parts, ctx.prefix = view_kernel, parts, settings.prefix
         ctx.shared_keys = view.mask.block_start is not None or view.mask.branches is not None
         return o.detach() if o.dtype == q.dtype else o.to(q.dtype)  # o itself may be stored in memory, without a graph
 
@@ -179,27 +181,27 @@ class _PrefixAttention(torch.autograd.Function):
         parts: list[tuple[SegmentAttention, float]] = [
             block for part in ctx.parts for block in part.key_blocks(q.device)
         ]
-        grads = None if ctx.whole is None else backward_whole(ctx.whole, grad_o, q, k, v, o, lse)
+        grads = None if ctx.whole is None else run_view_backward(ctx.whole, grad_o, q, k, v, o, lse)
         if grads is not None:
             sums = _KeyGradients(k, v, prefix, k.dtype)
             sums.add((slice(None), slice(None), slice(0, k.shape[2])), *grads[1:])
             grad_q, grad_k, grad_v = grads[0], sums.k, sums.v
-        elif len(parts) == 1 and prefix is None and parts[0][0].covers(q, k):
+        elif len(parts) == 1 and prefix is None and parts[0][0].covers_all(q, k):
             grad_q, grad_k, grad_v = parts[0][0].backward(grad_o, q, k, v, o, lse)
         else:
-            # A query's gradient is a sum over its segments. A key's gradient has one term, except if stretches of
-            # queries share the key: then it may have many. Sums are in fp32, as in a kernel.
+            # A query's gradient is a sum over its segments. A key's gradient has one term, or many terms if stretches
+            # of queries share the key. Sums are in fp32, as in a kernel.
             wide = torch.promote_types(q.dtype, torch.float32)
             grad_q = torch.zeros_like(q, dtype=wide if len(parts) > 1 else q.dtype)
             sums = _KeyGradients(k, v, prefix, wide if ctx.shared_keys else k.dtype)
             if prefix is not None:
                 prefix.begin()  # once, not for each block
             for part, times in parts:
-                with repeated(times):
+                with multiply_run_count(times):
                     grad_q_s, grad_k_s, grad_v_s = part.backward(grad_o, q, k, v, o, lse)
                     grad_q[part.queries] += grad_q_s
                     sums.add(part.keys, grad_k_s, grad_v_s)
-                    del grad_q_s, grad_k_s, grad_v_s  # freed before the next are allocated
+                    del grad_q_s, grad_k_s, grad_v_s  # freed before the next block allocates its gradients
             grad_q, grad_k, grad_v = grad_q.to(q.dtype), sums.k.to(k.dtype), sums.v.to(v.dtype)
         grad_sinks = sinks_gradient(grad_o, sinks, o, lse) if ctx.needs_input_grad[4] else None
         if prefix is not None:
@@ -215,7 +217,7 @@ def sinks_gradient(grad_o: Tensor, sinks: Tensor, o: Tensor, lse: Tensor) -> Ten
 
 
 class _KeyGradients:
-    """Accumulator of dK and dV over segments: ``prefix`` sums its part, the rest is summed here."""
+    """Accumulator of dK and dV over segments: ``prefix`` sums the prefix's part, this object the chunk's own part."""
 
     def __init__(self, k: Tensor, v: Tensor, prefix: Prefix | None, dtype: torch.dtype) -> None:
         self.prefix, self.first = prefix, 0 if prefix is None else prefix.length
@@ -246,20 +248,20 @@ def finish_attention(
         total = torch.logaddexp(lse, sinks.to(lse.dtype)[None, :, None])
         o, lse = o * (lse - total).exp()[..., None], total
     if masked:  # a query that sees no key has output zero and passes no gradient
-        blind = lse < masked_score(lse.dtype if dtype == torch.bfloat16 else dtype) / 2
+        blind = lse < score_of_hidden_key(lse.dtype if dtype == torch.bfloat16 else dtype) / 2
         o, lse = o.masked_fill(blind[..., None], 0.0), lse.masked_fill(blind, float("inf"))
     return o, lse
 
 
-def _merged(parts: list[SegmentAttention], q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _merge_segments(parts: list[SegmentAttention], q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Return output and log-sum-exp of all queries; segments with the same queries are merged."""
     regions = [list(group) for _, group in groupby(parts, key=lambda part: part.segment.queries)]
     if len(regions) == 1:
-        return _merged_region(regions[0], q, k, v)
+        return _merge_same_queries(regions[0], q, k, v)
     out: Tensor | None = None
     lse: Tensor | None = None
     for region in regions:
-        o_r, lse_r = _merged_region(region, q, k, v)
+        o_r, lse_r = _merge_same_queries(region, q, k, v)
         if out is None or lse is None:
             lse = lse_r.new_empty(q.shape[:3])
             out = lse_r.new_empty((*q.shape[:3], v.shape[-1]))
@@ -270,7 +272,7 @@ def _merged(parts: list[SegmentAttention], q: Tensor, k: Tensor, v: Tensor) -> t
     return out, lse
 
 
-def _merged_region(region: list[SegmentAttention], q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _merge_same_queries(region: list[SegmentAttention], q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     o, lse = region[0].forward(q, k, v)
     if len(region) > 1:
         o = o.to(lse.dtype)  # rounded once, after the merge
@@ -284,7 +286,7 @@ def _merged_region(region: list[SegmentAttention], q: Tensor, k: Tensor, v: Tens
 
 
 class SegmentAttention:
-    """Attention of one segment, computed by a fused kernel if there is one, else by the tiled formula.
+    """Attention of one segment, computed by a fused kernel if one is available, else by the tiled formula.
 
     ``queries`` and ``keys`` are the segment's slices of ``[B, H, T, D]`` and ``[B, G, S, D]``.
     """
@@ -296,14 +298,14 @@ class SegmentAttention:
         self.keys = (rows, slice(None), slice(segment.start, segment.stop))
 
     def key_blocks(self, device: torch.device) -> Iterator[tuple[SegmentAttention, float]]:
-        """Yield the segment in blocks of keys, each with a factor, which is 1 except in a simulated step.
+        """Yield (block of keys, factor); the factor is 1 except in a simulated step.
 
         With the log-sum-exp of all keys, the backward of a block does not need other blocks. In a simulated step all
-        blocks cost the same: one is yielded, with the number of blocks as its factor. A last, partial block counts in
-        part, so the simulated work grows linearly with the keys.
+        blocks have equal cost: one block is yielded, with the number of blocks as the factor. A last, partial block
+        counts in part, so the simulated work grows linearly with the keys.
         """
         segment = self.segment
-        size = key_block(segment.q_stop - segment.q_start, device)
+        size = keys_per_block(segment.q_stop - segment.q_start, device)
         if segment.causal or self.rule.dropout or segment.stop - segment.start <= size:
             yield self, 1
             return
@@ -314,17 +316,17 @@ class SegmentAttention:
             block = replace(segment, start=start, stop=min(start + size, segment.stop))
             yield SegmentAttention(self.view, block, self.rule, self.seed), times
 
-    def covers(self, q: Tensor, k: Tensor) -> bool:
-        """Return True if the segment has all queries and all keys."""
+    def covers_all(self, q: Tensor, k: Tensor) -> bool:
+        """Return True if the segment contains all queries and all keys."""
         s = self.segment
         return s.row is None and (s.q_stop - s.q_start, s.stop - s.start) == (q.shape[2], k.shape[2])
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Return output ``[B, H, T, D]`` and log-sum-exp ``[B, H, T]`` of the segment's queries over its keys only.
 
-        The output of a fused kernel has the dtype of q; the output of the formula is not rounded to it yet.
+        The output of a fused kernel has the dtype of q; the output of the formula is not rounded to that dtype yet.
         """
-        q, k, v, kernel = q[self.queries], k[self.keys], v[self.keys], self._kernel(q, k, v)
+        q, k, v, kernel = q[self.queries], k[self.keys], v[self.keys], self._fused_kernel(q, k, v)
         if kernel is not None:
             return kernel.forward(q, k, v, self._kernel_scores(q.dtype))
         return self._tiled_forward(q, k, v)
@@ -333,29 +335,29 @@ class SegmentAttention:
         self, grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of this segment's q, k, v, given the merged output ``o`` and log-sum-exp ``lse``."""
-        q, k, v, kernel = q[self.queries], k[self.keys], v[self.keys], self._kernel(q, k, v)
+        q, k, v, kernel = q[self.queries], k[self.keys], v[self.keys], self._fused_kernel(q, k, v)
         grad_o, o, lse = grad_o[self.queries], o[self.queries], lse[self.queries].contiguous()
         if kernel is not None:
             return kernel.backward(grad_o, q, k, v, o, lse, self._kernel_scores(q.dtype))
         return self._tiled_backward(grad_o, q, k, v, o, lse)
 
-    def by_formula(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
+    def needs_formula(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
         """Return True if no fused kernel computes this segment."""
-        return self._kernel(q, k, v) is None
+        return self._fused_kernel(q, k, v) is None
 
-    def _kernel(self, q: Tensor, k: Tensor, v: Tensor) -> Kernel | None:
+    def _fused_kernel(self, q: Tensor, k: Tensor, v: Tensor) -> Kernel | None:
         if self.rule.softcap is not None or self.rule.dropout > 0:
             return None
-        return flash_kernel(q, k, v, self.segment.masked)
+        return fused_segment_kernel(q, k, v, self.segment.masked)
 
     def _kernel_scores(self, dtype: torch.dtype) -> Scores:
         return Scores(self.rule.scale, self.segment.causal, self.view.bias(self.segment, dtype))
 
-    def _row_tiles(self, q: Tensor, k: Tensor) -> Iterator[slice]:
-        return blocks(q.shape[2], TILE_ELEMENTS // (q.shape[0] * q.shape[1] * max(1, k.shape[2])))
+    def _query_tiles(self, q: Tensor, k: Tensor) -> Iterator[slice]:
+        return block_slices(q.shape[2], TILE_ELEMENTS // (q.shape[0] * q.shape[1] * max(1, k.shape[2])))
 
     def _scores(self, q_BGRTD: Tensor, k: Tensor, rows: slice) -> tuple[Tensor, Tensor | None]:
-        """Return scores ``[B, G, R, T, S]`` after softcap and mask, and d score / d raw score if there is a softcap.
+        """Return scores ``[B, G, R, T, S]`` after softcap and mask, and d score / d raw score, None without softcap.
 
         Both have the dtype of ``k``, fp32 or wider, in which a fused kernel also accumulates. R is H / G.
         """
@@ -366,10 +368,10 @@ class SegmentAttention:
             squashed = (s / softcap).tanh()
             s, slope = squashed * softcap, 1 - squashed**2
         if self.segment.causal or self.segment.masked:
-            s = s.masked_fill(~self._allowed(rows)[:, :, None], masked_score(s.dtype))
+            s = s.masked_fill(~self._allowed_tile(rows)[:, :, None], score_of_hidden_key(s.dtype))
         return s, slope
 
-    def _allowed(self, rows: slice) -> Tensor:
+    def _allowed_tile(self, rows: slice) -> Tensor:
         segment, view = self.segment, self.view
         if not segment.causal:
             return view.allowed(segment, rows)
@@ -377,7 +379,7 @@ class SegmentAttention:
         return view.mask.tile(first + rows.start, first + rows.stop, *keys, segment.row)
 
     def _dropout_factor(self, shape: torch.Size, rows: slice, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Return dropout's factor for the weights of a tile; it depends only on the seed, the segment and the rows."""
+        """Return dropout's factor for the weights of a tile, which depends only on seed, segment and rows."""
         place = 1_000_003 * self.segment.start + self.segment.q_start + rows.start
         seed = (self.seed + place + (self.segment.row or 0) * (1 << 48)) % (1 << 62)
         generator = None if device.type == "meta" else torch.Generator(device).manual_seed(seed)
@@ -388,7 +390,7 @@ class SegmentAttention:
         dtype = torch.promote_types(q.dtype, torch.float32)
         q_BGRTD, k, v = q.unflatten(1, (k.shape[1], -1)), k.to(dtype), v.to(dtype)
         o, lse = q.new_empty((*q.shape[:3], v.shape[-1]), dtype=dtype), q.new_empty(q.shape[:3], dtype=dtype)
-        for rows in self._row_tiles(q, k):
+        for rows in self._query_tiles(q, k):
             s, _ = self._scores(q_BGRTD, k, rows)
             lse_tile = s.logsumexp(-1)
             p = s.sub_(lse_tile[..., None]).exp_()
@@ -407,7 +409,7 @@ class SegmentAttention:
         delta_BGRT = (grad_o * o.to(dtype)).sum(-1).unflatten(1, heads)
         grad_q = torch.empty_like(q)
         grad_k, grad_v = torch.zeros_like(wide_k), torch.zeros_like(wide_v)
-        for rows in self._row_tiles(q, k):
+        for rows in self._query_tiles(q, k):
             s, slope = self._scores(q_BGRTD, wide_k, rows)
             shape, grad_tile = s.shape[2:4], grad_BGRTD[:, :, :, rows].flatten(2, 3)
             p = s.sub_(lse_BGRT[:, :, :, rows, None]).exp_()
@@ -434,13 +436,13 @@ def prefix_attention_reference(
     softcap: float | None = None,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Return the attention computed with dense scores, a dense boolean mask and one softmax: slow, for comparison."""
+    """Return attention computed with dense scores, a dense boolean mask and one softmax: slow, for comparison."""
     groups = q_BHTD.shape[1] // k_BGSD.shape[1]
     k, v = k_BGSD.repeat_interleave(groups, 1), v_BGSD.repeat_interleave(groups, 1)
     s = q_BHTD @ k.mT * scale
     if softcap is not None:
         s = softcap * (s / softcap).tanh()
-    s = s.masked_fill(~allowed_BHTS, masked_score(s.dtype))
+    s = s.masked_fill(~allowed_BHTS, score_of_hidden_key(s.dtype))
     if sinks_H is not None:
         s = torch.cat([s, sinks_H[None, :, None, None].expand(*s.shape[:3], 1).to(s.dtype)], dim=-1)
     weights = s.softmax(-1)[..., : k.shape[2]]

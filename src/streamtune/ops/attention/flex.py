@@ -1,8 +1,8 @@
 """Attention of a whole mask view by one ``flex_attention`` call (Dong et al., Flex Attention, arXiv 2412.05496).
 
-The mask's fields become a mask function; its tiles tell which blocks are visible. The call is compiled on CUDA. Without
-a compiler it is not used, because uncompiled it would build all scores. Everything that differs between chunks is
-passed as a tensor, so that the function is not compiled again for each chunk.
+The mask's fields become a mask function; its tiles determine which blocks are visible. The call is compiled on CUDA.
+Without a compiler, flex attention is not used, because uncompiled code would allocate all scores. All values that
+differ between chunks are passed as tensors, so that the function is not recompiled for each chunk.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from torch import Tensor
 from torch.fx.experimental import _config as shapes
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from streamtune.ops.attention.kernel_trial import Grads, TrialHeads, drawn, whole_agrees
+from streamtune.ops.attention.kernel_trial import Grads, TrialHeads, draw_token_major, view_kernel_agrees
 from streamtune.ops.attention.mask import LazyMask, MaskView
 from streamtune.ops.attention.rules import MaskRules
 
 log = logging.getLogger(__name__)
 
 BLOCK = 128
-"""Number of queries and of keys of a block, which is skipped, computed, or computed with its mask."""
+"""Number of queries and of keys of a block. A block is skipped, computed, or computed with its mask."""
 
 NO_WINDOW = 1 << 62
 
@@ -44,8 +44,8 @@ class FlexView:
         self._saved: tuple[Tensor, ...] | None = None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, for_backward: bool) -> tuple[Tensor, Tensor]:
-        """Implement ``ViewKernel.forward``. ``for_backward`` keeps the graph for :meth:`backward`."""
-        # With a graph whenever possible, so that one function is compiled, not two.
+        """Implement ``ViewKernel.forward``. With ``for_backward`` the graph is kept for :meth:`backward`."""
+        # With a graph whenever possible, so that only one function is compiled.
         graph = for_backward or not any(x.is_inference() for x in (q, k, v))
         with torch.set_grad_enabled(graph):
             leaves = [x.detach().requires_grad_(graph) for x in (q, k, v)]
@@ -57,9 +57,10 @@ class FlexView:
     def backward(self, grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor) -> Grads:
         """Implement ``ViewKernel.backward``.
 
-        For gradients ``a dO`` of its output and ``g`` of its log-sum-exp, flex computes ``dS = P (a dP - a rowsum(dO
-        o_own) + g)``. With ``a = exp(lse_own - lse)``, ``a P`` is the wanted softmax. Its ``dS`` has ``a rowsum(dO o)``
-        in place of the middle term, and ``g`` is the difference of the two.
+        Flex attention has softmax P, output ``o_own`` and log-sum-exp ``lse_own``. For the gradients ``a dO`` and ``g``
+        of these outputs, it computes ``dS = P (a dP - a rowsum(dO o_own) + g)``. With ``a = exp(lse_own - lse)``,
+        ``a P`` is the softmax for ``lse``, whose ``dS`` has the middle term ``a rowsum(dO o)``. So ``g`` is the
+        difference of the middle terms.
         """
         if self._saved is None:
             self.forward(q, k, v, for_backward=True)
@@ -74,35 +75,35 @@ class FlexView:
         return grad_q, grad_k, grad_v
 
     def _run(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        run: Any = _compiled if q.is_cuda else flex_attention
+        run: Any = _call_compiled if q.is_cuda else flex_attention
         o, aux = run(
-            q, k, v, score_mod=_score_mod(self.softcap, q.device), block_mask=_block_mask(self.view), scale=self.scale,
-            enable_gqa=True, return_aux=AuxRequest(lse=True),
+            q, k, v, score_mod=_make_score_mod(self.softcap, q.device), block_mask=_cached_block_mask(self.view),
+            scale=self.scale, enable_gqa=True, return_aux=AuxRequest(lse=True),
         )  # fmt: skip
         return o, aux.lse
 
 
-LAYOUTS = 64
-"""Most compiled functions: one for each memory layout of queries, keys and values."""
+MAX_LAYOUTS = 64
+"""Largest number of compiled functions: one for each memory layout of queries, keys and values."""
 
 
 @lru_cache(maxsize=1)
-def _compiler() -> Any:
+def _compiled_flex_attention() -> Any:
     return torch.compile(flex_attention, dynamic=True, fullgraph=True)  # a split graph would run some parts uncompiled
 
 
-def _compiled(*args: Any, **kwargs: Any) -> Any:
+def _call_compiled(*args: Any, **kwargs: Any) -> Any:
     """Call flex attention, compiled for tensors of any size."""
-    # Sizes that happen to be equal, as for a first chunk's queries and keys, are not compiled as one size.
+    # Sizes that are equal by chance, as for a first chunk's queries and keys, are not compiled as one size.
     distinct: Any = shapes.patch(use_duck_shape=False)  # type: ignore[attr-defined]
-    limit = torch._dynamo.config.patch(recompile_limit=LAYOUTS)
-    # The compiled function depends on the state of autocast; the kernel needs none.
+    limit = torch._dynamo.config.patch(recompile_limit=MAX_LAYOUTS)
+    # The compiled function depends on the state of autocast; the kernel needs no autocast.
     with distinct, limit, torch.autocast("cuda", enabled=False, cache_enabled=True):
-        return _compiler()(*args, **kwargs)
+        return _compiled_flex_attention()(*args, **kwargs)
 
 
 @lru_cache(maxsize=8)
-def _score_mod(softcap: float | None, device: torch.device) -> Callable[..., Tensor] | None:
+def _make_score_mod(softcap: float | None, device: torch.device) -> Callable[..., Tensor] | None:
     if softcap is None:
         return None
     # a float in a closure becomes a symbol under `dynamic=True` and fails to compile
@@ -115,10 +116,10 @@ def _score_mod(softcap: float | None, device: torch.device) -> Callable[..., Ten
 
 
 _masks: WeakKeyDictionary[MaskRules, dict[tuple[int, int, int, int], BlockMask]] = WeakKeyDictionary()
-"""Block masks by mask and view: layers share a mask, and the backward needs them again."""
+"""Block masks by mask and view, cached because layers share a mask, and the backward uses block masks again."""
 
 
-def _block_mask(view: MaskView) -> BlockMask:
+def _cached_block_mask(view: MaskView) -> BlockMask:
     known = _masks.setdefault(view.mask, {})
     key = (view.q_start, view.q_stop, view.k_start, view.k_stop)
     if key not in known:
@@ -127,39 +128,39 @@ def _block_mask(view: MaskView) -> BlockMask:
 
 
 def _make_block_mask(view: MaskView) -> BlockMask:
-    """Return the block mask of a view. It is built one row of blocks at a time, so memory holds one tile."""
+    """Return the block mask of a view, built one row of blocks at a time, so that only one tile is allocated."""
     mask, queries, keys = view.mask, view.q_stop - view.q_start, view.k_stop - view.k_start
-    some, whole = [], []
+    partly_visible, fully_visible = [], []
     for start in range(view.q_start, view.q_stop, BLOCK):
         stop = min(start + BLOCK, view.q_stop)
         tile = mask.tile(start, stop, view.k_start, view.k_stop)[:, 0]
         tile = tile.expand(mask.batch_size, -1, -1)
         tile = torch.nn.functional.pad(tile, (0, -keys % BLOCK, 0, BLOCK - (stop - start)))
         seen = tile.unflatten(-1, (-1, BLOCK)).sum(dim=(1, 3))
-        some.append((seen > 0) & (seen < BLOCK * BLOCK))
-        whole.append(seen == BLOCK * BLOCK)
-    partial, full = _listed(some), _listed(whole)
+        partly_visible.append((seen > 0) & (seen < BLOCK * BLOCK))
+        fully_visible.append(seen == BLOCK * BLOCK)
+    partial, full = _count_and_order_blocks(partly_visible), _count_and_order_blocks(fully_visible)
     return BlockMask.from_kv_blocks(
-        *partial, *full, BLOCK_SIZE=BLOCK, mask_mod=_mask_mod(view), seq_lengths=(queries, keys)
+        *partial, *full, BLOCK_SIZE=BLOCK, mask_mod=_make_mask_mod(view), seq_lengths=(queries, keys)
     )
 
 
-def _listed(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the number of marked key blocks per query block ``[B, 1, rows]``, and all key blocks, marked first."""
+def _count_and_order_blocks(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the count of marked key blocks per query block ``[B, 1, rows]``, and key block indices, marked first."""
     found = torch.stack(rows, dim=1)[:, None].int()
     order = found.argsort(dim=-1, descending=True, stable=True)
     return found.sum(-1, dtype=torch.int32), order.int()
 
 
-def _mask_mod(view: MaskView) -> Modifier:
+def _make_mask_mod(view: MaskView) -> Modifier:
     """Return the mask as a function of batch row, head, and the indices of query and key in the view."""
     mask = view.mask
-    q_start, k_start = (_filled(start, mask.device) for start in (view.q_start, view.k_start))
-    # A mask without a window gets an unlimited window, so that it shares a compiled function with masks that have one.
-    window = _filled(NO_WINDOW if mask.window is None else mask.window, mask.device)
-    first, block, padding = mask.first_seen, mask.block_start, mask.padding
+    q_start, k_start = (_scalar_on_device(start, mask.device) for start in (view.q_start, view.k_start))
+    # A mask without a window gets an unlimited window, to share a compiled function with masks that have a window.
+    window = _scalar_on_device(NO_WINDOW if mask.window is None else mask.window, mask.device)
+    first, block, padding = mask.first_visible_key, mask.block_start, mask.padding
 
-    rows = None if mask.branches is None else mask.branch_places
+    rows = None if mask.branches is None else mask.branch_tensors
 
     def allowed(b: Tensor, h: Tensor, q_place: Tensor, k_place: Tensor) -> Tensor:
         q, k = q_place + q_start, k_place + k_start
@@ -174,33 +175,35 @@ def _mask_mod(view: MaskView) -> Modifier:
         seen = k <= q if mask.causal else q == q
         seen = (seen if own is None else seen & own) & near
         if first is not None:
-            seen = seen & (k >= _read(first, b, q))
+            seen = seen & (k >= _value_in_row(first, b, q))
         if mask.function is not None:
             seen = seen & mask.function(b, h, q, k)
         if block is not None:
-            mutual = _read(block, b, q) == _read(block, b, k)
+            mutual = _value_in_row(block, b, q) == _value_in_row(block, b, k)
             seen = seen | (mutual & near if mask.window_cuts_blocks else mutual)
-        return seen if padding is None else seen & _read(padding, b, k)
+        return seen if padding is None else seen & _value_in_row(padding, b, k)
 
     return allowed
 
 
-def _filled(number: int, device: torch.device) -> Tensor:
-    """Return a number as a tensor, filled on the device: a copy from the host would wait for the device."""
+def _scalar_on_device(number: int, device: torch.device) -> Tensor:
+    """Return a number as a scalar tensor, filled on the device: a copy from the host would wait for the device."""
     return torch.full((), number, device=device)
 
 
-def _read(x_BL: Tensor, b: Tensor, place: Tensor) -> Tensor:
+def _value_in_row(x_BL: Tensor, b: Tensor, place: Tensor) -> Tensor:
     return x_BL[b, place] if x_BL.shape[0] > 1 else x_BL[0, place]
 
 
 @lru_cache(maxsize=64)
-def flex_is_right(device: torch.device, dtype: torch.dtype, heads: TrialHeads, softcapped: bool) -> bool:
+def is_flex_right(device: torch.device, dtype: torch.dtype, heads: TrialHeads, softcapped: bool) -> bool:
     """Return True if flex attention agrees with the formula on small problems: packed rows, window, sink, gradients."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the compiler's warnings
-            right = all(_agrees(device, dtype, heads, softcapped, *sizes) for sizes in ((136, 200), (300, 300)))
+            right = all(
+                _agrees_with_formula(device, dtype, heads, softcapped, *sizes) for sizes in ((136, 200), (300, 300))
+            )
     except Exception as error:  # the compiler may raise anything
         log.info("flex attention is not used: %s: %s", type(error).__name__, error)
         right = False
@@ -208,14 +211,14 @@ def flex_is_right(device: torch.device, dtype: torch.dtype, heads: TrialHeads, s
     return right
 
 
-def _agrees(
+def _agrees_with_formula(
     device: torch.device, dtype: torch.dtype, heads: TrialHeads, softcapped: bool, queries: int, keys: int
 ) -> bool:
     generator = torch.Generator(device).manual_seed(0)
     shapes = ((heads.queries, queries), (heads.groups, keys), (heads.groups, keys), (heads.queries, queries))
-    q, k, v, grad = (drawn(generator, dtype, 2, *shape, heads.size) for shape in shapes)
+    q, k, v, grad = (draw_token_major(generator, dtype, 2, *shape, heads.size) for shape in shapes)
     offset, softcap, scale = keys - queries, 5.0 if softcapped else None, heads.size**-0.5
     starts = torch.arange(keys, device=device) // 90 * 90
     mask = LazyMask(2, queries, keys, q_offset=offset, window=70, row_start=starts[None], device=device)
     flex = FlexView(mask.rows(0, queries), scale, softcap)
-    return whole_agrees(flex, (q, k, v, grad), mask.tile(offset, keys, 0, keys), scale, softcap)
+    return view_kernel_agrees(flex, (q, k, v, grad), mask.tile(offset, keys, 0, keys), scale, softcap)

@@ -1,14 +1,14 @@
 """Interface of a fused attention kernel, its memory layouts, and the trial that selects a kernel.
 
 Before its first use, a kernel's results on small problems are compared with the formula. A kernel that is missing in a
-build, wrong on a device or made for another log-sum-exp is not used. Of the others, the fastest is used.
+build, wrong on a device or made for another log-sum-exp is not used. The fastest of the other kernels is used.
 
 ``scaled_dot_product_attention`` checks strides before it calls a kernel. The operators below it, which are called
-directly here, do not. On a CPU they assume that the channels of a head are adjacent in memory, whatever the stride is.
-They also give their output the layout of the queries, which fails if tokens overlap. On CUDA they read 16 bytes at a
-time from any address. A dimension of stride zero, such as heads that share keys, is read correctly.
+directly here, check nothing. On a CPU they assume that the channels of a head are adjacent in memory, whatever the
+stride is. They also allocate the output in the layout of the queries, which fails if tokens overlap. On CUDA they read
+16 bytes at a time from any address. A dimension of stride zero, such as heads that share keys, is read correctly.
 
-Shape suffixes as in ``ops.attention``.
+Shape suffixes as in ``ops.attention.attention``.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from streamtune.ops.devices import kernel_device, median_time
+from streamtune.ops.devices import kernel_device_type, median_time
 
 RUNS = 5
-"""Number of timed runs of a kernel, after a first run; the median counts."""
+"""Number of timed runs of a kernel, after a first run; the median is used."""
 MARGIN = 0.95
-"""Fraction of an earlier kernel's time that a later kernel in the list must stay below to be preferred."""
+"""A later kernel in a list is preferred only if its time is below this fraction of the best earlier time."""
 TIMED = ((2048, 16384), (2048, 6144))
 """Numbers of queries and keys of the timed problems: a chunk over prefixes of two lengths."""
 CALLS_OF_SHAPE = 1000
-"""Assumed calls of a shape in a run, over which the extra time of the first call is spread: many layers and rows."""
+"""Assumed number of calls of a shape in a run, over which the time of the first call is spread."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +38,7 @@ class Scores:
 
     Args:
         scale: Factor of the products.
-        causal: True if no query sees a later key; then queries and keys are equally many.
+        causal: True if no query sees a later key; then the numbers of queries and keys are equal.
         bias: Additive mask ``[B or 1, 1, T, S]``, or None.
     """
 
@@ -77,8 +77,8 @@ class Kernel:
     grad_v)`` with q ``[B, H, T, D]``, k and v ``[B, G, S, D]`` (G divides H), o like q, lse ``[B, H, T]`` in fp32 (fp64
     for fp64 inputs). The backward accepts any o and lse, also from a softmax over more keys than k and v have.
 
-    ``longest`` limits the queries and the keys of one call. Both must be multiples of ``grain``, so that a kernel with
-    a setup for each new shape sees few shapes.
+    ``longest`` limits the number of queries and the number of keys of a call. Both numbers must be multiples of
+    ``grain``, so that a kernel with a setup for each new shape is called with few shapes.
     """
 
     name: str
@@ -95,7 +95,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class TrialHeads:
-    """Number of query heads, number of key/value heads, and head size: these decide the choice of a kernel."""
+    """Number of query heads, number of key/value heads, and head size, which determine the choice of a kernel."""
 
     queries: int
     groups: int
@@ -113,7 +113,7 @@ class ViewKernel(Protocol):
         """Return the output ``[B, H, T, D]`` and log-sum-exp ``[B, H, T]``; -inf for a query that sees no key."""
 
     def backward(self, grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor) -> Grads:
-        """Return the gradients of q, k, v for any output and log-sum-exp; a query with lse +inf contributes nothing."""
+        """Return the gradients of q, k, v for any output and log-sum-exp; a query with lse +inf adds nothing."""
 
 
 # --- layouts ----------------------------------------------------------------------------------------------------------
@@ -123,51 +123,51 @@ VECTOR = 16
 
 
 def call_kernel(operator: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Call an operator below ``scaled_dot_product_attention``; tensors with an unreadable layout are copied first."""
+    """Call an operator below ``scaled_dot_product_attention``; copy tensors first whose layout it cannot read."""
     return operator(
-        *(readable(x) if isinstance(x, Tensor) else x for x in arguments),
-        **{name: readable(x) if isinstance(x, Tensor) else x for name, x in options.items()},
+        *(make_readable(x) if isinstance(x, Tensor) else x for x in arguments),
+        **{name: make_readable(x) if isinstance(x, Tensor) else x for name, x in options.items()},
     )
 
 
-def readable(x: Tensor) -> Tensor:
+def make_readable(x: Tensor) -> Tensor:
     """Return ``x`` if its channels are adjacent in memory and aligned as a kernel requires, else a contiguous copy.
 
     The last dimension of ``x`` is the channels of a head, or the keys of a mask.
     """
-    if x.dim() < 2 or (_is_apart(x) and (kernel_device(x.device) != "cuda" or _is_aligned(x))):
+    if x.dim() < 2 or (_has_adjacent_channels(x) and (kernel_device_type(x.device) != "cuda" or _is_aligned(x))):
         return x
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def _steps(x: Tensor) -> list[int]:
+def _token_strides(x: Tensor) -> list[int]:
     """Return the strides of the dimensions with more than one entry, except the last dimension."""
     return [step for length, step in zip(x.shape[:-1], x.stride()[:-1], strict=True) if length > 1]
 
 
-def _is_apart(x: Tensor) -> bool:
+def _has_adjacent_channels(x: Tensor) -> bool:
     """Return True if the channels of a token are adjacent, and no two tokens overlap partially."""
     channels = x.shape[-1]
-    return channels <= 1 or (x.stride(-1) == 1 and all(step == 0 or step >= channels for step in _steps(x)))
+    return channels <= 1 or (x.stride(-1) == 1 and all(step == 0 or step >= channels for step in _token_strides(x)))
 
 
 def _is_aligned(x: Tensor) -> bool:
-    """Return True if each token's channels start at a multiple of 16 bytes, or if a copy could not achieve that."""
+    """Return True if each token's channels start at a multiple of 16 bytes, or if a copy could not align them."""
     size = x.element_size()
     if x.shape[-1] * size % VECTOR:
         return True
-    return x.data_ptr() % VECTOR == 0 and all(step * size % VECTOR == 0 for step in _steps(x))
+    return x.data_ptr() % VECTOR == 0 and all(step * size % VECTOR == 0 for step in _token_strides(x))
 
 
 ODD_LAYOUTS = ("channels apart", "every other channel", "odd offset", "expanded", "overlapping")
 """Unusual layouts of ``[B, H, T, D]`` that a projection, a slice or a gradient may have."""
 
 
-def odd_layout(x: Tensor, layout: str) -> Tensor:
+def copy_to_odd_layout(x: Tensor, layout: str) -> Tensor:
     """Return a tensor with the shape of ``x`` ``[B, H, T, D]`` in one of :data:`ODD_LAYOUTS`.
 
-    It has all or some of the values of ``x``: an expanded tensor repeats the first batch row, and overlapping tokens
-    share values.
+    The result has all or some of the values of ``x``: an expanded tensor repeats the first batch row, and overlapping
+    tokens share values.
     """
     if layout == "channels apart":  # all heads of one channel are adjacent: a projection laid out ``(d h)``
         return x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
@@ -190,8 +190,8 @@ def agrees_with_formula(
     """Return True if a kernel agrees with the formula on small problems, given the lse of a softmax over more keys.
 
     The problems have ungrouped and grouped heads, several key blocks of the kernel, and the causal square; ``biased``
-    adds a mask. Tensors are laid out as after a projection and as parts of a longer sequence. Then each tensor is also
-    tried in each of :data:`ODD_LAYOUTS`.
+    adds a mask. Tensors are laid out as after a projection and as parts of a longer sequence. Each tensor is also
+    tested in each of :data:`ODD_LAYOUTS`.
     """
     sizes = [(2, 2, 40, 72, False), (2, 2, 40, 40, True), (4, 2, 136, 200, False), (4, 1, 136, 136, True)]
     if (grain := kernel.grain) > 1:  # one ungrouped and one grouped problem only: each shape needs a setup
@@ -206,8 +206,8 @@ def agrees_with_formula(
                 _Problem(device, dtype, head_dim, shape, layouts).passes(kernel, biased) for shape, layouts in tried
             )
         except (RuntimeError, NotImplementedError, ValueError, TypeError):
-            # The kernel is missing or has another signature. torch's out-of-memory error is a RuntimeError too: a
-            # kernel that could not be tried is not used either.
+            # The kernel is missing or has another signature. torch's out-of-memory error is also a RuntimeError: a
+            # kernel that could not be tested is not used.
             return False
 
 
@@ -222,7 +222,7 @@ class _ProblemShape(NamedTuple):
 class _Problem:
     """Random inputs of one shape, and the formula's results for them in fp64.
 
-    ``layouts`` are odd layouts of q, k, v and the gradient; None means the usual layouts.
+    ``layouts`` are odd layouts of q, k, v and the gradient; None keeps the usual layouts.
     """
 
     def __init__(
@@ -241,12 +241,13 @@ class _Problem:
         self.k, self.v = self._draw(groups, keys, head_dim, together=True), self._draw(groups, keys, head_dim)
         if layouts is not None:
             self.q, self.k, self.v, self.grad = (
-                odd_layout(x, layout) for x, layout in zip((self.q, self.k, self.v, self.grad), layouts, strict=False)
+                copy_to_odd_layout(x, layout)
+                for x, layout in zip((self.q, self.k, self.v, self.grad), layouts, strict=False)
             )
 
     def _draw(self, heads: int, length: int, size: int, together: bool = False) -> Tensor:
         if together:
-            x = drawn(self.generator, self.dtype, 2, heads, length + 8, size)
+            x = draw_token_major(self.generator, self.dtype, 2, heads, length + 8, size)
         else:
             x = torch.randn(
                 (2, heads, length + 8, size), generator=self.generator, device=self.device, dtype=self.dtype
@@ -264,7 +265,7 @@ class _Problem:
     def passes(self, kernel: Kernel, biased: bool) -> bool:
         """Return True if a kernel's output, log-sum-exp and gradients agree with the formula.
 
-        The gradients are taken for a softmax over more keys than the problem has.
+        The gradients are computed for a softmax over more keys than the problem has.
         """
         bias = self._bias() if biased and not self.causal else None
         s = self._scores(bias)
@@ -274,50 +275,50 @@ class _Problem:
         if bias is not None:
             blind[:, :, -1] = True  # the last query sees no key: an infinite lse excludes it from the backward
             lse = lse.masked_fill(blind, float("inf"))
-        o, want = self._formula(s, lse)
+        o, want = self._output_and_gradients(s, lse)
         scores = Scores(self.scale, self.causal, bias)
         got_o, got_lse = kernel.forward(self.q, self.k, self.v, scores)
         placed = torch.nn.functional.pad(o.to(self.dtype), (0, 0, 3, 5))[:, :, 3 : 3 + o.shape[2]]
         wide = torch.promote_types(self.dtype, torch.float32)
         got = kernel.backward(self.grad, self.q, self.k, self.v, placed, lse.to(wide), scores)
         seen = ~blind
-        pairs = [(got_o[seen], (s.softmax(-1) @ self._repeated(self.v))[seen]), (got_lse[seen], own_lse[seen])]
+        pairs = [(got_o[seen], (s.softmax(-1) @ self._repeat_groups(self.v))[seen]), (got_lse[seen], own_lse[seen])]
         pairs += list(zip(got, want, strict=True))
-        return all(g.shape == w.shape and near(g, w, self.dtype) for g, w in pairs)
+        return all(g.shape == w.shape and is_close(g, w, self.dtype) for g, w in pairs)
 
-    def _repeated(self, x_BGSD: Tensor) -> Tensor:
+    def _repeat_groups(self, x_BGSD: Tensor) -> Tensor:
         return x_BGSD.double().repeat_interleave(self.q.shape[1] // x_BGSD.shape[1], dim=1)
 
     def _scores(self, bias: Tensor | None) -> Tensor:
-        s = self.q.double() @ self._repeated(self.k).mT * self.scale
+        s = self.q.double() @ self._repeat_groups(self.k).mT * self.scale
         if self.causal:
             s = s.masked_fill(torch.ones(s.shape[-2:], dtype=torch.bool, device=self.device).triu(1), -torch.inf)
         return s if bias is None else s + bias.double()
 
-    def _formula(self, s: Tensor, lse: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+    def _output_and_gradients(self, s: Tensor, lse: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
         grad, groups = self.grad.double(), (self.k.shape[1], -1)
         p = (s - lse[..., None]).exp()
-        o = p @ self._repeated(self.v)
+        o = p @ self._repeat_groups(self.v)
         delta = (grad * o).sum(-1, keepdim=True)
-        ds = p * (grad @ self._repeated(self.v).mT - delta) * self.scale
+        ds = p * (grad @ self._repeat_groups(self.v).mT - delta) * self.scale
         dk, dv = ((x.mT @ y).unflatten(1, groups).sum(2) for x, y in ((ds, self.q.double()), (p, grad)))
-        return o, (ds @ self._repeated(self.k), dk, dv)
+        return o, (ds @ self._repeat_groups(self.k), dk, dv)
 
 
-def near(got: Tensor, want: Tensor, dtype: torch.dtype) -> bool:
+def is_close(got: Tensor, want: Tensor, dtype: torch.dtype) -> bool:
     """Return True if the relative difference is within the rounding of ``dtype``; ``want`` is in fp64."""
     bound = 1e-4 if dtype in (torch.float32, torch.float64) else 3e-2
     return bool((got.double() - want).norm() <= bound * want.norm())
 
 
-def drawn(generator: torch.Generator, dtype: torch.dtype, *shape: int) -> Tensor:
+def draw_token_major(generator: torch.Generator, dtype: torch.dtype, *shape: int) -> Tensor:
     """Return a random tensor ``[B, H, T, D]`` with a token's heads side by side in memory, as after a projection."""
     batch, heads, length, size = shape
     x = torch.randn((batch, length, heads, size), generator=generator, device=generator.device, dtype=dtype)
     return x.transpose(1, 2)
 
 
-def whole_agrees(
+def view_kernel_agrees(
     kernel: ViewKernel, tensors: Sequence[Tensor], seen: Tensor, scale: float, softcap: float | None = None
 ) -> bool:
     """Return True if a view kernel agrees with the formula in fp64, with a sink in the log-sum-exp.
@@ -340,15 +341,15 @@ def whole_agrees(
     own_o, own_lse = kernel.forward(q, k, v, for_backward=True)
     got = kernel.backward(grad, q, k, v, o.detach().to(q.dtype), lse.detach().to(own_lse.dtype))
     pairs = [(own_o, s.softmax(-1) @ wide_v), (own_lse, s.logsumexp(-1)), *zip(got, want, strict=True)]
-    return all(near(g, w, q.dtype) for g, w in pairs)
+    return all(is_close(g, w, q.dtype) for g, w in pairs)
 
 
-def fastest(kernels: Sequence[Kernel], seconds: Callable[[Kernel], float | None]) -> Kernel | None:
-    """Return the fastest kernel; a kernel replaces an earlier one only if it is faster by :data:`MARGIN`.
+def choose_fastest(kernels: Sequence[Kernel], seconds: Callable[[Kernel], float | None]) -> Kernel | None:
+    """Return the fastest kernel; an earlier kernel is replaced only if a later kernel is faster by :data:`MARGIN`.
 
     Args:
         kernels: Kernels that agree with the formula, the most trusted first.
-        seconds: Function that returns the time of a kernel; None if it could not be measured.
+        seconds: Function that returns the time of a kernel; None if the time could not be measured.
     """
     best, least = None, float("inf")
     for kernel in kernels:
@@ -365,25 +366,25 @@ def median_seconds(
     heads: TrialHeads,
     shapes: Sequence[tuple[int, int]] = TIMED,
 ) -> float | None:
-    """Return how many seconds forward and backward of a chunk over its prefix take, summed over ``shapes``.
+    """Return the time of forward and backward of a chunk over its prefix in seconds, summed over ``shapes``.
 
-    A shape counts the median of a few runs plus a fraction of its first run (:data:`CALLS_OF_SHAPE`). None if the
-    device has too little memory.
+    The time of a shape is the median of a few runs plus a fraction of the first run (:data:`CALLS_OF_SHAPE`). None if
+    the device has too little memory.
     """
     generator, scores = torch.Generator(device).manual_seed(0), Scores(heads.size**-0.5)
     total = 0.0
 
-    def run() -> None:
+    def run_once() -> None:
         o, lse = kernel.forward(q, k, v, scores)
         kernel.backward(grad, q, k, v, o, lse, scores)
 
     with torch.no_grad():
         try:
             for queries, keys in shapes:
-                q, grad = (drawn(generator, dtype, 1, heads.queries, queries, heads.size) for _ in range(2))
-                k, v = (drawn(generator, dtype, 1, heads.groups, keys, heads.size) for _ in range(2))
-                first = median_time(run, device, runs=1)
-                total += median_time(run, device, RUNS) + first / CALLS_OF_SHAPE
+                q, grad = (draw_token_major(generator, dtype, 1, heads.queries, queries, heads.size) for _ in range(2))
+                k, v = (draw_token_major(generator, dtype, 1, heads.groups, keys, heads.size) for _ in range(2))
+                first = median_time(run_once, device, run_count=1)
+                total += median_time(run_once, device, RUNS) + first / CALLS_OF_SHAPE
         except RuntimeError:
             return None
     return total

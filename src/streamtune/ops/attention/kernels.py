@@ -1,8 +1,8 @@
 """Fused attention kernels, and the choice of a kernel for given tensors; :class:`Kernel` is their interface.
 
-On CPU there is one kernel, torch's. On CUDA the kernels that agree with the formula are timed once, and the fastest is
-used. The backward of each kernel accepts the log-sum-exp of a softmax over more keys than it sees. This makes prefix
-attention exact.
+On CPU, torch's kernel is the only kernel. On CUDA the kernels that agree with the formula are timed once, and the
+fastest is used. The backward of each kernel accepts the log-sum-exp of a softmax over more keys than the call has,
+which makes prefix attention exact.
 
 The kernels for CUDA are torch's operators below ``scaled_dot_product_attention``, which neither returns nor accepts a
 log-sum-exp. Keys and values have G heads; no kernel copies them to all query heads.
@@ -13,7 +13,7 @@ Torch's flash attention operators have several implementations:
     FA3  the package ``flash_attn_interface``, for devices of capability 9 (Shah et al., arXiv 2407.08608)
     FA4  the package ``flash_attn.cute``, for capabilities 9 and 10
 
-Torch activates one of them for the whole process. The command line may therefore choose, but a library may not:
+Torch activates one implementation for the whole process. So the command line may choose, but a library may not:
 ``streamtune.stream`` uses the active implementation.
 """
 
@@ -30,7 +30,7 @@ import torch
 import torch.nn.attention
 from torch import Tensor
 
-from streamtune.ops.attention.kernel_blocks import in_blocks, padded
+from streamtune.ops.attention.kernel_blocks import pad_heads, split_into_blocks
 from streamtune.ops.attention.kernel_trial import (
     MARGIN,
     Grads,
@@ -39,11 +39,11 @@ from streamtune.ops.attention.kernel_trial import (
     TrialHeads,
     agrees_with_formula,
     call_kernel,
-    fastest,
+    choose_fastest,
+    make_readable,
     median_seconds,
-    readable,
 )
-from streamtune.ops.devices import kernel_device
+from streamtune.ops.devices import kernel_device_type
 
 log = logging.getLogger(__name__)
 
@@ -69,54 +69,54 @@ HEADS_OF_8B = TrialHeads(32, 8, 128)
 """Heads of an 8B model, for the trial that ``streamtune env`` shows."""
 
 
-def flash_kernel(q: Tensor, k: Tensor, v: Tensor, biased: bool) -> Kernel | None:
+def fused_segment_kernel(q: Tensor, k: Tensor, v: Tensor, biased: bool) -> Kernel | None:
     """Return the fused kernel for these tensors; None if only the tiled formula of ``ops.attention`` applies.
 
-    If needed, the kernel is wrapped: it splits tensors with too many elements, and pads heads to a supported size.
+    If needed, the kernel is wrapped to split tensors with too many elements, and to pad heads to a supported size.
     """
     if not q.dtype == k.dtype == v.dtype:
         return None
-    kind, size = kernel_device(q.device), max(q.shape[-1], v.shape[-1])
+    kind, size = kernel_device_type(q.device), max(q.shape[-1], v.shape[-1])
     if kind == "cuda":
         size += -size % 8
     heads = TrialHeads(q.shape[1], k.shape[1], size)
     if q.device.type == "meta":
-        kernel = _assumed(kind, q.dtype, heads, biased)
+        kernel = _kernel_on_meta(kind, q.dtype, heads, biased)
     else:
-        index, name = q.device.index or 0, active_flash()
-        kernel = _choose(kind, index, q.dtype, heads, biased, name)
+        index, name = q.device.index or 0, active_flash_name()
+        kernel = _choose_kernel(kind, index, q.dtype, heads, biased, name)
         if kernel is not None and not kernel.fits(q.shape[2], k.shape[2]):
-            kernel = _choose(kind, index, q.dtype, heads, biased, name, any_shape=True)
+            kernel = _choose_kernel(kind, index, q.dtype, heads, biased, name, any_shape=True)
     if kernel is None:
         return None
-    kernel = in_blocks(kernel, q, k)
-    return kernel if size == q.shape[-1] == v.shape[-1] else padded(kernel, size)
+    kernel = split_into_blocks(kernel, q, k)
+    return kernel if size == q.shape[-1] == v.shape[-1] else pad_heads(kernel, size)
 
 
-def _assumed(kind: str, dtype: torch.dtype, heads: TrialHeads, biased: bool) -> Kernel | None:
-    """Return the kernel that a simulated device uses: the first that a real device would try."""
+def _kernel_on_meta(kind: str, dtype: torch.dtype, heads: TrialHeads, biased: bool) -> Kernel | None:
+    """Return the kernel of a simulated device: the first candidate of a real device."""
     if kind == "cpu":
         return CPU
-    tried = _candidates(dtype, heads, biased)
+    tried = _candidate_kernels(dtype, heads, biased)
     return tried[0] if tried else None
 
 
 @lru_cache(maxsize=256)
-def _choose(
+def _choose_kernel(
     device: str, index: int, dtype: torch.dtype, heads: TrialHeads, biased: bool, flash: str, any_shape: bool = False
 ) -> Kernel | None:
     """Return the kernel for a problem; ``any_shape`` restricts the choice to kernels that accept any shape.
 
-    ``flash`` is the active implementation of flash attention; it is an argument only for the cache.
+    ``flash`` is the active implementation of flash attention, an argument only as a key of the cache.
     """
     if device == "cpu":
         return CPU if dtype.is_floating_point else None
-    candidates = _candidates(dtype, heads, biased) if device == "cuda" else []
+    candidates = _candidate_kernels(dtype, heads, biased) if device == "cuda" else []
     candidates = [kernel for kernel in candidates if not (any_shape and kernel.grain > 1)]
-    return _tried(candidates, index, dtype, heads, biased) if candidates else None
+    return _fastest_agreeing_kernel(candidates, index, dtype, heads, biased) if candidates else None
 
 
-def _candidates(dtype: torch.dtype, heads: TrialHeads, biased: bool) -> list[Kernel]:
+def _candidate_kernels(dtype: torch.dtype, heads: TrialHeads, biased: bool) -> list[Kernel]:
     """Return the kernels that a CUDA device may use for a problem, the most trusted first."""
     if dtype == torch.float64:
         return []
@@ -125,12 +125,14 @@ def _candidates(dtype: torch.dtype, heads: TrialHeads, biased: bool) -> list[Ker
     return [kernel for kernel in found if kernel.takes_bias or not biased]
 
 
-def _tried(candidates: list[Kernel], index: int, dtype: torch.dtype, heads: TrialHeads, biased: bool) -> Kernel | None:
-    """Return the fastest candidate that agrees with the formula, and log it; None, with a warning, if none agrees."""
-    where = _device(index)
+def _fastest_agreeing_kernel(
+    candidates: list[Kernel], index: int, dtype: torch.dtype, heads: TrialHeads, biased: bool
+) -> Kernel | None:
+    """Return the fastest candidate that agrees with the formula, and log its name; None, with a warning, if none."""
+    where = _cuda_device(index)
     agreeing = [kernel for kernel in candidates if agrees_with_formula(kernel, where, dtype, heads.size, biased)]
     # Timing uses no mask: with a mask there is only one candidate.
-    chosen = fastest(agreeing, lambda kernel: median_seconds(kernel, where, dtype, heads))
+    chosen = choose_fastest(agreeing, lambda kernel: median_seconds(kernel, where, dtype, heads))
     problem = f"{dtype}, {heads.queries} heads of {heads.size} ({heads.groups} for keys)"
     if chosen is None:
         names = " and ".join(kernel.name for kernel in candidates)
@@ -143,19 +145,19 @@ def _tried(candidates: list[Kernel], index: int, dtype: torch.dtype, heads: Tria
     return chosen
 
 
-def _device(index: int) -> torch.device:
+def _cuda_device(index: int) -> torch.device:
     return torch.device("cuda", index)
 
 
 def kernel_names(device: torch.device, dtype: torch.dtype, head_dim: int = 128) -> dict[str, str]:
-    """Return the names of the kernels used without a mask and with one, for ``streamtune env``."""
+    """Return the names of the kernels that are used without a mask and with a mask, for ``streamtune env``."""
     heads = TrialHeads(HEADS_OF_8B.queries, HEADS_OF_8B.groups, head_dim)
     chosen = {
-        label: _choose(device.type, device.index or 0, dtype, heads, biased, active_flash())
+        label: _choose_kernel(device.type, device.index or 0, dtype, heads, biased, active_flash_name())
         for label, biased in (("unmasked", False), ("masked", True))
     }
     names = {label: kernel.name if kernel else "tiled" for label, kernel in chosen.items()}
-    return {label: f"{name} ({active_flash()})" if name == FLASH.name else name for label, name in names.items()}
+    return {label: f"{name} ({active_flash_name()})" if name == FLASH.name else name for label, name in names.items()}
 
 
 def use_installed_flash(device: torch.device) -> None:
@@ -201,13 +203,13 @@ def _cudnn_backward(grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, 
 
 def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
     if scores.bias is not None and q.shape[0] > 1:  # a mask per row would be copied for each group of heads
-        rows = zip(*_rows(q, k, v, scores.bias.expand(q.shape[0], -1, -1, -1)), strict=True)
+        rows = zip(*_split_batch_rows(q, k, v, scores.bias.expand(q.shape[0], -1, -1, -1)), strict=True)
         done = [_efficient_forward(q_r, k_r, v_r, replace(scores, bias=bias_r)) for q_r, k_r, v_r, bias_r in rows]
         return torch.cat([o for o, _ in done]), torch.cat([lse for _, lse in done])
-    grouped = [_grouped(x, q, k) for x in (q, k, v)]
+    grouped = [_groups_as_batch_rows(x, q, k) for x in (q, k, v)]
     o, lse, *_ = call_kernel(
         torch.ops.aten._scaled_dot_product_efficient_attention,
-        *grouped, _aligned(scores.bias, grouped[0]), True, 0.0, scores.causal, scale=scores.scale,
+        *grouped, _align_bias(scores.bias, grouped[0]), True, 0.0, scores.causal, scale=scores.scale,
     )  # fmt: skip
     return o.reshape(q.shape), lse[:, :, : q.shape[2]].reshape(q.shape[:3])
 
@@ -216,50 +218,50 @@ def _efficient_backward(
     grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scores: Scores
 ) -> Grads:
     if scores.bias is not None and q.shape[0] > 1:
-        rows = zip(*_rows(grad_o, q, k, v, o, lse, scores.bias.expand(q.shape[0], -1, -1, -1)), strict=True)
+        rows = zip(*_split_batch_rows(grad_o, q, k, v, o, lse, scores.bias.expand(q.shape[0], -1, -1, -1)), strict=True)
         done = [
             _efficient_backward(g_r, q_r, k_r, v_r, o_r, lse_r, replace(scores, bias=bias_r))
             for g_r, q_r, k_r, v_r, o_r, lse_r, bias_r in rows
         ]
         grad_q, grad_k, grad_v = (torch.cat(grads) for grads in zip(*done, strict=True))
         return grad_q, grad_k, grad_v
-    grouped, queries = [_grouped(x, q, k) for x in (grad_o, q, k, v)], q.shape[2]
+    grouped, queries = [_groups_as_batch_rows(x, q, k) for x in (grad_o, q, k, v)], q.shape[2]
     # this kernel reads rows in blocks of 32
     aligned = lse.new_full((*lse.shape[:2], -(-queries // 32) * 32), float("inf"))
     aligned[:, :, :queries] = lse
     unused = torch.zeros((), dtype=torch.int64, device=q.device)  # the random state of a dropout of zero
     grad_q, grad_k, grad_v, _ = call_kernel(
         torch.ops.aten._scaled_dot_product_efficient_attention_backward,
-        *grouped, _aligned(scores.bias, grouped[1]), _by_token(_grouped(o, q, k)),
+        *grouped, _align_bias(scores.bias, grouped[1]), _to_token_major(_groups_as_batch_rows(o, q, k)),
         aligned.unflatten(1, (k.shape[1], -1)).flatten(0, 1), unused, unused, 0.0, [True, True, True, False],
         scores.causal, scale=scores.scale,
     )  # fmt: skip
     return grad_q.reshape(q.shape), grad_k.sum(1).view(k.shape), grad_v.sum(1).view(v.shape)
 
 
-def _grouped(x: Tensor, q: Tensor, k: Tensor) -> Tensor:
+def _groups_as_batch_rows(x: Tensor, q: Tensor, k: Tensor) -> Tensor:
     """Return ``[B, H or G, T, D]`` as ``[B G, H / G, T, D]``: a group becomes a batch row, whose heads share its keys.
 
-    The kernel does not know groups, but it accepts a stride of zero.
+    The kernel does not support grouped heads, but supports a stride of zero.
     """
-    split = readable(x).unflatten(1, (k.shape[1], -1)).flatten(0, 1)
+    split = make_readable(x).unflatten(1, (k.shape[1], -1)).flatten(0, 1)
     return split.expand(-1, q.shape[1] // k.shape[1], -1, -1)
 
 
-def _by_token(x: Tensor) -> Tensor:
+def _to_token_major(x: Tensor) -> Tensor:
     """Return ``[B, H, T, D]`` with the heads of a token side by side in memory.
 
-    In half precision the kernel sums ``grad_o * o`` itself. It assumes that two tokens of the output are ``H * D``
-    apart, whatever the strides are (``o_strideM`` in torch's ``mem_eff_attention/kernel_backward.h``).
+    In half precision the kernel sums ``grad_o * o`` and assumes that two tokens of the output are ``H * D`` apart,
+    whatever the strides are (``o_strideM`` in torch's ``mem_eff_attention/kernel_backward.h``).
     """
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def _rows(*tensors: Tensor) -> list[tuple[Tensor, ...]]:
+def _split_batch_rows(*tensors: Tensor) -> list[tuple[Tensor, ...]]:
     return [x.split(1) for x in tensors]
 
 
-def _aligned(bias: Tensor | None, grouped_q: Tensor) -> Tensor | None:
+def _align_bias(bias: Tensor | None, grouped_q: Tensor) -> Tensor | None:
     """Return the mask for all heads, with rows that start at multiples of 16 elements, as the kernel requires."""
     if bias is None:
         return None
@@ -272,7 +274,7 @@ def _aligned(bias: Tensor | None, grouped_q: Tensor) -> Tensor | None:
 FLASH = Kernel("cuda-flash", _flash_forward, _flash_backward, takes_bias=False)
 # cuDNN builds a plan for each shape in tenths of a second. Chunks of one length over key blocks have few shapes.
 CUDNN = Kernel("cudnn", _cudnn_forward, _cudnn_backward, takes_bias=False, longest=1 << 15, grain=1 << 10)
-# With a mask, or causal, this kernel is wrong beyond 2^16 queries or keys: it never gets more than half of that.
+# With a mask, or causal, this kernel is wrong beyond 2^16 queries or keys: the limit is half of that.
 EFFICIENT = Kernel("cuda-efficient", _efficient_forward, _efficient_backward, takes_bias=True, longest=1 << 15)
 
 
@@ -280,13 +282,13 @@ EFFICIENT = Kernel("cuda-efficient", _efficient_forward, _efficient_backward, ta
 
 DEFAULT = "FA2"
 PACKAGES = {"FA3": ("flash_attn_interface", (9,)), "FA4": ("flash_attn.cute", (9, 10))}
-"""By implementation: its package, and the major compute capabilities of the devices that it supports."""
+"""By implementation: the package, and the major compute capabilities of supported devices."""
 
 _attention: Any = torch.nn.attention
 
 
-def active_flash() -> str:
-    """Return the name of the active implementation; the default for versions of torch that have no choice."""
+def active_flash_name() -> str:
+    """Return the name of the active implementation; the default for a torch version with only one implementation."""
     current = getattr(_attention, "current_flash_attention_impl", lambda: None)()
     return current or DEFAULT
 
@@ -295,17 +297,20 @@ def active_flash() -> str:
 def use_fastest_flash(device: torch.device, kernel: Kernel, heads: TrialHeads) -> str:
     """Activate the fastest implementation that agrees with the formula, and return its name.
 
-    An implementation that the user activated is not changed, and neither is anything without a CUDA device.
+    An implementation that the user activated stays active. Without a CUDA device nothing changes.
 
     Args:
         device: Device of this process.
         kernel: Flash attention kernel on torch's operators.
         heads: Heads of the trial, in bfloat16.
     """
-    if device.type != "cuda" or not torch.cuda.is_available() or active_flash() != DEFAULT:
-        return active_flash()
-    best, least = DEFAULT, median_seconds(kernel, device, torch.bfloat16, heads) if _installed(device) else None
-    for name in _installed(device):
+    if device.type != "cuda" or not torch.cuda.is_available() or active_flash_name() != DEFAULT:
+        return active_flash_name()
+    best, least = (
+        DEFAULT,
+        median_seconds(kernel, device, torch.bfloat16, heads) if _installed_flash_names(device) else None,
+    )
+    for name in _installed_flash_names(device):
         try:
             _attention.activate_flash_attention_impl(name)
         except Exception as error:  # the package may raise anything
@@ -315,7 +320,7 @@ def use_fastest_flash(device: torch.device, kernel: Kernel, heads: TrialHeads) -
         seconds = median_seconds(kernel, device, torch.bfloat16, heads) if right else None
         if seconds is not None and (least is None or seconds < least * MARGIN):
             best, least = name, seconds
-    if best != active_flash():
+    if best != active_flash_name():
         if best == DEFAULT:
             _attention.restore_flash_attention_impl()
         else:
@@ -325,7 +330,7 @@ def use_fastest_flash(device: torch.device, kernel: Kernel, heads: TrialHeads) -
     return best
 
 
-def _installed(device: torch.device) -> list[str]:
+def _installed_flash_names(device: torch.device) -> list[str]:
     known: list[str] = getattr(_attention, "list_flash_attention_impls", list)()
     capability = torch.cuda.get_device_capability(device)[0]
     return [

@@ -1,4 +1,4 @@
-"""Attention masks as functions of positions, and the kernel calls (segments) that a part of a mask needs.
+"""Attention masks as functions of positions, and the kernel calls (segments) for a part of a mask.
 
 The layers of a model receive a :class:`LazyMask` instead of a tensor. Shape suffixes: B batch, T queries, S keys.
 Positions are absolute unless stated otherwise.
@@ -14,22 +14,22 @@ from torch import Tensor
 
 from streamtune.errors import UnsupportedModelError
 from streamtune.ops.attention.rules import MaskRules, NoTensor
-from streamtune.ops.attention.runs import Branch, BranchTable, Stretch, clipped
+from streamtune.ops.attention.runs import Branch, BranchTable, Stretch, overlapping_runs
 
 MASKED_KEYS = 2048
-"""Most keys in a masked segment of a branch, whose mask is built as one tensor."""
+"""Largest number of keys in a masked segment of a branch, because the segment's mask is one tensor."""
 
 
 @dataclass(frozen=True)
 class Segment:
     """Keys ``[start, stop)`` for queries ``[q_start, q_stop)``: the work of one kernel call.
 
-    All positions count from the view's first. The outputs of segments with the same queries are merged; segments with
-    different queries have no query in common. ``row`` is the batch row; None means all rows.
+    Positions count from the first query and the first key of the view. The outputs of segments with the same queries
+    are merged; segments with different queries have no query in common. ``row`` is the batch row; None means all rows.
 
     ``causal`` is True if the kernel applies its own lower-triangular mask; the segment is then a square whose last key
-    is the last query. ``masked`` is True if :meth:`MaskView.bias` must be added, ``only_padding`` if that hides only
-    padding.
+    is the last query. ``masked`` is True if :meth:`MaskView.bias` must be added, ``only_padding`` if this bias hides
+    only padding.
     """
 
     start: int
@@ -49,7 +49,7 @@ class Segment:
 
 @dataclass(frozen=True, eq=False)
 class MaskView(NoTensor):
-    """Part of a :class:`LazyMask`: queries ``[q_start, q_stop)``, keys ``[k_start, k_stop)`` (absolute positions)."""
+    """Part of a :class:`LazyMask`: queries ``[q_start, q_stop)`` and keys ``[k_start, k_stop)``, absolute positions."""
 
     mask: MaskRules
     q_start: int
@@ -63,9 +63,9 @@ class MaskView(NoTensor):
         return (self.mask.batch_size, 1, self.q_stop - self.q_start, self.k_stop - self.k_start)
 
     def segments(self) -> list[Segment]:
-        """Return segments that cover the visible keys, and no others if the mask's fields determine them.
+        """Return the smallest list of segments that covers the visible keys.
 
-        Segments are as few as possible:
+        If the mask's fields determine what is visible, no segment covers only hidden keys.
 
         - A causal chunk has, for each packed row, a rectangle (the prefix, no mask) and a square (lower triangle).
         - A sliding window cuts the prefix to the window and adds a masked tile at its far edge.
@@ -76,86 +76,92 @@ class MaskView(NoTensor):
         """
         key = (self.q_start, self.q_stop, self.k_start, self.k_stop)
         if key not in self.mask._segments:
-            known = self.mask.function is None and self.mask.causal
+            fields_suffice = self.mask.function is None and self.mask.causal
             if self.k_stop <= self.q_start:
-                self.mask._segments[key] = self._earlier_segments(known and self.mask.branches is None)
+                self.mask._segments[key] = self._segments_before_queries(fields_suffice and self.mask.branches is None)
             elif self.mask.branches is not None:
                 self.mask._segments[key] = self._branch_segments(self.mask.branches)
             else:
-                self.mask._segments[key] = self._known_segments() if known else self.examined_segments()
+                self.mask._segments[key] = self._segments_from_fields() if fields_suffice else self.examined_segments()
         return self.mask._segments[key]
 
-    def _earlier_segments(self, known: bool) -> list[Segment]:
+    def _segments_before_queries(self, fields_suffice: bool) -> list[Segment]:
         """Return one segment over keys that all precede the queries, masked if some are hidden; [] if all are hidden.
 
-        ``known`` is True if the mask's fields determine what is hidden.
+        ``fields_suffice`` is True if the mask's fields determine which keys are hidden.
         """
         mask, queries = self.mask, self.q_stop - self.q_start
-        if known:
-            hidden, cut = self._hidden_by_facts()
+        if fields_suffice:
+            hidden, cut = self._hidden_by_window_and_rows()
         else:
-            uniform = {block[2] for block in mask.examined(self.q_start, self.q_stop, self.k_start, self.k_stop)}
+            uniform = {
+                block[2] for block in mask.examine_key_blocks(self.q_start, self.q_stop, self.k_start, self.k_stop)
+            }
             hidden, cut = uniform == {False}, uniform != {True}
         if hidden:
             return []
-        padded = known and mask.is_padded(None, self.k_start, self.k_stop)
+        padded = fields_suffice and mask.is_padded(None, self.k_start, self.k_stop)
         keys = self.k_stop - self.k_start
         return [Segment(0, keys, 0, queries, masked=cut or padded, only_padding=padded and not cut)]
 
-    def _hidden_by_facts(self) -> tuple[bool, bool]:
-        """Return two flags: window and rows hide all keys from all queries; they hide some key from some query."""
+    def _hidden_by_window_and_rows(self) -> tuple[bool, bool]:
+        """Return two flags: True if window and rows hide all keys from all queries, and True if they hide any key."""
         mask, hidden, cut = self.mask, False, False
         if mask.window is not None:
             hidden = self.q_start - (self.k_stop - 1) >= mask.window
             cut = self.q_stop - 1 - self.k_start >= mask.window
-        if mask.first_seen is not None:
-            first = mask.first_seen[:, self.q_start : self.q_stop]
+        if mask.first_visible_key is not None:
+            first = mask.first_visible_key[:, self.q_start : self.q_stop]
             hidden = hidden or int(first.min()) >= self.k_stop
             cut = cut or int(first.max()) > self.k_start
         return hidden, cut
 
-    def _known_segments(self) -> list[Segment]:
+    def _segments_from_fields(self) -> list[Segment]:
         rows = self.mask.stretches
         return [
             segment
             for row, found in enumerate(rows)
-            for start, stop, stretch in clipped(found, self.q_start, self.q_stop)
-            for segment in self._of_stretch(row if len(rows) > 1 else None, start, stop, stretch)
+            for start, stop, stretch in overlapping_runs(found, self.q_start, self.q_stop)
+            for segment in self._segments_of_stretch(row if len(rows) > 1 else None, start, stop, stretch)
         ]
 
     def _branch_segments(self, table: BranchTable) -> list[Segment]:
         mask = self.mask
-        plain = mask.function is None and mask.causal and mask.first_seen is None
-        of_part = self._of_branch if plain else self._of_masked_branch
-        return [segment for found in clipped(table.parts, self.q_start, self.q_stop) for segment in of_part(*found)]
+        plain = mask.function is None and mask.causal and mask.first_visible_key is None
+        of_part = self._segments_of_branch if plain else self._masked_segments_of_branch
+        return [
+            segment for found in overlapping_runs(table.parts, self.q_start, self.q_stop) for segment in of_part(*found)
+        ]
 
-    def _of_branch(self, start: int, stop: int, part: Branch) -> list[Segment]:
-        """Return the segments of queries ``[start, stop)`` in a part: over its trunk in the window and its own keys."""
+    def _segments_of_branch(self, start: int, stop: int, part: Branch) -> list[Segment]:
+        """Return the segments of queries ``[start, stop)`` of a part: over the trunk in the window, and own keys."""
         segments = []
         for run_start, run_stop, shift in part.runs[:-1]:
-            first = everyone = run_start
+            first = first_common = run_start
             if self.mask.window is not None:
-                behind = shift - part.shift - self.mask.window + 1  # from a query's place to the place of its first key
-                first = min(max(first, start + behind), run_stop)
-                everyone = min(max(first, stop - 1 + behind), run_stop)
-            segments.append(self._segment(None, (start, stop), (first, everyone), masked=True))
-            segments.append(self._segment(None, (start, stop), (everyone, run_stop)))
-        own = self._of_stretch(None, start, stop, Stretch(part.start, part.stop, part.start, mutual=False))
-        return [segment for segment in segments if segment.stop > segment.start] + own
+                offset = shift - part.shift - self.mask.window + 1  # from a query's place to the place of its first key
+                first = min(max(first, start + offset), run_stop)
+                first_common = min(max(first, stop - 1 + offset), run_stop)
+            segments.append(self._make_segment(None, (start, stop), (first, first_common), masked=True))
+            segments.append(self._make_segment(None, (start, stop), (first_common, run_stop)))
+        own_segments = self._segments_of_stretch(
+            None, start, stop, Stretch(part.start, part.stop, part.start, mutual=False)
+        )
+        return [segment for segment in segments if segment.stop > segment.start] + own_segments
 
-    def _of_masked_branch(self, start: int, stop: int, part: Branch) -> list[Segment]:
-        """Return the segments of a part if the mask has further rules: blocks of keys, all masked."""
+    def _masked_segments_of_branch(self, start: int, stop: int, part: Branch) -> list[Segment]:
+        """Return the segments of a part if the mask has further rules: blocks of keys that are all masked."""
         return [
-            self._segment(None, (start, stop), (key, min(key + MASKED_KEYS, last)), masked=True)
+            self._make_segment(None, (start, stop), (key, min(key + MASKED_KEYS, last)), masked=True)
             for first, last in (*part.trunk, (part.start, stop))
             for key in range(first, last, MASKED_KEYS)
         ]
 
-    def _of_stretch(self, row: int | None, start: int, stop: int, stretch: Stretch) -> list[Segment]:
+    def _segments_of_stretch(self, row: int | None, start: int, stop: int, stretch: Stretch) -> list[Segment]:
         first, window, segments = max(self.k_start, stretch.first), self.mask.window, []
         queries = (start, stop)
         end = min(stretch.stop, self.k_stop) if stretch.mutual else stop
-        everyone = first  # from here on, every query sees every key that is not later than the query
+        first_common = first  # from this key on, every query sees every key that is not later than the query
         if window is not None:
             first = max(first, start - window + 1)
             limit = start
@@ -163,17 +169,17 @@ class MaskView(NoTensor):
                 limit = end
             elif stretch.mutual:
                 limit, first = stretch.start, min(first, max(stretch.start, self.k_start))
-            everyone = min(max(first, stop - window), max(limit, first))
-            segments.append(self._segment(row, queries, (first, everyone), masked=True))
+            first_common = min(max(first, stop - window), max(limit, first))
+            segments.append(self._make_segment(row, queries, (first, first_common), masked=True))
         if stretch.mutual or stop - start == 1:
-            segments.append(self._segment(row, queries, (everyone, end)))
+            segments.append(self._make_segment(row, queries, (first_common, end)))
         else:
             narrow = window is not None and stop - start > window
-            segments.append(self._segment(row, queries, (everyone, start)))
-            segments.append(self._segment(row, queries, queries, causal=not narrow, masked=narrow))
+            segments.append(self._make_segment(row, queries, (first_common, start)))
+            segments.append(self._make_segment(row, queries, queries, causal=not narrow, masked=narrow))
         return [segment for segment in segments if segment.stop > segment.start]
 
-    def _segment(
+    def _make_segment(
         self,
         row: int | None,
         queries: tuple[int, int],
@@ -181,7 +187,7 @@ class MaskView(NoTensor):
         causal: bool = False,
         masked: bool = False,
     ) -> Segment:
-        """Return the segment for absolute positions of queries and keys; it is masked if its keys include padding."""
+        """Return the segment for absolute positions of queries and keys, masked if its keys may include padding."""
         (start, stop), (q_start, q_stop) = keys, queries
         padded = self.mask.is_padded(row, start, stop)
         return Segment(
@@ -196,10 +202,10 @@ class MaskView(NoTensor):
         )
 
     def examined_segments(self) -> list[Segment]:
-        """Return segments that cover the visible keys, found by building the mask of every block of keys."""
+        """Return segments that cover the visible keys, computed from the dense tiles of all blocks of keys."""
         segments: list[Segment] = []
         queries = (0, self.q_stop - self.q_start)
-        for start, stop, uniform in self.mask.examined(self.q_start, self.q_stop, self.k_start, self.k_stop):
+        for start, stop, uniform in self.mask.examine_key_blocks(self.q_start, self.q_stop, self.k_start, self.k_stop):
             if uniform is False:
                 continue
             segment = Segment(start - self.k_start, stop - self.k_start, *queries, masked=uniform is None)
@@ -210,10 +216,10 @@ class MaskView(NoTensor):
         return segments or [Segment(0, self.k_stop - self.k_start, *queries, masked=True)]
 
     def allowed(self, segment: Segment, queries: slice = slice(None)) -> Tensor:
-        """Return the boolean tile ``[B or 1, 1, T or 1, S]`` of some of a segment's queries, counted from its first.
+        """Return the boolean tile ``[B or 1, 1, T or 1, S]`` of a segment; ``queries`` counts from its first query.
 
-        If only padding is masked, T is 1 and the tile holds for all queries. ``causal`` is not in the tile: the kernel
-        applies it.
+        If only padding is masked, T is 1 and the tile applies to all queries. The tile excludes ``causal``, which the
+        kernel applies.
         """
         start, stop = self.k_start + segment.start, self.k_start + segment.stop
         first, last, _ = queries.indices(segment.q_stop - segment.q_start)
@@ -228,25 +234,25 @@ class MaskView(NoTensor):
         """Return the additive mask ``[B or 1, 1, T, S]`` of a segment in ``dtype``; None if nothing is masked.
 
         Hidden keys get a large negative finite number, not -inf. So a query that sees no key in this segment has a
-        finite log-sum-exp, not NaN, and its weight in the merge is exactly zero.
+        finite log-sum-exp, not NaN, and the segment's weight in the merge is exactly zero.
         """
         if not segment.masked:
             return None
         allowed = self.allowed(segment)
         bias = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
-        bias.masked_fill_(~allowed, masked_score(dtype))
+        bias.masked_fill_(~allowed, score_of_hidden_key(dtype))
         return bias.expand(-1, -1, segment.q_stop - segment.q_start, -1)
 
 
-def masked_score(dtype: torch.dtype) -> float:
-    """Return the score of a hidden key: finite, but so low that its weight beside real scores is exactly zero."""
+def score_of_hidden_key(dtype: torch.dtype) -> float:
+    """Return the score of a hidden key: finite, but so low that its softmax weight next to real scores is zero."""
     return torch.finfo(dtype).min / 4
 
 
 class LazyMask(MaskRules):
-    """Attention mask that is never built as a whole; it takes the arguments of :class:`MaskRules`."""
+    """Attention mask that is never built as a whole; arguments as for :class:`MaskRules`."""
 
-    def branched(self, table: BranchTable) -> LazyMask:
+    def with_branches(self, table: BranchTable) -> LazyMask:
         """Return a mask under which each row of ``table`` sees the same keys as it sees alone under this mask.
 
         Raises:
@@ -268,11 +274,11 @@ class LazyMask(MaskRules):
 
     @property
     def ndim(self) -> int:
-        """Number of dimensions of the dense mask. Models read it to see whether a mask is in its final form."""
+        """Number of dimensions of the dense mask, from which models infer whether a mask is in its final form."""
         return 4
 
     def __getitem__(self, key: Any) -> LazyMask:
-        """Return this mask if the slices select all of it; refuse any other index."""
+        """Return this mask if the slices select the whole mask; refuse any other index."""
         if not isinstance(key, tuple) or len(key) != 4 or not all(isinstance(part, slice) for part in key):
             raise self._refuse("indexing")
         if any(part.indices(size) != (0, size, 1) for part, size in zip(key, self.shape, strict=True)):

@@ -1,10 +1,10 @@
 """Ring attention: ranks send the keys and values of their shards around a ring.
 
-At step s a rank holds the block of the rank s places before it. It attends to the keys that its queries may see, and
-merges the result by the log-sum-exp (``ops.attention``). Meanwhile it sends the block on and receives the next (Liu et
-al., Ring Attention, arXiv 2310.01889; Li et al., DISTFLASHATTN, arXiv 2310.03294). In the backward, dK and dV travel
-with their block and reach the block's rank after one more step. Every rank has a shard of every chunk, so causal work
-is equal except for the last shards.
+At step s a rank has the block of the rank s places before it. It attends to the keys that its queries may see, and
+merges the result by the log-sum-exp (``ops.attention``). Meanwhile the rank sends the block to the next rank and
+receives the next block (Liu et al., Ring Attention, arXiv 2310.01889; Li et al., DISTFLASHATTN, arXiv 2310.03294). In
+the backward, dK and dV are sent with their block and reach the block's rank after one more step. Every rank has a shard
+of every chunk, so causal work is equal except for the last shards.
 
 Shape suffixes: B batch, H query heads, G key/value heads, T queries, N keys of a block, D head dimension.
 """
@@ -30,30 +30,30 @@ from streamtune.ops.attention.attention import (
 from streamtune.ops.attention.kernel_trial import ScoreRule
 from streamtune.ops.attention.mask import MaskView, Segment
 from streamtune.ops.attention.rules import MaskRules
-from streamtune.ops.devices import autocast_kind
-from streamtune.ops.exchange import passed_on
+from streamtune.ops.devices import autocast_device_type
+from streamtune.ops.exchange import start_ring_exchange
 from streamtune.ops.first_order import first_order
 
 ShardPlaces = tuple[slice, slice]
-"""Slice of a shard in a tensor of concatenated shards, and its slice in the sequence."""
+"""Slice of a shard in a tensor of concatenated shards, and the shard's slice in the sequence."""
 
 
 @dataclass(frozen=True)
 class Ring:
-    """The ranks of a ring, and the shards that each holds.
+    """The ranks of a ring, and the shards of each rank.
 
     Args:
         group: Process group of the ranks.
         queries: Shards of queries of this rank.
-        keys: Function that returns a rank's shards of keys, in order. They are equally long on all ranks.
+        keys: Function that returns a rank's shards of keys, in order, which have equal lengths on all ranks.
     """
 
     group: Any
     queries: Sequence[ShardPlaces]
     keys: Callable[[int], Sequence[ShardPlaces]]
 
-    def sources(self) -> list[int]:
-        """Return, for each step, the rank whose block this rank holds; its own comes first."""
+    def source_ranks(self) -> list[int]:
+        """Return, for each step, the rank whose block this rank has; the first is this rank."""
         rank, size = dist.get_rank(self.group), dist.get_world_size(self.group)
         return [(rank - step) % size for step in range(size)]
 
@@ -80,9 +80,9 @@ def ring_attention(
         mask: Mask of the whole sequence; no query sees a later key.
         ring: Ranks and their shards.
         scale, softcap, sinks_H, dropout, memory: Arguments of :func:`streamtune.ops.prefix_attention`.
-        prefix: Part of the prefix that this rank holds.
+        prefix: Part of the prefix on this rank.
     """
-    with torch.autocast(autocast_kind(q_BHTD.device), enabled=False):
+    with torch.autocast(autocast_device_type(q_BHTD.device), enabled=False):
         own: tuple[Tensor | None, Tensor | None] = (None, None)
         if prefix is not None:
             own, k_BGND, v_BGND = prefix.own, k_BGND.detach(), v_BGND.detach()
@@ -101,23 +101,25 @@ class _RingSettings:
     memory: Memory | None
     seed: int
 
-    def parts(self, source: int) -> Iterator[tuple[SegmentAttention, slice, slice]]:
-        """Yield the segments of a rank's block, each with its slice of the queries and of the block."""
+    def segments_of_block(self, source_rank: int) -> Iterator[tuple[SegmentAttention, slice, slice]]:
+        """Yield (segment, slice of the queries, slice of the block) for the block of keys of a rank."""
         for q_at, q in self.ring.queries:
-            for k_at, view, segment in _visible(self.mask, q, self.ring.keys(source)):
+            for k_at, view, segment in _visible_segments(self.mask, q, self.ring.keys(source_rank)):
                 seed = (self.seed + 1_000_033 * (view.k_start * 31 + q.start)) % (1 << 62)
                 yield SegmentAttention(view, segment, self.rule, seed), q_at, k_at
 
 
-def _visible(mask: MaskRules, q: slice, shards: Sequence[ShardPlaces]) -> Iterator[tuple[slice, MaskView, Segment]]:
+def _visible_segments(
+    mask: MaskRules, q: slice, shards: Sequence[ShardPlaces]
+) -> Iterator[tuple[slice, MaskView, Segment]]:
     """Yield the segments of a block that queries ``q`` see; adjacent shards that are fully visible are joined."""
     run: tuple[slice, MaskView, Segment] | None = None
     for k_at, k in shards:
         if k.start >= q.stop:
             break
         view = MaskView(mask, q.start, q.stop, k.start, k.stop)
-        beside = mask.branches is not None and k.stop > q.start  # a branch's trunk lies in other shards
-        segments = view.examined_segments() if beside else view.segments()
+        spans_other_shards = mask.branches is not None and k.stop > q.start  # a branch's trunk lies in other shards
+        segments = view.examined_segments() if spans_other_shards else view.segments()
         plain = len(segments) == 1 and k.stop <= q.start and not segments[0].masked
         if plain and run is not None and run[0].stop == k_at.start:
             joined = slice(run[0].start, k_at.stop)
@@ -138,7 +140,7 @@ class _RingAttention(torch.autograd.Function):
         q, k, v, sinks, _, _ = tensors  # the chunk's own keys and values are inputs only for their gradients
         memory = settings.memory
         known = None if memory is None else memory.recall()
-        o, lse = _attended(q, k, v, sinks, settings) if known is None else known
+        o, lse = _ring_forward(q, k, v, sinks, settings) if known is None else known
         if known is None and memory is not None:
             memory.keep(o, lse)
         ctx.save_for_backward(q, k, v, sinks, o, lse)
@@ -152,7 +154,7 @@ class _RingAttention(torch.autograd.Function):
         q, k, v, sinks, o, lse = ctx.saved_tensors
         settings: _RingSettings = ctx.settings
         prefix = settings.prefix
-        grad_q, grad_k, grad_v = _backward(grad_o, (q, k, v, o, lse), settings)
+        grad_q, grad_k, grad_v = _ring_backward(grad_o, (q, k, v, o, lse), settings)
         grad_sinks = sinks_gradient(grad_o, sinks, o, lse) if ctx.needs_input_grad[4] else None
         if prefix is None:
             return None, grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype), grad_sinks, None, None
@@ -163,36 +165,40 @@ class _RingAttention(torch.autograd.Function):
         return None, grad_q, None, None, grad_sinks, *own
 
 
-def _attended(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, settings: _RingSettings) -> tuple[Tensor, Tensor]:
+def _ring_forward(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, settings: _RingSettings
+) -> tuple[Tensor, Tensor]:
     wide = torch.promote_types(q.dtype, torch.float32)
     o = torch.zeros(*q.shape[:3], v.shape[-1], dtype=wide, device=q.device)
     lse = torch.full(q.shape[:3], -torch.inf, dtype=wide, device=q.device)
-    fused, block, sources = False, [k, v], settings.ring.sources()
-    for source in sources:
-        arriving, waiting = passed_on(block, settings.ring.group) if source != sources[-1] else (block, [])
-        for part, q_at, k_at in settings.parts(source):
+    fused, block, source_ranks = False, [k, v], settings.ring.source_ranks()
+    for source_rank in source_ranks:
+        next_block, works = (
+            start_ring_exchange(block, settings.ring.group) if source_rank != source_ranks[-1] else (block, [])
+        )
+        for part, q_at, k_at in settings.segments_of_block(source_rank):
             seen_k, seen_v = block[0][:, :, k_at], block[1][:, :, k_at]
-            fused = fused or not part.by_formula(q[:, :, q_at], seen_k, seen_v)
+            fused = fused or not part.needs_formula(q[:, :, q_at], seen_k, seen_v)
             o_s, lse_s = part.forward(q[:, :, q_at], seen_k, seen_v)
-            _merge(o[:, :, q_at][part.queries], lse[:, :, q_at][part.queries], o_s, lse_s)
-        for work in waiting:
+            _merge_in_place(o[:, :, q_at][part.queries], lse[:, :, q_at][part.queries], o_s, lse_s)
+        for work in works:
             work.wait()
-        block = arriving
+        block = next_block
     o, lse = finish_attention(o, lse, sinks, q.dtype, masked=True)
     return (o.to(q.dtype) if fused else o), lse
 
 
-def _merge(o: Tensor, lse: Tensor, o_s: Tensor, lse_s: Tensor) -> None:
+def _merge_in_place(o: Tensor, lse: Tensor, o_s: Tensor, lse_s: Tensor) -> None:
     """Merge a segment's output and log-sum-exp into ``o`` and ``lse`` of the same queries, in place."""
     total = torch.logaddexp(lse, lse_s)
     o.mul_((lse - total).exp()[..., None]).add_(o_s * (lse_s - total).exp()[..., None])
     lse.copy_(total)
 
 
-def _backward(
+def _ring_backward(
     grad_o: Tensor, saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], settings: _RingSettings
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q and of this rank's k and v. Every rank adds to the last two, in fp32 or wider.
+    """Return the gradients of q and of this rank's k and v; every rank adds to dk and dv, in fp32 or wider.
 
     ``saved`` has q, k, v, the merged output and log-sum-exp.
     """
@@ -200,11 +206,11 @@ def _backward(
     wide = torch.promote_types(q.dtype, torch.float32)
     grad_q = torch.zeros_like(q, dtype=wide)
     grads, block = [torch.zeros_like(x, dtype=wide) for x in (k, v)], [k, v]
-    sources = settings.ring.sources()
-    for source in sources:
-        last = source == sources[-1]
-        arriving, waiting = (block, []) if last else passed_on(block, settings.ring.group)
-        for whole, q_at, k_at in settings.parts(source):
+    source_ranks = settings.ring.source_ranks()
+    for source_rank in source_ranks:
+        is_last = source_rank == source_ranks[-1]
+        next_block, works = (block, []) if is_last else start_ring_exchange(block, settings.ring.group)
+        for whole, q_at, k_at in settings.segments_of_block(source_rank):
             grad_o_here, q_here, o_here, lse_here = (x[:, :, q_at] for x in (grad_o, q, o, lse))
             k_here, v_here = (x[:, :, k_at] for x in block)
             for part, _ in whole.key_blocks(q.device):
@@ -212,10 +218,10 @@ def _backward(
                 grad_q[:, :, q_at][part.queries] += terms[0]
                 for total, term in zip(grads, terms[1:], strict=True):
                     total[:, :, k_at][part.keys] += term
-        for work in waiting:
+        for work in works:
             work.wait()
-        grads, waiting = passed_on(grads, settings.ring.group)
-        for work in waiting:
+        grads, works = start_ring_exchange(grads, settings.ring.group)
+        for work in works:
             work.wait()
-        block = arriving
+        block = next_block
     return grad_q.to(q.dtype), grads[0], grads[1]

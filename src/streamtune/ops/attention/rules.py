@@ -1,7 +1,7 @@
 """The rules of an attention mask as functions of positions; a tile of the mask exists only while a kernel reads it.
 
 Shape suffixes: B batch, T queries of the tile, S keys of the tile. Positions are absolute: query ``q`` and key ``k``
-count tokens from the start of the sequence, whatever part of it the caller holds.
+count tokens from the start of the sequence, whatever part of the sequence the caller has.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from torch import Tensor
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
 from streamtune.errors import UnsupportedModelError
-from streamtune.ops.attention.runs import Branch, BranchTable, Stretch, clipped, stretches
-from streamtune.ops.devices import host_copy, with_host_copy
+from streamtune.ops.attention.runs import Branch, BranchTable, Stretch, overlapping_runs, split_into_stretches
+from streamtune.ops.devices import host_copy, to_device_with_host_copy
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """Function ``(batch, head, query, key) -> bool`` of index tensors that broadcast; True if the query sees the key."""
 
 KEY_BLOCK = 2048
-"""Number of keys in a tile when an unrecognised mask function is examined; a tile takes T x KEY_BLOCK bytes per row."""
+"""Number of keys per tile when an unrecognised mask function is examined; a tile has T x KEY_BLOCK bytes per row."""
 
 
 class ForeignAttentionError(UnsupportedModelError):
-    """The engine cannot compute this attention: only the layer's own code can, with a mask tensor."""
+    """The engine cannot compute this attention: only the layer's code can, with a mask tensor."""
 
 
 class _MaskIsNoTensorError(ForeignAttentionError, AttributeError):
@@ -37,7 +37,7 @@ class _MaskIsNoTensorError(ForeignAttentionError, AttributeError):
 
 
 class NoTensor:
-    """Placeholder for a mask tensor: an attention function can pass it on, but computing with it raises an error."""
+    """Placeholder for a mask tensor: a layer can pass it to an attention function; any computation raises an error."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -81,10 +81,10 @@ class MaskRules(NoTensor):
         q_length, kv_length: Number of queries, number of keys.
         q_offset, kv_offset: Absolute positions of the first query and the first key.
         causal: True if no query sees a later key outside its block.
-        window: Number of keys that a query sees, its own included (sliding window); None means unlimited.
+        window: Number of keys that a query sees, including its own key (sliding window); None means unlimited.
         function: Part of the mask that the other fields do not express; None if there is none.
         padding: Boolean tensor ``[B, >= kv_offset + kv_length]``, False at padding; None without padding.
-        vectorize: True if ``function`` accepts only scalars; it is then mapped over a tile with ``torch.vmap``.
+        vectorize: True if ``function`` accepts only scalars; then ``torch.vmap`` maps it over a tile.
         row_start: Start of each position's packed row ``[B or 1, kv_offset + kv_length]``; needs ``causal``.
         span_start: Start of each position's span in chunked attention (Llama 4), shaped like ``row_start``.
         block_start: Start of each position's block, whose tokens all see each other (an image), shaped like
@@ -119,8 +119,8 @@ class MaskRules(NoTensor):
         assert self.causal or (self.row_start is self.span_start is self.block_start is None)
 
     @cached_property
-    def unpadded(self) -> tuple[int, int]:
-        """Longest range of keys ``[start, stop)`` without padding in any row; empty unless padding is at the ends."""
+    def unpadded_keys(self) -> tuple[int, int]:
+        """Largest range of keys ``[start, stop)`` without padding in any row; empty if a row has padding in between."""
         runs = self._unpadded_rows
         return max(start for start, _ in runs), min(stop for _, stop in runs)
 
@@ -141,12 +141,12 @@ class MaskRules(NoTensor):
         """Return True if any of these keys may be padding, in one batch row or (None) in any row."""
         if self.padding is None:
             return False
-        start, stop = self.unpadded if row is None else self._unpadded_rows[row]
+        start, stop = self.unpadded_keys if row is None else self._unpadded_rows[row]
         return not (start <= k_start and k_stop <= stop)
 
     @property
     def sees_future(self) -> bool:
-        """True if any query sees a later key. A mask with an unrecognised function is examined once for this."""
+        """True if any query sees a later key. A mask with an unrecognised function is examined once, tile by tile."""
         return self.cuts is not None and len(self.cuts) <= self.q_length
 
     @cached_property
@@ -158,7 +158,7 @@ class MaskRules(NoTensor):
         """
         if self.block_start is None and self.causal:
             return None
-        last = self._last_key_by_block() if self.block_start is not None else self._last_key_by_looking()
+        last = self._last_key_by_block() if self.block_start is not None else self._last_key_by_tiles()
         furthest = last.cummax(dim=0).values - self.q_offset
         allowed = furthest < torch.arange(1, self.q_length + 1, device=furthest.device)
         return [0, *(allowed.nonzero().flatten() + 1).tolist()]
@@ -172,7 +172,7 @@ class MaskRules(NoTensor):
         last = ends.gather(1, self.block_start).amax(dim=0)
         return last[self.q_offset : self.q_offset + self.q_length]
 
-    def _last_key_by_looking(self) -> Tensor:
+    def _last_key_by_tiles(self) -> Tensor:
         last = torch.arange(self.q_offset, self.q_offset + self.q_length, device=self.device)
         end = self.kv_offset + self.kv_length
         for start in range(self.q_offset, self.q_offset + self.q_length, KEY_BLOCK):
@@ -187,41 +187,41 @@ class MaskRules(NoTensor):
 
     @cached_property
     def row_starts(self) -> list[int]:
-        """Sorted starts of the packed rows of all sequences in the batch; ``[0]`` without packing."""
+        """Starts of the packed rows of all sequences in the batch, ascending; ``[0]`` without packing."""
         return [0] if self.row_start is None else [int(start) for start in host_copy(self.row_start).unique().tolist()]
 
     @cached_property
-    def first_seen(self) -> Tensor | None:
-        """First key that the row and span of each position allow, ``[B or 1, T]``; None if it is always 0."""
+    def first_visible_key(self) -> Tensor | None:
+        """First key that the row and span of each position allow, ``[B or 1, T]``; None if it is 0 everywhere."""
         starts = [start for start in (self.row_start, self.span_start) if start is not None]
         if len(starts) < 2:
             return starts[0] if starts else None
-        return with_host_copy(torch.maximum(*map(host_copy, starts)), self.device)
+        return to_device_with_host_copy(torch.maximum(*map(host_copy, starts)), self.device)
 
     @cached_property
     def stretches(self) -> list[list[Stretch]]:
         """Positions cut wherever the first visible key or the block changes: a list for each batch row, or one list."""
         length = self.kv_offset + self.kv_length
-        if self.first_seen is None and self.block_start is None:
+        if self.first_visible_key is None and self.block_start is None:
             return [[Stretch(0, max(length, self.q_offset + self.q_length), 0, mutual=False)]]
-        seen, block_start = self.first_seen, self.block_start
+        seen, block_start = self.first_visible_key, self.block_start
         first = torch.zeros(1, length, dtype=torch.long, device="cpu") if seen is None else host_copy(seen)
         blocks = None if block_start is None else host_copy(block_start)
         rows = max(first.shape[0], 1 if blocks is None else blocks.shape[0])
-        return stretches(first.expand(rows, -1), None if blocks is None else blocks.expand(rows, -1))
+        return split_into_stretches(first.expand(rows, -1), None if blocks is None else blocks.expand(rows, -1))
 
     def first_key(self, q_start: int) -> int:
-        """Return the first key that any query from ``q_start`` on can see."""
+        """Return the first key that any of the queries from ``q_start`` on can see."""
         if self.branches is not None:
-            return self._first_key_of_branch(self.branches.at(q_start), q_start)
+            return self._first_visible_key_of_branch(self.branches.at(q_start), q_start)
         first = self.kv_offset
-        if self.first_seen is not None:
-            found = [clipped(row, q_start, q_start + 1) for row in self.stretches]
+        if self.first_visible_key is not None:
+            found = [overlapping_runs(row, q_start, q_start + 1) for row in self.stretches]
             first = max(first, min((row[0][2].first for row in found if row), default=first))
         return first if self.window is None else max(first, q_start - self.window + 1)
 
-    def _first_key_of_branch(self, part: Branch, q_start: int) -> int:
-        """Return the first key that queries from ``q_start`` on can see, in a part that later parts may continue."""
+    def _first_visible_key_of_branch(self, part: Branch, q_start: int) -> int:
+        """Return the first key that queries from ``q_start`` in ``part``, and in parts that continue it, can see."""
         if self.window is None:
             return part.root
         first = part.place_at(max(0, q_start - part.shift - self.window + 1))
@@ -233,19 +233,19 @@ class MaskRules(NoTensor):
         return first
 
     @cached_property
-    def branch_places(self) -> tuple[Tensor, Tensor]:
-        """Position of each place in its row, ``[T]``, and the bounds of its part and trunk, ``[1 + 2 R, T]``."""
+    def branch_tensors(self) -> tuple[Tensor, Tensor]:
+        """Row position of each place ``[T]``, and bounds of its part and trunk ``[1 + 2 R, T]``, on the device."""
         assert self.branches is not None
         return self.branches.positions.to(self.device), self.branches.bounds.to(self.device)
 
     def tile(self, q_start: int, q_stop: int, k_start: int, k_stop: int, row: int | None = None) -> Tensor:
-        """Return the boolean tile ``[B or 1, 1, T, S]``, True if attention is allowed; ``row`` selects a batch row."""
+        """Return the boolean tile ``[B or 1, 1, T, S]``, True if a query sees a key; ``row`` selects a batch row."""
         q = torch.arange(q_start, q_stop, device=self.device)[None, None, :, None]
         k = torch.arange(k_start, k_stop, device=self.device)[None, None, None, :]
         batch = slice(None) if row is None else slice(row, row + 1)
         allowed = torch.ones(1, 1, q_stop - q_start, k_stop - k_start, dtype=torch.bool, device=self.device)
         if self.branches is not None:
-            positions, (part, *trunk) = self.branch_places
+            positions, (part, *trunk) = self.branch_tensors
             allowed = (k >= part[q]) & (k <= q)
             for start, stop in zip(trunk[::2], trunk[1::2], strict=True):
                 allowed = allowed | ((k >= start[q]) & (k < stop[q]))
@@ -255,20 +255,20 @@ class MaskRules(NoTensor):
         near = None if self.window is None else q - k < self.window
         if near is not None:
             allowed = allowed & near
-        if self.first_seen is not None:
-            allowed = allowed & (k >= _of_row(self.first_seen, batch)[:, None, q.flatten(), None])
+        if self.first_visible_key is not None:
+            allowed = allowed & (k >= _select_batch_rows(self.first_visible_key, batch)[:, None, q.flatten(), None])
         if self.function is not None:
-            evaluated = self._evaluate(q.flatten(), k.flatten())
+            evaluated = self._evaluate_function(q.flatten(), k.flatten())
             allowed = allowed & (evaluated[batch] if evaluated.shape[0] > 1 else evaluated)
         if self.block_start is not None:
-            block = _of_row(self.block_start, batch)[:, None]
+            block = _select_batch_rows(self.block_start, batch)[:, None]
             mutual = block[..., q_start:q_stop, None] == block[..., None, k_start:k_stop]
             allowed = allowed | (mutual & near if near is not None and self.window_cuts_blocks else mutual)
         if self.padding is not None:
             allowed = allowed & self.padding[batch, None, None, k_start:k_stop]
         return allowed
 
-    def _evaluate(self, q_T: Tensor, k_S: Tensor) -> Tensor:
+    def _evaluate_function(self, q_T: Tensor, k_S: Tensor) -> Tensor:
         assert self.function is not None
         b, h = torch.arange(self.batch_size, device=self.device), torch.zeros(1, dtype=torch.long, device=self.device)
         if not self.vectorize:
@@ -279,7 +279,9 @@ class MaskRules(NoTensor):
         with TransformGetItemToIndex():  # without it, vmap cannot index a tensor, such as blocks, by a mapped scalar
             return mapped(b, h, q_T, k_S)
 
-    def examined(self, q_start: int, q_stop: int, k_start: int, k_stop: int) -> Iterator[tuple[int, int, bool | None]]:
+    def examine_key_blocks(
+        self, q_start: int, q_stop: int, k_start: int, k_stop: int
+    ) -> Iterator[tuple[int, int, bool | None]]:
         """Yield blocks of keys ``(start, stop, visible)``: True if all are visible, False if none, None if some."""
         for start in range(k_start, k_stop, KEY_BLOCK):
             stop = min(start + KEY_BLOCK, k_stop)
@@ -287,5 +289,5 @@ class MaskRules(NoTensor):
             yield start, stop, True if bool(tile.all()) else (None if bool(tile.any()) else False)
 
 
-def _of_row(starts_BT: Tensor, batch: slice) -> Tensor:
+def _select_batch_rows(starts_BT: Tensor, batch: slice) -> Tensor:
     return starts_BT if starts_BT.shape[0] == 1 else starts_BT[batch]

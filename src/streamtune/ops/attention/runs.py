@@ -1,8 +1,8 @@
 """Runs of positions in a mask: packed rows, attention spans, blocks whose tokens see each other, trees of rows.
 
-Runs are contiguous, so one number per position defines them: the start of its run. A tree of rows has parts that
-continue other parts, to any depth. A token of a tree has two numbers: its position counts within its row, through all
-parts of the row; its place counts from the start of the sequence. Shape suffixes: B batch, T positions.
+Runs are contiguous, so one number per position defines all runs: the start of the position's run. A tree of rows has
+parts that continue other parts, to any depth. A token of a tree has two numbers. Its position counts within its row,
+through all parts of the row. Its place counts from the start of the sequence. Shape suffixes: B batch, T positions.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from streamtune.ops.devices import host_copy
 
 
 def row_starts(position_ids: Tensor) -> list[int]:
-    """Return the starts of packed rows: 0, and every index whose position is not the previous position plus one.
+    """Return the starts of packed rows: 0, and every index whose position id is not the previous id plus one.
 
     This is the rule of ``transformers.masking_utils.find_packed_sequence_indices``, for ids ``[..., T]``: a start in
     any sequence of the batch counts.
@@ -36,12 +36,12 @@ def row_starts(position_ids: Tensor) -> list[int]:
 def run_starts(ids_BT: Tensor) -> Tensor:
     """Return the first position of each position's run of equal ids, int64 ``[B, T]``."""
     positions = torch.arange(ids_BT.shape[1], device=ids_BT.device).expand_as(ids_BT)
-    begins = torch.ones_like(ids_BT, dtype=torch.bool)
-    begins[:, 1:] = ids_BT[:, 1:] != ids_BT[:, :-1]
-    return positions.masked_fill(~begins, 0).cummax(dim=1).values
+    is_start = torch.ones_like(ids_BT, dtype=torch.bool)
+    is_start[:, 1:] = ids_BT[:, 1:] != ids_BT[:, :-1]
+    return positions.masked_fill(~is_start, 0).cummax(dim=1).values
 
 
-def contiguous(ids_BT: Tensor) -> bool:
+def has_one_run_per_id(ids_BT: Tensor) -> bool:
     """Return True if each id occurs in at most one run of a batch row; negative ids are ignored."""
     starts = run_starts(ids_BT)
     positions = torch.arange(ids_BT.shape[1], device=ids_BT.device)
@@ -57,7 +57,7 @@ def contiguous(ids_BT: Tensor) -> bool:
 class Stretch:
     """Queries ``[start, stop)`` with the same first visible key, ``first``.
 
-    Among themselves they are causal, or ``mutual``: each sees all others, also later ones.
+    Among these queries attention is causal or, if ``mutual``, full: each query sees all others, including later ones.
     """
 
     start: int
@@ -66,11 +66,11 @@ class Stretch:
     mutual: bool
 
 
-def stretches(first_BT: Tensor, block_start_BT: Tensor | None) -> list[list[Stretch]]:
+def split_into_stretches(first_BT: Tensor, block_start_BT: Tensor | None) -> list[list[Stretch]]:
     """Return the stretches of every batch row; one list for all rows if they are equal.
 
     Args:
-        first_BT: First key that the run of each position allows, on the host.
+        first_BT: First visible key of each position, on the host.
         block_start_BT: Start of each position's mutual block, or the position itself outside blocks; on the host.
     """
     first, length = first_BT, first_BT.shape[1]
@@ -82,24 +82,24 @@ def stretches(first_BT: Tensor, block_start_BT: Tensor | None) -> list[list[Stre
         block = torch.where(inside, block_start_BT, -1)
     if bool((first == first[:1]).all()) and bool((block == block[:1]).all()):
         first, block = first[:1], block[:1]
-    begins = torch.ones_like(first, dtype=torch.bool)
-    begins[:, 1:] = (first[:, 1:] != first[:, :-1]) | (block[:, 1:] != block[:, :-1])
+    is_start = torch.ones_like(first, dtype=torch.bool)
+    is_start[:, 1:] = (first[:, 1:] != first[:, :-1]) | (block[:, 1:] != block[:, :-1])
     out = []
     for row in range(first.shape[0]):
-        places = begins[row].nonzero().flatten()
-        starts = places.tolist()
-        sees, mutual = first[row, places].tolist(), (block[row, places] >= 0).tolist()
+        positions_of_starts = is_start[row].nonzero().flatten()
+        starts = positions_of_starts.tolist()
+        first_keys, mutual = first[row, positions_of_starts].tolist(), (block[row, positions_of_starts] >= 0).tolist()
         stops = [*starts[1:], length]
-        out.append([Stretch(*each) for each in zip(starts, stops, sees, mutual, strict=True)])
+        out.append([Stretch(*each) for each in zip(starts, stops, first_keys, mutual, strict=True)])
     return out
 
 
 @dataclass(frozen=True)
 class Branch:
-    """A part of a tree: places ``[start, stop)``, whose tokens also see ``trunk``, the places before them in their row.
+    """Part of a tree: places ``[start, stop)``, whose tokens also see ``trunk``, the earlier places of their row.
 
-    ``trunk`` has the runs ``[start, stop)`` of the earlier parts of the row, in order; adjacent runs are joined. It is
-    empty if the part begins its row.
+    ``trunk`` has the runs ``[start, stop)`` of the earlier parts of the row, in order; adjacent runs are joined. The
+    trunk is empty if the part begins its row.
     """
 
     start: int
@@ -123,7 +123,7 @@ class Branch:
 
     @cached_property
     def runs(self) -> tuple[tuple[int, int, int], ...]:
-        """Start, stop and shift of each run of the row up to the end of the part: first the trunk's, then its own."""
+        """(start, stop, shift) of each run of the row up to the end of the part: runs of the trunk, then the part."""
         found, position = [], 0
         for start, stop in (*self.trunk, (self.start, self.stop)):
             found.append((start, stop, start - position))
@@ -146,8 +146,8 @@ class BranchTable:
         """Return the table of trees whose nodes are concatenated in this order.
 
         Args:
-            nodes: Index of the part that each part continues (-1 if it begins a row), and its number of tokens. A part
-                comes after the part that it continues.
+            nodes: Index of the part that each part continues (-1 if the part begins a row), and the number of tokens of
+                the part. A part comes after the part that it continues.
         """
         parts: list[Branch] = []
         for parent, length in nodes:
@@ -155,7 +155,7 @@ class BranchTable:
             trunk: tuple[tuple[int, int], ...] = ()
             if parent >= 0:
                 before = parts[parent]
-                trunk = _joined((*before.trunk, (before.start, before.stop)))
+                trunk = _join_adjacent_runs((*before.trunk, (before.start, before.stop)))
             parts.append(Branch(start, start + length, trunk))
         return cls(tuple(parts))
 
@@ -171,7 +171,7 @@ class BranchTable:
 
     @cached_property
     def bounds(self) -> Tensor:
-        """Start of each place's part, then start and stop of the R runs of its trunk, int64 ``[1 + 2 R, T]``."""
+        """Start of each place's part, then start and stop of the R runs of the trunk, int64 ``[1 + 2 R, T]``."""
         most = max(1, *(len(part.trunk) for part in self.parts))
         lengths = torch.tensor([part.stop - part.start for part in self.parts])
         padded = [(*part.trunk, *[(part.start, part.start)] * (most - len(part.trunk))) for part in self.parts]
@@ -184,7 +184,7 @@ class BranchTable:
 
     def index(self, place: int) -> int:
         """Return the index of the part that contains a place."""
-        return bisect_right(self.parts, place, key=_start) - 1
+        return bisect_right(self.parts, place, key=_start_of) - 1
 
     @cached_property
     def leaves(self) -> list[Branch]:
@@ -193,7 +193,7 @@ class BranchTable:
         return [part for part in self.parts if part.stop not in continued]
 
 
-def _joined(runs: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
+def _join_adjacent_runs(runs: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
     """Return runs of places with adjacent runs joined."""
     out: list[tuple[int, int]] = []
     for start, stop in runs:
@@ -207,16 +207,16 @@ def _joined(runs: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
 Run = TypeVar("Run", Stretch, Branch)
 
 
-def clipped(found: Sequence[Run], start: int, stop: int) -> list[tuple[int, int, Run]]:
+def overlapping_runs(runs: Sequence[Run], start: int, stop: int) -> list[tuple[int, int, Run]]:
     """Return (start of the overlap, stop of the overlap, run) for each run that overlaps places ``[start, stop)``."""
     out = []
-    index = max(0, bisect_right(found, start, key=_start) - 1)
-    while index < len(found) and found[index].start < stop:
-        run = found[index]
+    index = max(0, bisect_right(runs, start, key=_start_of) - 1)
+    while index < len(runs) and runs[index].start < stop:
+        run = runs[index]
         out.append((max(start, run.start), min(stop, run.stop), run))
         index += 1
     return out
 
 
-def _start(run: Stretch | Branch) -> int:
+def _start_of(run: Stretch | Branch) -> int:
     return run.start

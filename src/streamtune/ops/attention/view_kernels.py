@@ -1,11 +1,11 @@
-"""Kernels that compute a whole chunk's attention in one call, instead of several for the segments of its mask.
+"""Kernels that compute a whole chunk's attention in one call, instead of one call for each segment of the mask.
 
     BandView    A causal chunk over its prefix, with or without a sliding window: flash attention, whose causal triangle
                 ends at the last query and the last key.
-    RowsView    Packed rows of a chunk: variable-length flash attention. The kernel takes the tokens of all rows one
-                after another, and the starts of each row's queries and keys. Each row is causal, with its last query at
+    RowsView    Packed rows of a chunk: variable-length flash attention. The arguments are the concatenated tokens of
+                all rows, and the starts of each row's queries and keys. Each row is causal, with its last query at
                 its last key. The first row may have started before the chunk and then has more keys than queries; all
-                others have equally many.
+                other rows have as many keys as queries.
     FlexView    Softcap, padding, blocks and arbitrary mask functions: compiled ``flex_attention``, which skips blocks
                 of keys that no query sees.
 
@@ -28,8 +28,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from streamtune.ops.attention.flex import FlexView, flex_is_right
-from streamtune.ops.attention.kernel_blocks import merged
+from streamtune.ops.attention.flex import FlexView, is_flex_right
+from streamtune.ops.attention.kernel_blocks import merge_parts
 from streamtune.ops.attention.kernel_trial import (
     RUNS,
     Grads,
@@ -38,13 +38,13 @@ from streamtune.ops.attention.kernel_trial import (
     TrialHeads,
     ViewKernel,
     call_kernel,
-    drawn,
-    whole_agrees,
+    draw_token_major,
+    view_kernel_agrees,
 )
-from streamtune.ops.attention.kernels import active_flash, flash_kernel
+from streamtune.ops.attention.kernels import active_flash_name, fused_segment_kernel
 from streamtune.ops.attention.mask import LazyMask, MaskView
 from streamtune.ops.attention.rules import MaskRules
-from streamtune.ops.attention.runs import clipped
+from streamtune.ops.attention.runs import overlapping_runs
 from streamtune.ops.devices import MAX_ELEMENTS, median_time
 
 log = logging.getLogger(__name__)
@@ -52,9 +52,9 @@ R = TypeVar("R")
 Bounds = tuple[int, ...]
 
 _on_device: WeakKeyDictionary[MaskRules, dict[tuple[int, ...], Tensor]] = WeakKeyDictionary()
-"""Device tensors by mask: the starts of all rows, with the key ``()``, and the bounds made from them.
+"""Device tensors by mask: the starts of all rows, with the key ``()``, and the bounds computed from these starts.
 
-They are cached because layers share a mask, and the backward needs them again.
+They are cached because layers share a mask, and the backward uses the tensors again.
 """
 
 
@@ -64,7 +64,7 @@ class _FlashView:
 
     Args:
         first, stop: Range of keys, counted from the view's first key.
-        window: Number of keys that a query sees, its own included; None means all (of its row).
+        window: Number of keys that a query sees, including its own key; None means all keys (of its row).
         scale: Factor of the scores.
     """
 
@@ -73,15 +73,15 @@ class _FlashView:
     window: int | None
     scale: float
 
-    def _options(self) -> dict[str, Any]:
+    def _flash_options(self) -> dict[str, Any]:
         if self.window is None:
             return {"scale": self.scale}
         return {"scale": self.scale, "window_size_left": self.window - 1, "window_size_right": 0}
 
-    def _seen(self, x: Tensor) -> Tensor:
+    def _visible_keys(self, x: Tensor) -> Tensor:
         return x[:, :, self.first : self.stop]
 
-    def _placed(self, grad: Tensor, like: Tensor) -> Tensor:
+    def _pad_to_all_keys(self, grad: Tensor, like: Tensor) -> Tensor:
         """Return the gradient in the shape of ``like``, with zeros for keys that no query sees."""
         if grad.shape == like.shape:
             return grad
@@ -98,24 +98,26 @@ class BandView(_FlashView):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, for_backward: bool) -> tuple[Tensor, Tensor]:
         """Implement ``ViewKernel.forward``."""
-        q, k, v = (x.transpose(1, 2) for x in (q, self._seen(k), self._seen(v)))
+        q, k, v = (x.transpose(1, 2) for x in (q, self._visible_keys(k), self._visible_keys(v)))
         o, lse, *_ = call_kernel(
             torch.ops.aten._flash_attention_forward,
-            q, k, v, None, None, q.shape[1], k.shape[1], 0.0, True, False, **self._options(),
+            q, k, v, None, None, q.shape[1], k.shape[1], 0.0, True, False, **self._flash_options(),
         )  # fmt: skip
         return o.transpose(1, 2), lse
 
     def backward(self, grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor) -> Grads:
         """Implement ``ViewKernel.backward``."""
-        grad_o, q, k_seen, v_seen, o = (x.transpose(1, 2) for x in (grad_o, q, self._seen(k), self._seen(v), o))
+        grad_o, q, k_seen, v_seen, o = (
+            x.transpose(1, 2) for x in (grad_o, q, self._visible_keys(k), self._visible_keys(v), o)
+        )
         unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # the random state of a dropout of zero
         grads = call_kernel(
             torch.ops.aten._flash_attention_backward,
             grad_o, q, k_seen, v_seen, o, lse.contiguous(), None, None, q.shape[1], k_seen.shape[1], 0.0, True, unused,
-            unused, **self._options(),
+            unused, **self._flash_options(),
         )  # fmt: skip
         grad_q, grad_k, grad_v = (x.transpose(1, 2) for x in grads)
-        return grad_q, self._placed(grad_k, k), self._placed(grad_v, v)
+        return grad_q, self._pad_to_all_keys(grad_k, k), self._pad_to_all_keys(grad_v, v)
 
 
 @dataclass(frozen=True)
@@ -138,16 +140,17 @@ class RowsView(_FlashView):
 
     name = "cuda-flash, rows of a chunk"
 
-    def _rows(self, device: torch.device) -> tuple[Tensor, Tensor, int, int]:
-        """Return the bounds of queries and keys on the device, and the length of the longest row of each."""
+    def _row_bounds(self, device: torch.device) -> tuple[Tensor, Tensor, int, int]:
+        """Return the row bounds of queries and keys on the device, and the longest row of queries and of keys."""
         longest = [max(stop - start for start, stop in pairwise(bounds)) for bounds in (self.queries, self.keys)]
         made = [
-            self._made(bounds, at, device) for bounds, at in zip((self.queries, self.keys), self.origins, strict=True)
+            self._bounds_on_device(bounds, at, device)
+            for bounds, at in zip((self.queries, self.keys), self.origins, strict=True)
         ]
         return made[0], made[1], longest[0], longest[1]
 
-    def _made(self, bounds: Bounds, origin: int, device: torch.device) -> Tensor:
-        """Return bounds counted from ``origin``, computed on the device: a copy for each chunk could wait for it."""
+    def _bounds_on_device(self, bounds: Bounds, origin: int, device: torch.device) -> Tensor:
+        """Return bounds counted from ``origin``, computed on the device: copies from the host could wait for it."""
         known = _on_device.setdefault(self.mask, {})
         if () not in known:
             stretches = self.mask.stretches[0]
@@ -160,106 +163,119 @@ class RowsView(_FlashView):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, for_backward: bool) -> tuple[Tensor, Tensor]:
         """Implement ``ViewKernel.forward``."""
-        q, k, v = (_tokens(x) for x in (q, self._seen(k), self._seen(v)))
+        q, k, v = (_as_token_rows(x) for x in (q, self._visible_keys(k), self._visible_keys(v)))
         o, lse, *_ = call_kernel(
-            torch.ops.aten._flash_attention_forward, q, k, v, *self._rows(q.device), 0.0, True, False, **self._options()
+            torch.ops.aten._flash_attention_forward,
+            q,
+            k,
+            v,
+            *self._row_bounds(q.device),
+            0.0,
+            True,
+            False,
+            **self._flash_options(),
         )
         return o.transpose(0, 1)[None], lse[None]
 
     def backward(self, grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor) -> Grads:
         """Implement ``ViewKernel.backward``."""
-        given = [_tokens(x) for x in (grad_o, q, self._seen(k), self._seen(v), o)]
+        rows = [_as_token_rows(x) for x in (grad_o, q, self._visible_keys(k), self._visible_keys(v), o)]
         unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # the random state of a dropout of zero
         grads = call_kernel(
             torch.ops.aten._flash_attention_backward,
-            *given, lse[0].contiguous(), *self._rows(q.device), 0.0, True, unused, unused, **self._options(),
+            *rows, lse[0].contiguous(), *self._row_bounds(q.device), 0.0, True, unused, unused, **self._flash_options(),
         )  # fmt: skip
         grad_q, grad_k, grad_v = (x.transpose(0, 1)[None] for x in grads)
-        return grad_q, self._placed(grad_k, k), self._placed(grad_v, v)
+        return grad_q, self._pad_to_all_keys(grad_k, k), self._pad_to_all_keys(grad_v, v)
 
 
-def _tokens(x: Tensor) -> Tensor:
+def _as_token_rows(x: Tensor) -> Tensor:
     """Return ``[1, H, T, D]`` as ``[T, H, D]``."""
     return x[0].transpose(0, 1)
 
 
 def fused_view_kernel(
-    view: MaskView, q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule, by_formula: bool = True
+    view: MaskView, q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule, needs_formula: bool = True
 ) -> ViewKernel | None:
     """Return the kernel for a whole view, or None if its segments are to be computed one by one.
 
-    It is None on CPU, with dropout, and if tensors differ in dtype or head size or their addresses exceed 32 bits. It
-    is also None if the kernel does not agree with the formula on this device, or if the segments should be as fast.
+    None on CPU, with dropout, and if tensors differ in dtype or head size or their addresses exceed 32 bits. Also None
+    if the kernel does not agree with the formula on this device, or if segments are expected to be as fast.
 
     Args:
         view, q, k, v: Arguments of ``prefix_attention``.
         rule: Scale, softcap and dropout of the scores.
-        by_formula: True if some segment has no kernel. If each has one, segments need less memory (for the gradient
-            of a prefix). They are also as fast, except with a window, which needs a mask, and for many short rows.
+        needs_formula: True if some segment has no kernel. If all segments have kernels, segments need less memory (for
+            the gradient of a prefix). They are also as fast, except with a window or for many short rows.
     """
     scale, softcap = rule.scale, rule.softcap
-    if not q.is_cuda or rule.dropout > 0 or not _alike(q, k, v) or _extent(q, k, v) > MAX_ELEMENTS:
+    if (
+        not q.is_cuda
+        or rule.dropout > 0
+        or not _have_equal_form(q, k, v)
+        or _largest_memory_span(q, k, v) > MAX_ELEMENTS
+    ):
         return None
     heads = TrialHeads(q.shape[1], k.shape[1], q.shape[-1])
     windowed, segments = view.mask.window is not None, view.segments()
-    if softcap is None and (by_formula or windowed) and (band := band_of(view, scale)) is not None:
+    if softcap is None and (needs_formula or windowed) and (band := as_causal_band(view, scale)) is not None:
         problem = (q.device.index or 0, q.dtype, heads, windowed)
-        return band if _band_is_chosen(*problem, active_flash()) else None
+        return band if _is_band_chosen(*problem, active_flash_name()) else None
     many = len(segments) > MAX_SEGMENTS
-    if softcap is None and (by_formula or windowed or many) and (rows := rows_of(view, scale)) is not None:
+    if softcap is None and (needs_formula or windowed or many) and (rows := as_causal_rows(view, scale)) is not None:
         near = windowed or rows.stop - rows.first <= MAX_KEYS_PER_QUERY * q.shape[2]
-        if near and rows_are_right(q.device, q.dtype, heads.size, windowed, active_flash()):
+        if near and is_rows_kernel_right(q.device, q.dtype, heads.size, windowed, active_flash_name()):
             return rows
-    if not by_formula or (softcap is None and not many and not any(segment.masked for segment in segments)):
+    if not needs_formula or (softcap is None and not many and not any(segment.masked for segment in segments)):
         return None
     flex = FlexView(view, scale, softcap)
-    return flex if flex_is_right(q.device, q.dtype, heads, softcap is not None) else None
+    return flex if is_flex_right(q.device, q.dtype, heads, softcap is not None) else None
 
 
-def attend_whole(
+def run_view_forward(
     kernel: ViewKernel, q: Tensor, k: Tensor, v: Tensor, for_backward: bool
 ) -> tuple[Tensor, Tensor] | None:
-    """Return the result of ``kernel.forward``; None if the kernel fails or failed before: segments are used then."""
-    return _attempt(kernel, lambda: kernel.forward(q, k, v, for_backward))
+    """Return the result of ``kernel.forward``; None if the kernel fails or failed before, so that segments are used."""
+    return _run_unless_failed(kernel, lambda: kernel.forward(q, k, v, for_backward))
 
 
-def backward_whole(kernel: ViewKernel, grad_o: Tensor, *saved: Tensor) -> Grads | None:
+def run_view_backward(kernel: ViewKernel, grad_o: Tensor, *saved: Tensor) -> Grads | None:
     """Return the result of ``kernel.backward``; None if the kernel fails or failed before.
 
     The segments can then use the output and log-sum-exp of the kernel's forward.
     """
-    return _attempt(kernel, lambda: kernel.backward(grad_o, *saved))
+    return _run_unless_failed(kernel, lambda: kernel.backward(grad_o, *saved))
 
 
-_given_up: set[str] = set()
+_failed_kernels: set[str] = set()
 
 
-def _attempt(kernel: ViewKernel, run: Callable[[], R]) -> R | None:
-    """Return the result of ``run``; None, with a warning, if the kernel fails, as one compiled per shape may.
+def _run_unless_failed(kernel: ViewKernel, run: Callable[[], R]) -> R | None:
+    """Return the result of ``run``; None, with a warning, if the kernel fails, as a kernel compiled per shape may.
 
     A failed kernel is not used again. Out-of-memory and device errors are raised.
     """
-    if kernel.name in _given_up:
+    if kernel.name in _failed_kernels:
         return None
     try:
         return run()
     except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise
     except Exception as error:
-        _given_up.add(kernel.name)
+        _failed_kernels.add(kernel.name)
         what = f"{type(error).__name__}: {error}".splitlines()[0]
         warnings.warn(f"attention by {kernel.name} failed and is not used again ({what})", stacklevel=3)
         return None
 
 
 MAX_SEGMENTS = 4
-"""Most segments that are computed one by one, as many as two packed rows have."""
+"""Largest number of segments that are computed one by one: two packed rows have four."""
 MAX_KEYS_PER_QUERY = 2
-"""Most keys per query for which one call of packed rows may compute gradients."""
+"""Largest number of keys per query for which one call of packed rows is used without a window."""
 
 
-def band_of(view: MaskView, scale: float) -> BandView | None:
-    """Return the view as a single causal band; None if it is not, for example if its queries belong to two rows."""
+def as_causal_band(view: MaskView, scale: float) -> BandView | None:
+    """Return the view as a single causal band; None for any other view, such as one with queries in two rows."""
     mask = view.mask
     if mask.function is not None or not mask.causal or len(mask.stretches) > 1:
         return None
@@ -279,13 +295,13 @@ def band_of(view: MaskView, scale: float) -> BandView | None:
     return BandView(first - view.k_start, view.q_stop - view.k_start, mask.window, scale)
 
 
-def rows_of(view: MaskView, scale: float) -> RowsView | None:
-    """Return the view as consecutive causal rows; None if it is not such a view."""
+def as_causal_rows(view: MaskView, scale: float) -> RowsView | None:
+    """Return the view as consecutive causal rows; None if another mask applies."""
     mask = view.mask
     plain = mask.function is None and mask.causal and mask.branches is None and mask.batch_size == 1
     if not plain or view.k_stop < view.q_stop:
         return None
-    found = clipped(mask.stretches[0], view.q_start, view.q_stop)
+    found = overlapping_runs(mask.stretches[0], view.q_start, view.q_stop)
     if any(row.mutual for *_, row in found) or any(row.first != start for start, _, row in found[1:]):
         return None
     first = max(view.k_start, found[0][2].first)
@@ -301,94 +317,96 @@ def rows_of(view: MaskView, scale: float) -> RowsView | None:
     return RowsView(*seen, mask.window, scale, queries, keys, origins, row, mask)
 
 
-def _alike(q: Tensor, k: Tensor, v: Tensor) -> bool:
+def _have_equal_form(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return q.dtype == k.dtype == v.dtype and q.shape[-1] == k.shape[-1] == v.shape[-1] and q.shape[-1] % 8 == 0
 
 
-def _extent(q: Tensor, *others: Tensor) -> int:
-    """Return the largest span of a tensor in memory, or the size of keys repeated for all query heads, in elements."""
+def _largest_memory_span(q: Tensor, *others: Tensor) -> int:
+    """Return the largest number of elements: of a tensor's span in memory, or of keys repeated for all query heads."""
     spans = [sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)) for x in (q, *others)]
     return max(*spans, q.shape[0] * q.shape[1] * others[0].shape[2] * q.shape[3])
 
 
 @lru_cache(maxsize=64)
-def _band_is_chosen(index: int, dtype: torch.dtype, heads: TrialHeads, windowed: bool, flash: str) -> bool:
+def _is_band_chosen(index: int, dtype: torch.dtype, heads: TrialHeads, windowed: bool, flash: str) -> bool:
     """Return True if the band is right on this device and, without a window, faster than the segments.
 
-    ``flash`` is the active implementation of flash attention; it is an argument only for the cache.
+    ``flash`` is the active implementation of flash attention, an argument only as a key of the cache.
     """
     device = torch.device("cuda", index)
     if dtype not in (torch.float16, torch.bfloat16) or heads.size > 256:
         return False
-    right = band_is_right(device, dtype, heads.size, windowed)
-    chosen = right and (windowed or _band_is_faster(device, dtype, heads))
+    right = is_band_right(device, dtype, heads.size, windowed)
+    chosen = right and (windowed or _is_band_faster(device, dtype, heads))
     problem = f"{dtype}, {heads.queries} heads of {heads.size} ({heads.groups} for keys)"
     log.info("a chunk%s, %s: %s", " in a window" if windowed else "", problem, BandView.name if chosen else "segments")
     return chosen
 
 
-def band_is_right(device: torch.device, dtype: torch.dtype, head_dim: int, windowed: bool) -> bool:
+def is_band_right(device: torch.device, dtype: torch.dtype, head_dim: int, windowed: bool) -> bool:
     """Return True if the band agrees with the formula in fp64 on a small problem, with another log-sum-exp."""
     generator = torch.Generator(device).manual_seed(0)
     queries, keys, first, window = 136, 200, 11, 50 if windowed else None
     shapes = ((4, queries), (2, keys), (2, keys), (4, queries))
-    q, k, v, grad = (drawn(generator, dtype, 2, *shape, head_dim) for shape in shapes)
+    q, k, v, grad = (draw_token_major(generator, dtype, 2, *shape, head_dim) for shape in shapes)
     band = BandView(first, keys, window, head_dim**-0.5)
     behind = torch.arange(queries, device=device)[:, None] + keys - queries - torch.arange(keys, device=device)
     seen = (behind >= 0) & (torch.arange(keys, device=device) >= first)
     seen &= behind < (window or keys)
     try:
-        return whole_agrees(band, (q, k, v, grad), seen, band.scale)
+        return view_kernel_agrees(band, (q, k, v, grad), seen, band.scale)
     except (RuntimeError, NotImplementedError, TypeError):
         return False
 
 
 @lru_cache(maxsize=64)
-def rows_are_right(device: torch.device, dtype: torch.dtype, head_dim: int, windowed: bool, flash: str) -> bool:
+def is_rows_kernel_right(device: torch.device, dtype: torch.dtype, head_dim: int, windowed: bool, flash: str) -> bool:
     """Return True if the rows agree with the formula in fp64 on a small problem, with another log-sum-exp.
 
-    ``flash`` is the active implementation of flash attention; it is an argument only for the cache.
+    ``flash`` is the active implementation of flash attention, an argument only as a key of the cache.
     """
     if dtype not in (torch.float16, torch.bfloat16) or head_dim > 256:
         return False
     generator = torch.Generator(device).manual_seed(0)
     queries, keys, window = 136, 200, 50 if windowed else None
     shapes = ((4, queries), (2, keys), (2, keys), (4, queries))
-    q, k, v, grad = (drawn(generator, dtype, 1, *shape, head_dim) for shape in shapes)
+    q, k, v, grad = (draw_token_major(generator, dtype, 1, *shape, head_dim) for shape in shapes)
     starts = torch.zeros(1, keys, dtype=torch.long)
     for start in (11, 90, 91, 170):  # the first has keys before the queries
         starts[:, start:] = start
     mask = LazyMask(1, keys, keys, window=window, row_start=starts.to(device), device=device)
-    rows = rows_of(mask.rows(keys - queries, keys), head_dim**-0.5)
+    rows = as_causal_rows(mask.rows(keys - queries, keys), head_dim**-0.5)
     assert rows is not None
     try:
-        return whole_agrees(rows, (q, k, v, grad), mask.tile(keys - queries, keys, 0, keys), rows.scale)
+        return view_kernel_agrees(rows, (q, k, v, grad), mask.tile(keys - queries, keys, 0, keys), rows.scale)
     except (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError):
         return False
 
 
-def _band_is_faster(device: torch.device, dtype: torch.dtype, heads: TrialHeads) -> bool:
-    """Return True if one call for a chunk over its prefix is faster than rectangle and square, or cannot be timed."""
+def _is_band_faster(device: torch.device, dtype: torch.dtype, heads: TrialHeads) -> bool:
+    """Return True if one call for a chunk over its prefix is faster than its two segments, or cannot be timed."""
     queries, keys = 2048, 16384
     generator = torch.Generator(device).manual_seed(0)
     scale = heads.size**-0.5
     band = BandView(0, keys, None, scale)
     try:
-        q, grad = (drawn(generator, dtype, 1, heads.queries, queries, heads.size) for _ in range(2))
-        k, v = (drawn(generator, dtype, 1, heads.groups, keys, heads.size) for _ in range(2))
-        kernel = flash_kernel(q, k, v, biased=False)
+        q, grad = (draw_token_major(generator, dtype, 1, heads.queries, queries, heads.size) for _ in range(2))
+        k, v = (draw_token_major(generator, dtype, 1, heads.groups, keys, heads.size) for _ in range(2))
+        kernel = fused_segment_kernel(q, k, v, biased=False)
         if kernel is None:
             return True
         parts = [(slice(0, keys - queries), False), (slice(keys - queries, keys), True)]
 
-        def whole() -> None:
+        def run_band() -> None:
             band.backward(grad, q, k, v, *band.forward(q, k, v, for_backward=True))
 
-        def segments() -> None:
-            o, lse = merged(kernel.forward(q, k[:, :, s], v[:, :, s], Scores(scale, causal)) for s, causal in parts)
+        def run_segments() -> None:
+            o, lse = merge_parts(
+                kernel.forward(q, k[:, :, s], v[:, :, s], Scores(scale, causal)) for s, causal in parts
+            )
             for s, causal in parts:
                 kernel.backward(grad, q, k[:, :, s], v[:, :, s], o.to(dtype), lse, Scores(scale, causal))
 
-        return median_time(whole, device, RUNS) < median_time(segments, device, RUNS)
+        return median_time(run_band, device, RUNS) < median_time(run_segments, device, RUNS)
     except RuntimeError:  # not enough memory to compare
         return True

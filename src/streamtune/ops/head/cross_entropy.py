@@ -1,4 +1,4 @@
-"""Cross entropy of a language-model head, with at most one chunk of logits in memory.
+"""Cross entropy of a language-model head; only one chunk of logits is allocated at a time.
 
 Shape suffixes: B batch, T tokens, N = B * T tokens or only the targets among them, V vocabulary, C hidden size.
 Targets are already shifted: ``targets[:, t]`` is the token that position t predicts.
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from streamtune.base.model_facts import IGNORE_INDEX
-from streamtune.ops.devices import autocast_kind
-from streamtune.ops.first_order import first_order, hooks_held_back
+from streamtune.ops.devices import autocast_device_type
+from streamtune.ops.first_order import first_order, suspend_tensor_hooks
 from streamtune.ops.head.kernels import Chunk, HeadShape, head_kernel, run_head
 from streamtune.ops.head.sweep import (
     HeadGradients,
@@ -23,11 +23,11 @@ from streamtune.ops.head.sweep import (
     Project,
     TargetRows,
     autocast_dtype,
-    cast,
-    fill_missing,
+    cast_tensors,
     gradient_buffers,
+    gradients_or_none,
     loss_and_grad,
-    scaled,
+    scale_gradients,
     take_gradients,
 )
 
@@ -44,10 +44,10 @@ def linear_cross_entropy(
     num_items: Tensor | float | None = None,
     accumulate_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Return the cross entropy of ``hidden @ weight.T + bias``; loss and gradient take 3 matmuls per chunk together.
+    """Return the cross entropy of ``hidden @ weight.T + bias``; loss and gradient need 3 matmuls per chunk together.
 
     Equal to ``cross_entropy(transform(linear(hidden, weight, bias)).float(), targets, reduction="sum") / num_items``.
-    Only target tokens are projected, so a masked prompt costs nothing here.
+    Only positions with a target are projected, so a masked prompt costs nothing.
 
     Args:
         hidden_BTC: Final hidden states ``[..., C]``.
@@ -74,7 +74,7 @@ def linear_cross_entropy(
     settings = HeadSettings(
         rows, transform, accumulate_dtype, autocast_dtype(hidden_BTC), grad_enabled=torch.is_grad_enabled()
     )
-    with torch.autocast(autocast_kind(hidden_BTC.device), enabled=False):
+    with torch.autocast(autocast_device_type(hidden_BTC.device), enabled=False):
         total = _LinearCrossEntropy.apply(hidden_BTC.flatten(0, -2), weight_VC, bias_V, settings)
     return total / rows.divisor(num_items)
 
@@ -91,7 +91,7 @@ def project_cross_entropy(
 ) -> Tensor:
     """Return :func:`linear_cross_entropy` for a head that is any module; autograd differentiates each chunk.
 
-    ``project`` maps hidden states to logits; ``parameters`` are the tensors in it that get gradients.
+    ``project`` maps hidden states to logits; ``parameters`` are the tensors in ``project`` that get gradients.
     """
     rows = TargetRows(targets_BT, ignore_index, chunk_size)
     total = _ProjectCrossEntropy.apply(hidden_BTC.flatten(0, -2), rows, project, torch.is_grad_enabled(), *parameters)
@@ -113,25 +113,28 @@ def linear_cross_entropy_reference(
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Sum over tokens of -log softmax(W h)[target]; the sweep also gives dh = (p - onehot) W, dW = (p - onehot)' h."""
+    """Sum over tokens of -log softmax(W h)[target]; the forward also computes the gradients:
+
+    dh = (p - onehot) W, dW = (p - onehot)' h.
+    """
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, settings: HeadSettings) -> Tensor:
         rows, transform, accumulate_dtype = settings.rows, settings.transform, settings.accumulate_dtype
         wanted = [settings.grad_enabled and needed for needed in ctx.needs_input_grad[:3]]
         ctx.inputs = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
-        weight, bias = cast(settings.compute_dtype, weight, bias)
+        weight, bias = cast_tensors(settings.compute_dtype, weight, bias)
         sums = HeadGradients(rows.gradient(hidden) if wanted[0] else None, weight, bias, wanted, accumulate_dtype)
         total = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
         shape = HeadShape(
             rows.chunk_size, weight.shape[0], weight.shape[1], weight.dtype, (wanted[0], wanted[1]), accumulate_dtype
         )
         for chunk in rows.chunks():
-            (h,) = cast(settings.compute_dtype, hidden[chunk])
+            (h,) = cast_tensors(settings.compute_dtype, hidden[chunk])
             targets = rows.targets[chunk]
             kernel = None
             if bias is None and transform is None:
-                kernel = head_kernel(h, weight, targets, shape, partial(_sweep, h, weight, targets, shape.wanted))
+                kernel = head_kernel(h, weight, targets, shape, partial(_sweep_chunk, h, weight, targets, shape.wanted))
             if kernel is not None:
                 loss, grad_h, grad_weight = run_head(kernel, h, weight, targets, shape.wanted)
                 sums.put(chunk, grad_h, grad_weight)
@@ -148,7 +151,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor | None, ...]:
-        return (*scaled(take_gradients(ctx), ctx.inputs, grad_total), None)
+        return (*scale_gradients(take_gradients(ctx), ctx.inputs, grad_total), None)
 
 
 class _ProjectCrossEntropy(torch.autograd.Function):
@@ -168,7 +171,7 @@ class _ProjectCrossEntropy(torch.autograd.Function):
             loss, grad = loss_and_grad(logits.detach(), rows.targets[chunk], None, backward)
             total += loss
             if grad_hidden is not None and grad is not None:
-                with hooks_held_back(wanted):
+                with suspend_tensor_hooks(wanted):
                     grad_hidden[chunk], *terms = torch.autograd.grad(logits, (h, *wanted), grad.to(logits.dtype))
                 for acc, term in zip(sums, terms, strict=True):
                     acc += term
@@ -180,12 +183,12 @@ class _ProjectCrossEntropy(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor | None, ...]:
-        grad_hidden, *rest = scaled(take_gradients(ctx), ctx.inputs, grad_total)
-        return (grad_hidden, None, None, None, *fill_missing(rest, ctx.needed))
+        grad_hidden, *rest = scale_gradients(take_gradients(ctx), ctx.inputs, grad_total)
+        return (grad_hidden, None, None, None, *gradients_or_none(rest, ctx.needed))
 
 
-def _sweep(h: Tensor, weight: Tensor, targets: Tensor, wanted: Sequence[bool]) -> Chunk:
-    """Return the loss of one chunk and its terms of both gradients, computed without a fused kernel."""
+def _sweep_chunk(h: Tensor, weight: Tensor, targets: Tensor, wanted: Sequence[bool]) -> Chunk:
+    """Return the loss of a chunk and its terms of both gradients, computed without a fused kernel."""
     loss, grad = loss_and_grad(torch.nn.functional.linear(h, weight), targets, None, any(wanted), reuse=True)
     sums = HeadGradients(torch.empty_like(h) if wanted[0] else None, weight, None, [*wanted, False], weight.dtype)
     if grad is not None:

@@ -2,8 +2,8 @@
 
 The streamed sweep of ``ops.head.cross_entropy`` is the reference. A candidate must be installed, sum as exactly as the
 sweep, and need no more memory. On a full chunk of the first step, candidates are compared with the sweep: loss and both
-gradients must agree within the rounding of their dtype. The fastest candidate that agrees is used from then on. A head
-with a bias, a softcap or any other function of the logits uses the sweep, and so does every head on CPU.
+gradients must agree within the rounding of their dtype. The fastest candidate that agrees is used from then on. The
+sweep is used on CPU, and for a head with a bias, a softcap or any other function of the logits.
 
     torch              ``torch.nn.functional.linear_cross_entropy`` (2.13). Its loss has the dtype of the hidden states,
                        so it is a candidate only for fp32.
@@ -31,7 +31,7 @@ from streamtune.ops.devices import median_time
 log = logging.getLogger(__name__)
 
 Chunk = tuple[Tensor, Tensor | None, Tensor | None]
-"""Summed loss of a chunk, gradient of its hidden states, and gradient of the weight."""
+"""Summed loss of a chunk, gradient of the chunk's hidden states, and gradient of the weight."""
 
 RUNS = 3
 BOUNDS = {torch.bfloat16: (1e-3, 1e-2), torch.float16: (1e-3, 2e-3), torch.float32: (1e-5, 1e-5)}
@@ -40,7 +40,7 @@ BOUNDS = {torch.bfloat16: (1e-3, 1e-2), torch.float16: (1e-3, 2e-3), torch.float
 
 @dataclass(frozen=True)
 class HeadShape:
-    """Properties that decide the choice of a kernel. ``wanted``: gradient of hidden states, gradient of the weight."""
+    """Properties that determine the kernel; ``wanted`` is True for gradients of (hidden states, weight) to compute."""
 
     tokens: int
     vocabulary: int
@@ -63,9 +63,9 @@ class HeadKernel:
         name: Name in the log.
         loss: Function that computes the loss.
         exact_sum: True if the weight's gradient is summed in fp32 within a call and rounded once. If False, the kernel
-            is a candidate only for a weight that is frozen or whose gradient is summed in its own dtype.
-        workspace: Function that returns how many bytes a call needs besides its inputs, the gradient of the hidden
-            states and the sum of the weight's gradient.
+            is a candidate only for a weight that is frozen or whose gradient is summed in the weight's dtype.
+        workspace: Function that returns how many bytes a call allocates in addition to its inputs, the gradient of the
+            hidden states and the sum of the weight's gradient.
     """
 
     name: str
@@ -74,9 +74,9 @@ class HeadKernel:
     workspace: Callable[[HeadShape], int]
 
     def fits(self, shape: HeadShape) -> bool:
-        """Return True if this kernel sums as exactly as the sweep and needs no more memory."""
+        """Return True if this kernel sums as exactly as the sweep and needs at most the memory of the sweep."""
         exact = self.exact_sum or not (shape.wanted[1] and shape.sums_wide)
-        return exact and self.workspace(shape) <= _sweep_workspace(shape)
+        return exact and self.workspace(shape) <= _sweep_workspace_bytes(shape)
 
 
 def head_kernel(
@@ -97,14 +97,14 @@ def head_kernel(
     if key not in _chosen:
         if len(hidden_nC) < shape.tokens:
             return None
-        _chosen[key] = _fastest(head_candidates(), hidden_nC, weight_VC, targets_n, shape, sweep)
+        _chosen[key] = _fastest_agreeing_kernel(head_candidates(), hidden_nC, weight_VC, targets_n, shape, sweep)
     return _chosen[key]
 
 
 _chosen: dict[tuple[torch.device, HeadShape], HeadKernel | None] = {}
 
 
-def _fastest(
+def _fastest_agreeing_kernel(
     candidates: Sequence[HeadKernel],
     hidden_nC: Tensor,
     weight_VC: Tensor,
@@ -112,17 +112,17 @@ def _fastest(
     shape: HeadShape,
     sweep: Callable[[], Chunk],
 ) -> HeadKernel | None:
-    """Return the fastest candidate that fits and agrees; None if none is faster than the sweep."""
+    """Return the fastest candidate that fits and agrees with the sweep; None if the sweep is faster."""
     best: HeadKernel | None = None
     try:
-        least = median_time(sweep, hidden_nC.device, RUNS)
+        best_seconds = median_time(sweep, hidden_nC.device, RUNS)
         for kernel in candidates:
             if kernel.fits(shape) and agrees_with_sweep(kernel, hidden_nC, weight_VC, targets_n, shape.wanted, sweep):
                 run = partial(run_head, kernel, hidden_nC, weight_VC, targets_n, shape.wanted)
-                needed = median_time(run, hidden_nC.device, RUNS)
-                if needed < least:
-                    best, least = kernel, needed
-    except torch.OutOfMemoryError:  # the comparison holds both gradients of the weight
+                seconds = median_time(run, hidden_nC.device, RUNS)
+                if seconds < best_seconds:
+                    best, best_seconds = kernel, seconds
+    except torch.OutOfMemoryError:  # the comparison allocates two gradients of the weight
         log.info("not enough device memory to compare fused heads; the streamed head is used")
     name = best.name if best else "streamed"
     log.info("head %s, %d tokens of %d words: %s", shape.dtype, shape.tokens, shape.vocabulary, name)
@@ -149,7 +149,7 @@ def agrees_with_sweep(
     wanted: tuple[bool, bool],
     sweep: Callable[[], Chunk],
 ) -> bool:
-    """Return True if a kernel's loss and gradients equal the sweep's within rounding; False if it fails to run."""
+    """Return True if a kernel's loss and gradients equal the sweep's within rounding; False if the kernel raises."""
     try:
         got = run_head(kernel, hidden_nC, weight_VC, targets_n, wanted)
     except Exception as error:  # another package may raise anything: compiler, missing feature, out of memory
@@ -159,32 +159,32 @@ def agrees_with_sweep(
         return False  # a sum of losses in half precision is off by up to 0.4%
     loss_bound, gradient_bound = BOUNDS[hidden_nC.dtype]
     pairs = zip(got, sweep(), (loss_bound, gradient_bound, gradient_bound), strict=True)
-    return all(_near(g, w, bound) for g, w, bound in pairs)
+    return all(_is_close(g, w, bound) for g, w, bound in pairs)
 
 
-def _near(got: Tensor | None, want: Tensor | None, bound: float) -> bool:
+def _is_close(got: Tensor | None, want: Tensor | None, bound: float) -> bool:
     if got is None or want is None:
         return got is want
     wide = torch.promote_types(want.dtype, torch.float32)
     return got.shape == want.shape and bool((got - want).norm(dtype=wide) <= bound * want.norm(dtype=wide))
 
 
-def _sweep_workspace(shape: HeadShape) -> int:
-    """Return how many bytes the logits take, and their probabilities in fp32 if the logits are in half precision."""
+def _sweep_workspace_bytes(shape: HeadShape) -> int:
+    """Return the bytes of the logits plus, if the logits are in half precision, of their probabilities in fp32."""
     size = shape.dtype.itemsize
     return shape.tokens * shape.vocabulary * (size + (4 if size < 4 else 0))
 
 
-def _weight_gradient(shape: HeadShape, wide: bool) -> int:
-    """Return how many bytes the weight's gradient takes in a call; ``wide`` adds a sum of it in fp32."""
+def _weight_gradient_bytes(shape: HeadShape, wide: bool) -> int:
+    """Return the bytes of the weight's gradient in a call; ``wide`` adds the bytes of its sum in fp32."""
     size = shape.dtype.itemsize
-    each = size + (4 if wide and size < 4 else 0)
-    return shape.vocabulary * shape.hidden * each if shape.wanted[1] else 0
+    element_bytes = size + (4 if wide and size < 4 else 0)
+    return shape.vocabulary * shape.hidden * element_bytes if shape.wanted[1] else 0
 
 
 @lru_cache(maxsize=1)
 def head_candidates() -> tuple[HeadKernel, ...]:
-    """Return the installed fused heads."""
+    """Return the fused heads of all installed packages."""
     found = (_torch_kernel(), _cut_cross_entropy_kernel(), _liger_kernel())
     return tuple(kernel for kernel in found if kernel is not None)
 
@@ -200,7 +200,7 @@ def _torch_kernel() -> HeadKernel | None:
         return function(h, weight, targets, reduction="sum", options=whole)
 
     def workspace(shape: HeadShape) -> int:
-        return _sweep_workspace(shape) + _weight_gradient(shape, wide=False)
+        return _sweep_workspace_bytes(shape) + _weight_gradient_bytes(shape, wide=False)
 
     return HeadKernel("torch linear_cross_entropy", loss, exact_sum=False, workspace=workspace)
 
@@ -216,7 +216,7 @@ def _cut_cross_entropy_kernel() -> HeadKernel | None:
         )
 
     def workspace(shape: HeadShape) -> int:
-        return shape.tokens * shape.hidden * 4 + _weight_gradient(shape, wide=True)
+        return shape.tokens * shape.hidden * 4 + _weight_gradient_bytes(shape, wide=True)
 
     return HeadKernel("cut-cross-entropy", loss, exact_sum=True, workspace=workspace)
 
@@ -236,7 +236,7 @@ def _liger_kernel() -> HeadKernel | None:
     def workspace(shape: HeadShape) -> int:
         share = -(-shape.vocabulary // shape.hidden)  # Liger splits a call so that its logits are as large as its input
         rows = 1 << max(0, (-(-shape.tokens // share) - 1).bit_length())
-        return rows * shape.vocabulary * shape.dtype.itemsize + _weight_gradient(shape, wide=bool(wide))
+        return rows * shape.vocabulary * shape.dtype.itemsize + _weight_gradient_bytes(shape, wide=bool(wide))
 
     return HeadKernel("liger", loss, exact_sum=bool(wide), workspace=workspace)
 

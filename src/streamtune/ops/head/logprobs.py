@@ -1,7 +1,7 @@
-"""Log-probabilities of target tokens and entropies, with at most one chunk of logits in memory.
+"""Log-probabilities of target tokens and entropies; only one chunk of logits is allocated at a time.
 
-Any objective can be computed from these scores. Its loss needs all log-probabilities, so a chunk's logits are computed
-twice: in the forward, and again in the backward. With z the logits of a token, p = softmax(z) and y its target:
+Any objective can be computed from these scores. Its loss needs all log-probabilities, so a chunk's logits are
+recomputed in the backward. With z the logits of a token, p = softmax(z) and y its target:
 
     log p_y         = z_y - logsumexp(z)            d/dz_j = [j = y] - p_j
     H = -sum p log p = logsumexp(z) - sum p_j z_j   d/dz_j = -p_j (log p_j + H)
@@ -18,19 +18,19 @@ import torch
 from torch import Tensor
 
 from streamtune.base.model_facts import IGNORE_INDEX
-from streamtune.ops.devices import MAX_ELEMENTS, autocast_kind, blocks
-from streamtune.ops.first_order import first_order, hooks_held_back
+from streamtune.ops.devices import MAX_ELEMENTS, autocast_device_type, block_slices
+from streamtune.ops.first_order import first_order, suspend_tensor_hooks
 from streamtune.ops.head.sweep import (
     HeadGradients,
     HeadSettings,
     Project,
     TargetRows,
     autocast_dtype,
-    cast,
-    fill_missing,
+    cast_tensors,
     gradient_buffers,
+    gradients_or_none,
     loss_and_grad,
-    scaled,
+    scale_gradients,
 )
 
 
@@ -43,7 +43,7 @@ def token_logprobs(
     chunk_size: int = 1024,
     ignore_index: int = IGNORE_INDEX,
 ) -> Tensor:
-    """Return the differentiable log-probability of each target; the backward computes each chunk's logits again.
+    """Return the differentiable log-probability of each target; the backward recomputes each chunk's logits.
 
     Equal to ``log_softmax(linear(hidden, weight, bias).float(), -1).gather(-1, targets)``, and 0 if the target is
     ``ignore_index``.
@@ -85,21 +85,21 @@ def token_scores(
     chunk_size: int = 1024,
     accumulate_dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return log-probabilities ``[...]`` of the targets and, if wanted, entropies ``[...]``; both differentiable.
+    """Return log-probabilities ``[...]`` of the targets and, with ``entropy``, entropies ``[...]``; differentiable.
 
     Other arguments are as for :func:`streamtune.ops.linear_cross_entropy`; ``transform`` may include a temperature.
     Both scores are in fp32 (fp64 for fp64 inputs), and 0 at positions without a target.
 
     Args:
-        entropy: True also returns entropies, False returns None in their place.
+        entropy: True to return entropies, False to return None in their place.
     """
     rows = TargetRows(targets_BT, ignore_index, chunk_size)
     settings = HeadSettings(
         rows, transform, accumulate_dtype, autocast_dtype(hidden_BTC), grad_enabled=torch.is_grad_enabled()
     )
-    with torch.autocast(autocast_kind(hidden_BTC.device), enabled=False):
+    with torch.autocast(autocast_device_type(hidden_BTC.device), enabled=False):
         scores = _TokenScores.apply(hidden_BTC.flatten(0, -2), weight_VC, bias_V, settings, entropy)
-    return _shaped(scores, targets_BT, entropy)
+    return _reshape_scores(scores, targets_BT, entropy)
 
 
 def project_scores(
@@ -114,11 +114,11 @@ def project_scores(
 ) -> tuple[Tensor, Tensor | None]:
     """Return :func:`token_scores` for a head that is any module; autograd differentiates each chunk.
 
-    ``project`` maps hidden states to logits; ``parameters`` are the tensors in it that get gradients.
+    ``project`` maps hidden states to logits; ``parameters`` are the tensors in ``project`` that get gradients.
     """
     rows = TargetRows(targets_BT, ignore_index, chunk_size)
     scores = _ProjectScores.apply(hidden_BTC.flatten(0, -2), rows, project, entropy, *parameters)
-    return _shaped(scores, targets_BT, entropy)
+    return _reshape_scores(scores, targets_BT, entropy)
 
 
 class _TokenScores(torch.autograd.Function):
@@ -130,10 +130,10 @@ class _TokenScores(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, bias)
         ctx.settings = settings
         ctx.set_materialize_grads(False)
-        weight, bias = cast(settings.compute_dtype, weight, bias)
+        weight, bias = cast_tensors(settings.compute_dtype, weight, bias)
         scores = _score_buffers(hidden, settings.rows, entropy)
         for chunk in settings.rows.chunks():
-            (h,) = cast(settings.compute_dtype, hidden[chunk])
+            (h,) = cast_tensors(settings.compute_dtype, hidden[chunk])
             logits = torch.nn.functional.linear(h, weight, bias)
             mapped = logits if settings.transform is None else settings.transform(logits)
             _write_scores(scores, chunk, mapped, settings.rows.targets[chunk])
@@ -146,17 +146,17 @@ class _TokenScores(torch.autograd.Function):
         settings: HeadSettings = ctx.settings
         rows = settings.rows
         hidden, weight, bias = ctx.saved_tensors
-        weight, bias = cast(settings.compute_dtype, weight, bias)
+        weight, bias = cast_tensors(settings.compute_dtype, weight, bias)
         wanted = ctx.needs_input_grad[:3]
         grad_hidden = rows.gradient(hidden) if wanted[0] else None
         sums = HeadGradients(grad_hidden, weight, bias, wanted, settings.accumulate_dtype)
         for chunk in rows.chunks():
-            (h,) = cast(settings.compute_dtype, hidden[chunk])
+            (h,) = cast_tensors(settings.compute_dtype, hidden[chunk])
             logits = torch.nn.functional.linear(h, weight, bias)
             given = [None if grad is None else grad[chunk] for grad in (grad_logprobs, grad_entropy)]
             sums.add(chunk, h, weight, _logits_gradient(logits, rows.targets[chunk], settings.transform, *given))
         one = torch.ones((), device=hidden.device)
-        return (*scaled(sums.all(), ctx.inputs, one), None, None)
+        return (*scale_gradients(sums.all(), ctx.inputs, one), None, None)
 
 
 class _ProjectScores(torch.autograd.Function):
@@ -187,16 +187,16 @@ class _ProjectScores(torch.autograd.Function):
                 h = hidden[chunk].detach().requires_grad_()
                 logits = ctx.project(h)
             grad = _logits_gradient(logits.detach(), rows.targets[chunk], None, *given)
-            with hooks_held_back(wanted):
+            with suspend_tensor_hooks(wanted):
                 grad_hidden[chunk], *terms = torch.autograd.grad(logits, (h, *wanted), grad.to(logits.dtype))
             for acc, term in zip(sums, terms, strict=True):
                 acc += term
         grads = [acc.to(p.dtype) for acc, p in zip(sums, wanted, strict=True)]
-        return (grad_hidden, None, None, None, *fill_missing(grads, needed))
+        return (grad_hidden, None, None, None, *gradients_or_none(grads, needed))
 
 
 def _score_buffers(hidden: Tensor, rows: TargetRows, entropy: bool) -> tuple[Tensor, Tensor]:
-    """Return zero buffers ``[N]`` for log-probabilities and entropies; the second is empty without ``entropy``."""
+    """Return zero buffers ``[N]`` for log-probabilities and for entropies, the latter empty without ``entropy``."""
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     count = len(rows.targets)
     return hidden.new_zeros(count, dtype=dtype), hidden.new_zeros(count if entropy else 0, dtype=dtype)
@@ -205,7 +205,7 @@ def _score_buffers(hidden: Tensor, rows: TargetRows, entropy: bool) -> tuple[Ten
 def _write_scores(scores: tuple[Tensor, Tensor], chunk: Tensor | slice, logits_nV: Tensor, targets_n: Tensor) -> None:
     """Write a chunk's scores, in parts small enough for kernels with 32-bit counts."""
     logprobs, entropies = (x.new_empty(len(targets_n)) for x in scores)
-    for part in blocks(len(targets_n), MAX_ELEMENTS // logits_nV.shape[1]):
+    for part in block_slices(len(targets_n), MAX_ELEMENTS // logits_nV.shape[1]):
         wide = logits_nV[part].to(logprobs.dtype)
         total = wide.logsumexp(-1)
         logprobs[part] = wide.gather(-1, targets_n[part, None]).squeeze(-1) - total
@@ -254,6 +254,6 @@ def _logits_gradient(
     return grad
 
 
-def _shaped(scores: tuple[Tensor, Tensor], targets_BT: Tensor, entropy: bool) -> tuple[Tensor, Tensor | None]:
+def _reshape_scores(scores: tuple[Tensor, Tensor], targets_BT: Tensor, entropy: bool) -> tuple[Tensor, Tensor | None]:
     logprobs, entropies = scores
     return logprobs.view(targets_BT.shape), entropies.view(targets_BT.shape) if entropy else None

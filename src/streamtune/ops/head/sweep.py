@@ -1,4 +1,4 @@
-"""Parts of the sweep over the head's chunks: loss and gradient of a chunk's logits, and its terms of all gradients.
+"""Parts of the sweep over the head's chunks: loss and gradient of a chunk's logits, and a chunk's gradient terms.
 
 Shape suffixes as in ``ops.head.cross_entropy``; n is the number of tokens of a chunk.
 """
@@ -13,9 +13,15 @@ import torch
 from torch import Tensor
 
 from streamtune.errors import ArgumentError
-from streamtune.ops.devices import MAX_ELEMENTS, autocast_kind, blocks, kernel_device, turns
-from streamtune.ops.first_order import graph_is_kept
-from streamtune.ops.fused import add_outer
+from streamtune.ops.devices import (
+    MAX_ELEMENTS,
+    autocast_device_type,
+    block_slices,
+    kernel_device_type,
+    loop_or_simulate,
+)
+from streamtune.ops.first_order import is_graph_retained
+from streamtune.ops.fused import add_weight_gradient
 
 WIDENED = 1 << 24
 """Number of half-precision logits that are cast to fp32 at a time (64 MiB).
@@ -32,7 +38,7 @@ Project = Callable[[Tensor], Tensor]
 
 
 class HeadGradients:
-    """Gradients of hidden states, weight and bias, collected over chunks; None for each that is not wanted."""
+    """Gradients of hidden states, weight and bias, summed over chunks; None for a gradient that is not wanted."""
 
     def __init__(
         self,
@@ -50,9 +56,9 @@ class HeadGradients:
     def add(self, chunk: Tensor | slice, h_nC: Tensor, weight_VC: Tensor, grad_nV: Tensor) -> None:
         """Add a chunk's terms, computed from the gradient of its logits."""
         if self.hidden is not None:
-            self.hidden[chunk] = _over_the_vocabulary(grad_nV, weight_VC).to(self.hidden.dtype)
+            self.hidden[chunk] = _matmul_over_vocabulary(grad_nV, weight_VC).to(self.hidden.dtype)
         if self.weight is not None:
-            add_outer(self.weight, grad_nV, h_nC)
+            add_weight_gradient(self.weight, grad_nV, h_nC)
         if self.bias is not None:
             self.bias += grad_nV.sum(0, dtype=self.bias.dtype)
 
@@ -73,21 +79,21 @@ def gradient_buffers(parameters: Sequence[Tensor]) -> list[Tensor]:
     return [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in parameters]
 
 
-def fill_missing(grads: Sequence[Tensor | None], needed: Sequence[bool]) -> Iterator[Tensor | None]:
-    """Return, for each parameter in order, its gradient if ``needed``, else None."""
+def gradients_or_none(grads: Sequence[Tensor | None], needed: Sequence[bool]) -> Iterator[Tensor | None]:
+    """Return an iterator over parameters in order: the next of ``grads`` if the parameter is ``needed``, else None."""
     found = iter(grads)
     return (next(found) if each else None for each in needed)
 
 
-def _over_the_vocabulary(grad_nV: Tensor, weight_VC: Tensor) -> Tensor:
+def _matmul_over_vocabulary(grad_nV: Tensor, weight_VC: Tensor) -> Tensor:
     """Return ``grad @ weight``. For few rows on a CPU, the vocabulary is summed in blocks, then the blocks are added.
 
-    There a matmul of few rows adds up all V products of an entry in one running sum, whose rounding error grows with V.
-    For 7 rows and 49,152 tokens it is 6 times the error of a matmul of 12 or more rows. The blocks take equal time.
+    There, a matmul of few rows adds all V products of an entry in one running sum, whose rounding error grows with V.
+    For 7 rows and 49,152 tokens, the error is 6 times the error of a matmul of 12 or more rows. The time is equal.
     """
     n, V = grad_nV.shape
     wide = grad_nV.dtype in (torch.float32, torch.float64)
-    if n >= FEW_ROWS or V < 2 * FEW_ROWS_BLOCK or not wide or kernel_device(grad_nV.device) != "cpu":
+    if n >= FEW_ROWS or V < 2 * FEW_ROWS_BLOCK or not wide or kernel_device_type(grad_nV.device) != "cpu":
         return grad_nV @ weight_VC
     count = V // FEW_ROWS_BLOCK
     whole = count * FEW_ROWS_BLOCK
@@ -103,7 +109,7 @@ def loss_and_grad(
     with_grad: bool,
     reuse: bool = False,
     factor_n: Tensor | None = None,
-    most: int | None = None,
+    max_elements: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the summed cross entropy of a chunk, and its gradient ``[n, V]`` for the logits before ``transform``.
 
@@ -111,15 +117,15 @@ def loss_and_grad(
         logits_nV: Logits of the chunk.
         targets_n: Target token of each position.
         transform: Function of the logits before the loss.
-        with_grad: False returns None in place of the gradient.
-        reuse: True lets the gradient take the memory of the logits; allowed only if no graph has saved them.
+        with_grad: False to return None in place of the gradient.
+        reuse: True to let the gradient overwrite the logits; allowed only if no graph has saved them.
         factor_n: Factor of each position's gradient, applied before rounding to the dtype of the logits.
-        most: Largest number of elements computed at a time. The default is the limit of 32-bit counts, or
+        max_elements: Largest number of elements computed at a time. The default is the limit of 32-bit counts, or
             :data:`WIDENED` for logits narrower than fp32.
     """
-    if most is None:
-        most = MAX_ELEMENTS if logits_nV.dtype in (torch.float32, torch.float64) else WIDENED
-    parts = list(blocks(len(logits_nV), most // logits_nV.shape[1]))
+    if max_elements is None:
+        max_elements = MAX_ELEMENTS if logits_nV.dtype in (torch.float32, torch.float64) else WIDENED
+    parts = list(block_slices(len(logits_nV), max_elements // logits_nV.shape[1]))
     if len(parts) <= 1:
         return _loss_and_grad(logits_nV, targets_n, transform, with_grad, reuse, factor_n)
     grad = None if not with_grad else logits_nV if reuse else torch.empty_like(logits_nV)
@@ -159,9 +165,9 @@ def _loss_and_grad(
 
 
 def _loss_and_softmax(logits_nV: Tensor, targets_n: Tensor, reuse: bool) -> tuple[Tensor, Tensor]:
-    """Return the summed loss and the probabilities, in fp32 or wider, without another tensor of their size."""
+    """Return the summed loss and the probabilities, in fp32 or wider; no other tensor of their size is allocated."""
     scores = logits_nV.to(torch.promote_types(logits_nV.dtype, torch.float32))
-    if kernel_device(logits_nV.device) == "cuda" and scores.dtype != logits_nV.dtype:
+    if kernel_device_type(logits_nV.device) == "cuda" and scores.dtype != logits_nV.dtype:
         logprobs = torch.log_softmax(scores, -1)  # one kernel on CUDA, instead of five
         return -logprobs.gather(-1, targets_n[:, None]).sum(), logprobs.exp_()
     peak = scores.amax(-1, keepdim=True)
@@ -173,7 +179,7 @@ def _loss_and_softmax(logits_nV: Tensor, targets_n: Tensor, reuse: bool) -> tupl
 
 
 class TargetRows:
-    """Target tokens in chunks: a slice if every position has a target, else indices, which copy the hidden states."""
+    """Target tokens in chunks. A chunk is a slice if every position has a target, else a tensor of indices."""
 
     def __init__(self, targets_BT: Tensor, ignore_index: int, chunk_size: int) -> None:
         self.targets, self.chunk_size = targets_BT.flatten(), chunk_size
@@ -183,7 +189,7 @@ class TargetRows:
     def chunks(self) -> Iterator[Tensor | slice]:
         """Yield chunks of the positions with a target, as indices into the flattened positions."""
         count = len(self.positions)
-        for start in turns(range(0, count, self.chunk_size), self.targets.device):
+        for start in loop_or_simulate(range(0, count, self.chunk_size), self.targets.device):
             chunk = slice(start, min(start + self.chunk_size, count))
             yield chunk if self.every else self.positions[chunk]
 
@@ -192,7 +198,7 @@ class TargetRows:
         return torch.empty_like(hidden_NC) if self.every else torch.zeros_like(hidden_NC)
 
     def divisor(self, num_items: Tensor | float | None) -> Tensor | float:
-        """Return the divisor of the summed loss: ``num_items``, or if None the number of targets, at least 1."""
+        """Return the divisor of the summed loss: ``num_items`` or, for None, the number of targets, at least 1."""
         if num_items is None:
             return max(1, len(self.positions))
         return num_items.to(self.targets.device) if isinstance(num_items, Tensor) else num_items
@@ -204,7 +210,7 @@ class HeadSettings:
 
     Attributes:
         rows: Target tokens in chunks.
-        transform: Function of the logits; None for none.
+        transform: Function of the logits, or None.
         accumulate_dtype: Dtype in which the gradients of weight and bias are summed over chunks.
         compute_dtype: Dtype of the logits; None for the dtype of the hidden states.
         grad_enabled: True if autograd is enabled in the call of the head.
@@ -218,20 +224,22 @@ class HeadSettings:
 
 
 def autocast_dtype(hidden: Tensor) -> torch.dtype | None:
-    """Return autocast's dtype for the head, or None. Inside the head autocast is off: sums keep their dtypes."""
-    kind = autocast_kind(hidden.device)
+    """Return autocast's dtype for the head, or None. Autocast is off inside the head, so sums keep their dtypes."""
+    kind = autocast_device_type(hidden.device)
     if hidden.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
         return None
     return torch.get_autocast_dtype(kind)
 
 
-def cast(dtype: torch.dtype | None, *tensors: Tensor | None) -> tuple[Any, ...]:
+def cast_tensors(dtype: torch.dtype | None, *tensors: Tensor | None) -> tuple[Any, ...]:
     """Return the tensors cast to ``dtype``; unchanged if ``dtype`` is None."""
     return tuple(t if t is None or dtype is None else t.to(dtype) for t in tensors)
 
 
-def scaled(grads: Sequence[Tensor | None], dtypes: Sequence[torch.dtype | None], factor: Tensor) -> list[Tensor | None]:
-    """Return gradients times ``factor``, the upstream gradient: multiplied in the wider dtype, then cast to ``dtypes``.
+def scale_gradients(
+    grads: Sequence[Tensor | None], dtypes: Sequence[torch.dtype | None], factor: Tensor
+) -> list[Tensor | None]:
+    """Return gradients times ``factor``, the incoming gradient: multiplied in the wider dtype, then cast to ``dtypes``.
 
     ``factor`` is not cast to bf16, which would change the whole gradient by up to 0.4%.
     """
@@ -245,10 +253,10 @@ def scaled(grads: Sequence[Tensor | None], dtypes: Sequence[torch.dtype | None],
 
 
 def take_gradients(ctx: Any) -> tuple[Tensor | None, ...]:
-    """Return the gradients that the forward computed. The caller scales them in place; a retained graph keeps a copy.
+    """Return the gradients that the forward computed. The caller may overwrite them; a retained graph keeps a copy.
 
     Raises:
-        ArgumentError: An earlier backward without ``retain_graph=True`` freed them.
+        ArgumentError: An earlier backward without ``retain_graph=True`` freed the gradients.
     """
     grads: tuple[Tensor | None, ...] | None = ctx.grads
     if grads is None:
@@ -256,6 +264,6 @@ def take_gradients(ctx: Any) -> tuple[Tensor | None, ...]:
             "backward was called a second time on a streamed loss", fix="pass retain_graph=True to the first backward"
         )
     ctx.grads = None
-    if graph_is_kept():
+    if is_graph_retained():
         ctx.grads = tuple(None if grad is None else grad.clone() for grad in grads)
     return grads

@@ -14,14 +14,14 @@ and with a teacher's probabilities t, where t and p are computed from logits / T
     reverse             sum_v p_v log(p_v / t_v)
     jsd                 b sum_v t_v log(t_v / m_v) + (1 - b) sum_v p_v log(p_v / m_v)      arXiv 2306.13649
 
-If only the probabilities t_1 .. t_k of the teacher's top k tokens are known, the divergence is over k + 1 classes:
+If only the probabilities t_1 .. t_k of the teacher's top k tokens are recorded, the divergence is over k + 1 classes:
 these tokens, and one class of all others. That class has the probabilities 1 - sum_i t_i and 1 - sum_i p_i. This
-divergence is at most the divergence over all tokens. The two are equal if the other tokens have the same proportions in
+divergence is at most the divergence over all tokens, and equal to it if the other tokens have the same proportions in
 both models.
 
-Each loss depends on one token's logits only, so its gradient is known at once: 3 matmuls per chunk, as for plain cross
-entropy. A teacher's logits take one more matmul, from its hidden states. Besides a chunk's logits, memory holds a few
-tensors of :data:`WIDENED` elements at a time.
+Each loss depends on one token's logits only, so its gradient is computed in the forward: 3 matmuls per chunk, as for
+plain cross entropy. A teacher's logits need one more matmul, from the teacher's hidden states. In addition to a chunk's
+logits, a few tensors of :data:`WIDENED` elements are allocated at a time.
 
 Shape suffixes as in ``ops.head.cross_entropy``; n is the number of tokens of a part of a chunk.
 """
@@ -37,8 +37,8 @@ import torch
 from torch import Tensor
 
 from streamtune.base.model_facts import IGNORE_INDEX
-from streamtune.ops.devices import autocast_kind, blocks
-from streamtune.ops.first_order import first_order, hooks_held_back
+from streamtune.ops.devices import autocast_device_type, block_slices
+from streamtune.ops.first_order import first_order, suspend_tensor_hooks
 from streamtune.ops.head.sweep import (
     WIDENED,
     HeadGradients,
@@ -46,15 +46,15 @@ from streamtune.ops.head.sweep import (
     Project,
     TargetRows,
     autocast_dtype,
-    cast,
-    fill_missing,
+    cast_tensors,
     gradient_buffers,
-    scaled,
+    gradients_or_none,
+    scale_gradients,
     take_gradients,
 )
 
 MEASURED = ("nll", "kl")
-"""Sums over the targets that are returned besides the loss, without gradient."""
+"""Names of the sums over the targets that are returned in addition to the loss, without gradient."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class TeacherHead:
 
     Attributes:
         hidden_BTC: Final hidden states ``[..., C]`` of the teacher, at the student's positions.
-        project: Function from hidden states ``[n, C]`` to logits ``[n, V]``; the student's tokens come first.
+        project: Function from hidden states ``[n, C]`` to logits ``[n, V]``; the first tokens are the student's.
     """
 
     hidden_BTC: Tensor  # noqa: N815
@@ -102,11 +102,11 @@ class TeacherHead:
 
 @dataclass(frozen=True)
 class TopKTeacher:
-    """Top k next tokens of a teacher for the targets of a call; on the host, and copied to the device by chunks.
+    """Top k next tokens of a teacher for the targets of a call, on the host; chunks are copied to the device.
 
     Attributes:
         index_BT: Index into the tables for each position ``[B, T]``, int64; -100 at positions without a target.
-        ids_Kk: Token ids ``[K, k]``, int32, all different within an entry.
+        ids_Kk: Token ids ``[K, k]``, int32, distinct within an entry.
         logprobs_Kc: Log-probabilities of these tokens and, last, of all other tokens ``[K, k + 1]``, fp32.
     """
 
@@ -133,8 +133,8 @@ class TopKTeacher:
         return self.ids_Kk[rows].to(device).long(), self.logprobs_Kc[rows].to(device)
 
 
-def top_classes(logits_nV: Tensor, k: int, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Return ids ``[n, k]`` of the top k tokens, and their log-probs, then the others' log-prob, ``[n, k + 1]``."""
+def top_k_classes(logits_nV: Tensor, k: int, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Return the ids ``[n, k]`` of the top k tokens, and log-probabilities ``[n, k + 1]``, the last of all others."""
     wide = logits_nV.to(torch.promote_types(logits_nV.dtype, torch.float32))
     logp = (wide / temperature).log_softmax(-1)
     top, ids = logp.topk(k, dim=-1)
@@ -144,7 +144,7 @@ def top_classes(logits_nV: Tensor, k: int, temperature: float = 1.0) -> tuple[Te
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """Loss of a target token; the module has the formulas.
+    """Loss of a target token; the module's docstring has the formulas.
 
     Attributes:
         kind: Formula of the loss: ``nll``, ``dft`` or ``focal``.
@@ -186,9 +186,9 @@ class _Sweep(HeadSettings):
         weights = None if self.weights_N is None else self.weights_N[chunk]
         wide = torch.promote_types(logits_nV.dtype, torch.float32)
         sums = logits_nV.new_zeros(1 + len(MEASURED), dtype=wide)
-        known = () if self.teacher is None else self.teacher.known(chunk, logits_nV.device)
-        most = WIDENED // 4 if known else WIDENED
-        for part in blocks(len(targets), max(1, most // logits_nV.shape[1])):
+        teacher_values = () if self.teacher is None else self.teacher.known(chunk, logits_nV.device)
+        max_elements = WIDENED // 4 if teacher_values else WIDENED
+        for part in block_slices(len(targets), max(1, max_elements // logits_nV.shape[1])):
             raw = logits = logits_nV[part]
             if self.transform is not None:
                 with torch.set_grad_enabled(with_grad):
@@ -200,7 +200,7 @@ class _Sweep(HeadSettings):
                 targets[part],
                 self.loss,
                 part_weights,
-                tuple(each[part].to(wide) if each.is_floating_point() else each[part] for each in known),
+                tuple(x[part].to(wide) if x.is_floating_point() else x[part] for x in teacher_values),
                 with_grad=with_grad,
             )
             sums += found
@@ -218,40 +218,42 @@ def _loss_and_grad(
     targets_n: Tensor,
     loss: TokenLoss,
     weights_n: Tensor | None,
-    known: tuple[Tensor, ...],
+    teacher_values: tuple[Tensor, ...],
     *,
     with_grad: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the sums of loss and :data:`MEASURED` over some tokens, and the gradient of their logits.
 
-    Both are in fp32 or wider. ``known`` has the teacher's logits, or the ids and log-probs of its top k tokens.
+    Both are in fp32 or wider. ``teacher_values`` is (logits,) or, for a top-k teacher, (ids, log-probabilities).
     """
-    picked_n1 = targets_n[:, None]
+    targets_n1 = targets_n[:, None]
     logprobs_nV = logits_nV.log_softmax(-1)
-    logp_n = logprobs_nV.gather(-1, picked_n1).squeeze(-1)
-    of_target_n, slope_n = _of_target(logp_n, loss)
-    values_n, smoothing = of_target_n, loss.label_smoothing
+    logp_n = logprobs_nV.gather(-1, targets_n1).squeeze(-1)
+    target_loss_n, slope_n = _target_term(logp_n, loss)
+    values_n, smoothing = target_loss_n, loss.label_smoothing
     if smoothing:
         values_n = (1 - smoothing) * values_n - smoothing * logprobs_nV.mean(-1)
-    of_all_n = slope_n  # factor of p in the gradient, from the target and from label smoothing
+    p_factor_n = slope_n  # factor of p in the gradient, from the target and from label smoothing
     if loss.z_loss:
         log_z_n = logits_nV.logsumexp(-1)
         values_n = values_n + loss.z_loss * log_z_n.square()
-        of_all_n = of_all_n + 2 * loss.z_loss * log_z_n
+        p_factor_n = p_factor_n + 2 * loss.z_loss * log_z_n
     divergence, kl_n, kl_grad = loss.divergence, None, None
     if divergence is not None:
-        assert known, "a divergence needs a teacher"
-        if len(known) == 1:
-            kl_n, kl_grad = _divergence(logits_nV, known[0], divergence, with_grad=with_grad)
+        assert teacher_values, "a divergence needs a teacher"
+        if len(teacher_values) == 1:
+            kl_n, kl_grad = _divergence_and_grad(logits_nV, teacher_values[0], divergence, with_grad=with_grad)
         else:
-            kl_n, kl_grad = _class_divergence(logits_nV, known[0], known[1], divergence, with_grad=with_grad)
+            kl_n, kl_grad = _top_k_divergence_and_grad(
+                logits_nV, teacher_values[0], teacher_values[1], divergence, with_grad=with_grad
+            )
         values_n = divergence.hard_share * values_n + (1 - divergence.hard_share) * kl_n
     weighted_n = values_n if weights_n is None else values_n * weights_n
     sums = torch.stack([weighted_n.sum(), -logp_n.sum(), weighted_n.new_zeros(()) if kl_n is None else kl_n.sum()])
     if not with_grad:
         return sums, None
-    grad = logprobs_nV.exp_().mul_(of_all_n[:, None])
-    grad.scatter_add_(1, picked_n1, (slope_n * (smoothing - 1))[:, None])
+    grad = logprobs_nV.exp_().mul_(p_factor_n[:, None])
+    grad.scatter_add_(1, targets_n1, (slope_n * (smoothing - 1))[:, None])
     if smoothing:
         grad.sub_(smoothing / grad.shape[1])
     if divergence is not None and kl_grad is not None:
@@ -262,7 +264,7 @@ def _loss_and_grad(
     return sums, grad
 
 
-def _of_target(logp_n: Tensor, loss: TokenLoss) -> tuple[Tensor, Tensor]:
+def _target_term(logp_n: Tensor, loss: TokenLoss) -> tuple[Tensor, Tensor]:
     """Return the loss ``f(log p_y)`` of each token, and ``-f'(log p_y)``, both ``[n]``."""
     if loss.kind == "nll":
         return -logp_n, torch.ones_like(logp_n)
@@ -277,36 +279,36 @@ def _of_target(logp_n: Tensor, loss: TokenLoss) -> tuple[Tensor, Tensor]:
     )
 
 
-def _divergence(
+def _divergence_and_grad(
     logits_nV: Tensor, teacher_nV: Tensor, divergence: Divergence, *, with_grad: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the divergence of each token over the tokens that both vocabularies have, and its gradient."""
+    """Return each token's divergence over the tokens that both vocabularies have, and the gradient of the logits."""
     size, temperature = min(logits_nV.shape[1], teacher_nV.shape[1]), divergence.temperature
     logp = (logits_nV[:, :size] / temperature).log_softmax(-1)
     logt = (teacher_nV[:, :size] / temperature).log_softmax(-1)
     if divergence.kind == "forward":
         p, t = logp.exp(), logt.exp()
-        values = _sum_of_divergence(t, logt, p, logp)
+        values = _kl_of_tokens(t, logt, p, logp)
         return values, p.sub_(t).div_(temperature) if with_grad else None
     share, other = 1.0, logt
     if divergence.kind == "jsd":
         share = 1 - divergence.beta
         other = torch.logaddexp(logp + math.log(share), logt + math.log(divergence.beta))
     p, m = logp.exp(), other.exp()
-    values = share * _sum_of_divergence(p, logp, m, other)
+    values = share * _kl_of_tokens(p, logp, m, other)
     if divergence.kind == "jsd":
-        values = values + divergence.beta * _sum_of_divergence(logt.exp(), logt, m, other)
+        values = values + divergence.beta * _kl_of_tokens(logt.exp(), logt, m, other)
     if not with_grad:
         return values, None
     ratio = logp.sub_(other)
-    mean = _finite(p * ratio).sum(-1, keepdim=True)
-    return values, _finite(ratio.sub_(mean).mul_(p)).mul_(share / temperature)
+    mean = _nan_to_zero(p * ratio).sum(-1, keepdim=True)
+    return values, _nan_to_zero(ratio.sub_(mean).mul_(p)).mul_(share / temperature)
 
 
-def _class_divergence(
+def _top_k_divergence_and_grad(
     logits_nV: Tensor, ids_nk: Tensor, logt_nc: Tensor, divergence: Divergence, *, with_grad: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the divergence of each token over the classes of a teacher's top k tokens, and its gradient.
+    """Return each token's divergence over the classes of a teacher's top k tokens, and the gradient of the logits.
 
     The log-probability of a class is the log-sum-exp over its tokens. So the gradient of a token's logit is the
     gradient of its class, as if classes had logits, times the token's share of the class. The share is 1 for a top k
@@ -317,23 +319,23 @@ def _class_divergence(
     others = logp.scatter_(-1, ids_nk, -math.inf)
     rest = others.logsumexp(-1, keepdim=True)  # 1 - sum p would be lost to rounding if the model is certain
     without_temperature = replace(divergence, temperature=1.0)
-    values, slope = _divergence(torch.cat([top, rest], -1), logt_nc, without_temperature, with_grad=with_grad)
+    values, slope = _divergence_and_grad(torch.cat([top, rest], -1), logt_nc, without_temperature, with_grad=with_grad)
     if slope is None:
         return values, None
-    grad = _finite(others.sub_(rest).exp_()).mul_(slope[:, -1:])
+    grad = _nan_to_zero(others.sub_(rest).exp_()).mul_(slope[:, -1:])
     return values, grad.scatter_(-1, ids_nk, slope[:, :-1]).div_(divergence.temperature)
 
 
-def _sum_of_divergence(p: Tensor, logp: Tensor, q: Tensor, logq: Tensor) -> Tensor:
+def _kl_of_tokens(p: Tensor, logp: Tensor, q: Tensor, logq: Tensor) -> Tensor:
     """Return ``sum p log(p / q)`` for each token.
 
     ``q - p``, whose sum is zero, is added to each term. A rounding error of the normaliser shifts all logarithms of a
-    token equally; with the added terms it has only a second-order effect on the sum.
+    token equally; with the added terms, the error has only a second-order effect on the sum.
     """
-    return _finite((logp - logq).mul_(p)).sub_(p).add_(q).sum(-1)
+    return _nan_to_zero((logp - logq).mul_(p)).sub_(p).add_(q).sum(-1)
 
 
-def _finite(x: Tensor) -> Tensor:
+def _nan_to_zero(x: Tensor) -> Tensor:
     """Return ``x`` with 0 in place of NaN, the product of 0 and infinity: a token of probability 0 adds nothing."""
     return x.nan_to_num_(nan=0.0, posinf=math.inf, neginf=-math.inf)
 
@@ -379,9 +381,9 @@ def linear_token_loss(
         None if weights_BT is None else weights_BT.flatten(),
         teacher,
     )
-    with torch.autocast(autocast_kind(hidden_BTC.device), enabled=False):
+    with torch.autocast(autocast_device_type(hidden_BTC.device), enabled=False):
         total, measured = _LinearTokenLoss.apply(hidden_BTC.flatten(0, -2), weight_VC, bias_V, sweep)
-    return total / _divisor(rows, weights_BT, num_items), measured
+    return total / _divisor_of_loss(rows, weights_BT, num_items), measured
 
 
 def project_token_loss(
@@ -405,7 +407,7 @@ def project_token_loss(
     weights = None if weights_BT is None else weights_BT.flatten()
     sweep = _Sweep(rows, None, torch.float32, None, torch.is_grad_enabled(), loss, weights, teacher)
     total, measured = _ProjectTokenLoss.apply(hidden_BTC.flatten(0, -2), sweep, project, *parameters)
-    return total / _divisor(rows, weights_BT, num_items), measured
+    return total / _divisor_of_loss(rows, weights_BT, num_items), measured
 
 
 def token_loss_reference(
@@ -445,7 +447,7 @@ def token_loss_reference(
 def _dense_divergence(logits_NV: Tensor, teacher_NV: Tensor, divergence: Divergence) -> Tensor:
     size, wide = min(logits_NV.shape[1], teacher_NV.shape[1]), torch.promote_types(logits_NV.dtype, torch.float32)
     p, t = ((x[:, :size].to(wide) / divergence.temperature).softmax(-1) for x in (logits_NV, teacher_NV))
-    return _dense_sum(p, t, divergence)
+    return _dense_formula(p, t, divergence)
 
 
 def _dense_class_divergence(
@@ -453,12 +455,12 @@ def _dense_class_divergence(
 ) -> Tensor:
     wide = torch.promote_types(logits_NV.dtype, torch.float32)
     ids, logt = teacher.known(is_target.flatten().nonzero().squeeze(-1), logits_NV.device)
-    every = (logits_NV.to(wide) / divergence.temperature).softmax(-1)
-    rest = every.scatter(-1, ids, 0.0).sum(-1, keepdim=True)
-    return _dense_sum(torch.cat([every.gather(-1, ids), rest], -1), logt.to(wide).softmax(-1), divergence)
+    probabilities = (logits_NV.to(wide) / divergence.temperature).softmax(-1)
+    rest = probabilities.scatter(-1, ids, 0.0).sum(-1, keepdim=True)
+    return _dense_formula(torch.cat([probabilities.gather(-1, ids), rest], -1), logt.to(wide).softmax(-1), divergence)
 
 
-def _dense_sum(p: Tensor, t: Tensor, divergence: Divergence) -> Tensor:
+def _dense_formula(p: Tensor, t: Tensor, divergence: Divergence) -> Tensor:
     if divergence.kind == "forward":
         return (t * (t.log() - p.log())).sum(-1)
     if divergence.kind == "reverse":
@@ -468,7 +470,7 @@ def _dense_sum(p: Tensor, t: Tensor, divergence: Divergence) -> Tensor:
     return divergence.beta * of_teacher + (1 - divergence.beta) * of_student
 
 
-def _divisor(rows: TargetRows, weights_BT: Tensor | None, num_items: Tensor | float | None) -> Tensor | float:
+def _divisor_of_loss(rows: TargetRows, weights_BT: Tensor | None, num_items: Tensor | float | None) -> Tensor | float:
     if num_items is None and weights_BT is not None:
         return weights_BT.flatten()[rows.positions].sum()
     return rows.divisor(num_items)
@@ -480,29 +482,29 @@ class _LinearTokenLoss(torch.autograd.Function):
         wanted = [sweep.grad_enabled and needed for needed in ctx.needs_input_grad[:3]]
         ctx.inputs = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
         rows = sweep.rows
-        weight, bias = cast(sweep.compute_dtype, weight, bias)
+        weight, bias = cast_tensors(sweep.compute_dtype, weight, bias)
         grad_hidden = rows.gradient(hidden) if wanted[0] else None
         gradients = HeadGradients(grad_hidden, weight, bias, wanted, sweep.accumulate_dtype)
 
-        def logits_of(chunk: Tensor | slice) -> tuple[Tensor, Tensor]:
-            (h,) = cast(sweep.compute_dtype, hidden[chunk])
+        def head_logits(chunk: Tensor | slice) -> tuple[Tensor, Tensor]:
+            (h,) = cast_tensors(sweep.compute_dtype, hidden[chunk])
             return h, torch.nn.functional.linear(h, weight, bias)
 
-        sums = _zeros(hidden)
+        sums = _zero_sums(hidden)
         for chunk in rows.chunks():
-            h, logits = logits_of(chunk)
+            h, logits = head_logits(chunk)
             found, grad = sweep.chunk(logits, chunk, any(wanted))
             sums += found
             if grad is not None:
                 gradients.add(chunk, h, weight, grad)
             del logits, grad
         ctx.grads = gradients.all()
-        return _outputs(ctx, sums)
+        return _split_sums(ctx, sums)
 
     @staticmethod
     @first_order
     def backward(ctx: Any, grad_total: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        return (*scaled(take_gradients(ctx), ctx.inputs, grad_total), None)
+        return (*scale_gradients(take_gradients(ctx), ctx.inputs, grad_total), None)
 
 
 class _ProjectTokenLoss(torch.autograd.Function):
@@ -514,7 +516,7 @@ class _ProjectTokenLoss(torch.autograd.Function):
         backward = sweep.grad_enabled and (bool(wanted) or ctx.needs_input_grad[0])
         grad_hidden = sweep.rows.gradient(hidden) if backward else None
         gradients = gradient_buffers(wanted)
-        sums = _zeros(hidden)
+        sums = _zero_sums(hidden)
         for chunk in sweep.rows.chunks():
             with torch.set_grad_enabled(backward):
                 h = hidden[chunk].detach().requires_grad_(backward)
@@ -522,28 +524,28 @@ class _ProjectTokenLoss(torch.autograd.Function):
             found, grad = sweep.chunk(logits.detach().clone(), chunk, backward)
             sums += found
             if grad_hidden is not None and grad is not None:
-                with hooks_held_back(wanted):
+                with suspend_tensor_hooks(wanted):
                     grad_hidden[chunk], *terms = torch.autograd.grad(logits, (h, *wanted), grad)
                 for acc, term in zip(gradients, terms, strict=True):
                     acc += term
         ctx.grads = (grad_hidden, *gradients)
         ctx.inputs = (hidden.dtype, *(p.dtype for p in wanted))
         ctx.needed = [sweep.grad_enabled and p.requires_grad for p in params]
-        return _outputs(ctx, sums)
+        return _split_sums(ctx, sums)
 
     @staticmethod
     @first_order
     def backward(ctx: Any, grad_total: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        grad_hidden, *rest = scaled(take_gradients(ctx), ctx.inputs, grad_total)
-        return (grad_hidden, None, None, *fill_missing(rest, ctx.needed))
+        grad_hidden, *rest = scale_gradients(take_gradients(ctx), ctx.inputs, grad_total)
+        return (grad_hidden, None, None, *gradients_or_none(rest, ctx.needed))
 
 
-def _zeros(hidden: Tensor) -> Tensor:
+def _zero_sums(hidden: Tensor) -> Tensor:
     return hidden.new_zeros(1 + len(MEASURED), dtype=torch.promote_types(hidden.dtype, torch.float32))
 
 
-def _outputs(ctx: Any, sums: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the loss and the sums of :data:`MEASURED`, which get no gradient."""
+def _split_sums(ctx: Any, sums: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the loss, and the sums of :data:`MEASURED` marked as non-differentiable."""
     total, measured = sums[0].clone(), sums[1:].clone()
     ctx.mark_non_differentiable(measured)
     return total, measured

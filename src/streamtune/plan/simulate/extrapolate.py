@@ -28,7 +28,7 @@ from streamtune.engine import decoder_layers
 from streamtune.engine.hf_names import LAYER_NUMBERS
 from streamtune.engine.memory.disk import IN_FLIGHT
 from streamtune.engine.memory.placement import best_segment_size, place_layers
-from streamtune.ops.attention.attention import key_block
+from streamtune.ops.attention.attention import keys_per_block
 from streamtune.plan.simulate.memory import KINDS
 from streamtune.plan.simulate.shard import CHUNKED_ATTENTION, WINDOWS
 from streamtune.plan.simulate.simulation_cache import all_modules, cached_fact, model_configs
@@ -390,7 +390,7 @@ def _count_unlike_first_chunks(model: nn.Module, size: int, length: int) -> int 
 
     if window_sizes(CHUNKED_ATTENTION):
         return None
-    blocks = -(-key_block(size, torch.device("meta")) // size)  # chunks that a block of keys covers
+    blocks = -(-keys_per_block(size, torch.device("meta")) // size)  # chunks that a block of keys covers
     return max((-(-window // size) + 1 for window in window_sizes(WINDOWS)), default=blocks)
 
 

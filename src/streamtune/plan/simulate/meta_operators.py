@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from streamtune.errors import ArgumentError, UnsupportedModelError
 from streamtune.models import PackedExperts
-from streamtune.ops.devices import autocast_kind
+from streamtune.ops.devices import autocast_device_type
 
 MAX_VALUE_ELEMENTS = 1 << 22
 """Largest number of elements of a tensor whose value is computed; some masks are larger."""
@@ -478,7 +478,7 @@ def autocast_on_meta() -> Iterator[None]:
     torch rejects ``meta``, but some models call ``torch.autocast`` with their tensors' device type, as adapters on
     fused experts do to disable autocast.
     """
-    original_init, switch = torch.autocast.__init__, autocast_kind(torch.device("meta"))
+    original_init, switch = torch.autocast.__init__, autocast_device_type(torch.device("meta"))
 
     def patched_init(self: torch.autocast, device_type: str, *args: Any, **kwargs: Any) -> None:
         original_init(self, switch if device_type == "meta" else device_type, *args, **kwargs)
@@ -493,12 +493,12 @@ def autocast_on_meta() -> Iterator[None]:
 class MetaAutocast:
     """Casts the arguments of operators on ``meta`` as autocast casts them on the simulated device.
 
-    Autocast is enabled if it is enabled for the device type that :func:`~streamtune.ops.devices.autocast_kind` returns
-    for ``meta``.
+    Autocast is enabled if it is enabled for the device type that
+    :func:`~streamtune.ops.devices.autocast_device_type` returns for ``meta``.
     """
 
     def __init__(self, device: str) -> None:
-        self.device, self.switch = device, autocast_kind(torch.device("meta"))
+        self.device, self.switch = device, autocast_device_type(torch.device("meta"))
         self._cached_casts: dict[int, tuple[Tensor, Tensor]] = {}
 
     @contextmanager

@@ -44,7 +44,7 @@ from streamtune.base.adapters import base_of
 from streamtune.engine import decoder_layers
 from streamtune.engine.memory.placement import extra_forwards
 from streamtune.engine.offloaded_weights import offloaded_parameters
-from streamtune.ops.devices import simulating
+from streamtune.ops.devices import simulate_device_type
 from streamtune.plan.simulate.cluster import Cluster
 from streamtune.plan.simulate.memory import distinct_bytes, model_bytes, quantization_scale_bytes
 from streamtune.plan.simulate.meta_operators import meta_copy
@@ -365,7 +365,7 @@ def _measure_optimizer_step(
     optimizer: Any = workload.make_optimizer(model)
     every = [p for p in model.parameters() if p.requires_grad] if stepped_weights is None else list(stepped_weights)
     trained = [] if workload.step.gradients == "none" else every
-    with trace, simulating(device):
+    with trace, simulate_device_type(device):
         for parameter in trained:
             parameter.grad = torch.empty_like(parameter)
         chosen = [(group.get("foreach"), group.get("fused")) for group in optimizer.param_groups]

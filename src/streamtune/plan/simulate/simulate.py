@@ -22,8 +22,8 @@ from torch import Tensor
 
 from streamtune.base.result_cache import cached_result
 from streamtune.engine import decoder_layers
-from streamtune.ops.devices import all_turns, simulating
-from streamtune.optim import ZerothOrderSGD, perturbed
+from streamtune.ops.devices import run_all_iterations, simulate_device_type
+from streamtune.optim import ZerothOrderSGD, perturb_weights
 from streamtune.plan.simulate.extrapolate import (
     Cells,
     Combined,
@@ -151,7 +151,7 @@ def simulate(workload: Workload, schedule: Schedule, *, full: bool = False) -> S
     attempts = [(False, False)] if full else [(True, True), (True, False), (False, True), (False, False)]
     for layers, chunks in attempts:
         try:
-            with narrow_windows(model, shard.size), all_turns() if full else nullcontext():
+            with narrow_windows(model, shard.size), run_all_iterations() if full else nullcontext():
                 step = _trace_micro_batch(model, workload, shard, schedule, layers=layers, chunks=chunks)
             break
         except UnlikeError:  # the shorter steps ran other operators: leave out less
@@ -220,7 +220,7 @@ def _trace_micro_batch(
     scored, tokens = workload.scored, shard.tokens(workload.tokens)
     has_many_chunks = streamed and len(schedule.chunks(tokens)) > MAX_CHUNKS_RUN
     uses_scored_layout = scored is not None and shard.size == 1 and not (chunks and has_many_chunks)
-    with simulating(workload.device_type):
+    with simulate_device_type(workload.device_type):
         layout = make_layout(
             model, schedule, tokens, streamed=streamed, layers=layers, chunks=chunks and not uses_scored_layout
         )
@@ -266,7 +266,7 @@ def _perturbation(workload: Workload, model: Any) -> Callable[[Any], AbstractCon
         return None
     optimizer = workload.make_optimizer(model)
     assert isinstance(optimizer, ZerothOrderSGD), "only ZerothOrderSGD works without a backward"
-    return lambda perturbed_model: perturbed(optimizer, perturbed_model, decoder_layers(perturbed_model), 0, 1)
+    return lambda perturbed_model: perturb_weights(optimizer, perturbed_model, decoder_layers(perturbed_model), 0, 1)
 
 
 def _scale_work(scored: Scored, step: Combined, uses_scored_layout: bool) -> dict[tuple[str, bool], list[float]]:

@@ -22,8 +22,8 @@ from streamtune.engine.memory.placement import Tiers
 from streamtune.engine.offloaded_weights import offloaded_parameters
 from streamtune.engine.passes import placeholder
 from streamtune.ops import TeacherHead, TokenLoss, TopKTeacher
-from streamtune.ops.devices import DeviceFunctions, simulating
-from streamtune.ops.head.sweep import autocast_dtype, cast
+from streamtune.ops.devices import DeviceFunctions, simulate_device_type
+from streamtune.ops.head.sweep import autocast_dtype, cast_tensors
 from streamtune.plan.simulate.memory import GRADIENT
 from streamtune.plan.simulate.meta_operators import MetaAutocast, autocast_on_meta, meta_tensor_with_value
 from streamtune.plan.simulate.scored import PlainScores, Scored, checkpointing, fused_loss
@@ -96,7 +96,7 @@ def trace_step(model: Any, schedule: Schedule, step: Step) -> Trace:
         teacher_weight = None
         if (shape := step.teacher) is not None:
             teacher_weight = torch.empty(shape.vocabulary, shape.hidden, dtype=shape.dtype, device="meta")
-        stack.enter_context(simulating(step.device))
+        stack.enter_context(simulate_device_type(step.device))
         stack.enter_context(autocast_on_meta())
         if schedule.stream_grads:  # placeholders exist once for all steps, so they are not recorded
             for dtype in {torch.bfloat16, *(p.dtype for p in model.parameters() if p.is_floating_point())}:
@@ -218,8 +218,8 @@ class _TeacherHead:
     @contextmanager
     def as_teacher(self, logits: LazyLogits, targets: Tensor) -> Iterator[TeacherHead]:
         dtype = autocast_dtype(logits.hidden)
-        (weight,) = cast(dtype, self.weight)
-        yield TeacherHead(logits.hidden, lambda h: nn.functional.linear(cast(dtype, h)[0], weight))
+        (weight,) = cast_tensors(dtype, self.weight)
+        yield TeacherHead(logits.hidden, lambda h: nn.functional.linear(cast_tensors(dtype, h)[0], weight))
 
 
 def _make_targets(step: Step) -> Tensor:

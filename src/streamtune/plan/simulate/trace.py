@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from streamtune.ops.devices import repetitions
+from streamtune.ops.devices import current_run_count
 from streamtune.plan.simulate.costs import (
     Cost,
     EmbeddingSums,
@@ -250,7 +250,7 @@ class Trace(LiveBytes):
                 self.integers.attach_values(func, args, given, out)
             elif cost == "view" or copies_to_itself(func, args):
                 return out
-        before, times = self.total, repetitions()
+        before, times = self.total, current_run_count()
         scratch = scratch_bytes(func, args, self.device) if properties.scratch else 0
         if scratch:
             self._cell.embedding = embedding_sums(func, args) or self._cell.embedding

@@ -14,7 +14,7 @@ import torch
 from streamtune import data, train
 from streamtune.base.model_facts import IGNORE_INDEX
 from streamtune.errors import ArgumentError
-from streamtune.ops import top_classes
+from streamtune.ops import top_k_classes
 from streamtune.ops.head.sweep import TargetRows
 from streamtune.programs.evaluate.evaluate import Feedback
 from streamtune.programs.evaluate.model import plan_evaluation
@@ -114,7 +114,7 @@ def _top_tokens(
     found: list[tuple[torch.Tensor, torch.Tensor]] = []
     with lazy.owner.as_teacher(lazy, batch.shift_labels) as head:
         for chunk in TargetRows(batch.shift_labels, IGNORE_INDEX, model.handle.schedule.head_chunk_size).chunks():
-            ids, logprobs = top_classes(head.logits(chunk)[:, :vocabulary], top_k, temperature)
+            ids, logprobs = top_k_classes(head.logits(chunk)[:, :vocabulary], top_k, temperature)
             found.append((ids.int().cpu(), logprobs.float().cpu()))
     ids_parts, logprob_parts = zip(*found, strict=True)
     return torch.cat(ids_parts), torch.cat(logprob_parts)

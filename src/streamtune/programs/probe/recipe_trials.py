@@ -88,7 +88,7 @@ def prepare_step(recipe: TrainingSettings, device_name: str, budget: Budget, sha
     train_largest_block(recipe, model)
     optimizer = local_optimizer(recipe, model)
     if isinstance(optimizer, BlockAdamW):
-        optimizer.train_together()
+        optimizer.merge_blocks()
     trial = TrialStep(
         model=model,
         handle=handle,
