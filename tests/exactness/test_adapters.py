@@ -11,7 +11,7 @@ import torch
 import streamtune
 from streamtune.base.adapters import ADAPTERS, AdapterName
 from streamtune.models import AdapterSpec, add_adapters, load_run_adapters, save_pretrained
-from streamtune.models.adapters.start import FACTORS_OF_WEIGHT
+from streamtune.models.adapters.initial_values import FACTORS_OF_WEIGHT
 from streamtune.models.quantize import quantize
 from streamtune.programs.export.merge import merged_weights
 from streamtune.recipe.keys.adapters import UNQUANTISED

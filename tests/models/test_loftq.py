@@ -22,7 +22,7 @@ from streamtune.models import (
     load_peft_adapters,
     make_loftq_quantizer,
 )
-from streamtune.models.adapters.start import LOFTQ_FILE
+from streamtune.models.adapters.initial_values import LOFTQ_FILE
 from streamtune.models.adapters.targets import lora_layers
 from streamtune.models.export import save_pretrained
 from streamtune.models.quantize import PACKAGES, dequantize_weight, is_quantised, quantize

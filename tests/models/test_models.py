@@ -33,7 +33,7 @@ from streamtune.models import (
     train_tokenizer,
     unloaded_layers_warning,
 )
-from streamtune.models.older import add_transformers4_names
+from streamtune.models.transformers4 import add_transformers4_names
 
 TEXTS = ["def double(x):\n    return x + x\n", "class Pair:\n    def __init__(self, a, b):\n        self.a = a\n"] * 4
 CONFIG: dict[str, Any] = {

@@ -16,7 +16,7 @@ from tests.sft_kit import FIXED, QWEN3, run, write_recipe, write_rows
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from streamtune.models import RopeChange, SavedTokenizer, save_pretrained, train_tokenizer
-from streamtune.models.older import with_transformers4_names
+from streamtune.models.transformers4 import with_transformers4_names
 from streamtune.programs.export.export import ExportOptions, export_model
 
 TINY: dict[str, Any] = {**QWEN3, "max_position_embeddings": 64}

@@ -11,7 +11,7 @@ from streamtune.models.adapters.attach import (
     load_run_adapters,
     make_loftq_quantizer,
 )
-from streamtune.models.adapters.start import (
+from streamtune.models.adapters.initial_values import (
     LOFTQ_FILE,
     LayerQuantizer,
     SavedLoftqQuantizer,
@@ -70,7 +70,6 @@ from streamtune.models.load import (
     make_small_copy,
     unloaded_layers_warning,
 )
-from streamtune.models.older import add_transformers4_names
 from streamtune.models.packed import PackedExperts, has_packed_experts
 from streamtune.models.positions import (
     RopeChange,
@@ -97,6 +96,7 @@ from streamtune.models.tokenizer import (
     train_tokenizer,
     write_special_token_ids,
 )
+from streamtune.models.transformers4 import add_transformers4_names
 
 __all__ = [
     "CHATML_TEMPLATE",

@@ -26,9 +26,9 @@ from streamtune.base.adapters import base_of
 from streamtune.engine.hf_names import AS_IN_FILES, SAFE_FILE, SAFE_INDEX, hf_internal, tied_weights
 from streamtune.errors import ArgumentError
 from streamtune.models.adapters.attach import convert_adapters_to_lora, is_converted_when_saved
-from streamtune.models.adapters.start import save_loftq_file
+from streamtune.models.adapters.initial_values import save_loftq_file
 from streamtune.models.generation import add_eos_token_ids, eos_token_ids
-from streamtune.models.older import (
+from streamtune.models.transformers4 import (
     AS_TRANSFORMERS,
     TOKENIZER_CONFIG,
     add_transformers4_names,

@@ -16,7 +16,7 @@ from transformers import (
 
 from streamtune.base.adapters import base_of
 from streamtune.errors import ArgumentError
-from streamtune.models.adapters.start import LayerQuantizer
+from streamtune.models.adapters.initial_values import LayerQuantizer
 from streamtune.models.config import (
     build_config,
     check_path_exists,

@@ -31,7 +31,7 @@ from torch import nn
 from streamtune.base.text import show_size
 from streamtune.engine.hf_names import QUANTIZERS, fp32_weight_names, hf_internal
 from streamtune.errors import ArgumentError
-from streamtune.models.adapters.start import LayerQuantizer, LoftqQuantizer
+from streamtune.models.adapters.initial_values import LayerQuantizer, LoftqQuantizer
 from streamtune.models.packed import PackedExperts, pack_experts, shard_packed_experts
 
 if TYPE_CHECKING:

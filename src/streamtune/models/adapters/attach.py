@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from streamtune.base.adapters import ADAPTERS, NAMED_STARTS, AdapterSpec
 from streamtune.base.patterns import find_matches
 from streamtune.errors import ArgumentError, did_you_mean
-from streamtune.models.adapters.start import (
+from streamtune.models.adapters.initial_values import (
     CONSTANT,
     LOFTQ_FILE,
     START,
