@@ -129,7 +129,7 @@ def test_a_base_under_adapters_is_watched_as_well(folder: Path) -> None:
     assert reading.local_adapter_base(str(folder / "adapters")) == str(folder / "base")
     with (
         pytest.raises(ArgumentError, match=r"base/config.json was written to"),
-        reading.refuse_concurrent_writes(folder / "adapters"),
+        reading.refuse_file_changes(folder / "adapters"),
     ):
         (folder / "base/config.json").touch()
 
@@ -147,7 +147,7 @@ def test_a_file_that_changed_just_before_is_compared_by_its_content(
         return facts if self == path else real(self, **options)
 
     monkeypatch.setattr(Path, "stat", coarse)
-    with pytest.raises(ArgumentError, match="was written to"), reading.refuse_concurrent_writes(folder / "base"):
+    with pytest.raises(ArgumentError, match="was written to"), reading.refuse_file_changes(folder / "base"):
         path.write_bytes(path.read_bytes()[:-4] + b"abcd")
 
 

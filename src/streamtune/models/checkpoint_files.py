@@ -227,8 +227,7 @@ def _tensor_files(name_or_path: str) -> dict[str, Path]:
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise make_loading_error("model", name_or_path, error) from error
     raise ArgumentError(
-        f"'{name_or_path}' has no safetensors weights; ranks that shard a model read weights layer by layer, only from "
-        "safetensors",
+        f"'{name_or_path}' has no safetensors weights, from which ranks that shard a model read one layer at a time",
         where="model_name_or_path",
         fix="convert it: load it with transformers, then call save_pretrained()",
     )
@@ -264,12 +263,8 @@ def fingerprint_model(
     if not is_local_folder(name_or_path):
         return _hub_commit(name_or_path)
     folder = Path(name_or_path).expanduser()
-    files = (_matching_file_names(folder, WEIGHTS) or _matching_file_names(folder, PICKLES)) if weights else []
-    names = {
-        *_matching_file_names(folder, SETTINGS),
-        *files,
-        *(_matching_file_names(folder, ("*.py",)) if code else ()),
-    }
+    files = (_file_names(folder, WEIGHTS) or _file_names(folder, PICKLES)) if weights else []
+    names = {*_file_names(folder, SETTINGS), *files, *(_file_names(folder, ("*.py",)) if code else ())}
     return fingerprint_files({name: folder / name for name in names}.items(), times)
 
 
@@ -291,7 +286,7 @@ def fingerprint_tokenizer(name_or_path: str) -> str | None:
     if not is_local_folder(name_or_path):
         return None
     folder = Path(name_or_path).expanduser()
-    return fingerprint_files({name: folder / name for name in _matching_file_names(folder, TOKENIZER)}.items())
+    return fingerprint_files({name: folder / name for name in _file_names(folder, TOKENIZER)}.items())
 
 
 def fingerprint_files(files: Iterable[tuple[str, Path]], times: FileTimes | None = None) -> str:
@@ -322,7 +317,7 @@ def fingerprint_files(files: Iterable[tuple[str, Path]], times: FileTimes | None
     return digest.hexdigest()
 
 
-def _matching_file_names(folder: Path, patterns: Iterable[str]) -> list[str]:
+def _file_names(folder: Path, patterns: Iterable[str]) -> list[str]:
     found = (path for pattern in patterns for path in folder.glob(pattern))
     return sorted({path.relative_to(folder).as_posix() for path in found if path.is_file()})
 

@@ -85,10 +85,7 @@ class NotRecordedError(Exception):
 
 @contextmanager
 def wrap_constructor_errors(keys: Mapping[str, Any]) -> Iterator[None]:
-    """Context manager: turn an exception of a model's constructor into an ArgumentError for ``model.init``.
-
-    ``keys`` are the recipe's ``model.init``.
-    """
+    """Context manager: turn exceptions of a model's constructor into an ArgumentError for ``keys``, the ``model.init``."""
     try:
         yield
     except (StreamTuneError, NotRecordedError):
@@ -300,22 +297,20 @@ def check_config(config: Any, written_keys: Mapping[str, Any], where: Where) -> 
 
     def make_error(key: str, what: str, fix: str) -> ArgumentError:
         written = names.get(key, key) if key not in flat else key
-        return ArgumentError(
-            f"'{written}: {_shorten(_config_value(text, key), 60)}' {what}", where=where(written), fix=fix
-        )
+        return ArgumentError(f"'{written}: {_shorten(_value_of(text, key), 60)}' {what}", where=where(written), fix=fix)
 
     for key in SIZES:
-        value, most = _config_value(text, key), LARGEST.get(key, LARGEST_SIZE)
+        value, most = _value_of(text, key), LARGEST.get(key, LARGEST_SIZE)
         for size in value if isinstance(value, list | tuple) else () if value is None else (value,):
             if isinstance(size, bool) or not isinstance(size, int) or size < (0 if isinstance(value, list) else 1):
                 raise make_error(key, "is not a whole number of at least 1", "fix the number")
             if size > most:
                 raise make_error(key, f"is too large: at most {most:,}", "fix the number")
     _check_head_counts(text, flat, names, make_error)
-    chosen = _config_int(text, "num_experts_per_tok")
-    if chosen is not None and chosen < 1 and any(_config_int(text, key) for key in EXPERTS):
+    chosen = _int_of(text, "num_experts_per_tok")
+    if chosen is not None and chosen < 1 and any(_int_of(text, key) for key in EXPERTS):
         raise make_error("num_experts_per_tok", "leaves every token without an expert", "use at least 1")
-    for key, value in _config_numbers(text):
+    for key, value in _numbers_of(text):
         if math.isnan(value):
             raise make_error(key, "is not a number", "fix the number")
         if DROPOUT.search(key) and not 0 <= value < 1:
@@ -335,47 +330,38 @@ def check_layer_limit(written_keys: Mapping[str, Any], where: Where) -> None:
 
 def _check_head_counts(
     text: Any,
-    written_keys: Mapping[str, Any],
+    keys: Mapping[str, Any],
     names: Mapping[str, str],
     make_error: Callable[[str, str, str], ArgumentError],
 ) -> None:
     """Refuse key head counts that do not divide the query heads, and query head counts that do not divide the width."""
-    heads, kv_heads, hidden_size = (
-        _config_int(text, key) for key in ("num_attention_heads", "num_key_value_heads", "hidden_size")
-    )
-    if heads and kv_heads and heads % kv_heads:
+    heads, groups, width = (_int_of(text, key) for key in ("num_attention_heads", "num_key_value_heads", "hidden_size"))
+    if heads and groups and heads % groups:
         raise make_error("num_key_value_heads", f"does not divide the {heads} attention heads",
                      f"use a divisor of {heads}")  # fmt: skip
-    head_dim = _config_int(text, "head_dim")
-    derived = "head_dim" not in written_keys and names.get("head_dim", "head_dim") not in written_keys
-    by_layer = isinstance(_config_value(text, "head_dim"), list)
-    if (
-        heads
-        and hidden_size
-        and hidden_size % heads
-        and derived
-        and not by_layer
-        and head_dim in (None, hidden_size // heads)
-    ):
+    head_dim = _int_of(text, "head_dim")
+    derived = "head_dim" not in keys and names.get("head_dim", "head_dim") not in keys
+    by_layer = isinstance(_value_of(text, "head_dim"), list)
+    if heads and width and width % heads and derived and not by_layer and head_dim in (None, width // heads):
         name = names.get("hidden_size", "hidden_size")
-        raise make_error("num_attention_heads", f"does not divide '{name}: {hidden_size}'",
-                     f"use a divisor of {hidden_size}, or set head_dim if the model type has it")  # fmt: skip
+        raise make_error("num_attention_heads", f"does not divide '{name}: {width}'",
+                     f"use a divisor of {width}, or set head_dim if the model type has it")  # fmt: skip
 
 
-def _config_value(config: Any, key: str) -> Any:
+def _value_of(config: Any, key: str) -> Any:
     """Return the value of a key; None if the key is absent, a list of values if layers have different values."""
     try:
         return getattr(config, key, None)
     except Exception:  # transformers raises if layers differ and have no common value
-        return [_config_value(layer, key) for layer in getattr(config, "per_layer_config", None) or ()]
+        return [_value_of(layer, key) for layer in getattr(config, "per_layer_config", None) or ()]
 
 
-def _config_int(config: Any, key: str) -> int | None:
-    value = _config_value(config, key)
+def _int_of(config: Any, key: str) -> int | None:
+    value = _value_of(config, key)
     return value if isinstance(value, int) else None
 
 
-def _config_numbers(config: Any) -> Iterable[tuple[str, float]]:
+def _numbers_of(config: Any) -> Iterable[tuple[str, float]]:
     """Yield (key, number) for each number in a configuration; an integer with magnitude from 2**63 becomes infinity."""
     for key, value in vars(config).items():
         if isinstance(value, int | float) and not isinstance(value, bool):
@@ -413,4 +399,4 @@ def config_keys_with_value(config: Any, size: int) -> list[str]:
     """Return the keys of ``SIZES`` whose value in a configuration is ``size``: they determine the sizes of weights."""
     text = config.get_text_config(decoder=True)
     names: Mapping[str, str] = getattr(text, "attribute_map", None) or {}
-    return [names.get(key, key) for key in SIZES if _config_int(text, key) == size]
+    return [names.get(key, key) for key in SIZES if _int_of(text, key) == size]

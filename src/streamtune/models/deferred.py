@@ -50,11 +50,8 @@ class WeightSource(Protocol):
 class DeferredWeights:
     """Provider of the weights of a model on ``meta``. The model has no adapters yet; adapters may be added afterwards.
 
-    Args:
-        model: Model whose parameters are moved to ``meta``.
-        open_source: Function that opens the source at the first read, which happens on one rank only.
-        dtypes: Dtypes of parameters, by name, that replace the dtypes in ``model``.
-        note: Remark for the user on how the weights are made.
+    ``open_source`` opens the source at the first read, which happens on one rank only. ``dtypes`` replaces dtypes of
+    parameters, by name. ``note`` is a remark for the user on how the weights are made.
     """
 
     def __init__(
@@ -229,12 +226,10 @@ class _ReplayedInit:
 
     def __init__(self, model: PreTrainedModel, recorded: RecordedInit) -> None:
         self._recorded = recorded
-        self._parameters_on_meta = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        self._parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        made = {
-            name: self._parameters_on_meta[name] for name in names
-        }  # a few, such as norm weights, have values already
+        made = {name: self._parameters[name] for name in names}  # a few, such as norm weights, have values already
         return {name: self._recorded.replay(x) if x.device.type == "meta" else x.clone() for name, x in made.items()}
 
 

@@ -25,7 +25,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from streamtune.base.adapters import base_of
 from streamtune.engine.hf_names import AS_IN_FILES, SAFE_FILE, SAFE_INDEX, hf_internal, tied_weights
 from streamtune.errors import ArgumentError
-from streamtune.models.adapters.attach import convert_adapters_to_lora, is_converted_when_saved
+from streamtune.models.adapters.attach import convert_to_lora, is_converted_when_saved
 from streamtune.models.adapters.initial_values import save_loftq_file
 from streamtune.models.generation import add_eos_token_ids, eos_token_ids
 from streamtune.models.transformers4 import (
@@ -117,7 +117,7 @@ def save_pretrained(
         return
     if is_converted_when_saved(model):
         folder.mkdir(parents=True, exist_ok=True)
-        config, adapters = convert_adapters_to_lora(model, weights)
+        config, adapters = convert_to_lora(model, weights)
         save_file(adapters, folder / "adapter_model.safetensors", metadata={"format": "pt"})
         with _sort_module_names([config]):
             config.save_pretrained(str(folder))

@@ -5,7 +5,7 @@
 - An index may name only files in its own folder.
 - Adapters cannot choose a base on the hub, and their settings are checked before peft uses them.
 
-:func:`refuse_concurrent_writes` compares size and times of the files before and after reading. So all data read belong
+:func:`refuse_file_changes` compares size and times of the files before and after reading. So all data read belong
 to one state of the folder. :func:`read_without_mmap` makes libraries read safetensors into memory. If a mapped file is
 truncated, as ``cp`` onto the file does, the process ends with SIGBUS; reading a truncated file raises an error.
 
@@ -173,10 +173,8 @@ def check_adapter_config_file(
     check_adapter_config(settings, path, module_names, where=where)
 
 
-def check_adapter_config(
-    settings: Any, path: Path, module_names: Sequence[str] = TYPICAL_MODULES, *, where: str
-) -> None:
-    """Refuse adapter settings of the wrong type, and patterns that are too slow to match on ``module_names``.
+def check_adapter_config(settings: Any, path: Path, names: Sequence[str] = TYPICAL_MODULES, *, where: str) -> None:
+    """Refuse adapter settings of the wrong type, and patterns that are too slow to match on ``names``.
 
     ``settings`` is the content of the ``adapter_config.json`` at ``path``; ``where`` is the key that names its folder.
     """
@@ -197,16 +195,16 @@ def check_adapter_config(
         setting = settings.get(key) or {}
         if not isinstance(setting, Mapping) or not all(_is_number(value) for value in setting.values()):
             raise make_error(key, "a mapping of patterns to numbers")
-        find_matches(list(setting), module_names, where=f"{key} in {path}", match_function="match", template=PEFT_FORM)
+        find_matches(list(setting), names, where=f"{key} in {path}", match_function="match", template=PEFT_FORM)
     for key in ("target_modules", "exclude_modules", "modules_to_save", "layers_pattern", "target_parameters"):
         setting = settings.get(key)
         if setting is not None and not isinstance(setting, str) and not _is_string_list(setting):
             raise make_error(key, "a string or a list of strings")
         if isinstance(setting, str):
-            find_matches([setting], module_names, where=f"{key} in {path}", match_function="fullmatch")
+            find_matches([setting], names, where=f"{key} in {path}", match_function="fullmatch")
     layers = settings.get("layers_pattern") or []
     forms = [layers] if isinstance(layers, str) else list(layers)
-    find_matches(forms, module_names, where=f"layers_pattern in {path}", match_function="match", template=r".*\.{}\.(\d+)\.")
+    find_matches(forms, names, where=f"layers_pattern in {path}", match_function="match", template=r".*\.{}\.(\d+)\.")
 
 
 def _is_number(value: Any, *, integer: bool = False) -> bool:
@@ -231,7 +229,7 @@ State = tuple[int, int, int, int, str]
 
 
 @contextmanager
-def refuse_concurrent_writes(name_or_path: str | Path, *, where: str = "model_name_or_path") -> Iterator[None]:
+def refuse_file_changes(name_or_path: str | Path, *, where: str = "model_name_or_path") -> Iterator[None]:
     """Context manager: refuse a folder whose files are written to while it is read, even if they are then restored.
 
     The base of adapters is checked too; hub files do not change. The ArgumentError replaces any error raised inside.
@@ -241,7 +239,7 @@ def refuse_concurrent_writes(name_or_path: str | Path, *, where: str = "model_na
     before = _file_states(folders)
 
     def check_files(cause: Exception | None) -> None:
-        after = _file_states(folders, files_to_checksum={path for path, state in before.items() if state[-1]})
+        after = _file_states(folders, to_checksum={path for path, state in before.items() if state[-1]})
         for path in sorted(before.keys() | after.keys()):
             if before.get(path) != after.get(path):
                 raise ArgumentError(
@@ -258,10 +256,10 @@ def refuse_concurrent_writes(name_or_path: str | Path, *, where: str = "model_na
     check_files(None)
 
 
-def _file_states(folders: list[str], files_to_checksum: set[Path] | None = None) -> dict[Path, State]:
+def _file_states(folders: list[str], to_checksum: set[Path] | None = None) -> dict[Path, State]:
     """Return the state of each model file in the folders, by path.
 
-    ``files_to_checksum`` is by default the files that changed within ``SETTLED_SECONDS``.
+    ``to_checksum`` is by default the files that changed within ``SETTLED_SECONDS``.
     """
     states: dict[Path, State] = {}
     for folder in folders:
@@ -270,11 +268,7 @@ def _file_states(folders: list[str], files_to_checksum: set[Path] | None = None)
                 with suppress(OSError):
                     if path.suffix in FILES and stat.S_ISREG((status := path.stat()).st_mode):
                         changed = max(status.st_mtime, status.st_ctime)
-                        new = (
-                            time.time() - changed < SETTLED_SECONDS
-                            if files_to_checksum is None
-                            else path in files_to_checksum
-                        )
+                        new = time.time() - changed < SETTLED_SECONDS if to_checksum is None else path in to_checksum
                         content = _file_checksum(path) if new else ""
                         states[path] = (status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, content)
     return states

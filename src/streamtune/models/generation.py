@@ -76,11 +76,9 @@ class Decoding:
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, chat: ChatOptions) -> list[int]:
     """Return the token ids of a prompt: as a user message if the tokenizer has a chat template, else as plain text."""
-    message_or_text: str | list[dict[str, Any]] = (
-        [{"role": "user", "content": prompt}] if tokenizer.chat_template else prompt
-    )
+    query: str | list[dict[str, Any]] = [{"role": "user", "content": prompt}] if tokenizer.chat_template else prompt
     try:
-        return PromptRenderer(tokenizer, chat=chat)(message_or_text, None, "")
+        return PromptRenderer(tokenizer, chat=chat)(query, None, "")
     except DataError as error:
         raise ArgumentError(error.what, where="sample", fix="change the prompt or the chat_template") from error
 
@@ -111,20 +109,18 @@ def generate_greedily(
     prompt: Sequence[int],
     *,
     max_new_tokens: int,
-    eos_ids: Sequence[int],
-    pad_id: int | None,
+    eos: Sequence[int],
+    pad: int | None,
     synced_gpus: bool = False,
 ) -> list[int]:
     """Return the token ids of the greedy continuation of the token ids ``prompt``, including a final EOS.
 
     The model is left in evaluation mode.
     """
-    return _generate(model, prompt, Decoding(max_new_tokens, synced_gpus=synced_gpus), eos_ids, pad_id)
+    return _generate(model, prompt, Decoding(max_new_tokens, synced_gpus=synced_gpus), eos, pad)
 
 
-def _generate(
-    model: Any, prompt: Sequence[int], decoding: Decoding, eos_ids: Sequence[int], pad_id: int | None
-) -> list[int]:
+def _generate(model: Any, prompt: Sequence[int], decoding: Decoding, eos: Sequence[int], pad: int | None) -> list[int]:
     ids = torch.tensor([list(prompt)], device=model_device(model))
     sampling = {"do_sample": True, "temperature": decoding.temperature} if decoding.temperature > 0 else {}
     model.eval()
@@ -135,7 +131,7 @@ def _generate(
             **{"do_sample": False, **sampling},
             max_new_tokens=decoding.max_new_tokens,
             synced_gpus=decoding.synced_gpus,
-            eos_token_id=list(eos_ids) or None,
-            pad_token_id=pad_id,
+            eos_token_id=list(eos) or None,
+            pad_token_id=pad,
         )
     return output[0, len(prompt) :].tolist()

@@ -25,7 +25,7 @@ from streamtune.models.config import (
     wrap_constructor_errors,
     wrap_loading_errors,
 )
-from streamtune.models.folder import check_model_folder, read_without_mmap, refuse_concurrent_writes
+from streamtune.models.folder import check_model_folder, read_without_mmap, refuse_file_changes
 from streamtune.models.positions import RopeChange
 from streamtune.models.quantize import logical_numel, quantize
 from streamtune.models.weights_check import (
@@ -126,7 +126,7 @@ def load_model(
             quantised as requested, or was written to while it was read.
     """
     check_path_exists(name_or_path)
-    with refuse_concurrent_writes(name_or_path), read_without_mmap(name_or_path):
+    with refuse_file_changes(name_or_path), read_without_mmap(name_or_path):
         safetensors = check_model_folder(name_or_path, allow_pickle=allow_pickle)
         config = read_config(name_or_path, trust_remote_code)
         if options.rope is not None and config is not None:

@@ -156,10 +156,7 @@ class Nf4Codes:
         padded, size = 2 * self.codes.shape[1], self.shape[1:].numel()
         narrow = dtype if dtype.itemsize <= 4 else torch.float32
         step = max(1, MAX_WEIGHTS // padded)
-        parts = [
-            self._dequantize_chunk(chunk_start, min(chunk_start + step, stop), narrow)
-            for chunk_start in range(start, stop, step)
-        ]
+        parts = [self._dequantize_chunk(first, min(first + step, stop), narrow) for first in range(start, stop, step)]
         whole = parts[0] if len(parts) == 1 else torch.cat(parts)
         return whole[:, :size].reshape(stop - start, *self.shape[1:]).to(dtype)
 

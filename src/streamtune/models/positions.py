@@ -104,32 +104,30 @@ class RopeChange:
                 f"transformers rejects these rope_parameters: {reason}", where=key, fix="fix the value"
             ) from error
 
-    def _changed_parameters(self, old_parameters: Mapping[str, Any], old_limit: int) -> tuple[dict[str, Any], int]:
+    def _changed_parameters(self, old: Mapping[str, Any], old_limit: int) -> tuple[dict[str, Any], int]:
         """Return the new ``rope_parameters``, and the number of positions that the model then supports.
 
-        ``old_limit`` is the number of positions that the model supports with ``old_parameters``.
+        ``old_limit`` is the number of positions that the model supports with ``old``.
         """
         theta = {} if self.theta is None else {"rope_theta": self.theta}
-        old_type = old_parameters.get("rope_type", "default")
+        old_type = old.get("rope_type", "default")
         if self.scaling is None:
-            return {**old_parameters, **theta}, max(old_limit, self.length) if old_type == "default" else old_limit
-        new_settings = {name: value for name, value in self.scaling.items() if value is not None}
-        kind = new_settings["rope_type"]
+            return {**old, **theta}, max(old_limit, self.length) if old_type == "default" else old_limit
+        settings = {name: value for name, value in self.scaling.items() if value is not None}
+        kind = settings["rope_type"]
         replaced = SCALING_KEYS if kind == old_type else SCALING_KEYS | SAME_TYPE_KEYS
-        others = {name: value for name, value in old_parameters.items() if name not in replaced}
+        others = {name: value for name, value in old.items() if name not in replaced}
         if kind == "default":
             return {**others, **theta, "rope_type": kind}, max(old_limit, self.length)
-        pretrained_limit = round(old_limit / old_parameters["factor"]) if old_type == "linear" else old_limit
+        pretrained_limit = round(old_limit / old["factor"]) if old_type == "linear" else old_limit
         pretrained_limit = (
-            new_settings.pop("original_max_position_embeddings", None)
-            or old_parameters.get(ORIGINAL)
-            or pretrained_limit
+            settings.pop("original_max_position_embeddings", None) or old.get(ORIGINAL) or pretrained_limit
         )
-        factor = float(new_settings.setdefault("factor", float(max(1, math.ceil(self.length / pretrained_limit)))))
+        factor = float(settings.setdefault("factor", float(max(1, math.ceil(self.length / pretrained_limit)))))
         # Linear scaling does not depend on the pretrained length, so it has no key; dynamic scaling reads the length
         # from max_position_embeddings.
         original = {} if kind in ("linear", "dynamic") else {ORIGINAL: pretrained_limit}
-        new = {**others, **theta, **(LLAMA3 if kind == "llama3" else {}), **new_settings, **original}
+        new = {**others, **theta, **(LLAMA3 if kind == "llama3" else {}), **settings, **original}
         return new, pretrained_limit if kind == "dynamic" else round(pretrained_limit * factor)
 
 

@@ -149,9 +149,7 @@ def read_vocabulary(name_or_path: str, *, trust_remote_code: bool = False) -> di
 
 def _read_tokenizer(name_or_path: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     check_path_exists(name_or_path)
-    check_layer_limit(
-        *read_config_json(name_or_path)
-    )  # transformers reads the model's configuration to find the tokenizer's class
+    check_layer_limit(*read_config_json(name_or_path))  # transformers finds the tokenizer's class by config.json
     try:
         found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             name_or_path, trust_remote_code=trust_remote_code
@@ -172,17 +170,11 @@ def _read_tokenizer(name_or_path: str, trust_remote_code: bool) -> PreTrainedTok
     return found
 
 
-def _regular_expressions(tokenizer_json: Any) -> Iterator[str]:
+def _regular_expressions(value: Any) -> Iterator[str]:
     """Yield the regular expressions in the JSON of a tokenizer's parts."""
-    if isinstance(tokenizer_json, dict) and isinstance(tokenizer_json.get("Regex"), str):
-        yield tokenizer_json["Regex"]
-    parts = (
-        tokenizer_json.values()
-        if isinstance(tokenizer_json, dict)
-        else tokenizer_json
-        if isinstance(tokenizer_json, list)
-        else ()
-    )
+    if isinstance(value, dict) and isinstance(value.get("Regex"), str):
+        yield value["Regex"]
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     for part in parts:
         yield from _regular_expressions(part)
 
@@ -216,49 +208,36 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, template: str) -> None
 SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
-def add_tokens(
-    tokenizer: PreTrainedTokenizerBase, special_tokens: Mapping[str, Any], added_tokens: Sequence[str]
-) -> None:
+def add_tokens(tokenizer: PreTrainedTokenizerBase, special: Mapping[str, Any], added: Sequence[str]) -> None:
     """Add a recipe's special tokens and ordinary tokens to a tokenizer, in place. Existing tokens keep their ids.
 
-    ``special_tokens`` has tokens for keys such as ``bos_token``, and a list for ``additional_special_tokens``. The
-    ``added_tokens``, such as ``<think>``, are decoded as ordinary text. A second call changes nothing.
+    ``special`` has tokens for keys such as ``bos_token``, and a list for ``additional_special_tokens``. The
+    ``added``, such as ``<think>``, are decoded as ordinary text. A second call changes nothing.
     """
     for name in SPECIAL:
-        if (text := special_tokens.get(name)) is not None:
+        if (text := special.get(name)) is not None:
             tokenizer.add_special_tokens({name: AddedToken(text, special=True, normalized=False)})
-    more = [
-        AddedToken(text, special=True, normalized=False)
-        for text in special_tokens.get("additional_special_tokens") or ()
-    ]
+    more = [AddedToken(text, special=True, normalized=False) for text in special.get("additional_special_tokens") or ()]
     tokenizer.add_tokens(more, special_tokens=True)
-    tokenizer.add_tokens(
-        [
-            AddedToken(text, normalized=False)
-            for text in added_tokens
-            if text not in _special_token_texts(special_tokens)
-        ]
-    )
+    ordinary = [text for text in added if text not in _special_token_texts(special)]
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in ordinary])
 
 
 def new_token_ids(
-    old_tokens: Collection[str],
-    tokenizer: PreTrainedTokenizerBase,
-    special_tokens: Mapping[str, Any],
-    added_tokens: Sequence[str],
+    before: Collection[str], tokenizer: PreTrainedTokenizerBase, special: Mapping[str, Any], added: Sequence[str]
 ) -> list[int]:
     """Return the ids of a recipe's tokens that the tokenizer did not have before, ascending.
 
-    ``tokenizer`` already has the recipe's ``special_tokens`` and ``added_tokens``; before, it had ``old_tokens``.
+    ``tokenizer`` already has the recipe's ``special`` and ``added``; before, it had ``before``.
     """
     vocabulary = tokenizer.get_vocab()
-    texts = dict.fromkeys([*_special_token_texts(special_tokens), *added_tokens])
-    return sorted(vocabulary[text] for text in texts if text not in old_tokens and text in vocabulary)
+    texts = dict.fromkeys([*_special_token_texts(special), *added])
+    return sorted(vocabulary[text] for text in texts if text not in before and text in vocabulary)
 
 
-def _special_token_texts(special_tokens: Mapping[str, Any]) -> list[str]:
-    single = [special_tokens[name] for name in SPECIAL if special_tokens.get(name) is not None]
-    return [*single, *(special_tokens.get("additional_special_tokens") or ())]
+def _special_token_texts(special: Mapping[str, Any]) -> list[str]:
+    single = [special[name] for name in SPECIAL if special.get(name) is not None]
+    return [*single, *(special.get("additional_special_tokens") or ())]
 
 
 @torch.no_grad()
@@ -306,13 +285,9 @@ def write_special_token_ids(model: Any, tokenizer: PreTrainedTokenizerBase, spec
             setattr(config, key, token_id)
         if generation is None:
             continue
-        current_ids = getattr(generation, key, None)
-        if name == "eos_token" and current_ids is not None and current_ids != token_id:
-            others = [
-                other
-                for other in (current_ids if isinstance(current_ids, list) else [current_ids])
-                if other != token_id
-            ]
+        ends = getattr(generation, key, None)
+        if name == "eos_token" and ends is not None and ends != token_id:
+            others = [other for other in (ends if isinstance(ends, list) else [ends]) if other != token_id]
             setattr(generation, key, [token_id, *others])
         else:
             setattr(generation, key, token_id)

@@ -135,11 +135,8 @@ def make_shape_error(
 ) -> ArgumentError:
     """Return the error for a weight whose shape does not fit the configuration, with the key that sets the shape."""
     keys, where = read_config_json(name_or_path)
-    sizes = (
-        [b for a, b in zip(file_shape, config_shape, strict=False) if a != b]
-        if len(file_shape) == len(config_shape)
-        else []
-    )
+    same_dims = len(file_shape) == len(config_shape)
+    sizes = [b for a, b in zip(file_shape, config_shape, strict=False) if a != b and same_dims]
     candidates = [(key, size) for size in sizes for key in config_keys_with_value(config, size)]
     written_key, size = next(((key, size) for key, size in candidates if key in keys), ("", 0))
     more_errors = f" (and {error_count - 1} more)" if error_count > 1 else ""

@@ -51,8 +51,7 @@ def sum_over_ranks(x: Tensor, group: Any) -> Tensor:
 def gather_columns(x: Tensor, group: Any, column_positions: Sequence[Tensor], length: int) -> Tensor:
     """Return ``[B, length]``, gathered from every rank's ``[B, c]``; a rank gets the gradient of its own columns only.
 
-    ``column_positions`` has, for each rank, the positions of the rank's columns in the result. Columns from ``length``
-    on are dropped.
+    ``column_positions`` has the positions of each rank's columns in the result; columns from ``length`` on are dropped.
     """
     out: Tensor = _GatherColumns.apply(x, group, tuple(column_positions), length)
     return out
@@ -87,19 +86,13 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any, shard_lengths: tuple[int, ...], is_to_heads: bool) -> Tensor:
         ctx.group, ctx.shard_lengths, ctx.is_to_heads = group, shard_lengths, is_to_heads
-        return (
-            _exchange_to_heads(x, group, shard_lengths) if is_to_heads else _exchange_to_shards(x, group, shard_lengths)
-        )
+        return (_exchange_to_heads if is_to_heads else _exchange_to_shards)(x, group, shard_lengths)
 
     @staticmethod
     @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return (
-            (_exchange_to_shards if ctx.is_to_heads else _exchange_to_heads)(grad, ctx.group, ctx.shard_lengths),
-            None,
-            None,
-            None,
-        )
+        exchange = _exchange_to_shards if ctx.is_to_heads else _exchange_to_heads
+        return exchange(grad, ctx.group, ctx.shard_lengths), None, None, None
 
 
 def _exchange_to_heads(x_BHcD: Tensor, group: Any, shard_lengths: tuple[int, ...]) -> Tensor:

@@ -90,20 +90,18 @@ def split_blocks(
             layers.setdefault(match.group().rstrip("."), []).append(name)
         else:
             (embedding if EMBEDDING.search(name) else other_names).append(name)
-    layer_names, blocks_of_layers = list(layers), list[WeightBlock]()
+    layer_names, blocks = list(layers), list[WeightBlock]()
     if include_embedding and embedding:
-        blocks_of_layers.append(WeightBlock("embedding", frozenset(embedding)))
+        blocks.append(WeightBlock("embedding", frozenset(embedding)))
     for start in range(0, len(layer_names), layers_per_block):
         together = layer_names[start : start + layers_per_block]
         name = together[0] if len(together) == 1 else f"{together[0]} to {together[-1]}"
-        blocks_of_layers.append(
-            WeightBlock(name, frozenset(parameter for layer in together for parameter in layers[layer]))
-        )
+        blocks.append(WeightBlock(name, frozenset(parameter for layer in together for parameter in layers[layer])))
     if include_lm_head and other_names:
-        blocks_of_layers.append(WeightBlock("head", frozenset(other_names)))
-    if not blocks_of_layers:
+        blocks.append(WeightBlock("head", frozenset(other_names)))
+    if not blocks:
         raise ArgumentError("the model has no numbered layers to split into blocks", where="optim")
-    return blocks_of_layers
+    return blocks
 
 
 @dataclass(frozen=True)

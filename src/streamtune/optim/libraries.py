@@ -50,11 +50,11 @@ class Rule:
     """Function of name, saved parts and weight dtype that rebuilds a quantised tensor in the state."""
 
 
-def _maker_of_class(optimizer_class: Callable[..., torch.optim.Optimizer], **fixed_options: Any) -> Maker:
+def _class_maker(optimizer_class: Callable[..., torch.optim.Optimizer], **fixed_options: Any) -> Maker:
     return lambda params, options: optimizer_class(params, **fixed_options, **options)
 
 
-def _maker_by_import(module: str, class_name: str, **fixed_options: Any) -> Maker:
+def _import_maker(module: str, class_name: str, **fixed_options: Any) -> Maker:
     def make(params: list[nn.Parameter], options: Options) -> torch.optim.Optimizer:
         made: torch.optim.Optimizer = getattr(import_module(module), class_name)(params, **fixed_options, **options)
         return made
@@ -62,18 +62,15 @@ def _maker_by_import(module: str, class_name: str, **fixed_options: Any) -> Make
     return make
 
 
-def _maker_of_pytorch_optimizer(class_name: str, *, foreach: bool | None = False, **fixed_options: Any) -> Maker:
-    return _maker_by_import("pytorch_optimizer", class_name, foreach=foreach, **fixed_options)
+def _pytorch_optimizer_maker(class_name: str, *, foreach: bool | None = False, **fixed_options: Any) -> Maker:
+    return _import_maker("pytorch_optimizer", class_name, foreach=foreach, **fixed_options)
 
 
 def _torchao_rule(class_name: str, state_format: str) -> Rule:
-    make = _maker_by_import("torchao.optim", class_name)
+    make = _import_maker("torchao.optim", class_name)
+    rebuild = _make_torchao_state_rebuilder(state_format)
     return Rule(
-        make,
-        is_compiled=True,
-        random_option="bf16_stochastic_round",
-        has_other_shapes=True,
-        rebuild_quantised=_make_torchao_state_rebuilder(state_format),
+        make, is_compiled=True, random_option="bf16_stochastic_round", has_other_shapes=True, rebuild_quantised=rebuild
     )
 
 
@@ -114,7 +111,7 @@ def _make_apollo(params: list[nn.Parameter], options: Options) -> torch.optim.Op
     return made
 
 
-def _rebuild_apollo_projector(saved: Mapping[str, Any], options: Options) -> Any:
+def _rebuild_projector(saved: Mapping[str, Any], options: Options) -> Any:
     from apollo_torch.random_projector import GradientProjector
 
     made = GradientProjector(options["rank"], update_proj_gap=options["update_proj_gap"], scale=options["scale"])
@@ -130,7 +127,7 @@ def _make_schedule_free(params: list[nn.Parameter], options: Options) -> torch.o
     return made
 
 
-def _schedule_free_average(weight: Tensor, state: Mapping[str, Any], options: Options) -> Tensor:
+def _weight_average(weight: Tensor, state: Mapping[str, Any], options: Options) -> Tensor:
     """Return the averaged weight x, where the trained weight is y = (1 - beta1) z + beta1 x."""
     if "z" not in state:
         return weight.clone()
@@ -144,56 +141,48 @@ def _adopt_clip_bound(step: int) -> float:
 
 
 _CODE_TABLES = ("qmap1", "qmap2")
-_STEP_COUNT = {"step": 0}
+_STEP = {"step": 0}
 
 
-def _initial_seed_state(weight_number: int) -> dict[str, Any]:
+def _seed_state(weight_number: int) -> dict[str, Any]:
     return {"seed": weight_number}
 
 
 LIBRARIES: dict[str, Callable[[str], Rule]] = {
-    "bitsandbytes": lambda made_by: Rule(_maker_by_import("bitsandbytes.optim", made_by), shared_tensors=_CODE_TABLES),
-    "pytorch_optimizer": lambda made_by: Rule(_maker_of_pytorch_optimizer(made_by), _STEP_COUNT),
+    "bitsandbytes": lambda made_by: Rule(_import_maker("bitsandbytes.optim", made_by), shared_tensors=_CODE_TABLES),
+    "pytorch_optimizer": lambda made_by: Rule(_pytorch_optimizer_maker(made_by), _STEP),
 }
 """By library: function that makes the rule for a class of the library, which gets the options unchanged."""
 
 RULES: dict[str, Rule] = {
     **{name: LIBRARIES[entry.library](entry.made_by) for name, entry in OPTIMIZERS.items() if entry.made_by},
-    "adamw": Rule(_maker_of_class(torch.optim.AdamW)),
+    "adamw": Rule(_class_maker(torch.optim.AdamW)),
     "paged_adamw_8bit": Rule(
-        _maker_by_import("bitsandbytes.optim", "PagedAdamW8bit"), shared_tensors=_CODE_TABLES, runs_on_meta=False
+        _import_maker("bitsandbytes.optim", "PagedAdamW8bit"), shared_tensors=_CODE_TABLES, runs_on_meta=False
     ),
     "adamw_torch_8bit": _torchao_rule("AdamW8bit", "8bit"),
     "adamw_torch_4bit": _torchao_rule("AdamW4bit", "4bit"),
     "adamw_torch_fp8": _torchao_rule("AdamWFp8", "fp8"),
-    "adamw_coat": Rule(_maker_of_class(ExpandedFp8AdamW), has_other_shapes=True),
+    "adamw_coat": Rule(_class_maker(ExpandedFp8AdamW), has_other_shapes=True),
     "adafactor": Rule(_make_adafactor, runs_on_meta=False, has_other_shapes=True),
-    "adopt": Rule(
-        _maker_of_pytorch_optimizer("ADOPT", weight_decouple=True, clip_lambda=_adopt_clip_bound), _STEP_COUNT
-    ),
+    "adopt": Rule(_pytorch_optimizer_maker("ADOPT", weight_decouple=True, clip_lambda=_adopt_clip_bound), _STEP),
     "apollo": Rule(
         _make_apollo,
         runs_on_meta=False,
-        initial_state=_initial_seed_state,
-        rebuild_objects={"projector": _rebuild_apollo_projector},
+        initial_state=_seed_state,
+        rebuild_objects={"projector": _rebuild_projector},
         has_other_shapes=True,
     ),
-    "badam_ratio": Rule(_maker_of_class(RatioAdamW), initial_state=_initial_seed_state, has_other_shapes=True),
-    "came": Rule(_maker_of_pytorch_optimizer("CAME"), _STEP_COUNT, has_other_shapes=True),
-    "galore": Rule(_maker_of_class(GaLoreAdamW), initial_state=_initial_seed_state, has_other_shapes=True),
+    "badam_ratio": Rule(_class_maker(RatioAdamW), initial_state=_seed_state, has_other_shapes=True),
+    "came": Rule(_pytorch_optimizer_maker("CAME"), _STEP, has_other_shapes=True),
+    "galore": Rule(_class_maker(GaLoreAdamW), initial_state=_seed_state, has_other_shapes=True),
     # Lamb would clip by the norm of all gradients, but a step has only one weight; the training loop clips before. The
     # plain implementation reads values on the host; `foreach` of one weight needs the same memory.
-    "lamb": Rule(
-        _maker_of_pytorch_optimizer("Lamb", foreach=None, weight_decouple=False, max_grad_norm=0.0), _STEP_COUNT
-    ),
-    "muon": Rule(_maker_of_class(torch.optim.Muon)),
-    "natural_galore": Rule(
-        _maker_of_class(NaturalGaLoreAdamW), initial_state=_initial_seed_state, has_other_shapes=True
-    ),
-    "schedule_free": Rule(
-        _make_schedule_free, {"k": 0, "weight_sum": 0.0, "lr_max": -1.0}, average=_schedule_free_average
-    ),
-    "sgd": Rule(_maker_of_class(torch.optim.SGD, foreach=False)),
-    "sinkgd": Rule(_maker_of_class(SinkGD)),
+    "lamb": Rule(_pytorch_optimizer_maker("Lamb", foreach=None, weight_decouple=False, max_grad_norm=0.0), _STEP),
+    "muon": Rule(_class_maker(torch.optim.Muon)),
+    "natural_galore": Rule(_class_maker(NaturalGaLoreAdamW), initial_state=_seed_state, has_other_shapes=True),
+    "schedule_free": Rule(_make_schedule_free, {"k": 0, "weight_sum": 0.0, "lr_max": -1.0}, average=_weight_average),
+    "sgd": Rule(_class_maker(torch.optim.SGD, foreach=False)),
+    "sinkgd": Rule(_class_maker(SinkGD)),
 }
 """Rules by the names in ``streamtune.base.optimizer_table.OPTIMIZERS``."""

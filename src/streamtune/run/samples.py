@@ -100,12 +100,7 @@ def _answer_row(model: Any, tokenizer: Any, row: data.Example, *, synced_gpus: b
     expected = ids[begin:end]
     ends = models.all_eos_token_ids(model, tokenizer)
     generated = models.generate_greedily(
-        model,
-        ids[:begin],
-        max_new_tokens=len(expected),
-        eos_ids=ends,
-        pad_id=tokenizer.pad_token_id,
-        synced_gpus=synced_gpus,
+        model, ids[:begin], max_new_tokens=len(expected), eos=ends, pad=tokenizer.pad_token_id, synced_gpus=synced_gpus
     )
     end_position = next((position for position, token in enumerate(expected) if token in ends), len(expected))
     expected_ids = expected[: end_position + 1]  # without tokens that a template writes after the end

@@ -36,8 +36,8 @@ from streamtune.models.adapters.targets import (
     embedding_and_head_names,
     linear_target_names,
     lora_layers,
+    match_suffixes,
     module_and_parameter_names,
-    names_with_suffixes,
     peft_target_options,
     selected_tied_layers,
     suppress_pattern_warnings,
@@ -47,7 +47,7 @@ from streamtune.models.folder import (
     READ_BACKEND,
     check_adapter_config_file,
     read_without_mmap,
-    refuse_concurrent_writes,
+    refuse_file_changes,
 )
 
 if TYPE_CHECKING:  # peft imports every quantiser: two seconds
@@ -90,7 +90,7 @@ def add_adapters(
         seed: Seed of the random first values.
         new_tokens: Ids of tokens whose rows in the embedding and the head are trained too.
     """
-    adapted = add_adapters_with_peft_init(model, spec, seed, new_tokens)
+    adapted = add_peft_adapters(model, spec, seed, new_tokens)
     if spec.row.start == "peft":
         return adapted
     with torch.random.fork_rng(), torch.no_grad():
@@ -109,24 +109,20 @@ def make_loftq_quantizer(spec: AdapterSpec, *, iterations: int, seed: int) -> Lo
 
     def rank_and_scale_by_layer(model: PreTrainedModel) -> dict[str, tuple[int, float]]:
         with torch.device("meta"):
-            adapted = add_adapters_with_peft_init(copy_to_meta(model), spec, seed, ())
+            adapted = add_peft_adapters(copy_to_meta(model), spec, seed, ())
         return {name: (layer.r["default"], layer.scaling["default"]) for name, layer in lora_layers(adapted)}
 
     return LoftqQuantizer(rank_and_scale_by_layer, iterations=iterations, seed=seed)
 
 
-def add_adapters_with_peft_init(
-    model: PreTrainedModel, spec: AdapterSpec, seed: int, new_tokens: Sequence[int]
-) -> PeftModel:
+def add_peft_adapters(model: PreTrainedModel, spec: AdapterSpec, seed: int, new_tokens: Sequence[int]) -> PeftModel:
     """Return ``model`` with adapters of any kind, with peft's default initial values."""
     from peft import get_peft_config, get_peft_model
 
     _check_rank_and_alpha_patterns(spec, model)
     options = spec.peft_options(seed)
     options |= {"task_type": "CAUSAL_LM", "modules_to_save": list(spec.modules_to_save) or None}
-    names_with_suffixes(
-        spec.modules_to_save, [name for name, _ in model.named_modules() if name], "modules_to_save", "module", model
-    )
+    match_suffixes(spec.modules_to_save, [name for name, _ in model.named_modules() if name], "modules_to_save", "module", model)
     if spec.row.low_rank:
         options |= peft_target_options(model, spec)
         options["trainable_token_indices"] = (
@@ -262,9 +258,7 @@ def _is_paca_layer(layer: Any) -> bool:
     return any(hasattr(part, "index") for part in layer.lora_A.values())
 
 
-def convert_adapters_to_lora(
-    adapted: Any, weights: Mapping[str, Tensor] | None = None
-) -> tuple[PeftConfig, dict[str, Tensor]]:
+def convert_to_lora(adapted: Any, weights: Mapping[str, Tensor] | None = None) -> tuple[PeftConfig, dict[str, Tensor]]:
     """Return the configuration and tensors of a model's adapters, converted to a plain LoRA on the original base.
 
     :func:`is_converted_when_saved` must be True. ``weights`` is the state to write, by default the model's state.
@@ -305,7 +299,7 @@ def load_run_adapters(
     from peft import set_peft_model_state_dict
     from safetensors.torch import load_file
 
-    adapted = add_adapters_with_peft_init(model, spec, 0, new_tokens)
+    adapted = add_peft_adapters(model, spec, 0, new_tokens)
     saved = load_file(_adapter_weights_file(folder), backend=READ_BACKEND)
     if spec.row.columns:
         for name in [name for name in saved if name.endswith("lora_A.weight")]:
@@ -339,7 +333,7 @@ def load_peft_adapters(model: PreTrainedModel, folder: Path) -> PeftModel:
 
     _adapter_weights_file(folder)
     check_adapter_config_file(folder, module_and_parameter_names(model), where="adapters")
-    with suppress_pattern_warnings(), refuse_concurrent_writes(folder, where="adapters"), read_without_mmap(folder):
+    with suppress_pattern_warnings(), refuse_file_changes(folder, where="adapters"), read_without_mmap(folder):
         return PeftModel.from_pretrained(model, str(folder), is_trainable=True)
 
 
@@ -377,7 +371,7 @@ def load_initial_adapters(model: PreTrainedModel, folder: str) -> PeftModel:
         with suppress_pattern_warnings():
             if next(model.parameters()).device.type == "meta":
                 return get_peft_model(model, config)
-            with refuse_concurrent_writes(path, where=key), read_without_mmap(path):
+            with refuse_file_changes(path, where=key), read_without_mmap(path):
                 adapted = PeftModel.from_pretrained(model, str(path), is_trainable=True, config=config)
     except (IndexError, KeyError, NotImplementedError, RuntimeError, ValueError) as error:
         raise ArgumentError(

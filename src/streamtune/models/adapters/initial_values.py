@@ -79,10 +79,8 @@ def _olora_factors(weight: Tensor, rank: int, scale: float) -> tuple[Tensor, Ten
     return r[:rank] / scale**0.5, q[:, :rank] / scale**0.5
 
 
-FACTORS_OF_WEIGHT: Mapping[str, Callable[[Tensor, int, float], tuple[Tensor, Tensor]]] = {
-    "pissa": _pissa_factors,
-    "olora": _olora_factors,
-}
+FactorsOfWeight = Callable[[Tensor, int, float], tuple[Tensor, Tensor]]
+FACTORS_OF_WEIGHT: Mapping[str, FactorsOfWeight] = {"pissa": _pissa_factors, "olora": _olora_factors}
 """By kind of adapter: function of a weight ``[out, in]``, a rank and a scale that returns ``A`` and ``B``."""
 
 
@@ -249,10 +247,8 @@ class LayerQuantizer(Protocol):
 class LoftqQuantizer:
     """Quantises layers by LoftQ and computes the initial values of their adapters.
 
-    Args:
-        rank_and_scale_by_layer: Function of the model that returns rank and scale of each layer with adapters, by name.
-        iterations: Number of iterations, T of the paper.
-        seed: Seed of the decompositions.
+    ``rank_and_scale_by_layer`` returns rank and scale of each layer with adapters, by name. ``iterations`` is T of the
+    paper, ``seed`` the seed of the decompositions.
     """
 
     def __init__(
@@ -402,8 +398,7 @@ def _subtract_product(weight: Tensor, factors: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def _truncated_svd(matrix: Tensor, rank: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Return ``A`` ``[r, in]`` and ``B`` ``[out, r]`` such that ``B A`` is ``matrix`` cut to its r largest singular
-    values."""
+    """Return ``A`` ``[r, in]`` and ``B`` ``[out, r]``: ``B A`` is ``matrix`` cut to the r largest singular values."""
     with torch.random.fork_rng(devices=[matrix.device] if matrix.device.type == "cuda" else []):
         torch.manual_seed(seed)
         u, s, v = torch.svd_lowrank(matrix, q=min(2 * rank, *matrix.shape), niter=8)

@@ -44,18 +44,13 @@ def has_suffix(name: str, suffix: str) -> bool:
     return name == suffix or name.endswith(f".{suffix}")
 
 
-def names_with_suffixes(
-    suffixes: Sequence[str], names: Sequence[str], where: str, module_kind: str, model: nn.Module
-) -> list[str]:
-    """Return the names that end in one of ``suffixes``; refuse a suffix that matches no name.
-
-    ``where`` is the recipe's key for the error, ``module_kind`` the word for a module in the error.
-    """
+def match_suffixes(suffixes: Sequence[str], names: Sequence[str], where: str, kind: str, model: nn.Module) -> list[str]:
+    """Return the names that end in one of ``suffixes``; refuse a suffix without match (``kind``: word in the error)."""
     for suffix in suffixes:
         if not any(has_suffix(name, suffix) for name in names):
             known = sorted({name.rsplit(".", 1)[-1] for name in names} - {str(i) for i in range(len(names))})
             raise ArgumentError(
-                f"{type(model).__name__} has no {module_kind} called '{suffix}'",
+                f"{type(model).__name__} has no {kind} called '{suffix}'",
                 where=where,
                 fix=did_you_mean(suffix, known) or f"choose among: {', '.join(known)}",
             )
@@ -87,12 +82,12 @@ def is_router(model: nn.Module, name: str) -> bool:
 def linear_target_names(model: PreTrainedModel, spec: AdapterSpec) -> list[str]:
     """Return the full names of the linear layers that get adapters."""
     names = linear_layer_names(model)
-    excluded = names_with_suffixes(spec.exclude, names, "lora_exclude", "linear layer", model)
+    excluded = match_suffixes(spec.exclude, names, "lora_exclude", "linear layer", model)
     if isinstance(spec.target, str):
         head = model.get_output_embeddings()
         targets = [x for x in names if model.get_submodule(x) is not head and not is_router(model, x)]
     else:
-        targets = names_with_suffixes(spec.target, names, "lora_target", "linear layer", model)
+        targets = match_suffixes(spec.target, names, "lora_target", "linear layer", model)
     if not (remaining := [name for name in targets if name not in set(excluded)]):
         raise ArgumentError(
             "lora_exclude excludes all layers of lora_target", where="lora_exclude", fix="exclude fewer layers"

@@ -81,9 +81,7 @@ def prefix_attention(
         ``[B, H, T, D]`` in the dtype of ``q_BHTD``. The output of a query that sees no key (left padding) is zero.
     """
     assert tuple(view.shape[2:]) == (q_BHTD.shape[2], k_BGSD.shape[2]), (view.shape, q_BHTD.shape, k_BGSD.shape)
-    with torch.autocast(
-        autocast_device_type(q_BHTD.device), enabled=False
-    ):  # the formula chooses the dtypes of its matmuls
+    with torch.autocast(autocast_device_type(q_BHTD.device), enabled=False):  # the formula chooses matmul dtypes
         own: tuple[Tensor | None, Tensor | None] = (None, None)
         if prefix is not None:
             own, k_BGSD, v_BGSD = prefix.own, k_BGSD.detach(), v_BGSD.detach()

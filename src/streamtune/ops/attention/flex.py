@@ -201,9 +201,7 @@ def is_flex_right(device: torch.device, dtype: torch.dtype, heads: TrialHeads, s
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the compiler's warnings
-            right = all(
-                _agrees_with_formula(device, dtype, heads, softcapped, *sizes) for sizes in ((136, 200), (300, 300))
-            )
+            right = all(_flex_agrees(device, dtype, heads, softcapped, *sizes) for sizes in ((136, 200), (300, 300)))
     except Exception as error:  # the compiler may raise anything
         log.info("flex attention is not used: %s: %s", type(error).__name__, error)
         right = False
@@ -211,7 +209,7 @@ def is_flex_right(device: torch.device, dtype: torch.dtype, heads: TrialHeads, s
     return right
 
 
-def _agrees_with_formula(
+def _flex_agrees(
     device: torch.device, dtype: torch.dtype, heads: TrialHeads, softcapped: bool, queries: int, keys: int
 ) -> bool:
     generator = torch.Generator(device).manual_seed(0)

@@ -306,11 +306,9 @@ def use_fastest_flash(device: torch.device, kernel: Kernel, heads: TrialHeads) -
     """
     if device.type != "cuda" or not torch.cuda.is_available() or active_flash_name() != DEFAULT:
         return active_flash_name()
-    best, least = (
-        DEFAULT,
-        median_seconds(kernel, device, torch.bfloat16, heads) if _installed_flash_names(device) else None,
-    )
-    for name in _installed_flash_names(device):
+    names = _installed_flash_names(device)
+    best, least = DEFAULT, median_seconds(kernel, device, torch.bfloat16, heads) if names else None
+    for name in names:
         try:
             _attention.activate_flash_attention_impl(name)
         except Exception as error:  # the package may raise anything

@@ -166,15 +166,8 @@ class RowsView(_FlashView):
         q, k, v = (_as_token_rows(x) for x in (q, self._visible_keys(k), self._visible_keys(v)))
         o, lse, *_ = call_kernel(
             torch.ops.aten._flash_attention_forward,
-            q,
-            k,
-            v,
-            *self._row_bounds(q.device),
-            0.0,
-            True,
-            False,
-            **self._flash_options(),
-        )
+            q, k, v, *self._row_bounds(q.device), 0.0, True, False, **self._flash_options(),
+        )  # fmt: skip
         return o.transpose(0, 1)[None], lse[None]
 
     def backward(self, grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor) -> Grads:
@@ -209,12 +202,7 @@ def fused_view_kernel(
             the gradient of a prefix). They are also as fast, except with a window or for many short rows.
     """
     scale, softcap = rule.scale, rule.softcap
-    if (
-        not q.is_cuda
-        or rule.dropout > 0
-        or not _have_equal_form(q, k, v)
-        or _largest_memory_span(q, k, v) > MAX_ELEMENTS
-    ):
+    if not q.is_cuda or rule.dropout > 0 or not _are_alike(q, k, v) or _memory_span(q, k, v) > MAX_ELEMENTS:
         return None
     heads = TrialHeads(q.shape[1], k.shape[1], q.shape[-1])
     windowed, segments = view.mask.window is not None, view.segments()
@@ -317,11 +305,11 @@ def as_causal_rows(view: MaskView, scale: float) -> RowsView | None:
     return RowsView(*seen, mask.window, scale, queries, keys, origins, row, mask)
 
 
-def _have_equal_form(q: Tensor, k: Tensor, v: Tensor) -> bool:
+def _are_alike(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return q.dtype == k.dtype == v.dtype and q.shape[-1] == k.shape[-1] == v.shape[-1] and q.shape[-1] % 8 == 0
 
 
-def _largest_memory_span(q: Tensor, *others: Tensor) -> int:
+def _memory_span(q: Tensor, *others: Tensor) -> int:
     """Return the largest number of elements: of a tensor's span in memory, or of keys repeated for all query heads."""
     spans = [sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)) for x in (q, *others)]
     return max(*spans, q.shape[0] * q.shape[1] * others[0].shape[2] * q.shape[3])

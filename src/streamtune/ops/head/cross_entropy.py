@@ -113,10 +113,7 @@ def linear_cross_entropy_reference(
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Sum over tokens of -log softmax(W h)[target]; the forward also computes the gradients:
-
-    dh = (p - onehot) W, dW = (p - onehot)' h.
-    """
+    """Sum over tokens of -log softmax(W h)[target], computed with dh = (p - onehot) W and dW = (p - onehot)' h."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, settings: HeadSettings) -> Tensor:
