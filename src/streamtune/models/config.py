@@ -85,7 +85,7 @@ class NotRecordedError(Exception):
 
 @contextmanager
 def wrap_constructor_errors(keys: Mapping[str, Any]) -> Iterator[None]:
-    """Context manager: turn exceptions of a model's constructor into an ArgumentError for ``keys``, the ``model.init``."""
+    """Context manager: turn exceptions of a model's constructor into an ArgumentError for ``model.init`` (``keys``)."""
     try:
         yield
     except (StreamTuneError, NotRecordedError):
