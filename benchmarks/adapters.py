@@ -145,7 +145,7 @@ def show_starts(base: str) -> None:
         for rank, iterations in ((16, 0), (16, 1), (16, 2), (16, 5), (64, 1), (64, 5)):
             spec = AdapterSpec(kind="loftq" if iterations else "lora", r=rank)
             change = make_loftq_quantizer(spec, iterations=iterations, seed=0) if iterations else None
-            model = add_adapters(load_model(base, ModelOptions(quantization=kind, change=change)), spec)
+            model = add_adapters(load_model(base, ModelOptions(quantization=kind, layer_quantizer=change)), spec)
             error = size = 0.0
             for name, layer in lora_layers(model):
                 weight = weights[f"{name}.weight"]

@@ -460,7 +460,11 @@ def test_kept_rows_that_are_cut_or_changed_while_they_are_mapped(
         file.write(content)
     assert list(prepared.training[5].input_ids) == before, "as it was"
     os.truncate(table, 4096)
-    for read in (lambda: prepared.training[30], prepared.training.lengths, lambda: prepared.training.column_cells("origin")):
+    for read in (
+        lambda: prepared.training[30],
+        prepared.training.lengths,
+        lambda: prepared.training.column_cells("origin"),
+    ):
         with pytest.raises(StorageError, match=rf"{table} was truncated from .* to 4.00 KiB during the run"):
             read()
     os.truncate(table, 0)

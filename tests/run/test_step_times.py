@@ -50,7 +50,7 @@ def test_steps_of_a_third_less_correct_the_rates_once() -> None:
     assert (step, figures["ratio"]) == (6, 0.5)
     assert "2 s instead of the predicted 4 s" in text
     (kept,) = json.loads(cache_file().read_text().partition("\n")[2]).values()  # behind a line with its checksum
-    assert CachedRates.read(kept).factor == 0.5
+    assert CachedRates.from_json(kept).factor == 0.5
 
 
 @pytest.mark.parametrize(

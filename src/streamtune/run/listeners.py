@@ -183,7 +183,9 @@ class StepFlops:
         self.flop_count = FlopCount.of_model(model)
 
     def __call__(self, micro_batches: Sequence[train.MicroBatch]) -> int:
-        return self.flop_count.step_flops((span for batch in micro_batches for span in _attention_spans(batch)), self.step)
+        return self.flop_count.step_flops(
+            (span for batch in micro_batches for span in _attention_spans(batch)), self.step
+        )
 
 
 def _attention_spans(batch: train.MicroBatch) -> Iterator[Span]:

@@ -85,7 +85,9 @@ def _make_model(
         elif recipe.adapter_name_or_path is not None:  # adapters of any kind, as they were loaded
             adapted = models.load_peft_adapters(model, checkpoint.model_dir)
         else:
-            adapted = models.load_run_adapters(model, checkpoint.model_dir, _adapter_spec(recipe), new_tokens=new_tokens)
+            adapted = models.load_run_adapters(
+                model, checkpoint.model_dir, _adapter_spec(recipe), new_tokens=new_tokens
+            )
     if recipe.model_name_or_path is not None:
         for config in getattr(adapted, "peft_config", {}).values():
             config.base_model_name_or_path = models.make_path_absolute(recipe.model_name_or_path)

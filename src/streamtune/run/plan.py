@@ -363,7 +363,9 @@ def plan_model(
     if recipe.engine.schedule == "fixed":
         return evaluate_schedule(workload, make_schedule(recipe.engine), limits, rates)
     resumed_schedule = inputs.resumed_schedule
-    if resumed_schedule is not None and {**as_fixed_fields(resumed_schedule), **fixed_fields} == as_fixed_fields(resumed_schedule):
+    if resumed_schedule is not None and {**as_fixed_fields(resumed_schedule), **fixed_fields} == as_fixed_fields(
+        resumed_schedule
+    ):
         earlier = evaluate_schedule(workload, resumed_schedule, limits, rates)
         if earlier.fits:
             return earlier

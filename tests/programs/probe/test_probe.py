@@ -79,7 +79,7 @@ def ended() -> dict[str, Outcome]:
     }
     with ThreadPoolExecutor(2) as pool:
         futures = {
-            name: pool.submit(run_trial, function, SHAPE, Budget(64 * MIB), seconds=seconds)
+            name: pool.submit(run_trial, function, SHAPE, Budget(64 * MIB), timeout_seconds=seconds)
             for name, (function, seconds) in trials.items()
         }
         return {name: future.result() for name, future in futures.items()}

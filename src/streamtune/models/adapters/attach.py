@@ -122,7 +122,9 @@ def add_peft_adapters(model: PreTrainedModel, spec: AdapterSpec, seed: int, new_
     _check_rank_and_alpha_patterns(spec, model)
     options = spec.peft_options(seed)
     options |= {"task_type": "CAUSAL_LM", "modules_to_save": list(spec.modules_to_save) or None}
-    match_suffixes(spec.modules_to_save, [name for name, _ in model.named_modules() if name], "modules_to_save", "module", model)
+    match_suffixes(
+        spec.modules_to_save, [name for name, _ in model.named_modules() if name], "modules_to_save", "module", model
+    )
     if spec.row.low_rank:
         options |= peft_target_options(model, spec)
         options["trainable_token_indices"] = (

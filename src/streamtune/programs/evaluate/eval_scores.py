@@ -293,7 +293,9 @@ def measure_rows(
 
 
 @torch.no_grad()
-def _measure_batches(task: Task[Any], built: BuiltRun, *, bf16: bool) -> Iterator[tuple[Mapping[str, SumAndCount], int]]:
+def _measure_batches(
+    task: Task[Any], built: BuiltRun, *, bf16: bool
+) -> Iterator[tuple[Mapping[str, SumAndCount], int]]:
     """Yield the metrics of each batch, including the loss, and its number of rows."""
     training = task.make_training(built)
     (make_batches,) = training.held_out.values()  # all rows are of one set

@@ -106,7 +106,11 @@ def find_trained(model_name_or_path: str, *, checkpoint: str | None = None, hub:
         ArgumentError: The folder does not exist, or has no model.
         CheckpointError: The checkpoint is damaged.
     """
-    path = Path(model_name_or_path).expanduser() if models.is_local_folder(model_name_or_path) else Path(model_name_or_path)
+    path = (
+        Path(model_name_or_path).expanduser()
+        if models.is_local_folder(model_name_or_path)
+        else Path(model_name_or_path)
+    )
     if not models.is_local_folder(model_name_or_path):
         if hub and not _looks_local(model_name_or_path):
             return _refuse_checkpoint(TrainedModel(model_name_or_path, model_name_or_path, adapters=False), checkpoint)
