@@ -198,6 +198,19 @@ def smallest_schedule(limits: Limits, fixed: Mapping[str, Any]) -> Schedule:
     return Schedule(**fixed)
 
 
+def smallest_step_of_one_level(
+    workload: Workload, limits: Limits, fixed: Mapping[str, Any], simulate: Simulate
+) -> Simulation | None:
+    """Return the simulated step of :func:`smallest_schedule` with ``levels: 1``; None if it does not fit the limits.
+
+    Two levels need less memory, but several times as long to simulate, because a segment of layers cannot be shortened.
+    """
+    if fixed.get("levels", 1) != 1:
+        return None
+    step = simulate(workload, smallest_schedule(limits, {**fixed, "levels": 1}))
+    return step if excess_bytes(step, limits) <= 0 else None
+
+
 def smallest_step(
     workload: Workload,
     limits: Limits,

@@ -26,7 +26,7 @@ from streamtune.errors import ArgumentError, UserError
 from streamtune.plan.budget import Limits
 from streamtune.plan.choices import excess_bytes
 from streamtune.plan.estimate import Simulate
-from streamtune.plan.refusal import fixed_terms_exceed_host, smallest_step
+from streamtune.plan.refusal import fixed_terms_exceed_host, smallest_step, smallest_step_of_one_level
 from streamtune.plan.simulate.cluster import Cluster
 from streamtune.plan.simulate.simulate import Simulation, resident_memory, simulate
 from streamtune.plan.simulate.workload import Workload
@@ -248,7 +248,7 @@ def first_fitting_choice(
         choices: Placements to try, in order.
         workload_of: Returns the workload of a choice.
         limits: Memory to plan with.
-        simulate: Simulates a step; called with the schedule of least memory.
+        simulate: Simulates a step; called with the schedules of least memory.
     """
     if len(choices) == 1:
         return choices[0]
@@ -262,7 +262,10 @@ def first_fitting_choice(
             if choice.engine.schedule == "fixed":
                 simulation = simulate(workload, make_schedule(choice.engine))
             else:
-                _, simulation = smallest_step(workload, limits, choice.engine.written(), simulate)
+                fixed = choice.engine.written()
+                simulation = smallest_step_of_one_level(workload, limits, fixed, simulate)
+                if simulation is None:
+                    _, simulation = smallest_step(workload, limits, fixed, simulate)
         if simulation is None:
             continue
         if excess_bytes(simulation, limits) <= 0:
