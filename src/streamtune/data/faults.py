@@ -30,7 +30,8 @@ class BadRows:
     As a context manager it catches a ``DataError`` of the block and reports it; execution continues after the block.
 
     Args:
-        on_bad_row: ``raise`` raises the first error; ``error`` collects errors for :meth:`check`; ``skip`` counts them.
+        on_bad_row: ``raise`` raises the first error; ``error`` collects errors for
+            :meth:`raise_or_notify`; ``skip`` counts them.
         limit: Maximum number of rows that ``skip`` may leave out.
         notify: Function that shows the user a message.
     """

@@ -280,7 +280,7 @@ def judge_run(run: VerifyRun, plain: VerifyRun, *, is_same_function: bool, has_r
 
 
 def judge_loss(run: VerifyRun, plain: VerifyRun, truth: float, *, is_same_function: bool, has_routers: bool) -> Finding:
-    """Return the finding about a streamed run's loss, given the true loss; other arguments as in :func:`judge`."""
+    """Return the finding about a streamed run's loss, given the true loss; other arguments as in :func:`judge_run`."""
     own = 0.0 if is_same_function else relative_to(abs(plain.loss - truth), abs(truth))
     bound = SAME[run.dtype] if is_same_function else NOISE[run.dtype]
     allowed = 1.5 * own + bound * (1.0 if has_routers and run.dtype.itemsize < 4 else 0.25)
