@@ -223,8 +223,8 @@ def _time_note(report: TableReport) -> str:
 def _memory_note(report: TableReport) -> str:
     return (
         f"All figures are measured, in {report.unit[0]}. The terms are those at the peak of the step. Activations may "
-        "peak at another time: most activ. is their own peak (beyond weights, gradients and layer inputs), and no head "
-        "is the same peak without the head."
+        "peak at another time: the column most activ. has the peak of activations alone (beyond weights, gradients and "
+        "layer inputs), and the column no head has this peak without the head."
     )
 
 
@@ -340,7 +340,7 @@ TABLES: dict[TableName, Table] = {
     ),
     "max-length": Table("Longest sequence in a given memory", _longest_columns, _longest_note, plots.draw_longest),
     "memory": Table(
-        "Memory of a step by what it is",
+        "Memory of a training step by category",
         _memory_columns,
         _memory_note,
         plots.draw_memory,
