@@ -39,8 +39,13 @@ def room_of(parts: tuple[str, ...]) -> str:
     return parts[0] if parts else "__init__"
 
 
-def imported_modules(file: Path) -> Iterator[tuple[int, str]]:
+@cache
+def imported_modules(file: Path) -> list[tuple[int, str]]:
     """Line and absolute name of every module a file imports, relative imports resolved."""
+    return list(_imported_modules(file))
+
+
+def _imported_modules(file: Path) -> Iterator[tuple[int, str]]:
     parent = ("streamtune", *file.relative_to(PACKAGE).parent.parts)
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):

@@ -66,7 +66,7 @@ def same(one: Any, other: Any) -> bool:
     assert one.fingerprint == other.fingerprint
     for name, value in vars(one.measured).items():
         assert np.array_equal(value, getattr(other.measured, name)), name
-    for part in ("train", "validation"):
+    for part in ("training", "validation"):
         left, right = getattr(one, part), getattr(other, part)
         assert len(left) == len(right)
         for a, b in zip(left, right, strict=True):

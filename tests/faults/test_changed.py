@@ -310,7 +310,7 @@ def test_an_unknown_key_is_answered_with_those_there_are(zygotes: Zygotes, tmp_p
     shown = " ".join(done.output.replace("│", " ").split())
     named = (
         "data: the rows. base: files of model_name_or_path. adapter: the base model recorded in model_name_or_path, if "
-        "that holds adapters. start: files of adapter_name_or_path. reference: files of the reference model, or a "
+        "that contains adapters. start: files of adapter_name_or_path. reference: files of the reference model, or a "
         "teacher's file. rewards: source code of reward functions."
     )
     assert named in shown.replace("`", "")

@@ -223,8 +223,8 @@ def _time_note(report: TableReport) -> str:
 def _memory_note(report: TableReport) -> str:
     return (
         f"All figures are measured, in {report.unit[0]}. The terms are those at the peak of the step. Activations may "
-        "peak at another time: the column most activ. has the peak of activations alone (beyond weights, gradients and "
-        "layer inputs), and the column no head has this peak without the head."
+        "peak at another time. The column most activ. has the peak of activations alone, beyond weights, gradients and "
+        "layer inputs. The column no head has this peak without the head."
     )
 
 
