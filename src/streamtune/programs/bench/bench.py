@@ -22,10 +22,10 @@ MEMORY = ("peak_bytes", "activation_bytes", "layer_activation_bytes", "host_byte
 
 @dataclass(frozen=True)
 class BenchRow:
-    """Memory and time of one mode at one length; times are medians over the repeats.
+    """Memory and time of one training method (``mode``) at one row length; times are medians over the timed steps.
 
     Attributes:
-        mode: Mode that was measured.
+        mode: Training method, such as ``stream`` or ``checkpoint``.
         length: Number of tokens in a row.
         peak_bytes: Peak memory of a step: the allocator's peak on an accelerator, weights plus live storages on a CPU.
         activation_bytes: Peak beyond weights, gradients and stored layer inputs, including the head.
@@ -59,7 +59,7 @@ class BenchRow:
 
 @dataclass(frozen=True)
 class BenchReport:
-    """All rows of a benchmark, with the machine and the versions."""
+    """Results of ``streamtune bench``: a row for each training method, length and layout, with machine and versions."""
 
     env: dict[str, Any]
     schedule: Schedule
@@ -73,7 +73,7 @@ class BenchReport:
         return {**vars(self), "schedule": asdict(self.schedule), "rows": [asdict(row) for row in self.rows]}
 
     def row(self, mode: Mode, length: int, layout: Layout = "row") -> BenchRow:
-        """Return the row of a mode, a length and a layout."""
+        """Return the measured row of ``report.rows`` with this training method, row length and layout."""
         return next(row for row in self.rows if (row.mode, row.length, row.layout) == (mode, length, layout))
 
 
@@ -86,11 +86,11 @@ def run_bench(
     repeats: int = 3,
     notify: Callable[[str], None] = lambda message: None,
 ) -> BenchReport:
-    """Measure every mode at every length, add the rows to the report, and return it.
+    """Measure time and memory of every training method at every length; add them to ``report`` and return it.
 
     Args:
-        report: Empty report with the schedule. With ``packed_rows``, each length is also measured as that many rows in
-            one sequence, and as the same rows one by one.
+        report: Report without rows, with the streaming schedule. If its ``packed_rows`` is set, each length is also
+            measured as that many rows in one sequence, and as the same rows one by one.
         job: Model and batches. If the batches score completions, modes without streaming use a row for each
             completion. The loss is then the negative mean log-probability, and no reference model runs.
         lengths: Row lengths, in tokens.
@@ -110,7 +110,7 @@ def run_bench(
 def _measure_length(
     job: Job, cases: Sequence[Case], repeats: int, notify: Callable[[str], None], env: dict[str, Any]
 ) -> list[BenchRow]:
-    """Measure all cases of one length, each in its own process: first memory, then timed steps that alternate."""
+    """Return the results of cases of one length: each case's memory, then timed steps in which the cases alternate."""
     rows = {case: BenchRow(case.mode, case.length, layout=case.layout) for case in cases}
     times: dict[Case, list[tuple[float, float]]] = {case: [] for case in cases}
     workers: dict[Case, Worker] = {}

@@ -190,7 +190,7 @@ def _run_bench(
     packed_rows: int,
     folder: Path,
 ) -> BenchReport:
-    """Run the benchmark without a table, and write its document and picture."""
+    """Measure step times and memory without ``--table``; write the JSON document and the plot to ``folder``."""
     with err.status("loading libraries") as status:
         from streamtune.programs.bench.bench_recipe import bench_recipe
         from streamtune.programs.bench.plots import draw_bench
@@ -238,7 +238,7 @@ LABEL_WIDTH = 30
 
 
 def print_table_screen(report: TableReport) -> None:
-    """Print a named table; columns that do not fit the terminal follow below, with the names repeated."""
+    """Print a table of ``bench --table``; columns too wide for the terminal follow below, with row names repeated."""
     from streamtune.programs.bench.named_tables import row_cells, table_columns, table_notes  # imports torch
 
     shown = [column for column in table_columns(report) if not column.page]
@@ -264,7 +264,7 @@ def print_table_screen(report: TableReport) -> None:
 
 
 def _split_columns_by_width(widths: Sequence[int], names: int) -> list[list[int]]:
-    """Return groups of columns that fit the terminal, by number; each group begins with the columns of names."""
+    """Return column indices in groups as wide as the terminal; the first ``names`` columns start every group."""
     first = list(range(names))
     room = out.width - sum(widths[:names]) - names
     groups: list[list[int]] = []
@@ -285,7 +285,7 @@ def _render_columns(
     group: Sequence[int],
     widths: Sequence[int] | None,
 ) -> Table:
-    """Return a table with the columns of a group; labels wrap at their width if ``widths`` is given."""
+    """Return a table with the columns of ``group`` (indices); text columns wrap at ``widths`` if given."""
     table = make_table(
         *(
             Column(
@@ -312,7 +312,7 @@ def _render_columns(
 
 
 def print_bench(report: BenchReport) -> None:
-    """Print the comparison: its result in one line, the tables, and what the figures are."""
+    """Print a benchmark: its result in one line, the tables, and what their columns mean."""
     if answer := _describe_bench_result(report):
         out.print(Text(answer, style="bold"), soft_wrap=not out.is_terminal)
     out.print(Text(describe_bench(report)), soft_wrap=not out.is_terminal)
@@ -334,7 +334,7 @@ def print_bench(report: BenchReport) -> None:
 
 
 def _describe_bench_result(report: BenchReport) -> str:
-    """Return how streaming compares with checkpointing at the longest length that both ran; empty if none."""
+    """Return one line that compares streaming and checkpointing at the longest length both ran; empty if none."""
     for length in sorted({row.length for row in report.rows}, reverse=True):
         found = {row.mode: row for row in report.rows if row.length == length and row.layout == "row"}
         ours, base = found.get("stream"), found.get("checkpoint")
@@ -356,9 +356,9 @@ def describe_bench(report: BenchReport) -> str:
 
 
 def bench_tables(report: BenchReport) -> list[Table]:
-    """Return the comparison as tables with a row for each length, layout and mode; as many as the terminal needs.
+    """Return a table row for each length, layout and training method, in several tables if the terminal is narrow.
 
-    Ratios are relative to gradient checkpointing in the same run; in ``to 1 row``, to the same tokens as one row.
+    ``time`` is relative to gradient checkpointing in the same run, ``to 1 row`` to the same tokens as one row.
     """
     packed = report.packed_rows > 0
     headers = ["tokens", "mode", *(["rows"] if packed else []), *FIGURE_NAMES, *(["to 1 row"] if packed else [])]

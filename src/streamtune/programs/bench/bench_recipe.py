@@ -166,7 +166,7 @@ def table_recipe(
 
 
 def settings_of_figures(recipe: Recipe) -> dict[str, Any]:
-    """Return the recipe settings on which the figures depend."""
+    """Return the recipe settings that change the measured times, memory or losses, as JSON values."""
     written = {key: value for key, value in recipe.model_dump(mode="json").items() if key in DECISIVE_KEYS}
     if recipe.objective == "sft":  # older files have neither key
         del written["objective"]

@@ -140,7 +140,7 @@ def measure_missing_rows(
 
 
 def _measure_steps(worker: Worker, repeats: int, memory: bool, notify: Callable[[str], None]) -> MeasureGroup:
-    """Return a function that measures rows by running steps.
+    """Return a function that measures a group of table rows by running training steps in ``worker``.
 
     Args:
         worker: The process with the model.
@@ -281,7 +281,7 @@ TryLength = Callable[[Entry, int], Outcome]
 
 
 def search_longest(try_length: TryLength, budget: Budget, notify: Callable[[str], None]) -> MeasureGroup:
-    """Return a function that searches the longest length for each row of the table."""
+    """Return a function that finds, for each row of the table, the longest sequence that can be trained."""
 
     def measure(todo: Sequence[Entry], references: Sequence[Entry]) -> Iterator[TableRow]:
         for entry in todo:

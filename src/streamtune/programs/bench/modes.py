@@ -41,11 +41,11 @@ Loss = Callable[[Batch], Tensor]
 
 @dataclass(frozen=True)
 class Ready:
-    """A model that is prepared for a mode.
+    """A model that one training method (mode) has prepared for its steps.
 
     Attributes:
         loss: Function that returns the mean next-token loss of a batch.
-        tiers: Counters of the bytes on host and disk; None if the mode does not offload.
+        tiers: Counters of the bytes on host and disk; None if the method does not offload.
     """
 
     loss: Loss
@@ -58,13 +58,13 @@ PrepareMode = Callable[[Any, Schedule], AbstractContextManager[Ready]]
 
 @dataclass(frozen=True)
 class ModeSetup:
-    """Setup of a mode: how it computes the gradient, and what it needs.
+    """How a benchmarked training method (mode) computes the gradient, and what it needs.
 
     Attributes:
         prepare: Function ``(model, schedule)`` that returns a context manager; the model is prepared while active.
         package: Package that must be installed; empty if none.
-        accelerator: Reason why the mode needs an accelerator; empty if it does not.
-        alone: Reason why the mode cannot share its process with streaming and other peers; empty if it can.
+        accelerator: Reason why it needs an accelerator; empty if it does not.
+        alone: Reason why it cannot share a process with streaming or another library's method; empty if it can.
     """
 
     prepare: PrepareMode
@@ -84,7 +84,7 @@ class ModeSetup:
 def _prepare_mode(
     prepared: Callable[[Any], AbstractContextManager[Tiers | None]], loss_of: Callable[[Any], Loss] | None = None
 ) -> PrepareMode:
-    """Return the preparation of a mode without a schedule; ``prepared`` yields counters of offloaded bytes, or None."""
+    """Return ``ModeSetup.prepare`` of a method without a schedule; ``prepared`` yields offloaded-byte counters."""
 
     @contextmanager
     def prepare(model: Any, schedule: Schedule) -> Iterator[Ready]:
@@ -190,7 +190,7 @@ def restoring_model(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def importing_peer(name: str) -> Iterator[None]:
-    """Context manager: turn a failed import into an UnsupportedModelError; versions may be incompatible."""
+    """Context manager: if the library ``name`` cannot be imported, raise an UnsupportedModelError with the reason."""
     try:
         yield
     except (ImportError, RuntimeError) as error:
@@ -286,7 +286,7 @@ MODE_SETUPS: dict[Mode, ModeSetup] = {
 
 
 def absent(modes: Sequence[Mode], device_type: str) -> dict[str, str]:
-    """Return mode -> reason, for modes that cannot run on this device type or not together with the other modes."""
+    """Return {mode: reason} of the modes that this device type cannot run, or that must be benchmarked alone."""
     reasons = {mode: MODE_SETUPS[mode].why_unavailable(device_type) for mode in modes}
     others = {mode for mode in modes if not reasons[mode]} - {"plain", "checkpoint"}
     for mode in others:
@@ -318,7 +318,7 @@ def _make_model_loss(model: Any) -> Loss:
 
 
 def _make_scored_loss(model: Any, handle: StreamHandle) -> Loss:
-    """Return a function that computes the loss of the streamed model; completions are scored as in an objective."""
+    """Return the streamed model's loss function; with ``targets``, the negative mean log-probability of completions."""
     own = _make_model_loss(model)
 
     def loss(batch: Batch) -> Tensor:

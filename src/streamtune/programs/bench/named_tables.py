@@ -38,7 +38,7 @@ TERM_HEADINGS = {
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table."""
+    """A column of a benchmark table."""
 
     name: str
     """Heading of the column."""
@@ -52,7 +52,7 @@ class Column:
 
 @dataclass(frozen=True)
 class TableInputs:
-    """Facts from which a table chooses its rows.
+    """What a benchmark table's ``groups`` function needs to choose the rows to measure.
 
     Attributes:
         lengths: Row lengths in tokens; for prefix sharing, prompt lengths.
@@ -71,17 +71,17 @@ class TableInputs:
 
 @dataclass(frozen=True)
 class Table:
-    """The declaration of a table.
+    """Declaration of a table of ``streamtune bench --table``.
 
     Attributes:
         title: Title of page and picture.
-        columns: Function that returns the columns of figures; names and errors have the same columns in all tables.
+        columns: Function that returns the columns with numbers; all tables share the columns of names and errors.
         note: Function that returns an explanation of the columns.
         draw: Function that draws the table into a matplotlib figure.
         groups: Function that returns the rows to measure, in groups whose steps alternate; None for a length search.
         rows: Heading of the column with the rows' names.
         lengths: Heading of the column with lengths; empty to omit that column if there is only one length.
-        compares_modes: True if the rows are modes. Some may not run here, and notes explain the peers.
+        compares_modes: True if the rows are modes. Some may not run here, and notes explain other libraries.
         timed: True if steps are timed.
         memory: True if the memory of a step is measured.
     """
@@ -98,7 +98,6 @@ class Table:
     memory: bool = True
 
     def absent(self, modes: Sequence[Mode], device_type: str) -> dict[str, str]:
-        """Return mode -> reason, for modes that cannot run on this device type."""
         return absent(modes, device_type) if self.compares_modes else {}
 
 
@@ -203,7 +202,7 @@ def _offload_columns(report: TableReport) -> list[Column]:
 
 
 def table_notes(report: TableReport) -> list[str]:
-    """Return the notes of a table: what its columns mean, what its peers are, and which modes are absent."""
+    """Return notes on a table: what its columns mean, which libraries it compares, and which modes cannot run here."""
     table = TABLES[report.table]
     lines = [table.note(report)]
     if any(report.errors_of(row) for row in report.rows):

@@ -92,7 +92,7 @@ def draw_memory(report: TableReport, figure: Any) -> None:
 
 
 def draw_ablation(report: TableReport, figure: Any) -> None:
-    """Draw the time of each schedule relative to gradient checkpointing, and its memory by term."""
+    """Draw the time of each schedule relative to gradient checkpointing, and its memory by purpose."""
     rows = report.rows
     figure.set_size_inches(11, 1.6 + 0.27 * (len(rows) + len({row.section for row in rows})))
     time, places = _time_and_memory(report, rows, figure)
@@ -133,7 +133,7 @@ def draw_longest(report: TableReport, figure: Any) -> None:
 
 
 def draw_sharing(report: TableReport, figure: Any) -> None:
-    """Draw, for each layout and prompt length, time relative to rows in one batch, and memory by term."""
+    """Draw, for each layout and prompt length, time relative to rows in one batch, and memory by purpose."""
     rows = [
         replace(
             row,
@@ -162,7 +162,7 @@ def draw_sharing(report: TableReport, figure: Any) -> None:
 
 
 def _time_and_memory(report: TableReport, rows: Sequence[TableRow], figure: Any) -> tuple[Any, list[float]]:
-    """Draw the memory of rows on the right; return the left axes (for times) and the y position of each row."""
+    """Draw the rows' memory on the right; return the left axes, for times, and each row's y position."""
     time, memory = figure.subplots(1, 2, sharey=True)
     places = _draw_stacks(memory, rows, report.unit[1], time)
     memory.set_title("Memory at its peak", loc="left", color=INK, fontsize=11)
@@ -174,7 +174,7 @@ def _time_and_memory(report: TableReport, rows: Sequence[TableRow], figure: Any)
 
 
 def _mode_lines(report: TableReport) -> list[tuple[list[TableRow], dict[str, Any]]]:
-    """Return (rows, line style) for each mode."""
+    """Return (rows, line style) of each training method, to draw one curve of each."""
     found = []
     for mode, label in dict.fromkeys((row.mode, row.label) for row in report.rows):
         style = {"color": COLOURS[mode], "marker": "o", "linewidth": 2.2, "label": label}

@@ -94,11 +94,11 @@ class MeasuredModel:
         self._exit = ExitStack()
 
     def env(self) -> dict[str, Any]:
-        """Return machine, versions and facts about the model."""
+        """Return machine, versions, and sizes of the model, as JSON values."""
         return describe_environment(self.model, self.job, self.device)
 
     def memory(self, case: Case) -> dict[str, Any]:
-        """Return the peak bytes of a step, in total and by term; also the activation peak without the LM head."""
+        """Return the peak bytes of a step, in total and by purpose; also the activation peak without the LM head."""
         batches = self._prepare(case)
         weights = model_bytes(self.model)
         layers = decoder_layers(self.model)
@@ -205,7 +205,7 @@ class MeasuredModel:
 
 
 def describe_environment(model: Any, job: Job, device: torch.device) -> dict[str, Any]:
-    """Return machine, versions and facts about the model, as JSON values."""
+    """Return machine, versions, and sizes of the model, as JSON values."""
     names = {"cpu": platform.processor() or platform.machine(), "meta": "simulated"}
     return {
         "device": names[device.type] if device.type in names else torch.cuda.get_device_name(device),
@@ -223,7 +223,7 @@ def describe_environment(model: Any, job: Job, device: torch.device) -> dict[str
 
 
 def _layout_batches(ids: Tensor, layout: Layout, rows: int) -> list[Batch]:
-    """Return the batches of a step; separate rows get a batch each."""
+    """Return a step's batches: one for a single or packed row; for the layout ``separate``, one for each row."""
     if layout == "row":
         return [{"input_ids": ids}]
     parts = torch.tensor_split(ids, rows, dim=1)
@@ -314,7 +314,7 @@ class Worker:
         self._busy = False
 
     def ask(self, request: str, *args: Any) -> dict[str, Any]:
-        """Return the answer to a request; if it fails, return an empty dictionary and set ``failed`` to the reason.
+        """Return the worker's answer to a request; if it fails, return {} and set ``failed`` to the reason.
 
         A process that has ended is started again.
 
@@ -370,7 +370,7 @@ def _serve_requests(connection: Connection, job: Job) -> None:
 
 
 def _failure_answer(error: Exception, is_peer: bool) -> dict[str, Any]:
-    """Return the reason of a failure as ``error``; a bug, unless in a peer, is returned as ``fault``."""
+    """Return ``{"error": reason}``; for a bug in StreamTune, ``{"fault": traceback}``."""
     text = str(error)
     if isinstance(error, StreamTuneError):  # the mode refuses this model, or a disk is full
         return {"error": error.what}

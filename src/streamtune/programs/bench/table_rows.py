@@ -23,13 +23,13 @@ DEFAULT = "the recipe's schedule"
 
 @dataclass(frozen=True)
 class Entry:
-    """A row to measure.
+    """A row of a benchmark table, before it is measured.
 
     Attributes:
         case: The measurement.
         label: Name of the row.
         section: Heading above the row; empty if the table has no sections.
-        to_checkpoint, to_default: True if this row is the denominator of the figure of that name in other rows.
+        to_checkpoint, to_default: True if other rows' column of that name is relative to this row's step time.
     """
 
     case: Case
@@ -47,13 +47,13 @@ class Entry:
 
 @dataclass(frozen=True)
 class TableRow:
-    """The figures of an entry; None if not measured.
+    """Results of one row of a benchmark table; None if not measured.
 
     Attributes:
         schedule: Schedule of a streamed step; None for other modes.
         error: Reason why there are no figures; empty if there are.
         peak_bytes: Peak memory on the device, with weights and gradients.
-        terms: Bytes at the peak, by term.
+        terms: Bytes at the peak, by purpose.
         activation_bytes: Peak beyond weights, gradients and stored layer inputs, including the head.
         layer_activation_bytes: The same peak without the head.
         host_bytes, disk_bytes: Peaks of the bytes offloaded to host and disk.
@@ -136,12 +136,12 @@ class TableReport:
         return f"{model}, batch {env['batch_size']}; {machine}, torch {env['torch']}"
 
     def row(self, entry: Entry) -> TableRow | None:
-        """Return the measured row of an entry; None if it is not measured yet."""
+        """Return the measured row of ``entry``; None if it is not measured yet."""
         asked = (entry.case.mode, entry.case.length, entry.label)
         return next((row for row in self.rows if (row.mode, row.length, row.label) == asked), None)
 
     def errors_of(self, row: TableRow) -> dict[str, float]:
-        """Return the relative errors of loss and gradient norm against plain autograd (without it, checkpointing)."""
+        """Return relative errors of loss and gradient norm against plain autograd (or else checkpointing)."""
         for mode in ("plain", "checkpoint"):
             truth = next(
                 (r for r in self.rows if (r.mode, r.length) == (mode, row.length) and r.loss is not None), None
@@ -162,11 +162,11 @@ class TableReport:
         return path
 
     def check(self, folder: Path) -> None:
-        """Raise an error if a file of the table cannot be written, or is a link or a folder."""
+        """Raise an error if one of the table's files in ``folder`` cannot be written, or is a link or a folder."""
         check_output_files(folder, [f"{self.stem}.{ending}" for ending in ("md", "json", "png")])
 
     def resume(self, folder: Path) -> None:
-        """Take over the rows of an earlier run with the same settings on the same machine."""
+        """Load the rows of an earlier run's JSON file, if its settings and machine are equal."""
         path = folder / f"{self.stem}.json"
         try:
             before = json.loads(path.read_text(encoding="utf-8"))
@@ -246,10 +246,10 @@ def _nearby_chunk_sizes(chunk_size: int, length: int) -> list[int]:
 
 
 def length_entries(schedule: Schedule, folder: str) -> list[Entry]:
-    """Return entries of plain autograd, gradient checkpointing, and streaming with several schedules.
+    """Return the rows of the table of longest lengths: plain autograd, checkpointing, and streaming schedules.
 
     Args:
-        schedule: Base schedule; the others change the fields that their labels name.
+        schedule: Base schedule; the other schedules change the fields that their labels name.
         folder: Folder for schedules that offload to disk.
     """
     host, disk = {"offload": "host"}, {"offload": "disk", "offload_dir": folder}
@@ -271,7 +271,7 @@ def length_entries(schedule: Schedule, folder: str) -> list[Entry]:
 
 
 def mode_entries(modes: Sequence[Mode], length: int, schedule: Schedule) -> list[Entry]:
-    """Return an entry for each mode at one length."""
+    """Return a table row to measure for each training method at one length."""
     return [
         Entry(
             Case(mode, length, schedule),
@@ -284,7 +284,7 @@ def mode_entries(modes: Sequence[Mode], length: int, schedule: Schedule) -> list
 
 
 def sharing_entries(prompt_length: int, schedule: Schedule) -> list[Entry]:
-    """Return the entries of one shared prompt: each layout streamed, and rows run in turn with checkpointing."""
+    """Return the rows to measure for a prompt with several completions: three streamed layouts, and checkpointing."""
     layouts: tuple[Layout, ...] = ("batch", "turns", "shared")
     rows = [
         Entry(

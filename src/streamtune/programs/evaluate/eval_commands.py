@@ -194,7 +194,7 @@ BAR = 16
 
 
 def print_evaluation(results: Mapping[str, Any]) -> None:
-    """Print an evaluation: one line with the result of each part, then their tables.
+    """Print an evaluation: a result line for each split and test, then their tables.
 
     Args:
         results: The document from :func:`streamtune.programs.evaluate.evaluate.evaluate_model`.
@@ -216,7 +216,6 @@ def print_evaluation(results: Mapping[str, Any]) -> None:
 
 
 def _describe_split(split_results: Mapping[str, Any]) -> str:
-    """Return the result of a split in one line."""
     if "positions" in split_results:
         error = (
             ""
@@ -235,7 +234,7 @@ def _describe_split(split_results: Mapping[str, Any]) -> str:
 
 
 def _describe_needles(needle_results: Mapping[str, Any]) -> str:
-    """Return the result of the needle probe in one line."""
+    """Return the result of the needle-in-a-haystack test in one line."""
     cells = needle_results["cells"]
     matched, trials = sum(cell["matched"] for cell in cells), sum(cell["trials"] for cell in cells)
     lengths = f"{min(needle_results['lengths']):,} to {max(needle_results['lengths']):,} tokens"
@@ -263,7 +262,7 @@ def _print_losses(split: str, split_results: Mapping[str, Any]) -> None:
 
 
 def _print_metrics(split: str, split_results: Mapping[str, Any]) -> None:
-    """Print the mean and standard error of each metric, and its mean in each of several sets."""
+    """Print the mean and standard error of each metric; with several datasets, also its mean in each."""
     sets = split_results["sets"] if len(split_results["sets"]) > 1 else []
     first = (
         max([len(plain(name)) for name in split_results["metrics"]] + [20]) + 24

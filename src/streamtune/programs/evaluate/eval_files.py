@@ -130,10 +130,10 @@ def draw_positions(splits: Mapping[str, Any], *, title: str) -> bytes | None:
 
 @with_default_style
 def draw_needles(needle_results: Mapping[str, Any], *, title: str) -> bytes:
-    """Return a PNG of the needle probe: a row for each depth, a column for each length.
+    """Return a PNG of the needle-in-a-haystack test: a row for each depth, a column for each length.
 
-    A cell shows how many trials matched, and the gain in nats per answer token. Its shade is the probability of an
-    answer token.
+    A cell shows how many answers were right, and by how many nats per answer token the needle raises the
+    log-probability. Its shade is the probability of an answer token.
     """
     from matplotlib.figure import Figure
 

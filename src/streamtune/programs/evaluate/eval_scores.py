@@ -79,7 +79,7 @@ class LossSum:
 
 @dataclass
 class LossSums:
-    """Losses of rows by set, by position bucket, and by first and last third of a row."""
+    """Losses of rows by dataset, by position bucket, and by first and last third of a row."""
 
     rows: dict[str, int] = field(default_factory=dict)
     sets: dict[str, LossSum] = field(default_factory=dict)
@@ -89,7 +89,7 @@ class LossSums:
     """Mean loss in the first and in the last third of each row's trained positions."""
 
     def add(self, name: str, losses_K: torch.Tensor, positions_K: torch.Tensor) -> None:
-        """Add the trained tokens of a row in set ``name``: losses, and the ascending positions that predict them."""
+        """Add a row's token losses to the dataset ``name``; ``positions_K`` are their ascending positions."""
         self.rows[name] = self.rows.get(name, 0) + 1
         self.sets.setdefault(name, LossSum()).add(losses_K)
         self.whole.add(losses_K)
@@ -103,7 +103,7 @@ class LossSums:
             self.thirds.append((float(early.double().mean()), float(late.double().mean())))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the part of eval.json about one split."""
+        """Return a split's entry of eval.json."""
         bounds = list(_position_buckets(1 << 62))
         return {
             "rows": sum(self.rows.values()),
@@ -117,7 +117,7 @@ class LossSums:
         }
 
     def _context_gain(self) -> dict[str, Any] | None:
-        """Return how much the loss decreases from the first to the last third; None if no row is long enough.
+        """Return how much lower the loss is in the last third of a row than in the first; None if rows are too short.
 
         The standard error is over rows, not tokens, because tokens of one row are correlated.
         """
@@ -176,7 +176,7 @@ def score_rows(
         batch_size: Number of rows in a batch.
         pad_token_id: Token that pads shorter rows.
         rows_done: Called after each batch with the number of rows done and the total.
-        names: Set of each row; None uses the row's file or dataset.
+        names: Name of each row's set in the results; None: its file or dataset.
     """
     sums = LossSums()
     model = streamed.model
@@ -199,7 +199,7 @@ def _collate_rows(rows: Sequence[data.Example], pad_token_id: int) -> train.Micr
 
 
 def set_name_of_origin(origin: str) -> str:
-    """Return the file or dataset of an origin ``file:row``; files of the standard library count as one dataset."""
+    """Return ``path`` of an origin ``path:row``; a file of Python's standard library gives ``python-stdlib``."""
     if origin.startswith("stdlib:"):
         return "python-stdlib"
     return origin.rpartition(":")[0] or origin
@@ -232,7 +232,7 @@ class MetricSums:
             self.batches.setdefault(name, []).append((float(part[0]), float(part[1])))
 
     def join(self, other: MetricSums) -> None:
-        """Add the batches and rows of another object."""
+        """Add the sums, counts and rows of ``other``."""
         for name, parts in other.batches.items():
             self.batches.setdefault(name, []).extend(parts)
         self.rows += other.rows
@@ -243,7 +243,7 @@ class MetricSums:
 
 
 def _mean_over_batches(parts: Sequence[SumAndCount]) -> dict[str, float | None]:
-    """Return the mean and its standard error over batches; None for values that are unknown."""
+    """Return the mean and its standard error over batches; None if there are too few batches."""
     parts = [part for part in parts if part[1] > 0]
     count = math.fsum(size for _, size in parts)
     if not count:
@@ -265,15 +265,15 @@ def measure_rows(
     rows_done: Callable[[int, int], None],
     names: Sequence[str] | None = None,
 ) -> dict[str, Any]:
-    """Return the part of eval.json about one split: the objective's metrics, by set.
+    """Return a split's entry of eval.json: the objective's metrics, by dataset.
 
     Args:
         task: Task of the recipe.
-        make_built: Function that builds the parts of a run in which the given rows are held out.
+        make_built: Function that returns a run (model, batches, objective) with the given rows held out.
         rows: Preference pairs, single completions, or prompts.
         bf16: True to compute in bfloat16.
         rows_done: Called after each batch with the number of rows done and the total.
-        names: Set of each row; None uses the row's file or dataset.
+        names: Name of each row's set in the results; None: its file or dataset.
     """
     groups: dict[str, list[Any]] = {}
     for place, row in enumerate(rows):
@@ -296,7 +296,7 @@ def measure_rows(
 def _measure_batches(
     task: Task[Any], built: BuiltRun, *, bf16: bool
 ) -> Iterator[tuple[Mapping[str, SumAndCount], int]]:
-    """Yield the metrics of each batch, including the loss, and its number of rows."""
+    """Yield each batch's metrics (with the loss) and number of rows."""
     training = task.make_training(built)
     (make_batches,) = training.held_out.values()  # all rows are of one set
     with train.evaluating(built.model), train.preserve_rng(), built.handle.routers.silenced():

@@ -158,7 +158,7 @@ def evaluate_model(
 
 @dataclass(frozen=True)
 class _Evaluation:
-    """The loaded model, tokenizer and rows of an evaluation."""
+    """The model, tokenizer and rows that one evaluation uses."""
 
     task: Task[Any]
     model: Any
@@ -171,7 +171,7 @@ class _Evaluation:
     feedback: Feedback
 
     def split(self, rows: Sequence[Any], names: Sequence[str] | None) -> dict[str, Any]:
-        """Return the part of eval.json about one split; ``names`` has the set of each row."""
+        """Return a split's entry of eval.json; ``names`` has each row's name in ``eval_datasets``."""
         recipe = self.task.recipe
         rows_done = partial(self.feedback.progress, "rows")
         if self.task.scores_completions:
@@ -190,7 +190,7 @@ class _Evaluation:
         return ScoringModel(self.handle, self.model, self.device, bool(self.task.recipe.bf16))
 
     def _built(self, rows: Sequence[Any]) -> BuiltRun:
-        """Return the built parts of a run with these rows held out; nothing is written to its folder."""
+        """Return a run (model, batches, objective) with ``rows`` held out; nothing is written to its folder."""
         prepared = self.task.with_held_out(self.prepared, rows)
         batches = self.task.batches(prepared, self.tokenizer, share=self.share)
         world = train.WORLD
@@ -211,7 +211,7 @@ class _Evaluation:
         )
 
     def needles(self, sources: Sequence[data.Source], options: NeedleOptions, lengths: Sequence[int]) -> dict[str, Any]:
-        """Run the needle probe and return its part of eval.json."""
+        """Run the needle-in-a-haystack test and return its entry of eval.json."""
         recipe = self.task.recipe
         stack = gather_haystack(
             data.iter_texts(sources, on_bad_row=recipe.on_bad_row, max_bad_rows=recipe.max_bad_rows),
@@ -227,7 +227,7 @@ class _Evaluation:
 
 @contextmanager
 def _explain_out_of_memory(activity: str, fix: str) -> Iterator[None]:
-    """Context manager: replace an out-of-memory exception by an OutOfMemoryError that names the work and a fix."""
+    """Context manager: raise an OutOfMemoryError that names ``activity`` and ``fix`` if memory runs out."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -248,7 +248,7 @@ def _adapt_to_single_process(recipe: Recipe, notify: Callable[[str], None]) -> R
 
 
 def _choose_splits(prepared: Any, options: EvalOptions) -> dict[str, tuple[Sequence[Any], Sequence[str] | None]]:
-    """Return the rows of each requested split, with the set name of each row if the recipe names sets."""
+    """Return {split: (rows, each row's name in ``eval_datasets`` or None)} of the requested splits."""
     split = options.split
     found = {"held-out": prepared.validation, "train": prepared.training}
     chosen: dict[str, tuple[Sequence[Any], Sequence[str] | None]] = {

@@ -95,9 +95,9 @@ def load_evaluated(
 
 
 def _base_override(trained: TrainedModel, recipe: ModelKeys, notify: Notify) -> tuple[str | None, bool]:
-    """Return the base model that overrides the adapters' recorded one, and whether the recipe must build it.
+    """Return the base model that replaces the one the adapters record, and whether the recipe must build it.
 
-    The base is None if nothing is overridden.
+    The base model is None if the adapters' own is used.
     """
     if not trained.adapters:
         return None, False
@@ -150,7 +150,7 @@ def load_second_model(task: Task[Any], evaluated: EvaluatedModel, tokenizer: Any
 def make_scored_reference(
     task: Task[Any], model: Any, handle: StreamHandle, second_model: Any | None
 ) -> train.ModelReference | None:
-    """Return the reference that the objective calls; None if the loss has none."""
+    """Return the reference model that the objective scores with; None if its loss uses none."""
     if not task.uses_reference or not task.scores_completions:  # the teacher of sft is not used by evaluations
         return None
     return reference_model(task, model, handle, second_model)

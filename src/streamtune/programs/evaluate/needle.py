@@ -48,7 +48,7 @@ LONGEST_DEFAULT, SHORTEST_DEFAULT = 1024, 64
 
 @dataclass(frozen=True, kw_only=True)
 class NeedleOptions:
-    """Lengths, depths and number of trials of a needle probe."""
+    """Lengths, depths and number of trials of a needle-in-a-haystack test."""
 
     lengths: tuple[int, ...] = ()
     """Numbers of tokens in prompt plus answer; if empty, :func:`default_lengths`."""
@@ -60,7 +60,7 @@ class NeedleOptions:
 
 @dataclass(frozen=True)
 class Haystack:
-    """Parts of the needle prompts, as token ids."""
+    """Tokens from which needle-in-a-haystack prompts are made."""
 
     hay: Ids
     """Concatenated texts; a prompt repeats them if it needs more."""
@@ -95,7 +95,7 @@ class Haystack:
 
 @dataclass(frozen=True)
 class _NeedleTrial:
-    """A drawn trial: token ids of its parts, the code, and the start and length of its hay."""
+    """Random choices of one needle-in-a-haystack trial: needle, question, answer and surrounding text."""
 
     needle: list[int]
     question: list[int]
@@ -106,7 +106,7 @@ class _NeedleTrial:
 
 
 def default_lengths(max_length: int) -> tuple[int, ...]:
-    """Return the powers of two from 1,024 to ``max_length``; from 64 if that gives fewer than two."""
+    """Return the powers of two from 1,024 to ``max_length``; if there are fewer than two, from 64."""
     first = LONGEST_DEFAULT if max_length >= 2 * LONGEST_DEFAULT else SHORTEST_DEFAULT
     return tuple(1 << power for power in range(first.bit_length() - 1, max_length.bit_length()))
 
@@ -120,7 +120,7 @@ def gather_haystack(
     notify: Callable[[str], None],
     frame: data.ChatFrame | None = None,
 ) -> Haystack:
-    """Return a haystack made of the rows' texts.
+    """Return the text in which needles are hidden, made of the rows' texts.
 
     Args:
         texts: Texts of the rows.
@@ -186,7 +186,7 @@ def probe_needles(
     seed: int,
     cells_done: Callable[[int, int], None] = lambda done, cells: None,
 ) -> dict[str, Any]:
-    """Run the needle probe and return its part of eval.json: cells with ``matched`` and ``gain``.
+    """Run the needle-in-a-haystack test and return its entry of eval.json: cells with ``matched`` and ``gain``.
 
     Args:
         streamed: Model to probe.
@@ -264,7 +264,7 @@ def _finds_code(writer: TransformersWriter, tokenizer: Any, prompt: list[int], t
 def _summarise_cell(
     matches: Sequence[bool], logprobs_with_needle: Sequence[float], logprobs_without: Sequence[float]
 ) -> dict[str, Any]:
-    """Return the figures of a cell, from each trial's mean log-probability with and without the needle."""
+    """Return the results of one length and depth, from mean log-probabilities with and without the needle."""
     gain, error = mean_and_error(
         [one - other for one, other in zip(logprobs_with_needle, logprobs_without, strict=True)]
     )

@@ -33,7 +33,7 @@ from streamtune.tasks.teacher_file import (
 
 
 def teach(loaded: LoadedRecipe, output: Path, *, top_k: int, feedback: Feedback | None = None) -> dict[str, Any]:
-    """Write the teacher's top-k tokens at the targets of the training rows; return facts about the file.
+    """Write the teacher's top-k tokens at the targets of the training rows; return the file's metadata and path.
 
     Args:
         loaded: An ``sft`` recipe with a model as teacher.
@@ -109,7 +109,7 @@ def teach(loaded: LoadedRecipe, output: Path, *, top_k: int, feedback: Feedback 
 def _top_tokens(
     model: train.ModelReference, batch: train.MicroBatch, top_k: int, vocabulary: int, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ids ``[K, k]`` and log-probabilities ``[K, k + 1]`` at the targets, from logits of one chunk at a time."""
+    """Return the teacher's top-k token ids ``[K, k]`` and log-probabilities ``[K, k + 1]`` at the batch's K targets."""
     lazy = model.lazy_logits(batch)
     found: list[tuple[torch.Tensor, torch.Tensor]] = []
     with lazy.owner.as_teacher(lazy, batch.shift_labels) as head:

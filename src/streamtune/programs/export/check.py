@@ -62,7 +62,7 @@ Doing = Callable[[str], AbstractContextManager[Any]]
 
 @dataclass(frozen=True)
 class AsTrained:
-    """Logits and greedy text of the trained model, with the yardstick."""
+    """Logits and greedy text of the trained model, and how much rounding its weights changes them."""
 
     rows: list[Tensor]
     """Token ids of each row, ``[1, T]``."""
@@ -155,7 +155,7 @@ def measure_trained(
     new_tokens: int = 24,
     doing: Doing = lambda text: nullcontext(),
 ) -> AsTrained:
-    """Compute logits, greedy text and yardstick of the trained model.
+    """Compute logits and greedy text of the trained model, and how much rounding its weights changes them.
 
     Args:
         model: Trained model with its adapters, in evaluation mode; it is not changed.
@@ -252,7 +252,7 @@ def compare_with_trained(
 
 
 def _is_near_tie(trained: AsTrained, written_tokens: list[int], position: int, margin: float) -> bool:
-    """Return True if the trained model's logits for the two tokens differ by no more than roundings change them."""
+    """Return True if the trained model's logits of both models' tokens differ by no more than ``margin``."""
     if position >= len(trained.written) or position >= len(written_tokens):
         return False
     scores = trained.scores[position]
@@ -326,7 +326,7 @@ PROMPT_TOKENS = 64
 
 @dataclass(frozen=True)
 class CheckRows:
-    """Rows on which the models are compared."""
+    """Rows on which the written and the trained model are compared."""
 
     rows: list[Tensor]
     """Token ids of each row, ``[1, T]``."""
@@ -341,7 +341,7 @@ class CheckRows:
 def choose_rows(trained: TrainedModel, model: Any, tokenizer: Any, notify: Callable[[str], None]) -> CheckRows:
     """Return the first rows of the run's data, cut to a few hundred tokens; without data, random tokens.
 
-    Random tokens are joined by the recipe's sample prompt, if it has one.
+    With random tokens, the recipe's first sample prompt, if any, is a second row.
     """
     vocabulary = base_of(model).get_input_embeddings().weight.shape[0]
     at_most = max(16, min(MAX_ROWS * MAX_TOKENS, LOGITS_BYTES // (4 * vocabulary)))
@@ -395,7 +395,7 @@ def _run_rows(trained: TrainedModel, tokenizer: Any) -> list[tuple[list[int], st
 
 
 def _row_ids(row: Any) -> list[int]:
-    """Return the token ids of a row; for a tree, of its prompt and first completion."""
+    """Return the token ids of a row; of a prompt with completions, the prompt and the first completion."""
     if isinstance(row, data.Tree):
         return [*row.prompt, *row.completions[0]]
     return [int(token) for token in row.input_ids]

@@ -82,7 +82,7 @@ class ExportOptions:
 
 @dataclass(frozen=True)
 class ExportReport:
-    """The result of an export."""
+    """What an export wrote, and the result of its comparison with the trained model."""
 
     source: str
     out: str
@@ -324,7 +324,7 @@ def _compare_written(
     quantization: str | None,
     doing: Doing,
 ) -> Differences:
-    """Load the written model with transformers (adapters as in training) and compare it."""
+    """Load the written model with transformers and compare it; unmerged adapters get their base as in training."""
     with doing("loading the written model"):
         written: Any
         if trained.adapters and not options.merge:
@@ -370,7 +370,7 @@ def _compare_gguf(
 def _describe_weights(
     trained: TrainedModel, merges: bool, options: ExportOptions, dtype: torch.dtype, quantization: str | None
 ) -> str:
-    """Return a description of the folder's content."""
+    """Return a sentence for the model card: which weights the exported folder has, and their dtype."""
     name = str(dtype).removeprefix("torch.")
     if not trained.adapters:
         return f"whole model, {name}"

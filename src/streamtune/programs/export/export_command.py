@@ -152,7 +152,7 @@ def _print_report(report: ExportReport) -> None:
 
 
 def _describe_verdict(report: ExportReport) -> Text:
-    """Return the answer of the comparison as one sentence."""
+    """Return in one sentence whether the exported model equals the trained model."""
     if report.check is None:
         return Text.assemble(("not checked", "bold yellow"), ": --no-check")
     model = "the trained model"

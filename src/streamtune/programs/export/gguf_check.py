@@ -199,7 +199,7 @@ def _vocabulary_differences(file: GgufFile, tokenizer: Any) -> list[str]:
 
 
 class _FileValues:
-    """Changes weights to the values of the file, or (with ``seed``) by random roundings of the file's types."""
+    """Sets weights to the GGUF file's values, or with ``seed`` to random roundings to the file's types."""
 
     def __init__(self, file: GgufFile, model: nn.Module, excluded_names: Sequence[str], seed: int | None) -> None:
         self._file, self._apart = file, set(excluded_names)
@@ -288,7 +288,7 @@ class GgufFile:
         return None if found is None else found.contents()
 
     def tensor_names(self, name: str) -> tuple[str, ...]:
-        """Return the names of the file's tensors that store a parameter or its parts; empty if it is missing."""
+        """Return the names of the GGUF tensors that store a parameter (or its slices); empty if there are none."""
         if found := re.search(r"\blayers\.(\d+)\..*\bexperts\.(gate_up_proj|down_proj)(_bias)?$", name):
             ending = "bias" if found[3] else "weight"
             parts = tuple(f"blk.{found[1]}.{part}.{ending}" for part in EXPERTS[found[2]])
@@ -303,7 +303,7 @@ class GgufFile:
         return str(self.tensors[tensor_name].tensor_type.name)
 
     def values(self, name: str) -> tuple[Tensor, Tensor]:
-        """Return a weight in the model's order, and the allowed rounding of each number; both fp32.
+        """Return a parameter's values in the GGUF file and the rounding allowed for each, both fp32 and in model order.
 
         Args:
             name: Name of a parameter that the file has.
@@ -327,7 +327,7 @@ class GgufFile:
         return torch.from_numpy(ends[0]).float(), torch.from_numpy(width).float()
 
     def _in_model_order(self, values: np.ndarray, tensor_name: str) -> np.ndarray:
-        """Return the values in the model's order; values of experts are already in it."""
+        """Undo the GGUF file's reordering of a weight; experts are not reordered."""
         if "_exps." in tensor_name:
             return values
         apart: dict[str, Any] = {"tensors": {}}

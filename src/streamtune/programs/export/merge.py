@@ -52,7 +52,7 @@ def merged_weights(model: nn.Module, *, dtype: torch.dtype | None = None) -> Ite
 def _iterate_weights(
     module: Any, original: Any, prefix: str, dtype: torch.dtype
 ) -> Iterator[tuple[str, Callable[[], Tensor], Tensor]]:
-    """Yield name, function that computes the value, and the model's own parameter or buffer.
+    """Yield (name, function that computes the value to write, the model's own tensor) of each weight in ``module``.
 
     Args:
         module: Module or its wrapper.
@@ -88,7 +88,7 @@ def _make_value_function(own_value: Tensor, merged_value: Tensor | None, dtype: 
 
 
 def adapted_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the outermost wrapper of each module that has adapters or is saved whole, by module name.
+    """Return {name: outermost peft wrapper} of each module with adapters or in ``modules_to_save``.
 
     Raises:
         ArgumentError: The adapters are a learned prompt, which cannot be merged.
@@ -104,7 +104,7 @@ def adapted_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _iterate_adapted_modules(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield (name, module) of each wrapped module in a module, itself included."""
+    """Yield (name, module) of each module that peft has wrapped, in ``module`` or itself."""
     inner, chain = inner_module(module)
     if chain or inner is not module:
         yield prefix, module
@@ -113,9 +113,9 @@ def _iterate_adapted_modules(module: nn.Module, prefix: str) -> Iterator[tuple[s
 
 
 def inner_module(module: Any) -> tuple[nn.Module, list[Any]]:
-    """Return the module inside the wrappers, and the wrappers with adapters, outermost first.
+    """Return the module inside peft's wrappers, and the wrappers with adapters, outermost first.
 
-    If a module is saved whole, its trained copy is returned.
+    For a module in ``modules_to_save``, the trained copy is returned.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
@@ -223,7 +223,7 @@ def needs_untying(model: nn.Module) -> bool:
 
 
 def _is_shared_copy(base: Any, pair: tuple[str, str]) -> bool:
-    """Return True if two tied weights were trained as one shared copy, without adapters to merge."""
+    """Return True if two tied weights are the same trained tensor, without adapters to merge."""
     found = [(inner_module(base.get_submodule(name.rpartition(".")[0])), name.rpartition(".")[2]) for name in pair]
     if any(chain for (_, chain), _ in found):
         return False
@@ -244,13 +244,13 @@ def _merged_digest(base: Any, name: str) -> bytes:
 
 
 class WeightChange(Protocol):
-    """Change of weights during a call, such as :class:`Rounding`."""
+    """Interface of a change that is applied to weights while a model runs, such as :class:`Rounding`."""
 
     def changes_module(self, module: nn.Module) -> bool:
-        """Return True if the module's own weights are changed."""
+        """Return True if ``module`` has weights of its own that are changed."""
 
     def sizes_of_change(self, module: nn.Module) -> dict[str, Tensor]:
-        """Return the values that :meth:`change_weight` needs, by parameter name; empty to use the parameters."""
+        """Return, by parameter name, the ``size`` for :meth:`change_weight`; empty: pass the parameters themselves."""
 
     def change_weight(self, weight: Tensor, size: Tensor) -> Tensor:
         """Return the changed weight, in fp32."""
@@ -289,7 +289,7 @@ class Rounding:
 
 @contextmanager
 def computing_in_fp32(model: nn.Module, rounding: WeightChange | None = None) -> Iterator[None]:
-    """Context manager: a model in evaluation mode computes in fp32, with the weight change ``rounding`` if given."""
+    """Context manager: the model (in evaluation mode) computes in fp32; ``rounding`` changes its weights if given."""
     base = base_of(model)
     layers = decoder_layers(base)
     inside = {id(module) for layer in layers for module in layer.modules()}

@@ -30,7 +30,7 @@ def pattern_name_of(tokenizer: dict[str, Any]) -> str | None:
 
 
 def _sort_keys(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the steps, with the keys of each in the order of :data:`BYTES` and :data:`DIGITS`."""
+    """Return the pre-tokenizer steps, with each step's keys in the order of :data:`BYTES` and :data:`DIGITS`."""
     order = [*BYTES, *DIGITS]
     return [{key: step[key] for key in sorted(step, key=lambda key: order.index(key) if key in order else 99)}
             for step in steps]  # fmt: skip

@@ -59,7 +59,7 @@ class TrainedModel:
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """Recipe keys that decide the result, as the run recorded them; empty without a run."""
+        """Recipe keys that change the trained weights, as the run recorded them; empty without a run."""
         found: Mapping[str, Any] = self.identity.get("recipe", {})
         return found
 
@@ -88,7 +88,7 @@ class TrainedModel:
         return named
 
     def describe(self) -> str:
-        """Return the folder, with the step of a checkpoint."""
+        """Return the folder as text; for a checkpoint, with its step."""
         return self.folder if self.step is None else f"{self.folder}, after step {self.step:,}"
 
 
@@ -197,7 +197,7 @@ def _attach_records(
     step: int | None = None,
     identity: Any = None,
 ) -> TrainedModel:
-    """Return the model with the records of its run; a recipe that cannot be read is skipped with a note."""
+    """Return the model in ``folder`` with its run's recipe and metadata; an unreadable recipe becomes a note."""
     loaded: LoadedRecipe | None = None
     if run is not None:
         try:
@@ -220,7 +220,7 @@ def _attach_records(
 
 
 def _with_checkpoint_settings(loaded: LoadedRecipe, checkpoint_identity: Any, run_identity: Any) -> LoadedRecipe:
-    """Return the run's recipe with the settings of a checkpoint; the run may have resumed with other settings."""
+    """Return the run's recipe with the settings of the checkpoint; a resumed run may have other settings."""
     settings, latest = ((each or {}).get("recipe", {}) for each in (checkpoint_identity, run_identity))
     changed = {key: value for key, value in settings.items() if key in latest and latest[key] != value}
     if not changed:
@@ -339,7 +339,7 @@ def load_trained(
 
 
 def _embedding_rows_needed(folder: Path) -> int:
-    """Return how many embedding rows the adapters' trained tokens need; 0 without such tokens."""
+    """Return how many embedding rows ``trainable_token_indices`` of the adapters needs; 0 if it is not set."""
     try:
         named = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))["trainable_token_indices"]
         tables = named.values() if isinstance(named, dict) else [named or []]

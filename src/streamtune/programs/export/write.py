@@ -263,7 +263,7 @@ def model_card(
 
 
 def _run_facts(trained: TrainedModel) -> list[tuple[str, str]]:
-    """Return (name, value) pairs of the run: objective, data, steps, losses and versions."""
+    """Return (name, value) pairs for the model card: objective, data, steps, losses and versions."""
     if trained.run is None:
         return []
     facts = []
@@ -306,7 +306,7 @@ def _show_number(value: Any) -> str:
 
 
 def _name_without_folders(path: str) -> str:
-    """Return the last part of a path, because the rest may contain a user's name; other names are unchanged."""
+    """Return the last part of a local path, because the rest may contain a user's name; other names are unchanged."""
     return Path(path).name if _is_path(path) else path
 
 

@@ -37,7 +37,7 @@ TEMPERATURE = 0.7
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateOptions:
-    """Options of generation."""
+    """Options of generation: sampling, length, device and prompt format."""
 
     checkpoint: str | None = None
     """Checkpoint of the run to use; None is its final model."""
@@ -62,7 +62,7 @@ class GenerateOptions:
     """True to encode special tokens in a prompt as plain text."""
 
     def with_recipe_defaults(self, recipe: TrainedTokenKeys) -> GenerateOptions:
-        """Return the options with the recipe's system message, template variables and special-token setting."""
+        """Return the options; unset system message and template variables, and special tokens, are the recipe's."""
         return replace(
             self,
             system=recipe.default_system if self.system is None else self.system,
@@ -317,7 +317,7 @@ class Answerer:
 
 
 def _has_position_table(base: Any, positions: Any) -> bool:
-    """Return True if the model has a position table of fixed length."""
+    """Return True if the model has a position-embedding table of fixed length."""
     try:
         models.check_positions(base, positions + 1 if isinstance(positions, int) else 0, training=False)
     except ArgumentError:

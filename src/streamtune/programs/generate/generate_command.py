@@ -224,7 +224,6 @@ def _answer_all(answerer: Answerer, prompts: list[Prompt], *, as_json: bool) -> 
 
 
 def _prompt_json(prompt: Prompt) -> dict[str, Any]:
-    """Return a prompt as JSON values: text or messages, with tools and variables."""
     if isinstance(prompt, (str, list)):
         return {"prompt": prompt}
     given = {"tools": prompt.tools, "chat_template_kwargs": dict(prompt.variables)}

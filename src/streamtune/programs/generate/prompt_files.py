@@ -107,7 +107,7 @@ def _parse_prompt(value: Any, where: str) -> Prompt:
 
 
 def _add_columns_to_prompt(prompt: Prompt, columns: Mapping[str, Any], where: str) -> Prompt:
-    """Return a conversation with the system message, tools and variables of its JSON object."""
+    """Return ``prompt`` with the system message, tools and template variables in ``columns``, its JSON object."""
     if not isinstance(prompt, list):
         return prompt
     messages, _ = with_system(prompt, columns, where)

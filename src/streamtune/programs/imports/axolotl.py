@@ -346,7 +346,7 @@ def _convert_dependent_fields(conversion: Conversion) -> None:
 
 
 def _convert_configuration(conversion: Conversion, name: str) -> None:
-    """Convert changes to the model's configuration; only RoPE settings are keys here."""
+    """Convert overrides of the model's configuration; StreamTune has keys for RoPE settings only."""
     changes = conversion.pop_field(name)
     for key, value in changes.items() if isinstance(changes, dict) else ():
         if key == "rope_scaling":
@@ -380,7 +380,7 @@ def _convert_least_rate(conversion: Conversion) -> None:
 
 
 def _convert_batch(conversion: Conversion) -> None:
-    """Convert ``batch_size``, which in axolotl means the rows of a step over all ranks."""
+    """Convert axolotl's ``batch_size``, which counts the rows of an optimizer step over all ranks."""
     total = conversion.get("batch_size")
     if total and not conversion.get("gradient_accumulation_steps"):
         conversion.write_key("train_batch_size", total, "batch_size", note="rows in a step over all ranks")

@@ -117,7 +117,7 @@ def dataset_types(conversion: Conversion) -> list[Any]:
 
 
 def convert_datasets(conversion: Conversion) -> None:
-    """Convert the fields in :data:`SETS`, and the strategy for rows that are too long."""
+    """Convert axolotl's lists of datasets, and its strategy for rows that are too long."""
     texts: list[dict[str, Any]] = []
     others: list[dict[str, Any]] = []
     for name in SETS:
@@ -148,7 +148,7 @@ def convert_datasets(conversion: Conversion) -> None:
 
 
 def _convert_long_rows(conversion: Conversion, has_texts: bool, has_other_rows: bool) -> None:
-    """Convert ``excess_length_strategy``. It does not apply to plain texts, because axolotl splits them."""
+    """Convert ``excess_length_strategy``, except for plain texts, which axolotl always splits."""
     name, packs = "excess_length_strategy", conversion.get("sample_packing")
     given = name in conversion.file.fields
     strategy = conversion.pop_field(name)
@@ -177,7 +177,7 @@ def _convert_long_rows(conversion: Conversion, has_texts: bool, has_other_rows: 
 
 
 def _convert_dataset(conversion: Conversion, entry: dict[str, Any], name: str, index: int) -> list[dict[str, Any]]:
-    """Return our entries for an entry of axolotl, and report what is lost."""
+    """Return the ``datasets`` entries that replace axolotl's ``entry``, and report the settings that are lost."""
     spec: dict[str, Any] = {"path": entry["path"]}
 
     def report_lost(key: str, why: str) -> None:
@@ -247,7 +247,7 @@ def _convert_dataset(conversion: Conversion, entry: dict[str, Any], name: str, i
 
 
 def _convert_trained(conversion: Conversion, value: Any, name: str, index: int, peer_setting: str) -> None:
-    """Convert the trained roles and turn ends of a dataset; StreamTune has one setting for all datasets."""
+    """Convert ``roles_to_train`` or ``train_on_eos`` of a dataset; StreamTune has one setting for all datasets."""
     key = "train_on_eos" if peer_setting == "train_on_eot" else peer_setting
     if key == "roles_to_train" and isinstance(value, list):
         value = list(dict.fromkeys(ROLES.get(role, role) if isinstance(role, str) else str(role) for role in value))

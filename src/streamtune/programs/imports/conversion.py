@@ -24,7 +24,7 @@ Kind = Literal["mapped", "default", "not_needed", "lost"]
 
 @dataclass(frozen=True)
 class FieldFinding:
-    """Outcome of one field: mapped, not needed, lost, or a default that is written."""
+    """What became of one field: converted, not needed, lost, or a default of the other trainer that was written."""
 
     kind: Kind
     """Kind of the finding; ``default`` is a key that is written because the trainer's default differs."""
@@ -57,7 +57,7 @@ class PeerTrainer:
     """Writes the trainer's defaults that differ from StreamTune's; called after the rules."""
 
     def rule(self, name: str) -> FieldRule | None:
-        """Return the rule of a field. If ``group.field`` has no rule of its own, the rule of ``group`` applies."""
+        """Return the conversion rule of a field; without its own rule, ``group.field`` has that of ``group``."""
         group, _, inner = name.rpartition(".")
         found = self.fields.get(name) or (self.rule(group) if group else None)
         if found is None and not inner.count(".") and any(other.startswith(f"{name}.") for other in self.fields):
@@ -67,7 +67,7 @@ class PeerTrainer:
 
 @dataclass
 class Conversion:
-    """A conversion in progress. Each field of ``file`` is converted to findings, and then removed from ``left``."""
+    """A conversion in progress: fields of another trainer's ``file`` become the recipe keys ``ours``, and findings."""
 
     file: PeerFile
     trainer: PeerTrainer
@@ -258,7 +258,7 @@ class Conversion:
         self.findings.append(FieldFinding(kind, theirs, self.file.marks.where(*path), ours, note, trains))
 
     def marks(self) -> Marks:
-        """Return for each StreamTune key the line of the original field."""
+        """Return {StreamTune key: line of the original field}."""
         return Marks(self.file.marks.file, dict(self.lines))
 
 

@@ -50,7 +50,7 @@ def key_rule(
 
 
 def no_counterpart(why: str = "", *, trains: bool = True, off: tuple[Any, ...] = ()) -> FieldRule:
-    """Return the rule of a field that cannot be converted; values in ``off`` have no effect."""
+    """Return the rule of a field that StreamTune cannot convert; with the values ``off`` it has no effect."""
     return FieldRule(why=why, trains=trains, off=off)
 
 
@@ -80,10 +80,10 @@ def field_table(
 
     Args:
         rules: Rules of single fields.
-        renamed: Fields that become a key, by our key; the value or the trainer's ``special`` decides how.
-        not_needed: Fields that are not needed, by the reason.
-        lost: Fields that cannot be converted and change training, by what is lost.
-        lost_beside_training: Fields that cannot be converted and do not change training, by what is lost.
+        renamed: {StreamTune key: fields that become this key}; values stay, or the trainer's ``special`` converts them.
+        not_needed: {reason: fields that are not needed}.
+        lost: {what is lost: fields that cannot be converted and change training}.
+        lost_beside_training: {what is lost: fields that cannot be converted and do not change training}.
     """
     table = dict(rules)
     for fields, rule in (
@@ -98,7 +98,7 @@ def field_table(
 
 
 def convert_adapter_initialisation(value: Any) -> Any:
-    """Return our ``adapter_type`` for peft's ``init_lora_weights``; None for LoRA's default initialisation."""
+    """Convert peft's ``init_lora_weights`` to StreamTune's ``adapter_type``; None for LoRA's default."""
     name = str(value).lower().replace("-", "_").partition("_niter_")[0]
     if name in ("true", "none", "default"):
         return None
@@ -133,7 +133,7 @@ def convert_module_list(value: Any) -> Any:
 
 
 def lookup_converter(values: dict[Any, Any], why: str = "") -> Callable[[Any], Any]:
-    """Return a converter that looks a value up; other values raise an UnconvertedError with the reason ``why``."""
+    """Return a converter that looks a value up in ``values``; for other values it raises an UnconvertedError."""
 
     def convert(value: Any) -> Any:
         for theirs, ours in values.items():
@@ -145,10 +145,10 @@ def lookup_converter(values: dict[Any, Any], why: str = "") -> Callable[[Any], A
 
 
 def convert_optimizer_name(value: Any) -> Any:
-    """Return the name of an optimizer.
+    """Return StreamTune's name of an optimizer.
 
     Raises:
-        UnconvertedError: The optimizer of this name computes other steps than ours.
+        UnconvertedError: StreamTune's optimizer of this name computes other steps.
     """
     if isinstance(value, str) and value in OTHER_STEPS:
         raise UnconvertedError(OTHER_STEPS[value])
@@ -185,7 +185,7 @@ def convert_fraction_or_count(value: Any) -> Any:
 
 
 def convert_special_tokens(value: Any) -> Any:
-    """Return our ``special_tokens`` from a mapping with the names of transformers.
+    """Convert a mapping with transformers' names (``pad_token``, ...) to StreamTune's ``special_tokens``.
 
     Raises:
         UnconvertedError: The value is not a mapping, or names another token.
@@ -212,12 +212,12 @@ def _split_list(value: Any, what: str) -> list[str]:
 
 
 def convert_additional_special_tokens(value: Any) -> Any:
-    """Return our ``special_tokens`` with additional tokens."""
+    """Convert a list of additional tokens to StreamTune's ``special_tokens``."""
     return {"additional_special_tokens": convert_token_list(value)}
 
 
 def convert_rope_scaling(value: Any) -> Any:
-    """Return our ``rope_scaling`` from the name of a type or a mapping of settings.
+    """Convert a RoPE scaling type or a mapping of settings to StreamTune's ``rope_scaling``.
 
     Raises:
         UnconvertedError: The type is not supported.

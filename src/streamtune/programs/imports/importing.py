@@ -133,7 +133,7 @@ def _check_converted(conversion: Conversion) -> None:
 
 
 def _recipe_text(conversion: Conversion) -> str:
-    """Return the recipe as YAML: keys in the order of the schema, with comments that name their origin."""
+    """Return the recipe as YAML: keys in the order of the schema, with comments that name the original fields."""
     path, title = conversion.file.path, conversion.trainer.title
     lines = [f"# Imported from {path.name} ({title}) by `streamtune recipes import`.", ""]
     for key in conversion.kind.model_fields:

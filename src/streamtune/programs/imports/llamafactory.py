@@ -213,7 +213,7 @@ def _convert_dependent_fields(conversion: Conversion) -> None:
 
 
 def _convert_method(conversion: Conversion) -> None:
-    """Convert ``finetuning_type``. ``oft`` is an adapter type here; ``freeze`` becomes full fine-tuning."""
+    """Convert ``finetuning_type``: ``oft`` becomes an ``adapter_type``, ``freeze`` full fine-tuning."""
     name = "finetuning_type"
     given = name in conversion.left
     method = conversion.pop_field(name) or "lora"
@@ -364,7 +364,7 @@ def _dataset_info(conversion: Conversion, folder: str) -> tuple[dict[str, Any] |
 def _convert_dataset(
     conversion: Conversion, field: str, name: str, entry: dict[str, Any], folder: Path, *, texts: bool
 ) -> dict[str, Any]:
-    """Return our entry for an entry of ``dataset_info.json``, and report what is lost."""
+    """Return StreamTune's dataset entry for an entry of ``dataset_info.json``, and report what is lost."""
     report_lost = conversion.make_lost_reporter(field, prefix=f"'{name}' in dataset_info.json: ")
     spec: dict[str, Any] = {}
     if "file_name" in entry:
@@ -398,7 +398,7 @@ def _convert_dataset(
 
 
 def _convert_text(spec: dict[str, Any], entry: dict[str, Any], report_lost: Any) -> None:
-    """Write the text column of ``stage: pt`` to an entry; it is the prompt column."""
+    """Set the text column of a dataset in stage ``pt``: LLaMA-Factory's prompt column."""
     columns = entry.get("columns") or {}
     if entry.get("formatting", "alpaca") != "alpaca":
         report_lost("stage: pt trains only the first message of a row: write the texts to a column")
@@ -408,7 +408,7 @@ def _convert_text(spec: dict[str, Any], entry: dict[str, Any], report_lost: Any)
 
 
 def _convert_columns(spec: dict[str, Any], entry: dict[str, Any], report_lost: Any, row: Row) -> None:
-    """Write row type and columns to an entry, and report differences."""
+    """Set ``type`` and ``columns`` of the dataset ``spec``, and report rows that LLaMA-Factory reads differently."""
     columns, tags = entry.get("columns") or {}, entry.get("tags") or {}
     sharegpt = entry.get("formatting", "alpaca") in ("sharegpt", "openai")
     style = {**SHAREGPT_TAGS, **{key: tag for key, tag in tags.items() if key in SHAREGPT_TAGS}}
@@ -466,7 +466,7 @@ def _convert_pairs(
 
 
 def _report_text_rows(columns: dict[str, Any], report_lost: Any, row: Row, *, sharegpt: bool) -> None:
-    """Report plain-text prompts and answers, which LLaMA-Factory converts to messages."""
+    """Report prompts and answers that are plain text: LLaMA-Factory converts them to messages."""
     read = {"query", "history"} & columns.keys()
     if read and not sharegpt:
         report_lost(

@@ -33,7 +33,7 @@ _VARIABLE = re.compile(r"\$\{(\w+)\}|\$(\w+)")
 
 @dataclass
 class PeerFile:
-    """Fields of another trainer's recipe, with their lines."""
+    """Fields of another trainer's recipe, each with its line in the file."""
 
     fields: dict[str, Any]
     marks: Marks
@@ -50,7 +50,7 @@ class PeerFile:
     """Notes for the user."""
 
     def places(self, name: str) -> tuple[Path, Path]:
-        """Return a path relative to the working directory, and the same path relative to the recipe."""
+        """Return the file ``name`` relative to the working directory, and relative to the recipe's folder."""
         return Path(name).expanduser(), self.path.resolve().parent / Path(name).expanduser()
 
 
@@ -131,7 +131,7 @@ def _read_script(text: str, path: Path) -> PeerFile:
 
 
 def _find_launcher_options(words: list[tuple[str, int]], assigned: dict[str, str]) -> dict[str, tuple[Any, int]]:
-    """Return the launcher's options, which precede the training script or ``-m MODULE``."""
+    """Return the options before the training script or ``-m MODULE``, such as those of torchrun."""
     found: dict[str, tuple[Any, int]] = {}
     starts = [place for place, (word, _) in enumerate(words) if Path(word).name in LAUNCHERS]
     name = ""

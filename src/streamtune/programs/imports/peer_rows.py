@@ -96,7 +96,7 @@ def _has_field(turn: Any, name: str) -> bool:
 
 
 def report_media(conversion: Conversion, specs: list[dict[str, Any]], *path: str | int) -> None:
-    """Report columns with images, sounds and videos, which are not trained on."""
+    """Report dataset columns with images, audio and video: StreamTune does not train on them."""
     for spec in specs:
         row = first_local_row(conversion, str(spec["path"])) or {}
         for column in [name for name in MEDIA if name in row and row[name] not in ("", [])]:
@@ -104,7 +104,7 @@ def report_media(conversion: Conversion, specs: list[dict[str, Any]], *path: str
 
 
 def write_datasets(conversion: Conversion, specs: list[dict[str, Any]], *path: str | int, note: str = "") -> None:
-    """Append entries to ``datasets``, with the line of the original field."""
+    """Append dataset entries to the key ``datasets``; errors point to the line of the original field ``path``."""
     entries = [*conversion.ours.get("datasets", []), *specs]
     if not specs:
         return
@@ -117,7 +117,7 @@ def write_datasets(conversion: Conversion, specs: list[dict[str, Any]], *path: s
 
 
 def convert_split(spec: dict[str, Any], split: Any, report_lost: Callable[[str], None]) -> None:
-    """Write a split to an entry: ``train[:1000]`` becomes ``split: train`` and ``max_rows: 1000``."""
+    """Convert a dataset's split: ``train[:1000]`` becomes ``split: train`` and ``max_rows: 1000``."""
     found = re.fullmatch(r"([^\[\]]+)(?:\[:(\d+)\])?", str(split))
     if found is None:
         report_lost("a part of a split; max_rows can take only its first rows")
@@ -129,7 +129,7 @@ def convert_split(spec: dict[str, Any], split: Any, report_lost: Callable[[str],
 
 
 def write_weights(conversion: Conversion, value: Any, *path: str | int, note: str = "") -> None:
-    """Write the weights of the datasets from a list of numbers or a comma-separated text."""
+    """Set ``weight`` of each dataset from a list of numbers or a comma-separated text."""
     entries = conversion.ours.get("datasets", [])
     try:
         parts = value.split(",") if isinstance(value, str) else list(value)
@@ -147,7 +147,7 @@ def write_weights(conversion: Conversion, value: Any, *path: str | int, note: st
 
 
 def write_eval_sets(conversion: Conversion, specs: list[dict[str, Any]], *path: str | int, note: str = "") -> None:
-    """Write eval sets; each is named after its path."""
+    """Write ``eval_datasets``; each set is named after its path."""
     named: dict[str, list[dict[str, Any]]] = {}
     for spec in specs:
         place = str(spec["path"])
@@ -164,7 +164,7 @@ def write_eval_sets(conversion: Conversion, specs: list[dict[str, Any]], *path: 
 
 
 def write_columns(spec: dict[str, Any], columns: dict[str, Any], type_: str) -> None:
-    """Write the row type and the renamed columns to an entry; ``columns`` maps our column names to the file's."""
+    """Set ``type`` of a dataset entry, and ``columns`` for names that differ; ``columns`` maps ours to the file's."""
     renamed = {ours: theirs for ours, theirs in columns.items() if isinstance(theirs, str) and theirs != ours}
     if renamed:
         spec["columns"] = renamed
@@ -234,7 +234,7 @@ def _keep_reasoning(conversion: Conversion) -> None:
 
 
 def convert_llamafactory_template(conversion: Conversion, *, texts: bool) -> None:
-    """Convert ``template``, which LLaMA-Factory renders by its own code; ``texts`` is True for ``stage: pt``."""
+    """Convert LLaMA-Factory's ``template``, which is code; ``texts``: stage ``pt``, which uses no template."""
     name, given = conversion.pop_field("template"), "template" in conversion.file.fields
     if texts:
         if given:
@@ -275,7 +275,7 @@ def convert_llamafactory_template(conversion: Conversion, *, texts: bool) -> Non
 
 
 def _convert_template_backend(conversion: Conversion, *, texts: bool) -> bool:
-    """Convert ``template_backend``; return True for jinja: the tokenizer's template renders rows, all tokens train."""
+    """Convert ``template_backend``; return True for ``jinja``: the tokenizer's template, and all tokens are trained."""
     name = "template_backend"
     jinja = conversion.pop_field(name) == "jinja"
     if name not in conversion.file.fields:
@@ -293,7 +293,7 @@ def _report_thinking_unchanged(conversion: Conversion, why: str) -> None:
 
 
 def convert_swift_template(conversion: Conversion, *, texts: bool) -> None:
-    """Convert ``template``; ms-swift renders each model type with its own template."""
+    """Convert ms-swift's ``template``, which is code for each model type; ``texts``: rows are plain text."""
     name, given = conversion.pop_field("template"), "template" in conversion.file.fields
     jinja = _convert_template_backend(conversion, texts=texts)
     if texts or jinja:
@@ -327,14 +327,14 @@ def convert_swift_template(conversion: Conversion, *, texts: bool) -> None:
 
 
 def report_empty_thoughts(conversion: Conversion, types: list[Any]) -> None:
-    """Report empty think blocks before answers, which axolotl does not train."""
+    """Report that axolotl does not train empty think blocks before answers, but StreamTune does."""
     if conversion.objective == "sft" and "chat_template" in types and _renders_thoughts(conversion):
         why = "there, '<think>' and an empty think block before an answer are not trained; here they are"
         conversion.report_lost_setting("datasets.type: chat_template", why)
 
 
 def convert_trl_template(conversion: Conversion) -> None:
-    """Report that ``assistant_only_loss`` renders rows with TRL's own template."""
+    """Report that TRL's own chat template is used with ``assistant_only_loss``."""
     if conversion.get("chat_template_path") is None and _renders_thoughts(conversion):
         _keep_reasoning(conversion)
         conversion.report_lost_setting(

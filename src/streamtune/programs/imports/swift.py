@@ -297,7 +297,7 @@ def _convert_dependent_fields(conversion: Conversion) -> None:
 
 
 def _convert_length(conversion: Conversion) -> None:
-    """Convert the length, and a cut at the beginning of rows."""
+    """Convert ``max_length``, and ``truncation_strategy: left``, which drops the start of long rows."""
     length = conversion.file.fields.get("max_length")
     if length is None:
         conversion.mark_unneeded("max_length", why="no value")
@@ -312,7 +312,7 @@ def _convert_length(conversion: Conversion) -> None:
 
 
 def _convert_texts(conversion: Conversion) -> None:
-    """Report rows without a text column, which ``swift pt`` trains without the chat template."""
+    """Report rows without a column ``text``: ``swift pt`` trains any row without the chat template."""
     for index, spec in enumerate(conversion.ours.get("datasets", [])):
         row = first_local_row(conversion, str(spec["path"]))
         if row is None or "text" not in row:
@@ -332,7 +332,7 @@ def _convert_quantization(conversion: Conversion) -> None:
 
 
 def _convert_tuner(conversion: Conversion) -> None:
-    """Convert the tuner: adapters of some kind, all weights, or a part of them."""
+    """Convert ``tuner_type``: a kind of adapters, or full fine-tuning."""
     name = next((name for name in TUNER if conversion.get(name)), TUNER[0])
     given = name in conversion.left
     tuner = conversion.pop_field(name) or "lora"

@@ -55,7 +55,7 @@ def convert_datasets(conversion: Conversion, use_hf: Any) -> None:
 
 
 def _column_names(conversion: Conversion) -> dict[str, str]:
-    """Return the file's column name for each of our names; ms-swift's ``columns`` maps in the other direction."""
+    """Return {StreamTune's column name: the file's}; ms-swift's ``columns`` maps the other way."""
     if "columns" not in conversion.file.fields:
         return {}
     try:
@@ -78,7 +78,7 @@ def _column_names(conversion: Conversion) -> dict[str, str]:
 def _dataset_specs(
     conversion: Conversion, field: str, use_hf: Any, columns: dict[str, str]
 ) -> tuple[list[dict[str, Any]], str]:
-    """Return our entries for the datasets of a field, and a note about them."""
+    """Return StreamTune's entries for the datasets in ``field``, and a comment for the recipe."""
     names = conversion.get(field)
     if not names:
         conversion.mark_unneeded(field, why="no value")
@@ -143,14 +143,14 @@ def _convert_names(conversion: Conversion, named_datasets: list[str]) -> None:
 def convert_columns(
     spec: dict[str, Any], row: Mapping[str, Any] | None, columns: Mapping[str, str], report_lost: Callable[[str], None]
 ) -> None:
-    """Write row type and columns to an entry, as ms-swift's ``AutoPreprocessor`` reads them.
+    """Set ``type`` and ``columns`` of the dataset entry ``spec`` as ms-swift's ``AutoPreprocessor`` reads the file.
 
     ms-swift joins instruction and input of an alpaca row by one newline.
 
     Args:
-        spec: Entry to write to.
+        spec: Dataset entry to change.
         row: First row; None if unknown.
-        columns: The file's column name for each of our names, from the recipe.
+        columns: {StreamTune's column name: the file's}, from the recipe.
         report_lost: Function that reports a difference.
     """
     if row is None:
@@ -196,7 +196,7 @@ def _find_single_column(row: Mapping[str, Any], names: tuple[str, ...]) -> str |
 def _convert_messages(
     spec: dict[str, Any], row: Mapping[str, Any], columns: Mapping[str, str], report_lost: Callable[[str], None]
 ) -> None:
-    """Write the columns of rows of messages; their turns have 'role' or 'from'."""
+    """Set ``type`` and ``columns`` of a dataset of messages, whose turns have ``role`` or ``from``."""
     column = columns.get("messages") or next(name for name in CONVERSATION_COLUMNS if name in row)
     turns = row.get(column)
     report_unread_fields(row, column, READ_OF_MESSAGES, ("loss", "tool_calls"), report_lost)

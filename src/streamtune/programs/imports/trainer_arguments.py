@@ -185,7 +185,7 @@ def convert_bits(conversion: Conversion) -> None:
 
 
 def report_default_targets(conversion: Conversion) -> None:
-    """Report that the default target modules of adapters differ."""
+    """Report that peft and StreamTune adapt different modules by default."""
     if conversion.ours.get("finetuning_type") in ("lora", "qlora") and "lora_target" not in conversion.ours:
         conversion.report_lost_setting(
             "lora_target_modules", "if unset, peft adapts attention modules only; the default here is all-linear"
@@ -193,7 +193,7 @@ def report_default_targets(conversion: Conversion) -> None:
 
 
 def write_default_cut(conversion: Conversion) -> None:
-    """Write where long rows are cut: other trainers drop the end of a row, or split it between any two tokens."""
+    """Write the other trainer's default: long rows lose their end, or are split between any two tokens."""
     if conversion.objective == "sft" and conversion.ours.get("overlength") == "truncate":
         conversion.write_default("truncate_side", "right")
     elif conversion.objective == "sft" and conversion.ours.get("overlength") == "split":
@@ -223,7 +223,7 @@ def convert_optimizer(conversion: Conversion) -> None:
 
 
 def report_nll(conversion: Conversion) -> None:
-    """Report pair losses whose NLL term TRL averages over other tokens."""
+    """Report the losses ``orpo``, ``cpo`` and ``rpo_alpha``: TRL averages their NLL term over other tokens."""
     loss = conversion.ours.get("loss_type")
     if loss == "orpo":
         there = "there, its NLL counts prompt and answer and is a mean over the tokens of a micro-batch"
@@ -282,7 +282,7 @@ def convert_thinking(conversion: Conversion) -> None:
 
 
 def remove_conflicting_keys(conversion: Conversion) -> None:
-    """Remove and report converted keys that exclude each other or have no effect together."""
+    """Remove and report converted keys that StreamTune rejects together, or that have no effect together."""
     ours = conversion.ours
 
     def remove_key(key: str, why: str, *, trains: bool | None = None) -> None:
@@ -352,12 +352,11 @@ class LauncherOption:
 
     @property
     def theirs(self) -> str:
-        """Option and value, as reports show them."""
+        """``option: value``, as the report shows it."""
         return f"{self.group}{'.' if self.group else ''}{self.name}: {self.value}"
 
     @property
     def text(self) -> str:
-        """Value in lower case."""
         return str(self.value).lower()
 
 
@@ -409,7 +408,7 @@ def _convert_option(conversion: Conversion, option: LauncherOption) -> None:
 
 
 def _key_of_option(option: LauncherOption) -> tuple[str, Any] | None:
-    """Return our key and value for an option; None if it has no key here."""
+    """Return the StreamTune key and value for a launcher's option; None if there is none."""
     name, value, text = option.name, option.value, option.text
     if name == "mixed_precision" and text == "bf16":
         return "bf16", True
@@ -426,7 +425,7 @@ def _key_of_option(option: LauncherOption) -> tuple[str, Any] | None:
 
 
 def _why_option_not_written(option: LauncherOption) -> tuple[str, bool | None]:
-    """Return why an option is not written, and whether training changes without it (None: nothing is lost)."""
+    """Return why a launcher's option is dropped, and whether training changes (None: nothing is lost)."""
     name, text = option.name, option.text
     if name in RANKS:
         return f"use `--nproc {option.value}`", None

@@ -266,7 +266,7 @@ def _convert_dependent_fields(conversion: Conversion) -> None:
 
 
 def _convert_texts(conversion: Conversion, first: list[Row]) -> None:
-    """Convert ``dataset_text_field``, the text column of datasets that have this column."""
+    """Convert ``dataset_text_field`` for the datasets whose first row has this column."""
     name = "dataset_text_field"
     column = conversion.get(name, "text")
     named = [index for index, row in enumerate(first) if row is None or column in row]
@@ -282,7 +282,7 @@ def _convert_texts(conversion: Conversion, first: list[Row]) -> None:
 
 
 def _convert_trained(conversion: Conversion, first: list[Row]) -> None:
-    """Convert which tokens are trained: by default completions of prompt-completion rows, otherwise all tokens.
+    """Convert the choice of trained tokens: completions of prompt-completion rows by default, otherwise all tokens.
 
     Args:
         conversion: The conversion.
@@ -322,7 +322,7 @@ def _convert_trained(conversion: Conversion, first: list[Row]) -> None:
 
 
 def _convert_length(conversion: Conversion) -> None:
-    """Convert the length limit and what happens to longer rows. Packing may split them; null truncates nothing."""
+    """Convert the length limit and what happens to longer rows: cut, split by packing, or kept if null."""
     given = conversion.file.fields
     for name in ("max_length", "max_seq_length"):
         length = conversion.pop_field(name)

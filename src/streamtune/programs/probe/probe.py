@@ -32,7 +32,7 @@ class ProbeTask:
     Attributes:
         scaled: Quantity to maximise: row length, or batch size.
         fixed: Value of the other quantity.
-        within: Smallest and largest number to try, and the tolerance of the search.
+        within: Smallest and largest value of ``scaled`` to try, and the tolerance of the search.
         modes: Modes to search: streaming, and the baselines.
         device_bytes, host_bytes, disk_bytes: Memory budgets; None is all available memory.
         schedule: Schedule that the recipe fixes; None if the planner chooses one for each length.
@@ -54,19 +54,18 @@ class ProbeTask:
     unit: str = "row"
 
     def shape(self, mode: Mode, number: int) -> Shape:
-        """Return the shape of a trial in which the searched quantity is ``number``."""
+        """Return mode, row length and batch size of the trial in which ``scaled`` is ``number``."""
         return Shape(mode, number, self.fixed) if self.scaled == "length" else Shape(mode, self.fixed, number)
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A finished trial: its shape and its outcome."""
+    """A finished trial: mode, row length and batch size, and whether the step fits in memory."""
 
     shape: Shape
     outcome: Outcome
 
     def to_json(self) -> dict[str, Any]:
-        """Return shape and outcome as one flat dictionary, as in ``--json``."""
         flat = {**asdict(self.shape), **asdict(self.outcome)}
         left_out = {"env"} if self.outcome.traffic is not None else {"env", "traffic"}
         return {key: value for key, value in flat.items() if key not in left_out}
@@ -122,7 +121,7 @@ class ProbeReport:
         return chosen or self.task.schedule
 
     def _cluster_facts(self) -> dict[str, Any]:
-        """Return the simulated cluster and a rank's traffic at the longest length; empty with one rank."""
+        """Return the simulated cluster and the bytes that a rank sends at the longest length; empty with one rank."""
         if "cluster" not in self.env:
             return {}
         limit = self.limits.get("stream")

@@ -110,7 +110,7 @@ def prepare_step(recipe: TrainingSettings, device_name: str, budget: Budget, sha
 def make_reference(
     task: Task[Any], model: Any, handle: StreamHandle | None, second_model: Any | None
 ) -> train.Reference | None:
-    """Return the reference of a trial; None if the loss has none.
+    """Return the reference model with which a trial's objective scores; None if its loss uses none.
 
     It is the second model if there is one, precomputed log-probabilities, or the model without its adapters.
 
@@ -148,7 +148,7 @@ def _with_budget(engine: EngineSpec, budget: Budget) -> EngineSpec:
 def _plan_schedule(
     task: Task[Any], model: Any, shape: Shape, budget: Budget, share: bool, reference_bytes: int
 ) -> Schedule | None:
-    """Return the schedule that the planner chooses for this shape; None if the recipe fixes the schedule."""
+    """Return the schedule that the planner chooses for a trial of this shape; None if the recipe fixes the schedule."""
     recipe = task.recipe
     if recipe.engine.schedule == "fixed":
         return None
@@ -334,7 +334,7 @@ def _workload_of_shape(workload: Workload, shape: Shape) -> Workload:
 
 
 def _tier_usage(simulation: Simulation, limits: Limits) -> dict[Cause, tuple[int, int]]:
-    """Return (used bytes, usable bytes) of each tier."""
+    """Return {kind of memory: (used bytes, usable bytes)} of a step, for device, host and disk."""
     shared = simulation.host_bytes if limits.shared else 0
     return {
         "device memory": (simulation.peak_bytes + shared, limits.device),

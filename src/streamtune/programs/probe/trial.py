@@ -58,7 +58,7 @@ class Outcome:
     """The result of a trial.
 
     Attributes:
-        fits: True if both steps ran within the budget.
+        fits: True if the trial's two training steps ran within the memory budget.
         cause: Kind of failure.
         reason: Description of the failure in one sentence.
         detail: Traceback of an exception that is not about memory.
@@ -66,8 +66,8 @@ class Outcome:
         host_bytes, disk_bytes: Peak bytes offloaded to host and disk, summed over the ranks of a node.
         rss_bytes: Peak resident memory of the process, in bytes.
         step_seconds: Seconds of the second step; on a CPU, counting storages is included.
-        terms: Device bytes at the peak, by term.
-        host_terms: Host bytes, by term.
+        terms: Device bytes at the peak, by purpose.
+        host_terms: Host bytes, by purpose.
         traffic: Bytes that a rank sends in a step; None with one rank.
         schedule: Schedule of a streamed step.
         env: Device, versions and the device budget.
@@ -148,7 +148,7 @@ class _ProcessWatch:
         """Outcome of the process if it was killed."""
 
     def check_process(self) -> None:
-        """Measure the process once, and kill it if it exceeds a limit."""
+        """Measure the trial process once, and kill it if it exceeds its memory or time limit."""
         with suppress(psutil.Error):
             self.rss = max(self.rss, psutil.Process(self._process.pid).memory_info().rss)
         if self.killed:
@@ -210,7 +210,7 @@ class TrainingStep:
 
     @property
     def fixed_terms(self) -> dict[str, int]:
-        """Bytes that are allocated before the step begins, by term."""
+        """Bytes that are allocated before the step begins, by purpose."""
         # On a CPU, weights on the host are in the measured memory too.
         held = model_bytes if model_device(self.model).type == "cpu" else device_model_bytes
         terms = {"weights": held(self.model)}
@@ -254,7 +254,7 @@ class _BudgetWatch(LiveBytes):
             raise BudgetExceededError(name, f"{name} memory: the step needs more than {show_size(limit)}")
 
     def terms(self) -> dict[str, int]:
-        """Return device bytes at the peak, by term; optimizer state that was counted as activations is corrected."""
+        """Return device bytes at the peak, by purpose; optimizer state counted as activations is moved to its own."""
         held = {**self.fixed, **self.at_peak}
         state = min(_optimizer_bytes(self._step.optimizer, torch.device("cpu")) - held[OPTIMIZER], held[ACTIVATION])
         held[OPTIMIZER], held[ACTIVATION] = held[OPTIMIZER] + state, held[ACTIVATION] - state
@@ -335,7 +335,7 @@ def _run_steps(step: TrainingStep, notify_phase: Callable[[str], None], synchron
 
 
 def _offload_tallies(handle: StreamHandle | None, budget: Budget) -> list[tuple[str, Tally, int | None]]:
-    """Return name, byte counter and budget of host and disk; empty without streaming."""
+    """Return (name, byte counter, budget in bytes) of host and disk; empty without streaming."""
     if handle is None:
         return []
     tiers = handle.tiers
@@ -347,7 +347,7 @@ def _tier_peaks(step: TrainingStep, budget: Budget) -> dict[str, int]:
 
 
 def _describe_error(error: BaseException) -> dict[str, Any]:
-    """Return cause and reason of a failure, with the traceback unless memory ran out."""
+    """Return the failure's ``cause`` (which memory, or crash) and message; with the traceback if it is a crash."""
     chain: BaseException | None = error  # the training loop wraps a lack of memory
     while chain is not None:
         if isinstance(chain, BudgetExceededError):

@@ -208,7 +208,7 @@ def _show_duration(seconds: float) -> str:
 
 
 def _metric_charts(runs: Sequence[RunRecords], names: Sequence[str]) -> list[str]:
-    """Return a chart for each metric: first :data:`FIRST`, then others by name, last :data:`LATER`."""
+    """Return an HTML chart of each metric: the names in :data:`FIRST`, then others, last those in :data:`LATER`."""
     found: dict[str, None] = {}
     for run in runs:
         for record in run.steps:

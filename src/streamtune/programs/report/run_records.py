@@ -140,7 +140,7 @@ def _read_document(path: Path, unreadable: list[str]) -> Mapping[str, Any]:
 
 
 def _read_recipe(path: Path, unreadable: list[str]) -> Mapping[str, Any]:
-    """Return the recipe, read by the YAML reader of recipes (which rejects anchors and tags)."""
+    """Return the recipe of a run; errors are added to ``unreadable``."""
     try:
         values, _, mistakes = read_yaml(_read_text(path), path.name) if path.is_file() else ({}, None, [])
     except (OSError, ValueError, RecursionError, RecipeError):
@@ -158,7 +158,7 @@ def _read_text(path: Path) -> str:
 
 
 def _limit_values(value: Any, depth: int = 0) -> Any:
-    """Return JSON values cut to the limits above; numbers beyond :data:`LARGEST_DRAWN` become text."""
+    """Return JSON values with limited depth and lengths; numbers beyond :data:`LARGEST_DRAWN` become text."""
     if isinstance(value, str):
         rest = f" ... ({len(value):,} characters)" if len(value) > MOST_TEXT else ""
         return visible(value[:MOST_TEXT]) + rest

@@ -49,7 +49,7 @@ from streamtune.train.objective import autocast, call_model, supervised_loss
 
 @dataclass(frozen=True)
 class RowLosses:
-    """The loss of rows with next-token targets: in the layout of training, and row by row.
+    """Computes the loss of next-token rows in two ways: plain autograd row by row, and streamed in training's layout.
 
     The model itself adds the routers' balance loss, streamed or not. A router z-loss is left out on both sides.
     """
@@ -63,17 +63,17 @@ class RowLosses:
     """Teacher model, if the loss is a divergence from it."""
 
     def plain(self, model: nn.Module, bf16: bool) -> Tensor:
-        """Return the loss of the rows one by one, each with the rotary embeddings of an unpacked row."""
+        """Return the loss by plain autograd, row by row, with the rotary embeddings of unpacked rows."""
         packed = self.batch is not self.alone
         with rotated_by_row(model, self.alone.attention_mask) if packed else nullcontext():
             return self._loss(self.alone, None, model, bf16)
 
     def streamed(self, handle: StreamHandle) -> Callable[[nn.Module, bool], Tensor]:
-        """Return a function that computes the streamed loss in the layout of training."""
+        """Return a function that computes the streamed loss in the batch layout of training."""
         return partial(self._loss, self.batch, handle)
 
     def _loss(self, batch: train.MicroBatch, handle: StreamHandle | None, model: nn.Module, bf16: bool) -> Tensor:
-        """Return the loss of a batch; without ``bf16`` the teacher computes in the model's dtype."""
+        """Return the loss of ``batch``, streamed if ``handle`` is given; without ``bf16``, in the model's dtype."""
         router_loss, token_loss, teacher = self.router_loss, self.token_loss, self.teacher
         if token_loss.is_plain and batch.weights is None:
             return model_cross_entropy(batch, router_loss, model, bf16)
@@ -131,7 +131,7 @@ def _parameter_dtype(model: nn.Module) -> torch.dtype:
 
 @dataclass(frozen=True)
 class TreeLosses:
-    """The recipe's loss on the same completions, in two layouts."""
+    """Computes the recipe's loss on the same completions: plain, one row each; and streamed with a shared prompt."""
 
     task: ScoringTask[Any]
     own_reference: Any | None
@@ -142,13 +142,13 @@ class TreeLosses:
     """The completions with a row for each."""
 
     def plain(self, model: nn.Module, bf16: bool) -> Tensor:
-        """Return the loss from ordinary logits, with a row for each completion."""
+        """Return the loss by plain autograd from full logits, with a row for each completion."""
         return self._loss(
             PlainScores(model), reference_model(self.task, model, None, self.own_reference), self.apart, model, bf16
         )
 
     def streamed(self, handle: StreamHandle) -> Callable[[nn.Module, bool], Tensor]:
-        """Return a function that computes the streamed loss in the layout of training."""
+        """Return a function that computes the streamed loss in the batch layout of training."""
         return partial(self._streamed, handle)
 
     def _streamed(self, handle: StreamHandle, model: nn.Module, bf16: bool) -> Tensor:
@@ -159,7 +159,7 @@ class TreeLosses:
     def _loss(
         self, scorer: Any, reference: train.Reference, batch: train.TreeBatch, model: nn.Module, bf16: bool
     ) -> Tensor:
-        """Return the loss of one batch; without ``bf16`` a separate reference is widened to the model's dtype."""
+        """Return the loss of ``batch``; without ``bf16``, a separate reference computes in the model's dtype too."""
         task = type(self.task)(self.task.recipe.model_copy(update={"bf16": bf16}))
         device = batch.input_ids.device
         dtype = _parameter_dtype(model) if self.own_reference is not None and not bf16 else None
@@ -197,7 +197,7 @@ def choose_windows(examples: Sequence[data.Example], length: int, min_rows: int 
     """Return the first row with a trained token, cut to ``length``; if it is short, further rows as well.
 
     The padded batch has at most ``length`` tokens, so several short rows cost no more than one long row. Each row is
-    cut to ``length // at_least`` tokens, so that ``min_rows`` rows fit.
+    cut to ``length // min_rows`` tokens, so that ``min_rows`` rows fit.
 
     Raises:
         DataError: No row has a trained token after its first token.
@@ -280,7 +280,7 @@ class FreeMemory:
         return ""
 
     def _needed_bytes(self, tokens: int, dtype: torch.dtype) -> float:
-        """Return the extra bytes of widening to ``dtype``, of gradients and of activations."""
+        """Return the bytes plain autograd needs beyond the loaded weights: wider weights, gradients, activations."""
         parameters = list(self.model.parameters())
         weights = sum(p.numel() * max(dtype.itemsize - p.dtype.itemsize, 0) for p in parameters)
         on_host = parameters[0].device.type == "cpu"
@@ -290,7 +290,6 @@ class FreeMemory:
         return weights + (self._truth_gradient_bytes(dtype) if on_host else largest) + activations
 
     def _truth_gradient_bytes(self, dtype: torch.dtype) -> int:
-        """Return the bytes of all the truth's gradients."""
         return sum(p.numel() for p in self.model.parameters() if p.requires_grad) * dtype.itemsize
 
 

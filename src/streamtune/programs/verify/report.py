@@ -37,11 +37,11 @@ from streamtune.schedule import Schedule
 
 @dataclass(frozen=True)
 class VerifyRun:
-    """The result of one forward and backward.
+    """Loss and gradient errors of one forward and backward.
 
     Attributes:
         schedule: Schedule of the streamed run; None for plain autograd.
-        errors: Error e of every trainable parameter, by name.
+        errors: Relative gradient error e of every trainable parameter, by name.
         narrow_states: True if a layer passed its state between chunks in a narrower dtype than ``dtype``.
     """
 
@@ -63,7 +63,7 @@ class Finding:
 
     Attributes:
         parameter: Name of the parameter; ``loss`` for the loss.
-        overall: True if the error is E of all parameters; ``parameter`` then has the largest e.
+        overall: True if the error is E, the root mean square over all parameters; ``parameter`` then has the largest.
     """
 
     parameter: str
@@ -255,7 +255,7 @@ BLOCK = 1 << 24
 
 
 def judge_run(run: VerifyRun, plain: VerifyRun, *, is_same_function: bool, has_routers: bool) -> list[Finding]:
-    """Return a finding for each parameter of a streamed run, and one for all together where that rule applies.
+    """Return a finding for each parameter of a streamed run, and one for all together.
 
     Args:
         run: The streamed run.
@@ -288,14 +288,14 @@ def judge_loss(run: VerifyRun, plain: VerifyRun, truth: float, *, is_same_functi
 
 
 def relative_to(difference: float, total: float) -> float:
-    """Return ``difference / whole``; 0 if the difference is 0, infinity if it is not finite or ``total`` is 0."""
+    """Return ``difference / total``; 0 if the difference is 0, infinity if it is not finite or ``total`` is 0."""
     if difference == 0:
         return 0.0
     return difference / total if total > 0 and math.isfinite(difference) else math.inf
 
 
 def gradient_norm(grad: Tensor, subtracted: Tensor | None = None) -> float:
-    """Return ``||grad - other||`` in float64, computed block by block on the gradient's device."""
+    """Return ``||grad - subtracted||`` in float64, computed block by block on the gradient's device."""
     flat, total = grad.detach().reshape(-1), 0.0
     if subtracted is not None and subtracted.numel() != flat.numel():  # the reference had no gradient: zero
         subtracted = None

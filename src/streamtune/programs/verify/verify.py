@@ -59,7 +59,7 @@ LossOf = Callable[[nn.Module, bool], Tensor]
 
 
 class Losses(Protocol):
-    """Computes the loss of one batch, by plain autograd and streamed.
+    """Computes the loss of one batch in two ways: by plain autograd and streamed.
 
     The streamed batch may have another layout: packed rows, or completions with a shared prompt.
     """
@@ -181,7 +181,7 @@ def _preflight_error(model: nn.Module, schedule: Schedule) -> str:
 
 @dataclass
 class _Truth:
-    """The loss and the gradients that all runs are compared with."""
+    """Loss and gradients in the widest dtype, the true values that all runs are compared with."""
 
     dtype: torch.dtype
     loss: float
@@ -198,7 +198,7 @@ class _Truth:
 
 
 class _Runs:
-    """All runs of a comparison with one attention implementation."""
+    """All forward-backward runs of a verification with one attention implementation."""
 
     def __init__(self, comparison: Comparison) -> None:
         self.comparison, self.model, self.bf16 = comparison, comparison.model, comparison.bf16
@@ -221,7 +221,7 @@ class _Runs:
         return self._make_report(truth, runs)
 
     def same_function(self, other: _Runs) -> bool:
-        """Return True if plain autograd gives the same loss and gradient norms as in ``other``, which has run."""
+        """Return True if plain autograd has the same loss and gradient norms as in ``other``, which has run before."""
         dtype, loss, norms = other.plain_result
         with widening_weights(self.model, dtype):
             found = self._plain_gradients(self.bf16 and dtype == self.computed, dtype)
@@ -230,7 +230,7 @@ class _Runs:
         return max(*gaps, relative_to(abs(found.loss - loss), abs(loss))) <= SAME[dtype]
 
     def _find_truth(self) -> tuple[_Truth | None, list[VerifyRun]]:
-        """Return the gradients in the widest dtype that runs, with all runs in it; ``(None, [])`` if none runs."""
+        """Return the true gradients, in the widest dtype that runs, and the runs in it; ``(None, [])`` if none runs."""
         wider = [torch.float64] if self.computed == torch.float32 or self.routed else []
         wider += [torch.float32] if self.computed.itemsize < 4 else []
         for dtype in wider if self.computed != torch.float64 else []:
@@ -250,7 +250,7 @@ class _Runs:
         return None, []
 
     def _run_of_truth(self, truth: _Truth) -> VerifyRun:
-        """Return the run of the truth: it is compared with itself, so every error is 0."""
+        """Return the plain run whose values count as true: every error is 0."""
         return VerifyRun(None, truth.dtype, truth.loss, dict.fromkeys(self.names, 0.0))
 
     def _plain_gradients(self, bf16: bool, dtype: torch.dtype) -> _Truth:
@@ -276,7 +276,7 @@ class _Runs:
         return [self._compare_run(truth, schedule, bf16, dtype) for schedule in self.comparison.schedules]
 
     def _compare_run(self, truth: _Truth, schedule: Schedule | None, bf16: bool, dtype: torch.dtype) -> VerifyRun:
-        """Run once; compare and free each gradient as soon as it is computed."""
+        """Run forward and backward once; compare and free each gradient as soon as it is computed."""
         how = "plain autograd" if schedule is None else f"streamed in chunks of {schedule.chunk_size:,}"
         self._notify_run(f"{self._run_label(bf16, dtype)}, {how}", is_wide=True)
         differences = dict(truth.norms)  # without a gradient, the whole gradient of the truth is the difference

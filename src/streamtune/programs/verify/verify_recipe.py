@@ -75,8 +75,6 @@ MEASURED_TOKENS = 256
 
 @dataclass(frozen=True)
 class _Options:
-    """The model to verify, and the options of the command line."""
-
     model: Any
     tokenizer: PreTrainedTokenizerBase
     length: int | None
@@ -88,7 +86,7 @@ class _Options:
 
 @dataclass(frozen=True, kw_only=True)
 class _ChosenBatch:
-    """The batch of a verification, no longer than plain autograd has memory for."""
+    """The batch that is compared, no longer than plain autograd has memory for."""
 
     windows: tuple[Window, ...]
     """The compared rows; empty if completions are scored."""
@@ -121,12 +119,12 @@ class VerifySubject(_ChosenBatch):
 
     @property
     def tree_losses(self) -> TreeLosses | None:
-        """The losses of the compared completions; None if rows are compared."""
+        """Losses of the compared completions; None if next-token rows are compared."""
         return self.losses if isinstance(self.losses, TreeLosses) else None
 
     @property
     def router_loss(self) -> RouterLoss | None:
-        """The recipe's router loss; only its balance loss is compared."""
+        """The recipe's router loss; verification compares only its balance loss."""
         return self.losses.router_loss if isinstance(self.losses, RowLosses) else None
 
 
@@ -194,7 +192,7 @@ def _choose_rows(
     notify: Callable[[str], None],
     doing: Callable[[str], AbstractContextManager[Any]],
 ) -> _ChosenBatch:
-    """Choose the rows of an objective with next-token targets, as long as memory allows."""
+    """Choose rows with next-token targets to compare, as long as memory allows."""
     model, tokenizer, length = options.model, options.tokenizer, options.length
     recipe, device = task.recipe, model_device(model)
     router_loss = make_router_loss(recipe, model)
@@ -237,7 +235,7 @@ def _choose_trees(
     notify: Callable[[str], None],
     doing: Callable[[str], AbstractContextManager[Any]],
 ) -> _ChosenBatch:
-    """Choose completions, as long as memory allows, and batch them in both layouts: prompts shared, and one by one."""
+    """Choose completions to compare, as long as memory allows, with prompts shared and with one row each."""
     model, tokenizer, length = options.model, options.tokenizer, options.length
     device = model_device(model)
     with doing("loading the reference"):
