@@ -17,7 +17,7 @@ from streamtune.base.privacy import escape_terminal_controls
 from streamtune.cli.machine import machine_error
 from streamtune.data.reading.files import local_file, open_bytes
 from streamtune.errors import ArgumentError, RunError
-from streamtune.programs.export.write import MARK, check_target, staging_export
+from streamtune.programs.export.write import MARK, check_export_folder, staging_export
 from streamtune.train.staging import write_output
 
 
@@ -26,7 +26,7 @@ def test_a_second_export_to_the_same_folder_is_refused_and_disturbs_nothing(tmp_
     with staging_export(out, 0) as partial:
         (partial / "model.safetensors").write_text("first")
         for _ in range(2):
-            check_target(out)
+            check_export_folder(out)
             with pytest.raises(ArgumentError, match="another export is writing"), staging_export(out, 0):
                 raise AssertionError("never here")
         assert (partial / "model.safetensors").read_text() == "first"
@@ -58,7 +58,7 @@ def test_wherever_an_export_is_killed_the_next_one_goes_on(left: str, tmp_path: 
     if left == "old":
         (partial / "additional_chat_templates").mkdir()
         (partial / "additional_chat_templates/tool.jinja").touch()
-    check_target(tmp_path / "out")
+    check_export_folder(tmp_path / "out")
     with staging_export(tmp_path / "out", 0) as made:
         (made / "new").touch()
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["new", "out"]
@@ -90,13 +90,13 @@ def test_a_folder_of_the_user_is_left_alone(tmp_path: Path) -> None:
         (tmp_path / "out.partial").mkdir(exist_ok=True)
         (tmp_path / "out.partial" / name).write_text("mine")
     with pytest.raises(ArgumentError, match="exists, and no export wrote it"):
-        check_target(tmp_path / "out")
+        check_export_folder(tmp_path / "out")
     with pytest.raises(ArgumentError, match="another export"), staging_export(tmp_path / "out", 0):
         raise AssertionError("never here")
     assert (tmp_path / "out.partial/model.safetensors").read_text() == "mine"
     (tmp_path / "other.partial").symlink_to(tmp_path / "out.partial")
     with pytest.raises(ArgumentError, match="exists, and no export wrote it"):
-        check_target(tmp_path / "other")
+        check_export_folder(tmp_path / "other")
 
 
 def open_many(held: ExitStack, rows: Path) -> None:

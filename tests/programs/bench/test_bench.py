@@ -51,12 +51,12 @@ def test_every_mode_is_measured_at_every_length(report: BenchReport) -> None:
             assert getattr(row, name) > 0
         for name in ("forward_s", "backward_s", "tokens_per_s", "ratio"):
             assert getattr(row, name) > 0
-    assert report.row("checkpoint", 64).ratio == 1.0
+    assert report.find_row("checkpoint", 64).ratio == 1.0
 
 
 @pytest.mark.full
 def test_streaming_holds_less_than_checkpointing_and_that_less_than_plain(report: BenchReport) -> None:
-    plain, checkpoint, stream = (report.row(mode, 256) for mode in ("plain", "checkpoint", "stream"))
+    plain, checkpoint, stream = (report.find_row(mode, 256) for mode in ("plain", "checkpoint", "stream"))
     assert stream.activation_bytes < checkpoint.activation_bytes < plain.activation_bytes  # type: ignore[operator]
     assert stream.layer_activation_bytes < checkpoint.layer_activation_bytes  # type: ignore[operator]
 
@@ -79,7 +79,7 @@ def test_packed_rows_are_measured_beside_one_row_and_beside_the_rows_alone(packe
         assert row.row_ratio is not None
         assert row.row_ratio > 0
         assert row.ratio is None, "gradient checkpointing was not measured"
-    assert packed.row("stream", 256).row_ratio == 1.0
+    assert packed.find_row("stream", 256).row_ratio == 1.0
     assert packed.to_json()["packed_rows"] == 8
 
 

@@ -38,7 +38,7 @@ from streamtune.programs.bench.table_rows import (
     TableReport,
     TableRow,
     ablation_entries,
-    length_entries,
+    maxlen_entries,
 )
 from streamtune.programs.probe.trial import Outcome
 from streamtune.recipe import load_recipe
@@ -72,7 +72,7 @@ def subject() -> MeasuredModel:
 @pytest.fixture(scope="module")
 def steps(subject: MeasuredModel) -> dict[str, dict[str, Any]]:
     """A step of every mode that runs here, one after the other on one model."""
-    return {mode: subject.time(Case(mode, 64, SCHEDULE)) for mode in [*HERE, *HERE]}
+    return {mode: subject.measure_time(Case(mode, 64, SCHEDULE)) for mode in [*HERE, *HERE]}
 
 
 @pytest.mark.parametrize("mode", HERE)
@@ -86,11 +86,11 @@ def test_a_model_is_put_back_as_it_was_built(subject: MeasuredModel) -> None:
         theirs = {"_gradient_checkpointing_func", "gradient_checkpointing"}  # transformers leaves them
         return {name: set(vars(module)) - theirs for name, module in subject.model.named_modules()}
 
-    subject.leave()
+    subject.undo_preparation()
     before = found()
     for mode in HERE:
-        subject.time(Case(mode, 16, SCHEDULE))
-        subject.leave()
+        subject.measure_time(Case(mode, 16, SCHEDULE))
+        subject.undo_preparation()
         assert found() == before
         assert not any(getattr(module, "gradient_checkpointing", False) for module in subject.model.modules())
     assert all(parameter.grad is None for parameter in subject.model.parameters())
@@ -98,7 +98,7 @@ def test_a_model_is_put_back_as_it_was_built(subject: MeasuredModel) -> None:
 
 @pytest.mark.full
 def test_what_peers_save_is_seen(subject: MeasuredModel) -> None:
-    memory = {mode: subject.memory(Case(mode, 256, SCHEDULE)) for mode in HERE}
+    memory = {mode: subject.measure_memory(Case(mode, 256, SCHEDULE)) for mode in HERE}
     inputs = 2 * 256 * subject.model.config.hidden_size * 4
     assert memory["checkpoint-offload"]["host_bytes"] == inputs
     assert memory["checkpoint-offload"]["terms"]["layer inputs"] < memory["checkpoint"]["terms"]["layer inputs"]
@@ -280,8 +280,8 @@ def test_an_ablation_measures_every_schedule_and_each_is_exact(ablation: TableRe
         assert row.peak_bytes
         assert row.to_checkpoint
         assert row.to_default
-        assert ablation.errors_of(row)["loss"] < 1e-6
-        assert ablation.errors_of(row)["gradient norm"] < 1e-5
+        assert ablation.relative_errors(row)["loss"] < 1e-6
+        assert ablation.relative_errors(row)["gradient norm"] < 1e-5
 
 
 @pytest.mark.full
@@ -360,7 +360,7 @@ def test_what_makes_no_sense_is_refused(options: list[str], match: str, tmp_path
 
 
 def test_the_longest_sequence_is_searched_for_every_schedule_that_reaches_further(tmp_path: Path) -> None:
-    entries = length_entries(SCHEDULE, str(tmp_path))
+    entries = maxlen_entries(SCHEDULE, str(tmp_path))
     assert [item.case.mode for item in entries[:3]] == ["plain", "checkpoint", "stream"]
     assert len({item.label for item in entries}) == len(entries)
     per_token = dict(zip((item.label for item in entries), range(100, 0, -9), strict=False))
@@ -386,7 +386,7 @@ def test_the_longest_sequence_is_searched_for_every_schedule_that_reaches_furthe
 def test_a_budget_that_nothing_fits_says_so(tmp_path: Path) -> None:
     report = TableReport("max-length", "streamtune bench", {"schedule_in_words": "", "budget": "1 B"}, dict(ENV))
     never = search_longest(lambda item, length: Outcome(False, reason="far too much"), Budget(1), print)
-    measure_missing_rows(report, [[item] for item in length_entries(SCHEDULE, str(tmp_path))], never, folder=tmp_path)
+    measure_missing_rows(report, [[item] for item in maxlen_entries(SCHEDULE, str(tmp_path))], never, folder=tmp_path)
     assert {row.error for row in report.rows} == {"256 tokens do not fit: far too much"}
     assert draw_table(report).startswith(b"\x89PNG")
 

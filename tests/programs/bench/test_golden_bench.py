@@ -22,7 +22,7 @@ from streamtune.programs.bench.table_rows import (
     TableReport,
     TableRow,
     ablation_entries,
-    length_entries,
+    maxlen_entries,
 )
 from tests.golden_kit import WIDTHS, check_golden, screen
 
@@ -75,7 +75,7 @@ def rows_of(table: TableName) -> list[TableRow]:
         rows.append(TableRow("checkpoint", 4096, SHARING["turns"], LABELS["checkpoint"]))
     else:
         entries: list[Entry] = (
-            ablation_entries(SCHEDULE, 2048, 4, "folder") if table == "ablation" else length_entries(SCHEDULE, "folder")
+            ablation_entries(SCHEDULE, 2048, 4, "folder") if table == "ablation" else maxlen_entries(SCHEDULE, "folder")
         )
         rows = [TableRow(e.case.mode, e.case.length, e.label, e.section) for e in entries]
     rows = [filled(row, place) for place, row in enumerate(rows)]
@@ -119,7 +119,7 @@ def test_a_table_of_rows_that_all_failed(table: TableName, capsys: pytest.Captur
 
 
 def test_the_entries_of_the_tables_that_compare_schedules() -> None:
-    entries = [*ablation_entries(SCHEDULE, 2048, 4, "folder"), *length_entries(SCHEDULE, "folder")]
+    entries = [*ablation_entries(SCHEDULE, 2048, 4, "folder"), *maxlen_entries(SCHEDULE, "folder")]
     check_golden(GOLDEN / "entries.txt", "".join(f"{entry}\n" for entry in entries))
 
 

@@ -16,7 +16,7 @@ from streamtune.cli import main
 from streamtune.engine import stream
 from streamtune.models import ModelOptions, init_model
 from streamtune.plan.simulate.memory import LiveBytes
-from streamtune.programs.evaluate.eval_scores import LossSums, ScoringModel, context_sentence, score_rows
+from streamtune.programs.evaluate.eval_scores import LossSums, ScoringModel, describe_context_gain, score_rows
 from streamtune.schedule import Schedule
 from tests.sft_kit import FIXED, QWEN3, RECIPE, run, write_recipe, write_rows
 
@@ -91,16 +91,16 @@ def test_thirds_of_rows_are_compared_row_by_row() -> None:
     assert context["gain"] == pytest.approx((2.0 + 1.5) / 2)
     assert context["standard_error"] == pytest.approx(0.25)
     assert context["rows"] == 2
-    assert context_sentence(context).startswith("More context seems to help: ")
-    assert "1.75 +- 0.25 nats lower" in context_sentence(context)
-    worse = context_sentence(sums([1.0, 2.0, 3.0], [1.0, 2.0, 3.5])["context"])
+    assert describe_context_gain(context).startswith("More context seems to help: ")
+    assert "1.75 +- 0.25 nats lower" in describe_context_gain(context)
+    worse = describe_context_gain(sums([1.0, 2.0, 3.0], [1.0, 2.0, 3.5])["context"])
     assert worse.startswith("More context does not seem to help: ")
     assert "higher" in worse
-    assert "Cannot tell from these rows whether more context helps" in context_sentence(
+    assert "Cannot tell from these rows whether more context helps" in describe_context_gain(
         sums([1.0, 2.0, 3.0], [3.0, 2.0, 1.1])["context"]
     )
-    assert "Cannot tell from one row" in context_sentence(sums([2.0, 1.5, 1.0])["context"])
-    assert "no row has three" in context_sentence(sums([2.0, 1.0])["context"])
+    assert "Cannot tell from one row" in describe_context_gain(sums([2.0, 1.5, 1.0])["context"])
+    assert "no row has three" in describe_context_gain(sums([2.0, 1.0])["context"])
 
 
 def test_scoring_a_row_holds_less_than_training_on_it() -> None:

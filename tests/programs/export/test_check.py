@@ -44,7 +44,7 @@ def test_a_right_merge_passes(trained: tuple[Any, Any]) -> None:
     model, kept = trained
     found = compare_with_trained(kept, merged(model))
     assert found.passes
-    assert found.why_not == ""
+    assert found.why_failed == ""
     assert 0.2 * found.allowed_median < 3 * found.median  # the yardstick is of the size of what it measures
     assert kept.effect > 0.1
 
@@ -79,7 +79,7 @@ def test_a_wrong_one_does_not(trained: tuple[Any, Any], wrong: str) -> None:
     WRONG[wrong](base)
     found = compare_with_trained(kept, base)
     assert not found.passes
-    assert found.why_not
+    assert found.why_failed
 
 
 @pytest.mark.parametrize("scale", [0.0, 0.9, 1.1, 2.0])

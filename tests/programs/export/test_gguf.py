@@ -24,7 +24,7 @@ from streamtune.models import train_tokenizer
 from streamtune.programs.export import gguf_and_hub
 from streamtune.programs.export.export import ExportOptions, export_model
 from streamtune.programs.export.gguf_check import GgufComparison, compare_gguf
-from streamtune.programs.export.run_converter import pattern_name_of
+from streamtune.programs.export.run_converter import pre_tokenizer_name
 
 from .cases import ids, make_base, tokenizer, write_run
 
@@ -240,10 +240,10 @@ def test_a_missing_package_is_named_before_anything_is_read(tmp_path: Path, monk
 
 def test_splitting_that_llama_cpp_has_a_name_for() -> None:
     ours = json.loads(tokenizer().backend_tokenizer.to_str())
-    assert pattern_name_of(ours) == "smollm"
-    assert pattern_name_of({**ours, "pre_tokenizer": ours["pre_tokenizer"]["pretokenizers"][1]}) == "gpt-2"
-    assert pattern_name_of({**ours, "normalizer": {"type": "NFC"}}) is None
-    assert pattern_name_of({**ours, "pre_tokenizer": {"type": "Whitespace"}}) is None
+    assert pre_tokenizer_name(ours) == "smollm"
+    assert pre_tokenizer_name({**ours, "pre_tokenizer": ours["pre_tokenizer"]["pretokenizers"][1]}) == "gpt-2"
+    assert pre_tokenizer_name({**ours, "normalizer": {"type": "NFC"}}) is None
+    assert pre_tokenizer_name({**ours, "pre_tokenizer": {"type": "Whitespace"}}) is None
 
 
 @pytest.mark.full

@@ -62,7 +62,7 @@ def test_read_in_chunks_and_turn_by_turn(family: str, monkeypatch: pytest.Monkey
         messages.append({"role": "assistant", "content": answer.text})
         if turn != "return a" and family in ("llama", "gpt2", "mixtral"):
             assert answer.read_tokens < len(ids)  # the turns before are known
-    reader.forget()
+    reader.clear_cache()
     assert reader.answer(messages[:1]).read_tokens == len(reader.encode(messages[:1]))
 
 

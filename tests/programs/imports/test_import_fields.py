@@ -19,7 +19,7 @@ from streamtune.programs.imports.axolotl_datasets import SETS
 from streamtune.programs.imports.conversion import Conversion, FieldFinding, PeerTrainer
 from streamtune.programs.imports.importing import TRAINERS
 from streamtune.programs.imports.llamafactory import FREEZE
-from streamtune.programs.imports.peer_files import PeerFile
+from streamtune.programs.imports.recipe_files import PeerFile
 from streamtune.recipe.aliases import ALIASES
 from streamtune.recipe.schema import RECIPES
 from streamtune.recipe.yaml import Marks
@@ -83,7 +83,7 @@ def test_every_key_of_the_schema_is_classed_and_answered(trainer: str) -> None:
     known = kept()[trainer]["keys"]
     assert len(known) > 200
     names = sorted({*known, *OLDER[trainer].split()})
-    assert [name for name in names if TRAINERS[trainer].rule(name) is None] == []
+    assert [name for name in names if TRAINERS[trainer].find_rule(name) is None] == []
     silent = [name for name in names if not answers(trainer, name)]
     unknown = [name for name in names if any("that is known here" in found.note for found in answers(trainer, name))]
     assert (silent, unknown) == ([], [])
@@ -93,7 +93,7 @@ def test_every_key_of_the_schema_is_classed_and_answered(trainer: str) -> None:
 def test_a_key_is_answered_as_its_class_says(trainer: str) -> None:
     """A key that is not needed is never lost, a starred one is, and no key of a class without counterpart is mapped."""
     for name in kept()[trainer]["keys"]:
-        rule, found = TRAINERS[trainer].rule(name), answers(trainer, name)
+        rule, found = TRAINERS[trainer].find_rule(name), answers(trainer, name)
         assert rule is not None
         if "." in name and name.partition(".")[0] in SETS:
             continue  # a switch in place of the name of a column is read as one
@@ -156,7 +156,7 @@ def test_a_default_that_is_not_ours_is_written(trainer: str) -> None:
     """Their default of a key that is mapped is ours, or the table says that it is written into the recipe."""
     differ = {}
     for name, default in kept()[trainer]["keys"].items():
-        rule = TRAINERS[trainer].rule(name)
+        rule = TRAINERS[trainer].find_rule(name)
         assert rule is not None
         said = default not in (None, UNSAID, "", [])
         if not (said and rule.ours) or rule.ours in WRITTEN[trainer].split() or rule.ours.endswith("datasets"):
@@ -189,7 +189,7 @@ def test_the_kept_keys_are_those_of_the_installed_trl() -> None:
 def test_every_key_of_a_package_that_is_here_is_classed(trainer: str) -> None:
     """Packages of the other trainers are read where STREAMTUNE_PEERS names a folder that has them unpacked."""
     keys = installed_trl() if trainer == "trl" else keys_of(trainer, Path(os.environ["STREAMTUNE_PEERS"]))[1]
-    assert [name for name in keys if TRAINERS[trainer].rule(name) is None] == []
+    assert [name for name in keys if TRAINERS[trainer].find_rule(name) is None] == []
 
 
 KINDS_OF_VALUES = (True, -3, 0.5, "a,b", "", [], ["a"], [1, {"a": 2}], {"a": 1}, "train[:10%]")

@@ -65,8 +65,8 @@ def test_a_run_ends_with_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert run() == 0
     text = (tmp_path / "out/report.html").read_text(encoding="utf-8")
     records = read_run(tmp_path / "out")
-    assert [step for step, _ in records.series("loss")] == [1, 2, 3]
-    assert len(records.series("eval_loss", held_out=True)) == 1
+    assert [step for step, _ in records.metric_points("loss")] == [1, 2, 3]
+    assert len(records.metric_points("eval_loss", held_out=True)) == 1
     assert records.data["rows"] == 12
     for title in ("Loss", "Gradient norm", "Time of a step", "Events", "Recipe", "Versions"):
         assert f">{title}" in text

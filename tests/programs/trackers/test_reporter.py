@@ -31,17 +31,17 @@ class Recorder(Tracker):
         self.got.append(("start", dict(self.ids)))
         return {"id": "first"}
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
+    def log_numbers(self, step: int, values: Mapping[str, float]) -> None:
         self.on_log(step)
         self.got.append((step, dict(values)))
 
-    def text(self, step: int, samples: list[dict[str, Any]]) -> None:
+    def log_samples(self, step: int, samples: list[dict[str, Any]]) -> None:
         self.got.append((step, samples))
 
-    def picture(self, step: int, path: Path) -> None:
+    def log_image(self, step: int, path: Path) -> None:
         self.got.append((step, path.name))
 
-    def note(self, name: str, details: Mapping[str, Any]) -> None:
+    def log_event(self, name: str, details: Mapping[str, Any]) -> None:
         self.got.append((name, dict(details)))
 
     def close(self, status: str) -> None:

@@ -41,20 +41,20 @@ def test_the_longest_row_is_the_longest_that_lacks_nothing(attention: str, dtype
     model = build("llama")
     model.set_attn_implementation(attention)
     memory = replace(free_memory_of(model), free=1 << 28, host_free=1 << 28)
-    longest = memory.longest(dtype)
+    longest = memory.max_tokens(dtype)
     assert longest > 100
     assert memory.why_too_large(longest, dtype) == ""
     assert memory.why_too_large(longest + 2, dtype) != ""
-    assert memory.longest(torch.float64) < memory.longest(torch.float32)
+    assert memory.max_tokens(torch.float64) < memory.max_tokens(torch.float32)
 
 
 def test_what_is_lacking_is_said() -> None:
     model = build("llama")
     parameters = sum(p.numel() for p in model.parameters())
     memory = replace(free_memory_of(model), free=int(parameters * 16 / MARGIN) - 1)  # 4 and 8 bytes
-    assert memory.longest(torch.float64) > 0
+    assert memory.max_tokens(torch.float64) > 0
     assert "GiB more memory, " in memory.why_too_large(10**6, torch.float64)
-    assert replace(memory, free=parameters * 8).longest(torch.float64) == 0
+    assert replace(memory, free=parameters * 8).max_tokens(torch.float64) == 0
     memory = replace(memory, free=1 << 40, host_free=parameters)
-    assert memory.longest(torch.float64) == 0
+    assert memory.max_tokens(torch.float64) == 0
     assert "GiB more host memory, " in memory.why_too_large(64, torch.float64)

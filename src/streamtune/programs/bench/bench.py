@@ -72,7 +72,7 @@ class BenchReport:
         """Return the JSON document of ``streamtune bench --json``."""
         return {**vars(self), "schedule": asdict(self.schedule), "rows": [asdict(row) for row in self.rows]}
 
-    def row(self, mode: Mode, length: int, layout: Layout = "row") -> BenchRow:
+    def find_row(self, mode: Mode, length: int, layout: Layout = "row") -> BenchRow:
         """Return the measured row of ``report.rows`` with this training method, row length and layout."""
         return next(row for row in self.rows if (row.mode, row.length, row.layout) == (mode, length, layout))
 
@@ -125,13 +125,13 @@ def _measure_length(
         for case in cases:
             notify(f"{case.length:,} tokens, {_describe_case(case)}: memory")
             workers[case] = Worker(job)
-            memory = ask(case, "memory")
+            memory = ask(case, "measure_memory")
             rows[case] = replace(rows[case], **{name: value for name, value in memory.items() if name in MEMORY})
-            env.update(workers[case].ask("env") if not rows[case].error else {})
+            env.update(workers[case].ask("environment") if not rows[case].error else {})
         for turn in range(repeats + 1):  # the first turn warms up
             for case in cases:
                 notify(f"{case.length:,} tokens, {_describe_case(case)}: step {turn} of {repeats}")
-                answer = ask(case, "time")
+                answer = ask(case, "measure_time")
                 if turn and answer:
                     times[case].append((answer["forward_s"], answer["backward_s"]))
                     rows[case] = replace(rows[case], rss_bytes=answer["rss_bytes"])

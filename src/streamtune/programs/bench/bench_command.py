@@ -153,7 +153,7 @@ def bench(
     words += [word for setting in set_ or [] for word in ("--set", setting)]
     with err.status("loading libraries") as status:
         from streamtune.plan.simulate import ALL_MODES
-        from streamtune.programs.bench.bench_recipe import table_recipe
+        from streamtune.programs.bench.bench_recipe import measure_recipe_table
         from streamtune.programs.bench.measure_table import TableOptions
         from streamtune.programs.bench.named_tables import draw_table, table_markdown
         from streamtune.train.staging import check_output_files, write_output
@@ -171,7 +171,7 @@ def bench(
         )
         with interrupts.print_on_signal("Stopped. Finished rows are saved; the same command resumes."):
             notify = status.update if err.is_terminal else err.print
-            report = table_recipe(loaded, cast(Any, table), options, notify=notify)
+            report = measure_recipe_table(loaded, cast(Any, table), options, notify=notify)
     write_output(folder / f"{report.stem}.md", table_markdown(report).encode("utf-8"))
     write_output(folder / f"{report.stem}.png", draw_table(report))
     if as_json:
@@ -263,13 +263,13 @@ def print_table_screen(report: TableReport) -> None:
         out.print(Text(note, style="dim"), soft_wrap=not out.is_terminal)
 
 
-def _split_columns_by_width(widths: Sequence[int], names: int) -> list[list[int]]:
-    """Return column indices in groups as wide as the terminal; the first ``names`` columns start every group."""
-    first = list(range(names))
-    room = out.width - sum(widths[:names]) - names
+def _split_columns_by_width(widths: Sequence[int], num_names: int) -> list[list[int]]:
+    """Return column indices in groups as wide as the terminal; the first ``num_names`` columns start every group."""
+    first = list(range(num_names))
+    room = out.width - sum(widths[:num_names]) - num_names
     groups: list[list[int]] = []
     used = room + 1
-    for index in range(names, len(widths)):
+    for index in range(num_names, len(widths)):
         if used + widths[index] + 1 > room:
             groups.append([*first])
             used = 0
@@ -399,8 +399,8 @@ def _bench_cells(row: BenchRow, base: BenchRow | None) -> list[str]:
         return [row.error] + [""] * 6
     return [
         _show_mib(row.peak_bytes),
-        _add_ratio(row, base, "activation_bytes"),
-        _add_ratio(row, base, "layer_activation_bytes"),
+        _show_mib_and_ratio(row, base, "activation_bytes"),
+        _show_mib_and_ratio(row, base, "layer_activation_bytes"),
         f"{row.forward_s:.2f}" if row.forward_s is not None else "",
         f"{row.backward_s:.2f}" if row.backward_s is not None else "",
         f"{row.tokens_per_s:,.0f}" if row.tokens_per_s is not None else "",
@@ -408,9 +408,9 @@ def _bench_cells(row: BenchRow, base: BenchRow | None) -> list[str]:
     ]
 
 
-def _add_ratio(row: BenchRow, base: BenchRow | None, name: str) -> str:
-    value: Any = getattr(row, name)
-    reference: Any = getattr(base, name) if base is not None else None
+def _show_mib_and_ratio(row: BenchRow, baseline: BenchRow | None, field_name: str) -> str:
+    value: Any = getattr(row, field_name)
+    reference: Any = getattr(baseline, field_name) if baseline is not None else None
     if value is None:
         return ""
     return _show_mib(value) if not reference else f"{_show_mib(value)} {value / reference:.2f}x"

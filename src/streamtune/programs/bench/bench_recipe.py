@@ -132,7 +132,7 @@ def _make_model(recipe: Recipe, device: str) -> Any:
     return make_model_without_data(recipe, torch.device(device))
 
 
-def table_recipe(
+def measure_recipe_table(
     loaded: LoadedRecipe,
     table: TableName,
     options: TableOptions,
@@ -144,7 +144,7 @@ def table_recipe(
     schedule = make_schedule(recipe.engine)
     settings: dict[str, Any] = {
         "streamtune": __version__,
-        "recipe": settings_of_figures(recipe),
+        "recipe": recipe_settings_measured(recipe),
         "schedule_in_words": schedule.describe(),
     }
     if recipe.objective != "sft" and table not in ("max-length", "prefix-sharing"):
@@ -165,7 +165,7 @@ def table_recipe(
     return measure_table_steps(table, job, schedule, options, {**settings, "repeats": options.repeats}, notify)
 
 
-def settings_of_figures(recipe: Recipe) -> dict[str, Any]:
+def recipe_settings_measured(recipe: Recipe) -> dict[str, Any]:
     """Return the recipe settings that change the measured times, memory or losses, as JSON values."""
     written = {key: value for key, value in recipe.model_dump(mode="json").items() if key in DECISIVE_KEYS}
     if recipe.objective == "sft":  # older files have neither key

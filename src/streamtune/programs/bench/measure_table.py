@@ -30,7 +30,7 @@ from streamtune.programs.bench.table_rows import (
     TableName,
     TableReport,
     TableRow,
-    length_entries,
+    maxlen_entries,
 )
 from streamtune.programs.probe.probe import LENGTHS, measured_trials
 from streamtune.programs.probe.recipe_trials import prepare_step
@@ -94,7 +94,7 @@ def measure_table_steps(
         env = _worker_environment(worker)
         report = TableReport(table, options.command, settings, env)
         with interrupts.temporary_directory(dir=options.folder, prefix=".offload-") as scratch:
-            report.absent = declared.absent(options.modes, env["device_type"])
+            report.absent = declared.why_modes_unavailable(options.modes, env["device_type"])
             here = [mode for mode in options.modes if mode not in report.absent]
             assert declared.groups is not None
             groups = declared.groups(TableInputs(options.lengths, here, schedule, env["layers"], scratch))
@@ -108,7 +108,7 @@ def measure_table_steps(
 
 
 def _worker_environment(worker: Worker) -> dict[str, Any]:
-    env = worker.ask("env")
+    env = worker.ask("environment")
     if worker.failed:
         raise RunError(f"the model cannot be built: {worker.failed}")
     return env
@@ -125,16 +125,16 @@ def measure_missing_rows(
         measure: Function that measures a group.
         folder: Existing folder of the file.
     """
-    report.check(folder)
-    report.resume(folder)
+    report.check_writable(folder)
+    report.load_earlier_rows(folder)
     entries = [entry for group in groups for entry in group]
-    report.rows = [row for entry in entries if (row := report.row(entry)) is not None]
+    report.rows = [row for entry in entries if (row := report.find_row(entry)) is not None]
     for group in groups:
-        todo = [entry for entry in group if report.row(entry) is None]
+        todo = [entry for entry in group if report.find_row(entry) is None]
         same = [e for e in entries if e.case.length == group[0].case.length and (e.to_checkpoint or e.to_default)]
         for row in measure(todo, same) if todo else ():
             report.rows.append(row)
-            report.rows = [known for entry in entries if (known := report.row(entry)) is not None]
+            report.rows = [known for entry in entries if (known := report.find_row(entry)) is not None]
             report.save(folder)
     report.save(folder)
 
@@ -164,11 +164,11 @@ def _measure_steps(worker: Worker, repeats: int, memory: bool, notify: Callable[
             return answer
 
         for entry in todo if memory else ():
-            rows[entry] = replace(rows[entry], **ask(entry, "memory", "memory"))
+            rows[entry] = replace(rows[entry], **ask(entry, "measure_memory", "memory"))
         known = [entry for entry in references if repeats and entry not in rows]
         for turn in range(repeats + 1):  # the first turn warms up and gives the loss
             for entry in [*known, *todo]:
-                answer = ask(entry, "time", f"step {turn} of {repeats}")
+                answer = ask(entry, "measure_time", f"step {turn} of {repeats}")
                 if turn and answer:
                     steps.setdefault(entry, []).append((answer["forward_s"], answer["backward_s"]))
                 elif answer and entry in rows:
@@ -234,7 +234,7 @@ def measure_longest_lengths(
     settings = {**settings, "budget": str(budget), "method": options.method}
     report = TableReport("max-length", options.command, settings, env)
     with interrupts.temporary_directory(dir=options.folder, prefix=".offload-") as scratch:
-        entries = length_entries(make_schedule(recipe.engine), scratch)
+        entries = maxlen_entries(make_schedule(recipe.engine), scratch)
         groups = [[entry] for entry in entries if entry.case.mode in options.modes]
         measure_missing_rows(report, groups, search_longest(attempt, budget, notify), folder=options.folder)
     return report
@@ -247,14 +247,14 @@ def _prepare_measured_lengths(recipe: TrainingSettings, job: Job, budget: Budget
     finally:
         worker.close()
 
-    def attempt(entry: Entry, length: int) -> Outcome:
+    def try_length(entry: Entry, length: int) -> Outcome:
         engine = recipe.engine.model_copy(update={**asdict(entry.case.schedule), "schedule": "fixed"})
         changed = recipe.model_copy(update={"engine": engine})
         prepare = partial(prepare_step, changed, str(choose_device(recipe.device)), budget)
         run = measured_trials(prepare, budget, timeout_seconds=TRIAL_SECONDS)
         return run(Shape(entry.case.mode, length, job.batch_size), lambda phase: None)
 
-    return env, attempt
+    return env, try_length
 
 
 def _prepare_simulated_lengths(recipe: TrainingSettings, job: Job, budget: Budget) -> tuple[dict[str, Any], TryLength]:
@@ -265,7 +265,7 @@ def _prepare_simulated_lengths(recipe: TrainingSettings, job: Job, budget: Budge
     env = describe_environment(model, job, torch.device("meta"))
     shortest = recipe_workload(recipe, model, task_of(recipe).min_row_tokens, kernels)
 
-    def attempt(entry: Entry, length: int) -> Outcome:
+    def try_length(entry: Entry, length: int) -> Outcome:
         workload = replace(shortest, length=length, mode=entry.case.mode)
         found = simulate(workload, entry.case.schedule)
         outcome = Outcome(True, "", "", "", found.peak_bytes, found.host_bytes, found.disk_bytes, terms=found.terms)
@@ -273,7 +273,7 @@ def _prepare_simulated_lengths(recipe: TrainingSettings, job: Job, budget: Budge
         reason = f"a step needs {show_size(found.peak_bytes)} of device memory"
         return outcome if filled <= 1 else replace(outcome, fits=False, reason=reason)
 
-    return env, attempt
+    return env, try_length
 
 
 TryLength = Callable[[Entry, int], Outcome]
@@ -294,13 +294,13 @@ def _search_longest_row(entry: Entry, try_length: TryLength, budget: Budget, not
     fitted: dict[int, Outcome] = {}
     failed: dict[int, Outcome] = {}
 
-    def tried(length: int) -> Attempt:
+    def try_and_record(length: int) -> Attempt:
         notify(f"{entry.label}: {length:,} tokens")
         outcome = try_length(entry, length)
         (fitted if outcome.fits else failed)[length] = outcome
         return Attempt(outcome.fits, budget.used_fraction(outcome.peak_bytes, outcome.host_bytes, outcome.disk_bytes))
 
-    found = search_largest(tried, LENGTHS).fits
+    found = search_largest(try_and_record, LENGTHS).fits
     row = replace(entry.new_row(), max_length=found)
     if not found:
         return replace(row, error=f"{min(failed):,} tokens do not fit: {failed[min(failed)].reason}")

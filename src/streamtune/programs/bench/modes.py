@@ -81,7 +81,7 @@ class ModeSetup:
         return ""
 
 
-def _prepare_mode(
+def _make_prepare(
     prepared: Callable[[Any], AbstractContextManager[Tiers | None]], loss_of: Callable[[Any], Loss] | None = None
 ) -> PrepareMode:
     """Return ``ModeSetup.prepare`` of a method without a schedule; ``prepared`` yields offloaded-byte counters."""
@@ -137,7 +137,7 @@ def _make_liger_loss(model: Any) -> Loss:
     return loss
 
 
-def _prepare_peer(prepared: Callable[[Any], AbstractContextManager[Loss]]) -> PrepareMode:
+def _prepare_loss(prepared: Callable[[Any], AbstractContextManager[Loss]]) -> PrepareMode:
     @contextmanager
     def prepare(model: Any, schedule: Schedule) -> Iterator[Ready]:
         with prepared(model) as loss:
@@ -189,7 +189,7 @@ def restoring_model(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def importing_peer(name: str) -> Iterator[None]:
+def importing_library(name: str) -> Iterator[None]:
     """Context manager: if the library ``name`` cannot be imported, raise an UnsupportedModelError with the reason."""
     try:
         yield
@@ -200,7 +200,7 @@ def importing_peer(name: str) -> Iterator[None]:
 @contextmanager
 def liger(model: Any) -> Iterator[Loss]:
     """Context manager: checkpointing with all Liger kernels while active: RMSNorm, RoPE, SwiGLU and fused loss."""
-    with importing_peer("Liger"):
+    with importing_library("Liger"):
         from liger_kernel.transformers import _apply_liger_kernel_to_instance
         from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
@@ -215,7 +215,7 @@ def liger(model: Any) -> Iterator[Loss]:
 @contextmanager
 def trl(model: Any) -> Iterator[Loss]:
     """Context manager: checkpointing as in TRL's SFT trainer while active, with its offloading and fused LM head."""
-    with importing_peer("TRL"):  # older versions have no such head
+    with importing_library("TRL"):  # older versions have no such head
         from trl.models import activation_offloading
         from trl.trainer.utils import add_fused_lm_head
 
@@ -238,7 +238,7 @@ def unsloth(model: Any) -> Iterator[Loss]:
 
     Importing Unsloth changes ``transformers`` for the rest of the process; only later changes are undone.
     """
-    with importing_peer("Unsloth"), redirect_stdout(sys.stderr):  # it prints a greeting
+    with importing_library("Unsloth"), redirect_stdout(sys.stderr):  # it prints a greeting
         __import__("unsloth")
         from unsloth_zoo import gradient_checkpointing
         from unsloth_zoo.fused_losses import unsloth_fused_ce_loss
@@ -267,25 +267,25 @@ def unsloth(model: Any) -> Iterator[Loss]:
 UNSLOTH_ALONE = "it changes transformers in its process; measure it with --modes plain,checkpoint,unsloth"
 
 MODE_SETUPS: dict[Mode, ModeSetup] = {
-    "plain": ModeSetup(_prepare_mode(lambda model: nullcontext())),
-    "checkpoint": ModeSetup(_prepare_mode(checkpointing)),
-    "checkpoint-offload": ModeSetup(_prepare_mode(_offload_layer_inputs)),
+    "plain": ModeSetup(_make_prepare(lambda model: nullcontext())),
+    "checkpoint": ModeSetup(_make_prepare(checkpointing)),
+    "checkpoint-offload": ModeSetup(_make_prepare(_offload_layer_inputs)),
     "deepspeed-tiled": ModeSetup(_prepare_tiling, package="deepspeed"),
     "liger-loss": ModeSetup(
-        _prepare_mode(checkpointing, _make_liger_loss), "liger_kernel", "Liger's kernels need an accelerator"
+        _make_prepare(checkpointing, _make_liger_loss), "liger_kernel", "Liger's kernels need an accelerator"
     ),
     "liger-loss-offload": ModeSetup(
-        _prepare_mode(_offload_layer_inputs, _make_liger_loss), "liger_kernel", "Liger's kernels need an accelerator"
+        _make_prepare(_offload_layer_inputs, _make_liger_loss), "liger_kernel", "Liger's kernels need an accelerator"
     ),
-    "liger": ModeSetup(_prepare_peer(liger), "liger_kernel", "Liger's kernels need an accelerator"),
-    "trl": ModeSetup(_prepare_peer(trl), "trl", "TRL's offloading needs an accelerator"),
-    "unsloth": ModeSetup(_prepare_peer(unsloth), "unsloth", "Unsloth's offloading needs an accelerator", UNSLOTH_ALONE),
+    "liger": ModeSetup(_prepare_loss(liger), "liger_kernel", "Liger's kernels need an accelerator"),
+    "trl": ModeSetup(_prepare_loss(trl), "trl", "TRL's offloading needs an accelerator"),
+    "unsloth": ModeSetup(_prepare_loss(unsloth), "unsloth", "Unsloth's offloading needs an accelerator", UNSLOTH_ALONE),
     "stream": ModeSetup(_prepare_streaming),
     "stream-keep-attention": ModeSetup(_prepare_streaming_keeping_attention),
 }
 
 
-def absent(modes: Sequence[Mode], device_type: str) -> dict[str, str]:
+def why_modes_unavailable(modes: Sequence[Mode], device_type: str) -> dict[str, str]:
     """Return {mode: reason} of the modes that this device type cannot run, or that must be benchmarked alone."""
     reasons = {mode: MODE_SETUPS[mode].why_unavailable(device_type) for mode in modes}
     others = {mode for mode in modes if not reasons[mode]} - {"plain", "checkpoint"}

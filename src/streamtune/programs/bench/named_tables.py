@@ -9,7 +9,7 @@ from typing import Any
 from streamtune.base.palette import to_png, with_default_style
 from streamtune.plan.simulate.workload import LABELS, MODES, Mode
 from streamtune.programs.bench import plots
-from streamtune.programs.bench.modes import absent
+from streamtune.programs.bench.modes import why_modes_unavailable
 from streamtune.programs.bench.subject import COMPLETIONS, SHARING
 from streamtune.programs.bench.table_rows import (
     Entry,
@@ -18,7 +18,7 @@ from streamtune.programs.bench.table_rows import (
     TableRow,
     ablation_entries,
     mode_entries,
-    sharing_entries,
+    prefix_sharing_entries,
 )
 from streamtune.schedule import Schedule
 
@@ -97,8 +97,8 @@ class Table:
     timed: bool = True
     memory: bool = True
 
-    def absent(self, modes: Sequence[Mode], device_type: str) -> dict[str, str]:
-        return absent(modes, device_type) if self.compares_modes else {}
+    def why_modes_unavailable(self, modes: Sequence[Mode], device_type: str) -> dict[str, str]:
+        return why_modes_unavailable(modes, device_type) if self.compares_modes else {}
 
 
 def table_columns(report: TableReport) -> list[Column]:
@@ -205,7 +205,7 @@ def table_notes(report: TableReport) -> list[str]:
     """Return notes on a table: what its columns mean, which libraries it compares, and which modes cannot run here."""
     table = TABLES[report.table]
     lines = [table.note(report)]
-    if any(report.errors_of(row) for row in report.rows):
+    if any(report.relative_errors(row) for row in report.rows):
         lines.append("Loss and grad are the relative errors of loss and gradient norm against plain autograd.")
     if table.compares_modes:
         peers = dict.fromkeys(row.mode for row in report.rows if row.mode not in MODES)
@@ -287,7 +287,7 @@ def row_cells(columns: list[Column], row: TableRow) -> list[str]:
 
 
 def _show_error(report: TableReport, row: TableRow, name: str) -> str:
-    error = report.errors_of(row).get(name)
+    error = report.relative_errors(row).get(name)
     return "" if error is None else "equal" if error == 0 else f"{error:.0e}"
 
 
@@ -312,17 +312,17 @@ def _byte_format(report: TableReport) -> Callable[[int | None], str]:
 # --- all tables -------------------------------------------------------------------------------------------------------
 
 
-def _group_mode_entries(inputs: TableInputs) -> list[list[Entry]]:
+def _grouped_mode_entries(inputs: TableInputs) -> list[list[Entry]]:
     return [mode_entries(inputs.modes, length, inputs.schedule) for length in inputs.lengths]
 
 
-def _group_ablation_entries(inputs: TableInputs) -> list[list[Entry]]:
+def _grouped_ablation_entries(inputs: TableInputs) -> list[list[Entry]]:
     rows = [ablation_entries(inputs.schedule, length, inputs.layers, inputs.folder) for length in inputs.lengths]
     return [part[start : start + GROUP_SIZE] for part in rows for start in range(0, len(part), GROUP_SIZE)]
 
 
-def _group_sharing_entries(inputs: TableInputs) -> list[list[Entry]]:
-    return [sharing_entries(length, inputs.schedule) for length in inputs.lengths]
+def _grouped_sharing_entries(inputs: TableInputs) -> list[list[Entry]]:
+    return [prefix_sharing_entries(length, inputs.schedule) for length in inputs.lengths]
 
 
 TABLES: dict[TableName, Table] = {
@@ -331,7 +331,7 @@ TABLES: dict[TableName, Table] = {
         _time_columns,
         _time_note,
         plots.draw_time,
-        _group_mode_entries,
+        _grouped_mode_entries,
         rows="mode",
         lengths="tokens",
         compares_modes=True,
@@ -343,7 +343,7 @@ TABLES: dict[TableName, Table] = {
         _memory_columns,
         _memory_note,
         plots.draw_memory,
-        _group_mode_entries,
+        _grouped_mode_entries,
         rows="mode",
         lengths="tokens",
         compares_modes=True,
@@ -354,14 +354,14 @@ TABLES: dict[TableName, Table] = {
         _ablation_columns,
         _ablation_note,
         plots.draw_ablation,
-        _group_ablation_entries,
+        _grouped_ablation_entries,
     ),
     "prefix-sharing": Table(
         "A prompt with several completions, streamed once or once for each",
         _sharing_columns,
         _sharing_note,
         plots.draw_sharing,
-        _group_sharing_entries,
+        _grouped_sharing_entries,
         rows="rows",
         lengths="prompt",
     ),

@@ -65,7 +65,7 @@ def draw_time(report: TableReport, figure: Any) -> None:
     from matplotlib.ticker import MaxNLocator
 
     seconds, ratio = figure.subplots(1, 2)
-    for rows, style in _mode_lines(report):
+    for rows, style in _mode_curves(report):
         draw_line(seconds, [(row.length, row.step_s) for row in rows], style)
         draw_line(ratio, [(row.length, row.to_checkpoint) for row in rows], style)
     style_axes(seconds, "Forward and backward (s)")
@@ -81,12 +81,12 @@ def draw_time(report: TableReport, figure: Any) -> None:
 def draw_memory(report: TableReport, figure: Any) -> None:
     over, parts = figure.subplots(1, 2)
     name, unit = report.unit
-    for rows, style in _mode_lines(report):
+    for rows, style in _mode_curves(report):
         draw_line(over, [(row.length, row.peak_bytes and row.peak_bytes / unit) for row in rows], style)
     style_axes(over, f"Peak of a step on the device ({name})")
     over.legend(frameon=False, labelcolor=INK, fontsize=8)
     longest = max((row.length for row in report.rows), default=0)
-    _draw_stacks(parts, [row for row in report.rows if row.length == longest], unit)
+    _draw_stacked_bars(parts, [row for row in report.rows if row.length == longest], unit)
     parts.set_title(f"Terms of the peak at {longest:,} tokens ({name})", loc="left", color=INK, fontsize=11)
     parts.legend(frameon=False, labelcolor=INK, fontsize=8, loc="lower right")
 
@@ -95,7 +95,7 @@ def draw_ablation(report: TableReport, figure: Any) -> None:
     """Draw the time of each schedule relative to gradient checkpointing, and its memory by purpose."""
     rows = report.rows
     figure.set_size_inches(11, 1.6 + 0.27 * (len(rows) + len({row.section for row in rows})))
-    time, places = _time_and_memory(report, rows, figure)
+    time, places = _draw_memory_beside_times(report, rows, figure)
     for place, row in zip(places, rows, strict=True):
         _write_ratio(time, place, row)
     for row in rows:
@@ -143,7 +143,7 @@ def draw_sharing(report: TableReport, figure: Any) -> None:
         for row in report.rows
     ]
     figure.set_size_inches(11, 1.8 + 0.4 * (len(rows) + len({row.section for row in rows})))
-    time, places = _time_and_memory(report, rows, figure)
+    time, places = _draw_memory_beside_times(report, rows, figure)
     for place, row in zip(places, rows, strict=True):
         if row.to_default is not None:
             time.barh(place, row.to_default, color=COLOURS[row.mode], height=0.6)
@@ -161,10 +161,10 @@ def draw_sharing(report: TableReport, figure: Any) -> None:
     time.set_xlabel("rows in a batch = 1", color=INK, fontsize=9)
 
 
-def _time_and_memory(report: TableReport, rows: Sequence[TableRow], figure: Any) -> tuple[Any, list[float]]:
+def _draw_memory_beside_times(report: TableReport, rows: Sequence[TableRow], figure: Any) -> tuple[Any, list[float]]:
     """Draw the rows' memory on the right; return the left axes, for times, and each row's y position."""
     time, memory = figure.subplots(1, 2, sharey=True)
-    places = _draw_stacks(memory, rows, report.unit[1], time)
+    places = _draw_stacked_bars(memory, rows, report.unit[1], time)
     memory.set_title("Memory at its peak", loc="left", color=INK, fontsize=11)
     memory.set_xlabel(report.unit[0], color=INK, fontsize=9)
     shown = memory.get_legend_handles_labels()
@@ -173,7 +173,7 @@ def _time_and_memory(report: TableReport, rows: Sequence[TableRow], figure: Any)
     return time, places
 
 
-def _mode_lines(report: TableReport) -> list[tuple[list[TableRow], dict[str, Any]]]:
+def _mode_curves(report: TableReport) -> list[tuple[list[TableRow], dict[str, Any]]]:
     """Return (rows, line style) of each training method, to draw one curve of each."""
     found = []
     for mode, label in dict.fromkeys((row.mode, row.label) for row in report.rows):
@@ -182,7 +182,7 @@ def _mode_lines(report: TableReport) -> list[tuple[list[TableRow], dict[str, Any
     return found
 
 
-def _draw_stacks(axes: Any, rows: Sequence[TableRow], unit: int, labelled: Any = None) -> list[float]:
+def _draw_stacked_bars(axes: Any, rows: Sequence[TableRow], unit: int, labelled: Any = None) -> list[float]:
     """Draw a stacked bar of bytes for each row, under section headings; return the y position of each row.
 
     Args:

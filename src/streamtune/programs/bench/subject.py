@@ -93,28 +93,28 @@ class MeasuredModel:
         self._ready: Ready
         self._exit = ExitStack()
 
-    def env(self) -> dict[str, Any]:
+    def environment(self) -> dict[str, Any]:
         """Return machine, versions, and sizes of the model, as JSON values."""
         return describe_environment(self.model, self.job, self.device)
 
-    def memory(self, case: Case) -> dict[str, Any]:
+    def measure_memory(self, case: Case) -> dict[str, Any]:
         """Return the peak bytes of a step, in total and by purpose; also the activation peak without the LM head."""
         batches = self._prepare(case)
         weights = model_bytes(self.model)
         layers = decoder_layers(self.model)
         with LiveBytes(self.model, layers) as whole:
-            self._step(batches)
+            self._run_step(batches)
         self.model.zero_grad(set_to_none=True)
         without_head = None
         if "targets" not in batches[0]:
             with LiveBytes(self.model, layers) as decoder:
-                self._hidden_backward(batches)
+                self._run_without_head(batches)
             without_head = decoder.activation_peak
         self.model.zero_grad(set_to_none=True)
         peak = weights + whole.peak
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
-            self._step(batches)
+            self._run_step(batches)
             peak = torch.cuda.max_memory_allocated(self.device)
         tiers = self._ready.tiers
         return {
@@ -126,13 +126,13 @@ class MeasuredModel:
             "terms": {"weights": weights, **{PLURALS.get(kind, kind): size for kind, size in whole.at_peak.items()}},
         }
 
-    def time(self, case: Case) -> dict[str, Any]:
+    def measure_time(self, case: Case) -> dict[str, Any]:
         """Return the seconds of a step's forwards and backwards, its loss and its gradient norm."""
         forward = backward = loss_sum = 0.0
         entered = self._prepared_for
         batches = self._prepare(case)
         if self.device.type == "cuda" and self._prepared_for != entered:  # a first step fills the allocator's cache
-            self._step(batches)
+            self._run_step(batches)
             self.model.zero_grad(set_to_none=True)
         for batch in batches:
             start = self._synchronised_time()
@@ -150,7 +150,7 @@ class MeasuredModel:
             "grad_norm": float(torch.stack(norms).norm()),
         }
 
-    def leave(self) -> None:
+    def undo_preparation(self) -> None:
         """Undo the preparation of the current mode."""
         self._exit.close()
         self._prepared_for = None
@@ -160,7 +160,7 @@ class MeasuredModel:
         """Prepare the model for a case and clear its gradients; return the batches."""
         wanted = (case.mode, case.schedule)
         if self._prepared_for != wanted:
-            self.leave()
+            self.undo_preparation()
             way = MODE_SETUPS[case.mode]
             if reason := way.why_unavailable(self.device.type):
                 raise UnsupportedModelError(reason)
@@ -173,12 +173,12 @@ class MeasuredModel:
             streams = case.mode in ("stream", "stream-keep-attention")
             return [(scored if streams else scored.unshared()).random_batch(self._vocabulary, self.device)]
         if case.layout in SHARING:
-            ids = torch.randint(0, self._vocabulary, (sharing_tokens(case.length),), device=self.device)
-            return sharing_batches(ids, case.length, case.layout)
+            ids = torch.randint(0, self._vocabulary, (prompt_and_completion_tokens(case.length),), device=self.device)
+            return prefix_sharing_batches(ids, case.length, case.layout)
         ids = torch.randint(0, self._vocabulary, (self.job.batch_size, case.length), device=self.device)
         return _layout_batches(ids, case.layout, case.packed_rows)
 
-    def _step(self, batches: list[Batch]) -> None:
+    def _run_step(self, batches: list[Batch]) -> None:
         for batch in batches:
             loss: Any = self._loss(batch)
             loss.backward()
@@ -192,7 +192,7 @@ class MeasuredModel:
         enabled = self.job.autocast
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=enabled, cache_enabled=False)
 
-    def _hidden_backward(self, batches: list[Batch]) -> None:
+    def _run_without_head(self, batches: list[Batch]) -> None:
         for batch in batches:
             with self._autocast():
                 hidden = last_hidden_state(self.model, batch)
@@ -263,16 +263,16 @@ def completion_length(prompt_length: int) -> int:
     return max(2, prompt_length // 4)
 
 
-def sharing_tokens(prompt_length: int) -> int:
+def prompt_and_completion_tokens(prompt_length: int) -> int:
     """Return how many tokens a prompt has together with its completions."""
     return prompt_length + COMPLETIONS * completion_length(prompt_length)
 
 
-def sharing_batches(ids_T: Tensor, prompt_length: int, layout: str) -> list[dict[str, Any]]:
+def prefix_sharing_batches(ids_T: Tensor, prompt_length: int, layout: str) -> list[dict[str, Any]]:
     """Return the batches of a step.
 
     Args:
-        ids_T: Token ids of the prompt, then of the completions, ``[sharing_tokens(prompt)]``.
+        ids_T: Token ids of the prompt, then of the completions, ``[prompt_and_completion_tokens(prompt)]``.
         prompt_length: Number of prompt tokens.
         layout: Layout: ``shared``, ``batch`` or ``turns``.
     """
@@ -361,7 +361,7 @@ def _serve_requests(connection: Connection, job: Job) -> None:
                 error, any(isinstance(arg, Case) and MODE_SETUPS[arg.mode].package for arg in args)
             )
         if subject is not None and "error" in answer:  # not in the handler, whose frames reference tensors
-            subject.leave()
+            subject.undo_preparation()
             gc.collect()
         try:
             connection.send(answer)
@@ -369,13 +369,13 @@ def _serve_requests(connection: Connection, job: Job) -> None:
             return
 
 
-def _failure_answer(error: Exception, is_peer: bool) -> dict[str, Any]:
+def _failure_answer(error: Exception, is_other_library: bool) -> dict[str, Any]:
     """Return ``{"error": reason}``; for a bug in StreamTune, ``{"fault": traceback}``."""
     text = str(error)
     if isinstance(error, StreamTuneError):  # the mode refuses this model, or a disk is full
         return {"error": error.what}
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in text:
         return {"error": "out of memory"}
-    if is_peer:
+    if is_other_library:
         return {"error": f"failed: {type(error).__name__}: {text.strip().partition(chr(10))[0][:120]}"}
     return {"fault": traceback.format_exc()}

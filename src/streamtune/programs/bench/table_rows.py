@@ -135,12 +135,12 @@ class TableReport:
         )
         return f"{model}, batch {env['batch_size']}; {machine}, torch {env['torch']}"
 
-    def row(self, entry: Entry) -> TableRow | None:
+    def find_row(self, entry: Entry) -> TableRow | None:
         """Return the measured row of ``entry``; None if it is not measured yet."""
         asked = (entry.case.mode, entry.case.length, entry.label)
         return next((row for row in self.rows if (row.mode, row.length, row.label) == asked), None)
 
-    def errors_of(self, row: TableRow) -> dict[str, float]:
+    def relative_errors(self, row: TableRow) -> dict[str, float]:
         """Return relative errors of loss and gradient norm against plain autograd (or else checkpointing)."""
         for mode in ("plain", "checkpoint"):
             truth = next(
@@ -153,7 +153,7 @@ class TableReport:
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON document of ``streamtune bench --table NAME --json``."""
-        return {**vars(self), "rows": [{**asdict(row), "errors": self.errors_of(row)} for row in self.rows]}
+        return {**vars(self), "rows": [{**asdict(row), "errors": self.relative_errors(row)} for row in self.rows]}
 
     def save(self, folder: Path) -> Path:
         """Write the JSON document atomically; return its path."""
@@ -161,11 +161,11 @@ class TableReport:
         write_output(path, f"{json.dumps(self.to_json(), indent=1)}\n".encode())
         return path
 
-    def check(self, folder: Path) -> None:
+    def check_writable(self, folder: Path) -> None:
         """Raise an error if one of the table's files in ``folder`` cannot be written, or is a link or a folder."""
         check_output_files(folder, [f"{self.stem}.{ending}" for ending in ("md", "json", "png")])
 
-    def resume(self, folder: Path) -> None:
+    def load_earlier_rows(self, folder: Path) -> None:
         """Load the rows of an earlier run's JSON file, if its settings and machine are equal."""
         path = folder / f"{self.stem}.json"
         try:
@@ -195,7 +195,7 @@ def ablation_entries(schedule: Schedule, length: int, num_layers: int, folder: s
         Entry(Case("stream", length, schedule), DEFAULT, "compared with", to_default=True),
     ]
     seen = {schedule}
-    for section, label, changes in _changed_schedules(schedule, length, num_layers, folder):
+    for section, label, changes in _ablation_schedules(schedule, length, num_layers, folder):
         changed = replace(schedule, **changes)
         if changed not in seen:
             entries.append(Entry(Case("stream", length, changed), label, section))
@@ -203,7 +203,7 @@ def ablation_entries(schedule: Schedule, length: int, num_layers: int, folder: s
     return entries
 
 
-def _changed_schedules(
+def _ablation_schedules(
     schedule: Schedule, length: int, num_layers: int, folder: str
 ) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Yield (section, label, changed fields) of each schedule of an ablation."""
@@ -245,7 +245,7 @@ def _nearby_chunk_sizes(chunk_size: int, length: int) -> list[int]:
     )
 
 
-def length_entries(schedule: Schedule, folder: str) -> list[Entry]:
+def maxlen_entries(schedule: Schedule, folder: str) -> list[Entry]:
     """Return the rows of the table of longest lengths: plain autograd, checkpointing, and streaming schedules.
 
     Args:
@@ -283,7 +283,7 @@ def mode_entries(modes: Sequence[Mode], length: int, schedule: Schedule) -> list
     ]
 
 
-def sharing_entries(prompt_length: int, schedule: Schedule) -> list[Entry]:
+def prefix_sharing_entries(prompt_length: int, schedule: Schedule) -> list[Entry]:
     """Return the rows to measure for a prompt with several completions: three streamed layouts, and checkpointing."""
     layouts: tuple[Layout, ...] = ("batch", "turns", "shared")
     rows = [

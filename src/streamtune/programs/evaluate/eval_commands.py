@@ -242,22 +242,22 @@ def _describe_needles(needle_results: Mapping[str, Any]) -> str:
 
 
 def _print_losses(split: str, split_results: Mapping[str, Any]) -> None:
-    from streamtune.programs.evaluate.eval_scores import context_sentence
+    from streamtune.programs.evaluate.eval_scores import describe_context_gain
 
     columns = ("tokens", "loss", "+-", "perplexity")
     table = _make_table(f"{split}, by set", *columns)
     for row in [*split_results["sets"], {"name": "all", **split_results}]:
-        table.add_row(plain(row["name"]), f"{row['tokens']:,}", *map(_show_number, _loss_figures(row)))
+        table.add_row(plain(row["name"]), f"{row['tokens']:,}", *map(_show_number, _loss_cells(row)))
     _print_indented_table(table)
     table = _make_table(f"{split}, by position", *columns, Column("lowest to highest", no_wrap=True))
     losses = [row["loss"] for row in split_results["positions"]]
     for row in split_results["positions"]:
         name = f"{row['from']:,} to {row['to'] - 1:,}"
         table.add_row(
-            name, f"{row['tokens']:,}", *map(_show_number, _loss_figures(row)), _draw_value_bar(row["loss"], losses)
+            name, f"{row['tokens']:,}", *map(_show_number, _loss_cells(row)), _draw_value_bar(row["loss"], losses)
         )
     _print_indented_table(table)
-    out.print(Text(context_sentence(split_results["context"])))
+    out.print(Text(describe_context_gain(split_results["context"])))
     out.print()
 
 
@@ -341,7 +341,7 @@ def _draw_value_bar(value: float, values: Sequence[float]) -> str:
     return draw_bar(part, BAR)
 
 
-def _loss_figures(row: Mapping[str, Any]) -> Sequence[float | None]:
+def _loss_cells(row: Mapping[str, Any]) -> Sequence[float | None]:
     return [row["loss"], row["standard_error"], row["perplexity"]]
 
 

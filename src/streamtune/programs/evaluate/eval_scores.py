@@ -113,10 +113,10 @@ class LossSums:
                 {"from": bounds[number][1], "to": bounds[number][2], **found.to_json()}
                 for number, found in sorted(self.buckets.items())
             ],
-            "context": self._context_gain(),
+            "context": self._last_third_gain(),
         }
 
-    def _context_gain(self) -> dict[str, Any] | None:
+    def _last_third_gain(self) -> dict[str, Any] | None:
         """Return how much lower the loss is in the last third of a row than in the first; None if rows are too short.
 
         The standard error is over rows, not tokens, because tokens of one row are correlated.
@@ -134,7 +134,7 @@ class LossSums:
         }
 
 
-def context_sentence(context: dict[str, Any] | None) -> str:
+def describe_context_gain(context: dict[str, Any] | None) -> str:
     """Return a sentence that says whether more context helps.
 
     Args:
@@ -258,7 +258,7 @@ def _mean_over_batches(parts: Sequence[SumAndCount]) -> dict[str, float | None]:
 
 def measure_rows(
     task: Task[Any],
-    make_built: Callable[[Sequence[Any]], BuiltRun],
+    make_run: Callable[[Sequence[Any]], BuiltRun],
     rows: Sequence[Any],
     *,
     bf16: bool,
@@ -269,7 +269,7 @@ def measure_rows(
 
     Args:
         task: Task of the recipe.
-        make_built: Function that returns a run (model, batches, objective) with the given rows held out.
+        make_run: Function that returns a run (model, batches, objective) with the given rows held out.
         rows: Preference pairs, single completions, or prompts.
         bf16: True to compute in bfloat16.
         rows_done: Called after each batch with the number of rows done and the total.
@@ -281,7 +281,7 @@ def measure_rows(
     found = {name: MetricSums(rows=len(group)) for name, group in groups.items()}
     done = 0
     for name, group in groups.items():
-        built = make_built(group)
+        built = make_run(group)
         for metrics, size in _measure_batches(task, built, bf16=bf16):
             found[name].add(metrics)
             done += size

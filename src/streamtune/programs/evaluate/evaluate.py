@@ -24,7 +24,7 @@ from streamtune.programs.evaluate.model import (
     load_evaluated,
     load_evaluated_tokenizer,
     load_second_model,
-    make_scored_reference,
+    make_eval_reference,
     plan_evaluation,
 )
 from streamtune.programs.evaluate.needle import NeedleOptions, default_lengths, gather_haystack, probe_needles
@@ -90,7 +90,7 @@ def evaluate_model(
     if options.split not in SPLITS:
         raise ArgumentError(f"--split: unknown split {options.split!r}", fix=f"choose from {', '.join(SPLITS)}")
     if options.lm_eval:
-        check_harness(options.lm_eval)
+        check_lm_eval(options.lm_eval)
     with locate_errors(loaded):
         recipe = _adapt_to_single_process(with_saved_precision(loaded.recipe, trained.settings), notify)
         task = TASKS[recipe.objective].for_run(recipe, loaded.path.parent, notify)
@@ -123,20 +123,20 @@ def evaluate_model(
         with stream_model(recipe, found.model, schedule) as handle:
             with doing("checking that this model streams exactly"):
                 handle.check()
-            reference = make_scored_reference(task, found.model, handle, held)
+            reference = make_eval_reference(task, found.model, handle, held)
             evaluation = _Evaluation(task, found.model, tokenizer, prepared, handle, device, share, reference, feedback)
             with _explain_out_of_memory("scoring rows", "lower per_device_eval_batch_size or engine.chunk_size"):
-                splits = {name: evaluation.split(*rows) for name, rows in chosen.items()}
+                splits = {name: evaluation.evaluate_split(*rows) for name, rows in chosen.items()}
             chunk_size = handle.schedule.chunk_size
             needle = None
             if options.needle is not None:
                 # Training stores the keys and values of one layer at a time, generation stores them for all layers.
                 with _explain_out_of_memory("running the needle probe", "give shorter --needle-lengths"):
-                    needle = evaluation.needles(sources, options.needle, lengths)
+                    needle = evaluation.probe_needles_in_rows(sources, options.needle, lengths)
         harness = None
         if options.lm_eval:
             with doing("lm-evaluation-harness"):
-                harness = run_harness(
+                harness = run_lm_eval(
                     found.model,
                     tokenizer,
                     options.lm_eval,
@@ -170,14 +170,16 @@ class _Evaluation:
     reference: train.Reference | None
     feedback: Feedback
 
-    def split(self, rows: Sequence[Any], names: Sequence[str] | None) -> dict[str, Any]:
+    def evaluate_split(self, rows: Sequence[Any], names: Sequence[str] | None) -> dict[str, Any]:
         """Return a split's entry of eval.json; ``names`` has each row's name in ``eval_datasets``."""
         recipe = self.task.recipe
         rows_done = partial(self.feedback.progress, "rows")
         if self.task.scores_completions:
-            return measure_rows(self.task, self._built, rows, bf16=bool(recipe.bf16), rows_done=rows_done, names=names)
+            return measure_rows(
+                self.task, self._make_run, rows, bf16=bool(recipe.bf16), rows_done=rows_done, names=names
+            )
         return score_rows(
-            self._streamed,
+            self._streamed_model,
             rows,
             batch_size=recipe.per_device_eval_batch_size,
             pad_token_id=self.tokenizer.pad_token_id,
@@ -186,10 +188,10 @@ class _Evaluation:
         ).to_json()
 
     @property
-    def _streamed(self) -> ScoringModel:
+    def _streamed_model(self) -> ScoringModel:
         return ScoringModel(self.handle, self.model, self.device, bool(self.task.recipe.bf16))
 
-    def _built(self, rows: Sequence[Any]) -> BuiltRun:
+    def _make_run(self, rows: Sequence[Any]) -> BuiltRun:
         """Return a run (model, batches, objective) with ``rows`` held out; nothing is written to its folder."""
         prepared = self.task.with_held_out(self.prepared, rows)
         batches = self.task.batches(prepared, self.tokenizer, share=self.share)
@@ -210,7 +212,9 @@ class _Evaluation:
             plan=self.task.count_steps(batches, 1, world),
         )
 
-    def needles(self, sources: Sequence[data.Source], options: NeedleOptions, lengths: Sequence[int]) -> dict[str, Any]:
+    def probe_needles_in_rows(
+        self, sources: Sequence[data.Source], options: NeedleOptions, lengths: Sequence[int]
+    ) -> dict[str, Any]:
         """Run the needle-in-a-haystack test and return its entry of eval.json."""
         recipe = self.task.recipe
         stack = gather_haystack(
@@ -222,7 +226,7 @@ class _Evaluation:
             frame=data.first_chat_frame(sources, chat_options(recipe)),
         )
         cells_done = partial(self.feedback.progress, "needle cells")
-        return probe_needles(self._streamed, stack, options, lengths, seed=recipe.seed, cells_done=cells_done)
+        return probe_needles(self._streamed_model, stack, options, lengths, seed=recipe.seed, cells_done=cells_done)
 
 
 @contextmanager
@@ -279,7 +283,7 @@ def _needle_lengths(options: EvalOptions, recipe: Recipe) -> tuple[int, ...]:
 LM_EVAL_OPTION = "--lm-eval"
 
 
-def check_harness(tasks: Sequence[str]) -> None:
+def check_lm_eval(tasks: Sequence[str]) -> None:
     """Raise an ArgumentError if lm-evaluation-harness is not installed, or a task file does not exist."""
     if find_spec("lm_eval") is None:
         raise ArgumentError(
@@ -296,7 +300,7 @@ def check_harness(tasks: Sequence[str]) -> None:
             )
 
 
-def run_harness(
+def run_lm_eval(
     model: Any, tokenizer: Any, tasks: Sequence[str], *, max_length: int, limit: int | None = None
 ) -> dict[str, dict[str, Any]]:
     """Run tasks of lm-evaluation-harness and return each task's figures by name. The model is not streamed.

@@ -69,7 +69,7 @@ def load_evaluated(
     """
     own = trained.loaded is not None and trained.settings.get("dtype") == recipe.dtype
     dtype = None if own or recipe.dtype in ("auto", "mixed") else recipe.dtype
-    base, unknown = _base_override(trained, recipe, notify)
+    base, unknown = _choose_base_override(trained, recipe, notify)
     if unknown:
         made = make_reference_model(
             recipe, tokenizer, device, change=models.SavedLoftqQuantizer.load(Path(trained.folder))
@@ -94,7 +94,7 @@ def load_evaluated(
     return EvaluatedModel(model, trained.adapters)
 
 
-def _base_override(trained: TrainedModel, recipe: ModelKeys, notify: Notify) -> tuple[str | None, bool]:
+def _choose_base_override(trained: TrainedModel, recipe: ModelKeys, notify: Notify) -> tuple[str | None, bool]:
     """Return the base model that replaces the one the adapters record, and whether the recipe must build it.
 
     The base model is None if the adapters' own is used.
@@ -147,7 +147,7 @@ def load_second_model(task: Task[Any], evaluated: EvaluatedModel, tokenizer: Any
     return second_model
 
 
-def make_scored_reference(
+def make_eval_reference(
     task: Task[Any], model: Any, handle: StreamHandle, second_model: Any | None
 ) -> train.ModelReference | None:
     """Return the reference model that the objective scores with; None if its loss uses none."""

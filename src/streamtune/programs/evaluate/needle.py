@@ -142,7 +142,7 @@ def gather_haystack(
         raise ArgumentError("the rows have no text to hide a needle in", where="datasets")
     if len(hay) < tokens:
         notify(f"the needle probe repeats the rows: they have only {len(hay):,} tokens of text")
-    head, tail, chat = _frame_tokens(tokenizer, chat, frame or data.ChatFrame(), notify)
+    head, tail, chat = _tokens_around_user_text(tokenizer, chat, frame or data.ChatFrame(), notify)
     return Haystack(np.array(hay[:tokens], dtype=np.int64), head, tail, chat, tokenizer)
 
 
@@ -150,7 +150,7 @@ def _encode(tokenizer: Any, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
-def _frame_tokens(
+def _tokens_around_user_text(
     tokenizer: Any, chat: bool, frame: data.ChatFrame, notify: Callable[[str], None]
 ) -> tuple[list[int], list[int], bool]:
     """Return the tokens before and after the user's text, and whether the chat template made them."""
@@ -231,7 +231,7 @@ def probe_needles(
                 prompts = [haystack.prompt(each.needle, each.question, each.start, each.hay, depth) for each in trials]
                 pairs = list(zip(prompts, trials, strict=True))
                 found = [_mean_logprob(streamed, prompt, each.answer) for prompt, each in pairs]
-                matched = [_finds_code(writer, tokenizer, prompt, each) for prompt, each in pairs]
+                matched = [_answers_with_code(writer, tokenizer, prompt, each) for prompt, each in pairs]
                 cells.append({"length": length, "depth": depth, **_summarise_cell(matched, found, without)})
                 cells_done(len(cells), total)
     return {
@@ -254,7 +254,7 @@ def _mean_logprob(streamed: ScoringModel, prompt: Sequence[int], answer: Sequenc
         return float(scores_BT[0, len(prompt) - 1 :].double().mean())
 
 
-def _finds_code(writer: TransformersWriter, tokenizer: Any, prompt: list[int], trial: _NeedleTrial) -> bool:
+def _answers_with_code(writer: TransformersWriter, tokenizer: Any, prompt: list[int], trial: _NeedleTrial) -> bool:
     """Return True if the first word of the greedy completion is the code."""
     [[written]] = writer.write([prompt], 1, Sampling(len(trial.answer) + EXTRA_TOKENS, temperature=0.0))
     words = tokenizer.decode(written.token_ids, skip_special_tokens=True).split()

@@ -96,7 +96,7 @@ def teach(loaded: LoadedRecipe, output: Path, *, top_k: int, feedback: Feedback 
                 part = [rows[number] for number in numbers[start : start + recipe.per_device_eval_batch_size]]
                 tensors = data.collate(part, pad_token_id=tokenizer.pad_token_id)
                 batch = train.MicroBatch(**tensors, origins=tuple(row.origin for row in part)).to(device)
-                ids, logprobs = _top_tokens(model, batch, top_k, vocabulary, recipe.kd_temperature)
+                ids, logprobs = _teacher_top_tokens(model, batch, top_k, vocabulary, recipe.kd_temperature)
                 place = 0
                 for row in part:
                     stop = place + num_targets(row)
@@ -106,7 +106,7 @@ def teach(loaded: LoadedRecipe, output: Path, *, top_k: int, feedback: Feedback 
     return {**writer.metadata, "file": str(output), "targets": int(writer.starts[-1]), "bytes": output.stat().st_size}
 
 
-def _top_tokens(
+def _teacher_top_tokens(
     model: train.ModelReference, batch: train.MicroBatch, top_k: int, vocabulary: int, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the teacher's top-k token ids ``[K, k]`` and log-probabilities ``[K, k + 1]`` at the batch's K targets."""

@@ -126,7 +126,7 @@ class Differences:
         return near and self.allowed_median < NO_VERDICT_FROM and (self.text_parts_at is None or self.text_tie)
 
     @property
-    def why_not(self) -> str:
+    def why_failed(self) -> str:
         """Return the first violated rule as text; empty if the model passes."""
         if self.passes:
             return ""
@@ -351,7 +351,7 @@ def choose_rows(trained: TrainedModel, model: Any, tokenizer: Any, notify: Calla
     why = "no run names its data"
     if trained.loaded is not None:
         try:
-            found = [each for each in _run_rows(trained, tokenizer) if max(each[0]) < vocabulary]
+            found = [each for each in _first_rows_of_run(trained, tokenizer) if max(each[0]) < vocabulary]
             why = "the run's data has no rows"
         except (StreamTuneError, OSError, ValueError) as error:
             why = f"the run's data cannot be read any more ({_first_error_line(error)})"
@@ -383,7 +383,7 @@ def _prompt_of_row(row: Tensor, limit: int) -> Tensor:
     return row[:, : max(1, min(PROMPT_TOKENS, row.shape[1] // 2, limit - 32 if limit > 48 else 1))]
 
 
-def _run_rows(trained: TrainedModel, tokenizer: Any) -> list[tuple[list[int], str]]:
+def _first_rows_of_run(trained: TrainedModel, tokenizer: Any) -> list[tuple[list[int], str]]:
     """Return token ids and origin of the first rows, prepared as for training."""
     assert trained.loaded is not None
     sources = [replace(source, max_rows=min(source.max_rows or FIRST_ROWS, FIRST_ROWS))
@@ -391,10 +391,10 @@ def _run_rows(trained: TrainedModel, tokenizer: Any) -> list[tuple[list[int], st
     fix_date(trained.identity.get("date"))
     task = task_of(trained.loaded.recipe)
     rows: Sequence[Any] = task.prepare(sources, tokenizer, lambda text: None, val_size=0.0).training
-    return [(ids, row.origin) for row in rows[: 4 * MAX_ROWS] if len(ids := _row_ids(row)) >= 2]
+    return [(ids, row.origin) for row in rows[: 4 * MAX_ROWS] if len(ids := _token_ids_of_row(row)) >= 2]
 
 
-def _row_ids(row: Any) -> list[int]:
+def _token_ids_of_row(row: Any) -> list[int]:
     """Return the token ids of a row; of a prompt with completions, the prompt and the first completion."""
     if isinstance(row, data.Tree):
         return [*row.prompt, *row.completions[0]]

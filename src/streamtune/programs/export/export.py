@@ -37,14 +37,14 @@ from streamtune.programs.export.source import (
     resolve_base,
 )
 from streamtune.programs.export.write import (
-    check_target,
-    describe_check,
-    keep_failed,
+    check_export_folder,
+    describe_comparison,
+    merged_size_bytes,
     model_card,
+    rename_failed_export,
     staging_export,
     write_adapters,
     write_merged,
-    written_bytes,
 )
 from streamtune.run.device import choose_device, prepare_libraries
 
@@ -141,7 +141,7 @@ def export_model(
         ArgumentError: The model cannot be exported with these options; nothing is written.
         RunError: The written model differs from the trained one and is kept as ``OUT.failed``; or writing failed.
     """
-    check_target(out)
+    check_export_folder(out)
     prepare_libraries(choose_device(options.device))
     converter = check_gguf(options.gguf, options.llama_cpp) if options.gguf else None
     if options.push:
@@ -170,8 +170,8 @@ def export_model(
         as_trained = measure_trained(
             model, rows.rows, rows.prompt, dtype=rounded_to, all_weights=dtype is not None, doing=doing
         )
-        _warn_lost_adapters(as_trained, notify)
-    needed = written_bytes(model, dtype) if merges or not trained.adapters else 0
+        _warn_if_rounding_hides_adapters(as_trained, notify)
+    needed = merged_size_bytes(model, dtype) if merges or not trained.adapters else 0
     with staging_export(out, needed) as partial:
         with doing(f"writing {out}"):
             if trained.adapters and not merges:
@@ -184,9 +184,9 @@ def export_model(
         if as_trained is not None:
             check = _compare_written(as_trained, partial, trained, options, quantization, doing)
             if not check.passes:
-                failed = keep_failed(partial, out)
+                failed = rename_failed_export(partial, out)
                 raise RunError(
-                    f"the written model differs from the trained model: {check.why_not}",
+                    f"the written model differs from the trained model: {check.why_failed}",
                     where=str(failed),
                     fix="inspect the kept folder; --no-merge exports the adapters alone"
                     if merges
@@ -198,7 +198,7 @@ def export_model(
             name=out.resolve().name,
             base=base or _initial_model_name(trained),
             weights=weights,
-            checked=describe_check(check, rows.origin if rows is not None else ""),
+            checked=describe_comparison(check, rows.origin if rows is not None else ""),
             adapters=trained.adapters and not merges,
         )
         (partial / "README.md").write_text(card, encoding="utf-8")
@@ -306,7 +306,7 @@ def _check_model(model: Any, trained: TrainedModel, options: ExportOptions) -> N
         )
 
 
-def _warn_lost_adapters(as_trained: AsTrained, notify: Notify) -> None:
+def _warn_if_rounding_hides_adapters(as_trained: AsTrained, notify: Notify) -> None:
     """Notify if one rounding of the weights changes the logits more than the adapters do."""
     rounding = float(as_trained.yardstick.median())
     if 0 < as_trained.effect < rounding:
@@ -357,7 +357,7 @@ def _compare_gguf(
         model = _load_written(folder, device)
     found = compare_gguf(file, model, tokenizer, rows, doing=doing)
     if not found.passes:
-        failed = keep_failed(file, folder.absolute().parent / file.name)
+        failed = rename_failed_export(file, folder.absolute().parent / file.name)
         more = f" (and {len(found.problems) - 1} more)" if len(found.problems) > 1 else ""
         raise RunError(
             f"the GGUF file differs from the exported model: {found.problems[0]}{more}",

@@ -142,8 +142,8 @@ def _print_report(report: ExportReport) -> None:
         *([("base", report.base)] if report.base else []),
         ("weights", report.weights),
         ("written", f"{report.out}: {files}"),
-        *_check_rows(report),
-        *_gguf_rows(report),
+        *_comparison_screen_rows(report),
+        *_gguf_screen_rows(report),
         *([("pushed", report.pushed)] if report.pushed else []),
         ("load with", f'{_loader_class(report)}.from_pretrained("{report.out}")'),
     ]
@@ -164,7 +164,7 @@ def _describe_verdict(report: ExportReport) -> Text:
     return Text.assemble(("the same model", "bold green"), f": logits and greedy text match {model}")
 
 
-def _check_rows(report: ExportReport) -> list[tuple[str, str]]:
+def _comparison_screen_rows(report: ExportReport) -> list[tuple[str, str]]:
     check = report.check
     if check is None:
         return []
@@ -189,7 +189,7 @@ def _check_rows(report: ExportReport) -> list[tuple[str, str]]:
     return rows
 
 
-def _gguf_rows(report: ExportReport) -> list[tuple[str, str]]:
+def _gguf_screen_rows(report: ExportReport) -> list[tuple[str, str]]:
     found = report.gguf_check
     if report.gguf is None or found is None:
         return [("gguf", report.gguf)] if report.gguf else []

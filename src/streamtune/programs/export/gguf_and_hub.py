@@ -76,7 +76,7 @@ def check_convertible(config: Any, tokenizer: Any, converter: Path) -> None:
         config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         out = folder / "vocabulary.gguf"
-        if message := _convert(folder, out, ["--vocab-only"], converter):
+        if message := _run_converter(folder, out, ["--vocab-only"], converter):
             raise ArgumentError(
                 f"llama.cpp's converter does not support this model: {message}",
                 where="--gguf",
@@ -98,7 +98,7 @@ def write_gguf(folder: Path, kind: str, converter: Path) -> Path:
     out = folder / f"{folder.resolve().name}-{kind}.gguf"
     with interrupts.temporary_directory(prefix=f"{folder.resolve().name}.gguf-", dir=folder.resolve().parent) as name:
         made = Path(name) / out.name
-        if message := _convert(folder, made, ["--outtype", kind], converter):
+        if message := _run_converter(folder, made, ["--outtype", kind], converter):
             raise RunError(
                 f"llama.cpp's converter failed: {message}", where=str(converter),
                 fix=f"{_conversion_fix(message)}; {folder} itself is complete",
@@ -107,7 +107,7 @@ def write_gguf(folder: Path, kind: str, converter: Path) -> Path:
     return out
 
 
-def _convert(folder: Path, out: Path, options: list[str], converter: Path) -> str:
+def _run_converter(folder: Path, out: Path, options: list[str], converter: Path) -> str:
     """Run the converter; return the last line of its error output, empty if it succeeded."""
     command = [str(converter), str(folder), "--outfile", str(out), *options]
     if converter.suffix == ".py":

@@ -92,7 +92,7 @@ def compare_gguf(
 ) -> GgufComparison:
     """Compare a GGUF file with its model, in evaluation mode, on rows of token ids (``[1, T]`` each)."""
     file = GgufFile(path, model)
-    kinds = [file.type_of(place) for place in file.tensors]
+    kinds = [file.tensor_type_name(place) for place in file.tensors]
     found = GgufComparison(path.name, file.architecture, {kind: kinds.count(kind) for kind in sorted(set(kinds))})
     with doing("weights of the GGUF file"):
         _compare_weights(file, model, found)
@@ -106,14 +106,14 @@ def compare_gguf(
 
 def _compare_weights(file: GgufFile, model: nn.Module, comparison: GgufComparison) -> None:
     used: set[str] = set()
-    for name, own in weights_of(model):
+    for name, own in iterate_weights(model):
         tensor_names = file.tensor_names(name)
         used.update(tensor_names)
         if not tensor_names:
             comparison.problems.append(f"the weight {name} is missing")
             continue
         try:
-            values, allowed = file.values(name)
+            values, allowed = file.read_weight(name)
         except ValueError as error:
             comparison.problems.append(f"{name} is {error}")
             continue
@@ -130,7 +130,7 @@ def _compare_weights(file: GgufFile, model: nn.Module, comparison: GgufCompariso
         if not part <= 1:
             shape = "" if values.shape == weight.shape else f": its shape is {list(values.shape)}"
             comparison.problems.append(
-                f"{name} differs by {part:.3g} times the rounding of {file.type_of(tensor_names[0])}{shape}"
+                f"{name} differs by {part:.3g} times the rounding of {file.tensor_type_name(tensor_names[0])}{shape}"
                 + ("" if file.known else ", or llama.cpp stores it in an unknown form")
             )
     comparison.not_compared = sorted(file.tensors.keys() - used)
@@ -211,7 +211,7 @@ class _FileValues:
     def changes_module(self, module: nn.Module) -> bool:
         return any(x is not None and x.is_floating_point() for x in module._parameters.values())
 
-    def sizes_of_change(self, module: nn.Module) -> dict[str, Tensor]:
+    def change_sizes(self, module: nn.Module) -> dict[str, Tensor]:
         found = {}
         for key, own in module._parameters.items():
             name = f"{self._prefixes[id(module)]}{key}"
@@ -219,7 +219,7 @@ class _FileValues:
                 own is None or name in self._apart or not self._file.tensor_names(name)
             ):  # tied to a weight that the file has
                 continue
-            values, allowed = self._file.values(name)
+            values, allowed = self._file.read_weight(name)
             if self._drawn is not None:
                 values = own.float().cpu() + (2 * torch.rand(own.shape, generator=self._drawn) - 1) * allowed
             found[key] = values.to(own.device)
@@ -298,11 +298,11 @@ class GgufFile:
         options = [f"{stem}{each}" for each in ((ending,) if ending else ("", ".weight", ".bias"))]
         return tuple(each for each in options if each in self.tensors)[:1]
 
-    def type_of(self, tensor_name: str) -> str:
+    def tensor_type_name(self, tensor_name: str) -> str:
         """Return the type of a tensor, such as ``Q8_0``."""
         return str(self.tensors[tensor_name].tensor_type.name)
 
-    def values(self, name: str) -> tuple[Tensor, Tensor]:
+    def read_weight(self, name: str) -> tuple[Tensor, Tensor]:
         """Return a parameter's values in the GGUF file and the rounding allowed for each, both fp32 and in model order.
 
         Args:
@@ -320,7 +320,7 @@ class GgufFile:
 
         tensor = self.tensors[tensor_name]
         values = gguf.dequantize(tensor.data, tensor.tensor_type).astype(np.float64)
-        allowed = _allowed_rounding(values, self.type_of(tensor_name))
+        allowed = _allowed_rounding(values, self.tensor_type_name(tensor_name))
         # Reordering may add a constant or take a logarithm, so transform the bounds as well.
         ends = [self._in_model_order(each, tensor_name) for each in (values, values + allowed, values - allowed)]
         width = np.maximum(np.abs(ends[1] - ends[0]), np.abs(ends[2] - ends[0])) + 2.0**-23 * np.abs(ends[0])
@@ -336,7 +336,7 @@ class GgufFile:
         return np.ascontiguousarray(found)
 
 
-def weights_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def iterate_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the parameters and saved buffers of a model; tied parameters appear once."""
     yield from model.named_parameters()
     saved = model.state_dict().keys()

@@ -206,7 +206,7 @@ def needs_untying(model: nn.Module) -> bool:
         for pair in tied_weights(base).items()
         if adapted & {name.rpartition(".")[0] for name in pair}
         and not _is_shared_copy(base, pair)
-        and len({_merged_digest(base, name) for name in pair}) > 1
+        and len({_hash_merged_weight(base, name) for name in pair}) > 1
     }
     if not touched:
         return False
@@ -231,7 +231,7 @@ def _is_shared_copy(base: Any, pair: tuple[str, str]) -> bool:
     return first is not None and first is second
 
 
-def _merged_digest(base: Any, name: str) -> bytes:
+def _hash_merged_weight(base: Any, name: str) -> bytes:
     """Return the hash of a merged weight; hashes are compared so that tied weights are not in memory together."""
     place, _, key = name.rpartition(".")
     module = base.get_submodule(place)
@@ -249,7 +249,7 @@ class WeightChange(Protocol):
     def changes_module(self, module: nn.Module) -> bool:
         """Return True if ``module`` has weights of its own that are changed."""
 
-    def sizes_of_change(self, module: nn.Module) -> dict[str, Tensor]:
+    def change_sizes(self, module: nn.Module) -> dict[str, Tensor]:
         """Return, by parameter name, the ``size`` for :meth:`change_weight`; empty: pass the parameters themselves."""
 
     def change_weight(self, weight: Tensor, size: Tensor) -> Tensor:
@@ -276,7 +276,7 @@ class Rounding:
     def changes_module(self, module: nn.Module) -> bool:
         return self.everything or id(module) in self._wrappers
 
-    def sizes_of_change(self, module: nn.Module) -> dict[str, Tensor]:
+    def change_sizes(self, module: nn.Module) -> dict[str, Tensor]:
         wrapper = self._wrappers.get(id(module))
         return merged_parameters(wrapper) if wrapper is not None and inner_module(wrapper)[1] else {}
 
@@ -319,7 +319,7 @@ def _widen_modules(modules: list[nn.Module], rounding: WeightChange | None) -> I
         done: set[int] = set()
         for module in modules:
             moved = rounding is not None and rounding.changes_module(module)
-            sizes = rounding.sizes_of_change(module) if rounding is not None and moved else {}
+            sizes = rounding.change_sizes(module) if rounding is not None and moved else {}
             for key, x in list(module._parameters.items()):
                 if x is None or id(x) in done:
                     continue

@@ -19,7 +19,7 @@ BYTES = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
 DIGITS = {"type": "Digits", "individual_digits": True}
 
 
-def pattern_name_of(tokenizer: dict[str, Any]) -> str | None:
+def pre_tokenizer_name(tokenizer: dict[str, Any]) -> str | None:
     """Return llama.cpp's name for the pre-tokenizer pattern of a parsed ``tokenizer.json``; None if unknown."""
     before = tokenizer.get("pre_tokenizer") or {}
     steps = before.get("pretokenizers", []) if before.get("type") == "Sequence" else [before]
@@ -36,10 +36,10 @@ def _sort_keys(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
             for step in steps]  # fmt: skip
 
 
-def _register_pattern(folder: Path) -> None:
+def _register_pre_tokenizer(folder: Path) -> None:
     """If llama.cpp does not recognise the tokenizer's hash, name its pre-tokenizer from ``tokenizer.json``."""
     try:
-        name = pattern_name_of(json.loads((folder / "tokenizer.json").read_text(encoding="utf-8")))
+        name = pre_tokenizer_name(json.loads((folder / "tokenizer.json").read_text(encoding="utf-8")))
         models: Any = import_module("conversion.base").TextModel
         known = models.get_vocab_base_pre
     except (OSError, ValueError, ImportError, AttributeError):
@@ -64,5 +64,5 @@ if __name__ == "__main__":
     local = converter.parent / "gguf-py"
     if local.is_dir():
         sys.path.insert(1, str(local))
-    _register_pattern(Path(sys.argv[1]))
+    _register_pre_tokenizer(Path(sys.argv[1]))
     runpy.run_path(str(converter), run_name="__main__")

@@ -112,13 +112,13 @@ def find_trained(model_name_or_path: str, *, checkpoint: str | None = None, hub:
         else Path(model_name_or_path)
     )
     if not models.is_local_folder(model_name_or_path):
-        if hub and not _looks_local(model_name_or_path):
+        if hub and not _is_local_name(model_name_or_path):
             return _refuse_checkpoint(TrainedModel(model_name_or_path, model_name_or_path, adapters=False), checkpoint)
         raise _missing_folder_error(path)
     if (path / "run.json").is_file():
         return _find_in_run(model_name_or_path, train.RunDirectory(path), checkpoint, notify)
     if (path / "manifest.json").is_file():
-        found = _from_checkpoint(model_name_or_path, open_checkpoint(path), _find_run_above(path, 2), notify)
+        found = _find_checkpoint(model_name_or_path, open_checkpoint(path), _find_run_above(path, 2), notify)
         return _refuse_checkpoint(found, checkpoint)
     if not ((path / "config.json").is_file() or (path / "adapter_config.json").is_file()):
         raise ArgumentError(
@@ -127,7 +127,7 @@ def find_trained(model_name_or_path: str, *, checkpoint: str | None = None, hub:
             fix="give a run (runs/NAME), one of its checkpoints, or a folder with a model",
         )
     above = _find_run_above(path, 3) if path.name == "model" else _find_run_above(path, 1)
-    return _refuse_checkpoint(_attach_records(model_name_or_path, path, above, notify), checkpoint)
+    return _refuse_checkpoint(_make_trained_model(model_name_or_path, path, above, notify), checkpoint)
 
 
 def _find_in_run(
@@ -145,10 +145,10 @@ def _find_in_run(
                 fix=did_you_mean(name, names)
                 or (f"checkpoints: {', '.join(names)}" if names else "the run has no checkpoints"),
             )
-        return _from_checkpoint(model_name_or_path, open_checkpoint(path), run, notify)
+        return _find_checkpoint(model_name_or_path, open_checkpoint(path), run, notify)
     if run.final.is_dir():
         _notify_newer_checkpoint(run, notify)
-        return _attach_records(model_name_or_path, run.final, run, notify)
+        return _make_trained_model(model_name_or_path, run.final, run, notify)
     newest = newest_checkpoint(run.checkpoints, notify)
     if newest is None:
         raise ArgumentError(
@@ -157,13 +157,13 @@ def _find_in_run(
             fix="train it first; save_steps saves checkpoints during training",
         )
     notify(f"the run has not finished: its newest checkpoint is used, after step {newest.step:,}")
-    return _from_checkpoint(model_name_or_path, newest, run, notify)
+    return _find_checkpoint(model_name_or_path, newest, run, notify)
 
 
-def _from_checkpoint(
+def _find_checkpoint(
     model_name_or_path: str, checkpoint: Checkpoint, run: train.RunDirectory | None, notify: Notify
 ) -> TrainedModel:
-    return _attach_records(
+    return _make_trained_model(
         model_name_or_path,
         checkpoint.model_dir,
         run,
@@ -188,7 +188,7 @@ def _notify_newer_checkpoint(run: train.RunDirectory, notify: Notify) -> None:
             )
 
 
-def _attach_records(
+def _make_trained_model(
     model_name_or_path: str,
     folder: Path,
     run: train.RunDirectory | None,
@@ -250,7 +250,7 @@ def _refuse_checkpoint(trained: TrainedModel, checkpoint: str | None) -> Trained
     return trained
 
 
-def _looks_local(model_name_or_path: str) -> bool:
+def _is_local_name(model_name_or_path: str) -> bool:
     """Return True if a name is invalid on the hub, or its first part is a local folder."""
     if model_name_or_path.startswith((".", "/", "~")) or model_name_or_path.count("/") > 1:
         return True
@@ -375,7 +375,7 @@ def _load_adapters(base: Any, folder: Path) -> Any:
         )
     try:
         adapted = models.load_peft_adapters(base, folder)
-        _check_all_loaded(adapted, folder)
+        _check_adapter_weights_loaded(adapted, folder)
     except SafetensorError as error:
         raise ArgumentError(
             f"{folder / 'adapter_model.safetensors'} is damaged: {error}",
@@ -414,7 +414,7 @@ def resolve_base(trained: TrainedModel, base: str | None = None, notify: Notify 
     if name is None or not trained.adapters:
         return None
     _check_base(trained, name, is_named_by_user=base is not None)
-    return _skip_adapter_base(trained, name, notify)
+    return _resolve_adapter_base(trained, name, notify)
 
 
 def is_trained_base(trained: TrainedModel, base: str | None) -> bool | None:
@@ -472,7 +472,7 @@ def _init_base_again(trained: TrainedModel, tokenizer: Any, options: models.Mode
 
 def _check_base(trained: TrainedModel, base_name: str, *, is_named_by_user: bool) -> None:
     """Raise an ArgumentError if the base does not exist, or its files changed since training."""
-    if _looks_local(base_name) and not models.is_local_folder(base_name):
+    if _is_local_name(base_name) and not models.is_local_folder(base_name):
         raise ArgumentError(
             f"the base of the adapters in {trained.folder} is '{base_name}', but this folder does not exist",
             where="--base" if is_named_by_user else "RUN",
@@ -489,7 +489,7 @@ def _check_base(trained: TrainedModel, base_name: str, *, is_named_by_user: bool
         )
 
 
-def _skip_adapter_base(trained: TrainedModel, name: str, notify: Notify) -> str:
+def _resolve_adapter_base(trained: TrainedModel, name: str, notify: Notify) -> str:
     """Return the base model to load; if the base is a folder of adapters, the base of those adapters.
 
     Raises:
@@ -512,7 +512,7 @@ def _skip_adapter_base(trained: TrainedModel, name: str, notify: Notify) -> str:
     return below
 
 
-def _check_all_loaded(model: Any, folder: Path) -> None:
+def _check_adapter_weights_loaded(model: Any, folder: Path) -> None:
     """Raise an ArgumentError if adapter weights in the file and in the model do not match by name."""
     from peft import get_peft_model_state_dict
     from safetensors import safe_open

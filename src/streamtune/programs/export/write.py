@@ -37,7 +37,7 @@ MARK = ".streamtune-export"
 """Marker file of an incomplete folder, locked during the export."""
 
 
-def check_target(out: Path) -> None:
+def check_export_folder(out: Path) -> None:
     """Raise an ArgumentError if the target is a file, a link, a folder that is not empty, or unreadable."""
     try:
         is_folder = out.is_dir() and not out.is_symlink()
@@ -131,7 +131,7 @@ def _lock_partial(partial: Path, out: Path) -> int:
     return lock
 
 
-def keep_failed(partial: Path, out: Path) -> Path:
+def rename_failed_export(partial: Path, out: Path) -> Path:
     """Rename a failed folder or file to ``OUT.failed``, or to the first free ``OUT.failed-N``; return the new path."""
     number, target = 1, _sibling_path(out, "failed")
     while os.path.lexists(target):
@@ -194,7 +194,7 @@ def _write_configuration(base: Any, folder: Path, dtype: torch.dtype | None, *, 
             base.generation_config.save_pretrained(folder)
 
 
-def written_bytes(model: nn.Module, dtype: torch.dtype | None) -> int:
+def merged_size_bytes(model: nn.Module, dtype: torch.dtype | None) -> int:
     """Return the approximate size of the merged weights, in bytes."""
     base = base_of(model)
     size = (dtype or base.dtype).itemsize
@@ -250,7 +250,7 @@ def model_card(
         ("base", _name_without_folders(base) if base else "random weights, from a configuration"),
         ("weights", weights),
     ]
-    facts += _run_facts(trained)
+    facts += _model_card_fields(trained)
     facts += [("checked", checked)]
     table = "".join(f"| {key} | {_format_table_cell(value)} |\n" for key, value in facts if value)
     settings = {key: value for key, value in trained.settings.items() if key not in OMITTED_KEYS and value is not None}
@@ -262,7 +262,7 @@ def model_card(
     )
 
 
-def _run_facts(trained: TrainedModel) -> list[tuple[str, str]]:
+def _model_card_fields(trained: TrainedModel) -> list[tuple[str, str]]:
     """Return (name, value) pairs for the model card: objective, data, steps, losses and versions."""
     if trained.run is None:
         return []
@@ -290,7 +290,7 @@ def _run_facts(trained: TrainedModel) -> list[tuple[str, str]]:
     return facts
 
 
-def describe_check(differences: Differences | None, rows_description: str) -> str:
+def describe_comparison(differences: Differences | None, rows_description: str) -> str:
     """Return text that describes the comparison with the trained model; ``rows_description`` describes the rows."""
     if differences is None:
         return "no"

@@ -259,7 +259,7 @@ class Answerer:
             reading: Called during the prefill with the number of tokens done and the total.
         """
         ids = self.encode(prompt)
-        sampling = self._sampling_after(len(ids))
+        sampling = self._sampling_for_prompt(len(ids))
         printer = _Printer(self.tokenizer, show)
         writer = self._writer
         writer.streamer, writer.reading, writer.read_tokens = printer, reading, len(ids)
@@ -283,25 +283,24 @@ class Answerer:
             seconds=printer.last - printer.first,
         )
 
-    def _sampling_after(self, length: int) -> Sampling:
-        """Return the sampling settings for a prompt of ``length`` tokens; a position table may shorten the answer."""
+    def _sampling_for_prompt(self, prompt_length: int) -> Sampling:
+        """Return the sampling settings for a prompt of this length; a position table may shorten the answer."""
         if not self.has_position_table or not isinstance(self.positions, int):
             return self.sampling
-        if length >= self.positions:
+        if prompt_length >= self.positions:
             raise ArgumentError(
-                f"the prompt has {length:,} tokens, but the model's position table has only {self.positions:,}",
+                f"the prompt has {prompt_length:,} tokens, but the model's position table has only {self.positions:,}",
                 where="--prompt",
                 fix="shorten the prompt, or start a new conversation with /reset",
             )
-        return replace(
-            self.sampling, max_completion_length=min(self.sampling.max_completion_length, self.positions - length)
-        )
+        longest = min(self.sampling.max_completion_length, self.positions - prompt_length)
+        return replace(self.sampling, max_completion_length=longest)
 
-    def forget(self) -> None:
+    def clear_cache(self) -> None:
         """Drop the KV cache."""
         self._writer.cache, self._writer.known = None, []
 
-    def check_length(self, prompts: Sequence[Prompt]) -> str | None:
+    def context_length_warning(self, prompts: Sequence[Prompt]) -> str | None:
         """Return a warning if prompt and answer exceed the model's max_position_embeddings, otherwise None."""
         longest = max(len(self.encode(each)) for each in prompts)
         if (

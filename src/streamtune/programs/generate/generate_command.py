@@ -202,7 +202,7 @@ def _check_ranges(temperature: float | None, top_p: float | None, top_k: int | N
 
 def _answer_all(answerer: Answerer, prompts: list[Prompt], *, as_json: bool) -> None:
     """Answer prompts one after another. Ctrl-C stops the current answer and skips the remaining prompts."""
-    if (note := answerer.check_length(prompts)) is not None:
+    if (note := answerer.context_length_warning(prompts)) is not None:
         print_note(note)
     found: list[dict[str, Any]] = []
     stopped = False
@@ -210,7 +210,7 @@ def _answer_all(answerer: Answerer, prompts: list[Prompt], *, as_json: bool) -> 
         for number, each in enumerate(prompts):
             if len(prompts) > 1 and not as_json:
                 err.print(Text(f"prompt {number + 1} of {len(prompts)}", style="dim"))
-            answer = _answer(answerer, each, quiet=as_json)
+            answer = _print_answer(answerer, each, quiet=as_json)
             found.append({**_prompt_json(each), **vars(answer)})
             if not as_json:
                 print(flush=True)  # the speed is printed on stderr
@@ -230,7 +230,7 @@ def _prompt_json(prompt: Prompt) -> dict[str, Any]:
     return {"prompt": prompt.messages, **{name: value for name, value in given.items() if value}}
 
 
-def _answer(answerer: Answerer, prompt: Prompt, *, quiet: bool = False) -> Answer:
+def _print_answer(answerer: Answerer, prompt: Prompt, *, quiet: bool = False) -> Answer:
     """Answer one prompt; show the progress of a long prefill, then print the text as it is generated."""
     status = err.status("reading the prompt")
     shown = [False]
@@ -329,7 +329,7 @@ def _chat(answerer: Answerer) -> None:
         prompt: Prompt = turns if templated else line
         try:
             with _stop_on_interrupt(answerer):
-                answer = _answer(answerer, prompt)
+                answer = _print_answer(answerer, prompt)
         except UserError as error:
             print_error(error)
             continue
@@ -349,7 +349,7 @@ def _run_chat_command(line: str, answerer: Answerer, messages: list[dict[str, An
     """Run a chat command such as ``/reset``, and return the messages of the conversation after it."""
     command, _, rest = line.partition(" ")
     if command == "/reset" or command == "/system":
-        answerer.forget()
+        answerer.clear_cache()
         err.print(Text("a new conversation", style="dim"))
         before = next((each["content"] for each in messages[:1] if each["role"] == "system"), None)
         return _initial_messages(answerer.options, rest.strip() or before if command == "/system" else before)

@@ -98,7 +98,7 @@ def _parse_prompt(value: Any, where: str) -> Prompt:
         raise DataError(
             "expected text or a list of messages", where=where, fix='write {"role": "user", "content": "..."}'
         )
-    prompt = [_training_message(message, f"messages[{index}]", where) for index, message in enumerate(messages)]
+    prompt = [_to_training_message(message, f"messages[{index}]", where) for index, message in enumerate(messages)]
     if prompt[-1]["role"] == "assistant":
         prompt = prompt[:-1]
     if not prompt or prompt[-1]["role"] == "assistant":
@@ -118,7 +118,7 @@ def _add_columns_to_prompt(prompt: Prompt, columns: Mapping[str, Any], where: st
     return ToolPrompt(messages, tools, variables) if tools or variables else messages
 
 
-def _training_message(message: Mapping[str, Any], place: str, where: str) -> dict[str, Any]:
+def _to_training_message(message: Mapping[str, Any], place: str, where: str) -> dict[str, Any]:
     """Return a message in the form that training uses, without its training flag ``weight``."""
     own = dict(message)
     checked = check_message(convert_sharegpt_turn(own, place, where) if "from" in own else own, place, where)

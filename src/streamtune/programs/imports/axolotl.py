@@ -23,18 +23,18 @@ from .field_rules import (
     same_name_rules,
     switch_rules,
 )
-from .peer_rows import report_empty_thoughts
+from .rows_and_templates import report_untrained_think_blocks
 from .trainer_arguments import (
     CHECKPOINTING,
     KERNELS,
     TRAINER_FIELDS,
-    convert_bits,
+    convert_quantization_bits,
     convert_trackers,
     convert_warmup,
     report_default_targets,
-    report_nll,
+    report_nll_differences,
     single_loss_name,
-    write_default_cut,
+    write_default_truncation,
 )
 from .trl import GRPO_FIELDS, SERVER
 
@@ -318,12 +318,12 @@ def _convert_dependent_fields(conversion: Conversion) -> None:
     if "dpo_loss_type" in conversion.left:
         conversion.convert_key("loss_type", single_loss_name, conversion.pop_field("dpo_loss_type"), "dpo_loss_type")
     for name in ("overrides_of_model_config", "model_config"):
-        _convert_configuration(conversion, name)
+        _convert_model_overrides(conversion, name)
     _convert_adapter(conversion)
     # axolotl loads the weights in the precision that it computes in
     conversion.write_if_on("bfloat16", "dtype", "bfloat16")
     conversion.write_if_on("float32", "dtype", "float32")
-    _convert_template(conversion)
+    _convert_chat_template(conversion)
     on_inputs = conversion.pop_field("train_on_inputs")
     sharding = conversion.get("fsdp_config")
     if sharding and not conversion.get("fsdp"):
@@ -336,16 +336,16 @@ def _convert_dependent_fields(conversion: Conversion) -> None:
         conversion.write_key("roles_to_train", list(EVERY_ROLE), "train_on_inputs", note=note)
     elif on_inputs is not None:
         conversion.write_key("train_on", "all" if on_inputs else "assistant", "train_on_inputs")
-    _convert_batch(conversion)
+    _convert_batch_size(conversion)
     convert_warmup(conversion)
-    _convert_least_rate(conversion)
+    _convert_min_learning_rate(conversion)
     trackers = {"wandb_project": "wandb", "use_wandb": "wandb", "use_mlflow": "mlflow", "mlflow_tracking_uri": "mlflow"}
     convert_trackers(conversion, {**trackers, "use_tensorboard": "tensorboard", "use_trackio": "trackio"})
     convert_datasets(conversion)
-    report_empty_thoughts(conversion, dataset_types(conversion))
+    report_untrained_think_blocks(conversion, dataset_types(conversion))
 
 
-def _convert_configuration(conversion: Conversion, name: str) -> None:
+def _convert_model_overrides(conversion: Conversion, name: str) -> None:
     """Convert overrides of the model's configuration; StreamTune has keys for RoPE settings only."""
     changes = conversion.pop_field(name)
     for key, value in changes.items() if isinstance(changes, dict) else ():
@@ -361,7 +361,7 @@ def _convert_configuration(conversion: Conversion, name: str) -> None:
         conversion.report_lost(name, why="expected a mapping")
 
 
-def _convert_least_rate(conversion: Conversion) -> None:
+def _convert_min_learning_rate(conversion: Conversion) -> None:
     """Convert ``cosine_min_lr_ratio``, which axolotl uses only with the schedule ``cosine``."""
     name = "cosine_min_lr_ratio"
     if name not in conversion.left:
@@ -379,7 +379,7 @@ def _convert_least_rate(conversion: Conversion) -> None:
         conversion.write_key("lr_scheduler_type", "cosine_with_min_lr", given)
 
 
-def _convert_batch(conversion: Conversion) -> None:
+def _convert_batch_size(conversion: Conversion) -> None:
     """Convert axolotl's ``batch_size``, which counts the rows of an optimizer step over all ranks."""
     total = conversion.get("batch_size")
     if total and not conversion.get("gradient_accumulation_steps"):
@@ -396,7 +396,7 @@ def _convert_adapter(conversion: Conversion) -> None:
         else:
             kind = "qlora" if quantised and adapter else adapter or "full"
             conversion.write_key("finetuning_type", kind, "adapter")
-    convert_bits(conversion)
+    convert_quantization_bits(conversion)
     linear = conversion.get("lora_target_linear")
     conversion.write_if_on("lora_target_linear", "lora_target", "all-linear", why="off")
     if "lora_target_modules" in conversion.left:
@@ -411,7 +411,7 @@ def _convert_adapter(conversion: Conversion) -> None:
             conversion.convert_key("lora_target", convert_module_names, modules, "lora_target_modules")
 
 
-def _convert_template(conversion: Conversion) -> None:
+def _convert_chat_template(conversion: Conversion) -> None:
     template, jinja = conversion.get("chat_template"), conversion.get("chat_template_jinja")
     conversion.write_if_on("chat_template_jinja", "chat_template", jinja, why="no value")
     if template in (None, "tokenizer_default", "jinja"):
@@ -428,7 +428,7 @@ def _convert_template(conversion: Conversion) -> None:
 
 
 def _write_trainer_defaults(conversion: Conversion) -> None:
-    write_default_cut(conversion)
+    write_default_truncation(conversion)
     if conversion.objective != "grpo":
         conversion.write_default("max_length", 512)
         conversion.write_default("overlength", "drop")
@@ -438,7 +438,7 @@ def _write_trainer_defaults(conversion: Conversion) -> None:
         conversion.write_default("bf16", True, "if the device supports it")
         conversion.write_default("dtype", "bfloat16", "axolotl loads weights in the compute dtype")
     report_default_targets(conversion)
-    report_nll(conversion)
+    report_nll_differences(conversion)
 
 
 AXOLOTL = PeerTrainer(

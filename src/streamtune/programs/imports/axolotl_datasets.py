@@ -7,7 +7,7 @@ from typing import Any
 
 from .conversion import Conversion
 from .field_rules import FieldRule, UnconvertedError, field_table, lookup_converter
-from .peer_rows import (
+from .rows_and_templates import (
     FLAGS,
     convert_split,
     first_local_row,
@@ -192,7 +192,7 @@ def _convert_dataset(conversion: Conversion, entry: dict[str, Any], name: str, i
         if value in (None, "", False) or key in READ_FIRST:
             continue
         if key == "type":
-            _convert_type(conversion, spec, value, report_lost)
+            _convert_dataset_type(conversion, spec, value, report_lost)
         elif key == "chat_template_jinja":
             conversion.write_key("chat_template", value, name, index, key)
         elif key == "name":
@@ -212,7 +212,7 @@ def _convert_dataset(conversion: Conversion, entry: dict[str, Any], name: str, i
             if value != COLUMNS[key] and not (key == "field_messages" and value == "conversations"):
                 spec["columns"] = {**spec.get("columns", {}), COLUMNS[key]: value}
         elif key in ("roles_to_train", "train_on_eos", "train_on_eot"):
-            _convert_trained(conversion, value, name, index, key)
+            _convert_trained_turns(conversion, value, name, index, key)
         elif key == "message_field_training" and value in FLAGS:
             conversion.report_unneeded(name, index, key, why="a message is trained unless it has such a field")
         elif key == "chat_template":
@@ -246,24 +246,24 @@ def _convert_dataset(conversion: Conversion, entry: dict[str, Any], name: str, i
     return [spec]
 
 
-def _convert_trained(conversion: Conversion, value: Any, name: str, index: int, peer_setting: str) -> None:
+def _convert_trained_turns(conversion: Conversion, value: Any, name: str, index: int, setting: str) -> None:
     """Convert ``roles_to_train`` or ``train_on_eos`` of a dataset; StreamTune has one setting for all datasets."""
-    key = "train_on_eos" if peer_setting == "train_on_eot" else peer_setting
+    key = "train_on_eos" if setting == "train_on_eot" else setting
     if key == "roles_to_train" and isinstance(value, list):
         value = list(dict.fromkeys(ROLES.get(role, role) if isinstance(role, str) else str(role) for role in value))
     if key == "roles_to_train" and conversion.get("train_on_inputs"):
-        conversion.report_unneeded(name, index, peer_setting, why="train_on_inputs trains every role")
+        conversion.report_unneeded(name, index, setting, why="train_on_inputs trains every role")
     elif value in (["assistant"], "turn") and key not in conversion.ours:
-        conversion.report_unneeded(name, index, peer_setting, why="as here")
+        conversion.report_unneeded(name, index, setting, why="as here")
     elif conversion.objective != "sft" or conversion.ours.get("train_on") == "all":
-        conversion.report_unneeded(name, index, peer_setting, why="all tokens of an answer are trained")
+        conversion.report_unneeded(name, index, setting, why="all tokens of an answer are trained")
     elif conversion.ours.get(key, value) != value:
-        conversion.report_lost(name, index, peer_setting, why=f"{key} is the same for all datasets here")
+        conversion.report_lost(name, index, setting, why=f"{key} is the same for all datasets here")
     else:
-        conversion.write_key(key, value, name, index, peer_setting)
+        conversion.write_key(key, value, name, index, setting)
 
 
-def _convert_type(
+def _convert_dataset_type(
     conversion: Conversion, spec: dict[str, Any], value: Any, report_lost: Callable[[str, str], None]
 ) -> None:
     known = TYPES[conversion.objective]

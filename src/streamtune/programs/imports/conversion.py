@@ -17,7 +17,7 @@ from streamtune.recipe.schema import RECIPES, Recipe, objectives_with
 from streamtune.recipe.yaml import KeyPath, Marks
 
 from .field_rules import FieldRule, UnconvertedError
-from .peer_files import PeerFile
+from .recipe_files import PeerFile
 
 Kind = Literal["mapped", "default", "not_needed", "lost"]
 
@@ -56,10 +56,10 @@ class PeerTrainer:
     defaults: Callable[[Conversion], None]
     """Writes the trainer's defaults that differ from StreamTune's; called after the rules."""
 
-    def rule(self, name: str) -> FieldRule | None:
+    def find_rule(self, name: str) -> FieldRule | None:
         """Return the conversion rule of a field; without its own rule, ``group.field`` has that of ``group``."""
         group, _, inner = name.rpartition(".")
-        found = self.fields.get(name) or (self.rule(group) if group else None)
+        found = self.fields.get(name) or (self.find_rule(group) if group else None)
         if found is None and not inner.count(".") and any(other.startswith(f"{name}.") for other in self.fields):
             return FieldRule(why="a group of keys", needed=False)
         return found
@@ -133,7 +133,7 @@ class Conversion:
         self.lines[(key,)] = self.file.marks.line(path)
         theirs = _dotted_name(path)
         self.notes[key] = "; ".join(part for part in (theirs if theirs != key else "", note) if part)
-        self._add("mapped", path, ours=_show_field(key, value), note=note)
+        self._add_finding("mapped", path, ours=_show_field(key, value), note=note)
         return True
 
     def merge_into_key(self, key: str, values: dict[str, Any], *path: str | int, note: str = "") -> bool:
@@ -162,33 +162,33 @@ class Conversion:
 
     def report_unneeded(self, *path: str | int, why: str) -> None:
         """Report a field as not needed."""
-        self._add("not_needed", path, note=why)
+        self._add_finding("not_needed", path, note=why)
 
     def report_lost(self, *path: str | int, why: str = "", trains: bool = True) -> None:
         """Report a field as lost; ``trains`` is True if training changes without it."""
-        self._add("lost", path, note=why, trains=trains)
+        self._add_finding("lost", path, note=why, trains=trains)
 
     def make_lost_reporter(self, *path: str | int, prefix: str = "") -> Callable[[str], None]:
         """Return a function that reports the field as lost, with a reason."""
         return lambda why: self.report_lost(*path, why=prefix + why)
 
-    def report_lost_setting(self, peer_setting: str, why: str, *, trains: bool = True) -> None:
+    def report_lost_setting(self, setting: str, why: str, *, trains: bool = True) -> None:
         """Report something lost that is not a field of the file, such as a default of the other trainer."""
-        self.findings.append(FieldFinding("lost", peer_setting, "", "", why, trains))
+        self.findings.append(FieldFinding("lost", setting, "", "", why, trains))
 
-    def report_other_file(self, peer_setting: str, where: str, why: str, trains: bool | None) -> None:
+    def report_other_file(self, setting: str, where: str, why: str, trains: bool | None) -> None:
         """Report a field of another file as lost, or as not needed if ``trains`` is None."""
         lost = trains is not None
-        self.findings.append(FieldFinding("lost" if lost else "not_needed", peer_setting, where, "", why, bool(trains)))
+        self.findings.append(FieldFinding("lost" if lost else "not_needed", setting, where, "", why, bool(trains)))
 
-    def write_other_file(self, key: str, value: Any, peer_setting: str, where: str) -> None:
+    def write_other_file(self, key: str, value: Any, setting: str, where: str) -> None:
         """Write a key for a field of another file or an option of a launcher."""
         if wrong := self._why_rejected(key, value):
-            self.report_other_file(peer_setting, where, wrong, True)
+            self.report_other_file(setting, where, wrong, True)
             return
         self.ours[key] = value
-        self.notes[key] = peer_setting.partition(":")[0]
-        self.findings.append(FieldFinding("mapped", peer_setting, where, _show_field(key, value)))
+        self.notes[key] = setting.partition(":")[0]
+        self.findings.append(FieldFinding("mapped", setting, where, _show_field(key, value)))
 
     def import_error(self, *path: str | int, what: str, fix: str = "") -> RecipeError:
         """Return the error for a recipe that cannot be imported."""
@@ -201,13 +201,13 @@ class Conversion:
             value = self.left.pop(name)
             if name in groups and isinstance(value, dict) and name not in self.trainer.fields:
                 for inner, inside in value.items():
-                    self._apply((name, inner), inside)
+                    self._apply_rule((name, inner), inside)
             else:
-                self._apply((name,), value)
+                self._apply_rule((name,), value)
 
-    def _apply(self, path: tuple[str, ...], value: Any) -> None:
+    def _apply_rule(self, path: tuple[str, ...], value: Any) -> None:
         name = ".".join(path)
-        rule = self.trainer.rule(name)
+        rule = self.trainer.find_rule(name)
         if rule is None and name.startswith("no_") and value is True:  # a switch of a command: --no_bf16
             rule, value = self.trainer.fields.get(name.removeprefix("no_")), False
         if rule is None and name in ALIASES:
@@ -249,7 +249,7 @@ class Conversion:
             return f"StreamTune's '{path[0]}' must be {describe_accepted_values(fragment)}"
         return ""
 
-    def _add(self, kind: Kind, path: KeyPath, ours: str = "", note: str = "", trains: bool = False) -> None:
+    def _add_finding(self, kind: Kind, path: KeyPath, ours: str = "", note: str = "", trains: bool = False) -> None:
         name, value = _dotted_name(path), _value_at(self.file.fields, path)
         if len(path) == 1:
             self.left.pop(name, None)
@@ -257,7 +257,7 @@ class Conversion:
         theirs = name if named_secret and kind != "mapped" else _show_field(name, value)
         self.findings.append(FieldFinding(kind, theirs, self.file.marks.where(*path), ours, note, trains))
 
-    def marks(self) -> Marks:
+    def original_lines(self) -> Marks:
         """Return {StreamTune key: line of the original field}."""
         return Marks(self.file.marks.file, dict(self.lines))
 

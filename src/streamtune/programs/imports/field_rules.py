@@ -173,7 +173,7 @@ def convert_module_names(value: Any) -> Any:
     return "all-linear" if names in (["all"], ["all-linear"], ["all_linear"], ["ALL"]) else names
 
 
-def convert_fraction_or_count(value: Any) -> Any:
+def convert_step_count(value: Any) -> Any:
     """Return a number of steps.
 
     Raises:

@@ -15,7 +15,7 @@ from streamtune.recipe.yaml import dump_yaml
 from .axolotl import AXOLOTL
 from .conversion import Conversion, FieldFinding, PeerTrainer
 from .llamafactory import LLAMAFACTORY
-from .peer_files import PeerFile, read_peer_file
+from .recipe_files import PeerFile, read_peer_file
 from .swift import SWIFT
 from .trainer_arguments import convert_launcher, convert_optimizer, is_accelerate_config, remove_conflicting_keys
 from .trl import TRL
@@ -124,7 +124,7 @@ def _check_converted(conversion: Conversion) -> None:
     """Check the converted recipe as the loader does; a mistake is reported at the line of the original field."""
     tree: dict[str, Any] = {**conversion.ours}
     tree.setdefault("output_dir", "runs/imported")
-    marks = conversion.marks()
+    marks = conversion.original_lines()
     if mistakes := find_recipe_mistakes(tree, conversion.kind):
         found = mistakes_to_error(mistakes, marks)
         what = found.what.replace(f"{len(mistakes)} mistakes", "", 1) if len(mistakes) > 1 else f" {found.what}"

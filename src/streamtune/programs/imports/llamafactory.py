@@ -24,7 +24,7 @@ from .field_rules import (
     same_name_rules,
     switch_rules,
 )
-from .peer_rows import (
+from .rows_and_templates import (
     READ_OF_MESSAGES,
     convert_llamafactory_template,
     convert_split,
@@ -44,7 +44,7 @@ from .trainer_arguments import (
     convert_thinking,
     convert_trackers,
     convert_warmup,
-    write_default_cut,
+    write_default_truncation,
 )
 
 OBJECTIVES = {"pt": "sft", "sft": "sft", "dpo": "dpo", "kto": "dpo"}
@@ -196,9 +196,9 @@ def _convert_dependent_fields(conversion: Conversion) -> None:
     if texts:
         conversion.write_default("train_on", "all", "stage: pt")
     conversion.write_if_on("pure_bf16", "dtype", "bfloat16")
-    _convert_method(conversion)
+    _convert_finetuning_type(conversion)
     if texts:
-        _convert_blocks(conversion)
+        _convert_pretraining_packing(conversion)
     elif conversion.get("neat_packing"):
         if conversion.pop_field("packing") is not None:
             conversion.report_unneeded("packing", why="set by neat_packing")
@@ -212,7 +212,7 @@ def _convert_dependent_fields(conversion: Conversion) -> None:
     convert_datasets(conversion, texts=texts)
 
 
-def _convert_method(conversion: Conversion) -> None:
+def _convert_finetuning_type(conversion: Conversion) -> None:
     """Convert ``finetuning_type``: ``oft`` becomes an ``adapter_type``, ``freeze`` full fine-tuning."""
     name = "finetuning_type"
     given = name in conversion.left
@@ -238,7 +238,7 @@ def _convert_method(conversion: Conversion) -> None:
         conversion.mark_unneeded(*FREEZE, why="used only with finetuning_type: freeze")
 
 
-def _convert_blocks(conversion: Conversion) -> None:
+def _convert_pretraining_packing(conversion: Conversion) -> None:
     """Convert the packing of ``stage: pt``: blocks of ``cutoff_len`` tokens, unless ``packing: false``."""
     packing = conversion.file.fields.get("packing")
     if packing in (None, True):
@@ -264,7 +264,7 @@ def _write_trainer_defaults(conversion: Conversion) -> None:
     conversion.write_default("per_device_train_batch_size", 8)
     cut = "there, question and answer of each turn are truncated; here, the end of the row is"
     conversion.write_default("overlength", "truncate", cut if conversion.objective == "sft" else "")
-    write_default_cut(conversion)
+    write_default_truncation(conversion)
     if "bf16" not in conversion.ours:
         conversion.write_default("bf16", False, "LLaMA-Factory uses no mixed precision by default")
     if "dtype" not in conversion.ours and conversion.get("bf16"):
@@ -300,9 +300,9 @@ def convert_datasets(conversion: Conversion, *, texts: bool) -> None:
     """
     folder, most = (conversion.file.fields.get(name) for name in ("dataset_dir", "max_samples"))
     conversion.mark_unneeded("dataset_dir", "max_samples", why="see datasets")
-    write_datasets(conversion, _dataset_specs(conversion, "dataset", folder, most, is_plain_text=texts), "dataset")
+    write_datasets(conversion, _make_entries(conversion, "dataset", folder, most, is_plain_text=texts), "dataset")
     write_eval_sets(
-        conversion, _dataset_specs(conversion, "eval_dataset", folder, most, is_plain_text=texts), "eval_dataset"
+        conversion, _make_entries(conversion, "eval_dataset", folder, most, is_plain_text=texts), "eval_dataset"
     )
     shares = conversion.get("interleave_probs")
     mixes = str(conversion.get("mix_strategy", "concat")).startswith("interleave")
@@ -313,7 +313,7 @@ def convert_datasets(conversion: Conversion, *, texts: bool) -> None:
     conversion.mark_unneeded("mix_strategy", "interleave_probs", why=why)
 
 
-def _dataset_specs(
+def _make_entries(
     conversion: Conversion, field: str, folder: Any, max_rows: Any, *, is_plain_text: bool
 ) -> list[dict[str, Any]]:
     names = conversion.get(field)
@@ -326,7 +326,7 @@ def _dataset_specs(
         conversion.report_lost(field, why="expected names")
         return []
     names = [name.strip() for name in names]
-    info, found_in = _dataset_info(conversion, str(folder or "data"))
+    info, found_in = _read_dataset_info(conversion, str(folder or "data"))
     specs = []
     for name in names:
         entry = info.get(name) if info is not None else None
@@ -344,7 +344,7 @@ def _dataset_specs(
     return specs
 
 
-def _dataset_info(conversion: Conversion, folder: str) -> tuple[dict[str, Any] | None, str]:
+def _read_dataset_info(conversion: Conversion, folder: str) -> tuple[dict[str, Any] | None, str]:
     """Return the content and the path of ``dataset_info.json``; the content is None if it is not found.
 
     It is searched in the working directory, then in the folder of the recipe and the folders above.
@@ -391,13 +391,13 @@ def _convert_dataset(
     if columns.get("tools") and conversion.ours.get("chat_template") == "chatml":
         report_lost("chatml renders tools differently from LLaMA-Factory: write chat_template: FILE.jinja")
     if texts:
-        _convert_text(spec, entry, report_lost)
+        _convert_pretraining_column(spec, entry, report_lost)
     else:
         _convert_columns(spec, entry, report_lost, first_local_row(conversion, spec["path"]))
     return spec
 
 
-def _convert_text(spec: dict[str, Any], entry: dict[str, Any], report_lost: Any) -> None:
+def _convert_pretraining_column(spec: dict[str, Any], entry: dict[str, Any], report_lost: Any) -> None:
     """Set the text column of a dataset in stage ``pt``: LLaMA-Factory's prompt column."""
     columns = entry.get("columns") or {}
     if entry.get("formatting", "alpaca") != "alpaca":
@@ -419,7 +419,7 @@ def _convert_columns(spec: dict[str, Any], entry: dict[str, Any], report_lost: A
     if sharegpt and style not in (OPENAI_TAGS, SHAREGPT_TAGS):
         report_lost("turns must have 'role' and 'content', or 'from' and 'value'")
     if entry.get("ranking"):
-        _convert_pairs(spec, columns, report_lost, row, sharegpt=sharegpt)
+        _convert_preference_columns(spec, columns, report_lost, row, sharegpt=sharegpt)
         return
     if "kto_tag" in columns:
         theirs = {"completion": columns.get("response"), "label": columns["kto_tag"]}
@@ -452,7 +452,7 @@ def _convert_columns(spec: dict[str, Any], entry: dict[str, Any], report_lost: A
     report_unread_columns(row, ("input", "system", "history", "tools"), named.values(), report_lost)
 
 
-def _convert_pairs(
+def _convert_preference_columns(
     spec: dict[str, Any], columns: dict[str, Any], report_lost: Any, row: Row, *, sharegpt: bool
 ) -> None:
     if not sharegpt and "prompt" not in columns:

@@ -21,7 +21,7 @@ from .field_rules import (
     none_if_empty,
     same_name_rules,
 )
-from .peer_rows import convert_swift_template, first_local_row
+from .rows_and_templates import convert_swift_template, first_local_row
 from .swift_datasets import convert_datasets
 from .trainer_arguments import (
     CHECKPOINTING,
@@ -30,8 +30,8 @@ from .trainer_arguments import (
     convert_thinking,
     convert_trackers,
     convert_warmup,
-    report_nll,
-    write_default_cut,
+    report_nll_differences,
+    write_default_truncation,
 )
 from .trl import SERVER, SHARED_FIELDS, convert_weights_dtype
 
@@ -274,9 +274,9 @@ def _convert_dependent_fields(conversion: Conversion) -> None:
             local = use_hf or Path(str(value)).expanduser().exists()
             note = "" if local else "from ModelScope there, here from the hub"
             conversion.write_key("model_name_or_path", value, name, note=note)
-    _convert_length(conversion)
+    _convert_length_limit(conversion)
     _convert_quantization(conversion)
-    _convert_tuner(conversion)
+    _convert_tuner_type(conversion)
     convert_weights_dtype(conversion, "torch_dtype", "dtype")
     # swift pt has no chat template unless it is asked for
     texts = conversion.file.command == "pt" and not conversion.get("use_chat_template")
@@ -288,7 +288,7 @@ def _convert_dependent_fields(conversion: Conversion) -> None:
     convert_trackers(conversion, {})
     convert_datasets(conversion, use_hf)
     if texts:
-        _convert_texts(conversion)
+        _report_rows_without_text(conversion)
     for name, (value, line) in conversion.file.environment.items():
         if name in ("NPROC_PER_NODE", "CUDA_VISIBLE_DEVICES", "MASTER_PORT", "NNODES"):
             ranks = name == "NPROC_PER_NODE"
@@ -296,7 +296,7 @@ def _convert_dependent_fields(conversion: Conversion) -> None:
             conversion.report_other_file(f"{name}={value}", f"{conversion.file.path}:{line}", why, None)
 
 
-def _convert_length(conversion: Conversion) -> None:
+def _convert_length_limit(conversion: Conversion) -> None:
     """Convert ``max_length``, and ``truncation_strategy: left``, which drops the start of long rows."""
     length = conversion.file.fields.get("max_length")
     if length is None:
@@ -311,7 +311,7 @@ def _convert_length(conversion: Conversion) -> None:
             conversion.write_key("truncate_side", "left", "truncation_strategy")
 
 
-def _convert_texts(conversion: Conversion) -> None:
+def _report_rows_without_text(conversion: Conversion) -> None:
     """Report rows without a column ``text``: ``swift pt`` trains any row without the chat template."""
     for index, spec in enumerate(conversion.ours.get("datasets", [])):
         row = first_local_row(conversion, str(spec["path"]))
@@ -331,7 +331,7 @@ def _convert_quantization(conversion: Conversion) -> None:
     conversion.write_if_on("quant_bits", "quantization", "nf4" if bits == 4 else "int8")
 
 
-def _convert_tuner(conversion: Conversion) -> None:
+def _convert_tuner_type(conversion: Conversion) -> None:
     """Convert ``tuner_type``: a kind of adapters, or full fine-tuning."""
     name = next((name for name in TUNER if conversion.get(name)), TUNER[0])
     given = name in conversion.left
@@ -375,7 +375,7 @@ def _write_trainer_defaults(conversion: Conversion) -> None:
             conversion.write_default("overlength", "drop")
         elif ours.get("overlength") == "drop":
             del ours["overlength"]  # it would drop rows longer than the default of 2048 tokens
-        write_default_cut(conversion)
+        write_default_truncation(conversion)
         if "max_length" not in ours:
             why = (
                 "if unset, there it is the model's maximum; here, rows longer than 2048 are an error: write max_length"
@@ -399,7 +399,7 @@ def _write_trainer_defaults(conversion: Conversion) -> None:
         conversion.report_lost_setting(
             "reward_funcs", why + (f"; write a file with {', '.join(unknown)}" if unknown else "")
         )
-    report_nll(conversion)
+    report_nll_differences(conversion)
 
 
 SWIFT = PeerTrainer(

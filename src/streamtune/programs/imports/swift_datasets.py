@@ -9,8 +9,8 @@ from typing import Any
 
 from .conversion import Conversion
 from .field_rules import UnconvertedError
-from .peer_files import parse_json_text
-from .peer_rows import (
+from .recipe_files import parse_json_text
+from .rows_and_templates import (
     DATA_FILES,
     READ_OF_MESSAGES,
     first_local_row,
@@ -44,10 +44,10 @@ PAIRS = (
 
 def convert_datasets(conversion: Conversion, use_hf: Any) -> None:
     columns = _column_names(conversion)
-    specs, note = _dataset_specs(conversion, "dataset", use_hf, columns)
+    specs, note = _make_entries(conversion, "dataset", use_hf, columns)
     write_datasets(conversion, specs, "dataset", note=note)
     report_media(conversion, specs, "dataset")
-    specs, note = _dataset_specs(conversion, "val_dataset", use_hf, columns)
+    specs, note = _make_entries(conversion, "val_dataset", use_hf, columns)
     write_eval_sets(conversion, specs, "val_dataset", note=note)
     if shares := conversion.get("interleave_prob"):
         write_weights(conversion, shares, "interleave_prob")
@@ -75,7 +75,7 @@ def _column_names(conversion: Conversion) -> dict[str, str]:
     return {ours[name]: column for column, name in given.items()}
 
 
-def _dataset_specs(
+def _make_entries(
     conversion: Conversion, field: str, use_hf: Any, columns: dict[str, str]
 ) -> tuple[list[dict[str, Any]], str]:
     """Return StreamTune's entries for the datasets in ``field``, and a comment for the recipe."""
@@ -120,14 +120,14 @@ def _dataset_specs(
             conversion.report_lost(field, why=f"{path}: {PAIRS[conversion.ours.get('loss_type') == 'kto']}")
         found += [{**spec, "name": part} for part in parts] or [spec]
     if field == "dataset":
-        _convert_names(conversion, unknown)
+        _report_model_name_and_author(conversion, unknown)
     if away:
         why = "its rows cannot be read; columns prompt and completion are a chat there, plain text here: see columns"
         conversion.report_lost_setting(f"{field}: {', '.join(away)}", why, trains=False)
     return found, "; ".join(noted)
 
 
-def _convert_names(conversion: Conversion, named_datasets: list[str]) -> None:
+def _report_model_name_and_author(conversion: Conversion, named_datasets: list[str]) -> None:
     """Report the model's name and author, which ms-swift inserts into rows of ``swift/self-cognition``."""
     if named_datasets:
         why = "there, the model's name and author are inserted into its rows; here they stay {{NAME}} and {{AUTHOR}}"

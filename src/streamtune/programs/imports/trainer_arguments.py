@@ -16,8 +16,8 @@ from .conversion import Conversion
 from .field_rules import (
     FieldRule,
     UnconvertedError,
-    convert_fraction_or_count,
     convert_optimizer_name,
+    convert_step_count,
     field_table,
     key_rule,
     no_counterpart,
@@ -88,9 +88,9 @@ TRAINER_FIELDS: dict[str, FieldRule] = field_table(
             trains=False,
             why="the file does not exist here; the stage is taken from its name",
         ),
-        "eval_steps": key_rule("eval_steps", convert_fraction_or_count, trains=False),
-        "save_steps": key_rule("save_steps", convert_fraction_or_count, trains=False),
-        "logging_steps": key_rule("logging_steps", convert_fraction_or_count, trains=False),
+        "eval_steps": key_rule("eval_steps", convert_step_count, trains=False),
+        "save_steps": key_rule("save_steps", convert_step_count, trains=False),
+        "logging_steps": key_rule("logging_steps", convert_step_count, trains=False),
         "max_steps": key_rule("max_steps", _convert_positive_steps),
         "metric_for_best_model": key_rule("metric_for_best_model", _convert_best_metric, trains=False),
         "full_determinism": key_rule("deterministic", trains=False),
@@ -179,7 +179,7 @@ def convert_warmup(conversion: Conversion) -> None:
             conversion.write_key(name, int(value) if whole else value, name)
 
 
-def convert_bits(conversion: Conversion) -> None:
+def convert_quantization_bits(conversion: Conversion) -> None:
     conversion.write_if_on("load_in_4bit", "quantization", "nf4")
     conversion.write_if_on("load_in_8bit", "quantization", "int8")
 
@@ -192,7 +192,7 @@ def report_default_targets(conversion: Conversion) -> None:
         )
 
 
-def write_default_cut(conversion: Conversion) -> None:
+def write_default_truncation(conversion: Conversion) -> None:
     """Write the other trainer's default: long rows lose their end, or are split between any two tokens."""
     if conversion.objective == "sft" and conversion.ours.get("overlength") == "truncate":
         conversion.write_default("truncate_side", "right")
@@ -210,7 +210,7 @@ LIONS = {
 def convert_optimizer(conversion: Conversion) -> None:
     """Convert optimizers whose arguments differ in transformers: SGD without momentum, Lion with Adam's betas."""
     names = (
-        name for name in ("optim", "optimizer") if (rule := conversion.trainer.rule(name)) and rule.ours == "optim"
+        name for name in ("optim", "optimizer") if (rule := conversion.trainer.find_rule(name)) and rule.ours == "optim"
     )
     for name in names:
         theirs = conversion.left.get(name)
@@ -222,7 +222,7 @@ def convert_optimizer(conversion: Conversion) -> None:
             conversion.mark_unneeded("adam_beta1", "adam_beta2", why="written as betas of optim_args")
 
 
-def report_nll(conversion: Conversion) -> None:
+def report_nll_differences(conversion: Conversion) -> None:
     """Report the losses ``orpo``, ``cpo`` and ``rpo_alpha``: TRL averages their NLL term over other tokens."""
     loss = conversion.ours.get("loss_type")
     if loss == "orpo":
@@ -371,14 +371,14 @@ def convert_launcher(conversion: Conversion) -> None:
     for name, (value, line) in conversion.file.launcher.items():
         where = f"{conversion.file.path}:{line}"
         if name == "config_file":
-            _convert_config(conversion, str(value), where)
+            _convert_accelerate_config(conversion, str(value), where)
         else:
-            _convert_option(conversion, LauncherOption(name, value, where, options))
+            _convert_launcher_option(conversion, LauncherOption(name, value, where, options))
 
 
-def _convert_config(conversion: Conversion, name: str, where: str) -> None:
+def _convert_accelerate_config(conversion: Conversion, name: str, where: str) -> None:
     theirs = f"config_file: {name}"
-    path = next((path for path in conversion.file.places(name) if path.is_file()), None)
+    path = next((path for path in conversion.file.candidate_paths(name) if path.is_file()), None)
     if path is None:
         why = "the file does not exist here: compare its mixed_precision, DeepSpeed or FSDP, and number of processes"
         conversion.report_other_file(theirs, where, why, True)
@@ -392,13 +392,13 @@ def _convert_config(conversion: Conversion, name: str, where: str) -> None:
     for key, value in fields.items() if isinstance(fields, dict) else ():
         if isinstance(value, dict):
             for inner, inside in value.items():
-                _convert_option(conversion, LauncherOption(inner, inside, marks.where(key, inner), value, key))
+                _convert_launcher_option(conversion, LauncherOption(inner, inside, marks.where(key, inner), value, key))
         else:
-            _convert_option(conversion, LauncherOption(key, value, marks.where(key), fields))
+            _convert_launcher_option(conversion, LauncherOption(key, value, marks.where(key), fields))
 
 
-def _convert_option(conversion: Conversion, option: LauncherOption) -> None:
-    found = _key_of_option(option)
+def _convert_launcher_option(conversion: Conversion, option: LauncherOption) -> None:
+    found = _recipe_key_of_option(option)
     if found is None:
         conversion.report_other_file(option.theirs, option.where, *_why_option_not_written(option))
     elif found[0] in conversion.ours:
@@ -407,7 +407,7 @@ def _convert_option(conversion: Conversion, option: LauncherOption) -> None:
         conversion.write_other_file(*found, option.theirs, option.where)
 
 
-def _key_of_option(option: LauncherOption) -> tuple[str, Any] | None:
+def _recipe_key_of_option(option: LauncherOption) -> tuple[str, Any] | None:
     """Return the StreamTune key and value for a launcher's option; None if there is none."""
     name, value, text = option.name, option.value, option.text
     if name == "mixed_precision" and text == "bf16":

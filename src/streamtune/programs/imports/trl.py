@@ -21,8 +21,8 @@ from .field_rules import (
     switch_rules,
     zero_if_negative,
 )
-from .peer_files import parse_json_text
-from .peer_rows import (
+from .recipe_files import parse_json_text
+from .rows_and_templates import (
     DATA_FILES,
     FLAGS,
     convert_split,
@@ -37,13 +37,13 @@ from .trainer_arguments import (
     CHECKPOINTING,
     KERNELS,
     TRAINER_FIELDS,
-    convert_bits,
+    convert_quantization_bits,
     convert_trackers,
     convert_warmup,
     report_default_targets,
-    report_nll,
+    report_nll_differences,
     single_loss_name,
-    write_default_cut,
+    write_default_truncation,
 )
 
 OF_GRPO = {
@@ -220,7 +220,7 @@ def _choose_objective(conversion: Conversion) -> str:
     return "dpo" if names & {*OF_DPO, *OF_OTHERS} or loss not in LOSSES_OF_ROWS else "sft"
 
 
-def _command_of(conversion: Conversion) -> str:
+def _preference_command(conversion: Conversion) -> str:
     """Return the preference command that the fields belong to: ``kto``, ``orpo``, ``cpo`` or ``dpo``."""
     found = (command for name, command in OF_OTHERS.items() if name in conversion.file.fields)
     return conversion.file.command or next(found, "dpo")
@@ -228,9 +228,9 @@ def _command_of(conversion: Conversion) -> str:
 
 def _convert_dependent_fields(conversion: Conversion) -> None:
     given = conversion.file.fields
-    command = _command_of(conversion) if conversion.objective == "dpo" else ""
+    command = _preference_command(conversion) if conversion.objective == "dpo" else ""
     if command == "cpo":
-        _convert_cpo(conversion)
+        _convert_cpo_loss(conversion)
     elif "loss_type" in given:
         _convert_loss(conversion)
     elif command in ("kto", "orpo"):
@@ -245,12 +245,12 @@ def _convert_dependent_fields(conversion: Conversion) -> None:
         quantised = conversion.get("load_in_4bit") or conversion.get("load_in_8bit")
         kind = "full" if not conversion.pop_field("use_peft") else "qlora" if quantised else "lora"
         conversion.write_key("finetuning_type", kind, "use_peft")
-    convert_bits(conversion)
+    convert_quantization_bits(conversion)
     convert_weights_dtype(conversion, "dtype", "torch_dtype")
     convert_warmup(conversion)
     convert_trackers(conversion, {})
     _convert_datasets(conversion)
-    first: list[Row] = []
+    first_rows: list[Row] = []
     for index, spec in enumerate(conversion.ours.get("datasets", [])):
         row = first_local_row(conversion, str(spec["path"]))
         place = ("dataset_name",) if "dataset_name" in given else ("datasets", index)
@@ -259,17 +259,17 @@ def _convert_dependent_fields(conversion: Conversion) -> None:
         report_unread_columns(row, ("system",), (), report_lost)
         if conversion.get("assistant_only_loss"):
             report_unread_fields(row, "messages", FLAGS, (), report_lost)
-        first.append(row)
-    _convert_texts(conversion, first)
-    _convert_trained(conversion, first)
-    _convert_length(conversion)
+        first_rows.append(row)
+    _convert_text_column(conversion, first_rows)
+    _convert_trained_tokens(conversion, first_rows)
+    _convert_length_limit(conversion)
 
 
-def _convert_texts(conversion: Conversion, first: list[Row]) -> None:
+def _convert_text_column(conversion: Conversion, first_rows: list[Row]) -> None:
     """Convert ``dataset_text_field`` for the datasets whose first row has this column."""
     name = "dataset_text_field"
     column = conversion.get(name, "text")
-    named = [index for index, row in enumerate(first) if row is None or column in row]
+    named = [index for index, row in enumerate(first_rows) if row is None or column in row]
     if column == "text":
         conversion.mark_unneeded(name, why="the default column here too")
     elif not named or conversion.objective != "sft":
@@ -281,17 +281,17 @@ def _convert_texts(conversion: Conversion, first: list[Row]) -> None:
         conversion.write_key("datasets", entries, name)
 
 
-def _convert_trained(conversion: Conversion, first: list[Row]) -> None:
+def _convert_trained_tokens(conversion: Conversion, first_rows: list[Row]) -> None:
     """Convert the choice of trained tokens: completions of prompt-completion rows by default, otherwise all tokens.
 
     Args:
         conversion: The conversion.
-        first: First row of each dataset; None if unknown.
+        first_rows: First row of each dataset; None if unknown.
     """
     assistant = conversion.pop_field("assistant_only_loss")
     completion = conversion.file.fields.get("completion_only_loss")
-    pairs = [row is not None and {"prompt", "completion"} <= row.keys() for row in first]
-    seen = bool(first) and None not in first
+    pairs = [row is not None and {"prompt", "completion"} <= row.keys() for row in first_rows]
+    seen = bool(first_rows) and None not in first_rows
     if assistant:
         conversion.write_key("train_on", "assistant", "assistant_only_loss")
         convert_trl_template(conversion)
@@ -305,7 +305,7 @@ def _convert_trained(conversion: Conversion, first: list[Row]) -> None:
     conversion.mark_unneeded("completion_only_loss", why=why)
     if conversion.objective != "sft" or assistant or completion is not None:
         return
-    for row in first:
+    for row in first_rows:
         turns = (row or {}).get("completion")
         if isinstance(turns, list) and len(turns) > 1:
             why = "there, a completion of several turns is trained whole; here, only its assistant turns"
@@ -321,7 +321,7 @@ def _convert_trained(conversion: Conversion, first: list[Row]) -> None:
         conversion.report_lost_setting("completion_only_loss", why)
 
 
-def _convert_length(conversion: Conversion) -> None:
+def _convert_length_limit(conversion: Conversion) -> None:
     """Convert the length limit and what happens to longer rows: cut, split by packing, or kept if null."""
     given = conversion.file.fields
     for name in ("max_length", "max_seq_length"):
@@ -353,7 +353,7 @@ def _convert_length(conversion: Conversion) -> None:
     conversion.mark_unneeded("packing_strategy", why="packing fills every sequence with as many rows as fit")
 
 
-def _convert_cpo(conversion: Conversion) -> None:
+def _convert_cpo_loss(conversion: Conversion) -> None:
     """Convert the loss of TRL's CPO trainer, which adds an NLL term to SimPO's loss too."""
     loss, alpha = conversion.pop_field("loss_type") or "sigmoid", conversion.get("cpo_alpha", 1.0)
     if loss == "simpo":
@@ -466,7 +466,7 @@ def _write_trainer_defaults(conversion: Conversion) -> None:
         if ours.get("overlength") != "error":
             conversion.write_default("max_length", 1024)
         conversion.write_default("overlength", "truncate")
-    write_default_cut(conversion)
+    write_default_truncation(conversion)
     if objective == "sft":
         conversion.write_default("train_on", "all")
     if not conversion.get("fp16") and conversion.get("bf16") is None:
@@ -478,7 +478,7 @@ def _write_trainer_defaults(conversion: Conversion) -> None:
         conversion.write_default("lora_alpha", 32.0)
         conversion.write_default("lora_dropout", 0.05)
     report_default_targets(conversion)
-    report_nll(conversion)
+    report_nll_differences(conversion)
 
 
 TRL = PeerTrainer(

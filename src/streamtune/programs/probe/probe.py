@@ -53,7 +53,7 @@ class ProbeTask:
     margin: float = 0.0
     unit: str = "row"
 
-    def shape(self, mode: Mode, number: int) -> Shape:
+    def trial_shape(self, mode: Mode, number: int) -> Shape:
         """Return mode, row length and batch size of the trial in which ``scaled`` is ``number``."""
         return Shape(mode, number, self.fixed) if self.scaled == "length" else Shape(mode, self.fixed, number)
 
@@ -198,7 +198,7 @@ def _search_limit(
     on_trial: Callable[[Trial], None],
 ) -> None:
     def attempt(number: int) -> Attempt:
-        shape = task.shape(mode, number)
+        shape = task.trial_shape(mode, number)
         known = report.limits[mode]
         progress = _Progress(
             f"{mode}, {_describe_shape(shape)}",
@@ -286,7 +286,7 @@ def _draw_bars(axes: Any, report: ProbeReport) -> None:
         text = f"{limit.fits:,}" if limit.complete else f"{limit.fits:,} so far"
         axes.annotate(f" {text}", (limit.fits, row), va="center", color=INK, fontsize=11, fontweight="bold")
     axes.set_xlim(0, 1.25 * max((limit.fits for limit in limits), default=1) or 1)
-    axes.set_title(f"Largest that fits ({_show_unit(report)})", loc="left", color=INK, fontsize=11)
+    axes.set_title(f"Largest that fits ({_unit_name(report)})", loc="left", color=INK, fontsize=11)
     _style_axes(axes)
 
 
@@ -330,7 +330,7 @@ def _draw_trials(axes: Any, report: ProbeReport) -> None:
             color=INK,
         )
     axes.set_title(f"Peak on the device ({name}); x did not fit", loc="left", color=INK, fontsize=11)
-    axes.set_xlabel(_show_unit(report), color=INK)
+    axes.set_xlabel(_unit_name(report), color=INK)
     axes.set_ylim(0, 1.12 * largest / unit if largest else 1)
     axes.set_xlim(left=0)
     _style_axes(axes)
@@ -342,7 +342,7 @@ def _searched_quantity(report: ProbeReport, trial: Trial) -> int:
     return trial.shape.length if report.task.scaled == "length" else trial.shape.batch_size
 
 
-def _show_unit(report: ProbeReport) -> str:
+def _unit_name(report: ProbeReport) -> str:
     task = report.task
     if task.scaled == "batch":
         return f"{task.unit}s of {task.fixed:,} tokens"

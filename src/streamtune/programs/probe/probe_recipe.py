@@ -110,7 +110,7 @@ def probe_recipe(
         limit = report.limits.get("stream")
         if isinstance(run, SimulatedTrials) and limit is not None and limit.trial is not None and not interrupted:
             notify(f"planning {limit.fits:,}")
-            planned = run.planned(limit.trial, lambda message: notify(f"{message}, for {limit.fits:,}"))
+            planned = run.plan_trial(limit.trial, lambda message: notify(f"{message}, for {limit.fits:,}"))
             report.trials = [planned if trial is limit.trial else trial for trial in report.trials]
             report.limits["stream"] = replace(limit, trial=planned)
         if limit is not None and limit.complete and not limit.fits and limit.failed is not None:

@@ -261,7 +261,7 @@ class SimulatedTrials:
     """Runs trials by simulating their steps.
 
     With a fixed schedule, a trial simulates that schedule. Otherwise a length fits if the schedule with the least
-    memory fits. Such a trial has no step time, because a run would use another schedule. :meth:`planned` then computes
+    memory fits. Such a trial has no step time, as a run would use another schedule. :meth:`plan_trial` then computes
     schedule and step time of the longest length, as ``streamtune plan`` does. If the device alone is too small,
     placements with weights or optimizer on the host are tried.
     """
@@ -282,7 +282,7 @@ class SimulatedTrials:
         step = _workload_of_shape(self.tiers[0].workload, shape)
         if shape.mode != "stream" or self.schedule is not None:
             schedule = self.schedule or Schedule()  # a baseline does not read it
-            return self._outcome(step, simulate(step, schedule), schedule)
+            return self._make_outcome(step, simulate(step, schedule), schedule)
         tried: list[tuple[float, PlacedStep, Outcome]] = []
         for number, tier in enumerate(self.tiers):
             step = _workload_of_shape(tier.workload, shape)
@@ -297,23 +297,23 @@ class SimulatedTrials:
             ):  # the recipe's fields may contradict weights on the host
                 schedule, found = smallest_step(step, self.limits, tier.written, simulate)
                 excess = excess_bytes(found, self.limits)
-                tried.append((excess, tier, replace(self._outcome(step, found, schedule), step_seconds=None)))
+                tried.append((excess, tier, replace(self._make_outcome(step, found, schedule), step_seconds=None)))
                 if excess <= 0:
                     break
                 self._too_large[number] = min(size, self._too_large.get(number, size))
         _, self.used[shape], outcome = min(tried, key=lambda each: each[0])
         return outcome
 
-    def planned(self, trial: Trial, notify: Callable[[str], None] = lambda message: None) -> Trial:
+    def plan_trial(self, trial: Trial, notify: Callable[[str], None] = lambda message: None) -> Trial:
         """Return the trial with the fastest schedule that fits, and its step time."""
         if self.schedule is not None or trial.shape.mode != "stream":
             return trial
         tier = self.used[trial.shape]
         step = _workload_of_shape(tier.workload, trial.shape)
         plan = choose(step, self.limits, self.rates, fixed=tier.written, simulate=announce_simulations(notify))
-        return replace(trial, outcome=self._outcome(step, plan.simulation, plan.schedule))
+        return replace(trial, outcome=self._make_outcome(step, plan.simulation, plan.schedule))
 
-    def _outcome(self, step: Workload, simulation: Simulation, schedule: Schedule) -> Outcome:
+    def _make_outcome(self, step: Workload, simulation: Simulation, schedule: Schedule) -> Outcome:
         pace, ranks = Pace(step, self.rates), step.cluster.ranks_per_node
         outcome = _judge_simulation(simulation, schedule, self.limits, pace)
         alone = step.cluster.ranks == 1

@@ -131,7 +131,7 @@ def _wait_for_outcome(child: Child, watch: _ProcessWatch, notify_phase: Callable
             child.process.join()
             failed = watch.killed or Outcome(False, "crash", _describe_exit(child.process.exitcode))
             return replace(failed, rss_bytes=watch.rss)
-        watch.check_process()
+        watch.kill_if_over_limit()
 
 
 class _ProcessWatch:
@@ -147,7 +147,7 @@ class _ProcessWatch:
         self.killed: Outcome | None = None
         """Outcome of the process if it was killed."""
 
-    def check_process(self) -> None:
+    def kill_if_over_limit(self) -> None:
         """Measure the trial process once, and kill it if it exceeds its memory or time limit."""
         with suppress(psutil.Error):
             self.rss = max(self.rss, psutil.Process(self._process.pid).memory_info().rss)
@@ -209,7 +209,7 @@ class TrainingStep:
     beside: nn.Module | None = None
 
     @property
-    def fixed_terms(self) -> dict[str, int]:
+    def bytes_before_step(self) -> dict[str, int]:
         """Bytes that are allocated before the step begins, by purpose."""
         # On a CPU, weights on the host are in the measured memory too.
         held = model_bytes if model_device(self.model).type == "cpu" else device_model_bytes
@@ -234,7 +234,7 @@ class _BudgetWatch(LiveBytes):
 
     def __init__(self, step: TrainingStep, budget: Budget) -> None:
         super().__init__(step.model, decoder_layers(step.model), other_model=step.beside)
-        self.fixed = step.fixed_terms
+        self.fixed = step.bytes_before_step
         self.weights = sum(self.fixed.values())
         self._step, self._budget = step, budget
 
@@ -253,7 +253,7 @@ class _BudgetWatch(LiveBytes):
         if limit is not None and live > limit:
             raise BudgetExceededError(name, f"{name} memory: the step needs more than {show_size(limit)}")
 
-    def terms(self) -> dict[str, int]:
+    def bytes_at_peak(self) -> dict[str, int]:
         """Return device bytes at the peak, by purpose; optimizer state counted as activations is moved to its own."""
         held = {**self.fixed, **self.at_peak}
         state = min(_optimizer_bytes(self._step.optimizer, torch.device("cpu")) - held[OPTIMIZER], held[ACTIVATION])
@@ -289,8 +289,8 @@ def _run_trial_on_cpu(
         with watch:
             result["step_seconds"] = _run_steps(step, notify_phase, lambda: None)
     finally:
-        result["peak_bytes"], result["terms"] = watch.weights + watch.peak, watch.terms()
-        result.update(_tier_peaks(step, budget))
+        result["peak_bytes"], result["terms"] = watch.weights + watch.peak, watch.bytes_at_peak()
+        result.update(_offloaded_peaks(step, budget))
 
 
 def _run_trial_on_accelerator(
@@ -301,7 +301,7 @@ def _run_trial_on_accelerator(
     total = torch.cuda.get_device_properties(device).total_memory
     limit = int((1 - budget.margin) * total) if budget.device_bytes is None else budget.device_bytes
     result["env"] = _environment_facts(torch.cuda.get_device_name(device), limit)
-    fixed = step.fixed_terms
+    fixed = step.bytes_before_step
     weights = sum(fixed.values())
     result["terms"], result["peak_bytes"] = fixed, weights
     if weights > limit:
@@ -316,7 +316,7 @@ def _run_trial_on_accelerator(
         peak = torch.cuda.max_memory_allocated(device)
         result["peak_bytes"] = peak
         result["terms"] = {**fixed, "optimizer": state, "gradients and activations": peak - weights - state}
-        result.update(_tier_peaks(step, budget))
+        result.update(_offloaded_peaks(step, budget))
     for name, tally, most in _offload_tallies(step.handle, budget):
         if most is not None and tally.peak_bytes > most:
             raise BudgetExceededError(name, f"{name} memory: the step needs more than {show_size(most)}")
@@ -342,7 +342,7 @@ def _offload_tallies(handle: StreamHandle | None, budget: Budget) -> list[tuple[
     return [("host", tiers.host, budget.host_bytes), ("disk", tiers.disk, budget.disk_bytes)]
 
 
-def _tier_peaks(step: TrainingStep, budget: Budget) -> dict[str, int]:
+def _offloaded_peaks(step: TrainingStep, budget: Budget) -> dict[str, int]:
     return {f"{name}_bytes": tally.peak_bytes for name, tally, _ in _offload_tallies(step.handle, budget)}
 
 

@@ -167,22 +167,22 @@ def _key_figures(run: RunRecords) -> Iterator[tuple[str, str]]:
         ("eval_loss", True, "held-out loss"),
         ("reward", False, "reward"),
     ):
-        course = run.series(key, held_out=held_out)
+        course = run.metric_points(key, held_out=held_out)
         if course:
             first, last = show_number(course[0][1]), show_number(course[-1][1])
             yield title, last if len(course) == 1 else f"{first} → {last}"
     for name in _eval_set_names(run):
         for key in ("loss", "reward"):
-            if course := run.series(f"eval_{name}_{key}", held_out=True):
+            if course := run.metric_points(f"eval_{name}_{key}", held_out=True):
                 yield f"{key} of {name}", show_number(course[-1][1])
     tokens = sum(record["tokens"] for record in run.steps if isinstance(record.get("tokens"), int))
-    seconds = sum(value for _, value in run.seconds())
+    seconds = sum(value for _, value in run.step_times())
     if tokens:
         yield "tokens trained", f"{tokens:,}"
     if seconds:
         yield "time in steps", _show_duration(seconds)
         yield "tokens per second", f"{tokens / seconds:,.0f}"
-    peaks = [value for _, value in run.series("peak_mem_gib")]
+    peaks = [value for _, value in run.metric_points("peak_mem_gib")]
     if peaks:
         yield "peak memory", show_gib(max(peaks) * GIB)
     longest, most = _nested_value(run.data, "length_percentiles", "max"), _length_limit(run)
@@ -233,14 +233,14 @@ def _metric_chart(key: str, title: str, runs: Sequence[RunRecords], names: Seque
     curves = []
     for index, (run, name) in enumerate(zip(runs, names, strict=True)):
         alone = len(runs) == 1
-        held_out, sets = run.series(f"eval_{key}", held_out=True), _eval_set_names(run)
+        held_out, sets = run.metric_points(f"eval_{key}", held_out=True), _eval_set_names(run)
         named = "all held out" if sets else "held out"
-        curves.append(Curve("training" if alone else name, run.series(key), index if not alone else 0))
+        curves.append(Curve("training" if alone else name, run.metric_points(key), index if not alone else 0))
         curves.append(
             Curve(named if alone else f"{name}, {named}", held_out, 1 if alone else index, marked=len(held_out) < 60)
         )
         for style, called in enumerate(sets, start=2):
-            points = run.series(f"eval_{called}_{key}", held_out=True)
+            points = run.metric_points(f"eval_{called}_{key}", held_out=True)
             label = called if alone else f"{name}, {called}"
             curves.append(Curve(label, points, style if alone else index, marked=len(points) < 60))
     return line_chart(title, curves)
@@ -254,7 +254,7 @@ def _memory_and_speed_charts(runs: Sequence[RunRecords], names: Sequence[str]) -
             for key, size in _as_mapping(run.plan.get("terms")).items()
             if isinstance(size, int | float)
         }
-        peaks = [value for _, value in run.series("peak_mem_gib")]
+        peaks = [value for _, value in run.metric_points("peak_mem_gib")]
         device = _nested_value(run.plan, "limits", "device_bytes")
         chart = memory_chart(
             terms,
@@ -269,13 +269,13 @@ def _memory_and_speed_charts(runs: Sequence[RunRecords], names: Sequence[str]) -
     use: list[Curve] = []
     for index, (run, name) in enumerate(zip(runs, names, strict=True)):
         label = "step" if len(runs) == 1 else name
-        steps.append(Curve(label, run.seconds(), index))
-        rates.append(Curve(label, run.series("tokens_per_s"), index))
-        memory.append(Curve("peak of a step" if len(runs) == 1 else name, run.series("peak_mem_gib"), index))
-        use.append(Curve(label, run.series("mfu"), index))
+        steps.append(Curve(label, run.step_times(), index))
+        rates.append(Curve(label, run.metric_points("tokens_per_s"), index))
+        memory.append(Curve("peak of a step" if len(runs) == 1 else name, run.metric_points("peak_mem_gib"), index))
+        use.append(Curve(label, run.metric_points("mfu"), index))
         planned = run.plan.get("step_seconds")
-        if len(runs) == 1 and isinstance(planned, int | float) and run.seconds():
-            ends = [run.seconds()[0][0], run.seconds()[-1][0]]
+        if len(runs) == 1 and isinstance(planned, int | float) and run.step_times():
+            ends = [run.step_times()[0][0], run.step_times()[-1][0]]
             steps.append(Curve("predicted for the longest rows", [(step, float(planned)) for step in ends], 1))
     return [
         *charts,

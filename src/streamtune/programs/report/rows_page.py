@@ -27,7 +27,7 @@ def render_rows(inspection: Inspection, views: Sequence[tuple[str, RowView]]) ->
         views: (reason, row) pairs to show; a reason may be empty. Rows beyond :data:`MAX_BYTES` are left out.
     """
     title = f"Rows of {plain(inspection.loaded.path.name)}"
-    facts = "".join(f"<div>{name}<b>{value}</b></div>" for name, value in _fact_lines(inspection))
+    facts = "".join(f"<div>{name}<b>{value}</b></div>" for name, value in _summary_lines(inspection))
     body = [
         f"<h1>{escape(title)}</h1>",
         f"<p class=dim>{escape(plain(inspection.prepared.report.describe()))}</p>",
@@ -45,7 +45,7 @@ def render_rows(inspection: Inspection, views: Sequence[tuple[str, RowView]]) ->
     return template.substitute(title=escape(f"{title} - StreamTune"), body="\n".join(body))
 
 
-def _fact_lines(inspection: Inspection) -> Iterator[tuple[str, str]]:
+def _summary_lines(inspection: Inspection) -> Iterator[tuple[str, str]]:
     report, batches = inspection.prepared.report, inspection.batches
     yield "rows", f"{report.rows:,}"
     yield "tokens", f"{report.tokens:,}"

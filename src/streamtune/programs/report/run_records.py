@@ -49,13 +49,13 @@ class RunRecords:
     unreadable: tuple[str, ...]
     """Names of unreadable files, and of files with unreadable lines, with the number of these lines."""
 
-    def series(self, key: str, *, held_out: bool = False) -> list[tuple[float, float]]:
+    def metric_points(self, key: str, *, held_out: bool = False) -> list[tuple[float, float]]:
         """Return (step, value) pairs of a metric; values that are not finite are left out."""
         records = self.evaluations if held_out else self.steps
         found = ((_step_number(record), _number_to_draw(record.get(key))) for record in records)
         return [(step, value) for step, value in found if step is not None and value is not None]
 
-    def seconds(self) -> list[tuple[float, float]]:
+    def step_times(self) -> list[tuple[float, float]]:
         """Return (step, seconds of the step) pairs."""
         found = []
         for record in self.steps:

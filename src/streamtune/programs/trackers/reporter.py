@@ -63,28 +63,28 @@ class Reporter(Listener):
 
     def step(self, record: dict[str, Any]) -> None:
         self._step = record["step"]
-        self._queue_call(lambda tracker: tracker.log(record["step"], numeric_fields(record)))
+        self._queue_call(lambda tracker: tracker.log_numbers(record["step"], numeric_fields(record)))
 
     def evaluated(self, record: dict[str, Any]) -> None:
-        self._queue_call(lambda tracker: tracker.log(record["step"], numeric_fields(record)))
+        self._queue_call(lambda tracker: tracker.log_numbers(record["step"], numeric_fields(record)))
 
     def sampled(self, samples: list[dict[str, Any]]) -> None:
         cleaned = redact_values(samples)
         if cleaned:
-            self._queue_call(lambda tracker: tracker.text(cleaned[0]["step"], cleaned))
+            self._queue_call(lambda tracker: tracker.log_samples(cleaned[0]["step"], cleaned))
 
     def saved(self, step: int, path: Path) -> None:
-        self._queue_call(lambda tracker: tracker.note("checkpoint", {"step": step, "folder": path.name}))
+        self._queue_call(lambda tracker: tracker.log_event("checkpoint", {"step": step, "folder": path.name}))
 
     def event(self, name: str, details: dict[str, Any]) -> None:
         cleaned = redact_values(details)
-        self._queue_call(lambda tracker: tracker.note(name, cleaned))
+        self._queue_call(lambda tracker: tracker.log_event(name, cleaned))
 
     def finished(self, outcome: dict[str, Any]) -> None:
         """Queue the end of the run; :meth:`wait` waits until it is processed."""
         plot = self._run.loss_plot if self._run is not None else None
         if plot is not None and plot.is_file():
-            self._queue_call(lambda tracker: tracker.picture(self._step, plot))
+            self._queue_call(lambda tracker: tracker.log_image(self._step, plot))
         self._queue_call(lambda tracker: tracker.close(outcome["status"]))
         with suppress(queue.Full):
             self._calls.put_nowait(None)

@@ -97,18 +97,18 @@ class Tracker(ABC):
         """Open or resume the run, log recipe, versions and plan, and return the ids to save."""
 
     @abstractmethod
-    def log(self, step: int, values: Mapping[str, float]) -> None:
+    def log_numbers(self, step: int, values: Mapping[str, float]) -> None:
         """Log the numbers of a step or of an evaluation."""
 
     @abstractmethod
-    def text(self, step: int, samples: list[dict[str, Any]]) -> None:
+    def log_samples(self, step: int, samples: list[dict[str, Any]]) -> None:
         """Log sampled completions of the model."""
 
     @abstractmethod
-    def picture(self, step: int, path: Path) -> None:
+    def log_image(self, step: int, path: Path) -> None:
         """Log a PNG file."""
 
-    def note(self, name: str, details: Mapping[str, Any]) -> None:  # noqa: B027 (not every tracker supports events)
+    def log_event(self, name: str, details: Mapping[str, Any]) -> None:  # noqa: B027 (not every tracker supports events)
         """Log an event of the run."""
 
     @abstractmethod
@@ -121,7 +121,7 @@ def numeric_fields(record: Mapping[str, Any]) -> dict[str, float]:
     return {name: float(value) for name, value in record.items() if name != "step" and isinstance(value, (int, float))}
 
 
-def start_facts(facts: RunFacts) -> dict[str, Any]:
+def values_at_start(facts: RunFacts) -> dict[str, Any]:
     """Return recipe, versions, plan, run id and total steps, which are logged once at the start."""
     more = {"run": facts.run, "total_steps": facts.total_steps}
     return {"recipe": dict(facts.recipe), "versions": dict(facts.versions), "plan": dict(facts.plan), **more}
@@ -159,7 +159,7 @@ class TensorboardTracker(Tracker):
 
         # From a run's second file on, readers drop steps of earlier files that are at or after purge_step.
         self._writer = SummaryWriter(str(self.folder), purge_step=self.facts.step + 1, flush_secs=10)
-        for part, values in start_facts(self.facts).items():
+        for part, values in values_at_start(self.facts).items():
             if isinstance(values, Mapping):
                 rows = "".join(f"| {key} | {_format_table_cell(value)} |\n" for key, value in flatten_mappings(values))
                 self._writer.add_text(part, f"| key | value |\n|---|---|\n{rows}", self.facts.step + 1)
@@ -168,19 +168,19 @@ class TensorboardTracker(Tracker):
         self._writer.flush()
         return {"folder": self.folder.name}
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
+    def log_numbers(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
             self._writer.add_scalar(name, value, step, new_style=True, double_precision=True)
 
-    def text(self, step: int, samples: list[dict[str, Any]]) -> None:
+    def log_samples(self, step: int, samples: list[dict[str, Any]]) -> None:
         for number, sample in enumerate(samples):
             shown = f"**{_format_table_cell(sample['prompt'])}**\n\n```text\n{sample['completion']}\n```"
             self._writer.add_text(f"samples/{number}", shown, step)
 
-    def note(self, name: str, details: Mapping[str, Any]) -> None:
+    def log_event(self, name: str, details: Mapping[str, Any]) -> None:
         self._writer.add_text("events", f"{name}: `{json.dumps(details)}`", int(details.get("step", self.facts.step)))
 
-    def picture(self, step: int, path: Path) -> None:
+    def log_image(self, step: int, path: Path) -> None:
         import numpy as np
         from PIL import Image
 
@@ -235,7 +235,7 @@ class WandbTracker(Tracker):
             resume="allow",
             dir=str(self.facts.directory),
             mode="offline" if self.offline else None,
-            config=start_facts(self.facts),
+            config=values_at_start(self.facts),
             allow_val_change=True,
             settings=settings,
         )
@@ -243,21 +243,21 @@ class WandbTracker(Tracker):
         self._run.define_metric("*", step_metric="step")
         return {"id": self._run.id, "project": self._run.project}
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
+    def log_numbers(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log({"step": step, **values})
 
-    def text(self, step: int, samples: list[dict[str, Any]]) -> None:
+    def log_samples(self, step: int, samples: list[dict[str, Any]]) -> None:
         import wandb
 
         rows = [[step, each["prompt"], each["completion"]] for each in samples]
         self._run.log({"step": step, "samples": wandb.Table(columns=["step", "prompt", "completion"], data=rows)})
 
-    def picture(self, step: int, path: Path) -> None:
+    def log_image(self, step: int, path: Path) -> None:
         import wandb
 
         self._run.log({"step": step, path.stem: wandb.Image(str(path))})
 
-    def note(self, name: str, details: Mapping[str, Any]) -> None:
+    def log_event(self, name: str, details: Mapping[str, Any]) -> None:
         self._run.summary[f"events/{name}"] = dict(details)
 
     def close(self, status: str) -> None:
@@ -337,13 +337,13 @@ class MlflowTracker(Tracker):
             experiment_id = found.experiment_id if found is not None else self._client.create_experiment(project)
             self._id = self._client.create_run(experiment_id, run_name=self.facts.name).info.run_id
         before = self._client.get_run(self._id).data.params
-        values = {key: _shorten(value) for key, value in flatten_mappings(start_facts(self.facts))}
+        values = {key: _shorten(value) for key, value in flatten_mappings(values_at_start(self.facts))}
         fresh = [Param(key, value) for key, value in values.items() if key not in before]
         changed = [RunTag(key, value) for key, value in values.items() if before.get(key, value) != value]
         for first in range(0, len(fresh), PARAMETERS_PER_CALL):
             self._client.log_batch(self._id, params=fresh[first : first + PARAMETERS_PER_CALL])
         self._client.log_batch(self._id, tags=changed[:PARAMETERS_PER_CALL])
-        self._client.log_dict(self._id, start_facts(self.facts), "run.json")
+        self._client.log_dict(self._id, values_at_start(self.facts), "run.json")
         return {"run_id": self._id, "tracking_uri": uri}
 
     def _store_uri(self) -> str:
@@ -356,18 +356,18 @@ class MlflowTracker(Tracker):
             return str(mlflow.get_tracking_uri())
         return self.folder.as_uri()
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
+    def log_numbers(self, step: int, values: Mapping[str, float]) -> None:
         now = time.time_ns() // 10**6
         self._client.log_batch(self._id, [self._metric(name, value, now, step) for name, value in values.items()])
 
-    def text(self, step: int, samples: list[dict[str, Any]]) -> None:
+    def log_samples(self, step: int, samples: list[dict[str, Any]]) -> None:
         shown = "\n\n".join(f"## {each['prompt']}\n\n{each['completion']}" for each in samples)
         self._client.log_text(self._id, shown, f"samples/step-{step:06d}.md")
 
-    def picture(self, step: int, path: Path) -> None:
+    def log_image(self, step: int, path: Path) -> None:
         self._client.log_artifact(self._id, str(path))
 
-    def note(self, name: str, details: Mapping[str, Any]) -> None:
+    def log_event(self, name: str, details: Mapping[str, Any]) -> None:
         self._client.set_tag(self._id, f"events.{name}", json.dumps(details))
 
     def close(self, status: str) -> None:
@@ -407,19 +407,19 @@ class TrackioTracker(Tracker):
             "project": project_name("TRACKIO_PROJECT"),
             "name": f"{self.facts.name}-{self.facts.run[:6]}",
         }
-        self._run = trackio.init(**ids, config=start_facts(self.facts), resume="allow", embed=False)
+        self._run = trackio.init(**ids, config=values_at_start(self.facts), resume="allow", embed=False)
         return ids
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
+    def log_numbers(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
 
-    def text(self, step: int, samples: list[dict[str, Any]]) -> None:
+    def log_samples(self, step: int, samples: list[dict[str, Any]]) -> None:
         import trackio
 
         shown = "\n\n".join(f"**{each['prompt']}**\n\n{each['completion']}" for each in samples)
         self._run.log({"samples": trackio.Markdown(shown)}, step=step)
 
-    def picture(self, step: int, path: Path) -> None:
+    def log_image(self, step: int, path: Path) -> None:
         import trackio
 
         self._run.log({path.stem: trackio.Image(str(path))}, step=step)

@@ -149,9 +149,9 @@ class TreeLosses:
 
     def streamed(self, handle: StreamHandle) -> Callable[[nn.Module, bool], Tensor]:
         """Return a function that computes the streamed loss in the batch layout of training."""
-        return partial(self._streamed, handle)
+        return partial(self._loss_with_handle, handle)
 
-    def _streamed(self, handle: StreamHandle, model: nn.Module, bf16: bool) -> Tensor:
+    def _loss_with_handle(self, handle: StreamHandle, model: nn.Module, bf16: bool) -> Tensor:
         reference = reference_model(self.task, model, handle, self.own_reference)
         with nullcontext() if self.own_reference is None else reference.handle:
             return self._loss(handle, reference, self.shared, model, bf16)
@@ -259,7 +259,7 @@ class FreeMemory:
     per_token: float
     per_square: float
 
-    def longest(self, dtype: torch.dtype) -> int:
+    def max_tokens(self, dtype: torch.dtype) -> int:
         """Return how many tokens plain autograd in ``dtype`` has memory for; 0 if the weights alone do not fit."""
         wider = dtype.itemsize / self.measured.itemsize
         spare = MARGIN * self.free - self._needed_bytes(0, dtype)

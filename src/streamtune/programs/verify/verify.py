@@ -161,7 +161,7 @@ def _compare_attentions(comparison: Comparison) -> VerifyReport:
     with using_attention(comparison.model, "eager") as name:
         eager_runs = _Runs(comparison)
         try:
-            if eager_runs.same_function(runs):
+            if eager_runs.is_same_function(runs):
                 return report
             eager = replace(eager_runs.run(), attention=name)
         except Exception:  # no memory, or unknown to the model
@@ -192,7 +192,7 @@ class _Truth:
     def total_norm(self) -> float:
         return math.hypot(*self.norms.values())
 
-    def scale(self, name: str) -> float:
+    def error_scale(self, name: str) -> float:
         """Return ``max(||g_truth||, 1e-3 ||G_truth||)``; g is the gradient of one parameter, G of all."""
         return max(self.norms[name], 1e-3 * self.total_norm)
 
@@ -220,13 +220,13 @@ class _Runs:
         self.plain_result = (truth.dtype, truth.loss, truth.norms)
         return self._make_report(truth, runs)
 
-    def same_function(self, other: _Runs) -> bool:
+    def is_same_function(self, other: _Runs) -> bool:
         """Return True if plain autograd has the same loss and gradient norms as in ``other``, which has run before."""
         dtype, loss, norms = other.plain_result
         with widening_weights(self.model, dtype):
             found = self._plain_gradients(self.bf16 and dtype == self.computed, dtype)
         self.runs_started = 0
-        gaps = [relative_to(abs(norm - norms[name]), found.scale(name)) for name, norm in found.norms.items()]
+        gaps = [relative_to(abs(norm - norms[name]), found.error_scale(name)) for name, norm in found.norms.items()]
         return max(*gaps, relative_to(abs(found.loss - loss), abs(loss))) <= SAME[dtype]
 
     def _find_truth(self) -> tuple[_Truth | None, list[VerifyRun]]:
@@ -258,11 +258,11 @@ class _Runs:
         grads = {name: torch.zeros(0) for name in self.names}
         norms = dict.fromkeys(self.names, 0.0)
 
-        def keep(name: str, grad: Tensor) -> None:
+        def store_gradient(name: str, grad: Tensor) -> None:
             grads[name], norms[name] = grad.to("cpu", copy=True), gradient_norm(grad)
 
         with computing_wide_loss(self.model):
-            loss = self._backward(self.comparison.losses.plain, bf16, keep)
+            loss = self._backward(self.comparison.losses.plain, bf16, store_gradient)
         truth = _Truth(dtype, loss, grads, norms)
         if not math.isfinite(loss + truth.total_norm):
             raise NonFiniteError(
@@ -281,34 +281,34 @@ class _Runs:
         self._notify_run(f"{self._run_label(bf16, dtype)}, {how}", is_wide=True)
         differences = dict(truth.norms)  # without a gradient, the whole gradient of the truth is the difference
 
-        def compare(name: str, grad: Tensor) -> None:
+        def add_difference(name: str, grad: Tensor) -> None:
             differences[name] = gradient_norm(grad, truth.grads[name])
 
         narrow = False
         if schedule is None:
-            loss = self._backward(self.comparison.losses.plain, bf16, compare)
+            loss = self._backward(self.comparison.losses.plain, bf16, add_difference)
         else:
             with stream(self.model, schedule=schedule) as handle:
                 try:
-                    loss = self._backward(self.comparison.losses.streamed(handle), bf16, compare)
+                    loss = self._backward(self.comparison.losses.streamed(handle), bf16, add_difference)
                 except (StreamTuneError, torch.OutOfMemoryError, MemoryError):
                     raise
                 except Exception:
                     handle.check()  # names the layer that does not run in chunks
                     raise
                 narrow = any(layer.forward.narrow_states for layer in handle.layers)  # type: ignore[attr-defined]
-        errors = {name: relative_to(difference, truth.scale(name)) for name, difference in differences.items()}
+        errors = {name: relative_to(difference, truth.error_scale(name)) for name, difference in differences.items()}
         return VerifyRun(schedule, dtype, loss, errors, narrow_states=narrow)
 
-    def _backward(self, loss_of: LossOf, bf16: bool, take: Callable[[str, Tensor], None]) -> float:
-        """Run forward and backward, pass each computed gradient to ``take`` and free it; return the loss."""
+    def _backward(self, loss_of: LossOf, bf16: bool, use_gradient: Callable[[str, Tensor], None]) -> float:
+        """Run forward and backward, pass each computed gradient to ``use_gradient`` and free it; return the loss."""
 
-        def take_gradient(name: str, parameter: Tensor) -> None:
+        def move_gradient(name: str, parameter: Tensor) -> None:
             if parameter.grad is not None:
-                take(name, parameter.grad)
+                use_gradient(name, parameter.grad)
             parameter.grad = None
 
-        hooks = [p.register_post_accumulate_grad_hook(partial(take_gradient, name)) for name, p in self.names.items()]
+        hooks = [p.register_post_accumulate_grad_hook(partial(move_gradient, name)) for name, p in self.names.items()]
         try:
             loss = loss_of(self.model, bf16)
             value = float(loss.detach())
@@ -358,7 +358,7 @@ class _Runs:
         for name in self.names:
             groups.setdefault(module_of(name), []).append(name)
 
-        def largest(names: list[str], dtype: torch.dtype) -> float:
+        def largest_error(names: list[str], dtype: torch.dtype) -> float:
             chosen = [run for run in runs if run.schedule is not None and run.dtype == dtype]
             return max(run.errors[name] for run in chosen for name in names)
 
@@ -366,8 +366,8 @@ class _Runs:
             ModuleRow(
                 module=module,
                 parameters=sum(self.names[name].numel() for name in names),
-                exact_error=largest(names, truth.dtype),
-                error=largest(names, plain.dtype),
+                exact_error=largest_error(names, truth.dtype),
+                error=largest_error(names, plain.dtype),
                 torch_error=max(plain.errors[name] for name in names),
             )
             for module, names in groups.items()

@@ -167,7 +167,7 @@ def build_verify(
             task.check_model(handle)
         bf16 = bool(recipe.bf16) if dtype is None else dtype == "bfloat16"
         widened: torch.dtype | None = getattr(torch, dtype) if dtype in ("float32", "float64") else None
-        choose: Any = _choose_trees if isinstance(task, ScoringTask) else _choose_rows
+        choose: Any = _choose_completions if isinstance(task, ScoringTask) else _choose_rows
         chosen = choose(task, _Options(model, tokenizer, length, widened, bf16), rows, notify=notify, doing=doing)
         if (note := models.check_positions(model, chosen.alone.input_ids.shape[1], training=False)) is not None:
             notify(note)
@@ -227,7 +227,7 @@ def _choose_rows(
     )
 
 
-def _choose_trees(
+def _choose_completions(
     task: ScoringTask[Any],
     options: _Options,
     rows: Sequence[Any],
@@ -362,9 +362,9 @@ def _longest_fitting_length(
     """Return the maximum number of tokens in the batch and its reason: :data:`ENOUGH_TOKENS`, or free memory."""
     enough = ENOUGH_TOKENS["cpu" if device.type == "cpu" else "cuda"]
     trained = widened_dtype or memory.measured
-    longest = memory.longest(torch.float32 if trained.itemsize < 4 else torch.float64)
+    longest = memory.max_tokens(torch.float32 if trained.itemsize < 4 else torch.float64)
     if longest < MEASURED_TOKENS:  # no memory for a wider truth
-        longest = memory.longest(trained)
+        longest = memory.max_tokens(trained)
     if longest < MIN_TOKENS:
         raise RunError("no memory is left beside the weights", fix="free memory, or give --length")
     if longest >= enough:

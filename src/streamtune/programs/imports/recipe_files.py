@@ -49,7 +49,7 @@ class PeerFile:
     notes: list[str] = field(default_factory=list)
     """Notes for the user."""
 
-    def places(self, name: str) -> tuple[Path, Path]:
+    def candidate_paths(self, name: str) -> tuple[Path, Path]:
         """Return the file ``name`` relative to the working directory, and relative to the recipe's folder."""
         return Path(name).expanduser(), self.path.resolve().parent / Path(name).expanduser()
 

@@ -24,7 +24,7 @@ def first_local_row(conversion: Conversion, path: str) -> dict[str, Any] | None:
     A path is relative to the working directory or to the recipe. Of a Parquet file only the column names are read, so
     values are None.
     """
-    for file in conversion.file.places(path):
+    for file in conversion.file.candidate_paths(path):
         if file.suffix not in DATA_FILES or not file.is_file():
             continue
         try:
@@ -52,7 +52,7 @@ def _first_row(file: Path) -> dict[str, Any] | None:
 def report_unread_columns(
     row: Mapping[str, Any] | None,
     our_columns: Iterable[str],
-    peer_columns: Iterable[Any],
+    their_columns: Iterable[Any],
     report_lost: Callable[[str], None],
 ) -> None:
     """Report columns of the first row that StreamTune reads and the other trainer does not.
@@ -60,10 +60,10 @@ def report_unread_columns(
     Args:
         row: First row; None if unknown.
         our_columns: Columns that StreamTune reads.
-        peer_columns: Columns that the other trainer reads.
+        their_columns: Columns that the other trainer reads.
         report_lost: Function that reports a difference.
     """
-    read = set(peer_columns)
+    read = set(their_columns)
     for column in our_columns:
         if row is not None and row.get(column) not in (None, "", [], "[]") and column not in read:
             report_lost(f"only StreamTune reads the column '{column}': rename it in the file")
@@ -79,14 +79,14 @@ READ_OF_MESSAGES = (*FLAGS, "reasoning_content", "reasoning", "thinking", "tool_
 def report_unread_fields(
     row: Mapping[str, Any] | None,
     column: str,
-    fields: Iterable[str],
-    read: Iterable[str],
+    our_fields: Iterable[str],
+    their_fields: Iterable[str],
     report_lost: Callable[[str], None],
 ) -> None:
-    """Report ``fields`` of the first row's messages that StreamTune reads and the other trainer does not (``read``)."""
+    """Report fields of the first row's messages that only StreamTune reads; the other trainer ignores them."""
     turns = row.get(column) if row is not None else None
-    known = set(read)
-    for name in fields:
+    known = set(their_fields)
+    for name in our_fields:
         if name not in known and isinstance(turns, list) and any(_has_field(turn, name) for turn in turns):
             report_lost(f"only StreamTune reads '{name}' of a message: remove it from the rows")
 
@@ -163,12 +163,12 @@ def write_eval_sets(conversion: Conversion, specs: list[dict[str, Any]], *path: 
         conversion.write_key("eval_datasets", {**conversion.ours.get("eval_datasets", {}), **named}, *path, note=note)
 
 
-def write_columns(spec: dict[str, Any], columns: dict[str, Any], type_: str) -> None:
+def write_columns(spec: dict[str, Any], columns: dict[str, Any], row_type: str) -> None:
     """Set ``type`` of a dataset entry, and ``columns`` for names that differ; ``columns`` maps ours to the file's."""
     renamed = {ours: theirs for ours, theirs in columns.items() if isinstance(theirs, str) and theirs != ours}
     if renamed:
         spec["columns"] = renamed
-    spec["type"] = type_
+    spec["type"] = row_type
 
 
 CHATML: dict[str, str] = {
@@ -205,11 +205,11 @@ EVERY = (
 TRAINING = "for Qwen3, TRL's chat_templates/qwen3_training.jinja as chat_template does the same"
 
 
-def _renders_thoughts(conversion: Conversion) -> bool:
+def _template_renders_thinking(conversion: Conversion) -> bool:
     """Return True if the model's chat template renders think blocks, judged by its template or its name."""
     name = str(conversion.ours.get("model_name_or_path") or conversion.get("model_name_or_path") or "")
     name = name or str(conversion.get("base_model") or "")
-    for folder in conversion.file.places(name):
+    for folder in conversion.file.candidate_paths(name):
         if name and folder.is_dir() and (found := _read_template(folder)):
             return "<think>" in found
     return bool(THINKING_MODELS.search(name)) and not NON_THINKING_MODELS.search(name)
@@ -228,7 +228,7 @@ def _read_template(folder: Path) -> str:
     return ""
 
 
-def _keep_reasoning(conversion: Conversion) -> None:
+def _write_keep_reasoning(conversion: Conversion) -> None:
     if conversion.objective == "sft":
         conversion.write_default("reasoning", "keep", "reasoning of every answer is trained")
 
@@ -244,10 +244,10 @@ def convert_llamafactory_template(conversion: Conversion, *, texts: bool) -> Non
         conversion.write_key("chat_template", "chatml", "template", note="final/ gets this template as well")
         if CHATML[name]:
             conversion.write_default("default_system", CHATML[name], f"template: {name}")
-        _report_thinking_unchanged(conversion, f"template: {name} renders no think block")
+        _report_thinking_unneeded(conversion, f"template: {name} renders no think block")
         return
     reasons = name in REASONING or (
-        not name and (_renders_thoughts(conversion) or conversion.get("enable_thinking") is not None)
+        not name and (_template_renders_thinking(conversion) or conversion.get("enable_thinking") is not None)
     )
     if not name:
         if given:
@@ -257,14 +257,14 @@ def convert_llamafactory_template(conversion: Conversion, *, texts: bool) -> Non
     if reasons:
         off = conversion.get("enable_thinking") is False
         if not off and not conversion.get("mask_history"):
-            _keep_reasoning(conversion)
+            _write_keep_reasoning(conversion)
         why = (
             "there, reasoning is removed and every answer has an untrained think block; here, only the last answer"
             if off
             else f"{EVERY}; {TRAINING}"
         )
     else:
-        _report_thinking_unchanged(conversion, f"template: {name} does not use it")
+        _report_thinking_unneeded(conversion, f"template: {name} does not use it")
         own = f"there, code renders '{name}', without a system message or date of the tokenizer's template"
         used = "the tokenizer's own template is used; write chat_template: FILE.jinja"
         why = used if name in GENERIC else f"{own}: {COMPARE}"
@@ -288,7 +288,7 @@ def _convert_template_backend(conversion: Conversion, *, texts: bool) -> bool:
     return True
 
 
-def _report_thinking_unchanged(conversion: Conversion, why: str) -> None:
+def _report_thinking_unneeded(conversion: Conversion, why: str) -> None:
     conversion.mark_unneeded("enable_thinking", "preserve_thinking", why=why)
 
 
@@ -307,14 +307,14 @@ def convert_swift_template(conversion: Conversion, *, texts: bool) -> None:
     if name in SWIFT_CHATML:
         conversion.write_key("chat_template", "chatml", "template", note="final/ gets this template as well")
         return
-    if name == "qwen3" or (not name and _renders_thoughts(conversion)):
+    if name == "qwen3" or (not name and _template_renders_thinking(conversion)):
         keeps = conversion.get("preserve_thinking")
         if str(conversion.get("loss_scale")).startswith("last_round") and not keeps:
             if name:
                 conversion.report_unneeded("template", why="the last answer is rendered as by the tokenizer's template")
             return
         if keeps is not False:
-            _keep_reasoning(conversion)
+            _write_keep_reasoning(conversion)
         why = f"{EVERY}; {TRAINING}"
     else:
         why = (
@@ -323,20 +323,20 @@ def convert_swift_template(conversion: Conversion, *, texts: bool) -> None:
     if name:
         conversion.report_lost("template", why=why)
     else:
-        conversion.report_lost_setting("template", why, trains=_renders_thoughts(conversion))
+        conversion.report_lost_setting("template", why, trains=_template_renders_thinking(conversion))
 
 
-def report_empty_thoughts(conversion: Conversion, types: list[Any]) -> None:
+def report_untrained_think_blocks(conversion: Conversion, types: list[Any]) -> None:
     """Report that axolotl does not train empty think blocks before answers, but StreamTune does."""
-    if conversion.objective == "sft" and "chat_template" in types and _renders_thoughts(conversion):
+    if conversion.objective == "sft" and "chat_template" in types and _template_renders_thinking(conversion):
         why = "there, '<think>' and an empty think block before an answer are not trained; here they are"
         conversion.report_lost_setting("datasets.type: chat_template", why)
 
 
 def convert_trl_template(conversion: Conversion) -> None:
     """Report that TRL's own chat template is used with ``assistant_only_loss``."""
-    if conversion.get("chat_template_path") is None and _renders_thoughts(conversion):
-        _keep_reasoning(conversion)
+    if conversion.get("chat_template_path") is None and _template_renders_thinking(conversion):
+        _write_keep_reasoning(conversion)
         conversion.report_lost_setting(
             "assistant_only_loss: true", f"TRL's own template renders the rows: {EVERY}; {TRAINING}"
         )
