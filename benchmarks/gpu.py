@@ -25,7 +25,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from streamtune.programs.bench.modes import MODE_SETUPS, absent
+from streamtune.programs.bench.modes import MODE_SETUPS, why_modes_unavailable
 from streamtune.programs.bench.named_tables import TABLES, row_cells, table_columns, table_notes
 from streamtune.programs.bench.table_rows import TableReport, TableRow
 
@@ -210,7 +210,7 @@ def table(until: float, name: str, *options: str) -> Document:
             found["ended"] = str(error)
         [path] = folder.glob("*.json")
         found["tables"].append(json.loads(path.read_text(encoding="utf-8")))
-    missing = absent([*MODE_SETUPS], "cuda") if compares else {}
+    missing = why_modes_unavailable([*MODE_SETUPS], "cuda") if compares else {}
     found["absent"] = {mode: why for mode, why in missing.items() if mode not in alone}
     return found
 

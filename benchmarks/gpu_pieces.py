@@ -41,7 +41,7 @@ from streamtune import Schedule
 from streamtune.cli.machine import use_expandable_segments
 from streamtune.engine.memory.host import total_host_bytes
 from streamtune.plan.simulate import Mode
-from streamtune.programs.bench.modes import MODE_SETUPS, Ready, absent
+from streamtune.programs.bench.modes import MODE_SETUPS, Ready, why_modes_unavailable
 from streamtune.programs.probe.recipe_trials import run_optimizer_step
 from streamtune.recipe import load_recipe
 from streamtune.run.device import prepare_libraries, stream_model
@@ -246,7 +246,7 @@ def _first_line(error: Exception) -> str:
 def measure_longest(model: Any, modes: Sequence[Mode], seconds: float, path: Path) -> None:
     """Measure the modes one after the other, each with an equal share of the time left; write after each."""
     end = time.monotonic() + seconds
-    missing = absent(modes, "cuda")
+    missing = why_modes_unavailable(modes, "cuda")
     here = [mode for mode in modes if mode not in missing]
     document: dict[str, Any] = {"absent": missing, "rows": []}
     for number, mode in enumerate(here):

@@ -58,7 +58,7 @@ def test_what_is_trained_of_axolotl_datasets(tmp_path: Path) -> None:
     assert recipe.roles_to_train == ("assistant", "user")
     assert (recipe.train_on_eos, recipe.default_system, recipe.chat_template_kwargs) == ("all", "Hi.", {"x": 1})
     (lost,) = [found for found in made.changes_training if "train_on_eos" in found.theirs]
-    assert lost.note == "train_on_eos is the same for all datasets here"
+    assert lost.note == "StreamTune has one train_on_eos for all datasets"
     path.write_text(text + "train_on_inputs: true\n")
     (tmp_path / "ours.yaml").write_text(import_recipe(path, "axolotl").text)
     recipe = load_recipe(tmp_path / "ours.yaml", []).recipe

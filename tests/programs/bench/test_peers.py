@@ -21,7 +21,7 @@ from transformers.models.llama import modeling_llama
 from streamtune.errors import UnsupportedModelError
 from streamtune.plan.simulate import ALL_MODES
 from streamtune.programs.bench import modes
-from streamtune.programs.bench.modes import MODE_SETUPS, absent
+from streamtune.programs.bench.modes import MODE_SETUPS, why_modes_unavailable
 from tests.exactness.families import build
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -134,17 +134,17 @@ def test_unsloth_is_called_by_its_interface_and_put_back(model: Any, unsloth: li
 
 def test_unsloth_is_measured_without_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(modes, "find_spec", lambda name: name)
-    assert absent(["plain", "checkpoint", "unsloth"], "cuda") == {}
-    missing = absent(ALL_MODES, "cuda")
+    assert why_modes_unavailable(["plain", "checkpoint", "unsloth"], "cuda") == {}
+    missing = why_modes_unavailable(ALL_MODES, "cuda")
     assert list(missing) == ["unsloth"]
     assert "--modes plain,checkpoint,unsloth" in missing["unsloth"]
 
 
 @pytest.mark.parametrize("mode", ["liger-loss", "liger-loss-offload", "liger", "trl", "unsloth"])
 def test_a_peer_that_cannot_run_is_named_with_the_reason(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert absent([mode], "cpu")[mode].startswith("not run here: ")  # type: ignore[list-item]
+    assert why_modes_unavailable([mode], "cpu")[mode].startswith("not run here: ")  # type: ignore[list-item]
     monkeypatch.setattr(modes, "find_spec", lambda name: None)
-    assert absent([mode], "cuda")[mode].endswith(" is not installed")  # type: ignore[list-item]
+    assert why_modes_unavailable([mode], "cuda")[mode].endswith(" is not installed")  # type: ignore[list-item]
 
 
 def test_a_peer_that_does_not_know_these_versions_is_refused(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

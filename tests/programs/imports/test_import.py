@@ -265,7 +265,7 @@ def test_json(theirs: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> No
     assert (document["from"], document["objective"], document["path"]) == ("trl", "grpo", "ours.yaml")
     assert document["changes_training"] == 1
     (fp16,) = document["lost"]
-    note = "training in float16 is not supported; write bf16: true"
+    note = "StreamTune does not train in float16; write bf16: true"
     assert fp16 == {"theirs": "fp16: true", "where": "t.yaml:17", "note": note, "changes_training": True}
     assert {"theirs": "scale_rewards: false", "where": "t.yaml:13", "ours": "scale_rewards: none"} in document["mapped"]
 
@@ -313,10 +313,10 @@ def test_a_mistake_has_their_file_and_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("trainer", "text", "what", "line"),
     [
-        ("llamafactory", "model_name_or_path: a\nstage: ppo\n", "'stage: ppo' has no counterpart", 2),
-        ("axolotl", "base_model: a\nrl: gdpo\n", "'rl: gdpo' has no counterpart", 2),
+        ("llamafactory", "model_name_or_path: a\nstage: ppo\n", "StreamTune has no 'stage: ppo'", 2),
+        ("axolotl", "base_model: a\nrl: gdpo\n", "StreamTune has no objective for 'rl: gdpo'", 2),
         ("axolotl", "base_model: a\nreward_model: true\n", "trains a reward model", 2),
-        ("swift", "model: a\nrlhf_type: ppo\n", "'rlhf_type: ppo' has no counterpart", 2),
+        ("swift", "model: a\nrlhf_type: ppo\n", "StreamTune has no objective for 'rlhf_type: ppo'", 2),
         ("trl", "model_name_or_path: a\n", "'datasets' is missing", 1),
     ],
 )
@@ -631,7 +631,7 @@ def test_images_have_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.chdir(tmp_path)
     said = llamafactory(tmp_path, "", columns={"prompt": "q", "response": "a", "images": "pictures"})
     assert [each.note for each in said.changes_training if each.theirs == "dataset: mine"] == [
-        "'mine' in dataset_info.json: the column 'pictures': only text is trained on"
+        "'mine' in dataset_info.json: StreamTune trains on text only, not on the column 'pictures'"
     ]
     Path("r.jsonl").write_text(json.dumps({"messages": [], "images": ["a.png"]}) + "\n")
     for imported in (
@@ -764,9 +764,9 @@ def test_pairs_of_sharegpt_are_read(tmp_path: Path) -> None:
         ("sft", {}, {"instruction": "", "output": "", "history": [["a", "b"]]}, "'history'"),
         ("sft", {"formatting": "sharegpt"}, {"conversations": [], "tools": "[{}]"}, "'tools'"),
         ("sft", {"formatting": "sharegpt", "tags": {"role_tag": "who"}}, {}, "'from' and 'value'"),
-        ("dpo", {"ranking": True, "columns": {"prompt": "prompt"}}, {"prompt": "a"}, "no chat template"),
+        ("dpo", {"ranking": True, "columns": {"prompt": "prompt"}}, {"prompt": "a"}, "makes texts chat messages"),
         ("dpo", {"ranking": True, "columns": {"prompt": "q", "query": "x"}}, {"q": [], "x": "a"}, "'x'"),
-        ("kto", {"columns": {"prompt": "q", "response": "a", "kto_tag": "l"}}, {"q": "a"}, "no chat template"),
+        ("kto", {"columns": {"prompt": "q", "response": "a", "kto_tag": "l"}}, {"q": "a"}, "makes texts chat messages"),
         ("kto", {"formatting": "sharegpt", "columns": {"messages": "m", "kto_tag": "l"}}, {}, "last message"),
     ],
 )
@@ -787,7 +787,7 @@ def test_a_name_that_swift_puts_into_rows_is_starred(tmp_path: Path, monkeypatch
     assert "instruction: query" in imported.text
     imported = convert(tmp_path, command.format("own/chats"), "r.sh")
     assert kinds(imported, "model_name") == ["not_needed"]
-    assert any(each.kind == "lost" and "its rows cannot be read" in each.note for each in imported.findings)
+    assert any(each.kind == "lost" and "the rows cannot be read; ms-swift" in each.note for each in imported.findings)
 
 
 @pytest.mark.parametrize(
@@ -818,11 +818,11 @@ def test_columns_of_swift(
 @pytest.mark.parametrize(
     ("template", "more", "reasoning", "said"),
     [
-        ("qwen3", "", "keep", "every answer has a think block, empty without reasoning"),
-        ("qwen3", "mask_history: true\n", None, "every answer has a think block"),
-        ("qwen3", "enable_thinking: false\n", None, "reasoning is removed"),
-        ("llama3", "", None, "without a system message or date"),
-        ("vicuna", "", None, "the tokenizer's own template is used"),
+        ("qwen3", "", "keep", "gives every answer a think block, maybe empty"),
+        ("qwen3", "mask_history: true\n", None, "gives every answer a think block"),
+        ("qwen3", "enable_thinking: false\n", None, "removes reasoning"),
+        ("llama3", "", None, "without the tokenizer template's system message or date"),
+        ("vicuna", "", None, "StreamTune uses the tokenizer's own template"),
     ],
 )
 def test_templates_of_llamafactory_are_starred(

@@ -58,7 +58,7 @@ def _convert_precision(value: Any) -> Any:
 def _convert_reward_functions(value: Any) -> Any:
     """Return reward functions as ``module:function``; axolotl writes ``module.function``."""
     if not isinstance(value, list):
-        raise UnconvertedError("a list of functions was expected")
+        raise UnconvertedError("reward functions must be a list of names")
     return [re.sub(r"\.(\w+)$", r":\1", name) if isinstance(name, str) else name for name in value]
 
 
@@ -80,11 +80,11 @@ FIELDS: dict[str, FieldRule] = field_table(
         **switch_rules("peft_use_dora peft_use_rslora"),
         "optimizer": key_rule("optim", convert_optimizer_name),
         "sequence_parallel_degree": key_rule("sequence_parallel_size", trains=False),
-        "orpo_alpha": key_rule("beta", why="ORPO's weight of the odds ratio is beta here"),
+        "orpo_alpha": key_rule("beta", why="StreamTune's beta is ORPO's weight of the odds ratio"),
         "tokenizer_config": key_rule("tokenizer", lambda name: {"path": name}),
         "bf16": key_rule("bf16", _convert_precision),
         "trl.reward_funcs": key_rule(
-            "reward_funcs", _convert_reward_functions, why="your own code: needs allow_code: true"
+            "reward_funcs", _convert_reward_functions, why="your own code: StreamTune needs allow_code: true"
         ),
         "vllm.gpu_memory_utilization": key_rule("vllm_gpu_memory_utilization", trains=False),
         "special_tokens": key_rule("special_tokens", convert_special_tokens),
@@ -95,10 +95,10 @@ FIELDS: dict[str, FieldRule] = field_table(
         "trl.multi_objective_aggregation": no_counterpart("rewards are summed", off=("sum_then_normalize",)),
         **dict.fromkeys(
             ("tensor_parallel_size", "dp_replicate_size", "expert_parallel_size"),
-            no_counterpart("tensor parallelism is not supported", trains=False, off=(1,)),
+            no_counterpart("StreamTune has no tensor parallelism", trains=False, off=(1,)),
         ),
-        "model_revision": no_counterpart("a model revision: download it and give its folder", off=("main",)),
-        "peft_autocast_adapter_dtype": no_counterpart("adapters are always trained in fp32", trains=False, off=(True,)),
+        "model_revision": no_counterpart("download the model revision and give its folder", off=("main",)),
+        "peft_autocast_adapter_dtype": no_counterpart("StreamTune trains adapters in fp32", trains=False, off=(True,)),
     },
     renamed={
         "special_tokens": """special_tokens.bos_token special_tokens.eos_token special_tokens.pad_token
@@ -126,24 +126,24 @@ FIELDS: dict[str, FieldRule] = field_table(
     },
     not_needed={
         "completions.jsonl records them": "trl.log_multimodal",
-        "vLLM runs in the training process, with its settings": """trl.vllm_device trl.vllm_dtype
+        "StreamTune runs vLLM in the training process and sets this itself": """trl.vllm_device trl.vllm_dtype
             trl.vllm_max_model_len trl.vllm_enable_prefix_caching trl.vllm_enable_sleep_mode trl.vllm_lora_sync
             trl.vllm_sync_interval vllm.device vllm.tensor_parallel_size vllm.data_parallel_size vllm.dtype
             vllm.enforce_eager vllm.max_model_len vllm.enable_prefix_caching vllm.enable_reasoning
             vllm.reasoning_parser""",
-        "the reference model is not updated": "trl.ref_model_mixup_alpha trl.ref_model_sync_steps",
+        "StreamTune does not update the reference model": "trl.ref_model_mixup_alpha trl.ref_model_sync_steps",
         "used only with entropy_coef": """trl.entropy_coef_delta trl.entropy_coef_max trl.entropy_coef_min
             trl.entropy_target""",
-        "log-probabilities of the trained model are used": """trl.vllm_importance_sampling_cap
+        "StreamTune uses log-probabilities of the trained model": """trl.vllm_importance_sampling_cap
             trl.vllm_importance_sampling_clip_max trl.vllm_importance_sampling_clip_min
             trl.vllm_importance_sampling_correction trl.vllm_importance_sampling_mode""",
-        "skip_limit: such batches are sampled again": "trl.skip_zero_advantage_batches",
-        "completions are generated before each batch": """trl.async_prefetch trl.prefetch_depth trl.use_data_producer
-            trl.streaming_min_groups trl.streaming_partial_batch""",
+        "StreamTune samples such batches again; see skip_limit": "trl.skip_zero_advantage_batches",
+        "StreamTune generates completions before each batch": """trl.async_prefetch trl.prefetch_depth
+            trl.use_data_producer trl.streaming_min_groups trl.streaming_partial_batch""",
         "used only with replay_buffer_size": "trl.replay_recompute_logps",
-        "groups without advantages are sampled again": "trl.reroll_max_groups trl.reroll_start_fraction",
-        "one process computes the rewards": "trl.reward_num_workers",
-        "the streamed head computes the loss in chunks": """trl.use_liger_loss liger_rope liger_rms_norm
+        "StreamTune samples groups without advantages again": "trl.reroll_max_groups trl.reroll_start_fraction",
+        "StreamTune computes rewards in one process": "trl.reward_num_workers",
+        "StreamTune computes the loss of the LM head in chunks": """trl.use_liger_loss liger_rope liger_rms_norm
             liger_glu_activation liger_layer_norm liger_fused_linear_cross_entropy liger_cross_entropy cut_cross_entropy
             chunked_cross_entropy liger_kernel_impl liger_rms_norm_gated liger_swiglu liger_use_token_scaling
             dpo_use_liger_kernel chunked_cross_entropy_num_chunks""",
@@ -158,30 +158,30 @@ FIELDS: dict[str, FieldRule] = field_table(
             torch_compile_options deepcompile""",
         CHECKPOINTING: """layer_offloading tiled_mlp tiled_mlp_num_shards dpo_use_logits_to_keep selective_checkpointing
             tiled_mlp_use_original_mlp""",
-        "rows are prepared when the run starts": """dataset_prepared_path dataset_processes dataset_num_proc
+        "StreamTune prepares rows when the run starts": """dataset_prepared_path dataset_processes dataset_num_proc
             dataset_keep_in_memory skip_prepare_dataset is_preprocess preprocess_iterable streaming axolotl_config_path
             num_dataset_shards_to_save sample_packing_mp_start_method streaming_multipack_buffer_size""",
-        "packing fills every sequence with as many rows as fit": """sample_packing_group_size sample_packing_bin_size
+        "StreamTune packs as many rows as fit into each sequence": """sample_packing_group_size sample_packing_bin_size
             sample_packing_sequentially eval_sample_packing sample_packing_eff_est pad_to_sequence_len
             multipack_real_batches batch_flattening pretrain_multipack_buffer_size pretrain_multipack_attn""",
-        "packed rows never attend to each other": "pretraining_sample_concatenation micro_batch_packing",
-        "set by the model's configuration": """model_type tokenizer_type processor_type cls_model_config
-            base_model_config is_falcon_derived_model is_llama_derived_model is_mistral_derived_model
+        "StreamTune's packed rows never attend to each other": "pretraining_sample_concatenation micro_batch_packing",
+        "StreamTune reads it from the model's configuration": """model_type tokenizer_type processor_type
+            cls_model_config base_model_config is_falcon_derived_model is_llama_derived_model is_mistral_derived_model
             is_qwen_derived_model type_of_model""",
         "models are placed automatically": """device device_map max_memory gpu_memory_limit ddp low_cpu_mem_usage
             lora_on_cpu qlora_sharded_model_loading experimental_skip_move_to_device gc_steps world_size ple_cpu_offload
             fsdp_version gc_collect_steps dp_shard_size""",
-        "the tokenizer is used unchanged": "tokenizer_use_fast tokenizer_legacy tokenizer_save_jinja_files",
+        "StreamTune uses the tokenizer unchanged": "tokenizer_use_fast tokenizer_legacy tokenizer_save_jinja_files",
         "checkpoints are resumed automatically": "auto_resume_from_checkpoints fsdp_final_state_dict_type",
-        "recipes are always read strictly": "strict",
-        "counted when the rows are prepared": "total_num_tokens total_supervised_tokens",
-        "a token for the hub belongs in HF_TOKEN": "hf_use_auth_token",
+        "StreamTune always refuses unknown keys of a recipe": "strict",
+        "StreamTune counts tokens when it prepares the rows": "total_num_tokens total_supervised_tokens",
+        "put a token for the hub into HF_TOKEN": "hf_use_auth_token",
         "`streamtune export` merges": "merge_lora merge_method",
         "chunks need no padding": "pad_to_multiple_of dpo_padding_free",
         "metrics.jsonl has every step": "include_tkps",
-        "the end-of-turn token is found by the chat template": "eot_tokens",
-        "used only by reward models": "center_rewards_coefficient",
-        "used only with an unsupported optimizer": """dion_lr dion_momentum dion_rank_fraction
+        "StreamTune finds the end-of-turn token by the chat template": "eot_tokens",
+        "only reward models use this field": "center_rewards_coefficient",
+        "only optimizers that StreamTune lacks use this field": """dion_lr dion_momentum dion_rank_fraction
             dion_rank_multiple_of qgalore_cos_threshold qgalore_gamma_proj qgalore_proj_bits qgalore_rank
             qgalore_proj_group_size qgalore_proj_quant qgalore_proj_type qgalore_queue_size qgalore_scale
             qgalore_update_proj_gap""",
@@ -196,94 +196,94 @@ FIELDS: dict[str, FieldRule] = field_table(
             swanlab_workspace""",
         "used only with use_comet": "comet_experiment_config comet_experiment_key comet_mode comet_online",
         "used only with use_otel_metrics": "otel_metrics_host otel_metrics_port",
-        "images are not trained on": "freeze_mm_modules processor_kwargs",
-        "used only with the plugin lm_eval": "lm_eval_batch_size lm_eval_model lm_eval_post_train lm_eval_tasks",
-        "used only with the plugin expert_parallel": """expert_parallel_backend expert_parallel_token_capacity
+        "StreamTune trains on text only, not on images": "freeze_mm_modules processor_kwargs",
+        "used only with axolotl's plugin lm_eval": "lm_eval_batch_size lm_eval_model lm_eval_post_train lm_eval_tasks",
+        "used only with axolotl's plugin expert_parallel": """expert_parallel_backend expert_parallel_token_capacity
             expert_parallel_fallback_on_unsupported expert_parallel_num_nvl_bytes expert_parallel_num_rdma_bytes""",
-        "experts are quantised with the linear layers": "quantize_moe_experts",
-        "set by the recipe's objective": "rl reward_model process_reward_model",
-        "used only with the plugin nemo_gym": """nemo_gym_auto_clone nemo_gym_auto_start nemo_gym_config_paths
+        "StreamTune quantises experts together with the linear layers": "quantize_moe_experts",
+        "StreamTune's objective (sft, dpo or grpo) sets it": "rl reward_model process_reward_model",
+        "used only with axolotl's plugin nemo_gym": """nemo_gym_auto_clone nemo_gym_auto_start nemo_gym_config_paths
             nemo_gym_datasets nemo_gym_dir nemo_gym_head_port nemo_gym_max_turns nemo_gym_model_name nemo_gym_multi_turn
             nemo_gym_run_timeout nemo_gym_server_timeout nemo_gym_verify_timeout""",
         "used only with spectrum_top_fraction": "spectrum_model_name",
         "used only with nvfp4_merge_aware": "nvfp4_merge_aware_start_step",
         "used only with scaling_softmax": "scaling_softmax_bias scaling_softmax_factor",
         "used only with fp32_norms": "fp32_norm_classes",
-        "used only with peft_init_lora_weights: loftq": "peft.loftq_config",
+        "axolotl reads it only with peft_init_lora_weights: loftq": "peft.loftq_config",
         "used only with loraplus_lr_ratio": "loraplus_lr_embedding",
         "used only with relora": "relora_prune_ratio relora_prune_method relora_cpu_offload",
-        "each epoch shuffles the rows anyway": "shuffle_merged_datasets",
+        "StreamTune shuffles the rows in each epoch anyway": "shuffle_merged_datasets",
     },
     lost={
         "WPO weighting of pairs": "dpo_use_weighting",
         "an entropy bonus": "trl.entropy_coef trl.use_adaptive_entropy",
         "other generation settings": "trl.generation_kwargs trl.vllm_guided_decoding_regex",
         "code that generates completions": "trl.rollout_func",
-        "a mask on off-policy tokens": "trl.off_policy_mask_threshold",
-        "the corrected KL of new and old policy": "trl.use_bias_correction_kl",
+        "StreamTune has no mask on off-policy tokens": "trl.off_policy_mask_threshold",
+        "a KL term corrected by the ratio of new and old policy is not converted": "trl.use_bias_correction_kl",
         "completions of earlier steps": "trl.replay_buffer_size",
         "code of axolotl's plugins": "trainer_cls dense_mixer mora",
         "an unsupported objective": "diffusion ebft hatchery nemo_gym_enabled kd_trainer",
-        "training of some layers only": "spectrum_top_fraction",
-        "the Grokfast filter of gradients": "grokfast_alpha grokfast_lamb",
+        "training only some layers is not supported": "spectrum_top_fraction",
+        "StreamTune has no Grokfast filter of gradients": "grokfast_alpha grokfast_lamb",
         "compression during training": "llmcompressor qat use_onebitllms nvfp4_merge_aware",
-        "other kinds of quantised loading": """dsv4_bf16_all dsv4_fp4_grouped_mode dsv4_fp8_nonexpert_mode
+        "StreamTune quantises only to nf4 and int8": """dsv4_bf16_all dsv4_fp4_grouped_mode dsv4_fp8_nonexpert_mode
             gemma4_fp8_nonexpert gemma4_nf4_nonexpert nonexpert_quantization model_kwargs fp8_config
             model_quantization_config model_quantization_config_kwargs""",
-        "a change of the model's attention": "scaling_softmax",
-        "norms in fp32; write dtype: float32 for all weights": "fp32_norms",
+        "StreamTune does not change the model's attention": "scaling_softmax",
+        "norms alone in fp32 are not supported; write dtype: float32 for all weights": "fp32_norms",
         "the EAFT loss": "use_eaft",
-        "several losses are summed there; StreamTune takes one loss_type": "dpo_loss_weights",
+        "a sum of several losses is not supported; StreamTune takes one loss_type": "dpo_loss_weights",
         "noise on embeddings": "noisy_embedding_alpha",
-        "masks by role boundaries; here the chat template determines them": "role_boundaries",
+        "StreamTune masks turns by the chat template, not by role boundaries": "role_boundaries",
         "tokens cannot be renamed": "added_tokens_overrides",
-        "the tokenizer is used unchanged": "tokenizer_use_mistral_common",
+        "StreamTune uses the tokenizer unchanged": "tokenizer_use_mistral_common",
         "embeddings are not resized": "resize_token_embeddings_to_32x mean_resizing_embeddings shrink_embeddings",
         "embeddings are not reinitialised": "fix_untrained_tokens reinit_weights",
         "training in fp8": "fp8 fp8_enable_fsdp_float8_all_gather",
-        "float16 weights are not supported; write dtype: bfloat16": "float16",
-        "a model revision: download it and give its folder": "revision_of_model",
-        "changes to the model's configuration": "overrides_of_model_kwargs",
-        "training of named parameters only; finetuning_type takes full, lora, qlora": "unfrozen_parameters",
+        "StreamTune does not support float16 weights; write dtype: bfloat16": "float16",
+        "download the model revision and give its folder": "revision_of_model",
+        "StreamTune does not change the model's configuration": "overrides_of_model_kwargs",
+        "StreamTune does not train selected parameters; finetuning_type is full, lora or qlora": "unfrozen_parameters",
         "weights quantised by GPTQ": "gptq",
         "settings of bitsandbytes": "bnb_config_kwargs",
-        "a trained adapter to start from: merge it first with `streamtune export`": "lora_model_dir",
-        "adapters on parameters that are not linear layers": "lora_target_parameters",
+        "a start from a trained adapter is not converted: merge it first with `streamtune export`": "lora_model_dir",
+        "StreamTune adapts only linear layers, not other parameters": "lora_target_parameters",
         "transposed weights": "lora_fan_in_fan_out",
         "adapters on some layers": "peft_layers_to_transform peft_layers_pattern peft_layer_replication",
-        "token embeddings trained with the adapters": "peft_trainable_token_indices peft_ensure_weight_tying",
-        "LoRA+: write lr_groups: [{match: lora_B, learning_rate: ...}]": "loraplus_lr_ratio",
+        "token embeddings trained beside the adapters": "peft_trainable_token_indices peft_ensure_weight_tying",
+        "for LoRA+, write lr_groups: [{match: lora_B, learning_rate: ...}]": "loraplus_lr_ratio",
         "ReLoRA": """relora relora_steps relora_warmup_steps relora_anneal_steps jagged_restart_steps
             jagged_restart_anneal_steps jagged_restart_warmup_steps""",
         "LISA": "lisa_n_layers lisa_step_interval lisa_layers_attribute",
-        "learning rates of groups: write lr_groups": "embedding_lr embedding_lr_scale lr_groups",
+        "for learning rates of parameter groups, write lr_groups": "embedding_lr embedding_lr_scale lr_groups",
         "an unsupported schedule": "lr_quadratic_warmup cosine_constant_lr_ratio lr_div_factor",
-        "an argument of an unsupported optimizer": "adam_epsilon2 adam_beta3 torchdistx_path",
-        "a classifier or reward model": "num_labels",
+        "only optimizers that StreamTune lacks take this argument": "adam_epsilon2 adam_beta3 torchdistx_path",
+        "StreamTune trains no classifiers or reward models": "num_labels",
         "skipped positions (PoSE)": "use_pose pose_split_on_token_ids pose_max_context_len pose_num_chunks",
-        "sparse attention is not supported": "s2_attention",
+        "StreamTune does not support sparse attention": "s2_attention",
         "duplicate rows are trained": "dataset_exact_deduplication",
-        "short rows are trained too": "min_sample_len",
+        "StreamTune trains short rows too": "min_sample_len",
         "rows are not sharded": "dataset_shard_num dataset_shard_idx",
-        "images are not trained on": "image_size image_resize_algorithm",
+        "StreamTune trains on text only, not on images": "image_size image_resize_algorithm",
     },
     lost_beside_training={
         SERVER: "vllm.host vllm.port vllm.serve_module vllm.worker_extension_cls",
-        "embeddings keep the precision of the weights": "embeddings_skip_upcast",
+        "StreamTune keeps embeddings in the precision of the weights": "embeddings_skip_upcast",
         "axolotl has removed this field": "max_packed_sequence_len",
-        "`streamtune export --gguf` quantises the trained model": "quantization",
-        "evaluation uses the training length": "eval_sequence_len",
-        "an interrupted run saves a checkpoint": "dynamic_checkpoint save_first_step",
+        "to quantise the trained model, use `streamtune export --gguf`": "quantization",
+        "StreamTune evaluates at the training length": "eval_sequence_len",
+        "StreamTune saves a checkpoint of an interrupted run": "dynamic_checkpoint save_first_step",
         "write sample: {prompt: ...}": "generate_samples dpo_generate_during_eval eval_table_size eval_max_new_tokens",
-        "this tracker is not supported": """use_otel_metrics use_comet comet_project_name comet_workspace comet_api_key
-            use_swanlab swanlab_project""",
-        "set by the tracker's environment variables": """mlflow_run_name trackio_project_name trackio_run_name
+        "StreamTune does not support this tracker": """use_otel_metrics use_comet comet_project_name comet_workspace
+            comet_api_key use_swanlab swanlab_project""",
+        "set it with the tracker's environment variables": """mlflow_run_name trackio_project_name trackio_run_name
             wandb_entity wandb_name wandb_run_id wandb_watch wandb_mode wandb_log_model wandb_silent
             mlflow_experiment_name hf_mlflow_log_artifacts""",
         "`streamtune bench` measures": "profiler_steps_start profiler_steps",
         "use `streamtune generate` to try a model": """gradio_max_new_tokens gradio_server_port gradio_temperature
             gradio_title gradio_share gradio_server_name""",
-        "rows of all datasets are shuffled together": "shuffle_before_merging_datasets",
+        "StreamTune shuffles the rows of all datasets together": "shuffle_before_merging_datasets",
         "code of axolotl's plugins": "plugins",
         "on_nan: stop ends a run whose loss is not finite": "loss_watchdog_threshold loss_watchdog_patience",
         "write save_steps: N": "saves_per_epoch",
@@ -299,13 +299,13 @@ FIELDS: dict[str, FieldRule] = field_table(
 def _choose_objective(conversion: Conversion) -> str:
     for name in ("reward_model", "process_reward_model"):
         if conversion.get(name):
-            raise conversion.import_error(name, what=f"'{name}' trains a reward model, which is not supported")
+            raise conversion.import_error(name, what=f"'{name}' trains a reward model: StreamTune does not")
     rl = str(conversion.get("rl", ""))
     if not rl:
         return "sft"
     if rl not in OBJECTIVES:
         raise conversion.import_error(
-            "rl", what=f"'rl: {rl}' has no counterpart", fix=f"known are {', '.join(OBJECTIVES)}"
+            "rl", what=f"StreamTune has no objective for 'rl: {rl}'", fix=f"known are {', '.join(OBJECTIVES)}"
         )
     return OBJECTIVES[rl][0]
 
@@ -329,10 +329,10 @@ def _convert_dependent_fields(conversion: Conversion) -> None:
     if sharding and not conversion.get("fsdp"):
         conversion.write_key("fsdp", True, "fsdp_config", note="FSDP2 shards automatically", trains=False)
     conversion.mark_unneeded(
-        "fsdp_config", why="fsdp: true shards automatically with FSDP2" if sharding else "no value"
+        "fsdp_config", why="StreamTune's fsdp: true shards automatically with FSDP2" if sharding else "no value"
     )
     if on_inputs and any(str(kind).startswith("chat_template") for kind in dataset_types(conversion)):
-        note = "messages of all roles are trained, but not the template's text around them"
+        note = "StreamTune trains messages of all roles, but not the template's text around them"
         conversion.write_key("roles_to_train", list(EVERY_ROLE), "train_on_inputs", note=note)
     elif on_inputs is not None:
         conversion.write_key("train_on", "all" if on_inputs else "assistant", "train_on_inputs")
@@ -354,7 +354,7 @@ def _convert_model_overrides(conversion: Conversion, name: str) -> None:
         elif key == "rope_theta":
             conversion.write_key(key, float(value) if isinstance(value, int) else value, name, key)
         else:
-            conversion.report_lost(name, key, why="a change to the model's configuration")
+            conversion.report_lost(name, key, why="StreamTune does not change this value of the model's configuration")
     if not changes and name in conversion.file.fields:
         conversion.report_unneeded(name, why="no value")
     elif changes and not isinstance(changes, dict):
@@ -368,11 +368,11 @@ def _convert_min_learning_rate(conversion: Conversion) -> None:
         return
     ratio = conversion.pop_field(name)
     if ratio in (None, 0, ""):
-        conversion.report_unneeded(name, why="off, as here")
+        conversion.report_unneeded(name, why="off, as in StreamTune")
     elif conversion.get("lr_scheduler", "cosine") != "cosine":
-        conversion.report_unneeded(name, why="used only with lr_scheduler: cosine")
+        conversion.report_unneeded(name, why="axolotl reads it only with lr_scheduler: cosine")
     elif conversion.get("cosine_constant_lr_ratio"):
-        conversion.report_lost(name, why="with cosine_constant_lr_ratio, it is an unsupported schedule")
+        conversion.report_lost(name, why="StreamTune has no cosine schedule with cosine_constant_lr_ratio")
     elif conversion.write_key("lr_scheduler_kwargs", {"min_lr_rate": ratio}, name):
         given = "lr_scheduler" if "lr_scheduler" in conversion.left else name
         conversion.pop_field("lr_scheduler")
@@ -383,7 +383,7 @@ def _convert_batch_size(conversion: Conversion) -> None:
     """Convert axolotl's ``batch_size``, which counts the rows of an optimizer step over all ranks."""
     total = conversion.get("batch_size")
     if total and not conversion.get("gradient_accumulation_steps"):
-        conversion.write_key("train_batch_size", total, "batch_size", note="rows in a step over all ranks")
+        conversion.write_key("train_batch_size", total, "batch_size", note="axolotl's batch_size counts all ranks")
     conversion.mark_unneeded("batch_size", why="set by gradient_accumulation_steps" if total else "no value")
 
 
@@ -392,7 +392,7 @@ def _convert_adapter(conversion: Conversion) -> None:
     if "adapter" in conversion.left:
         adapter = conversion.pop_field("adapter")
         if adapter and adapter not in ("lora", "qlora"):
-            conversion.report_lost("adapter", why="finetuning_type takes full, lora, qlora")
+            conversion.report_lost("adapter", why="finetuning_type is full, lora or qlora")
         else:
             kind = "qlora" if quantised and adapter else adapter or "full"
             conversion.write_key("finetuning_type", kind, "adapter")
@@ -403,10 +403,10 @@ def _convert_adapter(conversion: Conversion) -> None:
         modules = conversion.pop_field("lora_target_modules")
         if linear or not modules:
             conversion.report_unneeded(
-                "lora_target_modules", why="all linear layers have adapters" if linear else "no value"
+                "lora_target_modules", why="lora_target_linear adapts all linear layers" if linear else "no value"
             )
         elif isinstance(modules, str) and re.search(r"[\\^$*()|]", modules):
-            conversion.report_lost("lora_target_modules", why="a pattern; list the last parts of the module names")
+            conversion.report_lost("lora_target_modules", why="no patterns: list the last parts of module names")
         else:
             conversion.convert_key("lora_target", convert_module_names, modules, "lora_target_modules")
 
@@ -415,15 +415,15 @@ def _convert_chat_template(conversion: Conversion) -> None:
     template, jinja = conversion.get("chat_template"), conversion.get("chat_template_jinja")
     conversion.write_if_on("chat_template_jinja", "chat_template", jinja, why="no value")
     if template in (None, "tokenizer_default", "jinja"):
-        conversion.mark_unneeded("chat_template", why="the tokenizer's own template is the default")
+        conversion.mark_unneeded("chat_template", why="StreamTune uses the tokenizer's own template by default")
     elif str(template).startswith("tokenizer_default_fallback_"):
         conversion.mark_unneeded(
-            "chat_template", why="the tokenizer's own template; without one, the run stops with an error"
+            "chat_template", why="StreamTune uses the tokenizer's own template; without one, the run stops"
         )
     elif template == "chatml" and not jinja:
         conversion.write_key("chat_template", "chatml", "chat_template")
     else:
-        why = "the tokenizer's own template is used; if it differs, write chat_template: FILE.jinja"
+        why = "StreamTune uses the tokenizer's own template; if it differs, write chat_template: FILE.jinja"
         conversion.report_lost("chat_template", why=why)
 
 
@@ -435,7 +435,7 @@ def _write_trainer_defaults(conversion: Conversion) -> None:
     if "warmup_steps" not in conversion.ours and conversion.get("lr_scheduler") != "constant":
         conversion.write_default("warmup_ratio", 0.03, "axolotl limits warm-up to 100 steps")
     if conversion.get("bf16", "auto") in ("auto", True) and "dtype" not in conversion.ours:
-        conversion.write_default("bf16", True, "if the device supports it")
+        conversion.write_default("bf16", True, "axolotl uses bf16 if the device supports it")
         conversion.write_default("dtype", "bfloat16", "axolotl loads weights in the compute dtype")
     report_default_targets(conversion)
     report_nll_differences(conversion)

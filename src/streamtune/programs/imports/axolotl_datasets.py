@@ -66,25 +66,25 @@ ENTRY_FIELDS: dict[str, FieldRule] = field_table(
         "train_on_eos": "train_on_eos",
     },
     not_needed={
-        "recognised by the file's ending; code of a dataset is not run": "ds_type trust_remote_code",
-        "rows are prepared when the run starts": "preprocess_shards",
-        "reasoning in the text is rendered unchanged; see reasoning": "split_thinking",
-        "reasoning is read from reasoning_content, reasoning and thinking": "field_thinking",
+        "StreamTune recognises a file by its ending and runs no code of a dataset": "ds_type trust_remote_code",
+        "StreamTune prepares rows when the run starts": "preprocess_shards",
+        "StreamTune renders reasoning in the text unchanged; see the key reasoning": "split_thinking",
+        "StreamTune reads reasoning from reasoning_content, reasoning and thinking": "field_thinking",
         "used only with kd_trainer": "logprobs_field temperature",
-        "recognised by the role names": "field_human field_model",
-        "used only with type: synthetic": "length sequence_length min_input_id max_input_id seed",
-        "used only by process reward models": "step_separator max_completion_length train_on_last_step_only",
+        "StreamTune recognises turns by their roles": "field_human field_model",
+        "axolotl reads it only with type: synthetic": "length sequence_length min_input_id max_input_id seed",
+        "only process reward models use this field": "step_separator max_completion_length train_on_last_step_only",
     },
     lost={
-        "a part of the rows: write max_rows": "shards shards_idx skip",
+        "to train only a part of the rows, write max_rows": "shards shards_idx skip",
         "a revision of a dataset": "revision",
         "a custom prompt format": """conversation input_format input_transform type.system_prompt type.system_format
             type.format type.no_input_format type.field_system type.field_instruction type.field_input type.field_output
             type.prompt_format type.chosen_format type.rejected_format type.completion_format""",
-        "spans of a message: only whole messages can be masked, with train: false": "message_field_training_detail",
+        "StreamTune masks only whole messages (train: false), not spans": "message_field_training_detail",
         "end-of-turn tokens: see train_on_eos": "train_on_eot",
-        "system messages are not dropped": "drop_system_message",
-        "the key for reasoning must be reasoning_content or thinking": "template_thinking_key",
+        "StreamTune does not drop system messages": "drop_system_message",
+        "StreamTune needs the reasoning in reasoning_content or thinking": "template_thinking_key",
     },
 )
 """Rules for the fields of an entry."""
@@ -137,7 +137,7 @@ def convert_datasets(conversion: Conversion) -> None:
                 report_media(conversion, found, name, index)
                 specs += found
             else:
-                conversion.report_lost(name, index, why="the entry has no path")
+                conversion.report_lost(name, index, why="the dataset entry has no path")
         if name == "test_datasets":
             write_eval_sets(conversion, specs, name)
             continue
@@ -163,16 +163,16 @@ def _convert_long_rows(conversion: Conversion, has_texts: bool, has_other_rows: 
         elif given:
             conversion.report_unneeded(name, why="no value")
         return
-    conversion.write_default("overlength", "split", "a text is split into parts of sequence_len tokens")
+    conversion.write_default("overlength", "split", "axolotl splits a text into parts of sequence_len tokens")
     if has_other_rows:
         what = name if given else f"{name}: {ours}"
-        why = "there, only texts are split; here, overlength applies to all rows"
+        why = "axolotl splits only texts; StreamTune's overlength applies to all rows"
         conversion.report_lost(name, why=why) if given else conversion.report_lost_setting(what, why)
     elif given:
-        conversion.report_unneeded(name, why="texts are split, so they are never too long")
+        conversion.report_unneeded(name, why="StreamTune splits texts, so they are never too long")
     if conversion.get("pretraining_dataset"):
-        why = "there, windows overlap by up to 256 tokens, and each ends with EOS"
-        cut = "there, without sample_packing, a text is truncated at sequence_len; here all of it is trained"
+        why = "only axolotl makes windows of a text overlap by up to 256 tokens, and ends each with EOS"
+        cut = "without sample_packing, axolotl truncates a text at sequence_len; StreamTune trains all of it"
         conversion.report_lost_setting("pretraining_dataset", why if packs else cut)
 
 
@@ -200,12 +200,12 @@ def _convert_dataset(conversion: Conversion, entry: dict[str, Any], name: str, i
         elif key == "split":
             convert_split(spec, value, conversion.make_lost_reporter(name, index, "split"))
         elif key == "field_thinking" and value not in THOUGHTS:
-            report_lost(key, f"reasoning is read from {', '.join(THOUGHTS)}")
+            report_lost(key, f"StreamTune reads reasoning from {', '.join(THOUGHTS)}")
         elif key in ENTRY_FIELDS and not ENTRY_FIELDS[key].needed:
             conversion.report_unneeded(name, index, key, why=ENTRY_FIELDS[key].why)
         elif key == "data_files":
             if entry["path"] not in LOADERS and not entry.get("ds_type"):
-                report_lost(key, "files of a hub dataset: give them in path")
+                report_lost(key, "give the files of a hub dataset in path")
         elif key == "field_messages" and conversion.objective == "dpo":
             prompt = value
         elif key in COLUMNS:
@@ -214,16 +214,16 @@ def _convert_dataset(conversion: Conversion, entry: dict[str, Any], name: str, i
         elif key in ("roles_to_train", "train_on_eos", "train_on_eot"):
             _convert_trained_turns(conversion, value, name, index, key)
         elif key == "message_field_training" and value in FLAGS:
-            conversion.report_unneeded(name, index, key, why="a message is trained unless it has such a field")
+            conversion.report_unneeded(name, index, key, why="StreamTune trains on messages without this field")
         elif key == "chat_template":
             if value not in ("tokenizer_default", "jinja"):
-                report_lost(key, "the tokenizer's own template is used; to change it, write chat_template: FILE.jinja")
+                report_lost(key, "to change the tokenizer's own chat template, write chat_template: FILE.jinja")
         elif key == "roles":
             if value not in USUAL_ROLES:
-                report_lost(key, "roles must be user, assistant, system or tool; in sharegpt rows human and gpt")
+                report_lost(key, "roles are user, assistant, system and tool, in sharegpt rows human and gpt")
         else:
             rule = ENTRY_FIELDS.get(key)
-            report_lost(key, rule.why if rule else "unknown key of a dataset entry")
+            report_lost(key, rule.why if rule else "StreamTune does not know this key of a dataset")
     if entry.get("type") == "chat_template.default" and conversion.objective == "dpo" and prompt != "prompt":
         spec["columns"] = {"prompt": prompt, **spec.get("columns", {})}
     if turn == ("from", "value"):
@@ -231,7 +231,7 @@ def _convert_dataset(conversion: Conversion, entry: dict[str, Any], name: str, i
             spec["type"] = "sharegpt"
     elif turn != ("role", "content"):
         report_lost(
-            "message_property_mappings", "a turn must have 'role' and 'content', or 'from' and 'value': rename them"
+            "message_property_mappings", "rename fields: turns need 'role' and 'content', or 'from' and 'value'"
         )
     if conversion.objective == "sft":
         column = str(entry.get("field_messages") or "messages")
@@ -254,11 +254,11 @@ def _convert_trained_turns(conversion: Conversion, value: Any, name: str, index:
     if key == "roles_to_train" and conversion.get("train_on_inputs"):
         conversion.report_unneeded(name, index, setting, why="train_on_inputs trains every role")
     elif value in (["assistant"], "turn") and key not in conversion.ours:
-        conversion.report_unneeded(name, index, setting, why="as here")
+        conversion.report_unneeded(name, index, setting, why="as in StreamTune")
     elif conversion.objective != "sft" or conversion.ours.get("train_on") == "all":
-        conversion.report_unneeded(name, index, setting, why="all tokens of an answer are trained")
+        conversion.report_unneeded(name, index, setting, why="StreamTune trains all tokens of an answer")
     elif conversion.ours.get(key, value) != value:
-        conversion.report_lost(name, index, setting, why=f"{key} is the same for all datasets here")
+        conversion.report_lost(name, index, setting, why=f"StreamTune has one {key} for all datasets")
     else:
         conversion.write_key(key, value, name, index, setting)
 
@@ -274,17 +274,17 @@ def _convert_dataset_type(
         if renamed := {ours: column for ours, column in names.items() if ours != column}:
             spec["columns"] = {**spec.get("columns", {}), **renamed}
     elif isinstance(value, dict):
-        report_lost("type", "your own prompt format: write the rows as messages, or as prompt and completion")
+        report_lost("type", "no custom prompt formats: write rows as messages or as prompt and completion")
     elif value in known:
         if known[value]:
             spec["type"] = known[value]
         if value == "alpaca":
-            report_lost("type", "here, the chat template renders an alpaca row, not Alpaca's prompt text")
+            report_lost("type", "StreamTune uses the chat template, not Alpaca's prompt text")
     elif conversion.objective == "dpo":
         spec["type"] = "unpaired" if kto else "preference"
         columns = "prompt, completion and label" if kto else "prompt, chosen and rejected"
-        report_lost("type", f"the chat template renders the rows; the columns must be {columns}")
+        report_lost("type", f"StreamTune renders the rows with the chat template; the columns must be {columns}")
     elif conversion.objective == "grpo":
-        report_lost("type", "rows must have a 'prompt' column or messages")
+        report_lost("type", "StreamTune's grpo rows need a column 'prompt' or messages")
     else:
-        report_lost("type", f"rows are recognised by their columns; '{value}' has a custom prompt format")
+        report_lost("type", f"StreamTune recognises rows by their columns; '{value}' has a custom prompt format")

@@ -224,14 +224,14 @@ class Conversion:
                 self.report_lost(*path, why=str(error), trains=rule.trains)
             else:
                 if converted is None:
-                    self.report_unneeded(*path, why="off, as here")
+                    self.report_unneeded(*path, why="off, as in StreamTune")
                     return
                 note = "" if rule.convert and converted == value else rule.why
                 self.write_key(rule.ours, converted, *path, note=note, trains=rule.trains)
         elif not rule.needed:
             self.report_unneeded(*path, why=rule.why)
         elif rule.is_off(value):
-            same = "off, as here" if not value else "as here"
+            same = "off, as in StreamTune" if not value else "as in StreamTune"
             self.report_unneeded(*path, why="no value" if value in (None, "") else same)
         else:
             self.report_lost(*path, why=rule.why, trains=rule.trains)

@@ -156,13 +156,13 @@ def convert_optimizer_name(value: Any) -> Any:
 
 
 OTHER_STEPS = {
-    "adafactor": "transformers' Adafactor takes absolute steps; optim: adafactor takes steps relative to the weight",
+    "adafactor": "transformers' Adafactor takes absolute steps; StreamTune's takes steps relative to the weight",
     "muon": "write optim: muon, whose steps are scaled to the size of AdamW's",
-    "galore_adamw": "write optim: galore, and compare the rank and the scale",
-    "apollo_adamw": "write optim: apollo, and compare the rank and the scale",
-    "schedule_free_adamw": "write optim: schedule_free, and compare its betas",
-    "adopt_adamw": "write optim: adopt, and compare its betas",
-    "came_pytorch": "write optim: came, and compare its betas",
+    "galore_adamw": "write optim: galore, and compare its rank and scale with this recipe's",
+    "apollo_adamw": "write optim: apollo, and compare its rank and scale with this recipe's",
+    "schedule_free_adamw": "write optim: schedule_free, and compare its betas with this recipe's",
+    "adopt_adamw": "write optim: adopt, and compare its betas with this recipe's",
+    "came_pytorch": "write optim: came, and compare its betas with this recipe's",
 }
 """Reasons for optimizers whose steps differ from our optimizer of the same name."""
 
@@ -180,7 +180,7 @@ def convert_step_count(value: Any) -> Any:
         UnconvertedError: The value is a fraction of all steps.
     """
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1:
-        raise UnconvertedError("a fraction of all steps; write a number of steps")
+        raise UnconvertedError("a fraction of all steps is not supported; write a number of steps")
     return int(value) if isinstance(value, float) and value == int(value) else value
 
 
@@ -192,7 +192,7 @@ def convert_special_tokens(value: Any) -> Any:
     """
     names = ("bos_token", "eos_token", "pad_token", "unk_token", "additional_special_tokens")
     if not isinstance(value, dict):
-        raise UnconvertedError("expected a mapping of tokens")
+        raise UnconvertedError("special tokens must be a mapping of names to tokens")
     given = {name: token for name, token in value.items() if token not in (None, "")}
     if other := next((name for name in given if name not in names), None):
         raise UnconvertedError(f"'{other}' is not a token of a causal language model")
@@ -226,6 +226,6 @@ def convert_rope_scaling(value: Any) -> Any:
     if "type" in keys:  # its name in older configurations
         keys["rope_type"] = keys.pop("type")
     if keys.get("rope_type") not in ("linear", "yarn", "llama3", "dynamic", "longrope"):
-        raise UnconvertedError("supported types: linear, yarn, llama3, dynamic and longrope")
+        raise UnconvertedError("StreamTune supports the types linear, yarn, llama3, dynamic and longrope")
     factor = keys.get("factor")
     return {**keys, "factor": float(factor)} if isinstance(factor, int) else keys

@@ -112,7 +112,7 @@ def _write_checked_recipe(dest: Path, text: str, fix: str) -> None:
 
 SECTIONS = {
     "mapped": "mapped",
-    "default": "written, because the default differs",
+    "default": "written, because StreamTune's default differs",
     "not_needed": "not needed",
     "lost": "not converted",
 }

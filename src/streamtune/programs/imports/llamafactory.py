@@ -64,7 +64,7 @@ FIELDS: dict[str, FieldRule] = field_table(
         "lora_target": key_rule("lora_target", convert_module_names),
         "pref_ftx": key_rule("rpo_alpha", none_if_empty),
         "quantization_bit": key_rule(
-            "quantization", lookup_converter({4: "nf4", 8: "int8"}, "4 bits (nf4) or 8 (int8)")
+            "quantization", lookup_converter({4: "nf4", 8: "int8"}, "StreamTune has 4 bits (nf4) and 8 (int8)")
         ),
         "rope_scaling": key_rule("rope_scaling", convert_rope_scaling),
         "oft_block_size": key_rule("oft_block_size", none_if_empty),
@@ -73,7 +73,7 @@ FIELDS: dict[str, FieldRule] = field_table(
         "additional_target": key_rule("modules_to_save", convert_module_list),
         "use_dft_loss": key_rule("loss_type", dft_or_nll),
         "disable_shuffling": key_rule("shuffle", negate_switch),
-        "model_revision": no_counterpart("a model revision: download it and give its folder", off=("main",)),
+        "model_revision": no_counterpart("download the model revision and give its folder", off=("main",)),
         "quantization_method": no_counterpart("bitsandbytes or torchao quantise", off=("bnb", "bitsandbytes")),
         "quantization_type": no_counterpart("4-bit weights use nf4", off=("nf4",)),
     },
@@ -91,65 +91,65 @@ FIELDS: dict[str, FieldRule] = field_table(
     },
     not_needed={
         CHECKPOINTING: "disable_gradient_checkpointing use_reentrant_gc",
-        "set by the recipe's objective": "stage",
+        "StreamTune's objective (sft, dpo or grpo) sets it": "stage",
         KERNELS: """use_kt kt_expert_checkpoint_path kt_lora_expert_intermediate_size kt_lora_expert_num
             kt_use_lora_experts kt_weight_path block_diag_attn flash_attn enable_liger_kernel use_unsloth use_unsloth_gc
             use_v1_kernels""",
         "models are placed automatically": """device_map use_hyper_parallel hyper_parallel_args low_cpu_mem_usage
             quantization_device_map use_fast_tokenizer""",
-        "set by the dtype of the weights": "compute_dtype",
+        "StreamTune takes it from the dtype of the weights": "compute_dtype",
         "set by cutoff_len": "model_max_length",
-        "used for generation, not for training": """generation_config generation_num_beams sglang_config
-            sglang_lora_backend sglang_maxlen sglang_mem_fraction sglang_tp_size infer_backend infer_dtype use_kv_cache
-            do_sample temperature top_p top_k num_beams max_new_tokens max_length repetition_penalty length_penalty
-            skip_special_tokens eval_num_beams generation_max_length vllm_maxlen vllm_gpu_util vllm_enforce_eager
-            vllm_max_lora_rank vllm_config""",
+        "LLaMA-Factory uses it for generation, not for training": """generation_config generation_num_beams
+            sglang_config sglang_lora_backend sglang_maxlen sglang_mem_fraction sglang_tp_size infer_backend infer_dtype
+            use_kv_cache do_sample temperature top_p top_k num_beams max_new_tokens max_length repetition_penalty
+            length_penalty skip_special_tokens eval_num_beams generation_max_length vllm_maxlen vllm_gpu_util
+            vllm_enforce_eager vllm_max_lora_rank vllm_config""",
         "use `streamtune bench` for measurements": """enable_torch_profiler profile_modules profiler_active_steps
             profiler_output_dir profiler_profile_memory profiler_record_shapes profiler_repeat profiler_wait_steps
             profiler_warmup_steps profiler_with_stack""",
-        "`--nproc N` starts the ranks of one machine": "master_addr master_port ray_init_kwargs",
-        "rows are shuffled by 'seed'; packing: true avoids padding": "sortish_sampler",
+        "StreamTune's `--nproc N` starts the ranks of one machine": "master_addr master_port ray_init_kwargs",
+        "StreamTune shuffles rows by 'seed'; packing: true avoids padding": "sortish_sampler",
         "used only with use_eaft_loss": "eaft_alpha",
-        "log-probabilities are always computed in fp32": "upcast_lmhead_output",
-        "HF_HOME sets the folder of downloads": "cache_dir offload_folder",
-        "rows are prepared when the run starts": """overwrite_cache preprocessing_num_workers preprocessing_batch_size
-            tokenized_path streaming buffer_size data_shared_file_system media_dir""",
-        "padding always has the label -100": "ignore_pad_token_for_loss",
+        "StreamTune always computes log-probabilities in fp32": "upcast_lmhead_output",
+        "set the folder of downloads with the variable HF_HOME": "cache_dir offload_folder",
+        "StreamTune prepares rows when the run starts": """overwrite_cache preprocessing_num_workers
+            preprocessing_batch_size tokenized_path streaming buffer_size data_shared_file_system media_dir""",
+        "StreamTune always labels padding with -100": "ignore_pad_token_for_loss",
         "loss.png is always drawn": "plot_loss",
         "metrics.jsonl has every step": "include_effective_tokens_per_second compute_accuracy",
-        "a run's banner shows it": "print_param_status",
-        "`streamtune export` writes the model": """export_dir export_size export_device export_hub_model_id
+        "StreamTune shows it when a run starts": "print_param_status",
+        "use `streamtune export` to write the model": """export_dir export_size export_device export_hub_model_id
             export_quantization_bit export_quantization_dataset export_quantization_nsamples export_quantization_maxlen
             export_legacy_format""",
-        "put a hub token into its environment variable": "ms_hub_token om_hub_token",
-        "images and sounds are not trained on": """image_max_pixels image_min_pixels video_max_pixels video_min_pixels
-            video_fps video_maxlen crop_to_patches audio_sampling_rate use_audio_in_video image_do_pan_and_scan
-            freeze_multi_modal_projector freeze_vision_tower""",
-        "double quantisation is on for nf4": "double_quantization",
+        "put the token of this hub into its environment variable": "ms_hub_token om_hub_token",
+        "StreamTune trains on text only, not on images and audio": """image_max_pixels image_min_pixels video_max_pixels
+            video_min_pixels video_fps video_maxlen crop_to_patches audio_sampling_rate use_audio_in_video
+            image_do_pan_and_scan freeze_multi_modal_projector freeze_vision_tower""",
+        "StreamTune's nf4 always has double quantisation": "double_quantization",
         "read only if enabled": """galore_target galore_rank galore_update_interval galore_scale galore_proj_type
             galore_layerwise apollo_target apollo_rank apollo_update_interval apollo_scale apollo_proj apollo_proj_type
             apollo_scale_type apollo_layerwise apollo_scale_front badam_mode badam_start_block badam_switch_mode
             badam_mask_mode badam_switch_interval badam_update_ratio badam_verbose pissa_iter pissa_convert
             loraplus_lr_embedding oft_rank oft_target module_dropout create_new_adapter fp8_backend
             init_special_tokens""",
-        "embeddings get a row for each new token automatically": "resize_vocab",
+        "StreamTune adds an embedding row for each new token automatically": "resize_vocab",
         "used only with use_asft_loss": "asft_alpha",
         "used only by PPO": "reward_model_type ppo_buffer_size ppo_epochs ppo_score_norm ppo_target ppo_whiten_rewards",
-        "each of eval_datasets gets its own loss": "eval_on_each_dataset",
+        "StreamTune reports a loss for each of eval_datasets": "eval_on_each_dataset",
         "used only with use_swanlab": """swanlab_project swanlab_workspace swanlab_run_name swanlab_mode swanlab_api_key
             swanlab_logdir swanlab_lark_webhook_url swanlab_lark_secret""",
     },
     lost={
         "all layers are trained": "freeze_trainable_layers freeze_trainable_modules freeze_extra_modules",
-        "a trained adapter to start from: merge it first with `streamtune export`": """adapter_name_or_path
-            adapter_folder""",
-        "new embedding rows start as the mean of the others": "new_special_tokens_config",
-        "sparse attention is not supported": "shift_attn",
-        "the architecture is not changed": "mixture_of_depths use_llama_pro",
+        "a start from a trained adapter is not converted: merge it first with `streamtune export`": """
+            adapter_name_or_path adapter_folder""",
+        "StreamTune starts new embedding rows as the mean of the others": "new_special_tokens_config",
+        "StreamTune does not support sparse attention": "shift_attn",
+        "StreamTune does not change the architecture": "mixture_of_depths use_llama_pro",
         "write model: {init: ...} for a model with random weights": "train_from_scratch",
-        "norms in fp32; write dtype: float32 for all weights": "upcast_layernorm",
+        "norms alone in fp32 are not supported; write dtype: float32 for all weights": "upcast_layernorm",
         "training in fp8": "fp8 fp8_enable_fsdp_float8_all_gather",
-        "LoRA+: write lr_groups: [{match: lora_B, learning_rate: ...}]": "loraplus_lr_ratio",
+        "for LoRA+, write lr_groups: [{match: lora_B, learning_rate: ...}]": "loraplus_lr_ratio",
         "an unsupported optimizer": "use_adam_mini",
         "write optim: badam": "use_badam",
         "write optim: galore": "use_galore",
@@ -157,19 +157,18 @@ FIELDS: dict[str, FieldRule] = field_table(
         "write optim: muon": "use_muon",
         "the ASFT loss": "use_asft_loss",
         "the EAFT loss": "use_eaft_loss",
-        "training of the image tower only": "freeze_language_model",
-        "the BCO part of the loss": "pref_bco_weight",
+        "StreamTune does not train an image tower": "freeze_language_model",
+        "StreamTune's losses have no BCO term": "pref_bco_weight",
         "LD-DPO": "ld_alpha",
-        "adapters of the reference model: merge them first": "ref_model_adapters",
-        "the reference model is not quantised": "ref_model_quantization_bit",
+        "StreamTune loads no adapters for the reference model: merge them first": "ref_model_adapters",
+        "StreamTune does not quantise the reference model": "ref_model_quantization_bit",
         "a reward model": "reward_model reward_model_adapters reward_model_quantization_bit",
-        "tools are rendered by the chat template": "tool_format",
+        "StreamTune renders tools with the chat template": "tool_format",
     },
     lost_beside_training={
         "Megatron is not supported": "use_mca",
-        "this tracker is not supported": "use_swanlab",
-        "Ray is not supported": """ray_run_name ray_storage_path ray_num_workers resources_per_worker
-            placement_strategy""",
+        "StreamTune does not support this tracker": "use_swanlab",
+        "Ray is not supported": "ray_run_name ray_storage_path ray_num_workers resources_per_worker placement_strategy",
     },
 )
 
@@ -178,7 +177,7 @@ def _choose_objective(conversion: Conversion) -> str:
     stage = str(conversion.get("stage", "sft"))
     if stage not in OBJECTIVES:
         known = ", ".join(OBJECTIVES)
-        raise conversion.import_error("stage", what=f"'stage: {stage}' has no counterpart", fix=f"supported: {known}")
+        raise conversion.import_error("stage", what=f"StreamTune has no 'stage: {stage}'", fix=f"supported: {known}")
     return OBJECTIVES[stage]
 
 
@@ -204,7 +203,7 @@ def _convert_dependent_fields(conversion: Conversion) -> None:
             conversion.report_unneeded("packing", why="set by neat_packing")
         conversion.write_if_on("neat_packing", "packing", True)
     elif conversion.get("packing"):
-        note = "there, packed rows attend to each other without neat_packing; here they never do"
+        note = "without neat_packing, LLaMA-Factory's packed rows attend to each other; StreamTune's never do"
         conversion.write_if_on("packing", "packing", True, note=note)
     conversion.mark_unneeded("neat_packing", why="off: see packing")
     convert_warmup(conversion)
@@ -232,25 +231,25 @@ def _convert_finetuning_type(conversion: Conversion) -> None:
     else:
         conversion.ours[name] = "full"
         last = conversion.get("freeze_trainable_layers", 2)
-        why = f"there, only {last} layers are trained; here all weights are"
-        conversion.report_lost(name, why=why if method == "freeze" else "supported: full, lora and qlora")
+        why = f"LLaMA-Factory trains only {last} layers; StreamTune trains all weights"
+        conversion.report_lost(name, why=why if method == "freeze" else "finetuning_type is full, lora or qlora")
     if method != "freeze":
-        conversion.mark_unneeded(*FREEZE, why="used only with finetuning_type: freeze")
+        conversion.mark_unneeded(*FREEZE, why="LLaMA-Factory reads it only with finetuning_type: freeze")
 
 
 def _convert_pretraining_packing(conversion: Conversion) -> None:
     """Convert the packing of ``stage: pt``: blocks of ``cutoff_len`` tokens, unless ``packing: false``."""
     packing = conversion.file.fields.get("packing")
     if packing in (None, True):
-        note = "there, texts are concatenated in blocks and attend to each other; here they do not attend to each other"
+        note = "LLaMA-Factory's texts in a block attend to each other; StreamTune's do not"
         if packing:
             conversion.write_if_on("packing", "packing", True, note=note)
         else:
             conversion.write_default("packing", True, note)
-        conversion.write_default("overlength", "split", "a long text continues in the next block")
+        conversion.write_default("overlength", "split", "LLaMA-Factory continues a long text in the next block")
         conversion.write_default("split_at", "token")
-    conversion.mark_unneeded("packing", why="no value" if packing is None else "off, as here")
-    conversion.mark_unneeded("neat_packing", why="used only by stage: sft")
+    conversion.mark_unneeded("packing", why="no value" if packing is None else "off, as in StreamTune")
+    conversion.mark_unneeded("neat_packing", why="LLaMA-Factory reads it only with stage: sft")
 
 
 def _write_trainer_defaults(conversion: Conversion) -> None:
@@ -262,7 +261,7 @@ def _write_trainer_defaults(conversion: Conversion) -> None:
     conversion.write_default("lr_scheduler_type", "linear")
     conversion.write_default("num_train_epochs", 3.0)
     conversion.write_default("per_device_train_batch_size", 8)
-    cut = "there, question and answer of each turn are truncated; here, the end of the row is"
+    cut = "LLaMA-Factory truncates question and answer of each turn; StreamTune, the end of the row"
     conversion.write_default("overlength", "truncate", cut if conversion.objective == "sft" else "")
     write_default_truncation(conversion)
     if "bf16" not in conversion.ours:
@@ -309,7 +308,7 @@ def convert_datasets(conversion: Conversion, *, texts: bool) -> None:
     if mixes:
         name = "interleave_probs" if shares else "mix_strategy"
         write_weights(conversion, shares or [1.0] * len(conversion.ours.get("datasets", [])), name)
-    why = "set by the datasets' weights" if mixes else "off, as here"
+    why = "StreamTune's datasets have a weight instead" if mixes else "off, as in StreamTune"
     conversion.mark_unneeded("mix_strategy", "interleave_probs", why=why)
 
 
@@ -334,7 +333,7 @@ def _make_entries(
             spec = {"path": name}
             if folder != "ONLINE":
                 missing = "that file does not exist" if info is None else f"it has no '{name}'"
-                why = f"'{name}' is looked up in {found_in}, but {missing}: write the path of the data file"
+                why = f"LLaMA-Factory looks up '{name}' in {found_in}, but {missing}: write the path of the data file"
                 conversion.report_lost(field, why=why)
         else:
             spec = _convert_dataset(conversion, field, name, entry, Path(found_in).parent, texts=is_plain_text)
@@ -381,15 +380,15 @@ def _convert_dataset(
     if entry.get("num_samples"):
         spec |= {"max_rows": entry["num_samples"], "shuffle": True}
     if entry.get("revision") or entry.get("folder"):
-        report_lost("a revision or a folder of a dataset on the hub")
+        report_lost("StreamTune reads no revision or folder of a dataset on the hub")
     columns = entry.get("columns") or {}
     said = [f"'{columns[key]}'" for key in MEDIA if columns.get(key)]
     if said:
-        report_lost(f"the column {' and '.join(said)}: only text is trained on")
+        report_lost(f"StreamTune trains on text only, not on the column {' and '.join(said)}")
     else:
         report_media(conversion, [spec], field)
     if columns.get("tools") and conversion.ours.get("chat_template") == "chatml":
-        report_lost("chatml renders tools differently from LLaMA-Factory: write chat_template: FILE.jinja")
+        report_lost("StreamTune's chatml renders tools differently from LLaMA-Factory: write chat_template: FILE.jinja")
     if texts:
         _convert_pretraining_column(spec, entry, report_lost)
     else:
@@ -401,9 +400,9 @@ def _convert_pretraining_column(spec: dict[str, Any], entry: dict[str, Any], rep
     """Set the text column of a dataset in stage ``pt``: LLaMA-Factory's prompt column."""
     columns = entry.get("columns") or {}
     if entry.get("formatting", "alpaca") != "alpaca":
-        report_lost("stage: pt trains only the first message of a row: write the texts to a column")
+        report_lost("LLaMA-Factory's stage: pt trains only the first message of a row: write the texts to a column")
     if columns.get("query") or not columns:
-        report_lost("stage: pt trains prompt and query together: write both to one column")
+        report_lost("LLaMA-Factory's stage: pt trains prompt and query together: write both to one column")
     write_columns(spec, {"text": columns.get("prompt", ALPACA["prompt"])}, "text")
 
 
@@ -413,11 +412,9 @@ def _convert_columns(spec: dict[str, Any], entry: dict[str, Any], report_lost: A
     sharegpt = entry.get("formatting", "alpaca") in ("sharegpt", "openai")
     style = {**SHAREGPT_TAGS, **{key: tag for key, tag in tags.items() if key in SHAREGPT_TAGS}}
     if entry.get("formatting") == "openai":
-        report_lost(
-            "there, formatting: openai adds 'detailed thinking off' to the system message: write it to the rows"
-        )
+        report_lost("LLaMA-Factory's openai rows get the system text 'detailed thinking off': write it to the rows")
     if sharegpt and style not in (OPENAI_TAGS, SHAREGPT_TAGS):
-        report_lost("turns must have 'role' and 'content', or 'from' and 'value'")
+        report_lost("StreamTune needs turns with 'role' and 'content', or 'from' and 'value'")
     if entry.get("ranking"):
         _convert_preference_columns(spec, columns, report_lost, row, sharegpt=sharegpt)
         return
@@ -425,7 +422,7 @@ def _convert_columns(spec: dict[str, Any], entry: dict[str, Any], report_lost: A
         theirs = {"completion": columns.get("response"), "label": columns["kto_tag"]}
         write_columns(spec, {"prompt": columns.get("messages") or columns.get("prompt"), **theirs}, "unpaired")
         if sharegpt:
-            report_lost("there, the last message is the answer; here, write it to the column completion")
+            report_lost("LLaMA-Factory's answer is the last message: write it to the column completion")
         _report_text_rows(columns, report_lost, row, sharegpt=sharegpt)
         return
     if sharegpt:
@@ -456,7 +453,7 @@ def _convert_preference_columns(
     spec: dict[str, Any], columns: dict[str, Any], report_lost: Any, row: Row, *, sharegpt: bool
 ) -> None:
     if not sharegpt and "prompt" not in columns:
-        report_lost("preference rows need the columns prompt, chosen and rejected: write columns")
+        report_lost("preference rows need prompt, chosen and rejected: name these columns in `columns`")
     prompt = columns.get("messages", "conversations") if sharegpt else columns.get("prompt")
     theirs = {"prompt": prompt, "chosen": columns.get("chosen"), "rejected": columns.get("rejected")}
     others = {ours: columns.get(ours) for ours in ("system", "tools")}
@@ -470,11 +467,11 @@ def _report_text_rows(columns: dict[str, Any], report_lost: Any, row: Row, *, sh
     read = {"query", "history"} & columns.keys()
     if read and not sharegpt:
         report_lost(
-            f"the column '{columns[min(read)]}' is a part of the prompt there, but is not read here: write messages"
+            f"the column '{columns[min(read)]}' is part of LLaMA-Factory's prompt, not of StreamTune's: write messages"
         )
     prompt = columns.get("prompt", "prompt")
     if not sharegpt and (row is None or not isinstance(row.get(prompt), list)):
-        report_lost("there, texts become chat messages; here they get no chat template: write the prompt as messages")
+        report_lost("LLaMA-Factory makes texts chat messages; StreamTune does not: write the prompt as messages")
 
 
 LLAMAFACTORY = PeerTrainer(

@@ -113,7 +113,7 @@ def _read_script(text: str, path: Path) -> PeerFile:
             several = [*before, value] if isinstance(before, list) else [before, value]
             read.fields[name] = value if before is True else several
     if trainer == "trl" and isinstance(config := read.fields.get("config"), str):
-        told = f" and loss_type: {command} (missing there)" if command in ("kto", "orpo", "cpo") else ""
+        told = f" and loss_type: {command}, which the file lacks," if command in ("kto", "orpo", "cpo") else ""
         raise RecipeError(
             f"the command reads its arguments from '{config}'",
             where=f"{path}:{read.marks.lines[('config',)]}",

@@ -100,7 +100,7 @@ def report_media(conversion: Conversion, specs: list[dict[str, Any]], *path: str
     for spec in specs:
         row = first_local_row(conversion, str(spec["path"])) or {}
         for column in [name for name in MEDIA if name in row and row[name] not in ("", [])]:
-            conversion.report_lost(*path, why=f"the column '{column}' of {spec['path']}: only text is trained on")
+            conversion.report_lost(*path, why=f"StreamTune trains only on text, not on '{column}' of {spec['path']}")
 
 
 def write_datasets(conversion: Conversion, specs: list[dict[str, Any]], *path: str | int, note: str = "") -> None:
@@ -120,7 +120,7 @@ def convert_split(spec: dict[str, Any], split: Any, report_lost: Callable[[str],
     """Convert a dataset's split: ``train[:1000]`` becomes ``split: train`` and ``max_rows: 1000``."""
     found = re.fullmatch(r"([^\[\]]+)(?:\[:(\d+)\])?", str(split))
     if found is None:
-        report_lost("a part of a split; max_rows can take only its first rows")
+        report_lost("StreamTune takes no part of a split; max_rows takes its first rows")
         spec["split"] = re.split(r"[\[+]", str(split))[0]
         return
     spec["split"] = found[1]
@@ -135,15 +135,15 @@ def write_weights(conversion: Conversion, value: Any, *path: str | int, note: st
         parts = value.split(",") if isinstance(value, str) else list(value)
         weights = [float(part) for part in parts]
     except (TypeError, ValueError):
-        conversion.report_lost(*path, why="expected a list of numbers")
+        conversion.report_lost(*path, why="dataset weights must be a list of numbers")
         return
     if len(weights) != len(entries):
         conversion.report_lost(
-            *path, why=f"{len(weights)} numbers for {len(entries)} datasets: write a weight in each entry"
+            *path, why=f"{len(weights)} numbers for {len(entries)} datasets: write weight in each dataset entry"
         )
         return
     weighted = [{**entry, "weight": weight} for entry, weight in zip(entries, weights, strict=True)]
-    conversion.write_key("datasets", weighted, *path, note=note or "fractions of an epoch; an epoch covers all rows")
+    conversion.write_key("datasets", weighted, *path, note=note or "weights are fractions of an epoch of all rows")
 
 
 def write_eval_sets(conversion: Conversion, specs: list[dict[str, Any]], *path: str | int, note: str = "") -> None:
@@ -198,11 +198,11 @@ THINKING_MODELS = re.compile(
 NON_THINKING_MODELS = re.compile("instruct|coder|embed|rerank", re.I)
 """Names of models whose chat templates render think blocks, and of related models whose templates do not."""
 
-COMPARE = "compare a row with `streamtune data`; if it differs, write chat_template: FILE.jinja"
+COMPARE = "look at a row with `streamtune data`; if it differs, write chat_template: FILE.jinja"
 EVERY = (
-    "there, every answer has a think block, empty without reasoning; here, only if the tokenizer's template renders one"
+    "the other trainer gives every answer a think block, maybe empty; StreamTune, only if the tokenizer's template does"
 )
-TRAINING = "for Qwen3, TRL's chat_templates/qwen3_training.jinja as chat_template does the same"
+TRAINING = "for Qwen3, do the same with chat_template: qwen3_training.jinja, a file of TRL"
 
 
 def _template_renders_thinking(conversion: Conversion) -> bool:
@@ -230,7 +230,7 @@ def _read_template(folder: Path) -> str:
 
 def _write_keep_reasoning(conversion: Conversion) -> None:
     if conversion.objective == "sft":
-        conversion.write_default("reasoning", "keep", "reasoning of every answer is trained")
+        conversion.write_default("reasoning", "keep", "the reasoning of every answer is trained, as before")
 
 
 def convert_llamafactory_template(conversion: Conversion, *, texts: bool) -> None:
@@ -238,20 +238,20 @@ def convert_llamafactory_template(conversion: Conversion, *, texts: bool) -> Non
     name, given = conversion.pop_field("template"), "template" in conversion.file.fields
     if texts:
         if given:
-            conversion.report_unneeded("template", why="stage: pt trains plain texts without a chat template")
+            conversion.report_unneeded("template", why="stage: pt trains texts without a chat template")
         return
     if isinstance(name, str) and name in CHATML:
-        conversion.write_key("chat_template", "chatml", "template", note="final/ gets this template as well")
+        conversion.write_key("chat_template", "chatml", "template", note="StreamTune saves this template in final/ too")
         if CHATML[name]:
             conversion.write_default("default_system", CHATML[name], f"template: {name}")
-        _report_thinking_unneeded(conversion, f"template: {name} renders no think block")
+        _report_thinking_unneeded(conversion, f"LLaMA-Factory's template: {name} renders no think block")
         return
     reasons = name in REASONING or (
         not name and (_template_renders_thinking(conversion) or conversion.get("enable_thinking") is not None)
     )
     if not name:
         if given:
-            conversion.report_unneeded("template", why="the tokenizer's own template")
+            conversion.report_unneeded("template", why="StreamTune uses the tokenizer's own template")
         if not reasons:
             return
     if reasons:
@@ -259,14 +259,14 @@ def convert_llamafactory_template(conversion: Conversion, *, texts: bool) -> Non
         if not off and not conversion.get("mask_history"):
             _write_keep_reasoning(conversion)
         why = (
-            "there, reasoning is removed and every answer has an untrained think block; here, only the last answer"
+            "LLaMA-Factory removes reasoning and adds an untrained think block to each answer; StreamTune, to the last"
             if off
             else f"{EVERY}; {TRAINING}"
         )
     else:
-        _report_thinking_unneeded(conversion, f"template: {name} does not use it")
-        own = f"there, code renders '{name}', without a system message or date of the tokenizer's template"
-        used = "the tokenizer's own template is used; write chat_template: FILE.jinja"
+        _report_thinking_unneeded(conversion, f"LLaMA-Factory's template: {name} does not use it")
+        own = f"LLaMA-Factory renders '{name}' without the tokenizer template's system message or date"
+        used = "StreamTune uses the tokenizer's own template; for another, write chat_template: FILE.jinja"
         why = used if name in GENERIC else f"{own}: {COMPARE}"
     if name:
         conversion.report_lost("template", why=why)
@@ -283,7 +283,7 @@ def _convert_template_backend(conversion: Conversion, *, texts: bool) -> bool:
     if not jinja or texts or conversion.objective != "sft":
         conversion.report_unneeded(name, why="see template")
         return jinja
-    conversion.write_key("train_on", "all", name, note="there, it trains every token, whatever loss_scale is")
+    conversion.write_key("train_on", "all", name, note="ms-swift then trains every token, whatever loss_scale is")
     conversion.mark_unneeded("loss_scale", why="template_backend: jinja trains every token")
     return True
 
@@ -299,27 +299,25 @@ def convert_swift_template(conversion: Conversion, *, texts: bool) -> None:
     if texts or jinja:
         if given:
             conversion.report_unneeded(
-                "template", why="texts have no chat template" if texts else "template_backend: jinja"
+                "template", why="plain texts have no chat template" if texts else "template_backend: jinja"
             )
         return
     if given and not name:
         conversion.report_unneeded("template", why="no value")
     if name in SWIFT_CHATML:
-        conversion.write_key("chat_template", "chatml", "template", note="final/ gets this template as well")
+        conversion.write_key("chat_template", "chatml", "template", note="StreamTune saves this template in final/ too")
         return
     if name == "qwen3" or (not name and _template_renders_thinking(conversion)):
         keeps = conversion.get("preserve_thinking")
         if str(conversion.get("loss_scale")).startswith("last_round") and not keeps:
             if name:
-                conversion.report_unneeded("template", why="the last answer is rendered as by the tokenizer's template")
+                conversion.report_unneeded("template", why="the tokenizer's template gives the same last answer")
             return
         if keeps is not False:
             _write_keep_reasoning(conversion)
         why = f"{EVERY}; {TRAINING}"
     else:
-        why = (
-            f"there, {f'{name!r}' if name else 'each model type'} is rendered by code, not by the tokenizer: {COMPARE}"
-        )
+        why = f"ms-swift renders {f'{name!r}' if name else 'each model type'} by code, not by the tokenizer: {COMPARE}"
     if name:
         conversion.report_lost("template", why=why)
     else:
@@ -329,7 +327,7 @@ def convert_swift_template(conversion: Conversion, *, texts: bool) -> None:
 def report_untrained_think_blocks(conversion: Conversion, types: list[Any]) -> None:
     """Report that axolotl does not train empty think blocks before answers, but StreamTune does."""
     if conversion.objective == "sft" and "chat_template" in types and _template_renders_thinking(conversion):
-        why = "there, '<think>' and an empty think block before an answer are not trained; here they are"
+        why = "axolotl does not train '<think>' and an empty think block before an answer; StreamTune does"
         conversion.report_lost_setting("datasets.type: chat_template", why)
 
 
@@ -338,5 +336,5 @@ def convert_trl_template(conversion: Conversion) -> None:
     if conversion.get("chat_template_path") is None and _template_renders_thinking(conversion):
         _write_keep_reasoning(conversion)
         conversion.report_lost_setting(
-            "assistant_only_loss: true", f"TRL's own template renders the rows: {EVERY}; {TRAINING}"
+            "assistant_only_loss: true", f"TRL renders the rows with its own template: {EVERY}; {TRAINING}"
         )

@@ -74,14 +74,14 @@ FIELDS: dict[str, FieldRule] = field_table(
         "truncation_strategy": key_rule(
             "overlength",
             lookup_converter(
-                {"delete": "drop", "right": "truncate", "split": "split"}, "longer rows are truncated at the end"
+                {"delete": "drop", "right": "truncate", "split": "split"}, "StreamTune truncates longer rows at the end"
             ),
         ),
         "loss_scale": key_rule(
             "train_on",
             lookup_converter(
                 {"default": "assistant", "last_round": "last", "all": "all"},
-                "token weights; train_on supports assistant, completion, last, all",
+                "StreamTune has no token weights; train_on is assistant, completion, last or all",
             ),
         ),
         "rpo_alpha": key_rule("rpo_alpha", none_if_empty),
@@ -99,16 +99,16 @@ FIELDS: dict[str, FieldRule] = field_table(
         "init_weights": key_rule("adapter_type", convert_adapter_initialisation),
         "init_lora_weights": key_rule("adapter_type", convert_adapter_initialisation),
         "enable_dft_loss": key_rule("loss_type", dft_or_nll),
-        "is_binary_loss_scale": no_counterpart("the trained tokens' weights are 1 or 0", off=(True,)),
+        "is_binary_loss_scale": no_counterpart("StreamTune weights tokens in the loss by 1 or 0", off=(True,)),
         "add_non_thinking_prefix": no_counterpart(
-            "text that the chat template renders before an answer is kept", off=(True,)
+            "StreamTune keeps text that the chat template adds before an answer", off=(True,)
         ),
         "advantage_reweight": no_counterpart("an unsupported advantage estimator", off=("none",)),
         "kl_in_reward": no_counterpart("an unsupported advantage estimator", off=("none",)),
-        "advantage_estimator": no_counterpart("write loss_type: rloo for rloo", off=("grpo",)),
-        "model_revision": no_counterpart("a model revision: download it and give its folder", off=("master", "main")),
-        "use_chat_template": no_counterpart("rows of messages are rendered by the chat template", off=(True,)),
-        "deepspeed_autotp_size": no_counterpart("tensor parallelism is not supported", trains=False, off=(1,)),
+        "advantage_estimator": no_counterpart("for RLOO advantages, write loss_type: rloo", off=("grpo",)),
+        "model_revision": no_counterpart("download the model revision and give its folder", off=("master", "main")),
+        "use_chat_template": no_counterpart("StreamTune renders rows of messages with the chat template", off=(True,)),
+        "deepspeed_autotp_size": no_counterpart("StreamTune has no tensor parallelism", trains=False, off=(1,)),
     },
     renamed={
         "finetuning_type": "tuner_type train_type sft_type freeze_parameters_ratio",
@@ -126,101 +126,104 @@ FIELDS: dict[str, FieldRule] = field_table(
         "shuffle": "train_dataloader_shuffle",
     },
     not_needed={
-        "set by the recipe's objective": "rlhf_type",
-        "names are looked up on the Hugging Face hub": "use_hf",
-        "vLLM runs in the training process": """vllm_data_parallel_size vllm_pipeline_parallel_size
+        "StreamTune's objective (sft, dpo or grpo) sets it": "rlhf_type",
+        "StreamTune looks up names on the Hugging Face hub": "use_hf",
+        "StreamTune runs vLLM in the training process": """vllm_data_parallel_size vllm_pipeline_parallel_size
             vllm_disable_cascade_attn vllm_engine_kwargs vllm_enable_expert_parallel vllm_enable_lora vllm_max_lora_rank
             vllm_mm_processor_cache_gb vllm_quantization vllm_reasoning_parser vllm_speculative_config
             vllm_use_async_engine enable_flattened_weight_sync local_rollout_forward_batch_size offload_teacher_model
             vllm_enforce_eager vllm_enable_prefix_caching vllm_max_num_seqs vllm_limit_mm_per_prompt
             vllm_disable_custom_all_reduce sleep_level offload_model offload_optimizer move_model_batches async_generate
             gc_collect_after_offload""",
-        "set by the model's configuration": """ref_model_type reward_model_type teacher_model_type model_type task_type
-            local_repo_path load_args""",
+        "StreamTune reads it from the model's configuration": """ref_model_type reward_model_type teacher_model_type
+            model_type task_type local_repo_path load_args""",
         "models are placed automatically": """enable_npu_model_patch ds3_gather_for_generation device_map max_memory
             ignore_args_error check_model create_checkpoint_symlink""",
         "used only in evaluation": """eval_metric generation_config generation_max_length generation_num_beams
             num_generations_eval max_new_tokens num_beams stream stop_words logprobs top_logprobs eval_use_evalscope
             eval_dataset eval_dataset_args eval_limit eval_generation_config extra_eval_args response_prefix""",
-        "rows are shuffled by 'seed'; packing: true avoids padding": "sortish_sampler",
-        "packing fills every sequence with as many rows as fit": "packing_strategy",
+        "StreamTune shuffles rows by 'seed'; packing: true avoids padding": "sortish_sampler",
+        "StreamTune packs as many rows as fit into each sequence": "packing_strategy",
         "checkpoints are sharded safetensors": "max_shard_size safe_serialization use_flash_ckpt",
         "metrics.jsonl has every step": """log_rollout_offpolicy_metrics wandb_log_unique_prompts acc_strategy
             logging_dir""",
-        "used only by another tuner": """adalora_beta1 adalora_beta2 adalora_deltaT adalora_orth_reg_weight
-            adalora_tfinal adalora_tinit boft_block_num boft_dropout boft_n_butterfly_factor fourier_scaling
-            galore_cos_threshold galore_gamma_proj galore_optim_per_parameter galore_proj_bits galore_proj_group_size
-            galore_proj_quant galore_quantization galore_queue_size galore_with_embedding reft_args
-            reft_intervention_type reft_layer_key reft_layers vera_d_initial vera_dropout vera_projection_prng_key
-            lora_ga_batch_size lora_ga_direction lora_ga_iters lora_ga_max_length lora_ga_scale lora_ga_stable_gamma
-            galore_rank galore_target_modules galore_update_proj_gap galore_scale galore_proj_type lisa_step_interval
-            adalora_target_r adalora_init_r llamapro_num_new_blocks llamapro_num_groups reft_rank boft_block_size
-            vera_rank fourier_n_frequency adapter_act adapter_length""",
+        "ms-swift reads it only with another tuner": """adalora_beta1 adalora_beta2 adalora_deltaT
+            adalora_orth_reg_weight adalora_tfinal adalora_tinit boft_block_num boft_dropout boft_n_butterfly_factor
+            fourier_scaling galore_cos_threshold galore_gamma_proj galore_optim_per_parameter galore_proj_bits
+            galore_proj_group_size galore_proj_quant galore_quantization galore_queue_size galore_with_embedding
+            reft_args reft_intervention_type reft_layer_key reft_layers vera_d_initial vera_dropout
+            vera_projection_prng_key lora_ga_batch_size lora_ga_direction lora_ga_iters lora_ga_max_length lora_ga_scale
+            lora_ga_stable_gamma galore_rank galore_target_modules galore_update_proj_gap galore_scale galore_proj_type
+            lisa_step_interval adalora_target_r adalora_init_r llamapro_num_new_blocks llamapro_num_groups reft_rank
+            boft_block_size vera_rank fourier_n_frequency adapter_act adapter_length""",
         "used only by PPO": """cliprange cliprange_value gamma kl_coef lam num_mini_batches num_ppo_epochs
             num_sample_generations response_length vf_coef whiten_rewards missing_eos_penalty""",
-        "used only by reward models": "center_rewards_coefficient mrl_dims",
-        "used only by rlhf_type: gkd": """gkd_logits_topk lmbda seq_kd sft_alpha teacher_adapters teacher_deepspeed
-            teacher_kl_coef teacher_model_revision teacher_model_server teacher_tag_key teacher_model""",
-        "used only with another loss": """discopop_tau real_tau tau_neg tau_pos fipo_clip_high_only fipo_clip_range
-            fipo_decay_rate fipo_safety_threshold rlsd_lambda rlsd_lambda_decay_steps rlsd_lambda_warmup_steps
-            rlsd_negative_only rlsd_reweight_clip_range sdar_gate_beta""",
-        "used only by its reward function": """cosine_max_len cosine_max_len_value_correct cosine_max_len_value_wrong
-            cosine_min_len_value_correct cosine_min_len_value_wrong repetition_max_penalty repetition_n_grams""",
+        "only reward models use this field": "center_rewards_coefficient mrl_dims",
+        "used only with ms-swift's rlhf_type: gkd": """gkd_logits_topk lmbda seq_kd sft_alpha teacher_adapters
+            teacher_deepspeed teacher_kl_coef teacher_model_revision teacher_model_server teacher_tag_key
+            teacher_model""",
+        "ms-swift reads it only with another loss": """discopop_tau real_tau tau_neg tau_pos fipo_clip_high_only
+            fipo_clip_range fipo_decay_rate fipo_safety_threshold rlsd_lambda rlsd_lambda_decay_steps
+            rlsd_lambda_warmup_steps rlsd_negative_only rlsd_reweight_clip_range sdar_gate_beta""",
+        "only ms-swift's reward functions use it": """cosine_max_len cosine_max_len_value_correct
+            cosine_max_len_value_wrong cosine_min_len_value_correct cosine_min_len_value_wrong repetition_max_penalty
+            repetition_n_grams""",
         "used only with sync_ref_model": "ref_model_mixup_alpha ref_model_sync_steps",
         "used only with chord_mu_peak": """chord_enable_phi_function chord_mu_decay_steps chord_mu_valley
             chord_mu_warmup_steps chord_sft_per_device_train_batch_size""",
         "used only with max_turns": "completion_length_limit_scope",
-        "used only by tasks of decisions": """decision_drop_instructions decision_shuffle_fields decision_state_as_text
-            decision_subsample_options""",
-        "used only with report_to: swanlab": """swanlab_email_language swanlab_exp_name swanlab_secret
+        "ms-swift reads it only in tasks of decisions": """decision_drop_instructions decision_shuffle_fields
+            decision_state_as_text decision_subsample_options""",
+        "ms-swift reads it only with report_to: swanlab": """swanlab_email_language swanlab_exp_name swanlab_secret
             swanlab_notification_method swanlab_receiver_email swanlab_sender_email swanlab_smtp_port
             swanlab_smtp_server swanlab_webhook_url swanlab_workspace""",
-        "a recipe names the columns to rename": "disable_auto_column_mapping",
+        "StreamTune renames only the columns that the recipe names": "disable_auto_column_mapping",
         KERNELS: "attn_impl use_liger use_flash_attn use_logits_to_keep experts_impl",
         CHECKPOINTING: "vit_gradient_checkpointing",
-        "padding does not count in the loss": "padding_free padding_side packing_length packing_num_proc",
-        "rows are prepared when the run starts": """load_from_cache_file lazy_tokenize streaming shuffle_buffer_size
-            download_mode cached_dataset val_dataset_shuffle strict preprocess_num_proc load_data_args""",
-        "output_dir is used without a version folder": "add_version",
-        "4 bits by bitsandbytes, 8 by torchao": """bnb_4bit_compute_dtype bnb_4bit_use_double_quant
-            bnb_4bit_quant_storage""",
-        "adapters are trained by peft, in fp32": "tuner_backend lora_dtype",
-        "code of models and datasets comes from the hub": "model_kwargs",
+        "StreamTune leaves padding out of the loss": "padding_free padding_side packing_length packing_num_proc",
+        "StreamTune prepares rows when the run starts": """load_from_cache_file lazy_tokenize streaming
+            shuffle_buffer_size download_mode cached_dataset val_dataset_shuffle strict preprocess_num_proc
+            load_data_args""",
+        "StreamTune adds no version folder to output_dir": "add_version",
+        "StreamTune quantises to 4 bits by bitsandbytes, to 8 by torchao": """bnb_4bit_compute_dtype
+            bnb_4bit_use_double_quant bnb_4bit_quant_storage""",
+        "StreamTune trains peft's adapters in fp32": "tuner_backend lora_dtype",
+        "StreamTune takes code of models and datasets from the hub": "model_kwargs",
         "used only with swift/self-cognition": "model_author model_name",
-        "images, sounds and boxes are not trained on": """max_pixels norm_bbox freeze_vit freeze_aligner vit_lr
-            aligner_lr""",
+        "StreamTune trains on text only, not on images and audio": """max_pixels norm_bbox freeze_vit freeze_aligner
+            vit_lr aligner_lr""",
         "completions.jsonl records them": "log_entropy",
-        "`streamtune export` writes the model": "merge_lora hub_model_id",
+        "use `streamtune export` to write the model": "merge_lora hub_model_id",
         "used only with rollout_importance_sampling_mode": "rollout_importance_sampling_threshold",
-        "an epoch of weighted datasets covers as many rows as all datasets": "stopping_strategy",
+        "StreamTune's epoch has as many rows as all datasets, whatever their weights": "stopping_strategy",
         "see shuffle": "dataset_shuffle",
     },
     lost={
-        "the tokenizer's own template is used; compare both": "template",
-        "tools are rendered by the chat template": "agent_template tools_prompt",
-        "the template's empty think blocks are not trained": "disable_ignore_empty_think",
-        "rows that another program prepared": "cached_val_dataset",
-        "GRPO with several turns, tools or filters": """gym_env use_gym_env multi_turn_scheduler max_turns
-            dynamic_sample max_resample_times soft_max_length soft_cache_length""",
-        "an SFT loss added to the rewards": "chord_mu_peak chord_sft_dataset sdar_loss_coef",
-        "a mask on off-policy tokens": "off_policy_sequence_mask_delta",
-        "log-probabilities of the trained model are used": "rollout_importance_sampling_mode",
-        "structured outputs are not supported": "structured_outputs_regex",
-        "a model revision: download it and give its folder": "ref_model_revision reward_model_revision",
+        "StreamTune uses the tokenizer's own template: compare both templates": "template",
+        "StreamTune renders tools with the chat template": "agent_template tools_prompt",
+        "StreamTune does not train the template's empty think blocks": "disable_ignore_empty_think",
+        "StreamTune reads no rows that another program prepared": "cached_val_dataset",
+        "StreamTune's GRPO has no further turns, tools or filters": """gym_env use_gym_env multi_turn_scheduler
+            max_turns dynamic_sample max_resample_times soft_max_length soft_cache_length""",
+        "StreamTune adds no SFT loss to GRPO": "chord_mu_peak chord_sft_dataset sdar_loss_coef",
+        "StreamTune has no mask on off-policy tokens": "off_policy_sequence_mask_delta",
+        "StreamTune uses log-probabilities of the trained model": "rollout_importance_sampling_mode",
+        "StreamTune does not support structured outputs": "structured_outputs_regex",
+        "download the model revision and give its folder": "ref_model_revision reward_model_revision",
         "a reward model": "reward_template reward_model reward_adapters reward_model_plugin",
         "swift's own adapters": "use_swift_lora",
-        "a trained adapter to start from: merge it first with `streamtune export`": "adapters",
-        "adapters of the reference model: merge them first": "ref_adapters",
-        "the length of rope_scaling: write its factor": "max_model_len",
-        "initial values of weights that the checkpoint lacks": "init_strategy",
-        "code that registers models and datasets": "custom_register_path",
-        "datasets that are registered in code": "custom_dataset_info",
-        "code: give its functions in reward_funcs: FILE.py:NAME": "external_plugins",
+        "a start from a trained adapter is not converted: merge it first with `streamtune export`": "adapters",
+        "StreamTune loads no adapters for the reference model: merge them first": "ref_adapters",
+        "StreamTune takes no length for rope_scaling: write its factor": "max_model_len",
+        "StreamTune offers no initial values for weights that the checkpoint lacks": "init_strategy",
+        "StreamTune runs no code that registers models and datasets": "custom_register_path",
+        "StreamTune reads no datasets that are registered in code": "custom_dataset_info",
+        "give the functions of this code in reward_funcs: FILE.py:NAME": "external_plugins",
         "write num_train_epochs": "max_epochs",
-        "a pattern; list the last parts of the module names in lora_target": "target_regex",
-        "adapters on parameters that are not linear layers": "target_parameters",
+        "no patterns: list the last parts of the module names in lora_target": "target_regex",
+        "StreamTune adapts only linear layers, not other parameters": "target_parameters",
         "trained biases": "lora_bias lora_bias_trainable",
-        "LoRA+: write lr_groups: [{match: lora_B, learning_rate: ...}]": "lorap_lr_ratio",
+        "for LoRA+, write lr_groups: [{match: lora_B, learning_rate: ...}]": "lorap_lr_ratio",
         "LoRA+": "lora_lr_ratio",
         "an unsupported optimizer": "optimizer",
         "write optim: galore": "use_galore",
@@ -228,18 +231,18 @@ FIELDS: dict[str, FieldRule] = field_table(
         "LISA": "lisa_activated_layers",
         "frozen weights": """freeze_llm freeze_parameters freeze_parameters_regex trainable_parameters
             trainable_parameters_regex additional_trainable_parameters""",
-        "a classifier or an embedding model": "num_labels problem_type",
+        "StreamTune trains no classifiers or embedding models": "num_labels problem_type",
     },
     lost_beside_training={
         SERVER: "vllm_server_group_port vllm_server_pass_dataset",
-        "your own code: give it in the recipe's callbacks": "callbacks",
+        "give your own code in the recipe key callbacks": "callbacks",
         "a loss per channel": "enable_channel_loss",
         "bitsandbytes or torchao quantise": "hqq_axis",
         "write a DeepSpeed configuration file and give its path": "zero_hpz_partition_size",
-        "a run resumes exactly where it stopped": "resume_only_model",
-        "a run ends at max_steps or after its epochs": "stop_strategy",
+        "StreamTune resumes a run exactly where it stopped": "resume_only_model",
+        "StreamTune ends a run at max_steps or after its epochs": "stop_strategy",
         "Ray is not supported": "use_ray ray_exp_name device_groups",
-        "this tracker is not supported": "swanlab_project swanlab_token swanlab_mode",
+        "StreamTune does not support this tracker": "swanlab_project swanlab_token swanlab_mode",
     },
 )
 
@@ -251,7 +254,7 @@ def _choose_objective(conversion: Conversion) -> str:
     if kind not in OBJECTIVES:
         known = ", ".join(OBJECTIVES)
         raise conversion.import_error(
-            "rlhf_type", what=f"'rlhf_type: {kind}' has no counterpart", fix=f"supported: {known}"
+            "rlhf_type", what=f"StreamTune has no objective for 'rlhf_type: {kind}'", fix=f"supported: {known}"
         )
     return OBJECTIVES[kind][0]
 
@@ -265,14 +268,14 @@ def _convert_dependent_fields(conversion: Conversion) -> None:
     elif str(kind) in OBJECTIVES:
         conversion.report_unneeded("rlhf_type", why=f"objective: {conversion.objective}")
     elif kind is not None:
-        conversion.report_lost("rlhf_type", why=f"no such objective here; --objective {conversion.objective} was given")
+        conversion.report_lost("rlhf_type", why=f"not an objective of StreamTune; {conversion.objective} was given")
     use_hf = conversion.get("use_hf")
-    conversion.mark_unneeded("use_hf", why="names are looked up on the Hugging Face hub")
+    conversion.mark_unneeded("use_hf", why="StreamTune looks up names on the Hugging Face hub")
     for name in ("model", "model_id_or_path"):
         value = conversion.pop_field(name)
         if value is not None:
             local = use_hf or Path(str(value)).expanduser().exists()
-            note = "" if local else "from ModelScope there, here from the hub"
+            note = "" if local else "ms-swift loads it from ModelScope, StreamTune from the hub"
             conversion.write_key("model_name_or_path", value, name, note=note)
     _convert_length_limit(conversion)
     _convert_quantization(conversion)
@@ -282,7 +285,7 @@ def _convert_dependent_fields(conversion: Conversion) -> None:
     texts = conversion.file.command == "pt" and not conversion.get("use_chat_template")
     convert_swift_template(conversion, texts=texts)
     if conversion.objective != "grpo":
-        conversion.mark_unneeded("enable_thinking", why="read when it generates; rows are rendered the same either way")
+        conversion.mark_unneeded("enable_thinking", why="ms-swift reads it to generate, not to train")
     convert_thinking(conversion)
     convert_warmup(conversion)
     convert_trackers(conversion, {})
@@ -292,7 +295,7 @@ def _convert_dependent_fields(conversion: Conversion) -> None:
     for name, (value, line) in conversion.file.environment.items():
         if name in ("NPROC_PER_NODE", "CUDA_VISIBLE_DEVICES", "MASTER_PORT", "NNODES"):
             ranks = name == "NPROC_PER_NODE"
-            why = f"`--nproc {value}` of the command" if ranks else "set it in front of the command here too"
+            why = f"use StreamTune's `--nproc {value}`" if ranks else "set it for StreamTune's command too"
             conversion.report_other_file(f"{name}={value}", f"{conversion.file.path}:{line}", why, None)
 
 
@@ -302,7 +305,7 @@ def _convert_length_limit(conversion: Conversion) -> None:
     if length is None:
         conversion.mark_unneeded("max_length", why="no value")
     elif conversion.objective == "grpo":
-        conversion.write_key("max_prompt_length", length, "max_length", note="in GRPO, it limits the prompt")
+        conversion.write_key("max_prompt_length", length, "max_length", note="ms-swift's GRPO limits the prompt")
     else:
         conversion.write_key("max_length", length, "max_length")
     if conversion.get("truncation_strategy") == "left" and conversion.objective != "dpo":
@@ -316,7 +319,7 @@ def _report_rows_without_text(conversion: Conversion) -> None:
     for index, spec in enumerate(conversion.ours.get("datasets", [])):
         row = first_local_row(conversion, str(spec["path"]))
         if row is None or "text" not in row:
-            where = "are not here" if row is None else "have no column 'text'"
+            where = "cannot be read" if row is None else "have no column 'text'"
             why = f"swift pt trains texts without a chat template, and the rows {where}: write them as {{text: ...}}"
             conversion.report_lost_setting(f"datasets[{index}]", why)
 
@@ -327,7 +330,7 @@ def _convert_quantization(conversion: Conversion) -> None:
         conversion.report_lost("quant_method", why="bitsandbytes or torchao quantise")
     conversion.mark_unneeded("quant_method", why="see quantization")
     if bits and bits not in (4, 8):
-        conversion.report_lost("quant_bits", why="4 bits (nf4) or 8 (int8)")
+        conversion.report_lost("quant_bits", why="StreamTune has 4 bits (nf4) and 8 (int8)")
     conversion.write_if_on("quant_bits", "quantization", "nf4" if bits == 4 else "int8")
 
 
@@ -339,7 +342,7 @@ def _convert_tuner_type(conversion: Conversion) -> None:
     conversion.mark_unneeded(*TUNER, why=f"'{name}' says it")
     ratio = conversion.get("freeze_parameters_ratio")
     if ratio and tuner == "full":
-        conversion.report_lost("freeze_parameters_ratio", why="frozen weights: here all weights are trained")
+        conversion.report_lost("freeze_parameters_ratio", why="ms-swift freezes weights; StreamTune trains all weights")
     conversion.mark_unneeded("freeze_parameters_ratio", why="used only with full" if ratio else "off")
     if tuner in KINDS:
         conversion.write_key("adapter_type", tuner, name)
@@ -353,7 +356,7 @@ def _convert_tuner_type(conversion: Conversion) -> None:
         elif quantised:
             conversion.ours["finetuning_type"] = "qlora"
     else:
-        conversion.report_lost(name, why="supported: full, lora and qlora; lora is written")
+        conversion.report_lost(name, why="StreamTune's finetuning_type is full, lora or qlora; lora is written")
 
 
 def _write_trainer_defaults(conversion: Conversion) -> None:
@@ -370,7 +373,7 @@ def _write_trainer_defaults(conversion: Conversion) -> None:
     conversion.write_default("num_train_epochs", 3.0)
     if objective != "grpo":
         if "gradient_accumulation_steps" not in ours:
-            conversion.write_default("train_batch_size", ROWS_PER_STEP, "over all ranks, with gradient accumulation")
+            conversion.write_default("train_batch_size", ROWS_PER_STEP, "rows of a step, over all ranks")
         if "max_length" in ours:
             conversion.write_default("overlength", "drop")
         elif ours.get("overlength") == "drop":
@@ -378,7 +381,7 @@ def _write_trainer_defaults(conversion: Conversion) -> None:
         write_default_truncation(conversion)
         if "max_length" not in ours:
             why = (
-                "if unset, there it is the model's maximum; here, rows longer than 2048 are an error: write max_length"
+                "ms-swift's default is the model's maximum; StreamTune refuses rows longer than 2048: write max_length"
             )
             conversion.report_lost_setting("max_length", why, trains=False)
     else:

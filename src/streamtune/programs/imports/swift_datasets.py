@@ -36,8 +36,8 @@ ANSWERS = (
 SYSTEMS = ("system", "system_prompt")
 CONVERSATION_COLUMNS = ("messages", "conversation", "conversations")
 PAIRS = (
-    "there, a pair is messages and rejected_response; here, write prompt, chosen and rejected",
-    "there, a row is messages and a label; here, write prompt, completion and label",
+    "ms-swift's pairs are messages and rejected_response; for StreamTune, write prompt, chosen and rejected",
+    "ms-swift's rows are messages and a label; for StreamTune, write prompt, completion and label",
 )
 """Reasons why rows of pairs, and rows of single answers with a label, are not converted."""
 
@@ -68,7 +68,7 @@ def _column_names(conversion: Conversion) -> dict[str, str]:
         return {}
     unknown = [name for name in given.values() if name not in STANDARD] if isinstance(given, dict) else [given]
     if unknown:
-        conversion.report_lost("columns", why=f"'{unknown[0]}' has no equivalent column: write columns in each dataset")
+        conversion.report_lost("columns", why=f"'{unknown[0]}' has no equivalent: write columns in each dataset entry")
         return {}
     conversion.report_unneeded("columns", why="see datasets")
     ours = STANDARD if conversion.objective == "sft" else {**STANDARD, "query": "prompt", "response": "completion"}
@@ -97,7 +97,7 @@ def _make_entries(
         local = path.endswith(DATA_FILES) or Path(path).expanduser().exists()
         on_hub = use_hf if hub is None else hub[1] == "HF"
         if not local and not on_hub:
-            noted["loaded from the Hugging Face hub, not from ModelScope"] = None
+            noted["StreamTune loads from the Hugging Face hub, not from ModelScope"] = None
         spec: dict[str, Any] = {"path": path}
         if count.isdigit():
             spec |= {"max_rows": int(count), "shuffle": True}
@@ -122,7 +122,7 @@ def _make_entries(
     if field == "dataset":
         _report_model_name_and_author(conversion, unknown)
     if away:
-        why = "its rows cannot be read; columns prompt and completion are a chat there, plain text here: see columns"
+        why = "the rows cannot be read; ms-swift reads prompt and completion as a chat, StreamTune as text: see columns"
         conversion.report_lost_setting(f"{field}: {', '.join(away)}", why, trains=False)
     return found, "; ".join(noted)
 
@@ -130,12 +130,12 @@ def _make_entries(
 def _report_model_name_and_author(conversion: Conversion, named_datasets: list[str]) -> None:
     """Report the model's name and author, which ms-swift inserts into rows of ``swift/self-cognition``."""
     if named_datasets:
-        why = "there, the model's name and author are inserted into its rows; here they stay {{NAME}} and {{AUTHOR}}"
+        why = "ms-swift inserts the model's name and author into its rows; StreamTune keeps {{NAME}} and {{AUTHOR}}"
         conversion.report_lost("dataset", why=f"{named_datasets[0]}: {why}: write a file with the names")
     for name in ("model_name", "model_author"):
         value = conversion.pop_field(name)
         if name in conversion.file.fields and named_datasets and value:
-            conversion.report_lost(name, why=f"inserted into the rows of {named_datasets[0]}: see dataset")
+            conversion.report_lost(name, why=f"ms-swift inserts it into rows of {named_datasets[0]}")
         elif name in conversion.file.fields:
             conversion.report_unneeded(name, why="used only with swift/self-cognition" if value else "no value")
 
@@ -175,7 +175,7 @@ def convert_columns(
     found["output"] = columns.get("output") or _find_single_column(row, ANSWERS)
     if not found["instruction"] or not found["output"]:
         if "text" not in row:
-            report_lost("question and answer columns are missing or ambiguous: write columns in each dataset")
+            report_lost("question and answer columns are missing or ambiguous: write columns in each dataset entry")
         return
     for name in ("input", "history"):  # StreamTune reads these columns by name
         if name in row and name not in found.values() and name not in columns:

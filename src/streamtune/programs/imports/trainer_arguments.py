@@ -25,7 +25,7 @@ from .field_rules import (
 )
 
 CHECKPOINTING = "streaming replaces gradient checkpointing"
-KERNELS = "kernels are chosen automatically; `streamtune env` lists them"
+KERNELS = "StreamTune chooses kernels automatically; `streamtune env` lists them"
 
 
 def _convert_best_metric(value: Any) -> Any:
@@ -36,7 +36,7 @@ def _convert_best_metric(value: Any) -> Any:
 
 def _convert_deepspeed(value: Any) -> Any:
     if isinstance(value, dict):
-        raise UnconvertedError("write the configuration to a JSON file and give it: deepspeed: FILE")
+        raise UnconvertedError("write the DeepSpeed configuration to a JSON file and give it: deepspeed: FILE")
     if value in ("zero0", "zero2_offload"):
         raise UnconvertedError(
             f"'{value}' is not supported; use zero1, zero2, zero3, zero3_offload, or the path of a file"
@@ -64,7 +64,7 @@ def single_loss_name(value: Any) -> Any:
         UnconvertedError: The list names several losses.
     """
     if isinstance(value, list) and len(value) != 1:
-        raise UnconvertedError("several losses are summed there; StreamTune takes one loss_type")
+        raise UnconvertedError("a sum of several losses is not supported; StreamTune takes one loss_type")
     return value[0] if isinstance(value, list) else value
 
 
@@ -86,7 +86,7 @@ TRAINER_FIELDS: dict[str, FieldRule] = field_table(
             "deepspeed",
             _convert_deepspeed,
             trains=False,
-            why="the file does not exist here; the stage is taken from its name",
+            why="the DeepSpeed file does not exist here; its name gives the ZeRO stage",
         ),
         "eval_steps": key_rule("eval_steps", convert_step_count, trains=False),
         "save_steps": key_rule("save_steps", convert_step_count, trains=False),
@@ -104,54 +104,54 @@ TRAINER_FIELDS: dict[str, FieldRule] = field_table(
     },
     renamed={"warmup_steps": "warmup_steps", "warmup_ratio": "warmup_ratio"},
     not_needed={
-        "fsdp: true shards automatically with FSDP2": "fsdp_config fsdp_transformer_layer_cls_to_wrap",
+        "StreamTune's fsdp: true shards automatically with FSDP2": "fsdp_config fsdp_transformer_layer_cls_to_wrap",
         CHECKPOINTING: """gradient_checkpointing gradient_checkpointing_kwargs activation_checkpointing
             activation_checkpointing_kwargs use_cache activation_offloading""",
-        "layer inputs that do not fit are offloaded automatically": "activation_offload",
+        "StreamTune offloads layer inputs automatically if they do not fit": "activation_offload",
         KERNELS: """tf32 use_liger_kernel liger_kernel_config attn_implementation torch_compile torch_compile_backend
             torch_compile_mode jit_mode_eval use_ipex half_precision""",
-        "rows are prepared once, then read from disk": """dataloader_pin_memory dataloader_persistent_workers
+        "StreamTune prepares rows once, on disk": """dataloader_pin_memory dataloader_persistent_workers
             dataloader_prefetch_factor remove_unused_columns label_names length_column_name dataset_num_proc
             accelerator_config dataloader_in_order dataloader_multiprocessing_context""",
-        "DDP is set up automatically; `--nproc N` starts the ranks": """ddp_timeout ddp_backend ddp_bucket_cap_mb
-            ddp_broadcast_buffers ddp_static_graph ddp_find_unused_parameters local_rank average_tokens_across_devices
-            world_size""",
-        "set by the command: `streamtune sft`, `dpo` or `grpo`": "do_train do_eval do_predict",
-        "a run writes all its files to output_dir": "logging_dir log_level log_level_replica",
+        "StreamTune sets up DDP automatically; `--nproc N` starts the ranks": """ddp_timeout ddp_backend
+            ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_find_unused_parameters local_rank
+            average_tokens_across_devices world_size""",
+        "the command sets it: `streamtune sft`, `dpo` or `grpo`": "do_train do_eval do_predict",
+        "StreamTune writes all files of a run to output_dir": "logging_dir log_level log_level_replica",
         "metrics.jsonl has every step": """logging_strategy logging_first_step logging_nan_inf_filter log_on_each_node
             include_num_input_tokens_seen include_tokens_per_second disable_tqdm skip_memory_metrics include_for_metrics
             include_inputs_for_metrics""",
-        "a run in output_dir is resumed; `--resume never` starts a new run": "overwrite_output_dir",
-        "the same command resumes; `--resume PATH` names a checkpoint": "resume_from_checkpoint",
-        "a run resumes exactly where it stopped": "ignore_data_skip restore_callback_states_from_checkpoint",
-        "checkpoints are safetensors that every rank can read": "save_safetensors save_on_each_node",
-        "final/ has the model alone; checkpoints have everything needed to resume": "save_only_model",
-        "on_oom: replan switches to another schedule with the same gradient": "auto_find_batch_size",
+        "StreamTune resumes a run in output_dir; `--resume never` starts a new run": "overwrite_output_dir",
+        "StreamTune resumes by the same command; `--resume PATH` names a checkpoint": "resume_from_checkpoint",
+        "StreamTune resumes a run exactly where it stopped": "ignore_data_skip restore_callback_states_from_checkpoint",
+        "StreamTune's checkpoints are safetensors that every rank can read": "save_safetensors save_on_each_node",
+        "StreamTune saves the model alone in final/; checkpoints have everything needed to resume": "save_only_model",
+        "StreamTune's on_oom: replan switches to another schedule with the same gradient": "auto_find_batch_size",
         "evaluation computes losses only": """prediction_loss_only eval_accumulation_steps eval_do_concat_batches
             batch_eval_metrics eval_use_gather_object predict_with_generate""",
-        "evaluation uses the precision of training": "bf16_full_eval fp16_full_eval",
-        "memory is planned, so no cache needs to be emptied": "torch_empty_cache_steps",
-        "the launcher saves and resumes": "enable_jit_checkpoint",
+        "StreamTune evaluates in the precision of training": "bf16_full_eval fp16_full_eval",
+        "StreamTune plans memory, so no cache needs to be emptied": "torch_empty_cache_steps",
+        "StreamTune's launcher saves and resumes": "enable_jit_checkpoint",
         "write device: cpu to train without an accelerator": "no_cuda use_mps_device",
-        "a token for the hub belongs in HF_TOKEN": "hub_token push_to_hub_token hf_hub_token",
+        "put a token for the hub into HF_TOKEN": "hub_token push_to_hub_token hf_hub_token",
     },
     lost={
-        "training in float16 is not supported; write bf16: true": "fp16",
+        "StreamTune does not train in float16; write bf16: true": "fp16",
         "noise on embeddings": "neftune_noise_alpha",
         "arguments of the optimizer": "optim_args",
-        "target modules of a layer-wise or low-rank optimizer": "optim_target_modules",
-        "an incomplete last batch of an epoch is trained too": "dataloader_drop_last",
+        "target modules of a layer-wise or low-rank optimizer are not converted": "optim_target_modules",
+        "StreamTune trains an incomplete last batch of an epoch too": "dataloader_drop_last",
     },
     lost_beside_training={
-        "`on_nan` sets what happens if a loss is not finite": "debug",
-        "the order of the rows follows from 'seed'": "data_seed",
-        "rows are shuffled; packing: true avoids padding": "group_by_length",
+        "StreamTune's on_nan sets what happens if a loss is not finite": "debug",
+        "StreamTune's order of the rows follows from 'seed'": "data_seed",
+        "StreamTune shuffles rows; packing: true avoids padding": "group_by_length",
         "metric_for_best_model keeps the best checkpoint; final/ has the last step": "load_best_model_at_end",
-        "the first evaluation is after eval_steps steps": "eval_delay eval_on_start",
+        "StreamTune's first evaluation is after eval_steps steps": "eval_delay eval_on_start",
         "write sequence_parallel_size: N": "parallelism_config",
-        "a run uploads nothing; `streamtune export` writes the model": """push_to_hub hub_model_id hub_strategy
-            hub_private_repo hub_always_push hub_revision push_to_hub_model_id push_to_hub_organization""",
-        "trackers use the name of the run's folder": "run_name project",
+        "StreamTune uploads nothing in a run; `streamtune export` writes the model": """push_to_hub hub_model_id
+            hub_strategy hub_private_repo hub_always_push hub_revision push_to_hub_model_id push_to_hub_organization""",
+        "StreamTune names a tracker's run after the run's folder": "run_name project",
         "set by TRACKIO_SPACE_ID": "trackio_space_id trackio_bucket_id trackio_static_space_id",
     },
 )
@@ -167,13 +167,13 @@ def convert_warmup(conversion: Conversion) -> None:
             continue
         value = conversion.pop_field(name)
         if value in (None, 0, ""):
-            conversion.report_unneeded(name, why="no warm-up, as here")
+            conversion.report_unneeded(name, why="no warm-up, as in StreamTune")
         elif constant:
             conversion.report_unneeded(name, why="the schedule 'constant' has no warm-up in transformers")
         elif name == "warmup_ratio" and steps_count:
             conversion.report_unneeded(name, why="'warmup_steps' takes precedence")
         elif name == "warmup_steps" and isinstance(value, float) and 0 < value < 1:
-            conversion.write_key("warmup_ratio", value, name, note="below 1 it is a fraction of all steps")
+            conversion.write_key("warmup_ratio", value, name, note="warmup_steps below 1 is a fraction of all steps")
         else:
             whole = isinstance(value, float) and name == "warmup_steps" and value.is_integer()
             conversion.write_key(name, int(value) if whole else value, name)
@@ -188,7 +188,7 @@ def report_default_targets(conversion: Conversion) -> None:
     """Report that peft and StreamTune adapt different modules by default."""
     if conversion.ours.get("finetuning_type") in ("lora", "qlora") and "lora_target" not in conversion.ours:
         conversion.report_lost_setting(
-            "lora_target_modules", "if unset, peft adapts attention modules only; the default here is all-linear"
+            "lora_target_modules", "if unset, peft adapts attention modules only; StreamTune adapts all linear layers"
         )
 
 
@@ -219,21 +219,21 @@ def convert_optimizer(conversion: Conversion) -> None:
         elif isinstance(theirs, str) and theirs in LIONS and conversion.write_key("optim", LIONS[theirs], name):
             betas = [conversion.get("adam_beta1", 0.9), conversion.get("adam_beta2", 0.999)]
             conversion.write_default("optim_args", {"betas": betas}, "from adam_beta1 and adam_beta2")
-            conversion.mark_unneeded("adam_beta1", "adam_beta2", why="written as betas of optim_args")
+            conversion.mark_unneeded("adam_beta1", "adam_beta2", why="StreamTune takes it as betas in optim_args")
 
 
 def report_nll_differences(conversion: Conversion) -> None:
     """Report the losses ``orpo``, ``cpo`` and ``rpo_alpha``: TRL averages their NLL term over other tokens."""
     loss = conversion.ours.get("loss_type")
     if loss == "orpo":
-        there = "there, its NLL counts prompt and answer and is a mean over the tokens of a micro-batch"
+        there = "TRL's NLL counts prompt and answer and is a mean over the tokens of a micro-batch"
         conversion.report_lost_setting(
-            "loss_type: orpo", f"{there}; here it counts the answer and is a mean over pairs"
+            "loss_type: orpo", f"{there}; StreamTune's counts the answer and is a mean over pairs"
         )
     elif (loss == "cpo" and conversion.ours.get("cpo_alpha", 1.0)) or conversion.ours.get("rpo_alpha"):
         name = "loss_type: cpo" if loss == "cpo" else "rpo_alpha"
         conversion.report_lost_setting(
-            name, "its NLL is a mean over the tokens of a micro-batch there, and over pairs here"
+            name, "TRL's NLL is a mean over the tokens of a micro-batch, StreamTune's over pairs"
         )
 
 
@@ -270,14 +270,14 @@ def convert_thinking(conversion: Conversion) -> None:
             continue
         value = conversion.pop_field(name)
         if not isinstance(value, bool):
-            conversion.report_unneeded(name, why="the chat template's default is used")
+            conversion.report_unneeded(name, why="StreamTune uses the chat template's default")
         elif name == "preserve_thinking" and not value:
-            conversion.report_unneeded(name, why="off, as here")
+            conversion.report_unneeded(name, why="off, as in StreamTune")
         elif name == "preserve_thinking" and conversion.objective == "sft":
             conversion.write_key("reasoning", "keep", name)
         else:
             conversion.merge_into_key(
-                "chat_template_kwargs", {name: value}, name, note="used if the chat template reads it"
+                "chat_template_kwargs", {name: value}, name, note="it has an effect only if the chat template reads it"
             )
 
 
@@ -302,12 +302,12 @@ def remove_conflicting_keys(conversion: Conversion) -> None:
     if not ours.get("val_size") and not ours.get("eval_datasets"):
         for key in ("eval_steps", "metric_for_best_model", "greater_is_better"):
             if key in ours:
-                remove_key(key, "no rows are held out; set val_size or eval_datasets")
+                remove_key(key, "the recipe holds out no rows; set val_size or eval_datasets")
     if ours.get("early_stopping_patience") and not ours.get("eval_steps"):
-        why = "it counts evaluations, and the only one is at the end: write eval_steps: N and early_stopping_patience"
+        why = "the only evaluation is at the end: write eval_steps: N and early_stopping_patience"
         remove_key("early_stopping_patience", why, trains=True)
     if conversion.objective != "sft" and ours.get("packing"):
-        remove_key("packing", "preference rows and prompts are not packed; shared prompts are concatenated anyway")
+        remove_key("packing", "only sft rows are packed; a shared prompt is concatenated with its completions")
     if ours.get("finetuning_type", "full") == "full":
         for key in ADAPTER_KEYS:
             if key in ours:
@@ -325,7 +325,7 @@ def remove_conflicting_keys(conversion: Conversion) -> None:
                 trains=True,
             )
     if ours.get("finetuning_type") != "qlora" and "quantization" in ours:
-        remove_key("quantization", "only frozen weights under adapters are quantised", trains=True)
+        remove_key("quantization", "StreamTune quantises only frozen weights under adapters", trains=True)
 
 
 # --- the launcher -----------------------------------------------------------------------------------------------------
@@ -380,7 +380,7 @@ def _convert_accelerate_config(conversion: Conversion, name: str, where: str) ->
     theirs = f"config_file: {name}"
     path = next((path for path in conversion.file.candidate_paths(name) if path.is_file()), None)
     if path is None:
-        why = "the file does not exist here: compare its mixed_precision, DeepSpeed or FSDP, and number of processes"
+        why = "this accelerate file does not exist here: compare its mixed_precision, DeepSpeed or FSDP, and processes"
         conversion.report_other_file(theirs, where, why, True)
         return
     try:
@@ -430,14 +430,14 @@ def _why_option_not_written(option: LauncherOption) -> tuple[str, bool | None]:
     if name in RANKS:
         return f"use `--nproc {option.value}`", None
     if name == "mixed_precision" and text in ("fp16", "fp8"):
-        return f"training in {text} is not supported; write bf16: true", True
+        return f"StreamTune does not train in {text}; write bf16: true", True
     if name in ("mixed_precision", "use_fsdp"):
-        return "off, as here", None
+        return "off, as in StreamTune", None
     if name in FALLBACK_OPTIONS:
         return "set by the recipe", None
     if name in MACHINES:
-        return "`--nproc` starts ranks on one machine; for several see docs/guide/many-gpus.md", None
+        return "StreamTune's `--nproc` starts ranks on one machine; for several see docs/guide/many-gpus.md", None
     if name.startswith("parallelism_config") or option.group == "parallelism_config":
         off = text in ("1", "none", "false", "true", "0")
         return ("off", None) if off else ("write sequence_parallel_size: N", False)
-    return "ranks and kernels are set up automatically here", None
+    return "StreamTune sets up ranks and kernels automatically", None

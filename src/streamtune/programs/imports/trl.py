@@ -64,7 +64,7 @@ POLICY_LOSSES = (*get_args(PolicyLossName), "cispo", "sapo", "luspo", "vespo")
 Row = dict[str, Any] | None
 """First row of a dataset; None if unknown."""
 
-SERVER = "vLLM servers are not supported; use_vllm runs vLLM in the training process"
+SERVER = "StreamTune supports no vLLM servers; use_vllm runs vLLM in the training process"
 COMMANDS = {"sft": "sft", "dpo": "dpo", "kto": "dpo", "orpo": "dpo", "cpo": "dpo", "grpo": "grpo"}
 
 
@@ -72,7 +72,7 @@ def _convert_reward_functions(value: Any) -> Any:
     """Return reward functions as ``module:function``; TRL writes ``module.function``, or ``function`` for its own."""
     names = value if isinstance(value, list) else [value]
     if not all(isinstance(name, str) for name in names):
-        raise UnconvertedError("a list of functions was expected")
+        raise UnconvertedError("reward functions must be a list of names")
     own = [name for name in names if re.fullmatch(r"\w+", name)]
     return [f"trl.rewards:{name}" if name in own else re.sub(r"\.(\w+)$", r":\1", name) for name in names]
 
@@ -87,7 +87,7 @@ GRPO_FIELDS: dict[str, FieldRule] = field_table(
         "vllm_mode": no_counterpart(SERVER, trains=False, off=("colocate",)),
     },
     not_needed={"completions.jsonl records them": "log_completions"},
-    lost={"the reference model is not updated": "sync_ref_model"},
+    lost={"StreamTune does not update the reference model": "sync_ref_model"},
     lost_beside_training={SERVER: "vllm_server_host vllm_server_port vllm_server_timeout"},
 )
 """Arguments of ``trl.GRPOConfig`` that axolotl and ms-swift share."""
@@ -101,12 +101,12 @@ SHARED_FIELDS: dict[str, FieldRule] = field_table(
         **switch_rules("use_rslora use_dora"),
         "top_k": key_rule("top_k", zero_if_negative),
         "bnb_4bit_quant_type": no_counterpart("4-bit weights use nf4", off=("nf4",)),
-        "f_divergence_type": no_counterpart("only reverse KL is supported", off=("reverse_kl",)),
-        "top_entropy_quantile": no_counterpart("a loss on high-entropy tokens only", off=(1.0, 1)),
+        "f_divergence_type": no_counterpart("StreamTune supports only the reverse KL", off=("reverse_kl",)),
+        "top_entropy_quantile": no_counterpart("StreamTune has no loss on high-entropy tokens only", off=(1.0, 1)),
     },
     renamed={"dtype": "dtype torch_dtype", "max_length": "max_length"},
-    not_needed={"vLLM runs in the training process": "vllm_max_model_len vllm_tensor_parallel_size"},
-    lost={"LD-DPO": "ld_alpha", "a sum of several losses": "loss_weights"},
+    not_needed={"StreamTune runs vLLM in the training process": "vllm_max_model_len vllm_tensor_parallel_size"},
+    lost={"LD-DPO": "ld_alpha", "StreamTune does not sum several losses": "loss_weights"},
     lost_beside_training={SERVER: "vllm_server_base_url"},
 )
 """Arguments of TRL that ms-swift shares."""
@@ -121,7 +121,7 @@ FIELDS: dict[str, FieldRule] = field_table(
         **same_name_rules("precompute_ref_log_probs num_completions_to_print", trains=False),
         "lora_target_modules": key_rule("lora_target", convert_module_names),
         "truncation_mode": key_rule(
-            "overlength", lookup_converter({"keep_start": "truncate"}, "longer rows are truncated at the end")
+            "overlength", lookup_converter({"keep_start": "truncate"}, "StreamTune truncates longer rows at the end")
         ),
         "reward_funcs": key_rule("reward_funcs", _convert_reward_functions, why="code: needs allow_code: true"),
         "scale_rewards": key_rule(
@@ -140,13 +140,13 @@ FIELDS: dict[str, FieldRule] = field_table(
         ),
         "lora_modules_to_save": key_rule("modules_to_save", convert_module_list),
         "chat_template_path": key_rule(
-            "chat_template", why="a tokenizer folder is not accepted: give the template file"
+            "chat_template", why="StreamTune's chat_template takes no tokenizer folder: give the template file"
         ),
         "eos_token": key_rule("special_tokens", lambda value: {"eos_token": value}),
         "test_split_size": key_rule("val_size", trains=False),
-        "model_revision": no_counterpart("a model revision: download it and give its folder", off=("main",)),
-        "model_code_revision": no_counterpart("a revision of the model's code", off=("main",)),
-        "disable_dropout": no_counterpart("dropout of the model's configuration stays enabled", off=(True,)),
+        "model_revision": no_counterpart("download the model revision and give its folder", off=("main",)),
+        "model_code_revision": no_counterpart("StreamTune loads no revision of the model's code", off=("main",)),
+        "disable_dropout": no_counterpart("StreamTune keeps dropout of the model's configuration enabled", off=(True,)),
         "multi_objective_aggregation": no_counterpart("rewards are summed", off=("sum_then_normalize",)),
     },
     renamed={
@@ -161,44 +161,44 @@ FIELDS: dict[str, FieldRule] = field_table(
         "shuffle": "shuffle_dataset",
     },
     not_needed={
-        "chunks need no padding; packing: true avoids it": "padding_free pad_to_multiple_of eval_packing pad_token",
+        "StreamTune's chunks need no padding": "padding_free pad_to_multiple_of eval_packing pad_token",
         CHECKPOINTING: "use_logits_to_keep precompute_ref_batch_size use_liger_loss",
         KERNELS: "cast_lm_head_to_fp32 cache_implementation",
-        "recognised by the columns of the rows": "dataset_kwargs is_encoder_decoder padding_value",
-        "rows are prepared when the run starts": "dataset_streaming streaming dataset_batch_size",
+        "StreamTune recognises rows by their columns": "dataset_kwargs is_encoder_decoder padding_value",
+        "StreamTune prepares rows when the run starts": "dataset_streaming streaming dataset_batch_size",
         "completions.jsonl records them": "log_unique_prompts log_multimodal",
-        "the task is a causal language model": "lora_task_type ignore_bias_buffers",
-        "double quantisation is on for nf4": "use_bnb_nested_quant bnb_4bit_quant_storage",
-        "log-probabilities use the temperature of the completions": "ds3_gather_for_generation",
+        "StreamTune trains only causal language models": "lora_task_type ignore_bias_buffers",
+        "StreamTune's nf4 always has double quantisation": "use_bnb_nested_quant bnb_4bit_quant_storage",
+        "StreamTune's log-probabilities use the completions' temperature": "ds3_gather_for_generation",
         "`--nproc N` starts the ranks": "accelerate_config num_processes",
-        "vLLM runs in the training process": """vllm_group_port vllm_enable_sleep_mode vllm_model_impl
+        "StreamTune runs vLLM in the training process": """vllm_group_port vllm_enable_sleep_mode vllm_model_impl
             vllm_max_model_length vllm_device vllm_dtype""",
-        "transformers or vLLM generates completions": """use_transformers_paged
+        "StreamTune generates completions with transformers or vLLM": """use_transformers_paged
             use_transformers_continuous_batching transformers_continuous_batching_config""",
         "read only if enabled": """ref_model_mixup_alpha ref_model_sync_steps entropy_coef_delta entropy_coef_max
             entropy_coef_min entropy_target""",
-        "used only with loss_type sapo and vespo": """sapo_temperature_neg sapo_temperature_pos vespo_k_neg vespo_k_pos
-            vespo_lambda_neg vespo_lambda_pos""",
+        "TRL reads it only with loss_type sapo and vespo": """sapo_temperature_neg sapo_temperature_pos vespo_k_neg
+            vespo_k_pos vespo_lambda_neg vespo_lambda_pos""",
     },
     lost={
         "AlphaPO's rewards": "alpha",
         "arguments of from_pretrained": "model_init_kwargs",
-        "adapters on parameters that are not linear layers": "lora_target_parameters",
+        "StreamTune adapts only linear layers, not other parameters": "lora_target_parameters",
         "WPO weighting of pairs": "use_weighting",
         "an entropy bonus": "entropy_coef use_adaptive_entropy",
-        "a mask on off-policy tokens": "off_policy_mask_threshold",
-        "structured outputs are not supported": "vllm_structured_outputs_regex vllm_guided_decoding_regex",
+        "StreamTune has no mask on off-policy tokens": "off_policy_mask_threshold",
+        "StreamTune does not support structured outputs": "vllm_structured_outputs_regex vllm_guided_decoding_regex",
         "other generation settings": "generation_kwargs",
-        "tool calls in completions are not supported": "max_tool_calling_iterations",
-        "a reward model: write a reward function that calls it": "reward_model_name_or_path",
-        "a folder of a dataset on the hub": "data_dir",
+        "StreamTune does not support tool calls in completions": "max_tool_calling_iterations",
+        "StreamTune loads no reward model: write a reward function that calls it": "reward_model_name_or_path",
+        "StreamTune reads no folder of a dataset on the hub": "data_dir",
     },
     lost_beside_training={
-        "evaluation does not generate completions: write sample": "generate_during_eval",
-        "only reverse KL is supported": "f_alpha_divergence_coef",
+        "StreamTune's evaluation generates no completions: write sample": "generate_during_eval",
+        "StreamTune supports only the reverse KL": "f_alpha_divergence_coef",
         "of the loss discopop": "discopop_tau",
-        "the base model without its adapters is the reference": "force_use_ref_model",
-        "log-probabilities of the trained model are used": "vllm_importance_sampling_correction",
+        "StreamTune's reference is the base model without its adapters": "force_use_ref_model",
+        "StreamTune uses log-probabilities of the trained model": "vllm_importance_sampling_correction",
         "as above": """vllm_importance_sampling_mode vllm_importance_sampling_cap vllm_importance_sampling_clip_max
             vllm_importance_sampling_clip_min""",
         "evaluation generates num_generations completions": "num_generations_eval",
@@ -211,7 +211,7 @@ def _choose_objective(conversion: Conversion) -> str:
     command = conversion.file.command
     if command:
         if command not in COMMANDS:
-            what = f"`trl {command}` has no counterpart"
+            what = f"StreamTune has no command for `trl {command}`"
             raise conversion.import_error(what=what, fix="supported: sft, dpo, kto, orpo, cpo and grpo")
         return COMMANDS[command]
     names, loss = set(conversion.file.fields), conversion.get("loss_type")
@@ -271,7 +271,7 @@ def _convert_text_column(conversion: Conversion, first_rows: list[Row]) -> None:
     column = conversion.get(name, "text")
     named = [index for index, row in enumerate(first_rows) if row is None or column in row]
     if column == "text":
-        conversion.mark_unneeded(name, why="the default column here too")
+        conversion.mark_unneeded(name, why="'text' is StreamTune's default column too")
     elif not named or conversion.objective != "sft":
         conversion.mark_unneeded(name, why="the rows do not have this column")
     else:
@@ -308,13 +308,13 @@ def _convert_trained_tokens(conversion: Conversion, first_rows: list[Row]) -> No
     for row in first_rows:
         turns = (row or {}).get("completion")
         if isinstance(turns, list) and len(turns) > 1:
-            why = "there, a completion of several turns is trained whole; here, only its assistant turns"
+            why = "TRL trains a completion of several turns whole; StreamTune trains only its assistant turns"
             conversion.report_lost_setting("completion_only_loss", why)
     if seen and all(pairs):
-        conversion.write_default("train_on", "completion", "the rows are prompts and completions")
+        conversion.write_default("train_on", "completion", "TRL's default for rows of prompts and completions")
     elif any(pairs):
         conversion.report_lost_setting(
-            "completion_only_loss", "there, the first dataset decides this for all rows; see train_on"
+            "completion_only_loss", "TRL's first dataset decides this for all rows; see train_on"
         )
     elif not seen:
         why = "the rows cannot be read here; if they have prompt and completion, write train_on: completion"
@@ -329,7 +329,7 @@ def _convert_length_limit(conversion: Conversion) -> None:
         if length not in (None, ""):
             conversion.write_key("max_length", length, name)
         elif name in given and conversion.objective != "grpo":
-            why = "there, no row is truncated; here, rows longer than 2048 are an error: write max_length"
+            why = "TRL truncates no row; StreamTune refuses rows longer than 2048: write max_length"
             conversion.report_lost(name, why=why, trains=False)
             conversion.left.pop("truncation_mode", None)
             conversion.write_default("overlength", "error", "no row is truncated")
@@ -340,17 +340,17 @@ def _convert_length_limit(conversion: Conversion) -> None:
     shuffles = given.get("shuffle_dataset")
     if shuffles is not None and conversion.objective == "grpo":
         conversion.write_key("shuffle", shuffles, "shuffle_dataset")
-    conversion.mark_unneeded("shuffle_dataset", why="each epoch shuffles the rows anyway")
+    conversion.mark_unneeded("shuffle_dataset", why="StreamTune shuffles the rows in each epoch anyway")
     strategy = given.get("packing_strategy")
     if conversion.objective != "sft" or not conversion.get("packing"):
         conversion.mark_unneeded("packing_strategy", why="used only with packing")
     elif strategy in ("wrapped", "bfd_split"):
         conversion.pop_field("truncation_mode")
-        see = "; packed rows attend to each other there, but not here" if strategy == "wrapped" else ""
+        see = "; packed rows attend to each other in TRL, but not in StreamTune" if strategy == "wrapped" else ""
         conversion.write_if_on(
-            "packing_strategy", "overlength", "split", note=f"rows continue in the next sequence{see}"
+            "packing_strategy", "overlength", "split", note=f"TRL continues rows in the next sequence{see}"
         )
-    conversion.mark_unneeded("packing_strategy", why="packing fills every sequence with as many rows as fit")
+    conversion.mark_unneeded("packing_strategy", why="StreamTune packs as many rows as fit into each sequence")
 
 
 def _convert_cpo_loss(conversion: Conversion) -> None:
@@ -359,7 +359,7 @@ def _convert_cpo_loss(conversion: Conversion) -> None:
     if loss == "simpo":
         conversion.write_key("loss_type", "simpo", "loss_type")
         if not alpha:
-            conversion.mark_unneeded("cpo_alpha", why="no NLL term, as here")
+            conversion.mark_unneeded("cpo_alpha", why="no NLL term, as in StreamTune")
         elif conversion.pop_field("cpo_alpha") is None:
             conversion.write_default("rpo_alpha", alpha, "from cpo_alpha")
         else:
@@ -369,7 +369,7 @@ def _convert_cpo_loss(conversion: Conversion) -> None:
         if "loss_type" in conversion.file.fields:
             conversion.write_key("loss_type", "cpo", "loss_type")
     else:
-        conversion.report_lost("loss_type", why="this trainer's supported losses are cpo and simpo")
+        conversion.report_lost("loss_type", why="of TRL's CPO trainer, StreamTune supports the losses cpo and simpo")
         conversion.ours["loss_type"] = "cpo"
 
 
@@ -382,14 +382,14 @@ def _convert_loss(conversion: Conversion) -> None:
     elif value == "dft":
         conversion.write_key("loss_type", value, "loss_type")
     else:
-        conversion.report_lost("loss_type", why="supported sft losses: nll, dft and focal")
+        conversion.report_lost("loss_type", why="StreamTune's sft losses are nll, dft and focal")
 
 
 def convert_weights_dtype(conversion: Conversion, *names: str) -> None:
     for name in names:
         value = conversion.file.fields.get(name)
         if value in ("float16", "fp16", "half"):
-            conversion.report_lost(name, why="float16 weights are not supported: they keep the checkpoint's dtype")
+            conversion.report_lost(name, why="no float16: weights keep the checkpoint's dtype")
         elif value is not None:
             conversion.write_key("dtype", value, name)
         conversion.mark_unneeded(name, why="no value")
@@ -420,7 +420,7 @@ def _convert_datasets(conversion: Conversion) -> None:
     specs = []
     for index, entry in enumerate(entries or []):
         if not isinstance(entry, dict) or not isinstance(entry.get("path"), str):
-            conversion.report_lost("datasets", index, why="the entry has no path")
+            conversion.report_lost("datasets", index, why="the dataset entry has no path")
             continue
         spec = {"path": entry["path"], **({"name": entry["name"]} if entry.get("name") else {})}
         if entry.get("split"):
@@ -428,10 +428,10 @@ def _convert_datasets(conversion: Conversion) -> None:
         files = entry.get("data_files")
         for key in entry.keys() - {"path", "name", "split", "data_files"}:
             if entry[key] is not None:
-                conversion.report_lost("datasets", index, key, why="unknown key of a dataset entry")
+                conversion.report_lost("datasets", index, key, why="StreamTune does not know this key of a dataset")
         local = entry["path"] in ("json", "csv", "parquet", "text")
         if files and not local:
-            conversion.report_lost("datasets", index, "data_files", why="files of a hub dataset: give them in path")
+            conversion.report_lost("datasets", index, "data_files", why="give the files of a hub dataset in path")
         paths = (files if isinstance(files, list) else [files]) if files and local else [entry["path"]]
         specs += [{**spec, "path": path} for path in paths]
     write_datasets(conversion, specs, "datasets")
@@ -453,7 +453,7 @@ def _convert_test_split(conversion: Conversion, name: Any, config_name: Any) -> 
         conversion.write_key("eval_datasets", {"test": [spec]}, key, note="rows of the split", trains=False)
         conversion.left = left  # eval_strategy has its own rule
     elif "dataset_test_split" in conversion.file.fields:
-        conversion.report_unneeded("dataset_test_split", why="used only if eval_strategy is set")
+        conversion.report_unneeded("dataset_test_split", why="TRL reads it only if eval_strategy is set")
 
 
 def _write_trainer_defaults(conversion: Conversion) -> None:
