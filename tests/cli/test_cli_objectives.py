@@ -226,7 +226,7 @@ def test_the_longest_with_its_rollout(run: Callable[..., int], capsys: pytest.Ca
     shown, said = capsys.readouterr()
     assert shown.splitlines()[0] == "Longest sequence: 256 tokens in 64.0 MiB of device memory (grpo, measured)"
     assert "tokens of a prompt plus its longest completion; 4 completions in a batch" in shown
-    assert "; a trial includes the end of a rollout" in shown
+    assert "; a trial also runs the end of a rollout" in shown
     assert "mode=stream length=256 batch_size=4 fits=true" in said
     document = json.loads(Path("out/probe.json").read_text())
     assert (document["objective"], document["unit"], document["max_length"]) == ("grpo", "completion", 256)
@@ -319,7 +319,7 @@ def test_trees_are_cut_where_their_completions_differ() -> None:
 def test_bench_on_pairs(run: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
     assert run("bench", "dpo.yaml", "--lengths", "256", "--repeats", "1", "--modes", "stream") == 0
     shown = capsys.readouterr().out
-    assert "streaming shares prompts" in " ".join(shown.split())
+    assert "Streaming computes a prompt once for all its completions" in " ".join(shown.split())
     document = json.loads(Path("runs/dpo/bench.json").read_text())
     [row] = document["rows"]
     assert row["error"] is None

@@ -326,8 +326,8 @@ def print_bench(report: BenchReport) -> None:
     ]
     if report.objective != "sft":
         said.append(
-            "Tokens are a prompt plus its longest completion; streaming shares prompts. tok/s counts each completion "
-            "with its prompt. The loss is the mean log-probability; no reference model runs."
+            "The column tokens counts a prompt plus its longest completion. Streaming computes a prompt once for all "
+            "its completions; tok/s counts it with each. The loss is the mean log-probability; no reference model runs."
         )
     for text in said:
         out.print(Text(text, style="dim"), soft_wrap=not out.is_terminal)

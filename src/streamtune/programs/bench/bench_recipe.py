@@ -101,7 +101,7 @@ def bench_recipe(
     if packed_rows and not 2 <= packed_rows <= min(lengths) // 2:
         raise ArgumentError(
             f"--packed-rows must be from 2 to half of the smallest length, found {packed_rows}",
-            fix="write --packed-rows 16 --lengths 16384",
+            fix="for example, write --packed-rows 16 --lengths 16384",
         )
     report = BenchReport({}, make_schedule(recipe.engine), packed_rows=packed_rows, objective=recipe.objective)
     job = replace(make_job(recipe), completions=completions)

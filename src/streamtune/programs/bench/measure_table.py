@@ -227,7 +227,7 @@ def measure_longest_lengths(
     budget, simulates = Budget(device_bytes, host_bytes, disk_bytes), options.method == "simulate"
     if budget.device_bytes is None and (simulates or choose_device(recipe.device).type == "cpu"):
         raise ArgumentError(
-            "--table max-length needs a device memory budget here", fix="add --device-memory, such as 80GiB"
+            "--table max-length needs --device-memory on a CPU and to simulate", fix="add --device-memory 80GiB"
         )
     notify("building the model")
     env, attempt = (_prepare_simulated_lengths if simulates else _prepare_measured_lengths)(recipe, job, budget)

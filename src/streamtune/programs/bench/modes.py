@@ -58,7 +58,7 @@ PrepareMode = Callable[[Any, Schedule], AbstractContextManager[Ready]]
 
 @dataclass(frozen=True)
 class ModeSetup:
-    """How a benchmarked training method (mode) computes the gradient, and what it needs.
+    """Setup of a benchmarked training method (mode): how it computes the gradient, and what it needs.
 
     Attributes:
         prepare: Function ``(model, schedule)`` that returns a context manager; the model is prepared while active.
@@ -264,7 +264,7 @@ def unsloth(model: Any) -> Iterator[Loss]:
 # --- all modes --------------------------------------------------------------------------------------------------------
 
 
-UNSLOTH_ALONE = "it changes transformers in its process; measure it with --modes plain,checkpoint,unsloth"
+UNSLOTH_ALONE = "unsloth changes transformers in its process: measure it with --modes plain,checkpoint,unsloth"
 
 MODE_SETUPS: dict[Mode, ModeSetup] = {
     "plain": ModeSetup(_make_prepare(lambda model: nullcontext())),

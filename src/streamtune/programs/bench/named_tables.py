@@ -52,7 +52,7 @@ class Column:
 
 @dataclass(frozen=True)
 class TableInputs:
-    """What a benchmark table's ``groups`` function needs to choose the rows to measure.
+    """Inputs from which a benchmark table's ``groups`` function chooses the rows to measure.
 
     Attributes:
         lengths: Row lengths in tokens; for prefix sharing, prompt lengths.
@@ -221,9 +221,9 @@ def _time_note(report: TableReport) -> str:
 
 def _memory_note(report: TableReport) -> str:
     return (
-        f"All figures are measured, in {report.unit[0]}. The terms are those at the peak of the step. Activations may "
-        "peak at another time. The column most activ. has the peak of activations alone, beyond weights, gradients and "
-        "layer inputs. The column no head has this peak without the head."
+        f"All figures are measured, in {report.unit[0]}. The columns by purpose are memory at the peak of the step. "
+        "Activations alone may peak at another time: the column most activ. has that peak (beyond weights, gradients "
+        "and layer inputs). The column no head has that peak without the LM head."
     )
 
 

@@ -168,7 +168,7 @@ def _split_commas(text: str | None) -> list[str]:
 def _parse_length(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise ArgumentError(
-            f"must be numbers of tokens, found '{text}'", where="--needle-lengths", fix="write 1024,4096"
+            f"lengths must be numbers of tokens, found '{text}'", where="--needle-lengths", fix="write 1024,4096"
         )
     return int(text)
 
@@ -180,7 +180,7 @@ def _parse_percent(text: str) -> float:
         value = -1.0
     if not 0 <= value <= 100:
         raise ArgumentError(
-            f"must be percentages from 0 to 100, found '{text}'", where="--needle-depths", fix="write 0,50,100"
+            f"depths must be percentages from 0 to 100, found '{text}'", where="--needle-depths", fix="write 0,50,100"
         )
     return float(value)
 

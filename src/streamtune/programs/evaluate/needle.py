@@ -141,7 +141,7 @@ def gather_haystack(
     if not hay:
         raise ArgumentError("the rows have no text to hide a needle in", where="datasets")
     if len(hay) < tokens:
-        notify(f"the needle probe repeats the rows: they have only {len(hay):,} tokens of text")
+        notify(f"the rows have only {len(hay):,} tokens of text: the needle probe repeats them")
     head, tail, chat = _tokens_around_user_text(tokenizer, chat, frame or data.ChatFrame(), notify)
     return Haystack(np.array(hay[:tokens], dtype=np.int64), head, tail, chat, tokenizer)
 

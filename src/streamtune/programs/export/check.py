@@ -141,7 +141,7 @@ class Differences:
             )
         if self.beyond > self.may_be_beyond:
             return f"{self.beyond} of {self.tokens} tokens have an error above {self.allowed_largest:.1e}"
-        return f"its greedy text differs at token {self.text_parts_at}, and a rounding does not explain it"
+        return f"its greedy text differs at token {self.text_parts_at} by more than a rounding explains"
 
 
 @torch.no_grad()

@@ -82,7 +82,7 @@ class ExportOptions:
 
 @dataclass(frozen=True)
 class ExportReport:
-    """What an export wrote, and the result of its comparison with the trained model."""
+    """Files that an export wrote, and the result of their comparison with the trained model."""
 
     source: str
     out: str

@@ -507,7 +507,7 @@ def _resolve_adapter_base(trained: TrainedModel, name: str, notify: Notify) -> s
         )
     # Before such runs were refused, new adapters replaced the adapters in the folder, because both had the same name.
     notify(
-        f"the run's adapters replaced the adapters in {name} and trained on {below} alone: they are loaded onto {below}"
+        f"this run trained its adapters on {below}, without the adapters in {name}: they are loaded onto {below} alone"
     )
     return below
 

@@ -24,7 +24,7 @@ Kind = Literal["mapped", "default", "not_needed", "lost"]
 
 @dataclass(frozen=True)
 class FieldFinding:
-    """What became of one field: converted, not needed, lost, or a default of the other trainer that was written."""
+    """Outcome of one field: converted, not needed, lost, or a default of the other trainer that is written."""
 
     kind: Kind
     """Kind of the finding; ``default`` is a key that is written because the trainer's default differs."""
@@ -57,7 +57,7 @@ class PeerTrainer:
     """Writes the trainer's defaults that differ from StreamTune's; called after the rules."""
 
     def find_rule(self, name: str) -> FieldRule | None:
-        """Return the conversion rule of a field; without its own rule, ``group.field`` has that of ``group``."""
+        """Return the conversion rule of a field; ``group.field`` may have the rule of ``group``."""
         group, _, inner = name.rpartition(".")
         found = self.fields.get(name) or (self.find_rule(group) if group else None)
         if found is None and not inner.count(".") and any(other.startswith(f"{name}.") for other in self.fields):

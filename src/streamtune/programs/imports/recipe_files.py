@@ -131,7 +131,7 @@ def _read_script(text: str, path: Path) -> PeerFile:
 
 
 def _find_launcher_options(words: list[tuple[str, int]], assigned: dict[str, str]) -> dict[str, tuple[Any, int]]:
-    """Return the options before the training script or ``-m MODULE``, such as those of torchrun."""
+    """Return the options before the training script or ``-m MODULE``, such as torchrun's options."""
     found: dict[str, tuple[Any, int]] = {}
     starts = [place for place, (word, _) in enumerate(words) if Path(word).name in LAUNCHERS]
     name = ""

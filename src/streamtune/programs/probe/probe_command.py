@@ -288,7 +288,7 @@ def _describe_length(report: ProbeReport) -> str:
         text += f"; {task.fixed:,} {task.unit}{'s' if task.fixed > 1 else ''} in a batch"
     if task.objective == "grpo":
         rollout = (
-            "a trial includes the end of a rollout" if task.method == "measure" else "the rollout is not simulated"
+            "a trial also runs the end of a rollout" if task.method == "measure" else "the rollout is not simulated"
         )
         text += f"; {rollout}"
     return text

@@ -288,7 +288,7 @@ def _no_fit_error(
 def _offload_advice(recipe: Recipe) -> list[str]:
     fixes = ["allow more host memory (--host-memory, engine.host_memory)"]
     if recipe.engine.order == "chunk":
-        fixes.append("engine.order: auto lets the planner choose the order that needs less")
+        fixes.append("engine.order: auto lets the planner choose the order that needs less memory")
     if recipe.engine.offload_dir is None:
         fixes.append("engine.offload_dir allows offloading to disk")
     return fixes

@@ -286,7 +286,7 @@ def verify_recipe(subject: VerifySubject, notify: Callable[[str], None] = lambda
             raise
         rows, length = subject.alone.input_ids.shape
         raise OutOfMemoryError(
-            f"out of memory at {rows} x {length:,} tokens: plain autograd, the reference, keeps all activations",
+            f"out of memory at {rows} x {length:,} tokens: plain autograd, for comparison, stores all activations",
             fix=f"choose a shorter length: --length {max(MIN_TOKENS, length // 2)}",
         ) from error
 
