@@ -391,6 +391,18 @@ def test_the_kl_of_grpo(fields: str, on: bool, tmp_path: Path) -> None:
     assert not lost(imported) & {"use_bias_correction_kl"}
 
 
+@pytest.mark.parametrize(("beta", "on"), [(0.1, True), (0.0, False)])
+def test_the_kl_of_axolotl(beta: float, on: bool, tmp_path: Path) -> None:
+    text = f"""base_model: a
+rl: grpo
+datasets: [{{path: own/a}}]
+trl: {{beta: {beta}, num_generations: 4, use_bias_correction_kl: true, reward_funcs: [rewards.f]}}
+"""
+    imported = convert(tmp_path, text, trainer="axolotl")
+    assert ("use_bias_correction_kl: true" in imported.text) is on
+    assert not lost(imported) & {"trl.use_bias_correction_kl"}
+
+
 def test_yaml_json_and_command_of_swift_are_the_same(tmp_path: Path) -> None:
     values = {"model": "own/m", "train_type": "full", "dataset": ["r.jsonl"], "max_length": 64, "learning_rate": 1e-5}
     command = "swift sft " + " ".join(

@@ -66,6 +66,7 @@ FIELDS: dict[str, FieldRule] = field_table(
     {
         **TRAINER_FIELDS,
         **{f"trl.{name}": rule for name, rule in GRPO_FIELDS.items()},
+        "trl.use_bias_correction_kl": key_rule("use_bias_correction_kl"),
         **{f"{group}.{name}": rule for group in SETS for name, rule in ENTRY_FIELDS.items()},
         **same_name_rules("""
             base_model sequence_len micro_batch_size num_epochs lora_r lora_alpha lora_dropout sample_packing
@@ -220,7 +221,6 @@ FIELDS: dict[str, FieldRule] = field_table(
         "other generation settings": "trl.generation_kwargs trl.vllm_guided_decoding_regex",
         "code that generates completions": "trl.rollout_func",
         "StreamTune has no mask on off-policy tokens": "trl.off_policy_mask_threshold",
-        "a KL term corrected by the ratio of new and old policy is not converted": "trl.use_bias_correction_kl",
         "completions of earlier steps": "trl.replay_buffer_size",
         "code of axolotl's plugins": "trainer_cls dense_mixer mora",
         "an unsupported objective": "diffusion ebft hatchery nemo_gym_enabled kd_trainer",
@@ -315,6 +315,10 @@ def _convert_dependent_fields(conversion: Conversion) -> None:
         if loss := OBJECTIVES.get(str(conversion.get(name)), ("", ""))[1]:
             conversion.write_key("loss_type", loss, name)
         conversion.mark_unneeded(name, why="see objective")
+    policy = conversion.get("trl")
+    if isinstance(policy, dict) and "use_bias_correction_kl" in policy and not policy.get("beta"):
+        conversion.left["trl"] = {key: value for key, value in policy.items() if key != "use_bias_correction_kl"}
+        conversion.report_unneeded("trl", "use_bias_correction_kl", why="used only with trl.beta")
     if "dpo_loss_type" in conversion.left:
         conversion.convert_key("loss_type", single_loss_name, conversion.pop_field("dpo_loss_type"), "dpo_loss_type")
     for name in ("overrides_of_model_config", "model_config"):

@@ -197,11 +197,11 @@ FIELDS: dict[str, FieldRule] = field_table(
         "used only with rollout_importance_sampling_mode": "rollout_importance_sampling_threshold",
         "StreamTune's epoch has as many rows as all datasets, whatever their weights": "stopping_strategy",
         "see shuffle": "dataset_shuffle",
+        "StreamTune trains empty think blocks": "disable_ignore_empty_think",
     },
     lost={
         "StreamTune uses the tokenizer's own template: compare both templates": "template",
         "StreamTune renders tools with the chat template": "agent_template tools_prompt",
-        "StreamTune does not train the template's empty think blocks": "disable_ignore_empty_think",
         "StreamTune reads no rows that another program prepared": "cached_val_dataset",
         "StreamTune's GRPO has no further turns, tools or filters": """gym_env use_gym_env multi_turn_scheduler
             max_turns dynamic_sample max_resample_times soft_max_length soft_cache_length""",

@@ -169,7 +169,7 @@ FIELDS: dict[str, FieldRule] = field_table(
         "completions.jsonl records them": "log_unique_prompts log_multimodal",
         "StreamTune trains only causal language models": "lora_task_type ignore_bias_buffers",
         "StreamTune's nf4 always has double quantisation": "use_bnb_nested_quant bnb_4bit_quant_storage",
-        "StreamTune's log-probabilities use the completions' temperature": "ds3_gather_for_generation",
+        "StreamTune gathers ZeRO-3 weights for generation automatically": "ds3_gather_for_generation",
         "`--nproc N` starts the ranks": "accelerate_config num_processes",
         "StreamTune runs vLLM in the training process": """vllm_group_port vllm_enable_sleep_mode vllm_model_impl
             vllm_max_model_length vllm_device vllm_dtype""",
