@@ -391,6 +391,14 @@ def test_the_kl_of_grpo(fields: str, on: bool, tmp_path: Path) -> None:
     assert not lost(imported) & {"use_bias_correction_kl"}
 
 
+def test_packing_without_a_length_is_what_trl_refuses(tmp_path: Path) -> None:
+    text = "model_name_or_path: a\ndataset_name: own/a\nmax_length: null\npacking: true\npacking_strategy: wrapped\n"
+    imported = convert(tmp_path, text, trainer="trl")
+    assert "overlength: split" in imported.text
+    assert "overlength: error" not in imported.text
+    assert kinds(imported, "max_length") == ["lost"]
+
+
 @pytest.mark.parametrize(("beta", "on"), [(0.1, True), (0.0, False)])
 def test_the_kl_of_axolotl(beta: float, on: bool, tmp_path: Path) -> None:
     text = f"""base_model: a

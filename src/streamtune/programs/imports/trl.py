@@ -328,6 +328,8 @@ def _convert_length_limit(conversion: Conversion) -> None:
         length = conversion.pop_field(name)
         if length not in (None, ""):
             conversion.write_key("max_length", length, name)
+        elif name in given and conversion.objective == "sft" and conversion.get("packing"):
+            conversion.report_lost(name, why="TRL refuses packing without max_length: write max_length", trains=False)
         elif name in given and conversion.objective != "grpo":
             why = "TRL truncates no row; StreamTune refuses rows longer than 2048: write max_length"
             conversion.report_lost(name, why=why, trains=False)
