@@ -25,7 +25,7 @@ from streamtune.base.text import Status
 
 @dataclass(frozen=True)
 class AdapterKind:
-    """A kind of adapters that a recipe can name."""
+    """A kind of adapter, such as LoRA or DoRA, that a recipe can name."""
 
     peft: str
     """Name of the type in peft."""
@@ -62,22 +62,22 @@ class AdapterKind:
 
     @property
     def low_rank(self) -> bool:
-        """True if peft treats the adapters as LoRA: also on tensors, with rank patterns, and with new tokens' rows."""
+        """True if peft's type is LoRA, which also adapts parameter tensors and trains the rows of new tokens."""
         return self.peft == "LORA"
 
     @property
     def subtracts_initial_values(self) -> bool:
-        """True if a second, constant adapter subtracts the initial values of the adapters."""
+        """True if a second, constant adapter subtracts the initial values, so that outputs start unchanged."""
         return self.start in ("weights", "gradient")
 
     @property
     def written_as_lora(self) -> bool:
-        """True if the adapters are saved as a LoRA that differs from the trained one."""
+        """True if saving converts the adapters to a LoRA with other weights than the trained ones."""
         return self.subtracts_initial_values or self.columns
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Recipe keys that only some kinds read, and that this kind reads."""
+        """Keys of a recipe that this kind of adapter reads and some other kinds do not."""
         return (*dict.fromkeys(KEYS[value] for value in self.options.values() if value in KEYS), *self.start_keys)
 
 
@@ -189,7 +189,7 @@ class AdapterSpec:
         return 2 * self.r if self.alpha is None else self.alpha
 
     def peft_options(self, seed: int) -> dict[str, Any]:
-        """Return the options of peft's configuration for this kind."""
+        """Return the options with which peft's configuration of these adapters is made."""
         options = {name: seed if value == "seed" else getattr(self, value) for name, value in self.row.options.items()}
         mappings = {name: dict(value) for name, value in options.items() if isinstance(value, Mapping)}
         return {"peft_type": self.row.peft, **self.row.fixed, **options, **mappings}
@@ -201,5 +201,5 @@ def base_of(model: Any) -> Any:
 
 
 def is_adapter_name(name: str) -> bool:
-    """Return True if a parameter or buffer of a wrapped model belongs to its adapters."""
+    """Return True if ``name``, of a parameter or buffer of a model with peft's adapters, is an adapter's."""
     return any(part in name for part in NAME_PARTS)

@@ -105,7 +105,7 @@ def print_on_signal(text: str) -> Iterator[None]:
 
 
 def remove_on_signal(folder: str) -> None:
-    """Delete this folder too if a signal ends the process. It is not an error if the folder no longer exists."""
+    """Register a folder to delete if a signal ends the process; it may already be gone by then."""
     _state.folders.append(folder)
 
 
@@ -134,7 +134,7 @@ def postpone_ctrl_c() -> Iterator[None]:
 
 
 def raise_if_postponed() -> None:
-    """Raise ``KeyboardInterrupt`` if a postponed Ctrl-C waits. Call it where only Python code runs."""
+    """Raise ``KeyboardInterrupt`` if a Ctrl-C was postponed. Call it where only Python code runs."""
     if _state.asked:
         _state.asked = _state.postponed = False
         raise KeyboardInterrupt
@@ -142,8 +142,10 @@ def raise_if_postponed() -> None:
 
 @contextmanager
 def use_other_handlers() -> Iterator[None]:
-    """Context manager: while active, the caller's own handlers are installed, which call :func:`record_handled`. The
-    second thread then ends the process only after two signals without a handler call."""
+    """Context manager: while active, the caller's own signal handlers are installed, which call :func:`record_handled`.
+
+    Only after two signals without such a call is the process ended by the thread that watches signals.
+    """
     _state.stopping = True
     try:
         yield
@@ -152,7 +154,7 @@ def use_other_handlers() -> Iterator[None]:
 
 
 def record_handled() -> None:
-    """Record that the main thread has run a handler."""
+    """Record that the main thread has run a signal handler, so that the watching thread does not end the process."""
     _state.handled += 1
 
 
@@ -189,8 +191,10 @@ def _exit_on_signal(signum: int, frame: FrameType | None) -> None:
 
 
 def remove_folder(folder: str) -> None:
-    """Delete a folder and its content, hidden files last. So the hidden file that names the owner still exists if
-    deleting is interrupted."""
+    """Delete a folder, hidden files last.
+
+    So the hidden file that names the process that owns the folder still exists if deleting is interrupted.
+    """
     import shutil
 
     with suppress(OSError):
@@ -202,7 +206,7 @@ def remove_folder(folder: str) -> None:
 
 
 def _exit_if_late(read_end: int) -> None:
-    """End the process after a signal if the main thread, inside a library call, runs no handler."""
+    """End the process after a signal if the main thread, inside a library call, runs no handler in time."""
     while signal_byte := os.read(read_end, 1):
         signum = signal_byte[0]
         if signum not in SIGNALS:
@@ -224,7 +228,7 @@ def _exit_if_late(read_end: int) -> None:
 
 
 def _clean_up() -> None:
-    """Kill the children, remove temporary folders, restore the terminal, and print the text."""
+    """Kill the children, remove temporary folders, restore the terminal, and print the final message."""
     _kill_children()
     for folder in _state.folders:
         remove_folder(folder)

@@ -27,8 +27,7 @@ def installed_version(package: str) -> str:
 
 
 def untested_note() -> str:
-    """Return a message that names the installed libraries whose version is newer than tested; empty if there are
-    none."""
+    """Return a note that names installed libraries newer than the tested versions; empty if there are none."""
     newer = _newer_than_tested()
     return f"not tested with {' and '.join(map(_describe_version, newer))}" if newer else ""
 
@@ -83,7 +82,7 @@ def _minor_version(version: str) -> tuple[int, ...]:
 
 
 def _next_minor_version(newest: str) -> str:
-    """Return the minor version after the newest tested one, the upper bound of an install."""
+    """Return the minor version after ``newest``: ``2.15`` after ``2.14``."""
     major, minor = _minor_version(newest)
     return f"{major}.{minor + 1}"
 

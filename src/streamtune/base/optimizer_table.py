@@ -58,7 +58,7 @@ class StepKind:
     states: States = "device"
 
     def with_step_in_backward(self, *, norm_first: bool = False) -> StepKind:
-        """Return this step, changed so that each weight is updated in the backward.
+        """Return a copy for an optimizer that updates each weight in the backward, as soon as its gradient exists.
 
         With ``norm_first`` a first forward and backward measure the norm for clipping.
         """
@@ -66,7 +66,7 @@ class StepKind:
         return replace(self, forwards=times, backwards=times, gradients="layer")
 
     def with_host_states(self) -> StepKind:
-        """Return this step, changed so that the optimizer states are in host memory."""
+        """Return a copy whose optimizer states are in host memory."""
         return replace(self, states="host")
 
 
@@ -111,7 +111,7 @@ class OptimizerEntry:
 
     @property
     def install(self) -> str:
-        """Command that installs the library; empty if the library is always installed."""
+        """pip command that installs the optimizer's library; empty if the library is always installed."""
         return f"pip install 'streamtune[{self.extra}]'" if self.extra else ""
 
     @property
@@ -124,7 +124,10 @@ def _value_count(shape: Shape) -> int:
 
 
 def _moments_size(num_tensors: int, *, num_scalars: int = 0) -> Callable[[Shape, int, Mapping[str, Any]], int]:
-    """Return the size function of tensors of the weight's shape and dtype, plus ``num_scalars`` of its values."""
+    """Return the function that computes the bytes of state of a weight: ``num_tensors`` copies of the weight.
+
+    ``num_scalars`` single values are added.
+    """
     return lambda shape, value_bytes, _: (num_tensors * _value_count(shape) + num_scalars) * value_bytes
 
 
@@ -137,7 +140,7 @@ def _sgd_size(shape: Shape, value_bytes: int, args: Mapping[str, Any]) -> int:
 
 
 def _mean_value_count(shape: Shape) -> int:
-    """Return how many values the row and column means of the last two dimensions have."""
+    """Return the number of values in the row means and column means of the last two dimensions."""
     return _value_count(shape[:-1]) + _value_count((*shape[:-2], shape[-1]))
 
 
@@ -151,7 +154,7 @@ def _came_size(shape: Shape, value_bytes: int, _: Mapping[str, Any]) -> int:
 
 
 def _apollo_size(shape: Shape, value_bytes: int, args: Mapping[str, Any]) -> int:
-    """Return the bytes of two moments of the projected gradient, of the projection, and of a norm."""
+    """Return Apollo's bytes of state: two moments of the projected gradient, the projection, and a norm."""
     long, short = max(shape), min(shape)
     return (args["rank"] * (2 * long + short) + 1) * value_bytes
 
@@ -161,8 +164,10 @@ SMALLEST_QUANTISED = 4096
 
 
 def _bitsandbytes_size(num_states: int) -> Callable[[Shape, int, Mapping[str, Any]], int]:
-    """Return the size function of ``num_states`` bitsandbytes states: blocks of 256 with a scale, and a table of 256
-    values."""
+    """Return the function that computes the bytes of state of a weight with ``num_states`` 8-bit moments.
+
+    Blocks of 256 values have a scale, and each state has a table of 256 values.
+    """
 
     def size(shape: Shape, value_bytes: int, _: Mapping[str, Any]) -> int:
         count = _value_count(shape)
@@ -174,7 +179,10 @@ def _bitsandbytes_size(num_states: int) -> Callable[[Shape, int, Mapping[str, An
 
 
 def _torchao_size(bits: int, table_values: int) -> Callable[[Shape, int, Mapping[str, Any]], int]:
-    """Return the size function of torchao's two moments: blocks with a scale, and a table of values."""
+    """Return the function that computes the bytes of a weight's two moments, with ``bits`` per value.
+
+    Blocks of values have a scale, and each moment has a table of ``table_values`` values.
+    """
 
     def size(shape: Shape, value_bytes: int, args: Mapping[str, Any]) -> int:
         count, block = _value_count(shape), args["block_size"]
@@ -186,7 +194,7 @@ def _torchao_size(bits: int, table_values: int) -> Callable[[Shape, int, Mapping
 
 
 def _badam_size(shape: Shape, value_bytes: int, _: Mapping[str, Any]) -> int:
-    """Return the bytes of a weight in the trained block: two moments, and a float32 copy of a narrower weight."""
+    """Return BAdam's bytes of state for a weight in training: two moments, and a float32 copy of a narrower weight."""
     return STEP + 4 * _value_count(shape) * (2 + (value_bytes < 4))
 
 
@@ -200,7 +208,6 @@ def _galore_size(shape: Shape, value_bytes: int, args: Mapping[str, Any]) -> int
 
 
 def _projected_value_count(shape: Shape, args: Mapping[str, Any]) -> int:
-    """Return how many values a projected gradient has."""
     rank: int = args["rank"]
     return rank * (rank if args["proj_type"] == "full" else max(shape))
 
@@ -213,13 +220,13 @@ def _natural_galore_size(shape: Shape, value_bytes: int, args: Mapping[str, Any]
 
 
 def _badam_ratio_size(shape: Shape, value_bytes: int, args: Mapping[str, Any]) -> int:
-    """Return the bytes of the trained part of a weight: two moments, and a float32 copy of a narrower weight."""
+    """Return BAdam's bytes of state for the trained part of a weight: two moments, a float32 copy of a narrower one."""
     count = _value_count(shape)
     return STEP + 4 * min(count, max(1, round(args["update_ratio"] * count))) * (2 + (value_bytes < 4))
 
 
 def _coat_size(shape: Shape, value_bytes: int, args: Mapping[str, Any]) -> int:
-    """Return the bytes of COAT's two moments: groups with one byte per value and two float32 numbers."""
+    """Return COAT's bytes of state: two moments, whose groups have one byte per value and two float32 numbers."""
     return STEP + 2 * -(-_value_count(shape) // args["group_size"]) * (args["group_size"] + 8)
 
 
@@ -377,7 +384,7 @@ def state_bytes(name: str, shape: Shape, value_bytes: int, args: Mapping[str, An
 
 
 def step_kind(name: str, args: Mapping[str, Any]) -> StepKind:
-    """Return the work and storage of a step of an optimizer with these ``optim_args``."""
+    """Return the work and storage of an optimizer step: forwards, backwards, gradients and states."""
     entry = OPTIMIZERS[name]
     times = int({**entry.options, **args}[entry.repeated_by]) if entry.repeated_by else 1
     return replace(entry.step, forwards=entry.step.forwards * times)

@@ -56,14 +56,13 @@ def to_png(figure: Any, title: str) -> bytes:
 
 
 def draw_line(axes: Any, points: list[tuple[int, float | None]], style: dict[str, Any]) -> None:
-    """Draw the known points of a line."""
+    """Plot a line through those points whose value is known."""
     if measured := [(x, y) for x, y in points if y]:
         axes.plot(*zip(*measured, strict=True), **style)
 
 
 def style_axes(axes: Any, title: str) -> None:
-    """Set title, logarithmic axes and ticks of a plot over length. The y-axis ends at labelled ticks outside the
-    data."""
+    """Set title, logarithmic axes and ticks of a plot over length; the y-axis ends at ticks outside the data."""
     axes.set_title(title, loc="left", color=INK, fontsize=11)
     axes.set_xlabel("tokens", color=INK)
     axes.set_xscale("log", base=2)

@@ -45,7 +45,7 @@ def raise_if_too_many_open_files(error: OSError) -> None:
 
 
 def unsafe_name_reason(name: object) -> str | None:
-    """Return the reason why a name from a file does not name a file below its folder; None if it does.
+    """Return why a name from a file may not name a file below a folder; None if it may.
 
     Refused on every system: absolute names, ``..``, backslashes, drives, addresses, ``~``, control characters, empty
     parts and long names. A dot or blank at the end is refused because some systems drop it.

@@ -100,7 +100,7 @@ def find_matches(
 
 
 def _run_with_input(command: Sequence[str], message: object, env: Mapping[str, str] | None = None) -> tuple[str, bool]:
-    """Run a command with a message as input; return its output, and True if it ended without an error."""
+    """Run a command with ``message`` on stdin; return its output, and True if it ended without an error."""
     try:
         done = subprocess.run(
             command,

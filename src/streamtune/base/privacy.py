@@ -96,7 +96,7 @@ def redact(text: str) -> str:
 
 
 def redact_values(value: Any) -> Any:
-    """Redact every text in JSON values, including keys."""
+    """Return JSON values in which every text, keys included, is redacted."""
     if isinstance(value, str):
         return redact(value)
     if isinstance(value, Mapping):
@@ -107,7 +107,7 @@ def redact_values(value: Any) -> Any:
 
 
 def _secrets_in_environment() -> dict[str, str]:
-    """Return variables that are named like secrets -> value; longest values first, so that none is replaced in part."""
+    """Return variables that may be secrets: name -> value, longest first, so that each is redacted whole."""
     secrets = {
         name: value
         for name, value in os.environ.items()
@@ -117,7 +117,7 @@ def _secrets_in_environment() -> dict[str, str]:
 
 
 def is_named_like_secret(name: str, value: str) -> bool:
-    """Return True if a variable or key is named like a secret and its value may be one."""
+    """Return True if a variable or key has a name like that of a secret, and its value may be one."""
     if _NAMED_LIKE_SECRETS.search(name):
         return True
     return _NAMED_KEY.search(name) is not None and _WORD.fullmatch(value) is None
@@ -224,7 +224,7 @@ def is_offline() -> bool:
 
 @contextmanager
 def allow_rank_connections() -> Iterator[None]:
-    """Context manager: allow connections of this thread, which are between the ranks of a run."""
+    """Context manager: let this thread, which connects to other ranks, open connections despite ``--offline``."""
     before = getattr(_thread, "to_ranks", False)
     _thread.to_ranks = True
     try:
@@ -234,8 +234,7 @@ def allow_rank_connections() -> Iterator[None]:
 
 
 def _refuse_connection(event: str, arguments: tuple[Any, ...]) -> None:
-    """Audit hook that refuses connections to other machines. A hook cannot be removed, so it checks first whether it
-    applies."""
+    """Audit hook that raises :class:`OfflineError` for a connection to another machine while the process is offline."""
     if not event.startswith("socket.") or not is_offline() or getattr(_thread, "to_ranks", False):
         return
     if event in ("socket.connect", "socket.sendto", "socket.sendmsg"):

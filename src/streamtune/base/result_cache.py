@@ -100,7 +100,7 @@ class CacheFile:
     key: str
 
     def read(self, notify: Notify = log.warning) -> bytes | None:
-        """Return the content; None if the file does not exist or is damaged. ``notify`` gets a message about damage."""
+        """Return the content; None if the file is missing or damaged. ``notify`` gets a message about damage."""
         try:
             return self.load()
         except (FileNotFoundError, NotADirectoryError):
@@ -167,7 +167,7 @@ class CacheFile:
 def cached_result(
     kind: str, key: str, compute: Callable[[], dict[str, Any]], notify: Notify = log.warning
 ) -> dict[str, Any]:
-    """Return the result cached under a key, or compute and cache it. Results are plain values."""
+    """Return the result (a dict of JSON values) cached on disk under a key, or compute and cache it."""
     result = read_cached(kind, key, notify)
     if result is None:
         result = compute()
@@ -176,25 +176,24 @@ def cached_result(
 
 
 def read_cached(kind: str, key: str, notify: Notify = log.warning) -> dict[str, Any] | None:
-    """Return the result cached under a key; None if it does not exist or is damaged."""
+    """Return the result (a dict of JSON values) cached on disk under a key; None if it is missing or damaged."""
     return _cache_file(kind, key).read_json(notify) or None
 
 
 def write_cached(kind: str, key: str, result: dict[str, Any]) -> None:
-    """Cache a result under a key, if its file can be written."""
+    """Cache a result (a dict of JSON values) on disk under a key; nothing happens if its file cannot be written."""
     with suppress(OSError):
         _cache_file(kind, key).write(json.dumps(result).encode())
 
 
 def hash_of(facts: Any) -> str:
-    """Return a cache key for facts that JSON can represent."""
+    """Return a hash, used as a cache key, of values that JSON can represent."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:40]
 
 
 @cache
 def versions() -> list[str]:
-    """Return what a simulated step depends on besides its settings: versions of packages, and a hash of StreamTune's
-    code."""
+    """Return versions of packages and a hash of StreamTune's code, for keys of results that depend on them."""
     names = []
     for name in _PACKAGES:
         with suppress(metadata.PackageNotFoundError):
@@ -237,7 +236,7 @@ class WatchedFile:
         self.size = self._state[0]
 
     def check(self) -> None:
-        """Check the file.
+        """Check that the file has not changed since this object was made.
 
         Raises:
             StorageError: The file is shorter, or its content has changed.
@@ -263,8 +262,10 @@ class WatchedFile:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Context manager: while active, this process holds the lock of a cache file. If the file system has no locks, the
-    block runs without a lock."""
+    """Context manager: while active, this process holds the lock of a cache file.
+
+    If the file system has no locks, or the lock is not free within ten seconds, the block runs without it.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path.with_name(f".{path.name}.lock"), os.O_RDWR | os.O_CREAT, 0o666)
     try:
@@ -300,7 +301,7 @@ def try_lock(descriptor: int) -> bool:
 
 
 def is_open_at(descriptor: int, path: Path) -> bool:
-    """Return True if ``path`` is this open file."""
+    """Return True if ``path`` is the file that is open as ``descriptor``."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.lstat())
     except FileNotFoundError:

@@ -17,7 +17,7 @@ from typing import Any, TextIO
 
 
 class _Descriptor(io.FileIO):
-    """A file descriptor whose writes never fail; ``error`` is the reason why the first bytes were lost."""
+    """A file descriptor whose writes never raise; ``error`` is the first error by which output was lost."""
 
     error: OSError | None = None
 
@@ -88,8 +88,7 @@ def _open_closed_descriptors() -> None:
 
 
 def _replace_stream(name: str, descriptor: int) -> _Descriptor | None:
-    """Replace ``sys.NAME`` by a stream that never raises. Return its descriptor; None if it is not the interpreter's
-    own."""
+    """Replace ``sys.NAME`` by a stream that never raises, and return its file; None if other code has replaced it."""
     stream: TextIO | None = getattr(sys, name)
     if stream is not getattr(sys, f"__{name}__"):
         return None

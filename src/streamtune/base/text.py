@@ -15,7 +15,7 @@ Status = Literal["stable", "experimental"]
 
 
 def look_up(name: str, table: Mapping[str, T], noun: str, *, where: str) -> T:
-    """Return ``known[name]``.
+    """Return ``table[name]``.
 
     Raises:
         ArgumentError: ``table`` lacks this name. ``noun`` says what is named, and ``where`` is the key that names it.
@@ -27,7 +27,7 @@ def look_up(name: str, table: Mapping[str, T], noun: str, *, where: str) -> T:
 
 
 def eval_set_names(records: Iterable[Mapping[str, Any]], metric: str) -> list[str]:
-    """Return the names of the eval sets with a metric in the records: ``NAME`` in keys ``eval_NAME_loss``."""
+    """Return the names of the eval sets that have ``metric`` in records, whose keys are ``eval_NAME_METRIC``."""
     pattern = re.compile(rf"eval_(.+)_{re.escape(metric)}")
     keys = dict.fromkeys(key for record in records for key in record)
     candidates = [match[1] for key in keys if (match := pattern.fullmatch(key))]

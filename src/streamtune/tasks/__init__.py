@@ -15,5 +15,5 @@ TASKS: dict[str, type[Task[Any]]] = {"sft": Sft, "dpo": Dpo, "grpo": Grpo}
 
 
 def task_of(recipe: ObjectiveKeys) -> Task[Any]:
-    """Return the task of a recipe, without checking its settings or loading its reward functions."""
+    """Return the :class:`Task` for a recipe's ``objective``, without checking settings or loading reward functions."""
     return TASKS[recipe.objective](recipe)

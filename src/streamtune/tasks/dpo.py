@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 class Dpo(ScoringTask[DpoRecipe]):
-    """The task of ``objective: dpo``, with paired and unpaired losses."""
+    """Task for ``objective: dpo``: losses on pairs of completions (DPO) or on single labelled completions (KTO)."""
 
     @classmethod
     def for_run(cls, recipe: DpoRecipe, folder: Path, notify: Notify) -> Self:
@@ -61,7 +61,7 @@ class Dpo(ScoringTask[DpoRecipe]):
 
     @property
     def has_baseline(self) -> bool:
-        """True if the loss has a baseline, which is measured on mismatched completions."""
+        """True if the loss subtracts a baseline (kto), estimated on prompts with the completions of other prompts."""
         return self.recipe.unpaired and objectives.UNPAIRED_LOSSES[self.recipe.loss_type].needs_baseline
 
     def prepare(
@@ -102,9 +102,9 @@ class Dpo(ScoringTask[DpoRecipe]):
         return self._make_scored(share, ((prompt - 1, branches),) * batch_size)
 
     def completions_of_rows(self, prepared: PreparedRows, longest_row: int, *, share: bool) -> Completions:
-        """Return the function of :meth:`Task.completions` for micro-batches of copies of the run's longest tree.
+        """Return a function (length, batch size) -> micro-batch shape: copies of the run's longest tree.
 
-        Without sharing, each completion fills a row of ``longest_row`` tokens.
+        A tree is a prompt with completions. Without ``share``, each completion fills a row of ``longest_row`` tokens.
         """
         tree = prepared.training[int(prepared.training.lengths().argmax())]  # type: ignore[attr-defined]
         common = tree.num_common if share else 0
@@ -115,7 +115,6 @@ class Dpo(ScoringTask[DpoRecipe]):
         return scaled_completions(scored, ((trunk, branches),) * count, longest_row, (common,) * count)
 
     def _make_scored(self, share: bool, trees: Trees, common: tuple[int, ...] = ()) -> Scored:
-        """Return the shape of a micro-batch, with its number of forwards without a backward."""
         forwards = float(self.uses_reference and not self.precomputes_reference)
         if self.has_baseline:
             forwards += 1 + forwards  # on the mismatched completions: the policy, and the reference
@@ -126,10 +125,10 @@ class Dpo(ScoringTask[DpoRecipe]):
     def batches(
         self, prepared: data.PreparedTrees, tokenizer: PreTrainedTokenizerBase, *, share: bool
     ) -> PreferenceBatches:
-        """Return the batches.
+        """Return the object that makes micro-batches of prompts with their completions.
 
         Raises:
-            DataError: The loss needs completions of other prompts, and all rows have the same prompt.
+            DataError: The loss needs completions of other prompts (kto), but all rows have the same prompt.
         """
         if self.has_baseline and all(tree.prompt == prepared.training[0].prompt for tree in prepared.training):
             raise DataError(
@@ -168,7 +167,6 @@ class Dpo(ScoringTask[DpoRecipe]):
         return shared, apart
 
     def _verification_batch(self, trees: Sequence[data.Tree], pad_token_id: int, share: bool) -> PreferenceBatch:
-        """Return a batch as ``PreferenceBatches`` makes it, but without precomputed log-probs of the reference."""
         make = partial(preference_batch, pad_token_id=pad_token_id, share=share)
         others = None
         if self.has_baseline:
@@ -184,13 +182,15 @@ def scaled_completions(
     longest_row: int,
     common: tuple[int, ...] = (),
 ) -> Completions:
-    """Return a function from length to the shape of a micro-batch: ``trees``, scaled by ``length / longest``.
+    """Return a function (length, batch size) -> shape of a micro-batch, with which memory and time are planned.
+
+    The shape is ``trees`` with token counts multiplied by ``length / longest_row``, at most 1, for any batch size.
 
     Args:
-        make_scored: Makes a shape from trees and from the number of scored tokens of each trunk.
-        trees: Lengths of trunks and branches at the length ``longest_row``.
-        longest_row: Number of tokens of the longest prompt plus completion. Shapes are not scaled above it.
-        common: Number of scored tokens of each trunk at ``longest_row``, see :class:`Scored`.
+        make_scored: Makes the shape from token counts like ``trees`` and ``common``.
+        trees: Token counts of each prompt and of its completions, in a micro-batch at the length ``longest_row``.
+        longest_row: Number of tokens of the longest prompt plus completion.
+        common: Number of first tokens that all completions of a prompt have in common, for each prompt.
     """
 
     def shape_at(length: int, batch_size: int) -> Scored:

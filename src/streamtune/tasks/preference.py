@@ -28,7 +28,7 @@ from streamtune.tasks.reference import CachedLogps
 
 @dataclass(frozen=True, kw_only=True)
 class PreferenceBatch(train.TreeBatch):
-    """Completions to compare, with their ratings and, if they were precomputed, the reference's log-probs."""
+    """Completions to compare, with labels or margins and, if precomputed, the reference's log-probs."""
 
     reference_K: Tensor | None = None  # noqa: N815
     """fp32 ``[K]``: precomputed log-probs of the reference; None if they are computed in the step"""
@@ -40,7 +40,7 @@ class PreferenceBatch(train.TreeBatch):
     """The prompts with completions of other prompts, on which a loss estimates its baseline; None without one."""
 
     def to(self, device: torch.device) -> PreferenceBatch:
-        """Return a copy on ``device``. Mismatched completions stay where they are: they are not trained on."""
+        """Return a copy on ``device``. Mismatched completions, which have no gradient, are not moved."""
         moved = super().to(device)
         assert isinstance(moved, PreferenceBatch)
         names = ("reference_K", "margin_P", "desirable_N")
@@ -49,7 +49,7 @@ class PreferenceBatch(train.TreeBatch):
 
 
 class PrecomputedReference:
-    """A reference that returns the precomputed log-probs of each batch."""
+    """Reference whose log-probs are not computed but come with each batch."""
 
     def logprobs(self, batch: train.TreeBatch) -> Tensor:
         assert isinstance(batch, PreferenceBatch)
@@ -60,7 +60,10 @@ class PrecomputedReference:
 def tree_batch(
     trees: Sequence[data.Tree], *, pad_token_id: int, share: bool, padding_side: Literal["right", "left"] = "right"
 ) -> dict[str, Any]:
-    """Return the fields of a :class:`streamtune.train.TreeBatch`. ``data.collate_trees`` describes the arguments."""
+    """Return ``trees`` (prompts with completions) as the fields of a :class:`streamtune.train.TreeBatch`.
+
+    Arguments are those of :func:`streamtune.data.collate_trees`.
+    """
     collated: dict[str, Any] = {
         **data.collate_trees(trees, pad_token_id=pad_token_id, share=share, padding_side=padding_side)
     }
@@ -73,7 +76,7 @@ def tree_batch(
 
 
 def preference_batch(trees: Sequence[data.Tree], *, pad_token_id: int, share: bool) -> PreferenceBatch:
-    """Return a batch of trees with their margins or labels."""
+    """Return a batch of prompts with completions, and the margins of pairs or the labels of completions."""
     margins = [tree.margin for tree in trees if tree.margin is not None]
     labels = [label for tree in trees for label in tree.labels or []]
     return PreferenceBatch(
@@ -84,7 +87,7 @@ def preference_batch(trees: Sequence[data.Tree], *, pad_token_id: int, share: bo
 
 
 def mismatched_tree(tree: data.Tree, donors: Sequence[data.Tree], start: int, max_length: int) -> data.Tree:
-    """Return a tree that has the prompt of ``tree`` and the completions of another tree.
+    """Return the prompt of ``tree`` with the completions of another tree, whose prompt differs.
 
     Args:
         tree: Tree whose prompt is used.
@@ -102,14 +105,14 @@ def mismatched_tree(tree: data.Tree, donors: Sequence[data.Tree], start: int, ma
 
 
 class PreferenceBatches:
-    """Makes micro-batches of trees, with the reference's log-probs if they were precomputed.
+    """Makes micro-batches of prompts with completions, and the reference's log-probs if they were precomputed.
 
     Args:
-        prepared: Trees to train on, and held-out trees.
+        prepared: Trees (prompts with completions) to train on, and held-out trees.
         recipe: Settings of the run.
         pad_token_id: Token id that pads rows.
         share: True if the completions of a prompt share its tokens.
-        has_baseline: True to add mismatched completions, for the baseline of the loss.
+        has_baseline: True to add completions of other prompts, on which the loss estimates its baseline.
     """
 
     def __init__(
@@ -132,14 +135,17 @@ class PreferenceBatches:
 
     @property
     def buckets(self) -> None:
-        """None: trees are not cut."""
+        """None: prompts with completions are not cut into pieces that would be grouped by length."""
 
     def lengths(self) -> npt.NDArray[np.int64]:
-        """Return how many tokens each tree has, [trees]. An unshared prompt counts once for each completion."""
+        """Return the number of tokens of each training tree (prompt with completions), int64 ``[trees]``.
+
+        An unshared prompt counts once for each completion.
+        """
         return self._sums[0]
 
     def squared_lengths(self) -> npt.NDArray[np.int64]:
-        """Return the sum of the squared lengths of each tree's rows, [trees]; a shared prompt counts once."""
+        """Return each training tree's sum of squared row lengths, int64 ``[trees]``; a shared prompt counts once."""
         return self._sums[1]
 
     @cached_property
@@ -161,7 +167,7 @@ class PreferenceBatches:
         return self._collate(self.prepared.training, units, 0)
 
     def held_out(self, batch_size: int, eval_set: data.EvalSet | None = None) -> Iterator[PreferenceBatch]:
-        """Iterate over batches of the held-out trees in their order; ``eval_set`` limits them to one set."""
+        """Iterate over batches of the held-out trees, in order; only of ``eval_set`` if it is given."""
         first, stop = (0, len(self.prepared.validation)) if eval_set is None else (eval_set.start, eval_set.stop)
         for start in range(first, stop, batch_size):
             units = range(start, min(start + batch_size, stop))
@@ -180,12 +186,9 @@ class PreferenceBatches:
         return train.TreeBatch(**tree_batch([tree], pad_token_id=self.pad_token_id, share=self.share))
 
     def _collate(self, split: Sequence[data.Tree], units: Sequence[int], first_index: int) -> PreferenceBatch:
-        """Return the batch of the trees ``units`` of a split.
+        """Return the batch of the trees with indices ``units`` in ``split``, the training or the held-out trees.
 
-        Args:
-            split: Training trees or held-out trees.
-            units: Indices of trees in the split.
-            first_index: Number of trees before the split in :meth:`reference_trees`.
+        ``first_index`` is the index of the split's first tree in :meth:`reference_trees`.
         """
         mismatched = None
         if self.has_baseline:
@@ -207,19 +210,19 @@ class PreferenceBatches:
 
 
 def _policy_logps(handle: StreamHandle, model: nn.Module, batch: train.TreeBatch) -> tuple[Tensor, Tensor | None]:
-    """Return the policy's differentiable log-probs ``[K]``, and the router loss."""
+    """Return the policy's log-probs at the targets, ``[K]`` with graph, and the router loss."""
     scores = handle.logprobs(targets=batch.shift_labels, model=model, **batch.arguments)
     return batch.gather_targets(scores.logprobs), scores.router_loss
 
 
 class PairObjective:
-    """A loss of ``objectives.pairs``, averaged over the pairs of a step."""
+    """Objective of preference losses on pairs (``objectives.pairs``): their mean over the pairs of a step."""
 
     def __init__(self, handle: StreamHandle, recipe: PreferenceSettings, reference: train.Reference | None) -> None:
         self.handle, self.recipe, self.reference = handle, recipe, reference
 
     def totals(self, micro_batches: Sequence[train.MicroBatch], world: train.World = train.WORLD) -> int:
-        """Return the number of pairs of the step."""
+        """Return the number of pairs of the step, over all ranks."""
         return world.sum_count_over_ranks(
             sum(_as_preference_batch(batch).num_rows // 2 for batch in train.without_fillers(micro_batches))
         )
@@ -257,10 +260,10 @@ class _UnpairedTotals:
 
 
 class UnpairedObjective:
-    """A loss of ``objectives.unpaired``, averaged over the completions of a step.
+    """Objective of losses on single completions (``objectives.unpaired``): their mean over the completions of a step.
 
-    The baseline of a loss comes from the log-ratios of policy and reference on the mismatched completions of the whole
-    step, on all ranks. They are scored before the first backward of the step, without gradient and without dropout. In
+    A baseline comes from the log-ratios of policy and reference on completions put after other prompts, for the whole
+    step on all ranks. They are scored before the first backward of the step, without gradient and without dropout. In
     evaluation each batch has its own baseline.
     """
 
@@ -306,7 +309,7 @@ class UnpairedObjective:
 
     @torch.no_grad()
     def _compute_baseline(self, batches: Sequence[PreferenceBatch], world: train.World = train.WORLD) -> Tensor | None:
-        """Return the baseline, a scalar, over the batches of all ranks; None if the loss has no baseline."""
+        """Return the loss's baseline over the batches of all ranks, a scalar; None if the loss has none."""
         if not self.loss.needs_baseline:
             return None
         policy, reference = [], []
@@ -341,7 +344,7 @@ class UnpairedObjective:
 
 
 def pair_knobs(recipe: PreferenceSettings) -> objectives.PairKnobs:
-    """Return the parameters of the pair losses, as far as the recipe has keys of the same names."""
+    """Return the parameters of the losses on pairs, from the recipe's keys of the same names."""
     keys = [field.name for field in fields(objectives.PairKnobs) if field.name in type(recipe).model_fields]
     return objectives.PairKnobs(**{key: getattr(recipe, key) for key in keys})
 

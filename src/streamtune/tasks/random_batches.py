@@ -29,9 +29,9 @@ class RandomTokens:
     """Draws micro-batches of random tokens.
 
     Args:
-        recipe: Settings with the seed, and whether rows are packed.
-        model: Model that receives the tokens, which are in its vocabulary.
-        other: Second model that receives the same tokens, such as a teacher; the tokens are in its vocabulary too.
+        recipe: Settings: the seed, and whether rows are packed.
+        model: Model that gets the tokens, which are in its vocabulary.
+        second_model: Second model that gets the same tokens, such as a teacher; they are in its vocabulary too.
     """
 
     def __init__(self, recipe: RowSettings, model: Any, second_model: Any = None) -> None:
@@ -43,10 +43,10 @@ class RandomTokens:
         self._generator = torch.Generator().manual_seed(recipe.seed)
 
     def row_batch(self, rows: int, length: int) -> train.MicroBatch:
-        """Return a batch of ``rows`` rows with ``length`` tokens each; every token is trained.
+        """Return a batch of ``rows`` rows of ``length`` random tokens; the loss includes every token.
 
-        With packing, each sequence has a single row, and the batch has positions as the collator writes them. Of all
-        packings of that length, a single row has the most attention work.
+        With packing, each sequence is a single row with position ids: of all packings of that length, it has the most
+        attention work.
         """
         positions = torch.arange(length).expand(rows, length) if self.recipe.packing else None
         ids = torch.randint(0, self._vocabulary, (rows, length), generator=self._generator)
@@ -55,13 +55,13 @@ class RandomTokens:
         return train.MicroBatch(ids, torch.ones_like(ids), labels, (ORIGIN,) * rows, positions)
 
     def top_k(self, batch: train.MicroBatch, k: int) -> TopKTeacher:
-        """Return random top-k tokens, as if from a teacher, at the targets of a batch."""
+        """Return random top-k tokens with log-probs, as if from a teacher, at the targets of a batch."""
         logits = torch.randn(batch.num_targets, self._vocabulary, generator=self._generator)
         ids, logprobs = top_k_classes(logits, k)
         return TopKTeacher.of_targets(batch.shift_labels, ids.int(), logprobs)
 
     def preference_batch(self, recipe: PreferenceKeys, scored: Scored) -> PreferenceBatch:
-        """Return a batch of completions to compare.
+        """Return random completions to compare, with the token counts of ``scored``.
 
         The first completion of a pair is the chosen one. Of unpaired completions every second one is desirable.
         """
@@ -71,7 +71,7 @@ class RandomTokens:
         return batch
 
     def policy_batch(self, recipe: RolloutSettings, scored: Scored) -> PolicyBatch:
-        """Return a batch of completions whose advantages alternate between 1 and -1."""
+        """Return random completions with the token counts of ``scored`` and advantages 1, -1, 1, -1, ..."""
         signs = [1.0 - 2.0 * (number % 2) for number in range(scored.completions)]
         return PolicyBatch(**self._draw_trees(scored), advantages_N=torch.tensor(signs))
 
@@ -104,10 +104,10 @@ MAX_COMPLETIONS = 4
 
 
 def choose_trees(trees: Sequence[data.Tree], length: int, *, distinct_prompts: bool) -> tuple[list[data.Tree], bool]:
-    """Return the first trees, cut to about ``length`` tokens in total, and True if any was cut.
+    """Return the first one or two trees, cut to about ``length`` tokens in total, and True if any was cut.
 
     Args:
-        trees: Trees to choose from.
+        trees: Prompts with completions.
         length: Number of tokens, in which each completion counts with its own copy of the prompt.
         distinct_prompts: True if two different prompts are needed.
 
@@ -130,9 +130,9 @@ def choose_trees(trees: Sequence[data.Tree], length: int, *, distinct_prompts: b
 
 
 def _cut_tree(tree: data.Tree, length: int) -> data.Tree:
-    """Return a tree cut to about ``length`` tokens.
+    """Return a tree cut to about ``length`` tokens: the end of its prompt, and a stretch of each completion.
 
-    The end of the prompt stays, and the part of each completion that begins shortly before the first two differ.
+    The stretch contains the first token at which the first two completions differ.
     """
     row_tokens = max(4, length // len(tree.completions))
     longest_completion = max(len(completion) for completion in tree.completions)
@@ -155,7 +155,7 @@ def _cut_tree(tree: data.Tree, length: int) -> data.Tree:
 def random_completions(
     recipe: RolloutSettings, prompts: Sequence[data.Prompt], length: int, vocabulary: int
 ) -> list[data.Tree]:
-    """Return the first prompts with random completions of different lengths, about ``length`` tokens in total."""
+    """Return the first prompts, each with random completions of different lengths: about ``length`` tokens in total."""
     generator = torch.Generator().manual_seed(recipe.seed)
     chosen_prompts = prompts[:MAX_TREES] if len(prompts) > 1 else [prompts[0]]
     count = max(2, min(recipe.num_generations, MAX_COMPLETIONS))

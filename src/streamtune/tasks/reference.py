@@ -33,7 +33,7 @@ KEY_PART_LENGTH = 20
 
 @dataclass(frozen=True)
 class CachedLogps:
-    """Precomputed log-probs of trees; for each tree ``[K]``, in the order of its completions."""
+    """Precomputed log-probs of a reference, for each tree (prompt with completions) in order."""
 
     logps: Tensor
     """fp32 ``[sum of K]``: log-probs of all trees, one tree after another"""
@@ -41,7 +41,7 @@ class CachedLogps:
     """int64 ``[trees + 1]``: index in ``logps`` at which each tree begins, and the end"""
 
     def of_trees(self, trees: Iterable[int]) -> Tensor:
-        """Return the log-probs of ``trees``, one tree after another: fp32 ``[K]``."""
+        """Return the log-probs of the trees with these indices, one tree after another: fp32 ``[K]``."""
         parts = [self.logps[self.offsets[tree] : self.offsets[tree + 1]] for tree in trees]
         return torch.cat(parts)
 
@@ -79,14 +79,14 @@ def configuration_hash(model: nn.Module, *, adapters: bool) -> str:
 
 
 def _sort_keys(value: Any) -> Any:
-    """Return a value in which every mapping is a list of its items, sorted by key."""
+    """Return ``value`` with every dict replaced by a list of its items, sorted by key."""
     if isinstance(value, dict):
         return sorted((str(key), _sort_keys(item)) for key, item in value.items())
     return [_sort_keys(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def row_key(weights: Iterable[tuple[str, Tensor | None]], trees: Iterable[data.Tree], *, adapters: bool) -> str:
-    """Return a hash of the reference's weights and of the rows; reads every weight once.
+    """Return a hash of the reference's weights and of the rows that it scores; every weight is read once.
 
     Args:
         weights: Names and tensors of the reference. A tensor is None if another rank hashes it.
@@ -105,7 +105,7 @@ def row_key(weights: Iterable[tuple[str, Tensor | None]], trees: Iterable[data.T
 
 
 def _add_tensor(update: Callable[[bytes], None], x: Any) -> None:
-    """Hash a tensor's bytes; for a quantised tensor, hash its components."""
+    """Pass the bytes of a tensor to ``update``; of a quantised tensor, the bytes of its components."""
     state = getattr(x, "quant_state", None)  # of bitsandbytes: the scales
     for part in state.as_dict(packed=True).values() if state is not None else ():
         _add_tensor(update, part)

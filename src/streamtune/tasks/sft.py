@@ -39,7 +39,7 @@ END_TOKEN_ROWS = 64
 
 
 class Sft(Task[Recipe]):
-    """The task of ``objective: sft``."""
+    """Task for ``objective: sft``: a next-token loss on rows, which may be packed, streamed or cut into pieces."""
 
     @property
     def step_unit(self) -> str:
@@ -57,7 +57,7 @@ class Sft(Task[Recipe]):
         *,
         val_size: float | None = None,
     ) -> data.PreparedData:
-        """Return the prepared rows; with ``streaming: true`` only a sample, which is not trained on."""
+        """Return the prepared rows; with ``streaming: true`` only a sample of them, which is not trained on."""
         recipe = self.recipe
         if recipe.streaming:
             notify(f"streaming: true: at most the first {SAMPLE_ROWS:,} rows of each dataset are read, as a sample")
@@ -124,7 +124,7 @@ class Sft(Task[Recipe]):
         )
 
     def _cut_into_pieces(self, prepared: data.PreparedData) -> data.PreparedData:
-        """Return the data with its training rows cut into pieces, which are added to the fingerprint."""
+        """Return ``prepared`` with its training rows cut into pieces; the fingerprint then depends on the pieces."""
         recipe = self.recipe
         min_length = (recipe.buckets or BucketSpec()).min_length
         pieces = data.cut_rows(
@@ -188,7 +188,7 @@ class Sft(Task[Recipe]):
         )
 
     def planned_length(self, longest_row: int) -> int:
-        """Return ``max_length`` if sequences have several rows, else ``longest_row``."""
+        """Return the length to plan for: ``max_length`` if a sequence may have several rows, else ``longest_row``."""
         return self.recipe.max_length if self.recipe.packing or self.per_turn else longest_row
 
     @property
@@ -205,7 +205,7 @@ class Sft(Task[Recipe]):
             value_projection_weights(handle.layers)
 
     def _check_turns(self, handle: StreamHandle) -> None:
-        """Check that rows with a shared beginning give the same results as separate rows."""
+        """Check that the model gives rows with a shared beginning the same results as separate rows."""
         fix = "write reasoning: keep, which trains all turns in one row"
         limit = longest_unscaled_length(handle.model.config)
         if limit is not None and limit < self.recipe.max_length:
@@ -220,7 +220,7 @@ class Sft(Task[Recipe]):
     def batches(
         self, prepared: data.PreparedData | StreamedRows, tokenizer: PreTrainedTokenizerBase, *, share: bool
     ) -> Batches:
-        """Return the batches of the rows. With ``streaming: true`` only the held-out rows have batches here."""
+        """Return the object that makes micro-batches of rows; with ``streaming: true``, of held-out rows only."""
         # A stream without held-out rows has no batches here, and none are requested.
         prepared_rows: Any = prepared.held_out if isinstance(prepared, StreamedRows) else prepared
         teacher_path = self.recipe.teacher_file
@@ -231,7 +231,7 @@ class Sft(Task[Recipe]):
         return Batches(prepared_rows, tokenizer, teacher)
 
     def count_steps(self, batches: Batches, micro_batches: int, world: train.World) -> StepPlan:
-        """Return the number of steps: ``max_steps`` for streamed rows, whose number is unknown."""
+        """Return the numbers of optimizer steps: ``max_steps`` for streamed rows, whose number is unknown."""
         recipe = self.recipe
         if not recipe.streaming:
             return super().count_steps(batches, micro_batches, world)
@@ -255,7 +255,6 @@ class Sft(Task[Recipe]):
         return steps
 
     def _selected_steps(self, built: BuiltRun) -> SelectedSteps:
-        """Return steps that train on rows chosen among the drawn rows (``select_rows``)."""
         recipe, prepared = self.recipe, built.prepared
         mixture = prepared.mixture
         return SelectedSteps(
@@ -280,7 +279,7 @@ class Sft(Task[Recipe]):
         )
 
     def trained_end_tokens(self, prepared: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-        """Return the ids of the tokens that end trained turns or texts; of streamed rows, only the first are read."""
+        """Return the ids of tokens that end trained turns or texts; of streamed rows, only the first are searched."""
         rows = prepared.first(END_TOKEN_ROWS) if isinstance(prepared, StreamedRows) else prepared.training
         return data.trained_end_tokens(rows, tokenizer, chat_options(self.recipe))
 
@@ -321,7 +320,7 @@ class Sft(Task[Recipe]):
 
     @property
     def uses_reference(self) -> bool:
-        """True with a teacher model, which replaces the reference. A teacher file is not a model."""
+        """True if the recipe names a teacher model; a file with a teacher's top-k tokens needs no model."""
         return self.recipe.teacher is not None and self.recipe.teacher_file is None
 
     @property
@@ -348,7 +347,7 @@ class Sft(Task[Recipe]):
 
 
 def prefix_batch(examples: Sequence[data.Example]) -> train.PrefixBatch:
-    """Return a batch of one sequence in which rows share their common beginnings."""
+    """Return a batch of one sequence in which rows with the same beginning share its tokens."""
     collated = data.collate_prefixes(examples)
     branches = Branches.of_nodes(collated["nodes"])
     return train.PrefixBatch(
@@ -364,7 +363,7 @@ def prefix_batch(examples: Sequence[data.Example]) -> train.PrefixBatch:
 
 @dataclass(frozen=True)
 class Batches:
-    """Makes padded micro-batches of training units: rows, packs of rows, or pieces of rows."""
+    """Makes micro-batches for a next-token loss. A training unit is a row, a pack of rows, or a piece of a row."""
 
     prepared: data.PreparedData
     tokenizer: PreTrainedTokenizerBase | None
@@ -374,7 +373,7 @@ class Batches:
 
     @property
     def packed(self) -> bool:
-        """True if a sequence has several rows."""
+        """True if a sequence may have several rows."""
         pieces = self.prepared.pieces
         return self.prepared.packs is not None or (pieces is not None and pieces.sequence_length is not None)
 
@@ -388,7 +387,7 @@ class Batches:
         return None if self.prepared.pieces is None else self.prepared.pieces.buckets
 
     def collate(self, sequences: Sequence[Sequence[data.Example]], *, packed: bool) -> train.MicroBatch:
-        """Return a batch of sequences. Each sequence has one example, or several if ``packed``."""
+        """Return a batch of sequences, each of one example or, if ``packed``, of several."""
         examples = [example for sequence in sequences for example in sequence]
         assert self.tokenizer is not None, "padding needs a tokenizer"
         origins, pad = tuple(example.origin for example in examples), self.tokenizer.pad_token_id
@@ -400,7 +399,7 @@ class Batches:
 
     @property
     def num_train(self) -> int:
-        """Number of units to train on: rows, packs of rows, or pieces of rows."""
+        """Number of training units: rows, packs of rows, or pieces of rows."""
         prepared = self.prepared
         return len(prepared.pieces or prepared.packs or prepared.training)
 
@@ -448,7 +447,7 @@ class Batches:
         return None if self.prepared.pieces is None else self.prepared.pieces.pieces_per_sequence()
 
     def held_out(self, batch_size: int, eval_set: data.EvalSet | None = None) -> Iterator[train.MicroBatch]:
-        """Iterate over batches of the held-out sequences in their order; ``eval_set`` limits them to one set."""
+        """Iterate over batches of the held-out sequences, in order; only of ``eval_set`` if it is given."""
         examples, packs = self.prepared.validation, self.prepared.validation_packs
         rows = range(len(examples)) if eval_set is None else range(eval_set.start, eval_set.stop)
         units = rows if packs is None else packs.packs_of_rows(rows.start, rows.stop)

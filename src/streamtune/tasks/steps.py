@@ -42,7 +42,7 @@ LAYERS_WITHOUT_SCORES = ("linear_attention", "mamba", "conv", "moe", "mlp")
 
 @dataclass(frozen=True)
 class RowCost:
-    """The predicted cost of a row, in operations: one term is linear in its length, the other quadratic.
+    """Predicted number of operations for a row: a term linear in its length plus a quadratic one.
 
     Only the forward of a row with T tokens is counted. The backward multiplies both terms by about the same factor:
 
@@ -57,7 +57,7 @@ class RowCost:
     """Number of operations per squared length of a row."""
 
     def __call__(self, tokens: int, squares: int) -> float:
-        """Return the cost of a unit of ``tokens`` tokens; ``squares`` is the sum of the squared lengths of its rows."""
+        """Return the cost of rows that have ``tokens`` tokens in total and the sum of squared lengths ``squares``."""
         return self.per_token * tokens + self.per_square * squares
 
     @classmethod
@@ -84,7 +84,7 @@ class RowCost:
 
 
 def _weights_per_token(name: str, parameter: nn.Parameter, config: Any) -> float:
-    """Return how many weights of a parameter one token is multiplied with. Of experts, only the chosen ones count."""
+    """Return how many of a parameter's weights one token is multiplied with: of experts, only those chosen for it."""
     experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
     chosen = getattr(config, "num_experts_per_tok", None)
     share = chosen / experts if ".experts." in name and experts and chosen else 1.0
@@ -92,7 +92,10 @@ def _weights_per_token(name: str, parameter: nn.Parameter, config: Any) -> float
 
 
 def divide_among_ranks(batches: Iterable[train.MicroBatch], world: train.World) -> Iterator[train.MicroBatch]:
-    """Iterate over this rank's share of the batches. All ranks get the same number; fillers replace missing batches."""
+    """Iterate over this rank's share of the batches; if some ranks get one batch less, they get a filler instead.
+
+    The loss ignores fillers, but all ranks compute equally many batches.
+    """
     iterator = iter(batches)
     while group := list(islice(iterator, world.data_size)):
         filler = replace(group[0], filler=True)
@@ -111,7 +114,7 @@ class BatchMaker(Units, Protocol):
 
     @property
     def mixture(self) -> data.Mixture | None:
-        """Number of visits per epoch to the units of each source; None: each unit once."""
+        """Visits per epoch to the units of each dataset, if datasets have weights; None: each unit once."""
         ...
 
     @property
@@ -121,7 +124,7 @@ class BatchMaker(Units, Protocol):
 
     @property
     def buckets(self) -> npt.NDArray[np.int64] | None:
-        """Bucket length of each unit, [units]; None without buckets."""
+        """Bucket of each training unit, a length in tokens, ``[units]``; None if units are not grouped by length."""
         ...
 
     def lengths(self) -> npt.NDArray[np.int64]:
@@ -133,7 +136,7 @@ class BatchMaker(Units, Protocol):
         ...
 
     def units_per_sequence(self, unit: int) -> int:
-        """Return how many units of ``unit``'s bucket fit into one sequence of a batch."""
+        """Return how many training units in the bucket of ``unit``, a length, are joined in one sequence of a batch."""
         ...
 
     def training_batch(self, units: Sequence[int]) -> train.MicroBatch: ...
@@ -217,7 +220,7 @@ class Steps:
 
 
 def make_sampler(batches: BatchMaker, recipe: BatchSettings) -> data.ResumableSampler | data.StepSampler:
-    """Return a sampler of single units, or of whole steps if the size of a step is counted in tokens."""
+    """Return a sampler of training units, or of whole optimizer steps if their size is counted in tokens."""
     if batches.buckets is None or recipe.tokens_per_batch is None:
         rows = data.ResumableSampler(
             batches.num_train, seed=recipe.seed, shuffle=recipe.shuffle, mixture=batches.mixture
@@ -242,7 +245,7 @@ def first_epoch_steps(batches: BatchMaker, recipe: BatchSettings) -> data.EpochS
 
 @dataclass(frozen=True)
 class StepPlan:
-    """Numbers of optimizer steps: of the run, of an epoch, and of the warm-up."""
+    """Numbers of optimizer steps of a run, of its first epoch, and of its warm-up."""
 
     total_steps: int
     steps_per_epoch: int | None
@@ -253,7 +256,7 @@ class StepPlan:
 
     @property
     def unfinished_warmup(self) -> str | None:
-        """Note that the run ends before its warm-up does; None if the warm-up ends in time."""
+        """Warning that the run ends before its warm-up does; None if the warm-up ends in time."""
         steps = self.total_steps - self.supervised_steps
         if self.warmup_steps < max(1, steps):
             return None
@@ -308,14 +311,14 @@ SKETCH_SIZE = 512
 
 
 class SelectedSteps(Steps):
-    """Steps whose rows are chosen among the drawn rows (``select_rows``); see the module.
+    """Optimizer steps that draw more rows than they train on, and choose representative ones (``select_rows``).
 
     Args:
         batches: Makes micro-batches: of single rows for their sketches, and of the chosen rows.
         recipe: Settings of :class:`Steps`. For each step, the rows of ``select_from`` steps are drawn.
         world: Ranks that share a step.
         cost: Predicted cost of a row.
-        sketch: Computes the gradient sketch of a row.
+        sketch: Computes the gradient sketch of a row, a random projection of its gradient.
         source_bounds: First row of each source, then the number of all rows, [sources + 1].
         source_sizes: Number of rows of each source that an epoch visits, [sources].
         origin_of_row: Returns the name of a row, ``file:row``.
@@ -349,7 +352,7 @@ class SelectedSteps(Steps):
         """Function that returns True if a stop was requested. The step then has arbitrary rows, and is not trained."""
 
     def before_first_step(self, backend: train.Backend, progress: train.Progress, stop: train.StopRequest) -> None:
-        """Get the optimizer, the progress display and the stop request, and delete records of steps to be repeated."""
+        """Take the run's optimizer, progress display and stop request; delete records of steps that are repeated."""
         assert isinstance(backend, TorchBackend), "other backends have no optimizer moments of whole weights"
         self.sketch.optimizer, self.show_activity = backend.optimizer, progress.show_activity
         self.is_stopped = lambda: stop.requested
@@ -357,7 +360,7 @@ class SelectedSteps(Steps):
             cut_after_step(self.record_path, self.steps_taken)
 
     def next_step(self) -> list[train.MicroBatch]:
-        """Return this rank's micro-batches of chosen rows. The last step of an epoch chooses from fewer rows."""
+        """Return this rank's micro-batches of chosen rows; in the last step of an epoch, fewer rows are drawn."""
         drawn = self._draw_units()
         count = -(-len(drawn) // self.draws_per_row)
         sketches = self._sketch_rows(drawn)
@@ -385,7 +388,7 @@ class SelectedSteps(Steps):
         return step
 
     def _sketch_rows(self, drawn: Sequence[int]) -> np.ndarray | None:
-        """Return the sketches of all drawn rows, ``[rows, k]``, equal on every rank; None if a stop was requested."""
+        """Return projected gradients of the drawn rows, ``[rows, k]``, equal on all ranks; None if asked to stop."""
         positions = range(len(drawn))
         shares = data.assign_rows(
             positions, lambda position: self._cost_of(drawn[position]), ranks=self.world.data_size, batch_size=1

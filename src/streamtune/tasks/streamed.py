@@ -27,7 +27,7 @@ SAMPLE_ROWS = 1000
 
 @dataclass(frozen=True)
 class StreamReport:
-    """Facts about streamed rows that are known before they are read."""
+    """Report on streamed rows before they are read: their files, shuffle buffer, length limit and held-out rows."""
 
     paths: Sequence[str]
     """paths of the datasets to train on"""
@@ -39,7 +39,7 @@ class StreamReport:
 
     @property
     def length_percentiles(self) -> dict[str, int]:
-        """Only the maximum, ``max_length``: the longest row is unknown, so the longest possible one is planned for."""
+        """The maximum only, which is ``max_length``: the lengths of the rows are unknown before they are read."""
         return {"max": self.max_length}
 
     def describe(self) -> str:
@@ -64,7 +64,7 @@ class StreamedRows:
 
     @property
     def bad_rows(self) -> Sequence[Any]:
-        """Faulty rows of the eval sets. Faulty rows of the stream are recorded when they are read."""
+        """Faulty rows of the held-out sets. Faulty rows of the stream are recorded when they are read."""
         return () if self.held_out is None else self.held_out.bad_rows
 
     @property
@@ -236,14 +236,14 @@ class StreamSteps:
         self._examples.close()
 
     def close(self) -> None:
-        """Stop the thread, and the processes that render rows."""
+        """Stop the thread that prepares steps, and the processes that render rows."""
         self._cancel_prefetch()
         if self._pool is not None:
             self._pool.shutdown()
 
 
 def record_bad_rows(path: Path, errors: Sequence[DataError]) -> None:
-    """Add left-out rows to the run's file of bad rows. A row is recorded once, although every pass reads it again."""
+    """Add faulty rows that were left out to the file ``path``, each once, although every pass reads them again."""
     rows: dict[str, dict[str, str]] = {}
     with suppress(OSError, ValueError, KeyError, TypeError):
         rows = {each["row"]: each for each in json.loads(path.read_text("utf-8"))["bad_rows"]}

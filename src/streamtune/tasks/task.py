@@ -94,7 +94,7 @@ class PreparedRows(Protocol):
 
 @dataclass(kw_only=True)
 class BuiltRun:
-    """The parts of a run after loading, from which a task makes its :class:`Training`."""
+    """A run's loaded model, data and plan, from which a task makes its :class:`Training`."""
 
     device: torch.device
     world: train.World
@@ -125,7 +125,7 @@ class BuiltRun:
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """All that an objective passes to the training loop."""
+    """Loss, steps, held-out batches and learning rate that an objective passes to the training loop."""
 
     objective: train.Objective
     steps: train.StepStream
@@ -139,7 +139,7 @@ class Training:
 
 @dataclass(frozen=True, kw_only=True)
 class TrialStep:
-    """The model, the reference and the batch shape of a step of random tokens, as the probe runs it."""
+    """Model, reference and batch shape of a step of random tokens, whose memory and time are measured."""
 
     model: Any
     handle: StreamHandle | None
@@ -159,7 +159,7 @@ class TrialStep:
 
 
 class Task(ABC, Generic[R_co]):
-    """An objective and its recipe. Methods that are not abstract fit a next-token loss on rows."""
+    """An objective with its recipe: data, micro-batches, loss and steps. Defaults suit a next-token loss on rows."""
 
     min_row_tokens: ClassVar[int] = 2
     """Minimum number of tokens of a row: 2; for completions 4, two of the prompt and two of the completion."""
@@ -191,12 +191,12 @@ class Task(ABC, Generic[R_co]):
 
     @property
     def unit(self) -> str:
-        """Name of the unit that ``per_device_train_batch_size`` counts."""
+        """Noun for the units that ``per_device_train_batch_size`` counts: ``row``, ``pair`` or ``completion``."""
         return "row"
 
     @property
     def step_unit(self) -> str:
-        """Name of the unit in which the size of an optimizer step is shown."""
+        """Noun for the units in which the size of an optimizer step is shown."""
         return self.unit
 
     # --- data --------------------------------------------------------------------------------------------------
@@ -215,7 +215,7 @@ class Task(ABC, Generic[R_co]):
         Args:
             sources: Data sources to read.
             tokenizer: Tokenizer of the model.
-            notify: Called after all rows are read, because messages would interrupt the live count.
+            notify: Called with messages after all rows are read, so as not to interrupt the progress display.
             val_size: Held-out fraction, or number of held-out rows; None: the recipe's value.
 
         Raises:
@@ -246,16 +246,16 @@ class Task(ABC, Generic[R_co]):
     def prepare_training(
         self, sources: Sequence[data.Source], tokenizer: PreTrainedTokenizerBase, notify: Notify
     ) -> PreparedRows:
-        """Return the prepared rows of a run. With ``streaming: true`` rows are read later, during training."""
+        """Return the prepared rows of a run; with ``streaming: true``, an object that reads rows during training."""
         return self.prepare(sources, tokenizer, notify)
 
     def longest_row_tokens(self, prepared: PreparedRows) -> int:
-        """Return how many tokens the longest row has, or the longest prompt with its completion."""
+        """Return the number of tokens of the longest row, or of the longest prompt plus completion."""
         return min(prepared.report.length_percentiles["max"], self.recipe.max_length)
 
     @property
     def row_limit(self) -> tuple[str, int]:
-        """The recipe key that limits the length of a row when it is prepared, and its value."""
+        """Recipe key that limits the number of tokens of a row (or prompt) when it is prepared, and its value."""
         return "max_length", self.recipe.max_length
 
     def batch_facts(self, prepared: Any, *, try_packing: bool = True) -> data.BatchFacts | None:
@@ -268,14 +268,14 @@ class Task(ABC, Generic[R_co]):
         return None
 
     def with_held_out(self, prepared: Any, rows: Sequence[Any]) -> Any:
-        """Return a copy of the data of :meth:`prepare` in which ``rows`` replace the held-out rows."""
+        """Return a copy of ``prepared``, the result of :meth:`prepare`, with ``rows`` as its held-out rows."""
         return replace(prepared, validation=rows, eval_sets=())
 
     # --- shapes ------------------------------------------------------------------------------------------------
 
     @property
     def uses_reference(self) -> bool:
-        """True if the loss compares with a reference or a teacher model."""
+        """True if the loss compares the trained model with a reference model or a teacher."""
         return False
 
     @property
@@ -285,12 +285,12 @@ class Task(ABC, Generic[R_co]):
 
     @property
     def temperature(self) -> float:
-        """Temperature by which logits are divided."""
+        """Temperature by which the loss divides logits."""
         return 1.0
 
     @property
     def reference_name(self) -> str | None:
-        """The recipe's name of the reference model; None if the recipe names none."""
+        """Name or path of the reference model in the recipe; None if the recipe names none."""
         return None
 
     @property
@@ -307,7 +307,7 @@ class Task(ABC, Generic[R_co]):
 
     @property
     def may_share_prompts(self) -> bool:
-        """True if the recipe allows completions to share their prompts."""
+        """True if the recipe allows the completions of a prompt to share its tokens in a batch."""
         return self.share_prefix != "never"
 
     @property
@@ -369,7 +369,7 @@ class Task(ABC, Generic[R_co]):
         return True
 
     def completions(self, *, share: bool = True) -> Completions | None:
-        """Return a function from length and batch size to the shape of a micro-batch; None for a next-token loss.
+        """Return a function (length, batch size) -> shape of a micro-batch of completions; None for a next-token loss.
 
         Args:
             share: True if the model can share prompts. The recipe may still forbid it.
@@ -377,11 +377,11 @@ class Task(ABC, Generic[R_co]):
         return None
 
     def completions_of_rows(self, prepared: PreparedRows, longest_row: int, *, share: bool) -> Completions | None:
-        """Return the function of :meth:`completions`, with shapes that are measured on the run's own rows."""
+        """Return the function of :meth:`completions`, with shapes of micro-batches measured on the run's own rows."""
         return self.completions(share=share)
 
     def planned_length(self, longest_row: int) -> int:
-        """Return how many tokens the longest sequence of a micro-batch has; ``longest_row`` is the longest row's."""
+        """Return the most tokens of a sequence in a micro-batch, if the longest row has ``longest_row`` tokens."""
         return longest_row
 
     def check_model(self, handle: StreamHandle) -> None:
@@ -395,7 +395,7 @@ class Task(ABC, Generic[R_co]):
 
     @abstractmethod
     def objective(self, scorer: Any, reference: train.Reference | None, device: torch.device) -> train.Objective:
-        """Return the loss.
+        """Return the objective that computes the loss of each micro-batch.
 
         Args:
             scorer: Handle of the streamed model, or another object that computes log-probs.
@@ -404,10 +404,10 @@ class Task(ABC, Generic[R_co]):
         """
 
     def count_steps(self, batches: Any, micro_batches: int, world: train.World) -> StepPlan:
-        """Return the number of optimizer steps. The last step of an epoch may have fewer micro-batches.
+        """Return the numbers of optimizer steps of the run, its first epoch and its warm-up.
 
-        If the size of a step is counted in tokens, epochs may differ in steps; ``steps_per_epoch`` is the first
-        epoch's.
+        The last step of an epoch may have fewer micro-batches. If the size of a step is counted in tokens, epochs may
+        differ in their numbers of steps.
 
         Args:
             batches: The task's batches, from :meth:`batches`.
@@ -440,7 +440,7 @@ class Task(ABC, Generic[R_co]):
         return data.trained_end_tokens(prepared.training, tokenizer, chat_options(self.recipe))
 
     def make_training(self, built: BuiltRun) -> Training:
-        """Return all that the objective passes to the training loop."""
+        """Return loss, steps, held-out batches and learning rate for the training loop."""
         recipe = self.recipe
         held_out = partial(built.batches.held_out, recipe.per_device_eval_batch_size)
         return Training(
@@ -488,7 +488,7 @@ def held_out_sets(
 ) -> train.HeldOut:
     """Return a mapping from the name of each held-out set to a function that iterates over its batches.
 
-    Without held-out rows it is empty. Without named sets it has a single entry with an empty name.
+    Without held-out rows the mapping is empty. Without named sets its only key is an empty text.
 
     Args:
         prepared: The rows of the run.
@@ -500,7 +500,7 @@ def held_out_sets(
 
 
 class ScoringTask(Task[ScoringR_co]):
-    """Base class of tasks whose loss reads the log-probs of completions."""
+    """Base class of tasks whose loss reads the log-probs of completions (``dpo``, ``grpo``)."""
 
     min_row_tokens = 4
     scores_completions = True
@@ -528,7 +528,7 @@ class ScoringTask(Task[ScoringR_co]):
 
     @abstractmethod
     def verification_trees(self, rows: Sequence[Any], length: int, vocabulary: int) -> tuple[list[data.Tree], bool]:
-        """Return a few trees for a verification, with about ``length`` tokens in total, and True if any was cut.
+        """Return a few trees (prompts with completions), about ``length`` tokens in total, and True if any was cut.
 
         Raises:
             DataError: The loss needs different prompts, and all prompts are the same.
@@ -541,11 +541,11 @@ class ScoringTask(Task[ScoringR_co]):
         """Return two batches of the same trees: one in the recipe's layout, and one with a row for each completion.
 
         Args:
-            trees: Trees to compare on.
+            trees: Prompts with completions, on which results are compared.
             model: The unstreamed model.
-            plain: Computes log-probs of ``model`` from ordinary logits.
+            plain: Computes log-probs of ``model`` from full logits.
             pad_token_id: Token id that pads rows.
-            share: True if the first batch shares prompts.
+            share: True if the completions of a prompt share its tokens in the first batch.
         """
 
     def with_reference(self, batch: train.TreeBatch, reference: train.Reference) -> train.TreeBatch:
@@ -566,7 +566,7 @@ def chat_options(recipe: TrainedTokenKeys) -> data.ChatOptions:
 
 
 def row_cache(recipe: CacheKeys) -> data.RowCache | None:
-    """Return the cache of prepared rows; None if the recipe disables it."""
+    """Return the cache on disk of prepared rows; None if the recipe disables it."""
     return data.RowCache(cache_folder() / "rows") if recipe.cache else None
 
 

@@ -50,7 +50,7 @@ ATTEMPTS = 100
 
 
 def row_hash(row: data.Example) -> bytes:
-    """Return a 16-byte hash of a row's tokens, and of which of them are trained."""
+    """Return a 16-byte hash of a row's tokens and of which tokens are trained."""
     ids, labels = (np.ascontiguousarray(each, dtype=np.int32) for each in (row.input_ids, row.labels))
     return hashlib.sha256(ids.tobytes() + np.packbits(labels != IGNORE_INDEX).tobytes()).digest()[:16]
 
@@ -61,7 +61,7 @@ def num_targets(row: data.Example) -> int:
 
 
 def distinct_row_indices(rows: Iterable[data.Example]) -> Iterator[int]:
-    """Iterate over the indices of rows; of equal rows only the first counts."""
+    """Yield the index of each distinct row: of equal rows, only the first one's."""
     seen = set()
     for number, row in enumerate(rows):
         if (key := row_hash(row)) not in seen:
@@ -75,14 +75,14 @@ def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
 
 @dataclass(frozen=True)
 class TeacherFile:
-    """A file with a teacher's top-k tokens, open for reading."""
+    """A teacher's top-k tokens for each row, in a file that is open for reading."""
 
     path: Path
     metadata: dict[str, str]
 
     @classmethod
     def open(cls, path: Path, temperature: float) -> TeacherFile:
-        """Open a file.
+        """Open a teacher file for reading.
 
         Args:
             path: Path of the file.
@@ -103,7 +103,7 @@ class TeacherFile:
 
     @property
     def k(self) -> int:
-        """Number of top-k tokens per target."""
+        """Number of top-k tokens that the file has for each target token."""
         return int(self.metadata["k"])
 
     @cached_property
@@ -150,7 +150,7 @@ class TeacherFile:
                 )
 
     def top_k(self, rows: Sequence[data.Example], targets_BT: torch.Tensor) -> TopKTeacher:
-        """Return the top-k tokens at the targets of a batch.
+        """Return the teacher's top-k tokens and their log-probs at the targets of a batch.
 
         Args:
             rows: Rows of the batch, in order.
@@ -187,7 +187,7 @@ class TeacherFile:
 
 
 def _new_digest(metadata: dict[str, str]) -> Any:
-    """Return a hash object that has read the metadata, with zeros for the digest. The rows are added to it."""
+    """Return a SHA-256 object that has hashed the metadata, with zeros as ``digest``; rows are hashed next."""
     return hashlib.sha256(json.dumps({**metadata, "digest": "0" * 64}).encode())
 
 
@@ -227,7 +227,7 @@ def _read_metadata(path: Path) -> dict[str, str]:
 
 
 def teacher_file_digest(path: Path) -> str:
-    """Return the hash of a file's content, from its metadata.
+    """Return the hash of a teacher file's content that its metadata states.
 
     Raises:
         ArgumentError: The file does not exist, or has another format.
@@ -237,7 +237,7 @@ def teacher_file_digest(path: Path) -> str:
 
 @contextmanager
 def lock_output(path: Path) -> Iterator[Path]:
-    """Context manager: lock ``path`` against other processes, and yield the path of the partial file.
+    """Context manager: lock ``path`` against other processes, and yield the path of a partial file to write.
 
     Both paths are on the same file system. The partial file is removed at the end, or if a signal ends the process.
 
@@ -303,12 +303,12 @@ def _allocate_file(path: Path, header: bytes, size: int) -> None:
 
 
 class TeacherFileWriter:
-    """Writes the rows of a file, one row after another.
+    """Writes a teacher file row by row.
 
     Args:
         path: Path of the partial file, see :func:`lock_output`.
-        counts: Number of targets of each row, ``[R]``.
-        metadata: Metadata, with ``k``.
+        counts: Number of targets of each of R rows.
+        metadata: Metadata of the file, with the number ``k`` of top-k tokens.
     """
 
     def __init__(self, path: Path, counts: Sequence[int], metadata: dict[str, str]) -> None:

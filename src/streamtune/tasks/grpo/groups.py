@@ -38,7 +38,7 @@ CompletionIndex = tuple[int, int]
 
 @dataclass
 class Group:
-    """The completions of one prompt, scored. All fields are plain JSON values."""
+    """The completions of one prompt, with their rewards and advantages. All fields are plain JSON values."""
 
     prompt: int
     """Index of the prompt among the training prompts."""
@@ -61,7 +61,7 @@ class Group:
     """The same log-probs under the reference."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return all fields without copying them: groups do not change while their rollout is in use."""
+        """Return all fields as a dict, without copying lists: a group does not change while its rollout is in use."""
         return dict(vars(self))
 
 
@@ -88,7 +88,7 @@ class BatchLayout:
         return not (self.mask_truncated and group.truncated[index])
 
     def has_no_gradient(self, group: Group, index: int) -> bool:
-        """Return True if a completion has no gradient, whatever its log-probs are."""
+        """Return True if the completion is not trained on, or has advantage 0 and no other source of a gradient."""
         return not self.is_trained(group, index) or (group.advantages[index] == 0 and not self.flat_has_gradient)
 
 
@@ -99,13 +99,9 @@ def has_gradient(groups: Sequence[Group], layout: BatchLayout) -> bool:
 def passing_completion(
     group: Group, pass_reward: float, prompts: Sequence[data.Prompt], layout: BatchLayout
 ) -> PolicyBatch | None:
-    """Return the first completion of a group that passed and is trained on, as a batch; None if there is none.
+    """Return a batch of the first trained completion with a reward of at least ``pass_reward``; None if there is none.
 
-    Args:
-        group: Group with its advantages.
-        pass_reward: Smallest reward with which a completion passes.
-        prompts: All training prompts.
-        layout: Settings of the batch.
+    Advantages of the group must be set. ``prompts`` are all training prompts.
     """
     for index, reward in enumerate(group.rewards):
         if reward is not None and reward >= pass_reward and layout.is_trained(group, index):
@@ -118,10 +114,7 @@ def make_micro_batches(
 ) -> list[PolicyBatch]:
     """Return the micro-batches of one optimizer step; an empty list if no completion has a gradient.
 
-    Args:
-        groups: Groups of the step, with their advantages.
-        prompts: All training prompts.
-        layout: Settings of the micro-batches.
+    Advantages of the groups must be set. ``prompts`` are all training prompts.
     """
     if not has_gradient(groups, layout):
         return []
@@ -142,12 +135,11 @@ def store_logprobs(
     prompts: Sequence[data.Prompt],
     layout: BatchLayout,
 ) -> None:
-    """Compute the log-probs ``old`` or ``ref`` of the groups, for completions with a gradient.
+    """Set ``group.old`` or ``group.ref`` of each group: the log-probs of its completions that are in micro-batches.
 
     Args:
-        name: Field of :class:`Group` that is set, ``old`` or ``ref``.
-        logprobs: Function of a number of micro-batches and of a function that makes one of them by its index. It
-            returns the log-probs of each micro-batch.
+        name: Field of :class:`Group` to set, ``old`` or ``ref``.
+        logprobs: (number of micro-batches, function that makes micro-batch i) -> log-probs of each micro-batch.
         groups: Groups of an optimizer step.
         prompts: All training prompts.
         layout: Settings of the micro-batches.
@@ -167,7 +159,7 @@ def store_logprobs(
 def _completion_indices(
     groups: Sequence[Group], layout: BatchLayout
 ) -> tuple[list[CompletionIndex], list[CompletionIndex]]:
-    """Return all completions, and the completions that are not left out."""
+    """Return the indices of all completions, and of those that go into micro-batches."""
     rows = [(place, index) for place, group in enumerate(groups) for index in range(len(group.completions))]
     return rows, [row for row in rows if not (layout.leave_out and layout.has_no_gradient(groups[row[0]], row[1]))]
 
@@ -175,7 +167,7 @@ def _completion_indices(
 def _split_into_batches(
     groups: Sequence[Group], rows: Sequence[CompletionIndex], layout: BatchLayout
 ) -> list[list[CompletionIndex]]:
-    """Return completions divided into micro-batches. A micro-batch without any target is left out."""
+    """Return the completions of each micro-batch; a micro-batch without any target token is dropped."""
     parts: list[list[CompletionIndex]] = []
     for row in rows:
         part = parts[-1] if parts else []
@@ -200,7 +192,7 @@ def _make_batch(
 
 
 def _concatenate(values: Sequence[list[float] | None]) -> torch.Tensor | None:
-    """Return the values of all tokens, one completion after another: fp32 ``[K]``; None if a completion has none."""
+    """Return the token values of all completions, one after another: fp32 ``[K]``; None if any completion has none."""
     if any(row is None for row in values):
         return None
     return torch.tensor([value for row in values if row is not None for value in row], dtype=torch.float32)
@@ -209,7 +201,7 @@ def _concatenate(values: Sequence[list[float] | None]) -> torch.Tensor | None:
 def _make_trees(
     groups: Sequence[Group], prompts: Sequence[data.Prompt], rows: Sequence[CompletionIndex], layout: BatchLayout
 ) -> Iterator[data.Tree]:
-    """Iterate over the completions as trees: adjacent completions of one prompt are one tree."""
+    """Yield trees: each is a prompt with those of its completions that are adjacent in ``rows``."""
     start = 0
     while start < len(rows):
         place = rows[start][0]
@@ -226,10 +218,7 @@ def _make_trees(
 
 
 def group_metrics(groups: Sequence[Group]) -> Metrics:
-    """Return metrics of the completions of a step: name -> (sum, count), under TRL's names.
-
-    Without reward functions there are no metrics of rewards.
-    """
+    """Return metrics of the completions of a step: TRL's name -> (sum, count); without scores, none of rewards."""
     rewards = [reward for group in groups for reward in group.rewards if reward is not None]
     lengths = [len(completion) for group in groups for completion in group.completions]
     truncated = [cut for group in groups for cut in group.truncated]
@@ -256,13 +245,13 @@ ScoreCompletions = Callable[[Sequence[data.Prompt], Sequence[list[int]]], reward
 
 
 class RewardScorer:
-    """Calls the reward functions on decoded completions: on messages if the prompt has messages, else on text."""
+    """Decodes completions and calls the reward functions: on messages if the prompt has messages, else on text."""
 
     def __init__(self, functions: rewards.Rewards, tokenizer: PreTrainedTokenizerBase) -> None:
         self.functions, self.tokenizer = functions, tokenizer
 
     def __call__(self, prompts: Sequence[data.Prompt], completions: Sequence[list[int]]) -> rewards.RewardScores:
-        """Return the scores of completions. Each completion belongs to the prompt of the same index."""
+        """Return the scores of completions (token ids); ``completions[i]`` belongs to ``prompts[i]``."""
         texts = self.tokenizer.batch_decode(list(completions), skip_special_tokens=True)
         decoded: list[Any] = [
             text if isinstance(prompt.prompt, str) else [{"role": "assistant", "content": text}]
@@ -280,15 +269,15 @@ class RewardScorer:
 def load_functions(
     recipe: RewardKeys, folder: Path, notify: Callable[[str], None] = lambda message: None
 ) -> rewards.Rewards:
-    """Return the reward functions of a recipe.
+    """Return the reward functions that a recipe names in ``reward_funcs``.
 
     Args:
-        recipe: Recipe that names the functions.
-        folder: Folder of the user's own modules, and of relative paths.
-        notify: Called with the names of the user's own functions before their code runs.
+        recipe: Recipe with ``reward_funcs``, ``reward_weights`` and ``allow_code``.
+        folder: Folder that has the user's own modules, and that relative paths start from.
+        notify: Called once with the names of the user's own functions, before their code runs.
 
     Raises:
-        ArgumentError: A function does not exist, or is code that the recipe does not allow to run.
+        ArgumentError: A function does not exist, or is Python code and ``allow_code`` is not set.
     """
     if not recipe.reward_funcs:
         return rewards.Rewards({}, ())
@@ -307,10 +296,10 @@ def load_functions(
 
 
 def settings_of_all_ranks(recipe: Settings, world: train.World) -> Settings:
-    """Return settings with which a single rank would make the same steps as all ranks together.
+    """Return a recipe with which one rank alone would make the same optimizer steps as all ranks together.
 
     Raises:
-        ArgumentError: The completions of a rollout do not fill whole optimizer steps of all ranks, or whole groups.
+        ArgumentError: The completions of a rollout are not a multiple of those of a step, or of ``num_generations``.
     """
     if world.size == 1 and recipe.train_batch_size is None:
         return recipe
@@ -331,7 +320,7 @@ def settings_of_all_ranks(recipe: Settings, world: train.World) -> Settings:
 
 
 def _compute_over_ranks(world: train.World, count: int, work: Callable[[list[int]], list[T]]) -> list[T]:
-    """Return the results of ``work`` for all numbers below ``count``, which are divided among the ranks.
+    """Divide the numbers below ``count`` among the ranks, call ``work`` on each share, and return all results.
 
     A rank with one number less computes number 0 again: if ranks share the weights, all of them must compute.
     """
@@ -343,7 +332,7 @@ def _compute_over_ranks(world: train.World, count: int, work: Callable[[list[int
 
 
 class DistributedWriter:
-    """A :class:`streamtune.tasks.rollout.Writer` in which each rank completes a part of the prompts."""
+    """Writes completions on several ranks: each rank completes a part of the prompts, and all get all completions."""
 
     def __init__(self, writer: rollout.Writer, world: train.World) -> None:
         self.writer, self.world = writer, world
@@ -374,7 +363,7 @@ class DistributedWriter:
 
 
 class DistributedRewards:
-    """Scores each completion on one rank, so that a random reward is the same on all ranks."""
+    """Scores each completion on one rank and sends the score to all, so that a random reward is equal on all ranks."""
 
     def __init__(self, score: ScoreCompletions, world: train.World) -> None:
         self.score, self.world = score, world
@@ -399,7 +388,7 @@ class DistributedRewards:
 
 
 class DistributedLogprobs:
-    """Computes the log-probs of each micro-batch on one rank."""
+    """Computes the log-probs of each micro-batch on one rank, and sends them to all ranks."""
 
     def __init__(self, world: train.World) -> None:
         self.world = world
@@ -407,5 +396,5 @@ class DistributedLogprobs:
     def __call__(
         self, logprobs: Callable[[PolicyBatch], list[float]], count: int, batch: Callable[[int], PolicyBatch]
     ) -> list[list[float]]:
-        """Return ``logprobs(batch(number))`` for every number below ``count``."""
+        """Return ``logprobs(batch(i))``, the log-probs of micro-batch i, for every i below ``count``."""
         return _compute_over_ranks(self.world, count, lambda mine: [logprobs(batch(number)) for number in mine])

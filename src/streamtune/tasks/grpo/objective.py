@@ -34,7 +34,7 @@ Metrics = Mapping[str, tuple[float, float]]
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyBatch(train.TreeBatch):
-    """Completions that the policy wrote, with all that the loss reads except the log-probs of the trained policy."""
+    """Completions that the policy wrote, with their advantages and the log-probs of old policy and reference."""
 
     advantages_N: Tensor  # noqa: N815
     """fp32 ``[N]``: advantage of each completion"""
@@ -57,7 +57,7 @@ class PolicyBatch(train.TreeBatch):
         return replace(moved, **{name: x.to(device) for name, x in tensors.items() if x is not None})
 
     def as_supervised(self, completion_weight: float) -> train.MicroBatch:
-        """Return the same sequences as a supervised batch; each completion has this total weight.
+        """Return the sequences as a batch for a next-token loss; each completion has the weight ``completion_weight``.
 
         The weight is divided evenly among the targets of a completion. A target that several completions share has the
         sum of their weights.
@@ -80,7 +80,7 @@ class PolicyBatch(train.TreeBatch):
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredBatch(train.MicroBatch):
-    """Metrics of held-out prompts that are already completed and scored. There is nothing left to compute."""
+    """Batch that only carries metrics of held-out completions, which are already computed; its tokens are unused."""
 
     metrics: Metrics
 
@@ -89,10 +89,10 @@ class MeasuredBatch(train.MicroBatch):
 
 
 class RolloutObjective(ABC):
-    """Base class of losses on completions. The steps of ``sft_steps`` have the loss of supervised fine-tuning.
+    """Base class of losses on sampled completions. Supervised batches (``sft_steps``) get the next-token loss.
 
     Args:
-        handle: Handle of the streamed policy; None if it is not streamed.
+        handle: Handle of the streamed policy; None if the model is not streamed.
         recipe: Settings of the loss.
     """
 
@@ -128,7 +128,7 @@ class RolloutObjective(ABC):
 
 
 class PolicyObjective(RolloutObjective):
-    """The policy-gradient loss of ``loss_type``."""
+    """The policy-gradient loss that the recipe key ``loss_type`` names."""
 
     def __init__(self, handle: StreamHandle, recipe: PolicySettings) -> None:
         super().__init__(handle, recipe)
@@ -161,14 +161,14 @@ class DistillationObjective(RolloutObjective):
 
         loss = 1 / N  sum_n  1 / |o_n|  sum_t  D(teacher, model)(. | prompt, o_n,<t)
 
-    D is a divergence between distributions of the next token. Sampling of completions has no gradient. Logits of both
-    models exist for one chunk of the head at a time (``ops.head.token_losses``).
+    D is a divergence between distributions of the next token, o_n one of N completions. Sampling has no gradient.
+    Logits of both models are computed for one chunk of tokens at a time (``ops.head.token_losses``).
 
     Args:
-        handle: Handle of the streamed policy; None computes the divergence from ordinary logits.
+        handle: Handle of the streamed policy; None computes the divergence from full logits.
         recipe: Settings of the loss.
-        loss: The divergence, as the loss of a token.
-        teacher: Teacher, which is streamed if the policy is.
+        loss: The divergence at one token.
+        teacher: Teacher model, which is streamed if the policy is.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class DistillationObjective(RolloutObjective):
         self.token_objective = train.SupervisedObjective(handle, loss, teacher)
 
     def _score(self, model: nn.Module, batch: PolicyBatch, totals: StepTotals | None) -> train.Score:
-        """Return the loss of completions; for held-out completions, also the sum of their mean divergences."""
+        """Return the mean divergence of completions; in evaluation (no ``totals``), the sum of their divergences."""
         completions = 1 if totals is None else totals.completions
         score = self.token_objective.score(model, batch.as_supervised(1 / completions), 1.0)
         if totals is not None:
@@ -187,7 +187,7 @@ class DistillationObjective(RolloutObjective):
 
 
 class CompletionLoss(ABC):
-    """A kind of loss on completions, with the facts that a run, a plan and a verification need."""
+    """Base class of the kinds of losses on completions: each states the reference, log-probs and forwards it needs."""
 
     reference_key: ClassVar[str]
     """Recipe key that names the reference or the teacher."""
@@ -205,21 +205,21 @@ class CompletionLoss(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Check that the settings of the loss are compatible.
+        """Check that the recipe's settings of the loss are compatible.
 
         Raises:
-            ArgumentError: They are not; the error names the key.
+            ArgumentError: They are not; ``where`` is the recipe key.
         """
 
     @property
     @abstractmethod
     def uses_reference(self) -> bool:
-        """True if the loss compares with a reference or a teacher."""
+        """True if the loss compares the policy with a reference model or a teacher."""
 
     @property
     @abstractmethod
     def reference_name(self) -> str | None:
-        """The recipe's name of the reference or the teacher; None if the recipe names none."""
+        """Name or path of the reference model or teacher in the recipe; None if the recipe names none."""
 
     @property
     def token_loss(self) -> TokenLoss:
@@ -228,7 +228,7 @@ class CompletionLoss(ABC):
     @property
     @abstractmethod
     def extra_forwards(self) -> float:
-        """Number of forwards without gradient over the tokens of a step, before each step; may be a fraction."""
+        """Number of forwards without gradient over the tokens of an optimizer step; a fraction if steps share one."""
 
     @property
     @abstractmethod
@@ -238,11 +238,11 @@ class CompletionLoss(ABC):
     @property
     @abstractmethod
     def flat_has_gradient(self) -> bool:
-        """True if a completion whose advantage is 0 has a gradient."""
+        """True if a completion whose advantage is 0 has a gradient, from a KL in the loss or from a teacher."""
 
     @abstractmethod
     def objective(self, scorer: Any, reference: train.Reference | None) -> RolloutObjective:
-        """Return the objective of the training loop.
+        """Return the objective that computes the loss of each micro-batch in the training loop.
 
         Args:
             scorer: Handle of the streamed policy, or another object that computes log-probs.
@@ -251,7 +251,7 @@ class CompletionLoss(ABC):
 
 
 class RewardLoss(CompletionLoss):
-    """A policy-gradient loss on advantages, with a KL with the reference if ``beta`` is above 0."""
+    """Policy-gradient loss on advantages, plus the KL with a reference model if ``beta`` is above 0."""
 
     reference_key = "ref_model_name_or_path"
     reads_logprobs = True
@@ -281,7 +281,7 @@ class RewardLoss(CompletionLoss):
 
     @property
     def extra_forwards(self) -> float:
-        """Number of forwards of the reference and of the old policy per step; iterations of a rollout share them."""
+        """Forwards of reference and old policy per optimizer step; ``num_iterations`` steps share the same ones."""
         return (self.uses_reference + self.recipe.needs_old_logprobs) / self.recipe.num_iterations
 
     @property
@@ -297,7 +297,7 @@ class RewardLoss(CompletionLoss):
 
 
 class TeacherLoss(CompletionLoss):
-    """The divergence from a teacher: ``gkd``."""
+    """Distillation loss: the divergence from a teacher on the model's own completions (``gkd``)."""
 
     reference_key = "teacher"
     reads_logprobs = False
@@ -313,7 +313,7 @@ class TeacherLoss(CompletionLoss):
     extra_forwards = 0.0  # the teacher's forward is part of the step
 
     def check(self) -> None:
-        """Do nothing: the keys are checked when the recipe is read."""
+        """Do nothing: the recipe's schema has already checked the keys of this loss."""
 
     @property
     def reference_name(self) -> str | None:
@@ -335,7 +335,7 @@ def completion_loss(recipe: PolicySettings) -> CompletionLoss:
 
 
 def policy_knobs(recipe: PolicySettings) -> PolicyKnobs:
-    """Return the parameters of the policy-gradient loss from the keys of a recipe."""
+    """Return the parameters of the policy-gradient loss (clipping, KL weight, ratios) that a recipe sets."""
     return PolicyKnobs(
         epsilon_low=recipe.epsilon,
         epsilon_high=recipe.epsilon if recipe.epsilon_high is None else recipe.epsilon_high,

@@ -45,7 +45,7 @@ T = TypeVar("T")
 
 @dataclass(kw_only=True)
 class RolloutTools:
-    """The parts of a run that write, score and measure completions. All ranks call them with the same arguments."""
+    """Objects that write completions, score them and compute log-probs. All ranks call the methods together."""
 
     recipe: RolloutSettings
     """The settings of all ranks together."""
@@ -66,7 +66,7 @@ class RolloutTools:
 
     @property
     def sampling(self) -> rollout.Sampling:
-        """Sampling settings of training completions."""
+        """Sampling settings of training completions, from the recipe."""
         recipe = self.recipe
         return rollout.Sampling(
             max_completion_length=recipe.max_completion_length,
@@ -78,18 +78,18 @@ class RolloutTools:
         )
 
     def groups_of_step(self, groups: Sequence[T], step_index: int) -> list[T]:
-        """Return the groups, or values of groups, that belong to optimizer step ``step_index`` of a rollout."""
+        """Return those groups (or values, one per group) of a rollout that belong to optimizer step ``step_index``."""
         num_steps = self.recipe.steps_per_rollout
         return list(groups[len(groups) * step_index // num_steps : len(groups) * (step_index + 1) // num_steps])
 
     def groups_by_step(self, groups: Sequence[T]) -> list[list[T]]:
-        """Return the groups, or values of groups, of each optimizer step of a rollout."""
+        """Return the groups (or values, one per group) of a rollout, as one list per optimizer step."""
         return [self.groups_of_step(groups, step_index) for step_index in range(self.recipe.steps_per_rollout)]
 
     def write(
         self, prompts: Sequence[data.Prompt], count: int | Sequence[int], sampling: rollout.Sampling
     ) -> list[list[rollout.Completion]]:
-        """Return completions of each prompt.
+        """Sample completions and return a list of them for each prompt.
 
         Args:
             prompts: Prompts to complete.
@@ -117,7 +117,7 @@ class RolloutTools:
         return [group[0] for group in self.write(prompts, 1, replace(self.sampling, temperature=0.0))]
 
     def store_logprobs(self, groups: Sequence[Group], *, needs_old: bool) -> None:
-        """Compute the missing log-probs of the groups: the reference's and, with ``needs_old``, the policy's."""
+        """Set log-probs that groups lack: ``ref``, the reference's, and with ``needs_old`` ``old``, the policy's."""
         models = {"old": self.policy if needs_old else None, "ref": self.reference}
         for name, model in models.items():
             if model is None or all(getattr(group, name) is not None for group in groups):
@@ -135,7 +135,7 @@ class RolloutTools:
 
 @dataclass
 class ScoredRollout:
-    """Completions with their rewards. The rules change the rewards and advantages one rule after another."""
+    """Prompts with their completions and rewards, which each :class:`RolloutRule` in turn may change."""
 
     prompts: Sequence[data.Prompt]
     groups: Sequence[Group]
@@ -147,20 +147,20 @@ class ScoredRollout:
 
     @property
     def group_N(self) -> Tensor:  # noqa: N802
-        """Number of each completion's group, int64 ``[N]``."""
+        """Index of the group that each completion belongs to, int64 ``[N]``."""
         return self.repeat_by_group(torch.arange(len(self.groups)))
 
     def repeat_by_group(self, values_G: Tensor) -> Tensor:
-        """Return the value of each completion's group, ``[N]``."""
+        """Return for each of N completions the value of its group: ``[G]`` becomes ``[N]``."""
         return values_G.repeat_interleave(torch.tensor([len(group.completions) for group in self.groups]))
 
     def split_by_group(self, values_N: Tensor) -> Iterator[Tensor]:
-        """Iterate over the values of each group ``[n]``."""
+        """Yield the values of each group's n completions, ``[n]``."""
         yield from values_N.split([len(group.completions) for group in self.groups])
 
 
 class RolloutRule(ABC):
-    """Base class of the rules. Methods that are not overridden change nothing."""
+    """Base class of rules that set numbers of completions, rewards or advantages; by default nothing changes."""
 
     reads_pass_rates: ClassVar[bool] = False
     """True if the rule reads the pass rates of prompts."""
@@ -175,10 +175,10 @@ class RolloutRule(ABC):
 
     @classmethod  # noqa: B027 (most rules read nothing of it)
     def check_model(cls, handle: StreamHandle) -> None:
-        """Raise ``UnsupportedModelError`` if the model lacks something that the rule reads."""
+        """Raise ``UnsupportedModelError`` if the rule does not support this model."""
 
     def allocate_counts(self, numbers: Sequence[int], counts: list[int], rates: rollout.PassRates) -> list[int]:
-        """Return the number of completions of each prompt of an optimizer step. A rule must not change their sum.
+        """Return how many completions each prompt of an optimizer step gets. A rule must not change their sum.
 
         Args:
             numbers: Indices of the prompts among the training prompts.
@@ -189,18 +189,18 @@ class RolloutRule(ABC):
 
     @abstractmethod
     def apply(self, scored: ScoredRollout) -> None:
-        """Change the rewards of a rollout, or set the advantages of its groups."""
+        """Change the rewards of scored completions, or set their advantages; called once per rollout, rule by rule."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the entries of a checkpoint, as plain JSON values."""
+        """Return the rule's entries of a checkpoint, as plain JSON values; empty if the rule has no state."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027 (most have none)
-        """Load the entries of a checkpoint. A checkpoint may lack them."""
+        """Load the rule's entries from a checkpoint, which may lack them."""
 
 
 class KlInReward(RolloutRule):
-    """Rule that subtracts the KL of a whole completion from its reward, for the losses with ``kl_in_reward``."""
+    """Rule that subtracts the KL of a whole completion, times ``beta``, from its reward (for rloo and remax)."""
 
     @classmethod
     def applies(cls, recipe: RolloutSettings) -> bool:
@@ -222,7 +222,7 @@ class KlInReward(RolloutRule):
 
 
 class GreedyBaseline(RolloutRule):
-    """Rule that scores the greedy completion of each prompt, the baseline of ``remax``."""
+    """Rule that scores a greedy completion of each prompt: the baseline of the loss ``remax``."""
 
     @classmethod
     def applies(cls, recipe: RolloutSettings) -> bool:
@@ -235,7 +235,7 @@ class GreedyBaseline(RolloutRule):
 
 
 class GroupAdvantages(RolloutRule):
-    """Rule that computes the advantages that ``loss_type`` and ``scale_rewards`` define."""
+    """Rule that computes advantages from rewards, as ``loss_type`` and ``scale_rewards`` define them."""
 
     @classmethod
     def applies(cls, recipe: RolloutSettings) -> bool:
@@ -256,7 +256,7 @@ class GroupAdvantages(RolloutRule):
 
 
 class RewardSpread(RolloutRule):
-    """Rule that computes the spread of rewards for metrics only: the loss of a teacher (``gkd``) has no advantages."""
+    """Rule that computes the spread of rewards, for metrics only: distillation (``gkd``) does not use advantages."""
 
     @classmethod
     def applies(cls, recipe: RolloutSettings) -> bool:
@@ -271,7 +271,7 @@ class RewardSpread(RolloutRule):
 class Allocation(RolloutRule):
     """Rule that divides the completions of a step among its prompts so that the gradient has the least variance.
 
-    See ``rollout.variance_score``. Gradient norms of completions that passed are measured for later rollouts.
+    It also measures gradient norms of completions that passed, which :func:`rollout.variance_score` reads later.
     """
 
     reads_pass_rates = True
@@ -304,7 +304,7 @@ class Allocation(RolloutRule):
         self._observe(scored.groups)
 
     def _observe(self, groups: Sequence[Group]) -> None:
-        """Measure the gradient norm of one passing completion of each prompt that has one."""
+        """Measure the gradient norm of one passing completion of each prompt that has one, for later allocations."""
         tools, norm = self.tools, self.tools.gradient
         batches = [
             passing_completion(g, tools.recipe.pass_reward, tools.prompts.training, tools.layout) for g in groups
@@ -336,7 +336,7 @@ ROLLOUT_RULES: tuple[type[RolloutRule], ...] = (
 
 
 def rules_for(recipe: RolloutSettings) -> list[type[RolloutRule]]:
-    """Return the rules that apply to a recipe, in order."""
+    """Return the :class:`RolloutRule` classes that apply to a recipe, in the order in which they run."""
     return [rule for rule in ROLLOUT_RULES if rule.applies(recipe)]
 
 

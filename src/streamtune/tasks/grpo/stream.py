@@ -55,12 +55,12 @@ class _Rollout:
 
 
 class GrpoSteps:
-    """The :class:`streamtune.train.StepStream` of a grpo run.
+    """Optimizer steps of a grpo run: samples and scores completions, and makes micro-batches of them.
 
     Args:
-        tools: Parts of the run that write, score and measure completions.
-        supervised: Supervised steps before the first rollout; None without any.
-        log: Writes completions to a file.
+        tools: Objects that write and score completions and compute log-probs.
+        supervised: Stream of the supervised steps before the first rollout; None without any.
+        log: Records some completions in a file.
     """
 
     def __init__(self, tools: RolloutTools, *, supervised: train.StepStream | None, log: CompletionLog) -> None:
@@ -116,7 +116,7 @@ class GrpoSteps:
                 return batches
 
     def held_out(self, eval_set: data.EvalSet | None = None) -> Iterator[train.MicroBatch]:
-        """Iterate over batches with the metrics of greedy completions of held-out prompts.
+        """Complete and score held-out prompts greedily, and iterate over batches that carry the metrics.
 
         With a teacher the batches also have the completions, whose divergence from the teacher is the held-out loss.
 
@@ -148,7 +148,7 @@ class GrpoSteps:
     def _held_out_completions(
         self, numbers: range, written: Sequence[rollout.Completion], scores: rewards.RewardScores
     ) -> Iterator[PolicyBatch]:
-        """Iterate over micro-batches with one completion of each held-out prompt, and with their metrics."""
+        """Iterate over micro-batches that have the greedy completions of held-out prompts, and their metrics."""
         groups = [
             Group(
                 prompt=number,
@@ -195,7 +195,7 @@ class GrpoSteps:
         return groups
 
     def _completion_counts(self, numbers: Sequence[int]) -> list[int]:
-        """Return the number of completions of each prompt. Their sum over an optimizer step does not change."""
+        """Return how many completions each prompt gets; the sum over an optimizer step is fixed."""
         found = []
         for part in self.tools.groups_by_step(numbers):
             counts = [self.recipe.num_generations] * len(part)
@@ -207,7 +207,7 @@ class GrpoSteps:
     def _make_groups(
         self, numbers: Sequence[int], written: Sequence[Sequence[rollout.Completion]], scores: rewards.RewardScores
     ) -> list[Group]:
-        """Return the group of each prompt, and record how many of its completions passed."""
+        """Return a group of scored completions for each prompt, and record how many of them passed."""
         groups = []
         stops = accumulate(map(len, written))
         for number, completions, stop in zip(numbers, written, stops, strict=True):
@@ -261,7 +261,7 @@ class GrpoSteps:
 
 @dataclass(frozen=True)
 class CompletionLog:
-    """Writes a few completions of each rollout, with their rewards."""
+    """Records a few completions of each rollout, with their rewards, in ``completions.jsonl``."""
 
     run: train.RunDirectory
     tokenizer: PreTrainedTokenizerBase
@@ -275,7 +275,7 @@ class CompletionLog:
         return self.run.path / "completions.jsonl"
 
     def record_rollout(self, step: int, groups: Sequence[Group], prompts: Sequence[data.Prompt]) -> None:
-        """Write some completions of the rollout that begins at ``step``, one of each prompt before a second of any."""
+        """Record some completions of the rollout that begins at ``step``: one per prompt, then a second per prompt."""
         if not self.writes:
             return
         max_completions = max(len(group.completions) for group in groups)
@@ -290,7 +290,7 @@ class CompletionLog:
             train.append_event(self.run.events, "skip", step=step, reason=reason)
 
     def cut_after_step(self, step: int) -> None:
-        """Delete the completions that were written after ``step``, because these steps are repeated."""
+        """Delete the recorded completions of steps after ``step``, because a resumed run repeats these steps."""
         if self.writes:
             cut_rotated_after_step(self.path, step)
 
@@ -308,7 +308,7 @@ class CompletionLog:
 
 
 class SupervisedSteps:
-    """Supervised steps on shuffled demonstrations, ``sft_batch_size`` per step (:class:`streamtune.train.StepStream`).
+    """Supervised optimizer steps on shuffled prompts with their answers, ``sft_batch_size`` rows per step.
 
     Raises:
         DataError: A row has no answer, or has more than ``max_prompt_length + max_completion_length`` tokens.
@@ -325,7 +325,7 @@ class SupervisedSteps:
         self.sampler = data.ResumableSampler(len(self.examples), seed=recipe.seed, shuffle=recipe.shuffle)
 
     def next_step(self) -> Sequence[train.MicroBatch]:
-        """Return the micro-batches of the next demonstrations; fewer at the end of an epoch."""
+        """Return micro-batches of the next ``sft_batch_size`` rows; of fewer rows at the end of an epoch."""
         while not (step := list(islice(self.sampler.batches(self.step_size), 1))):
             pass  # The epoch is over, and this call has moved the sampler to the next one.
         rows = [self.examples[row] for row in step[0]]

@@ -74,7 +74,7 @@ class GrpoData(data.PreparedPrompts):
 
 
 class Grpo(ScoringTask[GrpoRecipe]):
-    """The task of ``objective: grpo``.
+    """Task for ``objective: grpo``: policy gradient on sampled completions, or distillation from a teacher.
 
     Args:
         recipe: Recipe of the run.
@@ -113,7 +113,7 @@ class Grpo(ScoringTask[GrpoRecipe]):
         *,
         val_size: float | None = None,
     ) -> GrpoData:
-        """Return the prompts as token ids. In a run, also check columns of rewards, and render supervised rows."""
+        """Return the prompts as token ids. In a run, also check the rewards' columns and render supervised rows."""
         recipe = self.recipe
         with delay_messages(notify) as notify_later:
             prompts = data.prepare_prompts(sources, tokenizer, self.data_options(val_size), notify_later)
@@ -142,7 +142,7 @@ class Grpo(ScoringTask[GrpoRecipe]):
 
     @property
     def uses_reference(self) -> bool:
-        """True if the loss has a KL with the reference, or a teacher."""
+        """True if the loss has a KL with a reference model, or a teacher."""
         return self.loss.uses_reference
 
     @property
@@ -194,14 +194,11 @@ class Grpo(ScoringTask[GrpoRecipe]):
         return prepared
 
     def objective(self, scorer: Any, reference: train.Reference | None, device: torch.device) -> train.Objective:
-        """Return the loss. The reference's log-probs are in the batches; a teacher is called."""
+        """Return the loss. Log-probs of the reference come with the batches; a teacher is called in each step."""
         return self.loss.objective(scorer, reference)
 
     def count_steps(self, batches: GrpoData, micro_batches: int, world: train.World) -> StepPlan:
-        """Return the number of optimizer steps. An epoch has each prompt in one rollout, used ``num_iterations`` times.
-
-        See :meth:`Task.count_steps` for the arguments.
-        """
+        """Return the numbers of optimizer steps. An epoch uses each prompt in one rollout, ``num_iterations`` times."""
         recipe = settings_of_all_ranks(self.recipe, world)
         rollouts = -(-batches.num_train // recipe.prompts_per_generation)
         steps_per_epoch = rollouts * recipe.steps_per_rollout * recipe.num_iterations
@@ -263,10 +260,10 @@ class Grpo(ScoringTask[GrpoRecipe]):
     # --- trials and comparisons --------------------------------------------------------------------------------
 
     def random_step(self, trial: TrialStep) -> RandomStep:
-        """Return a step that begins with a short rollout of the largest size.
+        """Return the objective and batches of a trial step that begins with a short rollout on random prompts.
 
-        It writes as many completions together as a run does, with a few tokens each. Prompts are so long that keys and
-        values reach the length of the trial. With ``use_vllm`` nothing is written.
+        The rollout writes as many completions together as a run does, with a few tokens each. Its prompts are so long
+        that keys and values reach the length of the trial. With ``use_vllm`` nothing is written.
         """
         recipe, device = self.recipe, trial.device
         teacher = trial.reference.model if isinstance(trial.reference, train.ModelReference) else None
@@ -295,7 +292,7 @@ class Grpo(ScoringTask[GrpoRecipe]):
         return self.objective(trial.scorer, trial.reference, device), batches
 
     def _random_rollout(self, trial: TrialStep, draw: RandomTokens) -> Callable[[], None]:
-        """Return a function that writes a few tokens after prompts, up to the length of the trial."""
+        """Return a function that completes random prompts with a few tokens, up to the length of the trial."""
         recipe, group = self.recipe, self.recipe.num_generations
         if recipe.use_vllm:
             return lambda: None
@@ -322,13 +319,16 @@ class Grpo(ScoringTask[GrpoRecipe]):
     def verification_trees(
         self, rows: Sequence[data.Prompt], length: int, vocabulary: int
     ) -> tuple[list[data.Tree], bool]:
-        """Return prompts with random completions; nothing is generated."""
+        """Return the first prompts with random completions, about ``length`` tokens in total, and False."""
         return random_completions(self.recipe, rows, length, vocabulary), False
 
     def verification_batches(
         self, trees: Sequence[data.Tree], model: nn.Module, plain: Any, *, pad_token_id: int, share: bool
     ) -> tuple[PolicyBatch, PolicyBatch]:
-        """Return two batches with the same random advantages and log-ratios; no reward is computed."""
+        """Return two batches of ``trees``: in the run's layout, and with one row for each completion.
+
+        Both have the same random advantages and log-probs of an old policy; no reward is computed.
+        """
         device = model_device(model)
         draw = torch.Generator().manual_seed(self.recipe.seed)
         advantages_N = torch.randn(sum(len(tree.completions) for tree in trees), generator=draw)
@@ -348,7 +348,7 @@ class Grpo(ScoringTask[GrpoRecipe]):
 
 
 def _build_learning_rate(recipe: GrpoRecipe, plan: StepPlan, world: train.World) -> Callable[[int], float]:
-    """Return the learning rate of a step: a cosine over the supervised steps, then the recipe's schedule."""
+    """Return a function step -> learning rate: a cosine over the supervised steps, then the recipe's schedule."""
     supervised_rate = optim.build_schedule(
         "cosine",
         learning_rate=recipe.learning_rate if recipe.sft_learning_rate is None else recipe.sft_learning_rate,

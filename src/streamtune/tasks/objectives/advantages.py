@@ -59,7 +59,7 @@ SCALES = ("group", "batch", "none")
 
 @dataclass(frozen=True)
 class Advantages:
-    """The advantage of each completion, and statistics of its group. All tensors are ``[N]``."""
+    """The advantage of each of N completions, and statistics of its group's rewards. All tensors are ``[N]``."""
 
     values_N: Tensor  # noqa: N815
     """advantages, in the dtype of the rewards; exactly 0 in flat groups and for completions without a reward"""
@@ -73,7 +73,7 @@ class Advantages:
 
 @dataclass(frozen=True)
 class _Groups:
-    """Rewards with their groups. NaN rewards are left out of sizes and sums."""
+    """Rewards of N completions in G groups. NaN rewards are left out of the groups' sizes and sums."""
 
     rewards_N: Tensor  # noqa: N815
     """float64, with 0 in place of NaN"""
@@ -121,13 +121,13 @@ def _reward_minus_group_mean(groups: _Groups, greedy_N: Tensor | None) -> Tensor
 
 
 def _reward_minus_other_mean(groups: _Groups, greedy_N: Tensor | None) -> Tensor:
-    """Return ``R - mean of the other rewards of the group``; 0 in a group with a single reward."""
+    """Return each reward minus the mean of the other rewards in its group; 0 in a group with a single reward."""
     others_N = (groups.sum_G[groups.index_N] - groups.rewards_N) / (groups.size_G - 1).clamp(min=1)[groups.index_N]
     return torch.where(groups.equal_N, 0.0, groups.rewards_N - others_N)
 
 
 def _reward_minus_greedy(groups: _Groups, greedy_N: Tensor | None) -> Tensor:
-    """Return ``R - reward of the prompt's greedy completion``; 0 if that reward is NaN."""
+    """Return each reward minus the reward of its prompt's greedy completion; 0 if the latter is NaN."""
     if greedy_N is None:
         raise ArgumentError("remax needs the reward of the greedy completion of each prompt", where="loss_type")
     difference_N = groups.rewards_N - greedy_N.double()
@@ -172,12 +172,12 @@ def group_advantages(
     scale_rewards: str | None = None,
     greedy_N: Tensor | None = None,
 ) -> Advantages:
-    """Return the advantage of each completion.
+    """Return the advantage of each completion: its reward minus a baseline, possibly divided by a deviation.
 
     Args:
         name: Name of the policy loss, a key of :data:`ADVANTAGES`.
         rewards_N: Rewards ``[N]``, floating point; NaN for a completion without a reward.
-        group_N: Number of each completion's prompt, int64 ``[N]``; any numbers, in any order.
+        group_N: Number that identifies each completion's prompt, int64 ``[N]``; any numbers, in any order.
         scale_rewards: Standard deviation to divide by: ``group``, ``batch`` or ``none``. None: the loss's
             published choice.
         greedy_N: Reward of the greedy completion of each completion's prompt ``[N]``, for remax.

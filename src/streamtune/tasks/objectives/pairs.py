@@ -8,8 +8,8 @@ A formula takes the two scores of each of P pairs and returns P losses. The scor
     log pi(y|x)                       if it has none
 
 A score is a sum over the tokens of y. A score is a mean if the loss is defined per token (``per_token``), or with
-``length_normalization``. In the formulas below ``w`` and ``l`` are the scores of the chosen (won) and the rejected
-(lost) completion, and ``sigma`` is the logistic function.
+``length_normalization``. In the formulas below ``chosen`` and ``rejected`` are the scores of the two completions of a
+pair, and ``sigma`` is the logistic function.
 
 To add a loss, write a function and a line of the table, and add its name to ``recipe/keys/preferences.py``. A parameter
 of its own needs a field of :class:`PairKnobs`, a key of the same name there, and an entry in ``OF_PAIRS``. Then add the
@@ -37,7 +37,7 @@ from streamtune.tasks.objectives.advantages import sum_by_row, tokens_per_row
 
 @dataclass(frozen=True)
 class PairKnobs:
-    """Parameters of the formulas in addition to the two scores. All but ``reward_gap_P`` are keys of the recipe."""
+    """Parameters of the losses on preference pairs. All but ``reward_gap_P`` are keys of the recipe."""
 
     beta: float = 0.1
     """strength of the pull towards the reference, or another factor that the loss defines"""
@@ -59,111 +59,115 @@ class PairKnobs:
     """copg: reward of the chosen completion minus reward of the rejected completion"""
 
 
-def _sigmoid(w_P: Tensor, l_P: Tensor, knobs: PairKnobs) -> Tensor:
-    """Return ``-(1 - eps) log sigma(beta (w - l)) - eps log sigma(-beta (w - l))``.
+def _sigmoid(chosen_P: Tensor, rejected_P: Tensor, knobs: PairKnobs) -> Tensor:
+    """Return ``-(1 - eps) log sigma(beta (chosen - rejected)) - eps log sigma(-beta (chosen - rejected))``.
 
     DPO (arXiv 2305.18290, eq. 7); with ``eps = label_smoothing > 0`` the conservative DPO of E. Mitchell's "A note on
     DPO with noisy preferences" (2023). Over plain log-probs it is the preference term of CPO (arXiv 2401.08417, eq. 3).
     """
-    logits_P, smoothing = knobs.beta * (w_P - l_P), knobs.label_smoothing
+    logits_P, smoothing = knobs.beta * (chosen_P - rejected_P), knobs.label_smoothing
     return -(1 - smoothing) * logsigmoid(logits_P) - smoothing * logsigmoid(-logits_P)
 
 
-def _robust(w_P: Tensor, l_P: Tensor, knobs: PairKnobs) -> Tensor:
-    """Return ``(-(1 - eps) log sigma(beta (w - l)) + eps log sigma(-beta (w - l))) / (1 - 2 eps)``.
+def _robust(chosen_P: Tensor, rejected_P: Tensor, knobs: PairKnobs) -> Tensor:
+    """Return ``(-(1 - eps) log sigma(beta d) + eps log sigma(-beta d)) / (1 - 2 eps)``, ``d = chosen - rejected``.
 
     Robust DPO (arXiv 2403.00409): unbiased if a share ``eps = label_smoothing`` of the pairs has swapped labels.
     """
-    logits_P, smoothing = knobs.beta * (w_P - l_P), knobs.label_smoothing
+    logits_P, smoothing = knobs.beta * (chosen_P - rejected_P), knobs.label_smoothing
     return (smoothing * logsigmoid(-logits_P) - (1 - smoothing) * logsigmoid(logits_P)) / (1 - 2 * smoothing)
 
 
-def _hinge(w_P: Tensor, l_P: Tensor, knobs: PairKnobs) -> Tensor:
-    """Return ``max(0, 1 - beta (w - l))``: SLiC (arXiv 2305.10425) with RSO's normalised score (arXiv 2309.06657)."""
-    return torch.relu(1 - knobs.beta * (w_P - l_P))
+def _hinge(chosen_P: Tensor, rejected_P: Tensor, knobs: PairKnobs) -> Tensor:
+    """Return ``max(0, 1 - beta (chosen - rejected))``.
+
+    SLiC (arXiv 2305.10425) with RSO's normalised score (arXiv 2309.06657).
+    """
+    return torch.relu(1 - knobs.beta * (chosen_P - rejected_P))
 
 
-def _ipo(w_P: Tensor, l_P: Tensor, knobs: PairKnobs) -> Tensor:
-    """Return ``(w - l - 1 / (2 beta))^2`` with scores per token.
+def _ipo(chosen_P: Tensor, rejected_P: Tensor, knobs: PairKnobs) -> Tensor:
+    """Return ``(chosen - rejected - 1 / (2 beta))^2`` with scores per token.
 
     IPO (arXiv 2310.12036, eq. 17; its tau is beta). The mean over tokens is not in the paper, but in the authors' code
     and in TRL.
     """
-    return (w_P - l_P - 1 / (2 * knobs.beta)) ** 2
+    return (chosen_P - rejected_P - 1 / (2 * knobs.beta)) ** 2
 
 
-def _exo_pair(w_P: Tensor, l_P: Tensor, knobs: PairKnobs) -> Tensor:
-    """Return ``q (log q - log(1 - eps)) + (1 - q) (log(1 - q) - log eps)`` with ``q = sigma(beta (w - l))``.
+def _exo_pair(chosen_P: Tensor, rejected_P: Tensor, knobs: PairKnobs) -> Tensor:
+    """Return ``q log(q / (1 - eps)) + (1 - q) log((1 - q) / eps)``, ``q = sigma(beta (chosen - rejected))``.
 
     EXO over pairs (arXiv 2402.00856, eq. 16): the reverse KL from the policy's preference to labels smoothed by
     ``eps = label_smoothing``, which must be positive.
     """
-    logits_P = knobs.beta * (w_P - l_P)
+    logits_P = knobs.beta * (chosen_P - rejected_P)
     smoothing = torch.tensor(knobs.label_smoothing, dtype=logits_P.dtype, device=logits_P.device)
     won_P = torch.sigmoid(logits_P) * (logsigmoid(logits_P) - torch.log1p(-smoothing))
     lost_P = torch.sigmoid(-logits_P) * (logsigmoid(-logits_P) - torch.log(smoothing))
     return won_P + lost_P
 
 
-def _sppo_hard(w_P: Tensor, l_P: Tensor, knobs: PairKnobs) -> Tensor:
-    """Return ``(w - 1 / (2 beta))^2 + (l + 1 / (2 beta))^2``.
+def _sppo_hard(chosen_P: Tensor, rejected_P: Tensor, knobs: PairKnobs) -> Tensor:
+    """Return ``(chosen - 1 / (2 beta))^2 + (rejected + 1 / (2 beta))^2``.
 
     SPPO (arXiv 2405.00675, eq. 4.7) with hard probabilities: 1 that the chosen one wins, 0 that the rejected one does.
     """
-    return (w_P - 0.5 / knobs.beta) ** 2 + (l_P + 0.5 / knobs.beta) ** 2
+    return (chosen_P - 0.5 / knobs.beta) ** 2 + (rejected_P + 0.5 / knobs.beta) ** 2
 
 
-def _apo_zero(w_P: Tensor, l_P: Tensor, knobs: PairKnobs) -> Tensor:
-    """Return ``1 - sigma(beta w) + sigma(beta l)``.
+def _apo_zero(chosen_P: Tensor, rejected_P: Tensor, knobs: PairKnobs) -> Tensor:
+    """Return ``1 - sigma(beta chosen) + sigma(beta rejected)``.
 
     APO-zero (arXiv 2408.06266, eq. 7): the chosen completion becomes more likely, the rejected completion less likely.
     """
-    return torch.sigmoid(-knobs.beta * w_P) + torch.sigmoid(knobs.beta * l_P)
+    return torch.sigmoid(-knobs.beta * chosen_P) + torch.sigmoid(knobs.beta * rejected_P)
 
 
-def _apo_down(w_P: Tensor, l_P: Tensor, knobs: PairKnobs) -> Tensor:
-    """Return ``sigma(beta w) + 1 - sigma(beta (w - l))``.
+def _apo_down(chosen_P: Tensor, rejected_P: Tensor, knobs: PairKnobs) -> Tensor:
+    """Return ``sigma(beta chosen) + 1 - sigma(beta (chosen - rejected))``.
 
     APO-down (arXiv 2408.06266, eq. 8): both completions become less likely, the rejected one more strongly.
     """
-    return torch.sigmoid(knobs.beta * w_P) + torch.sigmoid(-knobs.beta * (w_P - l_P))
+    return torch.sigmoid(knobs.beta * chosen_P) + torch.sigmoid(-knobs.beta * (chosen_P - rejected_P))
 
 
-def _dpop(w_P: Tensor, l_P: Tensor, knobs: PairKnobs) -> Tensor:
-    """Return ``-log sigma(beta (w - l - lambda max(0, -w)))``.
+def _dpop(chosen_P: Tensor, rejected_P: Tensor, knobs: PairKnobs) -> Tensor:
+    """Return ``-log sigma(beta (chosen - rejected - lambda max(0, -chosen)))``.
 
     DPO-positive (arXiv 2402.13228, eq. 3): DPO with a penalty if the chosen completion is less likely than under the
     reference.
     """
-    return -logsigmoid(knobs.beta * (w_P - l_P - knobs.dpop_lambda * torch.relu(-w_P)))
+    return -logsigmoid(knobs.beta * (chosen_P - rejected_P - knobs.dpop_lambda * torch.relu(-chosen_P)))
 
 
-def _copg(w_P: Tensor, l_P: Tensor, knobs: PairKnobs) -> Tensor:
-    """Return ``-(R_w - R_l - beta / 2 (w - l)) (w - l)``.
+def _copg(chosen_P: Tensor, rejected_P: Tensor, knobs: PairKnobs) -> Tensor:
+    """Return ``-(R - beta / 2 (chosen - rejected)) (chosen - rejected)``.
 
     Contrastive policy gradient: the negative objective of arXiv 2406.19185, eqs. 7-9, with the gradient of eqs. 18-19.
-    R are rewards of the completions. Without them ``R_w - R_l = 1/2``, and the gradient is beta / 2 times the gradient
-    of IPO over summed log-probs (eqs. 21-22).
+    R is the reward of the chosen completion minus that of the rejected one. Without rewards it is 1/2, and the gradient
+    is beta / 2 times the gradient of IPO over summed log-probs (eqs. 21-22).
     """
-    gap_P = w_P - l_P
+    gap_P = chosen_P - rejected_P
     return -(knobs.reward_gap_P - 0.5 * knobs.beta * gap_P) * gap_P
 
 
-def _orpo(w_P: Tensor, l_P: Tensor, knobs: PairKnobs) -> Tensor:
-    """Return ``-beta log sigma(log odds(w) - log odds(l))``, ``odds(s) = e^s / (1 - e^s)``, scores per token.
+def _orpo(chosen_P: Tensor, rejected_P: Tensor, knobs: PairKnobs) -> Tensor:
+    """Return ``-beta log sigma(log odds(chosen) - log odds(rejected))``, ``odds(s) = e^s / (1 - e^s)``.
 
-    ORPO (arXiv 2403.07691, eqs. 4 and 7; its lambda is beta). Eq. 6 adds the NLL of the chosen completion.
+    ORPO (arXiv 2403.07691, eqs. 4 and 7; its lambda is beta), with scores per token. Eq. 6 adds the NLL of the chosen
+    completion.
     """
-    log_odds_P = (w_P - l_P) - (_log1mexp(w_P) - _log1mexp(l_P))
+    log_odds_P = (chosen_P - rejected_P) - (_log1mexp(chosen_P) - _log1mexp(rejected_P))
     return -knobs.beta * logsigmoid(log_odds_P)
 
 
-def _simpo(w_P: Tensor, l_P: Tensor, knobs: PairKnobs) -> Tensor:
-    """Return ``-log sigma(beta (w - l) - gamma)``, scores per token: SimPO (arXiv 2405.14734, eq. 6).
+def _simpo(chosen_P: Tensor, rejected_P: Tensor, knobs: PairKnobs) -> Tensor:
+    """Return ``-log sigma(beta (chosen - rejected) - gamma)``, scores per token: SimPO (arXiv 2405.14734, eq. 6).
 
     Labels are smoothed as in ``sigmoid``, as TRL does.
     """
-    logits_P, smoothing = knobs.beta * (w_P - l_P) - knobs.simpo_gamma, knobs.label_smoothing
+    logits_P, smoothing = knobs.beta * (chosen_P - rejected_P) - knobs.simpo_gamma, knobs.label_smoothing
     return -(1 - smoothing) * logsigmoid(logits_P) - smoothing * logsigmoid(-logits_P)
 
 
@@ -178,7 +182,7 @@ def _log1mexp(x_P: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class PreferenceLoss:
-    """A loss of pairs: its formula, and what it needs of the recipe and of the scores."""
+    """A loss on preference pairs: its formula, the parameters that it reads, and whether it needs a reference."""
 
     formula: Callable[[Tensor, Tensor, PairKnobs], Tensor]
     """(scores of chosen ``[P]``, of rejected ``[P]``, knobs) -> losses ``[P]``"""
@@ -188,7 +192,7 @@ class PreferenceLoss:
     per_token: bool = False
     """True if scores are means over tokens, as published"""
     margin_only: bool = False
-    """True if the loss depends only on ``w - l``, so that the reference may be uniform (``reference_free``)"""
+    """True if the loss depends only on ``chosen - rejected``, so the reference may be uniform (``reference_free``)"""
     nll: Callable[[PairKnobs], float] = lambda knobs: 0.0
     """knobs -> weight of the chosen completion's NLL per token, as published"""
 
@@ -217,7 +221,7 @@ PREFERENCE_LOSSES: dict[str, PreferenceLoss] = {
 
 @dataclass(frozen=True)
 class PairLogps:
-    """Log-probs of the completions of P pairs under one model."""
+    """Log-probs of the chosen and rejected completions of P pairs under one model."""
 
     chosen_P: Tensor  # noqa: N815
     """log-prob of the chosen completion, summed over its tokens: float64 ``[P]``"""
@@ -228,7 +232,7 @@ class PairLogps:
 
     @classmethod
     def from_tokens(cls, logp_K: Tensor, row_K: Tensor, num_rows: int) -> PairLogps:
-        """Return sums of per-token log-probs. Completions ``2 p`` (chosen) and ``2 p + 1`` (rejected) are pair p.
+        """Return log-probs summed over tokens; pair p has the completions ``2 p`` (chosen) and ``2 p + 1`` (rejected).
 
         Args:
             logp_K: Log-prob of each token ``[K]``.
@@ -240,7 +244,7 @@ class PairLogps:
         return cls(logp_N[0::2], logp_N[1::2], tokens_N[0::2], tokens_N[1::2])
 
     def per_token(self) -> PairLogps:
-        """Return log-probs that are means over the tokens instead of sums."""
+        """Return a copy whose log-probs are means over the tokens instead of sums."""
         return PairLogps(
             self.chosen_P / self.chosen_tokens_P.clamp(min=1),
             self.rejected_P / self.rejected_tokens_P.clamp(min=1),
@@ -251,7 +255,7 @@ class PairLogps:
 
 @dataclass(frozen=True)
 class PreferenceTerms:
-    """The losses of P pairs and their terms. All float64 ``[P]``; only ``losses_P`` has a gradient."""
+    """Losses of P pairs, and values for metrics. All are float64 ``[P]``; only ``losses_P`` has a gradient."""
 
     losses_P: Tensor  # noqa: N815
     chosen_rewards_P: Tensor  # noqa: N815
@@ -264,7 +268,7 @@ class PreferenceTerms:
     """mean negative log-likelihood of a token of the chosen completion"""
 
     def metrics(self) -> dict[str, tuple[float, float]]:
-        """Return name -> (sum over pairs, number of pairs), under TRL's names. Synchronises with the device once."""
+        """Return metrics: TRL's name -> (sum over pairs, number of pairs). Synchronises with the device once."""
         margins_P = self.chosen_rewards_P - self.rejected_rewards_P
         columns: Mapping[str, Tensor] = {
             "rewards/chosen": self.chosen_rewards_P,
@@ -350,7 +354,7 @@ def _compute_terms(
 
 
 def check_preference_loss(name: str, knobs: PairKnobs = PairKnobs()) -> PreferenceLoss:
-    """Return the loss of this name.
+    """Return the loss called ``name``, after checking that its parameters are valid.
 
     Raises:
         ArgumentError: The name is unknown, a value is out of range, or the loss does not read a value that is not the

@@ -29,7 +29,7 @@ IMPORTANCE_LEVELS = ("token", "sequence")
 
 @dataclass(frozen=True)
 class StepTotals:
-    """The divisors of the losses of a step, over all its micro-batches and ranks."""
+    """Divisors of the losses of an optimizer step: its numbers of completions and tokens, over all ranks."""
 
     completions: int
     """number of completions of the step, including completions without a gradient that micro-batches leave out"""
@@ -41,7 +41,7 @@ class StepTotals:
 
 @dataclass(frozen=True)
 class TokenLogps:
-    """Log-probs of the K target tokens of N completions."""
+    """Log-probs of the K target tokens of N completions, under the policy, the old policy and the reference."""
 
     policy_K: Tensor  # noqa: N815
     """log-probs under the trained policy ``[K]``, with graph"""
@@ -99,33 +99,33 @@ def kl_estimate(logp_K: Tensor, ref_K: Tensor) -> Tensor:
 
 
 def _mean_of_means(term_K: Tensor, row_K: Tensor, rows: int, totals: StepTotals) -> Tensor:
-    """Return ``1 / N sum_n 1 / |o_n| sum_t``: every completion has the same weight."""
+    """Return the mean over the step's completions of the mean over the tokens of each."""
     return mean_by_row(term_K, row_K, rows).sum() / totals.completions
 
 
 def _mean_of_tokens(term_K: Tensor, row_K: Tensor, rows: int, totals: StepTotals) -> Tensor:
-    """Return ``1 / (tokens of the step) sum_n sum_t``: every token has the same weight."""
+    """Return the sum over tokens, divided by the step's number of tokens."""
     return term_K.double().sum() / totals.tokens
 
 
 def _mean_of_local_tokens(term_K: Tensor, row_K: Tensor, rows: int, totals: StepTotals) -> Tensor:
-    """Return ``1 / (tokens of the micro-batch) sum_n sum_t``, times the micro-batch's share of the completions."""
+    """Return the mean over the micro-batch's tokens, times its share of the step's completions."""
     return term_K.double().sum() / max(1, term_K.numel()) * (rows / totals.completions)
 
 
 def _per_token_of_longest(term_K: Tensor, row_K: Tensor, rows: int, totals: StepTotals) -> Tensor:
-    """Return ``1 / (N max_completion_length) sum_n sum_t``: the divisor does not depend on lengths of completions."""
+    """Return the sum over tokens, divided by the step's number of completions times ``max_completion_length``."""
     return term_K.double().sum() / (totals.completions * totals.max_completion_length)
 
 
 def _mean_of_sums(term_K: Tensor, row_K: Tensor, rows: int, totals: StepTotals) -> Tensor:
-    """Return ``1 / N sum_n sum_t``: a completion is one action, whose log-prob is the sum over its tokens."""
+    """Return the sum over tokens, divided by the step's number of completions."""
     return term_K.double().sum() / totals.completions
 
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """A policy-gradient loss, see :data:`POLICY_LOSSES`. ``streamtune.base.policy_losses`` has more facts about it."""
+    """A policy-gradient loss: how its tokens are weighted, and whether ratios are of tokens or of completions."""
 
     aggregate: Callable[[Tensor, Tensor, int, StepTotals], Tensor]
     """(term of each token ``[K]``, rows ``[K]``, N, totals) -> scalar"""
@@ -223,9 +223,9 @@ def policy_loss(
 def _clipped_surrogate(
     ratio_U: Tensor, advantages_U: Tensor, knobs: PolicyKnobs
 ) -> tuple[Tensor, dict[str, tuple[float, float]]]:
-    """Return the negative clipped surrogate of PPO (arXiv 1707.06347, eq. 7), and metrics of the clipping.
+    """Return PPO's negative clipped surrogate (arXiv 1707.06347, eq. 7), and metrics of the clipping.
 
-    U is the number of tokens or of completions, by importance level.
+    U is the number of tokens or, if ratios are of whole completions, of completions.
     """
     low, high = 1 - knobs.epsilon_low, 1 + knobs.epsilon_high
     clipped_U = ratio_U.clamp(low, high)
@@ -245,7 +245,7 @@ def _sum_and_count(values: Tensor) -> tuple[float, float]:
 
 
 def check_policy_loss(name: str, knobs: PolicyKnobs = PolicyKnobs(), *, max_completion_length: int = 1) -> PolicyLoss:
-    """Return the loss of this name.
+    """Return the policy-gradient loss called ``name``, after checking that its parameters are valid.
 
     Raises:
         ArgumentError: The name is unknown, a value is out of range, or the combination is undefined.

@@ -25,7 +25,7 @@ from streamtune.tasks.objectives.advantages import sum_by_row, tokens_per_row
 
 @dataclass(frozen=True)
 class UnpairedKnobs:
-    """Parameters of the losses, each of which is a key of the recipe."""
+    """Parameters of the losses on single labelled completions, each of which is a key of the recipe."""
 
     beta: float = 0.1
     """strength of the pull towards the reference"""
@@ -49,17 +49,17 @@ class RowLogps:
 
     @classmethod
     def from_tokens(cls, logp_K: Tensor, row_K: Tensor, num_rows: int) -> RowLogps:
-        """Return sums of per-token log-probs ``logp_K`` over completions; ``row_K`` is the completion of each token."""
+        """Return log-probs summed over the tokens of each completion; ``row_K`` is the completion of each token."""
         return cls(sum_by_row(logp_K, row_K, num_rows), tokens_per_row(row_K, num_rows))
 
     def per_token(self) -> RowLogps:
-        """Return log-probs that are means over the tokens instead of sums."""
+        """Return a copy whose log-probs are means over the tokens instead of sums."""
         return RowLogps(self.logp_N / self.tokens_N.clamp(min=1), self.tokens_N)
 
 
 @dataclass(frozen=True)
 class UnpairedTerms:
-    """The losses of N completions and their terms. All ``[N]``; only ``losses_N`` has a gradient."""
+    """Losses of N completions, and values for metrics. All are ``[N]``; only ``losses_N`` has a gradient."""
 
     losses_N: Tensor  # noqa: N815
     """loss of each completion, with its desirable or undesirable weight: float64"""
@@ -71,7 +71,7 @@ class UnpairedTerms:
     """True for a desirable completion: bool"""
 
     def metrics(self) -> dict[str, tuple[float, float]]:
-        """Return name -> (sum, number of rows), under TRL's names: desirable rows are chosen, the others rejected."""
+        """Return metrics: TRL's name -> (sum, number of completions). Desirable ones are chosen, others rejected."""
         metrics: dict[str, tuple[float, float]] = {}
         for group, rows_N in (("chosen", self.desirable_N), ("rejected", ~self.desirable_N)):
             count = float(rows_N.sum())
@@ -84,14 +84,14 @@ class UnpairedTerms:
 def _kto(logratio_N: Tensor, desirable_N: Tensor, baseline: Tensor, beta: float) -> Tensor:
     """Return ``1 - sigma(beta (r - z0))`` for a desirable completion, else ``1 - sigma(beta (z0 - r))``.
 
-    KTO (arXiv 2402.01306, eq. 7).
+    KTO (arXiv 2402.01306, eq. 7), with the log-ratio r of policy and reference and the baseline z0.
     """
     gain_N = beta * (logratio_N - baseline)
     return torch.where(desirable_N, torch.sigmoid(-gain_N), torch.sigmoid(gain_N))
 
 
 def _apo_zero_unpaired(logratio_N: Tensor, desirable_N: Tensor, baseline: Tensor, beta: float) -> Tensor:
-    """Return ``1 - sigma(beta r)`` for a desirable completion, else ``sigma(beta r)``.
+    """Return ``1 - sigma(beta r)`` for a desirable completion, else ``sigma(beta r)``, with the log-ratio r.
 
     APO-zero (arXiv 2408.06266, eq. 7), for single completions.
     """
@@ -115,11 +115,11 @@ UNPAIRED_LOSSES: dict[str, UnpairedLoss] = {
 
 
 def kto_baseline(policy: RowLogps, reference: RowLogps) -> Tensor:
-    """Return an estimate of the KL with the reference: ``z0 = max(0, mean(log pi - log pi_ref))``.
+    """Return KTO's baseline, an estimate of the KL with the reference: ``z0 = max(0, mean(log pi - log pi_ref))``.
 
     Args:
-        policy: Log-probs of mismatched completions; means over tokens if the loss has ``length_normalization``.
-        reference: The same log-probs under the reference.
+        policy: Log-probs of completions put after other prompts; means over tokens with ``length_normalization``.
+        reference: Log-probs of the same completions under the reference.
 
     Returns:
         Float64 scalar without gradient, as in the paper.
@@ -136,7 +136,7 @@ def unpaired_loss(
     *,
     baseline: Tensor | None = None,
 ) -> UnpairedTerms:
-    """Return the loss of each completion.
+    """Return the loss of each completion, which is labelled desirable or undesirable.
 
     Args:
         name: Name of the loss, a key of :data:`UNPAIRED_LOSSES`.
@@ -166,10 +166,10 @@ def unpaired_loss(
 
 
 def check_unpaired_loss(name: str, knobs: UnpairedKnobs = UnpairedKnobs()) -> UnpairedLoss:
-    """Return the loss of this name.
+    """Return the loss on single completions called ``name``, after checking that its parameters are valid.
 
     Raises:
-        ArgumentError: The name is unknown, or a value is out of range; ``where`` is the key.
+        ArgumentError: The name is unknown, or a value is out of range; ``where`` is the recipe key.
     """
     loss = look_up(name, UNPAIRED_LOSSES, "loss of unpaired rows", where="loss_type")
     for key in ("beta", "desirable_weight", "undesirable_weight"):

@@ -81,7 +81,7 @@ def numeric_answer(completion: str, answer: Any, *, tolerance: float = 1e-6) -> 
     Args:
         completion: Text of the completion.
         answer: Number, or text with a number.
-        tolerance: Largest difference of equal numbers, as a fraction of ``max(1, |answer|)``.
+        tolerance: Largest difference at which two numbers count as equal, as a fraction of ``max(1, |answer|)``.
 
     Raises:
         ValueError: The answer has no number.
@@ -245,7 +245,7 @@ BUILTINS: dict[str, Builtin] = {
 def bind_reward_options(
     builtin: Builtin, options: Mapping[str, Any]
 ) -> tuple[Callable[..., list[float | None]], frozenset[str]]:
-    """Return a function of (prompts, completions, columns) that computes the reward, and the columns that it needs.
+    """Return a built-in reward with options as a function (prompts, completions, columns) -> scores, and its columns.
 
     Args:
         builtin: Built-in reward.
@@ -385,7 +385,7 @@ def _kill_session(session: int) -> None:
 
 
 def _minimal_environment(directory: str) -> dict[str, str]:
-    """Return a minimal environment for Python. Numerical libraries get one thread, since more reserve address space."""
+    """Return environment variables for Python; numerical libraries get one thread, as more reserve address space."""
     thread_limits = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     path = os.environ.get("PATH", os.defpath)
     return {"PATH": path, "HOME": directory, "TMPDIR": directory, "LANG": "C.UTF-8", **thread_limits}

@@ -112,7 +112,7 @@ def check_schema(schema: Any, path: str = "the schema") -> None:
         path: Name of the schema in errors.
 
     Raises:
-        ValueError: The schema is malformed or has another keyword; the error names the place.
+        ValueError: The schema is malformed or has another keyword; the message has the path of the faulty part.
     """
     if isinstance(schema, bool):
         return

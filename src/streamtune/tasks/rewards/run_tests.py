@@ -28,7 +28,7 @@ COUNT_DIGITS, MESSAGE_BYTES = 8, 40  # of a number of tests; with 32 of the secr
 
 
 def main() -> None:
-    """Read the request from stdin, and print ``{"passed": n}``."""
+    """Run code and tests of a JSON request on stdin, and print ``{"passed": n}``, the number of passed tests."""
     request = json.load(sys.stdin)
     # Orphans of the code become children of this process, not of init, so that it finds all of them.
     _prctl(SET_CHILD_SUBREAPER, 1)
@@ -105,7 +105,7 @@ def _set_limits(seconds: float, memory_bytes: int, file_bytes: int) -> None:
 
 
 def _read_message(pipe: int, deadline: float, child: int) -> bytes:
-    """Return the child's message; empty if the child ends without one, has too many processes, or takes too long."""
+    """Return the child's message; empty if the child ends without one, forks too often, or passes the deadline."""
     message = b""
     while len(message) < MESSAGE_BYTES:  # not until the pipe is closed: a process that the code left behind may hold it
         seconds_left = deadline - time.monotonic()
@@ -127,7 +127,7 @@ def _is_readable(descriptor: int, seconds: float) -> bool:
 
 
 def _has_ended(child: int) -> bool:
-    """Return True if the child has ended. It is not reaped, because its process group must be killed first."""
+    """Return True if the child has ended, without reaping it: its process group must be killed first."""
     return hasattr(os, "waitid") and os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 

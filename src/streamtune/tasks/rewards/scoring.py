@@ -68,7 +68,7 @@ def load_rewards(
 
 
 def _unique_names(functions: Sequence[RewardFunction]) -> list[str]:
-    """Return names of the functions for the log. A second function of the same name is called ``name_2``."""
+    """Return each function's name for the log; the second function of the same name is called ``name_2``."""
     names: list[str] = []
     for function in functions:
         same = sum(earlier.name == function.name for earlier in functions[: len(names)])
@@ -78,7 +78,7 @@ def _unique_names(functions: Sequence[RewardFunction]) -> list[str]:
 
 @dataclass(frozen=True)
 class Rewards:
-    """Reward functions with their weights, ready to be called."""
+    """Reward functions and their weights; a call returns the scores of completions."""
 
     functions: dict[str, RewardFunction]
     """name in the log -> function"""
@@ -144,7 +144,7 @@ class _Batch:
         return _Batch(self.prompts[part], self.completions[part], columns, self.origins and self.origins[part])
 
     def completion_name(self, number: int) -> str:
-        """Return the name of a completion in errors: its row if it is known, else its number."""
+        """Return a completion's name in errors: ``file:line`` of its row or, if unknown, ``completion 3 of 8``."""
         return self.origins[number] if self.origins else f"completion {number + 1} of {len(self.completions)}"
 
 
@@ -184,7 +184,7 @@ def _call_and_check(name: str, function: RewardFunction, batch: _Batch) -> list[
 
 
 def _check_score(name: str, function: RewardFunction, batch: _Batch, number: int, value: Any) -> float | None:
-    """Return one score as a float; None stays None."""
+    """Return one score as a float, or None if it is None; raise ``RunError`` if it is not a finite number."""
     if value is None:
         return None
     if not isinstance(value, Real) and hasattr(value, "item") and getattr(value, "ndim", 1) == 0:
@@ -200,7 +200,7 @@ def _check_score(name: str, function: RewardFunction, batch: _Batch, number: int
 
 
 def _find_failing(function: RewardFunction, batch: _Batch) -> str:
-    """Return the name of the first completion on which the function raises; empty if it raises on none alone."""
+    """Return the name of the first completion on which the function, called on it alone, raises; empty if none."""
     if len(batch.completions) == 1:
         return batch.completion_name(0)
     for number in range(len(batch.completions)):
@@ -215,7 +215,7 @@ def _find_failing(function: RewardFunction, batch: _Batch) -> str:
 
 
 def _call_on_copies(function: RewardFunction, batch: _Batch) -> Any:
-    """Return the result of a function on copies of the arguments: its changes must not affect training or others."""
+    """Call a reward function on copies of its arguments, so that its changes affect neither training nor others."""
     prompts, completions, columns = copy.deepcopy((batch.prompts, batch.completions, dict(batch.columns)))
     with restore_globals():
         return function.call(prompts, completions, columns)
@@ -226,7 +226,7 @@ def _describe_error(error: BaseException) -> str:
 
 
 def _error_line(error: BaseException, function: RewardFunction) -> str:
-    """Return ``file:line`` of the innermost frame in the user's file, else of the function; empty if it is built in."""
+    """Return ``file:line`` of an error in the reward function's file, else of the function; empty if built in."""
     file = function.where.rpartition(":")[0]
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if file and frame.filename == file]
     return f"{file}:{lines[-1]}" if lines else function.where

@@ -58,7 +58,7 @@ def load_reward(spec: str, *, allow_code: bool, directory: Path) -> RewardFuncti
     """Return the reward function that an entry of ``reward_funcs`` names.
 
     Args:
-        spec: Entry of ``reward_funcs``, see the module.
+        spec: ``exact_match`` or another built-in, ``module:function`` or ``file.py:function``, perhaps with options.
         allow_code: True if the function may run code that a model wrote.
         directory: Folder of relative paths and of modules.
 
@@ -79,7 +79,7 @@ def load_reward(spec: str, *, allow_code: bool, directory: Path) -> RewardFuncti
 
 
 def _parse_options(spec: str, text: str | None) -> dict[str, Any]:
-    """Return options such as ``(a=1, b="x")`` as a dict; None is an empty dict."""
+    """Return options such as ``(a=1, b="x")`` as a dict; an empty dict for None."""
     if text is None:
         return {}
     try:
@@ -204,7 +204,7 @@ def _import_error(target: str, error: BaseException) -> ArgumentError:
 
 
 def _bind_options(name: str, function: Callable[..., Any], options: dict[str, Any]) -> RewardFunction:
-    """Return a user's function with its options; only arguments that the function accepts are passed to it."""
+    """Return a user's function with its options bound; calls pass only arguments that the function accepts."""
     try:
         parameters: Mapping[str, inspect.Parameter] = inspect.signature(function).parameters
     except ValueError:  # written in C: its parameters are unknown, so all arguments are passed

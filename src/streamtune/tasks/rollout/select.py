@@ -54,7 +54,7 @@ DECAY = 0.5
 
 
 class PassRates:
-    """Running pass rates of the prompts: decaying counts of completions, with a prior of one pass and one failure."""
+    """Estimated pass rates of prompts, from decaying counts of completions and a prior of one pass and one failure."""
 
     def __init__(self) -> None:
         self._counts: dict[int, tuple[float, float]] = {}
@@ -70,7 +70,10 @@ class PassRates:
         return passed / tried if tried else None
 
     def weight(self, prompt: int, *, middle: bool = False) -> float:
-        """Return the weight with which a prompt is drawn; with ``middle`` equal for all rates in ``MIDDLE_RATES``."""
+        """Return the weight with which a prompt is drawn: ``p (1 - p)`` plus a floor for pass rate p.
+
+        With ``middle`` the weight is the same for all rates in ``MIDDLE_RATES``, and the floor for others.
+        """
         rate = self.rate(prompt)
         if middle:
             return 0.25 if MIDDLE_RATES[0] <= rate <= MIDDLE_RATES[1] else MIN_WEIGHT
@@ -88,11 +91,11 @@ class PassRates:
 
 
 class PromptPicker:
-    """Chooses the next prompts, any number of times.
+    """Chooses the prompts of each rollout.
 
     Args:
         num_prompts: Number of prompts to choose from.
-        choice: ``uniform``, ``pass_rate`` or ``middle``.
+        choice: ``uniform``, ``pass_rate`` (more often at rates near 1/2) or ``middle`` (at rates from 1/4 to 3/4).
         seed: Seed of the random numbers.
         counts: True to record pass rates even if the choice does not read them.
     """
@@ -164,12 +167,12 @@ class PromptPicker:
 
 
 def variance_score(rate: float, norm: float, rule: str = "gvm") -> float:
-    """Return the score to which the number of a prompt's completions is proportional.
+    """Return a number that a prompt's completions should be proportional to for the least variance of the gradient.
 
     Args:
         rate: Pass rate of the prompt.
         norm: Gradient norm of a passing completion.
-        rule: ``gvm`` or ``neyman``, see the module.
+        rule: ``gvm`` or ``neyman``, two approximations of the variance.
     """
     if rate <= 0:
         return 0.0
@@ -179,7 +182,7 @@ def variance_score(rate: float, norm: float, rule: str = "gvm") -> float:
 
 
 def allocate_completions(scores: Sequence[float], total: int, min_share: int = MIN_COMPLETIONS) -> list[int]:
-    """Return ``total`` divided in proportion to the scores, with at least ``min_share`` for each prompt.
+    """Return the number of each prompt's completions: ``total`` divided in proportion to the scores.
 
     Shares are rounded down; what remains goes to the largest fractions.
 
@@ -209,19 +212,19 @@ def allocate_completions(scores: Sequence[float], total: int, min_share: int = M
 
 
 class GradientNorms:
-    """Running gradient norms of passing completions, by prompt."""
+    """Running average of the gradient norms of each prompt's passing completions."""
 
     def __init__(self) -> None:
         self._norms: dict[int, float] = {}
 
     def norm(self, prompt: int) -> float:
-        """Return the running norm of a prompt. Without one, return the mean of all norms, or 1 if there are none."""
+        """Return the running gradient norm of a prompt; without one, the mean of all norms, or 1 if there are none."""
         if prompt in self._norms:
             return self._norms[prompt]
         return math.fsum(self._norms.values()) / len(self._norms) if self._norms else 1.0
 
     def observe(self, prompt: int, norm: float) -> None:
-        """Update the running norm of a prompt with the norm of a completion; ignore a norm that is not finite."""
+        """Update a prompt's running norm with the gradient norm of a completion; ignore a norm that is not finite."""
         if math.isfinite(norm):
             self._norms[prompt] = DECAY * self._norms.get(prompt, norm) + (1 - DECAY) * norm
 

@@ -39,7 +39,7 @@ from streamtune.models.generation import copy_with_generation_config
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling settings. The defaults sample from the model's own distribution."""
+    """Settings with which completions are sampled. The defaults sample from the model's own distribution."""
 
     max_completion_length: int
     """Most tokens of a completion, including its end token."""
@@ -57,7 +57,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Completion:
-    """The tokens written after a prompt."""
+    """A completion: the tokens that the model wrote after a prompt."""
 
     token_ids: list[int]
     """At least one token id. If an end token was written, it is the last."""
@@ -66,16 +66,16 @@ class Completion:
 
 
 class WritingStopped(Exception):  # noqa: N818 (not an error: a stop was requested)
-    """Writing was stopped early, on request."""
+    """Raised if completions were being written when the run was asked to stop."""
 
 
 class Writer(Protocol):
-    """Completes prompts with the model as it is now."""
+    """Protocol of objects that complete prompts with the policy's current weights."""
 
     def write(
         self, prompts: Sequence[list[int]], count: int | Sequence[int], sampling: Sampling
     ) -> list[list[Completion]]:
-        """Return completions of each prompt.
+        """Write completions and return a list of them for each prompt.
 
         Args:
             prompts: Token ids of each prompt, at least one.
@@ -90,7 +90,7 @@ class Writer(Protocol):
 
 
 def cut_at_end_token(token_ids: Sequence[int], end_token_ids: frozenset[int]) -> Completion:
-    """Return the completion up to its first end token. All later tokens are padding."""
+    """Return the tokens up to the first end token, as a completion; all later tokens are padding."""
     for index, token in enumerate(token_ids):
         if token in end_token_ids:
             return Completion(list(token_ids[: index + 1]), truncated=False)
@@ -139,7 +139,7 @@ class TransformersWriter:
     def write(
         self, prompts: Sequence[list[int]], count: int | Sequence[int], sampling: Sampling
     ) -> list[list[Completion]]:
-        """Return completions of each prompt. On a CPU, the same random state gives bit-identical completions."""
+        """Write completions, a list for each prompt. On a CPU, the same random state gives identical completions."""
         written: list[list[Completion]] = [[] for _ in prompts]
         counts = [count] * len(prompts) if isinstance(count, int) else list(count)
         # A repetition penalty would count padding tokens.
@@ -193,7 +193,7 @@ class TransformersWriter:
     def _prefill(
         self, ids_PT: Tensor, mask_PT: Tensor, cache: DynamicCache | None = None, done: int = 0
     ) -> DynamicCache:
-        """Return a cache with the keys and values of all tokens but the last.
+        """Return a cache with the keys and values of all tokens of the prompts but their last ones.
 
         Args:
             ids_PT: Token ids ``[P, T]``.
@@ -225,7 +225,7 @@ class TransformersWriter:
         return cache
 
     def on_prefill(self, done: int, total: int) -> None:
-        """Do nothing. Called before each chunk of the prompts and after the last chunk; subclasses may show progress.
+        """Do nothing; called before each chunk of the prompts and after the last one. A subclass may show progress.
 
         Args:
             done: Number of tokens read so far.
@@ -234,7 +234,7 @@ class TransformersWriter:
 
     @contextmanager
     def _generation_mode(self, sampling: Sampling) -> Iterator[PreTrainedModel]:
-        """Context manager: put the model in evaluation mode, and yield it with ``sampling`` as generation settings."""
+        """Context manager: put the model in evaluation mode, and yield a copy that generates with ``sampling``."""
         sampling_settings = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
         settings = GenerationConfig(
             max_new_tokens=sampling.max_completion_length,
@@ -290,7 +290,7 @@ def _split_count(count: int, max_count: int) -> Iterator[int]:
 
 
 def _can_repeat_cache(model: PreTrainedModel) -> bool:
-    """Return True if the cache of the model has only keys and values, which can be repeated for several rows."""
+    """Return True if the model's cache has only keys and values, which can be repeated for several completions."""
     if is_stateful(model):
         return False
     layers = DynamicCache(config=model.config).layers
@@ -350,7 +350,7 @@ class VllmWriter:
     def write(
         self, prompts: Sequence[list[int]], count: int | Sequence[int], sampling: Sampling
     ) -> list[list[Completion]]:
-        """Return completions of each prompt. The seed of vLLM comes from torch's generator."""
+        """Write completions and return a list of them for each prompt. vLLM's seed is drawn from torch's generator."""
         with torch.no_grad():
             weights = policy_weights(self.model)
             self._engine.apply_model(lambda module: module.load_weights(weights) and None)
@@ -379,7 +379,7 @@ class VllmWriter:
 
 
 def policy_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Iterate over names as in a checkpoint, and weights with adapters merged into a copy.
+    """Yield (name as in a checkpoint, weight); weights with adapters are merged copies.
 
     The model does not change. Merging in place and undoing it would leave rounding errors in the frozen weights.
     """
