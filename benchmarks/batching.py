@@ -169,7 +169,7 @@ def waits(shares: list[list[list[int]]], cost: Callable[[int], float], padded: b
 
 def rank_table() -> list[str]:
     """Return how long ranks wait, by distribution, layout and assignment."""
-    cost_of = RowCost.of_model(qwen3_8b())
+    cost_of = RowCost.from_model(qwen3_8b())
     random = np.random.RandomState(0)
     drawn = {
         "log-normal": random.lognormal(7.5, 1.5, 40000),

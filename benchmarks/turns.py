@@ -43,8 +43,8 @@ from streamtune.data.batches.collate import PrefixTree
 from streamtune.engine import Branches, StreamHandle
 from streamtune.plan.simulate.workload import FlopCount, Span
 from streamtune.tasks import objectives
-from streamtune.tasks.preference import tree_batch
-from streamtune.tasks.sft import prefix_batch
+from streamtune.tasks.preference import tree_batch_fields
+from streamtune.tasks.sft import collate_prefix_batch
 
 COUNTED = ((8192, 32768, 131072), (0, 1 / 16, 1 / 8, 1 / 4, 1 / 2))
 """Tokens and parts of reasoning for which operations are counted."""
@@ -124,7 +124,7 @@ def conversations(options: argparse.Namespace, console: Console) -> str:
     model = Qwen3ForCausalLM(Qwen3Config(**shape_of(hidden, options.layers))).train()
     count = FlopCount.of_model(model)
     streamtune.stream(model, schedule=SCHEDULE)
-    processor_seconds(model, prefix_batch(conversation(2048, 2, 0.5)))
+    processor_seconds(model, collate_prefix_batch(conversation(2048, 2, 0.5)))
     lines = ["| tokens | reasoning | apart | together | operations | time |", "|---:|---:|---:|---:|---:|---:|"]
     for tokens, part in product(map(int, options.tokens.split(",")), map(float, options.reasoning.split(","))):
         rows = conversation(tokens, options.turns, part)
@@ -134,7 +134,7 @@ def conversations(options: argparse.Namespace, console: Console) -> str:
             return sum(processor_seconds(model, batch) for batch in batches)
 
         with console.status("measuring"):
-            together = partial(processor_seconds, model, prefix_batch(rows))
+            together = partial(processor_seconds, model, collate_prefix_batch(rows))
             _, ratios = interleaved(apart, {"together": together}, options.pairs)
         computed = (f"{sum(own for _, own in spans):,}" for spans in (spans_apart(rows), spans_together(rows)))
         cells = (f"{tokens:,}", f"{part:.1%}", *computed, saved(count, rows), spread(ratios["together"]))
@@ -237,10 +237,10 @@ def completions(options: argparse.Namespace, console: Console) -> str:
         if what != "pair" and tokens != min(lengths):
             continue
         tree = make(tokens, shared)
-        together = [train.TreeBatch(**tree_batch([tree], pad_token_id=0, share=True))]
+        together = [train.TreeBatch(**tree_batch_fields([tree], pad_token_id=0, share=True))]
         once = [prompt_once(tree)]
         alone = [Tree(tree.prompt, [each]) for each in tree.completions]
-        rows = [train.TreeBatch(**tree_batch([each], pad_token_id=0, share=False)) for each in alone]
+        rows = [train.TreeBatch(**tree_batch_fields([each], pad_token_id=0, share=False)) for each in alone]
         with streamtune.stream(model, schedule=SCHEDULE):
             seconds(model, together)
             step = {"together": partial(seconds, model, together)}

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from streamtune.base import libraries
-from streamtune.base.libraries import TESTED, missing_name_error, untested_note
+from streamtune.base.libraries import TESTED, missing_name_error, untested_versions_note
 from streamtune.cli import main
 from tests import canary
 from tests import versions as sets
@@ -62,12 +62,12 @@ def test_a_version_is_untested_if_its_minor_version_is_newer(
     found: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(monkeypatch, **found)
-    assert untested_note() == said
+    assert untested_versions_note() == said
 
 
 def test_two_newer_libraries_are_named_together(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, transformers="5.30.1", torch="3.0.0")
-    assert untested_note() == (
+    assert untested_versions_note() == (
         "not tested with transformers 5.30.1 (tested: 5.17 to 5.24) and torch 3.0.0 (tested: 2.11 to 2.14)"
     )
     assert libraries.pip_install_command() == "pip install 'transformers<5.25' 'torch<2.15'"

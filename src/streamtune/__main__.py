@@ -20,7 +20,7 @@ def main() -> None:
     from streamtune.base.streams import replace_standard_streams
 
     replace_standard_streams()
-    interrupts.install(for_good=True)
+    interrupts.exit_on_signals(for_good=True)
     gc.disable()  # imports make no garbage
     from streamtune.base.libraries import mark_command_process
     from streamtune.cli import main as run

@@ -211,7 +211,7 @@ def compare_step(recipe: Any, mode: Any) -> None:
     workload = make_workload(
         recipe,
         make_blueprint(recipe, device),
-        LongestStep(length, task_of(recipe).completions(), reference_bytes(task_of(recipe), device)),
+        LongestStep(length, task_of(recipe).make_shape_function(), reference_bytes(task_of(recipe), device)),
         device,
     )
     found = simulate(replace(workload, mode=mode), make_schedule(recipe.engine))

@@ -87,7 +87,7 @@ def files(folder: Path, name: str) -> dict[str, bytes]:
 def missing(name: str) -> str | None:
     """The package that a kind needs and that is not installed."""
     optimizer = OPTIMIZERS.get(name.removeprefix("optim "))
-    return None if optimizer is None or optimizer.installed else optimizer.library
+    return None if optimizer is None or optimizer.is_installed else optimizer.library
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -59,7 +59,7 @@ def make_layout(recipe: GrpoRecipe, batch_size: int, share: bool) -> BatchLayout
         share=share,
         leave_out=True,
         mask_truncated=recipe.mask_truncated_completions,
-        flat_has_gradient=True,
+        zero_advantage_has_gradient=True,
     )
 
 

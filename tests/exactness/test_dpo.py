@@ -22,7 +22,13 @@ from streamtune import Schedule, train
 from streamtune.data import Tree
 from streamtune.engine import StreamHandle
 from streamtune.recipe import DpoRecipe
-from streamtune.tasks.preference import PairObjective, PreferenceBatch, UnpairedObjective, mismatched_tree, tree_batch
+from streamtune.tasks.preference import (
+    PairObjective,
+    PreferenceBatch,
+    UnpairedObjective,
+    mismatched_tree,
+    tree_batch_fields,
+)
 from streamtune.train.step import StepScore, TrainSettings, accumulate_gradients
 from tests.precision_kit import EXACT, ROUNDING, Float64, Reference, assert_as_precise, in_float64, total_error
 
@@ -192,7 +198,7 @@ def collated(trees: Sequence[Tree], layout: Layout, recipe: DpoRecipe, others: S
 
     def made(some: Sequence[Tree]) -> PreferenceBatch:
         return PreferenceBatch(
-            **tree_batch(some, pad_token_id=0, share=layout == "shared", padding_side=side),
+            **tree_batch_fields(some, pad_token_id=0, share=layout == "shared", padding_side=side),
             margin_P=torch.tensor([tree.margin or 0.0 for tree in some], dtype=torch.float64),
             desirable_N=torch.tensor([label for tree in some for label in tree.labels or []]),
         )

@@ -73,7 +73,7 @@ def make_layout(recipe: GrpoRecipe, batch_size: int, share: bool) -> BatchLayout
         share=share,
         leave_out=recipe.loss_type != "bnpo",
         mask_truncated=recipe.mask_truncated_completions,
-        flat_has_gradient=recipe.beta > 0 and recipe.loss_type not in IN_REWARD,
+        zero_advantage_has_gradient=recipe.beta > 0 and recipe.loss_type not in IN_REWARD,
     )
 
 

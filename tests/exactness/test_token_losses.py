@@ -25,7 +25,7 @@ from streamtune.ops import (
     token_loss_reference,
     top_k_classes,
 )
-from streamtune.tasks.sft import prefix_batch
+from streamtune.tasks.sft import collate_prefix_batch
 from streamtune.train import MicroBatch, ModelReference, SupervisedObjective
 from streamtune.train.objective import call_model, plain_token_loss
 from tests.precision_kit import in_float64, reference_of
@@ -66,7 +66,7 @@ def batches(layout: str, rows: Sequence[data.Example]) -> list[MicroBatch]:
         return [made(data.collate(part, pad_token_id=0), part) for part in (rows[:1], rows[1:])]
     if layout == "packed":
         return [made(data.collate_packed([rows[:2], rows[2:]], pad_token_id=0), rows)]
-    return [prefix_batch(rows[:3]), prefix_batch(rows[3:])]
+    return [collate_prefix_batch(rows[:3]), collate_prefix_batch(rows[3:])]
 
 
 def gradients(model: nn.Module, objective: SupervisedObjective, step: Sequence[MicroBatch]) -> Any:

@@ -262,11 +262,11 @@ def taught(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Example
     }
     generator = torch.Generator().manual_seed(1)
     writer = TeacherFileWriter(path.with_name("partial"), [num_targets(row) for row in rows], facts)
-    with writer.finished(path):
+    with writer.renamed_on_success(path):
         for row in rows:
             size = num_targets(row)
             logprobs = torch.rand(size, 9, generator=generator).log_softmax(-1)
-            writer.add(row, torch.randint(0, 280, (size, 8), generator=generator), logprobs)
+            writer.add_row(row, torch.randint(0, 280, (size, 8), generator=generator), logprobs)
     return path, rows, tokenizer
 
 

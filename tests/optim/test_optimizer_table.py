@@ -26,7 +26,7 @@ from streamtune.train import HostOptimizer, InBackwardBackend, LocalBackend
 from streamtune.train.slices import SliceReader, write_slices
 
 ON_CPU = [
-    pytest.param(name, marks=[] if entry.installed else pytest.mark.skip(f"{entry.library} is not installed"))
+    pytest.param(name, marks=[] if entry.is_installed else pytest.mark.skip(f"{entry.library} is not installed"))
     for name, entry in OPTIMIZERS.items()
     # test_blocks.py and test_zeroth_order.py have the others.
     if entry.only_on in ("", "cpu") and entry.step == PLAIN_STEP
@@ -483,7 +483,7 @@ def test_the_page_has_every_optimizer_with_its_bytes() -> None:
     }
 
 
-@pytest.mark.skipif(not OPTIMIZERS["adamw_torch_8bit"].installed, reason="torchao is not installed")
+@pytest.mark.skipif(not OPTIMIZERS["adamw_torch_8bit"].is_installed, reason="torchao is not installed")
 @pytest.mark.full
 def test_weights_that_are_rounded_stochastically_are_the_same_in_any_order() -> None:
     found = {}

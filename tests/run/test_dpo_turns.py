@@ -70,7 +70,7 @@ def test_common_turns_are_computed_once() -> None:
     trees = list(built.prepared.training)
     longest = max(trees, key=lambda tree: tree.num_common)
     assert longest.num_common > 40
-    batch = built.batches.single_batch(longest)
+    batch = built.batches.make_single_batch(longest)
     assert batch.num_tokens == longest.num_tokens < 0.8 * longest.num_tokens_separate
     assert batch.num_targets == longest.num_targets
     assert built.prepared.report.tree_tokens == sum(tree.num_tokens for tree in trees)

@@ -100,7 +100,7 @@ def test_a_step_has_the_gradient_of_its_rows_alone(folder: Path, kind: str) -> N
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_epoch_has_every_unit_once_on_any_number_of_ranks(folder: Path, kind: str) -> None:
     run = built(folder, kind)
-    cost = RowCost.of_model(run.model)
+    cost = RowCost.from_model(run.model)
     assert cost.per_square == 2 * 2 * 4 * 8
     batch_size = run.recipe.per_device_train_batch_size
     for size in (1, 2, 3):
@@ -115,7 +115,7 @@ def test_every_epoch_has_every_unit_once_on_any_number_of_ranks(folder: Path, ki
             assert all(len(batch.input_ids) <= batch_size for batch in batches)
             assert all(batch.input_ids.shape[1] <= 160 for batch in batches)
             seen += [origin for batch in batches if not batch.filler for origin in batch.origins]
-        units = list(range(run.batches.num_train))
+        units = list(range(run.batches.num_training_units))
         assert sorted(seen) == sorted(row.origin for row in rows_of(run, units))
     assert run.plan.total_steps == sum(len(Steps(run.batches, run.recipe).sampler.epoch_steps(e)) for e in (0, 1))
 
@@ -136,7 +136,7 @@ def test_pieces_of_a_bucket_share_sequences(folder: Path) -> None:
 
 def test_held_out_rows_stay_whole_and_facts_are_those_of_the_batches(folder: Path) -> None:
     run = built(folder, "buckets of packs")
-    held_out = list(run.batches.held_out(2))
+    held_out = list(run.batches.held_out_batches(2))
     assert sorted(o for batch in held_out for o in batch.origins) == sorted(e.origin for e in run.prepared.validation)
     facts, report = run.batch_facts, run.prepared.report
     assert facts is not None
@@ -152,7 +152,7 @@ def test_held_out_rows_stay_whole_and_facts_are_those_of_the_batches(folder: Pat
     tokens = int(run.batches.lengths().sum())
     assert facts.squared_lengths == squares
     assert facts.padding == round(1 - tokens / positions, 4)
-    assert report.pieces == sum(facts.pieces.values()) == run.batches.num_train
+    assert report.pieces == sum(facts.pieces.values()) == run.batches.num_training_units
     assert tokens + report.piece_tokens_lost == run.prepared.training.lengths().sum()
     assert facts.attention_ratio > 1.5
 

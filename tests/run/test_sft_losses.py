@@ -49,7 +49,7 @@ def test_weights_reach_each_position_of_their_row(folder: Path, layout: dict[str
     weights = {example.origin: example.weight for example in built.prepared.training}
     assert set(weights.values()) == {0.5, 1.5, 2.5}
     seen = set()
-    for unit in range(batches.num_train):
+    for unit in range(batches.num_training_units):
         batch = batches.training_batch([unit])
         assert batch.weights is not None
         found = set(batch.weights[batch.shift_labels != -100].tolist())
@@ -167,8 +167,8 @@ def test_random_tokens_are_in_the_vocabulary_of_the_teacher_too(folder: Path) ->
     model, teacher = (torch.nn.Embedding(rows, 4) for rows in (300, 40))
     for each in (model, teacher):
         each.get_input_embeddings = lambda each=each: each
-    assert RandomTokens(recipe, model, teacher).row_batch(2, 200).input_ids.max() < 40
-    assert RandomTokens(recipe, model).row_batch(2, 200).input_ids.max() >= 40
+    assert RandomTokens(recipe, model, teacher).draw_row_batch(2, 200).input_ids.max() < 40
+    assert RandomTokens(recipe, model).draw_row_batch(2, 200).input_ids.max() >= 40
 
 
 @pytest.mark.parametrize("packing", [False, True])
@@ -177,7 +177,7 @@ def test_a_random_row_is_one_row_of_its_length(packing: bool, folder: Path) -> N
     recipe = load_recipe(write_recipe(folder, {**COMMON, "packing": packing}), []).recipe
     model = torch.nn.Embedding(300, 4)
     model.get_input_embeddings = lambda: model  # type: ignore[method-assign]
-    batch = RandomTokens(recipe, model).row_batch(2, 200)
+    batch = RandomTokens(recipe, model).draw_row_batch(2, 200)
     assert batch.input_ids.shape == (2, 200)
     positions = batch.position_ids
     assert (positions is not None) == packing

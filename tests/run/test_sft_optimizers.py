@@ -32,7 +32,7 @@ COMMON: dict[str, Any] = {
 SEVERAL = [
     pytest.param(
         name,
-        marks=[] if OPTIMIZERS[name].installed else pytest.mark.skip(f"{OPTIMIZERS[name].library} is not installed"),
+        marks=[] if OPTIMIZERS[name].is_installed else pytest.mark.skip(f"{OPTIMIZERS[name].library} is not installed"),
     )
     for name in ("adamw_8bit", "adamw_torch_4bit", "galore", "muon", "schedule_free")
 ]
@@ -230,7 +230,7 @@ def test_what_losses_alone_do_not_combine_with(folder: Path, keys: dict[str, Any
 
 
 @pytest.mark.full
-@pytest.mark.skipif(not OPTIMIZERS["schedule_free"].installed, reason="schedulefree is not installed")
+@pytest.mark.skipif(not OPTIMIZERS["schedule_free"].is_installed, reason="schedulefree is not installed")
 def test_the_average_is_saved_and_evaluated_and_training_goes_on_without_it(folder: Path) -> None:
     common = {**COMMON, "optim": "schedule_free", "lr_scheduler_type": "constant", "max_steps": 3, "save_steps": 0}
     sample = {"sample": {"prompt": "Add 3.", "max_new_tokens": 2}, "sample_steps": 1}

@@ -84,7 +84,7 @@ def test_a_step_has_the_gradient_of_its_rows_unpacked(folder: Path, overlength: 
 def test_held_out_rows_have_the_loss_they_have_unpacked(folder: Path) -> None:
     run = built(folder)
     batches = Batches(run.prepared, run.tokenizer)
-    held_out = list(batches.held_out(2))
+    held_out = list(batches.held_out_batches(2))
     assert sorted(o for batch in held_out for o in batch.origins) == sorted(e.origin for e in run.prepared.validation)
     apart = MicroBatch(**collate(list(run.prepared.validation), pad_token_id=0), origins=())
     with torch.no_grad():

@@ -87,7 +87,7 @@ def test_batches_have_what_was_said_of_their_own_targets(folder: Path, layout: d
         for example in built.prepared.training
         for number in [keys[row_hash(example)]]
     }
-    for unit in range(batches.num_train):
+    for unit in range(batches.num_training_units):
         batch = batches.training_batch([unit])
         assert batch.top_k is not None
         want = torch.cat([by_origin[origin] for origin in batch.origins])
@@ -230,7 +230,7 @@ def test_a_name_that_another_program_took_meanwhile_is_left_alone(tmp_path: Path
     out = tmp_path / "taught.safetensors"
 
     def write() -> None:
-        with lock_output(out) as partial, TeacherFileWriter(partial, [], {"k": "8"}).finished(out):
+        with lock_output(out) as partial, TeacherFileWriter(partial, [], {"k": "8"}).renamed_on_success(out):
             out.write_text("another program's")
 
     with pytest.raises(ArgumentError, match=r"another program has created .* meanwhile"):

@@ -47,7 +47,7 @@ def recipe(folder: Path, **more: Any) -> Path:
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_conversation_has_the_gradient_of_its_turns_apart(folder: Path, kind: str) -> None:
     built = build_run(load_recipe(recipe(folder, model={"init": {**QWEN3, **MODELS[kind]}}), []))
-    units = [unit for unit in range(built.batches.num_train) if len(built.prepared.packs[unit]) == 4]
+    units = [unit for unit in range(built.batches.num_training_units) if len(built.prepared.packs[unit]) == 4]
     batch = built.batches.training_batch(units[:1])
     assert isinstance(batch, PrefixBatch)
     rows = [built.prepared.training[row] for row in built.prepared.packs[units[0]]]

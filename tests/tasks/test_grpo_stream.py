@@ -69,7 +69,7 @@ def steps(folder: Path, judge: Any = None, **settings: Any) -> GrpoSteps:
         **{"num_generations": 3, "per_device_train_batch_size": 6, "seed": 1, **settings},
     )
     layout = BatchLayout(recipe.per_device_train_batch_size, 0, share=True, leave_out=True, mask_truncated=False,
-                    flat_has_gradient=False)  # fmt: skip
+                    zero_advantage_has_gradient=False)  # fmt: skip
     folder.mkdir(exist_ok=True)
 
     class Policy:
@@ -172,7 +172,7 @@ def test_a_call_of_the_reward_is_a_phase_of_its_own_in_training_and_evaluation(t
     stream = steps(tmp_path, Judge())
     stream.tools.show_activity = phases.append
     stream.next_step()
-    list(stream.held_out())
+    list(stream.held_out_batches())
     calls = [index for index, phase in enumerate(phases) if phase == "CALL"]
     assert [phases[index - 1] for index in calls] == ["scoring completions", "scoring held-out completions"]
     assert not any(phases[index + 1].startswith(SLOW_ACTIVITIES) for index in calls)
@@ -180,7 +180,7 @@ def test_a_call_of_the_reward_is_a_phase_of_its_own_in_training_and_evaluation(t
 
 def test_held_out_prompts_are_answered_by_the_likeliest_tokens(tmp_path: Path) -> None:
     stream = steps(tmp_path / "run")
-    (batch,) = stream.held_out()
+    (batch,) = stream.held_out_batches()
     assert stream.tools.writer.asked == [(4, 1, 0.0)]  # type: ignore[attr-defined]
     assert batch.metrics["reward"][1] == 4
     assert "reward_std" not in batch.metrics

@@ -15,10 +15,10 @@ from streamtune.data.record_table import Stored, Tree, open_record_table
 from streamtune.plan.simulate.scored import Scored
 from streamtune.recipe import DpoRecipe, GrpoRecipe, Recipe
 from streamtune.tasks import task_of
-from streamtune.tasks.dpo import scaled_completions
+from streamtune.tasks.dpo import make_scaled_shape_function
 from streamtune.tasks.grpo.groups import BatchLayout, Group, make_micro_batches
 from streamtune.tasks.grpo.task import Grpo
-from streamtune.tasks.preference import tree_batch
+from streamtune.tasks.preference import tree_batch_fields
 from streamtune.tasks.steps import count_micro_batches
 from streamtune.train import World
 
@@ -34,14 +34,14 @@ def grpo(**keys: Any) -> GrpoRecipe:
 
 
 def shape(recipe: Recipe, length: int, batch_size: int) -> Scored:
-    completions = task_of(recipe).completions()
+    completions = task_of(recipe).make_shape_function()
     assert completions is not None
     return completions(length, batch_size)
 
 
 def test_rows_are_no_completions() -> None:
-    assert task_of(Recipe(**COMMON)).completions() is None
-    assert task_of(Recipe(**COMMON)).unit == "row"
+    assert task_of(Recipe(**COMMON)).make_shape_function() is None
+    assert task_of(Recipe(**COMMON)).unit_noun == "row"
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_preferences(keys: dict[str, Any], length: int, trees: Any, forwards: fl
     assert (found.trees, found.forwards, found.share) == (trees, forwards, True)
     assert found.unshared().length == length
     assert shape(dpo(**keys), length, 3).trees == trees * 3
-    assert task_of(dpo(**keys)).unit == ("pair" if len(trees[0][1]) == 2 else "row")
+    assert task_of(dpo(**keys)).unit_noun == ("pair" if len(trees[0][1]) == 2 else "row")
 
 
 @pytest.mark.parametrize(
@@ -82,13 +82,15 @@ def test_rewards(keys: dict[str, Any], length: int, trees: Any, forwards: float)
 
 def test_a_recipe_that_shares_nothing() -> None:
     assert shape(dpo(share_prefix="never"), 100, 1).share is False
-    completions = task_of(dpo()).completions(share=False)
+    completions = task_of(dpo()).make_shape_function(share=False)
     assert completions is not None
     assert (completions(100, 2).rows, completions(100, 2).length) == (4, 100)
 
 
 def test_a_run_whose_data_is_known() -> None:
-    like = scaled_completions(lambda trees, common: Scored(trees, True, common=common), ((600, (300, 401)),), 1000)
+    like = make_scaled_shape_function(
+        lambda trees, common: Scored(trees, True, common=common), ((600, (300, 401)),), 1000
+    )
     assert like(1000, 1).trees == ((600, (300, 401)),)
     assert like(500, 1).trees == ((300, (150, 200)),)
     assert like(4000, 1).trees == ((600, (300, 401)),)
@@ -103,19 +105,19 @@ def test_first_turns_that_the_largest_pair_shares_are_planned_once() -> None:
     prepared: Any = SimpleNamespace(training=Stored(Tree, tables[0], np.arange(2)))
     for keys, count in (({}, 2), ({"loss_type": "kto"}, 2)):
         task = task_of(dpo(per_device_train_batch_size=count, **keys))
-        completions = task.completions_of_rows(prepared, pairs[1].longest_row_tokens, share=True)
+        completions = task.make_measured_shape_function(prepared, pairs[1].longest_row_tokens, share=True)
         assert completions is not None
         planned = completions(pairs[1].longest_row_tokens, count)
-        batch = tree_batch([pairs[1], replace(pairs[1], prompt=[9, 8, 7])], pad_token_id=0, share=True)
+        batch = tree_batch_fields([pairs[1], replace(pairs[1], prompt=[9, 8, 7])], pad_token_id=0, share=True)
         assert planned.trees == ((2 + 37, (4, 2)),) * 2
         assert planned.length == batch["input_ids"].shape[1]
         assert torch.equal(planned.targets().sort()[0], batch["shift_labels"].clamp(max=0).sort()[0])
         assert planned.num_targets == (batch["shift_labels"] != -100).sum()
-        apart = tree_batch([pairs[1]] * 2, pad_token_id=0, share=False)
+        apart = tree_batch_fields([pairs[1]] * 2, pad_token_id=0, share=False)
         assert planned.unshared().num_targets == (apart["shift_labels"] != -100).sum()
         half = completions(pairs[1].longest_row_tokens // 2, count)
         assert half.common == (18, 18)
-        separate = task.completions_of_rows(prepared, pairs[1].longest_row_tokens, share=False)
+        separate = task.make_measured_shape_function(prepared, pairs[1].longest_row_tokens, share=False)
         assert separate is not None
         assert separate(pairs[1].longest_row_tokens, count).length == pairs[1].longest_row_tokens
 

@@ -61,7 +61,7 @@ class AdapterKind:
     status: Status = "stable"
 
     @property
-    def low_rank(self) -> bool:
+    def is_lora(self) -> bool:
         """True if peft's type is LoRA, which also adapts parameter tensors and trains the rows of new tokens."""
         return self.peft == "LORA"
 
@@ -76,7 +76,7 @@ class AdapterKind:
         return self.subtracts_initial_values or self.columns
 
     @property
-    def reads(self) -> tuple[str, ...]:
+    def own_recipe_keys(self) -> tuple[str, ...]:
         """Keys of a recipe that this kind of adapter reads and some other kinds do not."""
         return (*dict.fromkeys(KEYS[value] for value in self.options.values() if value in KEYS), *self.start_keys)
 
@@ -180,7 +180,7 @@ class AdapterSpec:
     block_size: int = 32
 
     @property
-    def row(self) -> AdapterKind:
+    def adapter_kind(self) -> AdapterKind:
         return ADAPTERS[self.kind]
 
     @property
@@ -190,9 +190,11 @@ class AdapterSpec:
 
     def peft_options(self, seed: int) -> dict[str, Any]:
         """Return the options with which peft's configuration of these adapters is made."""
-        options = {name: seed if value == "seed" else getattr(self, value) for name, value in self.row.options.items()}
+        options = {
+            name: seed if value == "seed" else getattr(self, value) for name, value in self.adapter_kind.options.items()
+        }
         mappings = {name: dict(value) for name, value in options.items() if isinstance(value, Mapping)}
-        return {"peft_type": self.row.peft, **self.row.fixed, **options, **mappings}
+        return {"peft_type": self.adapter_kind.peft, **self.adapter_kind.fixed, **options, **mappings}
 
 
 def base_of(model: Any) -> Any:

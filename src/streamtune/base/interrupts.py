@@ -52,7 +52,7 @@ class _State:
 _state = _State()
 
 
-def install(*, for_good: bool = False) -> Callable[[], None]:
+def exit_on_signals(*, for_good: bool = False) -> Callable[[], None]:
     """Make Ctrl-C, SIGTERM and SIGHUP end this process at once; return a function that undoes this.
 
     A SIGHUP that is already ignored, as under ``nohup``, stays ignored. Nothing happens outside the main thread, where
@@ -76,7 +76,7 @@ def install(*, for_good: bool = False) -> Callable[[], None]:
 
         atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
 
-    def undo() -> None:
+    def restore_handlers() -> None:
         if for_good or _state.owner != os.getpid():
             return
         _state.owner = 0
@@ -86,7 +86,7 @@ def install(*, for_good: bool = False) -> Callable[[], None]:
         for signum, handler in previous.items():
             signal.signal(signum, handler)
 
-    return undo
+    return restore_handlers
 
 
 def is_ignored(signum: int) -> bool:
@@ -142,9 +142,9 @@ def raise_if_postponed() -> None:
 
 @contextmanager
 def use_other_handlers() -> Iterator[None]:
-    """Context manager: while active, the caller's own signal handlers are installed, which call :func:`record_handled`.
+    """Context manager: while active, the caller's own handlers run, which call :func:`record_handled_signal`.
 
-    Only after two signals without such a call is the process ended by the thread that watches signals.
+    The thread that watches signals then ends the process only after two signals without such a call.
     """
     _state.stopping = True
     try:
@@ -153,7 +153,7 @@ def use_other_handlers() -> Iterator[None]:
         _state.stopping = False
 
 
-def record_handled() -> None:
+def record_handled_signal() -> None:
     """Record that the main thread has run a signal handler, so that the watching thread does not end the process."""
     _state.handled += 1
 
@@ -177,7 +177,7 @@ def _exit_on_signal(signum: int, frame: FrameType | None) -> None:
         signal.signal(signum, signal.SIG_DFL)
         os.kill(os.getpid(), signum)
         return
-    record_handled()
+    record_handled_signal()
     if _state.postponed and signum == signal.SIGINT and not _state.asked:
         _state.asked = True
         return

@@ -26,7 +26,7 @@ def installed_version(package: str) -> str:
         return ""
 
 
-def untested_note() -> str:
+def untested_versions_note() -> str:
     """Return a note that names installed libraries newer than the tested versions; empty if there are none."""
     newer = _newer_than_tested()
     return f"not tested with {' and '.join(map(_describe_version, newer))}" if newer else ""
@@ -58,7 +58,7 @@ def name_untested_as_cause() -> Iterator[None]:
     try:
         yield
     except UnsupportedModelError as error:
-        if (text := untested_note()) and text not in error.what:
+        if (text := untested_versions_note()) and text not in error.what:
             error.what = f"{error.what}; {text}, which is the likely cause"
             error.fix = "; ".join(filter(None, [pip_install_command(), error.fix and f"or {error.fix}"]))
             error.args = (error.what,)

@@ -110,12 +110,12 @@ class OptimizerEntry:
     status: Status = "stable"
 
     @property
-    def install(self) -> str:
+    def install_command(self) -> str:
         """pip command that installs the optimizer's library; empty if the library is always installed."""
         return f"pip install 'streamtune[{self.extra}]'" if self.extra else ""
 
     @property
-    def installed(self) -> bool:
+    def is_installed(self) -> bool:
         return importlib.util.find_spec(self.library) is not None
 
 
@@ -169,13 +169,13 @@ def _bitsandbytes_size(num_states: int) -> Callable[[Shape, int, Mapping[str, An
     Blocks of 256 values have a scale, and each state has a table of 256 values.
     """
 
-    def size(shape: Shape, value_bytes: int, _: Mapping[str, Any]) -> int:
+    def state_size(shape: Shape, value_bytes: int, _: Mapping[str, Any]) -> int:
         count = _value_count(shape)
         if count < SMALLEST_QUANTISED:
             return num_states * 4 * count
         return num_states * (count + 4 * -(-count // 256) + 4 * 256)
 
-    return size
+    return state_size
 
 
 def _torchao_size(bits: int, table_values: int) -> Callable[[Shape, int, Mapping[str, Any]], int]:
@@ -184,13 +184,13 @@ def _torchao_size(bits: int, table_values: int) -> Callable[[Shape, int, Mapping
     Blocks of values have a scale, and each moment has a table of ``table_values`` values.
     """
 
-    def size(shape: Shape, value_bytes: int, args: Mapping[str, Any]) -> int:
+    def state_size(shape: Shape, value_bytes: int, args: Mapping[str, Any]) -> int:
         count, block = _value_count(shape), args["block_size"]
         if count < SMALLEST_QUANTISED or count % block:
             return STEP + 2 * count * value_bytes
         return STEP + 2 * (count * bits // 8 + 4 * (count // block) + 4 * table_values)
 
-    return size
+    return state_size
 
 
 def _badam_size(shape: Shape, value_bytes: int, _: Mapping[str, Any]) -> int:
@@ -511,7 +511,7 @@ def check_installed(name: str) -> None:
         ArgumentError: It is not; the error has the command that installs it.
     """
     entry = OPTIMIZERS[name]
-    if not entry.installed:
+    if not entry.is_installed:
         raise ArgumentError(
-            f"'optim: {name}' needs {entry.library}, which is not installed", where="optim", fix=entry.install
+            f"'optim: {name}' needs {entry.library}, which is not installed", where="optim", fix=entry.install_command
         )

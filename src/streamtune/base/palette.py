@@ -36,14 +36,14 @@ def with_default_style(draw: Callable[Given, Drawn]) -> Callable[Given, Drawn]:
     """
 
     @wraps(draw)
-    def drawing(*args: Given.args, **options: Given.kwargs) -> Drawn:
+    def draw_with_defaults(*args: Given.args, **options: Given.kwargs) -> Drawn:
         import matplotlib
 
         with matplotlib.rc_context():
             matplotlib.rcdefaults()
             return draw(*args, **options)
 
-    return drawing
+    return draw_with_defaults
 
 
 def to_png(figure: Any, title: str) -> bytes:

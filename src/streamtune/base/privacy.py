@@ -137,10 +137,10 @@ def escape_terminal_controls(text: str) -> str:
 
 def plain(text: str) -> str:
     """Return a text that is safe to show: without secrets and terminal controls (escapes, changes of direction)."""
-    return visible(redact(text))
+    return escape_invisible(redact(text))
 
 
-def visible(text: str) -> str:
+def escape_invisible(text: str) -> str:
     """Return the text with terminal controls and lone surrogates escaped."""
     return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 

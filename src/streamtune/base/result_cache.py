@@ -155,7 +155,7 @@ class CacheFile:
 
         ``change`` gets the old object (empty if the file is damaged) and returns the new one.
         """
-        with locked(self.path):
+        with file_lock(self.path):
             self.write(json.dumps(change(self.read_json(lambda message: None)), indent=1).encode() + b"\n")
 
     def _first_line(self, content: bytes) -> bytes:
@@ -186,9 +186,9 @@ def write_cached(kind: str, key: str, result: dict[str, Any]) -> None:
         _cache_file(kind, key).write(json.dumps(result).encode())
 
 
-def hash_of(facts: Any) -> str:
+def json_hash(value: Any) -> str:
     """Return a hash, used as a cache key, of values that JSON can represent."""
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:40]
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:40]
 
 
 @cache
@@ -261,7 +261,7 @@ class WatchedFile:
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
+def file_lock(path: Path) -> Iterator[None]:
     """Context manager: while active, this process holds the lock of a cache file.
 
     If the file system has no locks, or the lock is not free within ten seconds, the block runs without it.

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from streamtune.base import interrupts
-from streamtune.base.libraries import pip_install_command, quiet_imports, untested_note
+from streamtune.base.libraries import pip_install_command, quiet_imports, untested_versions_note
 from streamtune.base.patterns import tokenizer_panic_error
 from streamtune.base.privacy import disable_telemetry, go_offline, is_offline
 from streamtune.base.streams import lost_output_error, reader_is_gone, replace_standard_streams
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     with ExitStack() as cleanup:
         cleanup.callback(replace_standard_streams())
-        cleanup.callback(interrupts.install())
+        cleanup.callback(interrupts.exit_on_signals())
         cleanup.enter_context(using_temporary_home())
         _run_command(list(sys.argv[1:] if argv is None else argv))
 
@@ -90,7 +90,7 @@ def _run_command(arguments_with_globals: list[str]) -> None:
 def _print_version_note(arguments: list[str]) -> None:
     """Print a note if torch or transformers is newer than the tested versions, before a command that computes."""
     computes = bool(arguments) and arguments[0] not in NO_VERSION_NOTE and "--help" not in arguments
-    if computes and os.environ.get("RANK", "0") == "0" and (text := untested_note()):
+    if computes and os.environ.get("RANK", "0") == "0" and (text := untested_versions_note()):
         print_note(text)
 
 
@@ -116,7 +116,7 @@ def _unexpected_error(error: BaseException) -> StreamTuneError:
     if known is not None:
         return known
     what = f"{type(error).__name__}: {error}".strip().removesuffix(":")
-    if text := untested_note():
+    if text := untested_versions_note():
         return StreamTuneError(
             f"{what}; {text}, which is the likely cause", fix=f"{pip_install_command()}; --debug shows more"
         )

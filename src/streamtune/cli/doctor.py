@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.text import Text
 
-from streamtune.base.libraries import TESTED, pip_install_command, untested_note
+from streamtune.base.libraries import TESTED, pip_install_command, untested_versions_note
 from streamtune.base.privacy import is_offline, plain
 from streamtune.base.text import show_size
 
@@ -289,7 +289,7 @@ def _check_versions(environment: dict[str, Any], directory: Path) -> Iterator[Ch
     """Compare the versions of torch and transformers with the tested versions."""
     shown = ", ".join(f"{name} {environment['versions'][name]}" for name in TESTED)
     tested = " and ".join(f"{name} {oldest} to {newest}" for name, (oldest, newest) in TESTED.items())
-    if text := untested_note():
+    if text := untested_versions_note():
         yield CheckResult("versions", "advice", text, f"if something fails: {pip_install_command()}")
     else:
         yield CheckResult("versions", "ok", f"{shown} (tested: {tested})")

@@ -136,7 +136,7 @@ def _describe_scored_batch(scored: Scored, recipe: TrainingSettings) -> str:
     from streamtune.tasks import task_of
 
     longest = max(trunk + max(branches) for trunk, branches in scored.trees)
-    unit, count = task_of(recipe).unit, recipe.per_device_train_batch_size
+    unit, count = task_of(recipe).unit_noun, recipe.per_device_train_batch_size
     units = f"{count} {unit}{'s' if count > 1 else ''} of {'2 x ' if unit == 'pair' else ''}{longest:,} tokens"
     total = f"{scored.rows * scored.length:,} tokens"
     if not scored.hides_tokens:

@@ -386,7 +386,7 @@ def list_optimizers(json: JsonOption = False) -> None:
     table = make_table(*columns, padding=(0, 2, 0, 0))
     table.pad_edge = True
     for name, entry in OPTIMIZERS.items():
-        library = entry.library if entry.installed else f"{entry.library}*"
+        library = entry.library if entry.is_installed else f"{entry.library}*"
         sizes = (f"{_state_bytes_per_parameter(name, width):.3g}" for width in (4, 2))
         divided = f"no ({reasons.index(entry.not_divided) + 1})" if entry.not_divided else "yes"
         table.add_row(Text(name, style="bold"), *sizes, library, divided)
@@ -397,7 +397,7 @@ def list_optimizers(json: JsonOption = False) -> None:
     )
     for number, reason in enumerate(reasons, 1):
         out.print(f"({number}) {reason}", style="dim")
-    missing = {entry.library: entry.install for entry in OPTIMIZERS.values() if not entry.installed}
+    missing = {entry.library: entry.install_command for entry in OPTIMIZERS.values() if not entry.is_installed}
     for library, line in missing.items():
         out.print(Text.assemble(f"* {library} is not installed: ", (line, "bold")))
     out.print()
@@ -426,8 +426,8 @@ def _optimizer_document(name: str, entry: OptimizerEntry) -> dict[str, Any]:
         "name": name,
         "text": entry.text,
         "library": entry.library,
-        "installed": entry.installed,
-        "install": entry.install or None,
+        "installed": entry.is_installed,
+        "install": entry.install_command or None,
         "state_bytes_per_parameter": {
             "float32": _state_bytes_per_parameter(name, 4),
             "bfloat16": _state_bytes_per_parameter(name, 2),

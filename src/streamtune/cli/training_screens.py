@@ -160,7 +160,7 @@ def _describe_steps(run: Run) -> str:
     from streamtune.tasks.steps import peak_learning_rate
 
     recipe, plan = run.recipe, run.plan
-    rows, unit = run.start.rows_per_step, run.start.task.step_unit
+    rows, unit = run.start.rows_per_step, run.start.task.step_unit_noun
     size = f"{rows} {unit}{'s' if rows > 1 else ''}"
     if recipe.tokens_per_batch is not None:
         size = f"at most {recipe.tokens_per_batch:,} tokens of {unit}s"

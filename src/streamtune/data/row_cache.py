@@ -36,7 +36,7 @@ import pyarrow as pa  # type: ignore[import-untyped]
 from streamtune import __version__
 from streamtune.base import interrupts
 from streamtune.base.paths import open_nonblocking
-from streamtune.base.result_cache import CacheFile, Notify, checksum_of, locked
+from streamtune.base.result_cache import CacheFile, Notify, checksum_of, file_lock
 from streamtune.base.text import show_size
 from streamtune.data.fit import LengthFit
 from streamtune.data.fit.length_fit import load_fit, save_fit
@@ -237,7 +237,7 @@ def _entry_file(folder: Path, key: str) -> CacheFile:
 
 def _delete(entry: Path, inode: int) -> bool:
     """Delete a damaged entry; return False if it no longer exists, or another process has already replaced it."""
-    with suppress(OSError), locked(entry.parent / "rows"):
+    with suppress(OSError), file_lock(entry.parent / "rows"):
         if entry.lstat().st_ino != inode:
             return False
         doomed = entry.with_name(f"{_UNFINISHED}{entry.name}-{secrets.token_hex(6)}")

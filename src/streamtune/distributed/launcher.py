@@ -291,7 +291,7 @@ class _Signals:
             if callable(previous):
                 previous(signum, frame)
             raise KeyboardInterrupt
-        interrupts.record_handled()
+        interrupts.record_handled_signal()
         if signum != signal.SIGHUP:
             self.request(signum)
         elif self.first is None:  # a closing terminal sends it several times, so it never counts as the second signal

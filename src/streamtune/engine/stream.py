@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from streamtune.base.libraries import name_untested_as_cause, untested_note
+from streamtune.base.libraries import name_untested_as_cause, untested_versions_note
 from streamtune.base.model_facts import model_device
 from streamtune.engine.call_hooks import SHORT, StreamedCalls
 from streamtune.engine.hf_names import check_names
@@ -106,7 +106,7 @@ class StreamHandle(StreamedCalls):
         short: Schedule | None = None,
     ) -> None:
         check_names()
-        if text := untested_note():
+        if text := untested_versions_note():
             warnings.warn(text, stacklevel=3)
         with name_untested_as_cause():
             super().__init__(model, schedule, head, router_loss, sequence_parallel, short)

@@ -114,7 +114,7 @@ def build_run(
                 with doing("computing gradients to start the adapters from"):
                     start_adapters_from_rows(recipe, task, model, handle, batches, start.world)
 
-        completions = task.completions_of_rows(prepared, longest_row, share=share)
+        completions = task.make_measured_shape_function(prepared, longest_row, share=share)
         longest_step = LongestStep(
             task.planned_length(longest_row),
             completions,
@@ -123,7 +123,7 @@ def build_run(
         planned = plan_schedule(start, model, longest_step, dry_run=dry_run, notify=notify, doing=doing)
         streamed = stream_and_make_backend(start, model, planned, start_adapters, notify=notify, doing=doing)
         plan = task.count_steps(batches, start.micro_batches, start.world)
-        if (note := plan.unfinished_warmup) is not None:
+        if (note := plan.unfinished_warmup_warning) is not None:
             notify(note)
         reference: train.Reference | None
         if task.precomputes_reference and not dry_run:
@@ -147,7 +147,7 @@ def build_run(
             model=model,
             parameters=models.count_parameters(model),
             streamed=streamed,
-            batch_facts=task.batch_facts(prepared, try_packing=False),
+            batch_facts=task.first_epoch_statistics(prepared, try_packing=False),
             handle=streamed.handle,
             reference=reference,
             share=share,
@@ -189,8 +189,8 @@ def start_adapters_from_rows(
 
 
 def _init_adapters(recipe: ModelSettings, task: Task[Any], model: Any, handle: StreamHandle, batches: Any) -> None:
-    count = min(recipe.lora_ga_rows, batches.num_train)
-    units = np.random.default_rng(recipe.seed).choice(batches.num_train, count, replace=False)
+    count = min(recipe.lora_ga_rows, batches.num_training_units)
+    units = np.random.default_rng(recipe.seed).choice(batches.num_training_units, count, replace=False)
     rows = [batches.training_batch([int(unit)]) for unit in np.sort(units)]
     if len(rows) > 1:
         _check_host_memory(recipe, model)
@@ -298,5 +298,5 @@ def inspect_recipe(
                 shuffle=recipe.shuffle,
                 cuts_trees=trees,
             ),
-            batches=task.batch_facts(prepared),
+            batches=task.first_epoch_statistics(prepared),
         )

@@ -67,7 +67,7 @@ def place_weights(start: Start, prepared: PreparedRows, longest_row: int, notify
 
     def completions(model: Any) -> Completions | None:
         share = task.scores_completions and shares_prompts(task, model, start.device)
-        return task.completions_of_rows(prepared, longest_row, share=share)
+        return task.make_measured_shape_function(prepared, longest_row, share=share)
 
     saved_tiers = start.checkpoint.state["identity"].get(TIERS) if start.checkpoint is not None else None
 

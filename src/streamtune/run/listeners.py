@@ -37,7 +37,7 @@ from streamtune.errors import ArgumentError, RunError, did_you_mean
 from streamtune.plan.calibrate import correct_rates
 from streamtune.plan.planner import Plan
 from streamtune.plan.simulate.workload import FlopCount, Span
-from streamtune.tasks.rewards.spec import import_target, restore_globals
+from streamtune.tasks.rewards.spec import import_user_module, restore_globals
 from streamtune.train.progress import Listener, RunFacts
 
 EVENTS = ("on_start", "on_step", "on_evaluate", "on_end")
@@ -113,7 +113,7 @@ def load_callbacks(specs: Sequence[str], *, allow_code: bool, directory: Path, i
                 fix="write file.py:Name or module:Name",
             )
         try:
-            module = import_target(match["target"], directory)
+            module = import_user_module(match["target"], directory)
         except ArgumentError as error:
             if error.where == "reward_funcs":  # the importer serves reward functions too
                 error.where = where

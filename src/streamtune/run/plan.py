@@ -463,7 +463,7 @@ def recipe_workload(
 ) -> Workload:
     """Return the workload of a step with rows of ``length`` tokens; other arguments as in :func:`make_workload`."""
     task = task_of(recipe)
-    completions = task.completions(share=shares_prompts(task, model, device))
+    completions = task.make_shape_function(share=shares_prompts(task, model, device))
     longest_step = LongestStep(length, completions, reference_bytes(task, device))
     return make_workload(recipe, model, longest_step, device, cluster)
 

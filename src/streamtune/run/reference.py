@@ -35,7 +35,7 @@ from streamtune.tasks.reference import (
     compute_logps,
     configuration_hash,
     read_logps,
-    row_key,
+    weights_and_rows_hash,
 )
 
 if TYPE_CHECKING:
@@ -146,7 +146,9 @@ def load_or_compute_logps(
     with doing("reading the reference's weights"):
         weights = gather_weights(recipe, scored_model) if start.shares_weights else scored_model.named_parameters()
         adapters = scored_model is not model
-        rows_key = world.gather_all_ranks(row_key(weights, batches.reference_trees(), adapters=adapters))[0]
+        rows_key = world.gather_all_ranks(weights_and_rows_hash(weights, batches.reference_trees(), adapters=adapters))[
+            0
+        ]
         key = f"{computation_key}-{configuration_hash(scored_model, adapters=adapters)}-{rows_key}"
     start.identity["reference"] = key
     cached = None if key == saved_key else read_logps(key, notify)  # read above, and unusable
@@ -155,7 +157,7 @@ def load_or_compute_logps(
         notify("log-probs of the reference were read from the cache")
         return cached
     with doing("computing log-probs of the reference"):
-        trees = map(batches.single_batch, batches.reference_trees())
+        trees = map(batches.make_single_batch, batches.reference_trees())
         return compute_logps(key, reference, trees, start.device, bf16=bool(recipe.bf16), notify=notify)
 
 

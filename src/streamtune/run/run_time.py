@@ -26,7 +26,7 @@ def predict_run_seconds(run: Run) -> float | None:
         return None
     if recipe.objective == "grpo" or recipe.select_rows is not None or run.batches.mixture is not None:
         return None
-    cost = RowCost.of_model(run.model)
+    cost = RowCost.from_model(run.model)
     costs = cost.per_token * run.batches.lengths() + cost.per_square * run.batches.squared_lengths()
     if not len(costs):
         return None

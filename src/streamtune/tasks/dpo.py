@@ -26,9 +26,9 @@ from streamtune.tasks.preference import (
     PreferenceBatches,
     UnpairedObjective,
     mismatched_tree,
-    pair_knobs,
+    pair_options,
     preference_batch,
-    unpaired_knobs,
+    unpaired_options,
 )
 from streamtune.tasks.random_batches import RandomTokens, choose_trees
 from streamtune.tasks.task import (
@@ -50,13 +50,13 @@ class Dpo(ScoringTask[DpoRecipe]):
     @classmethod
     def for_run(cls, recipe: DpoRecipe, folder: Path, notify: Notify) -> Self:
         if recipe.unpaired:
-            objectives.check_unpaired_loss(recipe.loss_type, unpaired_knobs(recipe))
+            objectives.check_unpaired_loss(recipe.loss_type, unpaired_options(recipe))
         else:
-            objectives.check_preference_loss(recipe.loss_type, pair_knobs(recipe))
+            objectives.check_preference_loss(recipe.loss_type, pair_options(recipe))
         return cls(recipe)
 
     @property
-    def unit(self) -> str:
+    def unit_noun(self) -> str:
         return "row" if self.recipe.unpaired else "pair"
 
     @property
@@ -94,14 +94,14 @@ class Dpo(ScoringTask[DpoRecipe]):
     def precomputes_reference(self) -> bool:
         return self.uses_reference and self.recipe.precompute_ref_log_probs
 
-    def scored(self, share: bool, length: int, batch_size: int) -> Scored:
+    def micro_batch_shape(self, share: bool, length: int, batch_size: int) -> Scored:
         prompt = self.recipe.max_prompt_length or length // 2
         if prompt > length - 2:
             prompt = length // 2
         branches = (length - prompt + 1,) * (1 if self.recipe.unpaired else 2)
-        return self._make_scored(share, ((prompt - 1, branches),) * batch_size)
+        return self._make_shape(share, ((prompt - 1, branches),) * batch_size)
 
-    def completions_of_rows(self, prepared: PreparedRows, longest_row: int, *, share: bool) -> Completions:
+    def make_measured_shape_function(self, prepared: PreparedRows, longest_row: int, *, share: bool) -> Completions:
         """Return a function (length, batch size) -> micro-batch shape: copies of the run's longest tree.
 
         A tree is a prompt with completions. Without ``share``, each completion fills a row of ``longest_row`` tokens.
@@ -111,10 +111,10 @@ class Dpo(ScoringTask[DpoRecipe]):
         trunk = len(tree.prompt) - 1 + common
         branches = tuple(len(ids) + 1 - common if share else longest_row - trunk for ids in tree.completions)
         count = self.recipe.per_device_train_batch_size
-        scored = partial(self._make_scored, share)
-        return scaled_completions(scored, ((trunk, branches),) * count, longest_row, (common,) * count)
+        scored = partial(self._make_shape, share)
+        return make_scaled_shape_function(scored, ((trunk, branches),) * count, longest_row, (common,) * count)
 
-    def _make_scored(self, share: bool, trees: Trees, common: tuple[int, ...] = ()) -> Scored:
+    def _make_shape(self, share: bool, trees: Trees, common: tuple[int, ...] = ()) -> Scored:
         forwards = float(self.uses_reference and not self.precomputes_reference)
         if self.has_baseline:
             forwards += 1 + forwards  # on the mismatched completions: the policy, and the reference
@@ -151,8 +151,8 @@ class Dpo(ScoringTask[DpoRecipe]):
 
     def random_step(self, trial: TrialStep) -> RandomStep:
         draw = RandomTokens(self.recipe, trial.model)
-        scored = self.scored(trial.share, trial.length, trial.batch_size)
-        batches = [draw.preference_batch(self.recipe, scored) for _ in self._micro_batch_range()]
+        scored = self.micro_batch_shape(trial.share, trial.length, trial.batch_size)
+        batches = [draw.draw_preference_batch(self.recipe, scored) for _ in self._trial_micro_batches()]
         return self.objective(trial.scorer, trial.reference, trial.device), lambda: batches
 
     def verification_trees(
@@ -161,7 +161,7 @@ class Dpo(ScoringTask[DpoRecipe]):
         return choose_trees(rows, length, distinct_prompts=self.has_baseline)
 
     def verification_batches(
-        self, trees: Sequence[data.Tree], model: nn.Module, plain: Any, *, pad_token_id: int, share: bool
+        self, trees: Sequence[data.Tree], model: nn.Module, plain_scorer: Any, *, pad_token_id: int, share: bool
     ) -> tuple[PreferenceBatch, PreferenceBatch]:
         shared, apart = (self._verification_batch(trees, pad_token_id, each) for each in (share, False))
         return shared, apart
@@ -176,8 +176,8 @@ class Dpo(ScoringTask[DpoRecipe]):
         return replace(make(trees), mismatched=others)
 
 
-def scaled_completions(
-    make_scored: Callable[[Trees, tuple[int, ...]], Scored],
+def make_scaled_shape_function(
+    make_shape: Callable[[Trees, tuple[int, ...]], Scored],
     trees: Trees,
     longest_row: int,
     common: tuple[int, ...] = (),
@@ -187,7 +187,7 @@ def scaled_completions(
     The shape is ``trees`` with token counts multiplied by ``length / longest_row``, at most 1, for any batch size.
 
     Args:
-        make_scored: Makes the shape from token counts like ``trees`` and ``common``.
+        make_shape: Makes the shape from token counts like ``trees`` and ``common``.
         trees: Token counts of each prompt and of its completions, in a micro-batch at the length ``longest_row``.
         longest_row: Number of tokens of the longest prompt plus completion.
         common: Number of first tokens that all completions of a prompt have in common, for each prompt.
@@ -195,7 +195,7 @@ def scaled_completions(
 
     def shape_at(length: int, batch_size: int) -> Scored:
         fraction = min(1.0, length / longest_row)
-        return make_scored(
+        return make_shape(
             tuple(
                 (int(fraction * trunk), tuple(max(2, int(fraction * size)) for size in sizes)) for trunk, sizes in trees
             ),

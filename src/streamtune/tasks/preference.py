@@ -57,7 +57,7 @@ class PrecomputedReference:
         return batch.reference_K
 
 
-def tree_batch(
+def tree_batch_fields(
     trees: Sequence[data.Tree], *, pad_token_id: int, share: bool, padding_side: Literal["right", "left"] = "right"
 ) -> dict[str, Any]:
     """Return ``trees`` (prompts with completions) as the fields of a :class:`streamtune.train.TreeBatch`.
@@ -80,7 +80,7 @@ def preference_batch(trees: Sequence[data.Tree], *, pad_token_id: int, share: bo
     margins = [tree.margin for tree in trees if tree.margin is not None]
     labels = [label for tree in trees for label in tree.labels or []]
     return PreferenceBatch(
-        **tree_batch(trees, pad_token_id=pad_token_id, share=share),
+        **tree_batch_fields(trees, pad_token_id=pad_token_id, share=share),
         margin_P=torch.tensor(margins, dtype=torch.float64) if len(margins) == len(trees) else None,
         desirable_N=torch.tensor(labels) if labels else None,
     )
@@ -130,7 +130,7 @@ class PreferenceBatches:
         """Precomputed log-probs of all trees, in the order of :meth:`reference_trees`; None if there are none."""
 
     @property
-    def padded(self) -> bool:
+    def is_padded(self) -> bool:
         return not self.share
 
     @property
@@ -142,21 +142,21 @@ class PreferenceBatches:
 
         An unshared prompt counts once for each completion.
         """
-        return self._sums[0]
+        return self._lengths_and_squares[0]
 
     def squared_lengths(self) -> npt.NDArray[np.int64]:
         """Return each training tree's sum of squared row lengths, int64 ``[trees]``; a shared prompt counts once."""
-        return self._sums[1]
+        return self._lengths_and_squares[1]
 
     @cached_property
-    def _sums(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    def _lengths_and_squares(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         return data.measure_trees(self.prepared.training, share=self.share)
 
     def units_per_sequence(self, unit: int) -> int:
         return 1
 
     @property
-    def num_train(self) -> int:
+    def num_training_units(self) -> int:
         return len(self.prepared.training)
 
     @property
@@ -166,12 +166,12 @@ class PreferenceBatches:
     def training_batch(self, units: Sequence[int]) -> PreferenceBatch:
         return self._collate(self.prepared.training, units, 0)
 
-    def held_out(self, batch_size: int, eval_set: data.EvalSet | None = None) -> Iterator[PreferenceBatch]:
+    def held_out_batches(self, batch_size: int, eval_set: data.EvalSet | None = None) -> Iterator[PreferenceBatch]:
         """Iterate over batches of the held-out trees, in order; only of ``eval_set`` if it is given."""
         first, stop = (0, len(self.prepared.validation)) if eval_set is None else (eval_set.start, eval_set.stop)
         for start in range(first, stop, batch_size):
             units = range(start, min(start + batch_size, stop))
-            yield self._collate(self.prepared.validation, units, self.num_train)
+            yield self._collate(self.prepared.validation, units, self.num_training_units)
 
     def reference_trees(self) -> Iterator[data.Tree]:
         """Iterate over all trees that a reference scores: training trees, held-out trees, then mismatched trees."""
@@ -182,8 +182,8 @@ class PreferenceBatches:
             for split in splits:
                 yield from (self._mismatched_tree(split, unit) for unit in range(len(split)))
 
-    def single_batch(self, tree: data.Tree) -> train.TreeBatch:
-        return train.TreeBatch(**tree_batch([tree], pad_token_id=self.pad_token_id, share=self.share))
+    def make_single_batch(self, tree: data.Tree) -> train.TreeBatch:
+        return train.TreeBatch(**tree_batch_fields([tree], pad_token_id=self.pad_token_id, share=self.share))
 
     def _collate(self, split: Sequence[data.Tree], units: Sequence[int], first_index: int) -> PreferenceBatch:
         """Return the batch of the trees with indices ``units`` in ``split``, the training or the held-out trees.
@@ -192,7 +192,7 @@ class PreferenceBatches:
         """
         mismatched = None
         if self.has_baseline:
-            total = self.num_train + len(self.prepared.validation)
+            total = self.num_training_units + len(self.prepared.validation)
             others = [self._mismatched_tree(split, unit) for unit in units]
             mismatched = self._make_batch(others, self._reference_logps(units, total + first_index))
         trees = [split[unit] for unit in units]
@@ -205,8 +205,12 @@ class PreferenceBatches:
     def _mismatched_tree(self, split: Sequence[data.Tree], unit: int) -> data.Tree:
         return mismatched_tree(split[unit], self.prepared.training, unit + 1, self.recipe.max_length)
 
-    def _reference_logps(self, units: Sequence[int], first: int) -> Tensor | None:
-        return None if self.reference_logps is None else self.reference_logps.of_trees(first + unit for unit in units)
+    def _reference_logps(self, units: Sequence[int], first_index: int) -> Tensor | None:
+        return (
+            None
+            if self.reference_logps is None
+            else self.reference_logps.concatenate_trees(first_index + unit for unit in units)
+        )
 
 
 def _policy_logps(handle: StreamHandle, model: nn.Module, batch: train.TreeBatch) -> tuple[Tensor, Tensor | None]:
@@ -239,7 +243,7 @@ class PairObjective:
             recipe.loss_type,
             objectives.PairLogps.from_tokens(logp_K, row_K, rows),
             None if ref_K is None else objectives.PairLogps.from_tokens(ref_K, row_K, rows),
-            pair_knobs(recipe),
+            pair_options(recipe),
             scores=scores,
         )
         summed = terms.losses_P.sum()
@@ -271,7 +275,7 @@ class UnpairedObjective:
         self, handle: StreamHandle, recipe: PreferenceSettings, reference: train.Reference, device: torch.device
     ) -> None:
         self.handle, self.recipe, self.reference, self.device = handle, recipe, reference, device
-        self.loss = objectives.check_unpaired_loss(recipe.loss_type, unpaired_knobs(recipe))
+        self.loss = objectives.check_unpaired_loss(recipe.loss_type, unpaired_options(recipe))
 
     def totals(self, micro_batches: Sequence[train.MicroBatch], world: train.World = train.WORLD) -> _UnpairedTotals:
         """Return the number of completions of the step, and its baseline, over all ranks."""
@@ -294,7 +298,7 @@ class UnpairedObjective:
             objectives.RowLogps.from_tokens(logp_K, row_K, rows),
             objectives.RowLogps.from_tokens(ref_K, row_K, rows),
             batch.desirable_N,
-            unpaired_knobs(recipe),
+            unpaired_options(recipe),
             baseline=baseline,
         )
         summed = terms.losses_N.sum()
@@ -337,20 +341,20 @@ class UnpairedObjective:
             torch.cat([part.logp_N for part in parts]).to(self.device),
             torch.cat([part.tokens_N for part in parts]).to(self.device),
         )
-        return joined.per_token() if self.recipe.length_normalization else joined
+        return joined.token_means() if self.recipe.length_normalization else joined
 
     def _autocast(self) -> AbstractContextManager[Any]:
         return train.autocast(self.device, bool(self.recipe.bf16))
 
 
-def pair_knobs(recipe: PreferenceSettings) -> objectives.PairKnobs:
+def pair_options(recipe: PreferenceSettings) -> objectives.PairOptions:
     """Return the parameters of the losses on pairs, from the recipe's keys of the same names."""
-    keys = [field.name for field in fields(objectives.PairKnobs) if field.name in type(recipe).model_fields]
-    return objectives.PairKnobs(**{key: getattr(recipe, key) for key in keys})
+    keys = [field.name for field in fields(objectives.PairOptions) if field.name in type(recipe).model_fields]
+    return objectives.PairOptions(**{key: getattr(recipe, key) for key in keys})
 
 
-def unpaired_knobs(recipe: PreferenceSettings) -> objectives.UnpairedKnobs:
-    return objectives.UnpairedKnobs(
+def unpaired_options(recipe: PreferenceSettings) -> objectives.UnpairedOptions:
+    return objectives.UnpairedOptions(
         recipe.beta, recipe.desirable_weight, recipe.undesirable_weight, recipe.length_normalization
     )
 

@@ -20,7 +20,7 @@ from streamtune.recipe.keys.preferences import PreferenceKeys
 from streamtune.recipe.settings import RolloutSettings, RowSettings
 from streamtune.tasks import objectives
 from streamtune.tasks.grpo.objective import PolicyBatch
-from streamtune.tasks.preference import PreferenceBatch, tree_batch
+from streamtune.tasks.preference import PreferenceBatch, tree_batch_fields
 
 ORIGIN = "random tokens"
 
@@ -42,7 +42,7 @@ class RandomTokens:
         self._vocabulary = min(vocabulary_sizes)
         self._generator = torch.Generator().manual_seed(recipe.seed)
 
-    def row_batch(self, rows: int, length: int) -> train.MicroBatch:
+    def draw_row_batch(self, rows: int, length: int) -> train.MicroBatch:
         """Return a batch of ``rows`` rows of ``length`` random tokens; the loss includes every token.
 
         With packing, each sequence is a single row with position ids: of all packings of that length, it has the most
@@ -54,13 +54,13 @@ class RandomTokens:
         labels[:, -1] = IGNORE_INDEX
         return train.MicroBatch(ids, torch.ones_like(ids), labels, (ORIGIN,) * rows, positions)
 
-    def top_k(self, batch: train.MicroBatch, k: int) -> TopKTeacher:
+    def draw_top_k(self, batch: train.MicroBatch, k: int) -> TopKTeacher:
         """Return random top-k tokens with log-probs, as if from a teacher, at the targets of a batch."""
         logits = torch.randn(batch.num_targets, self._vocabulary, generator=self._generator)
         ids, logprobs = top_k_classes(logits, k)
         return TopKTeacher.of_targets(batch.shift_labels, ids.int(), logprobs)
 
-    def preference_batch(self, recipe: PreferenceKeys, scored: Scored) -> PreferenceBatch:
+    def draw_preference_batch(self, recipe: PreferenceKeys, scored: Scored) -> PreferenceBatch:
         """Return random completions to compare, with the token counts of ``scored``.
 
         The first completion of a pair is the chosen one. Of unpaired completions every second one is desirable.
@@ -70,7 +70,7 @@ class RandomTokens:
             return PreferenceBatch(**{**vars(batch), "mismatched": self._draw_preferences(recipe, scored)})
         return batch
 
-    def policy_batch(self, recipe: RolloutSettings, scored: Scored) -> PolicyBatch:
+    def draw_policy_batch(self, recipe: RolloutSettings, scored: Scored) -> PolicyBatch:
         """Return random completions with the token counts of ``scored`` and advantages 1, -1, 1, -1, ..."""
         signs = [1.0 - 2.0 * (number % 2) for number in range(scored.completions)]
         return PolicyBatch(**self._draw_trees(scored), advantages_N=torch.tensor(signs))
@@ -89,7 +89,7 @@ class RandomTokens:
             data.Tree(self._draw_ids(trunk + 1), [self._draw_ids(branch - 1) for branch in branches], origin=ORIGIN)
             for trunk, branches in scored.trees
         ]
-        return tree_batch(trees, pad_token_id=0, share=scored.share)
+        return tree_batch_fields(trees, pad_token_id=0, share=scored.share)
 
     def _draw_ids(self, count: int) -> list[int]:
         ids: list[int] = torch.randint(0, self._vocabulary, (count,), generator=self._generator).tolist()

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from streamtune import data, train
 from streamtune.base.adapters import is_adapter_name
 from streamtune.base.paths import cache_folder
-from streamtune.base.result_cache import CacheFile, Notify, hash_of, versions
+from streamtune.base.result_cache import CacheFile, Notify, json_hash, versions
 from streamtune.base.text import show_size
 
 UNHASHED_SETTINGS = ("_name_or_path", "transformers_version", "architectures", "use_cache", "dtype", "torch_dtype")
@@ -40,7 +40,7 @@ class CachedLogps:
     offsets: Tensor
     """int64 ``[trees + 1]``: index in ``logps`` at which each tree begins, and the end"""
 
-    def of_trees(self, trees: Iterable[int]) -> Tensor:
+    def concatenate_trees(self, trees: Iterable[int]) -> Tensor:
         """Return the log-probs of the trees with these indices, one tree after another: fp32 ``[K]``."""
         parts = [self.logps[self.offsets[tree] : self.offsets[tree + 1]] for tree in trees]
         return torch.cat(parts)
@@ -50,7 +50,7 @@ def computation_hash(device: torch.device, *, bf16: bool, temperature: float) ->
     """Return a hash of how log-probs are computed: versions and code, device, precision, temperature."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     precision = [torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.allow_tf32, str(torch.version.cuda)]
-    return hash_of([versions(), name, precision, bf16, temperature])[:KEY_PART_LENGTH]
+    return json_hash([versions(), name, precision, bf16, temperature])[:KEY_PART_LENGTH]
 
 
 def configuration_hash(model: nn.Module, *, adapters: bool) -> str:
@@ -58,7 +58,7 @@ def configuration_hash(model: nn.Module, *, adapters: bool) -> str:
 
     Args:
         model: The reference.
-        adapters: True if adapters are part of the reference (see :func:`row_key`); their settings are then hashed too.
+        adapters: True if adapters are part of the reference; their settings are then hashed too.
     """
     config: Any = getattr(model, "config", None)
     settings = {} if config is None else config.to_dict()
@@ -71,7 +71,7 @@ def configuration_hash(model: nn.Module, *, adapters: bool) -> str:
     for name, buffer in sorted(model.named_buffers()):
         if (adapters or not is_adapter_name(name)) and not buffer.is_meta:
             digest.update(f"{name.rpartition('.')[2]} {buffer.dtype} {tuple(buffer.shape)}".encode())
-            _add_tensor(digest.update, buffer.detach())
+            _hash_tensor(digest.update, buffer.detach())
     for module in sorted({type(each).__module__ for each in model.modules()}):
         if module.startswith("transformers_modules."):
             digest.update(Path(str(sys.modules[module].__file__)).read_bytes())
@@ -85,7 +85,9 @@ def _sort_keys(value: Any) -> Any:
     return [_sort_keys(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def row_key(weights: Iterable[tuple[str, Tensor | None]], trees: Iterable[data.Tree], *, adapters: bool) -> str:
+def weights_and_rows_hash(
+    weights: Iterable[tuple[str, Tensor | None]], trees: Iterable[data.Tree], *, adapters: bool
+) -> str:
     """Return a hash of the reference's weights and of the rows that it scores; every weight is read once.
 
     Args:
@@ -98,22 +100,22 @@ def row_key(weights: Iterable[tuple[str, Tensor | None]], trees: Iterable[data.T
         if (adapters or not is_adapter_name(name)) and parameter is not None:
             base_name = name.replace(".base_layer", "").replace(".original_module", "")
             digest.update(f"{base_name} {parameter.dtype} {tuple(parameter.shape)}".encode())
-            _add_tensor(digest.update, parameter.detach())
+            _hash_tensor(digest.update, parameter.detach())
     for tree in trees:
         digest.update(repr((tree.prompt, tree.completions, tree.masks)).encode())
     return digest.hexdigest()
 
 
-def _add_tensor(update: Callable[[bytes], None], x: Any) -> None:
+def _hash_tensor(update: Callable[[bytes], None], tensor: Any) -> None:
     """Pass the bytes of a tensor to ``update``; of a quantised tensor, the bytes of its components."""
-    state = getattr(x, "quant_state", None)  # of bitsandbytes: the scales
+    state = getattr(tensor, "quant_state", None)  # of bitsandbytes: the scales
     for part in state.as_dict(packed=True).values() if state is not None else ():
-        _add_tensor(update, part)
-    if hasattr(x, "__tensor_flatten__"):
-        for name in x.__tensor_flatten__()[0]:
-            _add_tensor(update, getattr(x, name))
+        _hash_tensor(update, part)
+    if hasattr(tensor, "__tensor_flatten__"):
+        for name in tensor.__tensor_flatten__()[0]:
+            _hash_tensor(update, getattr(tensor, name))
         return
-    for part in x.contiguous().flatten().view(torch.uint8).split(1 << 26):
+    for part in tensor.contiguous().flatten().view(torch.uint8).split(1 << 26):
         update(part.cpu().numpy().tobytes())
 
 
@@ -146,7 +148,7 @@ def compute_logps(
     """Return the reference's log-probs of every tree, and cache them under ``key``.
 
     Args:
-        key: Cache key: the results of :func:`computation_hash`, :func:`configuration_hash` and :func:`row_key`.
+        key: Cache key: hashes of the computation, of the configuration, and of weights and rows.
         reference: Reference that computes the log-probs.
         batches: Batches of a single tree each, in the order of the trees.
         device: Device of the reference.

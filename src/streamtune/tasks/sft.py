@@ -42,10 +42,10 @@ class Sft(Task[Recipe]):
     """Task for ``objective: sft``: a next-token loss on rows, which may be packed, streamed or cut into pieces."""
 
     @property
-    def step_unit(self) -> str:
+    def step_unit_noun(self) -> str:
         if self.recipe.batching == "buckets":
             return "piece"
-        if self.per_turn:
+        if self.splits_turns:
             return "conversation"
         return "packed sequence" if self.recipe.packing else "row"
 
@@ -148,7 +148,7 @@ class Sft(Task[Recipe]):
             digest.update(part.tobytes())
         return replace(prepared, report=report, fingerprint=digest.hexdigest(), pieces=pieces)
 
-    def batch_facts(
+    def first_epoch_statistics(
         self, prepared: data.PreparedData | StreamedRows, *, try_packing: bool = True
     ) -> data.BatchFacts | None:
         if isinstance(prepared, StreamedRows) or self.recipe.select_rows is not None:
@@ -160,12 +160,12 @@ class Sft(Task[Recipe]):
             tokens,
             batches.squared_lengths(),
             batch_size=recipe.per_device_train_batch_size,
-            packed=batches.packed,
+            packed=batches.is_packed,
             per_sequence=None if pieces is None else pieces.pieces_per_sequence(),
         )
         lengths = prepared.training.lengths()
-        packs = None if self.per_turn else prepared.packs  # turns that share a beginning have a fixed layout
-        if packs is None and try_packing and not self.per_turn:
+        packs = None if self.splits_turns else prepared.packs  # turns that share a beginning have a fixed layout
+        if packs is None and try_packing and not self.splits_turns:
             packs = data.pack_rows(lengths, recipe.max_length, seed=recipe.seed)
         # With dataset weights, an epoch visits some rows several times or never. Pieces are compared with whole rows.
         visited = int(lengths.sum() if prepared.mixture is None else layout.step_tokens.sum())
@@ -180,7 +180,7 @@ class Sft(Task[Recipe]):
             squared_lengths=layout.squares,
             squared_lengths_concat=concat,
             attention_ratio=round(concat / layout.squares, 3),
-            packing=recipe.packing or self.per_turn,
+            packing=recipe.packing or self.splits_turns,
             packs=0 if packs is None else len(packs),
             pack_fill=0.0 if packs is None else round(packs.fill_rate(recipe.max_length), 4),
             fewest_packs=fewest_packs(lengths, recipe.max_length),
@@ -189,22 +189,22 @@ class Sft(Task[Recipe]):
 
     def planned_length(self, longest_row: int) -> int:
         """Return the length to plan for: ``max_length`` if a sequence may have several rows, else ``longest_row``."""
-        return self.recipe.max_length if self.recipe.packing or self.per_turn else longest_row
+        return self.recipe.max_length if self.recipe.packing or self.splits_turns else longest_row
 
     @property
-    def per_turn(self) -> bool:
+    def splits_turns(self) -> bool:
         """True if each turn of a conversation is a row, and these rows share their common beginning."""
         return self.recipe.reasoning == "per_turn"
 
     def check_model(self, handle: StreamHandle) -> None:
         if self.recipe.packing:
             check_packing(handle)
-        if self.per_turn:
-            self._check_turns(handle)
+        if self.splits_turns:
+            self._check_shared_beginnings(handle)
         if self.recipe.select_rows is not None:
             value_projection_weights(handle.layers)
 
-    def _check_turns(self, handle: StreamHandle) -> None:
+    def _check_shared_beginnings(self, handle: StreamHandle) -> None:
         """Check that the model gives rows with a shared beginning the same results as separate rows."""
         fix = "write reasoning: keep, which trains all turns in one row"
         limit = longest_unscaled_length(handle.model.config)
@@ -249,7 +249,7 @@ class Sft(Task[Recipe]):
             lambda examples: batches.collate([[example] for example in examples], packed=False),
             self.recipe,
             built.world,
-            RowCost.of_model(built.model),
+            RowCost.from_model(built.model),
         )
         built.closing.callback(steps.close)
         return steps
@@ -261,7 +261,7 @@ class Sft(Task[Recipe]):
             built.batches,
             recipe,
             built.world,
-            RowCost.of_model(built.model),
+            RowCost.from_model(built.model),
             sketch=RowSketch(
                 built.model,
                 built.handle,
@@ -280,7 +280,7 @@ class Sft(Task[Recipe]):
 
     def trained_end_tokens(self, prepared: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
         """Return the ids of tokens that end trained turns or texts; of streamed rows, only the first are searched."""
-        rows = prepared.first(END_TOKEN_ROWS) if isinstance(prepared, StreamedRows) else prepared.training
+        rows = prepared.first_examples(END_TOKEN_ROWS) if isinstance(prepared, StreamedRows) else prepared.training
         return data.trained_end_tokens(rows, tokenizer, chat_options(self.recipe))
 
     def make_training(self, built: BuiltRun) -> Training:
@@ -291,7 +291,7 @@ class Sft(Task[Recipe]):
         if not isinstance(steps, StreamSteps):
             return training
 
-        def begin(backend: train.Backend, progress: train.Progress, stop: train.StopRequest) -> None:
+        def before_first_step(backend: train.Backend, progress: train.Progress, stop: train.StopRequest) -> None:
             def report_messages(messages: Sequence[str], errors: Sequence[DataError]) -> None:
                 for message in messages:
                     progress.report_note(built.first_step + steps.steps_taken, message)
@@ -300,7 +300,7 @@ class Sft(Task[Recipe]):
 
             steps.report_messages = report_messages
 
-        return replace(training, before_first_step=begin)
+        return replace(training, before_first_step=before_first_step)
 
     def objective(self, scorer: Any, reference: train.Reference | None, device: torch.device) -> train.Objective:
         assert reference is None or isinstance(reference, train.ModelReference), "a teacher is a model"
@@ -330,7 +330,7 @@ class Sft(Task[Recipe]):
     @property
     def teacher_top_k(self) -> int:
         file = self.recipe.teacher_file
-        return 0 if file is None else TeacherFile.open(Path(file), self.recipe.kd_temperature).k
+        return 0 if file is None else TeacherFile.open(Path(file), self.recipe.kd_temperature).top_k_size
 
     @property
     def reference_key(self) -> str:
@@ -339,14 +339,14 @@ class Sft(Task[Recipe]):
     def random_step(self, trial: TrialStep) -> RandomStep:
         teacher = trial.reference.model if isinstance(trial.reference, train.ModelReference) else None
         draw = RandomTokens(self.recipe, trial.model, teacher)
-        drawn = [draw.row_batch(trial.batch_size, trial.length) for _ in self._micro_batch_range()]
+        drawn = [draw.draw_row_batch(trial.batch_size, trial.length) for _ in self._trial_micro_batches()]
         if top_k := self.teacher_top_k:
-            drawn = [replace(batch, top_k=draw.top_k(batch, top_k)) for batch in drawn]
+            drawn = [replace(batch, top_k=draw.draw_top_k(batch, top_k)) for batch in drawn]
         batches = [batch.to(trial.device) for batch in drawn]
         return self.objective(trial.handle, trial.reference, trial.device), lambda: batches
 
 
-def prefix_batch(examples: Sequence[data.Example]) -> train.PrefixBatch:
+def collate_prefix_batch(examples: Sequence[data.Example]) -> train.PrefixBatch:
     """Return a batch of one sequence in which rows with the same beginning share its tokens."""
     collated = data.collate_prefixes(examples)
     branches = Branches.of_nodes(collated["nodes"])
@@ -372,15 +372,15 @@ class Batches:
     """Top-k tokens of a teacher for the training rows, from ``teacher_file``; None without this file."""
 
     @property
-    def packed(self) -> bool:
+    def is_packed(self) -> bool:
         """True if a sequence may have several rows."""
         pieces = self.prepared.pieces
         return self.prepared.packs is not None or (pieces is not None and pieces.sequence_length is not None)
 
     @property
-    def padded(self) -> bool:
+    def is_padded(self) -> bool:
         """True unless sequences are packed: padding would be another row of a packed sequence."""
-        return not self.packed
+        return not self.is_packed
 
     @property
     def buckets(self) -> npt.NDArray[np.int64] | None:
@@ -392,13 +392,13 @@ class Batches:
         assert self.tokenizer is not None, "padding needs a tokenizer"
         origins, pad = tuple(example.origin for example in examples), self.tokenizer.pad_token_id
         if packed and self.prepared.packs is not None and self.prepared.packs.sizes is not None:
-            return prefix_batch(examples)
+            return collate_prefix_batch(examples)
         if packed:
             return train.MicroBatch(**data.collate_packed(sequences, pad_token_id=pad), origins=origins)
         return train.MicroBatch(**data.collate(examples, pad_token_id=pad), origins=origins)
 
     @property
-    def num_train(self) -> int:
+    def num_training_units(self) -> int:
         """Number of training units: rows, packs of rows, or pieces of rows."""
         prepared = self.prepared
         return len(prepared.pieces or prepared.packs or prepared.training)
@@ -411,7 +411,7 @@ class Batches:
         prepared = self.prepared
         if prepared.pieces is None:
             sequences = [self._unit_examples(prepared.training, prepared.packs, unit) for unit in units]
-            batch = self.collate(sequences, packed=self.packed)
+            batch = self.collate(sequences, packed=self.is_packed)
             if self.teacher is None:
                 return batch
             rows = [example for sequence in sequences for example in sequence]
@@ -419,16 +419,16 @@ class Batches:
         pieces = [prepared.pieces.cut_piece(prepared.training, unit) for unit in units]
         per_sequence = self.units_per_sequence(units[0])
         sequences = [pieces[start : start + per_sequence] for start in range(0, len(pieces), per_sequence)]
-        return self.collate(sequences, packed=self.packed)
+        return self.collate(sequences, packed=self.is_packed)
 
     def lengths(self) -> npt.NDArray[np.int64]:
-        return self._sums[0]
+        return self._lengths_and_squares[0]
 
     def squared_lengths(self) -> npt.NDArray[np.int64]:
-        return self._sums[1]
+        return self._lengths_and_squares[1]
 
     @cached_property
-    def _sums(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    def _lengths_and_squares(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         prepared = self.prepared
         lengths = prepared.training.lengths() if prepared.pieces is None else prepared.pieces.lengths()
         if prepared.packs is None:
@@ -440,13 +440,13 @@ class Batches:
         return first, second
 
     def units_per_sequence(self, unit: int) -> int:
-        return 1 if self._per_sequence is None else int(self._per_sequence[unit])
+        return 1 if self._pieces_per_sequence is None else int(self._pieces_per_sequence[unit])
 
     @cached_property
-    def _per_sequence(self) -> npt.NDArray[np.int64] | None:
+    def _pieces_per_sequence(self) -> npt.NDArray[np.int64] | None:
         return None if self.prepared.pieces is None else self.prepared.pieces.pieces_per_sequence()
 
-    def held_out(self, batch_size: int, eval_set: data.EvalSet | None = None) -> Iterator[train.MicroBatch]:
+    def held_out_batches(self, batch_size: int, eval_set: data.EvalSet | None = None) -> Iterator[train.MicroBatch]:
         """Iterate over batches of the held-out sequences, in order; only of ``eval_set`` if it is given."""
         examples, packs = self.prepared.validation, self.prepared.validation_packs
         rows = range(len(examples)) if eval_set is None else range(eval_set.start, eval_set.stop)

@@ -61,7 +61,7 @@ class RowCost:
         return self.per_token * tokens + self.per_square * squares
 
     @classmethod
-    def of_model(cls, model: Any) -> RowCost:
+    def from_model(cls, model: Any) -> RowCost:
         base = base_of(model)
         config = base.config.get_text_config(decoder=True)
         embedding: Any = base.get_input_embeddings()
@@ -106,7 +106,7 @@ class Units(Protocol):
     """Protocol of objects with numbered training units: rows, pairs or completions."""
 
     @property
-    def num_train(self) -> int: ...
+    def num_training_units(self) -> int: ...
 
 
 class BatchMaker(Units, Protocol):
@@ -118,7 +118,7 @@ class BatchMaker(Units, Protocol):
         ...
 
     @property
-    def padded(self) -> bool:
+    def is_padded(self) -> bool:
         """True if the units of a batch are padded to the longest of them."""
         ...
 
@@ -194,7 +194,7 @@ class Steps:
             self._cost_of,
             ranks=self.world.data_size,
             batch_size=self.batch_size * self.batches.units_per_sequence(units[0]),
-            padded=self.batches.padded,
+            padded=self.batches.is_padded,
         )
         mine = shares[self.world.data_rank]
         # A rank without rows computes the step's shortest row as a filler: it would wait for the other ranks anyway.
@@ -223,7 +223,7 @@ def make_sampler(batches: BatchMaker, recipe: BatchSettings) -> data.ResumableSa
     """Return a sampler of training units, or of whole optimizer steps if their size is counted in tokens."""
     if batches.buckets is None or recipe.tokens_per_batch is None:
         rows = data.ResumableSampler(
-            batches.num_train, seed=recipe.seed, shuffle=recipe.shuffle, mixture=batches.mixture
+            batches.num_training_units, seed=recipe.seed, shuffle=recipe.shuffle, mixture=batches.mixture
         )
         budget = recipe.tokens_per_batch
         return rows if budget is None else data.token_budget_sampler(rows, batches.lengths(), budget)
@@ -255,7 +255,7 @@ class StepPlan:
     """Supervised steps before the first rollout; ``total_steps`` includes them."""
 
     @property
-    def unfinished_warmup(self) -> str | None:
+    def unfinished_warmup_warning(self) -> str | None:
         """Warning that the run ends before its warm-up does; None if the warm-up ends in time."""
         steps = self.total_steps - self.supervised_steps
         if self.warmup_steps < max(1, steps):

@@ -72,7 +72,7 @@ class StreamedRows:
         """Empty: rows to train on are read from :attr:`stream` during training."""
         return ()
 
-    def first(self, count: int) -> list[data.Example]:
+    def first_examples(self, count: int) -> list[data.Example]:
         """Return the first ``count`` examples in the order of the sources, or all if there are fewer."""
         options = replace(self.stream.options, shuffle_buffer=1, processes=1)
         stream = data.RowStream(self.stream.sources, self.stream.tokenizer, options)

@@ -190,14 +190,14 @@ class Task(ABC, Generic[R_co]):
         """Raise ``ArgumentError`` if these ranks cannot compute the objective. Called before anything is loaded."""
 
     @property
-    def unit(self) -> str:
+    def unit_noun(self) -> str:
         """Noun for the units that ``per_device_train_batch_size`` counts: ``row``, ``pair`` or ``completion``."""
         return "row"
 
     @property
-    def step_unit(self) -> str:
+    def step_unit_noun(self) -> str:
         """Noun for the units in which the size of an optimizer step is shown."""
-        return self.unit
+        return self.unit_noun
 
     # --- data --------------------------------------------------------------------------------------------------
 
@@ -258,7 +258,7 @@ class Task(ABC, Generic[R_co]):
         """Recipe key that limits the number of tokens of a row (or prompt) when it is prepared, and its value."""
         return "max_length", self.recipe.max_length
 
-    def batch_facts(self, prepared: Any, *, try_packing: bool = True) -> data.BatchFacts | None:
+    def first_epoch_statistics(self, prepared: Any, *, try_packing: bool = True) -> data.BatchFacts | None:
         """Return statistics of the first epoch's batches on one rank; None if they depend on the model.
 
         Args:
@@ -267,7 +267,7 @@ class Task(ABC, Generic[R_co]):
         """
         return None
 
-    def with_held_out(self, prepared: Any, rows: Sequence[Any]) -> Any:
+    def replace_held_out_rows(self, prepared: Any, rows: Sequence[Any]) -> Any:
         """Return a copy of ``prepared``, the result of :meth:`prepare`, with ``rows`` as its held-out rows."""
         return replace(prepared, validation=rows, eval_sets=())
 
@@ -368,7 +368,7 @@ class Task(ABC, Generic[R_co]):
                 return False
         return True
 
-    def completions(self, *, share: bool = True) -> Completions | None:
+    def make_shape_function(self, *, share: bool = True) -> Completions | None:
         """Return a function (length, batch size) -> shape of a micro-batch of completions; None for a next-token loss.
 
         Args:
@@ -376,9 +376,11 @@ class Task(ABC, Generic[R_co]):
         """
         return None
 
-    def completions_of_rows(self, prepared: PreparedRows, longest_row: int, *, share: bool) -> Completions | None:
-        """Return the function of :meth:`completions`, with shapes of micro-batches measured on the run's own rows."""
-        return self.completions(share=share)
+    def make_measured_shape_function(
+        self, prepared: PreparedRows, longest_row: int, *, share: bool
+    ) -> Completions | None:
+        """Return the function of :meth:`make_shape_function`, with shapes measured on the run's own rows."""
+        return self.make_shape_function(share=share)
 
     def planned_length(self, longest_row: int) -> int:
         """Return the most tokens of a sequence in a micro-batch, if the longest row has ``longest_row`` tokens."""
@@ -433,7 +435,7 @@ class Task(ABC, Generic[R_co]):
         return StepPlan(total_steps, steps_per_epoch, warmup_steps)
 
     def make_steps(self, built: BuiltRun) -> train.StepStream:
-        return Steps(built.batches, self.recipe, built.world, RowCost.of_model(built.model))
+        return Steps(built.batches, self.recipe, built.world, RowCost.from_model(built.model))
 
     def trained_end_tokens(self, prepared: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
         """Return the ids of the tokens that end trained turns or texts: generation must stop at them."""
@@ -442,7 +444,7 @@ class Task(ABC, Generic[R_co]):
     def make_training(self, built: BuiltRun) -> Training:
         """Return loss, steps, held-out batches and learning rate for the training loop."""
         recipe = self.recipe
-        held_out = partial(built.batches.held_out, recipe.per_device_eval_batch_size)
+        held_out = partial(built.batches.held_out_batches, recipe.per_device_eval_batch_size)
         return Training(
             objective=self.objective(built.handle, built.reference, built.device),
             steps=self.make_steps(built),
@@ -476,7 +478,7 @@ class Task(ABC, Generic[R_co]):
         during the second; further micro-batches would add nothing to the peak.
         """
 
-    def _micro_batch_range(self) -> range:
+    def _trial_micro_batches(self) -> range:
         recipe = self.recipe
         if recipe.tokens_per_batch is not None:
             return range(min(count_micro_batches(recipe, train.WORLD), 2))
@@ -513,11 +515,11 @@ class ScoringTask(Task[ScoringR_co]):
     def share_prefix(self) -> str:
         return self.recipe.share_prefix
 
-    def completions(self, *, share: bool = True) -> Completions:
-        return partial(self.scored, share and self.may_share_prompts)
+    def make_shape_function(self, *, share: bool = True) -> Completions:
+        return partial(self.micro_batch_shape, share and self.may_share_prompts)
 
     @abstractmethod
-    def scored(self, share: bool, length: int, batch_size: int) -> Scored:
+    def micro_batch_shape(self, share: bool, length: int, batch_size: int) -> Scored:
         """Return the shape of a micro-batch of completions, as the recipe's keys set it.
 
         Args:
@@ -536,14 +538,14 @@ class ScoringTask(Task[ScoringR_co]):
 
     @abstractmethod
     def verification_batches(
-        self, trees: Sequence[data.Tree], model: nn.Module, plain: Any, *, pad_token_id: int, share: bool
+        self, trees: Sequence[data.Tree], model: nn.Module, plain_scorer: Any, *, pad_token_id: int, share: bool
     ) -> tuple[train.TreeBatch, train.TreeBatch]:
         """Return two batches of the same trees: one in the recipe's layout, and one with a row for each completion.
 
         Args:
             trees: Prompts with completions, on which results are compared.
             model: The unstreamed model.
-            plain: Computes log-probs of ``model`` from full logits.
+            plain_scorer: Computes log-probs of ``model`` from full logits.
             pad_token_id: Token id that pads rows.
             share: True if the completions of a prompt share its tokens in the first batch.
         """

@@ -102,28 +102,28 @@ class TeacherFile:
         return cls(path, metadata)
 
     @property
-    def k(self) -> int:
+    def top_k_size(self) -> int:
         """Number of top-k tokens that the file has for each target token."""
         return int(self.metadata["k"])
 
     @cached_property
-    def _watched(self) -> WatchedFile:
+    def _watched_file(self) -> WatchedFile:
         fix = "restore the file that the run started with, and start again: the run resumes from its checkpoint"
         with self.path.open("rb") as file:
             return WatchedFile(self.path, file, checksum_of(file), fix)
 
     @cached_property
-    def _file(self) -> Any:
+    def _tensors(self) -> Any:
         return safe_open(self.path, "pt").__enter__()
 
     @cached_property
-    def _rows(self) -> dict[bytes, int]:
-        keys = self._file.get_tensor("keys").numpy()
+    def _row_numbers(self) -> dict[bytes, int]:
+        keys = self._tensors.get_tensor("keys").numpy()
         return {key.tobytes(): number for number, key in enumerate(keys)}
 
     @cached_property
-    def _starts(self) -> npt.NDArray[np.int64]:
-        starts: npt.NDArray[np.int64] = self._file.get_tensor("starts").numpy()
+    def _row_starts(self) -> npt.NDArray[np.int64]:
+        starts: npt.NDArray[np.int64] = self._tensors.get_tensor("starts").numpy()
         return starts
 
     def check(self, rows: Iterable[data.Example], tokenizer: PreTrainedTokenizerBase) -> None:
@@ -141,7 +141,7 @@ class TeacherFile:
         if self.metadata["tokenizer"] != tokenizer_hash(tokenizer):
             raise ArgumentError(f"{self.path} was written with another tokenizer", where="teacher", fix=RUN_TEACH_AGAIN)
         for row in rows:
-            if row_hash(row) not in self._rows:
+            if row_hash(row) not in self._row_numbers:
                 raise ArgumentError(
                     f"{self.path} has no entry for the row {row.origin}: it was written for other rows, or with other "
                     "values of keys that choose trained tokens or held-out rows",
@@ -157,27 +157,29 @@ class TeacherFile:
             targets_BT: Target token ids ``[B, T]``; -100 where there is no target.
         """
         slices: dict[str, list[torch.Tensor]] = {"ids": [], "logprobs": []}
-        self._watched.check()
+        self._watched_file.check()
         for row in rows:
-            number = self._rows[row_hash(row)]
+            number = self._row_numbers[row_hash(row)]
             for name, parts in slices.items():
-                parts.append(self._file.get_slice(name)[int(self._starts[number]) : int(self._starts[number + 1])])
+                parts.append(
+                    self._tensors.get_slice(name)[int(self._row_starts[number]) : int(self._row_starts[number + 1])]
+                )
         ids, logprobs = (torch.cat(parts) for parts in slices.values())
-        self._watched.check()
+        self._watched_file.check()
         return TopKTeacher.of_targets(targets_BT, ids, logprobs)
 
     def _check_hash(self) -> None:
-        self._watched.check()
+        self._watched_file.check()
         try:
-            digest = _new_digest(self.metadata)
-            tensors = {name: self._file.get_tensor(name).numpy() for name in ("keys", "starts", "ids", "logprobs")}
+            digest = _start_digest(self.metadata)
+            tensors = {name: self._tensors.get_tensor(name).numpy() for name in ("keys", "starts", "ids", "logprobs")}
             for number, key in enumerate(tensors["keys"]):
                 start, stop = (int(each) for each in tensors["starts"][number : number + 2])
                 _hash_row(digest, key.tobytes(), tensors["ids"][start:stop], tensors["logprobs"][start:stop])
             is_intact = digest.hexdigest() == self.metadata["digest"]
         except (SafetensorError, ValueError, LookupError):
             is_intact = False
-        self._watched.check()
+        self._watched_file.check()
         if not is_intact:
             raise ArgumentError(
                 f"{self.path} does not match its hash: it was changed or damaged after it was written",
@@ -186,7 +188,7 @@ class TeacherFile:
             )
 
 
-def _new_digest(metadata: dict[str, str]) -> Any:
+def _start_digest(metadata: dict[str, str]) -> Any:
     """Return a SHA-256 object that has hashed the metadata, with zeros as ``digest``; rows are hashed next."""
     return hashlib.sha256(json.dumps({**metadata, "digest": "0" * 64}).encode())
 
@@ -322,7 +324,7 @@ class TeacherFileWriter:
             "logprobs": ("F32", np.dtype(np.float32), (total, k + 1)),
         }
         self.order = ("starts", "logprobs", "ids", "keys")  # the widest first: each begins at a multiple of its width
-        self.digest, self.row = _new_digest(self.metadata), 0
+        self.digest, self.row = _start_digest(self.metadata), 0
         self.path = path
         header = self._header()
         sizes = {name: int(np.prod(shape)) * dtype.itemsize for name, (_, dtype, shape) in self.shapes.items()}
@@ -349,7 +351,7 @@ class TeacherFileWriter:
         text += b" " * (-len(text) % 8)
         return len(text).to_bytes(8, "little") + text
 
-    def add(self, row: data.Example, ids: torch.Tensor, logprobs: torch.Tensor) -> None:
+    def add_row(self, row: data.Example, ids: torch.Tensor, logprobs: torch.Tensor) -> None:
         """Write the next row.
 
         Args:
@@ -368,7 +370,7 @@ class TeacherFileWriter:
         self.row += 1
 
     @contextmanager
-    def finished(self, path: Path) -> Iterator[TeacherFileWriter]:
+    def renamed_on_success(self, path: Path) -> Iterator[TeacherFileWriter]:
         """Context manager: on success, write the hash and rename the partial file to ``path``.
 
         Raises:

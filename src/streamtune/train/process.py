@@ -143,7 +143,7 @@ class StopRequest:
         self._entered.close()
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
-        interrupts.record_handled()
+        interrupts.record_handled_signal()
         if os.getpid() != self._owner_pid:  # in a forked worker: its parent decides
             return
         self.signum = signum

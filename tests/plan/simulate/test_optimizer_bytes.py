@@ -18,7 +18,7 @@ VOCABULARY = 8000
 """An embedding that is the largest weight by far, as in real models, and is no multiple of a block of 256."""
 OPTIONS: dict[str, dict[str, Any]] = {"galore": {"rank": 8}, "natural_galore": {"rank": 8}, "apollo": {"rank": 8}}
 NAMES = [
-    name for name, entry in OPTIMIZERS.items() if entry.installed and not entry.only_on and entry.step == PLAIN_STEP
+    name for name, entry in OPTIMIZERS.items() if entry.is_installed and not entry.only_on and entry.step == PLAIN_STEP
 ]
 
 

@@ -484,7 +484,7 @@ def test_so_it_is_with_an_optimizer(form: dict[str, bool]) -> None:
 @pytest.mark.parametrize("name", ["adafactor", "adamw_8bit", "adamw_torch_4bit", "galore", "muon"])
 def test_so_it_is_with_every_kind_of_optimizer(name: str) -> None:
     """For optimizers whose kernels run on ``meta``, or whose bytes are in the table."""
-    if not OPTIMIZERS[name].installed:
+    if not OPTIMIZERS[name].is_installed:
         pytest.skip(f"{OPTIMIZERS[name].library} is not installed")
     make = partial(build, "qwen3", vocab_size=10240)
 

@@ -116,7 +116,7 @@ def test_so_it_is_with_the_divergence_from_a_teacher(share: bool, shape: str) ->
     model: Any = make("cpu").train()
     teacher: Any = build("llama", "cpu", vocab_size=20_011, hidden_size=96, num_hidden_layers=1).requires_grad_(False)
     recipe = GrpoRecipe(model_name_or_path="x", datasets=[{"path": "x"}], loss_type="gkd", teacher="x")
-    batch = RandomTokens(recipe, model).policy_batch(recipe, scored)
+    batch = RandomTokens(recipe, model).draw_policy_batch(recipe, scored)
     with stream(model, schedule=schedule) as handle, stream(teacher, schedule=schedule) as other:
         objective = DistillationObjective(handle, recipe, loss, ModelReference(teacher, other))
 

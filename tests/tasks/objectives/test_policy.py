@@ -15,7 +15,7 @@ from streamtune.base.policy_losses import POLICY_LOSS_FACTS
 from streamtune.errors import ArgumentError
 from streamtune.tasks.objectives import (
     POLICY_LOSSES,
-    PolicyKnobs,
+    PolicyOptions,
     StepTotals,
     TokenLogps,
     check_policy_loss,
@@ -84,7 +84,7 @@ def both(
         TokenLogps(rows.logp_K, rows.row_K, rows.ragged(old_NL), rows.ragged(ref_NL)),
         ADVANTAGES,
         TOTALS,
-        PolicyKnobs(LOW, HIGH, delta=delta, beta=beta, kl_by_ratio=by_ratio, importance_level=level),
+        PolicyOptions(LOW, HIGH, delta=delta, beta=beta, kl_by_ratio=by_ratio, importance_level=level),
     )
     expected = formula(name, theirs, old_NL, ref_NL, beta=beta, delta=delta, level=level, by_ratio=by_ratio)
     return terms, expected, rows, theirs
@@ -117,7 +117,7 @@ def test_float32_log_probs_give_the_value_within_1e_6(name: str) -> None:
     old_NL, ref_NL = truth.other(seed=3), truth.other(seed=4)
     level = POLICY_LOSSES[name].level
     logps = TokenLogps(rows.logp_K, rows.row_K, rows.ragged(old_NL.float()))
-    terms = policy_loss(name, logps, ADVANTAGES.float(), TOTALS, PolicyKnobs(LOW, HIGH))
+    terms = policy_loss(name, logps, ADVANTAGES.float(), TOTALS, PolicyOptions(LOW, HIGH))
     expected = formula(name, truth, old_NL, ref_NL, beta=0.0, delta=None, level=level)
     plain = formula(name, rows, old_NL.float(), ref_NL.float(), beta=0.0, delta=None, level=level)
     assert_as_precise(terms.loss, plain, expected)
@@ -168,7 +168,7 @@ def test_metrics_count_clipped_tokens_and_average_kl_and_entropy() -> None:
     old_NL, ref_NL = rows.other(seed=3), rows.other(seed=4)
     entropy_K = torch.arange(float(len(rows.row_K)))
     logps = TokenLogps(rows.logp_K, rows.row_K, rows.ragged(old_NL), rows.ragged(ref_NL), entropy_K)
-    metrics = policy_loss("grpo", logps, ADVANTAGES, TOTALS, PolicyKnobs(LOW, HIGH)).metrics
+    metrics = policy_loss("grpo", logps, ADVANTAGES, TOTALS, PolicyOptions(LOW, HIGH)).metrics
     ratio_K = (rows.logp_K - rows.ragged(old_NL)).exp()
     advantage_K = ADVANTAGES[rows.row_K]
     low = int(((ratio_K < 1 - LOW) & (advantage_K < 0)).sum())
@@ -222,11 +222,11 @@ def test_wrong_arguments(name: str, knobs: dict[str, Any], where: str, says: str
     longest = knobs.get("max_completion_length", 1)
     others = {key: value for key, value in knobs.items() if key != "max_completion_length"}
     with pytest.raises(ArgumentError, match=says) as error:
-        check_policy_loss(name, PolicyKnobs(**others), max_completion_length=longest)
+        check_policy_loss(name, PolicyOptions(**others), max_completion_length=longest)
     assert error.value.where == where
 
 
 def test_a_kl_without_a_reference_is_an_error() -> None:
     rows = make_rows()
     with pytest.raises(ArgumentError, match="no reference"):
-        policy_loss("grpo", TokenLogps(rows.logp_K, rows.row_K), ADVANTAGES, TOTALS, PolicyKnobs(beta=0.1))
+        policy_loss("grpo", TokenLogps(rows.logp_K, rows.row_K), ADVANTAGES, TOTALS, PolicyOptions(beta=0.1))

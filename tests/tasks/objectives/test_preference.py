@@ -18,9 +18,9 @@ from streamtune.recipe import DpoRecipe
 from streamtune.recipe.keys.preferences import OF_PAIRS, OF_SINGLE_COMPLETIONS
 from streamtune.tasks.objectives import (
     PREFERENCE_LOSSES,
-    PairKnobs,
     PairLogps,
-    UnpairedKnobs,
+    PairOptions,
+    UnpairedOptions,
     check_preference_loss,
     preference_loss,
 )
@@ -118,7 +118,7 @@ def compute(name: str, rows: Rows, ref_NL: Tensor, knobs: dict[str, Any]) -> Any
     needs = PREFERENCE_LOSSES[name].needs_reference and not knobs.get("reference_free")
     own = {key: value for key, value in knobs.items() if key != "scores"}
     return preference_loss(
-        name, policy, reference if needs else None, PairKnobs(beta=BETA, **own), scores=knobs.get("scores")
+        name, policy, reference if needs else None, PairOptions(beta=BETA, **own), scores=knobs.get("scores")
     )
 
 
@@ -190,7 +190,7 @@ def test_far_margins_stay_finite() -> None:
     reference = PairLogps.from_tokens(torch.tensor([-1.0, -1e5]), torch.tensor([0, 1]), 2)
     for name, loss in PREFERENCE_LOSSES.items():
         knobs = {"label_smoothing": 0.01} if name == "exo_pair" else {}
-        terms = preference_loss(name, policy, reference if loss.needs_reference else None, PairKnobs(**knobs))
+        terms = preference_loss(name, policy, reference if loss.needs_reference else None, PairOptions(**knobs))
         (grad,) = torch.autograd.grad(terms.losses_P.sum(), logp_K, retain_graph=True)
         assert torch.isfinite(terms.losses_P).all(), name
         assert torch.isfinite(grad).all(), name
@@ -226,7 +226,7 @@ def test_losses_do_not_depend_on_how_pairs_are_grouped() -> None:
     for first in range(0, len(LENGTHS), 2):
         of_pair = (rows.row_K == first) | (rows.row_K == first + 1)
         pair = PairLogps.from_tokens(rows.logp_K[of_pair], rows.row_K[of_pair] - first, 2)
-        apart.append(preference_loss("cpo", pair, None, PairKnobs(beta=BETA)).losses_P)
+        apart.append(preference_loss("cpo", pair, None, PairOptions(beta=BETA)).losses_P)
     torch.testing.assert_close(together, torch.cat(apart), atol=1e-12, rtol=0)
 
 
@@ -250,7 +250,7 @@ def test_losses_do_not_depend_on_how_pairs_are_grouped() -> None:
 )
 def test_what_a_loss_cannot_use_is_an_error(name: str, knobs: dict[str, Any], where: str, says: str) -> None:
     with pytest.raises(ArgumentError, match=says) as error:
-        check_preference_loss(name, PairKnobs(**knobs))
+        check_preference_loss(name, PairOptions(**knobs))
     assert error.value.where == where
 
 
@@ -266,7 +266,8 @@ def test_a_missing_reference_and_scores_nobody_reads_are_errors() -> None:
 def test_a_key_of_one_kind_of_loss_is_refused_with_the_other() -> None:
     """``recipe/`` cannot import the losses, so it lists the keys that only one kind of loss reads."""
     pairs, single = (
-        {field.name for field in fields(knobs)} & set(DpoRecipe.model_fields) for knobs in (PairKnobs, UnpairedKnobs)
+        {field.name for field in fields(knobs)} & set(DpoRecipe.model_fields)
+        for knobs in (PairOptions, UnpairedOptions)
     )
     assert set(OF_PAIRS) == pairs - single
     assert set(OF_SINGLE_COMPLETIONS) == single - pairs

@@ -13,7 +13,7 @@ from streamtune.errors import ArgumentError
 from streamtune.tasks.objectives import (
     UNPAIRED_LOSSES,
     RowLogps,
-    UnpairedKnobs,
+    UnpairedOptions,
     check_unpaired_loss,
     kto_baseline,
     unpaired_loss,
@@ -39,14 +39,14 @@ def test_losses_and_gradients_are_those_of_the_formula(name: str, shift: float, 
     ref_NL, other_ref_NL = rows.other(seed=1), other.other(seed=2) - 0.1 - shift
     mismatched, mismatched_ref = row_logps(other, other.logp_NL), row_logps(other, other_ref_NL)
     if average:
-        mismatched, mismatched_ref = mismatched.per_token(), mismatched_ref.per_token()
+        mismatched, mismatched_ref = mismatched.token_means(), mismatched_ref.token_means()
     z0 = kto_baseline(mismatched, mismatched_ref)
     terms = unpaired_loss(
         name,
         row_logps(rows, rows.logp_NL),
         row_logps(rows, ref_NL),
         DESIRABLE,
-        UnpairedKnobs(BETA, 1.33, 0.7, average),
+        UnpairedOptions(BETA, 1.33, 0.7, average),
         baseline=z0,
     )
 
@@ -72,7 +72,7 @@ def test_losses_and_gradients_are_those_of_the_formula(name: str, shift: float, 
 def test_metrics_of_desirable_and_undesirable_rows() -> None:
     rows = make_rows()
     policy, reference = row_logps(rows, rows.logp_NL), row_logps(rows, rows.other(seed=1))
-    metrics = unpaired_loss("apo_zero_unpaired", policy, reference, DESIRABLE, UnpairedKnobs(BETA)).metrics()
+    metrics = unpaired_loss("apo_zero_unpaired", policy, reference, DESIRABLE, UnpairedOptions(BETA)).metrics()
     ratio_N = BETA * (policy.logp_N - reference.logp_N)
     assert metrics["rewards/chosen"] == (pytest.approx(ratio_N[DESIRABLE].sum().item()), 4.0)
     assert metrics["logps/rejected"] == (pytest.approx(policy.logp_N[~DESIRABLE].sum().item()), 4.0)
@@ -96,5 +96,5 @@ def test_wrong_arguments() -> None:
     for key in ("beta", "desirable_weight", "undesirable_weight"):
         for value in (0.0, math.inf):
             with pytest.raises(ArgumentError, match="positive and finite") as error:
-                check_unpaired_loss("kto", UnpairedKnobs(**{key: value}))
+                check_unpaired_loss("kto", UnpairedOptions(**{key: value}))
             assert error.value.where == key

@@ -255,4 +255,4 @@ def test_every_builtin_is_documented() -> None:
     text = (Path(__file__).parents[3] / "docs" / "rewards.md").read_text(encoding="utf-8")
     for name, builtin in BUILTINS.items():
         row = next(line for line in text.splitlines() if line.startswith(f"| `{name}`"))
-        assert all(f"`{option}`" in row for option in builtin.options), name
+        assert all(f"`{option}`" in row for option in builtin.option_names), name

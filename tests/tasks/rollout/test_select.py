@@ -17,7 +17,7 @@ from streamtune.tasks.rollout import (
     PassRates,
     PromptPicker,
     allocate_completions,
-    variance_score,
+    allocation_score,
 )
 
 ALPHA, BETA = 1e-3, 2.0
@@ -44,9 +44,9 @@ def test_more_prompts_than_there_are() -> None:
 def test_pass_rate_prefers_what_is_solved_now_and_then_and_leaves_nothing_out() -> None:
     by_rate = picker("pass_rate", num_prompts=3)
     for _ in range(5):
-        by_rate.observe(0, passed=8, tried=8)
-        by_rate.observe(1, passed=4, tried=8)
-        by_rate.observe(2, passed=0, tried=8)
+        by_rate.record_completions(0, passed=8, tried=8)
+        by_rate.record_completions(1, passed=4, tried=8)
+        by_rate.record_completions(2, passed=0, tried=8)
     counts = Counter(by_rate.next_prompts(1)[0] for _ in range(3000))
     assert counts[1] > 2 * counts[0]
     assert counts[1] > 2 * counts[2]
@@ -57,7 +57,7 @@ def test_middle_prefers_all_of_medium_difficulty_alike_and_leaves_nothing_out() 
     middle = picker("middle", num_prompts=4)
     for _ in range(5):
         for prompt, passed in enumerate((8, 3, 5, 0)):
-            middle.observe(prompt, passed=passed, tried=8)
+            middle.record_completions(prompt, passed=passed, tried=8)
     counts = Counter(middle.next_prompts(1)[0] for _ in range(3000))
     assert counts[1] == pytest.approx(counts[2], rel=0.15)
     assert min(counts[1], counts[2]) > 5 * max(counts[0], counts[3])
@@ -66,21 +66,21 @@ def test_middle_prefers_all_of_medium_difficulty_alike_and_leaves_nothing_out() 
 
 def test_rates_follow_what_the_policy_can_do_now() -> None:
     rates = PassRates()
-    assert rates.rate(0) == 0.5
+    assert rates.pass_rate(0) == 0.5
     for _ in range(4):
-        rates.observe(0, passed=0, tried=8)
-    hopeless = rates.rate(0)
+        rates.record_completions(0, passed=0, tried=8)
+    hopeless = rates.pass_rate(0)
     for _ in range(3):
-        rates.observe(0, passed=8, tried=8)
+        rates.record_completions(0, passed=8, tried=8)
     assert hopeless < 0.1
-    assert rates.rate(0) > 0.8
+    assert rates.pass_rate(0) > 0.8
 
 
 @pytest.mark.parametrize("choice", ["uniform", "pass_rate", "middle"])
 def test_it_goes_on_where_another_one_stood(choice: str) -> None:
     first = picker(choice)
     first.next_prompts(7)
-    first.observe(2, passed=1, tried=4)
+    first.record_completions(2, passed=1, tried=4)
     state = json.loads(json.dumps(first.state_dict()))
     second = picker(choice)
     second.load_state_dict(state)
@@ -104,7 +104,7 @@ def test_no_other_division_has_less_variance(seed: int) -> None:
     draw = Random(seed)
     rates, norms = [draw.uniform(0.02, 1.0) for _ in range(4)], [draw.uniform(0.2, 3.0) for _ in range(4)]
     total = 24
-    found = allocate_completions([variance_score(rate, norm) for rate, norm in zip(rates, norms, strict=True)], total)
+    found = allocate_completions([allocation_score(rate, norm) for rate, norm in zip(rates, norms, strict=True)], total)
     assert sum(found) == total
     assert min(found) >= MIN_COMPLETIONS
     others = (c for c in product(range(MIN_COMPLETIONS, total), repeat=4) if sum(c) == total)
@@ -122,20 +122,20 @@ def test_no_other_division_of_advantages_has_less_variance(seed: int) -> None:
         return sum(g * g * p * (1 - p) / n for n, p, g in zip(counts, rates, norms, strict=True))
 
     found = allocate_completions(
-        [variance_score(rate, norm, "neyman") for rate, norm in zip(rates, norms, strict=True)], 24
+        [allocation_score(rate, norm, "neyman") for rate, norm in zip(rates, norms, strict=True)], 24
     )
     best = min((c for c in product(range(MIN_COMPLETIONS, 24), repeat=4) if sum(c) == 24), key=of_advantages)
     assert of_advantages(found) <= 1.02 * of_advantages(best)
-    assert variance_score(0.5, 1.0, "neyman") == 0.5
-    assert variance_score(1.0, 1.0, "neyman") == variance_score(0.0, 1.0, "neyman") == 0.0
+    assert allocation_score(0.5, 1.0, "neyman") == 0.5
+    assert allocation_score(1.0, 1.0, "neyman") == allocation_score(0.0, 1.0, "neyman") == 0.0
 
 
 def test_hard_prompts_get_more_until_they_are_hopeless() -> None:
-    scores = [variance_score(rate, 1.0) for rate in (1.0, 0.5, 0.1, 0.03, 0.005, 0.0)]
+    scores = [allocation_score(rate, 1.0) for rate in (1.0, 0.5, 0.1, 0.03, 0.005, 0.0)]
     assert scores[:4] == sorted(scores[:4])
     assert scores[4] < scores[3]
     assert scores[5] == 0
-    assert variance_score(0.5, 2.0) == pytest.approx(2 / math.sqrt(0.5 + 1e-3 / 0.5))
+    assert allocation_score(0.5, 2.0) == pytest.approx(2 / math.sqrt(0.5 + 1e-3 / 0.5))
     assert allocate_completions([1.0, 0.0, 1.0], 12) == [5, 2, 5]
 
 
@@ -162,12 +162,12 @@ def test_all_are_given_and_none_has_too_few(seed: int) -> None:
 
 def test_norms_follow_the_policy_and_go_on_where_others_stood() -> None:
     norms = GradientNorms()
-    assert norms.norm(3) == 1.0
-    norms.observe(3, 4.0)
-    norms.observe(3, 2.0)
-    norms.observe(5, 1.0)
-    norms.observe(5, math.nan)
-    assert (norms.norm(3), norms.norm(5), norms.norm(9)) == (3.0, 1.0, 2.0)
+    assert norms.gradient_norm(3) == 1.0
+    norms.record_norm(3, 4.0)
+    norms.record_norm(3, 2.0)
+    norms.record_norm(5, 1.0)
+    norms.record_norm(5, math.nan)
+    assert (norms.gradient_norm(3), norms.gradient_norm(5), norms.gradient_norm(9)) == (3.0, 1.0, 2.0)
     other = GradientNorms()
     other.load_state_dict(json.loads(json.dumps(norms.state_dict())))
-    assert [other.norm(prompt) for prompt in (3, 5, 9)] == [3.0, 1.0, 2.0]
+    assert [other.gradient_norm(prompt) for prompt in (3, 5, 9)] == [3.0, 1.0, 2.0]

@@ -91,15 +91,15 @@ def add_adapters(
         new_tokens: Ids of tokens whose rows in the embedding and the head are trained too.
     """
     adapted = add_peft_adapters(model, spec, seed, new_tokens)
-    if spec.row.start == "peft":
+    if spec.adapter_kind.start == "peft":
         return adapted
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(seed)
-        if spec.row.subtracts_initial_values:
+        if spec.adapter_kind.subtracts_initial_values:
             add_constant_adapter(adapted)
-        if spec.row.start == "weights":
+        if spec.adapter_kind.start == "weights":
             initialize_from_weights(adapted, spec)
-        elif spec.row.start == "quantisation" and next(model.parameters()).device.type != "meta":
+        elif spec.adapter_kind.start == "quantisation" and next(model.parameters()).device.type != "meta":
             initialize_from_quantization_error(model, lora_layers(adapted))
     return adapted
 
@@ -125,7 +125,7 @@ def add_peft_adapters(model: PreTrainedModel, spec: AdapterSpec, seed: int, new_
     match_suffixes(
         spec.modules_to_save, [name for name, _ in model.named_modules() if name], "modules_to_save", "module", model
     )
-    if spec.row.low_rank:
+    if spec.adapter_kind.is_lora:
         options |= peft_target_options(model, spec)
         options["trainable_token_indices"] = (
             {name: list(new_tokens) for name in embedding_and_head_names(model)} if new_tokens else None
@@ -137,7 +137,7 @@ def add_peft_adapters(model: PreTrainedModel, spec: AdapterSpec, seed: int, new_
         _check_rank_of_recipe([model.get_submodule(name) for name in options["target_modules"]], spec)
     config = get_peft_config(options)
     write_expert_targets(model, spec, config)
-    if spec.row.columns:
+    if spec.adapter_kind.columns:
         from streamtune.models.adapters.paca import register_paca_layer
 
         register_paca_layer(model, config)
@@ -152,16 +152,16 @@ def add_peft_adapters(model: PreTrainedModel, spec: AdapterSpec, seed: int, new_
                 where="adapter_type",
                 fix="name other layers in lora_target, or write adapter_type: lora",
             ) from error
-    if spec.row.low_rank:
+    if spec.adapter_kind.is_lora:
         _check_ranks_fit_layers(dict(lora_layers(adapted)), spec)
-    if spec.row.divides_by_rows:
+    if spec.adapter_kind.divides_by_rows:
         _refuse_zero_rows(adapted)
     return adapted
 
 
 def _refuse_low_rank_only_options(spec: AdapterSpec, model: PreTrainedModel, new_tokens: Sequence[int]) -> None:
     """Refuse new tokens, and a tied embedding or head in ``modules_to_save``, for kinds that are not low-rank."""
-    *others, last = (name for name, kind in ADAPTERS.items() if kind.low_rank)
+    *others, last = (name for name, kind in ADAPTERS.items() if kind.is_lora)
     fix = f"write adapter_type: {', '.join(others)} or {last}"
     if new_tokens:
         raise ArgumentError(
@@ -199,11 +199,11 @@ def _check_ranks_fit_layers(layers: Mapping[str, Any], spec: AdapterSpec) -> Non
     ranks = {name: layer.r[layer.active_adapters[0]] for name, layer in layers.items()}
     too_small = [name for name, layer in layers.items() if ranks[name] > _largest_rank(layer, spec)]
     # "all-linear" may include small layers, such as gates of one row, which the user did not choose.
-    if isinstance(spec.target, str) and spec.row.largest_rank == "named" and len(too_small) < len(layers):
+    if isinstance(spec.target, str) and spec.adapter_kind.largest_rank == "named" and len(too_small) < len(layers):
         too_small = [name for name in too_small if any(re.match(rf"(.*\.)?({p})$", name) for p in spec.ranks)]
     for name in too_small:
         layer, most = layers[name], _largest_rank(layers[name], spec)
-        last, part = name.rsplit(".", 1)[-1], "half of " if spec.row.largest_rank == "half" else ""
+        last, part = name.rsplit(".", 1)[-1], "half of " if spec.adapter_kind.largest_rank == "half" else ""
         raise ArgumentError(
             f"rank {ranks[name]} of adapters is larger than {part}the matrix of {name}, "
             f"{layer.out_features:,} x {layer.in_features:,}",
@@ -228,13 +228,13 @@ def _refuse_zero_rows(adapted: Any) -> None:
 
 def _check_rank_of_recipe(layers: Sequence[Any], spec: AdapterSpec) -> None:
     """Refuse an odd number of reflections, and a rank above the size of every layer, which gains nothing."""
-    if spec.row.even_rank and spec.r % 2:
+    if spec.adapter_kind.even_rank and spec.r % 2:
         raise ArgumentError(
             f"the number of reflections must be even, found {spec.r}: they start in pairs that cancel each other",
             where="lora_r",
             fix=f"write lora_r: {spec.r + 1}",
         )
-    if spec.row.largest_rank != "largest":
+    if spec.adapter_kind.largest_rank != "largest":
         return
     sizes = [(layer.in_features, layer.out_features) for layer in layers if hasattr(layer, "in_features")]
     most = max((size for pair in sizes for size in pair), default=spec.r)
@@ -248,7 +248,7 @@ def _check_rank_of_recipe(layers: Sequence[Any], spec: AdapterSpec) -> None:
 
 def _largest_rank(layer: Any, spec: AdapterSpec) -> int:
     columns, singular = layer.in_features, min(layer.in_features, layer.out_features)
-    return {"columns": columns, "half": singular // 2}.get(spec.row.largest_rank, singular)
+    return {"columns": columns, "half": singular // 2}.get(spec.adapter_kind.largest_rank, singular)
 
 
 def is_converted_when_saved(adapted: Any) -> bool:
@@ -296,14 +296,14 @@ def load_run_adapters(
 
     ``spec`` and ``new_tokens`` must be the arguments with which the run added the adapters.
     """
-    if not spec.row.written_as_lora:
+    if not spec.adapter_kind.written_as_lora:
         return load_peft_adapters(model, folder)
     from peft import set_peft_model_state_dict
     from safetensors.torch import load_file
 
     adapted = add_peft_adapters(model, spec, 0, new_tokens)
     saved = load_file(_adapter_weights_file(folder), backend=READ_BACKEND)
-    if spec.row.columns:
+    if spec.adapter_kind.columns:
         for name in [name for name in saved if name.endswith("lora_A.weight")]:
             saved[name.replace("lora_A.weight", COLUMNS)] = saved.pop(name).argmax(dim=1)
         set_peft_model_state_dict(adapted, saved)

@@ -124,7 +124,7 @@ def write_expert_targets(model: PreTrainedModel, spec: AdapterSpec, config: Peft
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
     options: Any = config
-    if not spec.row.low_rank:
+    if not spec.adapter_kind.is_lora:
         return
     convert_peft_config_for_transformers(config, model, None)
     if isinstance(spec.target, str):
@@ -132,7 +132,7 @@ def write_expert_targets(model: PreTrainedModel, spec: AdapterSpec, config: Peft
         options.target_parameters = sorted(names) or None
     if not options.target_parameters:
         return
-    unsupported = None if spec.row.on_experts else f"adapters of kind {spec.kind}"
+    unsupported = None if spec.adapter_kind.on_experts else f"adapters of kind {spec.kind}"
     if unsupported or spec.dropout:
         raise ArgumentError(
             f"{unsupported or 'dropout of adapters'} cannot be used on experts that are one tensor "

@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from streamtune.base.result_cache import hash_of, versions
+from streamtune.base.result_cache import json_hash, versions
 from streamtune.plan.simulate.workload import Workload
 from streamtune.schedule import Schedule
 
@@ -43,7 +43,7 @@ def step_cache_key(workload: Workload, schedule: Schedule) -> str | None:
         versions(), str(torch.version.cuda),
         torch.are_deterministic_algorithms_enabled(), str(torch.get_default_dtype()),
     ]  # fmt: skip
-    return hash_of(facts)
+    return json_hash(facts)
 
 
 def _describe_model(model: nn.Module) -> Any:

@@ -97,7 +97,7 @@ def bench_recipe(
         prepare_libraries(device)
         with locate_errors(loaded):
             share = shares_prompts(task, make_blueprint(recipe, device), device)
-            completions = task.completions(share=share)
+            completions = task.make_shape_function(share=share)
     if packed_rows and not 2 <= packed_rows <= min(lengths) // 2:
         raise ArgumentError(
             f"--packed-rows must be from 2 to half of the smallest length, found {packed_rows}",

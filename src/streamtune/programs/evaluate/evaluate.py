@@ -117,7 +117,7 @@ def evaluate_model(
                 found.model,
                 max([task.planned_length(longest), *lengths]),
                 device,
-                completions=task.completions_of_rows(prepared, longest, share=share),
+                completions=task.make_measured_shape_function(prepared, longest, share=share),
                 reference_bytes=0 if held is None else device_model_bytes(held),
             )
         with stream_model(recipe, found.model, schedule) as handle:
@@ -193,7 +193,7 @@ class _Evaluation:
 
     def _make_run(self, rows: Sequence[Any]) -> BuiltRun:
         """Return a run (model, batches, objective) with ``rows`` held out; nothing is written to its folder."""
-        prepared = self.task.with_held_out(self.prepared, rows)
+        prepared = self.task.replace_held_out_rows(self.prepared, rows)
         batches = self.task.batches(prepared, self.tokenizer, share=self.share)
         world = train.WORLD
         return BuiltRun(

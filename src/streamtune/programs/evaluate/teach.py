@@ -91,7 +91,7 @@ def teach(loaded: LoadedRecipe, output: Path, *, top_k: int, feedback: Feedback 
         }
         writer = TeacherFileWriter(partial, [num_targets(rows[number]) for number in numbers], facts)
         model = train.ModelReference(teacher, handle)
-        with writer.finished(output), torch.no_grad(), train.autocast(device, bool(recipe.bf16)):
+        with writer.renamed_on_success(output), torch.no_grad(), train.autocast(device, bool(recipe.bf16)):
             for start in range(0, len(numbers), recipe.per_device_eval_batch_size):
                 part = [rows[number] for number in numbers[start : start + recipe.per_device_eval_batch_size]]
                 tensors = data.collate(part, pad_token_id=tokenizer.pad_token_id)
@@ -100,7 +100,7 @@ def teach(loaded: LoadedRecipe, output: Path, *, top_k: int, feedback: Feedback 
                 place = 0
                 for row in part:
                     stop = place + num_targets(row)
-                    writer.add(row, ids[place:stop], logprobs[place:stop])
+                    writer.add_row(row, ids[place:stop], logprobs[place:stop])
                     place = stop
                 feedback.progress("rows", start + len(part), len(numbers))
     return {**writer.metadata, "file": str(output), "targets": int(writer.starts[-1]), "bytes": output.stat().st_size}

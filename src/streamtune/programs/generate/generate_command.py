@@ -283,7 +283,7 @@ def _stop_on_interrupt(answerer: Answerer) -> Iterator[None]:
     """Context manager: Ctrl-C stops the answer; a second Ctrl-C ends the command."""
 
     def stop(signum: int, frame: Any) -> None:
-        interrupts.record_handled()
+        interrupts.record_handled_signal()
         if answerer.stopping:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGINT)
@@ -368,7 +368,7 @@ def _read_line() -> str | None:
         before: Callable[..., Any] | int | None = signal.getsignal(signal.SIGINT)
 
         def interrupt(signum: int, frame: Any) -> None:
-            interrupts.record_handled()
+            interrupts.record_handled_signal()
             raise KeyboardInterrupt
 
         with suppress(ValueError):

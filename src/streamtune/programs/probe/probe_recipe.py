@@ -198,7 +198,7 @@ def _make_task(recipe: Recipe, options: ProbeOptions, target: Device | None, her
         disk_bytes=sizes["disk"],
         schedule=make_schedule(spec) if spec.schedule == "fixed" else None,
         margin=margin,
-        unit=task_of(recipe).unit,
+        unit=task_of(recipe).unit_noun,
     )
 
 

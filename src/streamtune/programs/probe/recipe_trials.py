@@ -132,7 +132,7 @@ def _resolve_placement(task: Task[Any], shape: Shape, budget: Budget, device: to
     recipe = task.recipe
 
     def completions(model: Any) -> Completions | None:
-        return task.completions(share=task.scores_completions and shares_prompts(task, model, device))
+        return task.make_shape_function(share=task.scores_completions and shares_prompts(task, model, device))
 
     spec = _with_budget(recipe.engine, budget)
     return place_recipe(recipe, shape.length, device, completions, memory_spec=spec, batch_size=shape.batch_size)
@@ -155,7 +155,7 @@ def _plan_schedule(
     engine = _with_budget(recipe.engine, budget)
     like = recipe.model_copy(update={"engine": engine, "per_device_train_batch_size": shape.batch_size})
     device = model_device(model)
-    completions = task.completions(share=share)
+    completions = task.make_shape_function(share=share)
     try:
         return plan_model(like, model, LongestStep(shape.length, completions, reference_bytes), device).schedule
     except ArgumentError as error:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from streamtune.base.privacy import redact_values, visible
+from streamtune.base.privacy import escape_invisible, redact_values
 from streamtune.errors import ArgumentError, RecipeError
 from streamtune.recipe.yaml import read_yaml
 
@@ -161,7 +161,7 @@ def _limit_values(value: Any, depth: int = 0) -> Any:
     """Return JSON values with limited depth and lengths; numbers beyond :data:`LARGEST_DRAWN` become text."""
     if isinstance(value, str):
         rest = f" ... ({len(value):,} characters)" if len(value) > MOST_TEXT else ""
-        return visible(value[:MOST_TEXT]) + rest
+        return escape_invisible(value[:MOST_TEXT]) + rest
     if isinstance(value, bool) or value is None:
         return value
     if isinstance(value, int | float):
@@ -170,7 +170,7 @@ def _limit_values(value: Any, depth: int = 0) -> Any:
         return "..."
     if isinstance(value, dict):
         some = list(value.items())[:MOST_VALUES]
-        return {visible(str(key)[:MOST_KEY]): _limit_values(inner, depth + 1) for key, inner in some}
+        return {escape_invisible(str(key)[:MOST_KEY]): _limit_values(inner, depth + 1) for key, inner in some}
     return [_limit_values(inner, depth + 1) for inner in value[:MOST_VALUES]]
 
 

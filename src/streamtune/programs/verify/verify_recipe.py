@@ -47,7 +47,7 @@ from streamtune.run.weight_choices import with_best_precision
 from streamtune.schedule import Schedule
 from streamtune.tasks import Task, task_of
 from streamtune.tasks.random_batches import RandomTokens
-from streamtune.tasks.sft import prefix_batch
+from streamtune.tasks.sft import collate_prefix_batch
 from streamtune.tasks.task import ScoringTask
 from streamtune.train.objective import autocast
 
@@ -209,11 +209,11 @@ def _choose_rows(
     windows = choose_windows(rows, limit, PACKED_ROWS if recipe.packing or per_turn else 1)
     alone = batch = _collate_windows(windows, tokenizer).to(device)
     if per_turn:
-        batch = prefix_batch([window.example for window in windows]).to(device)
+        batch = collate_prefix_batch([window.example for window in windows]).to(device)
     elif recipe.packing:
         batch = _collate_windows(windows, tokenizer, packed=True).to(device)
     if top_k := task.teacher_top_k:  # the file has whole rows, not windows: use random tokens as top-k
-        taught = RandomTokens(recipe, model).top_k(alone, top_k)
+        taught = RandomTokens(recipe, model).draw_top_k(alone, top_k)
         packed = batch is not alone
         alone = replace(alone, top_k=taught)
         batch = replace(batch, top_k=taught.at(batch.shift_labels)) if packed else alone

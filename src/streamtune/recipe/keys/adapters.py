@@ -25,7 +25,7 @@ from streamtune.recipe.rules import (
 )
 
 OF_ALL = ("lora_target", "lora_exclude", "modules_to_save", "adapter_name_or_path")
-OF_KINDS = tuple(dict.fromkeys(key for kind in ADAPTERS.values() for key in kind.reads))
+OF_KINDS = tuple(dict.fromkeys(key for kind in ADAPTERS.values() for key in kind.own_recipe_keys))
 ADAPTER_KEYS = ("adapter_type", *OF_KINDS, *OF_ALL)
 """Keys without effect when all weights are trained."""
 UNQUANTISED = tuple(name for name, kind in ADAPTERS.items() if not kind.on_quantised)
@@ -36,7 +36,7 @@ def unread_adapter_keys(recipe: Any) -> dict[str, str]:
     given = [key for key in ADAPTER_KEYS if key in recipe.model_fields_set]
     if recipe.finetuning_type == "full":
         return dict.fromkeys(given, "finetuning_type: full")
-    unread = [key for key in given if key in OF_KINDS and key not in ADAPTERS[recipe.adapter_type].reads]
+    unread = [key for key in given if key in OF_KINDS and key not in ADAPTERS[recipe.adapter_type].own_recipe_keys]
     return dict.fromkeys(unread, f"adapter_type: {recipe.adapter_type}")
 
 

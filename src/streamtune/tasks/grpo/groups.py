@@ -22,7 +22,7 @@ from streamtune.recipe.loader import user_reward_functions
 from streamtune.recipe.settings import RolloutSettings
 from streamtune.tasks import rewards, rollout
 from streamtune.tasks.grpo.objective import Metrics, PolicyBatch
-from streamtune.tasks.preference import tree_batch
+from streamtune.tasks.preference import tree_batch_fields
 from streamtune.tasks.rewards import RewardScores
 from streamtune.tasks.steps import count_micro_batches
 
@@ -78,7 +78,7 @@ class BatchLayout:
     """True to leave out completions without a gradient; False if the loss is a mean over a micro-batch (bnpo)."""
     mask_truncated: bool
     """True if completions that were cut off are not trained on."""
-    flat_has_gradient: bool
+    zero_advantage_has_gradient: bool
     """True if a completion whose advantage is 0 still has a gradient, from a KL in the loss or from a teacher."""
     max_prompts: int | None = None
     """Most prompts in a micro-batch; None: no limit. If completions are left out, more prompts would fit, and the
@@ -89,14 +89,16 @@ class BatchLayout:
 
     def has_no_gradient(self, group: Group, index: int) -> bool:
         """Return True if the completion is not trained on, or has advantage 0 and no other source of a gradient."""
-        return not self.is_trained(group, index) or (group.advantages[index] == 0 and not self.flat_has_gradient)
+        return not self.is_trained(group, index) or (
+            group.advantages[index] == 0 and not self.zero_advantage_has_gradient
+        )
 
 
 def has_gradient(groups: Sequence[Group], layout: BatchLayout) -> bool:
     return not all(layout.has_no_gradient(group, index) for group in groups for index in range(len(group.completions)))
 
 
-def passing_completion(
+def passing_completion_batch(
     group: Group, pass_reward: float, prompts: Sequence[data.Prompt], layout: BatchLayout
 ) -> PolicyBatch | None:
     """Return a batch of the first trained completion with a reward of at least ``pass_reward``; None if there is none.
@@ -184,7 +186,7 @@ def _make_batch(
     trees = list(_make_trees(groups, prompts, rows, layout))
     trained = [(groups[g], i) for g, i in rows if layout.is_trained(groups[g], i)]
     return PolicyBatch(
-        **tree_batch(trees, pad_token_id=layout.pad_token_id, share=layout.share),
+        **tree_batch_fields(trees, pad_token_id=layout.pad_token_id, share=layout.share),
         advantages_N=torch.tensor([groups[g].advantages[i] for g, i in rows], dtype=torch.float32),
         old_K=_concatenate([group.old[i] if group.old else None for group, i in trained]),
         ref_K=_concatenate([group.ref[i] if group.ref else None for group, i in trained]),
@@ -261,12 +263,12 @@ class RewardScorer:
         origins = [prompt.origin for prompt in prompts]
         return self.functions([prompt.prompt for prompt in prompts], decoded, columns, origins=origins)
 
-    def check(self, prompts: Sequence[data.Prompt]) -> None:
+    def check_columns(self, prompts: Sequence[data.Prompt]) -> None:
         """Raise ``ArgumentError`` if the rows lack a column that a reward function reads."""
         self.functions.check_columns([*data.gather_columns(prompts), "completion_ids"])
 
 
-def load_functions(
+def load_reward_functions(
     recipe: RewardKeys, folder: Path, notify: Callable[[str], None] = lambda message: None
 ) -> rewards.Rewards:
     """Return the reward functions that a recipe names in ``reward_funcs``.
@@ -295,7 +297,7 @@ def load_functions(
     )
 
 
-def settings_of_all_ranks(recipe: Settings, world: train.World) -> Settings:
+def single_rank_recipe(recipe: Settings, world: train.World) -> Settings:
     """Return a recipe with which one rank alone would make the same optimizer steps as all ranks together.
 
     Raises:

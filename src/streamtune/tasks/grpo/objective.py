@@ -20,7 +20,7 @@ from streamtune.ops import Divergence, TokenLoss
 from streamtune.recipe.settings import PolicySettings
 from streamtune.tasks.objectives import (
     POLICY_LOSSES,
-    PolicyKnobs,
+    PolicyOptions,
     StepTotals,
     TokenLogps,
     check_policy_loss,
@@ -133,7 +133,7 @@ class PolicyObjective(RolloutObjective):
     def __init__(self, handle: StreamHandle, recipe: PolicySettings) -> None:
         super().__init__(handle, recipe)
         self.handle = handle
-        self.knobs = policy_knobs(recipe)
+        self.options = policy_options(recipe)
 
     def _score(self, model: nn.Module, batch: PolicyBatch, totals: StepTotals | None) -> train.Score:
         assert totals is not None, "held-out prompts are in a MeasuredBatch"
@@ -152,7 +152,7 @@ class PolicyObjective(RolloutObjective):
             ref_K=batch.ref_K,
             entropy_K=batch.gather_targets(scores.entropy).detach(),
         )
-        terms = policy_loss(self.recipe.loss_type, logps, batch.advantages_N, totals, self.knobs)
+        terms = policy_loss(self.recipe.loss_type, logps, batch.advantages_N, totals, self.options)
         return train.Score(terms.loss, scores.router_loss, metrics={**batch.metrics, **terms.metrics})
 
 
@@ -204,7 +204,7 @@ class CompletionLoss(ABC):
         self.recipe = recipe
 
     @abstractmethod
-    def check(self) -> None:
+    def check_settings(self) -> None:
         """Check that the recipe's settings of the loss are compatible.
 
         Raises:
@@ -227,17 +227,17 @@ class CompletionLoss(ABC):
 
     @property
     @abstractmethod
-    def extra_forwards(self) -> float:
+    def num_extra_forwards(self) -> float:
         """Number of forwards without gradient over the tokens of an optimizer step; a fraction if steps share one."""
 
     @property
     @abstractmethod
-    def leaves_out(self) -> bool:
+    def may_leave_out_completions(self) -> bool:
         """True if completions without a gradient may be left out of micro-batches."""
 
     @property
     @abstractmethod
-    def flat_has_gradient(self) -> bool:
+    def zero_advantage_has_gradient(self) -> bool:
         """True if a completion whose advantage is 0 has a gradient, from a KL in the loss or from a teacher."""
 
     @abstractmethod
@@ -263,9 +263,9 @@ class RewardLoss(CompletionLoss):
         "num_generations, change temperature, use easier prompts or sft_steps, or raise skip_limit",
     )
 
-    def check(self) -> None:
+    def check_settings(self) -> None:
         recipe = self.recipe
-        check_policy_loss(recipe.loss_type, policy_knobs(recipe), max_completion_length=recipe.max_completion_length)
+        check_policy_loss(recipe.loss_type, policy_options(recipe), max_completion_length=recipe.max_completion_length)
         some_N = torch.tensor([0.0, 1.0])
         group_advantages(
             recipe.loss_type, some_N, torch.zeros(2), scale_rewards=recipe.scale_rewards, greedy_N=torch.zeros(2)
@@ -280,16 +280,16 @@ class RewardLoss(CompletionLoss):
         return self.recipe.ref_model_name_or_path
 
     @property
-    def extra_forwards(self) -> float:
+    def num_extra_forwards(self) -> float:
         """Forwards of reference and old policy per optimizer step; ``num_iterations`` steps share the same ones."""
         return (self.uses_reference + self.recipe.needs_old_logprobs) / self.recipe.num_iterations
 
     @property
-    def leaves_out(self) -> bool:
+    def may_leave_out_completions(self) -> bool:
         return not POLICY_LOSSES[self.recipe.loss_type].averages_over_micro_batch
 
     @property
-    def flat_has_gradient(self) -> bool:
+    def zero_advantage_has_gradient(self) -> bool:
         return self.uses_reference and not POLICY_LOSS_FACTS[self.recipe.loss_type].kl_in_reward
 
     def objective(self, scorer: Any, reference: train.Reference | None) -> RolloutObjective:
@@ -308,11 +308,11 @@ class TeacherLoss(CompletionLoss):
         "raise max_completion_length, or delete mask_truncated_completions",
     )
     uses_reference = True
-    leaves_out = True
-    flat_has_gradient = True
-    extra_forwards = 0.0  # the teacher's forward is part of the step
+    may_leave_out_completions = True
+    zero_advantage_has_gradient = True
+    num_extra_forwards = 0.0  # the teacher's forward is part of the step
 
-    def check(self) -> None:
+    def check_settings(self) -> None:
         """Do nothing: the recipe's schema has already checked the keys of this loss."""
 
     @property
@@ -334,9 +334,9 @@ def completion_loss(recipe: PolicySettings) -> CompletionLoss:
     return (TeacherLoss if recipe.distils else RewardLoss)(recipe)
 
 
-def policy_knobs(recipe: PolicySettings) -> PolicyKnobs:
+def policy_options(recipe: PolicySettings) -> PolicyOptions:
     """Return the parameters of the policy-gradient loss (clipping, KL weight, ratios) that a recipe sets."""
-    return PolicyKnobs(
+    return PolicyOptions(
         epsilon_low=recipe.epsilon,
         epsilon_high=recipe.epsilon if recipe.epsilon_high is None else recipe.epsilon_high,
         delta=recipe.delta,

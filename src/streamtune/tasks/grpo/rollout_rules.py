@@ -1,6 +1,6 @@
 """Rules of a rollout: how many completions a prompt gets, and how their rewards become advantages.
 
-    prompts --counts of every rule--> completions --score--> rewards --scored of every rule, in order--> advantages
+    prompts --counts of every rule--> completions --score--> rewards --every rule, in order--> advantages
 
 :data:`ROLLOUT_RULES` has one class for each method. Rules that do not apply to a recipe are not created. All ranks call
 the rules in the same way and get the same results.
@@ -30,7 +30,7 @@ from streamtune.tasks.grpo.groups import (
     DistributedLogprobs,
     Group,
     ScoreCompletions,
-    passing_completion,
+    passing_completion_batch,
     store_logprobs,
 )
 from streamtune.tasks.objectives import Advantages, group_advantages, reward_with_kl
@@ -65,7 +65,7 @@ class RolloutTools:
     """Function called with a short description of the current computation."""
 
     @property
-    def sampling(self) -> rollout.Sampling:
+    def sampling_settings(self) -> rollout.Sampling:
         """Sampling settings of training completions, from the recipe."""
         recipe = self.recipe
         return rollout.Sampling(
@@ -114,7 +114,7 @@ class RolloutTools:
             ) from error
 
     def write_greedy(self, prompts: Sequence[data.Prompt]) -> list[rollout.Completion]:
-        return [group[0] for group in self.write(prompts, 1, replace(self.sampling, temperature=0.0))]
+        return [group[0] for group in self.write(prompts, 1, replace(self.sampling_settings, temperature=0.0))]
 
     def store_logprobs(self, groups: Sequence[Group], *, needs_old: bool) -> None:
         """Set log-probs that groups lack: ``ref``, the reference's, and with ``needs_old`` ``old``, the policy's."""
@@ -146,7 +146,7 @@ class ScoredRollout:
     """fp32 ``[N]``: reward of the greedy completion of the prompt; None unless a rule computes it"""
 
     @property
-    def group_N(self) -> Tensor:  # noqa: N802
+    def group_index_N(self) -> Tensor:  # noqa: N802
         """Index of the group that each completion belongs to, int64 ``[N]``."""
         return self.repeat_by_group(torch.arange(len(self.groups)))
 
@@ -170,26 +170,28 @@ class RolloutRule(ABC):
 
     @classmethod
     @abstractmethod
-    def applies(cls, recipe: RolloutSettings) -> bool:
+    def applies_to(cls, recipe: RolloutSettings) -> bool:
         """Return True if the rule applies to runs of this recipe."""
 
     @classmethod  # noqa: B027 (most rules read nothing of it)
     def check_model(cls, handle: StreamHandle) -> None:
         """Raise ``UnsupportedModelError`` if the rule does not support this model."""
 
-    def allocate_counts(self, numbers: Sequence[int], counts: list[int], rates: rollout.PassRates) -> list[int]:
+    def allocate_counts(
+        self, prompt_indices: Sequence[int], counts: list[int], pass_rates: rollout.PassRates
+    ) -> list[int]:
         """Return how many completions each prompt of an optimizer step gets. A rule must not change their sum.
 
         Args:
-            numbers: Indices of the prompts among the training prompts.
+            prompt_indices: Indices of the prompts among the training prompts.
             counts: Number of completions of each prompt, as earlier rules left it.
-            rates: Pass rates of the prompts.
+            pass_rates: Pass rates of the prompts.
         """
         return counts
 
     @abstractmethod
-    def apply(self, scored: ScoredRollout) -> None:
-        """Change the rewards of scored completions, or set their advantages; called once per rollout, rule by rule."""
+    def apply(self, scored_rollout: ScoredRollout) -> None:
+        """Change the rewards of the completions, or set their advantages; called once per rollout, rule by rule."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the rule's entries of a checkpoint, as plain JSON values; empty if the rule has no state."""
@@ -203,11 +205,11 @@ class KlInReward(RolloutRule):
     """Rule that subtracts the KL of a whole completion, times ``beta``, from its reward (for rloo and remax)."""
 
     @classmethod
-    def applies(cls, recipe: RolloutSettings) -> bool:
+    def applies_to(cls, recipe: RolloutSettings) -> bool:
         return recipe.beta > 0 and not recipe.distils and POLICY_LOSS_FACTS[recipe.loss_type].kl_in_reward
 
-    def apply(self, scored: ScoredRollout) -> None:
-        groups = scored.groups
+    def apply(self, scored_rollout: ScoredRollout) -> None:
+        groups = scored_rollout.groups
         for group in groups:
             group.advantages = [1.0] * len(group.completions)  # none is left out: its KL counts
         self.tools.store_logprobs(groups, needs_old=True)
@@ -218,40 +220,42 @@ class KlInReward(RolloutRule):
         lengths = torch.tensor([len(row) for group in groups for row in group.old or []])
         row_K = torch.arange(len(lengths)).repeat_interleave(lengths)
         beta = self.tools.recipe.beta
-        scored.rewards_N = reward_with_kl(scored.rewards_N, old_K, ref_K, row_K, beta=beta)[0]
+        scored_rollout.rewards_N = reward_with_kl(scored_rollout.rewards_N, old_K, ref_K, row_K, beta=beta)[0]
 
 
 class GreedyBaseline(RolloutRule):
     """Rule that scores a greedy completion of each prompt: the baseline of the loss ``remax``."""
 
     @classmethod
-    def applies(cls, recipe: RolloutSettings) -> bool:
+    def applies_to(cls, recipe: RolloutSettings) -> bool:
         return recipe.loss_type == "remax"
 
-    def apply(self, scored: ScoredRollout) -> None:
-        written = self.tools.write_greedy(scored.prompts)
-        scores = self.tools.score(scored.prompts, [completion.token_ids for completion in written])
-        scored.greedy_N = scored.repeat_by_group(rewards_tensor(scores.total))
+    def apply(self, scored_rollout: ScoredRollout) -> None:
+        written = self.tools.write_greedy(scored_rollout.prompts)
+        scores = self.tools.score(scored_rollout.prompts, [completion.token_ids for completion in written])
+        scored_rollout.greedy_N = scored_rollout.repeat_by_group(rewards_tensor(scores.total))
 
 
 class GroupAdvantages(RolloutRule):
     """Rule that computes advantages from rewards, as ``loss_type`` and ``scale_rewards`` define them."""
 
     @classmethod
-    def applies(cls, recipe: RolloutSettings) -> bool:
+    def applies_to(cls, recipe: RolloutSettings) -> bool:
         return not recipe.distils
 
-    def apply(self, scored: ScoredRollout) -> None:
+    def apply(self, scored_rollout: ScoredRollout) -> None:
         recipe = self.tools.recipe
         advantages = group_advantages(
             recipe.loss_type,
-            scored.rewards_N,
-            scored.group_N,
+            scored_rollout.rewards_N,
+            scored_rollout.group_index_N,
             scale_rewards=recipe.scale_rewards,
-            greedy_N=scored.greedy_N,
+            greedy_N=scored_rollout.greedy_N,
         )
-        _set_statistics(scored, advantages)
-        for group, values_n in zip(scored.groups, scored.split_by_group(advantages.values_N), strict=True):
+        _set_statistics(scored_rollout, advantages)
+        for group, values_n in zip(
+            scored_rollout.groups, scored_rollout.split_by_group(advantages.values_N), strict=True
+        ):
             group.advantages = values_n.tolist()
 
 
@@ -259,19 +263,21 @@ class RewardSpread(RolloutRule):
     """Rule that computes the spread of rewards, for metrics only: distillation (``gkd``) does not use advantages."""
 
     @classmethod
-    def applies(cls, recipe: RolloutSettings) -> bool:
+    def applies_to(cls, recipe: RolloutSettings) -> bool:
         return recipe.distils
 
-    def apply(self, scored: ScoredRollout) -> None:
-        _set_statistics(scored, group_advantages("dr_grpo", scored.rewards_N, scored.group_N))
-        for group in scored.groups:
+    def apply(self, scored_rollout: ScoredRollout) -> None:
+        _set_statistics(
+            scored_rollout, group_advantages("dr_grpo", scored_rollout.rewards_N, scored_rollout.group_index_N)
+        )
+        for group in scored_rollout.groups:
             group.advantages = [0.0] * len(group.completions)
 
 
 class Allocation(RolloutRule):
     """Rule that divides the completions of a step among its prompts so that the gradient has the least variance.
 
-    It also measures gradient norms of completions that passed, which :func:`rollout.variance_score` reads later.
+    It also measures gradient norms of completions that passed, which :func:`rollout.allocation_score` reads later.
     """
 
     reads_pass_rates = True
@@ -281,33 +287,35 @@ class Allocation(RolloutRule):
         self.norms = rollout.GradientNorms()
 
     @classmethod
-    def applies(cls, recipe: RolloutSettings) -> bool:
+    def applies_to(cls, recipe: RolloutSettings) -> bool:
         return recipe.allocation != "equal"
 
     @classmethod
     def check_model(cls, handle: StreamHandle) -> None:
         value_projection_weights(handle.layers, "allocation")
 
-    def allocate_counts(self, numbers: Sequence[int], counts: list[int], rates: rollout.PassRates) -> list[int]:
+    def allocate_counts(
+        self, prompt_indices: Sequence[int], counts: list[int], pass_rates: rollout.PassRates
+    ) -> list[int]:
         allocation = self.tools.recipe.allocation
-        passed = [rates.passed_share(number) for number in numbers]
+        passed = [pass_rates.passed_share(number) for number in prompt_indices]
         scores = [
-            rollout.variance_score(UNSEEN if rate is None else rate, self.norms.norm(number), allocation)
-            for rate, number in zip(passed, numbers, strict=True)
+            rollout.allocation_score(UNSEEN if rate is None else rate, self.norms.gradient_norm(number), allocation)
+            for rate, number in zip(passed, prompt_indices, strict=True)
         ]
         return rollout.allocate_completions(scores, sum(counts))
 
-    def apply(self, scored: ScoredRollout) -> None:
-        for group in scored.groups:  # every prompt counts the same, however many completions it has
+    def apply(self, scored_rollout: ScoredRollout) -> None:
+        for group in scored_rollout.groups:  # every prompt counts the same, however many completions it has
             share = self.tools.recipe.num_generations / len(group.completions)
             group.advantages = (torch.tensor(group.advantages, dtype=torch.float32) * share).tolist()
-        self._observe(scored.groups)
+        self._measure_gradient_norms(scored_rollout.groups)
 
-    def _observe(self, groups: Sequence[Group]) -> None:
+    def _measure_gradient_norms(self, groups: Sequence[Group]) -> None:
         """Measure the gradient norm of one passing completion of each prompt that has one, for later allocations."""
         tools, norm = self.tools, self.tools.gradient
         batches = [
-            passing_completion(g, tools.recipe.pass_reward, tools.prompts.training, tools.layout) for g in groups
+            passing_completion_batch(g, tools.recipe.pass_reward, tools.prompts.training, tools.layout) for g in groups
         ]
         passed = [(group, batch) for group, batch in zip(groups, batches, strict=True) if batch is not None]
         if not passed:
@@ -316,7 +324,7 @@ class Allocation(RolloutRule):
         measure = DistributedLogprobs(tools.world)
         norms = measure(lambda batch: [norm(batch)], len(passed), lambda number: passed[number][1])
         for (group, _), (value,) in zip(passed, norms, strict=True):
-            self.norms.observe(group.prompt, value)
+            self.norms.record_norm(group.prompt, value)
 
     def state_dict(self) -> dict[str, Any]:
         return {"norms": self.norms.state_dict()}
@@ -335,9 +343,9 @@ ROLLOUT_RULES: tuple[type[RolloutRule], ...] = (
 """All rules, in the order in which they change a scored rollout."""
 
 
-def rules_for(recipe: RolloutSettings) -> list[type[RolloutRule]]:
+def rollout_rules_for(recipe: RolloutSettings) -> list[type[RolloutRule]]:
     """Return the :class:`RolloutRule` classes that apply to a recipe, in the order in which they run."""
-    return [rule for rule in ROLLOUT_RULES if rule.applies(recipe)]
+    return [rule for rule in ROLLOUT_RULES if rule.applies_to(recipe)]
 
 
 def rewards_tensor(values: Sequence[float | None]) -> Tensor:
@@ -345,8 +353,11 @@ def rewards_tensor(values: Sequence[float | None]) -> Tensor:
     return torch.tensor([float("nan") if value is None else value for value in values], dtype=torch.float32)
 
 
-def _set_statistics(scored: ScoredRollout, advantages: Advantages) -> None:
+def _set_statistics(scored_rollout: ScoredRollout, advantages: Advantages) -> None:
     for group, flat_n, std_n in zip(
-        scored.groups, scored.split_by_group(advantages.flat_N), scored.split_by_group(advantages.std_N), strict=True
+        scored_rollout.groups,
+        scored_rollout.split_by_group(advantages.flat_N),
+        scored_rollout.split_by_group(advantages.std_N),
+        strict=True,
     ):
         group.flat, group.std = bool(flat_n.all()), float(std_n[0])

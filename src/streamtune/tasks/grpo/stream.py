@@ -33,7 +33,7 @@ from streamtune.recipe.settings import RolloutSettings
 from streamtune.tasks import rewards, rollout
 from streamtune.tasks.grpo.groups import Group, group_metrics, has_gradient, make_micro_batches
 from streamtune.tasks.grpo.objective import MeasuredBatch, PolicyBatch, completion_loss
-from streamtune.tasks.grpo.rollout_rules import RolloutTools, ScoredRollout, rewards_tensor, rules_for
+from streamtune.tasks.grpo.rollout_rules import RolloutTools, ScoredRollout, rewards_tensor, rollout_rules_for
 from streamtune.tasks.steps import divide_among_ranks
 from streamtune.tasks.task import chat_options
 from streamtune.train.records import append_records, cut_rotated_after_step, rotate_file
@@ -67,12 +67,12 @@ class GrpoSteps:
         self.tools, self.recipe, self.prompts = tools, tools.recipe, tools.prompts
         self.supervised, self.log = supervised, log
         self.loss = completion_loss(self.recipe)
-        self.rules = [rule(tools) for rule in rules_for(self.recipe)]
+        self.rules = [rule(tools) for rule in rollout_rules_for(self.recipe)]
         self.picker = rollout.PromptPicker(
             len(self.prompts.training),
             choice=self.recipe.prompts,
             seed=self.recipe.seed,
-            counts=any(rule.reads_pass_rates for rule in self.rules),
+            record_rates=any(rule.reads_pass_rates for rule in self.rules),
         )
         self.steps_taken = 0
         """Number of returned steps."""
@@ -115,7 +115,7 @@ class GrpoSteps:
                     batches[0] = replace(batches[0], metrics=more)
                 return batches
 
-    def held_out(self, eval_set: data.EvalSet | None = None) -> Iterator[train.MicroBatch]:
+    def held_out_batches(self, eval_set: data.EvalSet | None = None) -> Iterator[train.MicroBatch]:
         """Complete and score held-out prompts greedily, and iterate over batches that carry the metrics.
 
         With a teacher the batches also have the completions, whose divergence from the teacher is the held-out loss.
@@ -132,7 +132,7 @@ class GrpoSteps:
             scores = self.tools.score(asked_prompts, [completion.token_ids for completion in written])
             self.tools.show_activity("evaluating")
             if self.loss.scores_held_out:
-                yield from self._held_out_completions(range(start, start + len(asked_prompts)), written, scores)
+                yield from self._make_held_out_batches(range(start, start + len(asked_prompts)), written, scores)
                 continue
             group = Group(
                 prompt=-1,
@@ -145,8 +145,8 @@ class GrpoSteps:
             empty = torch.zeros(1, 1, dtype=torch.int64)
             yield MeasuredBatch(empty, empty, empty, tuple(prompt.origin for prompt in asked_prompts), metrics=metrics)
 
-    def _held_out_completions(
-        self, numbers: range, written: Sequence[rollout.Completion], scores: rewards.RewardScores
+    def _make_held_out_batches(
+        self, prompt_indices: range, written: Sequence[rollout.Completion], scores: rewards.RewardScores
     ) -> Iterator[PolicyBatch]:
         """Iterate over micro-batches that have the greedy completions of held-out prompts, and their metrics."""
         groups = [
@@ -158,7 +158,7 @@ class GrpoSteps:
                 scores={name: [values[place]] for name, values in scores.by_function.items()},
                 advantages=[0.0],
             )
-            for place, (number, completion) in enumerate(zip(numbers, written, strict=True))
+            for place, (number, completion) in enumerate(zip(prompt_indices, written, strict=True))
         ]
         layout = replace(self.tools.layout, mask_truncated=False)
         for batch in make_micro_batches(groups, self.prompts.validation, layout):
@@ -178,26 +178,26 @@ class GrpoSteps:
         raise RunError(f"{self.recipe.skip_limit} rollouts in a row had no gradient: in each of them {reason}", fix=fix)
 
     def _write_and_score(self) -> list[Group]:
-        tools, numbers = self.tools, self.picker.next_prompts(self.recipe.prompts_per_generation)
-        prompts = [self.prompts.training[number] for number in numbers]
-        counts = self._completion_counts(numbers)
+        tools, prompt_indices = self.tools, self.picker.next_prompts(self.recipe.prompts_per_generation)
+        prompts = [self.prompts.training[number] for number in prompt_indices]
+        counts = self._allocate_counts(prompt_indices)
         tools.show_activity(f"writing {sum(counts)} completions")
-        written = tools.write(prompts, counts[0] if len(set(counts)) == 1 else counts, tools.sampling)
+        written = tools.write(prompts, counts[0] if len(set(counts)) == 1 else counts, tools.sampling_settings)
         tools.show_activity("scoring completions")
         prompt_of_completion = [prompt for prompt, own in zip(prompts, written, strict=True) for _ in own]
         scores = tools.score(prompt_of_completion, [completion.token_ids for group in written for completion in group])
         tools.show_activity("advantages")
-        groups = self._make_groups(numbers, written, scores)
-        scored = ScoredRollout(prompts, groups, rewards_tensor(scores.total))
+        groups = self._make_groups(prompt_indices, written, scores)
+        scored_rollout = ScoredRollout(prompts, groups, rewards_tensor(scores.total))
         for rule in self.rules:
-            rule.apply(scored)
+            rule.apply(scored_rollout)
         self.log.record_rollout(self.steps_taken + 1, groups, prompts)
         return groups
 
-    def _completion_counts(self, numbers: Sequence[int]) -> list[int]:
+    def _allocate_counts(self, prompt_indices: Sequence[int]) -> list[int]:
         """Return how many completions each prompt gets; the sum over an optimizer step is fixed."""
         found = []
-        for part in self.tools.groups_by_step(numbers):
+        for part in self.tools.groups_by_step(prompt_indices):
             counts = [self.recipe.num_generations] * len(part)
             for rule in self.rules:
                 counts = rule.allocate_counts(part, counts, self.picker.rates)
@@ -205,12 +205,15 @@ class GrpoSteps:
         return found
 
     def _make_groups(
-        self, numbers: Sequence[int], written: Sequence[Sequence[rollout.Completion]], scores: rewards.RewardScores
+        self,
+        prompt_indices: Sequence[int],
+        written: Sequence[Sequence[rollout.Completion]],
+        scores: rewards.RewardScores,
     ) -> list[Group]:
         """Return a group of scored completions for each prompt, and record how many of them passed."""
         groups = []
         stops = accumulate(map(len, written))
-        for number, completions, stop in zip(numbers, written, stops, strict=True):
+        for number, completions, stop in zip(prompt_indices, written, stops, strict=True):
             own = slice(stop - len(completions), stop)
             groups.append(
                 Group(
@@ -222,7 +225,7 @@ class GrpoSteps:
                 )
             )
             passed = sum(reward is not None and reward >= self.recipe.pass_reward for reward in scores.total[own])
-            self.picker.observe(number, passed=passed, tried=len(completions))
+            self.picker.record_completions(number, passed=passed, tried=len(completions))
         return groups
 
     # --- position ----------------------------------------------------------------------------------------------
@@ -283,7 +286,9 @@ class CompletionLog:
         existing_indices = [(place, index) for place, index in indices if index < len(groups[place].completions)]
         rotate_file(self.path)
         chosen = existing_indices[: self.num_completions]
-        append_records(self.path, [self._record(step, groups[place], prompts[place], index) for place, index in chosen])
+        append_records(
+            self.path, [self._make_record(step, groups[place], prompts[place], index) for place, index in chosen]
+        )
 
     def record_skip(self, step: int, reason: str) -> None:
         if self.writes:
@@ -294,7 +299,7 @@ class CompletionLog:
         if self.writes:
             cut_rotated_after_step(self.path, step)
 
-    def _record(self, step: int, group: Group, prompt: data.Prompt, index: int) -> dict[str, Any]:
+    def _make_record(self, step: int, group: Group, prompt: data.Prompt, index: int) -> dict[str, Any]:
         return {
             "step": step,
             "prompt": self.tokenizer.decode(prompt.input_ids),
@@ -330,9 +335,9 @@ class SupervisedSteps:
             pass  # The epoch is over, and this call has moved the sampler to the next one.
         rows = [self.examples[row] for row in step[0]]
         parts = [rows[start : start + self.batch_size] for start in range(0, len(rows), self.batch_size)]
-        return [self._batch(part) for part in parts]
+        return [self._make_batch(part) for part in parts]
 
-    def _batch(self, examples: Sequence[data.Example]) -> train.MicroBatch:
+    def _make_batch(self, examples: Sequence[data.Example]) -> train.MicroBatch:
         batch = data.collate(examples, pad_token_id=self.pad_token_id)
         return train.MicroBatch(**batch, origins=tuple(example.origin for example in examples))
 

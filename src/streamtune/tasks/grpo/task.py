@@ -29,13 +29,13 @@ from streamtune.tasks.grpo.groups import (
     DistributedRewards,
     DistributedWriter,
     RewardScorer,
-    load_functions,
-    settings_of_all_ranks,
+    load_reward_functions,
+    single_rank_recipe,
 )
 from streamtune.tasks.grpo.objective import CompletionLoss, PolicyBatch, completion_loss
-from streamtune.tasks.grpo.rollout_rules import RolloutTools, rules_for
+from streamtune.tasks.grpo.rollout_rules import RolloutTools, rollout_rules_for
 from streamtune.tasks.grpo.stream import CompletionLog, GrpoSteps, SupervisedSteps
-from streamtune.tasks.preference import tree_batch
+from streamtune.tasks.preference import tree_batch_fields
 from streamtune.tasks.random_batches import RandomTokens, random_completions
 from streamtune.tasks.rewards import Rewards
 from streamtune.tasks.steps import StepPlan, peak_learning_rate
@@ -69,7 +69,7 @@ class GrpoData(data.PreparedPrompts):
     """Supervised steps before the first rollout; None without any."""
 
     @property
-    def num_train(self) -> int:
+    def num_training_units(self) -> int:
         return len(self.training)
 
 
@@ -87,20 +87,20 @@ class Grpo(ScoringTask[GrpoRecipe]):
 
     @classmethod
     def for_run(cls, recipe: GrpoRecipe, folder: Path, notify: Notify) -> Self:
-        completion_loss(recipe).check()
-        return cls(recipe, load_functions(recipe, folder, notify))
+        completion_loss(recipe).check_settings()
+        return cls(recipe, load_reward_functions(recipe, folder, notify))
 
     def check_ranks(self, device: torch.device, world: train.World) -> None:
-        settings_of_all_ranks(self.recipe, world)
+        single_rank_recipe(self.recipe, world)
         if self.recipe.use_vllm:
             rollout.check_vllm(device)
 
     def check_model(self, handle: StreamHandle) -> None:
-        for rule in rules_for(self.recipe):
+        for rule in rollout_rules_for(self.recipe):
             rule.check_model(handle)
 
     @property
-    def unit(self) -> str:
+    def unit_noun(self) -> str:
         return "completion"
 
     # --- data --------------------------------------------------------------------------------------------------
@@ -119,7 +119,7 @@ class Grpo(ScoringTask[GrpoRecipe]):
             prompts = data.prepare_prompts(sources, tokenizer, self.data_options(val_size), notify_later)
         supervised = None
         if self.functions is not None:
-            RewardScorer(self.functions, tokenizer).check(prompts.training[:16])
+            RewardScorer(self.functions, tokenizer).check_columns(prompts.training[:16])
             supervised = SupervisedSteps(recipe, prompts.training, tokenizer) if recipe.sft_steps else None
         return GrpoData(**vars(prompts), supervised=supervised)
 
@@ -171,7 +171,7 @@ class Grpo(ScoringTask[GrpoRecipe]):
             super().may_share_prompts and min(self.recipe.per_device_train_batch_size, self.recipe.num_generations) > 1
         )
 
-    def scored(self, share: bool, length: int, batch_size: int) -> Scored:
+    def micro_batch_shape(self, share: bool, length: int, batch_size: int) -> Scored:
         recipe = self.recipe
         completion = recipe.max_completion_length
         if completion > length - 2:
@@ -179,7 +179,7 @@ class Grpo(ScoringTask[GrpoRecipe]):
         prompts = self.max_prompts_per_batch(batch_size)
         counts = [batch_size // prompts + (place < batch_size % prompts) for place in range(prompts)]
         trees = tuple((length - completion - 1, (completion + 1,) * count) for count in counts)
-        return Scored(trees, share, entropy=self.loss.needs_entropy, forwards=self.loss.extra_forwards)
+        return Scored(trees, share, entropy=self.loss.needs_entropy, forwards=self.loss.num_extra_forwards)
 
     def max_prompts_per_batch(self, batch_size: int) -> int:
         """Return the largest number of prompts in a micro-batch of ``batch_size`` completions."""
@@ -199,8 +199,8 @@ class Grpo(ScoringTask[GrpoRecipe]):
 
     def count_steps(self, batches: GrpoData, micro_batches: int, world: train.World) -> StepPlan:
         """Return the numbers of optimizer steps. An epoch uses each prompt in one rollout, ``num_iterations`` times."""
-        recipe = settings_of_all_ranks(self.recipe, world)
-        rollouts = -(-batches.num_train // recipe.prompts_per_generation)
+        recipe = single_rank_recipe(self.recipe, world)
+        rollouts = -(-batches.num_training_units // recipe.prompts_per_generation)
         steps_per_epoch = rollouts * recipe.steps_per_rollout * recipe.num_iterations
         steps = recipe.max_steps if recipe.max_steps > 0 else math.ceil(steps_per_epoch * recipe.num_train_epochs)
         warmup = recipe.warmup_steps or math.ceil(steps * recipe.warmup_ratio)
@@ -209,7 +209,7 @@ class Grpo(ScoringTask[GrpoRecipe]):
     def make_training(self, built: BuiltRun) -> Training:
         assert self.functions is not None, "made by for_run"
         world, device = built.world, built.device
-        recipe = settings_of_all_ranks(self.recipe, world)
+        recipe = single_rank_recipe(self.recipe, world)
         log = CompletionLog(built.directory, built.tokenizer, recipe.num_completions_to_print, writes=world.is_main)
         writer = _make_writer(recipe, built)
         temperature = self.temperature
@@ -229,7 +229,7 @@ class Grpo(ScoringTask[GrpoRecipe]):
         )
         steps = GrpoSteps(tools, supervised=built.prepared.supervised, log=log)
 
-        def begin(backend: train.Backend, progress: train.Progress, stop: train.StopRequest) -> None:
+        def before_first_step(backend: train.Backend, progress: train.Progress, stop: train.StopRequest) -> None:
             if isinstance(writer, rollout.TransformersWriter):
                 writer.should_stop = lambda: stop.requested
             log.cut_after_step(built.first_step)
@@ -240,9 +240,9 @@ class Grpo(ScoringTask[GrpoRecipe]):
         return Training(
             objective=self.objective(built.handle, built.reference, device),
             steps=steps,
-            held_out=held_out_sets(built.prepared, steps.held_out),
+            held_out=held_out_sets(built.prepared, steps.held_out_batches),
             learning_rate_at=_build_learning_rate(recipe, built.plan, built.world),
-            before_first_step=begin,
+            before_first_step=before_first_step,
         )
 
     def _layout(self, tokenizer: PreTrainedTokenizerBase, share: bool) -> BatchLayout:
@@ -252,9 +252,9 @@ class Grpo(ScoringTask[GrpoRecipe]):
             max_prompts=self.max_prompts_per_batch(recipe.per_device_train_batch_size),
             pad_token_id=tokenizer.pad_token_id,
             share=share,
-            leave_out=self.loss.leaves_out,
+            leave_out=self.loss.may_leave_out_completions,
             mask_truncated=recipe.mask_truncated_completions,
-            flat_has_gradient=self.loss.flat_has_gradient,
+            zero_advantage_has_gradient=self.loss.zero_advantage_has_gradient,
         )
 
     # --- trials and comparisons --------------------------------------------------------------------------------
@@ -268,17 +268,17 @@ class Grpo(ScoringTask[GrpoRecipe]):
         recipe, device = self.recipe, trial.device
         teacher = trial.reference.model if isinstance(trial.reference, train.ModelReference) else None
         draw = RandomTokens(recipe, trial.model, teacher)
-        scored = self.scored(trial.share, trial.length, trial.batch_size)
-        drawn = [draw.policy_batch(recipe, scored) for _ in self._micro_batch_range()]
+        scored = self.micro_batch_shape(trial.share, trial.length, trial.batch_size)
+        drawn = [draw.draw_policy_batch(recipe, scored) for _ in self._trial_micro_batches()]
         policy = train.ModelReference(trial.model, trial.scorer, temperature=recipe.temperature, adapters=True)
         references = {
             "old_K": policy if recipe.needs_old_logprobs else None,
             "ref_K": trial.reference if self.loss.reads_logprobs else None,
         }
-        write = self._random_rollout(trial, draw)
+        write_completions = self._random_rollout(trial, draw)
 
-        def batches() -> list[PolicyBatch]:
-            write()
+        def make_batches() -> list[PolicyBatch]:
+            write_completions()
             batches_with_logprobs = []
             for batch in drawn:
                 moved = batch.to(device)
@@ -289,7 +289,7 @@ class Grpo(ScoringTask[GrpoRecipe]):
                 batches_with_logprobs.append(replace(batch, **logprobs))
             return batches_with_logprobs
 
-        return self.objective(trial.scorer, trial.reference, device), batches
+        return self.objective(trial.scorer, trial.reference, device), make_batches
 
     def _random_rollout(self, trial: TrialStep, draw: RandomTokens) -> Callable[[], None]:
         """Return a function that completes random prompts with a few tokens, up to the length of the trial."""
@@ -311,10 +311,10 @@ class Grpo(ScoringTask[GrpoRecipe]):
         )
         sampling = rollout.Sampling(num_tokens, temperature=recipe.temperature)
 
-        def write() -> None:
+        def write_completions() -> None:
             writer.write(prompts, group, sampling)
 
-        return write
+        return write_completions
 
     def verification_trees(
         self, rows: Sequence[data.Prompt], length: int, vocabulary: int
@@ -323,7 +323,7 @@ class Grpo(ScoringTask[GrpoRecipe]):
         return random_completions(self.recipe, rows, length, vocabulary), False
 
     def verification_batches(
-        self, trees: Sequence[data.Tree], model: nn.Module, plain: Any, *, pad_token_id: int, share: bool
+        self, trees: Sequence[data.Tree], model: nn.Module, plain_scorer: Any, *, pad_token_id: int, share: bool
     ) -> tuple[PolicyBatch, PolicyBatch]:
         """Return two batches of ``trees``: in the run's layout, and with one row for each completion.
 
@@ -332,11 +332,11 @@ class Grpo(ScoringTask[GrpoRecipe]):
         device = model_device(model)
         draw = torch.Generator().manual_seed(self.recipe.seed)
         advantages_N = torch.randn(sum(len(tree.completions) for tree in trees), generator=draw)
-        fields = [tree_batch(trees, pad_token_id=pad_token_id, share=each) for each in (share, False)]
+        fields = [tree_batch_fields(trees, pad_token_id=pad_token_id, share=each) for each in (share, False)]
         shared, apart = (PolicyBatch(**each, advantages_N=advantages_N).to(device) for each in fields)
         if not self.loss.reads_logprobs:
             return shared, apart
-        policy = train.ModelReference(model, plain, temperature=self.temperature, adapters=True)
+        policy = train.ModelReference(model, plain_scorer, temperature=self.temperature, adapters=True)
         old_K = policy.logprobs(apart)
         old_K = old_K + LOG_RATIO_NOISE * torch.randn(len(old_K), generator=draw).to(device)
         return replace(shared, old_K=old_K), replace(apart, old_K=old_K)

@@ -94,17 +94,17 @@ class _Groups:
         return cls(rewards_N, known_N, index_N, sizes, sums)
 
     @property
-    def mean_N(self) -> Tensor:  # noqa: N802
+    def group_mean_N(self) -> Tensor:  # noqa: N802
         return (self.sum_G / self.size_G)[self.index_N]
 
     @property
-    def std_N(self) -> Tensor:  # noqa: N802
-        square_N = torch.where(self.known_N, (self.rewards_N - self.mean_N) ** 2, 0.0)
+    def group_std_N(self) -> Tensor:  # noqa: N802
+        square_N = torch.where(self.known_N, (self.rewards_N - self.group_mean_N) ** 2, 0.0)
         variance_G = sum_by_row(square_N, self.index_N, len(self.size_G)) / (self.size_G - 1).clamp(min=1)
         return variance_G.sqrt()[self.index_N]
 
     @property
-    def equal_N(self) -> Tensor:  # noqa: N802
+    def has_equal_rewards_N(self) -> Tensor:  # noqa: N802
         """bool ``[N]``: True if all known rewards of the completion's group are equal, or none is known."""
         lowest, highest = (
             self.sum_G.new_full((len(self.size_G),), fill).scatter_reduce(0, self.index_N, values_N, how)
@@ -117,13 +117,13 @@ class _Groups:
 
 
 def _reward_minus_group_mean(groups: _Groups, greedy_N: Tensor | None) -> Tensor:
-    return torch.where(groups.equal_N, 0.0, groups.rewards_N - groups.mean_N)
+    return torch.where(groups.has_equal_rewards_N, 0.0, groups.rewards_N - groups.group_mean_N)
 
 
 def _reward_minus_other_mean(groups: _Groups, greedy_N: Tensor | None) -> Tensor:
     """Return each reward minus the mean of the other rewards in its group; 0 in a group with a single reward."""
     others_N = (groups.sum_G[groups.index_N] - groups.rewards_N) / (groups.size_G - 1).clamp(min=1)[groups.index_N]
-    return torch.where(groups.equal_N, 0.0, groups.rewards_N - others_N)
+    return torch.where(groups.has_equal_rewards_N, 0.0, groups.rewards_N - others_N)
 
 
 def _reward_minus_greedy(groups: _Groups, greedy_N: Tensor | None) -> Tensor:
@@ -196,7 +196,7 @@ def group_advantages(
     values_N = torch.where(groups.known_N, kind.baseline(groups, greedy_N), 0.0)
     scale = scale_rewards or kind.scale
     if scale == "group":
-        values_N = values_N / (groups.std_N + EPSILON)
+        values_N = values_N / (groups.group_std_N + EPSILON)
     elif scale == "batch":
         known_R = groups.rewards_N[groups.known_N]
         values_N = values_N / ((known_R.std() if known_R.numel() > 1 else 0.0) + EPSILON)
@@ -204,8 +204,8 @@ def group_advantages(
     return Advantages(
         values_N.to(rewards_N.dtype),
         (moving_G == 0)[groups.index_N],
-        groups.mean_N.to(rewards_N.dtype),
-        groups.std_N.to(rewards_N.dtype),
+        groups.group_mean_N.to(rewards_N.dtype),
+        groups.group_std_N.to(rewards_N.dtype),
     )
 
 

@@ -12,8 +12,8 @@ A score is a sum over the tokens of y. A score is a mean if the loss is defined 
 pair, and ``sigma`` is the logistic function.
 
 To add a loss, write a function and a line of the table, and add its name to ``recipe/keys/preferences.py``. A parameter
-of its own needs a field of :class:`PairKnobs`, a key of the same name there, and an entry in ``OF_PAIRS``. Then add the
-formula to docs/objectives.md and a case to tests/tasks/objectives/test_preference.py, and run ``make docs``.
+of its own needs a field of :class:`PairOptions`, a key of the same name there, and an entry in ``OF_PAIRS``. Then add
+the formula to docs/objectives.md and a case to tests/tasks/objectives/test_preference.py, and run ``make docs``.
 
 Losses are not divided here: the caller sums ``losses_P`` and divides by the number of pairs of the optimizer step.
 
@@ -36,7 +36,7 @@ from streamtune.tasks.objectives.advantages import sum_by_row, tokens_per_row
 
 
 @dataclass(frozen=True)
-class PairKnobs:
+class PairOptions:
     """Parameters of the losses on preference pairs. All but ``reward_gap_P`` are keys of the recipe."""
 
     beta: float = 0.1
@@ -59,89 +59,89 @@ class PairKnobs:
     """copg: reward of the chosen completion minus reward of the rejected completion"""
 
 
-def _sigmoid(chosen_P: Tensor, rejected_P: Tensor, knobs: PairKnobs) -> Tensor:
+def _sigmoid(chosen_P: Tensor, rejected_P: Tensor, options: PairOptions) -> Tensor:
     """Return ``-(1 - eps) log sigma(beta (chosen - rejected)) - eps log sigma(-beta (chosen - rejected))``.
 
     DPO (arXiv 2305.18290, eq. 7); with ``eps = label_smoothing > 0`` the conservative DPO of E. Mitchell's "A note on
     DPO with noisy preferences" (2023). Over plain log-probs it is the preference term of CPO (arXiv 2401.08417, eq. 3).
     """
-    logits_P, smoothing = knobs.beta * (chosen_P - rejected_P), knobs.label_smoothing
+    logits_P, smoothing = options.beta * (chosen_P - rejected_P), options.label_smoothing
     return -(1 - smoothing) * logsigmoid(logits_P) - smoothing * logsigmoid(-logits_P)
 
 
-def _robust(chosen_P: Tensor, rejected_P: Tensor, knobs: PairKnobs) -> Tensor:
+def _robust(chosen_P: Tensor, rejected_P: Tensor, options: PairOptions) -> Tensor:
     """Return ``(-(1 - eps) log sigma(beta d) + eps log sigma(-beta d)) / (1 - 2 eps)``, ``d = chosen - rejected``.
 
     Robust DPO (arXiv 2403.00409): unbiased if a share ``eps = label_smoothing`` of the pairs has swapped labels.
     """
-    logits_P, smoothing = knobs.beta * (chosen_P - rejected_P), knobs.label_smoothing
+    logits_P, smoothing = options.beta * (chosen_P - rejected_P), options.label_smoothing
     return (smoothing * logsigmoid(-logits_P) - (1 - smoothing) * logsigmoid(logits_P)) / (1 - 2 * smoothing)
 
 
-def _hinge(chosen_P: Tensor, rejected_P: Tensor, knobs: PairKnobs) -> Tensor:
+def _hinge(chosen_P: Tensor, rejected_P: Tensor, options: PairOptions) -> Tensor:
     """Return ``max(0, 1 - beta (chosen - rejected))``.
 
     SLiC (arXiv 2305.10425) with RSO's normalised score (arXiv 2309.06657).
     """
-    return torch.relu(1 - knobs.beta * (chosen_P - rejected_P))
+    return torch.relu(1 - options.beta * (chosen_P - rejected_P))
 
 
-def _ipo(chosen_P: Tensor, rejected_P: Tensor, knobs: PairKnobs) -> Tensor:
+def _ipo(chosen_P: Tensor, rejected_P: Tensor, options: PairOptions) -> Tensor:
     """Return ``(chosen - rejected - 1 / (2 beta))^2`` with scores per token.
 
     IPO (arXiv 2310.12036, eq. 17; its tau is beta). The mean over tokens is not in the paper, but in the authors' code
     and in TRL.
     """
-    return (chosen_P - rejected_P - 1 / (2 * knobs.beta)) ** 2
+    return (chosen_P - rejected_P - 1 / (2 * options.beta)) ** 2
 
 
-def _exo_pair(chosen_P: Tensor, rejected_P: Tensor, knobs: PairKnobs) -> Tensor:
+def _exo_pair(chosen_P: Tensor, rejected_P: Tensor, options: PairOptions) -> Tensor:
     """Return ``q log(q / (1 - eps)) + (1 - q) log((1 - q) / eps)``, ``q = sigma(beta (chosen - rejected))``.
 
     EXO over pairs (arXiv 2402.00856, eq. 16): the reverse KL from the policy's preference to labels smoothed by
     ``eps = label_smoothing``, which must be positive.
     """
-    logits_P = knobs.beta * (chosen_P - rejected_P)
-    smoothing = torch.tensor(knobs.label_smoothing, dtype=logits_P.dtype, device=logits_P.device)
+    logits_P = options.beta * (chosen_P - rejected_P)
+    smoothing = torch.tensor(options.label_smoothing, dtype=logits_P.dtype, device=logits_P.device)
     won_P = torch.sigmoid(logits_P) * (logsigmoid(logits_P) - torch.log1p(-smoothing))
     lost_P = torch.sigmoid(-logits_P) * (logsigmoid(-logits_P) - torch.log(smoothing))
     return won_P + lost_P
 
 
-def _sppo_hard(chosen_P: Tensor, rejected_P: Tensor, knobs: PairKnobs) -> Tensor:
+def _sppo_hard(chosen_P: Tensor, rejected_P: Tensor, options: PairOptions) -> Tensor:
     """Return ``(chosen - 1 / (2 beta))^2 + (rejected + 1 / (2 beta))^2``.
 
     SPPO (arXiv 2405.00675, eq. 4.7) with hard probabilities: 1 that the chosen one wins, 0 that the rejected one does.
     """
-    return (chosen_P - 0.5 / knobs.beta) ** 2 + (rejected_P + 0.5 / knobs.beta) ** 2
+    return (chosen_P - 0.5 / options.beta) ** 2 + (rejected_P + 0.5 / options.beta) ** 2
 
 
-def _apo_zero(chosen_P: Tensor, rejected_P: Tensor, knobs: PairKnobs) -> Tensor:
+def _apo_zero(chosen_P: Tensor, rejected_P: Tensor, options: PairOptions) -> Tensor:
     """Return ``1 - sigma(beta chosen) + sigma(beta rejected)``.
 
     APO-zero (arXiv 2408.06266, eq. 7): the chosen completion becomes more likely, the rejected completion less likely.
     """
-    return torch.sigmoid(-knobs.beta * chosen_P) + torch.sigmoid(knobs.beta * rejected_P)
+    return torch.sigmoid(-options.beta * chosen_P) + torch.sigmoid(options.beta * rejected_P)
 
 
-def _apo_down(chosen_P: Tensor, rejected_P: Tensor, knobs: PairKnobs) -> Tensor:
+def _apo_down(chosen_P: Tensor, rejected_P: Tensor, options: PairOptions) -> Tensor:
     """Return ``sigma(beta chosen) + 1 - sigma(beta (chosen - rejected))``.
 
     APO-down (arXiv 2408.06266, eq. 8): both completions become less likely, the rejected one more strongly.
     """
-    return torch.sigmoid(knobs.beta * chosen_P) + torch.sigmoid(-knobs.beta * (chosen_P - rejected_P))
+    return torch.sigmoid(options.beta * chosen_P) + torch.sigmoid(-options.beta * (chosen_P - rejected_P))
 
 
-def _dpop(chosen_P: Tensor, rejected_P: Tensor, knobs: PairKnobs) -> Tensor:
+def _dpop(chosen_P: Tensor, rejected_P: Tensor, options: PairOptions) -> Tensor:
     """Return ``-log sigma(beta (chosen - rejected - lambda max(0, -chosen)))``.
 
     DPO-positive (arXiv 2402.13228, eq. 3): DPO with a penalty if the chosen completion is less likely than under the
     reference.
     """
-    return -logsigmoid(knobs.beta * (chosen_P - rejected_P - knobs.dpop_lambda * torch.relu(-chosen_P)))
+    return -logsigmoid(options.beta * (chosen_P - rejected_P - options.dpop_lambda * torch.relu(-chosen_P)))
 
 
-def _copg(chosen_P: Tensor, rejected_P: Tensor, knobs: PairKnobs) -> Tensor:
+def _copg(chosen_P: Tensor, rejected_P: Tensor, options: PairOptions) -> Tensor:
     """Return ``-(R - beta / 2 (chosen - rejected)) (chosen - rejected)``.
 
     Contrastive policy gradient: the negative objective of arXiv 2406.19185, eqs. 7-9, with the gradient of eqs. 18-19.
@@ -149,25 +149,25 @@ def _copg(chosen_P: Tensor, rejected_P: Tensor, knobs: PairKnobs) -> Tensor:
     is beta / 2 times the gradient of IPO over summed log-probs (eqs. 21-22).
     """
     gap_P = chosen_P - rejected_P
-    return -(knobs.reward_gap_P - 0.5 * knobs.beta * gap_P) * gap_P
+    return -(options.reward_gap_P - 0.5 * options.beta * gap_P) * gap_P
 
 
-def _orpo(chosen_P: Tensor, rejected_P: Tensor, knobs: PairKnobs) -> Tensor:
+def _orpo(chosen_P: Tensor, rejected_P: Tensor, options: PairOptions) -> Tensor:
     """Return ``-beta log sigma(log odds(chosen) - log odds(rejected))``, ``odds(s) = e^s / (1 - e^s)``.
 
     ORPO (arXiv 2403.07691, eqs. 4 and 7; its lambda is beta), with scores per token. Eq. 6 adds the NLL of the chosen
     completion.
     """
     log_odds_P = (chosen_P - rejected_P) - (_log1mexp(chosen_P) - _log1mexp(rejected_P))
-    return -knobs.beta * logsigmoid(log_odds_P)
+    return -options.beta * logsigmoid(log_odds_P)
 
 
-def _simpo(chosen_P: Tensor, rejected_P: Tensor, knobs: PairKnobs) -> Tensor:
+def _simpo(chosen_P: Tensor, rejected_P: Tensor, options: PairOptions) -> Tensor:
     """Return ``-log sigma(beta (chosen - rejected) - gamma)``, scores per token: SimPO (arXiv 2405.14734, eq. 6).
 
     Labels are smoothed as in ``sigmoid``, as TRL does.
     """
-    logits_P, smoothing = knobs.beta * (chosen_P - rejected_P) - knobs.simpo_gamma, knobs.label_smoothing
+    logits_P, smoothing = options.beta * (chosen_P - rejected_P) - options.simpo_gamma, options.label_smoothing
     return -(1 - smoothing) * logsigmoid(logits_P) - smoothing * logsigmoid(-logits_P)
 
 
@@ -184,17 +184,17 @@ def _log1mexp(x_P: Tensor) -> Tensor:
 class PreferenceLoss:
     """A loss on preference pairs: its formula, the parameters that it reads, and whether it needs a reference."""
 
-    formula: Callable[[Tensor, Tensor, PairKnobs], Tensor]
-    """(scores of chosen ``[P]``, of rejected ``[P]``, knobs) -> losses ``[P]``"""
+    formula: Callable[[Tensor, Tensor, PairOptions], Tensor]
+    """(scores of chosen ``[P]``, of rejected ``[P]``, options) -> losses ``[P]``"""
     reads: frozenset[str]
-    """knobs that this loss reads and not all losses read, so never ``beta``; ``scores`` are rewards of completions"""
+    """options that this loss reads and not all losses read, so never ``beta``; ``scores`` are rewards of completions"""
     needs_reference: bool = True
     per_token: bool = False
     """True if scores are means over tokens, as published"""
     margin_only: bool = False
     """True if the loss depends only on ``chosen - rejected``, so the reference may be uniform (``reference_free``)"""
-    nll: Callable[[PairKnobs], float] = lambda knobs: 0.0
-    """knobs -> weight of the chosen completion's NLL per token, as published"""
+    nll: Callable[[PairOptions], float] = lambda options: 0.0
+    """options -> weight of the chosen completion's NLL per token, as published"""
 
 
 PREFERENCE_LOSSES: dict[str, PreferenceLoss] = {
@@ -208,12 +208,15 @@ PREFERENCE_LOSSES: dict[str, PreferenceLoss] = {
     "apo_down": PreferenceLoss(_apo_down, frozenset()),
     "dpop": PreferenceLoss(_dpop, frozenset({"dpop_lambda"})),
     "copg": PreferenceLoss(_copg, frozenset({"scores"})),
-    "orpo": PreferenceLoss(_orpo, frozenset(), needs_reference=False, per_token=True, nll=lambda knobs: 1.0),
+    "orpo": PreferenceLoss(_orpo, frozenset(), needs_reference=False, per_token=True, nll=lambda options: 1.0),
     "simpo": PreferenceLoss(
         _simpo, frozenset({"label_smoothing", "simpo_gamma"}), needs_reference=False, per_token=True
     ),
     "cpo": PreferenceLoss(
-        _sigmoid, frozenset({"label_smoothing", "cpo_alpha"}), needs_reference=False, nll=lambda knobs: knobs.cpo_alpha
+        _sigmoid,
+        frozenset({"label_smoothing", "cpo_alpha"}),
+        needs_reference=False,
+        nll=lambda options: options.cpo_alpha,
     ),
 }
 """Name of a loss -> loss of pairs. Losses of unpaired rows are in ``UNPAIRED_LOSSES``."""
@@ -243,7 +246,7 @@ class PairLogps:
         logp_N, tokens_N = sum_by_row(logp_K, row_K, num_rows), tokens_per_row(row_K, num_rows)
         return cls(logp_N[0::2], logp_N[1::2], tokens_N[0::2], tokens_N[1::2])
 
-    def per_token(self) -> PairLogps:
+    def token_means(self) -> PairLogps:
         """Return a copy whose log-probs are means over the tokens instead of sums."""
         return PairLogps(
             self.chosen_P / self.chosen_tokens_P.clamp(min=1),
@@ -287,7 +290,7 @@ def preference_loss(
     name: str,
     policy: PairLogps,
     reference: PairLogps | None,
-    knobs: PairKnobs = PairKnobs(),
+    options: PairOptions = PairOptions(),
     *,
     scores: tuple[Tensor, Tensor] | None = None,
 ) -> PreferenceTerms:
@@ -301,7 +304,7 @@ def preference_loss(
         name: Name of the loss, a key of :data:`PREFERENCE_LOSSES`.
         policy: Log-probs under the policy.
         reference: Log-probs under the reference, which get no gradient; None if the loss needs no reference.
-        knobs: Parameters of the loss.
+        options: Parameters of the loss.
         scores: Rewards for copg (chosen ``[P]``, rejected ``[P]``). None: +1/4 and -1/4.
 
     Raises:
@@ -311,14 +314,14 @@ def preference_loss(
     Example:
         >>> policy = PairLogps(torch.tensor([-4.0]), torch.tensor([-6.0]), torch.tensor([3]), torch.tensor([3]))
         >>> reference = PairLogps(torch.tensor([-5.0]), torch.tensor([-5.0]), torch.tensor([3]), torch.tensor([3]))
-        >>> terms = preference_loss("sigmoid", policy, reference, PairKnobs(beta=0.5))
+        >>> terms = preference_loss("sigmoid", policy, reference, PairOptions(beta=0.5))
         >>> torch.allclose(terms.losses_P.float(), -torch.nn.functional.logsigmoid(torch.tensor([0.5 * 2.0])))
         True
     """
-    loss = check_preference_loss(name, knobs)
+    loss = check_preference_loss(name, options)
     if scores is not None and "scores" not in loss.reads:
         raise ArgumentError(f"the loss '{name}' does not read scores", where="loss_type", fix="use copg")
-    reads_reference = loss.needs_reference and not knobs.reference_free
+    reads_reference = loss.needs_reference and not options.reference_free
     if reads_reference and reference is None:
         raise ArgumentError(
             f"the loss '{name}' needs a reference, found None",
@@ -326,34 +329,34 @@ def preference_loss(
             fix="give the log-probs of a reference, or use orpo, simpo or cpo",
         )
     if scores is not None:
-        knobs = replace(knobs, reward_gap_P=(scores[0] - scores[1]).to(policy.chosen_P))
-    return _compute_terms(loss, policy, reference if reads_reference else None, knobs)
+        options = replace(options, reward_gap_P=(scores[0] - scores[1]).to(policy.chosen_P))
+    return _compute_terms(loss, policy, reference if reads_reference else None, options)
 
 
 def _compute_terms(
-    loss: PreferenceLoss, policy: PairLogps, reference: PairLogps | None, knobs: PairKnobs
+    loss: PreferenceLoss, policy: PairLogps, reference: PairLogps | None, options: PairOptions
 ) -> PreferenceTerms:
-    nll_P = -policy.per_token().chosen_P
-    nll_weight = loss.nll(knobs) + (knobs.rpo_alpha or 0.0)
-    if loss.per_token or knobs.length_normalization:
-        policy, reference = policy.per_token(), reference and reference.per_token()
+    nll_P = -policy.token_means().chosen_P
+    nll_weight = loss.nll(options) + (options.rpo_alpha or 0.0)
+    if loss.per_token or options.length_normalization:
+        policy, reference = policy.token_means(), reference and reference.token_means()
     chosen_P, rejected_P = policy.chosen_P, policy.rejected_P
     if reference is not None:
         chosen_P, rejected_P = chosen_P - reference.chosen_P.detach(), rejected_P - reference.rejected_P.detach()
-    losses_P = loss.formula(chosen_P, rejected_P, knobs)
+    losses_P = loss.formula(chosen_P, rejected_P, options)
     if nll_weight:
         losses_P = losses_P + nll_weight * nll_P
     return PreferenceTerms(
         losses_P,
-        knobs.beta * chosen_P.detach(),
-        knobs.beta * rejected_P.detach(),
+        options.beta * chosen_P.detach(),
+        options.beta * rejected_P.detach(),
         policy.chosen_P.detach(),
         policy.rejected_P.detach(),
         nll_P.detach(),
     )
 
 
-def check_preference_loss(name: str, knobs: PairKnobs = PairKnobs()) -> PreferenceLoss:
+def check_preference_loss(name: str, options: PairOptions = PairOptions()) -> PreferenceLoss:
     """Return the loss called ``name``, after checking that its parameters are valid.
 
     Raises:
@@ -361,44 +364,44 @@ def check_preference_loss(name: str, knobs: PairKnobs = PairKnobs()) -> Preferen
             default.
     """
     loss = look_up(name, PREFERENCE_LOSSES, "loss of preference pairs", where="loss_type")
-    _check_ranges(knobs)
-    for key in (field.name for field in fields(knobs)):
+    _check_ranges(options)
+    for key in (field.name for field in fields(options)):
         readers = [other for other, one in PREFERENCE_LOSSES.items() if key in one.reads]
-        if readers and name not in readers and getattr(knobs, key) != getattr(PairKnobs, key):
+        if readers and name not in readers and getattr(options, key) != getattr(PairOptions, key):
             raise ArgumentError(
                 f"the loss '{name}' does not read {key}", where=key, fix=f"delete it, or use {' or '.join(readers)}"
             )
-    _check_combination(name, loss, knobs)
+    _check_combination(name, loss, options)
     return loss
 
 
-def _check_ranges(knobs: PairKnobs) -> None:
-    for field in fields(knobs):
-        value = getattr(knobs, field.name)
+def _check_ranges(options: PairOptions) -> None:
+    for field in fields(options):
+        value = getattr(options, field.name)
         if isinstance(value, float) and not math.isfinite(value):
             raise ArgumentError(f"{field.name} must be finite, found {value}", where=field.name)
-    if knobs.beta <= 0:
-        raise ArgumentError(f"beta must be positive, found {knobs.beta}", where="beta", fix="0.1 is usual")
-    if not 0 <= knobs.label_smoothing < 0.5:
+    if options.beta <= 0:
+        raise ArgumentError(f"beta must be positive, found {options.beta}", where="beta", fix="0.1 is usual")
+    if not 0 <= options.label_smoothing < 0.5:
         raise ArgumentError(
-            f"label_smoothing must be in [0, 0.5), found {knobs.label_smoothing}",
+            f"label_smoothing must be in [0, 0.5), found {options.label_smoothing}",
             where="label_smoothing",
             fix="use a smaller value: at 0.5 half of the labels would be swapped, and nothing could be learnt",
         )
-    for field in fields(knobs):
-        value = getattr(knobs, field.name)
+    for field in fields(options):
+        value = getattr(options, field.name)
         if isinstance(value, int | float) and value < 0:
             raise ArgumentError(f"{field.name} must not be negative, found {value}", where=field.name)
 
 
-def _check_combination(name: str, loss: PreferenceLoss, knobs: PairKnobs) -> None:
-    if name == "exo_pair" and knobs.label_smoothing == 0:
+def _check_combination(name: str, loss: PreferenceLoss, options: PairOptions) -> None:
+    if name == "exo_pair" and options.label_smoothing == 0:
         raise ArgumentError(
             "exo_pair takes the logarithm of label_smoothing, which is 0",
             where="label_smoothing",
             fix="set label_smoothing: 0.001",
         )
-    if knobs.reference_free and loss.needs_reference and not loss.margin_only:
+    if options.reference_free and loss.needs_reference and not loss.margin_only:
         able = [other for other, one in PREFERENCE_LOSSES.items() if one.margin_only]
         raise ArgumentError(
             f"the loss '{name}' compares each completion with the reference, so reference_free is undefined for it",

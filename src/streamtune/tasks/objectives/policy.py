@@ -56,7 +56,7 @@ class TokenLogps:
 
 
 @dataclass(frozen=True)
-class PolicyKnobs:
+class PolicyOptions:
     epsilon_low: float = 0.2
     """ratios below ``1 - epsilon_low`` are clipped if the advantage is negative"""
     epsilon_high: float = 0.2
@@ -98,27 +98,27 @@ def kl_estimate(logp_K: Tensor, ref_K: Tensor) -> Tensor:
     return torch.exp(gap_K) - gap_K - 1
 
 
-def _mean_of_means(term_K: Tensor, row_K: Tensor, rows: int, totals: StepTotals) -> Tensor:
+def _mean_of_means(term_K: Tensor, row_K: Tensor, num_rows: int, totals: StepTotals) -> Tensor:
     """Return the mean over the step's completions of the mean over the tokens of each."""
-    return mean_by_row(term_K, row_K, rows).sum() / totals.completions
+    return mean_by_row(term_K, row_K, num_rows).sum() / totals.completions
 
 
-def _mean_of_tokens(term_K: Tensor, row_K: Tensor, rows: int, totals: StepTotals) -> Tensor:
+def _mean_of_tokens(term_K: Tensor, row_K: Tensor, num_rows: int, totals: StepTotals) -> Tensor:
     """Return the sum over tokens, divided by the step's number of tokens."""
     return term_K.double().sum() / totals.tokens
 
 
-def _mean_of_local_tokens(term_K: Tensor, row_K: Tensor, rows: int, totals: StepTotals) -> Tensor:
+def _mean_of_local_tokens(term_K: Tensor, row_K: Tensor, num_rows: int, totals: StepTotals) -> Tensor:
     """Return the mean over the micro-batch's tokens, times its share of the step's completions."""
-    return term_K.double().sum() / max(1, term_K.numel()) * (rows / totals.completions)
+    return term_K.double().sum() / max(1, term_K.numel()) * (num_rows / totals.completions)
 
 
-def _per_token_of_longest(term_K: Tensor, row_K: Tensor, rows: int, totals: StepTotals) -> Tensor:
+def _per_token_of_longest(term_K: Tensor, row_K: Tensor, num_rows: int, totals: StepTotals) -> Tensor:
     """Return the sum over tokens, divided by the step's number of completions times ``max_completion_length``."""
     return term_K.double().sum() / (totals.completions * totals.max_completion_length)
 
 
-def _mean_of_sums(term_K: Tensor, row_K: Tensor, rows: int, totals: StepTotals) -> Tensor:
+def _mean_of_sums(term_K: Tensor, row_K: Tensor, num_rows: int, totals: StepTotals) -> Tensor:
     """Return the sum over tokens, divided by the step's number of completions."""
     return term_K.double().sum() / totals.completions
 
@@ -170,7 +170,7 @@ remax
 
 
 def policy_loss(
-    name: str, logps: TokenLogps, advantages_N: Tensor, totals: StepTotals, knobs: PolicyKnobs = PolicyKnobs()
+    name: str, logps: TokenLogps, advantages_N: Tensor, totals: StepTotals, options: PolicyOptions = PolicyOptions()
 ) -> PolicyTerms:
     """Return the loss of a micro-batch: the weighted sum of ``-min(ratio A, clip(ratio) A) + beta KL`` over tokens.
 
@@ -179,7 +179,7 @@ def policy_loss(
         logps: Log-probs of the target tokens.
         advantages_N: Advantage of each completion ``[N]``.
         totals: Divisors of the whole step.
-        knobs: Parameters of the loss.
+        options: Parameters of the loss.
 
     Raises:
         ArgumentError: The name is unknown, a value is out of range, a reference is missing, or the combination is
@@ -191,12 +191,12 @@ def policy_loss(
         >>> policy_loss("dapo", logps, advantages, totals).loss.item()  # all ratios are 1: -(1 + 1 - 1) / 3
         -0.3333333333333333
     """
-    loss = check_policy_loss(name, knobs, max_completion_length=totals.max_completion_length)
-    logp_K, ref_K, row_K, beta = logps.policy_K, logps.ref_K, logps.row_K, knobs.beta
+    loss = check_policy_loss(name, options, max_completion_length=totals.max_completion_length)
+    logp_K, ref_K, row_K, beta = logps.policy_K, logps.ref_K, logps.row_K, options.beta
     if beta > 0 and ref_K is None:
         raise ArgumentError(f"beta is {beta}, but there is no reference for the KL", where="beta", fix="set beta: 0")
     rows = advantages_N.numel()
-    by_sequence = (knobs.importance_level or loss.level) == "sequence"
+    by_sequence = (options.importance_level or loss.level) == "sequence"
     gap_K = logp_K - (logp_K if logps.old_K is None else logps.old_K).detach()
     if by_sequence:
         log_ratio_U = (sum_by_row if loss.is_single_action else mean_by_row)(gap_K, row_K, rows)
@@ -205,14 +205,14 @@ def policy_loss(
         log_ratio_U, advantages_U = gap_K, advantages_N.to(gap_K)[row_K]
     # e^80 is far outside any clip and finite in float32: an infinite ratio times an advantage of 0 would be NaN
     ratio_U = torch.exp(log_ratio_U.clamp(max=80.0))
-    term_U, metrics = _clipped_surrogate(ratio_U, advantages_U, knobs)
+    term_U, metrics = _clipped_surrogate(ratio_U, advantages_U, options)
     if by_sequence and loss.is_single_action:  # the tokens of a completion share its one term
         term_U = term_U / tokens_per_row(row_K, rows).clamp(min=1)
     term_K = term_U[row_K] if by_sequence else term_U
     if ref_K is not None:
         kl_K = kl_estimate(logp_K, ref_K.detach())
         if beta:
-            weight_K = (ratio_U[row_K] if by_sequence else ratio_U) if knobs.kl_by_ratio else 1.0
+            weight_K = (ratio_U[row_K] if by_sequence else ratio_U) if options.kl_by_ratio else 1.0
             term_K = term_K + beta * weight_K * kl_K
         metrics["kl"] = _sum_and_count(kl_K)
     if logps.entropy_K is not None:
@@ -221,15 +221,15 @@ def policy_loss(
 
 
 def _clipped_surrogate(
-    ratio_U: Tensor, advantages_U: Tensor, knobs: PolicyKnobs
+    ratio_U: Tensor, advantages_U: Tensor, options: PolicyOptions
 ) -> tuple[Tensor, dict[str, tuple[float, float]]]:
     """Return PPO's negative clipped surrogate (arXiv 1707.06347, eq. 7), and metrics of the clipping.
 
     U is the number of tokens or, if ratios are of whole completions, of completions.
     """
-    low, high = 1 - knobs.epsilon_low, 1 + knobs.epsilon_high
+    low, high = 1 - options.epsilon_low, 1 + options.epsilon_high
     clipped_U = ratio_U.clamp(low, high)
-    bounded_U = ratio_U if knobs.delta is None else ratio_U.clamp(max=knobs.delta)
+    bounded_U = ratio_U if options.delta is None else ratio_U.clamp(max=options.delta)
     low_U = (ratio_U < low) & (advantages_U < 0)
     high_U = (ratio_U > high) & (advantages_U > 0)
     metrics = {
@@ -244,14 +244,16 @@ def _sum_and_count(values: Tensor) -> tuple[float, float]:
     return float(values.detach().sum(dtype=torch.float64)), float(values.numel())
 
 
-def check_policy_loss(name: str, knobs: PolicyKnobs = PolicyKnobs(), *, max_completion_length: int = 1) -> PolicyLoss:
+def check_policy_loss(
+    name: str, options: PolicyOptions = PolicyOptions(), *, max_completion_length: int = 1
+) -> PolicyLoss:
     """Return the policy-gradient loss called ``name``, after checking that its parameters are valid.
 
     Raises:
         ArgumentError: The name is unknown, a value is out of range, or the combination is undefined.
     """
-    epsilon_low, epsilon_high = knobs.epsilon_low, knobs.epsilon_high
-    delta, beta, level = knobs.delta, knobs.beta, knobs.importance_level
+    epsilon_low, epsilon_high = options.epsilon_low, options.epsilon_high
+    delta, beta, level = options.delta, options.beta, options.importance_level
     loss = look_up(name, POLICY_LOSSES, "policy loss", where="loss_type")
     if not 0 < epsilon_low <= 1:
         raise ArgumentError(f"epsilon must be in (0, 1], found {epsilon_low}", where="epsilon", fix="0.2 is usual")

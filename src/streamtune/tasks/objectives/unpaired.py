@@ -24,7 +24,7 @@ from streamtune.tasks.objectives.advantages import sum_by_row, tokens_per_row
 
 
 @dataclass(frozen=True)
-class UnpairedKnobs:
+class UnpairedOptions:
     """Parameters of the losses on single labelled completions, each of which is a key of the recipe."""
 
     beta: float = 0.1
@@ -52,7 +52,7 @@ class RowLogps:
         """Return log-probs summed over the tokens of each completion; ``row_K`` is the completion of each token."""
         return cls(sum_by_row(logp_K, row_K, num_rows), tokens_per_row(row_K, num_rows))
 
-    def per_token(self) -> RowLogps:
+    def token_means(self) -> RowLogps:
         """Return a copy whose log-probs are means over the tokens instead of sums."""
         return RowLogps(self.logp_N / self.tokens_N.clamp(min=1), self.tokens_N)
 
@@ -132,7 +132,7 @@ def unpaired_loss(
     policy: RowLogps,
     reference: RowLogps,
     desirable_N: Tensor,
-    knobs: UnpairedKnobs = UnpairedKnobs(),
+    options: UnpairedOptions = UnpairedOptions(),
     *,
     baseline: Tensor | None = None,
 ) -> UnpairedTerms:
@@ -143,29 +143,29 @@ def unpaired_loss(
         policy: Log-probs under the policy.
         reference: Log-probs under the reference. They get no gradient.
         desirable_N: True for a desirable completion: bool ``[N]``.
-        knobs: Parameters of the loss.
+        options: Parameters of the loss.
         baseline: Result of :func:`kto_baseline`, for the losses with ``needs_baseline``.
 
     Raises:
         ArgumentError: The name is unknown, a value is out of range, or the baseline is missing.
     """
-    loss = check_unpaired_loss(name, knobs)
+    loss = check_unpaired_loss(name, options)
     if loss.needs_baseline and baseline is None:
         raise ArgumentError(
             f"the loss '{name}' needs a KL baseline, found None",
             where="loss_type",
             fix="compute it with kto_baseline from the log-probs of mismatched completions",
         )
-    if knobs.length_normalization:
-        policy, reference = policy.per_token(), reference.per_token()
+    if options.length_normalization:
+        policy, reference = policy.token_means(), reference.token_means()
     logratio_N = policy.logp_N - reference.logp_N.detach()
     zero = logratio_N.new_zeros(())
-    losses_N = loss.formula(logratio_N, desirable_N, zero if baseline is None else baseline.to(zero), knobs.beta)
-    losses_N = torch.where(desirable_N, knobs.desirable_weight * losses_N, knobs.undesirable_weight * losses_N)
-    return UnpairedTerms(losses_N, knobs.beta * logratio_N.detach(), policy.logp_N.detach(), desirable_N)
+    losses_N = loss.formula(logratio_N, desirable_N, zero if baseline is None else baseline.to(zero), options.beta)
+    losses_N = torch.where(desirable_N, options.desirable_weight * losses_N, options.undesirable_weight * losses_N)
+    return UnpairedTerms(losses_N, options.beta * logratio_N.detach(), policy.logp_N.detach(), desirable_N)
 
 
-def check_unpaired_loss(name: str, knobs: UnpairedKnobs = UnpairedKnobs()) -> UnpairedLoss:
+def check_unpaired_loss(name: str, options: UnpairedOptions = UnpairedOptions()) -> UnpairedLoss:
     """Return the loss on single completions called ``name``, after checking that its parameters are valid.
 
     Raises:
@@ -173,7 +173,7 @@ def check_unpaired_loss(name: str, knobs: UnpairedKnobs = UnpairedKnobs()) -> Un
     """
     loss = look_up(name, UNPAIRED_LOSSES, "loss of unpaired rows", where="loss_type")
     for key in ("beta", "desirable_weight", "undesirable_weight"):
-        value = getattr(knobs, key)
+        value = getattr(options, key)
         if not (math.isfinite(value) and value > 0):
             raise ArgumentError(f"{key} must be positive and finite, found {value}", where=key)
     return loss

@@ -226,7 +226,7 @@ class Builtin:
     runs_code: bool = False
 
     @property
-    def options(self) -> tuple[str, ...]:
+    def option_names(self) -> tuple[str, ...]:
         parameters = tuple(inspect.signature(self.function).parameters)[1:]
         return (*parameters, "column") if self.reads else parameters
 
@@ -273,7 +273,7 @@ def bind_reward_options(
             return score(completion_text(completion))
         return None if value is None else score(completion_text(completion), value)
 
-    def call(
+    def compute_scores(
         prompts: Sequence[Any], completions: Sequence[Any], columns: Mapping[str, Sequence[Any]]
     ) -> list[float | None]:
         values = columns[column] if from_rows else [constant] * len(completions)
@@ -282,7 +282,7 @@ def bind_reward_options(
         with ThreadPoolExecutor(max(1, min(len(completions), os.cpu_count() or 1))) as pool:
             return list(pool.map(score_one, completions, values))
 
-    return call, frozenset({column}) if from_rows else frozenset()
+    return compute_scores, frozenset({column}) if from_rows else frozenset()
 
 
 def _check_types(builtin: Builtin, options: Mapping[str, Any]) -> None:

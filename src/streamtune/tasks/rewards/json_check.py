@@ -122,14 +122,14 @@ def check_schema(schema: Any, path: str = "the schema") -> None:
         if keyword in ("items", "not", "additionalProperties"):
             check_schema(value, f"{path}.{keyword}")
         elif keyword in SCHEMA_LIST_KEYS or keyword == "properties":
-            _check_schemas(keyword, value, f"{path}.{keyword}")
+            _check_subschemas(keyword, value, f"{path}.{keyword}")
         elif keyword in CHECKS or keyword == "required":
             _check_keyword(keyword, value, path)
         elif keyword not in ANNOTATIONS:
             raise ValueError(f"{path} has '{keyword}', which is not supported")
 
 
-def _check_schemas(keyword: str, value: Any, path: str) -> None:
+def _check_subschemas(keyword: str, value: Any, path: str) -> None:
     if not isinstance(value, dict if keyword == "properties" else list):
         wanted = "an object" if keyword == "properties" else "a list"
         raise ValueError(f"{path} must be {wanted}, found {type(value).__name__}")

@@ -34,17 +34,17 @@ def main() -> None:
     _prctl(SET_CHILD_SUBREAPER, 1)
     _prctl(SET_PDEATHSIG, signal.SIGKILL)
     secret = secrets.token_hex(16)
-    reading, writing = os.pipe()
+    read_end, write_end = os.pipe()
     deadline = time.monotonic() + request["seconds"]
     child = os.fork()
     if child == 0:
         os.setpgid(0, 0)
-        os.close(reading)
-        _run_child(request, secret, writing)
+        os.close(read_end)
+        _run_child(request, secret, write_end)
     with contextlib.suppress(OSError):  # both processes do it, because either may run first
         os.setpgid(child, child)
-    os.close(writing)
-    message = _read_message(reading, deadline, child)
+    os.close(write_end)
+    message = _read_message(read_end, deadline, child)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child, signal.SIGKILL)  # all at once, or processes that fork would run ahead of the loop below
     _kill_descendants()
@@ -60,7 +60,7 @@ def _prctl(option: int, value: int) -> None:
 # --- the child ---------------------------------------------------------------------------------------------------
 
 
-def _run_child(request: dict[str, Any], secret: str, writing: int) -> None:
+def _run_child(request: dict[str, Any], secret: str, write_end: int) -> None:
     try:
         _prctl(SET_PDEATHSIG, signal.SIGKILL)
         null_device = os.open(os.devnull, os.O_RDWR)
@@ -71,7 +71,7 @@ def _run_child(request: dict[str, Any], secret: str, writing: int) -> None:
         namespace: dict[str, Any] = {"__name__": "__main__"}
         exec(compile(code, "<completion>", "exec"), namespace)
         passed = sum(_passes_test(test, dict(namespace)) for test in tests)
-        os.write(writing, f"{secret}{passed:0{COUNT_DIGITS}}".encode())
+        os.write(write_end, f"{secret}{passed:0{COUNT_DIGITS}}".encode())
     except BaseException:  # anything that the code raises, SystemExit and MemoryError too: no test has passed
         pass
     finally:

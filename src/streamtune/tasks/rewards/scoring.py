@@ -155,7 +155,7 @@ def _call_and_check(name: str, function: RewardFunction, batch: _Batch) -> list[
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # SystemExit too: a function must not end a run as if it were complete
-        where = _find_failing(function, batch)
+        where = _find_failing_completion(function, batch)
         if function.built_in and isinstance(error, ValueError):
             raise RunError(
                 f"the reward '{name}' cannot be computed: {error}",
@@ -180,10 +180,10 @@ def _call_and_check(name: str, function: RewardFunction, batch: _Batch) -> list[
             where=function.where,
             fix="return one number for each completion, or None for a completion to which it does not apply",
         )
-    return [_check_score(name, function, batch, number, value) for number, value in enumerate(values)]
+    return [_to_valid_score(name, function, batch, number, value) for number, value in enumerate(values)]
 
 
-def _check_score(name: str, function: RewardFunction, batch: _Batch, number: int, value: Any) -> float | None:
+def _to_valid_score(name: str, function: RewardFunction, batch: _Batch, number: int, value: Any) -> float | None:
     """Return one score as a float, or None if it is None; raise ``RunError`` if it is not a finite number."""
     if value is None:
         return None
@@ -199,7 +199,7 @@ def _check_score(name: str, function: RewardFunction, batch: _Batch, number: int
     )
 
 
-def _find_failing(function: RewardFunction, batch: _Batch) -> str:
+def _find_failing_completion(function: RewardFunction, batch: _Batch) -> str:
     """Return the name of the first completion on which the function, called on it alone, raises; empty if none."""
     if len(batch.completions) == 1:
         return batch.completion_name(0)

@@ -111,7 +111,7 @@ def _load_builtin(name: str, options: dict[str, Any], *, allow_code: bool) -> Re
             fix="to allow it, set allow_code: true or run with --allow-code. The code runs in a subprocess with limits "
             "on time and memory, but with your user's rights and network",
         )
-    _check_options(name, options, builtin.options, builtin.options)
+    _check_options(name, options, builtin.option_names, builtin.option_names)
     call, needs = bind_reward_options(builtin, options)
     return RewardFunction(name, call, needs, built_in=True)
 
@@ -127,7 +127,7 @@ def _check_options(name: str, options: Iterable[str], accepted: Sequence[str], s
 
 
 def _load_user_function(target: str, name: str, directory: Path) -> Callable[..., Any]:
-    module = import_target(target, directory)
+    module = import_user_module(target, directory)
     function = getattr(module, name, None)
     if function is None:
         callables = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
@@ -149,7 +149,7 @@ def _load_user_function(target: str, name: str, directory: Path) -> Callable[...
     return function
 
 
-def import_target(target: str, directory: Path) -> ModuleType:
+def import_user_module(target: str, directory: Path) -> ModuleType:
     """Return the module ``path.py`` or ``package.module``. It is imported once, even if the file changes later."""
     return _import_file(target, directory) if target.endswith(".py") else _import_module(target, directory)
 
@@ -228,11 +228,11 @@ def _bind_options(name: str, function: Callable[..., Any], options: dict[str, An
         if parameters[key].default is inspect.Parameter.empty and key not in (*always_passed, *options)
     )
 
-    def call(prompts: Sequence[Any], completions: Sequence[Any], columns: Mapping[str, Sequence[Any]]) -> Any:
+    def call_function(prompts: Sequence[Any], completions: Sequence[Any], columns: Mapping[str, Sequence[Any]]) -> Any:
         arguments = {**columns, "prompts": prompts, "completions": completions, **options}
         return function(**{key: value for key, value in arguments.items() if accepts_all or key in accepted})
 
-    return RewardFunction(name, call, needs, _definition_line(function))
+    return RewardFunction(name, call_function, needs, _definition_line(function))
 
 
 def _definition_line(function: Callable[..., Any]) -> str:
@@ -258,7 +258,7 @@ def reward_sources(specs: list[str], directory: Path) -> dict[str, Path]:
         match = USER_PATTERN.fullmatch(spec.strip())
         if match is None:
             continue
-        module = import_target(match["target"], directory)
+        module = import_user_module(match["target"], directory)
         file = _source_file(module)
         if file is None:
             continue

@@ -9,7 +9,7 @@ from streamtune.tasks.rollout.select import (
     PassRates,
     PromptPicker,
     allocate_completions,
-    variance_score,
+    allocation_score,
 )
 from streamtune.tasks.rollout.writers import (
     Completion,
@@ -34,6 +34,6 @@ __all__ = [
     "Writer",
     "WritingStopped",
     "allocate_completions",
+    "allocation_score",
     "check_vllm",
-    "variance_score",
 ]

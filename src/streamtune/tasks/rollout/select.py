@@ -59,7 +59,7 @@ class PassRates:
     def __init__(self) -> None:
         self._counts: dict[int, tuple[float, float]] = {}
 
-    def rate(self, prompt: int) -> float:
+    def pass_rate(self, prompt: int) -> float:
         """Return the estimated pass rate of the prompt with this index; 1/2 if it has no completions yet."""
         passed, tried = self._counts.get(prompt, (0.0, 0.0))
         return (passed + 1.0) / (tried + 2.0)
@@ -69,17 +69,17 @@ class PassRates:
         passed, tried = self._counts.get(prompt, (0.0, 0.0))
         return passed / tried if tried else None
 
-    def weight(self, prompt: int, *, middle: bool = False) -> float:
+    def sampling_weight(self, prompt: int, *, middle: bool = False) -> float:
         """Return the weight with which a prompt is drawn: ``p (1 - p)`` plus a floor for pass rate p.
 
         With ``middle`` the weight is the same for all rates in ``MIDDLE_RATES``, and the floor for others.
         """
-        rate = self.rate(prompt)
+        rate = self.pass_rate(prompt)
         if middle:
             return 0.25 if MIDDLE_RATES[0] <= rate <= MIDDLE_RATES[1] else MIN_WEIGHT
         return rate * (1.0 - rate) + MIN_WEIGHT
 
-    def observe(self, prompt: int, *, passed: int, tried: int) -> None:
+    def record_completions(self, prompt: int, *, passed: int, tried: int) -> None:
         before_passed, before_tried = self._counts.get(prompt, (0.0, 0.0))
         self._counts[prompt] = (DECAY * before_passed + passed, DECAY * before_tried + tried)
 
@@ -97,13 +97,13 @@ class PromptPicker:
         num_prompts: Number of prompts to choose from.
         choice: ``uniform``, ``pass_rate`` (more often at rates near 1/2) or ``middle`` (at rates from 1/4 to 3/4).
         seed: Seed of the random numbers.
-        counts: True to record pass rates even if the choice does not read them.
+        record_rates: True to record pass rates even if the choice does not read them.
     """
 
-    def __init__(self, num_prompts: int, *, choice: str, seed: int, counts: bool = False) -> None:
+    def __init__(self, num_prompts: int, *, choice: str, seed: int, record_rates: bool = False) -> None:
         assert choice in PROMPT_CHOICES
         self.num_prompts, self.choice, self.seed = num_prompts, choice, seed
-        self.counts = counts or choice != "uniform"
+        self.record_rates = record_rates or choice != "uniform"
         self.drawn = 0
         """Number of prompts drawn so far."""
         self.rates = PassRates()
@@ -114,9 +114,9 @@ class PromptPicker:
         self.drawn += count
         return picked
 
-    def observe(self, prompt: int, *, passed: int, tried: int) -> None:
-        if self.counts:
-            self.rates.observe(prompt, passed=passed, tried=tried)
+    def record_completions(self, prompt: int, *, passed: int, tried: int) -> None:
+        if self.record_rates:
+            self.rates.record_completions(prompt, passed=passed, tried=tried)
 
     def _pick_in_order(self, count: int) -> list[int]:
         picked: list[int] = []
@@ -139,7 +139,7 @@ class PromptPicker:
         Efraimidis and Spirakis (2006).
         """
         draw, middle = random.Random(f"{self.seed} draw {self.drawn}"), self.choice == "middle"
-        weights = [self.rates.weight(prompt, middle=middle) for prompt in range(self.num_prompts)]
+        weights = [self.rates.sampling_weight(prompt, middle=middle) for prompt in range(self.num_prompts)]
         keys = [(draw.random() ** (1.0 / weight), prompt) for prompt, weight in enumerate(weights)]
         order = [prompt for _, prompt in sorted(keys, reverse=True)]
         return [order[index % self.num_prompts] for index in range(count)]
@@ -166,7 +166,7 @@ class PromptPicker:
         self.rates.load_state_dict(state["rates"])
 
 
-def variance_score(rate: float, norm: float, rule: str = "gvm") -> float:
+def allocation_score(rate: float, norm: float, rule: str = "gvm") -> float:
     """Return a number that a prompt's completions should be proportional to for the least variance of the gradient.
 
     Args:
@@ -217,13 +217,13 @@ class GradientNorms:
     def __init__(self) -> None:
         self._norms: dict[int, float] = {}
 
-    def norm(self, prompt: int) -> float:
+    def gradient_norm(self, prompt: int) -> float:
         """Return the running gradient norm of a prompt; without one, the mean of all norms, or 1 if there are none."""
         if prompt in self._norms:
             return self._norms[prompt]
         return math.fsum(self._norms.values()) / len(self._norms) if self._norms else 1.0
 
-    def observe(self, prompt: int, norm: float) -> None:
+    def record_norm(self, prompt: int, norm: float) -> None:
         """Update a prompt's running norm with the gradient norm of a completion; ignore a norm that is not finite."""
         if math.isfinite(norm):
             self._norms[prompt] = DECAY * self._norms.get(prompt, norm) + (1 - DECAY) * norm
