@@ -212,5 +212,5 @@ def test_optim_ls_lists_every_optimizer(capsys):
     assert all(each["name"] in printed for each in found)
     muon = next(each for each in found if each["name"] == "muon")
     assert muon["state_bytes_per_parameter"] == {"float32": 4, "bfloat16": 2}
-    assert muon["not_divided"] == "it needs whole matrices, and each rank has a part of them"
+    assert muon["not_divided"] == "the optimizer needs whole matrices, and each rank has a part of them"
     assert muon["options"]["momentum"] == 0.95

@@ -417,7 +417,7 @@ def test_prompts_are_not_shared_where_positions_depend_on_the_length(
 ) -> None:
     rope = {"rope_type": "dynamic", "factor": 64.0, "original_max_position_embeddings": 16}
     assert dpo("--dry-run", rope_scaling=rope) == 0
-    assert "its rotary embeddings change above 16 tokens" in said(capsys)
+    assert "the model's rotary embeddings change above 16 tokens" in said(capsys)
     assert dpo("--dry-run", rope_scaling=rope, share_prefix="always") == UnsupportedModelError.exit_code
     assert line_of("share_prefix") in said(capsys)
 

@@ -230,9 +230,9 @@ def _coat_size(shape: Shape, value_bytes: int, args: Mapping[str, Any]) -> int:
     return STEP + 2 * -(-_value_count(shape) // args["group_size"]) * (args["group_size"] + 8)
 
 
-_WHOLE_MATRICES = "it needs whole matrices, and each rank has a part of them"
-_BLOCKS = "its states are quantised in blocks of whole weights, and each rank has a part of them"
-_AVERAGE = "it averages whole weights, and each rank has a part of them"
+_WHOLE_MATRICES = "the optimizer needs whole matrices, and each rank has a part of them"
+_BLOCKS = "the optimizer's states are quantised in blocks of whole weights, and each rank has a part of them"
+_AVERAGE = "the optimizer averages whole weights, and each rank has a part of them"
 
 OPTIMIZERS: dict[str, OptimizerEntry] = {
     "adamw": OptimizerEntry(
@@ -300,7 +300,7 @@ OPTIMIZERS: dict[str, OptimizerEntry] = {
     "badam_ratio": OptimizerEntry(
         "AdamW on a part of each weight's values at a time; all gradients are computed (2404.02827)",
         "streamtune", _badam_ratio_size, {"update_ratio": 0.01, "switch_block_every": 50},
-        is_adam=True, not_divided="it trains a part of whole weights, and each rank has a part of them",
+        is_adam=True, not_divided="the optimizer trains a part of whole weights, and each rank has a part of them",
     ),
     "came": OptimizerEntry(
         "Adafactor with confidence-guided momentum (2307.02047)",
@@ -317,7 +317,7 @@ OPTIMIZERS: dict[str, OptimizerEntry] = {
     "lamb": OptimizerEntry(
         "AdamW with a trust ratio per weight, for large batches (1904.00962)",
         "pytorch_optimizer", _moments_size(2, num_scalars=3), {"betas": [0.9, 0.999], "eps": 1e-6},
-        extra="optim", not_divided="its trust ratio uses norms of whole weights, and each rank has a part of them",
+        extra="optim", not_divided="the trust ratio uses norms of whole weights, and each rank has a part of them",
     ),
     "lion": OptimizerEntry(
         "sign of the momentum; use a third to a tenth of AdamW's rate (2302.06675)",
@@ -332,8 +332,8 @@ OPTIMIZERS: dict[str, OptimizerEntry] = {
     "mezo": OptimizerEntry(
         "SGD along random directions, two losses for each and no backward: the memory of a forward (2305.17333)",
         "streamtune", _moments_size(0), {"eps": 1e-3, "n": 1},
-        step=StepKind(forwards=2, backwards=0, gradients="none", states="none"), repeated_by="n",
-        not_divided="it perturbs and steps whole weights, which must be equal on all ranks", status="experimental",
+        step=StepKind(forwards=2, backwards=0, gradients="none", states="none"), repeated_by="n", status="experimental",
+        not_divided="the optimizer perturbs and steps whole weights, which must be equal on all ranks",
     ),
     "muon": OptimizerEntry(
         "orthogonalised momentum for matrices of layers; AdamW for the rest",
@@ -395,7 +395,7 @@ def find_argument_mistake(name: str, args: Mapping[str, Any]) -> tuple[str, str,
     options = OPTIMIZERS[name].options
     for key, value in args.items():
         if key not in options:
-            listed = f"options: {', '.join(options)}" if options else f"delete it; {name} has no options"
+            listed = f"options: {', '.join(options)}" if options else f"delete the option; {name} has none"
             if OPTIMIZERS[name].is_adam and key in ("betas", "eps"):
                 listed = "write adam_beta1, adam_beta2 and adam_epsilon at the top level"
             return key, f"'{name}' has no option '{key}'", did_you_mean(key, options) or listed
@@ -413,7 +413,7 @@ def find_argument_mistake(name: str, args: Mapping[str, Any]) -> tuple[str, str,
                 f"write a value such as {options[key]}",
             )
         if key == "blocks" and (wrong := next(filter(None, map(_pattern_mistake, value)), None)):
-            return key, wrong, "write part of a name, such as mlp"
+            return key, wrong, "write a part of a parameter's name, such as mlp"
         choices = CHOICES.get(key, ())
         if choices and value not in choices:
             *others, last = (f"'{choice}'" for choice in choices)

@@ -52,7 +52,7 @@ def pattern_error(pattern: str) -> str | None:
     except re.error as error:
         return str(error)
     except (OverflowError, RecursionError, MemoryError) as error:
-        return f"too much for Python ({type(error).__name__})"
+        return f"Python cannot compile it ({type(error).__name__})"
     return None
 
 

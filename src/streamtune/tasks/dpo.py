@@ -135,7 +135,7 @@ class Dpo(ScoringTask[DpoRecipe]):
                 f"all rows to train on have the same prompt, but {self.recipe.loss_type} estimates the KL with the "
                 "reference on completions of other prompts",
                 where=prepared.training[0].origin,
-                fix="add rows with other prompts, or write loss_type: apo_zero_unpaired, which needs no estimate",
+                fix="add rows with other prompts, or write loss_type: apo_zero_unpaired, which estimates no KL",
             )
         return PreferenceBatches(
             prepared, self.recipe, pad_token_id=tokenizer.pad_token_id, share=share, has_baseline=self.has_baseline
@@ -143,7 +143,7 @@ class Dpo(ScoringTask[DpoRecipe]):
 
     def objective(self, scorer: Any, reference: train.Reference | None, device: torch.device) -> train.Objective:
         if self.recipe.unpaired:
-            assert reference is not None, "losses of single completions compare with a reference"
+            assert reference is not None, "losses on single completions need a reference"
             return UnpairedObjective(scorer, self.recipe, reference, device)
         return PairObjective(scorer, self.recipe, reference if self.uses_reference else None)
 

@@ -303,7 +303,7 @@ class Sft(Task[Recipe]):
         return replace(training, before_first_step=before_first_step)
 
     def objective(self, scorer: Any, reference: train.Reference | None, device: torch.device) -> train.Objective:
-        assert reference is None or isinstance(reference, train.ModelReference), "a teacher is a model"
+        assert reference is None or isinstance(reference, train.ModelReference), "the reference must be a teacher model"
         return train.SupervisedObjective(scorer, self.token_loss, reference)
 
     @property

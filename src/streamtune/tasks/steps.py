@@ -353,7 +353,7 @@ class SelectedSteps(Steps):
 
     def before_first_step(self, backend: train.Backend, progress: train.Progress, stop: train.StopRequest) -> None:
         """Take the run's optimizer, progress display and stop request; delete records of steps that are repeated."""
-        assert isinstance(backend, TorchBackend), "other backends have no optimizer moments of whole weights"
+        assert isinstance(backend, TorchBackend), "select_rows needs a backend with optimizer moments of whole weights"
         self.sketch.optimizer, self.show_activity = backend.optimizer, progress.show_activity
         self.is_stopped = lambda: stop.requested
         if self.world.is_main:

@@ -343,7 +343,7 @@ class Task(ABC, Generic[R_co]):
         limit, problem = longest_unscaled_length(model.config), ""
         if limit is not None and self.recipe.max_length > limit:
             problem = (
-                f"its rotary embeddings change above {limit:,} tokens, so completions of up to "
+                f"the model's rotary embeddings change above {limit:,} tokens, so completions of up to "
                 f"{self.recipe.max_length:,} may need different ones"
             )
             fix = f"max_length: {limit}"

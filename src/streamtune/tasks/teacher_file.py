@@ -298,7 +298,7 @@ def _allocate_file(path: Path, header: bytes, size: int) -> None:
     except OSError as error:
         path.unlink(missing_ok=True)
         raise StorageError(
-            f"there is no room for {show_size(size)} in {path.parent}: {error.strerror}",
+            f"no room for a file of {show_size(size)} in {path.parent}: {error.strerror}",
             where="OUT",
             fix="free some space, name another folder, or lower --top-k",
         ) from error
@@ -360,7 +360,7 @@ class TeacherFileWriter:
             logprobs: Log-probs of these tokens, then of all other tokens together, ``[n, k + 1]``.
         """
         start, stop = (int(each) for each in self.starts[self.row : self.row + 2])
-        assert len(ids) == stop - start, "the row has as many targets as were announced"
+        assert len(ids) == stop - start, "a row must have as many targets as its entry in counts"
         key = row_hash(row)
         self.parts["keys"][self.row] = np.frombuffer(key, dtype=np.uint8)
         values = [ids.int().cpu().numpy(), logprobs.float().cpu().numpy()]
@@ -381,7 +381,7 @@ class TeacherFileWriter:
         except BaseException:
             self.parts.clear()
             raise
-        assert self.row == len(self.starts) - 1, "all announced rows are written"
+        assert self.row == len(self.starts) - 1, "every row in counts must have been written"
         for part in self.parts.values():
             part.flush()
         self.parts.clear()

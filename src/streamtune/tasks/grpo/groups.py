@@ -316,7 +316,7 @@ def single_rank_recipe(recipe: Settings, world: train.World) -> Settings:
             f"rank{'s' * (world.data_size > 1)}) and of num_generations ({joint.num_generations}), found "
             f"{per_rollout}",
             where="generation_batch_size" if recipe.generation_batch_size is not None else "num_generations",
-            fix="an optimizer step takes per_device_train_batch_size x gradient_accumulation_steps x ranks",
+            fix="change per_device_train_batch_size x gradient_accumulation_steps x ranks, the completions per step",
         )
     return joint
 

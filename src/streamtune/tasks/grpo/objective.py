@@ -136,7 +136,7 @@ class PolicyObjective(RolloutObjective):
         self.options = policy_options(recipe)
 
     def _score(self, model: nn.Module, batch: PolicyBatch, totals: StepTotals | None) -> train.Score:
-        assert totals is not None, "held-out prompts are in a MeasuredBatch"
+        assert totals is not None, "a policy-gradient loss is not computed on held-out prompts"
         scores = self.handle.logprobs(
             targets=batch.shift_labels,
             temperature=self.recipe.temperature,
@@ -258,7 +258,7 @@ class RewardLoss(CompletionLoss):
     needs_entropy = True
     scores_held_out = False
     no_gradient = (
-        "all completions of a prompt have the same reward",
+        "the completions of each prompt have equal rewards",
         "check in completions.jsonl whether the task is too hard or too easy, or a reward is constant. Raise "
         "num_generations, change temperature, use easier prompts or sft_steps, or raise skip_limit",
     )
@@ -325,7 +325,7 @@ class TeacherLoss(CompletionLoss):
         return TokenLoss(divergence=Divergence(recipe.kd_divergence, recipe.kd_beta, recipe.kd_temperature))
 
     def objective(self, scorer: Any, reference: train.Reference | None) -> RolloutObjective:
-        assert isinstance(reference, train.ModelReference), "a teacher is a model"
+        assert isinstance(reference, train.ModelReference), "the reference must be a teacher model"
         handle = scorer if isinstance(scorer, StreamHandle) else None
         return DistillationObjective(handle, self.recipe, self.token_loss, reference)
 

@@ -122,7 +122,7 @@ class RolloutTools:
         for name, model in models.items():
             if model is None or all(getattr(group, name) is not None for group in groups):
                 continue
-            self.show_activity(f"{'reference' if name == 'ref' else 'needs_old'} log-probs")
+            self.show_activity(f"{'reference' if name == 'ref' else 'policy'} log-probs")
             for part in self.groups_by_step(groups):
                 logprobs = partial(DistributedLogprobs(self.world), partial(self._logprobs, model))
                 store_logprobs(name, logprobs, part, self.prompts.training, self.layout)

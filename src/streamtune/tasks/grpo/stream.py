@@ -359,7 +359,7 @@ def _make_demonstration(prompt: data.Prompt, render: RowRenderer, max_length: in
     row_type = "prompt_completion" if "completion" in row.columns else detect_type(row)
     content = normalise(row, row_type)
     if render.drops_empty_row(content, row.origin):
-        raise DataError("'sft_steps' trains on the answers in the rows, but this row's is empty", where=row.origin)
+        raise DataError("'sft_steps' trains on answers, but the answer in this row is empty", where=row.origin)
     rendered = render(content, row.origin)
     if len(rendered.input_ids) > max_length:
         raise DataError(

@@ -38,7 +38,7 @@ def sum_by_row(values_K: Tensor, row_K: Tensor, num_rows: int) -> Tensor:
     Returns:
         Float64 ``[N]``, differentiable; 0 for a row without tokens.
     """
-    assert values_K.shape == row_K.shape, f"{tuple(values_K.shape)} values in {tuple(row_K.shape)} rows"
+    assert values_K.shape == row_K.shape, f"values_K {values_K.shape} and row_K {row_K.shape} differ in shape"
     zeros_N = torch.zeros(num_rows, dtype=torch.float64, device=values_K.device)
     return zeros_N.index_add(0, row_K, values_K.double())
 

@@ -320,7 +320,7 @@ def preference_loss(
     """
     loss = check_preference_loss(name, options)
     if scores is not None and "scores" not in loss.reads:
-        raise ArgumentError(f"the loss '{name}' does not read scores", where="loss_type", fix="use copg")
+        raise ArgumentError(f"the loss '{name}' does not read scores (rewards)", where="loss_type", fix="use copg")
     reads_reference = loss.needs_reference and not options.reference_free
     if reads_reference and reference is None:
         raise ArgumentError(

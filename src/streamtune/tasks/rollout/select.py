@@ -192,7 +192,7 @@ def allocate_completions(scores: Sequence[float], total: int, min_share: int = M
         min_share: Smallest share.
     """
     indices = range(len(scores))
-    assert total >= min_share * len(scores), "the total is enough for the smallest shares"
+    assert total >= min_share * len(scores), "the total must be at least min_share for each prompt"
     shares = [1.0] * len(scores) if not sum(scores) > 0 else list(map(float, scores))
     unfixed = set(indices)
     while True:  # shares below the minimum are raised to it, and the other prompts divide the remainder

@@ -306,13 +306,13 @@ def check_vllm(device: torch.device) -> None:
         raise ArgumentError(
             "'use_vllm: true' needs vLLM, which is not installed",
             where="use_vllm",
-            fix="pip install vllm, or delete the line: then transformers writes the completions",
+            fix="pip install vllm, or delete use_vllm: then transformers writes the completions",
         )
     if device.type != "cuda":
         raise ArgumentError(
             f"'use_vllm: true' needs a CUDA device, but this run is on {device.type}",
             where="use_vllm",
-            fix="delete the line: then transformers writes the completions",
+            fix="delete use_vllm: then transformers writes the completions",
         )
 
 
