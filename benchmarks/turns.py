@@ -43,7 +43,7 @@ from streamtune.data.batches.collate import PrefixTree
 from streamtune.engine import Branches, StreamHandle
 from streamtune.plan.simulate.workload import FlopCount, Span
 from streamtune.tasks import objectives
-from streamtune.tasks.preference import tree_batch_fields
+from streamtune.tasks.preference import batch_trees
 from streamtune.tasks.sft import collate_prefix_batch
 
 COUNTED = ((8192, 32768, 131072), (0, 1 / 16, 1 / 8, 1 / 4, 1 / 2))
@@ -237,10 +237,10 @@ def completions(options: argparse.Namespace, console: Console) -> str:
         if what != "pair" and tokens != min(lengths):
             continue
         tree = make(tokens, shared)
-        together = [train.TreeBatch(**tree_batch_fields([tree], pad_token_id=0, share=True))]
+        together = [train.TreeBatch(**batch_trees([tree], pad_token_id=0, share=True))]
         once = [prompt_once(tree)]
         alone = [Tree(tree.prompt, [each]) for each in tree.completions]
-        rows = [train.TreeBatch(**tree_batch_fields([each], pad_token_id=0, share=False)) for each in alone]
+        rows = [train.TreeBatch(**batch_trees([each], pad_token_id=0, share=False)) for each in alone]
         with streamtune.stream(model, schedule=SCHEDULE):
             seconds(model, together)
             step = {"together": partial(seconds, model, together)}

@@ -25,7 +25,7 @@ from streamtune.distributed.deepspeed_config import PRESETS
 from streamtune.models.quantize import quantize
 from streamtune.recipe import DpoRecipe, Recipe
 from streamtune.run.ranks import make_backend, sequence_ranks
-from streamtune.tasks.preference import PairObjective, PreferenceBatch, tree_batch_fields
+from streamtune.tasks.preference import PairObjective, PreferenceBatch, batch_trees
 from streamtune.train.step import accumulate_gradients
 from tests.exactness.families import VOCAB, build
 from tests.precision_kit import Errors, Float64, in_float64
@@ -204,7 +204,7 @@ def _mine(recipe: Recipe, rows: list[Any], world: train.World) -> list[train.Mic
     for part in shares[world.data_rank]:
         chosen = [rows[row] for row in part] or [rows[0]]
         if isinstance(recipe, DpoRecipe):
-            batches.append(PreferenceBatch(**tree_batch_fields(chosen, pad_token_id=0, share=False), filler=not part))
+            batches.append(PreferenceBatch(**batch_trees(chosen, pad_token_id=0, share=False), filler=not part))
         else:
             made = collate(chosen, pad_token_id=0)
             batches.append(train.MicroBatch(**made, origins=tuple(row.origin for row in chosen), filler=not part))

@@ -28,7 +28,7 @@ from streamtune.engine import check_packing
 from streamtune.errors import StreamTuneError
 from streamtune.models import add_lora
 from streamtune.ops import Divergence, TokenLoss
-from streamtune.tasks.preference import PairObjective, PreferenceBatch, tree_batch_fields
+from streamtune.tasks.preference import PairObjective, PreferenceBatch, batch_trees
 from streamtune.train import ModelReference, SupervisedObjective
 from streamtune.train.objective import call_model
 from tests.conformance.reducer import build as build_any
@@ -235,7 +235,7 @@ def check_pairs(case: Case) -> dict[str, float]:
     model, trees_of_pairs, recipe = model_of(case), conversations(), dpo.recipe_of(loss_type="orpo")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(batching, "LEAST_SAVED", 1)
-        pairs = PreferenceBatch(**tree_batch_fields(trees_of_pairs, pad_token_id=0, share=True))
+        pairs = PreferenceBatch(**batch_trees(trees_of_pairs, pad_token_id=0, share=True))
 
     def plain(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         return dpo.plain_pairs(model, model, trees_of_pairs, recipe)

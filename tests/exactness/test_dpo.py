@@ -26,8 +26,8 @@ from streamtune.tasks.preference import (
     PairObjective,
     PreferenceBatch,
     UnpairedObjective,
+    batch_trees,
     mismatched_tree,
-    tree_batch_fields,
 )
 from streamtune.train.step import StepScore, TrainSettings, accumulate_gradients
 from tests.precision_kit import EXACT, ROUNDING, Float64, Reference, assert_as_precise, in_float64, total_error
@@ -198,7 +198,7 @@ def collated(trees: Sequence[Tree], layout: Layout, recipe: DpoRecipe, others: S
 
     def made(some: Sequence[Tree]) -> PreferenceBatch:
         return PreferenceBatch(
-            **tree_batch_fields(some, pad_token_id=0, share=layout == "shared", padding_side=side),
+            **batch_trees(some, pad_token_id=0, share=layout == "shared", padding_side=side),
             margin_P=torch.tensor([tree.margin or 0.0 for tree in some], dtype=torch.float64),
             desirable_N=torch.tensor([label for tree in some for label in tree.labels or []]),
         )

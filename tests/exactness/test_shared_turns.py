@@ -20,7 +20,7 @@ from streamtune.data import Tree
 from streamtune.data.batches import collate as batching
 from streamtune.tasks.grpo.groups import DistributedLogprobs, Group, make_micro_batches, store_logprobs
 from streamtune.tasks.grpo.objective import PolicyObjective
-from streamtune.tasks.preference import tree_batch_fields
+from streamtune.tasks.preference import batch_trees
 from streamtune.train import ModelReference, World
 from tests.conformance.reducer import build as build_any
 from tests.precision_kit import reference_of
@@ -85,8 +85,8 @@ def schedules(*sizes: int) -> list[Schedule]:
 def test_the_trees_are_deep(least: int) -> None:
     """The trees of these tests have common tokens, and a common target counts for each of its completions."""
     trees = conversations()
-    batch = tree_batch_fields(trees, pad_token_id=0, share=True)
-    separate = tree_batch_fields(trees, pad_token_id=0, share=False)
+    batch = batch_trees(trees, pad_token_id=0, share=True)
+    separate = batch_trees(trees, pad_token_id=0, share=False)
     depths: list[tuple[int, Any]] = []
     for part in batch["branches"].table.parts:
         before = [depth for depth, other in depths if part.trunk and other.stop == part.trunk[-1][1]]

@@ -18,7 +18,7 @@ from streamtune.tasks import task_of
 from streamtune.tasks.dpo import make_scaled_shape_function
 from streamtune.tasks.grpo.groups import BatchLayout, Group, make_micro_batches
 from streamtune.tasks.grpo.task import Grpo
-from streamtune.tasks.preference import tree_batch_fields
+from streamtune.tasks.preference import batch_trees
 from streamtune.tasks.steps import count_micro_batches
 from streamtune.train import World
 
@@ -108,12 +108,12 @@ def test_first_turns_that_the_largest_pair_shares_are_planned_once() -> None:
         completions = task.make_measured_shape_function(prepared, pairs[1].longest_row_tokens, share=True)
         assert completions is not None
         planned = completions(pairs[1].longest_row_tokens, count)
-        batch = tree_batch_fields([pairs[1], replace(pairs[1], prompt=[9, 8, 7])], pad_token_id=0, share=True)
+        batch = batch_trees([pairs[1], replace(pairs[1], prompt=[9, 8, 7])], pad_token_id=0, share=True)
         assert planned.trees == ((2 + 37, (4, 2)),) * 2
         assert planned.length == batch["input_ids"].shape[1]
         assert torch.equal(planned.targets().sort()[0], batch["shift_labels"].clamp(max=0).sort()[0])
         assert planned.num_targets == (batch["shift_labels"] != -100).sum()
-        apart = tree_batch_fields([pairs[1]] * 2, pad_token_id=0, share=False)
+        apart = batch_trees([pairs[1]] * 2, pad_token_id=0, share=False)
         assert planned.unshared().num_targets == (apart["shift_labels"] != -100).sum()
         half = completions(pairs[1].longest_row_tokens // 2, count)
         assert half.common == (18, 18)

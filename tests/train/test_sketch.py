@@ -17,7 +17,7 @@ from streamtune.errors import UnsupportedModelError
 from streamtune.ops import TokenLoss
 from streamtune.plan.simulate.memory import LiveBytes
 from streamtune.schedule import Schedule
-from streamtune.tasks.preference import tree_batch_fields
+from streamtune.tasks.preference import batch_trees
 from streamtune.train import MicroBatch, SupervisedObjective, TreeBatch
 from streamtune.train.sketch import CompletionGradient, CountSketch, RowSketch, adam_step, value_projection_weights
 
@@ -209,7 +209,7 @@ def test_it_holds_less_than_the_step_of_the_same_row(adapters: bool, schedule: S
 def a_completion(length: int = 21, prompt: int = 9) -> TreeBatch:
     ids = torch.randint(3, VOCAB, (length,), generator=torch.Generator().manual_seed(4)).tolist()
     tree = Tree(ids[:prompt], [ids[prompt:]], None, "rows.jsonl:1")
-    return TreeBatch(**tree_batch_fields([tree], pad_token_id=0, share=False))
+    return TreeBatch(**batch_trees([tree], pad_token_id=0, share=False))
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gpt2", "adapters"])

@@ -190,11 +190,10 @@ class AdapterSpec:
 
     def peft_options(self, seed: int) -> dict[str, Any]:
         """Return the options with which peft's configuration of these adapters is made."""
-        options = {
-            name: seed if value == "seed" else getattr(self, value) for name, value in self.adapter_kind.options.items()
-        }
+        kind = self.adapter_kind
+        options = {name: seed if value == "seed" else getattr(self, value) for name, value in kind.options.items()}
         mappings = {name: dict(value) for name, value in options.items() if isinstance(value, Mapping)}
-        return {"peft_type": self.adapter_kind.peft, **self.adapter_kind.fixed, **options, **mappings}
+        return {"peft_type": kind.peft, **kind.fixed, **options, **mappings}
 
 
 def base_of(model: Any) -> Any:

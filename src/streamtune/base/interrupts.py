@@ -142,9 +142,9 @@ def raise_if_postponed() -> None:
 
 @contextmanager
 def use_other_handlers() -> Iterator[None]:
-    """Context manager: while active, the caller's own handlers run, which call :func:`record_handled_signal`.
+    """Context manager: while active, the caller's own signal handlers run; each calls :func:`record_handled_signal`.
 
-    The thread that watches signals then ends the process only after two signals without such a call.
+    Two signals without such a call end the process.
     """
     _state.stopping = True
     try:
@@ -191,10 +191,7 @@ def _exit_on_signal(signum: int, frame: FrameType | None) -> None:
 
 
 def remove_folder(folder: str) -> None:
-    """Delete a folder, hidden files last.
-
-    So the hidden file that names the process that owns the folder still exists if deleting is interrupted.
-    """
+    """Delete a folder, hidden files last: one names the owner, and must remain if deleting is interrupted."""
     import shutil
 
     with suppress(OSError):

@@ -124,10 +124,7 @@ def _value_count(shape: Shape) -> int:
 
 
 def _moments_size(num_tensors: int, *, num_scalars: int = 0) -> Callable[[Shape, int, Mapping[str, Any]], int]:
-    """Return the function that computes the bytes of state of a weight: ``num_tensors`` copies of the weight.
-
-    ``num_scalars`` single values are added.
-    """
+    """Return a function that computes a weight's bytes of state: ``num_tensors`` copies and ``num_scalars`` values."""
     return lambda shape, value_bytes, _: (num_tensors * _value_count(shape) + num_scalars) * value_bytes
 
 
@@ -164,10 +161,7 @@ SMALLEST_QUANTISED = 4096
 
 
 def _bitsandbytes_size(num_states: int) -> Callable[[Shape, int, Mapping[str, Any]], int]:
-    """Return the function that computes the bytes of state of a weight with ``num_states`` 8-bit moments.
-
-    Blocks of 256 values have a scale, and each state has a table of 256 values.
-    """
+    """Return a function that computes a weight's bytes of bitsandbytes state: 8-bit values, scales, and a table."""
 
     def state_size(shape: Shape, value_bytes: int, _: Mapping[str, Any]) -> int:
         count = _value_count(shape)
@@ -179,10 +173,7 @@ def _bitsandbytes_size(num_states: int) -> Callable[[Shape, int, Mapping[str, An
 
 
 def _torchao_size(bits: int, table_values: int) -> Callable[[Shape, int, Mapping[str, Any]], int]:
-    """Return the function that computes the bytes of a weight's two moments, with ``bits`` per value.
-
-    Blocks of values have a scale, and each moment has a table of ``table_values`` values.
-    """
+    """Return a function that computes a weight's bytes of torchao state: two moments, with scales and a table."""
 
     def state_size(shape: Shape, value_bytes: int, args: Mapping[str, Any]) -> int:
         count, block = _value_count(shape), args["block_size"]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class PolicyLossFacts:
-    """Property of a policy-gradient loss against which recipes are checked, without importing torch."""
+    """Facts about a policy-gradient loss that recipes are checked against, without importing torch."""
 
     kl_in_reward: bool = False
     """True if the KL divergence from the reference is subtracted from the reward, as published. False if it is added to

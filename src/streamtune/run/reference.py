@@ -35,7 +35,7 @@ from streamtune.tasks.reference import (
     compute_logps,
     configuration_hash,
     read_logps,
-    weights_and_rows_hash,
+    reference_hash,
 )
 
 if TYPE_CHECKING:
@@ -146,9 +146,7 @@ def load_or_compute_logps(
     with doing("reading the reference's weights"):
         weights = gather_weights(recipe, scored_model) if start.shares_weights else scored_model.named_parameters()
         adapters = scored_model is not model
-        rows_key = world.gather_all_ranks(weights_and_rows_hash(weights, batches.reference_trees(), adapters=adapters))[
-            0
-        ]
+        rows_key = world.gather_all_ranks(reference_hash(weights, batches.reference_trees(), adapters=adapters))[0]
         key = f"{computation_key}-{configuration_hash(scored_model, adapters=adapters)}-{rows_key}"
     start.identity["reference"] = key
     cached = None if key == saved_key else read_logps(key, notify)  # read above, and unusable

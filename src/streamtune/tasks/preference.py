@@ -57,13 +57,10 @@ class PrecomputedReference:
         return batch.reference_K
 
 
-def tree_batch_fields(
+def batch_trees(
     trees: Sequence[data.Tree], *, pad_token_id: int, share: bool, padding_side: Literal["right", "left"] = "right"
 ) -> dict[str, Any]:
-    """Return ``trees`` (prompts with completions) as the fields of a :class:`streamtune.train.TreeBatch`.
-
-    Arguments are those of :func:`streamtune.data.collate_trees`.
-    """
+    """Return ``trees`` as the fields of a :class:`streamtune.train.TreeBatch`; see ``data.collate_trees``."""
     collated: dict[str, Any] = {
         **data.collate_trees(trees, pad_token_id=pad_token_id, share=share, padding_side=padding_side)
     }
@@ -80,7 +77,7 @@ def preference_batch(trees: Sequence[data.Tree], *, pad_token_id: int, share: bo
     margins = [tree.margin for tree in trees if tree.margin is not None]
     labels = [label for tree in trees for label in tree.labels or []]
     return PreferenceBatch(
-        **tree_batch_fields(trees, pad_token_id=pad_token_id, share=share),
+        **batch_trees(trees, pad_token_id=pad_token_id, share=share),
         margin_P=torch.tensor(margins, dtype=torch.float64) if len(margins) == len(trees) else None,
         desirable_N=torch.tensor(labels) if labels else None,
     )
@@ -138,10 +135,7 @@ class PreferenceBatches:
         """None: prompts with completions are not cut into pieces that would be grouped by length."""
 
     def lengths(self) -> npt.NDArray[np.int64]:
-        """Return the number of tokens of each training tree (prompt with completions), int64 ``[trees]``.
-
-        An unshared prompt counts once for each completion.
-        """
+        """Return each training tree's number of tokens, ``[trees]``; an unshared prompt counts once per completion."""
         return self._lengths_and_squares[0]
 
     def squared_lengths(self) -> npt.NDArray[np.int64]:
@@ -183,7 +177,7 @@ class PreferenceBatches:
                 yield from (self._mismatched_tree(split, unit) for unit in range(len(split)))
 
     def make_single_batch(self, tree: data.Tree) -> train.TreeBatch:
-        return train.TreeBatch(**tree_batch_fields([tree], pad_token_id=self.pad_token_id, share=self.share))
+        return train.TreeBatch(**batch_trees([tree], pad_token_id=self.pad_token_id, share=self.share))
 
     def _collate(self, split: Sequence[data.Tree], units: Sequence[int], first_index: int) -> PreferenceBatch:
         """Return the batch of the trees with indices ``units`` in ``split``, the training or the held-out trees.
@@ -206,11 +200,8 @@ class PreferenceBatches:
         return mismatched_tree(split[unit], self.prepared.training, unit + 1, self.recipe.max_length)
 
     def _reference_logps(self, units: Sequence[int], first_index: int) -> Tensor | None:
-        return (
-            None
-            if self.reference_logps is None
-            else self.reference_logps.concatenate_trees(first_index + unit for unit in units)
-        )
+        logps = self.reference_logps
+        return None if logps is None else logps.concatenate_trees(first_index + unit for unit in units)
 
 
 def _policy_logps(handle: StreamHandle, model: nn.Module, batch: train.TreeBatch) -> tuple[Tensor, Tensor | None]:

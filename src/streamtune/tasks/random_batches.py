@@ -20,7 +20,7 @@ from streamtune.recipe.keys.preferences import PreferenceKeys
 from streamtune.recipe.settings import RolloutSettings, RowSettings
 from streamtune.tasks import objectives
 from streamtune.tasks.grpo.objective import PolicyBatch
-from streamtune.tasks.preference import PreferenceBatch, tree_batch_fields
+from streamtune.tasks.preference import PreferenceBatch, batch_trees
 
 ORIGIN = "random tokens"
 
@@ -89,7 +89,7 @@ class RandomTokens:
             data.Tree(self._draw_ids(trunk + 1), [self._draw_ids(branch - 1) for branch in branches], origin=ORIGIN)
             for trunk, branches in scored.trees
         ]
-        return tree_batch_fields(trees, pad_token_id=0, share=scored.share)
+        return batch_trees(trees, pad_token_id=0, share=scored.share)
 
     def _draw_ids(self, count: int) -> list[int]:
         ids: list[int] = torch.randint(0, self._vocabulary, (count,), generator=self._generator).tolist()

@@ -85,9 +85,7 @@ def _sort_keys(value: Any) -> Any:
     return [_sort_keys(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def weights_and_rows_hash(
-    weights: Iterable[tuple[str, Tensor | None]], trees: Iterable[data.Tree], *, adapters: bool
-) -> str:
+def reference_hash(weights: Iterable[tuple[str, Tensor | None]], trees: Iterable[data.Tree], *, adapters: bool) -> str:
     """Return a hash of the reference's weights and of the rows that it scores; every weight is read once.
 
     Args:

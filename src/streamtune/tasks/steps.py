@@ -92,10 +92,7 @@ def _weights_per_token(name: str, parameter: nn.Parameter, config: Any) -> float
 
 
 def divide_among_ranks(batches: Iterable[train.MicroBatch], world: train.World) -> Iterator[train.MicroBatch]:
-    """Iterate over this rank's share of the batches; if some ranks get one batch less, they get a filler instead.
-
-    The loss ignores fillers, but all ranks compute equally many batches.
-    """
+    """Iterate over this rank's share of the batches; a missing one is a filler, which is computed but not counted."""
     iterator = iter(batches)
     while group := list(islice(iterator, world.data_size)):
         filler = replace(group[0], filler=True)

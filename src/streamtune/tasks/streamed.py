@@ -162,7 +162,6 @@ class StreamSteps:
         return step
 
     def _make_step(self) -> tuple[list[train.MicroBatch], data.StreamPosition]:
-        """Return this rank's micro-batches of the next step, and the position after that step."""
         rows = self._draw_rows()
         self.stream.check_files()
         shares = data.assign_rows(

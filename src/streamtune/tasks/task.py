@@ -371,8 +371,7 @@ class Task(ABC, Generic[R_co]):
     def make_shape_function(self, *, share: bool = True) -> Completions | None:
         """Return a function (length, batch size) -> shape of a micro-batch of completions; None for a next-token loss.
 
-        Args:
-            share: True if the model can share prompts. The recipe may still forbid it.
+        With ``share`` the completions of a prompt share its tokens, unless the recipe forbids it.
         """
         return None
 
@@ -520,7 +519,7 @@ class ScoringTask(Task[ScoringR_co]):
 
     @abstractmethod
     def micro_batch_shape(self, share: bool, length: int, batch_size: int) -> Scored:
-        """Return the shape of a micro-batch of completions, as the recipe's keys set it.
+        """Return the shape of a micro-batch: token counts of prompts and completions, as the recipe's keys set them.
 
         Args:
             share: True if completions share their prompts.

@@ -22,7 +22,7 @@ from streamtune.recipe.loader import user_reward_functions
 from streamtune.recipe.settings import RolloutSettings
 from streamtune.tasks import rewards, rollout
 from streamtune.tasks.grpo.objective import Metrics, PolicyBatch
-from streamtune.tasks.preference import tree_batch_fields
+from streamtune.tasks.preference import batch_trees
 from streamtune.tasks.rewards import RewardScores
 from streamtune.tasks.steps import count_micro_batches
 
@@ -186,7 +186,7 @@ def _make_batch(
     trees = list(_make_trees(groups, prompts, rows, layout))
     trained = [(groups[g], i) for g, i in rows if layout.is_trained(groups[g], i)]
     return PolicyBatch(
-        **tree_batch_fields(trees, pad_token_id=layout.pad_token_id, share=layout.share),
+        **batch_trees(trees, pad_token_id=layout.pad_token_id, share=layout.share),
         advantages_N=torch.tensor([groups[g].advantages[i] for g, i in rows], dtype=torch.float32),
         old_K=_concatenate([group.old[i] if group.old else None for group, i in trained]),
         ref_K=_concatenate([group.ref[i] if group.ref else None for group, i in trained]),

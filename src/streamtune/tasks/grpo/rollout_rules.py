@@ -89,12 +89,7 @@ class RolloutTools:
     def write(
         self, prompts: Sequence[data.Prompt], count: int | Sequence[int], sampling: rollout.Sampling
     ) -> list[list[rollout.Completion]]:
-        """Sample completions and return a list of them for each prompt.
-
-        Args:
-            prompts: Prompts to complete.
-            count: Number of completions, either one for all prompts or one per prompt.
-            sampling: Sampling settings.
+        """Sample completions and return a list of them for each prompt; ``count`` is their number, perhaps per prompt.
 
         Raises:
             OutOfMemoryError: The keys and values do not fit into memory.
@@ -253,9 +248,8 @@ class GroupAdvantages(RolloutRule):
             greedy_N=scored_rollout.greedy_N,
         )
         _set_statistics(scored_rollout, advantages)
-        for group, values_n in zip(
-            scored_rollout.groups, scored_rollout.split_by_group(advantages.values_N), strict=True
-        ):
+        values_by_group = scored_rollout.split_by_group(advantages.values_N)
+        for group, values_n in zip(scored_rollout.groups, values_by_group, strict=True):
             group.advantages = values_n.tolist()
 
 
@@ -267,9 +261,8 @@ class RewardSpread(RolloutRule):
         return recipe.distils
 
     def apply(self, scored_rollout: ScoredRollout) -> None:
-        _set_statistics(
-            scored_rollout, group_advantages("dr_grpo", scored_rollout.rewards_N, scored_rollout.group_index_N)
-        )
+        advantages = group_advantages("dr_grpo", scored_rollout.rewards_N, scored_rollout.group_index_N)
+        _set_statistics(scored_rollout, advantages)
         for group in scored_rollout.groups:
             group.advantages = [0.0] * len(group.completions)
 
@@ -354,10 +347,6 @@ def rewards_tensor(values: Sequence[float | None]) -> Tensor:
 
 
 def _set_statistics(scored_rollout: ScoredRollout, advantages: Advantages) -> None:
-    for group, flat_n, std_n in zip(
-        scored_rollout.groups,
-        scored_rollout.split_by_group(advantages.flat_N),
-        scored_rollout.split_by_group(advantages.std_N),
-        strict=True,
-    ):
+    groups, split = scored_rollout.groups, scored_rollout.split_by_group
+    for group, flat_n, std_n in zip(groups, split(advantages.flat_N), split(advantages.std_N), strict=True):
         group.flat, group.std = bool(flat_n.all()), float(std_n[0])

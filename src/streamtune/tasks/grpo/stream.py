@@ -116,12 +116,9 @@ class GrpoSteps:
                 return batches
 
     def held_out_batches(self, eval_set: data.EvalSet | None = None) -> Iterator[train.MicroBatch]:
-        """Complete and score held-out prompts greedily, and iterate over batches that carry the metrics.
+        """Complete and score held-out prompts greedily (of one set, or all), and yield batches that carry the metrics.
 
         With a teacher the batches also have the completions, whose divergence from the teacher is the held-out loss.
-
-        Args:
-            eval_set: Set of held-out prompts; None: all held-out prompts.
         """
         prompts, size = self.prompts.validation, self.recipe.prompts_per_generation * self.recipe.num_generations
         first, stop = (0, len(prompts)) if eval_set is None else (eval_set.start, eval_set.stop)

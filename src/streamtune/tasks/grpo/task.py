@@ -35,7 +35,7 @@ from streamtune.tasks.grpo.groups import (
 from streamtune.tasks.grpo.objective import CompletionLoss, PolicyBatch, completion_loss
 from streamtune.tasks.grpo.rollout_rules import RolloutTools, rollout_rules_for
 from streamtune.tasks.grpo.stream import CompletionLog, GrpoSteps, SupervisedSteps
-from streamtune.tasks.preference import tree_batch_fields
+from streamtune.tasks.preference import batch_trees
 from streamtune.tasks.random_batches import RandomTokens, random_completions
 from streamtune.tasks.rewards import Rewards
 from streamtune.tasks.steps import StepPlan, peak_learning_rate
@@ -76,9 +76,7 @@ class GrpoData(data.PreparedPrompts):
 class Grpo(ScoringTask[GrpoRecipe]):
     """Task for ``objective: grpo``: policy gradient on sampled completions, or distillation from a teacher.
 
-    Args:
-        recipe: Recipe of the run.
-        functions: Reward functions of the run; None if nothing is scored.
+    ``functions`` are the reward functions of a run; None if nothing is scored.
     """
 
     def __init__(self, recipe: GrpoRecipe, functions: Rewards | None = None) -> None:
@@ -332,7 +330,7 @@ class Grpo(ScoringTask[GrpoRecipe]):
         device = model_device(model)
         draw = torch.Generator().manual_seed(self.recipe.seed)
         advantages_N = torch.randn(sum(len(tree.completions) for tree in trees), generator=draw)
-        fields = [tree_batch_fields(trees, pad_token_id=pad_token_id, share=each) for each in (share, False)]
+        fields = [batch_trees(trees, pad_token_id=pad_token_id, share=each) for each in (share, False)]
         shared, apart = (PolicyBatch(**each, advantages_N=advantages_N).to(device) for each in fields)
         if not self.loss.reads_logprobs:
             return shared, apart

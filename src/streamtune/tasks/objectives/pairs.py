@@ -79,10 +79,7 @@ def _robust(chosen_P: Tensor, rejected_P: Tensor, options: PairOptions) -> Tenso
 
 
 def _hinge(chosen_P: Tensor, rejected_P: Tensor, options: PairOptions) -> Tensor:
-    """Return ``max(0, 1 - beta (chosen - rejected))``.
-
-    SLiC (arXiv 2305.10425) with RSO's normalised score (arXiv 2309.06657).
-    """
+    """Return ``max(0, 1 - beta (chosen - rejected))``: SLiC (arXiv 2305.10425) with RSO's score (arXiv 2309.06657)."""
     return torch.relu(1 - options.beta * (chosen_P - rejected_P))
 
 
@@ -155,8 +152,7 @@ def _copg(chosen_P: Tensor, rejected_P: Tensor, options: PairOptions) -> Tensor:
 def _orpo(chosen_P: Tensor, rejected_P: Tensor, options: PairOptions) -> Tensor:
     """Return ``-beta log sigma(log odds(chosen) - log odds(rejected))``, ``odds(s) = e^s / (1 - e^s)``.
 
-    ORPO (arXiv 2403.07691, eqs. 4 and 7; its lambda is beta), with scores per token. Eq. 6 adds the NLL of the chosen
-    completion.
+    ORPO (arXiv 2403.07691, eqs. 4 and 7; its lambda is beta), scores per token. Eq. 6 adds the NLL of the chosen one.
     """
     log_odds_P = (chosen_P - rejected_P) - (_log1mexp(chosen_P) - _log1mexp(rejected_P))
     return -options.beta * logsigmoid(log_odds_P)
@@ -213,10 +209,7 @@ PREFERENCE_LOSSES: dict[str, PreferenceLoss] = {
         _simpo, frozenset({"label_smoothing", "simpo_gamma"}), needs_reference=False, per_token=True
     ),
     "cpo": PreferenceLoss(
-        _sigmoid,
-        frozenset({"label_smoothing", "cpo_alpha"}),
-        needs_reference=False,
-        nll=lambda options: options.cpo_alpha,
+        _sigmoid, frozenset({"label_smoothing", "cpo_alpha"}), needs_reference=False, nll=lambda each: each.cpo_alpha
     ),
 }
 """Name of a loss -> loss of pairs. Losses of unpaired rows are in ``UNPAIRED_LOSSES``."""
@@ -237,10 +230,7 @@ class PairLogps:
     def from_tokens(cls, logp_K: Tensor, row_K: Tensor, num_rows: int) -> PairLogps:
         """Return log-probs summed over tokens; pair p has the completions ``2 p`` (chosen) and ``2 p + 1`` (rejected).
 
-        Args:
-            logp_K: Log-prob of each token ``[K]``.
-            row_K: Completion of each token ``[K]``, int64.
-            num_rows: Number of completions N, an even number.
+        ``row_K`` is the completion of each token, and ``num_rows`` the number of completions.
         """
         assert num_rows % 2 == 0, f"the number of completions must be even, found {num_rows}"
         logp_N, tokens_N = sum_by_row(logp_K, row_K, num_rows), tokens_per_row(row_K, num_rows)

@@ -86,10 +86,6 @@ def kl_estimate(logp_K: Tensor, ref_K: Tensor) -> Tensor:
     GRPO (arXiv 2402.03300, eq. 4); the estimator k3 of J. Schulman's "Approximating KL divergence" (2020). It is never
     negative, and is unbiased over tokens that the policy samples.
 
-    Args:
-        logp_K: Log-probs under the policy ``[K]``.
-        ref_K: Log-probs under the reference ``[K]``.
-
     Example:
         >>> kl_estimate(torch.tensor([-1.0, -2.0]), torch.tensor([-1.0, -1.0])).tolist()
         [0.0, 0.7182817459106445]

@@ -247,10 +247,6 @@ def bind_reward_options(
 ) -> tuple[Callable[..., list[float | None]], frozenset[str]]:
     """Return a built-in reward with options as a function (prompts, completions, columns) -> scores, and its columns.
 
-    Args:
-        builtin: Built-in reward.
-        options: Options from the recipe.
-
     Raises:
         ArgumentError: The options set both the value and a column, or the reward cannot use an option's value.
     """
@@ -325,11 +321,6 @@ def count_passed_tests(code: str, tests: Sequence[str], limits: CodeLimits) -> i
     """Run the code, then each test on a copy of the code's variables, and return how many tests did not raise.
 
     The result is 0 if the code itself raises, exits, or takes too long. Errors of the code are not raised here.
-
-    Args:
-        code: Python code.
-        tests: Python text of each test.
-        limits: Limits on the resources of the subprocess.
 
     Raises:
         ValueError: A limit is not positive and finite.

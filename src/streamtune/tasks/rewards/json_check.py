@@ -105,11 +105,7 @@ NUMBER_KEYS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "mu
 
 
 def check_schema(schema: Any, path: str = "the schema") -> None:
-    """Check that a schema is well formed and has only supported keywords.
-
-    Args:
-        schema: Parsed schema.
-        path: Name of the schema in errors.
+    """Check that a parsed schema, called ``path`` in errors, is well formed and has only supported keywords.
 
     Raises:
         ValueError: The schema is malformed or has another keyword; the message has the path of the faulty part.

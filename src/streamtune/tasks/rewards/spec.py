@@ -327,7 +327,6 @@ def restore_globals() -> Iterator[None]:
 
 @contextmanager
 def _restore_torch() -> Iterator[None]:
-    """Context manager: restore torch's generators, grad mode and default dtype, if torch is imported."""
     torch: Any = sys.modules.get("torch")
     if torch is None:
         yield

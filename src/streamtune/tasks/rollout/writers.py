@@ -155,7 +155,6 @@ class TransformersWriter:
     def _write_batch(
         self, model: PreTrainedModel, prompts: Sequence[list[int]], repeats: Sequence[int]
     ) -> list[Completion]:
-        """Return ``repeats`` completions of each prompt, in the order of the prompts."""
         ids_PT, mask_PT = self._pad_prompts(prompts)
         cache = self._prefill(ids_PT, mask_PT) if self.shares_prompts and ids_PT.shape[1] > 1 else None
         generate_arguments: dict[str, Any] = {}
@@ -225,12 +224,7 @@ class TransformersWriter:
         return cache
 
     def on_prefill(self, done: int, total: int) -> None:
-        """Do nothing; called before each chunk of the prompts and after the last one. A subclass may show progress.
-
-        Args:
-            done: Number of tokens read so far.
-            total: Number of tokens to read.
-        """
+        """Do nothing: subclasses may show progress. Called with numbers of tokens before each chunk, and at the end."""
 
     @contextmanager
     def _generation_mode(self, sampling: Sampling) -> Iterator[PreTrainedModel]:
