@@ -281,7 +281,7 @@ def measure_whole(recipe: Any, length: int, short: int, repeats: int) -> dict[st
     handle.tiers.reserve(plan.simulation.streamed_host_bytes, device)  # as before a run's first step
     reserved = time.monotonic()
     first = replace(trial, length=short)
-    run_optimizer_step(recipe, first, optimizer, task.random_step(first))
+    run_optimizer_step(recipe, first, optimizer, task.make_random_step(first))
     torch.cuda.synchronize()
     ready = time.monotonic()
     gc.collect()
@@ -290,7 +290,7 @@ def measure_whole(recipe: Any, length: int, short: int, repeats: int) -> dict[st
     seconds, norms = [], []
     for _ in range(repeats):
         begun = time.monotonic()
-        norms.append(run_optimizer_step(recipe, trial, optimizer, task.random_step(trial)))
+        norms.append(run_optimizer_step(recipe, trial, optimizer, task.make_random_step(trial)))
         torch.cuda.synchronize()
         seconds.append(time.monotonic() - begun)
     held = handle.tiers.host.peak_bytes

@@ -275,13 +275,13 @@ def test_a_damaged_file_of_a_teacher_is_refused(
     taught: tuple[Path, list[Example], Any], tmp_path: Path, how: str
 ) -> None:
     path, rows, tokenizer = taught
-    TeacherFile.open(path, 1.0).check(rows, tokenizer)
+    TeacherFile.open(path, 1.0).check_rows(rows, tokenizer)
     file = tmp_path / "taught.safetensors"
     shutil.copy(path, file)
     content = path.read_bytes()
     damage(file, how, content[:-16] + content[-32:-16])
     with pytest.raises(ArgumentError) as caught:
-        TeacherFile.open(file, 1.0).check(rows, tokenizer)
+        TeacherFile.open(file, 1.0).check_rows(rows, tokenizer)
     assert str(file) in caught.value.what
     assert "streamtune teach" in caught.value.fix or "name a folder" in caught.value.fix
 
@@ -296,7 +296,7 @@ def test_every_bit_of_a_teachers_file_counts(taught: tuple[Path, list[Example], 
         changed[place] ^= 1 << int(place) % 8
         file.write_bytes(changed)
         with pytest.raises((ArgumentError, StorageError)):
-            TeacherFile.open(file, 1.0).check(rows, tokenizer)
+            TeacherFile.open(file, 1.0).check_rows(rows, tokenizer)
 
 
 # --- two processes ---------------------------------------------------------------------------------------------------

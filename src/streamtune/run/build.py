@@ -107,7 +107,7 @@ def build_run(
                     notify,
                     second_model=second_model if has_loaded_weights else None,
                 )
-        batches = task.batches(prepared, tokenizer, share=share)
+        batches = task.make_batch_maker(prepared, tokenizer, share=share)
 
         def start_adapters(handle: StreamHandle) -> None:
             if recipe.starts_from_gradients and start.checkpoint is None and not dry_run:
@@ -195,7 +195,7 @@ def _init_adapters(recipe: ModelSettings, task: Task[Any], model: Any, handle: S
     if len(rows) > 1:
         _check_host_memory(recipe, model)
     device, world = model_device(model), train.WORLD
-    objective = task.objective(handle, None, device)
+    objective = task.make_objective(handle, None, device)
     totals = objective.totals(rows, world)
 
     def row_loss(batch: train.MicroBatch) -> Tensor:

@@ -122,7 +122,7 @@ class Dpo(ScoringTask[DpoRecipe]):
 
     # --- training ----------------------------------------------------------------------------------------------
 
-    def batches(
+    def make_batch_maker(
         self, prepared: data.PreparedTrees, tokenizer: PreTrainedTokenizerBase, *, share: bool
     ) -> PreferenceBatches:
         """Return the object that makes micro-batches of prompts with their completions.
@@ -141,7 +141,7 @@ class Dpo(ScoringTask[DpoRecipe]):
             prepared, self.recipe, pad_token_id=tokenizer.pad_token_id, share=share, has_baseline=self.has_baseline
         )
 
-    def objective(self, scorer: Any, reference: train.Reference | None, device: torch.device) -> train.Objective:
+    def make_objective(self, scorer: Any, reference: train.Reference | None, device: torch.device) -> train.Objective:
         if self.recipe.unpaired:
             assert reference is not None, "losses on single completions need a reference"
             return UnpairedObjective(scorer, self.recipe, reference, device)
@@ -149,11 +149,11 @@ class Dpo(ScoringTask[DpoRecipe]):
 
     # --- trials and comparisons --------------------------------------------------------------------------------
 
-    def random_step(self, trial: TrialStep) -> RandomStep:
+    def make_random_step(self, trial: TrialStep) -> RandomStep:
         draw = RandomTokens(self.recipe, trial.model)
         scored = self.micro_batch_shape(trial.share, trial.length, trial.batch_size)
         batches = [draw.draw_preference_batch(self.recipe, scored) for _ in self._trial_micro_batches()]
-        return self.objective(trial.scorer, trial.reference, trial.device), lambda: batches
+        return self.make_objective(trial.scorer, trial.reference, trial.device), lambda: batches
 
     def verification_trees(
         self, rows: Sequence[data.Tree], length: int, vocabulary: int

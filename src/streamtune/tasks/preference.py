@@ -201,7 +201,7 @@ class PreferenceBatches:
 
     def _reference_logps(self, units: Sequence[int], first_index: int) -> Tensor | None:
         logps = self.reference_logps
-        return None if logps is None else logps.concatenate_trees(first_index + unit for unit in units)
+        return None if logps is None else logps.concatenate_logps(first_index + unit for unit in units)
 
 
 def _policy_logps(handle: StreamHandle, model: nn.Module, batch: train.TreeBatch) -> tuple[Tensor, Tensor | None]:

@@ -152,7 +152,7 @@ def _cut_tree(tree: data.Tree, length: int) -> data.Tree:
     return replace(tree, prompt=prompt, completions=completions, masks=masks)
 
 
-def random_completions(
+def make_random_trees(
     recipe: RolloutSettings, prompts: Sequence[data.Prompt], length: int, vocabulary: int
 ) -> list[data.Tree]:
     """Return the first prompts, each with random completions of different lengths: about ``length`` tokens in total."""

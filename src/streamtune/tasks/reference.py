@@ -40,7 +40,7 @@ class CachedLogps:
     offsets: Tensor
     """int64 ``[trees + 1]``: index in ``logps`` at which each tree begins, and the end"""
 
-    def concatenate_trees(self, trees: Iterable[int]) -> Tensor:
+    def concatenate_logps(self, trees: Iterable[int]) -> Tensor:
         """Return the log-probs of the trees with these indices, one tree after another: fp32 ``[K]``."""
         parts = [self.logps[self.offsets[tree] : self.offsets[tree + 1]] for tree in trees]
         return torch.cat(parts)

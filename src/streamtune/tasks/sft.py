@@ -217,7 +217,7 @@ class Sft(Task[Recipe]):
             error.where, error.fix = "reasoning", fix
             raise
 
-    def batches(
+    def make_batch_maker(
         self, prepared: data.PreparedData | StreamedRows, tokenizer: PreTrainedTokenizerBase, *, share: bool
     ) -> Batches:
         """Return the object that makes micro-batches of rows; with ``streaming: true``, of held-out rows only."""
@@ -227,7 +227,7 @@ class Sft(Task[Recipe]):
         if teacher_path is None:
             return Batches(prepared_rows, tokenizer)
         teacher = TeacherFile.open(Path(teacher_path), self.recipe.kd_temperature)
-        teacher.check(prepared_rows.training, tokenizer)
+        teacher.check_rows(prepared_rows.training, tokenizer)
         return Batches(prepared_rows, tokenizer, teacher)
 
     def count_steps(self, batches: Batches, micro_batches: int, world: train.World) -> StepPlan:
@@ -265,7 +265,7 @@ class Sft(Task[Recipe]):
             sketch=RowSketch(
                 built.model,
                 built.handle,
-                self.objective(built.handle, built.reference, built.device),
+                self.make_objective(built.handle, built.reference, built.device),
                 device=built.device,
                 size=SKETCH_SIZE,
                 seed=recipe.seed,
@@ -302,7 +302,7 @@ class Sft(Task[Recipe]):
 
         return replace(training, before_first_step=before_first_step)
 
-    def objective(self, scorer: Any, reference: train.Reference | None, device: torch.device) -> train.Objective:
+    def make_objective(self, scorer: Any, reference: train.Reference | None, device: torch.device) -> train.Objective:
         assert reference is None or isinstance(reference, train.ModelReference), "the reference must be a teacher model"
         return train.SupervisedObjective(scorer, self.token_loss, reference)
 
@@ -336,14 +336,14 @@ class Sft(Task[Recipe]):
     def reference_key(self) -> str:
         return "teacher"
 
-    def random_step(self, trial: TrialStep) -> RandomStep:
+    def make_random_step(self, trial: TrialStep) -> RandomStep:
         teacher = trial.reference.model if isinstance(trial.reference, train.ModelReference) else None
         draw = RandomTokens(self.recipe, trial.model, teacher)
         drawn = [draw.draw_row_batch(trial.batch_size, trial.length) for _ in self._trial_micro_batches()]
         if top_k := self.teacher_top_k:
             drawn = [replace(batch, top_k=draw.draw_top_k(batch, top_k)) for batch in drawn]
         batches = [batch.to(trial.device) for batch in drawn]
-        return self.objective(trial.handle, trial.reference, trial.device), lambda: batches
+        return self.make_objective(trial.handle, trial.reference, trial.device), lambda: batches
 
 
 def collate_prefix_batch(examples: Sequence[data.Example]) -> train.PrefixBatch:

@@ -92,7 +92,7 @@ def _weights_per_token(name: str, parameter: nn.Parameter, config: Any) -> float
 
 
 def divide_among_ranks(batches: Iterable[train.MicroBatch], world: train.World) -> Iterator[train.MicroBatch]:
-    """Iterate over this rank's share of the batches; a missing one is a filler, which is computed but not counted."""
+    """Iterate over this rank's share of the batches; a rank with one less also gets a filler, which is not counted."""
     iterator = iter(batches)
     while group := list(islice(iterator, world.data_size)):
         filler = replace(group[0], filler=True)

@@ -133,10 +133,10 @@ class StreamSteps:
         self._prefetched: list[Future[tuple[list[train.MicroBatch], data.StreamPosition]]] = []
         self._start_at(data.StreamPosition())
 
-    def _start_at(self, start: data.StreamPosition) -> None:
-        self._position = self._drawn_position = start
+    def _start_at(self, position: data.StreamPosition) -> None:
+        self._position = self._drawn_position = position
         """positions after the last returned step, and after the last drawn step"""
-        self._examples: Generator[tuple[data.Example | None, data.StreamPosition]] = self.stream.examples(start)
+        self._examples: Generator[tuple[data.Example | None, data.StreamPosition]] = self.stream.examples(position)
         self._leftover: tuple[data.Example, data.StreamPosition] | None = None
         """an example that did not fit into the last drawn step, and the position after it"""
         self._has_started = False

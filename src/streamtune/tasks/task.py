@@ -63,7 +63,7 @@ RandomStep = tuple[train.Objective, Callable[[], Sequence[train.MicroBatch]]]
 
 
 class PreparedRows(Protocol):
-    """Protocol of prepared rows of any objective, as token ids."""
+    """Protocol of a run's rows, rendered to token ids, for any objective."""
 
     @property
     def fingerprint(self) -> str:
@@ -107,7 +107,7 @@ class BuiltRun:
     prepared: Any
     """The task's own data, from :meth:`Task.prepare`."""
     batches: Any
-    """The task's own batches, from :meth:`Task.batches`."""
+    """The task's own batches, from :meth:`Task.make_batch_maker`."""
     model: Any
     handle: StreamHandle
     reference: train.Reference | None
@@ -391,11 +391,11 @@ class Task(ABC, Generic[R_co]):
     # --- training ----------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def batches(self, prepared: Any, tokenizer: PreTrainedTokenizerBase, *, share: bool) -> Units:
+    def make_batch_maker(self, prepared: Any, tokenizer: PreTrainedTokenizerBase, *, share: bool) -> Units:
         """Return the object that makes micro-batches of the prepared rows."""
 
     @abstractmethod
-    def objective(self, scorer: Any, reference: train.Reference | None, device: torch.device) -> train.Objective:
+    def make_objective(self, scorer: Any, reference: train.Reference | None, device: torch.device) -> train.Objective:
         """Return the objective that computes the loss of each micro-batch.
 
         Args:
@@ -411,7 +411,7 @@ class Task(ABC, Generic[R_co]):
         differ in their numbers of steps.
 
         Args:
-            batches: The task's batches, from :meth:`batches`.
+            batches: The task's batches, from :meth:`make_batch_maker`.
             micro_batches: Number of micro-batches of one rank in a step.
             world: Ranks that share a step.
         """
@@ -445,7 +445,7 @@ class Task(ABC, Generic[R_co]):
         recipe = self.recipe
         held_out = partial(built.batches.held_out_batches, recipe.per_device_eval_batch_size)
         return Training(
-            objective=self.objective(built.handle, built.reference, built.device),
+            objective=self.make_objective(built.handle, built.reference, built.device),
             steps=self.make_steps(built),
             held_out=held_out_sets(built.prepared, held_out),
             learning_rate_at=optim.build_schedule(
@@ -470,7 +470,7 @@ class Task(ABC, Generic[R_co]):
     # --- trials and comparisons --------------------------------------------------------------------------------
 
     @abstractmethod
-    def random_step(self, trial: TrialStep) -> RandomStep:
+    def make_random_step(self, trial: TrialStep) -> RandomStep:
         """Return the objective and the micro-batches of a training step of random tokens, in the recipe's shape.
 
         If the recipe accumulates gradients, the step has two micro-batches. Gradients of the first occupy memory

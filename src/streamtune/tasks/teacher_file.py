@@ -126,7 +126,7 @@ class TeacherFile:
         starts: npt.NDArray[np.int64] = self._tensors.get_tensor("starts").numpy()
         return starts
 
-    def check(self, rows: Iterable[data.Example], tokenizer: PreTrainedTokenizerBase) -> None:
+    def check_rows(self, rows: Iterable[data.Example], tokenizer: PreTrainedTokenizerBase) -> None:
         """Check that the file is intact and has all of these rows.
 
         Args:
@@ -326,7 +326,7 @@ class TeacherFileWriter:
         self.order = ("starts", "logprobs", "ids", "keys")  # the widest first: each begins at a multiple of its width
         self.digest, self.row = _start_digest(self.metadata), 0
         self.path = path
-        header = self._header()
+        header = self._make_header()
         sizes = {name: int(np.prod(shape)) * dtype.itemsize for name, (_, dtype, shape) in self.shapes.items()}
         _allocate_file(self.path, header, len(header) + sum(sizes.values()))
         self.parts: dict[str, Any] = {}
@@ -338,7 +338,7 @@ class TeacherFileWriter:
             offset += sizes[name]
         self.parts["starts"][:] = self.starts
 
-    def _header(self) -> bytes:
+    def _make_header(self) -> bytes:
         """Return the header of the safetensors file: its length, then names, dtypes, shapes and offsets as JSON."""
         entries: dict[str, Any] = {"__metadata__": self.metadata}
         offset = 0
@@ -387,7 +387,7 @@ class TeacherFileWriter:
         self.parts.clear()
         self.metadata["digest"] = self.digest.hexdigest()
         with self.path.open("r+b") as file:
-            file.write(self._header())
+            file.write(self._make_header())
             file.flush()
             os.fsync(file.fileno())
         if os.path.lexists(path):

@@ -194,7 +194,7 @@ class _Evaluation:
     def _make_run(self, rows: Sequence[Any]) -> BuiltRun:
         """Return a run (model, batches, objective) with ``rows`` held out; nothing is written to its folder."""
         prepared = self.task.replace_held_out_rows(self.prepared, rows)
-        batches = self.task.batches(prepared, self.tokenizer, share=self.share)
+        batches = self.task.make_batch_maker(prepared, self.tokenizer, share=self.share)
         world = train.WORLD
         return BuiltRun(
             device=self.device,

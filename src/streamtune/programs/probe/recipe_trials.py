@@ -4,7 +4,7 @@
     make_simulated_trials   runs steps on ``meta`` tensors, for this device or another
 
 A measured step calls the functions of the training loop, with the recipe's objective and reference. Its batches have
-the shape of the recipe's batches (:meth:`streamtune.tasks.task.Task.random_step`).
+the shape of the recipe's batches (:meth:`streamtune.tasks.task.Task.make_random_step`).
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def prepare_step(recipe: TrainingSettings, device_name: str, budget: Budget, sha
     return TrainingStep(
         model,
         optimizer,
-        partial(run_optimizer_step, recipe, trial, optimizer, task.random_step(trial)),
+        partial(run_optimizer_step, recipe, trial, optimizer, task.make_random_step(trial)),
         handle,
         second_model,
     )

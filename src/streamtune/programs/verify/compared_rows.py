@@ -165,7 +165,7 @@ class TreeLosses:
         dtype = _parameter_dtype(model) if self.own_reference is not None and not bf16 else None
         with widening_weights(self.own_reference or model, dtype), autocast(device, bf16), scorer.routers.silenced():
             batch = task.with_reference(batch, reference)
-            objective: Any = task.objective(scorer, reference, device)
+            objective: Any = task.make_objective(scorer, reference, device)
             loss: Tensor = objective.score(model, batch, objective.totals([batch])).loss
         return loss
 

@@ -101,7 +101,7 @@ def has_gradient(groups: Sequence[Group], layout: BatchLayout) -> bool:
 def passing_completion_batch(
     group: Group, pass_reward: float, prompts: Sequence[data.Prompt], layout: BatchLayout
 ) -> PolicyBatch | None:
-    """Return a batch of the first trained completion with a reward of at least ``pass_reward``; None if there is none.
+    """Return a batch with the first completion that is trained on and has ``pass_reward`` or more; None without one.
 
     Advantages of the group must be set. ``prompts`` are all training prompts.
     """
@@ -131,8 +131,8 @@ def make_micro_batches(
 
 
 def store_logprobs(
-    name: str,
-    logprobs: Callable[[int, Callable[[int], PolicyBatch]], list[list[float]]],
+    field_name: str,
+    compute_logprobs: Callable[[int, Callable[[int], PolicyBatch]], list[list[float]]],
     groups: Sequence[Group],
     prompts: Sequence[data.Prompt],
     layout: BatchLayout,
@@ -140,22 +140,22 @@ def store_logprobs(
     """Set ``group.old`` or ``group.ref`` of each group: the log-probs of its completions that are in micro-batches.
 
     Args:
-        name: Field of :class:`Group` to set, ``old`` or ``ref``.
-        logprobs: (number of micro-batches, function that makes micro-batch i) -> log-probs of each micro-batch.
+        field_name: Field of :class:`Group` to set, ``old`` or ``ref``.
+        compute_logprobs: (number of micro-batches, function that makes micro-batch i) -> log-probs of each micro-batch.
         groups: Groups of an optimizer step.
         prompts: All training prompts.
         layout: Settings of the micro-batches.
     """
     values_by_group: list[list[list[float]]] = [[[] for _ in group.completions] for group in groups]
     parts = _split_into_batches(groups, _completion_indices(groups, layout)[1], layout)
-    scored = logprobs(len(parts), lambda number: _make_batch(groups, prompts, parts[number], layout))
+    scored = compute_logprobs(len(parts), lambda number: _make_batch(groups, prompts, parts[number], layout))
     for part, rest in zip(parts, scored, strict=True):
         for group_index, index in part:
             if layout.is_trained(groups[group_index], index):
                 size = len(groups[group_index].completions[index])
                 values_by_group[group_index][index], rest = rest[:size], rest[size:]
     for group, values in zip(groups, values_by_group, strict=True):
-        setattr(group, name, values)
+        setattr(group, field_name, values)
 
 
 def _completion_indices(
@@ -188,12 +188,12 @@ def _make_batch(
     return PolicyBatch(
         **batch_trees(trees, pad_token_id=layout.pad_token_id, share=layout.share),
         advantages_N=torch.tensor([groups[g].advantages[i] for g, i in rows], dtype=torch.float32),
-        old_K=_concatenate([group.old[i] if group.old else None for group, i in trained]),
-        ref_K=_concatenate([group.ref[i] if group.ref else None for group, i in trained]),
+        old_K=_join_token_values([group.old[i] if group.old else None for group, i in trained]),
+        ref_K=_join_token_values([group.ref[i] if group.ref else None for group, i in trained]),
     )
 
 
-def _concatenate(values: Sequence[list[float] | None]) -> torch.Tensor | None:
+def _join_token_values(values: Sequence[list[float] | None]) -> torch.Tensor | None:
     """Return the token values of all completions, one after another: fp32 ``[K]``; None if any completion has none."""
     if any(row is None for row in values):
         return None
@@ -220,7 +220,7 @@ def _make_trees(
 
 
 def group_metrics(groups: Sequence[Group]) -> Metrics:
-    """Return metrics of the completions of a step: TRL's name -> (sum, count); without scores, none of rewards."""
+    """Return metrics of the completions of a step: TRL's name -> (sum, count). Those of rewards need scores."""
     rewards = [reward for group in groups for reward in group.rewards if reward is not None]
     lengths = [len(completion) for group in groups for completion in group.completions]
     truncated = [cut for group in groups for cut in group.truncated]
@@ -345,12 +345,12 @@ class DistributedWriter:
         if self.world.size == 1:
             return self.writer.write(prompts, count, sampling)
 
-        def complete(numbers: list[int]) -> list[list[tuple[list[int], bool]] | None]:
+        def complete(prompt_indices: list[int]) -> list[list[tuple[list[int], bool]] | None]:
             try:
-                counts = count if isinstance(count, int) else [count[i] for i in numbers]
-                written = self.writer.write([prompts[i] for i in numbers], counts, sampling)
+                counts = count if isinstance(count, int) else [count[i] for i in prompt_indices]
+                written = self.writer.write([prompts[i] for i in prompt_indices], counts, sampling)
             except rollout.WritingStopped:  # not a failure: every rank raises it below
-                return [None] * len(numbers)
+                return [None] * len(prompt_indices)
             return [[(each.token_ids, each.truncated) for each in completions] for completions in written]
 
         found = _compute_over_ranks(self.world, len(prompts), complete)
@@ -374,8 +374,8 @@ class DistributedRewards:
         if self.world.size == 1:
             return self.score(prompts, completions)
 
-        def score(numbers: list[int]) -> list[tuple[float | None, dict[str, float | None]]]:
-            scores = self.score([prompts[i] for i in numbers], [completions[i] for i in numbers])
+        def score(indices: list[int]) -> list[tuple[float | None, dict[str, float | None]]]:
+            scores = self.score([prompts[i] for i in indices], [completions[i] for i in indices])
             return [
                 (total, {name: values[place] for name, values in scores.by_function.items()})
                 for place, total in enumerate(scores.total)
@@ -396,7 +396,7 @@ class DistributedLogprobs:
         self.world = world
 
     def __call__(
-        self, logprobs: Callable[[PolicyBatch], list[float]], count: int, batch: Callable[[int], PolicyBatch]
+        self, compute: Callable[[PolicyBatch], list[float]], count: int, make_batch: Callable[[int], PolicyBatch]
     ) -> list[list[float]]:
-        """Return ``logprobs(batch(i))``, the log-probs of micro-batch i, for every i below ``count``."""
-        return _compute_over_ranks(self.world, count, lambda mine: [logprobs(batch(number)) for number in mine])
+        """Return ``compute(make_batch(i))``, the log-probs of micro-batch i, for every i below ``count``."""
+        return _compute_over_ranks(self.world, count, lambda mine: [compute(make_batch(index)) for index in mine])

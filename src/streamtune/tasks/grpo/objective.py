@@ -239,7 +239,7 @@ class CompletionLoss(ABC):
         """True if a completion whose advantage is 0 has a gradient, from a KL in the loss or from a teacher."""
 
     @abstractmethod
-    def objective(self, scorer: Any, reference: train.Reference | None) -> RolloutObjective:
+    def make_objective(self, scorer: Any, reference: train.Reference | None) -> RolloutObjective:
         """Return the objective that computes the loss of each micro-batch in the training loop.
 
         Args:
@@ -290,7 +290,7 @@ class RewardLoss(CompletionLoss):
     def zero_advantage_has_gradient(self) -> bool:
         return self.uses_reference and not POLICY_LOSS_FACTS[self.recipe.loss_type].kl_in_reward
 
-    def objective(self, scorer: Any, reference: train.Reference | None) -> RolloutObjective:
+    def make_objective(self, scorer: Any, reference: train.Reference | None) -> RolloutObjective:
         return PolicyObjective(scorer, self.recipe)
 
 
@@ -322,7 +322,7 @@ class TeacherLoss(CompletionLoss):
         recipe = self.recipe
         return TokenLoss(divergence=Divergence(recipe.kd_divergence, recipe.kd_beta, recipe.kd_temperature))
 
-    def objective(self, scorer: Any, reference: train.Reference | None) -> RolloutObjective:
+    def make_objective(self, scorer: Any, reference: train.Reference | None) -> RolloutObjective:
         assert isinstance(reference, train.ModelReference), "the reference must be a teacher model"
         handle = scorer if isinstance(scorer, StreamHandle) else None
         return DistillationObjective(handle, self.recipe, self.token_loss, reference)

@@ -36,7 +36,7 @@ from streamtune.tasks.grpo.objective import CompletionLoss, PolicyBatch, complet
 from streamtune.tasks.grpo.rollout_rules import RolloutTools, rollout_rules_for
 from streamtune.tasks.grpo.stream import CompletionLog, GrpoSteps, SupervisedSteps
 from streamtune.tasks.preference import batch_trees
-from streamtune.tasks.random_batches import RandomTokens, random_completions
+from streamtune.tasks.random_batches import RandomTokens, make_random_trees
 from streamtune.tasks.rewards import Rewards
 from streamtune.tasks.steps import StepPlan, peak_learning_rate
 from streamtune.tasks.task import (
@@ -188,12 +188,12 @@ class Grpo(ScoringTask[GrpoRecipe]):
 
     # --- training ----------------------------------------------------------------------------------------------
 
-    def batches(self, prepared: GrpoData, tokenizer: PreTrainedTokenizerBase, *, share: bool) -> GrpoData:
+    def make_batch_maker(self, prepared: GrpoData, tokenizer: PreTrainedTokenizerBase, *, share: bool) -> GrpoData:
         return prepared
 
-    def objective(self, scorer: Any, reference: train.Reference | None, device: torch.device) -> train.Objective:
+    def make_objective(self, scorer: Any, reference: train.Reference | None, device: torch.device) -> train.Objective:
         """Return the loss. Log-probs of the reference come with the batches; a teacher is called in each step."""
-        return self.loss.objective(scorer, reference)
+        return self.loss.make_objective(scorer, reference)
 
     def count_steps(self, batches: GrpoData, micro_batches: int, world: train.World) -> StepPlan:
         """Return the numbers of optimizer steps. An epoch uses each prompt in one rollout, ``num_iterations`` times."""
@@ -236,7 +236,7 @@ class Grpo(ScoringTask[GrpoRecipe]):
             steps.on_first_rollout = backend.reset_optimizer
 
         return Training(
-            objective=self.objective(built.handle, built.reference, device),
+            objective=self.make_objective(built.handle, built.reference, device),
             steps=steps,
             held_out=held_out_sets(built.prepared, steps.held_out_batches),
             learning_rate_at=_build_learning_rate(recipe, built.plan, built.world),
@@ -257,7 +257,7 @@ class Grpo(ScoringTask[GrpoRecipe]):
 
     # --- trials and comparisons --------------------------------------------------------------------------------
 
-    def random_step(self, trial: TrialStep) -> RandomStep:
+    def make_random_step(self, trial: TrialStep) -> RandomStep:
         """Return the objective and batches of a trial step that begins with a short rollout on random prompts.
 
         The rollout writes as many completions together as a run does, with a few tokens each. Its prompts are so long
@@ -287,7 +287,7 @@ class Grpo(ScoringTask[GrpoRecipe]):
                 batches_with_logprobs.append(replace(batch, **logprobs))
             return batches_with_logprobs
 
-        return self.objective(trial.scorer, trial.reference, device), make_batches
+        return self.make_objective(trial.scorer, trial.reference, device), make_batches
 
     def _random_rollout(self, trial: TrialStep, draw: RandomTokens) -> Callable[[], None]:
         """Return a function that completes random prompts with a few tokens, up to the length of the trial."""
@@ -318,7 +318,7 @@ class Grpo(ScoringTask[GrpoRecipe]):
         self, rows: Sequence[data.Prompt], length: int, vocabulary: int
     ) -> tuple[list[data.Tree], bool]:
         """Return the first prompts with random completions, about ``length`` tokens in total, and False."""
-        return random_completions(self.recipe, rows, length, vocabulary), False
+        return make_random_trees(self.recipe, rows, length, vocabulary), False
 
     def verification_batches(
         self, trees: Sequence[data.Tree], model: nn.Module, plain_scorer: Any, *, pad_token_id: int, share: bool

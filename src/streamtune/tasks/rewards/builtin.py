@@ -172,7 +172,7 @@ def json_schema(completion: str, schema: Any) -> float:
     check_schema(schema)
     fenced = re.fullmatch(r"\s*```(?:json)?[^\S\n]*\n(.*?)```\s*", completion, re.DOTALL)
     try:
-        document = json.loads(fenced[1] if fenced else completion, parse_constant=_reject_constant)
+        document = json.loads(fenced[1] if fenced else completion, parse_constant=_reject_json_constant)
         return float(conforms(document, schema))
     except PatternError:
         raise
@@ -180,7 +180,7 @@ def json_schema(completion: str, schema: Any) -> float:
         return 0.0
 
 
-def _reject_constant(name: str) -> None:
+def _reject_json_constant(name: str) -> None:
     raise ValueError(f"JSON does not allow {name}")
 
 
@@ -255,7 +255,7 @@ def bind_reward_options(
     constant = remaining.pop(builtin.reads, None) if builtin.reads else None
     if constant is not None and "column" in options:
         raise ArgumentError(f"'{builtin.reads}' and 'column' exclude each other", where="reward_funcs")
-    _check_types(builtin, remaining)
+    _check_option_types(builtin, remaining)
     score = partial(builtin.function, **remaining)
     from_rows = builtin.reads is not None and constant is None
     if constant is not None and not builtin.runs_code:
@@ -281,7 +281,7 @@ def bind_reward_options(
     return compute_scores, frozenset({column}) if from_rows else frozenset()
 
 
-def _check_types(builtin: Builtin, options: Mapping[str, Any]) -> None:
+def _check_option_types(builtin: Builtin, options: Mapping[str, Any]) -> None:
     accepted_types: dict[type, tuple[type, ...]] = {float: (int, float), tuple: (list, tuple), type(None): (str,)}
     for key, value in options.items():
         kind = type(inspect.signature(builtin.function).parameters[key].default)

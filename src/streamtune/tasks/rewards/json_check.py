@@ -48,8 +48,7 @@ def _equal(one: Any, other: Any) -> bool:
     return _to_hashable(one) == _to_hashable(other)
 
 
-def _check_properties(value: dict[str, Any], schema: dict[str, Any]) -> bool:
-    """Return True if an object passes ``properties``, ``required`` and ``additionalProperties``."""
+def _passes_properties(value: dict[str, Any], schema: dict[str, Any]) -> bool:
     known, others = schema.get("properties", {}), schema.get("additionalProperties", True)
     return all(key in value for key in schema.get("required", ())) and all(
         conforms(item, known.get(key, others)) for key, item in value.items()
@@ -96,7 +95,7 @@ def conforms(value: Any, schema: Any) -> bool:
     for keyword, (constrains, passes) in CHECKS.items():
         if keyword in schema and (constrains is None or constrains(value)) and not passes(value, schema[keyword]):
             return False
-    return not isinstance(value, dict) or _check_properties(value, schema)
+    return not isinstance(value, dict) or _passes_properties(value, schema)
 
 
 SCHEMA_LIST_KEYS = {"allOf", "anyOf", "oneOf"}

@@ -119,7 +119,7 @@ class Rewards:
             assert len(values) == len(completions), f"{len(completions)} completions, {len(values)} {name}"
         self.check_columns(list(columns))
         batch = _Batch(prompts, completions, columns, origins)
-        by_function = {name: _call_and_check(name, function, batch) for name, function in self.functions.items()}
+        by_function = {name: _compute_scores(name, function, batch) for name, function in self.functions.items()}
         if not by_function:
             return RewardScores([None] * len(completions), {})
         total = [_weighted_sum(scores, self.weights) for scores in zip(*by_function.values(), strict=True)]
@@ -148,7 +148,7 @@ class _Batch:
         return self.origins[number] if self.origins else f"completion {number + 1} of {len(self.completions)}"
 
 
-def _call_and_check(name: str, function: RewardFunction, batch: _Batch) -> list[float | None]:
+def _compute_scores(name: str, function: RewardFunction, batch: _Batch) -> list[float | None]:
     count = len(batch.completions)
     try:
         returned = _call_on_copies(function, batch)

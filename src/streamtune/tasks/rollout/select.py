@@ -65,7 +65,7 @@ class PassRates:
         return (passed + 1.0) / (tried + 2.0)
 
     def passed_share(self, prompt: int) -> float | None:
-        """Return the share of a prompt's completions that passed, without the prior; None if it has no completions."""
+        """Return the share of a prompt's recorded completions that passed; None if none is recorded."""
         passed, tried = self._counts.get(prompt, (0.0, 0.0))
         return passed / tried if tried else None
 
@@ -154,7 +154,7 @@ class PromptPicker:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from the state saved by ``state_dict``, over the same prompts."""
+        """Resume from the result of ``state_dict``, which must be of the same number of prompts, choice and seed."""
         mine = self.state_dict()
         for key in ("num_prompts", "choice", "seed"):
             if state[key] != mine[key]:
