@@ -202,5 +202,5 @@ def base_of(model: Any) -> Any:
 
 
 def is_adapter_name(name: str) -> bool:
-    """Return True if ``name``, of a parameter or buffer of a model with peft's adapters, is an adapter's."""
+    """Return True if a parameter or buffer of this name is a part of the adapters that peft has added to a model."""
     return any(part in name for part in NAME_PARTS)

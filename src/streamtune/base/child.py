@@ -57,7 +57,7 @@ def _ignore_interrupts() -> Iterator[None]:
 
 
 def pickle_call(function: Callable[..., None], *args: Any) -> tuple[bytes, bool]:
-    """Return a pickled call, and True if imports are quiet here: arguments of :func:`run_pickled_call` in a child."""
+    """Return the last two arguments of :func:`run_pickled_call`: the call as bytes, and True if imports are quiet."""
     return pickle.dumps((function, args)), imports_are_quiet()
 
 

@@ -117,7 +117,7 @@ def _secrets_in_environment() -> dict[str, str]:
 
 
 def is_named_like_secret(name: str, value: str) -> bool:
-    """Return True if a variable or key has a name like that of a secret, and its value may be one."""
+    """Return True if a variable or key is named like a secret (``HF_TOKEN``), and its value may be a secret."""
     if _NAMED_LIKE_SECRETS.search(name):
         return True
     return _NAMED_KEY.search(name) is not None and _WORD.fullmatch(value) is None

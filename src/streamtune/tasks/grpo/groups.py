@@ -203,7 +203,7 @@ def _join_token_values(values: Sequence[list[float] | None]) -> torch.Tensor | N
 def _make_trees(
     groups: Sequence[Group], prompts: Sequence[data.Prompt], rows: Sequence[CompletionIndex], layout: BatchLayout
 ) -> Iterator[data.Tree]:
-    """Yield trees: each is a prompt with those of its completions that are adjacent in ``rows``."""
+    """Yield trees: each has a prompt, and its completions that are adjacent in ``rows``."""
     start = 0
     while start < len(rows):
         place = rows[start][0]
@@ -220,7 +220,7 @@ def _make_trees(
 
 
 def group_metrics(groups: Sequence[Group]) -> Metrics:
-    """Return metrics of the completions of a step: TRL's name -> (sum, count). Those of rewards need scores."""
+    """Return metrics of the completions of a step: TRL's name -> (sum, count). Metrics of rewards need scores."""
     rewards = [reward for group in groups for reward in group.rewards if reward is not None]
     lengths = [len(completion) for group in groups for completion in group.completions]
     truncated = [cut for group in groups for cut in group.truncated]
@@ -301,7 +301,7 @@ def single_rank_recipe(recipe: Settings, world: train.World) -> Settings:
     """Return a recipe with which one rank alone would make the same optimizer steps as all ranks together.
 
     Raises:
-        ArgumentError: The completions of a rollout are not a multiple of those of a step, or of ``num_generations``.
+        ArgumentError: The completions of a rollout do not fill whole optimizer steps of all ranks, or whole groups.
     """
     if world.size == 1 and recipe.train_batch_size is None:
         return recipe

@@ -91,7 +91,7 @@ class MeasuredBatch(train.MicroBatch):
 class RolloutObjective(ABC):
     """Base class of losses on sampled completions. Supervised batches (``sft_steps``) get the next-token loss.
 
-    ``handle`` is that of the streamed policy; None if the model is not streamed.
+    ``handle`` belongs to the streamed policy; None if the model is not streamed.
     """
 
     def __init__(self, handle: StreamHandle | None, recipe: PolicySettings) -> None:

@@ -142,7 +142,7 @@ def _copg(chosen_P: Tensor, rejected_P: Tensor, options: PairOptions) -> Tensor:
     """Return ``-(R - beta / 2 (chosen - rejected)) (chosen - rejected)``.
 
     Contrastive policy gradient: the negative objective of arXiv 2406.19185, eqs. 7-9, with the gradient of eqs. 18-19.
-    R is the reward of the chosen completion minus that of the rejected one. Without rewards it is 1/2, and the gradient
+    R is the gap between the rewards of the two completions. Without rewards it is 1/2, and the gradient
     is beta / 2 times the gradient of IPO over summed log-probs (eqs. 21-22).
     """
     gap_P = chosen_P - rejected_P

@@ -105,7 +105,7 @@ def _set_limits(seconds: float, memory_bytes: int, file_bytes: int) -> None:
 
 
 def _read_message(pipe: int, deadline: float, child: int) -> bytes:
-    """Return the child's message; empty if the child ends without one, forks too often, or passes the deadline."""
+    """Return the child's message; empty if the child ends without one, has too many processes, or takes too long."""
     message = b""
     while len(message) < MESSAGE_BYTES:  # not until the pipe is closed: a process that the code left behind may hold it
         seconds_left = deadline - time.monotonic()

@@ -70,7 +70,7 @@ class PassRates:
         return passed / tried if tried else None
 
     def sampling_weight(self, prompt: int, *, middle: bool = False) -> float:
-        """Return the weight with which a prompt is drawn: ``p (1 - p)`` plus a floor for pass rate p.
+        """Return a prompt's weight in random draws: ``p (1 - p)`` plus a floor, for its pass rate p.
 
         With ``middle`` the weight is the same for all rates in ``MIDDLE_RATES``, and the floor for others.
         """
