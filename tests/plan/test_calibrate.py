@@ -87,7 +87,7 @@ def test_a_relative_cache_home_is_no_home(monkeypatch: pytest.MonkeyPatch):
 def change(**values: object) -> None:
     """Change the cached entry for the CPU in fp32."""
     key = calibrate._cache_key(CPU, torch.float32)
-    calibrate._open_cache().update(lambda kept: {key: {**kept[key], **values}})
+    calibrate._open_cache().update_json(lambda kept: {key: {**kept[key], **values}})
 
 
 def ago(**span: float) -> str:

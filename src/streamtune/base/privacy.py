@@ -135,7 +135,7 @@ def escape_terminal_controls(text: str) -> str:
     return _ORDERS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
-def plain(text: str) -> str:
+def safe_text(text: str) -> str:
     """Return a text that is safe to show: without secrets and terminal controls (escapes, changes of direction)."""
     return escape_invisible(redact(text))
 

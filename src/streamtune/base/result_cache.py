@@ -4,7 +4,7 @@ writes.
     CacheFile      a small file: rates, simulations, plans, hashes of files, tokenizers, reference log-probs
     checksum_of    checksum of a large file (rows), which a CacheFile in the same folder stores
     WatchedFile    a file that is read during training; an error names it if it shrinks or changes
-    locked         a lock between processes, which ends with its process
+    file_lock      a lock between processes, which ends with its process
 
 The first line of a cache file has its key, and the checksum of key and content::
 
@@ -102,14 +102,14 @@ class CacheFile:
     def read(self, notify: Notify = log.warning) -> bytes | None:
         """Return the content; None if the file is missing or damaged. ``notify`` gets a message about damage."""
         try:
-            return self.load()
+            return self.read_or_raise()
         except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, ValueError) as error:
             notify(f"{self.path} is damaged and will be created again ({getattr(error, 'strerror', None) or error})")
             return None
 
-    def load(self) -> bytes:
+    def read_or_raise(self) -> bytes:
         """Return the content.
 
         Raises:
@@ -150,7 +150,7 @@ class CacheFile:
         value = None if content is None else json.loads(content)
         return value if isinstance(value, dict) else {}
 
-    def update(self, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    def update_json(self, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
         """Change a JSON object under a lock, so that concurrent processes keep each other's changes.
 
         ``change`` gets the old object (empty if the file is damaged) and returns the new one.
@@ -192,7 +192,7 @@ def json_hash(value: Any) -> str:
 
 
 @cache
-def versions() -> list[str]:
+def code_versions() -> list[str]:
     """Return versions of packages and a hash of StreamTune's code, for keys of results that depend on them."""
     names = []
     for name in _PACKAGES:

@@ -21,7 +21,7 @@ from rich.text import Text
 
 from streamtune import __version__
 from streamtune.base.paths import open_nonblocking
-from streamtune.base.privacy import plain, redact_values
+from streamtune.base.privacy import redact_values, safe_text
 from streamtune.errors import ArgumentError, RecipeError, StreamTuneError, UserError
 
 if not os.environ.get("COLUMNS", "").strip("0"):  # rich would show nothing in no columns
@@ -81,7 +81,7 @@ def print_rows(names_and_values: Iterable[tuple[str, str]], *, name_style: str =
 
     On a terminal long values wrap at words. Elsewhere each value stays on one line.
     """
-    names_and_values = [(plain(name), plain(value)) for name, value in names_and_values]
+    names_and_values = [(safe_text(name), safe_text(value)) for name, value in names_and_values]
     width = max((len(name) for name, _ in names_and_values), default=0)
     if not out.is_terminal or out.width < MIN_TABLE_WIDTH:
         for name, value in names_and_values:
@@ -152,7 +152,7 @@ def print_table(title: str, table: Table, *, blank_line_before: bool = True) -> 
 
 def print_title(text: str, *, right: str = "") -> None:
     """Print the first line of a screen: the version, ``text``, and ``right`` at the right edge."""
-    title = Text.assemble((f"StreamTune {__version__}", "bold"), f"  {plain(text)}")
+    title = Text.assemble((f"StreamTune {__version__}", "bold"), f"  {safe_text(text)}")
     if right:
         room = min(out.width, SCREEN_WIDTH) - title.cell_len - len(right) if out.is_terminal else 0
         title.append(" " * max(2, room)).append(right, style="bold yellow")
@@ -161,7 +161,7 @@ def print_title(text: str, *, right: str = "") -> None:
 
 def print_note(note: str) -> None:
     """Print a note on stderr."""
-    print_hanging(Text.assemble(("note", "yellow"), ": "), _bold_commands(plain(note)), err)
+    print_hanging(Text.assemble(("note", "yellow"), ": "), _bold_commands(safe_text(note)), err)
 
 
 def print_error(error: StreamTuneError, console: Console = err) -> None:
@@ -174,26 +174,26 @@ def print_error(error: StreamTuneError, console: Console = err) -> None:
 
 def error_text(error: StreamTuneError) -> str:
     """Return an error as plain lines: ``error: what``, then ``where`` and ``fix`` if the error has them."""
-    lines = [f"error: {plain(error.what)}"]
-    lines += [f"where: {plain(error.where)}"] if error.where else []
-    lines += [f"fix: {plain(error.fix)}"] if error.fix else []
+    lines = [f"error: {safe_text(error.what)}"]
+    lines += [f"where: {safe_text(error.where)}"] if error.where else []
+    lines += [f"fix: {safe_text(error.fix)}"] if error.fix else []
     return "\n".join(lines)
 
 
 def error_panel(error: StreamTuneError) -> Panel:
     """Return an error as a panel: its ``what``, its ``where`` with the line of the recipe, and its ``fix``."""
-    first, *others = plain(error.what).splitlines() or [""]
+    first, *others = safe_text(error.what).splitlines() or [""]
     parts: list[RenderableType] = [Text(first, style="bold")]
     parts += [_render_error_line(line) for line in others]
     details = Table.grid(padding=(0, 2))
     details.add_column(style="dim", no_wrap=True)
     details.add_column(overflow="fold")
     if error.where:
-        details.add_row("where", Text(plain(error.where), style="cyan"))
+        details.add_row("where", Text(safe_text(error.where), style="cyan"))
         if isinstance(error, RecipeError) and not others and (line := _recipe_line(error.where)):
-            details.add_row("", Text(plain(line), style="dim", overflow="ellipsis", no_wrap=True))
+            details.add_row("", Text(safe_text(line), style="dim", overflow="ellipsis", no_wrap=True))
     if error.fix:
-        details.add_row("fix", _bold_commands(plain(error.fix)))
+        details.add_row("fix", _bold_commands(safe_text(error.fix)))
     if details.row_count:
         parts += ["", details]
     return Panel(

@@ -10,7 +10,7 @@ from rich.padding import Padding
 from rich.table import Column, Table
 from rich.text import Text
 
-from streamtune.base.privacy import plain
+from streamtune.base.privacy import safe_text
 from streamtune.data.data_report import (
     EPOCH_COLUMNS,
     CompletionReport,
@@ -103,7 +103,7 @@ def print_row_view(
 
 def describe_row_view(view: RowView, reason: str = "") -> str:
     """Return the facts of a row in one line: origin, tokens, trained tokens, tokens cut off."""
-    parts = [plain(view.origin), f"{view.tokens:,} tokens"]
+    parts = [safe_text(view.origin), f"{view.tokens:,} tokens"]
     parts += (
         [_describe_trained_tokens(view.trained, view.tokens)]
         if [part.name for part in view.parts] != ["prompt"]
@@ -135,7 +135,7 @@ def tokens_text(runs: Sequence[TokenRun | TokenGap]) -> Text:
             line = "\n" if text.plain and not text.plain.endswith("\n") else ""
             text.append(f"{line}... {describe_token_gap(run)} ...\n", style="yellow")
         else:
-            shown = plain(run.text)
+            shown = safe_text(run.text)
             # The sign makes the colour of a trained line break visible.
             text.append(shown.replace("\n", "↵\n") if out.is_terminal and trained else shown, style=_token_style(run))
     return text.append(closes) if before else text
@@ -169,7 +169,7 @@ def _print_token_ids(inspection: Inspection, part: RowPart) -> None:
     ):
         run = TokenRun(text, 1, trained=trained, special=token in special)
         kind = ("trained" if trained else "masked") + (" special" if run.special else "")
-        shown = json.dumps(plain(text), ensure_ascii=False)
+        shown = json.dumps(safe_text(text), ensure_ascii=False)
         line = Text(f"    {position:>7,}  {token:>7}  {kind:<15}  ").append(shown, style=_token_style(run))
         out.print(line, soft_wrap=True)
 
@@ -266,7 +266,7 @@ def _describe_tokenizer(inspection: Inspection) -> str:
     recipe = inspection.loaded.recipe
     source = "trained on these rows"
     if recipe.tokenizer is None or recipe.tokenizer.train is None:
-        source = plain(str(recipe.tokenizer.path if recipe.tokenizer is not None else recipe.model_name_or_path))
+        source = safe_text(str(recipe.tokenizer.path if recipe.tokenizer is not None else recipe.model_name_or_path))
     template = "with a chat template" if inspection.tokenizer.chat_template else "without a chat template"
     return f"{source}, {len(inspection.tokenizer):,} entries, {template}"
 
@@ -346,7 +346,7 @@ def _sources_table(inspection: Inspection) -> Table:
         share = f"{source.supervised_tokens / source.tokens:.1%}" if source.tokens else "-"
         name = source.title if isinstance(source, SourceReport) else "total"
         table.add_row(
-            Text(f"  {plain(name)}"),
+            Text(f"  {safe_text(name)}"),
             f"{source.rows:,}",
             *([f"{source.kept:,}"] if kept else []),
             *(f"{getattr(source, count):,}" for count in counts),
@@ -365,7 +365,7 @@ def _epoch_table(inspection: Inspection) -> Table | None:
         return None
     table = _length_table("  ", *EPOCH_COLUMNS)
     for title, *cells in lines:
-        table.add_row(Text(f"  {plain(title)}"), *cells)
+        table.add_row(Text(f"  {safe_text(title)}"), *cells)
     return table
 
 

@@ -21,7 +21,7 @@ import typer
 from rich.text import Text
 
 from streamtune.base.libraries import TESTED, pip_install_command, untested_versions_note
-from streamtune.base.privacy import is_offline, plain
+from streamtune.base.privacy import is_offline, safe_text
 from streamtune.base.text import show_size
 
 from .console import err, loading_libraries, print_hanging, print_json, print_text
@@ -108,7 +108,7 @@ def print_readiness(results: list[CheckResult], accelerators: int) -> None:
 def print_check_result(result: CheckResult) -> None:
     """Print one result: its mark, its check, its text, and how to fix it."""
     mark, style = STATUS_MARKS[result.status]
-    print_hanging(Text.assemble((f"{mark:>3}", style), f"  {result.check:<18}"), Text(plain(result.found)))
+    print_hanging(Text.assemble((f"{mark:>3}", style), f"  {result.check:<18}"), Text(safe_text(result.found)))
     if result.fix:
         print_hanging(Text(" " * 23), Text(result.fix, style="dim"))
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from streamtune.base.libraries import hide_quantisers, is_command_process
 from streamtune.base.optimizer_table import OPTIMIZERS
-from streamtune.base.result_cache import read_cached, versions, write_cached
+from streamtune.base.result_cache import code_versions, read_cached, write_cached
 from streamtune.cli.options import read_recipe
 from streamtune.cli.plan_screen import plan_screen_texts, print_plan_page
 
@@ -102,7 +102,7 @@ def _make_plan_page(loaded: LoadedRecipe, options: PlanOptions) -> dict[str, Any
     recipe = loaded.recipe
     quantises = recipe.finetuning_type == "qlora" or OPTIMIZERS[recipe.optim].extra == "quant"
     if is_command_process() and not quantises and not recipe.trust_remote_code:
-        versions()  # remembers the installed packages, before quantisers are hidden
+        code_versions()  # remembers the installed packages, before quantisers are hidden
         hide_quantisers()
     with err.status("loading libraries") as status, _without_garbage_collection():
         from streamtune.run.plan import plan_recipe

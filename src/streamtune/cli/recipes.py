@@ -13,7 +13,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from streamtune.base.optimizer_table import OPTIMIZERS, OptimizerEntry, state_bytes
-from streamtune.base.privacy import plain
+from streamtune.base.privacy import safe_text
 from streamtune.errors import ArgumentError, RecipeError
 from streamtune.recipe import (
     DpoRecipe,
@@ -245,7 +245,7 @@ def validate(recipe: RecipeArgument, set_: SetOption = None, json: JsonOption = 
 
 
 def _print_recipe_facts(loaded: LoadedRecipe) -> None:
-    out.print(Text.assemble(("OK", "bold green"), " ", (plain(str(loaded.path)), "bold")), soft_wrap=True)
+    out.print(Text.assemble(("OK", "bold green"), " ", (safe_text(str(loaded.path)), "bold")), soft_wrap=True)
     print_rows(recipe_facts(loaded.recipe))
     for note in loaded.notes:
         print_note(note)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rich.text import Text
 
 from streamtune.base.adapters import base_of
-from streamtune.base.privacy import plain
+from streamtune.base.privacy import safe_text
 from streamtune.base.text import show_size
 from streamtune.recipe import third_party_code_of
 from streamtune.recipe.keys.preset import describe_preset
@@ -71,7 +71,7 @@ def print_dry_run_end(run: Run, arguments: Sequence[str]) -> None:
     command = shlex.join(["streamtune", *(each for each in arguments if each != "--dry-run")])
     if run.world.size > 1:  # a rank does not know the command of its launcher
         command = "the same command without --dry-run"
-    print_text(Text.assemble("Nothing was trained. Start: ", (plain(command), "bold")))
+    print_text(Text.assemble("Nothing was trained. Start: ", (safe_text(command), "bold")))
 
 
 def _describe_model(run: Run) -> str:
@@ -237,7 +237,7 @@ def print_outcome(run: Run, outcome: RunOutcome) -> None:
         rows.append(("saved", "nothing: the run stopped before its first step ended"))
     print_rows(rows)
     print_samples(outcome.samples)
-    print_text(Text.assemble("Next: ", (plain(next_command), "bold")))
+    print_text(Text.assemble("Next: ", (safe_text(next_command), "bold")))
 
 
 def _describe_trained_rows(run: Run, outcome: RunOutcome) -> str:
@@ -345,13 +345,13 @@ def print_samples(samples: Sequence[Mapping[str, Any]]) -> None:
     for sample in unscored:
         for title, text, style in (("prompt", sample["prompt"], ""), ("completion", sample["completion"], "green")):
             out.print(Text(f"  {title}", style="dim"))
-            print_text(Text(plain(text.strip("\n")) or "(nothing)", style=style), indent=4)
+            print_text(Text(safe_text(text.strip("\n")) or "(nothing)", style=style), indent=4)
     if not rows:
         return
     for sample in rows[:SHOWN_ANSWERS]:
-        verdict = "right" if sample["right"] else f"wrong, expected {plain(' '.join(sample['expected'].split()))}"
-        prompt = plain(_last_prompt_line(str(sample["prompt"])))
-        completion = plain(" ".join(sample["completion"].split())) or "(nothing)"
+        verdict = "right" if sample["right"] else f"wrong, expected {safe_text(' '.join(sample['expected'].split()))}"
+        prompt = safe_text(_last_prompt_line(str(sample["prompt"])))
+        completion = safe_text(" ".join(sample["completion"].split())) or "(nothing)"
         print_text(Text(f"held-out prompt of {sample['prompt_tokens']:,} tokens: {prompt}", style="dim"), indent=2)
         style = "green" if sample["right"] else "red"
         print_text(Text.assemble((completion, style), f"  ({verdict})"), indent=4)

@@ -206,7 +206,7 @@ def _read_entry(entry: Path, fit: FitT, sources: Sequence[Source], notify: Notif
     except OSError:
         return None
     try:
-        facts = json.loads(_entry_file(entry, entry.name).load())
+        facts = json.loads(_entry_file(entry, entry.name).read_or_raise())
         for name, (size, checksum) in facts["files"].items():
             with open(entry / name, "rb", opener=open_nonblocking) as file:
                 if os.fstat(file.fileno()).st_size != size or checksum_of(file) != checksum:

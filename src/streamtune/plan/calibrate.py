@@ -191,7 +191,7 @@ def _update_cache(
         return entries if entry is None else {**entries, key: asdict(entry)}
 
     with contextlib.suppress(OSError):
-        _open_cache().update(changed)
+        _open_cache().update_json(changed)
 
 
 def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from streamtune.base.paths import open_nonblocking
-from streamtune.base.result_cache import json_hash, versions
+from streamtune.base.result_cache import code_versions, json_hash
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import Recipe
 
@@ -66,7 +66,7 @@ def plan_key(loaded: LoadedRecipe, options: PlanOptions) -> str | None:
             if not folder.is_dir() or (adapters and name != "adapter_name_or_path"):
                 return None  # a model on a hub, or adapters that name another model
             folders[name] = _describe_folder(folder)
-        return json_hash([values, asdict(options), folders, _describe_deepspeed(recipe), versions()])
+        return json_hash([values, asdict(options), folders, _describe_deepspeed(recipe), code_versions()])
     except (OSError, ValueError):  # planning reports an unreadable folder
         return None
 

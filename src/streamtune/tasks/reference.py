@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from streamtune import data, train
 from streamtune.base.adapters import is_adapter_name
 from streamtune.base.paths import cache_folder
-from streamtune.base.result_cache import CacheFile, Notify, json_hash, versions
+from streamtune.base.result_cache import CacheFile, Notify, code_versions, json_hash
 from streamtune.base.text import show_size
 
 UNHASHED_SETTINGS = ("_name_or_path", "transformers_version", "architectures", "use_cache", "dtype", "torch_dtype")
@@ -50,7 +50,7 @@ def computation_hash(device: torch.device, *, bf16: bool, temperature: float) ->
     """Return a hash of how log-probs are computed: versions and code, device, precision, temperature."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     precision = [torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.allow_tf32, str(torch.version.cuda)]
-    return json_hash([versions(), name, precision, bf16, temperature])[:KEY_PART_LENGTH]
+    return json_hash([code_versions(), name, precision, bf16, temperature])[:KEY_PART_LENGTH]
 
 
 def configuration_hash(model: nn.Module, *, adapters: bool) -> str:

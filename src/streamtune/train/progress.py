@@ -24,7 +24,7 @@ from rich.live import Live
 from rich.text import Text
 
 from streamtune.base.palette import with_default_style
-from streamtune.base.privacy import plain
+from streamtune.base.privacy import safe_text
 from streamtune.base.text import eval_set_names
 from streamtune.train.records import read_records
 from streamtune.train.rundir import RunDirectory
@@ -141,14 +141,14 @@ class Progress:
             self._print_pairs(step=f"{step}/{self.total_steps}", note=text)
 
     def _print_event(self, step: int, event: Text) -> None:
-        event = Text(plain(event.plain)) if plain(event.plain) != event.plain else event
+        event = Text(safe_text(event.plain)) if safe_text(event.plain) != event.plain else event
         self.console.print(
             Text.assemble((f"step {step:>{len(str(self.total_steps))}}  ", "dim"), event), soft_wrap=True
         )
 
     def _print_pairs(self, **pairs: str) -> None:
         line = " ".join(f"{key}={value}" for key, value in pairs.items())
-        self.console.print(Text(plain(line)), soft_wrap=True)
+        self.console.print(Text(safe_text(line)), soft_wrap=True)
         self.console.file.flush()
 
     def _seconds_left(self) -> float | None:
@@ -311,7 +311,9 @@ def draw_loss(records: Records, path: Path, *, title: str) -> None:
     for axes, panel in zip(grid, [loss, *panels], strict=True):
         _draw_panel(axes, panel, records)
     # A name is not a formula: `$` is shown literally.
-    grid[0].set_title(plain(title), loc="left", parse_math=False, color=TEXT, fontsize=13, fontweight="bold", pad=12)
+    grid[0].set_title(
+        safe_text(title), loc="left", parse_math=False, color=TEXT, fontsize=13, fontweight="bold", pad=12
+    )
     grid[-1].set_xlabel("optimizer step", color=TEXT)
     grid[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
     grid[-1].set_xlim(left=0)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from streamtune.base.result_cache import versions
+from streamtune.base.result_cache import code_versions
 from streamtune.plan.simulate import simulation_cache
 from streamtune.plan.simulate.scored import Scored
 from streamtune.plan.simulate.simulate import simulate
@@ -59,7 +59,7 @@ def test_a_second_simulation_is_read(folder: Path, monkeypatch: pytest.MonkeyPat
 def test_the_key_depends_on_the_code_of_the_whole_package(monkeypatch: pytest.MonkeyPatch) -> None:
     read = []
     monkeypatch.setattr(Path, "read_bytes", lambda path: read.append(f"{path.parent.name}/{path.name}") or b"")
-    versions.__wrapped__()
+    code_versions.__wrapped__()
     assert {"engine/vjp.py", "simulate/step.py", "base/result_cache.py"} <= set(read)
 
 
@@ -67,7 +67,7 @@ def test_the_key_depends_on_the_code_of_the_whole_package(monkeypatch: pytest.Mo
 def test_another_version_of_a_package_that_a_step_is_made_of_is_another_key(
     package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    find = versions.__wrapped__
+    find = code_versions.__wrapped__
     before, real = find(), metadata.version
     monkeypatch.setattr(metadata, "version", lambda name: "0.0.1" if name == package else real(name))
     assert find() != before
@@ -97,7 +97,7 @@ def test_everything_that_decides_a_step_is_part_of_its_key(monkeypatch: pytest.M
     keys = [step_cache_key(step, SCHEDULE) for step in steps]
     keys += [step_cache_key(steps[0], replace(SCHEDULE, keep_kv="device")), step_cache_key(steps[0], Schedule(32, 16))]
     with monkeypatch.context() as older:
-        older.setattr(simulation_cache, "versions", lambda: ["torch 1.0"])
+        older.setattr(simulation_cache, "code_versions", lambda: ["torch 1.0"])
         keys.append(step_cache_key(steps[0], SCHEDULE))
     assert None not in keys
     assert len(set(keys)) == len(keys)

@@ -93,7 +93,7 @@ class FileHashes:
         """Write new hashes to the cache. A write error is ignored: the hashes are computed again next time."""
         if self._new:
             with suppress(OSError):
-                self._cache_file().update(lambda known: {**known, **self._new})
+                self._cache_file().update_json(lambda known: {**known, **self._new})
             self._new = {}
 
     def _cache_file(self) -> CacheFile:

@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from streamtune.base.result_cache import json_hash, versions
+from streamtune.base.result_cache import code_versions, json_hash
 from streamtune.plan.simulate.workload import Workload
 from streamtune.schedule import Schedule
 
@@ -40,7 +40,7 @@ def step_cache_key(workload: Workload, schedule: Schedule) -> str | None:
     }
     facts = [
         structure, options, repr(workload.scored), repr(asdict(schedule)), _describe_optimizer(workload, model),
-        versions(), str(torch.version.cuda),
+        code_versions(), str(torch.version.cuda),
         torch.are_deterministic_algorithms_enabled(), str(torch.get_default_dtype()),
     ]  # fmt: skip
     return json_hash(facts)

@@ -12,7 +12,7 @@ import typer
 from rich.table import Column, Table
 from rich.text import Text
 
-from streamtune.base.privacy import plain
+from streamtune.base.privacy import safe_text
 from streamtune.base.text import show_size
 from streamtune.cli.console import err, loading_libraries, make_table, out, print_hanging, print_json, print_note
 from streamtune.cli.options import AllowCodeOption, JsonOption, RecipeArgument, SetOption, option, read_recipe
@@ -247,7 +247,7 @@ def _print_losses(split: str, split_results: Mapping[str, Any]) -> None:
     columns = ("tokens", "loss", "+-", "perplexity")
     table = _make_table(f"{split}, by set", *columns)
     for row in [*split_results["sets"], {"name": "all", **split_results}]:
-        table.add_row(plain(row["name"]), f"{row['tokens']:,}", *map(_show_number, _loss_cells(row)))
+        table.add_row(safe_text(row["name"]), f"{row['tokens']:,}", *map(_show_number, _loss_cells(row)))
     _print_indented_table(table)
     table = _make_table(f"{split}, by position", *columns, Column("lowest to highest", no_wrap=True))
     losses = [row["loss"] for row in split_results["positions"]]
@@ -265,18 +265,20 @@ def _print_metrics(split: str, split_results: Mapping[str, Any]) -> None:
     """Print the mean and standard error of each metric; with several datasets, also its mean in each."""
     sets = split_results["sets"] if len(split_results["sets"]) > 1 else []
     first = (
-        max([len(plain(name)) for name in split_results["metrics"]] + [20]) + 24
+        max([len(safe_text(name)) for name in split_results["metrics"]] + [20]) + 24
     )  # also the columns of mean and error
-    for number, group in enumerate(_group_fitting_columns([plain(each["name"]) for each in sets], first) or [range(0)]):
+    for number, group in enumerate(
+        _group_fitting_columns([safe_text(each["name"]) for each in sets], first) or [range(0)]
+    ):
         shown = [sets[index] for index in group]
         totals = ("mean", "+-") if number == 0 else ()
         table = _make_table(
-            f"{split}, {split_results['rows']:,} rows", *totals, *(plain(each["name"]) for each in shown)
+            f"{split}, {split_results['rows']:,} rows", *totals, *(safe_text(each["name"]) for each in shown)
         )
         for name, figure in split_results["metrics"].items():
             own = [_show_number(each["metrics"].get(name, {}).get("mean")) for each in shown]
             total = [_show_number(figure["mean"]), _show_number(figure["standard_error"])] if number == 0 else []
-            table.add_row(plain(name), *total, *own)
+            table.add_row(safe_text(name), *total, *own)
         _print_indented_table(table)
 
 
@@ -318,7 +320,7 @@ def _print_harness(harness_results: Mapping[str, Any]) -> None:
     for task, figures in harness_results.items():
         for name, value in figures.items():
             table.add_row(
-                plain(task), plain(name), _show_number(value) if isinstance(value, float) else json.dumps(value)
+                safe_text(task), safe_text(name), _show_number(value) if isinstance(value, float) else json.dumps(value)
             )
     _print_indented_table(table)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from streamtune.base.palette import COLOURS, INK, with_default_style
-from streamtune.base.privacy import plain
+from streamtune.base.privacy import safe_text
 from streamtune.errors import ArgumentError, RunError
 from streamtune.train.staging import replace_file, write_durably
 
@@ -181,7 +181,7 @@ def _render_png(figure: Any, axes: Any, title: str) -> bytes:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     # A name is not a formula: show `$` unchanged.
-    axes.set_title(plain(title), loc="left", parse_math=False, color=INK, fontsize=11, fontweight="bold", pad=10)
+    axes.set_title(safe_text(title), loc="left", parse_math=False, color=INK, fontsize=11, fontweight="bold", pad=10)
     picture = BytesIO()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph")  # the font may lack letters of the name

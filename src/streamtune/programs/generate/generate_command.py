@@ -14,7 +14,7 @@ import typer
 from rich.text import Text
 
 from streamtune.base import interrupts
-from streamtune.base.privacy import escape_terminal_controls, plain
+from streamtune.base.privacy import escape_terminal_controls, safe_text
 from streamtune.cli.console import err, loading_libraries, out, print_error, print_json, print_note
 from streamtune.cli.options import JsonOption, option
 from streamtune.errors import ArgumentError, UserError
@@ -249,7 +249,7 @@ def _print_answer(answerer: Answerer, prompt: Prompt, *, quiet: bool = False) ->
             shown[0] = False
         if not quiet:
             # A terminal executes control characters, also after a pipe; --json has the text unchanged.
-            print(plain(text) if out.is_terminal else escape_terminal_controls(text), end="", flush=True)
+            print(safe_text(text) if out.is_terminal else escape_terminal_controls(text), end="", flush=True)
 
     try:
         return answerer.answer(prompt, show, reading)
@@ -274,7 +274,7 @@ def _print_vllm_answers(prompts: list[Prompt], answers: list[dict[str, Any]], *,
         )
         return
     for answer in answers:
-        print(plain(answer["text"]) if out.is_terminal else escape_terminal_controls(answer["text"]))
+        print(safe_text(answer["text"]) if out.is_terminal else escape_terminal_controls(answer["text"]))
         err.print(Text(f"prompt: {answer['prompt_tokens']:,} tokens; answer: {answer['tokens']:,} tokens", style="dim"))
 
 
@@ -312,7 +312,7 @@ HELP = (
 def _chat(answerer: Answerer) -> None:
     with suppress(ImportError):
         import readline  # noqa: F401 (arrow keys and history in input())
-    out.print(Text(plain(answerer.description), style="bold"), soft_wrap=not out.is_terminal)
+    out.print(Text(safe_text(answerer.description), style="bold"), soft_wrap=not out.is_terminal)
     out.print(Text(HELP, style="dim"), soft_wrap=not out.is_terminal)
     templated = bool(answerer.tokenizer.chat_template) and not answerer.options.raw
     if not templated:

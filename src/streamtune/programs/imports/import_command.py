@@ -11,7 +11,7 @@ import typer
 from rich.text import Text
 
 from streamtune.base.interrupts import temporary_directory
-from streamtune.base.privacy import plain
+from streamtune.base.privacy import safe_text
 from streamtune.cli.console import err, out, print_json, print_note, print_rows
 from streamtune.cli.options import JsonOption, option
 from streamtune.cli.recipes import file_exists_error, write_new_file
@@ -122,7 +122,7 @@ SECTIONS = {
 def _print_imported(file: Path, imported: ImportedRecipe) -> None:
     seen = f", recognised by {', '.join(imported.guessed[:4])}" if imported.guessed else ""
     out.print(
-        Text.assemble((plain(str(file)), "bold"), f": a recipe of {imported.trainer.title}{seen}"), soft_wrap=True
+        Text.assemble((safe_text(str(file)), "bold"), f": a recipe of {imported.trainer.title}{seen}"), soft_wrap=True
     )
     for kind, heading in SECTIONS.items():
         found = imported.findings_of_kind(kind)

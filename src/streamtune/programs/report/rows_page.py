@@ -8,7 +8,7 @@ from importlib.resources import files
 from string import Template
 from typing import Any
 
-from streamtune.base.privacy import plain
+from streamtune.base.privacy import safe_text
 from streamtune.data.data_report import EPOCH_COLUMNS, SourceReport, epoch_table
 from streamtune.data.inspect_rows import RowPart, RowView, TokenGap
 from streamtune.run.build import Inspection
@@ -26,11 +26,11 @@ def render_rows(inspection: Inspection, views: Sequence[tuple[str, RowView]]) ->
         inspection: The inspected rows of a recipe.
         views: (reason, row) pairs to show; a reason may be empty. Rows beyond :data:`MAX_BYTES` are left out.
     """
-    title = f"Rows of {plain(inspection.loaded.path.name)}"
+    title = f"Rows of {safe_text(inspection.loaded.path.name)}"
     facts = "".join(f"<div>{name}<b>{value}</b></div>" for name, value in _summary_lines(inspection))
     body = [
         f"<h1>{escape(title)}</h1>",
-        f"<p class=dim>{escape(plain(inspection.prepared.report.describe()))}</p>",
+        f"<p class=dim>{escape(safe_text(inspection.prepared.report.describe()))}</p>",
         f"<div class=facts>{facts}</div>",
         f"<h2>Datasets</h2><div class=box>{_sources_table(inspection)}</div>",
         "<h2>Row lengths <small>tokens, before truncation</small></h2>",
@@ -84,11 +84,11 @@ def _sources_table(inspection: Inspection) -> str:
         share = f"{source.supervised_tokens / source.tokens:.1%}" if source.tokens else "-"
         lengths = [f"{source.length_percentiles[point]:,}" if source.length_percentiles else "-" for point in points]
         counted = [f"{getattr(source, count):,}" for count in counts]
-        rows.append(("now" if source is report else "", [plain(name), *counted, share, *lengths]))
+        rows.append(("now" if source is report else "", [safe_text(name), *counted, share, *lengths]))
     named = [name.replace("supervised", "trained").replace("_", " ") for name in counts]
     tables = [_html_table(["", *named, "trained", *points], rows)]
     if epoch := epoch_table(report.sources):
-        lines = [("", [plain(title), *cells]) for title, *cells in epoch]
+        lines = [("", [safe_text(title), *cells]) for title, *cells in epoch]
         tables.append(f"<h3>An epoch, by weight</h3>{_html_table(['', *EPOCH_COLUMNS], lines)}")
     return "".join(tables)
 
@@ -137,7 +137,7 @@ def _rows_html(inspection: Inspection, views: Sequence[tuple[str, RowView]]) -> 
         facts += [f"{view.trained:,} trained ({view.trained / view.tokens:.1%})"] if view.trained else []
         facts += ["held out"] if view.held_out else []
         facts += [f"{view.lost:,} truncated"] if view.lost else []
-        summary = f"row {view.number:,} <small>{escape(plain(', '.join(facts)))}</small>"
+        summary = f"row {view.number:,} <small>{escape(safe_text(', '.join(facts)))}</small>"
         summary += f" <b>{escape(reason)}</b>" if reason else ""
         parts = "".join(_part_html(inspection, part, with_name=len(view.parts) > 1) for part in view.parts)
         text = f"<details{' open' if place < 4 else ''}><summary>{summary}</summary>{parts}</details>"
@@ -158,6 +158,6 @@ def _token_run_html(run: Any) -> str:
     if isinstance(run, TokenGap):
         trained = f", {run.trained:,} of them trained" if run.trained else ""
         return f"<span class=gap>... {run.tokens:,} tokens{trained} ...</span>"
-    text = escape(plain(run.text))
+    text = escape(safe_text(run.text))
     style = " ".join([*(["t"] if run.trained else []), *(["x"] if run.special else [])])
     return f"<span class='{style}'>{text}</span>" if style else text

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from streamtune import train
-from streamtune.base.privacy import plain, redact_values
+from streamtune.base.privacy import redact_values, safe_text
 from streamtune.errors import StreamTuneError
 from streamtune.programs.trackers.services import CLASSES, Tracker, numeric_fields
 from streamtune.train.progress import Listener, Listeners, RunFacts
@@ -177,7 +177,7 @@ def _read_all_ids(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def _describe_error(error: BaseException) -> str:
-    text = plain(" ".join(str(error).split()))
+    text = safe_text(" ".join(str(error).split()))
     return f"{type(error).__name__}: {text[:400]}" if text else type(error).__name__
 
 
