@@ -60,7 +60,7 @@ def test_all_that_decides_a_plan_is_part_of_its_key(recipe: Path, monkeypatch: p
     }
     (recipe.parent / "model/config.json").write_text(json.dumps({**CONFIG, "vocab_size": 65}), "utf-8")
     keys.add(key_of(recipe))
-    monkeypatch.setattr(plan_cache, "versions", lambda: ["torch 1.0"])
+    monkeypatch.setattr(plan_cache, "code_versions", lambda: ["torch 1.0"])
     keys.add(key_of(recipe))
     assert len(keys) == 9
     assert None not in keys
