@@ -38,7 +38,7 @@ MAX_SHOWN_CHARACTERS = 40
 
 
 def package_versions() -> dict[str, str]:
-    """Return the versions that must be equal on all ranks, by package, without importing the packages."""
+    """Return package -> version for packages whose version must be equal on all ranks; nothing is imported."""
     versions_by_name = {"python": platform.python_version(), "streamtune": __version__}
     for package in PACKAGES:
         try:
@@ -51,10 +51,12 @@ def package_versions() -> dict[str, str]:
 def check_ranks_agree(
     facts: Mapping[str, str], environment: RankEnvironment | None = None, seconds: float = SLOWEST_RANK_SECONDS
 ) -> None:
-    """Check that ``facts`` and :func:`package_versions` are equal on all ranks. All ranks call it; no-op with one rank.
+    """Check that values such as the recipe's hash and :func:`package_versions` are equal on all ranks.
+
+    Called by all ranks; does nothing with one rank.
 
     Args:
-        facts: Facts to compare, by name.
+        facts: Values to compare, by name.
         environment: Environment of this rank; None: the environment from the launcher's variables.
         seconds: Seconds to wait for the slowest rank.
 
@@ -71,9 +73,9 @@ def check_ranks_agree(
 
 
 class _ReachablePort:
-    """Context manager: the first rank of each machine listens at a port to which other machines connect as a test.
+    """Context in which the first rank of each machine listens at a port, so that other machines can test connecting.
 
-    No-op if all ranks are on one machine.
+    Does nothing if all ranks are on one machine.
     """
 
     def __init__(self, env: RankEnvironment, address: str) -> None:
@@ -102,7 +104,7 @@ class _ReachablePort:
 
 
 def _report_to_rank_0(env: RankEnvironment, message: dict[str, Any], seconds: float) -> dict[str, Any] | None:
-    """Send this rank's facts to rank 0, and return the result: a failure as a dict, or None."""
+    """Send ``message`` to rank 0, which compares the ranks; return the failure that it found as a dict, or None."""
     channel = connect_to_rank_0(env, PURPOSE, {}, seconds)
     try:
         address = channel.connection.getsockname()[0]
@@ -123,7 +125,7 @@ def _report_to_rank_0(env: RankEnvironment, message: dict[str, Any], seconds: fl
 
 
 def _compare_on_rank_0(env: RankEnvironment, message: dict[str, Any], seconds: float) -> dict[str, Any] | None:
-    """Compare the facts of all ranks on rank 0, send the result to connected ranks, and return it."""
+    """On rank 0: compare the messages of all ranks, send the failure or None to all ranks, and return it as a dict."""
     callers: dict[int, tuple[Channel, dict[str, Any]]] = {}
     hosts = {0: env.host}
     try:
@@ -151,7 +153,7 @@ def _compare_on_rank_0(env: RankEnvironment, message: dict[str, Any], seconds: f
 def _wait_for_facts(
     env: RankEnvironment, callers: dict[int, tuple[Channel, dict[str, Any]]], hosts: dict[int, str], seconds: float
 ) -> Failure | None:
-    """Wait until every rank has connected and sent its facts; return a failure if some have not."""
+    """Collect a message from every rank; return a failure that names the ranks that sent none in time, else None."""
     deadline = time.monotonic() + seconds
     with (
         selectors.DefaultSelector() as selector,
@@ -178,7 +180,7 @@ def _receive_facts(
     callers: dict[int, tuple[Channel, dict[str, Any]]],
     hosts: dict[int, str],
 ) -> None:
-    """Record the facts of an admitted rank; if no facts arrive, close the connection."""
+    """Add the message of a connected rank to ``callers`` and ``hosts``; without a message, close its connection."""
     try:
         message = channel.receive(5.0)
         facts = {name: message[name] for name in ("facts", "leads", "address", "port")}
@@ -198,9 +200,9 @@ def _send_outcome(callers: Mapping[int, tuple[Channel, Any]], outcome: Failure |
 
 
 def _find_unreachable_leaders(leaders: Sequence[dict[str, Any]], rank: int) -> list[str]:
-    """Connect to the first ranks of other machines; return a description of each rank that cannot be reached.
+    """Connect to the leaders (first ranks of other machines); return a description of each that cannot be reached.
 
-    The list is empty if this rank is not the first of its machine.
+    The list is empty if ``rank`` is not a leader.
     """
     if rank not in [leader["rank"] for leader in leaders]:
         return []
@@ -240,7 +242,7 @@ def _check_connections(
 
 
 def compare_facts(facts: Mapping[int, Mapping[str, str]], hosts: Mapping[int, str]) -> Failure | None:
-    """Return a failure that lists each fact that differs, with the ranks of each value; None if all facts are equal."""
+    """Return a failure that lists each value that differs between ranks, with its ranks; None if all are equal."""
     differences = []
     for name in dict.fromkeys(name for rank_facts in facts.values() for name in rank_facts):
         ranks_by_value: dict[str, list[int]] = {}

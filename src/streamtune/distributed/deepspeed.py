@@ -28,7 +28,7 @@ NO_MICRO_STEP = -1
 
 
 class _OptimizerPart(NamedTuple):
-    """This rank's part of a parameter, in the flat fp32 tensor that the optimizer updates."""
+    """Range of a parameter that this rank's optimizer updates, as a range of a flat fp32 tensor of DeepSpeed."""
 
     flat: Tensor
     start: int
@@ -39,7 +39,6 @@ class _OptimizerPart(NamedTuple):
 
     @property
     def span(self) -> slice:
-        """Range of the part in ``flat``."""
         return slice(self.start, self.start + self.length)
 
 
@@ -64,7 +63,7 @@ def _init_deepspeed() -> None:
 
 
 class DeepSpeedBackend(Backend):
-    """Training backend with ZeRO, which shards the optimizer state, and by stage also gradients and weights.
+    """Training backend with DeepSpeed ZeRO: shards the optimizer state, from stage 2 gradients, in stage 3 weights.
 
     Args:
         module: Streamed model on this rank's device; offloaded weights are on the host.
@@ -127,7 +126,6 @@ class DeepSpeedBackend(Backend):
         return math.sqrt(total.item())
 
     def _gradient_shards(self) -> Iterator[Tensor]:
-        """Yield this rank's shards of the gradients."""
         from deepspeed.utils import safe_get_local_grad
 
         for parameter in self.module.parameters():
@@ -160,7 +158,7 @@ class DeepSpeedBackend(Backend):
             state.update({key: 0 for key, value in state.items() if isinstance(value, int)})
 
     def updated_weights(self) -> Iterator[Tensor]:
-        """Yield this rank's parts of the trained weights; fp32 master weights if the weights are bf16 or fp16."""
+        """Yield this rank's shards of the trained weights; fp32 master weights if the weights are bf16 or fp16."""
         parts = (self._optimizer_part(parameter) for _, parameter in self._trained_parameters())
         return (part.flat[part.span] for part in parts if part is not None)
 
@@ -227,7 +225,7 @@ class DeepSpeedBackend(Backend):
         return self.engine.optimizer.optimizer.state.get(flat, {})
 
     def _optimizer_part(self, parameter: Any) -> _OptimizerPart | None:
-        """Return this rank's part of a parameter, without padding; None if this rank has no part."""
+        """Return the range of a parameter that this rank updates, without padding; None if this rank updates none."""
         optimizer = self.engine.optimizer
         if self.stage == 3:
             group, start, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]

@@ -37,7 +37,7 @@ FIXES = {
 
 @dataclass(frozen=True)
 class Failure:
-    """Error of a rank in a form that can be sent to other processes as JSON."""
+    """Error of a rank, in a form that can be sent to other processes as JSON."""
 
     rank: int
     """Rank that failed."""
@@ -112,7 +112,7 @@ def read_failure(path: Path) -> Failure | None:
 
 @dataclass(frozen=True)
 class RankEnd:
-    """The end of a rank's process."""
+    """How a rank's process ended: its exit code or signal, the error that it reported, and the end of its log."""
 
     rank: int
     host: str
@@ -168,7 +168,7 @@ def error_of_first_failed_rank(ends: Sequence[RankEnd]) -> tuple[StreamTuneError
 
 
 def _error_of_unreported_end(end: RankEnd, seen: Failure | None) -> StreamTuneError:
-    """Return an error for a rank that wrote no failure, with the failure that other ranks reported (``seen``)."""
+    """Return an error for a rank that reported none; it names the step in ``seen``, a failure that another rank saw."""
     what, fix = f"rank {end.rank} on {end.host} ended with exit code {end.code}", ""
     if end.code < 0:
         name = _signal_name(-end.code)

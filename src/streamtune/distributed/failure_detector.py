@@ -42,7 +42,7 @@ class WatchLimits:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """Activity of a rank, which the rank sends about once a second."""
+    """Message about a rank's activity, which the rank sends about once a second."""
 
     step: int = 0
     phase: str = "starting"
@@ -72,13 +72,13 @@ class Heartbeat:
 
     @property
     def place_text(self) -> str:
-        """Place of the main thread as text, such as ``waits in all_reduce (train/step.py:88)``."""
+        """Code line of the main thread as text, such as ``waits in all_reduce (train/step.py:88)``."""
         return f"{'waits' if self.in_collective else 'is'} in {self.place}"
 
 
 @dataclass
 class Peer:
-    """State of a rank, from its messages and, on this machine, from ``/proc``."""
+    """What is known about a rank: from its messages and, if it runs on this machine, from ``/proc``."""
 
     rank: int
     host: str
@@ -145,7 +145,7 @@ def find_unresponsive_rank(peers: Iterable[Peer], now: float, limits: WatchLimit
 
 
 def _check_silent_process(peer: Peer, now: float) -> None:
-    """Record whether a silent rank on this machine computes, as while a library holds the GIL, or is stopped."""
+    """Record whether a rank on this machine that sends nothing is computing (a library holds the GIL) or stopped."""
     state, (ran, waited) = _process_state(peer), _cpu_seconds(peer)
     # Stays True, because a stopped rank that is killed runs for a moment. A rank that continues sends messages again.
     peer.was_stopped = peer.was_stopped or state in ("T", "t")

@@ -105,7 +105,7 @@ def launch(arguments: Sequence[str], *, nproc: int | None, hostfile: Path | None
 
 
 def _count_caused_errors_as_stops(ends: Sequence[RankEnd]) -> list[RankEnd]:
-    """Return the ends; if a rank was stopped on request, errors that the stop caused in other ranks become stops."""
+    """Return ``ends``; if a rank was stopped on request, errors that this caused in other ranks also count as stops."""
     if not any(end.was_stopped for end in ends):
         return list(ends)
     kinds = ("DistributedError", "StreamTuneError")

@@ -126,7 +126,7 @@ def leave_process_group() -> None:
 
 
 class LayerSource(Protocol):
-    """Source of weights that are not loaded yet, such as ``streamtune.models.DeferredWeights``."""
+    """Reads the weights of a model on ``meta``, such as ``streamtune.models.DeferredWeights``."""
 
     def parameter_names_in(self, module: nn.Module, recurse: bool = True) -> list[str]:
         """Return the names of a module's parameters that this source loads."""

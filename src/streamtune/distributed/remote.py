@@ -142,7 +142,7 @@ class RemoteRanks:
         return sorted(self._running)
 
     def poll(self) -> list[RankEnd]:
-        """Return how ranks have ended since the last call (all, if the connection is lost); print rank 0's output."""
+        """Return how ranks ended since the last call (all ranks, if the connection was lost); print rank 0's output."""
         ends: list[RankEnd] = []
         while True:
             try:
@@ -170,7 +170,7 @@ class RemoteRanks:
         return RankEnd(message["rank"], self.host, message["code"], failure, tail, log, sent_signals=sent_signals)
 
     def _ends_after_loss(self) -> list[RankEnd]:
-        """Return an end with a failure for each remaining rank, because the connection was lost."""
+        """Return, for each running rank, a ``RankEnd`` that reports the lost connection."""
         reason = "; ".join(self._last_error_lines(2)) or "it was closed"
         ends = []
         for rank in self.running:

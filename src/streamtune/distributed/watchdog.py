@@ -340,7 +340,7 @@ class _Hub:
             self._event("straggler", {**details, "median_of_others": round(median, 3)})
 
     def reset_silence(self, now: float) -> None:
-        """Reset the silence of all ranks, because this process was suspended and received nothing."""
+        """Treat all ranks as heard just now, because this process was suspended and could receive nothing."""
         for peer in self._peers.values():
             peer.last_heard = now
 
@@ -423,7 +423,7 @@ class _Client:
             self._channel.send({"beat": asdict(beat)}, seconds=0.5)
 
     def reset_silence(self, now: float) -> None:
-        """Reset the silence of rank 0, because this process was suspended and received nothing."""
+        """Treat rank 0 as heard just now, because this process was suspended and could receive nothing."""
         self._main.last_heard = now
 
     def find_failure(self, now: float) -> Failure | None:

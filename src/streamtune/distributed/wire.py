@@ -142,9 +142,9 @@ def listen_for_ranks(environment: RankEnvironment, purpose: str) -> socket.socke
 
 
 def connect_to_rank_0(environment: RankEnvironment, purpose: str, entries: dict[str, Any], seconds: float) -> Channel:
-    """Return an admitted connection of this rank to rank 0; retry for ``seconds``.
+    """Connect to rank 0 and prove that this rank is in the run; return the connection. Retry for ``seconds``.
 
-    The greeting of this rank has its rank and host, and the additional ``entries``.
+    The first message of this rank has its rank and host, and the additional ``entries``.
 
     Raises:
         DistributedError: Rank 0 cannot be reached.
@@ -207,14 +207,14 @@ class _Caller:
 
 
 class Admission:
-    """Admits connections of this run's ranks on rank 0, and closes all other connections, without blocking.
+    """Accepts connections to rank 0 that prove to be from ranks of this run; closes all others. Never blocks.
 
     Args:
         server: Listening socket, which :meth:`close` closes.
         environment: Environment of rank 0.
         purpose: Purpose of the connections.
-        answer_entries: Entries of rank 0's answer.
-        selector: Selector that watches the sockets; the data of each socket is this object.
+        answer_entries: Additional entries of rank 0's answer to an accepted rank.
+        selector: Selector that watches the sockets; each is registered with this object as its ``data``.
     """
 
     def __init__(
@@ -234,7 +234,7 @@ class Admission:
 
     @property
     def descriptors(self) -> Iterator[int]:
-        """File descriptors of the listening socket and of unadmitted connections."""
+        """File descriptors of the listening socket and of connections that are not accepted yet."""
         if self.is_open:
             yield self._server.fileno()
         yield from (connection.fileno() for connection in self._callers)
@@ -243,7 +243,7 @@ class Admission:
         """Accept a connection or read from a connection, after ``ready_socket`` has become readable.
 
         Returns:
-            If a rank was admitted, its connection and its greeting, with ``rank`` and ``host`` checked; else None.
+            The connection and first message of a rank that was accepted, with ``rank`` and ``host`` checked; else None.
         """
         if ready_socket is self._server:
             self._accept_caller()

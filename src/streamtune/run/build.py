@@ -163,8 +163,8 @@ def start_adapters_from_rows(
     """Initialise the adapters from the gradient of the mean loss of ``lora_ga_rows`` random rows (LoRA-GA).
 
     Rank 0 computes the gradient in layer order and sends the factors to the other ranks. Each row is a micro-batch.
-    Memory is needed as for a training step, without adapter gradients and optimizer states, but with the gradients of
-    one layer's weights.
+    It needs the memory of a training step without adapter gradients and optimizer states, plus the gradients of the
+    weights of one layer.
 
     Args:
         recipe: Settings of the adapters; the seed draws the rows.
@@ -267,7 +267,7 @@ class Inspection:
 def inspect_recipe(
     loaded: LoadedRecipe, notify: Notify = lambda message: None, doing: Doing = nullcontext
 ) -> Inspection:
-    """Read, render and measure the rows of a recipe, fitted to its length limit; no model is loaded."""
+    """Read, render and measure the rows of a recipe, with its length limit applied; no model is loaded."""
     recipe, task = loaded.recipe, task_of(loaded.recipe)
     with locate_errors(loaded):
         prepare_libraries(torch.device("cpu"))

@@ -36,7 +36,7 @@ PREFETCH = 50_000_000
 
 @dataclass(frozen=True)
 class SharedLimit:
-    """Longest row that fits, to a few percent, if ``sequence_size`` ranks share each sequence."""
+    """Longest row that fits in memory (within a few percent) if ``sequence_size`` ranks share each sequence."""
 
     sequence_size: int
     form: Form
@@ -58,7 +58,7 @@ def cluster_of(recipe: TrainingSettings, model: nn.Module, requested: RequestedR
         recipe: Recipe; its keys decide what the ranks share.
         model: Model on ``meta``, whose attention heads are counted.
         requested: Numbers of ranks and nodes; the default number of ranks is ``sequence_parallel_size``.
-        links: Links between the devices.
+        links: Bandwidths between the devices.
 
     Raises:
         ArgumentError: The requested ranks cannot be laid out; ``where`` names the key or option.
@@ -105,7 +105,7 @@ def micro_batches_per_step(recipe: BatchSettings, cluster: Cluster) -> int:
 
 
 def links_for(table_device: Device | None, local_device: torch.device) -> Links:
-    """Return the links between devices.
+    """Return the bandwidths between devices of a machine and between machines.
 
     Args:
         table_device: Device of the table; None for the local device.
@@ -140,7 +140,7 @@ def longest_rows_if_shared(
 
 
 def _backend_cluster(recipe: TrainingSettings, model: nn.Module, world: train.World) -> Cluster:
-    """Return a cluster of one rank with the backend (DDP, FSDP2, ZeRO) that the recipe names."""
+    """Return a cluster of one rank whose engine is the recipe's: DDP, FSDP2 or a ZeRO stage."""
     if recipe.fsdp:
         return Cluster(engine="fsdp")
     if recipe.deepspeed is None:

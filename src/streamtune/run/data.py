@@ -44,7 +44,7 @@ def make_tokenizer(
     *,
     set_template: bool = True,
 ) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of the checkpoint, a tokenizer trained on the rows, or a loaded tokenizer.
+    """Load the tokenizer of the checkpoint or of the recipe, or train a new one on the rows if the recipe says so.
 
     Args:
         recipe: Settings of the tokenizer.
@@ -141,7 +141,7 @@ def _notify_new_tokens(recipe: ModelKeys, tokenizer: PreTrainedTokenizerBase, no
 
 
 def _notify_split_marks(recipe: ModelKeys, tokenizer: PreTrainedTokenizerBase, notify: Callable[[str], None]) -> None:
-    """Notify the user if the tokenizer splits the marks of the built-in chat template into several tokens."""
+    """Notify the user if the tokenizer splits ``<|im_start|>`` or ``<|im_end|>`` of the built-in chat template."""
     if recipe.chat_template != "chatml":
         return
     marks = ("<|im_start|>", "<|im_end|>")
@@ -251,9 +251,9 @@ def fingerprint_tokenizer_files(recipe: ModelKeys) -> str | None:
 
 
 def reads_base_weights(task: Task[Any], *, resumed: bool) -> bool:
-    """Return True if starting this run loads the base model's weights.
+    """Return True if starting the run loads the base model's weights.
 
-    Only a resumed full fine-tuning run without a base reference does not.
+    False only for a resumed full fine-tuning run whose reference, if any, is another model.
     """
     if not resumed or task.recipe.finetuning_type != "full":
         return True

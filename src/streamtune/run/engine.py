@@ -52,7 +52,7 @@ class TrainableModel:
 
 
 def place_weights(start: Start, prepared: PreparedRows, longest_row: int, notify: Notify) -> Start:
-    """Return the start with the chosen precision, and with weights or optimizer on the host if nothing fits otherwise.
+    """Return the start with a precision chosen, and with optimizer or weights on the host if nothing fits otherwise.
 
     A resumed run keeps its precision and placement.
 
@@ -124,7 +124,7 @@ class PlannedSchedule:
 def plan_schedule(
     start: Start, model: Any, longest_step: LongestStep, *, dry_run: bool, notify: Notify, doing: Doing
 ) -> PlannedSchedule:
-    """Return the planned schedule of a run; without a schedule if the recipe fixes it.
+    """Plan the schedule of a run. If the recipe fixes the schedule, nothing is planned, except in a dry run.
 
     Args:
         start: Start of the run.
@@ -206,7 +206,7 @@ def stream_and_make_backend(
 
 
 def _check_exact_streaming(start: Start, model: Any, handle: StreamHandle, notify: Notify) -> None:
-    """Check that the model streams exactly; if its weights are loaded later, check a small model like it."""
+    """Check that streaming this model is exact; if its weights are not loaded yet, check a small copy instead."""
     recipe = start.recipe
     deferred = models.find_deferred_weights(model)
     if deferred is None:

@@ -41,14 +41,14 @@ def make_model(
     *,
     sharing: train.World | None = None,
 ) -> Any:
-    """Return the model to train, with the weights of the checkpoint or the base, and with adapters if it has any.
+    """Return the model to train, with the weights of the checkpoint or else the base model, and with the adapters.
 
     Args:
         recipe: Recipe of the run.
         tokenizer: Tokenizer of the data.
         checkpoint: Checkpoint that is resumed; None for a new run.
         device: Device of this rank.
-        sharing: Ranks that will share the weights; the base is then on ``meta`` and its weights are loaded later.
+        sharing: Ranks that will shard the weights; the model is then on ``meta`` and its weights are loaded later.
     """
     if "host" in (recipe.engine.weights, recipe.engine.optimizer):
         _check_host_memory(recipe, device)
@@ -103,7 +103,7 @@ def make_reference_model(
     sharing: train.World | None = None,
     change: models.LayerQuantizer | None = None,
 ) -> Any:
-    """Return the model as it is when training starts, or the model ``name``; without adapters or checkpoint."""
+    """Return the model ``name``, or the recipe's base model if None, without adapters and without a checkpoint."""
     is_own_model = name in (None, recipe.model_name_or_path)
     new_tokens = new_token_ids(recipe, tokenizer) if is_own_model else []
     if new_tokens and sharing is not None:
@@ -192,10 +192,9 @@ def _refuse_new_tokens(recipe: ModelSettings, tokenizer: PreTrainedTokenizerBase
 
 
 def make_trial_model(recipe: ModelSettings, model: Any, device: torch.device) -> Any:
-    """Return a small model to check in place of a model whose weights are loaded later.
+    """Return a small copy of a model whose weights are not loaded yet, for checks; a loaded ``model`` itself.
 
-    It has the same configuration, one layer of each kind, and is not streamed. If ``model`` already has its
-    weights, it is returned itself.
+    The copy has random weights and the same configuration, but only one layer of each kind. It is not streamed.
     """
     if models.find_deferred_weights(model) is None:
         return model
@@ -203,7 +202,7 @@ def make_trial_model(recipe: ModelSettings, model: Any, device: torch.device) ->
 
 
 def make_model_without_data(recipe: ModelSettings, device: torch.device) -> Any:
-    """Return the model without its data; its vocabulary has the recipe's size for a new tokenizer."""
+    """Return the recipe's model without reading its data; a tokenizer to train counts with the recipe's vocab_size."""
     base = _make_base_without_data(
         recipe, _loading_device(recipe, device), recipe.model_name_or_path, _quantisation_change(recipe)
     )
@@ -256,11 +255,11 @@ def _make_blueprint(recipe: ModelSettings, device: torch.device, name: str | Non
 
 
 def weights_dtype(recipe: ModelSettings, *, frozen: bool = False) -> str:
-    """Return the dtype that the weights of a base are loaded in.
+    """Return the dtype in which the weights of a base model are loaded, or ``auto``: the checkpoint's dtype.
 
     Args:
         recipe: Recipe with the key ``dtype``.
-        frozen: True for another base that is not trained, such as a reference.
+        frozen: True for a model that is not trained, such as a reference.
     """
     if recipe.dtype != "mixed":
         return recipe.dtype
@@ -385,7 +384,7 @@ def _make_base_model(
 
 
 def _quantisation_change(recipe: ModelSettings) -> models.LayerQuantizer | None:
-    """Return the change of weights before quantisation that new adapters start from (LoftQ); None without one."""
+    """Return the quantizer whose error LoftQ adapters start from; None if adapters do not start from quantisation."""
     if not recipe.starts_from_quantisation:
         return None
     return models.make_loftq_quantizer(_adapter_spec(recipe), iterations=recipe.loftq_iter, seed=recipe.seed)
@@ -449,7 +448,7 @@ def _trained_vocabulary_size(recipe: ModelSettings) -> int | None:
 
 
 def _count_added_tokens(recipe: ModelSettings) -> int:
-    """Return how many tokens the recipe adds by name; a plan has no tokenizer to count new ones."""
+    """Return how many tokens the recipe adds; without a tokenizer, tokens that it already has are counted too."""
     special = recipe.special_tokens.model_dump(exclude_none=True)
     return len(special) - 1 + len(special["additional_special_tokens"]) + len(recipe.added_tokens)
 

@@ -110,7 +110,7 @@ class RecipePlan:
 
     @property
     def select_seconds(self) -> float:
-        """Predicted seconds to choose the rows of a step, at the rate of the step's other operations."""
+        """Predicted seconds of choosing the rows of a step, at the FLOP/s of the rest of the step."""
         work = self.plan.simulation.work
         return self.plan.step_seconds * self.select_flops / max(1, work.matmul_flops + work.attention_flops)
 
@@ -238,7 +238,7 @@ def plan_recipe(
 
 
 def _select_flops(recipe: BatchKeys, workload: Workload) -> int:
-    """Return the FLOPs that a rank needs to compare its share of the rows drawn for a step."""
+    """Return the FLOPs with which a rank scores its candidate rows of a step for ``select_rows``; 0 without it."""
     if recipe.select_rows is None:
         return 0
     return recipe.draws * workload.batch_size * workload.micro_batches * sketch_flops(workload)
@@ -392,7 +392,7 @@ def _plan_smaller(workload: Workload, failed: Schedule, limits: Limits, rates: R
 
 
 def announce_simulations(notify: Callable[[str], None]) -> Simulate:
-    """Return a function that simulates a step, and first calls ``notify`` with the number of the simulation."""
+    """Return a function that simulates a step, and first tells ``notify`` how many were simulated."""
     count = 0
 
     def run(workload: Workload, schedule: Schedule) -> Simulation:
@@ -442,7 +442,7 @@ def make_workload(
 
 
 def _teacher_shape(recipe: ModelSettings, device: torch.device) -> TeacherShape | None:
-    """Return the shape of the recipe's teacher from its configuration; None without one or with a file."""
+    """Return sizes of the recipe's teacher model; None without a teacher, or if a file has its probabilities."""
     if recipe.teacher is None or recipe.teacher_file is not None:
         return None
     model: Any = make_reference_blueprint(recipe, device, recipe.teacher).requires_grad_(True)

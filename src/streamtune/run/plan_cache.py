@@ -72,7 +72,7 @@ def plan_key(loaded: LoadedRecipe, options: PlanOptions) -> str | None:
 
 
 def _describe_folder(folder: Path) -> list[Any]:
-    """Return the facts of a folder that decide a plan: hashes of files that are read, size and date of others."""
+    """Return, for each file in a folder, its hash if plans read files of its type, else its size and date."""
     facts_of_files: list[Any] = []
     for path in sorted(folder.iterdir()):
         try:

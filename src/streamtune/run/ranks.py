@@ -261,7 +261,7 @@ def deepspeed_values(recipe: TrainingSettings, model: Any, world: train.World) -
 
 @dataclass(frozen=True)
 class RunSetup:
-    """A recipe with everything that follows from it on this device and these ranks."""
+    """A recipe with its task, device, ranks, quantisation and batches per step."""
 
     loaded: LoadedRecipe
     task: Task[Any]

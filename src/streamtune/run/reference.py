@@ -119,7 +119,7 @@ def load_or_compute_logps(
     closing: ExitStack,
     doing: Doing,
 ) -> CachedLogps:
-    """Return the reference's log-probs of every tree: from the cache, or computed now."""
+    """Return the reference's log-probs of all completions of the data: from the cache, or computed now."""
     recipe, world, notify = start.recipe, start.world, start.notify
     # A resumed run has the cache key in its checkpoint, because its model has changed since the start.
     # If the reference was allowed to change, its log-probs are computed again.
@@ -160,7 +160,7 @@ def load_or_compute_logps(
 
 
 def _shard_loader(start: Start, closing: ExitStack) -> Callable[[Any, Any], None]:
-    """Return a function that loads each rank's shard of the reference's weights, if they are loaded later."""
+    """Return a function that loads this rank's shard of the reference's weights, if they are still on ``meta``."""
 
     def load_shards(model: Any, layers: Any) -> None:
         engine = shard_reference(start.recipe, model, layers, start.world, start.device)
@@ -183,7 +183,7 @@ def stream_reference(
         model: Model of the reference.
         trained_handle: Handle of the trained model.
         temperature: Temperature that logits are divided by.
-        load_shards: Called with the reference and its decoder layers, to load weights that are loaded later.
+        load_shards: Called with the reference and its decoder layers; loads the weights if they are still on ``meta``.
     """
     schedule = trained_handle.schedule
     chunks = Schedule(

@@ -34,9 +34,9 @@ SHOWN_TOKENS = 60
 def write_samples(
     built: BuiltRun, recipe: RowSettings, step: int, stop: train.StopRequest | None = None
 ) -> list[dict[str, Any]] | None:
-    """Return the lines of ``samples.jsonl`` for a step; None if a stop was requested. Called by all ranks.
+    """Complete the sample prompts; return the lines for ``samples.jsonl``, or None if a stop was requested.
 
-    The model and the random state are not changed.
+    Called by all ranks. The model and the random state are not changed.
 
     Args:
         built: Model, tokenizer and rows of the run.

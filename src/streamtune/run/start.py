@@ -78,7 +78,7 @@ KEYS_ADDED_LATER = ("roles_to_train", "train_on_eos", "reasoning", "on_empty", "
 
 @dataclass(frozen=True)
 class Start(RunSetup):
-    """Start of a run: its setup, its directory, and what it must have in common with the run that it resumes."""
+    """A run that is starting: its setup, its locked directory, and the identity of the run that it resumes."""
 
     directory: train.RunDirectory
     checkpoint: train.Checkpoint | None
@@ -188,7 +188,7 @@ class Start(RunSetup):
         return pairs[0] != pairs[1]
 
     def changed_file_keys(self) -> set[str]:
-        """Return the keys of ``train.FILES`` whose files differ from the resumed run, as ``--allow-change`` permits."""
+        """Return the keys of ``train.FILES`` whose files differ from the resumed run's; the user allowed it."""
         now = self.identity.get("files", {})
         return {
             key

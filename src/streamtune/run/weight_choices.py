@@ -40,7 +40,7 @@ PRECISION_KEYS = ("dtype", "bf16", "weight_rounding", "optim_states")
 
 
 def precisions(recipe: Settings) -> list[Settings]:
-    """Return the recipe in each precision that it leaves open, the best first; only the recipe if it sets one.
+    """Return a copy of the recipe for each precision to try, the best first; one recipe if it sets the precision.
 
     Raises:
         ArgumentError: The checkpoint's configuration cannot be read.
@@ -72,7 +72,7 @@ def precisions(recipe: Settings) -> list[Settings]:
 
 
 def with_best_precision(recipe: Settings) -> Settings:
-    """Return the recipe in the best precision that it leaves open, whether it fits or not.
+    """Return the recipe with the best precision that it allows, whether it fits in memory or not.
 
     If the checkpoint cannot be read, the recipe is returned as it is, and loading the checkpoint raises the error.
     """
@@ -83,7 +83,7 @@ def with_best_precision(recipe: Settings) -> Settings:
 
 
 def has_choice(recipe: TrainingSettings) -> bool:
-    """Return True if the precision of a recipe depends on what fits."""
+    """Return True if the recipe allows several precisions, of which the best that fits in memory is used."""
     try:
         return len(precisions(recipe)) > 1
     except UserError:
@@ -91,7 +91,7 @@ def has_choice(recipe: TrainingSettings) -> bool:
 
 
 def with_saved_precision(recipe: Settings, saved_settings: Mapping[str, Any]) -> Settings:
-    """Return the recipe with the precision of the resumed run, if the recipe leaves the precision open.
+    """Return the recipe with the precision of the resumed run, unless the recipe sets a precision.
 
     Args:
         recipe: Recipe of the run.
@@ -179,9 +179,9 @@ def _with_values(recipe: Settings, **values: Any) -> Settings:
 
 
 def placement_choices(recipe: Settings, limits: Limits, cluster: Cluster, *, resumed: bool = False) -> list[Settings]:
-    """Return the recipe as it is, then with the optimizer on the host, then with the weights on the host.
+    """Return copies of the recipe: as it is, then with the optimizer on the host, then with the weights on the host.
 
-    Each placement comes in every precision that the recipe leaves open. Variants that the recipe excludes are left out.
+    Each placement comes in every precision that the recipe allows. Placements that the recipe excludes are left out.
     Nothing goes to the host if the device is the CPU, or if several ranks or DeepSpeed share the work.
 
     Args:
@@ -199,7 +199,7 @@ def placement_choices(recipe: Settings, limits: Limits, cluster: Cluster, *, res
 
 
 def _host_placements(recipe: Settings, limits: Limits, cluster: Cluster) -> list[Settings]:
-    """Return the recipe with the optimizer and with the weights on the host, if it leaves these choices open."""
+    """Return copies of the recipe with optimizer or weights on the host; none if the recipe excludes this."""
     spec, is_full_fine_tuning = recipe.engine, recipe.finetuning_type == "full"
     is_single_rank = cluster.ranks == 1 and cluster.engine == "none"
     if spec.schedule == "fixed" or limits.shared or not limits.host_bytes or not is_single_rank:
@@ -219,7 +219,7 @@ def _host_placements(recipe: Settings, limits: Limits, cluster: Cluster) -> list
 
 
 def with_saved_placement(recipe: Settings, tiers: Mapping[str, str] | None) -> Settings | None:
-    """Return the recipe with the host placement of a resumed run; None if it is unknown or the recipe contradicts it.
+    """Return the recipe with ``tiers``, the host placement of the resumed run; None if the recipe contradicts them.
 
     Args:
         recipe: Recipe of the run.

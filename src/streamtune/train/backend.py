@@ -38,11 +38,11 @@ TRAINED = "trained"
 
 
 class Backend(ABC):
-    """Base class of backends, which own weights, gradients and optimizer.
+    """Base class of training backends. A backend owns the weights, gradients and optimizer of a run.
 
     Args:
         module: The streamed model.
-        config: Configuration of the library behind the backend, with every default filled in; empty without one.
+        config: Full configuration of the backend's library, such as DeepSpeed; empty if the library has none.
     """
 
     has_whole_state = False
@@ -56,11 +56,11 @@ class Backend(ABC):
 
     @property
     def model(self) -> Any:
-        """Module to call for a loss with a backward."""
+        """Module to call in training steps: the streamed model, or the wrapper of DDP or DeepSpeed around it."""
         return self.module
 
     def begin_step(self, learning_rate: float, recompute: Callable[[], object]) -> None:  # noqa: B027 (most need nothing)
-        """Prepare a step.
+        """Prepare the backend for an optimizer step. Called before the first forward of the step.
 
         Args:
             learning_rate: Learning rate of the step.
@@ -105,7 +105,7 @@ class Backend(ABC):
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:  # noqa: B027 (most have none)
-        """Restore the state that :meth:`state` returned; empty if the checkpoint has none."""
+        """Restore a state that :meth:`state` returned; ``{}`` if the checkpoint has no state of the backend."""
 
     @abstractmethod
     def updated_weights(self) -> Iterator[Tensor]:
@@ -117,7 +117,7 @@ class Backend(ABC):
 
     @abstractmethod
     def load_optimizer_slices(self, saved: SliceReader) -> None:
-        """Load this rank's part of a saved optimizer state, whatever ranks saved it.
+        """Load the optimizer state of this rank; another number of ranks may have saved it.
 
         Raises:
             CheckpointError: The state does not belong to this model.
@@ -134,7 +134,7 @@ class Backend(ABC):
         """
 
     def allow_direct_calls(self) -> AbstractContextManager[Any]:
-        """Return a context to call parts of the model without gradients (as in generation), on all ranks alike."""
+        """Return a context in which all ranks may call submodules of the model without gradients, as in generation."""
         return nullcontext()
 
     def use_averaged_weights(self) -> AbstractContextManager[Any]:
@@ -392,11 +392,11 @@ class ZerothOrderBackend(TorchBackend):
         return StepScore.mean(scores)
 
     def backward(self, loss: Tensor) -> None:
-        """Add the loss of a micro-batch to the current forward's loss; no gradient is computed."""
+        """Add a micro-batch's loss to the total loss at the perturbed weights; no gradient is computed."""
         self._loss += loss.item()
 
     def clip_gradients(self, max_norm: float) -> float:
-        """Return the root mean square of the slopes, which estimates the gradient's norm; clip the slopes with it."""
+        """Estimate the gradient norm as the root mean square of the slopes along the directions; clip the slopes."""
         norm = math.sqrt(sum(slope * slope for slope in self._slopes) / max(1, len(self._slopes)))
         if 0 < max_norm < norm < math.inf:
             self._slopes = [slope * max_norm / norm for slope in self._slopes]

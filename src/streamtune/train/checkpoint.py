@@ -137,10 +137,10 @@ def _check_state(value: Any) -> dict[str, Any]:
 
 
 def check_identity(value: Any, required_names: Iterable[str] = ()) -> dict[str, Any]:
-    """Return the identity of a run, from ``run.json`` or a checkpoint, after checking its types.
+    """Return the identity of a run (recipe, versions, hashes of data and files) after checking its types.
 
     Args:
-        value: Parsed JSON.
+        value: Parsed JSON from ``run.json`` or a checkpoint.
         required_names: Names of entries that must exist.
 
     Raises:
@@ -172,7 +172,7 @@ def _check_types(
 
 @contextmanager
 def explain_restore_errors(path: Path, part: str) -> Iterator[None]:
-    """Context manager: an error inside becomes a CheckpointError: ``part`` cannot be restored.
+    """Context manager that turns an error into a CheckpointError: ``part`` of the checkpoint cannot be restored.
 
     StreamTune's own errors and out-of-memory errors are not changed.
     """

@@ -42,7 +42,7 @@ class RunProgress:
 
     @property
     def save_key(self) -> tuple[int, bool, bool]:
-        """Step, and whether its evaluation and samples are due; two checkpoints never have the same key."""
+        """Step, and whether its evaluation and samples are still due. Progress with an equal key is not saved twice."""
         return self.step, self.eval_due, self.sample_due
 
 

@@ -55,7 +55,7 @@ MAX_FULLY_COMPARED_VALUES = 4096
 
 
 def mostly_skipped_error(steps: int, skipped: int, run: RunDirectory, dtype: torch.dtype) -> NonFiniteError | None:
-    """Return the error of a run most of whose steps were skipped, with the first skipped step; else None.
+    """Return an error that names the first skipped step if most steps of a run were skipped; else None.
 
     Args:
         steps: Number of steps of the run.
@@ -83,7 +83,7 @@ def mostly_skipped_error(steps: int, skipped: int, run: RunDirectory, dtype: tor
 
 
 class StepGuard:
-    """Decides for each step of a run: skip it, repeat it with another schedule, or report a spike.
+    """Decides if a step is skipped or repeated with a schedule of less memory; logs spikes of loss and gradient norm.
 
     Args:
         settings: Settings of the run.
@@ -243,7 +243,7 @@ class MovedWeights:
         self._before = [_sample_values(x, n) for x, n in zip(self._weights, self._strides, strict=True)]
 
     def moved_share(self, world: World) -> float:
-        """Return the share of the values of all ranks that have changed since, between 0 and 1."""
+        """Return the share (0 to 1) of the weights of all ranks that changed since this object was created."""
         moved = 0.0
         for x, n, before in zip(self._weights, self._strides, self._before, strict=True):
             changed = int((_sample_values(x, n) != before).sum())

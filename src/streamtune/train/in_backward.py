@@ -322,7 +322,7 @@ class HostOptimizer(torch.optim.Optimizer):
 
 
 class _StatesByWeight(Mapping[Any, Any]):
-    """Maps a weight to its optimizer state, which the inner optimizer has under the weight's CPU parameter."""
+    """Maps a weight on the device to the optimizer state of its CPU parameter."""
 
     def __init__(self, cpu_parameters: Mapping[nn.Parameter, nn.Parameter], inner: torch.optim.Optimizer) -> None:
         self._cpu_parameters, self._inner = cpu_parameters, inner

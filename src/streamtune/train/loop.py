@@ -211,7 +211,7 @@ class _Loop:
         return stopped or self.state.step >= self.settings.total_steps or self.state.ended_early
 
     def _save(self, is_best: bool, is_over: bool) -> None:
-        """Start to save a checkpoint if due, and also after a resumed run has finished an interrupted evaluation."""
+        """Start to save a checkpoint if one is due, or if a resumed run just completed an interrupted evaluation."""
         state, position, settings = self.state, self.position, self.settings
         if state.save_key == self.saved_key or not (is_over or is_due(state.step, settings.save_steps) or is_best):
             return
@@ -364,7 +364,7 @@ def flops_entries(
 
 
 def make_replay(compute: Callable[..., object]) -> Callable[[], object]:
-    """Return a function that calls ``compute`` with the current random state, and ignores stop requests."""
+    """Capture the random state now; return a function that restores it, calls ``compute`` and ignores stop requests."""
     rng = capture_rng()
 
     def replay() -> object:

@@ -87,7 +87,7 @@ class Objective(Protocol):
     def totals(self, micro_batches: Sequence[MicroBatch], world: World = WORLD) -> Any:
         """Return the divisors of the step, summed over all ranks of ``world``; never None.
 
-        Called before the first backward of the step. Fillers do not count.
+        Called before the first backward of the step. Filler batches, which give all ranks equally many, do not count.
         """
         ...
 
@@ -110,7 +110,7 @@ class SupervisedObjective:
     ``-log p(target)``, unweighted.
 
     Args:
-        handle: Handle of the model if it is streamed; then the router loss is not reported.
+        handle: Handle of the streamed model, whose reported loss excludes the router loss; None if it is not streamed.
         loss: Per-token loss; by default the cross-entropy.
         teacher: Streamed teacher of a distillation loss. None: without distillation, or batches have the teacher's
             saved top-k probabilities.
@@ -212,7 +212,7 @@ class ModelReference:
         self.model, self.handle, self.temperature, self.adapters = model, handle, temperature, adapters
 
     def logprobs(self, batch: TreeBatch) -> Tensor:
-        """Return log-probabilities of the batch's targets, computed under the caller's autocast."""
+        """Return log-probabilities of the batch's targets, fp32 ``[K]``, computed under the caller's autocast."""
         without = nullcontext() if self.adapters else _disabled_adapters(self.model)
         with torch.no_grad(), evaluating(self.model), without, self.handle.routers.silenced():
             scores = self.handle.logprobs(
@@ -221,7 +221,7 @@ class ModelReference:
         return batch.gather_targets(scores.logprobs)
 
     def lazy_logits(self, batch: MicroBatch) -> LazyLogits:
-        """Return lazy logits of a batch: its final hidden states, computed under the caller's autocast."""
+        """Return the reference's logits, computed from its final hidden states when they are read; no gradient."""
         branches = batch.branches if isinstance(batch, PrefixBatch) else None
         with torch.no_grad(), evaluating(self.model), self.handle.routers.silenced():
             return self.handle.lazy_logits(targets=batch.shift_labels, branches=branches, **batch.arguments)
@@ -320,7 +320,7 @@ class MicroBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class PrefixBatch(MicroBatch):
-    """Rows with shared beginnings in one sequence ``[1, T]``, with the same loss and gradient as separate rows."""
+    """Rows packed into a sequence ``[1, T]`` in which common prefixes occur once. Loss and gradient are unchanged."""
 
     branches: Branches
 
@@ -333,11 +333,11 @@ class PrefixBatch(MicroBatch):
 class TreeBatch(MicroBatch):
     """N completions of prompts, with K targets in total, in one of two layouts.
 
-        shared      one sequence ``[1, T]`` in which each prompt, and other common beginnings, occur once (``branches``)
+        shared      one sequence ``[1, T]`` in which prompts and other common prefixes occur once (``branches``)
         separate    one row per completion ``[N, L]`` with its prompt, padded on the right or on the left
 
     In both layouts an objective gets values ``[K]``, ordered by completion, then by position. A target in a common
-    beginning occurs once per completion, and its gradients add up.
+    prefix occurs once per completion, and its gradients add up.
     """
 
     flat_index_K: Tensor  # noqa: N815

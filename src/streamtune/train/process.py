@@ -33,7 +33,7 @@ class RngState:
 def seed_everything(seed: int, rank: int = 0, step: int = 0) -> None:
     """Seed ``random``, numpy and torch on every device.
 
-    Each rank gets another seed, so that ranks do not share dropout masks.
+    Each rank gets a different seed, so that ranks do not share dropout masks.
 
     Args:
         seed: Seed below 2**32, numpy's limit.

@@ -311,7 +311,7 @@ def check_same_run(
 
 
 def describe_harmless_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Return descriptions of harmless differences from the start of a run: free keys, library versions, ranks."""
+    """Describe changes that a resumed run may have: of ``FREE_KEYS`` of the recipe, versions and number of ranks."""
     parts = [_describe_changes(old[part], new.get(part, {})) for part in ("free", "versions") if part in old]
     parts.append(_describe_changes(*({"world_size": each.get("world_size", 1)} for each in (old, new))))
     return [text for part in parts for text in part.values()]
@@ -326,7 +326,7 @@ def _describe_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[st
 
 
 def _short_json(value: Any) -> str:
-    """Return a setting as JSON; keys with value None are left out of a group."""
+    """Return a setting as JSON; of a dict, without the keys whose value is None."""
     return json.dumps({k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value)
 
 

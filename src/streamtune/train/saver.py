@@ -75,7 +75,7 @@ class ModelWriter:
     needs_all_ranks: bool = False
 
     def snapshot_writer(self, world: World) -> ModelWriter:
-        """Return a writer of a copy of the current model, for any thread of rank 0. Called by all ranks."""
+        """Copy the model to the host; return a writer of the copy, for any thread of rank 0. Called by all ranks."""
         if self.snapshot is None or not (self.needs_all_ranks or world.is_main):
             return self
         return ModelWriter(self.snapshot(), self.num_bytes)

@@ -86,7 +86,7 @@ class CountSketch:
 
 
 class RowSketch:
-    """Computes gradient sketches of rows with the current weights of a streamed model, in evaluation mode.
+    """Computes a random projection (sketch) of each row's gradient, with the streamed model in evaluation mode.
 
     Args:
         model: Streamed model to call.
@@ -116,7 +116,7 @@ class RowSketch:
         """Optimizer whose moments replace the gradient by Adam's step; None uses the plain gradient."""
 
     def __call__(self, batch: MicroBatch) -> Tensor:
-        """Return the sketch ``[k]`` of a batch with one row, on the host: fp32, or fp64 for fp64 weights.
+        """Return the projected gradient ``[k]`` of a one-row batch, on the host: fp32, or fp64 for fp64 weights.
 
         Dropout is off, no router loss is added, and the random state is restored. Accumulated gradients do not change,
         and gradient hooks are not called.
@@ -164,7 +164,7 @@ class CompletionGradient:
 
     @cached_property
     def weights(self) -> Weights:
-        """Weights by name, looked up on first use, because a model in evaluation may have no trained weights."""
+        """Weights by name, looked up on first use only, because a model in evaluation may have no trained weights."""
         return value_projection_weights(self.handle.layers, "allocation")
 
     def __call__(self, batch: TreeBatch) -> float:

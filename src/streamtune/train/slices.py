@@ -196,7 +196,7 @@ def check_same_parameters(saved: Iterable[str], trained: Iterable[str]) -> None:
 
 
 def _read_range(path: Path, name: str, first: int, last: int) -> Tensor:
-    """Return the values ``first`` to ``last`` (excluded) of a flattened tensor; only the rows needed are read."""
+    """Return values ``first`` to ``last`` (excluded) of the flattened tensor ``name`` in a safetensors file."""
     with safe_open(path, framework="pt") as file:
         tensor_slice = file.get_slice(name)
         shape = tensor_slice.get_shape()

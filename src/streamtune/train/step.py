@@ -339,7 +339,7 @@ class StepRouterLoss:
 
     @contextmanager
     def micro_batch(self, batch: MicroBatch) -> Iterator[None]:
-        """Context manager for forward and backward of one micro-batch, which sets the routers' totals and weight."""
+        """Context for one micro-batch's forward and backward: weights its router loss by its share of the tokens."""
         if self._routers is None:
             yield
             return
@@ -355,7 +355,7 @@ class StepRouterLoss:
             self.aux_loss = (self.aux_loss or 0.0) + routers.terms.balance.item()
 
     def _calls_of_micro_batches(self, device: torch.device) -> Iterator[dict[str, Any]]:
-        """Yield the call arguments of each micro-batch; while a call runs, routers ignore the batch's padding."""
+        """Yield the call arguments of each micro-batch; during the call, routers ignore padding."""
         assert self._routers is not None
         for batch in self._batches:
             moved = batch.to(device)

@@ -71,7 +71,7 @@ class World:
         return self.size // self.sequence_size
 
     def sum_over_ranks(self, values: Sequence[float]) -> list[float]:
-        """Return each value summed over the data ranks."""
+        """Return each value summed over the data-parallel ranks."""
         if self.size == 1:
             return list(values)
         sums = torch.tensor(list(values), dtype=torch.float64)
@@ -79,7 +79,7 @@ class World:
         return [value / self.sequence_size for value in sums.tolist()]
 
     def sum_count_over_ranks(self, value: int) -> int:
-        """Return a count summed over the data ranks."""
+        """Return an integer summed over the data-parallel ranks."""
         return round(self.sum_over_ranks([value])[0])
 
     def any_rank(self, flag: bool) -> bool:
@@ -87,11 +87,11 @@ class World:
         return flag if self.size == 1 else self.sum_over_ranks([float(flag)])[0] > 0
 
     def gather_data_ranks(self, value: T) -> list[T]:
-        """Return the values of all data ranks, in order; values must be small and encodable."""
+        """Return the values of all data-parallel ranks, in order; each must be small and a type of ``encode_value``."""
         return [value] if self.size == 1 else self.gather_all_ranks(value)[:: self.sequence_size]
 
     def gather_all_ranks(self, value: T) -> list[T]:
-        """Return the values of all ranks, in order; values must be small and encodable."""
+        """Return the values of all ranks, in order; each must be small and a type of ``encode_value``."""
         if self.size == 1:
             return [value]
         data, encode_error = _encode_or_error({"value": value})
@@ -175,7 +175,7 @@ WORLD = World()
 
 
 def _encode_or_error(document: dict[str, Any]) -> tuple[bytes, Exception | None]:
-    """Return the encoded document and None; if it cannot be encoded or sent, the encoded error and the error."""
+    """Return (encoded document, None), or (encoded error, error) if the document cannot be encoded or is too large."""
     try:
         data = encode_value(document)
         if len(data) <= MAX_MESSAGE_BYTES:
