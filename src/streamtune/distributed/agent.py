@@ -34,7 +34,7 @@ SILENCE_SECONDS = 20.0
 
 
 def main() -> None:
-    """Carry out the launcher's messages until all ranks have ended or the launcher is gone."""
+    """Start and stop ranks on this machine as the launcher says, until all ranks have ended or the launcher is gone."""
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, lambda number, frame: sys.exit(128 + number))
     messages: queue.Queue[dict[str, Any] | None] = queue.Queue()
@@ -89,7 +89,7 @@ class _Agent:
                 return
 
     def _report_ends(self) -> bool:
-        """Send the ends of ranks to the launcher; return True if all ranks have ended."""
+        """Tell the launcher which ranks have ended, and how; return True if all have ended."""
         assert self._ranks is not None
         ends = self._ranks.poll()
         if any(end.rank == 0 for end in ends):
@@ -134,7 +134,7 @@ class _Agent:
             self.write_message({"out": data.decode("utf-8", errors="replace"), "to": output_number})
 
     def close(self) -> None:
-        """End all running ranks, and send their ends if the launcher still listens."""
+        """End all running ranks, and report how they ended if the launcher still listens."""
         if self._ranks is not None:
             for end in self._ranks.close():
                 self.write_message({"end": asdict(end)})

@@ -279,7 +279,7 @@ def gather_frozen_weights_on_call(model: nn.Module, config: Mapping[str, Any], l
 
 
 def gather_weights(model: nn.Module, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor | None]]:
-    """Yield names (all if ``names`` is None) with the full tensor on rank 0, None on others; all ranks must iterate."""
+    """Yield (name, full tensor) of parameters; the tensor is None on ranks other than 0. All ranks must iterate."""
     import deepspeed
 
     main = distributed.get_rank() == 0

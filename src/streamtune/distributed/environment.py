@@ -186,7 +186,7 @@ def _from_mpi(
 
 
 def _add_address(environment: RankEnvironment, environ: Mapping[str, str], job: str) -> RankEnvironment:
-    """Return the environment with the run's id, and with rank 0's address and port from variables or the job's id."""
+    """Return ``environment`` with rank 0's address and port, from variables or the job's id, and with the run's id."""
     address = environ.get("MASTER_ADDR") or environment.master_addr
     check_host(address, "MASTER_ADDR" if environ.get("MASTER_ADDR") else "environment")
     if environ.get(SECRET_VARIABLE):

@@ -113,7 +113,7 @@ class LocalRanks:
         return self._running[rank]
 
     def poll(self) -> list[RankEnd]:
-        """Return how ranks have ended since the last call; kill processes that an ended rank left running."""
+        """Return the ranks that ended since the last call; kill processes that such a rank left running."""
         ends = []
         for rank, process in list(self._running.items()):
             # WNOWAIT does not reap the process, so the process id still names the process group.

@@ -135,7 +135,7 @@ class ProcessActivity:
         self._child_seconds = 0.0
 
     def sample_main_thread(self) -> None:
-        """Sample the line of the main thread, and the time in which the thread did not wait for other ranks."""
+        """Record the main thread's current line, and the time in which it did not wait for other ranks."""
         now, cpu, place = time.monotonic(), self._read_main_thread_cpu_seconds(), main_thread_place()
         elapsed = now - self._sampled_at
         waits = place.in_collective and cpu - self._main_thread_cpu_seconds < WAITING_SHARE * elapsed
@@ -146,7 +146,7 @@ class ProcessActivity:
         self.place, self._sampled_at, self._main_thread_cpu_seconds = place, now, cpu
 
     def sample_process(self) -> None:
-        """Sample the CPU time, file access and network traffic of the whole process."""
+        """Record the CPU time, file access and network traffic of the whole process so far."""
         now = time.monotonic()
         self._samples.append(_Sample(now, *self._read_cpu_seconds(), self._read_file_bytes(), self._read_net_bytes()))
         while len(self._samples) > 2 and self._samples[1].time <= now - WINDOW_SECONDS:

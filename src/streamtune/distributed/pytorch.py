@@ -133,11 +133,11 @@ class LayerSource(Protocol):
         ...
 
     def is_deferred(self, name: str) -> bool:
-        """Return True if a parameter is not loaded yet. A tied parameter is loaded once."""
+        """Return True if a parameter is not loaded yet; parameters that are tied together are loaded once."""
         ...
 
     def parameter(self, name: str) -> nn.Parameter:
-        """Return a parameter with the shape and dtype of the parameter to load."""
+        """Return the parameter ``name``, which is on ``meta`` until its values are set."""
         ...
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
@@ -248,7 +248,7 @@ class DdpBackend(TorchBackend):
         (loss * self.size).backward()
 
     def optimizer_slices(self) -> Iterator[Slice]:
-        """Yield the optimizer state of the parameters that this rank saves; all ranks have the whole state."""
+        """Yield this rank's share of the optimizer state to save; every rank has the whole state."""
         return slices_of_replicated_state(self.optimizer_tensors(), distributed.get_rank(), self.size)
 
 
@@ -272,7 +272,7 @@ def shard_layer(module: nn.Module, layers: Iterable[nn.Module]) -> None:
 
 
 def gather_weights(model: Any, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor | None]]:
-    """Yield names (all if ``names`` is None) with the full tensor on rank 0, None on others; all ranks must iterate."""
+    """Yield (name, full tensor) of parameters; the tensor is None on ranks other than 0. All ranks must iterate."""
     model.reshard()  # weights stay gathered after a forward without backward
     for name, parameter in model.named_parameters():
         if names is None or name in names:

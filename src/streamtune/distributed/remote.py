@@ -45,7 +45,7 @@ EXPORTED_PREFIXES = (
 
 
 def exported_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the variables that are passed to ranks on other machines: library settings, by name or prefix."""
+    """Return the environment variables that ranks on other machines get too, selected by name or prefix."""
     additional_names = {name.strip() for name in environ.get("STREAMTUNE_EXPORT", "").split(",")}
     return {
         name: value
@@ -138,11 +138,11 @@ class RemoteRanks:
 
     @property
     def running(self) -> list[int]:
-        """Ranks that are not recorded as ended."""
+        """Ranks whose end has not been reported yet."""
         return sorted(self._running)
 
     def poll(self) -> list[RankEnd]:
-        """Return how ranks ended since the last call (all ranks, if the connection was lost); print rank 0's output."""
+        """Return the ranks that ended since the last call (all, if the connection was lost); print rank 0's output."""
         ends: list[RankEnd] = []
         while True:
             try:

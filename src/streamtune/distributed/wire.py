@@ -261,7 +261,7 @@ class Admission:
         return None
 
     def close_overdue_callers(self) -> None:
-        """Close connections whose proof has not arrived in time."""
+        """Close connections that have not proved in time to be from ranks of this run."""
         now = time.monotonic()
         for caller in [caller for caller in self._callers.values() if caller.deadline < now]:
             self._close_caller(caller)

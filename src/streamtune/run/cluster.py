@@ -90,7 +90,7 @@ def cluster_of(recipe: TrainingSettings, model: nn.Module, requested: RequestedR
 
 
 def cluster_of_run(recipe: TrainingSettings, model: nn.Module, world: train.World, device: torch.device) -> Cluster:
-    """Return the cluster of this run's ranks, from the environment variables of the launcher."""
+    """Return how this run's ranks are spread over machines and what they share, for the planner."""
     if world.size == 1:
         return Cluster()
     ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))

@@ -266,7 +266,7 @@ def _can_fingerprint(name: str, include_hubs: bool) -> bool:
 
 @contextmanager
 def locate_errors(loaded: LoadedRecipe) -> Iterator[None]:
-    """Context manager: replace a key in ``error.where`` by its line of the recipe, and explain out-of-memory errors."""
+    """Context manager that adds the recipe's line to errors that name a key, and explains out-of-memory errors."""
     try:
         yield
     except UserError as error:

@@ -202,7 +202,7 @@ def make_trial_model(recipe: ModelSettings, model: Any, device: torch.device) ->
 
 
 def make_model_without_data(recipe: ModelSettings, device: torch.device) -> Any:
-    """Return the recipe's model without reading its data; a tokenizer to train counts with the recipe's vocab_size."""
+    """Return the recipe's model without reading data; if a tokenizer is to be trained, its size is in the recipe."""
     base = _make_base_without_data(
         recipe, _loading_device(recipe, device), recipe.model_name_or_path, _quantisation_change(recipe)
     )
@@ -353,7 +353,7 @@ def _make_base_model(
     change: models.LayerQuantizer | None = None,
     frozen: bool = False,
 ) -> Any:
-    """Return the model ``name``, or a new model, without adapters; ``frozen`` if it is not the trained model."""
+    """Return the pretrained model ``name``, or a new model if None, without adapters; ``frozen``: it is not trained."""
     dtype, quantization = weights_dtype(recipe, frozen=frozen), choose_quantization(recipe, device)
     options, remote = (models.ModelOptions(dtype, quantization, _rope_change(recipe), change), recipe.trust_remote_code)
     if sharing is not None and quantization is None:
@@ -399,7 +399,7 @@ def _token_ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
 
 
 def _add_adapters(recipe: ModelSettings, model: Any, new_tokens: Sequence[int] = ()) -> Any:
-    """Return the model with new adapters, or itself for full fine-tuning; rows of ``new_tokens`` are trained too."""
+    """Return ``model`` with new adapters, and with trained embedding rows of ``new_tokens``; as it is for full training."""
     if recipe.finetuning_type == "full":
         if kind := models.quantization_kind(model):
             raise ArgumentError(
@@ -448,7 +448,7 @@ def _trained_vocabulary_size(recipe: ModelSettings) -> int | None:
 
 
 def _count_added_tokens(recipe: ModelSettings) -> int:
-    """Return how many tokens the recipe adds; without a tokenizer, tokens that it already has are counted too."""
+    """Return how many tokens the recipe adds at most: a tokenizer may already have some of them."""
     special = recipe.special_tokens.model_dump(exclude_none=True)
     return len(special) - 1 + len(special["additional_special_tokens"]) + len(recipe.added_tokens)
 

@@ -125,7 +125,7 @@ class RecipePlan:
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOPs utilisation in the predicted time, relative to ``peak_flops``; None if that is unknown."""
+        """Predicted model FLOPs utilisation, relative to ``peak_flops``; None if the peak is unknown."""
         if self.peak_flops is None or not self.plan.step_seconds:
             return None
         return self.flops / self.plan.step_seconds / self.peak_flops / self.cluster.ranks
@@ -489,7 +489,7 @@ def shares_prompts(task: Task[Any], model: nn.Module, device: torch.device) -> b
 
 
 def reference_bytes(task: Task[Any], device: torch.device) -> int:
-    """Return the bytes of a reference model's weights on the device, from its configuration; 0 without one."""
+    """Return the device bytes of the reference model's weights, from its configuration; 0 without a reference."""
     if not task.has_second_model:
         return 0
     model = make_reference_blueprint(task.recipe, device, task.reference_name)
@@ -569,7 +569,7 @@ def _parse_size(option: str | None, key: str, name: str) -> int | None:
 
 
 def local_rates(recipe: EngineKeys, model: Any, device: torch.device, notify: Callable[[str], None]) -> Rates:
-    """Return the rates of the local device in the recipe's compute dtype, and of its offload directory."""
+    """Return measured speeds of the local device in the recipe's compute dtype, and of its offload directory's disk."""
     base = base_of(model)
     rates = load_rates(device, torch.bfloat16 if recipe.bf16 else base.dtype, notify=notify)
     directory = recipe.engine.offload_dir

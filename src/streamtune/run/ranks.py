@@ -227,7 +227,7 @@ def shard_reference(
 
 
 def gather_weights(recipe: DeviceKeys, model: Any) -> Iterator[tuple[str, Tensor | None]]:
-    """Yield (name, parameter) of a sharded model; each is gathered on rank 0 until the next. Called by all ranks."""
+    """Yield (name, full tensor) of sharded parameters; None in place of the tensor on ranks other than 0."""
     if recipe.fsdp:
         from streamtune.distributed import pytorch
 

@@ -84,7 +84,7 @@ def _longest_answered_rows(rows: Sequence[data.Example], count: int) -> list[dat
 
 
 def _answer_span(row: data.Example) -> tuple[int, int]:
-    """Return start and end of the first run of trained tokens; (0, 0) for a row without a prompt or an answer."""
+    """Return start and end of the first span of trained tokens; (0, 0) for a row without a prompt or an answer."""
     labels = np.asarray(row.labels)
     trained = np.flatnonzero(labels != IGNORE_INDEX)
     if len(trained) == 0 or trained[0] == 0:
@@ -126,7 +126,7 @@ def add_stop_tokens(
 
 
 def describe_stop_tokens(added: list[int], tokenizer: PreTrainedTokenizerBase, model: Any) -> str:
-    """Return the added stop tokens in one line, and the stop tokens that the model had before."""
+    """Return one line that names the added stop tokens and those that the model had before."""
     earlier = [token for token in models.eos_token_ids(base_of(model).generation_config) if token not in added]
     rest = f"in addition to {_token_names(earlier, tokenizer)}" if earlier else "the model had no stop token"
     return f"{_token_names(added, tokenizer)}, which end the trained turns; {rest} (generation_config.json)"

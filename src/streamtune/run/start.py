@@ -203,7 +203,7 @@ class Start(RunSetup):
             self.identity["files"] = {**started_as.get("files", {}), **self.identity["files"]}
 
     def _compare_with_resumed(self) -> list[str]:
-        """Return the allowed differences from the directory and the checkpoint, without duplicates."""
+        """Check that this run may resume; return the allowed differences from the resumed run, as text."""
         for where, started_as in self.resumed_identities.items():
             self._check_rows_per_step(started_as, where)
         changes = (

@@ -97,7 +97,7 @@ class RunOutcome:
 
     @property
     def held_out(self) -> Mapping[str, Any]:
-        """Record of the last evaluation; empty without an evaluation."""
+        """Metrics record of the last evaluation; empty if there was none."""
         evaluations = [r for r in self.records if any(name.startswith("eval_") for name in r)]
         return evaluations[-1] if evaluations else {}
 
@@ -179,7 +179,7 @@ def _train_run(run: Run, console: Console, listeners: train.Listeners, outcome: 
 
 @contextmanager
 def _claim_directory(run: Run) -> Iterator[Path | None]:
-    """Context manager: rank 0 claims the run directory for all ranks; yields the new path of an earlier run."""
+    """Context in which the run directory is locked for this run; yields the path to which an earlier run was moved."""
     start, world = run.start, run.world
     with ExitStack() as exit_stack:
         exit_stack.callback(start.release)

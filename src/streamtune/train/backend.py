@@ -77,7 +77,7 @@ class Backend(ABC):
         return run_micro_batches()
 
     def micro_step(self, *, last: bool) -> AbstractContextManager[Any]:
-        """Return a context for forward and backward of one micro-batch; ``last`` is True for the step's last one."""
+        """Return a context for forward and backward of one micro-batch; ``last``: it is the last of the step."""
         return nullcontext()
 
     @abstractmethod
@@ -98,7 +98,7 @@ class Backend(ABC):
 
     @abstractmethod
     def reset_optimizer(self) -> None:
-        """Reset the optimizer's state."""
+        """Delete the optimizer's state, as before the first step."""
 
     def state(self) -> dict[str, Any]:
         """Return the backend's state that is not in tensors, as JSON values, equal on all ranks; often empty."""
@@ -202,7 +202,7 @@ class TorchBackend(Backend):
 
     @contextmanager
     def use_averaged_weights(self) -> Iterator[None]:
-        """Context manager: the model has the averaged weights; a copy of the trained weights is in host memory."""
+        """Context in which the model has the averaged weights; meanwhile the trained weights are in host memory."""
         if self._trained_weights or not any(map(is_averaged, self.optimizer.param_groups)):
             yield
             return

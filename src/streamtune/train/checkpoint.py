@@ -52,7 +52,7 @@ class Checkpoint:
 
     @property
     def model_dir(self) -> Path:
-        """Folder that ``from_pretrained`` loads."""
+        """Folder of the model's files, which ``from_pretrained`` loads."""
         return self.path / "model"
 
     def optimizer_tensors(self) -> dict[str, Tensor]:

@@ -40,7 +40,7 @@ _open_locks: set[int] = set()
 
 
 def _close_in_child() -> None:
-    """Close the lock files in a forked process; otherwise it would keep the locks after its parent has ended."""
+    """Close the lock files in a forked child, which would otherwise keep the locks after its parent has ended."""
     for descriptor in _open_locks:
         with suppress(OSError):
             os.close(descriptor)

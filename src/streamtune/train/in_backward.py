@@ -85,7 +85,7 @@ class InBackwardBackend(LocalBackend):
             self._is_last_micro_batch = False
 
     def backward(self, loss: Tensor) -> None:
-        """Run the backward, unless the loss is not finite and weights would be updated; the loop then ends the run."""
+        """Run the backward, unless it would update weights and the loss is not finite; the loop then ends the run."""
         if self._updates_weights and not math.isfinite(loss.item()):
             self._is_non_finite = True
         else:
@@ -191,7 +191,7 @@ class InBackwardBackend(LocalBackend):
                 self._pending_updates.pop(0).result()
 
     def _is_updated_in_thread(self, parameter: Tensor) -> bool:
-        """Return True if the worker thread updates this weight: the CPU is idle while the device computes."""
+        """Return True if a worker thread updates this weight on the CPU while the device continues the backward."""
         return parameter.device.type == "cpu" or isinstance(self.optimizer, HostOptimizer)
 
     def _update_in_thread(self, parameter: Tensor, grad: Tensor, event: torch.cuda.Event | None) -> None:
@@ -207,7 +207,7 @@ class InBackwardBackend(LocalBackend):
 
     @torch.no_grad()
     def _update_weight(self, parameter: Tensor, grad: Tensor) -> None:
-        """Update one weight with ``grad``; meanwhile the optimizer's groups have no other weight."""
+        """Update one weight with ``grad``, by an optimizer step whose parameter groups contain only this weight."""
         if self._gradient_scale is not None:
             grad.mul_(self._gradient_scale.to(grad.device))
         own_group_index = self._group_of[id(parameter)]
@@ -224,7 +224,6 @@ class InBackwardBackend(LocalBackend):
                 parameter.grad = None
 
     def _wait_for_thread(self) -> None:
-        """Wait until the worker thread has updated all its weights."""
         updates, self._pending_updates = self._pending_updates, []
         for update in updates:
             update.result()
@@ -290,13 +289,13 @@ class HostOptimizer(torch.optim.Optimizer):
         return self.inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of this optimizer or of an optimizer on the device; it is stored on the host."""
+        """Load the state of a ``HostOptimizer``, or of the wrapped optimizer on a device, into host memory."""
         self.inner.load_state_dict(state_dict)
         for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             group.update({key: value for key, value in inner.items() if key != "params"})
 
     def _update_on_host(self, parameter: nn.Parameter) -> None:
-        """Update one weight; the inner optimizer's groups have only its CPU parameter."""
+        """Update one weight by a step of the inner optimizer over its CPU parameter, the only one in the groups."""
         cpu_parameter, grad = self._cpu_parameters[parameter], parameter.grad
         assert grad is not None
         is_on_host = is_host_storage(parameter.untyped_storage())  # weight and gradient are already on the host

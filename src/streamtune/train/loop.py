@@ -145,7 +145,7 @@ class _Loop:
                 self._take_step()
 
     def _restore_or_seed(self) -> RunProgress:
-        """Return the initial progress: seed, or restore a checkpoint and delete records of later steps."""
+        """Restore the checkpoint and delete records of later steps, or seed a new run; return the progress."""
         job, settings, directory, state = self.job, self.settings, self.directory, RunProgress()
         seed_everything(settings.seed, self.world.rank)
         if job.resume_from is not None:

@@ -54,7 +54,7 @@ class Score:
 
     @property
     def minimised(self) -> Tensor:
-        """Scalar with a graph, from which the backward starts."""
+        """Loss plus router loss: a scalar with a graph, whose backward gives the gradients."""
         return self.loss if self.router_loss is None else self.loss + self.router_loss
 
 
@@ -229,7 +229,7 @@ class ModelReference:
 
 @contextmanager
 def evaluating(model: Any) -> Iterator[None]:
-    """Context manager: the model is in evaluation mode; on exit its previous mode is restored."""
+    """Context in which the model is in evaluation mode; on exit its previous mode is restored."""
     training = model.training
     model.eval()
     try:

@@ -82,7 +82,7 @@ def restore_rng(state: RngState) -> None:
 
 @contextmanager
 def preserve_rng() -> Iterator[None]:
-    """Context manager: on exit the random state is restored."""
+    """Context manager that restores the random state on exit."""
     state = capture_rng()
     try:
         yield

@@ -41,7 +41,7 @@ class Progress:
     """Context manager around the loop that reports a run on ``console``.
 
     Args:
-        console: Console of the output; a terminal gets the live line.
+        console: Console of the output; a terminal shows a progress line that is redrawn.
         total_steps: Number of optimizer steps of the whole run.
         first_step: Number of steps before a resume; the time left is estimated from later steps only.
         logging_steps: Number of steps between two lines without a terminal.
@@ -93,7 +93,7 @@ class Progress:
             )
 
     def show_activity(self, text: str) -> None:
-        """Show ``text`` as the current activity, at the end of the live line; empty text shows none."""
+        """Show ``text`` as the current activity, at the end of the terminal's progress line; empty text shows none."""
         self._activity = text
         self.on_activity(self._record["step"] + 1, text or "training")
 
@@ -158,7 +158,7 @@ class Progress:
         return (time.monotonic() - self._started) / done * (self.total_steps - self._record["step"])
 
     def _live_line(self) -> Text:
-        """Return the live line; if it is wider than the terminal, the least important fields are left out."""
+        """Return the terminal's progress line; if it is too wide, the least important fields are left out."""
         record, width = self._record, self.console.width
         step = Text(f"step {record['step']}/{self.total_steps}", style="bold")
         # (text, priority: fields with the highest number are left out first)
@@ -364,7 +364,7 @@ def _read_series(records: Records, metric: str) -> tuple[list[int], list[float]]
 
 @dataclass(frozen=True)
 class RunFacts:
-    """Facts about a run that are known before its first step; secrets are removed from texts."""
+    """Name, recipe, versions and plan of a run, known before its first step; secrets are removed from texts."""
 
     run: str
     """Id of the run; a resumed run keeps it."""
@@ -392,7 +392,7 @@ class Listener:
     """
 
     def started(self, facts: RunFacts) -> None:
-        """Receive the facts of a new or resumed run, before its first step."""
+        """Receive the name, recipe and plan of a new or resumed run, before its first step."""
 
     def step(self, record: dict[str, Any]) -> None:
         """Receive the line of ``metrics.jsonl`` of a finished step."""

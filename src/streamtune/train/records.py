@@ -32,7 +32,7 @@ MAX_ROTATED_FILES = 3
 
 
 def append_record(path: Path, record: dict[str, Any]) -> None:
-    """Append one line. Floats are written with all digits, so runs can be compared exactly.
+    """Append a record as one line of JSON. Floats are written with all digits, so runs can be compared exactly.
 
     Raises:
         CheckpointError: The file cannot be written.
@@ -41,7 +41,7 @@ def append_record(path: Path, record: dict[str, Any]) -> None:
 
 
 def append_records(path: Path, records: Sequence[dict[str, Any]]) -> None:
-    """Append several lines in one write; after a crash the file may have only the first of them.
+    """Append several records in one write; after a crash the file may have only the first of them.
 
     Raises:
         CheckpointError: The file cannot be written.
@@ -54,13 +54,13 @@ def append_records(path: Path, records: Sequence[dict[str, Any]]) -> None:
 
 
 def append_event(path: Path, event: str, **details: Any) -> None:
-    """Append a line with an event, its details and its time (UTC)."""
+    """Append an event to ``events.jsonl``: one line with its name, details and time (UTC)."""
     redacted = redact_values(details)  # the text of an error may contain secrets
     append_record(path, {"time": datetime.now(UTC).isoformat(timespec="seconds"), "event": event, **redacted})
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """Return all records; empty if the file does not exist. A last line truncated by a crash is ignored.
+    """Return all records of a JSON-lines file; empty if it does not exist. A last line truncated by a crash is ignored.
 
     Raises:
         ArgumentError: The file cannot be read, or a line is not a JSON object; the error names ``file:line``.
@@ -154,7 +154,7 @@ def _split_lines_reversed(text: bytes, is_start_complete: bool) -> list[bytes]:
 
 
 def read_records_backwards(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield records from the last to the first; the file is read only as far as the caller iterates."""
+    """Yield the records of a file from the last to the first; the file is read only as far as the caller iterates."""
     for line in _read_lines_backwards(path):
         if (record := line.record()) is not None:
             yield record
@@ -203,7 +203,7 @@ def _invalid_records_error(path: Path, number: int, reason: str) -> ArgumentErro
 
 
 def cut_after_step(path: Path, step: int, *, keep_evaluation: bool = True) -> None:
-    """Delete the lines of steps after ``step``, which are repeated.
+    """Delete the lines of steps after ``step``, which the resumed run repeats.
 
     Args:
         path: Records file; nothing happens if it does not exist.
@@ -230,7 +230,7 @@ def cut_after_step(path: Path, step: int, *, keep_evaluation: bool = True) -> No
 
 
 def cut_events_after_step(path: Path, step: int) -> None:
-    """Delete the events of steps after ``step``, which are repeated, and a last line truncated by a crash."""
+    """Delete the events after ``step``, the last step before a resume, and a last line truncated by a crash."""
     if path.is_file():
         records = read_records(path)
         kept = [r for r in records if r.get("event") not in STEP_EVENTS or r.get("step", 0) <= step]
@@ -292,7 +292,7 @@ def _is_evaluation(record: dict[str, Any]) -> bool:
 
 @contextmanager
 def record_failure(path: Path) -> Iterator[None]:
-    """Context manager: if the block raises an error, write an event ``failure`` and raise the error again."""
+    """Context manager that writes an event ``failure`` if the block raises an error, and raises the error again."""
     try:
         yield
     except Exception as error:

@@ -179,7 +179,7 @@ class RunDirectory:
         lock: DirectoryLock | None = None,
         documents: Mapping[Path, Mapping[str, Any]] = MappingProxyType({}),
     ) -> Iterator[None]:
-        """Context manager: write the identity and recipe of the run; the directory is locked meanwhile.
+        """Context manager that locks the directory and writes the identity and recipe of the run into it.
 
         Args:
             identity: Identity of the run.
@@ -311,7 +311,7 @@ def check_same_run(
 
 
 def describe_harmless_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Describe changes that a resumed run may have: of ``FREE_KEYS`` of the recipe, versions and number of ranks."""
+    """Describe changes that do not prevent a resume: of some recipe keys, library versions and number of ranks."""
     parts = [_describe_changes(old[part], new.get(part, {})) for part in ("free", "versions") if part in old]
     parts.append(_describe_changes(*({"world_size": each.get("world_size", 1)} for each in (old, new))))
     return [text for part in parts for text in part.values()]

@@ -119,7 +119,7 @@ def _read_manifest_of_run(path: Path, run: str) -> Manifest | None:
 
 
 class CheckpointSaver:
-    """Context manager around the loop that saves checkpoints; on exit it waits for the save in flight.
+    """Context manager around the loop that saves checkpoints; on exit it waits for a save in the background.
 
     Args:
         folder: Folder of the checkpoints.
@@ -203,7 +203,7 @@ class CheckpointSaver:
         delete_old_checkpoints(self.folder, self.keep, run=self.run)
 
     def wait_for_save(self) -> None:
-        """Wait for the save in flight, and raise its error if it failed."""
+        """Wait for the save that is running in the background, and raise its error if it failed."""
         self._join_worker()
         error, self._error = self._error, None
         if error is not None:
@@ -220,7 +220,7 @@ class CheckpointSaver:
         return saved
 
     def wait_and_pop_committed(self) -> list[Path]:
-        """Wait for the save in flight, raise its error if it failed, and return the result of :meth:`pop_committed`."""
+        """Wait for the running save, raise its error if it failed, and return the result of :meth:`pop_committed`."""
         self.wait_for_save()
         return self.pop_committed()
 
@@ -344,7 +344,6 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def _state_bytes(backend: Backend) -> int:
-    """Return how many bytes of optimizer state this rank writes."""
     return sum(each.values.nbytes for each in backend.optimizer_slices())
 
 
@@ -367,7 +366,7 @@ def _check_free_bytes(folder: Path, needed_bytes: int) -> None:
 
 @contextmanager
 def _explain_write_errors(target: Path, needed_bytes: int, previous_checkpoints: Sequence[Path]) -> Iterator[None]:
-    """Context manager: an error while ``target`` is written becomes a CheckpointError.
+    """Context manager that turns an error while ``target`` is written into a CheckpointError.
 
     Args:
         target: Path that is written.

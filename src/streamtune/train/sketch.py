@@ -164,7 +164,7 @@ class CompletionGradient:
 
     @cached_property
     def weights(self) -> Weights:
-        """Weights by name, looked up on first use only, because a model in evaluation may have no trained weights."""
+        """Weights whose gradient is measured, by name; looked up on first use, because evaluation may train none."""
         return value_projection_weights(self.handle.layers, "allocation")
 
     def __call__(self, batch: TreeBatch) -> float:
@@ -211,7 +211,7 @@ def adam_step(grad: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) 
 
 @contextmanager
 def _only_these_trained(model: nn.Module, weights: Weights) -> Iterator[None]:
-    """Context manager: only ``weights`` require a gradient."""
+    """Context in which only ``weights`` require a gradient."""
     kept_ids = {id(weight) for weight in weights.values()}
     others: Iterable[nn.Parameter] = [p for p in model.parameters() if p.requires_grad and id(p) not in kept_ids]
     for parameter in others:

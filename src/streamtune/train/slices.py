@@ -157,15 +157,15 @@ class SliceReader:
         return {name.rpartition("/")[0] for name in self._shapes}
 
     def check_parameters(self, trained: Iterable[str]) -> None:
-        """Raise a CheckpointError unless the state is for exactly the parameters ``trained``."""
+        """Raise a CheckpointError unless the saved optimizer state is for exactly the parameters ``trained``."""
         check_same_parameters(self.parameters(), trained)
 
     def shape(self, parameter: str, key: str) -> tuple[int, ...]:
-        """Return the shape of the whole tensor; ``()`` for a scalar."""
+        """Return the shape of the state tensor ``key`` (such as ``exp_avg``) of a parameter; ``()`` for a scalar."""
         return self._shapes[f"{parameter}/{key}"]
 
     def read(self, parameter: str, key: str, offset: int, count: int) -> Tensor:
-        """Return ``count`` values of the flattened tensor from ``offset``, as a CPU tensor ``[count]``.
+        """Return ``count`` values from ``offset`` of the flattened state tensor ``key``, as a CPU tensor ``[count]``.
 
         Raises:
             CheckpointError: Some of the values are missing.

@@ -279,7 +279,7 @@ def refuse_symlink(folder: Path) -> None:
 
 
 def discard_leftovers(folder: Path) -> None:
-    """Remove staging entries that a killed process left in ``folder``, and restore names that it had not replaced."""
+    """Remove temporary entries that a killed process left in ``folder``; restore those that it moved away."""
     for leftover in folder.glob(f"{REPLACED_PREFIX}*"):
         original = leftover.with_name(leftover.name.removeprefix(REPLACED_PREFIX))
         if leftover.is_symlink() or original.exists():  # this module never renames links

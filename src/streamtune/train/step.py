@@ -112,7 +112,7 @@ class _MeanAccumulator:
         return total
 
     def means(self) -> dict[str, float]:
-        """Return the mean by name; names with count 0 are left out."""
+        """Return name -> sum / count; names with count 0 are left out."""
         return {name: value / count for name, (value, count) in self._sums.items() if count}
 
 
@@ -328,7 +328,7 @@ class StepRouterLoss:
 
     @property
     def needs_counting(self) -> bool:
-        """True if the router loss is ``global`` and the step has several micro-batches or ranks."""
+        """True if the router loss is ``global`` and the step has several batches: expert choices are counted first."""
         loss = None if self._routers is None else self._routers.loss
         return loss is not None and loss.scope == "global" and len(self._batches) * self._world.size > 1
 

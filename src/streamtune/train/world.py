@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class World:
-    """Rank of this process and number of ranks of the run; ``World()`` is one rank.
+    """Rank of this process and number of ranks of the run. ``World()`` is a run with one rank.
 
     With several ranks the default process group must exist. Values are exchanged as CPU tensors.
     """
