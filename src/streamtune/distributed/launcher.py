@@ -39,7 +39,7 @@ POLL_SECONDS = 0.03
 
 
 class RankGroup(Protocol):
-    """The ranks of one machine."""
+    """The running ranks of one machine, local or remote."""
 
     host: str
 

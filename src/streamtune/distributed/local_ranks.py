@@ -34,7 +34,7 @@ Output = tuple[IO[bytes] | int | None, IO[bytes] | int | None]
 
 
 class LocalRanks:
-    """The processes of the ranks on this machine.
+    """Starts the ranks on this machine as processes, watches and ends them.
 
     Args:
         command: Command that each rank runs.

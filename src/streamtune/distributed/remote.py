@@ -55,7 +55,7 @@ def exported_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str
 
 
 class RemoteRanks:
-    """The processes of the ranks on another machine.
+    """Starts the ranks on another machine over ssh, watches and ends them.
 
     Raises:
         DistributedError: The ssh command cannot be run.

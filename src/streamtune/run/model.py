@@ -399,7 +399,7 @@ def _token_ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
 
 
 def _add_adapters(recipe: ModelSettings, model: Any, new_tokens: Sequence[int] = ()) -> Any:
-    """Return ``model`` with new adapters, and with trained embedding rows of ``new_tokens``; as it is for full training."""
+    """Return ``model`` with new adapters and trained embeddings of ``new_tokens``; unchanged for full fine-tuning."""
     if recipe.finetuning_type == "full":
         if kind := models.quantization_kind(model):
             raise ArgumentError(

@@ -46,7 +46,7 @@ from streamtune.train.world import WORLD, World
 
 @dataclass(frozen=True, kw_only=True)
 class TrainJob:
-    """The objects that a run passes to the training loop."""
+    """Backend, objective, data, directory and ranks of a run, as the training loop gets them."""
 
     backend: Backend
     """Model, gradients and optimizer. In a resumed run the model already has the checkpoint's weights."""

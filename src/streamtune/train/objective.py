@@ -82,7 +82,7 @@ class StepScore:
 
 
 class Objective(Protocol):
-    """A loss that is a mean over a whole optimizer step."""
+    """Computes, one micro-batch at a time, a loss that is a mean over a whole optimizer step."""
 
     def totals(self, micro_batches: Sequence[MicroBatch], world: World = WORLD) -> Any:
         """Return the divisors of the step, summed over all ranks of ``world``; never None.

@@ -238,7 +238,7 @@ class CheckpointSaver:
 
 @dataclass(frozen=True)
 class CheckpointContent:
-    """The content of a checkpoint except the model."""
+    """Content of a checkpoint except the model: run state, random state and optimizer state."""
 
     state: Mapping[str, Any]
     """JSON values, including ``step``."""

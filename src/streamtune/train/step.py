@@ -78,7 +78,7 @@ class TrainSettings:
 
 @dataclass(frozen=True)
 class StepContext:
-    """The objects that all steps and evaluations of a run use."""
+    """Backend, objective, settings and ranks of a run, which its steps and evaluations share."""
 
     backend: Backend
     objective: Objective
