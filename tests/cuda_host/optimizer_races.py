@@ -68,7 +68,7 @@ def race_of(kind: str, states: StatesDtype) -> str | None:
     backend = backend_of(model, optimizer, kind)
 
     def gradients() -> None:
-        with backend.micro_step(last=True):
+        with backend.micro_batch_context(last=True):
             backend.backward(model(input_ids=ids, labels=ids).loss)
 
     try:

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from streamtune.distributed.agree import compare_facts, describe_ranks
+from streamtune.distributed.agree import describe_ranks, find_differing_values
 from streamtune.distributed.failure import RankEnd
 from tests.distributed.ranks_kit import start, wait
 
@@ -41,8 +41,8 @@ def test_a_rank_that_does_not_come_is_named_on_the_others() -> None:
 
 def test_who_has_what() -> None:
     hosts = {0: "a", 1: "a", 2: "b", 3: "c"}
-    assert compare_facts(dict.fromkeys(hosts, ALIKE), hosts) is None
-    lacking = compare_facts({0: {"x": "1"}, 1: {"x": "1"}, 2: {}, 3: {"x": "2"}}, hosts)
+    assert find_differing_values(dict.fromkeys(hosts, ALIKE), hosts) is None
+    lacking = find_differing_values({0: {"x": "1"}, 1: {"x": "1"}, 2: {}, 3: {"x": "2"}}, hosts)
     assert lacking is not None
     assert lacking.what.splitlines()[1] == "- x: 1 on ranks 0-1 (a); unknown on rank 2 (b); 2 on rank 3 (c)"
     assert describe_ranks([0, 1, 2, 5, 7, 8]) == "ranks 0-2, 5, 7-8"

@@ -23,7 +23,7 @@ from streamtune.distributed.agree import check_ranks_agree
 from streamtune.distributed.environment import RankEnvironment, read_environment
 from streamtune.distributed.hosts import free_port, listen_at, rank_0_ports, read_hostfile
 from streamtune.distributed.launcher import launch
-from streamtune.distributed.remote import SSH
+from streamtune.distributed.remote_ranks import SSH
 from streamtune.distributed.wire import MAX_CALLERS, Admission, Channel, connect_to_rank_0, listen_for_ranks, make_proof
 from streamtune.errors import ArgumentError, DistributedError
 from tests.distributed.ranks_kit import SRC

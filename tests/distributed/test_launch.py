@@ -22,7 +22,7 @@ from streamtune.distributed.environment import expand_nodes, expand_tasks, read_
 from streamtune.distributed.failure import Failure, RankEnd, error_of_first_failed_rank
 from streamtune.distributed.hosts import Host, read_hostfile
 from streamtune.distributed.launcher import _check_devices, launch, without_launch_options
-from streamtune.distributed.remote import AGENT
+from streamtune.distributed.remote_ranks import AGENT
 from streamtune.errors import ArgumentError, DataError, StreamTuneError
 from tests.distributed.ranks_kit import SRC
 from tests.distributed.running import Running, command
@@ -98,7 +98,7 @@ def test_what_launchers_say(
     assert (found.rank, found.local_rank, found.world_size, found.local_world_size) == place
     assert (found.master_addr, found.master_port) == master
     environ = dict(variables)
-    found.export(environ)
+    found.export_variables(environ)
     assert (environ["RANK"], environ["LOCAL_WORLD_SIZE"]) == (str(found.rank), str(found.local_world_size))
     assert int(environ["OMP_NUM_THREADS"]) >= 1
 

@@ -41,7 +41,7 @@ def main() -> None:
     die_with_launcher()
     case = sys.argv[1]
     environment = read_environment()
-    environment.export()
+    environment.export_variables()
     limits = QUICK if os.environ.get("WATCHED_QUICK") else WatchLimits()
     events = Path(os.environ["WATCHED_EVENTS"]) if "WATCHED_EVENTS" in os.environ else None
 

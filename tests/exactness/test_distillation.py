@@ -119,10 +119,10 @@ def compare(
         loss = TokenLoss(divergence=asked)
         objective = DistillationObjective(handle, recipe, loss, ModelReference(teacher, other))
         batches = make_micro_batches(groups, prompts, make_layout(recipe, batch_size, share))
-        totals, total = objective.totals(batches), 0.0
+        totals, total = objective.divisors(batches), 0.0
         for batch in batches:
             score = objective.score(model, batch, totals)
-            score.minimised.backward()
+            score.total_loss.backward()
             total += score.loss.item()
             for key, (value, count) in score.metrics.items():
                 before = found.setdefault(key, [0.0, 0.0])
@@ -205,9 +205,9 @@ def test_losses_on_routers_are_added_and_not_shown() -> None:
         with stream(model, chunk_size=4, router_loss=weight) as handle, stream(teacher, 4) as other:
             objective = DistillationObjective(handle, recipe, loss, ModelReference(teacher, other))
             (batch,) = make_micro_batches(groups, prompts, make_layout(recipe, 12, share=False))
-            score = objective.score(model, batch, objective.totals([batch]))
+            score = objective.score(model, batch, objective.divisors([batch]))
         assert score.reported is not None
-        return score.reported.item(), score.minimised.item()
+        return score.reported.item(), score.total_loss.item()
 
     (plain, _), (shown, minimised) = scores(0.0), scores(0.1)
     assert shown == pytest.approx(plain, rel=1e-6)
@@ -225,5 +225,5 @@ def test_no_logits_of_a_whole_row_are_made() -> None:
         batches = make_micro_batches(groups, prompts, make_layout(recipe, 5, share=True))
         with largest:
             for batch in batches:
-                objective.score(model, batch, objective.totals(batches)).loss.backward()
+                objective.score(model, batch, objective.divisors(batches)).loss.backward()
     assert 0 < largest.rows <= 5

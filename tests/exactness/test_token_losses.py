@@ -27,7 +27,7 @@ from streamtune.ops import (
 )
 from streamtune.tasks.sft import collate_prefix_batch
 from streamtune.train import MicroBatch, ModelReference, SupervisedObjective
-from streamtune.train.objective import call_model, plain_token_loss
+from streamtune.train.objective import call_model, unstreamed_token_loss
 from tests.precision_kit import in_float64, reference_of
 
 from .families import VOCAB, build
@@ -71,11 +71,11 @@ def batches(layout: str, rows: Sequence[data.Example]) -> list[MicroBatch]:
 
 def gradients(model: nn.Module, objective: SupervisedObjective, step: Sequence[MicroBatch]) -> Any:
     model.zero_grad(set_to_none=True)
-    totals, value = objective.totals(step), 0.0
+    totals, value = objective.divisors(step), 0.0
     for batch in step:
         score = objective.score(model, batch, totals)
-        score.minimised.backward()
-        value += score.minimised.item()
+        score.total_loss.backward()
+        value += score.total_loss.item()
     return torch.tensor(value), {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
@@ -135,7 +135,7 @@ def test_with_losses_on_routers() -> None:
     def plain(model: Any) -> Any:
         model.zero_grad(set_to_none=True)
         balance = model(**{**batch.arguments, "attention_mask": batch.attention_mask}, output_router_logits=True)
-        value = plain_token_loss(model, batch, loss) / batch.target_weight + 0.1 * balance.aux_loss
+        value = unstreamed_token_loss(model, batch, loss) / batch.target_weight + 0.1 * balance.aux_loss
         value.backward()
         return value, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 

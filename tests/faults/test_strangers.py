@@ -15,7 +15,7 @@ import pytest
 import streamtune
 from streamtune.base.child import Child
 from streamtune.base.safe_path import safe_environment
-from streamtune.distributed.remote import exported_variables
+from streamtune.distributed.remote_ranks import exported_variables
 from streamtune.train.progress import draw_loss
 from tests.faults.kit import write_sft
 
@@ -191,7 +191,7 @@ def test_every_python_that_is_started_is_told_to_leave_the_working_directory_out
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.List) and node.elts and ast.unparse(node.elts[0]) == "sys.executable":
                 assert ast.unparse(node.elts[1]) in ("'-P'", "'-I'"), f"{file}:{node.lineno}"
-    assert "{python} -P -m {AGENT}" in (package / "distributed/remote.py").read_text()
+    assert "{python} -P -m {AGENT}" in (package / "distributed/remote_ranks.py").read_text()
 
 
 def test_a_matplotlibrc_of_the_folder_changes_no_picture(tmp_path: Path) -> None:

@@ -344,7 +344,7 @@ def check_bytes(name: str, args: dict[str, Any]) -> None:
 def run_steps(model: Net, backend: Any, steps: range) -> None:
     for step in steps:
         backend.begin_step(rate_at(step), lambda: None)
-        with backend.micro_step(last=True):
+        with backend.micro_batch_context(last=True):
             backend.backward(model.loss(step))
         backend.clip_gradients(0.0)
         backend.step(rate_at(step))

@@ -15,11 +15,16 @@ from safetensors.torch import load_file
 from streamtune.cli import main
 from streamtune.recipe import Recipe, load_recipe
 from streamtune.recipe.keys.engine import EngineSpec
-from streamtune.run.engine import place_weights
+from streamtune.run.engine import with_chosen_placement
 from streamtune.run.model import make_blueprint, weights_dtype
-from streamtune.run.plan import place_recipe
+from streamtune.run.plan import choose_placement
 from streamtune.run.start import start_run
-from streamtune.run.weight_choices import precisions, rounding_warning, with_best_precision, with_saved_precision
+from streamtune.run.weight_choices import (
+    recipes_by_precision,
+    rounding_warning,
+    with_best_precision,
+    with_saved_precision,
+)
 from tests.sft_kit import FIXED, RECIPE, run, write_recipe, write_rows
 
 CUDA = torch.device("cuda")
@@ -175,7 +180,7 @@ PLACES = {
 @pytest.mark.parametrize("device", PLACES)
 def test_bfloat16_is_tried_before_the_host(folder: Path, device: str, capsys: pytest.CaptureFixture[str]):
     engine = {"device_memory": device, "host_memory": "4GiB"}
-    chosen = place_recipe(large(folder, engine=engine), 256, CUDA)
+    chosen = choose_placement(large(folder, engine=engine), 256, CUDA)
     assert (chosen.dtype, chosen.engine.weights, chosen.engine.optimizer) == PLACES[device]
     narrow = chosen.dtype == "bfloat16"
     assert chosen.weight_rounding == ("stochastic" if narrow else "nearest")
@@ -195,8 +200,8 @@ def test_bfloat16_is_tried_before_the_host(folder: Path, device: str, capsys: py
 @pytest.mark.full
 def test_a_schedule_that_is_fixed_takes_what_fits(folder: Path):
     engine = {**FIXED, "device_memory": "330MiB", "host_memory": "4GiB"}
-    assert place_recipe(large(folder, engine=engine), 256, CUDA).dtype == "bfloat16"
-    assert place_recipe(large(folder, engine={**engine, "device_memory": "1GiB"}), 256, CUDA).dtype == "mixed"
+    assert choose_placement(large(folder, engine=engine), 256, CUDA).dtype == "bfloat16"
+    assert choose_placement(large(folder, engine={**engine, "device_memory": "1GiB"}), 256, CUDA).dtype == "mixed"
 
 
 def placed(folder: Path, recipe: Mapping[str, Any], said: list[str]) -> Any:
@@ -207,7 +212,7 @@ def placed(folder: Path, recipe: Mapping[str, Any], said: list[str]) -> Any:
         sources = make_sources(start.loaded)
         tokenizer = make_shared_tokenizer(start.world, start.recipe, sources, None, said.append)
         prepared = prepare_on_all_ranks(start.task, start.world, sources, tokenizer, said.append)
-        return place_weights(start, prepared, start.task.longest_row_tokens(prepared), said.append)
+        return with_chosen_placement(start, prepared, start.task.longest_row_tokens(prepared), said.append)
 
 
 def test_a_run_on_too_small_a_device_says_what_it_takes_and_what_it_costs(folder: Path):
@@ -274,7 +279,7 @@ def test_another_precision_than_the_runs_is_refused(folder: Path, capsys: pytest
     ],
 )  # fmt: skip
 def test_what_a_recipe_leaves_open(folder: Path, more: dict[str, Any], want: list[tuple[Any, ...]]):
-    found = precisions(large(folder, **more))
+    found = recipes_by_precision(large(folder, **more))
     assert [(each.dtype, each.bf16, each.weight_rounding) for each in found] == want
 
 
@@ -283,18 +288,18 @@ def test_a_float16_checkpoint_is_not_trained_in_float16(folder: Path):
     large(folder)
     (folder / "large" / "config.json").write_text(json.dumps({**LARGE, "dtype": "float16"}))
     recipe = load_recipe("tiny.yaml").recipe
-    assert [each.dtype for each in precisions(recipe)] == ["mixed", "bfloat16"]
+    assert [each.dtype for each in recipes_by_precision(recipe)] == ["mixed", "bfloat16"]
     for more in ({"finetuning_type": "lora"}, {"deepspeed": "zero2"}):
-        assert [each.dtype for each in precisions(recipe.model_copy(update=more))] == ["bfloat16"]
+        assert [each.dtype for each in recipes_by_precision(recipe.model_copy(update=more))] == ["bfloat16"]
 
 
 def test_a_float32_checkpoint_and_a_configuration_are_as_they_were(folder: Path):
     recipe = large(folder)
     (folder / "large" / "config.json").write_text(json.dumps({**LARGE, "dtype": "float32"}))
-    assert precisions(recipe) == [recipe]
+    assert recipes_by_precision(recipe) == [recipe]
     write_recipe(folder, RECIPE)
     recipe = load_recipe("tiny.yaml").recipe
-    assert precisions(recipe) == [recipe]
+    assert recipes_by_precision(recipe) == [recipe]
 
 
 def test_a_checkpoint_without_a_dtype_in_its_configuration_is_read_from_its_weights(folder: Path):

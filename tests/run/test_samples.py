@@ -107,7 +107,7 @@ def test_samples_after_the_checkpoint_are_cut_and_written_again(
     assert sft("--output-dir", "whole", *whole) == 0
     from streamtune.run import train as run_train
 
-    plain = run_train.write_samples
+    plain = run_train.make_samples
 
     def interrupted(built: Any, recipe: Any, step: int, stop: StopRequest | None = None) -> Any:
         if step == 3:
@@ -115,7 +115,7 @@ def test_samples_after_the_checkpoint_are_cut_and_written_again(
         return plain(built, recipe, step, stop)
 
     with monkeypatch.context() as patch:
-        patch.setattr(run_train, "write_samples", interrupted)
+        patch.setattr(run_train, "make_samples", interrupted)
         assert sft("--output-dir", "split", *whole) == 130
     assert [each["step"] for each in lines("split", "samples.jsonl")] == [1, 1, 2, 2]
     with Path("split/samples.jsonl").open("a") as file:  # as if it had been killed after a later step

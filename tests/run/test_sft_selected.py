@@ -89,7 +89,7 @@ def test_a_step_is_on_the_rows_that_plain_autograd_would_choose(folder: Path) ->
         assert record["rows"] == origins
         assert record["gap"] == pytest.approx(expected.gap, rel=1e-2)
         for batch in batches:
-            training.objective.score(model, batch, 1.0).minimised.backward()
+            training.objective.score(model, batch, 1.0).total_loss.backward()
         optimizer.step()
         optimizer.zero_grad()
     run.start.release()

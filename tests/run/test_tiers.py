@@ -13,8 +13,8 @@ import torch
 from streamtune import train
 from streamtune.recipe import load_recipe
 from streamtune.run.data import make_shared_tokenizer, make_sources, prepare_on_all_ranks
-from streamtune.run.engine import place_weights
-from streamtune.run.plan import place_recipe
+from streamtune.run.engine import with_chosen_placement
+from streamtune.run.plan import choose_placement
 from streamtune.run.start import Start, start_run
 from tests.sft_kit import RECIPE, run, write_recipe, write_rows
 
@@ -44,7 +44,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def placed(folder: Path, recipe: dict[str, Any], length: int = 256) -> tuple[str, str]:
     write_recipe(folder, recipe)
-    chosen = place_recipe(load_recipe("tiny.yaml").recipe, length, CUDA)
+    chosen = choose_placement(load_recipe("tiny.yaml").recipe, length, CUDA)
     return chosen.engine.weights, chosen.engine.optimizer
 
 
@@ -104,7 +104,7 @@ def test_what_is_written_stays(folder: Path, more: dict[str, Any], want: tuple[s
 def test_the_memory_of_a_cpu_is_the_hosts(folder: Path):
     write_recipe(folder, sized("128MiB"))
     recipe = load_recipe("tiny.yaml").recipe
-    assert place_recipe(recipe, 256, torch.device("cpu")) is recipe
+    assert choose_placement(recipe, 256, torch.device("cpu")) is recipe
 
 
 def begun(recipe: dict[str, Any], folder: Path, tiers: dict[str, str] | None = None) -> tuple[Start, list[str]]:
@@ -118,7 +118,7 @@ def begun(recipe: dict[str, Any], folder: Path, tiers: dict[str, str] | None = N
         sources = make_sources(start.loaded)
         tokenizer = make_shared_tokenizer(start.world, start.recipe, sources, None, said.append)
         prepared = prepare_on_all_ranks(start.task, start.world, sources, tokenizer, said.append)
-        return place_weights(start, prepared, start.task.longest_row_tokens(prepared), said.append), said
+        return with_chosen_placement(start, prepared, start.task.longest_row_tokens(prepared), said.append), said
 
 
 def test_a_run_that_goes_on_keeps_its_place(folder: Path):

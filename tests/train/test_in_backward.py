@@ -32,7 +32,7 @@ def made(kind: str, max_norm: float, **config: Any) -> tuple[nn.Module, Backend]
 def take(model: nn.Module, backend: Backend, micro_batches: int, stop: Any = None) -> float:
     total = 0.0
     for index in range(micro_batches):
-        with backend.micro_step(last=index == micro_batches - 1):
+        with backend.micro_batch_context(last=index == micro_batches - 1):
             loss = model(**batch("masked" if index else "right")).loss / micro_batches
             backend.backward(loss)
             total += loss.item()
@@ -109,12 +109,12 @@ def test_a_loss_that_is_not_finite_steps_nothing_and_a_gradient_that_is_not_ends
     model, backend = made("in", 0.0)
     before = {name: x.clone() for name, x in model.state_dict().items()}
     backend.begin_step(1e-2, lambda: None)
-    with backend.micro_step(last=True):
+    with backend.micro_batch_context(last=True):
         backend.backward(model(**batch("right")).loss * float("nan"))
     assert all(torch.equal(before[name], x) for name, x in model.state_dict().items())
     backend.drop_gradients()
     backend.begin_step(1e-2, lambda: None)
-    with backend.micro_step(last=True):
+    with backend.micro_batch_context(last=True):
         loss = model(**batch("right")).loss
         backend.backward(loss + 0 * (loss - loss.detach()).sqrt())  # the root's gradient at 0 is infinite, times 0
     with pytest.raises(NonFiniteError, match="weights were already updated"):
@@ -128,7 +128,7 @@ def test_one_loss_of_several_that_is_not_finite_steps_nothing(kind: str) -> None
     before = {name: x.clone() for name, x in model.state_dict().items()}
     backend.begin_step(1e-2, lambda: None)
     for index, factor in enumerate((float("nan"), 1.0)):
-        with backend.micro_step(last=index == 1):
+        with backend.micro_batch_context(last=index == 1):
             backend.backward(model(**batch("right")).loss * factor)
     backend.drop_gradients()
     assert all(torch.equal(before[name], x) for name, x in model.state_dict().items())

@@ -11,7 +11,13 @@ import pytest
 
 from streamtune.errors import ArgumentError, CheckpointError
 from streamtune.train import RunDirectory, commit_directory, draw_loss
-from streamtune.train.records import append_event, append_record, cut_after_step, cut_events_after_step, read_records
+from streamtune.train.records import (
+    append_event,
+    append_record,
+    delete_after_step,
+    delete_events_after_step,
+    read_records,
+)
 from streamtune.train.staging import remove_directory, write_durably
 
 
@@ -45,7 +51,7 @@ def cut(run: RunDirectory) -> None:
     """Delete a line before another line, so that the file is rewritten."""
     for record in ({"step": 5, "eval_loss": 1.0}, {"step": 5, "loss": 1.0}):
         append_record(run.metrics, record)
-    cut_after_step(run.metrics, 5, keep_evaluation=False)
+    delete_after_step(run.metrics, 5, keep_evaluation=False)
 
 
 STAGED: dict[str, Callable[[RunDirectory], None]] = {
@@ -53,7 +59,7 @@ STAGED: dict[str, Callable[[RunDirectory], None]] = {
     ".tmp-recipe.yaml": claim,
     ".tmp-deepspeed.json": claim,
     ".tmp-metrics.jsonl": cut,
-    ".tmp-events.jsonl": lambda run: cut_events_after_step(run.events, 1),
+    ".tmp-events.jsonl": lambda run: delete_events_after_step(run.events, 1),
     ".tmp-completions.jsonl": lambda run: write_durably(run.path / "completions.jsonl", ""),
     ".tmp-loss.png": draw,
 }
@@ -133,7 +139,7 @@ def test_records_are_added_to_plain_files_only(run: RunDirectory, victim: Path) 
 
 @pytest.mark.parametrize(
     "change",
-    [lambda path: append_record(path, {"step": 3, "loss": 1.0}), lambda path: cut_after_step(path, 1)],
+    [lambda path: append_record(path, {"step": 3, "loss": 1.0}), lambda path: delete_after_step(path, 1)],
     ids=["append", "cut"],
 )
 def test_records_are_not_written_through_a_hard_link(run: RunDirectory, change: Callable[[Path], None]) -> None:
@@ -180,7 +186,7 @@ def test_a_torn_line_is_cut_off_and_a_damaged_one_is_named(run: RunDirectory) ->
         lines[1] = damaged
         run.metrics.write_bytes(b"\n".join(lines) + b"\n")
         with pytest.raises(ArgumentError, match=r"line 2 of metrics\.jsonl") as caught:
-            cut_after_step(run.metrics, 1)
+            delete_after_step(run.metrics, 1)
         assert caught.value.where == f"{run.metrics}:2"
         assert run.metrics.read_bytes() == b"\n".join(lines) + b"\n"
 

@@ -289,7 +289,7 @@ def test_the_share_is_the_count(kind: str, dtype: torch.dtype) -> None:
         before = [p.detach().clone() for p in model.parameters()]
         backend.begin_step(1e-5, lambda: None)
         watched = MovedWeights(backend.updated_weights())
-        with backend.micro_step(last=True):
+        with backend.micro_batch_context(last=True):
             backend.backward(model(torch.randn(8, 60, dtype=dtype)).float().square().mean())
         backend.clip_gradients(0.0)
         backend.step(1e-5)

@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console
 
 from streamtune.train import Progress, draw_loss, format_duration, format_rate, read_records
-from streamtune.train.progress import Listener, Listeners, smooth
-from streamtune.train.records import append_record, cut_after_step
+from streamtune.train.progress import Listener, Listeners, moving_average
+from streamtune.train.records import append_record, delete_after_step
 
 RECORD: dict[str, Any] = {
     "step": 120,
@@ -103,9 +103,9 @@ def test_rates() -> None:
 
 
 def test_smoothing_is_unbiased_at_the_start() -> None:
-    assert smooth([5.0] * 4, window=10) == pytest.approx([5.0] * 4)
-    assert smooth([1.0, 2.0, 3.0], window=1) == [1.0, 2.0, 3.0]
-    assert smooth([], window=3) == []
+    assert moving_average([5.0] * 4, window=10) == pytest.approx([5.0] * 4)
+    assert moving_average([1.0, 2.0, 3.0], window=1) == [1.0, 2.0, 3.0]
+    assert moving_average([], window=3) == []
 
 
 def test_the_picture(tmp_path: Path) -> None:
@@ -120,17 +120,17 @@ def test_the_picture(tmp_path: Path) -> None:
 
 def test_records_are_cut_after_a_step_and_torn_lines_dropped(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    cut_after_step(path, 3)
+    delete_after_step(path, 3)
     assert read_records(path) == []
     for record in ({"step": 1, "loss": 0.1 + 0.2}, {"step": 2, "loss": 1.0}, {"step": 2, "eval_loss": 1.5}):
         append_record(path, record)
     with path.open("a") as file:
         file.write('{"step": 3, "lo')
-    cut_after_step(path, 2)
+    delete_after_step(path, 2)
     append_record(path, {"step": 3, "loss": 2.0})
     assert [record["step"] for record in read_records(path)] == [1, 2, 2, 3]
     assert read_records(path)[0]["loss"] == 0.1 + 0.2
-    cut_after_step(path, 2, keep_evaluation=False)
+    delete_after_step(path, 2, keep_evaluation=False)
     assert read_records(path)[1:] == [{"step": 2, "loss": 1.0}]
 
 

@@ -55,7 +55,7 @@ def launch_ranks(nproc: int | None, hostfile: Path | None, device: str) -> int:
 def enter_rank() -> RankEnvironment:
     """Read the rank of this process, export it for libraries, and detach ranks other than 0 from the terminal."""
     environment = read_environment()
-    environment.export()
+    environment.export_variables()
     previous_stderr = redirect_rank_output(environment)
     if previous_stderr is not None:
         _terminal[:] = [previous_stderr]

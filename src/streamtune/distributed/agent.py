@@ -103,7 +103,7 @@ class _Agent:
         if "start" in message:
             self._start_ranks(message["start"])
         elif self._ranks is not None and "signal" in message:
-            self._ranks.send(int(message["signal"]))
+            self._ranks.send_signal(int(message["signal"]))
         elif self._ranks is not None and "kill" in message:
             self._ranks.kill()
 

@@ -49,14 +49,14 @@ def package_versions() -> dict[str, str]:
 
 
 def check_ranks_agree(
-    facts: Mapping[str, str], environment: RankEnvironment | None = None, seconds: float = SLOWEST_RANK_SECONDS
+    values: Mapping[str, str], environment: RankEnvironment | None = None, seconds: float = SLOWEST_RANK_SECONDS
 ) -> None:
     """Check that values such as the recipe's hash and :func:`package_versions` are equal on all ranks.
 
     Called by all ranks; does nothing with one rank.
 
     Args:
-        facts: Values to compare, by name.
+        values: Values to compare, by name.
         environment: Environment of this rank; None: the environment from the launcher's variables.
         seconds: Seconds to wait for the slowest rank.
 
@@ -66,7 +66,7 @@ def check_ranks_agree(
     env = read_environment() if environment is None else environment
     if env.world_size == 1:
         return
-    message: dict[str, Any] = {"facts": {**package_versions(), **facts}, "leads": env.local_rank == 0}
+    message: dict[str, Any] = {"facts": {**package_versions(), **values}, "leads": env.local_rank == 0}
     outcome = _compare_on_rank_0(env, message, seconds) if env.is_main else _report_to_rank_0(env, message, seconds)
     if outcome is not None:
         raise Failure.from_dict(outcome).to_error(with_rank=False)
@@ -130,10 +130,10 @@ def _compare_on_rank_0(env: RankEnvironment, message: dict[str, Any], seconds: f
     hosts = {0: env.host}
     try:
         with _ReachablePort(env, env.master_addr) as reachable:
-            outcome = _wait_for_facts(env, callers, hosts, seconds)
+            outcome = _collect_messages(env, callers, hosts, seconds)
             messages = {0: message, **{rank: sent for rank, (_, sent) in callers.items()}}
             if outcome is None:
-                outcome = compare_facts({rank: sent["facts"] for rank, sent in messages.items()}, hosts)
+                outcome = find_differing_values({rank: sent["facts"] for rank, sent in messages.items()}, hosts)
             own = {**message, "address": env.master_addr, "port": reachable.port}
             leaders = [
                 {"rank": rank, "host": hosts[rank], "address": sent["address"], "port": sent["port"]}
@@ -150,7 +150,7 @@ def _compare_on_rank_0(env: RankEnvironment, message: dict[str, Any], seconds: f
     return asdict(outcome) if outcome is not None else None
 
 
-def _wait_for_facts(
+def _collect_messages(
     env: RankEnvironment, callers: dict[int, tuple[Channel, dict[str, Any]]], hosts: dict[int, str], seconds: float
 ) -> Failure | None:
     """Collect a message from every rank; return a failure that names the ranks that sent none in time, else None."""
@@ -169,12 +169,12 @@ def _wait_for_facts(
                 return Failure(missing[0], "?", f"{what}{seconds:.0f} s", fix=fix)
             for key, _ in selector.select(max(0.01, min(1.0, deadline - time.monotonic()))):
                 if (admitted := admission.process_ready_socket(key.fileobj)) is not None:
-                    _receive_facts(*admitted, callers, hosts)
+                    _receive_message(*admitted, callers, hosts)
             admission.close_overdue_callers()
     return None
 
 
-def _receive_facts(
+def _receive_message(
     channel: Channel,
     greeting: dict[str, Any],
     callers: dict[int, tuple[Channel, dict[str, Any]]],
@@ -183,13 +183,13 @@ def _receive_facts(
     """Add the message of a connected rank to ``callers`` and ``hosts``; without a message, close its connection."""
     try:
         message = channel.receive(5.0)
-        facts = {name: message[name] for name in ("facts", "leads", "address", "port")}
+        checked = {name: message[name] for name in ("facts", "leads", "address", "port")}
     except (OSError, KeyError):
         channel.close()
         return
     if (previous := callers.get(greeting["rank"])) is not None:
         previous[0].close()
-    callers[greeting["rank"]], hosts[greeting["rank"]] = (channel, facts), greeting["host"]
+    callers[greeting["rank"]], hosts[greeting["rank"]] = (channel, checked), greeting["host"]
 
 
 def _send_outcome(callers: Mapping[int, tuple[Channel, Any]], outcome: Failure | None, leaders: Sequence[Any]) -> None:
@@ -241,19 +241,19 @@ def _check_connections(
     return Failure(0, env.host, "\n- ".join(["ranks cannot reach each other", *lines[:8]]), fix=fix)
 
 
-def compare_facts(facts: Mapping[int, Mapping[str, str]], hosts: Mapping[int, str]) -> Failure | None:
+def find_differing_values(values_by_rank: Mapping[int, Mapping[str, str]], hosts: Mapping[int, str]) -> Failure | None:
     """Return a failure that lists each value that differs between ranks, with its ranks; None if all are equal."""
     differences = []
-    for name in dict.fromkeys(name for rank_facts in facts.values() for name in rank_facts):
+    for name in dict.fromkeys(name for values in values_by_rank.values() for name in values):
         ranks_by_value: dict[str, list[int]] = {}
-        for rank in sorted(facts):
-            ranks_by_value.setdefault(facts[rank].get(name, "unknown"), []).append(rank)
+        for rank in sorted(values_by_rank):
+            ranks_by_value.setdefault(values_by_rank[rank].get(name, "unknown"), []).append(rank)
         if len(ranks_by_value) > 1:
-            values = []
+            shown = []
             for value, ranks in sorted(ranks_by_value.items(), key=lambda item: (-len(item[1]), item[1])):
                 places = ", ".join(dict.fromkeys(hosts[rank] for rank in ranks))
-                values.append(f"{value[:MAX_SHOWN_CHARACTERS]} on {describe_ranks(ranks)} ({places})")
-            differences.append(f"{name}: {'; '.join(values)}")
+                shown.append(f"{value[:MAX_SHOWN_CHARACTERS]} on {describe_ranks(ranks)} ({places})")
+            differences.append(f"{name}: {'; '.join(shown)}")
     if not differences:
         return None
     fix = "install the same versions on every host, and use the same recipe, settings and data files on every rank"

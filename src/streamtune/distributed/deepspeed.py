@@ -27,7 +27,7 @@ NO_MICRO_STEP = -1
 """DeepSpeed's ``micro_step_id`` before the first backward of a step."""
 
 
-class _OptimizerPart(NamedTuple):
+class _OptimizerRange(NamedTuple):
     """Range of a parameter that this rank's optimizer updates, as a range of a flat fp32 tensor of DeepSpeed."""
 
     flat: Tensor
@@ -38,7 +38,7 @@ class _OptimizerPart(NamedTuple):
     length: int
 
     @property
-    def span(self) -> slice:
+    def flat_slice(self) -> slice:
         return slice(self.start, self.start + self.length)
 
 
@@ -107,7 +107,7 @@ class DeepSpeedBackend(Backend):
     def model(self) -> Any:
         return self.engine
 
-    def micro_step(self, *, last: bool) -> AbstractContextManager[Any]:
+    def micro_batch_context(self, *, last: bool) -> AbstractContextManager[Any]:
         self.engine.set_gradient_accumulation_boundary(last)
         return nullcontext()
 
@@ -159,22 +159,22 @@ class DeepSpeedBackend(Backend):
 
     def updated_weights(self) -> Iterator[Tensor]:
         """Yield this rank's shards of the trained weights; fp32 master weights if the weights are bf16 or fp16."""
-        parts = (self._optimizer_part(parameter) for _, parameter in self._trained_parameters())
-        return (part.flat[part.span] for part in parts if part is not None)
+        parts = (self._optimizer_range(parameter) for _, parameter in self._trained_parameters())
+        return (part.flat[part.flat_slice] for part in parts if part is not None)
 
     def optimizer_slices(self) -> Iterator[Slice]:
         for name, parameter in self._trained_parameters():
-            part = self._optimizer_part(parameter)
+            part = self._optimizer_range(parameter)
             if part is None:
                 continue
             shape = self._full_shape(parameter)
             if part.flat.dtype != parameter.dtype:
-                yield Slice(name, MASTER, shape, part.offset, part.flat.detach()[part.span])
+                yield Slice(name, MASTER, shape, part.offset, part.flat.detach()[part.flat_slice])
             for key, value in self._optimizer_state(part.flat).items():
                 if isinstance(value, Tensor) and value.shape == part.flat.shape:
-                    yield Slice(name, key, shape, part.offset, value[part.span])
+                    yield Slice(name, key, shape, part.offset, value[part.flat_slice])
                 elif part.offset == 0:  # a step count, saved by the rank with the parameter's first element
-                    yield Slice(name, key, (), 0, self._to_saved_count(value).reshape(1))
+                    yield Slice(name, key, (), 0, self._to_saved_step_count(value).reshape(1))
 
     def load_optimizer_slices(self, saved: SliceReader) -> None:
         trained = self._trained_parameters()
@@ -182,7 +182,7 @@ class DeepSpeedBackend(Backend):
         state = self.engine.optimizer.optimizer.state
         reset_ids: set[int] = set()
         for name, parameter in trained:
-            part = self._optimizer_part(parameter)
+            part = self._optimizer_range(parameter)
             if part is None:
                 continue
             flat = part.flat
@@ -193,23 +193,23 @@ class DeepSpeedBackend(Backend):
                 if key == MASTER:
                     if flat.dtype != parameter.dtype:
                         with torch.no_grad():
-                            flat[part.span].copy_(saved.read(name, key, part.offset, part.length))
+                            flat[part.flat_slice].copy_(saved.read(name, key, part.offset, part.length))
                 elif saved.shape(name, key) == ():  # a step count
-                    state[flat][key] = self._to_optimizer_count(flat, saved.read(name, key, 0, 1))
+                    state[flat][key] = self._to_optimizer_step_count(flat, saved.read(name, key, 0, 1))
                 else:
                     values = state[flat].setdefault(key, torch.zeros_like(flat, requires_grad=False))
-                    values[part.span].copy_(saved.read(name, key, part.offset, part.length))
+                    values[part.flat_slice].copy_(saved.read(name, key, part.offset, part.length))
         if self.stage < 3:  # DeepSpeed still refers to the old state
             self.engine.optimizer._hp_optimizer_states_linked = False
 
-    def _to_optimizer_count(self, flat: Tensor, steps: Tensor) -> Any:
+    def _to_optimizer_step_count(self, flat: Tensor, steps: Tensor) -> Any:
         """Return a step count in the type that the optimizer expects."""
         optimizer = self.engine.optimizer.optimizer
         if type(optimizer) is not torch.optim.AdamW:
             return int(steps.item())  # DeepSpeed's own optimizers
         return steps.reshape(()).to(flat.device if optimizer.defaults.get("fused") else "cpu", torch.float32)
 
-    def _to_saved_count(self, value: Any) -> Tensor:
+    def _to_saved_step_count(self, value: Any) -> Tensor:
         """Return a step count as the tensor that is saved in checkpoints."""
         if isinstance(self.engine.optimizer.optimizer, WeightwiseOptimizer):
             return pack_number(value)
@@ -224,7 +224,7 @@ class DeepSpeedBackend(Backend):
     def _optimizer_state(self, flat: Tensor) -> Mapping[str, Any]:
         return self.engine.optimizer.optimizer.state.get(flat, {})
 
-    def _optimizer_part(self, parameter: Any) -> _OptimizerPart | None:
+    def _optimizer_range(self, parameter: Any) -> _OptimizerRange | None:
         """Return the range of a parameter that this rank updates, without padding; None if this rank updates none."""
         optimizer = self.engine.optimizer
         if self.stage == 3:
@@ -233,13 +233,13 @@ class DeepSpeedBackend(Backend):
             offset = distributed.get_rank() * size
             count = min(size, parameter.ds_numel - offset)
             flat = optimizer.fp32_partitioned_groups_flat[group]
-            return _OptimizerPart(flat, start, offset, count) if count > 0 else None
+            return _OptimizerRange(flat, start, offset, count) if count > 0 else None
         mapping = getattr(parameter, "_hp_mapping", None)
         if mapping is None:
             return None
         flat = optimizer.optimizer.param_groups[mapping.param_group_index]["params"][0]
         high, low = mapping.hp_fragment_address, mapping.lp_fragment_address
-        return _OptimizerPart(flat, high.start, low.start, low.numel)
+        return _OptimizerRange(flat, high.start, low.start, low.numel)
 
     def full_weights(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor | None]]:
         return gather_weights(self.module, names)

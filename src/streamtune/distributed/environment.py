@@ -18,7 +18,7 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, replace
 
 from streamtune.base.privacy import allow_rank_connections
-from streamtune.distributed.hosts import LOOPBACK, check_host
+from streamtune.distributed.hosts import LOOPBACK, check_host_name
 from streamtune.errors import ArgumentError
 
 DEFAULT_PORT = 29500
@@ -61,7 +61,7 @@ class RankEnvironment:
         """Name of this machine in messages."""
         return os.environ.get("STREAMTUNE_HOST") or socket.gethostname()
 
-    def export(self, environ: MutableMapping[str, str] = os.environ) -> None:
+    def export_variables(self, environ: MutableMapping[str, str] = os.environ) -> None:
         """Set the variables that PyTorch, DeepSpeed and their libraries read; existing variables are not changed.
 
         Called before torch is imported, because torch reads the number of threads only once.
@@ -80,9 +80,9 @@ class RankEnvironment:
             environ.setdefault(name, str(value))
         environ.setdefault("OMP_NUM_THREADS", str(max(1, count_usable_cpus() // self.local_world_size)))
         if self.world_size > 1:
-            self.choose_interface(environ)
+            self.choose_network_interface(environ)
 
-    def choose_interface(self, environ: MutableMapping[str, str] = os.environ) -> None:
+    def choose_network_interface(self, environ: MutableMapping[str, str] = os.environ) -> None:
         """Set gloo's network interface to the interface to rank 0; on one machine use the loopback, also for NCCL.
 
         By default gloo uses the address of the machine's own name, which other machines often cannot reach. By default
@@ -102,14 +102,14 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> RankEnvironment
         ArgumentError: A launcher variable is missing, not a number, or contradicts another variable.
     """
     if "RANK" in environ and "WORLD_SIZE" in environ:
-        environment = _from_torch(environ)
+        environment = _environment_from_torchrun(environ)
     elif _read_number(environ, "SLURM_STEP_NUM_TASKS", 1) > 1 and "SLURM_PROCID" in environ:
-        environment = _from_slurm(environ)
+        environment = _environment_from_slurm(environ)
     elif "OMPI_COMM_WORLD_RANK" in environ and "OMPI_COMM_WORLD_SIZE" in environ:
-        environment = _from_mpi(environ, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
+        environment = _environment_from_mpi(environ, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
                           "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")  # fmt: skip
     elif "PMI_RANK" in environ and "PMI_SIZE" in environ:
-        environment = _from_mpi(environ, "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+        environment = _environment_from_mpi(environ, "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
     elif _read_number(environ, "WORLD_SIZE", 1) > 1:
         raise _missing_variable_error("RANK", "the launcher")
     else:
@@ -127,7 +127,7 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> RankEnvironment
     return environment
 
 
-def _from_torch(environ: Mapping[str, str]) -> RankEnvironment:
+def _environment_from_torchrun(environ: Mapping[str, str]) -> RankEnvironment:
     if environ.get(RUN_ID_VARIABLE):
         launcher = "streamtune"
     elif "TORCHELASTIC_RUN_ID" in environ:
@@ -151,7 +151,7 @@ def _from_torch(environ: Mapping[str, str]) -> RankEnvironment:
     return _add_address(environment, environ, "/".join(job))
 
 
-def _from_slurm(environ: Mapping[str, str]) -> RankEnvironment:
+def _environment_from_slurm(environ: Mapping[str, str]) -> RankEnvironment:
     size = _read_number(environ, "SLURM_STEP_NUM_TASKS")
     nodes = expand_nodes(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST") or "")
     tasks = expand_tasks(environ.get("SLURM_STEP_TASKS_PER_NODE") or str(size))
@@ -167,7 +167,7 @@ def _from_slurm(environ: Mapping[str, str]) -> RankEnvironment:
     return _add_address(environment, environ, f"{environ.get('SLURM_JOB_ID')}.{environ.get('SLURM_STEP_ID')}")
 
 
-def _from_mpi(
+def _environment_from_mpi(
     environ: Mapping[str, str], rank_name: str, size_name: str, local_rank_name: str, local_size_name: str
 ) -> RankEnvironment:
     world = _read_number(environ, size_name)
@@ -188,11 +188,11 @@ def _from_mpi(
 def _add_address(environment: RankEnvironment, environ: Mapping[str, str], job: str) -> RankEnvironment:
     """Return ``environment`` with rank 0's address and port, from variables or the job's id, and with the run's id."""
     address = environ.get("MASTER_ADDR") or environment.master_addr
-    check_host(address, "MASTER_ADDR" if environ.get("MASTER_ADDR") else "environment")
+    check_host_name(address, "MASTER_ADDR" if environ.get("MASTER_ADDR") else "environment")
     if environ.get(SECRET_VARIABLE):
         job = f"{environ[SECRET_VARIABLE]}/{job}"
     has_job_port = environment.launcher in ("srun", "mpirun") and job
-    port = 15000 + int(_digest(job)[:8], 16) % 5000 if has_job_port else DEFAULT_PORT
+    port = 15000 + int(_sha256(job)[:8], 16) % 5000 if has_job_port else DEFAULT_PORT
     port = _read_number(environ, "MASTER_PORT", port)
     if port > 65535:
         raise ArgumentError(
@@ -205,12 +205,12 @@ def _add_address(environment: RankEnvironment, environ: Mapping[str, str], job: 
         environment,
         master_addr=address,
         master_port=port,
-        run_id=_digest(f"{job}/{address}/{port}/{environment.world_size}")[:32],
+        run_id=_sha256(f"{job}/{address}/{port}/{environment.world_size}")[:32],
         one_machine=has_all_ranks and (environment.launcher in LAUNCHERS_WITH_LOCAL_SIZE or address in LOOPBACK),
     )
 
 
-def _digest(text: str) -> str:
+def _sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -241,11 +241,11 @@ def expand_nodes(text: str) -> list[str]:
     """Return the hosts in Slurm's host list: ``n[01-03,7],gpu2`` -> ``n01, n02, n03, n7, gpu2``."""
     nodes: list[str] = []
     for entry in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
-        nodes += _expand_entry(entry)
+        nodes += _expand_node_entry(entry)
     return nodes
 
 
-def _expand_entry(entry: str) -> list[str]:
+def _expand_node_entry(entry: str) -> list[str]:
     match = re.match(r"([^\[]*)\[([^\]]*)\](.*)", entry)
     if match is None:
         return [entry]
@@ -253,7 +253,7 @@ def _expand_entry(entry: str) -> list[str]:
     for part in match[2].split(","):
         first, _, last = part.partition("-")
         numbers += [str(n).zfill(len(first)) for n in range(int(first), int(last or first) + 1)]
-    return [match[1] + number + rest for number in numbers for rest in _expand_entry(match[3])]
+    return [match[1] + number + rest for number in numbers for rest in _expand_node_entry(match[3])]
 
 
 def expand_tasks(text: str) -> list[int]:

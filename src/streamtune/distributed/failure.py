@@ -167,13 +167,13 @@ def error_of_first_failed_rank(ends: Sequence[RankEnd]) -> tuple[StreamTuneError
     return first.failure.to_error(with_rank=with_rank), first.failure.exit_code
 
 
-def _error_of_unreported_end(end: RankEnd, seen: Failure | None) -> StreamTuneError:
-    """Return an error for a rank that reported none; it names the step in ``seen``, a failure that another rank saw."""
+def _error_of_unreported_end(end: RankEnd, other_failure: Failure | None) -> StreamTuneError:
+    """Return an error for a rank that reported none, with the step that ``other_failure`` of another rank names."""
     what, fix = f"rank {end.rank} on {end.host} ended with exit code {end.code}", ""
     if end.code < 0:
         name = _signal_name(-end.code)
         what, fix = f"rank {end.rank} on {end.host} was killed by {name}", FIXES.get(name, "")
-    if seen is not None and (doing := re.search(r", (in step .*)", seen.what.splitlines()[0])):
+    if other_failure is not None and (doing := re.search(r", (in step .*)", other_failure.what.splitlines()[0])):
         what += f", {doing[1]}"
     if end.tail and -end.code not in EXTERNAL_SIGNALS:
         what += "\nlast lines of its log:\n" + "\n".join(end.tail)

@@ -71,7 +71,7 @@ class Heartbeat:
         return f"in step {self.step}, {self.phase}" if self.step else "before the first step"
 
     @property
-    def place_text(self) -> str:
+    def line_text(self) -> str:
         """Code line of the main thread as text, such as ``waits in all_reduce (train/step.py:88)``."""
         return f"{'waits' if self.in_collective else 'is'} in {self.place}"
 
@@ -140,7 +140,7 @@ def find_unresponsive_rank(peers: Iterable[Peer], now: float, limits: WatchLimit
         else f"check that {hosts[0]} runs and that its network is up"
     )
     return Failure(
-        first.rank, first.host, f"{what}\nits last report: {first.beat.place_text}", fix=fix, own=False, seen="silent"
+        first.rank, first.host, f"{what}\nits last report: {first.beat.line_text}", fix=fix, own=False, seen="silent"
     )
 
 
@@ -211,7 +211,7 @@ def find_deadlock(peers: Iterable[Peer], limits: WatchLimits) -> Failure | None:
         return None
     seconds = max(still, placed if placed >= longest else 0.0)
     first = (waiting or outside or left)[0]
-    lines = [f"- {who} {standing}" for standing, who in _group_by_place(left)]
+    lines = [f"- {who} {standing}" for standing, who in _group_by_code_line(left)]
     cut = [peer for peer in left if peer.beat.broken_connection]
     lines += [f"- data from rank {p.rank} on {p.host} to {p.beat.broken_connection} does not arrive" for p in cut[:8]]
     if outside and len(outside) < len(left):
@@ -231,16 +231,16 @@ def find_deadlock(peers: Iterable[Peer], limits: WatchLimits) -> Failure | None:
     return Failure(first.rank, first.host, "\n".join([head, *lines]), fix=fix, own=False, seen="still")
 
 
-def _group_by_place(peers: Sequence[Peer]) -> list[tuple[str, str]]:
-    peers_by_place: dict[str, list[Peer]] = {}
+def _group_by_code_line(peers: Sequence[Peer]) -> list[tuple[str, str]]:
+    peers_by_line: dict[str, list[Peer]] = {}
     for peer in peers:
-        peers_by_place.setdefault(peer.beat.place_text, []).append(peer)
+        peers_by_line.setdefault(peer.beat.line_text, []).append(peer)
     return [
         (
             standing if len(who) == 1 else standing.replace("waits in", "wait in", 1).replace("is in", "are in", 1),
             f"{describe_ranks([p.rank for p in who])} on {', '.join(sorted({p.host for p in who})[:4])}",
         )
-        for standing, who in list(peers_by_place.items())[:8]
+        for standing, who in list(peers_by_line.items())[:8]
     ]
 
 

@@ -95,7 +95,7 @@ USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]{0,63}")
 MAX_SHOWN_CHARACTERS = 80
 
 
-def check_host(name: str, where: str, *, user: bool = False) -> None:
+def check_host_name(name: str, where: str, *, user: bool = False) -> None:
     """Raise an ArgumentError unless ``name`` is a valid host name that ssh cannot read as an option.
 
     Args:
@@ -150,12 +150,12 @@ def read_hostfile(path: Path, ranks_per_host: int | None = None) -> list[Host]:
         ArgumentError: The file cannot be read, a line is invalid, or a host has fewer slots than ``ranks_per_host``.
             The error names ``file:line``.
     """
-    text = _read_text(path)
+    text = _read_hostfile_text(path)
     hosts: list[Host] = []
     for number, line in enumerate(text.splitlines(), start=1):
         content = line.partition("#")[0].strip()
         if content:
-            hosts.append(_parse_line(content, f"{path}:{number}", hosts, ranks_per_host))
+            hosts.append(_parse_hostfile_line(content, f"{path}:{number}", hosts, ranks_per_host))
     if not hosts:
         raise ArgumentError("the hostfile has no host", where=str(path), fix="write a line `HOST slots=N` per host")
     loopback_host = next((host for host in hosts if host.address in LOOPBACK), None)
@@ -168,7 +168,7 @@ def read_hostfile(path: Path, ranks_per_host: int | None = None) -> list[Host]:
     return hosts
 
 
-def _read_text(path: Path) -> str:
+def _read_hostfile_text(path: Path) -> str:
     """Return the text of a hostfile.
 
     Raises:
@@ -200,7 +200,7 @@ def _shorten(text: str) -> str:
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 
-def _parse_line(content: str, where: str, previous_hosts: Sequence[Host], ranks_per_host: int | None) -> Host:
+def _parse_hostfile_line(content: str, where: str, previous_hosts: Sequence[Host], ranks_per_host: int | None) -> Host:
     def line_error(what: str, fix: str) -> ArgumentError:
         return ArgumentError(what, where=where, fix=fix)
 
@@ -208,7 +208,7 @@ def _parse_line(content: str, where: str, previous_hosts: Sequence[Host], ranks_
     if match is None or any(part.startswith("-") for part in match["name"].split("@")) or not content.isprintable():
         raise line_error(f"{_shorten(repr(content))} is not a valid hostfile line", "write `HOST slots=N`")
     name, digits = match["name"], match["slots"]
-    check_host(name, where, user=True)
+    check_host_name(name, where, user=True)
     if digits is None:
         raise line_error(f"'{content}' lacks the number of ranks", f"write `{content} slots=N`")
     slots = int(digits) if len(digits) <= 20 else MAX_SLOTS + 1

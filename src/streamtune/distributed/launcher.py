@@ -25,9 +25,9 @@ from streamtune.base.safe_path import safe_environment
 from streamtune.base.streams import reader_is_gone
 from streamtune.distributed.environment import read_environment
 from streamtune.distributed.failure import RankEnd, error_of_first_failed_rank
-from streamtune.distributed.hosts import MAX_SLOTS, Host, check_host, free_port, is_port_free, read_hostfile
+from streamtune.distributed.hosts import MAX_SLOTS, Host, check_host_name, free_port, is_port_free, read_hostfile
 from streamtune.distributed.local_ranks import LocalRanks, count_devices
-from streamtune.distributed.remote import HELLO_SECONDS, RemoteRanks, exported_variables
+from streamtune.distributed.remote_ranks import HELLO_SECONDS, RemoteRanks, exported_variables
 from streamtune.errors import ArgumentError
 
 LAUNCH_OPTIONS = ("--nproc", "--hostfile")
@@ -46,7 +46,7 @@ class RankGroup(Protocol):
     @property
     def running(self) -> list[int]: ...
     def poll(self) -> list[RankEnd]: ...
-    def send(self, signum: int) -> None: ...
+    def send_signal(self, signum: int) -> None: ...
     def kill(self) -> None: ...
     def close(self) -> list[RankEnd]: ...
 
@@ -152,7 +152,7 @@ def _start_ranks(
         if host.name in hellos:
             _check_devices(host, hellos[host.name]["devices"] if device != "cpu" else 0)
     master = os.environ.get("MASTER_ADDR") or ("127.0.0.1" if len(hosts) == 1 else hosts[0].address)
-    check_host(master, "MASTER_ADDR")
+    check_host_name(master, "MASTER_ADDR")
     environment = {
         "WORLD_SIZE": str(sum(host.slots for host in hosts)),
         "MASTER_ADDR": master,
@@ -225,9 +225,9 @@ def _wait_for_ends(groups: Sequence[RankGroup], signals: _Signals) -> list[RankE
             return ends
         now = time.monotonic()
         if reader_is_gone() and signals.first is None:  # a remote rank 0 does not notice that the reader is gone
-            signals.request(signal.SIGTERM)
-        for signum in signals.take_pending():
-            _send_to_all(groups, signum)
+            signals.record_signal(signal.SIGTERM)
+        for signum in signals.pop_signals():
+            _send_signal_to_all(groups, signum)
             num_forwarded += 1
             if num_forwarded == 2:  # a second signal makes the ranks quit at once
                 kill_at = now + 1.0
@@ -239,7 +239,7 @@ def _wait_for_ends(groups: Sequence[RankGroup], signals: _Signals) -> list[RankE
             kill_at = kill_at or terminate_at + GRACE_SECONDS
         if terminate_at is not None and now >= terminate_at:
             terminate_at = float("inf")
-            _send_to_all(groups, signal.SIGTERM)
+            _send_signal_to_all(groups, signal.SIGTERM)
         if kill_at is not None and now >= kill_at:
             kill_at = now + GRACE_SECONDS
             for group in groups:
@@ -247,9 +247,9 @@ def _wait_for_ends(groups: Sequence[RankGroup], signals: _Signals) -> list[RankE
         time.sleep(POLL_SECONDS)
 
 
-def _send_to_all(groups: Sequence[RankGroup], signum: int) -> None:
+def _send_signal_to_all(groups: Sequence[RankGroup], signum: int) -> None:
     for group in groups:
-        group.send(signum)
+        group.send_signal(signum)
 
 
 class _Signals:
@@ -278,10 +278,10 @@ class _Signals:
             signal.signal(signum, handler)
         self._entered.close()
 
-    def take_pending(self) -> list[int]:
+    def pop_signals(self) -> list[int]:
         return [self._pending.pop(0) for _ in range(len(self._pending))]
 
-    def request(self, signum: int) -> None:
+    def record_signal(self, signum: int) -> None:
         self.first = self.first or signum
         self._pending.append(signum)
 
@@ -293,6 +293,6 @@ class _Signals:
             raise KeyboardInterrupt
         interrupts.record_handled_signal()
         if signum != signal.SIGHUP:
-            self.request(signum)
+            self.record_signal(signum)
         elif self.first is None:  # a closing terminal sends it several times, so it never counts as the second signal
-            self.request(signal.SIGTERM)
+            self.record_signal(signal.SIGTERM)

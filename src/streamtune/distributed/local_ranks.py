@@ -82,8 +82,8 @@ class LocalRanks:
             "LOCAL_WORLD_SIZE": str(count),
             "STREAMTUNE_HOST": self.host,
             PARENT_VARIABLE: str(os.getpid()),
-            ERROR_FILE_VARIABLE: str(self._error_file(rank)),
-            LOG_FILE_VARIABLE: str(self._log_file(rank)),
+            ERROR_FILE_VARIABLE: str(self._error_path(rank)),
+            LOG_FILE_VARIABLE: str(self._log_path(rank)),
         }
 
     def _start_process(
@@ -93,16 +93,16 @@ class LocalRanks:
         environment: Mapping[str, str],
         main_output: Output,
     ) -> subprocess.Popen[bytes]:
-        with nullcontext() if rank == 0 else self._log_file(rank).open("ab") as log:
+        with nullcontext() if rank == 0 else self._log_path(rank).open("ab") as log:
             out, err = main_output if log is None else (log, log)
             return subprocess.Popen(
                 command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=err, process_group=0
             )
 
-    def _error_file(self, rank: int) -> Path:
+    def _error_path(self, rank: int) -> Path:
         return Path(self._folder.name) / f"rank-{rank:04d}.json"
 
-    def _log_file(self, rank: int) -> Path:
+    def _log_path(self, rank: int) -> Path:
         return Path(self._folder.name) / f"rank-{rank:04d}.log"
 
     @property
@@ -123,14 +123,14 @@ class LocalRanks:
                 os.killpg(process.pid, signal.SIGKILL)
             code = process.wait()
             del self._running[rank]
-            log = self._log_file(rank)
-            failure = read_failure(self._error_file(rank))
+            log = self._log_path(rank)
+            failure = read_failure(self._error_path(rank))
             tail = last_log_lines(log) if code != 0 and failure is None else ()
             moved_log = str(log.resolve()) if log.is_symlink() else ""
             ends.append(RankEnd(rank, self.host, code, failure, tail, moved_log, sent_signals=tuple(self._signals)))
         return ends
 
-    def send(self, signum: int) -> None:
+    def send_signal(self, signum: int) -> None:
         self._signals.append(signum)
         for process in self._running.values():
             with suppress(ProcessLookupError):

@@ -46,7 +46,7 @@ BACKWARD_FUNCTION = "_engine_run_backward"
 
 
 @dataclass(frozen=True)
-class CodePlace:
+class CodeLine:
     """Line of the code that the main thread executes."""
 
     text: str
@@ -68,10 +68,10 @@ def is_computing(cpu_seconds: float, core_wait_seconds: float, elapsed_seconds: 
     return cpu_seconds + min(core_wait_seconds, MAX_WAIT_RATIO * cpu_seconds) > CPU_SHARE * elapsed_seconds
 
 
-def main_thread_place() -> CodePlace:
+def main_thread_line() -> CodeLine:
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     if frame is None:
-        return CodePlace("nowhere", (), False)
+        return CodeLine("nowhere", (), False)
     frames = list(_caller_frames(frame))
     inner = tuple((f.f_code.co_filename, f.f_lineno) for f in frames[:6])
     innermost = next((f for f in frames if _is_in_file(f, COLLECTIVES) and not _is_in_file(f, WRAPPERS)), None)
@@ -80,10 +80,10 @@ def main_thread_place() -> CodePlace:
     in_backward = any(f.f_code.co_name == BACKWARD_FUNCTION for f in frames)
     if innermost is not None:
         called = next((f for f in frames if not _is_in_file(f, (*COLLECTIVES, *WRAPPERS, "/torch/"))), frames[-1])
-        return CodePlace(f"{innermost.f_code.co_name} ({_file_and_line(called)})", inner, True)
+        return CodeLine(f"{innermost.f_code.co_name} ({_file_and_line(called)})", inner, True)
     name = "backward" if in_backward else frames[0].f_code.co_name
     ours = next((f for f in frames if not _is_in_file(f, ("/torch/", "/lib/python"))), frames[0])
-    return CodePlace(f"{name} ({_file_and_line(ours)})", inner, in_backward)
+    return CodeLine(f"{name} ({_file_and_line(ours)})", inner, in_backward)
 
 
 def _caller_frames(frame: FrameType | None) -> Iterator[FrameType]:
@@ -121,7 +121,7 @@ class ProcessActivity:
 
     def __init__(self, ignored_descriptors: frozenset[int] = frozenset()) -> None:
         self.ignored_descriptors = ignored_descriptors
-        self.place = main_thread_place()
+        self.place = main_thread_line()
         self.busy_seconds = 0.0
         """Seconds in which the main thread did not wait for other ranks."""
         self.broken_connection = ""
@@ -136,7 +136,7 @@ class ProcessActivity:
 
     def sample_main_thread(self) -> None:
         """Record the main thread's current line, and the time in which it did not wait for other ranks."""
-        now, cpu, place = time.monotonic(), self._read_main_thread_cpu_seconds(), main_thread_place()
+        now, cpu, place = time.monotonic(), self._read_main_thread_cpu_seconds(), main_thread_line()
         elapsed = now - self._sampled_at
         waits = place.in_collective and cpu - self._main_thread_cpu_seconds < WAITING_SHARE * elapsed
         if not waits:
@@ -161,7 +161,7 @@ class ProcessActivity:
         ):
             self._active_at = now
 
-    def reset(self) -> None:
+    def discard_samples(self) -> None:
         """Discard all samples, because the process was suspended."""
         self._samples.clear()
         self._active_at = self._moved_at = time.monotonic()

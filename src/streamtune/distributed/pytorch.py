@@ -54,7 +54,7 @@ def join_process_group(device: torch.device) -> None:
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     environment = read_environment()
     if environment.world_size == 1 or environment.master_addr in LOOPBACK:
-        environment.choose_interface()
+        environment.choose_network_interface()
     distributed.init_process_group(
         "cpu:gloo,cuda:nccl" if cuda else "gloo",
         timeout=TIMEOUT,
@@ -240,7 +240,7 @@ class DdpBackend(TorchBackend):
     def model(self) -> Any:
         return self.engine
 
-    def micro_step(self, *, last: bool) -> AbstractContextManager[Any]:
+    def micro_batch_context(self, *, last: bool) -> AbstractContextManager[Any]:
         """Return a context in which gradients are reduced only if this is the last micro-batch."""
         return nullcontext() if last else self.engine.no_sync()
 
@@ -306,7 +306,7 @@ class FsdpBackend(TorchBackend):
         """Run the backward; gradients are reduced in every micro-batch, because unsharded gradients may not fit."""
         (loss * self.size).backward()
 
-    def _number(self, norm: Tensor) -> float:
+    def _to_float(self, norm: Tensor) -> float:
         return float((norm.full_tensor() if isinstance(norm, DTensor) else norm).item())
 
     def updated_weights(self) -> Iterator[Tensor]:

@@ -168,11 +168,11 @@ class Watchdog:
         sample_at = beat_at = last_loop_at
         try:
             while not self._exiting.is_set():
-                endpoint.wait(SAMPLE_SECONDS)
+                endpoint.process_messages(SAMPLE_SECONDS)
                 now = time.monotonic()
                 if now - last_loop_at > SUSPENDED_SECONDS:
-                    activity.reset()
-                    endpoint.reset_silence(now)
+                    activity.discard_samples()
+                    endpoint.reset_last_heard(now)
                 last_loop_at = now
                 activity.sample_main_thread()
                 if (latest := self._phase) is not phase:
@@ -282,7 +282,7 @@ class _Hub:
             {*self._admission.descriptors, *(channel.connection.fileno() for channel in self._channels.values())}
         )
 
-    def wait(self, seconds: float) -> None:
+    def process_messages(self, seconds: float) -> None:
         """Process messages and new connections; wait at most ``seconds`` for the first."""
         for key, _ in self._selector.select(seconds):
             if key.data is not self._admission:
@@ -339,7 +339,7 @@ class _Hub:
             details = {"rank": rank, "host": self._peers[rank].host, "seconds_per_step": round(seconds, 3)}
             self._event("straggler", {**details, "median_of_others": round(median, 3)})
 
-    def reset_silence(self, now: float) -> None:
+    def reset_last_heard(self, now: float) -> None:
         """Treat all ranks as heard just now, because this process was suspended and could receive nothing."""
         for peer in self._peers.values():
             peer.last_heard = now
@@ -395,7 +395,7 @@ class _Client:
     def descriptors(self) -> frozenset[int]:
         return frozenset({self._channel.connection.fileno()})
 
-    def wait(self, seconds: float) -> None:
+    def process_messages(self, seconds: float) -> None:
         """Process messages from rank 0; wait at most ``seconds`` for the first."""
         if self._main.has_died or self._main.has_finished:
             time.sleep(seconds)
@@ -422,7 +422,7 @@ class _Client:
         with suppress(OSError):
             self._channel.send({"beat": asdict(beat)}, seconds=0.5)
 
-    def reset_silence(self, now: float) -> None:
+    def reset_last_heard(self, now: float) -> None:
         """Treat rank 0 as heard just now, because this process was suspended and could receive nothing."""
         self._main.last_heard = now
 

@@ -28,7 +28,7 @@ from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.settings import ModelSettings
 from streamtune.run.data import locate_errors, make_shared_tokenizer, make_sources, make_tokenizer, prepare_on_all_ranks
 from streamtune.run.device import check_host_memory, prepare_libraries
-from streamtune.run.engine import place_weights, plan_schedule, stream_and_make_backend
+from streamtune.run.engine import plan_schedule, stream_and_make_backend, with_chosen_placement
 from streamtune.run.model import make_model, make_trial_model
 from streamtune.run.plan import LongestStep
 from streamtune.run.reference import load_or_compute_logps, load_reference, make_reference
@@ -88,16 +88,16 @@ def build_run(
         start.record_data(prepared.fingerprint)
         longest_row = task.longest_row_tokens(prepared)
         with doing("choosing the precision and the memory of the weights"):
-            start = place_weights(start, prepared, longest_row, notify)
+            start = with_chosen_placement(start, prepared, longest_row, notify)
         recipe, task = start.recipe, start.task
         with doing("loading the model"):
-            model = make_model(recipe, tokenizer, start.checkpoint, start.device, sharing=start.sharing)
+            model = make_model(recipe, tokenizer, start.checkpoint, start.device, shard_world=start.shard_world)
         notify_model_warnings(model, longest_row, start, notify)
         added_stop_tokens = add_stop_tokens(task, prepared, tokenizer, model)
         second_model = None
         if task.uses_reference and not task.precomputes_reference:
             with doing("loading the reference"):
-                second_model = load_reference(task, model, tokenizer, start.device, sharing=start.sharing)
+                second_model = load_reference(task, model, tokenizer, start.device, shard_world=start.shard_world)
         share = False
         if task.scores_completions:
             with doing("checking that prompts can be shared"):
@@ -112,7 +112,7 @@ def build_run(
         def start_adapters(handle: StreamHandle) -> None:
             if recipe.starts_from_gradients and start.checkpoint is None and not dry_run:
                 with doing("computing gradients to start the adapters from"):
-                    start_adapters_from_rows(recipe, task, model, handle, batches, start.world)
+                    init_adapters_from_gradient(recipe, task, model, handle, batches, start.world)
 
         completions = task.make_measured_shape_function(prepared, longest_row, share=share)
         longest_step = LongestStep(
@@ -157,7 +157,7 @@ def build_run(
         )
 
 
-def start_adapters_from_rows(
+def init_adapters_from_gradient(
     recipe: ModelSettings, task: Task[Any], model: Any, handle: StreamHandle, batches: Any, world: train.World
 ) -> None:
     """Initialise the adapters from the gradient of the mean loss of ``lora_ga_rows`` random rows (LoRA-GA).
@@ -196,11 +196,11 @@ def _init_adapters(recipe: ModelSettings, task: Task[Any], model: Any, handle: S
         _check_host_memory(recipe, model)
     device, world = model_device(model), train.WORLD
     objective = task.make_objective(handle, None, device)
-    totals = objective.totals(rows, world)
+    totals = objective.divisors(rows, world)
 
     def row_loss(batch: train.MicroBatch) -> Tensor:
         with train.autocast(device, bool(recipe.bf16)):
-            return objective.score(model, batch.to(device), totals).minimised
+            return objective.score(model, batch.to(device), totals).total_loss
 
     schedule, training = handle.schedule, model.training
     if schedule.order == "chunk":  # chunk order yields all gradients only at its end

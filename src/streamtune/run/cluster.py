@@ -79,7 +79,7 @@ def cluster_of(recipe: TrainingSettings, model: nn.Module, requested: RequestedR
         ranks // DEVICES_PER_NODE if ranks % DEVICES_PER_NODE == 0 and ranks > DEVICES_PER_NODE else 1
     )
     Cluster(ranks, nodes, sequence_size=size)  # raises if the ranks cannot be divided
-    shared = _backend_cluster(recipe, model, train.World(0, ranks, size))
+    shared = _one_rank_cluster(recipe, model, train.World(0, ranks, size))
     cluster = replace(shared, ranks=ranks, nodes=nodes, sequence_size=size, links=links)
     if ranks > 1 and cluster.engine == "none":
         cluster = replace(cluster, engine="ddp")
@@ -139,7 +139,7 @@ def longest_rows_if_shared(
             yield SharedLimit(size, form, longest)
 
 
-def _backend_cluster(recipe: TrainingSettings, model: nn.Module, world: train.World) -> Cluster:
+def _one_rank_cluster(recipe: TrainingSettings, model: nn.Module, world: train.World) -> Cluster:
     """Return a cluster of one rank whose engine is the recipe's: DDP, FSDP2 or a ZeRO stage."""
     if recipe.fsdp:
         return Cluster(engine="fsdp")

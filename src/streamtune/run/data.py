@@ -77,7 +77,7 @@ def make_tokenizer(
     _notify_new_tokens(recipe, tokenizer, notify)
     if set_template and recipe.chat_template is not None:
         models.set_chat_template(tokenizer, recipe.chat_template)
-        _notify_split_marks(recipe, tokenizer, notify)
+        _notify_split_markers(recipe, tokenizer, notify)
     return tokenizer
 
 
@@ -140,7 +140,7 @@ def _notify_new_tokens(recipe: ModelKeys, tokenizer: PreTrainedTokenizerBase, no
         notify(f"added {len(new):,} tokens to the tokenizer: {shown}; it now has {len(tokenizer):,}")
 
 
-def _notify_split_marks(recipe: ModelKeys, tokenizer: PreTrainedTokenizerBase, notify: Callable[[str], None]) -> None:
+def _notify_split_markers(recipe: ModelKeys, tokenizer: PreTrainedTokenizerBase, notify: Callable[[str], None]) -> None:
     """Notify the user if the tokenizer splits ``<|im_start|>`` or ``<|im_end|>`` of the built-in chat template."""
     if recipe.chat_template != "chatml":
         return

@@ -19,14 +19,14 @@ from streamtune.plan.simulate.workload import Mode, Workload
 from streamtune.run.cluster import cluster_of_run
 from streamtune.run.device import stream_model
 from streamtune.run.model import make_blueprint, make_trial_model
-from streamtune.run.plan import LongestStep, PlanInputs, make_workload, place_recipe, plan_model, shares_prompts
+from streamtune.run.plan import LongestStep, PlanInputs, choose_placement, make_workload, plan_model, shares_prompts
 from streamtune.run.ranks import make_backend, sequence_ranks
 from streamtune.run.start import Doing, Start
 from streamtune.run.weight_choices import (
     changed_precision_keys,
     describe_placement,
     describe_precision,
-    has_choice,
+    has_precision_choice,
     with_best_precision,
     with_saved_placement,
 )
@@ -34,7 +34,7 @@ from streamtune.schedule import Schedule
 from streamtune.tasks.task import Notify, PreparedRows
 
 TIERS = "tiers"
-"""Key in a run's identity for the placement that :func:`place_weights` chose; a resumed run does not compare it."""
+"""Key of the placement (:func:`with_chosen_placement`) in a run's identity; a resumed run does not compare it."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class TrainableModel:
     """Function from a schedule that ran out of memory to the plan of a smaller one; the model must not be streamed."""
 
 
-def place_weights(start: Start, prepared: PreparedRows, longest_row: int, notify: Notify) -> Start:
+def with_chosen_placement(start: Start, prepared: PreparedRows, longest_row: int, notify: Notify) -> Start:
     """Return the start with a precision chosen, and with optimizer or weights on the host if nothing fits otherwise.
 
     A resumed run keeps its precision and placement.
@@ -72,7 +72,7 @@ def place_weights(start: Start, prepared: PreparedRows, longest_row: int, notify
     saved_tiers = start.checkpoint.state["identity"].get(TIERS) if start.checkpoint is not None else None
 
     def choose() -> dict[str, Any]:
-        chosen = with_saved_placement(recipe, saved_tiers) or place_recipe(
+        chosen = with_saved_placement(recipe, saved_tiers) or choose_placement(
             recipe,
             task.planned_length(longest_row),
             start.device,
@@ -84,7 +84,7 @@ def place_weights(start: Start, prepared: PreparedRows, longest_row: int, notify
         return {"precision": changed_precision_keys(recipe, chosen), "tiers": tiers}
 
     chosen = recipe if resumed else with_best_precision(recipe)
-    if world.size == 1 or (not resumed and has_choice(recipe)):  # else weights stay on the device
+    if world.size == 1 or (not resumed and has_precision_choice(recipe)):  # else weights stay on the device
         # If the model cannot be made on meta, loading it raises the error.
         with suppress(UserError, RuntimeError):
             choice = world.run_on_rank_0(choose)  # rank 0 chooses for all ranks

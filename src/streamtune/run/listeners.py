@@ -77,7 +77,7 @@ class Callback(Listener):
         except (Exception, SystemExit) as error:
             raise RunError(
                 f"{event} of the callback {self.name} raised {type(error).__name__}: {error}",
-                where=_source_line(error),
+                where=_callback_line(error),
                 fix="fix the callback, or delete it from callbacks, and run the same command again: the run resumes "
                 "from its last checkpoint",
             ) from error
@@ -153,11 +153,11 @@ def _make_callback(spec: str, target: Any, where: str) -> Any:
             return target()
     except (Exception, SystemExit) as error:
         raise ArgumentError(
-            f"creating the callback {spec} raised {type(error).__name__}: {error}", where=_source_line(error) or where
+            f"creating the callback {spec} raised {type(error).__name__}: {error}", where=_callback_line(error) or where
         ) from error
 
 
-def _source_line(error: BaseException) -> str:
+def _callback_line(error: BaseException) -> str:
     """Return ``file:line`` of the last traceback frame in the callback's code, outside StreamTune and libraries."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
     own = [frame for frame in frames if "site-packages" not in frame.filename and "/lib/python" not in frame.filename]

@@ -39,7 +39,7 @@ def make_model(
     checkpoint: train.Checkpoint | None,
     device: torch.device,
     *,
-    sharing: train.World | None = None,
+    shard_world: train.World | None = None,
 ) -> Any:
     """Return the model to train, with the weights of the checkpoint or else the base model, and with the adapters.
 
@@ -48,12 +48,12 @@ def make_model(
         tokenizer: Tokenizer of the data.
         checkpoint: Checkpoint that is resumed; None for a new run.
         device: Device of this rank.
-        sharing: Ranks that will shard the weights; the model is then on ``meta`` and its weights are loaded later.
+        shard_world: Ranks that will shard the weights; the model is then on ``meta`` and its weights are loaded later.
     """
     if "host" in (recipe.engine.weights, recipe.engine.optimizer):
         _check_host_memory(recipe, device)
     return _move_to_device(
-        recipe, _make_model(recipe, tokenizer, checkpoint, _loading_device(recipe, device), sharing), device
+        recipe, _make_model(recipe, tokenizer, checkpoint, _loading_device(recipe, device), shard_world), device
     )
 
 
@@ -62,18 +62,18 @@ def _make_model(
     tokenizer: PreTrainedTokenizerBase,
     checkpoint: train.Checkpoint | None,
     device: torch.device,
-    sharing: train.World | None,
+    shard_world: train.World | None,
 ) -> Any:
     adapters = recipe.finetuning_type != "full"
     new_tokens = new_token_ids(recipe, tokenizer)
-    if new_tokens and sharing is not None and (adapters or checkpoint is None):
+    if new_tokens and shard_world is not None and (adapters or checkpoint is None):
         _refuse_new_tokens(recipe, tokenizer, new_tokens)
     name = str(checkpoint.model_dir) if checkpoint is not None and not adapters else recipe.model_name_or_path
     change = (
-        _quantisation_change(recipe) if checkpoint is None else models.SavedLoftqQuantizer.load(checkpoint.model_dir)
+        _make_loftq_quantizer(recipe) if checkpoint is None else models.SavedLoftqQuantizer.load(checkpoint.model_dir)
     )
     model = _make_base_model(
-        recipe, device, len(tokenizer), _token_ids(tokenizer), name=name, sharing=sharing, change=change
+        recipe, device, len(tokenizer), _token_ids(tokenizer), name=name, shard_world=shard_world, change=change
     )
     if new_tokens and (adapters or checkpoint is None):
         models.add_embedding_rows(model, len(tokenizer), new_tokens)
@@ -100,13 +100,13 @@ def make_reference_model(
     device: torch.device,
     *,
     name: str | None = None,
-    sharing: train.World | None = None,
+    shard_world: train.World | None = None,
     change: models.LayerQuantizer | None = None,
 ) -> Any:
     """Return the model ``name``, or the recipe's base model if None, without adapters and without a checkpoint."""
     is_own_model = name in (None, recipe.model_name_or_path)
     new_tokens = new_token_ids(recipe, tokenizer) if is_own_model else []
-    if new_tokens and sharing is not None:
+    if new_tokens and shard_world is not None:
         _refuse_new_tokens(recipe, tokenizer, new_tokens)
     name = name or recipe.model_name_or_path
     loading_device = _loading_device(recipe, device)
@@ -116,7 +116,7 @@ def make_reference_model(
         len(tokenizer),
         _token_ids(tokenizer),
         name=name,
-        sharing=sharing,
+        shard_world=shard_world,
         change=change,
         frozen=not is_own_model,
     )
@@ -204,7 +204,7 @@ def make_trial_model(recipe: ModelSettings, model: Any, device: torch.device) ->
 def make_model_without_data(recipe: ModelSettings, device: torch.device) -> Any:
     """Return the recipe's model without reading data; if a tokenizer is to be trained, its size is in the recipe."""
     base = _make_base_without_data(
-        recipe, _loading_device(recipe, device), recipe.model_name_or_path, _quantisation_change(recipe)
+        recipe, _loading_device(recipe, device), recipe.model_name_or_path, _make_loftq_quantizer(recipe)
     )
     return _move_to_device(recipe, _add_adapters(recipe, base), device)
 
@@ -288,14 +288,14 @@ def make_optimizer(recipe: OptimizerSettings, model: nn.Module) -> torch.optim.O
         [name for name, parameter in model.named_parameters() if parameter.requires_grad],
     )
 
-    def scale_of(name: str) -> float:
+    def rate_scale(name: str) -> float:
         group = groups.index_of(name)
         own_rate = None if group is None else recipe.lr_groups[group].learning_rate
         if own_rate is not None:
             return own_rate / recipe.learning_rate
         return recipe.lr_layer_decay ** places.depth_below_head(name)
 
-    def decay_of(name: str) -> float | None:
+    def decay(name: str) -> float | None:
         group = groups.index_of(name)
         return None if group is None else recipe.lr_groups[group].weight_decay
 
@@ -311,7 +311,7 @@ def make_optimizer(recipe: OptimizerSettings, model: nn.Module) -> torch.optim.O
         args=recipe.optim_args,
     )
     return optim.build_optimizer(
-        choice, model.named_parameters(), lr_scale_of=scale_of, weight_decay_of=decay_of, is_in_layer=places.is_in_layer
+        choice, model.named_parameters(), lr_scale_of=rate_scale, weight_decay_of=decay, is_in_layer=places.is_in_layer
     )
 
 
@@ -349,16 +349,16 @@ def _make_base_model(
     token_ids: dict[str, int],
     *,
     name: str | None,
-    sharing: train.World | None = None,
+    shard_world: train.World | None = None,
     change: models.LayerQuantizer | None = None,
     frozen: bool = False,
 ) -> Any:
     """Return the pretrained model ``name``, or a new model if None, without adapters; ``frozen``: it is not trained."""
     dtype, quantization = weights_dtype(recipe, frozen=frozen), choose_quantization(recipe, device)
     options, remote = (models.ModelOptions(dtype, quantization, _rope_change(recipe), change), recipe.trust_remote_code)
-    if sharing is not None and quantization is None:
+    if shard_world is not None and quantization is None:
         if name is not None:
-            return sharing.run_on_all_ranks(lambda: models.defer_load(name, options, trust_remote_code=remote))
+            return shard_world.run_on_all_ranks(lambda: models.defer_load(name, options, trust_remote_code=remote))
         assert recipe.model is not None, "the schema requires a model"
         return models.defer_init(
             recipe.model.init,
@@ -366,7 +366,7 @@ def _make_base_model(
             vocab_size=vocab_size,
             token_ids=token_ids,
             seed=recipe.seed,
-            draw=sharing.is_main,
+            draw=shard_world.is_main,
         )
     if name is not None:
         return models.load_model(
@@ -383,7 +383,7 @@ def _make_base_model(
     )
 
 
-def _quantisation_change(recipe: ModelSettings) -> models.LayerQuantizer | None:
+def _make_loftq_quantizer(recipe: ModelSettings) -> models.LayerQuantizer | None:
     """Return the quantizer whose error LoftQ adapters start from; None if adapters do not start from quantisation."""
     if not recipe.starts_from_quantisation:
         return None

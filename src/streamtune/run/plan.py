@@ -1,7 +1,7 @@
 """Plan the schedule of a recipe's steps, from its model and rows, the available memory, and the rates of the device.
 
 plan_recipe   for ``streamtune plan``: reads only the model's configuration; for this machine or another device
-place_recipe  for a run, before its model is loaded: decides whether weights or optimizer are kept on the host
+choose_placement  for a run, before its model is loaded: decides whether weights or optimizer are kept on the host
 plan_model    for a run, with the loaded model: within the memory that is free next to the model
 """
 
@@ -232,12 +232,12 @@ def plan_recipe(
         longest_rows=longest_rows,
         flops=cluster.data_size * chosen.flops,
         peak_flops=recipe.peak_flops or (target.matmul_flops if target else known_peak_flops(recipe, here)),
-        select_flops=_select_flops(recipe, workload),
+        select_flops=_row_selection_flops(recipe, workload),
         position_advice=models.position_warning(base, length),
     )
 
 
-def _select_flops(recipe: BatchKeys, workload: Workload) -> int:
+def _row_selection_flops(recipe: BatchKeys, workload: Workload) -> int:
     """Return the FLOPs with which a rank scores its candidate rows of a step for ``select_rows``; 0 without it."""
     if recipe.select_rows is None:
         return 0
@@ -266,7 +266,7 @@ def _plan_first_that_fits(
     return choice, workload, choose(workload, limits, rates, fixed=choice.engine.written(), simulate=simulate)
 
 
-def place_recipe(
+def choose_placement(
     recipe: Settings,
     length: int,
     device: torch.device,
@@ -359,7 +359,7 @@ def plan_model(
     workload = make_workload(recipe, meta_model, longest_step, device, inputs.cluster)
     fixed_fields = {**recipe.engine.written(), **inputs.fixed}
     if inputs.failed_schedule is not None:
-        return _plan_smaller(workload, inputs.failed_schedule, limits, rates, fixed_fields)
+        return _plan_smaller_schedule(workload, inputs.failed_schedule, limits, rates, fixed_fields)
     if recipe.engine.schedule == "fixed":
         return evaluate_schedule(workload, make_schedule(recipe.engine), limits, rates)
     resumed_schedule = inputs.resumed_schedule
@@ -375,11 +375,13 @@ def plan_model(
     return choose(workload, limits, rates, fixed=fixed_fields)
 
 
-def _plan_smaller(workload: Workload, failed: Schedule, limits: Limits, rates: Rates, written: dict[str, Any]) -> Plan:
-    """Return the plan of the fastest schedule that needs less memory than ``failed``, which ran out of memory."""
-    simulation = evaluate_schedule(workload, failed, limits, rates).simulation
+def _plan_smaller_schedule(
+    workload: Workload, failed_schedule: Schedule, limits: Limits, rates: Rates, written_fields: dict[str, Any]
+) -> Plan:
+    """Return the plan of the fastest schedule that needs less memory than ``failed_schedule``."""
+    simulation = evaluate_schedule(workload, failed_schedule, limits, rates).simulation
     fixed_bytes = sum(simulation.terms.get(name, 0) for name in ("weights", "gradients", "optimizer"))
-    fixed_fields = {name: value for name, value in written.items() if name in ("offload_dir", *GIVEN)}
+    fixed_fields = {name: value for name, value in written_fields.items() if name in ("offload_dir", *GIVEN)}
     for fraction in MEMORY_FRACTIONS:
         device_bytes = int((fixed_bytes + fraction * (simulation.peak_bytes - fixed_bytes)) / (1 - limits.margin))
         smaller = replace(limits, device_bytes=min(limits.device_bytes, device_bytes))

@@ -283,7 +283,7 @@ class RunSetup:
         return replace(self, loaded=replace(self.loaded, recipe=recipe), task=self.task.with_recipe(recipe))
 
     @property
-    def sharing(self) -> train.World | None:
+    def shard_world(self) -> train.World | None:
         """Ranks that shard the weights; None if each rank has all weights."""
         return self.world if self.shares_weights else None
 

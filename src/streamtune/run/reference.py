@@ -48,7 +48,7 @@ def load_reference(
     tokenizer: PreTrainedTokenizerBase,
     device: torch.device,
     *,
-    sharing: train.World | None = None,
+    shard_world: train.World | None = None,
 ) -> Any | None:
     """Return the reference as a second model; None if it is the trained model without its adapters.
 
@@ -57,7 +57,7 @@ def load_reference(
         model: Trained model; None if it is not loaded and a reference is named.
         tokenizer: Tokenizer of the data.
         device: Device of this rank.
-        sharing: Ranks that will shard its weights; it is then on ``meta`` and its weights are loaded later.
+        shard_world: Ranks that will shard its weights; it is then on ``meta`` and its weights are loaded later.
 
     Raises:
         ArgumentError: The model does not exist, or its vocabulary differs.
@@ -66,9 +66,9 @@ def load_reference(
     if name is None:
         if recipe.finetuning_type != "full":
             return None
-        return _freeze(make_reference_model(recipe, tokenizer, device, sharing=sharing))
+        return _freeze(make_reference_model(recipe, tokenizer, device, shard_world=shard_world))
     try:
-        reference = make_reference_model(recipe, tokenizer, device, name=name, sharing=sharing)
+        reference = make_reference_model(recipe, tokenizer, device, name=name, shard_world=shard_world)
     except UserError as error:
         error.where = task.reference_key
         raise
@@ -140,7 +140,7 @@ def load_or_compute_logps(
     scored_model: Any = model
     if not is_own_model or (recipe.finetuning_type == "full" and start.checkpoint is not None):
         with doing("loading the reference"):
-            scored_model = load_reference(start.task, model, tokenizer, start.device, sharing=start.sharing)
+            scored_model = load_reference(start.task, model, tokenizer, start.device, shard_world=start.shard_world)
     reference = make_reference(start, model, handle, None if scored_model is model else scored_model, closing)
     assert reference is not None, "only a reference has log-probs"
     with doing("reading the reference's weights"):

@@ -31,7 +31,7 @@ SHOWN_TOKENS = 60
 """Number of tokens at the end of a held-out row's prompt that are written to ``samples.jsonl``."""
 
 
-def write_samples(
+def make_samples(
     built: BuiltRun, recipe: RowSettings, step: int, stop: train.StopRequest | None = None
 ) -> list[dict[str, Any]] | None:
     """Complete the sample prompts; return the lines for ``samples.jsonl``, or None if a stop was requested.
@@ -66,11 +66,11 @@ def write_samples(
                 )
                 written.append({"prompt": prompt, "completion": text})
             else:
-                written.append(_answer_row(model, tokenizer, prompt, synced_gpus=on_all_ranks))
+                written.append(_complete_row(model, tokenizer, prompt, synced_gpus=on_all_ranks))
         return written
 
     routers: AbstractContextManager[Any] = built.handle.routers.silenced() if built.handle.layers else nullcontext()
-    with train.preserve_rng(), train.evaluating(built.model), routers:
+    with train.preserve_rng(), train.evaluation_mode(built.model), routers:
         samples = world.run_on_all_ranks(write) if on_all_ranks else world.run_on_rank_0(write)
     if samples is None:
         return None
@@ -93,7 +93,7 @@ def _answer_span(row: data.Example) -> tuple[int, int]:
     return int(trained[0]), int(trained[0] + after[0]) if len(after) else len(labels)
 
 
-def _answer_row(model: Any, tokenizer: Any, row: data.Example, *, synced_gpus: bool) -> dict[str, Any]:
+def _complete_row(model: Any, tokenizer: Any, row: data.Example, *, synced_gpus: bool) -> dict[str, Any]:
     """Return the greedy completion of a row's prompt as a line of ``samples.jsonl``, compared with the answer."""
     begin, end = _answer_span(row)
     ids = [int(token) for token in row.input_ids]

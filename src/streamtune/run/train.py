@@ -30,7 +30,7 @@ from streamtune.recipe.yaml import dump_recipe
 from streamtune.run.device import known_peak_flops
 from streamtune.run.engine import TrainableModel
 from streamtune.run.listeners import StepFlops, StepTimes
-from streamtune.run.samples import write_samples
+from streamtune.run.samples import make_samples
 from streamtune.schedule import Schedule
 from streamtune.tasks.steps import StepPlan, divide_among_ranks
 from streamtune.tasks.task import BuiltRun, Training
@@ -241,8 +241,8 @@ def _run_training_loop(
             world=world,
             resume_from=run.checkpoint,
             fresh_optimizer=run.start.resets_optimizer,
-            next_schedule=partial(_smaller_schedule, run),
-            sample=partial(write_samples, run, recipe) if recipe.sample_steps else None,
+            next_schedule=partial(_schedule_with_less_memory, run),
+            sample=partial(make_samples, run, recipe) if recipe.sample_steps else None,
         )
         settings = replace(
             train_settings(recipe, plan, run.handle.schedule),
@@ -292,7 +292,7 @@ def _run_facts(run: Run) -> train.RunFacts:
     )
 
 
-def _smaller_schedule(run: Run, install: bool) -> Schedule | None:
+def _schedule_with_less_memory(run: Run, install: bool) -> Schedule | None:
     """Return a schedule that needs less memory than the current one, which ran out of memory; None if none fits.
 
     ``install`` sets the new schedule in the engine.
@@ -330,10 +330,10 @@ def _write_final_model_and_samples(
         return []
     run.handle.remove()
     with backend.use_averaged_weights(), backend.allow_direct_calls() if run.shares_weights else nullcontext():
-        samples = write_samples(run, run.recipe, step)
+        samples = make_samples(run, run.recipe, step)
     assert samples is not None, "no stop request is passed"
     if world.is_main:
-        train.cut_after_step(run.directory.samples, step - 1)  # a finished run that is started again writes them again
+        train.delete_after_step(run.directory.samples, step - 1)  # a finished run that is started again rewrites them
         train.append_records(run.directory.samples, samples)
         listeners.sampled(samples)
     return samples

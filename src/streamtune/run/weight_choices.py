@@ -39,7 +39,7 @@ PRECISION_KEYS = ("dtype", "bf16", "weight_rounding", "optim_states")
 """Recipe keys that this module chooses."""
 
 
-def precisions(recipe: Settings) -> list[Settings]:
+def recipes_by_precision(recipe: Settings) -> list[Settings]:
     """Return a copy of the recipe for each precision to try, the best first; one recipe if it sets the precision.
 
     Raises:
@@ -53,22 +53,22 @@ def precisions(recipe: Settings) -> list[Settings]:
     dtype_change = {"dtype": "bfloat16"} if checkpoint_dtype == torch.float16 else {}
     if recipe.finetuning_type != "full":  # adapters are float32, but modules_to_save are not
         modules = recipe.modules_to_save or recipe.adapter_name_or_path  # these adapters may include modules_to_save
-        rounding = {"weight_rounding": "stochastic"} if modules and _can_round(recipe) else {}
-        return [_with_values(recipe, **dtype_change, **rounding)]
+        rounding = {"weight_rounding": "stochastic"} if modules and _can_round_stochastically(recipe) else {}
+        return [_with_keys(recipe, **dtype_change, **rounding)]
     if recipe.deepspeed is not None:  # DeepSpeed keeps a float32 copy of the weights
-        return [_with_values(recipe, **dtype_change)]
+        return [_with_keys(recipe, **dtype_change)]
     casts_to_bfloat16 = recipe.bf16 is None and recipe.engine.fetch_dtype != "bfloat16"
-    mixed_recipe = _with_values(recipe, dtype="mixed", **({"bf16": True} if casts_to_bfloat16 else {}))
+    mixed_recipe = _with_keys(recipe, dtype="mixed", **({"bf16": True} if casts_to_bfloat16 else {}))
     if recipe.fsdp:
         return [mixed_recipe]
     bfloat16_values: dict[str, Any] = {"dtype": "bfloat16"}
-    if _can_round(recipe):
+    if _can_round_stochastically(recipe):
         bfloat16_values["weight_rounding"] = "stochastic"
     if (
         recipe.optim == "adamw" and recipe.optim_states == "param"
     ):  # rounding to nearest would lose steps of the moments too
         bfloat16_values["optim_states"] = "bfloat16"
-    return [mixed_recipe, _with_values(recipe, **bfloat16_values)]
+    return [mixed_recipe, _with_keys(recipe, **bfloat16_values)]
 
 
 def with_best_precision(recipe: Settings) -> Settings:
@@ -77,15 +77,15 @@ def with_best_precision(recipe: Settings) -> Settings:
     If the checkpoint cannot be read, the recipe is returned as it is, and loading the checkpoint raises the error.
     """
     try:
-        return precisions(recipe)[0]
+        return recipes_by_precision(recipe)[0]
     except UserError:
         return recipe
 
 
-def has_choice(recipe: TrainingSettings) -> bool:
+def has_precision_choice(recipe: TrainingSettings) -> bool:
     """Return True if the recipe allows several precisions, of which the best that fits in memory is used."""
     try:
-        return len(precisions(recipe)) > 1
+        return len(recipes_by_precision(recipe)) > 1
     except UserError:
         return False
 
@@ -100,7 +100,7 @@ def with_saved_precision(recipe: Settings, saved_settings: Mapping[str, Any]) ->
     fields = type(recipe).model_fields
     saved_values = {key: saved_settings.get(key, fields[key].default) for key in PRECISION_KEYS}
     open_keys = [key for key in PRECISION_KEYS if getattr(recipe, key) == fields[key].default]
-    return _with_values(recipe, **{key: saved_values[key] for key in open_keys})
+    return _with_keys(recipe, **{key: saved_values[key] for key in open_keys})
 
 
 def changed_precision_keys(recipe: TrainingSettings, chosen: TrainingSettings) -> dict[str, Any]:
@@ -153,14 +153,14 @@ def rounding_warning(recipe: TrainingSettings, model: Any) -> str | None:
     if not trained:
         return None
     dtype = str(trained[0].dtype).removeprefix("torch.")
-    rounded = "" if not _can_round(recipe) else ", or write weight_rounding: stochastic"
+    rounded = "" if not _can_round_stochastically(recipe) else ", or write weight_rounding: stochastic"
     return (
         f"{dtype} weights are trained with rounding to nearest, which loses most small steps at a learning rate of "
         f"{recipe.learning_rate:g}; delete 'dtype' to train float32 weights{rounded}"
     )
 
 
-def _can_round(recipe: TrainingSettings) -> bool:
+def _can_round_stochastically(recipe: TrainingSettings) -> bool:
     return not (recipe.step_kind.gradients in ("block", "none") or recipe.fsdp or recipe.deepspeed is not None)
 
 
@@ -174,7 +174,7 @@ def _extra_float32_bytes(recipe: TrainingSettings, model: Any) -> int:
     return extra_bytes
 
 
-def _with_values(recipe: Settings, **values: Any) -> Settings:
+def _with_keys(recipe: Settings, **values: Any) -> Settings:
     return recipe.model_copy(update=values) if values else recipe
 
 
@@ -193,7 +193,7 @@ def placement_choices(recipe: Settings, limits: Limits, cluster: Cluster, *, res
     Raises:
         ArgumentError: The checkpoint's configuration cannot be read.
     """
-    precision_choices = [recipe] if resumed else precisions(recipe)
+    precision_choices = [recipe] if resumed else recipes_by_precision(recipe)
     host_choices = [_host_placements(each, limits, cluster) for each in precision_choices]
     return [*precision_choices, *(each for choices_of_precision in host_choices for each in choices_of_precision)]
 

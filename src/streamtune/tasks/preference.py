@@ -216,10 +216,10 @@ class PairObjective:
     def __init__(self, handle: StreamHandle, recipe: PreferenceSettings, reference: train.Reference | None) -> None:
         self.handle, self.recipe, self.reference = handle, recipe, reference
 
-    def totals(self, micro_batches: Sequence[train.MicroBatch], world: train.World = train.WORLD) -> int:
+    def divisors(self, micro_batches: Sequence[train.MicroBatch], world: train.World = train.WORLD) -> int:
         """Return the number of pairs of the step, over all ranks."""
         return world.sum_count_over_ranks(
-            sum(_as_preference_batch(batch).num_rows // 2 for batch in train.without_fillers(micro_batches))
+            sum(_as_preference_batch(batch).num_rows // 2 for batch in train.counted_batches(micro_batches))
         )
 
     def score(self, model: nn.Module, batch: train.MicroBatch, totals: int | None) -> train.Score:
@@ -268,13 +268,13 @@ class UnpairedObjective:
         self.handle, self.recipe, self.reference, self.device = handle, recipe, reference, device
         self.loss = objectives.check_unpaired_loss(recipe.loss_type, unpaired_options(recipe))
 
-    def totals(self, micro_batches: Sequence[train.MicroBatch], world: train.World = train.WORLD) -> _UnpairedTotals:
+    def divisors(self, micro_batches: Sequence[train.MicroBatch], world: train.World = train.WORLD) -> _UnpairedTotals:
         """Return the number of completions of the step, and its baseline, over all ranks."""
         batches = [_as_preference_batch(batch) for batch in micro_batches]
         with self._autocast():
             baseline = self._compute_baseline(batches, world)
         return _UnpairedTotals(
-            world.sum_count_over_ranks(sum(batch.num_rows for batch in train.without_fillers(batches))), baseline
+            world.sum_count_over_ranks(sum(batch.num_rows for batch in train.counted_batches(batches))), baseline
         )
 
     def score(self, model: nn.Module, batch: train.MicroBatch, totals: _UnpairedTotals | None) -> train.Score:
@@ -308,7 +308,7 @@ class UnpairedObjective:
         if not self.loss.needs_baseline:
             return None
         policy, reference = [], []
-        with train.evaluating(self.handle.model), self.handle.routers.silenced():
+        with train.evaluation_mode(self.handle.model), self.handle.routers.silenced():
             for batch in batches:
                 assert batch.mismatched is not None
                 mismatched = batch.mismatched.to(self.device)

@@ -32,7 +32,7 @@ from streamtune.errors import ArgumentError
 from streamtune.recipe.keys.batching import BucketSpec
 from streamtune.recipe.settings import BatchSettings
 from streamtune.train.backend import TorchBackend
-from streamtune.train.records import append_record, cut_after_step
+from streamtune.train.records import append_record, delete_after_step
 from streamtune.train.sketch import RowSketch
 from streamtune.train.step import explain_out_of_memory
 
@@ -354,7 +354,7 @@ class SelectedSteps(Steps):
         self.sketch.optimizer, self.show_activity = backend.optimizer, progress.show_activity
         self.is_stopped = lambda: stop.requested
         if self.world.is_main:
-            cut_after_step(self.record_path, self.steps_taken)
+            delete_after_step(self.record_path, self.steps_taken)
 
     def next_step(self) -> list[train.MicroBatch]:
         """Return this rank's micro-batches of chosen rows; in the last step of an epoch, fewer rows are drawn."""

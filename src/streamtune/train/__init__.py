@@ -20,8 +20,8 @@ from streamtune.train.objective import (
     SupervisedObjective,
     TreeBatch,
     autocast,
-    evaluating,
-    without_fillers,
+    counted_batches,
+    evaluation_mode,
 )
 from streamtune.train.process import StopRequest, preserve_rng, seed_everything, use_deterministic_kernels
 from streamtune.train.progress import Listener, Listeners, Progress, RunFacts, draw_loss, format_duration, format_rate
@@ -29,7 +29,7 @@ from streamtune.train.records import (
     append_event,
     append_records,
     check_records,
-    cut_after_step,
+    delete_after_step,
     read_records,
     record_failure,
 )
@@ -97,10 +97,11 @@ __all__ = [
     "check_shared_folder",
     "checkpoint_path",
     "commit_directory",
-    "cut_after_step",
+    "counted_batches",
+    "delete_after_step",
     "describe_harmless_changes",
     "draw_loss",
-    "evaluating",
+    "evaluation_mode",
     "find_checkpoint",
     "format_duration",
     "format_rate",
@@ -115,7 +116,6 @@ __all__ = [
     "slices_of_replicated_state",
     "train",
     "use_deterministic_kernels",
-    "without_fillers",
     "write_durably",
     "write_final_model",
 ]

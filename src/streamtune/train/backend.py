@@ -76,7 +76,7 @@ class Backend(ABC):
         """
         return run_micro_batches()
 
-    def micro_step(self, *, last: bool) -> AbstractContextManager[Any]:
+    def micro_batch_context(self, *, last: bool) -> AbstractContextManager[Any]:
         """Return a context for forward and backward of one micro-batch; ``last``: it is the last of the step."""
         return nullcontext()
 
@@ -164,12 +164,12 @@ class TorchBackend(Backend):
     def clip_gradients(self, max_norm: float) -> float:
         trained = [parameter for parameter in self.module.parameters() if parameter.grad is not None]
         norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in trained if parameter.grad is not None])
-        value = self._number(norm)
+        value = self._to_float(norm)
         if max_norm > 0 and math.isfinite(value):
             torch.nn.utils.clip_grads_with_norm_(trained, max_norm, norm)
         return value
 
-    def _number(self, norm: Tensor) -> float:
+    def _to_float(self, norm: Tensor) -> float:
         return norm.item()
 
     def step(self, learning_rate: float) -> None:

@@ -89,7 +89,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     manifest = read_manifest(path)
     verify_files(path, manifest)
     try:
-        state = _check_state(json.loads((path / STATE).read_text(encoding="utf-8")))
+        state = _check_state_types(json.loads((path / STATE).read_text(encoding="utf-8")))
         step = state["step"]
     except (OSError, ValueError, RecursionError) as error:
         reason = f"{STATE} cannot be read ({error})"
@@ -119,7 +119,7 @@ _RECIPE_TYPES: dict[str, tuple[type, ...]] = {
 """Allowed types of the recipe's settings that other commands read."""
 
 
-def _check_state(value: Any) -> dict[str, Any]:
+def _check_state_types(value: Any) -> dict[str, Any]:
     """Return the content of ``state.json`` after checking its types.
 
     Raises:
@@ -282,7 +282,7 @@ class Manifest:
 
 def write_manifest(folder: Path, *, run: str, step: int, metric: float | None) -> None:
     """Write the manifest of all files below ``folder``; their hashes are computed from disk."""
-    files = {name: _describe_file(folder / name) for name in sorted(_files_below(folder))}
+    files = {name: _size_and_hash(folder / name) for name in sorted(_files_below(folder))}
     (folder / MANIFEST).write_text(_manifest_text(Manifest(run, step, metric, files)), encoding="utf-8")
 
 
@@ -337,7 +337,7 @@ def verify_files(path: Path, manifest: Manifest) -> None:
         for name, expected in manifest.files.items():
             if name not in existing:
                 raise _damaged_error(path, f"{name} is missing")
-            if _describe_file(path / name) != expected:
+            if _size_and_hash(path / name) != expected:
                 raise _damaged_error(path, f"{name} was changed")
     except OSError as error:
         raise _damaged_error(path, f"it cannot be read: {error}") from error
@@ -379,7 +379,7 @@ def _is_safe_relative_path(name: str) -> bool:
     return safe and name not in ("", ".", MANIFEST) and not any(mark in name for mark in ("\\", "\0", ":"))
 
 
-def _describe_file(path: Path) -> dict[str, Any]:
+def _size_and_hash(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
         return {"bytes": os.fstat(file.fileno()).st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 

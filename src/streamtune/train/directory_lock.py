@@ -39,7 +39,7 @@ HOLDER_SECONDS = 1.0
 _open_locks: set[int] = set()
 
 
-def _close_in_child() -> None:
+def _close_locks_in_child() -> None:
     """Close the lock files in a forked child, which would otherwise keep the locks after its parent has ended."""
     for descriptor in _open_locks:
         with suppress(OSError):
@@ -48,7 +48,7 @@ def _close_in_child() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_close_in_child)
+    os.register_at_fork(after_in_child=_close_locks_in_child)
 
 
 @dataclass
@@ -127,19 +127,19 @@ class DirectoryLock:
                 continue  # removed by the process that created it
             except FileExistsError as error:
                 if must_create:
-                    raise self._in_use("") from error
+                    raise self._in_use_error("") from error
                 if self.path.is_dir() or not os.path.lexists(self.path):
                     continue  # removed or created again in between
-                raise self._unwritable(error) from error
+                raise self._unwritable_error(error) from error
             except OSError as error:
-                raise self._unwritable(error) from error
+                raise self._unwritable_error(error) from error
             try:
                 self.is_effective = try_lock(descriptor)
                 is_current = is_open_at(descriptor, self.path / LOCK)
             except BlockingIOError:
                 holder = _read_holder(descriptor)
                 os.close(descriptor)
-                raise self._in_use(holder) from None
+                raise self._in_use_error(holder) from None
             if is_current:
                 self._lock = _Lock(self.path, descriptor, missing, os.getpid())
                 _open_locks.add(descriptor)
@@ -147,7 +147,7 @@ class DirectoryLock:
                 _write_holder(descriptor)
                 return
             os.close(descriptor)
-        raise self._unwritable(OSError(errno.EBUSY, "another process keeps creating and removing it"))
+        raise self._unwritable_error(OSError(errno.EBUSY, "another process keeps creating and removing it"))
 
     def release(self) -> None:
         """Release the lock; remove the directory if it was created for the lock and no run has started in it."""
@@ -169,14 +169,14 @@ class DirectoryLock:
             self._finalizer.detach()
             lock.release(remove_unused=remove_unused)
 
-    def _in_use(self, holder: str) -> ArgumentError:
+    def _in_use_error(self, holder: str) -> ArgumentError:
         return ArgumentError(
             f"another process is training in {self.path}{holder}",
             where="output_dir",
             fix="wait until it ends, stop it, or use another --output-dir",
         )
 
-    def _unwritable(self, error: OSError) -> CheckpointError:
+    def _unwritable_error(self, error: OSError) -> CheckpointError:
         return failed_write_error(
             error, self.path / LOCK, needed_bytes=HOLDER_BYTES, intact="existing files are unchanged"
         )

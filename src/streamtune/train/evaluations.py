@@ -74,7 +74,7 @@ def update_early_stopping(
     return replace(state, not_better=not_better, ended_early=ended)
 
 
-def rank_evaluation(
+def update_best_evaluations(
     state: RunProgress, metrics: Mapping[str, Any], settings: TrainSettings
 ) -> tuple[RunProgress, bool]:
     """Return the state with ``best_evaluations`` updated, and True if this evaluation's checkpoint must be saved.

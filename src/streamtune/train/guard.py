@@ -207,10 +207,10 @@ class StepGuard:
                 deviation = 1.4826 * median(abs(recent_value - usual) for recent_value in recent)
                 threshold_gap = max(SPIKE_DEVIATIONS * deviation, MIN_SPIKE_FRACTION * abs(usual))
                 if value > usual + threshold_gap:
-                    self._write_event(step, name, value, usual, micro_batches)
+                    self._write_spike_event(step, name, value, usual, micro_batches)
             recent.append(value)
 
-    def _write_event(
+    def _write_spike_event(
         self, step: int, name: str, value: float, usual: float, micro_batches: Sequence[MicroBatch]
     ) -> None:
         last = self._event_steps.get(name)
@@ -240,19 +240,19 @@ class MovedWeights:
         self._weights = [x for x in weights if x.numel()]
         stride = -(-sum(x.numel() for x in self._weights) // MAX_COMPARED_VALUES)
         self._strides = [1 if x.numel() <= MAX_FULLY_COMPARED_VALUES else max(1, stride) for x in self._weights]
-        self._before = [_sample_values(x, n) for x, n in zip(self._weights, self._strides, strict=True)]
+        self._before = [_every_nth_value(x, n) for x, n in zip(self._weights, self._strides, strict=True)]
 
     def moved_share(self, world: World) -> float:
         """Return the share (0 to 1) of the weights of all ranks that changed since this object was created."""
         moved = 0.0
         for x, n, before in zip(self._weights, self._strides, self._before, strict=True):
-            changed = int((_sample_values(x, n) != before).sum())
+            changed = int((_every_nth_value(x, n) != before).sum())
             moved += changed / len(before) * x.numel()
         moved_values, all_values = world.sum_over_ranks([moved, float(sum(x.numel() for x in self._weights))])
         return moved_values / all_values if all_values else 0.0
 
 
-def _sample_values(x: Tensor, stride: int) -> Tensor:
+def _every_nth_value(x: Tensor, stride: int) -> Tensor:
     return x.detach().reshape(-1)[::stride].to("cpu", copy=True)
 
 

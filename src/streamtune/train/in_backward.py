@@ -77,7 +77,7 @@ class InBackwardBackend(LocalBackend):
             self._updates_weights, self._gradient_scale = True, self._clip_factor(torch.tensor(self._previous_norm))
 
     @contextmanager
-    def micro_step(self, *, last: bool) -> Iterator[None]:
+    def micro_batch_context(self, *, last: bool) -> Iterator[None]:
         self._is_last_micro_batch = last
         try:
             yield

@@ -19,14 +19,20 @@ from streamtune.train.evaluations import (
     RunProgress,
     note_missing_metric,
     note_unsaved_best,
-    rank_evaluation,
+    update_best_evaluations,
     update_early_stopping,
 )
 from streamtune.train.guard import FIRST_STEPS, MovedWeights, NextSchedule, StepGuard, describe_unmoved_weights
-from streamtune.train.objective import MicroBatch, Objective, StepScore, StepStream, without_fillers
+from streamtune.train.objective import MicroBatch, Objective, StepScore, StepStream, counted_batches
 from streamtune.train.process import RngState, StopRequest, capture_rng, restore_rng, seed_everything
 from streamtune.train.progress import Listeners, LossPlot, Progress
-from streamtune.train.records import append_event, append_record, append_records, cut_after_step, cut_events_after_step
+from streamtune.train.records import (
+    append_event,
+    append_record,
+    append_records,
+    delete_after_step,
+    delete_events_after_step,
+)
 from streamtune.train.rundir import RunDirectory
 from streamtune.train.saver import CheckpointSaver, KeepPolicy, ModelWriter
 from streamtune.train.slices import SliceReader
@@ -135,10 +141,10 @@ class _Loop:
         """Run the loop: before each step evaluate, sample and save if due; return the progress at the end."""
         with self.saver:  # on exit it waits for a save in flight
             while True:
-                is_best = self._evaluate()
-                self._sample()
+                is_best = self._evaluate_if_due()
+                self._sample_if_due()
                 is_over = self._is_over()
-                self._save(is_best, is_over)
+                self._save_if_due(is_best, is_over)
                 self._report_saved(is_over)
                 if is_over:
                     return self.state
@@ -155,12 +161,12 @@ class _Loop:
         if self.world.is_main:  # after the checkpoint was loaded without error
             if job.resume_from is not None:
                 set_aside_later_checkpoints(directory.checkpoints, state.step)
-            cut_after_step(directory.metrics, state.step, keep_evaluation=not state.eval_due)
-            cut_after_step(directory.samples, state.step - state.sample_due)
-            cut_events_after_step(directory.events, state.step)
+            delete_after_step(directory.metrics, state.step, keep_evaluation=not state.eval_due)
+            delete_after_step(directory.samples, state.step - state.sample_due)
+            delete_events_after_step(directory.events, state.step)
         return state
 
-    def _evaluate(self) -> bool:
+    def _evaluate_if_due(self) -> bool:
         """Evaluate if due; return True if a checkpoint must be saved because the metric is among the best."""
         if not (self.state.eval_due and self.job.held_out):
             return False
@@ -175,14 +181,14 @@ class _Loop:
         self.progress.report_evaluation(step, metrics)
         note_missing_metric(settings, self.latest_record, step, self.progress)
         state = update_early_stopping(state, metrics, settings, self.progress)
-        self.state, is_best = rank_evaluation(state, metrics, settings)
+        self.state, is_best = update_best_evaluations(state, metrics, settings)
         if self.world.is_main:
             append_record(self.directory.metrics, {"step": step, **metrics})
             self.listeners.evaluated({"step": step, **metrics})
             self.plot.draw()
         return is_best
 
-    def _sample(self) -> None:
+    def _sample_if_due(self) -> None:
         """Complete the sample prompts if due, and write the completions."""
         if not self.state.sample_due or self.job.sample is None:
             return
@@ -210,7 +216,7 @@ class _Loop:
             self.saver.wait_for_save()  # if one rank cannot write, no rank can commit, so all of them raise
         return stopped or self.state.step >= self.settings.total_steps or self.state.ended_early
 
-    def _save(self, is_best: bool, is_over: bool) -> None:
+    def _save_if_due(self, is_best: bool, is_over: bool) -> None:
         """Start to save a checkpoint if one is due, or if a resumed run just completed an interrupted evaluation."""
         state, position, settings = self.state, self.position, self.settings
         if state.save_key == self.saved_key or not (is_over or is_due(state.step, settings.save_steps) or is_best):
@@ -269,9 +275,10 @@ class _Loop:
         moved = None if before is None or skip else round(before.moved_share(self.world), 6)
         if not self.latest_record:  # the optimizer now has its state, so the size of a checkpoint is known
             self.saver.check_disk_space(backend)
-        self._record(_StepResult(started, without_fillers(micro_batches), learning_rate, score, grad_norm, skip, moved))
+        batches = counted_batches(micro_batches)
+        self._record_step(_StepResult(started, batches, learning_rate, score, grad_norm, skip, moved))
 
-    def _record(self, taken: _StepResult) -> None:
+    def _record_step(self, taken: _StepResult) -> None:
         """Update the progress after a step, write its record and show it."""
         state, settings, skip = self.state, self.settings, taken.is_skipped
         step, tokens = state.step + 1, self.world.sum_count_over_ranks(sum(batch.num_tokens for batch in taken.batches))

@@ -53,7 +53,7 @@ class Score:
     """
 
     @property
-    def minimised(self) -> Tensor:
+    def total_loss(self) -> Tensor:
         """Loss plus router loss: a scalar with a graph, whose backward gives the gradients."""
         return self.loss if self.router_loss is None else self.loss + self.router_loss
 
@@ -84,7 +84,7 @@ class StepScore:
 class Objective(Protocol):
     """Computes, one micro-batch at a time, a loss that is a mean over a whole optimizer step."""
 
-    def totals(self, micro_batches: Sequence[MicroBatch], world: World = WORLD) -> Any:
+    def divisors(self, micro_batches: Sequence[MicroBatch], world: World = WORLD) -> Any:
         """Return the divisors of the step, summed over all ranks of ``world``; never None.
 
         Called before the first backward of the step. Filler batches, which give all ranks equally many, do not count.
@@ -122,9 +122,9 @@ class SupervisedObjective:
         self._handle = handle  # not its routers: a new schedule replaces them
         self.loss, self.teacher = loss, teacher
 
-    def totals(self, micro_batches: Sequence[MicroBatch], world: World = WORLD) -> float:
+    def divisors(self, micro_batches: Sequence[MicroBatch], world: World = WORLD) -> float:
         """Return the sum of the weights of all targets of the step; without weights, the number of targets."""
-        return world.sum_over_ranks([sum(batch.target_weight for batch in without_fillers(micro_batches))])[0]
+        return world.sum_over_ranks([sum(batch.target_weight for batch in counted_batches(micro_batches))])[0]
 
     def score(self, model: nn.Module, batch: MicroBatch, totals: float | None) -> Score:
         if totals is None:
@@ -134,7 +134,7 @@ class SupervisedObjective:
         if self.loss.is_plain and batch.weights is None:
             loss = call_model(model, batch, num_targets=totals).loss
         elif self._handle is None:
-            loss = plain_token_loss(model, batch, self.loss, self.teacher) / totals
+            loss = unstreamed_token_loss(model, batch, self.loss, self.teacher) / totals
         else:
             taught = None if self.teacher is None else self.teacher.lazy_logits(batch)
             request = LossRequest(self.loss, batch.weights, taught, batch.top_k)
@@ -158,13 +158,13 @@ def supervised_loss(model: nn.Module, batch: MicroBatch, *, num_targets: float, 
     return loss
 
 
-def plain_token_loss(
+def unstreamed_token_loss(
     model: nn.Module, batch: MicroBatch, loss: TokenLoss, teacher: ModelReference | None = None
 ) -> Tensor:
     """Return the sum of a per-token loss over the targets of ``batch``, from full logits of unstreamed models."""
     teacher_logits = None
     if teacher is not None:
-        with torch.no_grad(), evaluating(teacher.model):
+        with torch.no_grad(), evaluation_mode(teacher.model):
             teacher_logits = teacher.model(**batch.arguments).logits
     logits = model(**batch.arguments).logits
     return token_loss_reference(
@@ -214,7 +214,7 @@ class ModelReference:
     def logprobs(self, batch: TreeBatch) -> Tensor:
         """Return log-probabilities of the batch's targets, fp32 ``[K]``, computed under the caller's autocast."""
         without = nullcontext() if self.adapters else _disabled_adapters(self.model)
-        with torch.no_grad(), evaluating(self.model), without, self.handle.routers.silenced():
+        with torch.no_grad(), evaluation_mode(self.model), without, self.handle.routers.silenced():
             scores = self.handle.logprobs(
                 targets=batch.shift_labels, temperature=self.temperature, model=self.model, **batch.arguments
             )
@@ -223,12 +223,12 @@ class ModelReference:
     def lazy_logits(self, batch: MicroBatch) -> LazyLogits:
         """Return the reference's logits, computed from its final hidden states when they are read; no gradient."""
         branches = batch.branches if isinstance(batch, PrefixBatch) else None
-        with torch.no_grad(), evaluating(self.model), self.handle.routers.silenced():
+        with torch.no_grad(), evaluation_mode(self.model), self.handle.routers.silenced():
             return self.handle.lazy_logits(targets=batch.shift_labels, branches=branches, **batch.arguments)
 
 
 @contextmanager
-def evaluating(model: Any) -> Iterator[None]:
+def evaluation_mode(model: Any) -> Iterator[None]:
     """Context in which the model is in evaluation mode; on exit its previous mode is restored."""
     training = model.training
     model.eval()
@@ -300,7 +300,7 @@ class MicroBatch:
         return int(self.attention_mask.sum())
 
     @property
-    def padded_left(self) -> bool:
+    def is_padded_left(self) -> bool:
         """True if a row has padding before a token. Padding after all tokens needs no mask in causal attention."""
         return bool((self.attention_mask[:, 1:] > self.attention_mask[:, :-1]).any())
 
@@ -310,7 +310,7 @@ class MicroBatch:
         # Transformers separates packed rows by their positions, but only if no mask is given.
         packed = {} if self.position_ids is None else {"position_ids": self.position_ids}
         # Tokens do not see padding after them, and an unneeded mask would prevent faster kernels.
-        mask = self.attention_mask if self.padded_left else None
+        mask = self.attention_mask if self.is_padded_left else None
         return {"input_ids": self.input_ids, **packed, "attention_mask": mask, "use_cache": False}
 
     def to(self, device: torch.device) -> Self:
@@ -374,7 +374,7 @@ class TreeBatch(MicroBatch):
         return arguments if self.branches is None else {**arguments, "branches": self.branches}
 
 
-def without_fillers(batches: Sequence[Batch]) -> list[Batch]:
+def counted_batches(batches: Sequence[Batch]) -> list[Batch]:
     return [batch for batch in batches if not batch.filler]
 
 

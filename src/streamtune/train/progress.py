@@ -79,7 +79,7 @@ class Progress:
             self.report_note(step, "skipped: loss or gradient not finite")
             return
         if not self.console.is_terminal and (step % self.logging_steps == 0 or step == self.total_steps):
-            self._print_pairs(
+            self._print_values(
                 step=f"{step}/{self.total_steps}",
                 loss=f"{record['loss']:.4f}",
                 **{SHOWN_METRICS[name]: f"{record[name]:.4f}" for name in SHOWN_METRICS if name in record},
@@ -112,7 +112,7 @@ class Progress:
                 parts += [f" {shown_name} ", (value, "bold")]
             self._print_event(step, Text.assemble(*parts))
         else:
-            self._print_pairs(step=f"{step}/{self.total_steps}", **{f"eval_{name}": v for name, v in shown.items()})
+            self._print_values(step=f"{step}/{self.total_steps}", **{f"eval_{name}": v for name, v in shown.items()})
 
     def report_sample(self, step: int, prompt: str, completion: str) -> None:
         """Report a completion of a sample prompt, shortened to one line; ``samples.jsonl`` has the full text."""
@@ -123,7 +123,7 @@ class Progress:
             self._print_event(step, Text.assemble("wrote ", (shown, "green"), (f"  to: {prompt_text}", "dim")))
         else:
             shown = json.dumps(shorten(shown, SAMPLE_WIDTH), ensure_ascii=False)
-            self._print_pairs(
+            self._print_values(
                 step=f"{step}/{self.total_steps}", prompt=json.dumps(prompt_text, ensure_ascii=False), sample=shown
             )
 
@@ -132,13 +132,13 @@ class Progress:
         if self.console.is_terminal:
             self._print_event(step, Text.assemble("saved ", (str(path), "cyan")))
         else:
-            self._print_pairs(step=f"{step}/{self.total_steps}", saved=str(path))
+            self._print_values(step=f"{step}/{self.total_steps}", saved=str(path))
 
     def report_note(self, step: int, text: str) -> None:
         if self.console.is_terminal:
             self._print_event(step, Text(text))
         else:
-            self._print_pairs(step=f"{step}/{self.total_steps}", note=text)
+            self._print_values(step=f"{step}/{self.total_steps}", note=text)
 
     def _print_event(self, step: int, event: Text) -> None:
         event = Text(safe_text(event.plain)) if safe_text(event.plain) != event.plain else event
@@ -146,7 +146,7 @@ class Progress:
             Text.assemble((f"step {step:>{len(str(self.total_steps))}}  ", "dim"), event), soft_wrap=True
         )
 
-    def _print_pairs(self, **pairs: str) -> None:
+    def _print_values(self, **pairs: str) -> None:
         line = " ".join(f"{key}={value}" for key, value in pairs.items())
         self.console.print(Text(safe_text(line)), soft_wrap=True)
         self.console.file.flush()
@@ -274,7 +274,7 @@ class LossPlot:
         self._next_time = now + 50 * (now - began)
 
 
-def smooth(values: Sequence[float], window: float) -> list[float]:
+def moving_average(values: Sequence[float], window: float) -> list[float]:
     """Return the exponential moving average over about ``window`` values, with bias correction at the start."""
     decay = 1.0 - 1.0 / max(window, 1.0)
     total = weight = 0.0
@@ -332,7 +332,7 @@ def _draw_panel(axes: Any, panel: _Panel, records: Records) -> None:
         if not steps:
             continue
         axes.plot(steps, values, color=colour, alpha=0.25, linewidth=1)
-        smoothed = smooth(values, window=len(values) / 20)
+        smoothed = moving_average(values, window=len(values) / 20)
         axes.plot(steps, smoothed, color=colour, linewidth=2.2, label=f"{name}training (smoothed)  {smoothed[-1]:.3f}")
         steps, values = _read_series(records, f"eval_{metric}")
         sets = eval_set_names(records, metric)

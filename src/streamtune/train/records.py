@@ -202,7 +202,7 @@ def _invalid_records_error(path: Path, number: int, reason: str) -> ArgumentErro
     )
 
 
-def cut_after_step(path: Path, step: int, *, keep_evaluation: bool = True) -> None:
+def delete_after_step(path: Path, step: int, *, keep_evaluation: bool = True) -> None:
     """Delete the lines of steps after ``step``, which the resumed run repeats.
 
     Args:
@@ -229,7 +229,7 @@ def cut_after_step(path: Path, step: int, *, keep_evaluation: bool = True) -> No
     _truncate_and_append(path, end, b"".join(text for text, is_kept in reversed(tail_lines) if is_kept))
 
 
-def cut_events_after_step(path: Path, step: int) -> None:
+def delete_events_after_step(path: Path, step: int) -> None:
     """Delete the events after ``step``, the last step before a resume, and a last line truncated by a crash."""
     if path.is_file():
         records = read_records(path)
@@ -276,12 +276,12 @@ def rotate_file(path: Path) -> None:
         raise failed_write_error(error, path, needed_bytes=0, intact=INTACT) from error
 
 
-def cut_rotated_after_step(path: Path, step: int) -> None:
+def delete_rotated_after_step(path: Path, step: int) -> None:
     """Delete the lines of steps after ``step`` in a text file and its rotated files."""
     for file in rotated_paths(path):
         if not file.is_file():
             return
-        cut_after_step(file, step)
+        delete_after_step(file, step)
         if file.stat().st_size:
             return
 

@@ -201,11 +201,11 @@ class RunDirectory:
                 for path, text in texts.items():
                     write_durably(path, text)
             except OSError as error:
-                raise self._unwritable(error, texts) from error
+                raise self._unwritable_error(error, texts) from error
             yield
 
     @staticmethod
-    def _unwritable(error: OSError, texts: Mapping[Path, str]) -> CheckpointError:
+    def _unwritable_error(error: OSError, texts: Mapping[Path, str]) -> CheckpointError:
         needed = sum(map(len, texts.values()))
         return failed_write_error(error, next(iter(texts)), needed_bytes=needed, intact="existing files are unchanged")
 

@@ -168,7 +168,7 @@ class CheckpointSaver:
         """
         self.wait_for_save()
         writer, world = self.writer, self.world
-        state_bytes = _state_bytes(backend)
+        state_bytes = _optimizer_state_bytes(backend)
         needed_bytes = writer.num_bytes + sum(world.gather_all_ranks(state_bytes))
         slices = backend.optimizer_slices()
         is_copied = self.asynchronous and writer.snapshot is not None
@@ -194,9 +194,9 @@ class CheckpointSaver:
 
     def check_disk_space(self, backend: Backend) -> None:
         """Raise a CheckpointError if the disk has no space for a checkpoint. Called by all ranks."""
-        needed_bytes = self.writer.num_bytes + sum(self.world.gather_all_ranks(_state_bytes(backend)))
-        explained = _explain_write_errors(self.folder, needed_bytes, step_directories(self.folder))
-        self.world.run_on_rank_0(explained(lambda: _check_free_bytes(self.folder, needed_bytes)))
+        needed_bytes = self.writer.num_bytes + sum(self.world.gather_all_ranks(_optimizer_state_bytes(backend)))
+        explain = _explain_write_errors(self.folder, needed_bytes, step_directories(self.folder))
+        self.world.run_on_rank_0(explain(lambda: _check_free_bytes(self.folder, needed_bytes)))
 
     def _on_commit(self, path: Path) -> None:
         open_checkpoint(path)  # verify it before old ones are deleted
@@ -280,7 +280,7 @@ def save_checkpoint(
     """
     step = int(content.state["step"])
     target = checkpoint_path(folder, step)
-    explained = _explain_write_errors(target, content.needed_bytes, step_directories(folder))
+    explain = _explain_write_errors(target, content.needed_bytes, step_directories(folder))
     ranks = {} if content.has_whole_state else {"ranks": world.size}
 
     def begin() -> Path:
@@ -300,11 +300,11 @@ def save_checkpoint(
         after_commit(target)
 
     with ExitStack() as staging:
-        staged = world.run_on_rank_0(explained(begin))
-        entries = world.run_on_all_ranks(explained(lambda: _write_rank_state(staged, world, content)))
+        staged = world.run_on_rank_0(explain(begin))
+        entries = world.run_on_all_ranks(explain(lambda: _write_rank_state(staged, world, content)))
         all_entries = [entry for rank_entries in world.gather_all_ranks(entries) for entry in rank_entries]
-        _write_model(writer, staged / "model", world, explained)
-        world.run_on_rank_0(explained(commit))
+        _write_model(writer, staged / "model", world, explain)
+        world.run_on_rank_0(explain(commit))
     return target
 
 
@@ -314,16 +314,16 @@ def write_final_model(target: Path, writer: ModelWriter, world: World = WORLD) -
     Raises:
         CheckpointError: The model cannot be written.
     """
-    explained = _explain_write_errors(target, writer.num_bytes, step_directories(target.parent / "checkpoints"))
+    explain = _explain_write_errors(target, writer.num_bytes, step_directories(target.parent / "checkpoints"))
     with ExitStack() as staging:
-        staged = world.run_on_rank_0(explained(lambda: staging.enter_context(commit_directory(target))))
-        _write_model(writer, staged, world, explained)
-        world.run_on_rank_0(explained(lambda: staging.pop_all().close()))
+        staged = world.run_on_rank_0(explain(lambda: staging.enter_context(commit_directory(target))))
+        _write_model(writer, staged, world, explain)
+        world.run_on_rank_0(explain(lambda: staging.pop_all().close()))
 
 
-def _write_model(writer: ModelWriter, folder: Path, world: World, explained: ContextDecorator) -> None:
+def _write_model(writer: ModelWriter, folder: Path, world: World, explain: ContextDecorator) -> None:
     """Write the model, by rank 0 if it has the whole model, else by all ranks."""
-    (world.run_on_all_ranks if writer.needs_all_ranks else world.run_on_rank_0)(explained(lambda: writer.write(folder)))
+    (world.run_on_all_ranks if writer.needs_all_ranks else world.run_on_rank_0)(explain(lambda: writer.write(folder)))
 
 
 def _write_rank_state(staged: Path, world: World, content: CheckpointContent) -> list[Entry]:
@@ -343,7 +343,7 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
 
 
-def _state_bytes(backend: Backend) -> int:
+def _optimizer_state_bytes(backend: Backend) -> int:
     return sum(each.values.nbytes for each in backend.optimizer_slices())
 
 

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from streamtune.engine import StreamHandle
 from streamtune.errors import UnsupportedModelError
-from streamtune.train.objective import MicroBatch, Objective, TreeBatch, autocast, evaluating
+from streamtune.train.objective import MicroBatch, Objective, TreeBatch, autocast, evaluation_mode
 from streamtune.train.process import preserve_rng
 
 VALUE_PROJECTIONS = ("v_proj", "value", "kv_b_proj", "qkv_proj", "query_key_value", "c_attn", "Wqkv")
@@ -122,7 +122,7 @@ class RowSketch:
         and gradient hooks are not called.
         """
         batch = batch.to(self.device)
-        totals = self.objective.totals([batch])
+        totals = self.objective.divisors([batch])
         if not totals:  # a row of weight 0 trains nothing
             return torch.zeros(self.project.size)
 
@@ -184,7 +184,7 @@ class CompletionGradient:
 
 def _weight_gradients(model: Any, handle: StreamHandle, weights: Weights, loss: Callable[[], Tensor]) -> list[Tensor]:
     """Return the gradients of a loss for ``weights`` only; zeros for a weight that the loss does not depend on."""
-    with preserve_rng(), evaluating(model), handle.routers.silenced(), _only_these_trained(model, weights):
+    with preserve_rng(), evaluation_mode(model), handle.routers.silenced(), _train_only(model, weights):
         grads = torch.autograd.grad(loss(), list(weights.values()), allow_unused=True)
     pairs = zip(weights.values(), grads, strict=True)
     return [torch.zeros_like(weight) if grad is None else grad for weight, grad in pairs]
@@ -210,7 +210,7 @@ def adam_step(grad: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) 
 
 
 @contextmanager
-def _only_these_trained(model: nn.Module, weights: Weights) -> Iterator[None]:
+def _train_only(model: nn.Module, weights: Weights) -> Iterator[None]:
     """Context in which only ``weights`` require a gradient."""
     kept_ids = {id(weight) for weight in weights.values()}
     others: Iterable[nn.Parameter] = [p for p in model.parameters() if p.requires_grad and id(p) not in kept_ids]

@@ -224,12 +224,12 @@ def slices_of_replicated_state(tensors: Mapping[str, Tensor], rank: int, size: i
     for name, tensor in tensors.items():
         parameters.setdefault(name.rpartition("/")[0], []).append((name.rpartition("/")[2], tensor))
     for parameter, entries in parameters.items():
-        writer = _least_loaded(bytes_by_rank)
+        writer = _least_loaded_rank(bytes_by_rank)
         bytes_by_rank[writer] += sum(tensor.nbytes for _, tensor in entries)
         if writer == rank:
             for key, tensor in entries:
                 yield Slice(parameter, key, tuple(tensor.shape), 0, tensor.reshape(-1))
 
 
-def _least_loaded(bytes_by_rank: Sequence[int]) -> int:
+def _least_loaded_rank(bytes_by_rank: Sequence[int]) -> int:
     return min(range(len(bytes_by_rank)), key=lambda rank: bytes_by_rank[rank])

@@ -26,7 +26,7 @@ from streamtune.base.model_facts import model_device
 from streamtune.engine import StreamHandle
 from streamtune.errors import NonFiniteError, OutOfMemoryError
 from streamtune.train.backend import Backend
-from streamtune.train.objective import MicroBatch, Objective, StepScore, SumAndCount, autocast, without_fillers
+from streamtune.train.objective import MicroBatch, Objective, StepScore, SumAndCount, autocast, counted_batches
 from streamtune.train.process import StopRequest, preserve_rng
 from streamtune.train.world import WORLD, World
 
@@ -141,10 +141,10 @@ def accumulate_gradients(
     device, fix = model_device(model), settings.out_of_memory_fix
     reset_peak_memory(device)
     with explain_out_of_memory(f"step {step}", micro_batches, fix):
-        totals = objective.totals(micro_batches, world)
+        totals = objective.divisors(micro_batches, world)
     total_loss, metrics, not_finite = 0.0, _MeanAccumulator(), None
     model.train()
-    if routers.needs_counting:
+    if routers.needs_expert_counts:
         context.show_activity("counting routes")
         with explain_out_of_memory(f"step {step}", micro_batches, fix), autocast(device, settings.bf16):
             routers.count_expert_choices(device)
@@ -156,10 +156,10 @@ def accumulate_gradients(
         with explain_out_of_memory(f"step {step}", [batch], fix):
             batch = batch.to(device)
             last = index == len(micro_batches) - 1
-            with routers.micro_batch(batch), backend.micro_step(last=last):
+            with routers.weigh_micro_batch(batch), backend.micro_batch_context(last=last):
                 with autocast(device, settings.bf16):
                     score = objective.score(model, batch, totals)
-                minimised = score.minimised * 0.0 if batch.filler else score.minimised
+                minimised = score.total_loss * 0.0 if batch.filler else score.total_loss
                 value = minimised.item()
                 not_finite = not_finite or non_finite_error("loss", value, step, [batch])
                 backend.backward(minimised)
@@ -319,7 +319,7 @@ class StepRouterLoss:
         self._routers = handle.routers if handle is not None and handle.routers.loss is not None else None
         self._handle, self._batches = handle, batches
         self._world = world
-        self._tokens = sum(batch.num_tokens for batch in without_fillers(batches))
+        self._tokens = sum(batch.num_tokens for batch in counted_batches(batches))
         if self._routers is not None:
             self._tokens = world.sum_count_over_ranks(self._tokens)
         self._totals: torch.Tensor | None = None
@@ -327,7 +327,7 @@ class StepRouterLoss:
         """Balance loss of the step so far, without its coefficient; None without router loss."""
 
     @property
-    def needs_counting(self) -> bool:
+    def needs_expert_counts(self) -> bool:
         """True if the router loss is ``global`` and the step has several batches: expert choices are counted first."""
         loss = None if self._routers is None else self._routers.loss
         return loss is not None and loss.scope == "global" and len(self._batches) * self._world.size > 1
@@ -335,10 +335,10 @@ class StepRouterLoss:
     def count_expert_choices(self, device: torch.device) -> None:
         """Count how often each expert is chosen in the whole step. The random state is restored."""
         assert self._handle is not None
-        self._totals = self._handle.count_routes(self._calls_of_micro_batches(device))
+        self._totals = self._handle.count_routes(self._yield_call_arguments(device))
 
     @contextmanager
-    def micro_batch(self, batch: MicroBatch) -> Iterator[None]:
+    def weigh_micro_batch(self, batch: MicroBatch) -> Iterator[None]:
         """Context for one micro-batch's forward and backward: weights its router loss by its share of the tokens."""
         if self._routers is None:
             yield
@@ -354,7 +354,7 @@ class StepRouterLoss:
         if not batch.filler:
             self.aux_loss = (self.aux_loss or 0.0) + routers.terms.balance.item()
 
-    def _calls_of_micro_batches(self, device: torch.device) -> Iterator[dict[str, Any]]:
+    def _yield_call_arguments(self, device: torch.device) -> Iterator[dict[str, Any]]:
         """Yield the call arguments of each micro-batch; during the call, routers ignore padding."""
         assert self._routers is not None
         for batch in self._batches:

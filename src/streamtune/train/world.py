@@ -99,7 +99,7 @@ class World:
         size = torch.tensor([len(mine)])
         sizes = [torch.zeros_like(size) for _ in range(self.size)]
         distributed.all_gather(sizes, size, group=self.group)
-        lengths = [_check_size(int(length), rank) for rank, length in enumerate(sizes)]
+        lengths = [_check_message_size(int(length), rank) for rank, length in enumerate(sizes)]
         padded = torch.zeros(max(lengths), dtype=torch.uint8)
         padded[: len(mine)] = mine
         received = [torch.empty_like(padded) for _ in lengths]
@@ -156,7 +156,7 @@ class World:
                 data, error = _encode_or_error({"value": result})
         size = torch.tensor([len(data)])
         distributed.broadcast(size, src=0, group=self.group)
-        sent = torch.empty(_check_size(int(size), 0), dtype=torch.uint8)
+        sent = torch.empty(_check_message_size(int(size), 0), dtype=torch.uint8)
         if self.is_main:
             sent = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         distributed.broadcast(sent, src=0, group=self.group)
@@ -198,7 +198,7 @@ def _decode_or_raise(sent: Tensor, rank: int) -> Any:
     return document["value"]
 
 
-def _check_size(size: int, rank: int) -> int:
+def _check_message_size(size: int, rank: int) -> int:
     """Return ``size``, the message size that ``rank`` announced.
 
     Raises:
@@ -237,7 +237,7 @@ def decode_value(data: bytes, rank: int) -> Any:
         DistributedError: The bytes cannot be decoded.
     """
     try:
-        return _from_json_value(json.loads(data.decode("ascii"), parse_constant=_refuse_constant))
+        return _from_json_value(json.loads(data.decode("ascii"), parse_constant=_refuse_json_constant))
     except (ValueError, TypeError, KeyError, RecursionError, struct.error):
         raise DistributedError(
             f"rank {rank} sent {len(data)} bytes that StreamTune cannot decode",
@@ -298,7 +298,7 @@ READERS: Mapping[str, tuple[type, Callable[[Any], Any]]] = {
 """For each tag, the JSON type of its content and the function that decodes it."""
 
 
-def _refuse_constant(constant: str) -> Any:
+def _refuse_json_constant(constant: str) -> Any:
     raise ValueError(constant)
 
 

@@ -80,7 +80,7 @@ def _held(recipe: Recipe, world: train.World, schedule: streamtune.Schedule) -> 
     gradients = 0
     for _ in range(2):
         for last in (False, True):
-            with backend.micro_step(last=last):
+            with backend.micro_batch_context(last=last):
                 backend.backward(backend.model(input_ids=ids, labels=ids).loss)
             gradients = max(gradients, _gradient_bytes(backend, model))
         backend.clip_gradients(recipe.max_grad_norm)

@@ -399,7 +399,7 @@ def test_so_it_is_with_a_teacher(autocast: bool) -> None:
         def backward() -> None:
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast, cache_enabled=False):
                 score = objective.score(model, batch, 1.0)
-            score.minimised.backward()
+            score.total_loss.backward()
 
         backward()  # what is made once is there
         model.zero_grad(set_to_none=True)
@@ -432,7 +432,7 @@ def test_so_it_is_with_likeliest_tokens_of_a_file(autocast: bool) -> None:
         def backward() -> None:
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast, cache_enabled=False):
                 score = objective.score(model, batch, 1.0)
-            score.minimised.backward()
+            score.total_loss.backward()
 
         backward()  # what is made once is there
         model.zero_grad(set_to_none=True)
@@ -603,7 +603,7 @@ def test_so_it_is_with_an_optimizer_in_the_backward() -> None:
 
     def step() -> None:
         backend.begin_step(1e-3, lambda: None)
-        with backend.micro_step(last=True):
+        with backend.micro_batch_context(last=True):
             backend.backward(model(input_ids=ids, labels=ids, use_cache=False).loss)
         backend.clip_gradients(0.0)
         backend.step(1e-3)
@@ -657,7 +657,7 @@ def test_bytes_of_an_optimizer_on_the_host_are_those_measured(in_backward: bool)
 
     def step() -> None:
         backend.begin_step(1e-3, lambda: None)
-        with backend.micro_step(last=True):
+        with backend.micro_batch_context(last=True):
             backend.backward(model(input_ids=ids, labels=ids, use_cache=False).loss)
         backend.clip_gradients(0.0)
         backend.step(1e-3)

@@ -44,7 +44,7 @@ from streamtune.run.plan import (
     LongestStep,
     announce_simulations,
     blueprint_cache,
-    place_recipe,
+    choose_placement,
     plan_model,
     recipe_workload,
     shares_prompts,
@@ -135,7 +135,7 @@ def _resolve_placement(task: Task[Any], shape: Shape, budget: Budget, device: to
         return task.make_shape_function(share=task.scores_completions and shares_prompts(task, model, device))
 
     spec = _with_budget(recipe.engine, budget)
-    return place_recipe(recipe, shape.length, device, completions, memory_spec=spec, batch_size=shape.batch_size)
+    return choose_placement(recipe, shape.length, device, completions, memory_spec=spec, batch_size=shape.batch_size)
 
 
 def _with_budget(engine: EngineSpec, budget: Budget) -> EngineSpec:

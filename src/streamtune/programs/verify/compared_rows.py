@@ -166,7 +166,7 @@ class TreeLosses:
         with widening_weights(self.own_reference or model, dtype), autocast(device, bf16), scorer.routers.silenced():
             batch = task.with_reference(batch, reference)
             objective: Any = task.make_objective(scorer, reference, device)
-            loss: Tensor = objective.score(model, batch, objective.totals([batch])).loss
+            loss: Tensor = objective.score(model, batch, objective.divisors([batch])).loss
         return loss
 
 

@@ -98,14 +98,16 @@ class RolloutObjective(ABC):
         self.recipe = recipe
         self.supervised = train.SupervisedObjective(handle)
 
-    def totals(self, micro_batches: Sequence[train.MicroBatch], world: train.World = train.WORLD) -> StepTotals | float:
+    def divisors(
+        self, micro_batches: Sequence[train.MicroBatch], world: train.World = train.WORLD
+    ) -> StepTotals | float:
         """Return how many completions and target tokens the step has, including completions without a gradient.
 
         For a supervised step, return how many targets it has.
         """
-        policy = [batch for batch in train.without_fillers(micro_batches) if isinstance(batch, PolicyBatch)]
+        policy = [batch for batch in train.counted_batches(micro_batches) if isinstance(batch, PolicyBatch)]
         if not world.any_rank(bool(policy)):
-            return self.supervised.totals(micro_batches, world)
+            return self.supervised.divisors(micro_batches, world)
         return StepTotals(
             completions=world.sum_count_over_ranks(sum(batch.num_rows + batch.left_out_rows for batch in policy)),
             tokens=world.sum_count_over_ranks(sum(batch.num_targets + batch.left_out_tokens for batch in policy)),

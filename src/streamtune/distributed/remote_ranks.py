@@ -88,7 +88,7 @@ class RemoteRanks:
         self._threads = [
             threading.Thread(target=work, daemon=True) for work in (self._read_messages, self._read_stderr)
         ]
-        for thread in (*self._threads, threading.Thread(target=self._ping, daemon=True)):
+        for thread in (*self._threads, threading.Thread(target=self._ping_agent, daemon=True)):
             thread.start()
 
     def wait_for_hello(self, deadline: float) -> dict[str, Any]:
@@ -150,7 +150,7 @@ class RemoteRanks:
             except queue.Empty:
                 return ends
             if message is None:
-                ends += self._ends_after_loss()
+                ends += self._ends_after_lost_connection()
             elif "end" in message:
                 ends.append(self._make_rank_end(message["end"]))
             elif "refused" in message:
@@ -169,7 +169,7 @@ class RemoteRanks:
         log = f"{self.host}:{message['log']}" if message["log"] else ""
         return RankEnd(message["rank"], self.host, message["code"], failure, tail, log, sent_signals=sent_signals)
 
-    def _ends_after_loss(self) -> list[RankEnd]:
+    def _ends_after_lost_connection(self) -> list[RankEnd]:
         """Return, for each running rank, a ``RankEnd`` that reports the lost connection."""
         reason = "; ".join(self._last_error_lines(2)) or "it was closed"
         ends = []
@@ -180,7 +180,7 @@ class RemoteRanks:
         self._running.clear()
         return ends
 
-    def send(self, signum: int) -> None:
+    def send_signal(self, signum: int) -> None:
         self._signals.append(signum)
         self._send({"signal": signum})
 
@@ -228,6 +228,6 @@ class RemoteRanks:
             self._error_lines.append(line.decode("utf-8", errors="replace").strip())
             del self._error_lines[:-20]
 
-    def _ping(self) -> None:
+    def _ping_agent(self) -> None:
         while not self._closed.wait(PING_SECONDS):
             self._send({"ping": True})
