@@ -67,7 +67,7 @@ def made(kind: str) -> tuple[Any, Backend]:
 
 def seconds(model: Any, backend: Backend, ids: torch.Tensor) -> float:
     def gradients() -> None:
-        with backend.micro_step(last=True):
+        with backend.micro_batch_context(last=True):
             backend.backward(model(input_ids=ids, labels=ids, use_cache=False).loss)
 
     start = time.process_time()

@@ -173,7 +173,7 @@ def _step(backend: Any, rows: Rows, parts: int, targets: int, traffic: Traffic) 
         for start in range(0, TOKENS, size):
             mine = torch.full_like(labels, -100)
             mine[:, start : start + size] = labels[:, start : start + size]
-            with backend.micro_step(last=index == len(rows) - 1 and start + size == TOKENS):
+            with backend.micro_batch_context(last=index == len(rows) - 1 and start + size == TOKENS):
                 traffic.phase = "forward"
                 out = backend.model(input_ids=ids, labels=mine, shift_labels=mine, num_items_in_batch=targets)
                 traffic.phase = "backward"
