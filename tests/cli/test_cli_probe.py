@@ -218,9 +218,8 @@ def test_files_of_the_user_are_not_written_through_links(
             main([command, "tiny.yaml", "--output-dir", "out"])
         assert left.value.code == 2
         said = " ".join(capsys.readouterr().err.split())
-        assert (
-            f"{place} is a {'folder' if place.is_dir() else 'symbolic link'}, but a result file has this name" in said
-        )
+        kind = "folder" if place.is_dir() else "symbolic link"
+        assert f"{place} is a {kind}, but a result file gets this name" in said
         assert Path("mine").read_text() == "mine"
 
 

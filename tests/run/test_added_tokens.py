@@ -240,4 +240,4 @@ def test_chatml_says_what_it_writes_in_several_tokens(folder: Path, capsys: pyte
     write_recipe(folder, {**RECIPE, "special_tokens": {}, "added_tokens": []})
     assert run("--dry-run") == 0
     said = " ".join(capsys.readouterr().err.split())
-    assert "splits <|im_start|> and <|im_end|>, which chatml writes, into 12 and 10 tokens" in said
+    assert "splits <|im_start|> and <|im_end|>, which the chat template chatml writes, into 12 and 10 tokens" in said

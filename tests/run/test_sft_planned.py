@@ -77,7 +77,7 @@ def test_a_budget_nothing_fits_is_told_with_its_line(folder: Path, capfd: pytest
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ([], "give it less memory with engine.device_memory"),
+        ([], "lower engine.device_memory or raise engine.margin"),
         (["engine.schedule=fixed"], "write engine.schedule: auto"),
     ],
 )

@@ -231,7 +231,7 @@ def _check_connections(
         try:
             unreached[rank] = channel.receive(CONNECT_SECONDS * max(1, len(leaders)))["unreached"]
         except (OSError, KeyError):
-            unreached[rank] = [f"rank 0 on {env.host}: it sent no result"]
+            unreached[rank] = [f"rank 0 on {env.host}: no test result arrived"]
     lines = [
         f"rank {rank} on {hosts[rank]} cannot reach {place}" for rank in sorted(unreached) for place in unreached[rank]
     ]

@@ -85,20 +85,20 @@ def resolve_config(name: str, values: Mapping[str, Any], *, where: str = "deepsp
             raise ArgumentError(
                 f"{source} has {key}: {json.dumps(configured)}, but the recipe gives {json.dumps(value)}",
                 where=where,
-                fix=f'set "{key.rpartition(".")[2]}": "auto" there, or change the recipe',
+                fix=f'set "{key.rpartition(".")[2]}": "auto" in {source}, or change the recipe',
             )
     if auto_keys := list(_auto_keys(config)):
         raise ArgumentError(
             f'{source} has {auto_keys[0]}: "auto", for which the recipe has no value',
             where=where,
-            fix="set its value there",
+            fix=f"set its value in {source}",
         )
     for forbidden, article, key in (("optimizer", "an", "optim"), ("scheduler", "a", "lr_scheduler_type")):
         if forbidden in config:
             raise ArgumentError(
                 f"{source} has {article} {forbidden}, but the recipe chooses it ({key})",
                 where=where,
-                fix=f"delete {forbidden!r} there; the recipe sets {key}, learning_rate and warmup_steps",
+                fix=f"delete {forbidden!r} in {source}; the recipe sets {key}, learning_rate and warmup_steps",
             )
     if (stage := zero_stage(config)) not in (1, 2, 3):
         raise ArgumentError(

@@ -74,7 +74,7 @@ def listen_at(host: str, port: int) -> socket.socket:
             server.close()
             if not address or error.errno != errno.EADDRNOTAVAIL:
                 raise
-    raise AssertionError("the last address returns or raises")
+    raise AssertionError("unreachable: the last address gives a socket or raises an error")
 
 
 def rank_0_ports(master_port: int) -> list[int]:
@@ -214,7 +214,7 @@ def _parse_hostfile_line(content: str, where: str, previous_hosts: Sequence[Host
     slots = int(digits) if len(digits) <= 20 else MAX_SLOTS + 1
     host = Host(name, slots if ranks_per_host is None else ranks_per_host, where)
     if slots > MAX_SLOTS:
-        fix = f"set the number of its devices, at most {MAX_SLOTS:,}"
+        fix = f"set slots to the number of devices of this host, at most {MAX_SLOTS:,}"
         raise line_error(f"{name} has {_shorten(digits)} slots; at most {MAX_SLOTS:,} are allowed", fix)
     if slots < 1:
         raise line_error(f"{name} has {slots} slots, expected at least 1", "set at least 1, or delete the line")
@@ -224,5 +224,5 @@ def _parse_hostfile_line(content: str, where: str, previous_hosts: Sequence[Host
             f"lower --nproc to {slots}, or raise the slots",
         )
     if any(other.address == host.address for other in previous_hosts):
-        raise line_error(f"{name} occurs twice", "write one line with all its slots")
+        raise line_error(f"{name} occurs twice", "write one line with all slots of this host")
     return host

@@ -71,7 +71,7 @@ def launch(arguments: Sequence[str], *, nproc: int | None, hostfile: Path | None
             f"this process is already rank {environment.rank} of {environment.world_size}, started by "
             f"{environment.launcher}",
             where="--nproc" if nproc is not None else "--hostfile",
-            fix=f"omit the option, because {environment.launcher} starts the ranks",
+            fix=f"omit --nproc and --hostfile, because {environment.launcher} starts the ranks",
         )
     if nproc is not None and nproc < 1:
         raise ArgumentError(f"--nproc must be 1 or more, found {nproc}", where="--nproc", fix="set 1 or more")

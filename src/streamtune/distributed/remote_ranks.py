@@ -113,7 +113,7 @@ class RemoteRanks:
         ran = code not in (None, 255)  # 255 is ssh's own exit code; others are the command's
         what = f"{self.host} cannot run streamtune" if ran else f"{self.host} cannot be reached"
         fix = (
-            f"install the same version there: `{sys.executable} -m streamtune` must run in {Path.cwd()}"
+            f"install the same version on {self.host}: `{sys.executable} -m streamtune` must run in {Path.cwd()}"
             if ran
             else f"`ssh {self._host.name} true` must work without a password"
         )

@@ -129,7 +129,7 @@ def prepare_on_all_ranks(
 
 def _tokenizer_name(recipe: ModelKeys) -> str:
     name = recipe.tokenizer.path if recipe.tokenizer is not None else recipe.model_name_or_path
-    assert name is not None, "the schema requires a tokenizer if there is no model"
+    assert name is not None, "unreachable: the recipe schema requires a tokenizer if no model is named"
     return name
 
 
@@ -148,7 +148,7 @@ def _notify_split_markers(recipe: ModelKeys, tokenizer: PreTrainedTokenizerBase,
     pieces = [len(tokenizer.encode(mark, add_special_tokens=False)) for mark in marks]
     if max(pieces) > 1:
         notify(
-            f"the tokenizer splits {' and '.join(marks)}, which chatml writes, into "
+            f"the tokenizer splits {' and '.join(marks)}, which the chat template chatml writes, into "
             f"{pieces[0]} and {pieces[1]} tokens; "
             'to add each as one token, write special_tokens: {eos_token: "<|im_end|>", '
             'additional_special_tokens: ["<|im_start|>"]}'

@@ -359,7 +359,7 @@ def _make_base_model(
     if shard_world is not None and quantization is None:
         if name is not None:
             return shard_world.run_on_all_ranks(lambda: models.defer_load(name, options, trust_remote_code=remote))
-        assert recipe.model is not None, "the schema requires a model"
+        assert recipe.model is not None, "unreachable: the recipe schema requires a model"
         return models.defer_init(
             recipe.model.init,
             options,
@@ -372,7 +372,7 @@ def _make_base_model(
         return models.load_model(
             name, options, device=str(device), trust_remote_code=remote, allow_pickle=recipe.allow_pickle
         )
-    assert recipe.model is not None, "the schema requires a model"
+    assert recipe.model is not None, "unreachable: the recipe schema requires a model"
     return models.init_model(
         recipe.model.init,
         options,
@@ -412,14 +412,14 @@ def _add_adapters(recipe: ModelSettings, model: Any, new_tokens: Sequence[int] =
             raise ArgumentError(
                 f"{recipe.model_name_or_path} holds adapters on a frozen base, and full fine-tuning trains all weights",
                 where="model_name_or_path",
-                fix=f"merge them into their base, `streamtune export {recipe.model_name_or_path} OUT`, and name OUT",
+                fix=f"merge them: `streamtune export {recipe.model_name_or_path} OUT`, and set model_name_or_path: OUT",
             )
         return model
     if getattr(model, "_hf_peft_config_loaded", False):
         raise ArgumentError(
             f"{recipe.model_name_or_path} holds adapters, and new adapters would replace them",
             where="model_name_or_path",
-            fix=f"merge them into their base, `streamtune export {recipe.model_name_or_path} OUT`, and name OUT",
+            fix=f"merge them: `streamtune export {recipe.model_name_or_path} OUT`, and set model_name_or_path: OUT",
         )
     if recipe.adapter_name_or_path is not None:
         return models.load_initial_adapters(model, recipe.adapter_name_or_path)

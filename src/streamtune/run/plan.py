@@ -390,7 +390,7 @@ def _plan_smaller_schedule(
         except ArgumentError:
             if fraction == MEMORY_FRACTIONS[-1]:
                 raise
-    raise AssertionError("the last fraction returns or raises")
+    raise AssertionError("unreachable: the last memory fraction gives a plan or raises an error")
 
 
 def announce_simulations(notify: Callable[[str], None]) -> Simulate:

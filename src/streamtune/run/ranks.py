@@ -194,7 +194,7 @@ def load_weights_by_layer(
         return
     from streamtune.distributed.pytorch import load_sharded_weights
 
-    assert device is not None, "deferred weights need a device"
+    assert device is not None, "unreachable: weights that are loaded later need a device"
     load_sharded_weights(model, layers, source, device=device, run_on_rank_0=world.run_on_rank_0, shard=shard)
 
 

@@ -142,7 +142,7 @@ def load_or_compute_logps(
         with doing("loading the reference"):
             scored_model = load_reference(start.task, model, tokenizer, start.device, shard_world=start.shard_world)
     reference = make_reference(start, model, handle, None if scored_model is model else scored_model, closing)
-    assert reference is not None, "only a reference has log-probs"
+    assert reference is not None, "unreachable: a recipe with reference log-probs has a reference"
     with doing("reading the reference's weights"):
         weights = gather_weights(recipe, scored_model) if start.shares_weights else scored_model.named_parameters()
         adapters = scored_model is not model

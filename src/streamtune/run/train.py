@@ -331,7 +331,7 @@ def _write_final_model_and_samples(
     run.handle.remove()
     with backend.use_averaged_weights(), backend.allow_direct_calls() if run.shares_weights else nullcontext():
         samples = make_samples(run, run.recipe, step)
-    assert samples is not None, "no stop request is passed"
+    assert samples is not None, "unreachable: only a stop request leaves samples incomplete"
     if world.is_main:
         train.delete_after_step(run.directory.samples, step - 1)  # a finished run that is started again rewrites them
         train.append_records(run.directory.samples, samples)
@@ -420,10 +420,10 @@ def _schedule_advice(recipe: EngineKeys, schedule: Schedule) -> str:
     """Return advice on the schedule for out-of-memory errors; following it changes no result."""
     if recipe.engine.schedule == "auto":
         return (
-            "the planner predicted that this step fits: give it less memory with engine.device_memory or a larger "
-            f"engine.margin (now {recipe.engine.margin:g}), which changes no result"
+            "the planner predicted that this step fits in memory: lower engine.device_memory or raise engine.margin "
+            f"(now {recipe.engine.margin:g}); results do not change"
         )
     return (
         f"write engine.schedule: auto, and the planner finds a schedule that fits; or lower engine.chunk_size (now "
-        f"{schedule.chunk_size:,}) or engine.head_chunk_size (now {schedule.head_chunk_size:,}); no result changes"
+        f"{schedule.chunk_size:,}) or engine.head_chunk_size (now {schedule.head_chunk_size:,}); results do not change"
     )

@@ -135,7 +135,7 @@ class StepGuard:
         reports = self.world.gather_data_ranks(
             None if not_finite is None else (not_finite.what, not_finite.where, not_finite.fix)
         )
-        what, where, fix = next((each for each in reports if each is not None), (f"step {step} is not finite", "", ""))
+        what, where, fix = next((each for each in reports if each), (f"a number of step {step} is not finite", "", ""))
         not_finite = NonFiniteError(what, where=where, fix=fix)
         if self.settings.on_nan == "stop":
             not_finite.fix += "; or set on_nan: skip to skip such steps"
@@ -192,7 +192,7 @@ class StepGuard:
                 raise failure
             append_event(self.run.events, "out_of_memory", **details, replanned=asdict(schedule))
             restore_rng(rng)
-        raise AssertionError("the last attempt returns or raises")
+        raise AssertionError("unreachable: the last attempt returns or raises an error")
 
     def record_spikes(self, step: int, loss: float, grad_norm: float, micro_batches: Sequence[MicroBatch]) -> None:
         """Write an event with this rank's rows if the loss or the gradient norm spiked.

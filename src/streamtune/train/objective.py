@@ -140,7 +140,7 @@ class SupervisedObjective:
             request = LossRequest(self.loss, batch.weights, taught, batch.top_k)
             with self._handle.with_loss(request):
                 loss = call_model(model, batch, num_targets=totals).loss
-            assert request.measured is not None, "a call with labels computes its loss"
+            assert request.measured is not None, "unreachable: a model call with labels computes the loss"
             metrics = {
                 name: (value.item(), batch.num_targets)
                 for name, value in request.measured.items()

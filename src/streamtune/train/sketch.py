@@ -58,7 +58,7 @@ def value_projection_weights(layers: Sequence[nn.Module], recipe_key: str = "sel
         f"{recipe_key} needs a trained value projection, but {type(layers[-1]).__name__} has no trained weight in a "
         f"module named {', '.join(VALUE_PROJECTIONS)}",
         where=recipe_key,
-        fix="add the module to lora_target, or delete the line",
+        fix=f"add such a module to lora_target, or delete the key {recipe_key}",
     )
 
 

@@ -110,7 +110,7 @@ def write_index(folder: Path, entries: Iterable[Entry]) -> None:
                 raise CheckpointError(f"slices of {name} do not join: one ends at {end}, the next begins at {offset}")
             end = offset + count
         if end != math.prod(entry["shape"]):
-            raise CheckpointError(f"slices of {name} have {end} of {math.prod(entry['shape'])} values")
+            raise CheckpointError(f"slices of {name} have only {end} of its {math.prod(entry['shape'])} values")
     (folder / INDEX).write_text(json.dumps(index, indent=0) + "\n", encoding="utf-8")
 
 

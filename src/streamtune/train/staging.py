@@ -193,7 +193,7 @@ def check_output_files(folder: Path, names: Iterable[str], *, option: str = "--o
             if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
                 kind = "a symbolic link" if path.is_symlink() else "a folder" if path.is_dir() else "not a regular file"
                 raise ArgumentError(
-                    f"{path} is {kind}, but a result file has this name",
+                    f"{path} is {kind}, but a result file gets this name",
                     where=option,
                     fix=f"move it away, or use another {option}",
                 )

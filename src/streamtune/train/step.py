@@ -350,7 +350,7 @@ class StepRouterLoss:
                 yield
         finally:
             routers.totals, routers.weight = None, 1.0
-        assert routers.terms is not None, "a call with labels sets the terms of its loss"
+        assert routers.terms is not None, "unreachable: a model call with labels sets the terms of its router loss"
         if not batch.filler:
             self.aux_loss = (self.aux_loss or 0.0) + routers.terms.balance.item()
 
