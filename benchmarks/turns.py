@@ -200,7 +200,7 @@ def seconds(model: Any, batches: Sequence[train.TreeBatch]) -> float:
     model.zero_grad(set_to_none=True)
     handle, start = StreamHandle.of(model), process_time()
     for batch in batches:
-        scores = handle.logprobs(targets=batch.shift_labels, **batch.arguments)
+        scores = handle.logprobs(targets=batch.shift_labels, **batch.inputs)
         logp_K = batch.gather_targets(scores.logprobs)
         if batch.num_rows == 2:
             logps = objectives.PairLogps.from_tokens(logp_K, batch.row_K, 2)

@@ -40,7 +40,7 @@ def wait(ranks: LocalRanks, seconds: float) -> list[RankEnd]:
     ends: list[RankEnd] = []
     until = time.monotonic() + seconds
     try:
-        while ranks.running and time.monotonic() < until:
+        while ranks.running_ranks and time.monotonic() < until:
             ends += ranks.poll()
             time.sleep(0.02)
         return sorted(ends, key=lambda end: end.rank)

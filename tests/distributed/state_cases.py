@@ -224,7 +224,7 @@ def _is_as_saved(built: Run) -> bool:
     keys: set[tuple[str, str]] = set()
     for each in (Slice(*found) for found in backend.optimizer_slices()):
         keys.add((each.parameter, each.key))
-        if each.key in saved.keys(each.parameter):
+        if each.key in saved.state_keys(each.parameter):
             values = saved.read(each.parameter, each.key, each.offset, each.values.numel())
             same &= torch.equal(values.to(each.values.dtype), each.values.cpu())
     weights = _saved_weights(built.checkpoint.model_dir)
@@ -234,7 +234,7 @@ def _is_as_saved(built: Run) -> bool:
     every = built.start.world.gather_all_ranks((same, keys))
     together = set().union(*(found for _, found in every))
     trained = {name for name, parameter in built.model.named_parameters() if parameter.requires_grad}
-    if not saved.parameters():  # an optimizer without states
+    if not saved.parameter_names():  # an optimizer without states
         trained = set()
     return all(found for found, _ in every) and {name for name, key in together if key != MASTER} == trained
 

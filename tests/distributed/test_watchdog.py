@@ -327,7 +327,7 @@ def test_stragglers_need_many_steps_and_are_named_once() -> None:
     stragglers = Stragglers(window_seconds=30.0)
     for step in range(41):
         for rank, seconds in ((0, 1.0), (1, 1.1), (2, 1.7)):
-            stragglers.add(rank, step, step * seconds, now=step * 2.0)
+            stragglers.add_heartbeat(rank, step, step * seconds, now=step * 2.0)
         if step < 20:
             assert stragglers.new_stragglers() == []
     assert [rank for rank, _, _ in stragglers.new_stragglers()] == [2]

@@ -119,7 +119,7 @@ def compare(
         loss = TokenLoss(divergence=asked)
         objective = DistillationObjective(handle, recipe, loss, ModelReference(teacher, other))
         batches = make_micro_batches(groups, prompts, make_layout(recipe, batch_size, share))
-        totals, total = objective.divisors(batches), 0.0
+        totals, total = objective.step_totals(batches), 0.0
         for batch in batches:
             score = objective.score(model, batch, totals)
             score.total_loss.backward()
@@ -205,7 +205,7 @@ def test_losses_on_routers_are_added_and_not_shown() -> None:
         with stream(model, chunk_size=4, router_loss=weight) as handle, stream(teacher, 4) as other:
             objective = DistillationObjective(handle, recipe, loss, ModelReference(teacher, other))
             (batch,) = make_micro_batches(groups, prompts, make_layout(recipe, 12, share=False))
-            score = objective.score(model, batch, objective.divisors([batch]))
+            score = objective.score(model, batch, objective.step_totals([batch]))
         assert score.reported is not None
         return score.reported.item(), score.total_loss.item()
 
@@ -225,5 +225,5 @@ def test_no_logits_of_a_whole_row_are_made() -> None:
         batches = make_micro_batches(groups, prompts, make_layout(recipe, 5, share=True))
         with largest:
             for batch in batches:
-                objective.score(model, batch, objective.divisors(batches)).loss.backward()
+                objective.score(model, batch, objective.step_totals(batches)).loss.backward()
     assert 0 < largest.rows <= 5

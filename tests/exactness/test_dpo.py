@@ -406,7 +406,7 @@ def test_adapters_switched_off_are_the_base_without_dropout() -> None:
     with streamtune.stream(adapted, chunk_size=8) as handle:
         got = train.ModelReference(adapted, handle).logprobs(batch)
         assert not torch.equal(
-            got, batch.gather_targets(handle.logprobs(targets=batch.shift_labels, **batch.arguments).logprobs)
+            got, batch.gather_targets(handle.logprobs(targets=batch.shift_labels, **batch.inputs).logprobs)
         )
     assert torch.equal(got, want)
     assert adapted.training

@@ -146,7 +146,7 @@ def compare(
     with stream(model, schedule=schedule or Schedule(chunk_size=chunk_size)) as handle:
         objective = PolicyObjective(handle, recipe)
         batches = make_micro_batches(groups, prompts, make_layout(recipe, batch_size, share))
-        totals, total = objective.divisors(batches), 0.0
+        totals, total = objective.step_totals(batches), 0.0
         for batch in batches:
             score = objective.score(model, batch, totals)
             score.loss.backward()

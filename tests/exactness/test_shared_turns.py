@@ -198,7 +198,7 @@ def test_completions_that_were_resampled_in_families(family: str, least: int) ->
     with stream(model, chunk_size=5) as handle:
         objective = PolicyObjective(handle, recipe)
         batches = make_micro_batches(groups, prompts, grpo.make_layout(recipe, 6, True))
-        totals, total = objective.divisors(batches), 0.0
+        totals, total = objective.step_totals(batches), 0.0
         for batch in batches:
             score = objective.score(model, batch, totals)
             score.loss.backward()

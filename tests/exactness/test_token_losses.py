@@ -71,7 +71,7 @@ def batches(layout: str, rows: Sequence[data.Example]) -> list[MicroBatch]:
 
 def gradients(model: nn.Module, objective: SupervisedObjective, step: Sequence[MicroBatch]) -> Any:
     model.zero_grad(set_to_none=True)
-    totals, value = objective.divisors(step), 0.0
+    totals, value = objective.step_totals(step), 0.0
     for batch in step:
         score = objective.score(model, batch, totals)
         score.total_loss.backward()
@@ -134,7 +134,7 @@ def test_with_losses_on_routers() -> None:
 
     def plain(model: Any) -> Any:
         model.zero_grad(set_to_none=True)
-        balance = model(**{**batch.arguments, "attention_mask": batch.attention_mask}, output_router_logits=True)
+        balance = model(**{**batch.inputs, "attention_mask": batch.attention_mask}, output_router_logits=True)
         value = unstreamed_token_loss(model, batch, loss) / batch.target_weight + 0.1 * balance.aux_loss
         value.backward()
         return value, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -272,7 +272,7 @@ def taught_by_file(layout: str, asked: Divergence, k: int, schedule: Schedule | 
         for batch in alone:
             kept = batch.shift_labels != -100
             assert batch.weights is None or batch.weights[kept].unique().numel() == 1
-            logits = model(**batch.arguments).logits[kept]
+            logits = model(**batch.inputs).logits[kept]
             ids, logprobs = tables[batch.origins[0]]
             weight = 1.0 if batch.weights is None else batch.weights[kept][0]
             own = torch.nn.functional.cross_entropy(

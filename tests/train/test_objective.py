@@ -16,7 +16,7 @@ from streamtune.train.objective import call_model
 class SquaredNorm:
     """An objective unlike a language model's loss: the squared norm of the head, with a metric of the batch."""
 
-    def divisors(self, micro_batches: Sequence[MicroBatch], world: World) -> float:
+    def step_totals(self, micro_batches: Sequence[MicroBatch], world: World) -> float:
         return float(len(micro_batches))
 
     def score(self, model: Any, batch: MicroBatch, totals: float | None) -> Score:

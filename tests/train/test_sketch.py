@@ -198,11 +198,11 @@ def test_it_holds_less_than_the_step_of_the_same_row(adapters: bool, schedule: S
         sketch(row)
         with LiveBytes(handle.model, handle.layers) as choosing:
             sketch(row)
-        loss = sketch.objective.score(model, row, sketch.objective.divisors([row])).total_loss
+        loss = sketch.objective.score(model, row, sketch.objective.step_totals([row])).total_loss
         loss.backward()
         model.zero_grad(set_to_none=True)
         with LiveBytes(handle.model, handle.layers) as training:
-            sketch.objective.score(model, row, sketch.objective.divisors([row])).total_loss.backward()
+            sketch.objective.score(model, row, sketch.objective.step_totals([row])).total_loss.backward()
     assert 0 < choosing.peak < training.peak
 
 

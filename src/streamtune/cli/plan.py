@@ -158,7 +158,7 @@ def _plan_document(planned: RecipePlan) -> dict[str, Any]:
         "positions": planned.position_advice,
         "tokens": planned.tokens,
         "objective": planned.loaded.recipe.objective,
-        **({} if planned.loaded.recipe.select_rows is None else {"select_seconds": planned.select_seconds}),
+        **({} if planned.loaded.recipe.select_rows is None else {"select_seconds": planned.row_selection_seconds}),
         "completions": None if planned.scored is None else asdict(planned.scored),
         "device": planned.device_name,
         "here": planned.is_local_device,

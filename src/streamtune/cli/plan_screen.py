@@ -86,7 +86,7 @@ def _describe_verdict(planned: RecipePlan) -> str:
     devices = f"{ranks} x {name}" if ranks > 1 else name
     each = " each" if ranks > 1 else ""
     sizes = _describe_used_bytes(chosen.simulation.peak_bytes, chosen.limits.device_bytes)
-    seconds = show_seconds(chosen.step_seconds + planned.select_seconds)
+    seconds = show_seconds(chosen.step_seconds + planned.row_selection_seconds)
     return f"{planned.length:,} tokens on {devices}: {sizes}{each}, {seconds}/step (predicted, {ACCURACY})"
 
 
@@ -158,7 +158,7 @@ def _describe_device(planned: RecipePlan) -> str:
 
 
 def _describe_time(planned: RecipePlan) -> str:
-    choosing = planned.select_seconds
+    choosing = planned.row_selection_seconds
     seconds = planned.plan.step_seconds + choosing
     text = f"{show_seconds(seconds)}/step, {planned.tokens / seconds:,.0f} tokens/s (predicted)"
     if choosing:

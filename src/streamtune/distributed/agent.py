@@ -97,7 +97,7 @@ class _Agent:
                 reader.join(timeout=2)
         for end in ends:
             self.write_message({"end": asdict(end)})
-        return not self._ranks.running
+        return not self._ranks.running_ranks
 
     def _handle_message(self, message: dict[str, Any]) -> None:
         if "start" in message:
@@ -122,7 +122,7 @@ class _Agent:
         except StreamTuneError as error:
             self.write_message({"refused": asdict(Failure.from_error(error, request["first_rank"], request["host"]))})
             return
-        if has_main and 0 in self._ranks.running:
+        if has_main and 0 in self._ranks.running_ranks:
             process = self._ranks.process(0)
             for output_number, stream in ((1, process.stdout), (2, process.stderr)):
                 reader = threading.Thread(target=self._forward_output, args=(stream, output_number), daemon=True)

@@ -189,7 +189,7 @@ class DeepSpeedBackend(Backend):
             if id(flat) not in reset_ids:
                 reset_ids.add(id(flat))
                 state[flat] = {}
-            for key in saved.keys(name):
+            for key in saved.state_keys(name):
                 if key == MASTER:
                     if flat.dtype != parameter.dtype:
                         with torch.no_grad():

@@ -262,7 +262,7 @@ class Stragglers:
         self._reports: dict[int, deque[tuple[int, float, float]]] = {}
         self._reported: set[int] = set()
 
-    def add(self, rank: int, step: int, busy_seconds: float, now: float) -> None:
+    def add_heartbeat(self, rank: int, step: int, busy_seconds: float, now: float) -> None:
         """Add the step and the busy seconds of a heartbeat that arrived at the monotonic time ``now``."""
         reports = self._reports.setdefault(rank, deque())
         if reports and step < reports[-1][0]:

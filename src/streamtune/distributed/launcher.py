@@ -44,7 +44,7 @@ class RankGroup(Protocol):
     host: str
 
     @property
-    def running(self) -> list[int]: ...
+    def running_ranks(self) -> list[int]: ...
     def poll(self) -> list[RankEnd]: ...
     def send_signal(self, signum: int) -> None: ...
     def kill(self) -> None: ...
@@ -221,7 +221,7 @@ def _wait_for_ends(groups: Sequence[RankGroup], signals: _Signals) -> list[RankE
     while True:
         for group in groups:
             ends += group.poll()
-        if not any(group.running for group in groups):
+        if not any(group.running_ranks for group in groups):
             return ends
         now = time.monotonic()
         if reader_is_gone() and signals.first is None:  # a remote rank 0 does not notice that the reader is gone

@@ -106,7 +106,7 @@ class LocalRanks:
         return Path(self._folder.name) / f"rank-{rank:04d}.log"
 
     @property
-    def running(self) -> list[int]:
+    def running_ranks(self) -> list[int]:
         return list(self._running)
 
     def process(self, rank: int) -> subprocess.Popen[bytes]:

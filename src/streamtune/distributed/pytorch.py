@@ -327,7 +327,7 @@ class FsdpBackend(TorchBackend):
         saved.check_parameters([name for name, _ in trained])
         for name, parameter in trained:
             state: dict[str, Any] = {}
-            for key in saved.keys(name):
+            for key in saved.state_keys(name):
                 if saved.shape(name, key) == ():
                     fused = self.optimizer.defaults.get("fused")
                     count = unpack_number(saved.read(name, key, 0, 1).reshape(()))

@@ -137,7 +137,7 @@ class RemoteRanks:
         self._send({"start": request})
 
     @property
-    def running(self) -> list[int]:
+    def running_ranks(self) -> list[int]:
         """Ranks whose end has not been reported yet."""
         return sorted(self._running)
 
@@ -155,7 +155,7 @@ class RemoteRanks:
                 ends.append(self._make_rank_end(message["end"]))
             elif "refused" in message:
                 failure = Failure.from_dict(message["refused"])
-                ends += [RankEnd(rank, self.host, failure.exit_code, failure) for rank in self.running]
+                ends += [RankEnd(rank, self.host, failure.exit_code, failure) for rank in self.running_ranks]
                 self._running.clear()
             elif "out" in message:
                 stream = sys.stdout if message["to"] == 1 else sys.stderr
@@ -173,7 +173,7 @@ class RemoteRanks:
         """Return, for each running rank, a ``RankEnd`` that reports the lost connection."""
         reason = "; ".join(self._last_error_lines(2)) or "it was closed"
         ends = []
-        for rank in self.running:
+        for rank in self.running_ranks:
             what = f"the connection to {self.host} was lost: {reason}"
             failure = Failure(rank, self.host, what, own=not self._signals)
             ends.append(RankEnd(rank, self.host, 255, failure, sent_signals=tuple(self._signals)))

@@ -321,7 +321,7 @@ class _Hub:
             self._reporting_ranks.add(rank)
             if "beat" in message:
                 peer.beat = Heartbeat.from_dict(message["beat"])
-                self._stragglers.add(rank, peer.beat.step, peer.beat.busy_seconds, peer.last_heard)
+                self._stragglers.add_heartbeat(rank, peer.beat.step, peer.beat.busy_seconds, peer.last_heard)
             elif "bye" in message:
                 peer.has_finished = True
             elif "failed" in message and self._received_failure is None:
@@ -330,7 +330,7 @@ class _Hub:
     def send_heartbeat(self, beat: Heartbeat, now: float) -> None:
         """Record rank 0's heartbeat, send it to all other ranks, and log slow ranks."""
         self._peers[0].beat, self._peers[0].last_heard = beat, now
-        self._stragglers.add(0, beat.step, beat.busy_seconds, now)
+        self._stragglers.add_heartbeat(0, beat.step, beat.busy_seconds, now)
         for rank, channel in self._channels.items():
             if not self._peers[rank].has_died:
                 with suppress(OSError):  # the buffer of a stopped rank fills up; `find_failure` reports that rank

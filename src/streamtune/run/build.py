@@ -196,7 +196,7 @@ def _init_adapters(recipe: ModelSettings, task: Task[Any], model: Any, handle: S
         _check_host_memory(recipe, model)
     device, world = model_device(model), train.WORLD
     objective = task.make_objective(handle, None, device)
-    totals = objective.divisors(rows, world)
+    totals = objective.step_totals(rows, world)
 
     def row_loss(batch: train.MicroBatch) -> Tensor:
         with train.autocast(device, bool(recipe.bf16)):

@@ -86,7 +86,7 @@ class RecipePlan:
         longest_rows: Longest rows if more ranks share each sequence; empty if the recipe sets this number of ranks.
         flops: FLOPs of the model in a step, of all ranks (``simulate.workload``).
         peak_flops: FLOP/s of one device, from the recipe or its data sheet; None if unknown.
-        select_flops: FLOPs of a rank to choose the rows of a step; 0 if rows are not chosen.
+        row_selection_flops: FLOPs of a rank to choose the rows of a step; 0 if rows are not chosen.
         position_advice: Advice if rows exceed the model's positions; None if they do not.
     """
 
@@ -105,14 +105,14 @@ class RecipePlan:
     longest_rows: tuple[SharedLimit, ...] = ()
     flops: int = 0
     peak_flops: float | None = None
-    select_flops: int = 0
+    row_selection_flops: int = 0
     position_advice: str | None = None
 
     @property
-    def select_seconds(self) -> float:
+    def row_selection_seconds(self) -> float:
         """Predicted seconds of choosing the rows of a step, at the FLOP/s of the rest of the step."""
         work = self.plan.simulation.work
-        return self.plan.step_seconds * self.select_flops / max(1, work.matmul_flops + work.attention_flops)
+        return self.plan.step_seconds * self.row_selection_flops / max(1, work.matmul_flops + work.attention_flops)
 
     @property
     def computed_flops(self) -> int:
@@ -232,7 +232,7 @@ def plan_recipe(
         longest_rows=longest_rows,
         flops=cluster.data_size * chosen.flops,
         peak_flops=recipe.peak_flops or (target.matmul_flops if target else known_peak_flops(recipe, here)),
-        select_flops=_row_selection_flops(recipe, workload),
+        row_selection_flops=_row_selection_flops(recipe, workload),
         position_advice=models.position_warning(base, length),
     )
 

@@ -90,12 +90,12 @@ def make_reference(
     """
     if not start.task.uses_reference:
         return None
-    return reference_model(
+    return wrap_reference(
         start.task, model, handle, second_model, _shard_loader(start, closing) if second_model is not None else None
     )
 
 
-def reference_model(
+def wrap_reference(
     task: Task[Any],
     model: Any,
     handle: StreamHandle | None,

@@ -337,8 +337,8 @@ def start_run(
         start._notify_changes(train.describe_harmless_changes(last, start.identity))
         if start.resets_optimizer:
             notify("the optimizer changed, so its states are initialised again")
-        if checkpoint is not None and checkpoint.ranks != world.size:
-            ranks = checkpoint.ranks
+        if checkpoint is not None and checkpoint.num_ranks != world.size:
+            ranks = checkpoint.num_ranks
             notify(
                 f"the checkpoint was saved on {ranks} rank{'' if ranks == 1 else 's'} and is resumed on {world.size}: "
                 "dropout and other random numbers are seeded again, by step and rank"

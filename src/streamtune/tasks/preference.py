@@ -206,7 +206,7 @@ class PreferenceBatches:
 
 def _policy_logps(handle: StreamHandle, model: nn.Module, batch: train.TreeBatch) -> tuple[Tensor, Tensor | None]:
     """Return the policy's log-probs at the targets, ``[K]`` with graph, and the router loss."""
-    scores = handle.logprobs(targets=batch.shift_labels, model=model, **batch.arguments)
+    scores = handle.logprobs(targets=batch.shift_labels, model=model, **batch.inputs)
     return batch.gather_targets(scores.logprobs), scores.router_loss
 
 
@@ -216,7 +216,7 @@ class PairObjective:
     def __init__(self, handle: StreamHandle, recipe: PreferenceSettings, reference: train.Reference | None) -> None:
         self.handle, self.recipe, self.reference = handle, recipe, reference
 
-    def divisors(self, micro_batches: Sequence[train.MicroBatch], world: train.World = train.WORLD) -> int:
+    def step_totals(self, micro_batches: Sequence[train.MicroBatch], world: train.World = train.WORLD) -> int:
         """Return the number of pairs of the step, over all ranks."""
         return world.sum_count_over_ranks(
             sum(_as_preference_batch(batch).num_rows // 2 for batch in train.counted_batches(micro_batches))
@@ -268,7 +268,9 @@ class UnpairedObjective:
         self.handle, self.recipe, self.reference, self.device = handle, recipe, reference, device
         self.loss = objectives.check_unpaired_loss(recipe.loss_type, unpaired_options(recipe))
 
-    def divisors(self, micro_batches: Sequence[train.MicroBatch], world: train.World = train.WORLD) -> _UnpairedTotals:
+    def step_totals(
+        self, micro_batches: Sequence[train.MicroBatch], world: train.World = train.WORLD
+    ) -> _UnpairedTotals:
         """Return the number of completions of the step, and its baseline, over all ranks."""
         batches = [_as_preference_batch(batch) for batch in micro_batches]
         with self._autocast():

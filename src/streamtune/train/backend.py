@@ -226,9 +226,9 @@ class TorchBackend(Backend):
         saved.check_parameters(trained)
         with torch.no_grad():
             for name, parameter in self.module.named_parameters():
-                if TRAINED in saved.keys(name):
+                if TRAINED in saved.state_keys(name):
                     parameter.copy_(saved.read_whole(name, TRAINED))
-        keys = {name: [key for key in saved.keys(name) if key not in (MASTER, TRAINED)] for name in trained}
+        keys = {name: [key for key in saved.state_keys(name) if key not in (MASTER, TRAINED)] for name in trained}
         tensors = {f"{name}/{key}": saved.read_whole(name, key) for name in trained for key in keys[name]}
         if tensors:
             load_optimizer_tensors(self.optimizer, self.module, tensors)
@@ -261,7 +261,7 @@ class BlockBackend(LocalBackend):
         self.optimizer.train_block_after(state["steps_taken"])
 
     def load_optimizer_slices(self, saved: SliceReader) -> None:
-        if saved.parameters():
+        if saved.parameter_names():
             super().load_optimizer_slices(saved)
 
 

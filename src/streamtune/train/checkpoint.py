@@ -59,7 +59,7 @@ class Checkpoint:
         return _read_tensors(sorted(self.path.glob("optimizer-*.safetensors")))
 
     @property
-    def ranks(self) -> int:
+    def num_ranks(self) -> int:
         """Number of ranks that wrote the checkpoint."""
         return int(self.state.get("ranks", 1))
 

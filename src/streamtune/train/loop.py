@@ -402,7 +402,7 @@ def restore_from_checkpoint(job: TrainJob, checkpoint: Checkpoint, seed: int) ->
         saved = SliceReader(path, only_masters=job.fresh_optimizer)
         if not job.fresh_optimizer:
             job.backend.load_state(checkpoint.state.get("backend", {}))  # before the tensors: it may decide which exist
-    if not job.fresh_optimizer or saved.parameters():
+    if not job.fresh_optimizer or saved.parameter_names():
 
         def load() -> None:
             with explain_restore_errors(path, "optimizer"):
@@ -413,7 +413,7 @@ def restore_from_checkpoint(job: TrainJob, checkpoint: Checkpoint, seed: int) ->
         with explain_restore_errors(path, "position in the data"):
             job.steps.load_state_dict(checkpoint.state["stream"])
     with explain_restore_errors(path, "random state"):
-        if checkpoint.ranks == job.world.size:
+        if checkpoint.num_ranks == job.world.size:
             restore_rng(checkpoint.rng(job.world.rank))
         else:
             seed_everything(seed, job.world.rank, checkpoint.step)

@@ -1,8 +1,8 @@
 """Micro-batches, and the objectives that compute their loss.
 
 The loss of an optimizer step is a mean over the whole step (over tokens, pairs or completions), however many
-micro-batches the step has. The loop calls :meth:`Objective.totals` once for all micro-batches. The :class:`Score` of
-each micro-batch is divided by these totals. So scores add up to the step's loss, and gradients to the step's gradient.
+micro-batches the step has. The loop calls :meth:`Objective.step_totals` once for all micro-batches. The
+:class:`Score` of each micro-batch is divided by these totals, so scores and gradients add up to those of the step.
 
 A :class:`Reference` is the model whose log-probabilities are compared with the trained model's. It is streamed, runs in
 evaluation mode (without dropout) and has no gradients. A model with adapters is its own reference, with the adapters
@@ -84,7 +84,7 @@ class StepScore:
 class Objective(Protocol):
     """Computes, one micro-batch at a time, a loss that is a mean over a whole optimizer step."""
 
-    def divisors(self, micro_batches: Sequence[MicroBatch], world: World = WORLD) -> Any:
+    def step_totals(self, micro_batches: Sequence[MicroBatch], world: World = WORLD) -> Any:
         """Return the divisors of the step, summed over all ranks of ``world``; never None.
 
         Called before the first backward of the step. Filler batches, which give all ranks equally many, do not count.
@@ -122,7 +122,7 @@ class SupervisedObjective:
         self._handle = handle  # not its routers: a new schedule replaces them
         self.loss, self.teacher = loss, teacher
 
-    def divisors(self, micro_batches: Sequence[MicroBatch], world: World = WORLD) -> float:
+    def step_totals(self, micro_batches: Sequence[MicroBatch], world: World = WORLD) -> float:
         """Return the sum of the weights of all targets of the step; without weights, the number of targets."""
         return world.sum_over_ranks([sum(batch.target_weight for batch in counted_batches(micro_batches))])[0]
 
@@ -165,8 +165,8 @@ def unstreamed_token_loss(
     teacher_logits = None
     if teacher is not None:
         with torch.no_grad(), evaluation_mode(teacher.model):
-            teacher_logits = teacher.model(**batch.arguments).logits
-    logits = model(**batch.arguments).logits
+            teacher_logits = teacher.model(**batch.inputs).logits
+    logits = model(**batch.inputs).logits
     return token_loss_reference(
         logits, batch.shift_labels, loss, batch.weights, teacher_BTV=teacher_logits, top_k=batch.top_k
     )
@@ -181,7 +181,7 @@ def call_model(model: nn.Module, batch: MicroBatch, *, num_targets: float, **ext
             labels=batch.shift_labels,
             shift_labels=batch.shift_labels,
             num_items_in_batch=num_targets,
-            **{**batch.arguments, **extra_arguments},
+            **{**batch.inputs, **extra_arguments},
         )
 
 
@@ -216,7 +216,7 @@ class ModelReference:
         without = nullcontext() if self.adapters else _disabled_adapters(self.model)
         with torch.no_grad(), evaluation_mode(self.model), without, self.handle.routers.silenced():
             scores = self.handle.logprobs(
-                targets=batch.shift_labels, temperature=self.temperature, model=self.model, **batch.arguments
+                targets=batch.shift_labels, temperature=self.temperature, model=self.model, **batch.inputs
             )
         return batch.gather_targets(scores.logprobs)
 
@@ -224,7 +224,7 @@ class ModelReference:
         """Return the reference's logits, computed from its final hidden states when they are read; no gradient."""
         branches = batch.branches if isinstance(batch, PrefixBatch) else None
         with torch.no_grad(), evaluation_mode(self.model), self.handle.routers.silenced():
-            return self.handle.lazy_logits(targets=batch.shift_labels, branches=branches, **batch.arguments)
+            return self.handle.lazy_logits(targets=batch.shift_labels, branches=branches, **batch.inputs)
 
 
 @contextmanager
@@ -305,7 +305,7 @@ class MicroBatch:
         return bool((self.attention_mask[:, 1:] > self.attention_mask[:, :-1]).any())
 
     @property
-    def arguments(self) -> dict[str, Any]:
+    def inputs(self) -> dict[str, Any]:
         """Keyword arguments of the model's call, without labels."""
         # Transformers separates packed rows by their positions, but only if no mask is given.
         packed = {} if self.position_ids is None else {"position_ids": self.position_ids}
@@ -325,7 +325,7 @@ class PrefixBatch(MicroBatch):
     branches: Branches
 
     @property
-    def arguments(self) -> dict[str, Any]:
+    def inputs(self) -> dict[str, Any]:
         return {"input_ids": self.input_ids, **self.branches.arguments(self.input_ids), "use_cache": False}
 
 
@@ -368,9 +368,9 @@ class TreeBatch(MicroBatch):
         return x_BT.flatten()[self.flat_index_K]
 
     @property
-    def arguments(self) -> dict[str, Any]:
+    def inputs(self) -> dict[str, Any]:
         """Keyword arguments of ``StreamHandle.logprobs``, without targets."""
-        arguments = super().arguments
+        arguments = super().inputs
         return arguments if self.branches is None else {**arguments, "branches": self.branches}
 
 

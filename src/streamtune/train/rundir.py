@@ -348,7 +348,7 @@ def check_shared_folder(folder: Path, world: World) -> None:
     except OSError as error:
         raise CheckpointError(f"cannot write to {folder}: {error}") from error
     try:
-        blind_ranks = [rank for rank, sees in enumerate(world.gather_all_ranks(_can_see(probe))) if not sees]
+        blind_ranks = [rank for rank, sees in enumerate(world.gather_all_ranks(_is_visible(probe))) if not sees]
     finally:
         if world.is_main:
             probe.unlink(missing_ok=True)
@@ -361,7 +361,7 @@ def check_shared_folder(folder: Path, world: World) -> None:
         )
 
 
-def _can_see(probe: Path) -> bool:
+def _is_visible(probe: Path) -> bool:
     try:
         list(probe.parent.iterdir())  # makes a network file system refresh the directory
         return probe.exists()

@@ -122,7 +122,7 @@ class RowSketch:
         and gradient hooks are not called.
         """
         batch = batch.to(self.device)
-        totals = self.objective.divisors([batch])
+        totals = self.objective.step_totals([batch])
         if not totals:  # a row of weight 0 trains nothing
             return torch.zeros(self.project.size)
 
@@ -174,7 +174,7 @@ class CompletionGradient:
         def loss() -> Tensor:
             with autocast(self.device, self.bf16):
                 scores = self.handle.logprobs(
-                    targets=batch.shift_labels, temperature=self.temperature, model=self.model, **batch.arguments
+                    targets=batch.shift_labels, temperature=self.temperature, model=self.model, **batch.inputs
                 )
             return -batch.gather_targets(scores.logprobs).sum()
 

@@ -69,7 +69,7 @@ def write_slices(folder: Path, slices: Iterable[Slice], rank: int, *, has_whole_
     pending: dict[str, Tensor] = {}
     number = 0
 
-    def flush() -> None:
+    def write_pending() -> None:
         nonlocal pending, number
         number += 1
         save_file(pending, folder / _slice_file_name(rank, number))
@@ -79,14 +79,14 @@ def write_slices(folder: Path, slices: Iterable[Slice], rank: int, *, has_whole_
         if not (has_whole_tensors or part.values.numel()):
             continue
         if pending and sum(tensor.nbytes for tensor in pending.values()) + part.values.nbytes > FILE_BYTES:
-            flush()
+            write_pending()
         if has_whole_tensors:
             pending[part.name] = part.values.detach().cpu().contiguous().reshape(part.shape)
         else:  # a file cannot store tensors that share memory, as slices of one tensor do
             pending[f"{part.name}@{part.offset}"] = part.values.detach().to("cpu", copy=True).contiguous().flatten()
         entries.append((part.name, part.shape, part.offset, part.values.numel(), _slice_file_name(rank, number + 1)))
     if pending or rank == 0:  # every checkpoint has a first file, even if it is empty
-        flush()
+        write_pending()
     return entries
 
 
@@ -150,15 +150,15 @@ class SliceReader:
                     self._shapes[name] = shape
                     self._slices[name] = [(0, math.prod(shape), path.name, name)]
 
-    def keys(self, parameter: str) -> list[str]:
+    def state_keys(self, parameter: str) -> list[str]:
         return [name.rpartition("/")[2] for name in self._shapes if name.rpartition("/")[0] == parameter]
 
-    def parameters(self) -> set[str]:
+    def parameter_names(self) -> set[str]:
         return {name.rpartition("/")[0] for name in self._shapes}
 
     def check_parameters(self, trained: Iterable[str]) -> None:
         """Raise a CheckpointError unless the saved optimizer state is for exactly the parameters ``trained``."""
-        check_same_parameters(self.parameters(), trained)
+        check_same_parameters(self.parameter_names(), trained)
 
     def shape(self, parameter: str, key: str) -> tuple[int, ...]:
         """Return the shape of the state tensor ``key`` (such as ``exp_avg``) of a parameter; ``()`` for a scalar."""

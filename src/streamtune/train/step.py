@@ -100,8 +100,8 @@ class _MeanAccumulator:
     def __init__(self) -> None:
         self._sums: dict[str, SumAndCount] = {}
 
-    def add(self, scored: Mapping[str, SumAndCount]) -> None:
-        for name, (value, count) in scored.items():
+    def add(self, sums_by_name: Mapping[str, SumAndCount]) -> None:
+        for name, (value, count) in sums_by_name.items():
             earlier_value, earlier_count = self._sums.get(name, (0.0, 0.0))
             self._sums[name] = (earlier_value + value, earlier_count + count)
 
@@ -141,7 +141,7 @@ def accumulate_gradients(
     device, fix = model_device(model), settings.out_of_memory_fix
     reset_peak_memory(device)
     with explain_out_of_memory(f"step {step}", micro_batches, fix):
-        totals = objective.divisors(micro_batches, world)
+        totals = objective.step_totals(micro_batches, world)
     total_loss, metrics, not_finite = 0.0, _MeanAccumulator(), None
     model.train()
     if routers.needs_expert_counts:
@@ -360,4 +360,4 @@ class StepRouterLoss:
         for batch in self._batches:
             moved = batch.to(device)
             with self._routers.counting(moved.attention_mask):
-                yield moved.arguments
+                yield moved.inputs

@@ -121,7 +121,7 @@ def test_so_it_is_with_the_divergence_from_a_teacher(share: bool, shape: str) ->
         objective = DistillationObjective(handle, recipe, loss, ModelReference(teacher, other))
 
         def backward() -> None:
-            objective.score(model, batch, objective.divisors([batch])).total_loss.backward()
+            objective.score(model, batch, objective.step_totals([batch])).total_loss.backward()
 
         backward()  # what is made once is there
         model.zero_grad(set_to_none=True)

@@ -112,7 +112,7 @@ def test_scoring_a_row_holds_less_than_training_on_it() -> None:
     with stream(model, schedule=Schedule(chunk_size=64, head_chunk_size=32)) as handle:
         objective = train.SupervisedObjective(handle)
         with LiveBytes(model, handle.layers) as training:
-            objective.score(model, batch, objective.divisors([batch])).loss.backward()
+            objective.score(model, batch, objective.step_totals([batch])).loss.backward()
         model.zero_grad(set_to_none=True)
         with LiveBytes(model, handle.layers) as scoring:
             found = score_rows(

@@ -184,7 +184,7 @@ def score_rows(
         for start in range(0, len(rows), batch_size):
             part = rows[start : start + batch_size]
             batch = _collate_rows(part, pad_token_id).to(streamed.device)
-            losses_BT = -streamed.handle.logprobs(targets=batch.shift_labels, model=model, **batch.arguments).logprobs
+            losses_BT = -streamed.handle.logprobs(targets=batch.shift_labels, model=model, **batch.inputs).logprobs
             for place, row in enumerate(part):
                 trained = batch.shift_labels[place].ne(IGNORE_INDEX).nonzero()[:, 0]
                 name = set_name_of_origin(row.origin) if names is None else names[start + place]

@@ -23,7 +23,7 @@ from streamtune.recipe.keys.model_and_tokenizer import ModelKeys
 from streamtune.recipe.settings import ModelSettings, TrainingSettings
 from streamtune.run.model import choose_quantization, make_reference_model
 from streamtune.run.plan import LongestStep, plan_model
-from streamtune.run.reference import load_reference, reference_model
+from streamtune.run.reference import load_reference, wrap_reference
 from streamtune.schedule import Schedule
 from streamtune.tasks import Task
 
@@ -153,7 +153,7 @@ def make_eval_reference(
     """Return the reference model that the objective scores with; None if its loss uses none."""
     if not task.uses_reference or not task.scores_completions:  # the teacher of sft is not used by evaluations
         return None
-    return reference_model(task, model, handle, second_model)
+    return wrap_reference(task, model, handle, second_model)
 
 
 # --- schedule -------------------------------------------------------------------------------------------------------

@@ -50,7 +50,7 @@ from streamtune.run.plan import (
     shares_prompts,
 )
 from streamtune.run.ranks import local_backend, local_optimizer
-from streamtune.run.reference import reference_model
+from streamtune.run.reference import wrap_reference
 from streamtune.run.weight_choices import exceeds_device_at_any_length, placement_choices, with_best_precision
 from streamtune.schedule import Schedule
 from streamtune.tasks import Task, task_of
@@ -124,7 +124,7 @@ def make_reference(
         return None
     if task.precomputes_reference:
         return PrecomputedReference()
-    return reference_model(task, model, handle, second_model)
+    return wrap_reference(task, model, handle, second_model)
 
 
 def _resolve_placement(task: Task[Any], shape: Shape, budget: Budget, device: torch.device) -> TrainingSettings:

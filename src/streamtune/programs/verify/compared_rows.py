@@ -42,7 +42,7 @@ from streamtune.ops import TokenLoss, token_loss_reference
 from streamtune.plan.simulate.memory import LiveBytes
 from streamtune.plan.simulate.scored import PlainScores
 from streamtune.programs.verify.restore import widening_weights
-from streamtune.run.reference import reference_model, stream_reference
+from streamtune.run.reference import stream_reference, wrap_reference
 from streamtune.tasks.task import ScoringTask
 from streamtune.train.objective import autocast, call_model, supervised_loss
 
@@ -88,9 +88,9 @@ class RowLosses:
                     return model_cross_entropy(batch, router_loss, model, bf16)
             arguments, balance = _balance_loss_arguments(batch, router_loss, model)
             with autocast(device, bf16):
-                output = model(**{**batch.arguments, **arguments})
+                output = model(**{**batch.inputs, **arguments})
                 with torch.no_grad():
-                    teacher_BTV = None if teacher is None else teacher(**batch.arguments).logits
+                    teacher_BTV = None if teacher is None else teacher(**batch.inputs).logits
             loss = token_loss_reference(
                 output.logits, batch.shift_labels, token_loss, batch.weights, teacher_BTV=teacher_BTV, top_k=batch.top_k
             )
@@ -144,7 +144,7 @@ class TreeLosses:
     def plain(self, model: nn.Module, bf16: bool) -> Tensor:
         """Return the loss by plain autograd from full logits, with a row for each completion."""
         return self._loss(
-            PlainScores(model), reference_model(self.task, model, None, self.own_reference), self.apart, model, bf16
+            PlainScores(model), wrap_reference(self.task, model, None, self.own_reference), self.apart, model, bf16
         )
 
     def streamed(self, handle: StreamHandle) -> Callable[[nn.Module, bool], Tensor]:
@@ -152,7 +152,7 @@ class TreeLosses:
         return partial(self._loss_with_handle, handle)
 
     def _loss_with_handle(self, handle: StreamHandle, model: nn.Module, bf16: bool) -> Tensor:
-        reference = reference_model(self.task, model, handle, self.own_reference)
+        reference = wrap_reference(self.task, model, handle, self.own_reference)
         with nullcontext() if self.own_reference is None else reference.handle:
             return self._loss(handle, reference, self.shared, model, bf16)
 
@@ -166,7 +166,7 @@ class TreeLosses:
         with widening_weights(self.own_reference or model, dtype), autocast(device, bf16), scorer.routers.silenced():
             batch = task.with_reference(batch, reference)
             objective: Any = task.make_objective(scorer, reference, device)
-            loss: Tensor = objective.score(model, batch, objective.divisors([batch])).loss
+            loss: Tensor = objective.score(model, batch, objective.step_totals([batch])).loss
         return loss
 
 

@@ -98,7 +98,7 @@ class RolloutObjective(ABC):
         self.recipe = recipe
         self.supervised = train.SupervisedObjective(handle)
 
-    def divisors(
+    def step_totals(
         self, micro_batches: Sequence[train.MicroBatch], world: train.World = train.WORLD
     ) -> StepTotals | float:
         """Return how many completions and target tokens the step has, including completions without a gradient.
@@ -107,7 +107,7 @@ class RolloutObjective(ABC):
         """
         policy = [batch for batch in train.counted_batches(micro_batches) if isinstance(batch, PolicyBatch)]
         if not world.any_rank(bool(policy)):
-            return self.supervised.divisors(micro_batches, world)
+            return self.supervised.step_totals(micro_batches, world)
         return StepTotals(
             completions=world.sum_count_over_ranks(sum(batch.num_rows + batch.left_out_rows for batch in policy)),
             tokens=world.sum_count_over_ranks(sum(batch.num_targets + batch.left_out_tokens for batch in policy)),
@@ -142,7 +142,7 @@ class PolicyObjective(RolloutObjective):
             temperature=self.recipe.temperature,
             entropy=True,
             model=model,
-            **batch.arguments,
+            **batch.inputs,
         )
         assert scores.entropy is not None
         logps = TokenLogps(
