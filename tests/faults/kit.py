@@ -245,10 +245,10 @@ def differences(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
 def complete_checkpoints(run: Path) -> list[int]:
     """Steps of the checkpoints that verify."""
     from streamtune.errors import CheckpointError
-    from streamtune.train.checkpoint import open_checkpoint, step_directories
+    from streamtune.train.checkpoint import list_checkpoints, open_checkpoint
 
     found = []
-    for path in step_directories(run / "checkpoints"):
+    for path in list_checkpoints(run / "checkpoints"):
         try:
             found.append(open_checkpoint(path).step)
         except CheckpointError:

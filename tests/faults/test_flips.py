@@ -179,7 +179,7 @@ def test_no_pickle_is_read(whole: Whole, checkpoint: Path, tmp_path: Path, monke
     }
     rewrite(checkpoint, files=files)
     opened = open_checkpoint(checkpoint)  # consistent with itself: whoever made it made the manifest too
-    opened.optimizer_tensors(), opened.rng()
+    opened.optimizer_tensors(), opened.random_state()
     from streamtune.models import load_model
 
     with warnings.catch_warnings(action="ignore"), pytest.raises(Exception, match=r".") as caught:

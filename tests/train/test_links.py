@@ -18,7 +18,7 @@ from streamtune.train.records import (
     delete_events_after_step,
     read_records,
 )
-from streamtune.train.staging import remove_directory, write_durably
+from streamtune.train.staging import remove_directory, write_text_durably
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ STAGED: dict[str, Callable[[RunDirectory], None]] = {
     ".tmp-deepspeed.json": claim,
     ".tmp-metrics.jsonl": cut,
     ".tmp-events.jsonl": lambda run: delete_events_after_step(run.events, 1),
-    ".tmp-completions.jsonl": lambda run: write_durably(run.path / "completions.jsonl", ""),
+    ".tmp-completions.jsonl": lambda run: write_text_durably(run.path / "completions.jsonl", ""),
     ".tmp-loss.png": draw,
 }
 """A staged file, and what writes it."""

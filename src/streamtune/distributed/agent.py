@@ -123,7 +123,7 @@ class _Agent:
             self.write_message({"refused": asdict(Failure.from_error(error, request["first_rank"], request["host"]))})
             return
         if has_main and 0 in self._ranks.running_ranks:
-            process = self._ranks.process(0)
+            process = self._ranks.process_of_rank(0)
             for output_number, stream in ((1, process.stdout), (2, process.stderr)):
                 reader = threading.Thread(target=self._forward_output, args=(stream, output_number), daemon=True)
                 reader.start()

@@ -58,7 +58,7 @@ class RankEnvironment:
 
     @property
     def host(self) -> str:
-        """Name of this machine in messages."""
+        """Name of this machine, as messages show it."""
         return os.environ.get("STREAMTUNE_HOST") or socket.gethostname()
 
     def export_variables(self, environ: MutableMapping[str, str] = os.environ) -> None:

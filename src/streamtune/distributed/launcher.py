@@ -93,7 +93,7 @@ def launch(arguments: Sequence[str], *, nproc: int | None, hostfile: Path | None
             for group in groups:
                 group.close()
     if signals.first is not None:
-        ends = _count_caused_errors_as_stops(ends)
+        ends = _mark_caused_errors_as_stops(ends)
     if (failed := error_of_first_failed_rank(ends)) is not None:
         error, code = failed
         error.exit_code = code
@@ -104,7 +104,7 @@ def launch(arguments: Sequence[str], *, nproc: int | None, hostfile: Path | None
     return codes.get(0, 0) or next((code for code in codes.values() if code), 0)
 
 
-def _count_caused_errors_as_stops(ends: Sequence[RankEnd]) -> list[RankEnd]:
+def _mark_caused_errors_as_stops(ends: Sequence[RankEnd]) -> list[RankEnd]:
     """Return ``ends``; if a rank was stopped on request, errors that this caused in other ranks also count as stops."""
     if not any(end.was_stopped for end in ends):
         return list(ends)

@@ -109,7 +109,7 @@ class LocalRanks:
     def running_ranks(self) -> list[int]:
         return list(self._running)
 
-    def process(self, rank: int) -> subprocess.Popen[bytes]:
+    def process_of_rank(self, rank: int) -> subprocess.Popen[bytes]:
         return self._running[rank]
 
     def poll(self) -> list[RankEnd]:
@@ -204,7 +204,7 @@ def redirect_rank_output(environment: RankEnvironment) -> int | None:
 def move_log_to_run(directory: Path, environment: RankEnvironment) -> None:
     """Move the log of a rank other than 0 into the run directory, and write further output there.
 
-    If the log cannot be moved, output continues in the present file.
+    If the log cannot be moved, output continues in its current file.
     """
     current = os.environ.get(LOG_FILE_VARIABLE)
     if environment.is_main or not current or Path(current).is_symlink():

@@ -162,7 +162,7 @@ class Watchdog:
 
     def _watch(self, endpoint: _Hub | _Client) -> Failure | None:
         """Return the failure as soon as a rank has failed; None when this rank leaves the context."""
-        activity = ProcessActivity(endpoint.descriptors)
+        activity = ProcessActivity(endpoint.socket_descriptors)
         phase = sent_phase = self._phase
         last_loop_at = time.monotonic()
         sample_at = beat_at = last_loop_at
@@ -180,7 +180,7 @@ class Watchdog:
                     phase = latest
                 if now >= sample_at:
                     sample_at = now + BEAT_SECONDS
-                    activity.ignored_descriptors = endpoint.descriptors
+                    activity.ignored_descriptors = endpoint.socket_descriptors
                     activity.sample_process()
                 if now >= beat_at or (phase is not sent_phase and now >= beat_at - BEAT_SECONDS + PHASE_CHANGE_SECONDS):
                     beat_at, sent_phase = now + BEAT_SECONDS, phase
@@ -277,9 +277,9 @@ class _Hub:
         self._stragglers = Stragglers(limits.straggler_window)
 
     @property
-    def descriptors(self) -> frozenset[int]:
+    def socket_descriptors(self) -> frozenset[int]:
         return frozenset(
-            {*self._admission.descriptors, *(channel.connection.fileno() for channel in self._channels.values())}
+            {*self._admission.socket_descriptors, *(channel.connection.fileno() for channel in self._channels.values())}
         )
 
     def process_messages(self, seconds: float) -> None:
@@ -314,7 +314,7 @@ class _Hub:
             messages = self._channels[rank].receive_all()
         except OSError:
             self._selector.unregister(self._channels[rank].connection)
-            messages = self._channels[rank].take_received()
+            messages = self._channels[rank].pop_received()
             peer.has_died = True
         for message in messages:
             peer.last_heard = time.monotonic()
@@ -392,7 +392,7 @@ class _Client:
         self._received_failure: Failure | None = None
 
     @property
-    def descriptors(self) -> frozenset[int]:
+    def socket_descriptors(self) -> frozenset[int]:
         return frozenset({self._channel.connection.fileno()})
 
     def process_messages(self, seconds: float) -> None:
@@ -407,7 +407,7 @@ class _Client:
         except TimeoutError:
             return
         except OSError:
-            messages += self._channel.take_received()
+            messages += self._channel.pop_received()
             self._main.has_died = True
         for message in messages:
             self._main.last_heard = time.monotonic()

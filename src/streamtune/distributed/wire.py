@@ -53,7 +53,7 @@ class Channel:
         """Description that rank 0 sent when it admitted this rank; empty on rank 0."""
         self._pending = b""
 
-    def raise_size_limit(self) -> None:
+    def allow_large_documents(self) -> None:
         """Accept documents of up to ``MAX_DOCUMENT_BYTES`` bytes, because the other side has proved to be a rank."""
         self._max_bytes = MAX_DOCUMENT_BYTES
 
@@ -77,21 +77,21 @@ class Channel:
         while b"\n" not in self._pending:
             self.connection.settimeout(max(0.001, deadline - time.monotonic()))
             self._read()
-        return self.take_received(1)[0]
+        return self.pop_received(1)[0]
 
     def receive_all(self, max_count: int = -1) -> list[dict[str, Any]]:
         """Return the documents that have arrived (at most ``max_count``; -1: all), without waiting.
 
         Raises:
-            OSError: As in :meth:`receive`. :meth:`take_received` then returns documents that arrived earlier.
+            OSError: As in :meth:`receive`. :meth:`pop_received` then returns documents that arrived earlier.
         """
         self.connection.settimeout(0)
         with suppress(BlockingIOError):
             while True:
                 self._read()
-        return self.take_received(max_count)
+        return self.pop_received(max_count)
 
-    def take_received(self, max_count: int = -1) -> list[dict[str, Any]]:
+    def pop_received(self, max_count: int = -1) -> list[dict[str, Any]]:
         """Return documents that were read but not returned yet (at most ``max_count``; -1: all)."""
         *lines, self._pending = self._pending.split(b"\n", max_count)
         try:
@@ -233,7 +233,7 @@ class Admission:
         selector.register(server, selectors.EVENT_READ, self)
 
     @property
-    def descriptors(self) -> Iterator[int]:
+    def socket_descriptors(self) -> Iterator[int]:
         """File descriptors of the listening socket and of connections that are not accepted yet."""
         if self.is_open:
             yield self._server.fileno()
@@ -299,7 +299,7 @@ class Admission:
         if not 0 < document["rank"] < self._env.world_size:
             raise ConnectionError("the rank is not in this run")
         caller.channel.send({"welcome": True, "host": self._env.host, **self._answer_entries}, seconds=0)
-        caller.channel.raise_size_limit()
+        caller.channel.allow_large_documents()
         self._unregister_caller(caller)
         return caller.channel, document
 

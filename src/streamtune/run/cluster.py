@@ -95,7 +95,7 @@ def cluster_of_run(recipe: TrainingSettings, model: nn.Module, world: train.Worl
         return Cluster()
     ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
     return cluster_of(
-        recipe, model, RequestedRanks(world.size, max(1, world.size // ranks_per_node)), links_for(None, device)
+        recipe, model, RequestedRanks(world.size, max(1, world.size // ranks_per_node)), link_bandwidths(None, device)
     )
 
 
@@ -104,7 +104,7 @@ def micro_batches_per_step(recipe: BatchSettings, cluster: Cluster) -> int:
     return count_micro_batches(recipe, train.World(0, cluster.ranks, cluster.sequence_size))
 
 
-def links_for(table_device: Device | None, local_device: torch.device) -> Links:
+def link_bandwidths(table_device: Device | None, local_device: torch.device) -> Links:
     """Return the bandwidths between devices of a machine and between machines.
 
     Args:

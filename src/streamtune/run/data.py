@@ -180,12 +180,12 @@ def make_shared_tokenizer(
     loaded: list[PreTrainedTokenizerBase] = []
     is_trained = checkpoint is None and recipe.tokenizer is not None and recipe.tokenizer.train is not None
 
-    def make() -> tuple[str | None, Any]:
+    def make_on_rank_0() -> tuple[str | None, Any]:
         loaded.append(make_tokenizer(recipe, sources, checkpoint, notify))
         backend: Any = loaded[0].backend_tokenizer if is_trained else None
         return backend.to_str() if is_trained else None, loaded[0].chat_template
 
-    text, template = world.run_on_rank_0(make)
+    text, template = world.run_on_rank_0(make_on_rank_0)
 
     def read() -> PreTrainedTokenizerBase:
         if loaded:

@@ -71,7 +71,7 @@ def with_chosen_placement(start: Start, prepared: PreparedRows, longest_row: int
 
     saved_tiers = start.checkpoint.state["identity"].get(TIERS) if start.checkpoint is not None else None
 
-    def choose() -> dict[str, Any]:
+    def choose_on_rank_0() -> dict[str, Any]:
         chosen = with_saved_placement(recipe, saved_tiers) or choose_placement(
             recipe,
             task.planned_length(longest_row),
@@ -87,7 +87,7 @@ def with_chosen_placement(start: Start, prepared: PreparedRows, longest_row: int
     if world.size == 1 or (not resumed and has_precision_choice(recipe)):  # else weights stay on the device
         # If the model cannot be made on meta, loading it raises the error.
         with suppress(UserError, RuntimeError):
-            choice = world.run_on_rank_0(choose)  # rank 0 chooses for all ranks
+            choice = world.run_on_rank_0(choose_on_rank_0)  # rank 0 chooses for all ranks
             engine = recipe.engine.model_copy(update=choice["tiers"])
             chosen = recipe.model_copy(update={**choice["precision"], "engine": engine})
     placement_note = describe_placement(recipe, chosen)
@@ -145,7 +145,7 @@ def plan_schedule(
     if recipe.engine.schedule != "auto" and not dry_run:
         return planned
 
-    def plan() -> tuple[dict[str, Any], int]:
+    def plan_on_rank_0() -> tuple[dict[str, Any], int]:
         nonlocal planned
         cluster = cluster_of_run(recipe, model, world, device)
         baselines = _baseline_bytes(make_workload(recipe, meta_copy(model), longest_step, device, cluster))
@@ -155,7 +155,7 @@ def plan_schedule(
         return asdict(memory.schedule), memory.simulation.streamed_host_bytes
 
     with doing("planning the steps"):  # rank 0 plans for all ranks, which need the same schedule
-        fields, host_bytes = world.run_on_rank_0(plan)
+        fields, host_bytes = world.run_on_rank_0(plan_on_rank_0)
     schedule = Schedule(**fields)
     reserved_bytes = host_bytes if schedule.uses_host and not dry_run else None
     return replace(planned, schedule=schedule, reserved_host_bytes=reserved_bytes)

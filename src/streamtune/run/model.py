@@ -202,7 +202,7 @@ def make_trial_model(recipe: ModelSettings, model: Any, device: torch.device) ->
 
 
 def make_model_without_data(recipe: ModelSettings, device: torch.device) -> Any:
-    """Return the recipe's model without reading data; if a tokenizer is to be trained, its size is in the recipe."""
+    """Return the recipe's model without tokenizer or data; the recipe has the size of a tokenizer to train."""
     base = _make_base_without_data(
         recipe, _loading_device(recipe, device), recipe.model_name_or_path, _make_loftq_quantizer(recipe)
     )

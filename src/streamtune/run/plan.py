@@ -44,7 +44,7 @@ from streamtune.run.cluster import (
     RequestedRanks,
     SharedLimit,
     cluster_of,
-    links_for,
+    link_bandwidths,
     longest_rows_if_shared,
     micro_batches_per_step,
 )
@@ -199,7 +199,7 @@ def plan_recipe(
                 f"{length}",
                 where="max_length" if options.length is None else "--length",
             )
-        cluster = cluster_of(recipe, model, RequestedRanks(options.ranks, options.nodes), links_for(target, here))
+        cluster = cluster_of(recipe, model, RequestedRanks(options.ranks, options.nodes), link_bandwidths(target, here))
         limits = _memory_limits(recipe.engine, options, target, here, cluster)
         rates = sheet_rates(target) if target else local_rates(with_best_precision(recipe), model, here, notify)
         rates = replace(rates, host_bandwidth=rates.host_bandwidth / cluster.ranks_per_node)
@@ -397,14 +397,14 @@ def announce_simulations(notify: Callable[[str], None]) -> Simulate:
     """Return a function that simulates a step, and first tells ``notify`` how many were simulated."""
     count = 0
 
-    def run(workload: Workload, schedule: Schedule) -> Simulation:
+    def notify_and_simulate(workload: Workload, schedule: Schedule) -> Simulation:
         nonlocal count
         count += 1
         suffix = f" (most plans simulate {USUAL_STEPS})" if count <= USUAL_STEPS else ""
         notify(f"planning: simulating step {count}{suffix}")
         return simulate(workload, schedule)
 
-    return run
+    return notify_and_simulate
 
 
 def make_workload(

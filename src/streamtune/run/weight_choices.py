@@ -54,11 +54,11 @@ def recipes_by_precision(recipe: Settings) -> list[Settings]:
     if recipe.finetuning_type != "full":  # adapters are float32, but modules_to_save are not
         modules = recipe.modules_to_save or recipe.adapter_name_or_path  # these adapters may include modules_to_save
         rounding = {"weight_rounding": "stochastic"} if modules and _can_round_stochastically(recipe) else {}
-        return [_with_keys(recipe, **dtype_change, **rounding)]
+        return [_copy_with(recipe, **dtype_change, **rounding)]
     if recipe.deepspeed is not None:  # DeepSpeed keeps a float32 copy of the weights
-        return [_with_keys(recipe, **dtype_change)]
+        return [_copy_with(recipe, **dtype_change)]
     casts_to_bfloat16 = recipe.bf16 is None and recipe.engine.fetch_dtype != "bfloat16"
-    mixed_recipe = _with_keys(recipe, dtype="mixed", **({"bf16": True} if casts_to_bfloat16 else {}))
+    mixed_recipe = _copy_with(recipe, dtype="mixed", **({"bf16": True} if casts_to_bfloat16 else {}))
     if recipe.fsdp:
         return [mixed_recipe]
     bfloat16_values: dict[str, Any] = {"dtype": "bfloat16"}
@@ -68,7 +68,7 @@ def recipes_by_precision(recipe: Settings) -> list[Settings]:
         recipe.optim == "adamw" and recipe.optim_states == "param"
     ):  # rounding to nearest would lose steps of the moments too
         bfloat16_values["optim_states"] = "bfloat16"
-    return [mixed_recipe, _with_keys(recipe, **bfloat16_values)]
+    return [mixed_recipe, _copy_with(recipe, **bfloat16_values)]
 
 
 def with_best_precision(recipe: Settings) -> Settings:
@@ -100,7 +100,7 @@ def with_saved_precision(recipe: Settings, saved_settings: Mapping[str, Any]) ->
     fields = type(recipe).model_fields
     saved_values = {key: saved_settings.get(key, fields[key].default) for key in PRECISION_KEYS}
     open_keys = [key for key in PRECISION_KEYS if getattr(recipe, key) == fields[key].default]
-    return _with_keys(recipe, **{key: saved_values[key] for key in open_keys})
+    return _copy_with(recipe, **{key: saved_values[key] for key in open_keys})
 
 
 def changed_precision_keys(recipe: TrainingSettings, chosen: TrainingSettings) -> dict[str, Any]:
@@ -174,7 +174,7 @@ def _extra_float32_bytes(recipe: TrainingSettings, model: Any) -> int:
     return extra_bytes
 
 
-def _with_keys(recipe: Settings, **values: Any) -> Settings:
+def _copy_with(recipe: Settings, **values: Any) -> Settings:
     return recipe.model_copy(update=values) if values else recipe
 
 

@@ -43,7 +43,7 @@ from streamtune.train.rundir import (
 )
 from streamtune.train.saver import ModelWriter, write_final_model
 from streamtune.train.slices import SliceReader, slices_of_replicated_state
-from streamtune.train.staging import commit_directory, write_durably
+from streamtune.train.staging import commit_directory, write_text_durably
 from streamtune.train.step import (
     GIB,
     HeldOut,
@@ -116,6 +116,6 @@ __all__ = [
     "slices_of_replicated_state",
     "train",
     "use_deterministic_kernels",
-    "write_durably",
     "write_final_model",
+    "write_text_durably",
 ]

@@ -63,7 +63,7 @@ class Checkpoint:
         """Number of ranks that wrote the checkpoint."""
         return int(self.state.get("ranks", 1))
 
-    def rng(self, rank: int = 0) -> RngState:
+    def random_state(self, rank: int = 0) -> RngState:
         """Return the saved random state of a rank."""
         path = self.path / f"{rng_file_stem(rank)}.safetensors"
         plain = json.loads(path.with_suffix(".json").read_text(encoding="utf-8")) if rank else self.state["rng"]
@@ -199,7 +199,7 @@ def newest_checkpoint(folder: Path, notify: Callable[[str], None]) -> Checkpoint
         CheckpointError: All checkpoints are damaged; the message names each.
     """
     damaged: list[str] = []
-    for path in reversed(step_directories(folder)):
+    for path in reversed(list_checkpoints(folder)):
         try:
             checkpoint = open_checkpoint(path)
         except CheckpointError as error:
@@ -224,7 +224,7 @@ def set_aside_later_checkpoints(folder: Path, step: int) -> None:
 
     These checkpoints are damaged, or the user resumed from an earlier one. Their steps are trained again.
     """
-    later = [path for path in step_directories(folder) if checkpoint_step(path) > step]
+    later = [path for path in list_checkpoints(folder) if checkpoint_step(path) > step]
     for path in later:
         renamed = path.with_name(f"{path.name}.superseded")
         remove_path(renamed)
@@ -238,7 +238,7 @@ def checkpoint_step(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 
 
-def step_directories(folder: Path) -> list[Path]:
+def list_checkpoints(folder: Path) -> list[Path]:
     """Return the checkpoints in ``folder``, oldest first."""
     if not folder.is_dir():
         return []

@@ -229,8 +229,8 @@ class MovedWeights:
     """Measures the share of trained weights that a step changes; an update smaller than the rounding changes nothing.
 
     Values before a step are copied to the host and compared after it. Models of up to 4 million trained values are
-    compared whole. In a larger model every n-th value of each weight is compared, always the same values. Weights of up
-    to 4,096 values are compared whole. Each weight's share counts by its size.
+    compared completely. In a larger model every n-th value of each weight is compared, always the same values; weights
+    of up to 4,096 values are compared completely. Each weight's share counts by its size.
 
     Args:
         weights: Weights (or this rank's shards) that the optimizer updates.

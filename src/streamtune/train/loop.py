@@ -414,7 +414,7 @@ def restore_from_checkpoint(job: TrainJob, checkpoint: Checkpoint, seed: int) ->
             job.steps.load_state_dict(checkpoint.state["stream"])
     with explain_restore_errors(path, "random state"):
         if checkpoint.num_ranks == job.world.size:
-            restore_rng(checkpoint.rng(job.world.rank))
+            restore_rng(checkpoint.random_state(job.world.rank))
         else:
             seed_everything(seed, job.world.rank, checkpoint.step)
     with explain_restore_errors(path, "progress"):

@@ -133,7 +133,7 @@ class StopRequest:
             self._entered.enter_context(interrupts.use_other_handlers())
             for signum in interrupts.SIGNALS:
                 if not interrupts.is_ignored(signum):
-                    self._previous[signum] = signal.signal(signum, self._handle)
+                    self._previous[signum] = signal.signal(signum, self._handle_signal)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -142,7 +142,7 @@ class StopRequest:
         self._previous.clear()
         self._entered.close()
 
-    def _handle(self, signum: int, frame: FrameType | None) -> None:
+    def _handle_signal(self, signum: int, frame: FrameType | None) -> None:
         interrupts.record_handled_signal()
         if os.getpid() != self._owner_pid:  # in a forked worker: its parent decides
             return

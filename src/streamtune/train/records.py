@@ -172,10 +172,10 @@ def check_records(step_files: Sequence[Path], events: Path) -> None:
     """
     for path in step_files:
         for line, record in _read_last_records(path):
-            if not _is_step(record.get("step")):
+            if not _is_valid_step(record.get("step")):
                 raise line.invalid_error("has no integer 'step'")
     for line, record in _read_last_records(events):
-        if record.get("event") in STEP_EVENTS and not _is_step(record.get("step", 0)):
+        if record.get("event") in STEP_EVENTS and not _is_valid_step(record.get("step", 0)):
             raise line.invalid_error("has no integer 'step'")
 
 
@@ -189,7 +189,7 @@ def _read_last_records(path: Path) -> Iterator[tuple[_Line, dict[str, Any]]]:
     yield from _read_records_from(path, start)
 
 
-def _is_step(value: Any) -> bool:
+def _is_valid_step(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -217,7 +217,7 @@ def delete_after_step(path: Path, step: int, *, keep_evaluation: bool = True) ->
     end = path.stat().st_size
     for line in _read_lines_backwards(path):
         record = line.record()
-        if record is not None and not _is_step(record.get("step")):
+        if record is not None and not _is_valid_step(record.get("step")):
             raise line.invalid_error("has no integer 'step'")
         if record is not None and record["step"] < step:
             break

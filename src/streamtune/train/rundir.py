@@ -35,7 +35,7 @@ from streamtune.errors import ArgumentError, CheckpointError, RecipeError, did_y
 from streamtune.train.checkpoint import Checkpoint, check_identity, newest_checkpoint, open_checkpoint
 from streamtune.train.directory_lock import IDENTITY, LOCK, DirectoryLock
 from streamtune.train.records import read_records, rotated_paths
-from streamtune.train.staging import failed_write_error, fsync_path, write_durably
+from streamtune.train.staging import failed_write_error, fsync_path, write_text_durably
 from streamtune.train.world import World
 
 FILES = {
@@ -199,7 +199,7 @@ class RunDirectory:
         with nullcontext(lock) if lock is not None else self.lock():
             try:
                 for path, text in texts.items():
-                    write_durably(path, text)
+                    write_text_durably(path, text)
             except OSError as error:
                 raise self._unwritable_error(error, texts) from error
             yield

@@ -36,10 +36,10 @@ from streamtune.train.checkpoint import (
     STATE,
     Manifest,
     checkpoint_path,
+    list_checkpoints,
     open_checkpoint,
     read_manifest,
     rng_file_stem,
-    step_directories,
     write_manifest,
 )
 from streamtune.train.process import RngState
@@ -99,7 +99,7 @@ def delete_old_checkpoints(folder: Path, keep: KeepPolicy, *, run: str = "") -> 
     """
     if keep.newest <= 0:
         return []
-    manifests = ((path, _read_manifest_of_run(path, run)) for path in step_directories(folder))
+    manifests = ((path, _read_manifest_of_run(path, run)) for path in list_checkpoints(folder))
     own = [(path, manifest) for path, manifest in manifests if manifest is not None]
     measured = [(manifest.metric, path) for path, manifest in own if manifest.metric is not None]
     measured.sort(key=lambda found: found[0] if keep.greater_is_better else -found[0])  # on a tie the newer is kept
@@ -195,7 +195,7 @@ class CheckpointSaver:
     def check_disk_space(self, backend: Backend) -> None:
         """Raise a CheckpointError if the disk has no space for a checkpoint. Called by all ranks."""
         needed_bytes = self.writer.num_bytes + sum(self.world.gather_all_ranks(_optimizer_state_bytes(backend)))
-        explain = _explain_write_errors(self.folder, needed_bytes, step_directories(self.folder))
+        explain = _explain_write_errors(self.folder, needed_bytes, list_checkpoints(self.folder))
         self.world.run_on_rank_0(explain(lambda: _check_free_bytes(self.folder, needed_bytes)))
 
     def _on_commit(self, path: Path) -> None:
@@ -280,7 +280,7 @@ def save_checkpoint(
     """
     step = int(content.state["step"])
     target = checkpoint_path(folder, step)
-    explain = _explain_write_errors(target, content.needed_bytes, step_directories(folder))
+    explain = _explain_write_errors(target, content.needed_bytes, list_checkpoints(folder))
     ranks = {} if content.has_whole_state else {"ranks": world.size}
 
     def begin() -> Path:
@@ -314,7 +314,7 @@ def write_final_model(target: Path, writer: ModelWriter, world: World = WORLD) -
     Raises:
         CheckpointError: The model cannot be written.
     """
-    explain = _explain_write_errors(target, writer.num_bytes, step_directories(target.parent / "checkpoints"))
+    explain = _explain_write_errors(target, writer.num_bytes, list_checkpoints(target.parent / "checkpoints"))
     with ExitStack() as staging:
         staged = world.run_on_rank_0(explain(lambda: staging.enter_context(commit_directory(target))))
         _write_model(writer, staged, world, explain)

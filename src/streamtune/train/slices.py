@@ -57,7 +57,7 @@ Entry = tuple[str, tuple[int, ...], int, int, str]
 
 
 def write_slices(folder: Path, slices: Iterable[Slice], rank: int, *, has_whole_tensors: bool = False) -> list[Entry]:
-    """Write this rank's slices, and return their entries for the index.
+    """Write this rank's slices of the optimizer state; return (name, shape, offset, count, file) of each for the index.
 
     Args:
         folder: Folder of the files, which have about :data:`FILE_BYTES` bytes each.
@@ -212,12 +212,12 @@ def _read_range(path: Path, name: str, first: int, last: int) -> Tensor:
 
 
 def slices_of_replicated_state(tensors: Mapping[str, Tensor], rank: int, size: int) -> Iterator[Slice]:
-    """Yield the slices that this rank writes of a state that every rank has whole, balanced by bytes.
+    """Divide an optimizer state that every rank has completely; yield the tensors that this rank writes.
 
     Args:
         tensors: ``PARAMETER/KEY`` -> tensor, in the same order on every rank.
         rank: This rank.
-        size: Number of ranks.
+        size: Number of ranks, each of which writes about as many bytes.
     """
     bytes_by_rank = [0] * size
     parameters: dict[str, list[tuple[str, Tensor]]] = {}

@@ -149,7 +149,7 @@ def remove_directory(path: Path) -> None:
     shutil.rmtree(renamed, ignore_errors=True)
 
 
-def write_durably(path: Path, text: str) -> None:
+def write_text_durably(path: Path, text: str) -> None:
     """Write a small text file atomically; when this returns, it is on disk."""
     replace_file(path, text.encode("utf-8"))
 

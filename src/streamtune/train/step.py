@@ -328,7 +328,7 @@ class StepRouterLoss:
 
     @property
     def needs_expert_counts(self) -> bool:
-        """True if the router loss is ``global`` and the step has several batches: expert choices are counted first."""
+        """True if expert choices are counted before the step: the router loss is ``global``, with several batches."""
         loss = None if self._routers is None else self._routers.loss
         return loss is not None and loss.scope == "global" and len(self._batches) * self._world.size > 1
 

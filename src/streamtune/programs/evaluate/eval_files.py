@@ -17,7 +17,7 @@ from typing import Any
 from streamtune.base.palette import COLOURS, INK, with_default_style
 from streamtune.base.privacy import safe_text
 from streamtune.errors import ArgumentError, RunError
-from streamtune.train.staging import replace_file, write_durably
+from streamtune.train.staging import replace_file, write_text_durably
 
 DOCUMENT, POSITIONS, NEEDLES = "eval.json", "position.png", "needle.png"
 NAMES = (DOCUMENT, POSITIONS, NEEDLES)
@@ -78,7 +78,7 @@ def write_results(folder: Path, results: dict[str, Any], *, title: str) -> list[
     try:
         for name, picture in drawn.items():
             replace_file(folder / name, picture, durably=False)
-        write_durably(folder / DOCUMENT, json.dumps(results, indent=2) + "\n")
+        write_text_durably(folder / DOCUMENT, json.dumps(results, indent=2) + "\n")
         for name in stale:
             (folder / name).unlink(missing_ok=True)
     except OSError as error:

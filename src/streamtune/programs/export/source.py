@@ -25,9 +25,9 @@ from streamtune.recipe import LoadedRecipe, load_recipe
 from streamtune.train.checkpoint import (
     Checkpoint,
     checkpoint_step,
+    list_checkpoints,
     newest_checkpoint,
     open_checkpoint,
-    step_directories,
 )
 from streamtune.train.records import read_records_backwards
 
@@ -138,7 +138,7 @@ def _find_in_run(
         name = f"step-{int(checkpoint):06d}" if checkpoint.isdecimal() else Path(checkpoint).name
         path = run.checkpoints / name
         if not path.is_dir():
-            names = [each.name for each in step_directories(run.checkpoints)]
+            names = [each.name for each in list_checkpoints(run.checkpoints)]
             raise ArgumentError(
                 f"{run.path} has no checkpoint {name}",
                 where="--checkpoint",
@@ -179,7 +179,7 @@ def _notify_newer_checkpoint(run: train.RunDirectory, notify: Notify) -> None:
         ends = (event.get("step") for event in read_records_backwards(run.events) if event.get("event") == "finish")
         done = next(ends, None)
         later = [
-            path for path in step_directories(run.checkpoints) if isinstance(done, int) and checkpoint_step(path) > done
+            path for path in list_checkpoints(run.checkpoints) if isinstance(done, int) and checkpoint_step(path) > done
         ]
         if later:
             notify(

@@ -37,7 +37,7 @@ from streamtune.programs.probe.probe import ProbeTask, Trial
 from streamtune.programs.probe.trial import BudgetExceededError, Cause, Outcome, Shape, TrainingStep
 from streamtune.recipe.keys.engine import EngineSpec
 from streamtune.recipe.settings import TrainingSettings
-from streamtune.run.cluster import RequestedRanks, cluster_of, links_for
+from streamtune.run.cluster import RequestedRanks, cluster_of, link_bandwidths
 from streamtune.run.device import prepare_libraries, stream_model
 from streamtune.run.model import make_model_without_data, make_reference_without_data, train_largest_block
 from streamtune.run.plan import (
@@ -218,7 +218,7 @@ def make_simulated_trials(
     device = torch.device("cuda") if target is not None else local_device
     model_of = blueprint_cache(device)
     model = model_of(with_best_precision(recipe))
-    cluster = cluster_of(recipe, model, ranks_asked, links_for(target, local_device))
+    cluster = cluster_of(recipe, model, ranks_asked, link_bandwidths(target, local_device))
     ranks = cluster.ranks_per_node
     limits = Limits(
         device_bytes=(task.device_bytes or 0) // (ranks if device.type == "cpu" else 1),

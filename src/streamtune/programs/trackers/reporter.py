@@ -141,7 +141,7 @@ class Reporter(Listener):
         assert self._run is not None
         with _ids_lock:
             kept = {**_read_all_ids(self._run.trackers), self.name: ids}
-            train.write_durably(self._run.trackers, json.dumps(kept, indent=1) + "\n")
+            train.write_text_durably(self._run.trackers, json.dumps(kept, indent=1) + "\n")
 
 
 @dataclass
