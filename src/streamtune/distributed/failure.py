@@ -112,7 +112,7 @@ def read_failure(path: Path) -> Failure | None:
 
 @dataclass(frozen=True)
 class RankEnd:
-    """How a rank's process ended: its exit code or signal, the error that it reported, and the end of its log."""
+    """End of a rank's process: exit code or signal, the error that the rank reported, and the end of its log."""
 
     rank: int
     host: str

@@ -78,7 +78,7 @@ class Heartbeat:
 
 @dataclass
 class Peer:
-    """What is known about a rank: from its messages and, if it runs on this machine, from ``/proc``."""
+    """Last known state of a rank, from its messages and, for a rank on this machine, from ``/proc``."""
 
     rank: int
     host: str

@@ -188,7 +188,7 @@ class Start(RunSetup):
         return pairs[0] != pairs[1]
 
     def changed_file_keys(self) -> set[str]:
-        """Return the keys of ``train.FILES`` whose files differ from those of the resumed run."""
+        """Return the keys of ``train.FILES`` whose files differ from the resumed run's files."""
         now = self.identity.get("files", {})
         return {
             key
