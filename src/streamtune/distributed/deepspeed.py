@@ -203,14 +203,12 @@ class DeepSpeedBackend(Backend):
             self.engine.optimizer._hp_optimizer_states_linked = False
 
     def _to_optimizer_step_count(self, flat: Tensor, steps: Tensor) -> Any:
-        """Return a step count in the type that the optimizer expects."""
         optimizer = self.engine.optimizer.optimizer
         if type(optimizer) is not torch.optim.AdamW:
             return int(steps.item())  # DeepSpeed's own optimizers
         return steps.reshape(()).to(flat.device if optimizer.defaults.get("fused") else "cpu", torch.float32)
 
     def _to_saved_step_count(self, value: Any) -> Tensor:
-        """Return a step count as the tensor that is saved in checkpoints."""
         if isinstance(self.engine.optimizer.optimizer, WeightwiseOptimizer):
             return pack_number(value)
         return torch.as_tensor(value, dtype=torch.float32)

@@ -172,7 +172,6 @@ def _start_ranks(
 
 
 def _is_this_machine(host: Host) -> bool:
-    """Return True if a socket can be bound to the host's address, so the address belongs to this machine."""
     if "@" in host.name:
         return False
     try:

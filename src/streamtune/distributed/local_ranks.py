@@ -227,7 +227,6 @@ def move_log_to_run(directory: Path, environment: RankEnvironment) -> None:
 
 
 def _redirect_output(descriptor: int) -> None:
-    """Redirect standard output and error to the file descriptor ``descriptor``, and close ``descriptor``."""
     sys.stdout.flush()
     sys.stderr.flush()
     os.dup2(descriptor, 1)

@@ -249,7 +249,6 @@ def _read_tcp_bytes(descriptor: int) -> tuple[int, str]:
 
 
 def _remote_address(descriptor: int) -> str:
-    """Return the remote address of a socket, such as ``10.0.0.2:41234``."""
     with socket.socket(fileno=os.dup(descriptor)) as copy:  # has the same address family
         host, port = copy.getpeername()[:2]
     return f"{host.removeprefix('::ffff:')}:{port}"

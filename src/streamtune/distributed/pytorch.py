@@ -253,7 +253,6 @@ class DdpBackend(TorchBackend):
 
 
 def _shard_offset(parameter: Tensor) -> int:
-    """Return the offset of this rank's rows in the flattened parameter."""
     assert isinstance(parameter, DTensor)
     _, first = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
     return int(first[0]) * math.prod(parameter.shape[1:])

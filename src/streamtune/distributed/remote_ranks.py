@@ -170,7 +170,6 @@ class RemoteRanks:
         return RankEnd(message["rank"], self.host, message["code"], failure, tail, log, sent_signals=sent_signals)
 
     def _ends_after_lost_connection(self) -> list[RankEnd]:
-        """Return, for each running rank, a ``RankEnd`` that reports the lost connection."""
         reason = "; ".join(self._last_error_lines(2)) or "it was closed"
         ends = []
         for rank in self.running_ranks:

@@ -143,7 +143,6 @@ class Watchdog:
         timer.start()
 
     def _log_failure(self, failure: Failure) -> None:
-        """Log the failure on rank 0; wait at most 2 s for the disk."""
         if self.environment.is_main:
             details = {"rank": failure.rank, "host": failure.host, "what": failure.what}
             writing = threading.Thread(target=self.event, args=("rank failure", details), daemon=True)

@@ -141,7 +141,6 @@ def _notify_new_tokens(recipe: ModelKeys, tokenizer: PreTrainedTokenizerBase, no
 
 
 def _notify_split_markers(recipe: ModelKeys, tokenizer: PreTrainedTokenizerBase, notify: Callable[[str], None]) -> None:
-    """Notify the user if the tokenizer splits ``<|im_start|>`` or ``<|im_end|>`` of the built-in chat template."""
     if recipe.chat_template != "chatml":
         return
     marks = ("<|im_start|>", "<|im_end|>")

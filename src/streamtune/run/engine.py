@@ -232,7 +232,6 @@ def _check_exact_streaming(start: Start, model: Any, handle: StreamHandle, notif
 
 
 def _saved_schedule(checkpoint: train.Checkpoint | None) -> Schedule | None:
-    """Return the schedule saved in a checkpoint; None if there is none, or this version does not know it."""
     saved = checkpoint.state["identity"].get("schedule") if checkpoint is not None else None
     try:
         return Schedule(**saved) if saved is not None else None

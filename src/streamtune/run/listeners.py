@@ -134,7 +134,6 @@ def load_callbacks(specs: Sequence[str], *, allow_code: bool, directory: Path, i
 
 
 def _check_methods(spec: str, target: Any, where: str) -> None:
-    """Check that a callback class has a method of :data:`EVENTS`, and no other whose name begins with ``on_``."""
     methods = [name for name in dir(target) if name.startswith("on_") and callable(getattr(target, name))]
     unknown = [name for name in methods if name not in EVENTS]
     if unknown or not methods:

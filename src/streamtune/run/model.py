@@ -169,7 +169,6 @@ def _check_host_memory(recipe: TrainingSettings, device: torch.device) -> None:
 
 
 def _loading_device(recipe: ModelSettings, device: torch.device) -> torch.device:
-    """Return the device that weights are loaded on: the CPU if the recipe keeps them in host memory."""
     return torch.device("cpu") if recipe.engine.weights == "host" else device
 
 
@@ -442,7 +441,6 @@ def _adapter_spec(recipe: ModelSettings) -> models.AdapterSpec:
 
 
 def _trained_vocabulary_size(recipe: ModelSettings) -> int | None:
-    """Return the vocabulary size of the tokenizer that the recipe trains; None if it trains none."""
     trained = recipe.tokenizer.train if recipe.tokenizer is not None else None
     return trained.vocab_size + _count_added_tokens(recipe) if trained is not None else None
 

@@ -78,7 +78,6 @@ def make_samples(
 
 
 def _longest_answered_rows(rows: Sequence[data.Example], count: int) -> list[data.Example]:
-    """Return the ``count`` longest rows that have a prompt and an answer."""
     answered = [row for row in rows if _answer_span(row)[1] > 0]
     return sorted(answered, key=lambda row: -row.num_tokens)[:count]
 

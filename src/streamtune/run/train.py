@@ -196,7 +196,6 @@ def _claim_directory(run: Run) -> Iterator[Path | None]:
 
 
 def _run_documents(run: Run) -> dict[Path, Mapping[str, Any]]:
-    """Return path -> JSON document of the data, the bad rows and the plan in the run directory."""
     batches = {} if run.batch_facts is None else {"batches": asdict(run.batch_facts)}
     documents: dict[Path, Mapping[str, Any]] = {run.directory.data: {**run.prepared.report.to_json(), **batches}}
     if run.prepared.bad_rows:
@@ -254,7 +253,6 @@ def _run_training_loop(
 
 
 def _make_step_times(run: Run, progress: train.Progress) -> StepTimes | None:
-    """Return a listener that compares step times with the plan; None for several ranks, rollouts or selected rows."""
     plan, recipe = run.streamed.memory, run.recipe
     has_extra_work = (
         recipe.objective == "grpo" or recipe.select_rows is not None
@@ -310,7 +308,6 @@ def _schedule_with_less_memory(run: Run, install: bool) -> Schedule | None:
 
 
 def _most_skipped_error(run: Run, progressed: train.RunProgress) -> NonFiniteError | None:
-    """Return the error of a finished run if most of its steps were skipped."""
     dtype = next(run.model.parameters()).dtype
     return train.mostly_skipped_error(progressed.step, progressed.skipped, run.directory, dtype)
 

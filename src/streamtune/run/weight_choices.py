@@ -165,7 +165,6 @@ def _can_round_stochastically(recipe: TrainingSettings) -> bool:
 
 
 def _extra_float32_bytes(recipe: TrainingSettings, model: Any) -> int:
-    """Return how many bytes more float32 weights, gradients and states need than bfloat16."""
     trained = [p for p in model.parameters() if p.requires_grad]
     extra_bytes = sum(4 * models.full_parameter_size(p) for p in trained)
     if recipe.optim == "adamw" and recipe.optim_states == "param":

@@ -118,7 +118,6 @@ class InBackwardBackend(LocalBackend):
         return value
 
     def _clip_factor(self, norm: Tensor) -> Tensor:
-        """Return the factor by which torch's clipping scales a gradient with this norm."""
         return torch.clamp(self.max_norm / (norm + 1e-6), max=1.0)
 
     def step(self, learning_rate: float) -> None:

@@ -189,7 +189,6 @@ class _Loop:
         return is_best
 
     def _sample_if_due(self) -> None:
-        """Complete the sample prompts if due, and write the completions."""
         if not self.state.sample_due or self.job.sample is None:
             return
         self.progress.show_activity("sampling")
@@ -309,7 +308,6 @@ class _Loop:
         self.progress.report_step(record)
 
     def _make_record(self, taken: _StepResult, tokens: int, seconds: float) -> dict[str, Any]:
-        """Return the record of the current step for ``metrics.jsonl``."""
         score, skip, clip_norm, world = taken.score, taken.is_skipped, self.backend.clip_norm, self.world
         measured: dict[str, Any] = {"loss": score.loss, **score.metrics}
         if score.aux_loss is not None:
@@ -330,7 +328,6 @@ class _Loop:
         }
 
     def _note_unmoved(self, share: float, learning_rate: float) -> None:
-        """Show a note if a step with a positive learning rate changed hardly any weights."""
         if learning_rate > 0 and share < self.settings.min_moved_share:
             dtypes = {x.dtype for x in self.backend.updated_weights()}
             self.progress.report_note(self.state.step, describe_unmoved_weights(share, dtypes, learning_rate))

@@ -2,7 +2,7 @@
 
 The loss of an optimizer step is a mean over the whole step (over tokens, pairs or completions), however many
 micro-batches the step has. The loop calls :meth:`Objective.step_totals` once for all micro-batches. The
-:class:`Score` of each micro-batch is divided by these totals, so they add up to the step's loss, and gradients to its gradient.
+:class:`Score` of each micro-batch is divided by these totals, so scores add up to the step's loss.
 
 A :class:`Reference` is the model whose log-probabilities are compared with the trained model's. It is streamed, runs in
 evaluation mode (without dropout) and has no gradients. A model with adapters is its own reference, with the adapters

@@ -325,7 +325,6 @@ def draw_loss(records: Records, path: Path, *, title: str) -> None:
 
 
 def _draw_panel(axes: Any, panel: _Panel, records: Records) -> None:
-    """Draw the metrics of a panel over the steps: measured, smoothed and held-out values."""
     colours = ((TRAINING_COLOUR, HELD_OUT_COLOUR), (SECOND_TRAINING_COLOUR, SECOND_HELD_OUT_COLOUR))
     for metric, name, (colour, held_out_colour) in zip(panel.metrics, panel.legend_prefixes, colours, strict=False):
         steps, values = _read_series(records, metric)

@@ -125,7 +125,6 @@ def _read_records_from(path: Path, start: int) -> Iterator[tuple[_Line, dict[str
 
 
 def _read_lines_backwards(path: Path) -> Iterator[_Line]:
-    """Yield the lines of a file from the last to the first; nothing if the file does not exist."""
     if not path.exists():
         return
     try:

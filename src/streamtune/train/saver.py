@@ -327,7 +327,6 @@ def _write_model(writer: ModelWriter, folder: Path, world: World, explain: Conte
 
 
 def _write_rank_state(staged: Path, world: World, content: CheckpointContent) -> list[Entry]:
-    """Write this rank's optimizer slices and random state; return the index entries of the slices."""
     entries = write_slices(staged, content.slices, world.rank, has_whole_tensors=content.has_whole_state)
     name = rng_file_stem(world.rank)
     save_file(content.rng.tensors, staged / f"{name}.safetensors")

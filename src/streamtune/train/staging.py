@@ -244,7 +244,6 @@ def _break_hard_links(path: Path) -> None:
 
 
 def _last_line_end(file: IO[bytes], end: int) -> int:
-    """Return the offset of the end of the last complete line of a file with ``end`` bytes."""
     while end:
         start = max(0, end - (1 << 16))
         file.seek(start)
