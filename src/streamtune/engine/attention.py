@@ -44,21 +44,22 @@ def attention(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention, with the signature of ``transformers``' ``AttentionInterface``.
+    """Return the attention output of a chunk's queries; ``transformers`` calls it as an ``AttentionInterface``.
 
-    Equal to ``(softmax(q @ k.T * scaling + mask) @ v).transpose(1, 2)`` ``[B, T, H, D]``; the weights are never built.
+    The output is ``(softmax(q @ k.T * scaling + mask) @ v).transpose(1, 2)`` ``[B, T, H, D]``. The matrix of attention
+    weights is never built.
 
     Args:
         module: Attention module that calls this function.
         query: Queries ``[B, H, T, D]`` of the chunk.
-        key, value: Keys and values ``[B, G, S, D]`` of prefix and chunk.
-        attention_mask: View of the lazy mask for this chunk, the lazy mask, a dense mask, or None (causal).
+        key, value: Keys and values ``[B, G, S, D]`` of earlier chunks and of this chunk.
+        attention_mask: Mask of this chunk, lazy mask of the whole call, dense mask, or None (see ``is_causal``).
         scaling: Factor on the scores; None is ``D ** -0.5``.
         dropout: Probability with which an attention weight is dropped.
         softcap: Bound c of the scores: ``c * tanh(score / c)``.
         s_aux: Attention sink logits ``[H]``, one per head.
-        is_causal: Flag that overrides ``module.is_causal`` if no mask is given.
-        **kwargs: Other arguments of the layer; a tensor that the engine does not know is refused.
+        is_causal: True for a causal mask if no mask is given; None reads ``module.is_causal``.
+        **kwargs: Other arguments of the layer; a tensor with a name that StreamTune does not know is refused.
 
     Raises:
         ForeignAttentionError: The layer adds a bias to its scores, or selects its keys, in an unsupported way.
@@ -98,10 +99,10 @@ def attention(
 
 
 def _mean_if_all_masked(output: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-    """Return ``output`` ``[B, H, T, D]``, in which a query whose keys are all masked gets the mean of all values.
+    """Return ``output`` ``[B, H, T, D]``, with the mean of all values for each query whose keys are all masked.
 
-    Softmax gives this mean if the mask adds the lowest finite number to all scores. Only a dense mask ``[B, 1, T, S]``
-    built by the caller masks all keys, such as the mask of a cross-attention outside the decoder layers.
+    Softmax gives this mean where the mask adds the lowest finite number to all scores. Only dense masks ``[B, 1, T,
+    S]`` that a model builds itself contain such queries, for example in a cross-attention outside the decoder layers.
     """
     hidden = (mask <= torch.finfo(mask.dtype).min).all(-1, keepdim=True) & mask.isfinite().all(-1, keepdim=True)
     if not bool(hidden.any()):
@@ -117,7 +118,7 @@ def _attend_across_ranks(
     mask: MaskView | LazyMask | None,
     options: dict[str, Any],
 ) -> Tensor:
-    """Return the attention output ``[B, H, L, D]`` of this rank's tokens, for a sequence that several ranks share."""
+    """Return the attention output ``[B, H, L, D]`` of this rank's L tokens of a sequence that several ranks share."""
     if not exchange.in_ring:
         query, key, value = exchange.exchange_heads(*qkv, name)
         options["sinks_H"] = exchange.rank_heads(options["sinks_H"])
@@ -132,11 +133,11 @@ def _attend_across_ranks(
 
 
 class BiasError(ForeignAttentionError):
-    """A dense mask is a bias, or differs between heads; only the model's eager attention supports such a mask."""
+    """A dense mask has values other than 0 and -inf, or differs between heads; only eager attention supports it."""
 
 
 def _as_mask_view(mask: MaskView | LazyMask | Tensor | None, query: Tensor, key: Tensor, causal: bool) -> MaskView:
-    """Return the mask as a view in which the last query and the last key are the same token."""
+    """Return a mask as a ``MaskView``; for None, a view in which the last query and the last key are the same token."""
     batch, _, queries, _ = query.shape
     keys = key.shape[2]
     if isinstance(mask, MaskView):
@@ -150,7 +151,7 @@ def _as_mask_view(mask: MaskView | LazyMask | Tensor | None, query: Tensor, key:
 
 
 def lazy_from_dense(mask: Tensor) -> LazyMask:
-    """Return a dense mask ``[B, 1, T, S]`` as a lazy mask.
+    """Convert a dense mask ``[B, 1, T, S]`` to a ``LazyMask``, the form that the streamed attention reads.
 
     The dense mask is boolean (True: allowed) or additive (0: allowed, -inf: masked).
 
@@ -177,10 +178,10 @@ def lazy_mask(
     device: torch.device | str = "cpu",
     **kwargs: Any,
 ) -> LazyMask:
-    """Return a lazy mask, with the signature of ``transformers``' ``AttentionMaskInterface``.
+    """Return a mask without its ``[T, S]`` tensor; ``transformers`` calls it as an ``AttentionMaskInterface``.
 
-    The dense mask is not built. Parts of the mask function that are recognised (``engine.masks``) become fields of the
-    lazy mask. The other parts stay a function of positions.
+    Rules in ``mask_function`` that are recognised (causal, window, packed rows, blocks) become fields of the
+    ``LazyMask``. Its other rules stay a function of positions.
     """
     if isinstance(attention_mask, LazyMask):  # built by an outer model
         return attention_mask
@@ -216,7 +217,7 @@ AttentionMaskInterface.register(NAME, lazy_mask)
 
 
 class SavedAttention:
-    """Stores output o and log-sum-exp (lse) of every attention in one layer call, chunk by chunk, in a tier."""
+    """Stores output o and log-sum-exp (lse) of each attention of one layer call, by chunk, on the device or host."""
 
     def __init__(self, tier: Tier) -> None:
         self.tier = tier
@@ -224,22 +225,22 @@ class SavedAttention:
         self._next: dict[int, int] = {}
 
     def set_read_order(self, chunks: Sequence[slice]) -> None:
-        """Set the order in which chunks will be replayed, so that the next chunk is prefetched."""
+        """Set the order in which the backward will read the chunks, so that the next chunk's outputs are prefetched."""
         starts = [chunk.start for chunk in chunks]
         self._next = dict(pairwise(starts))
 
 
 class SavedOutputs:
-    """Saved attention outputs of one chunk, in the order in which the layer computes them.
+    """Saved outputs of the attentions that a layer computes on one chunk, read in the order of their computation.
 
-    If ``last`` is True, this is the last run on the chunk: outputs are freed once they are read.
+    If ``last`` is True, the layer runs on this chunk for the last time: each output is freed once it is read.
     """
 
     def __init__(self, saved: SavedAttention, start: int, last: bool) -> None:
         self.saved, self.start, self.last, self.index = saved, start, last, -1
 
     def recall(self) -> tuple[Tensor, Tensor] | None:
-        """Return the saved o and lse of the layer's next attention; None if nothing is saved for it."""
+        """Return output o and log-sum-exp of the layer's next attention; None if they were not saved."""
         self.index += 1
         blocks = self.saved.blocks.get((self.start, self.index))
         if blocks is None:
@@ -253,6 +254,6 @@ class SavedOutputs:
         return o, lse
 
     def keep(self, o: Tensor, lse: Tensor) -> None:
-        """Save o and lse of the attention for which :meth:`recall` returned None."""
+        """Save output o and log-sum-exp of the attention for which :meth:`recall` has just returned None."""
         notify_tensors("attention output", o, lse)
         self.saved.blocks[self.start, self.index] = self.saved.tier.put(o), self.saved.tier.put(lse)

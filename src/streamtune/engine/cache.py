@@ -42,18 +42,18 @@ Pass = Literal["store", "project", "recompute", "replay", "whole"]
 
 
 class ProjectionDone(BaseException):
-    """Raised in the pass ``project`` after the layer's last key/value update, to stop its forward there."""
+    """Stops the forward of a layer after its last key/value update, in a run that needs only the keys and values."""
 
 
 class ChunkCache(hf_internal(CACHE_CLASS)):  # type: ignore[misc]
-    """The cache that one layer gets for one chunk.
+    """Cache that a decoder layer gets for one chunk; it returns keys, values and states of earlier chunks.
 
     Args:
-        kv: Keys and values of the layer call.
-        states: States of the layer call.
+        kv: Keys and values of all chunks of the layer call.
+        states: Recurrent and convolution states of the layer call.
         chunk: Positions of the chunk's keys.
         first_key: Position of the first key that the chunk sees (above 0 under a sliding window).
-        pass_name: Pass in which the layer runs.
+        pass_name: Purpose of this run of the layer: ``store`` is the forward, ``replay`` the run with a graph.
         exchange: Exchange with the ranks that share the sequence; None if this rank has the whole sequence.
     """
 
@@ -85,16 +85,16 @@ class ChunkCache(hf_internal(CACHE_CLASS)):  # type: ignore[misc]
 
     @property
     def prefix_keys(self) -> slice:
-        """Positions of the keys of earlier chunks that the chunk attends to."""
+        """Positions of the earlier chunks' keys that this chunk attends to."""
         return slice(self.first_key, self.chunk.start)
 
     @property
     def leaves(self) -> list[Tensor]:
-        """Tensors that the chunk read from earlier chunks, in the order of :meth:`add_leaf_grads`."""
+        """Autograd leaves that stand for the keys, values and states which this chunk read from earlier chunks."""
         return [*self.prefix_leaves, *self.state_leaves.values()]
 
     def tensors_passed_on(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the tensors that later chunks read from this chunk, each with its gradient.
+        """Yield each key, value and state tensor that later chunks read from this chunk, with its gradient.
 
         The gradients are complete because all later chunks have run backward.
         """
@@ -110,7 +110,7 @@ class ChunkCache(hf_internal(CACHE_CLASS)):  # type: ignore[misc]
             yield sent, torch.zeros_like(sent)
 
     def add_leaf_grads(self, grads: Iterator[Tensor | None]) -> None:
-        """Add the gradients of :attr:`leaves` to dK, dV and to the gradients of the states."""
+        """Add the gradients of :attr:`leaves`, given in the same order, to the gradient sums of earlier chunks."""
         for index in range(len(self.prefix_leaves) // 2):
             for total in self.kv.grad_views(index, self.prefix_keys):
                 if (part := next(grads)) is not None:
@@ -120,13 +120,13 @@ class ChunkCache(hf_internal(CACHE_CLASS)):  # type: ignore[misc]
             self.states.add_grads(self._own_slice, *self._state_positions, parts)
 
     def close(self) -> None:
-        """Finish the chunk's states after its forward; does nothing in passes other than ``store``."""
+        """End the forward of the chunk: states that no other chunk reads are freed; only in the pass ``store``."""
         if self.uses_states and self.pass_name == "store":
             self.states.close(*self._state_positions)
 
     @property
     def _own_slice(self) -> slice:
-        """The chunk; if ranks share the sequence, the chunk's slice of this rank's own tokens."""
+        """Chunk as a slice of the tokens that this rank holds."""
         return self.chunk if self.exchange is None else self.exchange.part
 
     @cached_property
@@ -136,7 +136,7 @@ class ChunkCache(hf_internal(CACHE_CLASS)):  # type: ignore[misc]
     # Methods that an attention layer calls.
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        """Store the chunk's keys and values; return the keys and values ``[B, G, S, D]`` of prefix and chunk."""
+        """Store the chunk's keys and values; return keys and values ``[B, G, S, D]`` of earlier chunks and this one."""
         index, self.updates = self.updates, self.updates + 1
         if self.kv.past is not None and layer_idx != self.kv.past.layer_idx:
             refuse_past(f"layer {self.kv.past.layer_idx} updates its cache under index {layer_idx}", CACHE)
@@ -174,7 +174,10 @@ class ChunkCache(hf_internal(CACHE_CLASS)):  # type: ignore[misc]
         return pair
 
     def update_indexer(self, indexer_key_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor:
-        """Store the keys ``[B, T, D]`` of an indexer, which selects the keys to attend to; return prefix and chunk."""
+        """Store the chunk's keys ``[B, T, D]`` of an indexer, a module that selects which keys are attended to.
+
+        Return the indexer's keys of earlier chunks and of this chunk.
+        """
         if self.exchange is not None:
             raise UnsupportedModelError(
                 "a layer selects its keys with an indexer, which sequence parallelism does not support",
@@ -189,7 +192,7 @@ class ChunkCache(hf_internal(CACHE_CLASS)):  # type: ignore[misc]
         return self.chunk.start if self.exchange is None else self.exchange.position
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Return ``(kv_length, kv_offset)`` of the keys that the chunk attends to."""
+        """Return the number of keys that the chunk attends to, and the position of the first."""
         return self.chunk.stop - self.first_key, self.first_key
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
@@ -199,7 +202,7 @@ class ChunkCache(hf_internal(CACHE_CLASS)):  # type: ignore[misc]
     # Methods that a recurrent or convolution layer calls.
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """Return a causal convolution's last inputs ``[B, C, K]`` before the chunk; None at the start of a row."""
+        """Return a causal convolution's last K inputs ``[B, C, K]`` before the chunk; None if no tokens precede it."""
         return self._state_before(("conv", layer_idx, state_idx))
 
     def update_conv_state(
@@ -210,10 +213,10 @@ class ChunkCache(hf_internal(CACHE_CLASS)):  # type: ignore[misc]
         conv_kernel_size: int | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """Return the saved inputs followed by the chunk's inputs ``[B, C, T]``; save the last K for the next chunk.
+        """Return a causal convolution's last K inputs before the chunk, then the chunk's; save the new last K.
 
-        K is the number of saved inputs. At the start of a row K is ``conv_kernel_size`` (None: the chunk's number of
-        inputs). If the chunk has fewer than K inputs there, zeros are added on the left.
+        If no tokens precede the chunk, K is ``conv_kernel_size`` (None: the chunk's number of inputs), and a chunk with
+        fewer inputs gets zeros on its left.
         """
         key = ("conv", layer_idx, state_idx)
         before = self._state_before(key)
@@ -227,26 +230,26 @@ class ChunkCache(hf_internal(CACHE_CLASS)):  # type: ignore[misc]
         return full
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """Return the recurrent state before the chunk; None at the start of a row."""
+        """Return the recurrent state before the chunk; None if no tokens precede the chunk."""
         return self._state_before(("recurrent", layer_idx, state_idx))
 
     def update_recurrent_state(
         self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> Tensor:
-        """Save the recurrent state after the chunk for the next chunk."""
+        """Save the recurrent state after the chunk, which the next chunk starts from; return it."""
         self._save_state(("recurrent", layer_idx, state_idx), recurrent_states)
         return recurrent_states
 
     def get_linear_cache(self, layer_idx: int) -> Tensor | None:
-        """Return :meth:`get_recurrent_state`; MiniMax calls it by this name."""
+        """Return :meth:`get_recurrent_state`; MiniMax layers call it by this name."""
         return self.get_recurrent_state(layer_idx)
 
     def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
-        """Call :meth:`update_recurrent_state`; MiniMax calls it by this name."""
+        """Call :meth:`update_recurrent_state`; MiniMax layers call it by this name."""
         self.update_recurrent_state(linear_cache, layer_idx)
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        """Return True if a state of the row's earlier tokens exists."""
+        """Return True if the tokens before the chunk have left a state from which the chunk starts."""
         read_position = self._state_positions[0]
         return read_position is not None and (self.exchange is not None or self.states.has_state_after(read_position))
 
@@ -263,7 +266,7 @@ class ChunkCache(hf_internal(CACHE_CLASS)):  # type: ignore[misc]
         self.states.on_state_used(self.pass_name == "whole")
 
     def _state_before(self, key: StateKey) -> Tensor | None:
-        """Return the state ``key`` before the chunk, in ``replay`` as a leaf; None if no state precedes the chunk."""
+        """Return a state before the chunk, in the pass ``replay`` as an autograd leaf; None if no tokens precede it."""
         self._report_state_use()
         (read_position, _), rows = self._state_positions, self.states.rows
         if read_position is None:
@@ -280,7 +283,6 @@ class ChunkCache(hf_internal(CACHE_CLASS)):  # type: ignore[misc]
         return state if rows is None or start not in rows.starts else rows.reset_begun_rows(state, start)
 
     def _save_state(self, key: StateKey, state: Tensor) -> None:
-        """Save the state ``key`` after the chunk."""
         self._report_state_use()
         self.states.has_states = True
         position = self._state_positions[1]
@@ -293,7 +295,7 @@ class ChunkCache(hf_internal(CACHE_CLASS)):  # type: ignore[misc]
 
 
 class _PrefixGrads:
-    """dK, dV of one update's prefix, to which the backward of :func:`streamtune.ops.prefix_attention` adds directly."""
+    """Gradients of earlier chunks' keys and values, to which the attention's backward adds directly."""
 
     def __init__(self, kv: KeysAndValues, index: int, keys: slice, chunk_kv: tuple[Tensor, Tensor]) -> None:
         self.kv, self.index, self.keys, self.own = kv, index, keys, chunk_kv
@@ -308,13 +310,13 @@ class _PrefixGrads:
 
 
 def prefix_grads_of(key: Tensor, value: Tensor) -> _PrefixGrads | None:
-    """Return the prefix gradients that :meth:`ChunkCache.update` attached to ``key`` and ``value``; None without."""
+    """Return the gradient buffers that :meth:`ChunkCache.update` attached to ``key`` and ``value``, or None."""
     prefix: _PrefixGrads | None = getattr(key, "streamtune_prefix", None)
     return prefix if prefix is getattr(value, "streamtune_prefix", None) else None
 
 
 class _LayerViews:
-    """The list ``cache.layers``: transformers 5.17 reads ``conv_states[j]``, ``recurrent_states[j]`` of its items."""
+    """Replaces the list ``cache.layers``, from whose items transformers 5.17 reads convolution and recurrent states."""
 
     def __init__(self, cache: Any) -> None:
         self.cache = cache
@@ -327,7 +329,7 @@ class _LayerViews:
 
 
 class _UnknownStateError(UnsupportedModelError, AttributeError):
-    """A layer reads a kind of state that is not supported; an ``AttributeError``, so that ``hasattr`` works."""
+    """A layer reads an unsupported kind of state; an ``AttributeError``, so that ``hasattr`` returns False."""
 
 
 class _LayerView:
@@ -355,7 +357,7 @@ class _StateViews:
 
 
 def _to_autocast_dtype(x: Tensor) -> Tensor:
-    """Return keys or values cast to autocast's dtype, as attention casts them; rotary embeddings may widen them."""
+    """Return keys or values cast to autocast's dtype, as attention casts them; unchanged if autocast is off."""
     kind = autocast_device_type(x.device)
     if x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
         return x
@@ -363,7 +365,7 @@ def _to_autocast_dtype(x: Tensor) -> Tensor:
 
 
 class _JoinKeys(torch.autograd.Function):
-    """``cat([prefix, own], dim=2)`` without a copy of the prefix: ``own`` is written to the buffer after the prefix."""
+    """``cat([prefix, own], dim=2)`` without a copy of the prefix: ``own`` is written into the prefix's own buffer."""
 
     @staticmethod
     def forward(ctx: Any, prefix: Tensor, own: Tensor, place: tuple[Tensor, slice]) -> Tensor:
@@ -384,7 +386,7 @@ EMPTY_MAXIMUM = -1e30
 
 
 def state_before(layer: nn.Module, cache: ChunkCache, hidden: Tensor) -> Any:
-    """Return the state argument (xLSTM, RWKV) of a chunk: the state after the chunk before it."""
+    """Return the state argument with which xLSTM or RWKV runs on a chunk: the state after the preceding chunk."""
     if not hasattr(layer, RWKV_LAYER):
         parts = [cache.get_recurrent_state(0, index) for index in range(XLSTM_STATES)]
         return None if parts[0] is None else tuple(parts)
@@ -406,7 +408,7 @@ def state_before(layer: nn.Module, cache: ChunkCache, hidden: Tensor) -> Any:
 
 
 def state_after(layer: nn.Module, cache: ChunkCache, state: Any, out: Any) -> Any:
-    """Save the state after a chunk; return the layer's output with None in place of the state.
+    """Save the state that xLSTM or RWKV has after a chunk; return the layer's output with None in place of this state.
 
     ``state`` is the argument that :func:`state_before` returned; RWKV writes into it.
     """
@@ -422,7 +424,7 @@ def state_after(layer: nn.Module, cache: ChunkCache, state: Any, out: Any) -> An
 
 
 class _Column:
-    """One layer's column of a state ``[B, C, layers]``; a write replaces the tensor instead of changing it in place."""
+    """Replaces RWKV's state ``[B, C, layers]`` in one layer: a write stores a new tensor and changes none in place."""
 
     def __init__(self, x: Tensor) -> None:
         self.x = x

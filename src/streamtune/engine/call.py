@@ -68,12 +68,12 @@ def _signature(forward: Callable[..., Any]) -> inspect.Signature:
 
 
 def layer_cache_argument(layer: nn.Module) -> str | None:
-    """Return the name of a layer's cache argument; None for an encoder or vision layer."""
+    """Return the name of the cache argument of a layer's forward; None if it has none, as in vision layers."""
     return cache_argument(type(layer).forward)
 
 
 def forwarded_cache_argument(layer: nn.Module) -> str | None:
-    """Return the name of the cache argument, also if the layer takes it in ``**kwargs`` and passes it on."""
+    """Return the name of a layer's cache argument, also if the layer only passes the cache on in ``**kwargs``."""
     parameters = _signature(type(layer).forward).parameters.values()
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
         return next((name for module in layer.modules() if (name := layer_cache_argument(module))), None)
@@ -82,10 +82,10 @@ def forwarded_cache_argument(layer: nn.Module) -> str | None:
 
 @dataclass
 class LayerCall:
-    """A bound call of ``layer.forward``: every argument by name, hidden states first.
+    """One call of ``layer.forward`` with its arguments by name, so that it can be repeated on any chunk.
 
-    ``inputs`` maps the names of the hidden states, and of the other tensors that need a gradient, to their sequence
-    dimension. A tensor of a shared dictionary is named by (argument, entry, place).
+    ``inputs`` maps the hidden states, and each other tensor that needs a gradient, to the sequence dimension (None: the
+    tensor is not cut). A tensor in a dictionary that layers share is named by a :data:`SharedKey`.
     """
 
     layer: nn.Module
@@ -115,7 +115,7 @@ class LayerCall:
         own_attention: OwnAttention | None = None,
         configs: Sequence[Any] = (),
     ) -> LayerCall:
-        """Bind the arguments of a call to the parameters of the layer's forward.
+        """Return a call of ``layer`` with its arguments bound to the parameters of the layer's forward.
 
         Raises:
             UnsupportedModelError: An argument cannot be cut into chunks, or would lose its gradient.
@@ -172,11 +172,7 @@ class LayerCall:
         return call
 
     def _add_input(self, key: str, value: Any) -> None:
-        """Add an argument to ``inputs`` if it needs a gradient.
-
-        Raises:
-            UnsupportedModelError: The argument's gradient cannot be returned.
-        """
+        """Add an argument to ``inputs`` if it needs a gradient; raise an error if its gradient cannot be returned."""
         name = type(self.layer).__name__
         if isinstance(value, UserDict):
             for entry, pair in value.items():
@@ -194,10 +190,10 @@ class LayerCall:
             self.inputs[key] = self._sequence_dim(key, value, self.length)
 
     def prepend_past(self, past: Past) -> None:
-        """Let the call's tokens attend to ``past``, the keys and values of earlier tokens.
+        """Make the call's tokens also attend to ``past``, the keys and values of tokens before the call.
 
         Raises:
-            UnsupportedModelError: An argument or the layer does not support earlier tokens.
+            UnsupportedModelError: An argument or the layer does not support tokens before the call.
         """
         name = type(self.layer).__name__
         if self.shards is not None:
@@ -220,11 +216,11 @@ class LayerCall:
         self.past = past.detached()
 
     def restrict_masks_to_rows(self, rows: PackedRows) -> None:
-        """Restrict the masks so that a row sees only its own tokens, including a beginning that it shares."""
+        """Restrict the masks so that a token sees only its own packed row, and a beginning that rows share."""
         self._change_masks(rows.restrict_mask)
 
     def share_sequence(self, shards: SequenceShards) -> None:
-        """Mark the tokens as this rank's shards of a sequence; extend the masks to the whole sequence.
+        """Set which tokens of the sequence this rank holds (``shards``); extend the masks to the whole sequence.
 
         Raises:
             UnsupportedModelError: An argument or the layer does not support sequence parallelism.
@@ -264,12 +260,12 @@ class LayerCall:
 
     @property
     def hidden(self) -> Tensor:
-        """The layer's input ``[B, T, C]``."""
+        """Hidden states ``[B, T, C]`` that the layer gets."""
         return self.arguments[self.hidden_name]
 
     @property
     def mask(self) -> LazyMask | None:
-        """Lazy mask among the arguments, or None."""
+        """Lazy mask among the arguments; None if there is none."""
         return next((value for value in self.arguments.values() if isinstance(value, LazyMask)), None)
 
     @cached_property
@@ -278,18 +274,18 @@ class LayerCall:
 
     @cached_property
     def _rotates_pooled_keys(self) -> bool:
-        """True if an indexer in the layer pools the keys of prefix and chunk before it applies rotary embeddings."""
+        """True if the layer selects keys with an indexer that pools them before it applies rotary embeddings."""
         return any(hasattr(module, INDEXER_POOLING) for module in self.layer.modules())
 
     def key_positions(self, chunk: slice) -> slice:
-        """Return the positions of a chunk's own keys among all keys; keys of earlier tokens (``past``) come first."""
+        """Return the positions of a chunk's own keys among all keys; the keys of tokens before the call come first."""
         before = 0 if self.past is None else self.past.length
         return slice(before + chunk.start, before + chunk.stop)
 
     def first_key(self, chunk: slice) -> int:
-        """Return the position of the first key that a chunk gets.
+        """Return the position of the first key that the mask lets a chunk see.
 
-        A layer with its own attention code gets the whole prefix, because it may count keys from the first.
+        It is 0 for a layer with its own attention code, because the code may count keys from the first.
         """
         if self.mask is None or self.own_attention is not None:
             return 0
@@ -302,16 +298,16 @@ class LayerCall:
 
     @property
     def cache(self) -> Any:
-        """Cache that the model itself passed, or None."""
+        """Cache that the model passed to the layer; None if it passed none."""
         return self.arguments.get(self.cache_name)
 
     @property
     def sharing(self) -> Any:
-        """Dictionary of keys and values that the model shares between its layers, or None."""
+        """Dictionary of keys and values that the model passes from layer to layer; None if it passes none."""
         return next((value for value in self.arguments.values() if isinstance(value, UserDict)), None)
 
     def tensors(self) -> list[Tensor]:
-        """Return the tensors named by ``inputs``."""
+        """Return the hidden states and each other tensor that needs a gradient, in the order of ``inputs``."""
         tensors = [self.shared[name] if isinstance(name, tuple) else self.arguments[name] for name in self.inputs]
         return [x for x in tensors if x is not None]
 
@@ -325,10 +321,10 @@ class LayerCall:
         self.arguments |= {key: UserDict() for key, value in self.arguments.items() if isinstance(value, UserDict)}
 
     def run(self, chunk: slice, cache: ChunkCache, x_i: dict[str | SharedKey, Tensor]) -> tuple[Any, dict[Any, int]]:
-        """Call the layer's own forward on one chunk; ``x_i`` has the chunk of each tensor in ``inputs``.
+        """Call the layer's own forward on one chunk; ``x_i`` holds the chunk of each tensor in ``inputs``.
 
-        Return the layer's output, and for each entry it added to the shared dictionary the index of its key/value
-        update.
+        Return the output, and for each entry that the layer adds to the dictionary of shared keys and values the index
+        of the cache update that it came from.
         """
         sharing: ChunkSharing | None = None
         arguments: dict[str, Any] = {}
@@ -356,7 +352,7 @@ class LayerCall:
         return out, {} if sharing is None else sharing.entry_updates
 
     def run_unchunked(self) -> Any:
-        """Call the layer's own forward with the original arguments and cache (generation)."""
+        """Call the layer's own forward on all tokens at once, with the cache that the model passed (generation)."""
         arguments = dict(self.arguments)
         if self.own_attention is not None:
             dtype = self.own_attention.mask_dtype(self.dtype)
@@ -367,10 +363,10 @@ class LayerCall:
             return type(self.layer).forward(self.layer, **arguments)
 
     def chunks(self, schedule: Schedule) -> list[slice]:
-        """Return the chunks of the call; no chunk border separates a token from a later token that it sees.
+        """Return the chunks of the call; a token that sees later tokens is in the same chunk as these tokens.
 
         Raises:
-            UnsupportedModelError: A chunk would be longer than two chunks of the schedule
+            UnsupportedModelError: A chunk would be longer than twice the schedule's ``chunk_size``
                 (docs/decisions/005-bidirectional-blocks.md).
         """
         if self.shards is not None:  # the masks of shards are causal
@@ -392,12 +388,11 @@ class LayerCall:
         )
 
     def _use_layer_attention(self) -> AbstractContextManager[None]:
-        """Context manager: the layer's configs name the attention that the layer uses while active."""
+        """Return a context manager in which the configs name the layer's attention: the engine's or its own."""
         name = NAME if self.own_attention is None else self.own_attention.name
         return temporary_attention(list(self.configs), [name] * len(self.configs))
 
     def _chunk_sharing(self, cache: ChunkCache, x_i: dict[str | SharedKey, Tensor]) -> ChunkSharing:
-        """Return the dictionary of shared keys and values for one chunk."""
         full: dict[Any, tuple[Tensor, ...]] = {}
         for name, x in self.shared.items():
             x = x_i.get(name, x)
@@ -406,7 +401,7 @@ class LayerCall:
         return ChunkSharing(cache, full)
 
     def _sequence_dim(self, key: str, value: Tensor, length: int) -> Along:
-        """Return the sequence dimension of an argument; None if the argument does not follow the sequence."""
+        """Return the dimension of an argument that has one entry per token; None if there is none."""
         if key in (*POSITIONS, *KEY_BIASES) and not _is_dense_mask(value, length):
             dim = value.dim() - 1
         elif key == ROTATIONS:
@@ -420,7 +415,7 @@ class LayerCall:
         return dim if value.shape[dim] == length else None
 
     def _cut_to_chunk(self, key: str, value: Any, chunk: slice, first_key: int) -> Any:
-        """Return an argument cut to a chunk, by the table in the module docstring."""
+        """Return a chunk's slice of an argument: its tokens, and in masks and biases the keys from ``first_key`` on."""
         if isinstance(value, Tensor):
             if _is_dense_mask(value, self.length):
                 return value[..., chunk, first_key : chunk.stop]
@@ -450,9 +445,9 @@ def _argument_with_masks(
     change_mask: Callable[[LazyMask], LazyMask],
     change_padding: Callable[[Tensor], Tensor | None],
 ) -> Any:
-    """Return an argument with lazy masks and padding masks replaced by the results of the two functions.
+    """Return an argument with each lazy mask and padding mask changed, also inside nested dictionaries.
 
-    Nested dictionaries are searched.
+    ``change_padding`` returns None for a padding mask that stays as it is.
     """
     if isinstance(value, LazyMask):
         return change_mask(value)
@@ -486,11 +481,7 @@ def _hidden_sequence_dim(layer: str, hidden: Tensor, arguments: dict[str, Any]) 
 
 
 def _refuse_other_sequences(name: str, arguments: dict[str, Any], length: int) -> None:
-    """Refuse a layer with cross-attention, or a layer that gets several streams concatenated along the sequence.
-
-    Raises:
-        UnsupportedModelError: The layer has cross-attention, or gets concatenated streams.
-    """
+    """Raise an error for a layer with cross-attention, or with several streams concatenated along the sequence."""
     for key in OTHER_SEQUENCES:
         if arguments.get(key) is not None:
             raise UnsupportedModelError(

@@ -37,7 +37,10 @@ SHORT = Schedule(chunk_size=4096, keep_attention="device")
 
 
 class StreamedCalls(StreamedModel):
-    """A streamed model with hooks on its calls; ``short`` is the schedule of short calls (None: ``schedule``)."""
+    """Adds hooks that run before and after each call of a streamed model.
+
+    ``short`` is the schedule of calls with at most 4,096 tokens; None uses ``schedule``.
+    """
 
     def __init__(
         self,
@@ -83,7 +86,7 @@ class StreamedCalls(StreamedModel):
             del self.model.generate
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return all attributes except two that a copy creates anew; a copy of a streamed model is streamed as well."""
+        """Return the attributes to copy or pickle, without two that each copy creates anew."""
         return {key: value for key, value in vars(self).items() if key not in ("_sharing", "_plain_call")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -91,18 +94,18 @@ class StreamedCalls(StreamedModel):
         self._sharing, self._plain_call = CallSharding(self), ExitStack()
 
     def scoring(self, scored: ScoreRequest) -> AbstractContextManager[None]:
-        """Context manager: a call returns the requested scores instead of its output while active."""
+        """Context manager: while active, a call returns the scores that ``scored`` requests, not the model's output."""
         return temporary_attribute(self, "scored", scored)
 
     def laid_out(self, branches: Branches) -> AbstractContextManager[None]:
-        """Context manager: while active, calls get rows that share their beginning, laid out as ``branches``.
+        """Context manager: while active, rows that share their beginning are laid out as ``branches`` describes.
 
         A call needs ``labels`` or ``shift_labels`` ``[1, T]``, and the arguments ``branches.arguments(input_ids)``.
         """
         return temporary_attribute(self, "_branch_layout", branches)
 
     def plain(self) -> AbstractContextManager[None]:
-        """Context manager: calls run as in the plain model, without streaming, while active.
+        """Context manager: while active, calls run without streaming; gradients must be off.
 
         Raises:
             ArgumentError: Gradients are on.
@@ -152,7 +155,7 @@ class StreamedCalls(StreamedModel):
         return args, kwargs
 
     def _restore_attention_names(self) -> None:
-        """Restore the configs' attention names, unless the call is nested in another call."""
+        """Restore the attention implementation that each config names outside of streamed calls."""
         if self._outer_calls is not None:
             self.names.end_call(self._outer_calls)
             self._outer_calls = None
@@ -166,10 +169,7 @@ class StreamedCalls(StreamedModel):
             self.names.end_call()
 
     def _is_plain(self, call: ModelCall) -> bool:
-        """Return True if a call runs as in the plain model: inside :meth:`plain`, or because its output requires it.
-
-        The output of a call without gradients may need unchunked layers (:func:`needs_unchunked_layers`).
-        """
+        """Return True if a call runs without streaming: inside :meth:`plain`, or for outputs of unchunked layers."""
         self._plain_call.close()  # an interrupted call leaves it open
         if self.context.plain:
             return True
@@ -180,11 +180,7 @@ class StreamedCalls(StreamedModel):
         return needs_unchunked_layers(arguments, call.cache, call.get("labels") is not None)
 
     def _refuse_outputs(self, arguments: dict[str, Any]) -> None:
-        """Refuse outputs that a streamed call cannot return; warn that router logits are left out.
-
-        Raises:
-            UnsupportedModelError: Attention weights, or a cache with gradients on, are requested.
-        """
+        """Raise an error for outputs that a streamed call cannot return; warn that router logits are left out."""
         for name, why in REFUSED_OUTPUTS.items():
             if arguments.get(name):
                 raise UnsupportedModelError(
@@ -204,14 +200,14 @@ class StreamedCalls(StreamedModel):
             )
 
     def _stop_checkpointing(self) -> None:
-        """Turn gradient checkpointing of the decoder off: with streaming, layers would be recomputed twice."""
+        """Turn off the decoder's gradient checkpointing, which would recompute streamed layers a second time."""
         for module in [*owning_models(self.model, self.layers), *(m for layer in self.layers for m in layer.modules())]:
             if getattr(module, "gradient_checkpointing", False):  # an image tower keeps its checkpointing
                 module.gradient_checkpointing = False
                 self._checkpointing.add(module)  # a set: a trainer may turn it on again for each step
 
     def _disable_cache(self, call: ModelCall, with_labels: bool) -> None:
-        """Turn ``use_cache`` off in a call that trains, as gradient checkpointing does."""
+        """Turn ``use_cache`` off in a training call, as ``transformers`` does under gradient checkpointing."""
         by_default = call.get("use_cache") is None and (with_labels or self.model.training)
         if call.cache is None and (torch.is_grad_enabled() or by_default):
             if self.scored is None:
@@ -219,7 +215,7 @@ class StreamedCalls(StreamedModel):
             call.put("use_cache", False)
 
     def _set_context(self, call: ModelCall, with_labels: bool) -> None:
-        """Set the call's rows, row lengths and schedule for the layers, and whether the layers run in one chunk."""
+        """Set what the layers read during the call: packed rows, row lengths, schedule, and whether in one chunk."""
         rows, self._length = call.size
         self.context.one_chunk = with_labels and self._needs_one_chunk(call)
         self.context.schedule = self._short_schedule if 0 < rows * self._length <= SHORT.chunk_size else None
@@ -232,18 +228,18 @@ class StreamedCalls(StreamedModel):
         self.context.lengths = None if rows is None else RowLengths.from_rows(rows)
 
     def _keep_one_row(self, call: ModelCall) -> None:
-        """Add a mask of ones to a call if the ordinary call would be one row because it has a cache."""
+        """Add a mask of ones if the call, with its cache turned off, would be split into packed rows."""
         decoder: Any = owning_models(self.model, self.layers)[-1]
         checkpointed = decoder in self._checkpointing and self.model.training
         cached = getattr(decoder.config, "use_cache", False) and not checkpointed
         call.keep_one_row(self.names.plain_names, cached)
 
     def _needs_one_chunk(self, call: ModelCall) -> bool:
-        """Return True if an output that counts depends on padding queries, which average over all keys.
+        """Return True if the loss or a later layer reads the outputs of left padding, which attends to all tokens.
 
-        Under eager attention a query whose keys are all masked averages over all keys, and no chunk has them all
+        Eager attention gives a query whose keys are all masked the mean of all values, and no chunk has them all
         (docs/decisions/003-queries-that-see-nothing.md). This matters if left padding has a label, or if a
-        cross-attention between the layers (blt) reads the outputs of padding.
+        cross-attention between the layers (blt) reads its outputs.
 
         Raises:
             UnsupportedModelError: Ranks share the sequence.
@@ -290,11 +286,7 @@ class StreamedCalls(StreamedModel):
         return output
 
     def _check_hidden_states(self, output: Any) -> None:
-        """Replace stand-ins among the hidden states in the output; refuse hidden states of a chunk (zamba).
-
-        Raises:
-            UnsupportedModelError: Hidden states were recorded inside a decoder layer, which runs on chunks.
-        """
+        """Replace embedding placeholders in the output's hidden states; raise an error if a state is of one chunk."""
         states = getattr(self._with_plain_hidden_states(output), "hidden_states", None)
         partial_states = [
             x for x in states or () if isinstance(x, Tensor) and x.dim() > 2 and x.shape[-2] < self._length
@@ -331,7 +323,7 @@ class StreamedCalls(StreamedModel):
         return output
 
     def _with_readable_logits(self, output: Any) -> Any:
-        """Return the output of an evaluation with logits that are computed when they are read."""
+        """Return a model output in which tensors that are computed when they are read replace lazy logits."""
         assert self.head is not None
         compute = self.head.readable_logits if torch.is_grad_enabled() else self.head.evaluated_logits
         if isinstance(output, tuple):
@@ -341,7 +333,7 @@ class StreamedCalls(StreamedModel):
         return output
 
     def _without_lazy_logits(self, output: Any) -> Any:
-        """Return the output without lazy logits: left out in training, replaced in evaluation."""
+        """Return the model output without lazy logits: removed in training, made readable in evaluation."""
         if self.head is None or not self.head.active:
             return output
         self.head.close()
@@ -361,9 +353,9 @@ GROWING_CACHES = (None, "dynamic", "dynamic_full")
 
 
 def needs_unchunked_layers(arguments: dict[str, Any], cache: Any, with_labels: bool) -> bool:
-    """Return True if a call without gradients asks for outputs or a cache that only unchunked layers support.
+    """Return True if a call without gradients has outputs or a cache that only layers without chunks support.
 
-    With labels, ``output_router_logits`` asks for the balance loss, which is streamed.
+    ``output_router_logits`` in a call with labels does not count: it asks for the balance loss, which is streamed.
     """
     requested_outputs = [name for name in UNCHUNKED_OUTPUTS if arguments.get(name)]
     if with_labels and requested_outputs == ["output_router_logits"]:
@@ -372,7 +364,7 @@ def needs_unchunked_layers(arguments: dict[str, Any], cache: Any, with_labels: b
 
 
 class Generation:
-    """Replaces ``generate`` on the instance of a streamed model."""
+    """Replaces ``generate`` of one streamed model."""
 
     def __init__(self, handle: StreamedCalls) -> None:
         self.handle = handle
@@ -387,7 +379,7 @@ class Generation:
         return generate
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the ``generate`` of the model's class; without streaming if the call needs unchunked layers."""
+        """Call ``generate`` of the model's class, without streaming if its options need unchunked layers."""
         if not self._needs_unchunked_layers(kwargs):
             return self._generate_of_class()(*args, **kwargs)
         with torch.no_grad(), self.handle.plain():
@@ -405,5 +397,5 @@ class Generation:
 
 
 def has_generate(model: nn.Module) -> bool:
-    """Return True if the model's class has ``generate`` and the instance does not replace it."""
+    """Return True if the model's class has ``generate`` and the model itself does not replace it."""
     return callable(getattr(type(model), "generate", None)) and "generate" not in vars(model)

@@ -14,7 +14,7 @@ from streamtune.errors import UnsupportedModelError
 
 
 class LayerOutputs:
-    """Splits the output of each chunk into tensors; rebuilds the layer's output from tensors of the whole sequence."""
+    """Splits a layer's output on each chunk into tensors, and rebuilds its output for the whole sequence."""
 
     def __init__(self, name: str, hidden_along: Along) -> None:
         self.name, self.hidden_along = name, hidden_along
@@ -25,7 +25,7 @@ class LayerOutputs:
         """For each item that the layer returns: its index in the outputs, or the top-k key indices of each chunk."""
 
     def split_chunk(self, out: Any, chunk: slice, *, keep: bool) -> list[Tensor]:
-        """Return the output tensors of a chunk; with ``keep`` record the chunk's top-k key indices as well."""
+        """Return the tensors in a layer's output on one chunk; with ``keep`` also record its selected key indices."""
         self.wrap = type(out) if isinstance(out, tuple | list) else None
         items = list(out) if isinstance(out, tuple | list) else [out]
         if chunk.start == 0 and keep:
@@ -50,7 +50,7 @@ class LayerOutputs:
         return outputs
 
     def rebuild_output(self, outputs: list[Tensor]) -> Any:
-        """Return the output for the whole sequence: a tensor, tuple or list, as the layer returns it."""
+        """Return the layer's output (a tensor, tuple or list) with tensors of the whole sequence."""
         items = [outputs[part] if isinstance(part, int) else _join_key_choices(part) for part in self.form]
         return items[0] if self.wrap is None else self.wrap(items)
 
@@ -70,9 +70,9 @@ def _is_attention(value: Any, chunk: slice) -> bool:
 
 
 def _join_key_choices(parts: list[Tensor] | None) -> Tensor | None:
-    """Join the chunks' top-k key indices ``[B, T_i, K_i]`` along the tokens.
+    """Join the chunks' indices of selected keys ``[B, T_i, K_i]`` along the tokens; None if there are none.
 
-    An early chunk has fewer keys to choose from. Its last index is repeated, which selects no further key.
+    An early chunk has fewer keys to select from. Its last index is repeated, which selects no further key.
     """
     if not parts:
         return None
@@ -85,11 +85,11 @@ SharedKey = tuple[str, Any, int]
 
 
 class ChunkSharing(UserDict):  # type: ignore[type-arg]
-    """The dictionary of shared keys and values as a chunk sees it; an entry is ``[B, G, S, D]`` of prefix and chunk.
+    """Dictionary of the keys and values that layers share, cut to the keys ``[B, G, S, D]`` that one chunk sees.
 
     Args:
         cache: Cache of the chunk.
-        full: Keys and values of the whole sequence from earlier layers, by entry.
+        full: Keys and values of the whole sequence, computed by earlier layers, by dictionary key.
     """
 
     def __init__(self, cache: ChunkCache, full: dict[Any, tuple[Tensor, ...]]) -> None:

@@ -44,7 +44,7 @@ from streamtune.ops import first_order, is_graph_retained
 
 
 def chained_call(owner: StreamedLayer, call: LayerCall, parameters: Sequence[Tensor]) -> Any:
-    """Run a layer forward, as the next layer of a chain or as the first of a new chain; return its output."""
+    """Run a layer's forward as the next layer of the current chain, or the first of a new chain; return its output."""
     weights = Weights.current(owner.layer)
     _check_chainable(owner.layer, [name for name in call.shared if name[0] != PAST], weights)
     last_call = owner.parts.last_call
@@ -95,8 +95,6 @@ def _check_chainable(layer: nn.Module, shared: list[Any], weights: Weights) -> N
 
 @dataclass
 class _Link:
-    """One layer call of a chain."""
-
     owner: StreamedLayer
     stream: LayerStream
     weights: Weights
@@ -115,12 +113,12 @@ class _Link:
 
     @property
     def frees_kv_early(self) -> bool:
-        """True if the device copies of keys and values are freed between a chunk's replay and its backward."""
+        """True if keys and values leave the device between the run of a chunk with a graph and its backward."""
         schedule = self.stream.settings.schedule
         return self.saved.kv is not None and (schedule.levels, schedule.keep_kv) == (1, "host")
 
     def prepare_backward(self) -> None:
-        """Create the gradient sums of a new backward; drop the sums that an interrupted backward left."""
+        """Create empty gradient sums for a new backward; drop the sums of a backward that was interrupted."""
         stream = self.stream
         stream.kv.grads.clear()
         stream.states.grads.clear()
@@ -131,7 +129,7 @@ class _Link:
         self.sums = [GradientSum(p, stream.widen) for p in self.parameters]
 
     def load(self, chunk: slice) -> None:
-        """Copy to the device the keys, values and states that the layer reads from earlier chunks."""
+        """Copy the keys, values and states of earlier chunks, which the layer reads on this chunk, to the device."""
         self.stream.states.prefetch(chunk)
         if self.saved.kv is not None:
             call = self.stream.call
@@ -139,7 +137,7 @@ class _Link:
             self.saved.kv.load(call.key_positions(chunk), call.first_key(chunk))
 
     def recompute(self, chunk: slice, x_i: list[Tensor]) -> Tensor:
-        """Return the output hidden states of one chunk, computed without a graph."""
+        """Return the layer's output hidden states on one chunk, computed without a graph."""
         self.load(chunk)
         z = self.stream.recompute_chunk(chunk, x_i)
         if self.saved.kv is not None:
@@ -147,7 +145,7 @@ class _Link:
         return z
 
     def replay(self, chunk: slice, x_i: list[Tensor]) -> _ChunkGraph:
-        """Run the layer on one chunk with its graph."""
+        """Run the layer on one chunk with gradients on; return the graph."""
         self.load(chunk)
         with torch.enable_grad():
             z_i, cache = self.stream.replay(chunk, x_i)
@@ -158,7 +156,7 @@ class _Link:
         return _ChunkGraph(self, x_i, z_i, cache)
 
     def free(self, keep_graph: bool) -> None:
-        """Free the tensors of the backward; keep keys, values, states and input if another backward may follow."""
+        """Free the layer's tensors after a backward; with ``keep_graph`` keep those that another backward reads."""
         stream = self.stream
         stream.saved.attention, self.sums = None, []
         if not keep_graph:
@@ -172,7 +170,7 @@ class _Link:
 
 @dataclass
 class _ChunkGraph:
-    """One layer of a chain, replayed on one chunk: its inputs and outputs, connected by the graph."""
+    """Autograd graph of one layer of a chain on one chunk, from its inputs to its outputs."""
 
     link: _Link
     x_i: list[Tensor]
@@ -180,7 +178,7 @@ class _ChunkGraph:
     cache: ChunkCache
 
     def backward(self, chunk: slice, grads_z: Sequence[Tensor | None], keep_graph: bool) -> list[Tensor | None]:
-        """Add the chunk's terms to the gradient sums; return the gradients of the chunk's inputs."""
+        """Add the chunk's gradients to the sums of parameters, keys, values and states; return its input gradients."""
         link, kept_kv = self.link, self.link.saved.kv
         keys = link.stream.call.key_positions(chunk)
         if kept_kv is not None:
@@ -204,7 +202,7 @@ class _ChunkGraph:
 
 
 class LayerChain:
-    """Layer calls in which each reads the hidden states that the call before returned."""
+    """Layer calls whose backward runs together, chunk by chunk; each reads the hidden states that the last returned."""
 
     def __init__(self, first: LayerStream, hidden: Tensor) -> None:
         self.chunks, self.schedule = first.chunks, first.settings.schedule
@@ -226,10 +224,10 @@ class LayerChain:
         """Scalar that connects the chain to its first input; its node returns the gradient in ``grad_input``."""
 
     def can_continue(self, previous: LayerStream | None, stream: LayerStream, tensors: Sequence[Tensor]) -> bool:
-        """Return True if a call can be the next link of the chain.
+        """Return True if a layer call can be the next link of the chain.
 
-        It cannot if its chunks or schedule differ, or if another argument of the layer was computed by the chain. It
-        also cannot if the hidden states between the two calls have gradient hooks or retain their gradient.
+        Its chunks and schedule must be equal to the chain's, and the chain must not have computed another argument of
+        the layer. The hidden states between the two calls must have no gradient hooks and not retain their gradient.
         """
         hidden, extras = tensors[0], tensors[1:]
         watched = hidden._backward_hooks or hidden.retains_grad
@@ -251,9 +249,9 @@ class LayerChain:
         extras: Sequence[Tensor],
         outputs: list[Tensor],
     ) -> list[Tensor]:
-        """Add a call that has run forward; return its outputs, attached to the autograd node of all layers so far.
+        """Add a layer call that has run forward; return its outputs, attached to the autograd node of all layers.
 
-        The hidden states come first. The router sums of all layers so far follow the outputs.
+        The hidden states come first, the router sums of all layers so far last.
         """
         places = []
         for x, along in zip(extras, list(stream.call.inputs.values())[1:], strict=True):
@@ -276,14 +274,14 @@ class LayerChain:
         return list(_ChainedLayers.apply(self, len(self.links), returned, self.token, *self.extras, *trained))
 
     def is_needed(self, number: int) -> bool:
-        """Return True if another node of the chain still has to run in the current backward pass."""
+        """Record that node ``number`` runs; return True if another node of the chain will run in this backward pass."""
         task = torch._C._current_graph_task_id()
         self.nodes_run.add((task, number))
         others = ((n, node) for n, ref in enumerate(self.nodes, 1) if (node := ref()) is not None)
         return any((task, n) not in self.nodes_run and torch._C._will_engine_execute_node(node) for n, node in others)
 
     def free(self, keep_graph: bool) -> None:
-        """Free the tensors of the backward; with ``keep_graph`` keep what another backward needs."""
+        """Free the tensors of all layers after a backward; with ``keep_graph`` keep those for another backward."""
         for link in self.links:
             link.free(keep_graph)
         if not keep_graph:
@@ -292,14 +290,14 @@ class LayerChain:
 
 
 class _GradientSlot:
-    """Holds the gradient of a chain's first input until the input's node returns it to autograd."""
+    """Holds the gradient of a chain's first input until the autograd node of this input returns it."""
 
     def __init__(self) -> None:
         self.grad: Tensor | None = None
 
 
 class _ChainInput(torch.autograd.Function):
-    """Autograd node of a chain's first input: its backward returns the gradient in the slot."""
+    """Autograd node of a chain's first input; its backward returns the gradient held in the slot."""
 
     @staticmethod
     def forward(ctx: Any, slot: _GradientSlot, x: Tensor) -> Tensor:
@@ -313,7 +311,7 @@ class _ChainInput(torch.autograd.Function):
 
 
 class _ChainedLayers(torch.autograd.Function):
-    """Autograd node of the first ``count`` layers of a chain."""
+    """Autograd node of the first ``count`` layers of a chain of layer calls."""
 
     @staticmethod
     def forward(ctx: Any, chain: LayerChain, count: int, outputs: list[Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -349,9 +347,9 @@ class _ChainedLayers(torch.autograd.Function):
 
 
 class _ChainBackward:
-    """The backward of the first ``count`` layers of a chain.
+    """Backward of the first ``count`` layers of a chain of layer calls.
 
-    ``needed`` says which gradients to compute: of the chain's first input, then of each of ``extras``.
+    ``needed`` says which gradients to compute: of the chain's first input, then of each tensor in ``extras``.
     """
 
     def __init__(
@@ -370,9 +368,9 @@ class _ChainBackward:
         """Index of the first layer of each segment; the last segment has full size."""
 
     def run(self, grad_outputs: Sequence[Tensor | None]) -> tuple[list[Tensor | None], list[Tensor | None]]:
-        """Run the backward over all chunks; return the gradients of ``extras`` and of the parameters.
+        """Run the backward over all chunks; return the gradients of ``extras`` and of the layers' parameters.
 
-        The gradient of the first input is left in ``chain.grad_input``.
+        The gradient of the first input is stored in ``chain.grad_input``.
         """
         chain, last = self.chain, self.links[-1].stream
         layer_output_count = len(last.outputs.along)
@@ -407,7 +405,7 @@ class _ChainBackward:
         return self._extra_grads(), list(self._parameter_grads())
 
     def _grad_buffer(self, source: Source, grad_z: Source | None, incoming: Tensor | None) -> Tensor:
-        """Return memory for the gradient of the chain's input; reuses the output gradient's memory if it may."""
+        """Return memory for the gradient of the chain's first input, if possible the output gradient's memory."""
         may_overwrite = isinstance(grad_z, Tensor) and grad_z is not incoming
         if (
             isinstance(grad_z, Tensor)
@@ -420,7 +418,7 @@ class _ChainBackward:
     def _run_chunk(
         self, chunk: slice, x: Tensor, grads_z_i: list[Tensor | None], grad_sums: Sequence[Tensor | None]
     ) -> Tensor | None:
-        """Run all layers forward on one chunk, then backward; return the gradient of the first layer's input chunk."""
+        """Run all layers forward on one chunk, then backward; return the gradient of the first layer's input there."""
         x = x.detach()
         inputs = {0: x}
         for index, link in enumerate(self.links[: self.starts[-1]]):
@@ -457,7 +455,7 @@ class _ChainBackward:
         return [read_chunk(self.extras[place], along[place], chunk).detach() for place in link.extras]
 
     def _add_extras(self, link: _Link, grads: Sequence[Tensor | None], chunk_grads: dict[int, Tensor]) -> None:
-        """Add a layer's gradients of its extras: to the sum over chunks, or to this chunk's gradients by extra."""
+        """Add a layer's gradients of its other inputs to their sums, or to this chunk's gradients ``chunk_grads``."""
         for place, grad in zip(link.extras, grads, strict=True):
             if self.full_grads[place] is None:
                 self.extra_sums[place].add(grad)

@@ -28,7 +28,7 @@ from streamtune.schedule import Schedule
 
 @dataclass
 class CallContext:
-    """State of one model call that its layers read."""
+    """What the layers read about the current model call."""
 
     rows: PackedRows | None = None
     lengths: RowLengths | None = None
@@ -44,7 +44,7 @@ class CallContext:
 
 @dataclass(frozen=True)
 class ChunkContext:
-    """State of one run of a layer on a chunk, read by the attention functions inside it."""
+    """What the attention functions read about the chunk on which their layer runs."""
 
     exchange: ChunkExchange | None
     """Exchange with the ranks that share the sequence; None if this rank has the whole sequence."""
@@ -53,7 +53,7 @@ class ChunkContext:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Context manager: :meth:`current` returns this state while active."""
+        """Context manager: while active, :meth:`current` returns this object."""
         token = _chunk.set(self)
         try:
             yield
@@ -62,7 +62,7 @@ class ChunkContext:
 
     @staticmethod
     def current() -> ChunkContext:
-        """Return the state of the current chunk; an empty state outside of chunks."""
+        """Return the context of the chunk that is computed now; outside of chunks all its fields are None."""
         return _chunk.get()
 
 
@@ -84,10 +84,7 @@ FULL_BACKWARD_HOOK = "BackwardHookFunctionBackward"
 
 
 class LastLayerCall(Generic[Call]):
-    """The last layer call of a model, and the output that it returned.
-
-    The next layer's input can be recomputed by this call if it has the values that the call returned.
-    """
+    """The last layer call of a model and the tensor that it returned, to tell which call computed a layer's input."""
 
     def __init__(self) -> None:
         self._last: tuple[_TensorIdentity, weakref.ref[Call], bool] | None = None
@@ -102,21 +99,21 @@ class LastLayerCall(Generic[Call]):
         return LastLayerCall, ()  # a copy of the model has not been called
 
     def record(self, output: Tensor, call: Call, layer: nn.Module) -> None:
-        """Record that ``call``, a call of ``layer``, returned ``output``."""
+        """Record that ``call``, a call of ``layer``, returned the tensor ``output``."""
         self._last, self._has_reader = (
             (_TensorIdentity(output), weakref.ref(call), has_user_backward_hooks(layer)),
             False,
         )
 
     def producer(self, hidden: Tensor) -> Call | None:
-        """Return the last layer call if ``hidden`` has the values that it returned, else None."""
+        """Return the last layer call if ``hidden`` has the storage and the values that it returned, else None."""
         if self._last is None:
             return None
         output, call, _ = self._last
         return call() if output.has_same_values(hidden) else None
 
     def grad_target(self, hidden: Tensor, module: nn.Module) -> Call | None:
-        """Return the call of :meth:`producer` if the gradient of ``hidden`` reaches the call's output unchanged.
+        """Return the last layer call if it computed ``hidden``, and the gradient of ``hidden`` reaches it unchanged.
 
         Otherwise return None. Only the first reader of an output gets the call, because a call stores one gradient
         (dory norms a layer's output twice).
@@ -138,7 +135,7 @@ class LastLayerCall(Generic[Call]):
 
 
 class _TensorIdentity:
-    """Identity of a tensor and of its values, to recognise them in another tensor with the same storage.
+    """Identifies a tensor and its values, to recognise them in another tensor with the same storage.
 
     It holds weak references, so neither the tensor nor its memory stays alive. The weak reference to the storage keeps
     the storage's address from being reused.
@@ -151,18 +148,18 @@ class _TensorIdentity:
         self.layout = _layout(tensor)
 
     def is_same(self, tensor: Tensor) -> bool:
-        """Return True if ``tensor`` is the tensor itself and was not changed in place since."""
+        """Return True if ``tensor`` is the recorded tensor itself, not changed in place since."""
         return self.tensor() is tensor and tensor._version == self.version
 
     def has_same_values(self, tensor: Tensor) -> bool:
-        """Return True if ``tensor`` shares storage and layout with the tensor and was not changed in place since."""
+        """Return True if ``tensor`` has the recorded tensor's storage and layout, with no change in place since."""
         if self.is_same(tensor):
             return True
         same = tensor._version == self.version and _layout(tensor) == self.layout
         return same and tensor.untyped_storage()._cdata == self.storage.cdata
 
     def was_made_by(self, node: Any) -> bool:
-        """Return True if ``node`` is the autograd node that returned the tensor."""
+        """Return True if ``node`` is the autograd node that returned the recorded tensor."""
         return node is not None and self.node is not None and self.node() is node
 
 
@@ -171,7 +168,7 @@ def _layout(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _gradient_receiver(tensor: Tensor, passed_nodes: tuple[str, ...]) -> Any:
-    """Return the autograd node that receives a tensor's gradient after the nodes named in ``passed_nodes``.
+    """Return the autograd node to which a tensor's gradient goes, skipping nodes named in ``passed_nodes``.
 
     Return None if the gradient does not arrive at the node's first output.
     """

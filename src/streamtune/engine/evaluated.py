@@ -24,14 +24,14 @@ _aten = torch.ops.aten
 
 
 class EvaluatedLogits(Tensor):
-    """The logits ``transform(head(hidden))`` ``[..., T, V]``, computed when they are read.
+    """The logits ``transform(head(hidden))`` ``[..., T, V]`` without a graph, computed when they are read.
 
-    The result of :meth:`materialize` is kept, so that later reads see in-place changes of it or of its views.
+    The computed logits are stored, so that later reads see changes in place.
 
     Args:
         head: Language-model head without adapters.
         hidden: Input ``[..., T, C]`` of the head; it is detached.
-        transform: Function with the model's own steps on its logits (softcap, scale).
+        transform: Function that applies the model's own steps after the head (softcap, scale).
         chunk_size: Number of tokens computed at a time.
     """
 
@@ -39,7 +39,7 @@ class EvaluatedLogits(Tensor):
     def __new__(
         cls, head: nn.Module, hidden: Tensor, transform: Callable[[Tensor], Tensor], chunk_size: int
     ) -> EvaluatedLogits:
-        """Return a tensor without memory for its values."""
+        """Return a tensor with the shape and dtype of the logits, without memory for its values."""
         with torch.no_grad():
             first = transform(head(hidden[..., :1, :]))
         source = _LogitsSource(head, hidden.detach(), transform, chunk_size)
@@ -80,13 +80,13 @@ class EvaluatedLogits(Tensor):
         return func(*map_nested(_materialize_evaluated, args), **map_nested(_materialize_evaluated, kwargs))
 
     def materialize(self) -> Tensor:
-        """Return the logits on the model's device, computed at the first call."""
+        """Return the logits as an ordinary tensor on the model's device, computed at the first call."""
         if not self._computed_logits:
             self._computed_logits.append(self._compute_full(self.device))
         return self._computed_logits[0]
 
     def cpu(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the logits on the host, computed a chunk at a time."""
+        """Return the logits on the host; the device holds only a chunk of tokens at a time while they are computed."""
         return self.materialize().cpu() if self._computed_logits else self._compute_full(torch.device("cpu"))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
@@ -125,10 +125,10 @@ for _name in (*READERS, "__array__", "__dlpack__", "__dlpack_device__", "__reduc
 class ReadableLogits(Tensor):
     """The logits ``transform(head(hidden))`` with their graph, computed when a torch function first reads their values.
 
-    Reads of shape, dtype and device do not compute the logits.
+    Reading shape, dtype or device does not compute them.
 
     Attributes:
-        source: Hidden states and head.
+        source: Hidden states and head from which the logits are computed.
         logits: Logits; None until they are computed.
     """
 
@@ -139,9 +139,13 @@ class ReadableLogits(Tensor):
     def create(
         head: nn.Module, hidden: Tensor, transform: Callable[[Tensor], Tensor], chunk_size: int
     ) -> ReadableLogits:
-        """Return a tensor without memory for its values.
+        """Return a tensor with the shape and dtype of the logits, without memory for its values.
 
-        The arguments are the same as for :class:`EvaluatedLogits`, but ``hidden`` keeps its graph.
+        Args:
+            head: Language-model head without adapters.
+            hidden: Input ``[..., T, C]`` of the head, with its graph.
+            transform: Function that applies the model's own steps after the head (softcap, scale).
+            chunk_size: Number of tokens computed at a time when no graph is needed.
         """
         with torch.no_grad():
             first = transform(head(hidden[..., :1, :]))
@@ -162,7 +166,7 @@ class ReadableLogits(Tensor):
         return func(*map_nested(_materialize_readable, args), **map_nested(_materialize_readable, kwargs or {}))
 
     def materialize(self) -> Tensor:
-        """Return the logits with their graph, computed at the first call."""
+        """Return the logits as an ordinary tensor with its graph, computed at the first call."""
         if self.logits is None:
             with torch.enable_grad():
                 self.logits = self.source.with_graph()
@@ -183,7 +187,7 @@ def _materialize_readable(value: Any) -> Any:
 
 
 class _LogitsSource:
-    """Hidden states, and the head with its weights at the time of the call, from which logits are computed."""
+    """Computes logits from hidden states and a head, with autocast and head weights as in the model call."""
 
     def __init__(self, head: nn.Module, hidden: Tensor, transform: Callable[[Tensor], Tensor], chunk_size: int) -> None:
         self.head, self.hidden, self.transform, self.chunk_size = head, hidden, transform, chunk_size
@@ -191,7 +195,7 @@ class _LogitsSource:
 
     @torch.no_grad()
     def chunks(self) -> Iterator[Tensor]:
-        """Yield the logits chunk by chunk."""
+        """Yield the logits of ``chunk_size`` tokens at a time, without a graph."""
         self.weights.check("the call and the reading of its logits")
         for part in self.hidden.split(self.chunk_size, dim=-2):
             with self.autocast.restored(), self.weights.restored():
@@ -199,7 +203,7 @@ class _LogitsSource:
             yield logits
 
     def with_graph(self) -> Tensor:
-        """Return all logits at once, with their graph."""
+        """Return the logits of all tokens with their graph."""
         self.weights.check("the call and the reading of its logits")
         with self.autocast.restored(), self.weights.restored():
             return self.transform(self.head(self.hidden))

@@ -42,16 +42,17 @@ LINEAR_FORWARD = nn.Linear.forward
 
 
 class FusedLinears:
-    """The linear modules of one layer, fused for one pass over the chunks of a sequence.
+    """Replaces the forward of one layer's linear modules while the layer runs over the chunks of a sequence.
 
-    Modules keep their own forward if weights have other types or are sharded, if a part of the layer is compiled, or if
-    the forward of linear modules was replaced. Weights are not cast in advance if modules inside the layer have hooks:
-    a hook may write weights before each chunk.
+    A replaced module casts its weight for autocast once, not per chunk, and its backward adds directly to the gradient
+    sums. Modules keep their own forward if the layer has compiled or sharded modules, if their weights are quantised,
+    or if ``nn.Linear.forward`` was replaced. If modules inside the layer have hooks, weights are not cast in advance,
+    because a hook may write weights before each chunk.
 
     Args:
         layer: Decoder layer.
         autocast: Autocast settings of the layer's forward.
-        sums: Gradient accumulators of the parameters, in a backward.
+        sums: Gradient sums of the parameters; empty in a forward.
     """
 
     def __init__(self, layer: nn.Module, autocast: Autocast, sums: Sequence[GradientSum] = ()) -> None:
@@ -78,7 +79,7 @@ class FusedLinears:
 
     @torch.no_grad()
     def _cast_parameter(self, x: Tensor) -> Tensor | None:
-        """Return ``x`` in autocast's dtype, or None if autocast would not cast it."""
+        """Return a parameter in autocast's dtype, cast once; None if autocast would not cast it."""
         if not self.autocast.enabled or x.dtype != torch.float32:
             return None
         if autocast_device_type(x.device) != self.autocast.device_type:
@@ -89,7 +90,7 @@ class FusedLinears:
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Context manager: the linear modules are fused while active."""
+        """Context manager: while active, the layer's linear modules run fused."""
         for call in self._calls:
             call.module.forward = call  # type: ignore[method-assign]
         try:
@@ -101,7 +102,7 @@ class FusedLinears:
 
 @dataclass(frozen=True)
 class _FusedLinear:
-    """Replaces the forward of one linear module during a pass over the chunks."""
+    """Replaces the forward of one linear module while its layer runs over the chunks of a sequence."""
 
     module: nn.Linear
     autocast: Autocast
@@ -129,10 +130,9 @@ class _FusedLinear:
 
 
 class _SummingLinear(torch.autograd.Function):
-    """``x W' + b``, whose backward adds the gradients of W and b to their sums.
+    """``x W' + b``, whose backward adds the gradients of W and b to ``sums`` instead of returning them.
 
-    The parameters are inputs of the node, so that the result requires a gradient if they do. The backward returns None
-    for them.
+    The parameters are inputs of the node only so that the result requires a gradient if they do.
     """
 
     @staticmethod
@@ -161,7 +161,7 @@ class _SummingLinear(torch.autograd.Function):
 
 
 def _is_plain_linear(module: nn.Module) -> bool:
-    """Return True for a linear module with torch's forward and weights of plain tensor types."""
+    """Return True for a module with the forward of ``nn.Linear`` and weights that are neither quantised nor sharded."""
     if type(module).forward is not nn.Linear.forward or "forward" in module.__dict__:
         return False
     weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
@@ -169,7 +169,7 @@ def _is_plain_linear(module: nn.Module) -> bool:
 
 
 def is_linear_unpatched() -> bool:
-    """Return False if ``nn.Linear.forward`` or ``functional.linear`` was replaced, or a mode intercepts functions."""
+    """Return False if ``nn.Linear.forward`` or ``functional.linear`` was replaced, or a function mode is active."""
     if nn.Linear.forward is not LINEAR_FORWARD or functional.linear is not torch._C._nn.linear:
         return False
     return not function_modes()
@@ -178,7 +178,7 @@ def is_linear_unpatched() -> bool:
 def _inside_saved_tensors_hooks() -> bool:
     """Return True inside ``saved_tensors_hooks``, which a gradient checkpoint inside a layer sets.
 
-    The checkpoint calls the module again in the backward, and both calls must save the same tensors.
+    The checkpoint runs the module again in the backward, and both runs must save the same tensors.
     """
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
@@ -191,7 +191,7 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 class FusedParts:
-    """The fused norms of one layer, and the fused rotary functions that its attention modules call."""
+    """Replaces one layer's RMS norms, and the rotary function that its attention calls, by fused operators."""
 
     def __init__(self, layer: nn.Module) -> None:
         self.layer = layer
@@ -218,7 +218,7 @@ class FusedParts:
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Context manager: norms and rotary embeddings use the fused operators while active.
+        """Context manager: while active, norms and rotary embeddings run fused.
 
         A norm or function that was replaced after this object was created is called unchanged.
         """
@@ -245,7 +245,7 @@ ROTARY = "apply_rotary_pos_emb"
 
 @dataclass(frozen=True)
 class _NormFormula:
-    """The formula of a norm: ``x / sqrt(mean(x^2) + eps) * (offset + weight)``."""
+    """Constants of the RMS norm ``x / sqrt(mean(x^2) + eps) * (offset + weight)``."""
 
     eps: float
     offset: float
@@ -255,7 +255,7 @@ class _NormFormula:
 
 @dataclass(frozen=True)
 class _FusedNorm:
-    """Replaces the forward of one norm; computes its formula in one fused operator if the arguments fit."""
+    """Replaces the forward of one RMS norm by a fused operator; other arguments go to the original forward."""
 
     module: nn.Module
     form: _NormFormula
@@ -281,7 +281,7 @@ class _FusedNorm:
 
 
 def _norm_formula(module: nn.Module) -> _NormFormula | None:
-    """Return the formula of a module if it is an RMS norm with at most one weight; else None."""
+    """Return the constants of a module that computes an RMS norm with at most one weight; None for any other module."""
     names = [name for name, parameter in module._parameters.items() if parameter is not None]
     eps = next((module.__dict__[name] for name in ("variance_epsilon", "eps", "epsilon") if name in module.__dict__), 0)
     if names not in ([], ["weight"]) or module._modules or module._buffers or not isinstance(eps, float):
@@ -319,7 +319,7 @@ def _norm_formula(module: nn.Module) -> _NormFormula | None:
 
 @dataclass(frozen=True)
 class _FusedRotary:
-    """Replaces the function that rotates queries and keys; uses the fused operator if the arguments fit."""
+    """Replaces the function that rotates queries and keys: a fused operator, or the original for other arguments."""
 
     original: Callable[..., Any]
 
@@ -332,7 +332,7 @@ class _FusedRotary:
 
 
 def _can_fuse_rotary(q: Any, k: Any, cos: Any, sin: Any) -> bool:
-    """Return True if q, k are ``[B, H, T, D]``, cos, sin ``[B, T, D]`` without gradient, all of one dtype."""
+    """Return True if q, k are ``[B, H, T, D]``, cos, sin ``[B, T, D]`` without gradient, of one dtype and device."""
     if not all(type(x) in PLAIN_TYPES for x in (q, k, cos, sin)):
         return False
     if (q.dim(), k.dim(), cos.dim(), sin.dim()) != (4, 4, 3, 3):
@@ -343,7 +343,7 @@ def _can_fuse_rotary(q: Any, k: Any, cos: Any, sin: Any) -> bool:
 
 
 def _is_rotary(function: Callable[..., Any]) -> bool:
-    """Return True if a function of ``(q, k, cos, sin)`` computes the rotary embedding that rotates halves."""
+    """Return True if ``function(q, k, cos, sin)`` computes a rotary embedding that pairs the two halves of D."""
     generator = torch.Generator("cpu").manual_seed(0)
     q, k, cos, sin = (
         torch.randn(*shape, 3, 8, generator=generator, device="cpu") for shape in ((1, 4), (1, 2), (1,), (1,))

@@ -55,11 +55,11 @@ def has_head(model: Any) -> bool:
 
 
 class StreamedHead:
-    """Replaces a model's head and loss during a call with labels, and restores them after it.
+    """Replaces a model's head and loss during a call with labels, so that the loss is computed without full logits.
 
     Args:
         model: Causal language model, without wrappers.
-        schedule: Schedule; ``head_chunk_size`` and ``grad_dtype`` are read.
+        schedule: Streaming settings, of which ``head_chunk_size`` and ``grad_dtype`` are read.
         offloaded: Weights offloaded to the host; None if all weights are on the device.
     """
 
@@ -79,11 +79,7 @@ class StreamedHead:
         self._check_loss(model.__dict__.get(LOSS))
 
     def _check_loss(self, function: Any) -> None:
-        """Refuse a loss function other than ``ForCausalLMLoss`` (None), the only one that streaming replaces.
-
-        Raises:
-            UnsupportedModelError: ``function`` is another loss.
-        """
+        """Raise an error for a loss function other than ``ForCausalLMLoss`` (None), which streaming replaces."""
         if function is not None and function not in (_causal_loss, self.loss):
             name = getattr(function, "__name__", type(function).__name__)
             raise UnsupportedModelError(
@@ -95,7 +91,7 @@ class StreamedHead:
             )
 
     def open(self) -> None:
-        """Begin a call: the head returns :class:`LazyLogits` until :meth:`close`."""
+        """Begin a call with labels: until :meth:`close`, the head returns :class:`LazyLogits`."""
         head = self.model.get_output_embeddings()
         if not isinstance(head, nn.Module):
             raise UnsupportedModelError(
@@ -119,7 +115,7 @@ class StreamedHead:
         self.active = True
 
     def close(self) -> None:
-        """End the call: restore the model's own head and loss."""
+        """End a call with labels: restore the model's own head and loss."""
         if not self.active:
             return
         self.active = False
@@ -131,14 +127,14 @@ class StreamedHead:
             delattr(self.model, LOSS)
 
     def evaluated_logits(self, logits: LazyLogits) -> Tensor | None:
-        """Return logits without a graph that are computed when they are read; if the head has adapters, computed now.
+        """Return logits without a graph, computed when they are read, or now if the head has adapters.
 
         Return None if ranks share the sequence or the head's weight is sharded.
         """
         return self._readable_tensor(logits, EvaluatedLogits)
 
     def readable_logits(self, logits: LazyLogits) -> Tensor | None:
-        """Return logits with a graph that are computed when they are read; if the head has adapters, computed now.
+        """Return logits with a graph, computed when they are read, or now if the head has adapters.
 
         Return None if ranks share the sequence or the head's weight is sharded.
         """
@@ -152,9 +148,10 @@ class StreamedHead:
         return make(self.module, logits.hidden, logits.transform, self.schedule.head_chunk_size)
 
     def _compute_with_weight(self, logits: LazyLogits, compute: Callable[[LazyLogits], Any]) -> Any:
-        """Return ``compute(logits)``, run inside a call of the head if its weight is sharded.
+        """Return ``compute(logits)`` with the head's weight on the device.
 
-        Hooks around that call gather the weight, once in the forward and once in the backward, and reduce its gradient.
+        A sharded weight is gathered by hooks around a call of the head, in the forward and in the backward, so
+        ``compute`` then runs inside such a call.
         """
         if not self.sharded:
             with nullcontext() if self.offloaded is None else self.offloaded.with_graph(self.module):
@@ -179,16 +176,16 @@ class StreamedHead:
         shift_labels: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """Return the loss of lazy logits; equal to ``transformers``' ``ForCausalLMLoss``, with its shift and divisor.
+        """Return the loss of lazy logits; replaces ``ForCausalLMLoss`` of ``transformers``, with an equal result.
 
         Args:
             logits: Lazy logits ``[B, T, V]``.
-            labels: Labels ``[B, T]``, unshifted; -100 for tokens that are not trained on.
-            vocab_size: Vocabulary size, which is not read.
+            labels: Labels ``[B, T]``, unshifted; ``ignore_index`` for tokens that are not trained on.
+            vocab_size: Unused.
             num_items_in_batch: Number of target tokens in the whole step; None counts the targets of this call.
             ignore_index: Label of tokens that are not trained on.
             shift_labels: Labels ``[B, T]``, already shifted; they take precedence over ``labels``.
-            **kwargs: Other arguments of the model, which are not read.
+            **kwargs: Other arguments of the model, unused.
         """
         default_loss = _LOSSES.get(getattr(self.model, "loss_type", None))
         self._check_loss(self.loss_before if self.had_loss else default_loss)
@@ -203,7 +200,7 @@ class StreamedHead:
     def _loss_over_ranks(
         self, shards: SequenceShards, logits: LazyLogits, num_items: Tensor | float | None, ignore_index: int
     ) -> Tensor:
-        """Return the loss of the whole rows, equal on every rank; its gradient is only this rank's share."""
+        """Return the loss of sequences that ranks share, equal on every rank; its gradient is this rank's share."""
         all_targets = shards.targets
         assert all_targets is not None
         targets = shards.select_tokens(all_targets.to(logits.hidden.device), 1, ignore_index)
@@ -219,7 +216,10 @@ class StreamedHead:
     def cross_entropy(
         self, logits: LazyLogits, targets: Tensor, num_items: Tensor | float | None, ignore_index: int
     ) -> Tensor:
-        """Return the summed loss of targets ``[...]`` divided by ``num_items`` (None: the number of targets)."""
+        """Return the summed loss of targets ``[...]``, divided by ``num_items`` (None: by the number of targets).
+
+        The loss is the cross-entropy, or the loss that the call requested.
+        """
         options: dict[str, Any] = {"num_items": num_items, "ignore_index": ignore_index}
         if self.loss_request is None:
             return self._compute(logits, targets, linear_cross_entropy, project_cross_entropy, options)
@@ -242,10 +242,10 @@ class StreamedHead:
 
     @contextmanager
     def as_teacher(self, logits: LazyLogits, targets: Tensor) -> Iterator[TeacherHead]:
-        """Context manager: yields the teacher's head and hidden states; the head's weight stays on the device.
+        """Context manager for distillation: yields this model's head (weight on the device) and hidden states.
 
         Raises:
-            UnsupportedModelError: The head is sharded, or the teacher's tokens are not the student's ``targets``.
+            UnsupportedModelError: The head is sharded, or it gets other tokens than the student's ``targets``.
         """
         if self.sharded or logits.hidden.shape[:-1] != targets.shape:
             what = "its head is sharded" if self.sharded else "it drops tokens before its head"
@@ -266,7 +266,7 @@ class StreamedHead:
             yield TeacherHead(hidden, project)
 
     def scores(self, logits: LazyLogits, targets: Tensor, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
-        """Return log-probabilities ``[...]`` of targets ``[...]`` (-100: 0), and entropies ``[...]`` if ``entropy``."""
+        """Return log-probabilities ``[...]`` of targets ``[...]`` (0 for -100), and entropies ``[...]`` or None."""
         return self._compute(logits, targets, token_scores, project_scores, {"entropy": entropy})
 
     def _compute(
@@ -277,7 +277,7 @@ class StreamedHead:
         project: Callable[..., Any],
         options: dict[str, Any],
     ) -> Any:
-        """Return the result of ``linear`` if the head is a plain ``nn.Linear``, else the result of ``project``."""
+        """Return the result of the operator ``linear`` if the head is a plain ``nn.Linear``, else of ``project``."""
 
         def compute(logits: LazyLogits) -> Any:
             head: Any = self.module

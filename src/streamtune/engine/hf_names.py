@@ -225,7 +225,7 @@ MAKES_POSITIONS = "create_position_ids"
 
 
 def hf_internal(name: str) -> Any:
-    """Return a function or class listed in :data:`FUNCTIONS`.
+    """Return an internal function or class of ``transformers`` that is listed in :data:`FUNCTIONS`.
 
     Raises:
         VersionError: The installed version of ``transformers`` lacks it.
@@ -244,31 +244,31 @@ def _import_internal(name: str) -> Any:
 
 
 def replace_internal(name: str, function: Callable[..., Any]) -> None:
-    """Replace a function listed in :data:`FUNCTIONS` in its module of ``transformers``."""
+    """Replace an internal function of ``transformers``, listed in :data:`FUNCTIONS`, in its module."""
     module, _, attribute = name.rpartition(".")
     setattr(import_module(f"transformers.{module}"), attribute, function)
 
 
 @lru_cache(maxsize=512)
 def parameters_of(forward: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    """Return the parameters of a function; for a wrapper that accepts old names, the wrapped function's parameters."""
+    """Return the parameters of a function; if it wraps another (``__wrapped__``), the other's parameters."""
     return inspect.signature(forward).parameters
 
 
 def cache_argument(forward: Callable[..., Any], state: bool = True) -> str | None:
-    """Return the name of a forward's cache argument, or with ``state`` its state argument; None if it has neither."""
+    """Return the name of a forward's cache argument, or with ``state`` of its state argument (xLSTM); None if neither."""
     parameters = parameters_of(forward)
     argument = next((name for name in CACHES if name in parameters), STATE if state and STATE in parameters else None)
     return None if OTHER_KEYS in parameters else argument
 
 
 def cache_names(arguments: Mapping[str, Any]) -> list[str]:
-    """Return the names in :data:`CACHES` that have a value in a call's arguments or in a model's output."""
+    """Return the names of cache arguments (:data:`CACHES`) with a value in a call's arguments or a model's output."""
     return [name for name in CACHES if arguments.get(name) is not None]
 
 
 def renamed_cache(arguments: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return the arguments of a call, with its cache renamed to ``name``."""
+    """Return the arguments of a call with the cache argument renamed to ``name``, unless two caches are passed."""
     names = cache_names(arguments)
     if len(names) != 1 or names == [name]:
         return dict(arguments)
@@ -276,35 +276,35 @@ def renamed_cache(arguments: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def cache_keyword(forward: Callable[..., Any], cache: Any) -> dict[str, Any]:
-    """Return ``cache`` as a keyword argument of ``forward``, under the name that ``forward`` uses."""
+    """Return ``{name: cache}``, with the name of the cache argument of ``forward``."""
     return {cache_argument(forward, state=False) or CACHE: cache}
 
 
 def names_attention(config: Any) -> bool:
-    """Return True if a configuration names an attention implementation."""
+    """Return True if a model configuration has an attribute for the attention implementation."""
     return hasattr(config, _ATTENTION)
 
 
 def attention_of(config: Any) -> Any:
-    """Return the attention implementation that a configuration names; None if it names none."""
+    """Return the attention implementation set in a model configuration, such as ``sdpa``; None if none is set."""
     return getattr(config, _ATTENTION)
 
 
 def set_attention(config: Any, name: Any) -> None:
-    """Set the attention implementation that a configuration names."""
+    """Set the attention implementation, such as ``sdpa``, in a model configuration."""
     setattr(config, _ATTENTION, name)
 
 
 def chooses_attention(model: PreTrainedModel) -> bool:
-    """Return True if the model's layers call the attention function named in their configuration.
-
-    Other layers compute attention in their own code.
-    """
+    """Return True if layers call the attention function named in the model's configuration, not code of their own."""
     return bool(getattr(model, _CHANGES_ATTENTION)())
 
 
 def recorded_outputs(module: Any, output: str) -> list[tuple[Any, str | None, int]]:
-    """Return (class, suffix of the module name or None, index in its output) of the modules recorded as ``output``."""
+    """Return which modules' outputs ``transformers`` records as the model output ``output``, such as ``hidden_states``.
+
+    Each item is (class, suffix of the module name or None, index in the module's output).
+    """
     recorded = (getattr(module, _RECORDED, None) or {}).get(output)
     specs = recorded if isinstance(recorded, list | tuple) else [] if recorded is None else [recorded]
     return [
@@ -314,17 +314,17 @@ def recorded_outputs(module: Any, output: str) -> list[tuple[Any, str | None, in
 
 
 def is_stateful(model: Any) -> bool:
-    """Return True if the model's cache is a state that cannot be cropped."""
+    """Return True if the model's cache is a recurrent state, which cannot be cut back to fewer tokens."""
     return bool(getattr(model, _STATEFUL, False))
 
 
 def set_checkpointing(model: Any, enable: bool, function: Callable[..., Any]) -> None:
-    """Turn gradient checkpointing of all layers on, with ``function`` as the checkpoint function, or off."""
+    """Turn gradient checkpointing of all layers on or off; ``function`` is the checkpoint function."""
     getattr(model, _CHECKPOINTING)(enable=enable, gradient_checkpointing_func=function)
 
 
 def fp32_weight_names(model: Any) -> set[str]:
-    """Return substrings of the names of weights that a model keeps in float32, whatever its dtype."""
+    """Return parts of the names of the weights that a model keeps in float32, whatever its dtype."""
     return {each for name in _WIDE for each in getattr(model, name, None) or ()}
 
 
@@ -335,9 +335,9 @@ def tied_weights(model: Any) -> dict[str, str]:
 
 @lru_cache(maxsize=1)
 def check_names() -> None:
-    """Check that the installed ``transformers`` has every name that a streamed model needs.
+    """Check that the installed ``transformers`` has every internal name that a streamed model needs.
 
-    Other names are checked when they are used.
+    Names that only some models need are checked when they are used.
 
     Raises:
         VersionError: A name is missing.
@@ -372,7 +372,7 @@ def check_names() -> None:
 
 
 def _is_installed_since(since: str) -> bool:
-    """Return True if the installed version is not older than ``since``."""
+    """Return True if the installed ``transformers`` has version ``since`` or a newer one."""
     return tuple(map(int, installed_version("transformers").split(".")[:2])) >= tuple(map(int, since.split(".")))
 
 
@@ -382,5 +382,5 @@ def _closure_variables(maker: Any, inner: str) -> set[str]:
 
 
 def is_unchunked_only_cache(cache: Any) -> bool:
-    """Return True if a cache supports only unchunked layers: a cache of fixed size, or of continuous batching."""
+    """Return True for a cache that chunked layers cannot use: of fixed size, or paged for continuous batching."""
     return bool(getattr(cache, "is_compileable", False)) or type(cache).__name__ == _PAGED_CACHE

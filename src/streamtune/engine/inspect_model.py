@@ -48,7 +48,7 @@ def base_model(model: nn.Module) -> PreTrainedModel:
     """Return the ``transformers`` model inside wrappers: ``torch.compile``, DDP, a DeepSpeed engine, adapters.
 
     Raises:
-        UnsupportedModelError: There is no ``transformers`` model inside, or FSDP1 wraps it.
+        UnsupportedModelError: The wrappers contain no ``transformers`` model, or FSDP1 wraps it.
     """
     inner: Any = model
     while not isinstance(inner, PreTrainedModel):
@@ -74,10 +74,10 @@ def _refuse_flat_parameters(model: nn.Module) -> None:
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the outermost layers that take a key/value cache, in order.
+    """Return a model's decoder layers (the outermost modules that take a key/value cache), in order.
 
-    A layer is a ``GradientCheckpointingLayer`` whose forward has a cache argument. If a model has none, layers are the
-    members of its module lists that have a cache argument, or take the cache in ``**kwargs`` and pass it on.
+    A layer is a ``GradientCheckpointingLayer`` whose forward has a cache argument. If a model has none, its layers are
+    the members of module lists that have a cache argument, or take the cache in ``**kwargs`` and pass it on.
 
     Example:
         >>> len(decoder_layers(model))
@@ -87,7 +87,7 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def _outermost_layers(module: nn.Module, in_lists: bool) -> Iterator[nn.Module]:
-    """Yield the layers inside a module; with ``in_lists`` members of module lists count as layers too."""
+    """Yield the layers inside a module; with ``in_lists`` also members of module lists that only pass a cache on."""
     for child in module.children():
         listed = isinstance(module, nn.ModuleList) and in_lists and forwarded_cache_argument(child)
         if listed or (isinstance(child, _GradientCheckpointingLayer) and layer_cache_argument(child)):
@@ -97,23 +97,23 @@ def _outermost_layers(module: nn.Module, in_lists: bool) -> Iterator[nn.Module]:
 
 
 def carries_states(layer: nn.Module) -> bool:
-    """Return True if the code of a module in the layer calls a function for recurrent or convolution states."""
+    """Return True if a layer has a recurrent or convolution state, judged by the functions that its code calls."""
     return any(STATE_CALLS & set(names_in_forward(type(module))) for module in layer.modules())
 
 
 def keeps_keys(layer: nn.Module) -> bool:
-    """Return True if the code of a module in the layer calls a cache method for keys and values."""
+    """Return True if a layer stores keys and values in the cache, judged by the methods that its code calls."""
     return any(KEY_CALLS & set(names_in_forward(type(module))) for module in layer.modules())
 
 
 def hybrid_layer_name(model: nn.Module) -> str | None:
-    """Return the class name of a decoder layer with both attention and a recurrent state; None if there is none."""
+    """Return the class name of a layer with both attention and a recurrent state; None if the model has none."""
     names = (type(layer).__name__ for layer in decoder_layers(model) if carries_states(layer) and keeps_keys(layer))
     return next(names, None)
 
 
 def check_streamable(model: PreTrainedModel, layers: list[nn.Module]) -> None:
-    """Refuse a model that cannot be streamed exactly.
+    """Raise an error if a model cannot be streamed with exact gradients.
 
     Args:
         model: Model of ``transformers``, without wrappers.
@@ -177,18 +177,13 @@ def check_streamable(model: PreTrainedModel, layers: list[nn.Module]) -> None:
 
 
 def _is_spectral_norm(module: nn.Module) -> bool:
-    """Return True for a spectral norm, whether as a parametrisation or as a hook."""
     return isinstance(module, _SpectralNorm) or any(
         isinstance(hook, SpectralNorm) for hook in module._forward_pre_hooks.values()
     )
 
 
 def _check_attention(model: str, name: str | None) -> None:
-    """Refuse an attention function that is not from ``transformers``: streaming would replace it.
-
-    Raises:
-        UnsupportedModelError: A function registered by others has this name.
-    """
+    """Raise an error if the attention ``name`` is not from ``transformers``: streaming would replace its function."""
     if name is None or is_engine_attention(name) or name.startswith(HUB_KERNELS):
         return
     function = hf_internal(ATTENTIONS).get(name)
@@ -205,7 +200,7 @@ def _check_attention(model: str, name: str | None) -> None:
 
 
 def owning_models(model: PreTrainedModel, layers: list[nn.Module]) -> list[PreTrainedModel]:
-    """Return the ``PreTrainedModel`` modules that contain any of the layers, the outermost first."""
+    """Return the ``PreTrainedModel`` modules that contain any of the layers, the outermost first, the decoder last."""
     inside = {id(layer) for layer in layers}
     return [
         module
@@ -215,13 +210,13 @@ def owning_models(model: PreTrainedModel, layers: list[nn.Module]) -> list[PreTr
 
 
 def own_attention(model: PreTrainedModel, layers: list[nn.Module]) -> str | None:
-    """Return the attention implementation of a model whose layers have their own attention code; None for others."""
+    """Return the attention implementation of layers that compute attention in their own code; None for other layers."""
     owner = owning_models(model, layers)[-1]
     return None if chooses_attention(owner) else str(attention_of(owner.config))
 
 
 def attention_configs(model: PreTrainedModel, layers: list[nn.Module]) -> list[Any]:
-    """Return the configs from which the decoder and its layers read their attention implementation, each once."""
+    """Return the configs, without duplicates, from which decoder and layers read their attention implementation."""
     configs: list[Any] = [model.config.get_text_config(decoder=True)]
     configs += [module.config for module in owning_models(model, layers)]
     for layer in layers:
@@ -230,13 +225,13 @@ def attention_configs(model: PreTrainedModel, layers: list[nn.Module]) -> list[A
 
 
 def choose_exchange_form(ranks: SequenceParallel, model: Any, layers: list[nn.Module], head: bool) -> str:
-    """Return the form of sequence parallelism for a model: ``ulysses`` or ``ring``.
+    """Return the form of sequence parallelism that fits a model and the recipe: ``ulysses`` or ``ring``.
 
     Args:
-        ranks: Ranks that share each sequence, with the requested form.
+        ranks: Ranks that share each sequence, with the requested form or ``auto``.
         model: Model of ``transformers``, without wrappers.
         layers: Decoder layers of the model.
-        head: True if its head is streamed.
+        head: True if the language-model head is streamed.
 
     Raises:
         ArgumentError: The head is not streamed, or the number of ranks does not divide the heads for ``ulysses``.

@@ -25,11 +25,13 @@ from streamtune.errors import ArgumentError, UnsupportedModelError
 
 
 class KeysAndValues:
-    """K, V and dK, dV of one layer call, each ``[B, G, length, D]``: one pair for every ``update`` of the layer.
+    """Keys, values and their gradients of one layer call, each ``[B, G, length, D]``.
+
+    A layer that updates its cache more than once in a forward has one pair of keys and values for each update.
 
     Args:
         length: Number of keys: the tokens of the sequence and of ``past``.
-        widen: True sums dK, dV in fp32 if K, V are narrower.
+        widen: True sums the gradients in fp32 if keys and values are narrower.
         past: Keys and values of tokens before the sequence.
     """
 
@@ -45,7 +47,7 @@ class KeysAndValues:
         """Number of ``update`` calls in one forward of the layer; 0 before the first chunk has run."""
 
     def allocate(self, index: int, k: Tensor, v: Tensor) -> None:
-        """Allocate the buffers of the ``index``-th update if they do not exist; ``k``, ``v`` give shape and dtype."""
+        """Allocate the buffers of cache update number ``index`` unless they exist, with shape and dtype of ``k``, ``v``."""
         if index < len(self.pairs):
             return
         self.pairs.append((self._buffer(k), self._buffer(v)))
@@ -61,45 +63,45 @@ class KeysAndValues:
                 buffer[:, :, : self.past.length] = before
 
     def write(self, index: int, chunk: slice, k: Tensor, v: Tensor) -> None:
-        """Write a chunk's keys and values of the ``index``-th update into the buffers."""
+        """Write a chunk's keys and values of cache update number ``index`` into the buffers."""
         self.allocate(index, k, v)
         for buffer, x in zip(self.pairs[index], (k, v), strict=True):
             buffer[:, :, self.buffer_slice(chunk)] = x
 
     def buffer_slice(self, keys: slice) -> slice:
-        """Return the slice of the buffers that holds the keys at positions ``keys``."""
+        """Return where the keys at positions ``keys`` of the sequence are in the buffers."""
         return slice(keys.start - self.offset, keys.stop - self.offset)
 
     def _buffer(self, like: Tensor) -> Tensor:
         return like.new_empty((*like.shape[:2], self.length, like.shape[3]))
 
     def zeros(self, tensor: Tensor) -> Tensor:
-        """Return zeros in which the gradients of ``tensor`` (keys or values) are summed."""
+        """Return zeros like ``tensor`` (keys or values), in the dtype in which its gradient is summed."""
         dtype = torch.promote_types(tensor.dtype, torch.float32) if self.widen else tensor.dtype
         return torch.zeros_like(tensor, dtype=dtype)
 
     def free_kv(self) -> None:
-        """Free the buffers; the pass ``project`` recomputes keys and values."""
+        """Free the keys and values but not their gradients; a backward recomputes keys and values."""
         self.pairs.clear()
 
     def copy(self) -> None:
-        """Replace the buffers by copies: chunks write to them, and other layers hold the old buffers."""
+        """Copy the buffers before chunks write to them again, because other layers hold the old buffers."""
         self.pairs = [(k.clone(), v.clone()) for k, v in self.pairs]
 
     def free_all(self) -> None:
-        """Free buffers, offloaded blocks and gradients, after the backward."""
+        """Free keys, values, their offloaded copies and gradients, after the backward."""
         self.pairs.clear()
         self.offloaded.clear()
         self.grads.clear()
 
     def offload(self, tier: Tier) -> None:
-        """Move the buffers to a tier; :meth:`fetch` copies them back."""
+        """Move the keys and values from the device to a tier (host or disk); :meth:`fetch` copies them back."""
         self.offloaded = [(tier.put(k), tier.put(v)) for k, v in self.pairs]
         tier.wait_for_copies()
         self.pairs.clear()
 
     def fetch(self) -> None:
-        """Copy the offloaded buffers back to the device."""
+        """Copy the offloaded keys and values back to the device."""
         for k, v in self.offloaded:
             self.pairs.append((k.get(), v.get()))
             k.free()
@@ -107,24 +109,24 @@ class KeysAndValues:
         self.offloaded.clear()
 
     def prefix(self, index: int, keys: slice) -> tuple[Tensor, Tensor]:
-        """Return views ``[B, G, S, D]`` of the keys and values at positions ``keys``."""
+        """Return views ``[B, G, S, D]`` of cache update number ``index``: its keys and values at positions ``keys``."""
         k, v = self.pairs[index]
         at = self.buffer_slice(keys)
         return k[:, :, at], v[:, :, at]
 
     def add_grads(self, index: int, grads: Sequence[Tensor | None]) -> None:
-        """Add gradients to dK, dV that come from other layers which read these keys and values."""
+        """Add gradients that other layers have computed for these keys and values."""
         for total, part in zip(self.grad_views(index, slice(0, self.length)), grads, strict=True):
             if part is not None:
                 total += part
 
     @property
     def has_grads(self) -> bool:
-        """True if dK, dV are allocated; :meth:`grad_views` allocates them."""
+        """True if gradients of keys and values are allocated; :meth:`grad_views` allocates them."""
         return bool(self.grads)
 
     def grad_views(self, index: int, keys: slice) -> tuple[Tensor, Tensor]:
-        """Return views of dK and dV at positions ``keys``, to read or to add to; they begin as zeros."""
+        """Return views of the gradients of keys and values at positions ``keys``; the gradients start as zeros."""
         if not self.grads:
             self.grads = [(self.zeros(k), self.zeros(v)) for k, v in self.pairs]
             notify_tensors("keys and values", *(grad for pair in self.grads for grad in pair))
@@ -133,7 +135,7 @@ class KeysAndValues:
         return grad_k[:, :, at], grad_v[:, :, at]
 
     def past_grads(self) -> tuple[Tensor, Tensor]:
-        """Return dK and dV ``[B, G, P, D]`` of the tokens before the sequence."""
+        """Return the gradients ``[B, G, P, D]`` of the keys and values of tokens before the sequence."""
         assert self.past is not None
         grads = self.grad_views(0, slice(0, self.past.length))
         return grads[0].to(self.past.keys.dtype), grads[1].to(self.past.values.dtype)
@@ -144,10 +146,10 @@ StateKey = tuple[str, int, int]
 
 
 class States:
-    """States of one layer call at the chunk borders, and their gradients.
+    """Recurrent and convolution states of one layer call at the borders of its chunks, and their gradients.
 
-    ``states_after[t]`` stores the states after the first t tokens; the entry is missing if every sequence begins a row
-    at t. If ``tier`` is set, states are offloaded once the chunks that read them have run forward.
+    ``states_after[t]`` stores the states after the first t tokens; none are stored where every sequence begins a new
+    packed row. If ``tier`` is set, states are offloaded once the chunks that read them have run forward.
     """
 
     def __init__(self, rows: PackedRows | None = None) -> None:
@@ -161,31 +163,31 @@ class States:
         self.grads: dict[int, dict[StateKey, Tensor]] = {}
 
     def on_state_used(self, unchunked: bool) -> None:
-        """Handle that the layer uses a state; does nothing here. ``unchunked`` is True in the pass ``whole``."""
+        """Let a subclass record that the layer uses a state; ``unchunked``: the layer runs on all tokens at once."""
 
     def on_keys_used(self) -> None:
-        """Handle that the layer keeps keys and values as well as a state; does nothing here."""
+        """Let a subclass record that the layer uses keys and values as well as a state."""
 
     def positions(self, chunk: slice) -> tuple[int | None, int]:
-        """Return the position of the states that a chunk reads (None: none), and of the states that it computes."""
+        """Return the number of tokens before the states that a chunk reads (None: none), and before its new states."""
         before = (chunk.start or None) if self.rows is None else self.rows.state_before(chunk.start)
         return before, chunk.stop
 
     def run_slice(self, chunk: slice) -> slice:
-        """Return the tokens that the layer runs on for a chunk: the chunk; ``SharedStates`` may return two for one."""
+        """Return the tokens on which the layer runs for a chunk, here the chunk itself."""
         return chunk
 
     def begin_pass(self, backward: bool) -> None:
-        """Begin a pass over the chunks, forward or backward; does nothing here."""
+        """Let a subclass prepare for a forward or backward over the chunks."""
 
     def end_pass(self) -> None:
-        """End a pass; if states are offloaded, free their copies on the device."""
+        """End a forward or backward over the chunks; free the device copies of offloaded states."""
         if self.tier is not None:
             self.tier.wait_for_copies()
             self.states_after.clear()
 
     def get(self, position: int, key: StateKey) -> Tensor | None:
-        """Return the state ``key`` after the first ``position`` tokens, on the device; None if it does not exist."""
+        """Return the state ``key`` after the first ``position`` tokens, on the device; None if there is none."""
         on_device = self.states_after.get(position, {})
         if key in on_device or (block := self.offloaded.get(position, {}).get(key)) is None:
             return on_device.get(key)
@@ -196,16 +198,16 @@ class States:
         return bool(self.states_after.get(position) or self.offloaded.get(position))
 
     def prefetch(self, chunk: slice) -> None:
-        """Begin to copy the states that a chunk reads back to the device."""
+        """Start to copy the states that a chunk reads to the device."""
         read_position, _ = self.positions(chunk)
         for block in () if read_position is None else self.offloaded.get(read_position, {}).values():
             block.prefetch()
 
     def receive(self, read_position: int | None, key: StateKey) -> None:
-        """Wait for the state ``key`` after ``read_position`` tokens if another rank computes it; does nothing here."""
+        """Wait for a state that another rank computes; here without effect."""
 
     def save_state(self, position: int, key: StateKey, state: Tensor) -> None:
-        """Save the state at ``position`` for the chunks that start from this state."""
+        """Save the state ``key`` after the first ``position`` tokens, for the chunks that start from it."""
         notify_tensors("state", state)
         if self.rows is None or self.rows.continues_past(position):
             copy = self.states_after.setdefault(position, {})[key] = state.clone()  # a view would keep the whole chunk
@@ -213,22 +215,22 @@ class States:
                 self.offloaded.setdefault(position, {})[key] = self.tier.put(copy)
 
     def close(self, read_position: int | None, position: int) -> None:
-        """End the forward of a chunk that read the states at ``read_position`` and computed those at ``position``."""
+        """End the forward of a chunk; free the states that it read if they are offloaded and no longer needed."""
         # Without rows, no other chunk begins with these states.
         if self.tier is not None and self.rows is None and read_position is not None:
             self.states_after.pop(read_position, None)
 
     def remote_gradient_tensor(self, position: int, key: StateKey, state: Tensor) -> Tensor | None:
-        """Return a tensor whose backward receives the gradient of ``state`` from other ranks; None here."""
+        """Return a tensor whose backward receives the gradient of ``state`` from other ranks; here None."""
         return None
 
     def on_leaf_created(self, chunk: slice, read_position: int | None, key: StateKey, leaf: Tensor) -> None:
-        """Handle the ``leaf`` that replaces the state ``key`` in a chunk's graph; does nothing here."""
+        """Let a subclass record that the autograd leaf ``leaf`` has replaced a state that the chunk reads."""
 
     def add_grads(
         self, chunk: slice, read_position: int | None, position: int, parts: dict[StateKey, Tensor | None]
     ) -> None:
-        """Add ``parts`` to the gradients of the states at ``read_position``, which ``chunk`` read."""
+        """Add ``parts``, gradients of the states that ``chunk`` read at ``read_position``, to the sums over chunks."""
         if read_position is None:
             return
         totals = self.grads.setdefault(read_position, {})
@@ -237,7 +239,7 @@ class States:
                 totals[key] = totals[key] + part if key in totals else part
 
     def has_state_narrower_than(self, dtype: torch.dtype) -> bool:
-        """Return True if a state has a narrower floating dtype than ``dtype``."""
+        """Return True if a saved state has a floating dtype with fewer bytes than ``dtype``."""
         states = [x for by_key in self.states_after.values() for x in by_key.values() if x.is_floating_point()]
         return any(state.dtype.itemsize < dtype.itemsize for state in states)
 
@@ -253,7 +255,7 @@ class States:
 
 @dataclass(frozen=True)
 class Past:
-    """Keys and values ``[B, G, P, D]`` of the tokens before a call, for one layer.
+    """Keys and values ``[B, G, P, D]`` of P tokens before a call, for one layer.
 
     Args:
         keys, values: Tensors of the cache.
@@ -295,7 +297,7 @@ class Past:
         return replace(self, keys=self.keys.detach(), values=self.values.detach())
 
     def check(self) -> None:
-        """Raise :class:`ArgumentError` if the cache was written to since the forward."""
+        """Raise :class:`ArgumentError` if the keys or values were changed in place since the forward."""
         if (_version_of(self.keys), _version_of(self.values)) != self.versions:
             raise ArgumentError(
                 "the cache that was passed was changed in place between the forward and its backward; both read it",
@@ -308,7 +310,7 @@ def _version_of(x: Tensor) -> int:
 
 
 def refuse_past(why: str, where: str) -> NoReturn:
-    """Raise :class:`UnsupportedModelError` for a call with a filled cache; ``why`` is the reason in the message."""
+    """Raise :class:`UnsupportedModelError` for a filled cache while gradients are on; ``why`` ends the message."""
     raise UnsupportedModelError(
         f"a cache was passed while gradients are on, and {why}",
         where=where,

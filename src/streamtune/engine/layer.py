@@ -36,10 +36,10 @@ from streamtune.ops.attention.rules import ForeignAttentionError
 
 
 class StreamedForward(StreamedLayer):
-    """Replaces ``layer.forward`` on one instance; computes the same with the activations of one chunk at a time."""
+    """Replaces a decoder layer's forward with the same computation on one chunk of the sequence at a time."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the layer; arguments and result are the same as for the forward of the layer's class."""
+        """Run the layer; it takes and returns the same as the forward of the layer's class."""
         args, kwargs = tuple(map(pop_embeddings, args)), {key: pop_embeddings(value) for key, value in kwargs.items()}
         context = self.parts.context
         if context.plain:
@@ -69,13 +69,13 @@ class StreamedForward(StreamedLayer):
         return result
 
     def _dispatch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the call in the first of these ways that applies.
+        """Run the layer in the first of these ways that applies; return its output.
 
-        1. Generation: a cache was passed and gradients are off.
-        2. Forward only: nothing is trained.
-        3. As a link of a chain: the schedule has ``order="chunk"``.
-        4. Unchunked: the schedule keeps this layer's activations (``keep_layers``).
-        5. Streamed.
+        1. On all tokens at once: a cache was passed and gradients are off (generation).
+        2. By chunks without a graph: no gradient is needed.
+        3. As a link of a chain of layers: the schedule has ``order="chunk"``.
+        4. On all tokens at once: the schedule keeps this layer's activations (``keep_layers``).
+        5. By chunks, as one autograd node.
 
         In all ways but the first, the call's tokens may follow the tokens of a filled cache.
         """
@@ -94,7 +94,7 @@ class StreamedForward(StreamedLayer):
         return self._run_with_graph(call, parameters)
 
     def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerCall:
-        """Bind the call's arguments, restricted to this rank's tokens and with the mask of packed rows."""
+        """Return the call with arguments by name, cut to this rank's tokens, with masks restricted to packed rows."""
         context = self.parts.context
         own_attention = (
             OwnAttention("eager") if self.own_attention is None and context.one_chunk else self.own_attention
@@ -110,7 +110,7 @@ class StreamedForward(StreamedLayer):
         return call
 
     def _bind_biased(self, error: BiasError, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerCall:
-        """Bind a call whose mask is a bias ``[B, H, T, T]``, for eager attention, which adds the bias to its scores."""
+        """Return the call with eager attention: its mask ``[B, H, T, T]`` is a bias on the attention scores."""
 
         def additive(value: Any) -> Any:
             if not isinstance(value, Tensor) or value.dim() != 4 or value.shape[2] != value.shape[3]:
@@ -129,7 +129,7 @@ class StreamedForward(StreamedLayer):
         return LayerCall.bind(self.layer, tuple(map(additive, args)), named, OwnAttention("eager"), self.configs)
 
     def _prepend_cache(self, call: LayerCall) -> None:
-        """Let the call's tokens attend to the tokens in the cache that was passed, if the cache holds any.
+        """Make the call's tokens attend to the tokens in the passed cache, if it holds any.
 
         Raises:
             UnsupportedModelError: The layer or its cache does not support this while gradients are on.
@@ -150,7 +150,7 @@ class StreamedForward(StreamedLayer):
             call.prepend_past(Past.from_cache(self.layer, call.cache))
 
     def _generate(self, call: LayerCall) -> Any:
-        """Run the layer unchunked on the cache that its model passed.
+        """Run the layer on all tokens at once with the cache that the model passed.
 
         The first call is also run in chunks, before the cache is written to: this shows whether the engine's attention
         supports the layer.
@@ -178,7 +178,7 @@ class StreamedForward(StreamedLayer):
             return stream.assemble_output(stream.forward(call.tensors()), call.sharing)
 
     def _run_with_graph(self, call: LayerCall, parameters: Sequence[Tensor]) -> Any:
-        """Run the layer with a graph: unchunked if its placement says so and the layer allows it, else streamed."""
+        """Run the layer with gradients: on all tokens at once if ``keep_layers`` includes it, else by chunks."""
         last_call, inputs = self.parts.last_call, [*call.tensors(), *parameters]
         before: LayerStream | None = last_call.producer(call.hidden)
         recompute = before is not None and before.can_recompute_output and not self.placement.begins_segment
@@ -202,7 +202,7 @@ COLLECTIVE_MODULES = ("torch.distributed", "streamtune.ops.messages")
 
 
 def _is_collective_error(error: Exception) -> bool:
-    """Return True if a collective raised the error: another rank failed, so the model is not the cause."""
+    """Return True if a collective raised the error, because another rank failed."""
     trace = error.__traceback__
     while trace is not None:
         if str(trace.tb_frame.f_globals.get("__name__")).startswith(COLLECTIVE_MODULES):
@@ -212,7 +212,7 @@ def _is_collective_error(error: Exception) -> bool:
 
 
 class _StreamedLayer(torch.autograd.Function):
-    """Autograd node of a streamed layer ``z = f_W(x)``.
+    """Autograd node of a streamed decoder layer ``z = f_W(x)`` with input x and parameters W.
 
     Its backward equals ``(dL/dx, dL/dW) = torch.autograd.grad(f_W(x), [x, W], dL/dz)``, computed one chunk at a time.
     """

@@ -25,7 +25,7 @@ ELEMENTWISE = {
 
 
 class ScoringHead(Protocol):
-    """A head that computes losses and scores from hidden states, without the logits of the whole sequence."""
+    """A language-model head that computes losses and scores from hidden states, without full logits."""
 
     model: Any
     module: nn.Module
@@ -34,29 +34,30 @@ class ScoringHead(Protocol):
     def cross_entropy(
         self, logits: LazyLogits, targets: Tensor, num_items: Tensor | float | None, ignore_index: int
     ) -> Tensor:
-        """Return the summed cross-entropy divided by ``num_items`` (None: the number of targets)."""
+        """Return the summed loss of ``targets``, divided by ``num_items`` (None: by the number of targets)."""
         ...
 
     def as_teacher(self, logits: LazyLogits, targets: Tensor) -> AbstractContextManager[TeacherHead]:
-        """Context manager that yields the teacher's head and hidden states."""
+        """Context manager for distillation: yields this model's head and hidden states."""
         ...
 
     def scores(self, logits: LazyLogits, targets: Tensor, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
-        """Return the log-probabilities of targets, and their entropies if ``entropy``."""
+        """Return log-probabilities of targets, and their entropies or None."""
         ...
 
 
 class LazyLogits:
-    """Stand-in for the logits ``steps(head(hidden))`` ``[..., V]``, which are not computed.
+    """Stands for the logits ``steps(head(hidden))`` ``[..., V]``, which are not computed.
 
-    Torch functions accept it (``__torch_function__``) for elementwise steps with a scalar and for the cross-entropy. It
-    can be sliced along tokens and vocabulary, and reshaped along tokens. Anything else is refused.
+    Torch functions accept it (``__torch_function__``) for elementwise operations with a scalar and for the
+    cross-entropy. It can be sliced along tokens and vocabulary, and reshaped along tokens. Anything else raises an
+    error.
 
     Args:
         owner: Head that computes losses and scores.
         hidden: Final hidden states ``[..., C]``.
-        steps: Functions applied to each chunk of logits, in order.
-        vocabulary: Vocabulary size V after the steps; None is the head's own.
+        steps: Functions that the model applies to the head's output, in order.
+        vocabulary: Vocabulary size V after the steps; None is the head's output size.
     """
 
     def __init__(
@@ -65,15 +66,15 @@ class LazyLogits:
         self.owner, self.hidden, self.steps, self.vocabulary = owner, hidden, steps, vocabulary
 
     def add_step(self, step: Step, vocabulary: int | None = None) -> LazyLogits:
-        """Return the logits with one more step; ``vocabulary`` is the new size if the step changes it."""
+        """Return lazy logits with one more step; ``vocabulary`` is the vocabulary size after it if it changes."""
         return LazyLogits(self.owner, self.hidden, (*self.steps, step), vocabulary or self.vocabulary)
 
     def with_hidden(self, hidden: Tensor) -> LazyLogits:
-        """Return the logits of other hidden states, with the same steps."""
+        """Return lazy logits with the same steps for the hidden states ``hidden``."""
         return LazyLogits(self.owner, hidden, self.steps, self.vocabulary)
 
     def transform(self, logits: Tensor) -> Tensor:
-        """Return one chunk of logits after the model's own steps."""
+        """Return one chunk of the head's output after the model's own steps (softcap, scale)."""
         for step in self.steps:
             logits = step(logits)
         return logits
@@ -111,21 +112,21 @@ class LazyLogits:
         return self._add_scalar_step(torch.sub, other)
 
     def tanh(self) -> LazyLogits:
-        """Return ``logits.tanh()``."""
+        """Return lazy logits after ``tanh``."""
         return self.add_step(torch.tanh)
 
     def float(self) -> LazyLogits:
-        """Return ``logits.float()``; a wider dtype stays."""
+        """Return lazy logits in float32, or in their own dtype if it is wider."""
         return self.add_step(lambda x: x.to(torch.promote_types(x.dtype, torch.float32)))
 
     @property
     def device(self) -> torch.device:
-        """``logits.device``."""
+        """Device of the hidden states, on which logits are computed."""
         return self.hidden.device
 
     @property
     def shape(self) -> torch.Size:
-        """``logits.shape``."""
+        """Shape ``[..., V]`` that the logits would have."""
         if self.vocabulary is not None:
             return torch.Size((*self.hidden.shape[:-1], self.vocabulary))
         weight = getattr(self.owner.module, "weight", None)
@@ -134,15 +135,15 @@ class LazyLogits:
         return torch.Size((*self.hidden.shape[:-1], weight.shape[0]))
 
     def size(self, dim: int | None = None) -> Any:
-        """Return ``logits.size(dim)``."""
+        """Return the shape, or the size of one dimension."""
         return self.shape if dim is None else self.shape[dim]
 
     def dim(self) -> int:
-        """Return ``logits.dim()``."""
+        """Return the number of dimensions."""
         return self.hidden.dim()
 
     def view(self, *shape: Any) -> LazyLogits:
-        """Return ``logits.view(..., V)``: reshaped along the tokens."""
+        """Return lazy logits reshaped along the tokens; the last size must be V."""
         sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
         if len(sizes) < 2 or sizes[-1] != self.shape[-1]:
             raise _unsupported_error(f"view{sizes}")
@@ -151,11 +152,11 @@ class LazyLogits:
     reshape = view
 
     def contiguous(self) -> LazyLogits:
-        """Return ``logits.contiguous()``: these logits, because each chunk is contiguous."""
+        """Return these lazy logits, because each computed chunk is contiguous."""
         return self
 
     def to(self, *args: Any, **kwargs: Any) -> LazyLogits:
-        """Return ``logits.to(dtype or device)``."""
+        """Return lazy logits converted to another dtype or device, as ``Tensor.to`` does."""
         return self.add_step(lambda x: x.to(*args, **kwargs))
 
     def __getattr__(self, name: str) -> Any:
@@ -167,7 +168,7 @@ class LazyLogits:
         raise _unsupported_error("item assignment")
 
     def __getitem__(self, key: Any) -> LazyLogits:
-        """Return the logits sliced along tokens and vocabulary."""
+        """Return lazy logits sliced along tokens and vocabulary."""
         keys = list(key) if isinstance(key, tuple) else [key]
         if Ellipsis in keys:
             at = keys.index(Ellipsis)
@@ -194,7 +195,7 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """Return the loss of lazy logits ``[N, V]`` and targets ``[N]``; equal to ``functional.cross_entropy``."""
+    """Return the same loss as ``functional.cross_entropy``, for lazy logits ``[N, V]`` and targets ``[N]``."""
     plain = weight is None and size_average is None and reduce is None and label_smoothing == 0.0
     fits = isinstance(input, LazyLogits) and isinstance(target, Tensor) and input.hidden.shape[:-1] == target.shape
     if not plain or not fits or target.dim() != 1 or reduction not in ("mean", "sum"):
@@ -211,25 +212,25 @@ def _cross_entropy(
 
 
 def is_scalar(value: Any) -> bool:
-    """Return True for a number, or for a scalar tensor without a gradient."""
+    """Return True for a number or for a 0-dim tensor without a gradient."""
     return isinstance(value, int | float) or (
         isinstance(value, Tensor) and value.dim() == 0 and not value.requires_grad
     )
 
 
 class LazyForward:
-    """Replaces the ``forward`` of a head in a call with labels: returns lazy logits, without reading a weight."""
+    """Replaces the forward of a head in a call with labels: returns lazy logits and reads no weight."""
 
     def __init__(self, head: ScoringHead) -> None:
         self.head = head
 
     def __call__(self, hidden: Tensor) -> LazyLogits:
-        """Return the lazy logits of ``hidden``."""
+        """Return the lazy logits of the hidden states ``hidden``."""
         return LazyLogits(self.head, hidden)
 
 
 class _MissingAttributeError(UnsupportedModelError, AttributeError):
-    """A refusal that is also an ``AttributeError``, because accelerate calls ``hasattr(x, "dtype")`` on outputs."""
+    """Refuses an operation on lazy logits; an ``AttributeError``, because accelerate calls ``hasattr(x, "dtype")``."""
 
 
 def _unsupported_error(
