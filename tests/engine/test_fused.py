@@ -207,7 +207,7 @@ def test_autocast_that_the_model_switches_off_is_off() -> None:
     linear, x = nn.Linear(8, 8), torch.randn(3, 8)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         linears = FusedLinears(linear, Autocast.current(x.device))
-        with linears.used():
+        with linears.replacing_forwards():
             assert linear(x).dtype == torch.bfloat16
             with torch.autocast("cpu", enabled=False):
                 assert torch.equal(linear(x), x @ linear.weight.T + linear.bias)
@@ -225,7 +225,7 @@ def test_sums_of_what_is_trained(trained: str, autocast: bool) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
         want = torch.autograd.grad(linear(x), [x, *parameters], grad)
         sums = [GradientSum(p, widen=True) for p in parameters]
-        with FusedLinears(linear, Autocast.current(x.device), sums).used():
+        with FusedLinears(linear, Autocast.current(x.device), sums).replacing_forwards():
             got = torch.autograd.grad(linear(x), [x, *parameters], grad, allow_unused=True)
     results = [got[0], *(total.result() for total in sums)] if sums or autocast else got
     bound = 2e-2 if autocast else 1e-6

@@ -183,8 +183,8 @@ def test_nothing_else_imports_from_the_inside_of_transformers() -> None:
 
 
 def test_the_installed_version_has_all_of_it() -> None:
-    hf_names.check_names.cache_clear()
-    hf_names.check_names()
+    hf_names.check_internal_names.cache_clear()
+    hf_names.check_internal_names()
     for name, since in hf_names.FUNCTIONS.items():
         assert hf_names.hf_internal(name) is not None, f"{name} has been there since {since}"
 
@@ -219,7 +219,7 @@ def test_what_is_missing_names_the_version_and_not_the_model(
     owner: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr(owner, name)
-    hf_names.check_names.cache_clear()
+    hf_names.check_internal_names.cache_clear()
     hf_names._import_internal.cache_clear()
     model = build("llama")
     with pytest.raises(VersionError, match=rf"transformers {transformers.__version__} has no .*{name}") as caught:
@@ -228,7 +228,7 @@ def test_what_is_missing_names_the_version_and_not_the_model(
     assert caught.value.fix == "pip install 'transformers<5.25'"
     assert "tested: 5.17 to 5.24" in caught.value.where
     monkeypatch.undo()
-    hf_names.check_names.cache_clear()
+    hf_names.check_internal_names.cache_clear()
     hf_names._import_internal.cache_clear()
     streamtune.stream(model).remove()
 

@@ -87,13 +87,13 @@ def test_what_a_layer_returns_is_joined_dropped_or_refused() -> None:
     weights = torch.rand(2, 4, 3, 3), torch.rand(2, 4, 2, 5)
     choice = torch.tensor([[[0, 1], [1, 0], [2, 1]]] * 2), torch.tensor([[[3, 1, 0], [4, 2, 1]]] * 2)
     outputs = LayerOutputs("Layer", 1)
-    assert outputs.split_chunk((first, None, weights[0], choice[0], others[0]), slice(0, 3), keep=True) == [
+    assert outputs.chunk_tensors((first, None, weights[0], choice[0], others[0]), slice(0, 3), keep=True) == [
         first,
         others[0],
     ]
     last = (second, None, weights[1], choice[1], others[1])
-    assert outputs.split_chunk(last, slice(3, 5), keep=True) == [second, others[1]]
-    assert outputs.split_chunk(last, slice(3, 5), keep=False) == [second, others[1]]
+    assert outputs.chunk_tensors(last, slice(3, 5), keep=True) == [second, others[1]]
+    assert outputs.chunk_tensors(last, slice(3, 5), keep=False) == [second, others[1]]
     assert outputs.along == [1, 1]
     whole = [torch.cat([first, second], 1), torch.cat(others, 1)]
     out = outputs.rebuild_output(whole)
@@ -105,13 +105,13 @@ def test_what_a_layer_returns_is_joined_dropped_or_refused() -> None:
     assert out[4] is whole[1]
     bare = LayerOutputs("Layer", 2)
     streams = torch.randn(4, 2, 3, 8)
-    assert bare.split_chunk(streams, slice(0, 3), keep=True) == [streams]
+    assert bare.chunk_tensors(streams, slice(0, 3), keep=True) == [streams]
     assert bare.rebuild_output([streams]) is streams
     for stranger in (torch.randn(2, 7, 5), torch.ones(3), "text"):
         with pytest.raises(
             UnsupportedModelError, match=r"Layer returns item 1 of type (Tensor|str), whose chunks cannot be joined"
         ):
-            outputs.split_chunk((first, stranger), slice(0, 3), keep=True)
+            outputs.chunk_tensors((first, stranger), slice(0, 3), keep=True)
 
 
 def test_layers_that_do_not_say_they_are_some() -> None:

@@ -16,7 +16,7 @@ from transformers.masking_utils import (
 )
 
 from streamtune.engine import Branches
-from streamtune.engine.attention import NAME, lazy_from_dense
+from streamtune.engine.attention import NAME, lazy_mask_from_dense
 from streamtune.errors import UnsupportedModelError
 from streamtune.ops import LazyMask, MaskView
 from streamtune.ops.attention import mask as mask_module
@@ -150,10 +150,10 @@ def test_sees_future(row: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One allowed place above the diagonal is found, wherever it is; the diagonal itself is not the future."""
     monkeypatch.setattr(rules_module, "KEY_BLOCK", 16)
     allowed = torch.ones(ROWS, 1, LENGTH, LENGTH, dtype=torch.bool).tril()
-    assert not lazy_from_dense(allowed).sees_future
+    assert not lazy_mask_from_dense(allowed).sees_future
     q, k = (0, LENGTH - 1) if row == "first" else (LENGTH - 2, LENGTH - 1)
     allowed[1, 0, q, k] = True
-    assert lazy_from_dense(allowed).sees_future
+    assert lazy_mask_from_dense(allowed).sees_future
 
 
 @pytest.mark.parametrize("kind", ["boolean", "additive", "finite"])
@@ -165,7 +165,7 @@ def test_a_dense_mask_of_the_callers_own(kind: str, monkeypatch: pytest.MonkeyPa
     allowed[:, :, 40:, 16:32] = False  # and one that is not at all
     low = float("-inf") if kind == "additive" else torch.finfo(torch.float32).min
     given = allowed if kind == "boolean" else torch.zeros(allowed.shape).masked_fill(~allowed, low)
-    lazy = lazy_from_dense(given)
+    lazy = lazy_mask_from_dense(given)
     assert torch.equal(whole(lazy), allowed)
     for start in range(0, LENGTH, 13):
         view = lazy.chunk(start, min(start + 13, LENGTH), 0)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from streamtune.engine.cache import prefix_grads_of
+from streamtune.engine.cache import attached_prefix_grads
 from streamtune.engine.context import ChunkContext
 from streamtune.engine.hf_names import CAUSAL_MASK, UNREAD, hf_internal
 from streamtune.engine.masks import recognise_mask
@@ -82,12 +82,12 @@ def attention(
         "sinks_H": s_aux,
         "dropout": dropout,
         "memory": chunk.outputs,
-        "prefix": prefix_grads_of(key, value),
+        "prefix": attached_prefix_grads(key, value),
     }
     if chunk.exchange is None:
         out = prefix_attention(query, key, value, _as_mask_view(attention_mask, query, key, bool(causal)), **options)
         if isinstance(attention_mask, Tensor) and attention_mask.dtype != torch.bool:
-            out = _mean_if_all_masked(out, value, attention_mask)
+            out = _average_fully_masked_queries(out, value, attention_mask)
     else:
         name = type(module).__name__
         if isinstance(attention_mask, Tensor) or not causal:
@@ -98,7 +98,7 @@ def attention(
     return out.transpose(1, 2).contiguous(), None  # contiguous as for sdpa: some layers take a view of it
 
 
-def _mean_if_all_masked(output: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+def _average_fully_masked_queries(output: Tensor, value: Tensor, mask: Tensor) -> Tensor:
     """Return ``output`` ``[B, H, T, D]``, with the mean of all values for each query whose keys are all masked.
 
     Softmax gives this mean where the mask adds the lowest finite number to all scores. Only dense masks ``[B, 1, T,
@@ -113,14 +113,14 @@ def _mean_if_all_masked(output: Tensor, value: Tensor, mask: Tensor) -> Tensor:
 
 def _attend_across_ranks(
     exchange: ChunkExchange,
-    name: str,
+    module_name: str,
     qkv: tuple[Tensor, Tensor, Tensor],
     mask: MaskView | LazyMask | None,
     options: dict[str, Any],
 ) -> Tensor:
     """Return the attention output ``[B, H, L, D]`` of this rank's L tokens of a sequence that several ranks share."""
     if not exchange.in_ring:
-        query, key, value = exchange.exchange_heads(*qkv, name)
+        query, key, value = exchange.exchange_heads(*qkv, module_name)
         options["sinks_H"] = exchange.rank_heads(options["sinks_H"])
         return exchange.exchange_heads_back(
             prefix_attention(query, key, value, _as_mask_view(mask, query, key, True), **options)
@@ -145,12 +145,12 @@ def _as_mask_view(mask: MaskView | LazyMask | Tensor | None, query: Tensor, key:
     if isinstance(mask, LazyMask):
         return mask.rows(0, mask.q_length)
     if isinstance(mask, Tensor):
-        return lazy_from_dense(mask).rows(0, queries)
+        return lazy_mask_from_dense(mask).rows(0, queries)
     lazy = LazyMask(batch, queries, keys, q_offset=keys - queries, causal=causal, device=query.device)
     return lazy.rows(0, queries)
 
 
-def lazy_from_dense(mask: Tensor) -> LazyMask:
+def lazy_mask_from_dense(mask: Tensor) -> LazyMask:
     """Convert a dense mask ``[B, 1, T, S]`` to a ``LazyMask``, the form that the streamed attention reads.
 
     The dense mask is boolean (True: allowed) or additive (0: allowed, -inf: masked).
@@ -239,7 +239,7 @@ class SavedOutputs:
     def __init__(self, saved: SavedAttention, start: int, last: bool) -> None:
         self.saved, self.start, self.last, self.index = saved, start, last, -1
 
-    def recall(self) -> tuple[Tensor, Tensor] | None:
+    def read_output(self) -> tuple[Tensor, Tensor] | None:
         """Return output o and log-sum-exp of the layer's next attention; None if they were not saved."""
         self.index += 1
         blocks = self.saved.blocks.get((self.start, self.index))
@@ -253,7 +253,7 @@ class SavedOutputs:
                 block.prefetch()
         return o, lse
 
-    def keep(self, o: Tensor, lse: Tensor) -> None:
-        """Save output o and log-sum-exp of the attention for which :meth:`recall` has just returned None."""
+    def save_output(self, o: Tensor, lse: Tensor) -> None:
+        """Save output o and log-sum-exp of the attention for which :meth:`read_output` has just returned None."""
         notify_tensors("attention output", o, lse)
         self.saved.blocks[self.start, self.index] = self.saved.tier.put(o), self.saved.tier.put(lse)

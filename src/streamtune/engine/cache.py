@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from streamtune.engine.hf_names import CACHE, CACHE_CLASS, RWKV_KERNEL, RWKV_LAYER, RWKV_SIZE, hf_internal
-from streamtune.engine.kv import KeysAndValues, StateKey, States, refuse_past
+from streamtune.engine.kv import KeysAndValues, StateKey, States, refuse_filled_cache
 from streamtune.engine.sequence.shards import ChunkExchange
 from streamtune.errors import UnsupportedModelError
 from streamtune.ops.devices import autocast_device_type
@@ -89,11 +89,11 @@ class ChunkCache(hf_internal(CACHE_CLASS)):  # type: ignore[misc]
         return slice(self.first_key, self.chunk.start)
 
     @property
-    def leaves(self) -> list[Tensor]:
+    def read_leaves(self) -> list[Tensor]:
         """Autograd leaves that stand for the keys, values and states which this chunk read from earlier chunks."""
         return [*self.prefix_leaves, *self.state_leaves.values()]
 
-    def tensors_passed_on(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def tensors_for_later_chunks(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield each key, value and state tensor that later chunks read from this chunk, with its gradient.
 
         The gradients are complete because all later chunks have run backward.
@@ -110,28 +110,28 @@ class ChunkCache(hf_internal(CACHE_CLASS)):  # type: ignore[misc]
             yield sent, torch.zeros_like(sent)
 
     def add_leaf_grads(self, grads: Iterator[Tensor | None]) -> None:
-        """Add the gradients of :attr:`leaves`, given in the same order, to the gradient sums of earlier chunks."""
+        """Add the gradients of :attr:`read_leaves`, given in the same order, to the gradient sums of earlier chunks."""
         for index in range(len(self.prefix_leaves) // 2):
             for total in self.kv.grad_views(index, self.prefix_keys):
                 if (part := next(grads)) is not None:
                     total += part
         parts = {key: next(grads) for key in self.state_leaves}
         if self.uses_states:
-            self.states.add_grads(self._own_slice, *self._state_positions, parts)
+            self.states.add_state_grads(self._own_tokens, *self._state_positions, parts)
 
-    def close(self) -> None:
+    def end_chunk(self) -> None:
         """End the forward of the chunk: states that no other chunk reads are freed; only in the pass ``store``."""
         if self.uses_states and self.pass_name == "store":
-            self.states.close(*self._state_positions)
+            self.states.end_chunk(*self._state_positions)
 
     @property
-    def _own_slice(self) -> slice:
+    def _own_tokens(self) -> slice:
         """Chunk as a slice of the tokens that this rank holds."""
         return self.chunk if self.exchange is None else self.exchange.part
 
     @cached_property
     def _state_positions(self) -> tuple[int | None, int]:
-        return self.states.positions(self._own_slice)
+        return self.states.state_positions(self._own_tokens)
 
     # Methods that an attention layer calls.
 
@@ -139,7 +139,7 @@ class ChunkCache(hf_internal(CACHE_CLASS)):  # type: ignore[misc]
         """Store the chunk's keys and values; return keys and values ``[B, G, S, D]`` of earlier chunks and this one."""
         index, self.updates = self.updates, self.updates + 1
         if self.kv.past is not None and layer_idx != self.kv.past.layer_idx:
-            refuse_past(f"layer {self.kv.past.layer_idx} updates its cache under index {layer_idx}", CACHE)
+            refuse_filled_cache(f"layer {self.kv.past.layer_idx} updates its cache under index {layer_idx}", CACHE)
         key_states, value_states = _to_autocast_dtype(key_states), _to_autocast_dtype(value_states)
         if self.exchange is not None:
             if self.uses_states:
@@ -149,15 +149,15 @@ class ChunkCache(hf_internal(CACHE_CLASS)):  # type: ignore[misc]
             self.kv.write(index, self.chunk, key_states, value_states)
             if self.pass_name == "project" and self.updates == self.kv.updates:
                 raise ProjectionDone
-            return self._record_returned(self.kv.prefix(index, slice(self.first_key, self.chunk.stop)))
+            return self._record_returned_kv(self.kv.kv_views(index, slice(self.first_key, self.chunk.stop)))
         self.chunk_kv += [key_states, value_states]
         if self.chunk.start == 0:
-            return self._record_returned((key_states, value_states))
+            return self._record_returned_kv((key_states, value_states))
         self.kv.allocate(index, key_states, value_states)
         prefix_grads = _PrefixGrads(self.kv, index, self.prefix_keys, (key_states, value_states))
         trained = key_states.requires_grad or value_states.requires_grad  # else attention has no node of its own
         joined = []
-        views = zip(self.kv.prefix(index, self.prefix_keys), (key_states, value_states), strict=True)
+        views = zip(self.kv.kv_views(index, self.prefix_keys), (key_states, value_states), strict=True)
         for position, (prefix, x) in enumerate(views):
             leaf = prefix.detach().requires_grad_()
             self.prefix_leaves.append(leaf)
@@ -168,7 +168,7 @@ class ChunkCache(hf_internal(CACHE_CLASS)):  # type: ignore[misc]
                 joined[-1].streamtune_prefix = prefix_grads  # read by an attention that gets this very tensor
         return tuple(joined)
 
-    def _record_returned(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def _record_returned_kv(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         if self.exchange is not None:
             self.exchange.returned_kv = pair
         return pair
@@ -203,7 +203,7 @@ class ChunkCache(hf_internal(CACHE_CLASS)):  # type: ignore[misc]
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """Return a causal convolution's last K inputs ``[B, C, K]`` before the chunk; None if no tokens precede it."""
-        return self._state_before(("conv", layer_idx, state_idx))
+        return self._read_state(("conv", layer_idx, state_idx))
 
     def update_conv_state(
         self,
@@ -219,7 +219,7 @@ class ChunkCache(hf_internal(CACHE_CLASS)):  # type: ignore[misc]
         fewer inputs gets zeros on its left.
         """
         key = ("conv", layer_idx, state_idx)
-        before = self._state_before(key)
+        before = self._read_state(key)
         if before is None:
             size = conv_states.shape[-1] if conv_kernel_size is None else conv_kernel_size
             full = nn.functional.pad(conv_states, (max(0, size - conv_states.shape[-1]), 0))
@@ -231,7 +231,7 @@ class ChunkCache(hf_internal(CACHE_CLASS)):  # type: ignore[misc]
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """Return the recurrent state before the chunk; None if no tokens precede the chunk."""
-        return self._state_before(("recurrent", layer_idx, state_idx))
+        return self._read_state(("recurrent", layer_idx, state_idx))
 
     def update_recurrent_state(
         self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
@@ -260,25 +260,25 @@ class ChunkCache(hf_internal(CACHE_CLASS)):  # type: ignore[misc]
     def _report_state_use(self) -> None:
         self.uses_states = True
         if self.kv.past is not None:
-            refuse_past("a layer has a recurrent state", CACHE)
+            refuse_filled_cache("a layer has a recurrent state", CACHE)
         if self.updates:
             self.states.on_keys_used()
         self.states.on_state_used(self.pass_name == "whole")
 
-    def _state_before(self, key: StateKey) -> Tensor | None:
+    def _read_state(self, key: StateKey) -> Tensor | None:
         """Return a state before the chunk, in the pass ``replay`` as an autograd leaf; None if no tokens precede it."""
         self._report_state_use()
         (read_position, _), rows = self._state_positions, self.states.rows
         if read_position is None:
             return None
         if self.pass_name == "store":
-            self.states.receive(read_position, key)
+            self.states.receive_state(read_position, key)
         state = self.state_leaves.get(key)  # one leaf, however often the chunk reads the state
-        if state is None and (state := self.states.get(read_position, key)) is None:
+        if state is None and (state := self.states.get_state(read_position, key)) is None:
             return None
         if self.pass_name == "replay" and state.is_floating_point() and key not in self.state_leaves:
             state = self.state_leaves[key] = state.detach().requires_grad_()
-            self.states.on_leaf_created(self._own_slice, read_position, key, state)
+            self.states.on_leaf_created(self._own_tokens, read_position, key, state)
         start = self.chunk.start if self.exchange is None else self.exchange.start
         return state if rows is None or start not in rows.starts else rows.reset_begun_rows(state, start)
 
@@ -301,15 +301,15 @@ class _PrefixGrads:
         self.kv, self.index, self.keys, self.own = kv, index, keys, chunk_kv
         self.length = keys.stop - keys.start
 
-    def begin(self) -> None:
+    def allocate_grads(self) -> None:
         self.kv.grad_views(self.index, self.keys)
 
-    def add(self, index: tuple[slice, slice, slice], grad_k: Tensor, grad_v: Tensor) -> None:
+    def add_grads(self, index: tuple[slice, slice, slice], grad_k: Tensor, grad_v: Tensor) -> None:
         for total, grad in zip(self.kv.grad_views(self.index, self.keys), (grad_k, grad_v), strict=True):
             total[index] += grad
 
 
-def prefix_grads_of(key: Tensor, value: Tensor) -> _PrefixGrads | None:
+def attached_prefix_grads(key: Tensor, value: Tensor) -> _PrefixGrads | None:
     """Return the gradient buffers that :meth:`ChunkCache.update` attached to ``key`` and ``value``, or None."""
     prefix: _PrefixGrads | None = getattr(key, "streamtune_prefix", None)
     return prefix if prefix is getattr(value, "streamtune_prefix", None) else None
@@ -385,7 +385,7 @@ EMPTY_MAXIMUM = -1e30
 """Running maximum of the exponents in RWKV's state before the first token."""
 
 
-def state_before(layer: nn.Module, cache: ChunkCache, hidden: Tensor) -> Any:
+def state_argument(layer: nn.Module, cache: ChunkCache, hidden: Tensor) -> Any:
     """Return the state argument with which xLSTM or RWKV runs on a chunk: the state after the preceding chunk."""
     if not hasattr(layer, RWKV_LAYER):
         parts = [cache.get_recurrent_state(0, index) for index in range(XLSTM_STATES)]
@@ -407,10 +407,10 @@ def state_before(layer: nn.Module, cache: ChunkCache, hidden: Tensor) -> Any:
     return [_Column(x[:, None] if single and index < 2 else x) for index, x in enumerate(columns)]
 
 
-def state_after(layer: nn.Module, cache: ChunkCache, state: Any, out: Any) -> Any:
+def save_returned_state(layer: nn.Module, cache: ChunkCache, state: Any, out: Any) -> Any:
     """Save the state that xLSTM or RWKV has after a chunk; return the layer's output with None in place of this state.
 
-    ``state`` is the argument that :func:`state_before` returned; RWKV writes into it.
+    ``state`` is the argument that :func:`state_argument` returned; RWKV writes into it.
     """
     parts = [column.x for column in state] if isinstance(state, list) else out[1]
     if not isinstance(parts, list | tuple) or not all(isinstance(part, Tensor) for part in parts):

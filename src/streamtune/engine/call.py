@@ -32,8 +32,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from streamtune.engine.attention import NAME, lazy_from_dense
-from streamtune.engine.cache import ChunkCache, state_after, state_before
+from streamtune.engine.attention import NAME, lazy_mask_from_dense
+from streamtune.engine.cache import ChunkCache, save_returned_state, state_argument
 from streamtune.engine.call_parts import ChunkSharing, SharedKey
 from streamtune.engine.hf_names import (
     DISTANCES,
@@ -47,7 +47,7 @@ from streamtune.engine.hf_names import (
     cache_argument,
     renamed_cache,
 )
-from streamtune.engine.kv import Past, refuse_past
+from streamtune.engine.kv import Past, refuse_filled_cache
 from streamtune.engine.observe import temporary_attention
 from streamtune.engine.own_attention import OwnAttention, mask_tile, sees_future
 from streamtune.engine.rows import PackedRows
@@ -148,7 +148,7 @@ class LayerCall:
             if not _is_dense_mask(value, length):
                 continue
             if own_attention is None:
-                arguments[key] = lazy_from_dense(value)
+                arguments[key] = lazy_mask_from_dense(value)
             elif sees_future(value):
                 raise UnsupportedModelError(
                     f"{key!r} of {name} must be a causal mask; it lets a token see later tokens, or is not a mask"
@@ -168,10 +168,10 @@ class LayerCall:
             configs,
         )
         for key, value in arguments.items():
-            call._add_input(key, value)
+            call._add_gradient_input(key, value)
         return call
 
-    def _add_input(self, key: str, value: Any) -> None:
+    def _add_gradient_input(self, key: str, value: Any) -> None:
         """Add an argument to ``inputs`` if it needs a gradient; raise an error if its gradient cannot be returned."""
         name = type(self.layer).__name__
         if isinstance(value, UserDict):
@@ -197,18 +197,18 @@ class LayerCall:
         """
         name = type(self.layer).__name__
         if self.shards is not None:
-            refuse_past("ranks share the sequence", name)
-        if self.sharing is not None:
-            refuse_past("the layer shares keys and values with other layers", name)
+            refuse_filled_cache("ranks share the sequence", name)
+        if self.shared_kv is not None:
+            refuse_filled_cache("the layer shares keys and values with other layers", name)
         if self._rotates_pooled_keys:
-            refuse_past("the layer pools its keys", name)
+            refuse_filled_cache("the layer pools its keys", name)
         for key, value in self.arguments.items():
             if (
                 isinstance(value, Tensor)
                 and value.dim() == 4
                 and (key.endswith("mask") or _is_dense_mask(value, self.length))
             ):
-                refuse_past(f"{key!r} is a dense mask", name)
+                refuse_filled_cache(f"{key!r} is a dense mask", name)
         for index, x in enumerate((past.keys, past.values)):
             if x.requires_grad:
                 self.shared[PAST, None, index] = x
@@ -219,7 +219,7 @@ class LayerCall:
         """Restrict the masks so that a token sees only its own packed row, and a beginning that rows share."""
         self._change_masks(rows.restrict_mask)
 
-    def share_sequence(self, shards: SequenceShards) -> None:
+    def set_rank_shards(self, shards: SequenceShards) -> None:
         """Set which tokens of the sequence this rank holds (``shards``); extend the masks to the whole sequence.
 
         Raises:
@@ -254,7 +254,7 @@ class LayerCall:
         change_padding: Callable[[Tensor], Tensor | None] = lambda mask: None,
     ) -> None:
         self.arguments = {
-            key: _argument_with_masks(value, key.endswith("mask"), change_mask, change_padding)
+            key: _replace_masks(value, key.endswith("mask"), change_mask, change_padding)
             for key, value in self.arguments.items()
         }
 
@@ -264,7 +264,7 @@ class LayerCall:
         return self.arguments[self.hidden_name]
 
     @property
-    def mask(self) -> LazyMask | None:
+    def lazy_mask(self) -> LazyMask | None:
         """Lazy mask among the arguments; None if there is none."""
         return next((value for value in self.arguments.values() if isinstance(value, LazyMask)), None)
 
@@ -282,36 +282,36 @@ class LayerCall:
         before = 0 if self.past is None else self.past.length
         return slice(before + chunk.start, before + chunk.stop)
 
-    def first_key(self, chunk: slice) -> int:
+    def first_key_position(self, chunk: slice) -> int:
         """Return the position of the first key that the mask lets a chunk see.
 
         It is 0 for a layer with its own attention code, because the code may count keys from the first.
         """
-        if self.mask is None or self.own_attention is not None:
+        if self.lazy_mask is None or self.own_attention is not None:
             return 0
         if self.shards is None:
             start = self.key_positions(chunk).start
-            return min(self.mask.first_key(start), start)
+            return min(self.lazy_mask.first_key(start), start)
         start = self.shards.global_chunk(chunk).start
-        first = min(self.mask.first_key(start), start)
+        first = min(self.lazy_mask.first_key(start), start)
         return self.shards.local_chunk_start(first) if self.shards.form == "ring" else first
 
     @property
-    def cache(self) -> Any:
+    def passed_cache(self) -> Any:
         """Cache that the model passed to the layer; None if it passed none."""
         return self.arguments.get(self.cache_name)
 
     @property
-    def sharing(self) -> Any:
+    def shared_kv(self) -> Any:
         """Dictionary of keys and values that the model passes from layer to layer; None if it passes none."""
         return next((value for value in self.arguments.values() if isinstance(value, UserDict)), None)
 
-    def tensors(self) -> list[Tensor]:
+    def input_tensors(self) -> list[Tensor]:
         """Return the hidden states and each other tensor that needs a gradient, in the order of ``inputs``."""
         tensors = [self.shared[name] if isinstance(name, tuple) else self.arguments[name] for name in self.inputs]
         return [x for x in tensors if x is not None]
 
-    def drop_tensors(self) -> None:
+    def drop_input_tensors(self) -> None:
         """Drop the references to tensors that need a gradient; autograd saves them, and frees them after their use."""
         for name in self.inputs:
             if isinstance(name, tuple):
@@ -330,22 +330,22 @@ class LayerCall:
         arguments: dict[str, Any] = {}
         for key, value in self.arguments.items():
             if isinstance(value, UserDict):
-                arguments[key] = sharing = self._chunk_sharing(cache, x_i)
+                arguments[key] = sharing = self._shared_kv_of_chunk(cache, x_i)
             elif key in self.inputs:
                 arguments[key] = x_i[key]
             elif key in self.parameter_names or key not in ("use_cache", *KERNEL_ROWS):
                 arguments[key] = self._cut_to_chunk(key, value, chunk, cache.first_key)
         by_state = self.cache_name == STATE
-        arguments[self.cache_name] = state_before(self.layer, cache, x_i[self.hidden_name]) if by_state else cache
+        arguments[self.cache_name] = state_argument(self.layer, cache, x_i[self.hidden_name]) if by_state else cache
         if "use_cache" in arguments:
             arguments["use_cache"] = True
         checkpointing = getattr(self.layer, "gradient_checkpointing", False)
         try:
             if checkpointing:
                 self.layer.gradient_checkpointing = False  # type: ignore[assignment]
-            with self._use_layer_attention(), preserved_versions(self._adapted_tensors):
+            with self._attention_names_set(), preserved_versions(self._adapted_tensors):
                 out = type(self.layer).forward(self.layer, **arguments)
-                out = state_after(self.layer, cache, arguments[STATE], out) if by_state else out
+                out = save_returned_state(self.layer, cache, arguments[STATE], out) if by_state else out
         finally:
             if checkpointing:
                 self.layer.gradient_checkpointing = True  # type: ignore[assignment]
@@ -359,7 +359,7 @@ class LayerCall:
             for key, value in arguments.items():
                 if isinstance(value, LazyMask):
                     arguments[key] = mask_tile(value.rows(0, value.q_length), dtype)
-        with self._use_layer_attention(), preserved_versions(self._adapted_tensors):
+        with self._attention_names_set(), preserved_versions(self._adapted_tensors):
             return type(self.layer).forward(self.layer, **arguments)
 
     def chunks(self, schedule: Schedule) -> list[slice]:
@@ -371,7 +371,7 @@ class LayerCall:
         """
         if self.shards is not None:  # the masks of shards are causal
             return self.shards.chunks
-        cuts = None if self.mask is None else self.mask.cuts
+        cuts = None if self.lazy_mask is None else self.lazy_mask.cuts
         complete = cuts is None or cuts[-1] == self.length  # else a token sees tokens beyond the end of the call
         chunks = schedule.chunks(self.length, cuts if complete else [0, self.length])
         longest = max(chunk.stop - chunk.start for chunk in chunks)
@@ -387,12 +387,12 @@ class LayerCall:
             fix=f"set chunk_size to {-(-longest // 2):,} or more; these {longest:,} tokens are then computed at once",
         )
 
-    def _use_layer_attention(self) -> AbstractContextManager[None]:
+    def _attention_names_set(self) -> AbstractContextManager[None]:
         """Return a context manager in which the configs name the layer's attention: the engine's or its own."""
         name = NAME if self.own_attention is None else self.own_attention.name
         return temporary_attention(list(self.configs), [name] * len(self.configs))
 
-    def _chunk_sharing(self, cache: ChunkCache, x_i: dict[str | SharedKey, Tensor]) -> ChunkSharing:
+    def _shared_kv_of_chunk(self, cache: ChunkCache, x_i: dict[str | SharedKey, Tensor]) -> ChunkSharing:
         full: dict[Any, tuple[Tensor, ...]] = {}
         for name, x in self.shared.items():
             x = x_i.get(name, x)
@@ -439,7 +439,7 @@ class LayerCall:
         return value
 
 
-def _argument_with_masks(
+def _replace_masks(
     value: Any,
     is_mask: bool,
     change_mask: Callable[[LazyMask], LazyMask],
@@ -455,10 +455,10 @@ def _argument_with_masks(
         return value if (padding := change_padding(value)) is None else padding
     if not isinstance(value, dict):
         return value
-    return {name: _argument_with_masks(item, is_mask, change_mask, change_padding) for name, item in value.items()}
+    return {name: _replace_masks(item, is_mask, change_mask, change_padding) for name, item in value.items()}
 
 
-def _hidden_sequence_dim(layer: str, hidden: Tensor, arguments: dict[str, Any]) -> int:
+def _hidden_sequence_dim(layer_name: str, hidden: Tensor, arguments: dict[str, Any]) -> int:
     """Return the sequence dimension of the hidden states: 1, or 2 for parallel streams [N, B, T, C]."""
     if hidden.dim() == 3:
         return 1
@@ -471,7 +471,7 @@ def _hidden_sequence_dim(layer: str, hidden: Tensor, arguments: dict[str, Any]) 
     dims = [dim for dim in (1, 2) if hidden.shape[dim] == length]
     if not dims:
         raise UnsupportedModelError(
-            f"{layer} takes hidden states {tuple(hidden.shape)}, none of whose dimensions is the sequence length"
+            f"{layer_name} takes hidden states {tuple(hidden.shape)}, none of whose dimensions is the sequence length"
         )
     if len(dims) == 1:
         return dims[0]

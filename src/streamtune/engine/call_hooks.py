@@ -93,7 +93,7 @@ class StreamedCalls(StreamedModel):
         vars(self).update(state)
         self._sharing, self._plain_call = CallSharding(self), ExitStack()
 
-    def scoring(self, scored: ScoreRequest) -> AbstractContextManager[None]:
+    def returning_scores(self, scored: ScoreRequest) -> AbstractContextManager[None]:
         """Context manager: while active, a call returns the scores that ``scored`` requests, not the model's output."""
         return temporary_attribute(self, "scored", scored)
 
@@ -124,7 +124,7 @@ class StreamedCalls(StreamedModel):
         if args and not isinstance(args[0], Tensor | None):  # forward was replaced by another function (TRL)
             self._length = 0
             return args, kwargs
-        if self._is_plain(ModelCall(self.model, args, kwargs)):
+        if self._runs_unstreamed(ModelCall(self.model, args, kwargs)):
             if not self.context.plain:
                 self._plain_call.enter_context(self.plain())
             return args, kwargs
@@ -135,7 +135,7 @@ class StreamedCalls(StreamedModel):
         with_labels = call.get("labels") is not None or self.scored is not None  # a scored call counts as one
         mark_cache_read(call)
         self._disable_cache(call, with_labels)
-        self._set_context(call, with_labels)
+        self._set_call_context(call, with_labels)
         padding, takes_positions = call.get("attention_mask"), call.has_parameter("position_ids")
         args, kwargs = call.args, call.kwargs
         asked = kwargs.get("output_router_logits")
@@ -168,7 +168,7 @@ class StreamedCalls(StreamedModel):
         if not self.context.plain:
             self.names.end_call()
 
-    def _is_plain(self, call: ModelCall) -> bool:
+    def _runs_unstreamed(self, call: ModelCall) -> bool:
         """Return True if a call runs without streaming: inside :meth:`plain`, or for outputs of unchunked layers."""
         self._plain_call.close()  # an interrupted call leaves it open
         if self.context.plain:
@@ -211,10 +211,10 @@ class StreamedCalls(StreamedModel):
         by_default = call.get("use_cache") is None and (with_labels or self.model.training)
         if call.cache is None and (torch.is_grad_enabled() or by_default):
             if self.scored is None:
-                self._keep_one_row(call)
+                self._add_mask_for_one_row(call)
             call.put("use_cache", False)
 
-    def _set_context(self, call: ModelCall, with_labels: bool) -> None:
+    def _set_call_context(self, call: ModelCall, with_labels: bool) -> None:
         """Set what the layers read during the call: packed rows, row lengths, schedule, and whether in one chunk."""
         rows, self._length = call.size
         self.context.one_chunk = with_labels and self._needs_one_chunk(call)
@@ -227,7 +227,7 @@ class StreamedCalls(StreamedModel):
         rows = self.context.rows if self._rotations else None
         self.context.lengths = None if rows is None else RowLengths.from_rows(rows)
 
-    def _keep_one_row(self, call: ModelCall) -> None:
+    def _add_mask_for_one_row(self, call: ModelCall) -> None:
         """Add a mask of ones if the call, with its cache turned off, would be split into packed rows."""
         decoder: Any = owning_models(self.model, self.layers)[-1]
         checkpointed = decoder in self._checkpointing and self.model.training
@@ -268,11 +268,11 @@ class StreamedCalls(StreamedModel):
     def _after_call(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         try:
             if self.context.plain:
-                return self._with_plain_hidden_states(output)
+                return self._replace_embedding_placeholders(output)
             if self.scored is not None:
                 return self._score_output(self.scored, output)
             self._check_hidden_states(output)
-            return self._with_router_loss(self._without_lazy_logits(output))
+            return self._add_router_loss(self._replace_lazy_logits(output))
         finally:
             self._plain_call.close()
             self._restore_attention_names()
@@ -280,14 +280,14 @@ class StreamedCalls(StreamedModel):
             self.context.one_chunk, self.context.schedule = False, None
 
     @staticmethod
-    def _with_plain_hidden_states(output: Any) -> Any:
+    def _replace_embedding_placeholders(output: Any) -> Any:
         if isinstance(states := getattr(output, "hidden_states", None), tuple):
             output.hidden_states = tuple(map(read_embeddings, states))
         return output
 
     def _check_hidden_states(self, output: Any) -> None:
         """Replace embedding placeholders in the output's hidden states; raise an error if a state is of one chunk."""
-        states = getattr(self._with_plain_hidden_states(output), "hidden_states", None)
+        states = getattr(self._replace_embedding_placeholders(output), "hidden_states", None)
         partial_states = [
             x for x in states or () if isinstance(x, Tensor) and x.dim() > 2 and x.shape[-2] < self._length
         ]
@@ -308,7 +308,7 @@ class StreamedCalls(StreamedModel):
             self.routers.terms = RouterTerms(torch.zeros_like(share), share)
         return None if output is None else scored.compute(self.model, output)
 
-    def _with_router_loss(self, output: Any) -> Any:
+    def _add_router_loss(self, output: Any) -> Any:
         sums = self.routers.close()
         if sums is None or output is None:
             return output
@@ -322,23 +322,23 @@ class StreamedCalls(StreamedModel):
             output.aux_loss = balance
         return output
 
-    def _with_readable_logits(self, output: Any) -> Any:
+    def _make_logits_readable(self, output: Any) -> Any:
         """Return a model output in which tensors that are computed when they are read replace lazy logits."""
         assert self.head is not None
-        compute = self.head.readable_logits if torch.is_grad_enabled() else self.head.evaluated_logits
+        compute = self.head.logits_with_graph if torch.is_grad_enabled() else self.head.logits_without_graph
         if isinstance(output, tuple):
             return tuple(compute(x) if isinstance(x, LazyLogits) else x for x in output)
         if isinstance(lazy := getattr(output, "logits", None), LazyLogits):
             output.logits = compute(lazy)
         return output
 
-    def _without_lazy_logits(self, output: Any) -> Any:
+    def _replace_lazy_logits(self, output: Any) -> Any:
         """Return the model output without lazy logits: removed in training, made readable in evaluation."""
         if self.head is None or not self.head.active:
             return output
         self.head.close()
         if not self.model.training:
-            return self._with_readable_logits(output)
+            return self._make_logits_readable(output)
         if isinstance(output, tuple):
             return tuple(item for item in output if not isinstance(item, LazyLogits))
         if isinstance(getattr(output, "logits", None), LazyLogits):
@@ -371,9 +371,9 @@ class Generation:
 
     @property
     def __signature__(self) -> inspect.Signature:
-        return inspect.signature(self._generate_of_class())
+        return inspect.signature(self._class_generate())
 
-    def _generate_of_class(self) -> Callable[..., Any]:
+    def _class_generate(self) -> Callable[..., Any]:
         model = self.handle.model
         generate: Callable[..., Any] = type(model).generate.__get__(model)
         return generate
@@ -381,9 +381,9 @@ class Generation:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call ``generate`` of the model's class, without streaming if its options need unchunked layers."""
         if not self._needs_unchunked_layers(kwargs):
-            return self._generate_of_class()(*args, **kwargs)
+            return self._class_generate()(*args, **kwargs)
         with torch.no_grad(), self.handle.plain():
-            return self._generate_of_class()(*args, **kwargs)
+            return self._class_generate()(*args, **kwargs)
 
     def _needs_unchunked_layers(self, kwargs: dict[str, Any]) -> bool:
         configs = (kwargs.get("generation_config"), getattr(self.handle.model, "generation_config", None))

@@ -24,7 +24,7 @@ class LayerOutputs:
         self.form: list[int | list[Tensor] | None] = []
         """For each item that the layer returns: its index in the outputs, or the top-k key indices of each chunk."""
 
-    def split_chunk(self, out: Any, chunk: slice, *, keep: bool) -> list[Tensor]:
+    def chunk_tensors(self, out: Any, chunk: slice, *, keep: bool) -> list[Tensor]:
         """Return the tensors in a layer's output on one chunk; with ``keep`` also record its selected key indices."""
         self.wrap = type(out) if isinstance(out, tuple | list) else None
         items = list(out) if isinstance(out, tuple | list) else [out]
@@ -34,9 +34,9 @@ class LayerOutputs:
         self.along = []
         for place, item in enumerate(items):
             along = self.hidden_along if place == 0 else 1
-            if place and (item is None or _is_attention(item, chunk)):
+            if place and (item is None or _is_attention_weights(item, chunk)):
                 continue
-            if place and _is_key_choice(item, chunk):
+            if place and _is_key_indices(item, chunk):
                 if keep:
                     self.form[place] = [*(self.form[place] or []), item]  # type: ignore[misc]
             elif _follows_sequence(item, along, chunk):
@@ -51,7 +51,7 @@ class LayerOutputs:
 
     def rebuild_output(self, outputs: list[Tensor]) -> Any:
         """Return the layer's output (a tensor, tuple or list) with tensors of the whole sequence."""
-        items = [outputs[part] if isinstance(part, int) else _join_key_choices(part) for part in self.form]
+        items = [outputs[part] if isinstance(part, int) else _join_key_indices(part) for part in self.form]
         return items[0] if self.wrap is None else self.wrap(items)
 
 
@@ -60,16 +60,16 @@ def _follows_sequence(value: Any, along: Along, chunk: slice) -> bool:
     return floating and along is not None and value.dim() > along and value.shape[along] == chunk.stop - chunk.start
 
 
-def _is_key_choice(value: Any, chunk: slice) -> bool:
+def _is_key_indices(value: Any, chunk: slice) -> bool:
     integers = isinstance(value, Tensor) and not value.is_floating_point() and value.dtype != torch.bool
     return integers and value.dim() == 3 and value.shape[1] == chunk.stop - chunk.start
 
 
-def _is_attention(value: Any, chunk: slice) -> bool:
+def _is_attention_weights(value: Any, chunk: slice) -> bool:
     return isinstance(value, Tensor) and value.dim() == 4 and value.shape[2] == chunk.stop - chunk.start
 
 
-def _join_key_choices(parts: list[Tensor] | None) -> Tensor | None:
+def _join_key_indices(parts: list[Tensor] | None) -> Tensor | None:
     """Join the chunks' indices of selected keys ``[B, T_i, K_i]`` along the tokens; None if there are none.
 
     An early chunk has fewer keys to select from. Its last index is repeated, which selects no further key.
@@ -89,21 +89,21 @@ class ChunkSharing(UserDict):  # type: ignore[type-arg]
 
     Args:
         cache: Cache of the chunk.
-        full: Keys and values of the whole sequence, computed by earlier layers, by dictionary key.
+        full_kv: Keys and values of the whole sequence, computed by earlier layers, by dictionary key.
     """
 
-    def __init__(self, cache: ChunkCache, full: dict[Any, tuple[Tensor, ...]]) -> None:
+    def __init__(self, cache: ChunkCache, full_kv: dict[Any, tuple[Tensor, ...]]) -> None:
         super().__init__()
-        self.cache, self.full = cache, full
+        self.cache, self.full_kv = cache, full_kv
         self.entry_updates: dict[Any, int] = {}
         """Index of the key/value update that each entry set by the layer holds."""
 
     def __contains__(self, key: object) -> bool:
-        return key in self.full
+        return key in self.full_kv
 
     def __getitem__(self, key: Any) -> tuple[Tensor, ...]:
         start, stop = self.cache.first_key, self.cache.chunk.stop
-        return tuple(x.narrow(2, start, stop - start) for x in self.full[key])
+        return tuple(x.narrow(2, start, stop - start) for x in self.full_kv[key])
 
     def __setitem__(self, key: Any, item: Any) -> None:
         self.entry_updates[key] = self.cache.updates - 1

@@ -43,16 +43,16 @@ from streamtune.errors import ArgumentError, UnsupportedModelError
 from streamtune.ops import first_order, is_graph_retained
 
 
-def chained_call(owner: StreamedLayer, call: LayerCall, parameters: Sequence[Tensor]) -> Any:
+def run_in_chain(owner: StreamedLayer, call: LayerCall, parameters: Sequence[Tensor]) -> Any:
     """Run a layer's forward as the next layer of the current chain, or the first of a new chain; return its output."""
     weights = Weights.current(owner.layer)
     _check_chainable(owner.layer, [name for name in call.shared if name[0] != PAST], weights)
     last_call = owner.parts.last_call
-    before = last_call.grad_target(call.hidden, owner.layer)
+    before = last_call.call_for_gradient(call.hidden, owner.layer)
     chain = None if before is None or before.chain is None else before.chain()
     stream = LayerStream(call, owner)
-    tensors = call.tensors()
-    if chain is not None and not chain.can_continue(before, stream, tensors):
+    tensors = call.input_tensors()
+    if chain is not None and not chain.can_append(before, stream, tensors):
         chain = None
     if owner.placement.unstreamed and call.past is None and (unchunked := stream.run_unchunked(tensors)) is not None:
         return stream.assemble_output(unchunked, None)
@@ -65,7 +65,7 @@ def chained_call(owner: StreamedLayer, call: LayerCall, parameters: Sequence[Ten
             stream.follows_in_chain = False
             stream.saved.keep_on_device(tensors[0])
         chain = LayerChain(stream, tensors[0])
-    results = chain.add(owner, stream, weights, parameters, tensors[1:], outputs)
+    results = chain.append(owner, stream, weights, parameters, tensors[1:], outputs)
     layer_output_count = len(stream.outputs.along)
     last_call.record(results[0], stream, owner.layer)
     stream.chain = weakref.ref(chain)
@@ -99,8 +99,8 @@ class _Link:
     stream: LayerStream
     weights: Weights
     parameters: tuple[Tensor, ...]
-    extras: list[int]
-    """Indices, in the chain's ``extras``, of the layer's inputs other than its hidden states."""
+    other_inputs: list[int]
+    """Indices, in the chain's ``other_inputs``, of the layer's inputs other than its hidden states."""
     sums: list[GradientSum] = field(default_factory=list)
 
     @property
@@ -130,11 +130,11 @@ class _Link:
 
     def load(self, chunk: slice) -> None:
         """Copy the keys, values and states of earlier chunks, which the layer reads on this chunk, to the device."""
-        self.stream.states.prefetch(chunk)
+        self.stream.states.prefetch_states(chunk)
         if self.saved.kv is not None:
             call = self.stream.call
             notify_chunk(self.layer, chunk, "load")
-            self.saved.kv.load(call.key_positions(chunk), call.first_key(chunk))
+            self.saved.kv.load(call.key_positions(chunk), call.first_key_position(chunk))
 
     def recompute(self, chunk: slice, x_i: list[Tensor]) -> Tensor:
         """Return the layer's output hidden states on one chunk, computed without a graph."""
@@ -149,7 +149,7 @@ class _Link:
         self.load(chunk)
         with torch.enable_grad():
             z_i, cache = self.stream.replay(chunk, x_i)
-        self.owner.check_leaves(z_i[0], [*x_i, *cache.leaves, *self.parameters])
+        self.owner.check_leaves(z_i[0], [*x_i, *cache.read_leaves, *self.parameters])
         if self.frees_kv_early:
             assert self.saved.kv is not None
             self.saved.kv.release()
@@ -208,9 +208,9 @@ class LayerChain:
         self.chunks, self.schedule = first.chunks, first.settings.schedule
         self.along: Along = first.call.inputs[first.call.hidden_name]
         self.links: list[_Link] = []
-        self.extras: list[Tensor] = []
+        self.other_inputs: list[Tensor] = []
         """Inputs of the layers other than hidden states, each once."""
-        self.extras_along: list[Along] = []
+        self.other_along: list[Along] = []
         self.router_totals: list[Tensor] = []
         """Router sums of all layers so far."""
         self.sums_before: RouterSums | None = None if first.routers is None else first.routers.call_sums
@@ -223,13 +223,13 @@ class LayerChain:
         self.token = _ChainInput.apply(self.grad_input, hidden)
         """Scalar that connects the chain to its first input; its node returns the gradient in ``grad_input``."""
 
-    def can_continue(self, previous: LayerStream | None, stream: LayerStream, tensors: Sequence[Tensor]) -> bool:
+    def can_append(self, previous: LayerStream | None, stream: LayerStream, tensors: Sequence[Tensor]) -> bool:
         """Return True if a layer call can be the next link of the chain.
 
         Its chunks and schedule must be equal to the chain's, and the chain must not have computed another argument of
         the layer. The hidden states between the two calls must have no gradient hooks and not retain their gradient.
         """
-        hidden, extras = tensors[0], tensors[1:]
+        hidden, other_inputs = tensors[0], tensors[1:]
         watched = hidden._backward_hooks or hidden.retains_grad
         chain_nodes = {id(node) for ref in self.nodes if (node := ref()) is not None}
         return (
@@ -237,16 +237,16 @@ class LayerChain:
             and self.links[-1].stream is previous
             and self.chunks == stream.chunks
             and self.schedule == stream.settings.schedule
-            and not any(id(x.grad_fn) in chain_nodes for x in extras)
+            and not any(id(x.grad_fn) in chain_nodes for x in other_inputs)
         )
 
-    def add(
+    def append(
         self,
         owner: StreamedLayer,
         stream: LayerStream,
         weights: Weights,
         parameters: Sequence[Tensor],
-        extras: Sequence[Tensor],
+        other_inputs: Sequence[Tensor],
         outputs: list[Tensor],
     ) -> list[Tensor]:
         """Add a layer call that has run forward; return its outputs, attached to the autograd node of all layers.
@@ -254,15 +254,15 @@ class LayerChain:
         The hidden states come first, the router sums of all layers so far last.
         """
         places = []
-        for x, along in zip(extras, list(stream.call.inputs.values())[1:], strict=True):
-            matches = (i for i, extra in enumerate(self.extras) if extra is x and self.extras_along[i] == along)
+        for x, along in zip(other_inputs, list(stream.call.inputs.values())[1:], strict=True):
+            matches = (i for i, other in enumerate(self.other_inputs) if other is x and self.other_along[i] == along)
             if (place := next(matches, None)) is None:
-                place = len(self.extras)
-                self.extras.append(x)
-                self.extras_along.append(along)
+                place = len(self.other_inputs)
+                self.other_inputs.append(x)
+                self.other_along.append(along)
             places.append(place)
         self.links.append(_Link(owner, stream, weights, tuple(parameters), places))
-        stream.call.drop_tensors()
+        stream.call.drop_input_tensors()
         layer_output_count = len(stream.outputs.along)
         if stream.sums:
             sums = outputs[layer_output_count:]
@@ -271,9 +271,9 @@ class LayerChain:
             )
         trained = [p for link in self.links for p in link.parameters]
         returned = [*outputs[:layer_output_count], *(total.clone() for total in self.router_totals)]
-        return list(_ChainedLayers.apply(self, len(self.links), returned, self.token, *self.extras, *trained))
+        return list(_ChainedLayers.apply(self, len(self.links), returned, self.token, *self.other_inputs, *trained))
 
-    def is_needed(self, number: int) -> bool:
+    def has_other_pending_nodes(self, number: int) -> bool:
         """Record that node ``number`` runs; return True if another node of the chain will run in this backward pass."""
         task = torch._C._current_graph_task_id()
         self.nodes_run.add((task, number))
@@ -286,7 +286,7 @@ class LayerChain:
             link.free(keep_graph)
         if not keep_graph:
             self.freed = True
-            self.links, self.extras, self.router_totals = [], [], []
+            self.links, self.other_inputs, self.router_totals = [], [], []
 
 
 class _GradientSlot:
@@ -315,8 +315,8 @@ class _ChainedLayers(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, chain: LayerChain, count: int, outputs: list[Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
-        extras = len(chain.extras)
-        ctx.save_for_backward(*inputs[1 : 1 + extras])
+        other_inputs = len(chain.other_inputs)
+        ctx.save_for_backward(*inputs[1 : 1 + other_inputs])
         ctx.set_materialize_grads(False)
         ctx.chain, ctx.count = chain, count
         chain.nodes.append(weakref.ref(ctx))
@@ -334,10 +334,10 @@ class _ChainedLayers(torch.autograd.Function):
         for link in chain.links[: ctx.count]:
             link.owner.check_unchanged(link.stream.call.length)
             link.weights.check()
-        extras = list(ctx.saved_tensors)
-        needs_input, *needs_extras = ctx.needs_input_grad[3 : 4 + len(extras)]
-        keep_graph = is_graph_retained() or chain.is_needed(ctx.count)
-        step = _ChainBackward(chain, ctx.count, extras, (needs_input, *needs_extras), keep_graph)
+        other_inputs = list(ctx.saved_tensors)
+        needs_input, *needs_extras = ctx.needs_input_grad[3 : 4 + len(other_inputs)]
+        keep_graph = is_graph_retained() or chain.has_other_pending_nodes(ctx.count)
+        step = _ChainBackward(chain, ctx.count, other_inputs, (needs_input, *needs_extras), keep_graph)
         grad_extras, grad_parameters = step.run(grad_outputs)
         chain.free(keep_graph)
         if not keep_graph:
@@ -349,26 +349,27 @@ class _ChainedLayers(torch.autograd.Function):
 class _ChainBackward:
     """Backward of the first ``count`` layers of a chain of layer calls.
 
-    ``needed`` says which gradients to compute: of the chain's first input, then of each tensor in ``extras``.
+    ``needed`` says which gradients to compute: of the chain's first input, then of each tensor in ``other_inputs``.
     """
 
     def __init__(
-        self, chain: LayerChain, count: int, extras: list[Tensor], needed: tuple[bool, ...], keep_graph: bool
+        self, chain: LayerChain, count: int, other_inputs: list[Tensor], needed: tuple[bool, ...], keep_graph: bool
     ) -> None:
-        self.chain, self.links, self.extras, self.keep_graph = chain, chain.links[:count], extras, keep_graph
+        self.chain, self.links = chain, chain.links[:count]
+        self.other_inputs, self.keep_graph = other_inputs, keep_graph
         self.needs_input, *self.needs_extras = needed
         widen = chain.schedule.grad_dtype == "float32"
         self.full_grads = [
             torch.zeros_like(x) if needs and along is not None else None
-            for x, along, needs in zip(extras, chain.extras_along, self.needs_extras, strict=False)
+            for x, along, needs in zip(other_inputs, chain.other_along, self.needs_extras, strict=False)
         ]
-        self.extra_sums = [GradientSum(x, widen) for x in extras]
+        self.extra_sums = [GradientSum(x, widen) for x in other_inputs]
         size = count if chain.schedule.levels == 1 else min(count, chain.schedule.segment_size or 1)
         self.starts = sorted({max(0, start) for start in range(count - size, -size, -size)})
         """Index of the first layer of each segment; the last segment has full size."""
 
     def run(self, grad_outputs: Sequence[Tensor | None]) -> tuple[list[Tensor | None], list[Tensor | None]]:
-        """Run the backward over all chunks; return the gradients of ``extras`` and of the layers' parameters.
+        """Run the backward over all chunks; return the gradients of ``other_inputs`` and of the layers' parameters.
 
         The gradient of the first input is stored in ``chain.grad_input``.
         """
@@ -385,7 +386,7 @@ class _ChainBackward:
             for stored in (source, grads_z[0]):
                 if isinstance(stored, StoredTensor):
                     stored.set_read_order(chain.chunks[::-1])
-            grad_input = self._grad_buffer(source, grads_z[0], grad_outputs[0]) if self.needs_input else None
+            grad_input = self._input_grad_buffer(source, grads_z[0], grad_outputs[0]) if self.needs_input else None
             for chunk in reversed(chain.chunks):
                 grads_z_i = [
                     None if grad is None else read_chunk(grad, along, chunk)
@@ -402,9 +403,9 @@ class _ChainBackward:
         if grad_input is not None:
             slot = chain.grad_input
             slot.grad = grad_input if slot.grad is None else slot.grad + grad_input
-        return self._extra_grads(), list(self._parameter_grads())
+        return self._other_grads(), list(self._parameter_grads())
 
-    def _grad_buffer(self, source: Source, grad_z: Source | None, incoming: Tensor | None) -> Tensor:
+    def _input_grad_buffer(self, source: Source, grad_z: Source | None, incoming: Tensor | None) -> Tensor:
         """Return memory for the gradient of the chain's first input, if possible the output gradient's memory."""
         may_overwrite = isinstance(grad_z, Tensor) and grad_z is not incoming
         if (
@@ -422,15 +423,15 @@ class _ChainBackward:
         x = x.detach()
         inputs = {0: x}
         for index, link in enumerate(self.links[: self.starts[-1]]):
-            x = link.recompute(chunk, [x, *self._extras_of(link, chunk)])
+            x = link.recompute(chunk, [x, *self._other_inputs_of(link, chunk)])
             if index + 1 in self.starts:
                 inputs[index + 1] = x
         extra_grads: dict[int, Tensor] = {}
         for start, stop in zip(self.starts[::-1], [len(self.links), *self.starts[:0:-1]], strict=True):
             x, graphs = inputs.pop(start), []
             for index, link in enumerate(self.links[start:stop], start):
-                leaves = [x.detach(), *self._extras_of(link, chunk)]
-                needs = [index > 0 or self.needs_input, *(self.needs_extras[place] for place in link.extras)]
+                leaves = [x.detach(), *self._other_inputs_of(link, chunk)]
+                needs = [index > 0 or self.needs_input, *(self.needs_extras[place] for place in link.other_inputs)]
                 for leaf, needed in zip(leaves, needs, strict=True):
                     leaf.requires_grad_(needed)
                 graphs.append(link.replay(chunk, leaves))
@@ -440,36 +441,36 @@ class _ChainBackward:
                 graph = graphs.pop()
                 sums = grad_sums if graph.link.stream.sums else ()
                 grads = graph.backward(chunk, [*grads_z_i, *sums], self.keep_graph)
-                self._add_extras(graph.link, grads[1:], extra_grads)
+                self._add_other_grads(graph.link, grads[1:], extra_grads)
                 grads_z_i = [grads[0]] + [None] * (len(graphs[-1].link.stream.outputs.along) - 1 if graphs else 0)
             if start:
                 grads_z_i = [grads_z_i[0]] + [None] * (len(self.links[start - 1].stream.outputs.along) - 1)
         for place, grad in extra_grads.items():
             full_grad = self.full_grads[place]
             assert full_grad is not None
-            read_chunk(full_grad, self.chain.extras_along[place], chunk).copy_(grad)
+            read_chunk(full_grad, self.chain.other_along[place], chunk).copy_(grad)
         return grads_z_i[0]
 
-    def _extras_of(self, link: _Link, chunk: slice) -> list[Tensor]:
-        along = self.chain.extras_along
-        return [read_chunk(self.extras[place], along[place], chunk).detach() for place in link.extras]
+    def _other_inputs_of(self, link: _Link, chunk: slice) -> list[Tensor]:
+        along = self.chain.other_along
+        return [read_chunk(self.other_inputs[place], along[place], chunk).detach() for place in link.other_inputs]
 
-    def _add_extras(self, link: _Link, grads: Sequence[Tensor | None], chunk_grads: dict[int, Tensor]) -> None:
+    def _add_other_grads(self, link: _Link, grads: Sequence[Tensor | None], chunk_grads: dict[int, Tensor]) -> None:
         """Add a layer's gradients of its other inputs to their sums, or to this chunk's gradients ``chunk_grads``."""
-        for place, grad in zip(link.extras, grads, strict=True):
+        for place, grad in zip(link.other_inputs, grads, strict=True):
             if self.full_grads[place] is None:
                 self.extra_sums[place].add(grad)
             elif grad is not None:
                 chunk_grads[place] = chunk_grads[place] + grad if place in chunk_grads else grad
 
-    def _extra_grads(self) -> list[Tensor | None]:
+    def _other_grads(self) -> list[Tensor | None]:
         grads = [
             total.result() if full_grad is None else full_grad
             for full_grad, total in zip(self.full_grads, self.extra_sums, strict=True)
         ]
         for link in self.links:
             names: list[str | SharedKey] = list(link.stream.call.inputs)[1:]
-            for name, place in zip(names, link.extras, strict=True):
+            for name, place in zip(names, link.other_inputs, strict=True):
                 if isinstance(name, tuple) and name[0] == PAST:
                     grads[place] = link.stream.kv.past_grads()[name[2]]
         return grads

@@ -52,7 +52,7 @@ class ChunkContext:
     """Saved attention outputs of this chunk's forward; None if they are not saved."""
 
     @contextmanager
-    def entered(self) -> Iterator[None]:
+    def as_current(self) -> Iterator[None]:
         """Context manager: while active, :meth:`current` returns this object."""
         token = _chunk.set(self)
         try:
@@ -89,7 +89,7 @@ class LastLayerCall(Generic[Call]):
     def __init__(self) -> None:
         self._last: tuple[_TensorIdentity, weakref.ref[Call], bool] | None = None
         self._has_reader = False
-        """True once :meth:`grad_target` has returned the last call."""
+        """True once :meth:`call_for_gradient` has returned the last call."""
         self.ends_with_rows = False
         """True once a layer carries states while rows are packed. With ``order="chunk"`` all layers have the same
         chunks, so all chunks then end where rows do.
@@ -105,14 +105,14 @@ class LastLayerCall(Generic[Call]):
             False,
         )
 
-    def producer(self, hidden: Tensor) -> Call | None:
+    def producing_call(self, hidden: Tensor) -> Call | None:
         """Return the last layer call if ``hidden`` has the storage and the values that it returned, else None."""
         if self._last is None:
             return None
         output, call, _ = self._last
         return call() if output.has_same_values(hidden) else None
 
-    def grad_target(self, hidden: Tensor, module: nn.Module) -> Call | None:
+    def call_for_gradient(self, hidden: Tensor, reader: nn.Module) -> Call | None:
         """Return the last layer call if it computed ``hidden``, and the gradient of ``hidden`` reaches it unchanged.
 
         Otherwise return None. Only the first reader of an output gets the call, because a call stores one gradient
@@ -121,15 +121,15 @@ class LastLayerCall(Generic[Call]):
         if self._last is None or self._has_reader:
             return None
         output, _, has_hooks = self._last
-        if not output.is_same(hidden):
+        if not output.is_same_tensor(hidden):
             passed_nodes = (
                 PASS_GRADIENTS
-                if has_hooks or has_user_backward_hooks(module)
+                if has_hooks or has_user_backward_hooks(reader)
                 else (*PASS_GRADIENTS, FULL_BACKWARD_HOOK)
             )
-            if not output.was_made_by(_gradient_receiver(hidden, passed_nodes)):
+            if not output.was_returned_by(_gradient_receiver(hidden, passed_nodes)):
                 return None
-        call = self.producer(hidden)
+        call = self.producing_call(hidden)
         self._has_reader = call is not None
         return call
 
@@ -145,25 +145,25 @@ class _TensorIdentity:
         self.tensor, self.version = weakref.ref(tensor), tensor._version
         self.node = None if tensor.grad_fn is None else weakref.ref(tensor.grad_fn)
         self.storage = StorageWeakRef(tensor.untyped_storage())
-        self.layout = _layout(tensor)
+        self.layout = _memory_layout(tensor)
 
-    def is_same(self, tensor: Tensor) -> bool:
+    def is_same_tensor(self, tensor: Tensor) -> bool:
         """Return True if ``tensor`` is the recorded tensor itself, not changed in place since."""
         return self.tensor() is tensor and tensor._version == self.version
 
     def has_same_values(self, tensor: Tensor) -> bool:
         """Return True if ``tensor`` has the recorded tensor's storage and layout, with no change in place since."""
-        if self.is_same(tensor):
+        if self.is_same_tensor(tensor):
             return True
-        same = tensor._version == self.version and _layout(tensor) == self.layout
+        same = tensor._version == self.version and _memory_layout(tensor) == self.layout
         return same and tensor.untyped_storage()._cdata == self.storage.cdata
 
-    def was_made_by(self, node: Any) -> bool:
+    def was_returned_by(self, node: Any) -> bool:
         """Return True if ``node`` is the autograd node that returned the recorded tensor."""
         return node is not None and self.node is not None and self.node() is node
 
 
-def _layout(tensor: Tensor) -> tuple[Any, ...]:
+def _memory_layout(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
 
 

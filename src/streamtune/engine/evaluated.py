@@ -93,7 +93,7 @@ class EvaluatedLogits(Tensor):
         return self.materialize().clone()
 
     def _iter_chunks(self) -> Iterator[Tensor]:
-        for logits in self._source.chunks():
+        for logits in self._source.iter_chunks():
             for dtype in self._casts:
                 logits = logits.to(dtype)
             yield logits
@@ -112,14 +112,14 @@ class EvaluatedLogits(Tensor):
         return torch.cat([func(logits, *args, **kwargs) for logits in self._iter_chunks()], dim=-2 if keeps else -1)
 
 
-def _materialized_method(name: str) -> Any:
+def _method_of_computed_logits(name: str) -> Any:
     return lambda logits, *args, **kwargs: getattr(logits.materialize(), name)(*args, **kwargs)
 
 
 READERS = ("numpy", "tolist", "data_ptr", "untyped_storage")
 """Methods that read a tensor's memory without a torch operation."""
 for _name in (*READERS, "__array__", "__dlpack__", "__dlpack_device__", "__reduce_ex__"):
-    setattr(EvaluatedLogits, _name, _materialized_method(_name))
+    setattr(EvaluatedLogits, _name, _method_of_computed_logits(_name))
 
 
 class ReadableLogits(Tensor):
@@ -169,7 +169,7 @@ class ReadableLogits(Tensor):
         """Return the logits as an ordinary tensor with its graph, computed at the first call."""
         if self.logits is None:
             with torch.enable_grad():
-                self.logits = self.source.with_graph()
+                self.logits = self.source.compute_with_graph()
         return self.logits
 
 
@@ -194,7 +194,7 @@ class _LogitsSource:
         self.weights, self.autocast = Weights.current(head), Autocast.current(hidden.device)
 
     @torch.no_grad()
-    def chunks(self) -> Iterator[Tensor]:
+    def iter_chunks(self) -> Iterator[Tensor]:
         """Yield the logits of ``chunk_size`` tokens at a time, without a graph."""
         self.weights.check("the call and the reading of its logits")
         for part in self.hidden.split(self.chunk_size, dim=-2):
@@ -202,7 +202,7 @@ class _LogitsSource:
                 logits = self.transform(self.head(part))
             yield logits
 
-    def with_graph(self) -> Tensor:
+    def compute_with_graph(self) -> Tensor:
         """Return the logits of all tokens with their graph."""
         self.weights.check("the call and the reading of its logits")
         with self.autocast.restored(), self.weights.restored():

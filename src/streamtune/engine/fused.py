@@ -89,7 +89,7 @@ class FusedLinears:
         return self._casts[id(x)]
 
     @contextmanager
-    def used(self) -> Iterator[None]:
+    def replacing_forwards(self) -> Iterator[None]:
         """Context manager: while active, the layer's linear modules run fused."""
         for call in self._calls:
             call.module.forward = call  # type: ignore[method-assign]
@@ -217,7 +217,7 @@ class FusedParts:
             visited.add(id(names))
 
     @contextmanager
-    def used(self) -> Iterator[None]:
+    def replacing_functions(self) -> Iterator[None]:
         """Context manager: while active, norms and rotary embeddings run fused.
 
         A norm or function that was replaced after this object was created is called unchanged.

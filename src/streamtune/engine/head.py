@@ -76,9 +76,9 @@ class StreamedHead:
                 "head that is a single module can be streamed",
                 fix="use stream(model, head=False): layers are streamed, the heads are the model's own",
             )
-        self._check_loss(model.__dict__.get(LOSS))
+        self._refuse_other_loss(model.__dict__.get(LOSS))
 
-    def _check_loss(self, function: Any) -> None:
+    def _refuse_other_loss(self, function: Any) -> None:
         """Raise an error for a loss function other than ``ForCausalLMLoss`` (None), which streaming replaces."""
         if function is not None and function not in (_causal_loss, self.loss):
             name = getattr(function, "__name__", type(function).__name__)
@@ -126,21 +126,21 @@ class StreamedHead:
         else:
             delattr(self.model, LOSS)
 
-    def evaluated_logits(self, logits: LazyLogits) -> Tensor | None:
+    def logits_without_graph(self, logits: LazyLogits) -> Tensor | None:
         """Return logits without a graph, computed when they are read, or now if the head has adapters.
 
         Return None if ranks share the sequence or the head's weight is sharded.
         """
-        return self._readable_tensor(logits, EvaluatedLogits)
+        return self._make_readable(logits, EvaluatedLogits)
 
-    def readable_logits(self, logits: LazyLogits) -> Tensor | None:
+    def logits_with_graph(self, logits: LazyLogits) -> Tensor | None:
         """Return logits with a graph, computed when they are read, or now if the head has adapters.
 
         Return None if ranks share the sequence or the head's weight is sharded.
         """
-        return self._readable_tensor(logits, ReadableLogits.create)
+        return self._make_readable(logits, ReadableLogits.create)
 
-    def _readable_tensor(self, logits: LazyLogits, make: Callable[..., Tensor]) -> Tensor | None:
+    def _make_readable(self, logits: LazyLogits, make: Callable[..., Tensor]) -> Tensor | None:
         if self.sharded or self.shards is not None:
             return None
         if any(True for _ in self.module.children()):  # adapters may be enabled or disabled before a later read
@@ -188,7 +188,7 @@ class StreamedHead:
             **kwargs: Other arguments of the model, unused.
         """
         default_loss = _LOSSES.get(getattr(self.model, "loss_type", None))
-        self._check_loss(self.loss_before if self.had_loss else default_loss)
+        self._refuse_other_loss(self.loss_before if self.had_loss else default_loss)
         if self.shards is not None:
             return self._loss_over_ranks(self.shards, logits, num_items_in_batch, ignore_index)
         if shift_labels is None:
@@ -222,7 +222,7 @@ class StreamedHead:
         """
         options: dict[str, Any] = {"num_items": num_items, "ignore_index": ignore_index}
         if self.loss_request is None:
-            return self._compute(logits, targets, linear_cross_entropy, project_cross_entropy, options)
+            return self._apply_loss_operator(logits, targets, linear_cross_entropy, project_cross_entropy, options)
         loss_request, weights = self.loss_request, self.loss_request.weights
         if self.shards is not None and weights is not None:
             weights = self.shards.select_tokens(weights.to(targets.device), 1, 1.0)
@@ -232,16 +232,16 @@ class StreamedHead:
         }
         lazy = loss_request.teacher
         top_k = loss_request.top_k_of(targets.shape, self.shards, type(self.model).__name__)
-        with nullcontext(top_k) if lazy is None else lazy.owner.as_teacher(lazy, targets) as teacher:
+        with nullcontext(top_k) if lazy is None else lazy.head.teacher_head(lazy, targets) as teacher:
             options["teacher"] = teacher
-            loss, measured = self._compute(logits, targets, linear_token_loss, project_token_loss, options)
+            loss, measured = self._apply_loss_operator(logits, targets, linear_token_loss, project_token_loss, options)
         if self.shards is not None:
             measured = sum_over_ranks(measured, self.shards.group)
         loss_request.measured = dict(zip(MEASURED, measured.unbind(), strict=True))
         return loss
 
     @contextmanager
-    def as_teacher(self, logits: LazyLogits, targets: Tensor) -> Iterator[TeacherHead]:
+    def teacher_head(self, logits: LazyLogits, targets: Tensor) -> Iterator[TeacherHead]:
         """Context manager for distillation: yields this model's head (weight on the device) and hidden states.
 
         Raises:
@@ -252,8 +252,8 @@ class StreamedHead:
             raise UnsupportedModelError(f"{type(self.model).__name__} cannot be a teacher: {what}")
         hidden = logits.hidden.detach()
         with nullcontext() if self.offloaded is None else self.offloaded.with_graph(self.module):
-            if not self._is_plain:
-                yield TeacherHead(hidden, self._projection(logits))
+            if not self._is_plain_linear:
+                yield TeacherHead(hidden, self._projection_function(logits))
                 return
             head: Any = self.module
             dtype = autocast_dtype(hidden)
@@ -265,11 +265,11 @@ class StreamedHead:
 
             yield TeacherHead(hidden, project)
 
-    def scores(self, logits: LazyLogits, targets: Tensor, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
+    def token_log_probs(self, logits: LazyLogits, targets: Tensor, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
         """Return log-probabilities ``[...]`` of targets ``[...]`` (0 for -100), and entropies ``[...]`` or None."""
-        return self._compute(logits, targets, token_scores, project_scores, {"entropy": entropy})
+        return self._apply_loss_operator(logits, targets, token_scores, project_scores, {"entropy": entropy})
 
-    def _compute(
+    def _apply_loss_operator(
         self,
         logits: LazyLogits,
         targets: Tensor,
@@ -281,9 +281,9 @@ class StreamedHead:
 
         def compute(logits: LazyLogits) -> Any:
             head: Any = self.module
-            if not self._is_plain:
+            if not self._is_plain_linear:
                 trained = [p for p in head.parameters() if p.requires_grad]
-                return project(logits.hidden, self._projection(logits), trained, targets, **options)
+                return project(logits.hidden, self._projection_function(logits), trained, targets, **options)
             wide = self.schedule.grad_dtype == "float32"
             return linear(
                 logits.hidden,
@@ -299,7 +299,7 @@ class StreamedHead:
         return self._compute_with_weight(logits, compute)
 
     @property
-    def _is_plain(self) -> bool:
+    def _is_plain_linear(self) -> bool:
         head: Any = self.module
         hooked = any(True for _ in foreign_hooks(head)) and not self.sharded
         return (
@@ -309,6 +309,6 @@ class StreamedHead:
             and not hooked
         )
 
-    def _projection(self, logits: LazyLogits) -> Step:
+    def _projection_function(self, logits: LazyLogits) -> Step:
         forward = self.original_forward or type(self.module).forward.__get__(self.module)
         return lambda hidden: logits.transform(forward(hidden))

@@ -256,7 +256,7 @@ def parameters_of(forward: Callable[..., Any]) -> Mapping[str, inspect.Parameter
 
 
 def cache_argument(forward: Callable[..., Any], state: bool = True) -> str | None:
-    """Return the name of a forward's cache argument, or with ``state`` of its state argument (xLSTM); None if neither."""
+    """Return the name of a forward's cache argument, with ``state`` also of its state argument (xLSTM), or None."""
     parameters = parameters_of(forward)
     argument = next((name for name in CACHES if name in parameters), STATE if state and STATE in parameters else None)
     return None if OTHER_KEYS in parameters else argument
@@ -280,27 +280,27 @@ def cache_keyword(forward: Callable[..., Any], cache: Any) -> dict[str, Any]:
     return {cache_argument(forward, state=False) or CACHE: cache}
 
 
-def names_attention(config: Any) -> bool:
+def has_attention_name(config: Any) -> bool:
     """Return True if a model configuration has an attribute for the attention implementation."""
     return hasattr(config, _ATTENTION)
 
 
-def attention_of(config: Any) -> Any:
+def attention_name(config: Any) -> Any:
     """Return the attention implementation set in a model configuration, such as ``sdpa``; None if none is set."""
     return getattr(config, _ATTENTION)
 
 
-def set_attention(config: Any, name: Any) -> None:
+def set_attention_name(config: Any, name: Any) -> None:
     """Set the attention implementation, such as ``sdpa``, in a model configuration."""
     setattr(config, _ATTENTION, name)
 
 
-def chooses_attention(model: PreTrainedModel) -> bool:
+def uses_registered_attention(model: PreTrainedModel) -> bool:
     """Return True if layers call the attention function named in the model's configuration, not code of their own."""
     return bool(getattr(model, _CHANGES_ATTENTION)())
 
 
-def recorded_outputs(module: Any, output: str) -> list[tuple[Any, str | None, int]]:
+def recorded_modules(module: Any, output: str) -> list[tuple[Any, str | None, int]]:
     """Return which modules' outputs ``transformers`` records as the model output ``output``, such as ``hidden_states``.
 
     Each item is (class, suffix of the module name or None, index in the module's output).
@@ -334,7 +334,7 @@ def tied_weights(model: Any) -> dict[str, str]:
 
 
 @lru_cache(maxsize=1)
-def check_names() -> None:
+def check_internal_names() -> None:
     """Check that the installed ``transformers`` has every internal name that a streamed model needs.
 
     Names that only some models need are checked when they are used.

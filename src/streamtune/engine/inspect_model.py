@@ -26,10 +26,10 @@ from streamtune.engine.hf_names import (
     MTP_MODEL,
     STATE_CALLS,
     STATES_IN_MODULES,
-    attention_of,
-    chooses_attention,
+    attention_name,
+    has_attention_name,
     hf_internal,
-    names_attention,
+    uses_registered_attention,
 )
 from streamtune.engine.own_attention import TILED_IMPLEMENTATIONS, is_engine_attention
 from streamtune.engine.scan import names_in_forward
@@ -101,14 +101,14 @@ def carries_states(layer: nn.Module) -> bool:
     return any(STATE_CALLS & set(names_in_forward(type(module))) for module in layer.modules())
 
 
-def keeps_keys(layer: nn.Module) -> bool:
+def caches_keys(layer: nn.Module) -> bool:
     """Return True if a layer stores keys and values in the cache, judged by the methods that its code calls."""
     return any(KEY_CALLS & set(names_in_forward(type(module))) for module in layer.modules())
 
 
 def hybrid_layer_name(model: nn.Module) -> str | None:
     """Return the class name of a layer with both attention and a recurrent state; None if the model has none."""
-    names = (type(layer).__name__ for layer in decoder_layers(model) if carries_states(layer) and keeps_keys(layer))
+    names = (type(layer).__name__ for layer in decoder_layers(model) if carries_states(layer) and caches_keys(layer))
     return next(names, None)
 
 
@@ -139,7 +139,7 @@ def check_streamable(model: PreTrainedModel, layers: list[nn.Module]) -> None:
     configs = attention_configs(model, layers)
     if own_code is None:
         for config in configs:
-            _check_attention(name, attention_of(config))
+            _refuse_foreign_attention(name, attention_name(config))
     if isinstance(model, hf_internal(MTP_MODEL)):
         raise UnsupportedModelError(
             f"{name} holds multi-token prediction layers, which only draft tokens: transformers gives them no loss",
@@ -182,7 +182,7 @@ def _is_spectral_norm(module: nn.Module) -> bool:
     )
 
 
-def _check_attention(model: str, name: str | None) -> None:
+def _refuse_foreign_attention(model: str, name: str | None) -> None:
     """Raise an error if the attention ``name`` is not from ``transformers``: streaming would replace its function."""
     if name is None or is_engine_attention(name) or name.startswith(HUB_KERNELS):
         return
@@ -212,7 +212,7 @@ def owning_models(model: PreTrainedModel, layers: list[nn.Module]) -> list[PreTr
 def own_attention(model: PreTrainedModel, layers: list[nn.Module]) -> str | None:
     """Return the attention implementation of layers that compute attention in their own code; None for other layers."""
     owner = owning_models(model, layers)[-1]
-    return None if chooses_attention(owner) else str(attention_of(owner.config))
+    return None if uses_registered_attention(owner) else str(attention_name(owner.config))
 
 
 def attention_configs(model: PreTrainedModel, layers: list[nn.Module]) -> list[Any]:
@@ -220,11 +220,11 @@ def attention_configs(model: PreTrainedModel, layers: list[nn.Module]) -> list[A
     configs: list[Any] = [model.config.get_text_config(decoder=True)]
     configs += [module.config for module in owning_models(model, layers)]
     for layer in layers:
-        configs += [m.config for m in layer.modules() if hasattr(m, "config") and names_attention(m.config)]
+        configs += [m.config for m in layer.modules() if hasattr(m, "config") and has_attention_name(m.config)]
     return list({id(config): config for config in configs}.values())
 
 
-def choose_exchange_form(ranks: SequenceParallel, model: Any, layers: list[nn.Module], head: bool) -> str:
+def choose_parallel_form(ranks: SequenceParallel, model: Any, layers: list[nn.Module], head: bool) -> str:
     """Return the form of sequence parallelism that fits a model and the recipe: ``ulysses`` or ``ring``.
 
     Args:
@@ -248,7 +248,7 @@ def choose_exchange_form(ranks: SequenceParallel, model: Any, layers: list[nn.Mo
             fix="set sequence_parallel_size: 1",
         )
     if "position_ids" not in inspect.signature(type(model).forward).parameters and not all(
-        carries_states(layer) and not keeps_keys(layer) for layer in layers
+        carries_states(layer) and not caches_keys(layer) for layer in layers
     ):
         raise UnsupportedModelError(
             f"{name} takes no position_ids, which sequence parallelism needs to place a rank's tokens",

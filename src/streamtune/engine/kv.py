@@ -31,15 +31,15 @@ class KeysAndValues:
 
     Args:
         length: Number of keys: the tokens of the sequence and of ``past``.
-        widen: True sums the gradients in fp32 if keys and values are narrower.
+        sum_in_fp32: True sums the gradients in fp32 if keys and values are narrower.
         past: Keys and values of tokens before the sequence.
     """
 
-    def __init__(self, length: int, widen: bool = True, past: Past | None = None) -> None:
+    def __init__(self, length: int, sum_in_fp32: bool = True, past: Past | None = None) -> None:
         self.length, self.past = length, past
         self.offset = 0
         """Position of the buffers' first key: above 0 if they hold only the keys that one chunk gets."""
-        self.widen = widen
+        self.sum_in_fp32 = sum_in_fp32
         self.pairs: list[tuple[Tensor, Tensor]] = []
         self.offloaded: list[tuple[Block, Block]] = []
         self.grads: list[tuple[Tensor, Tensor]] = []
@@ -47,19 +47,19 @@ class KeysAndValues:
         """Number of ``update`` calls in one forward of the layer; 0 before the first chunk has run."""
 
     def allocate(self, index: int, k: Tensor, v: Tensor) -> None:
-        """Allocate the buffers of cache update number ``index`` unless they exist, with shape and dtype of ``k``, ``v``."""
+        """Allocate the buffers of cache update number ``index`` with the shape and dtype of ``k``, ``v``, once."""
         if index < len(self.pairs):
             return
-        self.pairs.append((self._buffer(k), self._buffer(v)))
+        self.pairs.append((self._new_buffer(k), self._new_buffer(v)))
         notify_tensors("keys and values", *self.pairs[index])
         self.updates = max(self.updates, len(self.pairs))
         if self.past is not None:
             if index:
-                refuse_past("a layer updates its cache more than once in a call", CACHE)
-            self.past.check()
+                refuse_filled_cache("a layer updates its cache more than once in a call", CACHE)
+            self.past.check_unchanged()
             for buffer, before in zip(self.pairs[index], (self.past.keys, self.past.values), strict=True):
                 if len(before) != len(buffer):
-                    refuse_past(f"the cache holds {len(before)} rows for a call of {len(buffer)} rows", CACHE)
+                    refuse_filled_cache(f"the cache holds {len(before)} rows for a call of {len(buffer)} rows", CACHE)
                 buffer[:, :, : self.past.length] = before
 
     def write(self, index: int, chunk: slice, k: Tensor, v: Tensor) -> None:
@@ -72,19 +72,19 @@ class KeysAndValues:
         """Return where the keys at positions ``keys`` of the sequence are in the buffers."""
         return slice(keys.start - self.offset, keys.stop - self.offset)
 
-    def _buffer(self, like: Tensor) -> Tensor:
+    def _new_buffer(self, like: Tensor) -> Tensor:
         return like.new_empty((*like.shape[:2], self.length, like.shape[3]))
 
-    def zeros(self, tensor: Tensor) -> Tensor:
+    def new_grad_sum(self, tensor: Tensor) -> Tensor:
         """Return zeros like ``tensor`` (keys or values), in the dtype in which its gradient is summed."""
-        dtype = torch.promote_types(tensor.dtype, torch.float32) if self.widen else tensor.dtype
+        dtype = torch.promote_types(tensor.dtype, torch.float32) if self.sum_in_fp32 else tensor.dtype
         return torch.zeros_like(tensor, dtype=dtype)
 
     def free_kv(self) -> None:
         """Free the keys and values but not their gradients; a backward recomputes keys and values."""
         self.pairs.clear()
 
-    def copy(self) -> None:
+    def copy_buffers(self) -> None:
         """Copy the buffers before chunks write to them again, because other layers hold the old buffers."""
         self.pairs = [(k.clone(), v.clone()) for k, v in self.pairs]
 
@@ -108,7 +108,7 @@ class KeysAndValues:
             v.free()
         self.offloaded.clear()
 
-    def prefix(self, index: int, keys: slice) -> tuple[Tensor, Tensor]:
+    def kv_views(self, index: int, keys: slice) -> tuple[Tensor, Tensor]:
         """Return views ``[B, G, S, D]`` of cache update number ``index``: its keys and values at positions ``keys``."""
         k, v = self.pairs[index]
         at = self.buffer_slice(keys)
@@ -128,7 +128,7 @@ class KeysAndValues:
     def grad_views(self, index: int, keys: slice) -> tuple[Tensor, Tensor]:
         """Return views of the gradients of keys and values at positions ``keys``; the gradients start as zeros."""
         if not self.grads:
-            self.grads = [(self.zeros(k), self.zeros(v)) for k, v in self.pairs]
+            self.grads = [(self.new_grad_sum(k), self.new_grad_sum(v)) for k, v in self.pairs]
             notify_tensors("keys and values", *(grad for pair in self.grads for grad in pair))
         grad_k, grad_v = self.grads[index]
         at = self.buffer_slice(keys)
@@ -168,12 +168,12 @@ class States:
     def on_keys_used(self) -> None:
         """Let a subclass record that the layer uses keys and values as well as a state."""
 
-    def positions(self, chunk: slice) -> tuple[int | None, int]:
+    def state_positions(self, chunk: slice) -> tuple[int | None, int]:
         """Return the number of tokens before the states that a chunk reads (None: none), and before its new states."""
         before = (chunk.start or None) if self.rows is None else self.rows.state_before(chunk.start)
         return before, chunk.stop
 
-    def run_slice(self, chunk: slice) -> slice:
+    def tokens_to_run(self, chunk: slice) -> slice:
         """Return the tokens on which the layer runs for a chunk, here the chunk itself."""
         return chunk
 
@@ -186,7 +186,7 @@ class States:
             self.tier.wait_for_copies()
             self.states_after.clear()
 
-    def get(self, position: int, key: StateKey) -> Tensor | None:
+    def get_state(self, position: int, key: StateKey) -> Tensor | None:
         """Return the state ``key`` after the first ``position`` tokens, on the device; None if there is none."""
         on_device = self.states_after.get(position, {})
         if key in on_device or (block := self.offloaded.get(position, {}).get(key)) is None:
@@ -197,13 +197,13 @@ class States:
         """Return True if a state after the first ``position`` tokens exists."""
         return bool(self.states_after.get(position) or self.offloaded.get(position))
 
-    def prefetch(self, chunk: slice) -> None:
+    def prefetch_states(self, chunk: slice) -> None:
         """Start to copy the states that a chunk reads to the device."""
-        read_position, _ = self.positions(chunk)
+        read_position, _ = self.state_positions(chunk)
         for block in () if read_position is None else self.offloaded.get(read_position, {}).values():
             block.prefetch()
 
-    def receive(self, read_position: int | None, key: StateKey) -> None:
+    def receive_state(self, read_position: int | None, key: StateKey) -> None:
         """Wait for a state that another rank computes; here without effect."""
 
     def save_state(self, position: int, key: StateKey, state: Tensor) -> None:
@@ -214,7 +214,7 @@ class States:
             if self.tier is not None:
                 self.offloaded.setdefault(position, {})[key] = self.tier.put(copy)
 
-    def close(self, read_position: int | None, position: int) -> None:
+    def end_chunk(self, read_position: int | None, position: int) -> None:
         """End the forward of a chunk; free the states that it read if they are offloaded and no longer needed."""
         # Without rows, no other chunk begins with these states.
         if self.tier is not None and self.rows is None and read_position is not None:
@@ -227,7 +227,7 @@ class States:
     def on_leaf_created(self, chunk: slice, read_position: int | None, key: StateKey, leaf: Tensor) -> None:
         """Let a subclass record that the autograd leaf ``leaf`` has replaced a state that the chunk reads."""
 
-    def add_grads(
+    def add_state_grads(
         self, chunk: slice, read_position: int | None, position: int, parts: dict[StateKey, Tensor | None]
     ) -> None:
         """Add ``parts``, gradients of the states that ``chunk`` read at ``read_position``, to the sums over chunks."""
@@ -287,29 +287,29 @@ class Past:
         cache_layer = layers[index] if index < len(layers) else None
         keys, values = getattr(cache_layer, "keys", None), getattr(cache_layer, "values", None)
         if not isinstance(keys, Tensor) or not isinstance(values, Tensor) or keys.dim() != 4:
-            refuse_past(f"the {type(cache).__name__} holds no keys and values under this layer's index", name)
+            refuse_filled_cache(f"the {type(cache).__name__} holds no keys and values under this layer's index", name)
         if keys.shape[2] != length:
-            refuse_past(f"it holds {keys.shape[2]} keys for {length} tokens (a sliding or static cache)", name)
-        return cls(keys, values, (_version_of(keys), _version_of(values)), index)
+            refuse_filled_cache(f"it holds {keys.shape[2]} keys for {length} tokens (a sliding or static cache)", name)
+        return cls(keys, values, (_version_counter(keys), _version_counter(values)), index)
 
     def detached(self) -> Past:
         """Return the keys and values detached from their graph."""
         return replace(self, keys=self.keys.detach(), values=self.values.detach())
 
-    def check(self) -> None:
+    def check_unchanged(self) -> None:
         """Raise :class:`ArgumentError` if the keys or values were changed in place since the forward."""
-        if (_version_of(self.keys), _version_of(self.values)) != self.versions:
+        if (_version_counter(self.keys), _version_counter(self.values)) != self.versions:
             raise ArgumentError(
                 "the cache that was passed was changed in place between the forward and its backward; both read it",
                 fix="call loss.backward() first, or pass a copy of the cache",
             )
 
 
-def _version_of(x: Tensor) -> int:
+def _version_counter(x: Tensor) -> int:
     return 0 if x.is_inference() else x._version
 
 
-def refuse_past(why: str, where: str) -> NoReturn:
+def refuse_filled_cache(why: str, where: str) -> NoReturn:
     """Raise :class:`UnsupportedModelError` for a filled cache while gradients are on; ``why`` ends the message."""
     raise UnsupportedModelError(
         f"a cache was passed while gradients are on, and {why}",

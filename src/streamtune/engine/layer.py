@@ -18,9 +18,9 @@ from torch import Tensor
 from streamtune.engine.attention import BiasError
 from streamtune.engine.cache import ChunkCache
 from streamtune.engine.call import PAST, LayerCall
-from streamtune.engine.chain import chained_call
+from streamtune.engine.chain import run_in_chain
 from streamtune.engine.hf_names import STATE
-from streamtune.engine.kv import Past, refuse_past
+from streamtune.engine.kv import Past, refuse_filled_cache
 from streamtune.engine.memory.tiers import StoredTensor
 from streamtune.engine.observe import RandomState, notify_chunk
 from streamtune.engine.outside_layers import pop_embeddings
@@ -79,21 +79,21 @@ class StreamedForward(StreamedLayer):
 
         In all ways but the first, the call's tokens may follow the tokens of a filled cache.
         """
-        call = self._bind(args, kwargs)
-        if call.cache is not None:
+        call = self._bind_call(args, kwargs)
+        if call.passed_cache is not None:
             if not torch.is_grad_enabled():
-                return self._generate(call)
+                return self._run_generation(call)
             self._prepend_cache(call)
         self.check_attention(call.length if call.shards is None else call.shards.length)
         self.check_hooks()
         parameters = [p for p in self.layer.parameters() if p.requires_grad]
-        if not (torch.is_grad_enabled() and any(x.requires_grad for x in (*call.tensors(), *parameters))):
+        if not (torch.is_grad_enabled() and any(x.requires_grad for x in (*call.input_tensors(), *parameters))):
             return self._run_without_graph(call)
         if (self.parts.context.schedule or self.schedule).order == "chunk":
-            return chained_call(self, call, parameters)
+            return run_in_chain(self, call, parameters)
         return self._run_with_graph(call, parameters)
 
-    def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerCall:
+    def _bind_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerCall:
         """Return the call with arguments by name, cut to this rank's tokens, with masks restricted to packed rows."""
         context = self.parts.context
         own_attention = (
@@ -102,17 +102,17 @@ class StreamedForward(StreamedLayer):
         try:
             call = LayerCall.bind(self.layer, args, kwargs, own_attention, self.configs)
         except BiasError as error:
-            call = self._bind_biased(error, args, kwargs)
+            call = self._bind_with_bias_mask(error, args, kwargs)
         if context.shards is not None:
-            call.share_sequence(context.shards)
+            call.set_rank_shards(context.shards)
         if context.rows is not None and (context.shards is None or isinstance(context.rows, Branches)):
             call.restrict_masks_to_rows(context.rows)
         return call
 
-    def _bind_biased(self, error: BiasError, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerCall:
+    def _bind_with_bias_mask(self, error: BiasError, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerCall:
         """Return the call with eager attention: its mask ``[B, H, T, T]`` is a bias on the attention scores."""
 
-        def additive(value: Any) -> Any:
+        def as_additive(value: Any) -> Any:
             if not isinstance(value, Tensor) or value.dim() != 4 or value.shape[2] != value.shape[3]:
                 return value
             if value.requires_grad:
@@ -125,8 +125,8 @@ class StreamedForward(StreamedLayer):
             return torch.zeros(value.shape, dtype=hidden.dtype, device=value.device).masked_fill_(~value, lowest)
 
         hidden: Tensor = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
-        named = {key: additive(value) for key, value in kwargs.items()}
-        return LayerCall.bind(self.layer, tuple(map(additive, args)), named, OwnAttention("eager"), self.configs)
+        named = {key: as_additive(value) for key, value in kwargs.items()}
+        return LayerCall.bind(self.layer, tuple(map(as_additive, args)), named, OwnAttention("eager"), self.configs)
 
     def _prepend_cache(self, call: LayerCall) -> None:
         """Make the call's tokens attend to the tokens in the passed cache, if it holds any.
@@ -135,9 +135,9 @@ class StreamedForward(StreamedLayer):
             UnsupportedModelError: The layer or its cache does not support this while gradients are on.
         """
         if call.cache_name == STATE:
-            refuse_past("the layer takes a recurrent state as an argument", self.name)
+            refuse_filled_cache("the layer takes a recurrent state as an argument", self.name)
         try:
-            seen = int(call.cache.get_seq_length())
+            seen = int(call.passed_cache.get_seq_length())
         except (ValueError, AttributeError) as error:
             raise UnsupportedModelError(
                 f"a cache of recurrent states was passed while gradients are on ({error})",
@@ -146,22 +146,22 @@ class StreamedForward(StreamedLayer):
             ) from error
         if seen > 0:
             if self.parts.context.rows is not None:
-                refuse_past("rows are packed or share their beginning", self.name)
-            call.prepend_past(Past.from_cache(self.layer, call.cache))
+                refuse_filled_cache("rows are packed or share their beginning", self.name)
+            call.prepend_past(Past.from_cache(self.layer, call.passed_cache))
 
-    def _generate(self, call: LayerCall) -> Any:
+    def _run_generation(self, call: LayerCall) -> Any:
         """Run the layer on all tokens at once with the cache that the model passed.
 
         The first call is also run in chunks, before the cache is written to: this shows whether the engine's attention
         supports the layer.
         """
         unknown = self.own_attention is None and not self.attention_known
-        if unknown and call.mask is not None and call.mask.q_offset == 0:
+        if unknown and call.lazy_mask is not None and call.lazy_mask.q_offset == 0:
             with RandomState.current(call.hidden.device).replayed():
                 try:
                     stream = LayerStream(call, self)
                     with stream.pass_over_chunks():
-                        stream.forward(call.tensors())
+                        stream.forward(call.input_tensors())
                 except ForeignAttentionError:
                     raise
                 except UnsupportedModelError:  # a model that cannot be streamed may still generate
@@ -175,23 +175,23 @@ class StreamedForward(StreamedLayer):
     def _run_without_graph(self, call: LayerCall) -> Any:
         stream = LayerStream(call, self)
         with stream.pass_over_chunks():
-            return stream.assemble_output(stream.forward(call.tensors()), call.sharing)
+            return stream.assemble_output(stream.forward(call.input_tensors()), call.shared_kv)
 
     def _run_with_graph(self, call: LayerCall, parameters: Sequence[Tensor]) -> Any:
         """Run the layer with gradients: on all tokens at once if ``keep_layers`` includes it, else by chunks."""
-        last_call, inputs = self.parts.last_call, [*call.tensors(), *parameters]
-        before: LayerStream | None = last_call.producer(call.hidden)
+        last_call, inputs = self.parts.last_call, [*call.input_tensors(), *parameters]
+        before: LayerStream | None = last_call.producing_call(call.hidden)
         recompute = before is not None and before.can_recompute_output and not self.placement.begins_segment
         stream = LayerStream(call, self, before if recompute else None)
-        sharing = call.sharing
+        sharing = call.shared_kv
         if (
             self.placement.unstreamed
             and call.past is None
-            and (unchunked := stream.run_unchunked(call.tensors())) is not None
+            and (unchunked := stream.run_unchunked(call.input_tensors())) is not None
         ):
             return stream.assemble_output(unchunked, sharing)
         if self.schedule.stream_grads and call.hidden.requires_grad:
-            stream.grad_target = last_call.grad_target(call.hidden, self.layer)
+            stream.grad_target = last_call.call_for_gradient(call.hidden, self.layer)
         outputs = list(_StreamedLayer.apply(stream, self, *inputs))
         last_call.record(outputs[0], stream, self.layer)
         return stream.assemble_output(outputs, sharing)
@@ -227,7 +227,7 @@ class _StreamedLayer(torch.autograd.Function):
         ctx.stream, ctx.owner = stream, owner
         ctx.parameters = inputs[count:]
         ctx.weights = Weights.current(owner.layer)
-        stream.call.drop_tensors()
+        stream.call.drop_input_tensors()
         return tuple(outputs)
 
     @staticmethod
@@ -257,7 +257,7 @@ class _StreamedLayer(torch.autograd.Function):
 
             def run_chunk(chunk: slice, x_i: list[Tensor]) -> tuple[list[Tensor], ChunkCache]:
                 z_i, cache = stream.replay(chunk, x_i)
-                owner.check_leaves(z_i[0], [*x_i, *cache.leaves, *parameters])
+                owner.check_leaves(z_i[0], [*x_i, *cache.read_leaves, *parameters])
                 return z_i, cache
 
             stream.prepare_replay(inputs, keep_graph)

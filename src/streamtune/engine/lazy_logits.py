@@ -37,11 +37,11 @@ class ScoringHead(Protocol):
         """Return the summed loss of ``targets``, divided by ``num_items`` (None: by the number of targets)."""
         ...
 
-    def as_teacher(self, logits: LazyLogits, targets: Tensor) -> AbstractContextManager[TeacherHead]:
+    def teacher_head(self, logits: LazyLogits, targets: Tensor) -> AbstractContextManager[TeacherHead]:
         """Context manager for distillation: yields this model's head and hidden states."""
         ...
 
-    def scores(self, logits: LazyLogits, targets: Tensor, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
+    def token_log_probs(self, logits: LazyLogits, targets: Tensor, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
         """Return log-probabilities of targets, and their entropies or None."""
         ...
 
@@ -54,24 +54,24 @@ class LazyLogits:
     error.
 
     Args:
-        owner: Head that computes losses and scores.
+        head: Head that computes losses and scores.
         hidden: Final hidden states ``[..., C]``.
         steps: Functions that the model applies to the head's output, in order.
         vocabulary: Vocabulary size V after the steps; None is the head's output size.
     """
 
     def __init__(
-        self, owner: ScoringHead, hidden: Tensor, steps: tuple[Step, ...] = (), vocabulary: int | None = None
+        self, head: ScoringHead, hidden: Tensor, steps: tuple[Step, ...] = (), vocabulary: int | None = None
     ) -> None:
-        self.owner, self.hidden, self.steps, self.vocabulary = owner, hidden, steps, vocabulary
+        self.head, self.hidden, self.steps, self.vocabulary = head, hidden, steps, vocabulary
 
     def add_step(self, step: Step, vocabulary: int | None = None) -> LazyLogits:
         """Return lazy logits with one more step; ``vocabulary`` is the vocabulary size after it if it changes."""
-        return LazyLogits(self.owner, self.hidden, (*self.steps, step), vocabulary or self.vocabulary)
+        return LazyLogits(self.head, self.hidden, (*self.steps, step), vocabulary or self.vocabulary)
 
     def with_hidden(self, hidden: Tensor) -> LazyLogits:
         """Return lazy logits with the same steps for the hidden states ``hidden``."""
-        return LazyLogits(self.owner, hidden, self.steps, self.vocabulary)
+        return LazyLogits(self.head, hidden, self.steps, self.vocabulary)
 
     def transform(self, logits: Tensor) -> Tensor:
         """Return one chunk of the head's output after the model's own steps (softcap, scale)."""
@@ -129,7 +129,7 @@ class LazyLogits:
         """Shape ``[..., V]`` that the logits would have."""
         if self.vocabulary is not None:
             return torch.Size((*self.hidden.shape[:-1], self.vocabulary))
-        weight = getattr(self.owner.module, "weight", None)
+        weight = getattr(self.head.module, "weight", None)
         if not isinstance(weight, Tensor):
             raise _unsupported_error("shape", _MissingAttributeError)
         return torch.Size((*self.hidden.shape[:-1], weight.shape[0]))
@@ -202,13 +202,13 @@ def _cross_entropy(
         raise _unsupported_error(
             "cross_entropy with weights, smoothing, another reduction, or targets that are not token ids"
         )
-    if input.owner.shards is not None:
+    if input.head.shards is not None:
         raise UnsupportedModelError(
-            f"{type(input.owner.model).__name__} computes its loss in its own code, which would shift labels within a "
+            f"{type(input.head.model).__name__} computes its loss in its own code, which would shift labels within a "
             "shard",
             fix="use handle.logprobs, or set sequence_parallel_size: 1",
         )
-    return input.owner.cross_entropy(input, target, None if reduction == "mean" else 1.0, ignore_index)
+    return input.head.cross_entropy(input, target, None if reduction == "mean" else 1.0, ignore_index)
 
 
 def is_scalar(value: Any) -> bool:

@@ -24,7 +24,7 @@ from torch.nn.modules import module as torch_module
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-from streamtune.engine.hf_names import attention_of, set_attention
+from streamtune.engine.hf_names import attention_name, set_attention_name
 from streamtune.errors import UnsupportedModelError
 from streamtune.ops.devices import DeviceFunctions
 
@@ -123,14 +123,14 @@ def function_modes() -> tuple[TorchFunctionMode, ...]:
 @contextmanager
 def temporary_attention(configs: list[Any], names: list[Any]) -> Iterator[None]:
     """Context manager: the configs have the attention implementations ``names`` while active."""
-    before = [attention_of(config) for config in configs]
+    before = [attention_name(config) for config in configs]
     try:
         for config, name in zip(configs, names, strict=True):
-            set_attention(config, name)
+            set_attention_name(config, name)
         yield
     finally:
         for config, name in zip(configs, before, strict=True):
-            set_attention(config, name)
+            set_attention_name(config, name)
 
 
 @contextmanager

@@ -254,7 +254,7 @@ class StreamedNorm:
         parameters = [p for p in self.norm.parameters() if p.requires_grad]
         if not (torch.is_grad_enabled() and any(t.requires_grad for t in (x, *parameters))):
             return self.forward(x, None)
-        return _StreamedNorm.apply(self, self.parts.last_call.grad_target(x, self.norm), x, *parameters)
+        return _StreamedNorm.apply(self, self.parts.last_call.call_for_gradient(x, self.norm), x, *parameters)
 
     def run_module(self, *args: Any, **kwargs: Any) -> Any:
         """Call the forward of the norm's class."""
@@ -338,9 +338,9 @@ class _EmptyBoundary:
     """Boundary of a norm's chunk: it reads and passes on no tensors, because a norm maps each token independently."""
 
     def __init__(self) -> None:
-        self.leaves: list[Tensor] = []
+        self.read_leaves: list[Tensor] = []
 
-    def tensors_passed_on(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def tensors_for_later_chunks(self) -> Iterator[tuple[Tensor, Tensor]]:
         return iter(())
 
     def add_leaf_grads(self, grads: Iterator[Tensor | None]) -> None:

@@ -29,7 +29,7 @@ from torch import Tensor
 from transformers import AttentionMaskInterface
 
 from streamtune.engine.attention import NAME, lazy_mask
-from streamtune.engine.hf_names import attention_of, set_attention
+from streamtune.engine.hf_names import attention_name, set_attention_name
 from streamtune.engine.observe import temporary_attention
 from streamtune.errors import UnsupportedModelError
 from streamtune.ops.attention.mask import LazyMask, MaskView
@@ -58,7 +58,7 @@ class AttentionNames:
 
     def __init__(self, configs: Sequence[Any], own_attention: str | None) -> None:
         self.configs = list(configs)
-        self.plain_names = [attention_of(config) for config in configs]
+        self.plain_names = [attention_name(config) for config in configs]
         """Names that the configs have outside of calls."""
         self.engine_names = [NAME if own_attention is None else tiled_attention_name(own_attention)] * len(self.configs)
         """Names that the configs have during calls."""
@@ -92,7 +92,7 @@ class AttentionNames:
 
     def _set_names(self, names: list[Any]) -> None:
         for config, name in zip(self.configs, names, strict=True):
-            set_attention(config, name)
+            set_attention_name(config, name)
 
 
 def refuse_changed_attention(config: Any, name: Any, where: str) -> None:
@@ -103,7 +103,7 @@ def refuse_changed_attention(config: Any, name: Any, where: str) -> None:
     Raises:
         UnsupportedModelError: The config neither has ``name`` nor an attention of the engine.
     """
-    now = attention_of(config)
+    now = attention_name(config)
     if now != name and not is_engine_attention(now):
         raise UnsupportedModelError(
             f"the attention was set to {now!r} while the model is streamed",

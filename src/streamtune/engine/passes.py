@@ -26,7 +26,7 @@ from streamtune.engine.call import LayerCall
 from streamtune.engine.call_parts import LayerOutputs
 from streamtune.engine.context import ChunkContext
 from streamtune.engine.fused import FusedLinears
-from streamtune.engine.inspect_model import keeps_keys
+from streamtune.engine.inspect_model import caches_keys
 from streamtune.engine.kv import KeysAndValues, States
 from streamtune.engine.memory.tiers import Source, StoredTensor, Tier
 from streamtune.engine.observe import Autocast, Modes, RandomState, notify_chunk
@@ -143,19 +143,19 @@ class LayerStream:
         Return the outputs, the first ``[B, T_i, C]``, and the cache that the layer used.
         """
         notify_chunk(self.call.layer, chunk, pass_name)
-        run_slice = self.states.run_slice(chunk)
+        run_slice = self.states.tokens_to_run(chunk)
         if run_slice != chunk:
             x_i = [_repeat_token(x, along) for x, along in zip(x_i, self.call.inputs.values(), strict=True)]
         shards = self.call.shards
         exchange = None if shards is None else ChunkExchange(shards, chunk)
         keys = self.call.key_positions(chunk) if exchange is None else exchange.keys
-        cache = ChunkCache(self.kv, self.states, keys, self.call.first_key(chunk), pass_name, exchange)
+        cache = ChunkCache(self.kv, self.states, keys, self.call.first_key_position(chunk), pass_name, exchange)
         if exchange is not None:
             exchange.first_key = cache.first_key
         attention = self.saved.attention
         saved = SavedOutputs(attention, chunk.start, last=pass_name == "replay") if attention is not None else None
         chunk_scopes: list[Scope] = [
-            ChunkContext(exchange, saved).entered,
+            ChunkContext(exchange, saved).as_current,
             partial(scans_from_state, self.owner.stateless_scans, cache),
         ]
         with ExitStack() as stack:
@@ -163,10 +163,10 @@ class LayerStream:
                 stack.enter_context(scope())
             out, entry_updates = self.call.run(run_slice, cache, dict(zip(self.call.inputs, x_i, strict=True)))
             sums = [] if self.routers is None else self.routers.sums(self._router_mask(chunk, run_slice))
-        cache.close()
+        cache.end_chunk()
         self.entry_updates |= entry_updates
         self.sums = len(sums)
-        outputs = self.outputs.split_chunk(out, run_slice, keep=pass_name in ("store", "whole"))
+        outputs = self.outputs.chunk_tensors(out, run_slice, keep=pass_name in ("store", "whole"))
         if run_slice != chunk:
             outputs = [chunk_view(z, along, slice(0, 1)) for z, along in zip(outputs, self.outputs.along, strict=True)]
         return [*outputs, *sums], cache
@@ -189,7 +189,7 @@ class LayerStream:
         offloaded, scopes = self.owner.parts.offloaded, self.scopes
         with nullcontext() if offloaded is None else offloaded.used(self.call.layer, prefetch=1):
             if len(self.chunks) > 1:
-                self.scopes = [*scopes, FusedLinears(self.call.layer, self.settings.autocast, sums).used]
+                self.scopes = [*scopes, FusedLinears(self.call.layer, self.settings.autocast, sums).replacing_forwards]
             try:
                 yield
             finally:
@@ -239,7 +239,7 @@ class LayerStream:
 
     def _end_with_rows(self) -> None:
         """Cut this layer's chunks where packed rows begin, in this call and in later calls."""
-        if keeps_keys(self.call.layer):
+        if caches_keys(self.call.layer):
             self.states.on_keys_used()
         self.owner.carries_states = self.owner.parts.last_call.ends_with_rows = True
         self._choose_chunks(with_rows=True)
@@ -315,7 +315,8 @@ class LayerStream:
             self.kv.free_kv()
             return
         first_keys = {
-            own_keys.start: self.call.first_key(chunk) for own_keys, chunk in zip(keys, self.chunks, strict=True)
+            own_keys.start: self.call.first_key_position(chunk)
+            for own_keys, chunk in zip(keys, self.chunks, strict=True)
         }
         tier = self._tier("host" if self.settings.schedule.keep_kv == "host" else "device")
         notify_chunk(self.call.layer, self.chunks[-1], "keep")
@@ -388,7 +389,7 @@ class LayerStream:
         self.states.begin_pass(backward=True)
         self.kv.fetch()
         if keep_graph and self.entry_updates:
-            self.kv.copy()
+            self.kv.copy_buffers()
         self.project(inputs)
         self.saved.set_read_order(self.chunks[::-1])
 

@@ -99,7 +99,7 @@ class ScoreRequest:
         logits, targets = self.logits_of(model, output), self._rank_targets()
         if self.temperature != 1.0:
             logits = logits / self.temperature
-        logprobs, entropy = logits.owner.scores(logits, targets.to(logits.hidden.device), entropy=self.entropy)
+        logprobs, entropy = logits.head.token_log_probs(logits, targets.to(logits.hidden.device), entropy=self.entropy)
         if self.shards is not None:
             logprobs = self.shards.collect(logprobs)
             entropy = None if entropy is None else self.shards.collect(entropy)

@@ -27,7 +27,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from streamtune.engine.hf_names import BALANCE_ARGUMENTS, BALANCE_LOSS, recorded_outputs
+from streamtune.engine.hf_names import BALANCE_ARGUMENTS, BALANCE_LOSS, recorded_modules
 from streamtune.engine.observe import temporary_attribute
 from streamtune.engine.sequence.shards import SequenceShards
 from streamtune.errors import ArgumentError, UnsupportedModelError
@@ -304,7 +304,7 @@ def _routers(model: nn.Module, layer: nn.Module) -> Iterator[tuple[nn.Module, in
 
     Routers are the modules that ``transformers`` records as ``router_logits``.
     """
-    recorded = [spec for module in model.modules() for spec in recorded_outputs(module, "router_logits")]
+    recorded = [spec for module in model.modules() for spec in recorded_modules(module, "router_logits")]
     for name, module in layer.named_modules():
         for kind, where, index in recorded:
             of_kind = isinstance(kind, type) and isinstance(module, kind)

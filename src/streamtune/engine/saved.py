@@ -161,7 +161,7 @@ class SavedKV:
         """Load the sums of dK, dV so far, for the loaded keys and for the chunk's own keys."""
         within = [start for start, span in self.spans.items() if start <= chunk.start and span.start >= self.kv.offset]
         if self.kv.pairs or (chunk.start, 0, 0) in self.sums:
-            self.kv.grads = self._buffers(chunk, lambda like, shape: self.kv.zeros(like.new_empty(shape)))
+            self.kv.grads = self._buffers(chunk, lambda like, shape: self.kv.new_grad_sum(like.new_empty(shape)))
             self._fill(self.sums, within, self.kv.grads)
 
     def save_sums(self, chunk: slice, keep_graph: bool) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from streamtune.base.libraries import name_untested_as_cause, untested_versions_note
 from streamtune.base.model_facts import model_device
 from streamtune.engine.call_hooks import SHORT, StreamedCalls
-from streamtune.engine.hf_names import check_names
+from streamtune.engine.hf_names import check_internal_names
 from streamtune.engine.inspect_model import base_model
 from streamtune.engine.lazy_logits import LazyLogits
 from streamtune.engine.model_call import ModelCall
@@ -105,7 +105,7 @@ class StreamHandle(StreamedCalls):
         sequence_parallel: SequenceParallel | None = None,
         short: Schedule | None = None,
     ) -> None:
-        check_names()
+        check_internal_names()
         if text := untested_versions_note():
             warnings.warn(text, stacklevel=3)
         with name_untested_as_cause():
@@ -172,7 +172,7 @@ class StreamHandle(StreamedCalls):
         self._check_score_request(request, input_ids)
         if request.branches is not None:
             arguments = {**arguments, **request.branches.arguments(input_ids)}
-        with self.scoring(request):
+        with self.returning_scores(request):
             answer: dict[str, Any] = called(input_ids=input_ids, **arguments)
         return answer
 
@@ -263,7 +263,7 @@ class StreamHandle(StreamedCalls):
                 if branches is not None:
                     read |= branches.arguments(read["input_ids"])
                 else:
-                    self._keep_one_row(call := ModelCall(self.model, (), read))
+                    self._add_mask_for_one_row(call := ModelCall(self.model, (), read))
                     read = call.kwargs
                 self.context.rows = call.packed_rows() if branches is None else branches
                 self._set_rope_lengths()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from streamtune.engine.context import CallContext, LastLayerCall
 from streamtune.engine.fused import FusedParts
-from streamtune.engine.hf_names import KEPT_WINDOW, attention_of, names_attention
+from streamtune.engine.hf_names import KEPT_WINDOW, attention_name, has_attention_name
 from streamtune.engine.memory.placement import Placement, Tiers
 from streamtune.engine.observe import has_chunkwise_hooks, refuse_hooks
 from streamtune.engine.offloaded_weights import OffloadedWeights
@@ -69,8 +69,8 @@ class StreamedLayer:
         """True if the last call passed on a state in a narrower dtype than the hidden states."""
         self.leaves_checked = self.attention_known = self.removed = False
         configs: list[Any] = [getattr(module, "config", None) for module in layer.modules()]
-        self.configs = list({id(config): config for config in configs if names_attention(config)}.values())
-        self.attention = [attention_of(config) for config in self.configs]
+        self.configs = list({id(config): config for config in configs if has_attention_name(config)}.values())
+        self.attention = [attention_name(config) for config in self.configs]
 
     @property
     def name(self) -> str:
@@ -79,7 +79,7 @@ class StreamedLayer:
 
     def scopes(self, device: torch.device) -> list[Scope]:
         """Return the contexts in which the layer runs on a chunk: its fused parts, if fusion pays on ``device``."""
-        return [self.fused.used] if self.fused is not None and is_fusion_faster(device) else []
+        return [self.fused.replacing_functions] if self.fused is not None and is_fusion_faster(device) else []
 
     @contextmanager
     def on_device(self, parameters: Sequence[Tensor], prefetch: int | None = None) -> Iterator[list[Tensor]]:

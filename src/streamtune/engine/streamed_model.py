@@ -19,7 +19,7 @@ from streamtune.engine.inspect_model import (
     attention_configs,
     base_model,
     check_streamable,
-    choose_exchange_form,
+    choose_parallel_form,
     decoder_layers,
     own_attention,
     owning_models,
@@ -72,7 +72,7 @@ class StreamedModel:
         self.form = ""
         """Form of the ranks' exchange, ``ulysses`` or ``ring``."""
         if self.sequence_parallel is not None:
-            self.form = choose_exchange_form(self.sequence_parallel, self.model, self.layers, head)
+            self.form = choose_parallel_form(self.sequence_parallel, self.model, self.layers, head)
         self.head = StreamedHead(self.model, schedule) if head and has_head(self.model) else None
         """Streamed head; None if the head is not streamed."""
         self._flagged_layers = flag_leaf_layers(self.layers)

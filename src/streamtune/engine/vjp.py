@@ -36,14 +36,14 @@ class Boundary(Protocol):
     """The tensors that one chunk reads from earlier chunks, and the tensors that it passes on to later chunks."""
 
     @property
-    def leaves(self) -> list[Tensor]:
+    def read_leaves(self) -> list[Tensor]:
         """Tensors that the chunk read from earlier chunks."""
 
-    def tensors_passed_on(self) -> Iterable[tuple[Tensor, Tensor]]:
+    def tensors_for_later_chunks(self) -> Iterable[tuple[Tensor, Tensor]]:
         """Return the tensors that later chunks read from this chunk, each with its gradient."""
 
     def add_leaf_grads(self, grads: Iterator[Tensor | None]) -> None:
-        """Add the gradients of ``leaves`` to the sums that the earlier chunks' backwards will read."""
+        """Add the gradients of ``read_leaves`` to the sums that the earlier chunks' backwards will read."""
 
 
 RunChunk = Callable[[slice, list[Tensor]], tuple[list[Tensor], Boundary]]
@@ -131,7 +131,7 @@ def chunk_vjp(
 ) -> Iterator[Tensor | None]:
     """Return gradients with respect to the chunk's inputs, the K/V or states it read, and the parameters (its term).
 
-    Equal to ``torch.autograd.grad(outputs, [*x_i, *cache.leaves, *parameters], grad_outputs)``, where the outputs are
+    Equal to ``torch.autograd.grad(outputs, [*x_i, *cache.read_leaves, *parameters], grad_outputs)``. The outputs are
     z(i) and the K/V or states that later chunks read from this chunk.
 
     Args:
@@ -140,8 +140,8 @@ def chunk_vjp(
         cache: Tensors that the chunk read from earlier chunks, and tensors that later chunks read from it.
         parameters: Trainable parameters of the layer.
     """
-    pairs = [(out, grad) for out, grad in (*output_grads, *cache.tensors_passed_on()) if out.requires_grad]
-    wanted = [*x_i, *cache.leaves, *parameters]
+    pairs = [(out, grad) for out, grad in (*output_grads, *cache.tensors_for_later_chunks()) if out.requires_grad]
+    wanted = [*x_i, *cache.read_leaves, *parameters]
     if not pairs:  # nothing trainable took part in the chunk
         return repeat(None, len(wanted))
     outputs, incoming = zip(*pairs, strict=True)

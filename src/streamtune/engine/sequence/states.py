@@ -172,12 +172,12 @@ class SharedStates(States):
                 fix="set packing: false and share_prefix: never, or sequence_parallel_size: 1",
             )
 
-    def positions(self, chunk: slice) -> tuple[int | None, int]:
+    def state_positions(self, chunk: slice) -> tuple[int | None, int]:
         """Return the position of the states that a fragment reads (None: none), and of the states it computes."""
         fragment = self._fragments[chunk.start]
         return fragment.read_position, fragment.positions.stop
 
-    def run_slice(self, chunk: slice) -> slice:
+    def tokens_to_run(self, chunk: slice) -> slice:
         """Return the slice that a layer runs on for a fragment: the fragment, or two tokens if it has one token.
 
         Layers treat a single token with a state as decoding, which may give no gradient and writes the state in place.
@@ -205,7 +205,7 @@ class SharedStates(States):
 
     # Forward.
 
-    def receive(self, read_position: int | None, key: StateKey) -> None:
+    def receive_state(self, read_position: int | None, key: StateKey) -> None:
         """Wait for the state ``key`` at ``read_position`` if another rank computes it; save it for the backward."""
         producer = self._other_producer(read_position)
         if (
@@ -228,7 +228,7 @@ class SharedStates(States):
         for rank in self._other_readers(position):
             self._sender(rank).put(_message_key(key), state)
 
-    def close(self, read_position: int | None, position: int) -> None:
+    def end_chunk(self, read_position: int | None, position: int) -> None:
         """Finish a fragment: receive the states that the layer did not read, and tell receivers that no more follow.
 
         The sender sends all states, whether they are read or not.
@@ -274,13 +274,13 @@ class SharedStates(States):
         self._sent_grads.add((read_position, key))
         self._sender(producer).put(_message_key(key), total)
 
-    def add_grads(
+    def add_state_grads(
         self, chunk: slice, read_position: int | None, position: int, parts: dict[StateKey, Tensor | None]
     ) -> None:
         """Add gradients of the states that a fragment read, send complete gradients, and end its messages."""
         if read_position is not None:
             unsent = {key: part for key, part in parts.items() if (read_position, key) not in self._sent_grads}
-            super().add_grads(chunk, read_position, position, unsent)
+            super().add_state_grads(chunk, read_position, position, unsent)
         if read_position is not None and self._completes_grad(chunk, read_position):
             for key, state in self.states_after.get(read_position, {}).items():
                 if state.is_floating_point() and (read_position, key) not in self._sent_grads:

@@ -98,10 +98,10 @@ Place = tuple[slice, slice, slice]
 class Memory(Protocol):
     """Store of outputs and log-sum-exps of attention calls, so that a recompute skips the forward."""
 
-    def recall(self) -> tuple[Tensor, Tensor] | None:
+    def read_output(self) -> tuple[Tensor, Tensor] | None:
         """Return o ``[B, H, T, D]`` and lse ``[B, H, T]`` of the current call; None if they are not stored."""
 
-    def keep(self, o: Tensor, lse: Tensor) -> None:
+    def save_output(self, o: Tensor, lse: Tensor) -> None:
         """Store o and lse of the current call."""
 
 
@@ -116,10 +116,10 @@ class Prefix(Protocol):
     def own(self) -> tuple[Tensor, Tensor]:
         """The chunk's own keys and values ``[B, G, S - length, D]``: leaves that receive their gradients."""
 
-    def begin(self) -> None:
+    def allocate_grads(self) -> None:
         """Allocate the gradients of the prefix if they are not allocated yet."""
 
-    def add(self, place: Place, grad_k: Tensor, grad_v: Tensor) -> None:
+    def add_grads(self, place: Place, grad_k: Tensor, grad_v: Tensor) -> None:
         """Add terms to the gradients of the prefix, ``[B, G, length, D]``, at the slices ``place``."""
 
 
@@ -152,7 +152,7 @@ class _PrefixAttention(torch.autograd.Function):
         parts = [SegmentAttention(view, segment, rule, seed) for segment in view.segments()]
         needs_formula = any(part.needs_formula(q, k, v) for part in parts)
         view_kernel = fused_view_kernel(view, q, k, v, rule, needs_formula)
-        stored = None if memory is None else memory.recall()
+        stored = None if memory is None else memory.read_output()
         if stored is None:
             result = None if view_kernel is None else run_view_forward(view_kernel, q, k, v, settings.for_backward)
             view_kernel = None if result is None else view_kernel
@@ -162,7 +162,7 @@ class _PrefixAttention(torch.autograd.Function):
             # The formula computes delta from the unrounded o; a fused kernel needs o in the dtype of q.
             o = o if view_kernel is None and all(part.needs_formula(q, k, v) for part in parts) else o.to(q.dtype)
             if memory is not None:
-                memory.keep(o, lse)
+                memory.save_output(o, lse)
         else:
             o, lse = stored
         ctx.save_for_backward(q, k, v, sinks, o, lse)
@@ -193,7 +193,7 @@ class _PrefixAttention(torch.autograd.Function):
             grad_q = torch.zeros_like(q, dtype=wide if len(parts) > 1 else q.dtype)
             sums = _KeyGradients(k, v, prefix, wide if ctx.shared_keys else k.dtype)
             if prefix is not None:
-                prefix.begin()  # once, not for each block
+                prefix.allocate_grads()  # once, not for each block
             for part, times in parts:
                 with multiply_run_count(times):
                     grad_q_s, grad_k_s, grad_v_s = part.backward(grad_o, q, k, v, o, lse)
@@ -228,7 +228,7 @@ class _KeyGradients:
         if before:
             assert self.prefix is not None
             at = (rows, heads, slice(keys.start, keys.start + before))
-            self.prefix.add(at, grad_k[:, :, :before], grad_v[:, :, :before])
+            self.prefix.add_grads(at, grad_k[:, :, :before], grad_v[:, :, :before])
         if keys.start + before < keys.stop:
             at = (rows, heads, slice(keys.start + before - self.first, keys.stop - self.first))
             self.k[at] += grad_k[:, :, before:]

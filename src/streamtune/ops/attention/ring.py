@@ -139,10 +139,10 @@ class _RingAttention(torch.autograd.Function):
     def forward(ctx: Any, settings: _RingSettings, *tensors: Tensor) -> Tensor:
         q, k, v, sinks, _, _ = tensors  # the chunk's own keys and values are inputs only for their gradients
         memory = settings.memory
-        known = None if memory is None else memory.recall()
+        known = None if memory is None else memory.read_output()
         o, lse = _ring_forward(q, k, v, sinks, settings) if known is None else known
         if known is None and memory is not None:
-            memory.keep(o, lse)
+            memory.save_output(o, lse)
         ctx.save_for_backward(q, k, v, sinks, o, lse)
         ctx.settings = settings
         return o.detach() if o.dtype == q.dtype else o.to(q.dtype)
@@ -160,7 +160,7 @@ class _RingAttention(torch.autograd.Function):
             return None, grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype), grad_sinks, None, None
         before = prefix.length
         place = (slice(None), slice(None), slice(0, before))
-        prefix.add(place, grad_k[:, :, :before], grad_v[:, :, :before])
+        prefix.add_grads(place, grad_k[:, :, :before], grad_v[:, :, :before])
         own = [grad[:, :, before:].to(x.dtype) for grad, x in ((grad_k, k), (grad_v, v))]
         return None, grad_q, None, None, grad_sinks, *own
 

@@ -26,7 +26,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from streamtune.engine import decoder_layers
-from streamtune.engine.inspect_model import carries_states, keeps_keys
+from streamtune.engine.inspect_model import caches_keys, carries_states
 from streamtune.plan.simulate.cluster import Cluster, Form, HeadCounts
 from streamtune.schedule import Schedule
 
@@ -100,7 +100,7 @@ def rank_shard(model: nn.Module, cluster: Cluster) -> RankShard:
 
 def is_purely_recurrent(layer: nn.Module) -> bool:
     """Return True if a layer is recurrent and has no keys and values."""
-    return carries_states(layer) and not keeps_keys(layer)
+    return carries_states(layer) and not caches_keys(layer)
 
 
 def count_heads(model: Any) -> HeadCounts:

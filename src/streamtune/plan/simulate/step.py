@@ -216,7 +216,7 @@ class _TeacherHead:
         self.weight = weight
 
     @contextmanager
-    def as_teacher(self, logits: LazyLogits, targets: Tensor) -> Iterator[TeacherHead]:
+    def teacher_head(self, logits: LazyLogits, targets: Tensor) -> Iterator[TeacherHead]:
         dtype = autocast_dtype(logits.hidden)
         (weight,) = cast_tensors(dtype, self.weight)
         yield TeacherHead(logits.hidden, lambda h: nn.functional.linear(cast_tensors(dtype, h)[0], weight))

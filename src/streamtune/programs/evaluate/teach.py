@@ -112,7 +112,7 @@ def _teacher_top_tokens(
     """Return the teacher's top-k token ids ``[K, k]`` and log-probabilities ``[K, k + 1]`` at the batch's K targets."""
     lazy = model.lazy_logits(batch)
     found: list[tuple[torch.Tensor, torch.Tensor]] = []
-    with lazy.owner.as_teacher(lazy, batch.shift_labels) as head:
+    with lazy.head.teacher_head(lazy, batch.shift_labels) as head:
         for chunk in TargetRows(batch.shift_labels, IGNORE_INDEX, model.handle.schedule.head_chunk_size).chunks():
             ids, logprobs = top_k_classes(head.logits(chunk)[:, :vocabulary], top_k, temperature)
             found.append((ids.int().cpu(), logprobs.float().cpu()))
