@@ -50,9 +50,9 @@ def model() -> Any:
 def promise(model: Any) -> Any:
     head = StreamedHead(model, Schedule(head_chunk_size=5))
     hidden = torch.randn(3, 37, 32, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    head.open()
+    head.begin_call()
     yield model.lm_head(hidden)
-    head.close()
+    head.end_call()
 
 
 @pytest.mark.parametrize("name", LOSSES)

@@ -233,11 +233,11 @@ class SavedAttention:
 class SavedOutputs:
     """Saved outputs of the attentions that a layer computes on one chunk, read in the order of their computation.
 
-    If ``last`` is True, the layer runs on this chunk for the last time: each output is freed once it is read.
+    If ``last_read`` is True, the layer runs on this chunk for the last time: each output is freed once it is read.
     """
 
-    def __init__(self, saved: SavedAttention, start: int, last: bool) -> None:
-        self.saved, self.start, self.last, self.index = saved, start, last, -1
+    def __init__(self, saved: SavedAttention, start: int, last_read: bool) -> None:
+        self.saved, self.start, self.last_read, self.index = saved, start, last_read, -1
 
     def read_output(self) -> tuple[Tensor, Tensor] | None:
         """Return output o and log-sum-exp of the layer's next attention; None if they were not saved."""
@@ -246,7 +246,7 @@ class SavedOutputs:
         if blocks is None:
             return None
         o, lse = (block.get() for block in blocks)
-        if self.last:
+        if self.last_read:
             for block in self.saved.blocks.pop((self.start, self.index)):
                 block.free()
             for block in self.saved.blocks.get((self.saved._next.get(self.start, -1), self.index), ()):

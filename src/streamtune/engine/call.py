@@ -320,7 +320,9 @@ class LayerCall:
                 self.arguments[name] = None
         self.arguments |= {key: UserDict() for key, value in self.arguments.items() if isinstance(value, UserDict)}
 
-    def run(self, chunk: slice, cache: ChunkCache, x_i: dict[str | SharedKey, Tensor]) -> tuple[Any, dict[Any, int]]:
+    def run_chunk(
+        self, chunk: slice, cache: ChunkCache, x_i: dict[str | SharedKey, Tensor]
+    ) -> tuple[Any, dict[Any, int]]:
         """Call the layer's own forward on one chunk; ``x_i`` holds the chunk of each tensor in ``inputs``.
 
         Return the output, and for each entry that the layer adds to the dictionary of shared keys and values the index
@@ -362,7 +364,7 @@ class LayerCall:
         with self._attention_names_set(), preserved_versions(self._adapted_tensors):
             return type(self.layer).forward(self.layer, **arguments)
 
-    def chunks(self, schedule: Schedule) -> list[slice]:
+    def split_into_chunks(self, schedule: Schedule) -> list[slice]:
         """Return the chunks of the call; a token that sees later tokens is in the same chunk as these tokens.
 
         Raises:

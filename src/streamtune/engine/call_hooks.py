@@ -120,7 +120,7 @@ class StreamedCalls(StreamedModel):
         refuse_unsupported_modes(self.model)
         self._restore_attention_names()  # an interrupted call leaves the names set
         if self.head is not None:
-            self.head.close()  # and the head open
+            self.head.end_call()  # and the head open
         if args and not isinstance(args[0], Tensor | None):  # forward was replaced by another function (TRL)
             self._length = 0
             return args, kwargs
@@ -144,7 +144,7 @@ class StreamedCalls(StreamedModel):
         if not takes_positions:
             kwargs = {key: value for key, value in kwargs.items() if key != "position_ids"}  # read for the rows only
         if self.head is not None and with_labels:
-            self.head.open()
+            self.head.begin_call()
         if asked is None:
             asked = balances_itself(self.model)
         if self.routers.silent:
@@ -300,7 +300,7 @@ class StreamedCalls(StreamedModel):
 
     def _score_output(self, scored: ScoreRequest, output: Any) -> Any:
         if self.head is not None:
-            self.head.close()
+            self.head.end_call()
         sums = self.routers.close()
         if sums is not None and output is not None:
             balance, scored.router_loss = self.routers.losses(sums)
@@ -336,7 +336,7 @@ class StreamedCalls(StreamedModel):
         """Return the model output without lazy logits: removed in training, made readable in evaluation."""
         if self.head is None or not self.head.active:
             return output
-        self.head.close()
+        self.head.end_call()
         if not self.model.training:
             return self._make_logits_readable(output)
         if isinstance(output, tuple):

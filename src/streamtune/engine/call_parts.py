@@ -16,8 +16,8 @@ from streamtune.errors import UnsupportedModelError
 class LayerOutputs:
     """Splits a layer's output on each chunk into tensors, and rebuilds its output for the whole sequence."""
 
-    def __init__(self, name: str, hidden_along: Along) -> None:
-        self.name, self.hidden_along = name, hidden_along
+    def __init__(self, name: str, hidden_sequence_dim: Along) -> None:
+        self.name, self.hidden_sequence_dim = name, hidden_sequence_dim
         self.wrap: type | None = None
         self.along: list[Along] = []
         """Sequence dimension of each output."""
@@ -33,7 +33,7 @@ class LayerOutputs:
         outputs: list[Tensor] = []
         self.along = []
         for place, item in enumerate(items):
-            along = self.hidden_along if place == 0 else 1
+            along = self.hidden_sequence_dim if place == 0 else 1
             if place and (item is None or _is_attention_weights(item, chunk)):
                 continue
             if place and _is_key_indices(item, chunk):

@@ -67,7 +67,7 @@ def run_in_chain(owner: StreamedLayer, call: LayerCall, parameters: Sequence[Ten
         chain = LayerChain(stream, tensors[0])
     results = chain.append(owner, stream, weights, parameters, tensors[1:], outputs)
     layer_output_count = len(stream.outputs.along)
-    last_call.record(results[0], stream, owner.layer)
+    last_call.record_call(results[0], stream, owner.layer)
     stream.chain = weakref.ref(chain)
     if stream.routers is not None and len(results) > layer_output_count:
         # These sums cover all layers of the chain so far.
@@ -76,9 +76,9 @@ def run_in_chain(owner: StreamedLayer, call: LayerCall, parameters: Sequence[Ten
     return stream.outputs.rebuild_output(results[:layer_output_count])
 
 
-def _check_chainable(layer: nn.Module, shared: list[Any], weights: Weights) -> None:
+def _check_chainable(layer: nn.Module, shared_names: list[Any], weights: Weights) -> None:
     name = type(layer).__name__
-    if shared:
+    if shared_names:
         raise UnsupportedModelError(
             f"{name} shares keys and values with other layers; order='chunk' needs a separate cache for each layer",
             where="engine.order",
@@ -128,7 +128,7 @@ class _Link:
             self.saved.attention.set_read_order(stream.chunks[::-1])
         self.sums = [GradientSum(p, stream.widen) for p in self.parameters]
 
-    def load(self, chunk: slice) -> None:
+    def load_prefix(self, chunk: slice) -> None:
         """Copy the keys, values and states of earlier chunks, which the layer reads on this chunk, to the device."""
         self.stream.states.prefetch_states(chunk)
         if self.saved.kv is not None:
@@ -136,17 +136,17 @@ class _Link:
             notify_chunk(self.layer, chunk, "load")
             self.saved.kv.load(call.key_positions(chunk), call.first_key_position(chunk))
 
-    def recompute(self, chunk: slice, x_i: list[Tensor]) -> Tensor:
+    def recompute_output(self, chunk: slice, x_i: list[Tensor]) -> Tensor:
         """Return the layer's output hidden states on one chunk, computed without a graph."""
-        self.load(chunk)
+        self.load_prefix(chunk)
         z = self.stream.recompute_chunk(chunk, x_i)
         if self.saved.kv is not None:
             self.saved.kv.unload()
         return z
 
-    def replay(self, chunk: slice, x_i: list[Tensor]) -> _ChunkGraph:
+    def run_with_graph(self, chunk: slice, x_i: list[Tensor]) -> _ChunkGraph:
         """Run the layer on one chunk with gradients on; return the graph."""
-        self.load(chunk)
+        self.load_prefix(chunk)
         with torch.enable_grad():
             z_i, cache = self.stream.replay(chunk, x_i)
         self.owner.check_leaves(z_i[0], [*x_i, *cache.read_leaves, *self.parameters])
@@ -204,16 +204,16 @@ class _ChunkGraph:
 class LayerChain:
     """Layer calls whose backward runs together, chunk by chunk; each reads the hidden states that the last returned."""
 
-    def __init__(self, first: LayerStream, hidden: Tensor) -> None:
-        self.chunks, self.schedule = first.chunks, first.settings.schedule
-        self.along: Along = first.call.inputs[first.call.hidden_name]
+    def __init__(self, first_stream: LayerStream, hidden: Tensor) -> None:
+        self.chunks, self.schedule = first_stream.chunks, first_stream.settings.schedule
+        self.along: Along = first_stream.call.inputs[first_stream.call.hidden_name]
         self.links: list[_Link] = []
         self.other_inputs: list[Tensor] = []
         """Inputs of the layers other than hidden states, each once."""
         self.other_along: list[Along] = []
         self.router_totals: list[Tensor] = []
         """Router sums of all layers so far."""
-        self.sums_before: RouterSums | None = None if first.routers is None else first.routers.call_sums
+        self.sums_before: RouterSums | None = None if first_stream.routers is None else first_stream.routers.call_sums
         """Router sums of the layers before the chain."""
         self.nodes: list[weakref.ref[Any]] = []
         self.nodes_run: set[tuple[int, int]] = set()
@@ -273,10 +273,10 @@ class LayerChain:
         returned = [*outputs[:layer_output_count], *(total.clone() for total in self.router_totals)]
         return list(_ChainedLayers.apply(self, len(self.links), returned, self.token, *self.other_inputs, *trained))
 
-    def has_other_pending_nodes(self, number: int) -> bool:
+    def has_other_pending_nodes(self, node_number: int) -> bool:
         """Record that node ``number`` runs; return True if another node of the chain will run in this backward pass."""
         task = torch._C._current_graph_task_id()
-        self.nodes_run.add((task, number))
+        self.nodes_run.add((task, node_number))
         others = ((n, node) for n, ref in enumerate(self.nodes, 1) if (node := ref()) is not None)
         return any((task, n) not in self.nodes_run and torch._C._will_engine_execute_node(node) for n, node in others)
 
@@ -423,7 +423,7 @@ class _ChainBackward:
         x = x.detach()
         inputs = {0: x}
         for index, link in enumerate(self.links[: self.starts[-1]]):
-            x = link.recompute(chunk, [x, *self._other_inputs_of(link, chunk)])
+            x = link.recompute_output(chunk, [x, *self._other_inputs_of(link, chunk)])
             if index + 1 in self.starts:
                 inputs[index + 1] = x
         extra_grads: dict[int, Tensor] = {}
@@ -434,7 +434,7 @@ class _ChainBackward:
                 needs = [index > 0 or self.needs_input, *(self.needs_extras[place] for place in link.other_inputs)]
                 for leaf, needed in zip(leaves, needs, strict=True):
                     leaf.requires_grad_(needed)
-                graphs.append(link.replay(chunk, leaves))
+                graphs.append(link.run_with_graph(chunk, leaves))
                 x = graphs[-1].z_i[0]
             del x, leaves
             while graphs:

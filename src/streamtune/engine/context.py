@@ -98,7 +98,7 @@ class LastLayerCall(Generic[Call]):
     def __reduce__(self) -> tuple[type[LastLayerCall[Any]], tuple[()]]:
         return LastLayerCall, ()  # a copy of the model has not been called
 
-    def record(self, output: Tensor, call: Call, layer: nn.Module) -> None:
+    def record_call(self, output: Tensor, call: Call, layer: nn.Module) -> None:
         """Record that ``call``, a call of ``layer``, returned the tensor ``output``."""
         self._last, self._has_reader = (
             (_TensorIdentity(output), weakref.ref(call), has_user_backward_hooks(layer)),

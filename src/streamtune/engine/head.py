@@ -90,8 +90,8 @@ class StreamedHead:
                 "the loss on handle.logprobs(), which is streamed",
             )
 
-    def open(self) -> None:
-        """Begin a call with labels: until :meth:`close`, the head returns :class:`LazyLogits`."""
+    def begin_call(self) -> None:
+        """Begin a call with labels: until :meth:`end_call`, the head returns :class:`LazyLogits`."""
         head = self.model.get_output_embeddings()
         if not isinstance(head, nn.Module):
             raise UnsupportedModelError(
@@ -114,7 +114,7 @@ class StreamedHead:
         setattr(self.model, LOSS, self.loss)
         self.active = True
 
-    def close(self) -> None:
+    def end_call(self) -> None:
         """End a call with labels: restore the model's own head and loss."""
         if not self.active:
             return
@@ -144,8 +144,8 @@ class StreamedHead:
         if self.sharded or self.shards is not None:
             return None
         if any(True for _ in self.module.children()):  # adapters may be enabled or disabled before a later read
-            return logits.transform(self.module(logits.hidden))
-        return make(self.module, logits.hidden, logits.transform, self.schedule.head_chunk_size)
+            return logits.apply_steps(self.module(logits.hidden))
+        return make(self.module, logits.hidden, logits.apply_steps, self.schedule.head_chunk_size)
 
     def _compute_with_weight(self, logits: LazyLogits, compute: Callable[[LazyLogits], Any]) -> Any:
         """Return ``compute(logits)`` with the head's weight on the device.
@@ -261,7 +261,7 @@ class StreamedHead:
 
             def project(h_nC: Tensor) -> Tensor:
                 (h_nC,) = cast_tensors(dtype, h_nC)
-                return logits.transform(nn.functional.linear(h_nC, weight, bias))
+                return logits.apply_steps(nn.functional.linear(h_nC, weight, bias))
 
             yield TeacherHead(hidden, project)
 
@@ -290,7 +290,7 @@ class StreamedHead:
                 head.weight,
                 targets,
                 bias_V=head.bias,
-                transform=logits.transform if logits.steps else None,
+                transform=logits.apply_steps if logits.steps else None,
                 accumulate_dtype=torch.float32 if wide else head.weight.dtype,
                 **options,
             )
@@ -311,4 +311,4 @@ class StreamedHead:
 
     def _projection_function(self, logits: LazyLogits) -> Step:
         forward = self.original_forward or type(self.module).forward.__get__(self.module)
-        return lambda hidden: logits.transform(forward(hidden))
+        return lambda hidden: logits.apply_steps(forward(hidden))

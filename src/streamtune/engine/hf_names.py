@@ -376,9 +376,9 @@ def _is_installed_since(since: str) -> bool:
     return tuple(map(int, installed_version("transformers").split(".")[:2])) >= tuple(map(int, since.split(".")))
 
 
-def _closure_variables(maker: Any, inner: str) -> set[str]:
+def _closure_variables(maker: Any, closure_name: str) -> set[str]:
     codes = [] if maker is None else inspect.unwrap(maker).__code__.co_consts
-    return {name for code in codes if getattr(code, "co_name", None) == inner for name in code.co_freevars}
+    return {name for code in codes if getattr(code, "co_name", None) == closure_name for name in code.co_freevars}
 
 
 def is_unchunked_only_cache(cache: Any) -> bool:

@@ -130,7 +130,7 @@ def check_streamable(model: PreTrainedModel, layers: list[nn.Module]) -> None:
         raise UnsupportedModelError(
             f"{name} has no decoder layer with a key/value cache, so there is nothing to stream"
         )
-    own_code = own_attention(model, layers)
+    own_code = own_attention_name(model, layers)
     if own_code is not None and own_code not in TILED_IMPLEMENTATIONS:
         raise UnsupportedModelError(
             f"{name} has its own attention code ({own_code!r}), which cannot take the mask of a chunk",
@@ -209,7 +209,7 @@ def owning_models(model: PreTrainedModel, layers: list[nn.Module]) -> list[PreTr
     ]
 
 
-def own_attention(model: PreTrainedModel, layers: list[nn.Module]) -> str | None:
+def own_attention_name(model: PreTrainedModel, layers: list[nn.Module]) -> str | None:
     """Return the attention implementation of layers that compute attention in their own code; None for other layers."""
     owner = owning_models(model, layers)[-1]
     return None if uses_registered_attention(owner) else str(attention_name(owner.config))
@@ -242,7 +242,7 @@ def choose_parallel_form(ranks: SequenceParallel, model: Any, layers: list[nn.Mo
         raise ArgumentError(
             "sequence parallelism needs a streamed head, found head=False", fix="use stream(model, head=True)"
         )
-    if (own_code := own_attention(model, layers)) is not None:
+    if (own_code := own_attention_name(model, layers)) is not None:
         raise UnsupportedModelError(
             f"{name} has its own attention code ({own_code}), which sequence parallelism does not support",
             fix="set sequence_parallel_size: 1",

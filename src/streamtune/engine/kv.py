@@ -243,7 +243,7 @@ class States:
         states = [x for by_key in self.states_after.values() for x in by_key.values() if x.is_floating_point()]
         return any(state.dtype.itemsize < dtype.itemsize for state in states)
 
-    def free(self) -> None:
+    def free_states(self) -> None:
         """Free the states and their gradients."""
         for blocks in self.offloaded.values():
             for block in blocks.values():

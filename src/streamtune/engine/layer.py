@@ -193,7 +193,7 @@ class StreamedForward(StreamedLayer):
         if self.schedule.stream_grads and call.hidden.requires_grad:
             stream.grad_target = last_call.call_for_gradient(call.hidden, self.layer)
         outputs = list(_StreamedLayer.apply(stream, self, *inputs))
-        last_call.record(outputs[0], stream, self.layer)
+        last_call.record_call(outputs[0], stream, self.layer)
         return stream.assemble_output(outputs, sharing)
 
 

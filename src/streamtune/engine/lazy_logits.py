@@ -73,7 +73,7 @@ class LazyLogits:
         """Return lazy logits with the same steps for the hidden states ``hidden``."""
         return LazyLogits(self.head, hidden, self.steps, self.vocabulary)
 
-    def transform(self, logits: Tensor) -> Tensor:
+    def apply_steps(self, logits: Tensor) -> Tensor:
         """Return one chunk of the head's output after the model's own steps (softcap, scale)."""
         for step in self.steps:
             logits = step(logits)

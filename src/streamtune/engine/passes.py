@@ -101,7 +101,7 @@ class LayerStream:
         if self.owner.parts.context.one_chunk:
             self.chunks = [slice(0, self.call.length)]
         elif settings.rows is None or not with_rows:
-            self.chunks = self.call.chunks(settings.schedule)
+            self.chunks = self.call.split_into_chunks(settings.schedule)
         elif isinstance(self.states, SharedStates):
             self.chunks = self.states.fragments
         else:
@@ -123,7 +123,7 @@ class LayerStream:
     @property
     def hidden_along(self) -> int:
         """Sequence dimension of the hidden states."""
-        along = self.outputs.hidden_along
+        along = self.outputs.hidden_sequence_dim
         assert along is not None
         return along
 
@@ -153,7 +153,7 @@ class LayerStream:
         if exchange is not None:
             exchange.first_key = cache.first_key
         attention = self.saved.attention
-        saved = SavedOutputs(attention, chunk.start, last=pass_name == "replay") if attention is not None else None
+        saved = SavedOutputs(attention, chunk.start, last_read=pass_name == "replay") if attention is not None else None
         chunk_scopes: list[Scope] = [
             ChunkContext(exchange, saved).as_current,
             partial(scans_from_state, self.owner.stateless_scans, cache),
@@ -161,7 +161,7 @@ class LayerStream:
         with ExitStack() as stack:
             for scope in (*self.scopes, *chunk_scopes):
                 stack.enter_context(scope())
-            out, entry_updates = self.call.run(run_slice, cache, dict(zip(self.call.inputs, x_i, strict=True)))
+            out, entry_updates = self.call.run_chunk(run_slice, cache, dict(zip(self.call.inputs, x_i, strict=True)))
             sums = [] if self.routers is None else self.routers.sums(self._router_mask(chunk, run_slice))
         cache.end_chunk()
         self.entry_updates |= entry_updates
@@ -306,7 +306,7 @@ class LayerStream:
         elif keep_kv == "host" and not shared:
             self.kv.offload(self._tier("host"))
         if not wanted:
-            self.states.free()
+            self.states.free_states()
 
     def _save_kv_by_chunk(self) -> None:
         """Save the keys and values that later chunks read, for the backward with ``order="chunk"``."""
@@ -453,7 +453,7 @@ class LayerStream:
             self.saved.attention = None  # the next backward recomputes attention
             self.states.grads.clear()
             return
-        self.states.free()
+        self.states.free_states()
         self.saved.free()
         self.producer = self.grad_target = None
 

@@ -21,7 +21,7 @@ from streamtune.engine.inspect_model import (
     check_streamable,
     choose_parallel_form,
     decoder_layers,
-    own_attention,
+    own_attention_name,
     owning_models,
 )
 from streamtune.engine.layer import StreamedForward
@@ -79,7 +79,7 @@ class StreamedModel:
         self.routers = RouterWatch(self.model, self.layers, router_loss)
         self.scored: ScoreRequest | None = None
         """Scores that the current call computes; None for an ordinary call."""
-        self.own_attention = own_attention(self.model, self.layers)
+        self.own_attention = own_attention_name(self.model, self.layers)
         """Attention implementation of layers with their own attention code; None if they use the engine's."""
         self.names = AttentionNames(attention_configs(self.model, self.layers), self.own_attention)
         """Attention names in the model's configurations, during calls and outside of calls."""
@@ -117,7 +117,7 @@ class StreamedModel:
         for hook in self._hooks:
             hook.remove()
         if self.head is not None:
-            self.head.close()
+            self.head.end_call()
         self.routers.remove()
         if self.offloaded is not None:
             self.offloaded.remove()

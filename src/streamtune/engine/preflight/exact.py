@@ -166,8 +166,8 @@ class _Preflight:
             stack.enter_context(names.using(names.engine_names if streamed else self.reference))
             replace_layer_forwards(self.handle, step)
             if streamed and self.head is not None:
-                self.head.open()
-                stack.callback(self.head.close)
+                self.head.begin_call()
+                stack.callback(self.head.end_call)
             out = self.model.forward(**self.inputs, **without_router_loss(self.model))
             loss = out.loss if "labels" in self.inputs else out[0].float().square().mean()
         if self.last is None or not loss.requires_grad:
