@@ -148,7 +148,7 @@ def test_the_head_is_that_of_the_call() -> None:
     with torch.no_grad(), streamtune.stream(plain, schedule=SCHEDULE):
         logits = plain(input_ids=IDS, labels=IDS).logits
         plain.lm_head.weight.mul_(2)
-        with pytest.raises(ArgumentError, match="changed in place between the call and the reading"):
+        with pytest.raises(ArgumentError, match="changed in place between the model call and the reading"):
             logits.argmax(-1)
         weights = {name: p * 2 for name, p in plain.named_parameters()}
         got = functional_call(plain, weights, (), {"input_ids": IDS, "labels": IDS}).logits

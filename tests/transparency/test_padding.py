@@ -16,7 +16,7 @@ from tests.exactness.families import reference
 from tests.precision_kit import Float64, errors, in_float64
 
 LENGTH = 27
-TOLD = "label follows left padding"
+TOLD = "label is predicted from left padding"
 
 
 def padded(first_label: bool) -> dict[str, Tensor]:

@@ -168,7 +168,7 @@ def test_what_is_refused() -> None:
     with Float64(), streamtune.stream(model, chunk_size=4):
         with torch.no_grad():
             cache = model(input_ids=ids, use_cache=True).past_key_values
-        with pytest.raises(UnsupportedModelError, match=r"it holds 8 keys for 23 tokens"):
+        with pytest.raises(UnsupportedModelError, match=r"the cache holds 8 keys for 23 tokens"):
             model(input_ids=ids, labels=ids, past_key_values=cache)
     model = model_of("qwen3")
     with Float64(), streamtune.stream(model, chunk_size=4):
@@ -201,7 +201,7 @@ def test_caches_that_are_refused_by_name() -> None:
         ("mamba2", 2, "a cache of recurrent states was passed"),
         ("qwen3", 1, "the cache holds 1 rows for a call of 2 rows"),
         ("minimax", 2, "holds no keys and values under this layer's index"),
-        ("hrm_text", 2, "layer 0 updates its cache under index 1"),
+        ("hrm_text", 2, "layer 0 writes its keys to index 1 of the cache"),
     ):
         model = model_of(family)
         name = "cache_params" if family == "mamba2" else "past_key_values"

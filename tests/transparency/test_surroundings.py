@@ -53,7 +53,7 @@ def test_labels_by_place() -> None:
         call = (IDS, mask, None, None, None, IDS.masked_fill(mask == 0, -100))
         want = gradients(model, *call, use_cache=False)
         with streamtune.stream(model, chunk_size=5):
-            with pytest.warns(UserWarning, match="follows left padding"):
+            with pytest.warns(UserWarning, match="predicted from left padding"):
                 got = gradients(model, *call, use_cache=False)
             assert model.train()(*call).logits is None
     assert max(errors(got, want).values()) < 1e-9

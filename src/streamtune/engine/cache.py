@@ -139,7 +139,9 @@ class ChunkCache(hf_internal(CACHE_CLASS)):  # type: ignore[misc]
         """Store the chunk's keys and values; return keys and values ``[B, G, S, D]`` of earlier chunks and this one."""
         index, self.updates = self.updates, self.updates + 1
         if self.kv.past is not None and layer_idx != self.kv.past.layer_idx:
-            refuse_filled_cache(f"layer {self.kv.past.layer_idx} updates its cache under index {layer_idx}", CACHE)
+            refuse_filled_cache(
+                f"layer {self.kv.past.layer_idx} writes its keys to index {layer_idx} of the cache", CACHE
+            )
         key_states, value_states = _to_autocast_dtype(key_states), _to_autocast_dtype(value_states)
         if self.exchange is not None:
             if self.uses_states:
@@ -392,7 +394,7 @@ def state_argument(layer: nn.Module, cache: ChunkCache, hidden: Tensor) -> Any:
         return None if parts[0] is None else tuple(parts)
     if hidden.is_cuda and getattr(sys.modules[type(layer).__module__], RWKV_KERNEL, None) is not None:
         raise UnsupportedModelError(
-            "the CUDA kernel of RWKV computes no gradient of its initial state",
+            "the CUDA kernel of RWKV computes no gradient of the state that a chunk starts from",
             where=type(layer).__name__,
             fix="train this model without streaming",
         )

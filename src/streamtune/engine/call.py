@@ -381,7 +381,7 @@ class LayerCall:
             return chunks
         what, where = "the attention mask lets a token see later tokens", type(self.layer).__name__
         if len(chunks) == 1 or not complete:
-            raise UnsupportedModelError(f"{what}, so a chunk needs later chunks", where=where)
+            raise UnsupportedModelError(f"{what}, so a chunk would need the keys of later chunks", where=where)
         raise UnsupportedModelError(
             f"{what}: {longest:,} consecutive tokens must be one chunk, which is more than twice chunk_size "
             f"({schedule.chunk_size:,})",

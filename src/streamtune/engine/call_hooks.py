@@ -251,15 +251,15 @@ class StreamedCalls(StreamedModel):
             return False
         if self.sequence_parallel is not None:
             raise UnsupportedModelError(
-                "a label follows left padding, which attends to all tokens under eager attention; ranks that share a "
-                "sequence have only their own tokens",
+                "a label is predicted from left padding, which attends to all tokens under eager attention; ranks that "
+                "share a sequence have only their own tokens",
                 fix="give the first token of each row the label -100, or pad on the right",
             )
         if not self._warned_of_padding:
             self._warned_of_padding = True
             warnings.warn(
-                "a label follows left padding, which attends to all tokens under eager attention: the call runs in one "
-                "chunk. Give the first token of each row the label -100, pad on the right, or load the model with "
+                "a label is predicted from left padding, which attends to all tokens under eager attention: the call runs in "
+                "one chunk. Give the first token of each row the label -100, pad on the right, or load the model with "
                 "attn_implementation='sdpa'",
                 stacklevel=2,
             )

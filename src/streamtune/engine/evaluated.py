@@ -196,7 +196,7 @@ class _LogitsSource:
     @torch.no_grad()
     def iter_chunks(self) -> Iterator[Tensor]:
         """Yield the logits of ``chunk_size`` tokens at a time, without a graph."""
-        self.weights.check("the call and the reading of its logits")
+        self.weights.check("the model call and the reading of its logits")
         for part in self.hidden.split(self.chunk_size, dim=-2):
             with self.autocast.restored(), self.weights.restored():
                 logits = self.transform(self.head(part))
@@ -204,7 +204,7 @@ class _LogitsSource:
 
     def compute_with_graph(self) -> Tensor:
         """Return the logits of all tokens with their graph."""
-        self.weights.check("the call and the reading of its logits")
+        self.weights.check("the model call and the reading of its logits")
         with self.autocast.restored(), self.weights.restored():
             return self.transform(self.head(self.hidden))
 

@@ -26,10 +26,10 @@ SAFE_FILE, SAFE_INDEX = "model.safetensors", "model.safetensors.index.json"
 # --- the cache -------------------------------------------------------------------------------------------------------
 
 CACHES = {
-    "past_key_values": "all until 5.23; removed in 5.40",
+    "past_key_values": "all models until 5.23; removed in 5.40",
     "cache_params": "Mamba and similar models until 5.23; removed in 5.40",
     "layer_past": "layers of bloom, falcon, gpt_bigcode, gpt_neox, imagegpt and mpt",
-    "past_key_value": "before 5.17; code of repositories",
+    "past_key_value": "before 5.17, and in code of model repositories",
     "cache": "since 5.24",
 }
 """Names of the cache argument of models and layers, and of the cache in outputs, each with the versions that use it.

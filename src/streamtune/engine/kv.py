@@ -289,7 +289,9 @@ class Past:
         if not isinstance(keys, Tensor) or not isinstance(values, Tensor) or keys.dim() != 4:
             refuse_filled_cache(f"the {type(cache).__name__} holds no keys and values under this layer's index", name)
         if keys.shape[2] != length:
-            refuse_filled_cache(f"it holds {keys.shape[2]} keys for {length} tokens (a sliding or static cache)", name)
+            refuse_filled_cache(
+                f"the cache holds {keys.shape[2]} keys for {length} tokens (a sliding or static cache)", name
+            )
         return cls(keys, values, (_version_counter(keys), _version_counter(values)), index)
 
     def detached(self) -> Past:

@@ -204,8 +204,8 @@ def _cross_entropy(
         )
     if input.head.shards is not None:
         raise UnsupportedModelError(
-            f"{type(input.head.model).__name__} computes its loss in its own code, which would shift labels within a "
-            "shard",
+            f"{type(input.head.model).__name__} computes its loss in its own code, which would shift labels only "
+            "within each rank's shard",
             fix="use handle.logprobs, or set sequence_parallel_size: 1",
         )
     return input.head.cross_entropy(input, target, None if reduction == "mean" else 1.0, ignore_index)
