@@ -258,8 +258,8 @@ class StreamedCalls(StreamedModel):
         if not self._warned_of_padding:
             self._warned_of_padding = True
             warnings.warn(
-                "a label is predicted from left padding, which attends to all tokens under eager attention: the call runs in "
-                "one chunk. Give the first token of each row the label -100, pad on the right, or load the model with "
+                "a label is predicted from left padding, which attends to all tokens under eager attention: the call runs "
+                "in one chunk. Give the first token of each row the label -100, pad on the right, or load the model with "
                 "attn_implementation='sdpa'",
                 stacklevel=2,
             )

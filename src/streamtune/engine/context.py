@@ -28,7 +28,7 @@ from streamtune.schedule import Schedule
 
 @dataclass
 class CallContext:
-    """What the layers read about the current model call."""
+    """State of the current model call that its layers read: packed rows, shards, schedule and mode."""
 
     rows: PackedRows | None = None
     lengths: RowLengths | None = None
@@ -44,7 +44,7 @@ class CallContext:
 
 @dataclass(frozen=True)
 class ChunkContext:
-    """What the attention functions read about the chunk on which their layer runs."""
+    """State of the chunk on which a layer runs, read by its attention functions."""
 
     exchange: ChunkExchange | None
     """Exchange with the ranks that share the sequence; None if this rank has the whole sequence."""
