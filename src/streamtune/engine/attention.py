@@ -101,8 +101,8 @@ def attention(
 def _average_fully_masked_queries(output: Tensor, value: Tensor, mask: Tensor) -> Tensor:
     """Return ``output`` ``[B, H, T, D]``, with the mean of all values for each query whose keys are all masked.
 
-    Softmax gives this mean where the mask adds the lowest finite number to all scores. Only dense masks ``[B, 1, T,
-    S]`` that a model builds itself contain such queries, for example in a cross-attention outside the decoder layers.
+    Softmax gives this mean where the mask adds the lowest finite number to all scores. Such queries occur only in dense
+    masks that a model builds itself, for example in a cross-attention outside the decoder layers.
     """
     hidden = (mask <= torch.finfo(mask.dtype).min).all(-1, keepdim=True) & mask.isfinite().all(-1, keepdim=True)
     if not bool(hidden.any()):

@@ -120,7 +120,7 @@ class ChunkCache(hf_internal(CACHE_CLASS)):  # type: ignore[misc]
             self.states.add_state_grads(self._own_tokens, *self._state_positions, parts)
 
     def end_chunk(self) -> None:
-        """End the forward of the chunk: states that no other chunk reads are freed; only in the pass ``store``."""
+        """Free the states that no other chunk reads, after the chunk's forward; does nothing in the backward."""
         if self.uses_states and self.pass_name == "store":
             self.states.end_chunk(*self._state_positions)
 
@@ -268,7 +268,7 @@ class ChunkCache(hf_internal(CACHE_CLASS)):  # type: ignore[misc]
         self.states.on_state_used(self.pass_name == "whole")
 
     def _read_state(self, key: StateKey) -> Tensor | None:
-        """Return a state before the chunk, in the pass ``replay`` as an autograd leaf; None if no tokens precede it."""
+        """Return a state before the chunk, in the backward as an autograd leaf; None if no tokens precede the chunk."""
         self._report_state_use()
         (read_position, _), rows = self._state_positions, self.states.rows
         if read_position is None:

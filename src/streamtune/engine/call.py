@@ -85,7 +85,8 @@ class LayerCall:
     """One call of ``layer.forward`` with its arguments by name, so that it can be repeated on any chunk.
 
     ``inputs`` maps the hidden states, and each other tensor that needs a gradient, to the sequence dimension (None: the
-    tensor is not cut). A tensor in a dictionary that layers share is named by a :data:`SharedKey`.
+    tensor is not cut). Tensors in a dictionary that layers share have the name (argument, dictionary key, 0 for keys or
+    1 for values).
     """
 
     layer: nn.Module

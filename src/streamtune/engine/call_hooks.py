@@ -169,7 +169,7 @@ class StreamedCalls(StreamedModel):
             self.names.end_call()
 
     def _runs_unstreamed(self, call: ModelCall) -> bool:
-        """Return True if a call runs without streaming: inside :meth:`plain`, or for outputs of unchunked layers."""
+        """Return True if a call runs without streaming: inside :meth:`plain`, or if its output requires it."""
         self._plain_call.close()  # an interrupted call leaves it open
         if self.context.plain:
             return True
@@ -215,7 +215,7 @@ class StreamedCalls(StreamedModel):
             call.put("use_cache", False)
 
     def _set_call_context(self, call: ModelCall, with_labels: bool) -> None:
-        """Set what the layers read during the call: packed rows, row lengths, schedule, and whether in one chunk."""
+        """Set what the layers read during the call: packed rows, row lengths, schedule, one chunk or several."""
         rows, self._length = call.size
         self.context.one_chunk = with_labels and self._needs_one_chunk(call)
         self.context.schedule = self._short_schedule if 0 < rows * self._length <= SHORT.chunk_size else None
@@ -228,7 +228,7 @@ class StreamedCalls(StreamedModel):
         self.context.lengths = None if rows is None else RowLengths.from_rows(rows)
 
     def _add_mask_for_one_row(self, call: ModelCall) -> None:
-        """Add a mask of ones if the call, with its cache turned off, would be split into packed rows."""
+        """Add a mask of ones if ``transformers`` would split the call into packed rows only because it has no cache."""
         decoder: Any = owning_models(self.model, self.layers)[-1]
         checkpointed = decoder in self._checkpointing and self.model.training
         cached = getattr(decoder.config, "use_cache", False) and not checkpointed
@@ -258,9 +258,9 @@ class StreamedCalls(StreamedModel):
         if not self._warned_of_padding:
             self._warned_of_padding = True
             warnings.warn(
-                "a label is predicted from left padding, which attends to all tokens under eager attention: the call runs "
-                "in one chunk. Give the first token of each row the label -100, pad on the right, or load the model with "
-                "attn_implementation='sdpa'",
+                "a label is predicted from left padding, which attends to all tokens under eager attention: the call "
+                "runs in one chunk. Give the first token of each row the label -100, pad on the right, or load the "
+                "model with attn_implementation='sdpa'",
                 stacklevel=2,
             )
         return True
@@ -323,7 +323,7 @@ class StreamedCalls(StreamedModel):
         return output
 
     def _make_logits_readable(self, output: Any) -> Any:
-        """Return a model output in which tensors that are computed when they are read replace lazy logits."""
+        """Return a model output whose lazy logits are replaced by tensors that are computed when they are read."""
         assert self.head is not None
         compute = self.head.logits_with_graph if torch.is_grad_enabled() else self.head.logits_without_graph
         if isinstance(output, tuple):

@@ -202,7 +202,7 @@ class _ChunkGraph:
 
 
 class LayerChain:
-    """Layer calls whose backward runs together, chunk by chunk; each reads the hidden states that the last returned."""
+    """Layer calls that run backward together, chunk by chunk; each reads the hidden states of the call before."""
 
     def __init__(self, first_stream: LayerStream, hidden: Tensor) -> None:
         self.chunks, self.schedule = first_stream.chunks, first_stream.settings.schedule
@@ -274,7 +274,7 @@ class LayerChain:
         return list(_ChainedLayers.apply(self, len(self.links), returned, self.token, *self.other_inputs, *trained))
 
     def has_other_pending_nodes(self, node_number: int) -> bool:
-        """Record that node ``number`` runs; return True if another node of the chain will run in this backward pass."""
+        """Record that node ``node_number`` runs; return True if another node of the chain will run in this backward."""
         task = torch._C._current_graph_task_id()
         self.nodes_run.add((task, node_number))
         others = ((n, node) for n, ref in enumerate(self.nodes, 1) if (node := ref()) is not None)
@@ -419,7 +419,7 @@ class _ChainBackward:
     def _run_chunk(
         self, chunk: slice, x: Tensor, grads_z_i: list[Tensor | None], grad_sums: Sequence[Tensor | None]
     ) -> Tensor | None:
-        """Run all layers forward on one chunk, then backward; return the gradient of the first layer's input there."""
+        """Run all layers on one chunk forward, then backward; return the gradient of the first layer's input chunk."""
         x = x.detach()
         inputs = {0: x}
         for index, link in enumerate(self.links[: self.starts[-1]]):

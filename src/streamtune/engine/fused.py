@@ -90,7 +90,7 @@ class FusedLinears:
 
     @contextmanager
     def replacing_forwards(self) -> Iterator[None]:
-        """Context manager: while active, the layer's linear modules run fused."""
+        """Context manager: while active, linear modules use weights that are cast once, and add to gradient sums."""
         for call in self._calls:
             call.module.forward = call  # type: ignore[method-assign]
         try:
@@ -218,7 +218,7 @@ class FusedParts:
 
     @contextmanager
     def replacing_functions(self) -> Iterator[None]:
-        """Context manager: while active, norms and rotary embeddings run fused.
+        """Context manager: while active, norms and rotary embeddings run as fused operators.
 
         A norm or function that was replaced after this object was created is called unchanged.
         """

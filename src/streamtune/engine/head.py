@@ -79,7 +79,7 @@ class StreamedHead:
         self._refuse_other_loss(model.__dict__.get(LOSS))
 
     def _refuse_other_loss(self, function: Any) -> None:
-        """Raise an error for a loss function other than ``ForCausalLMLoss`` (None), which streaming replaces."""
+        """Raise an error unless ``function`` is None or ``ForCausalLMLoss``, the only loss that streaming replaces."""
         if function is not None and function not in (_causal_loss, self.loss):
             name = getattr(function, "__name__", type(function).__name__)
             raise UnsupportedModelError(

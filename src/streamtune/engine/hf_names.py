@@ -256,7 +256,7 @@ def parameters_of(forward: Callable[..., Any]) -> Mapping[str, inspect.Parameter
 
 
 def cache_argument(forward: Callable[..., Any], state: bool = True) -> str | None:
-    """Return the name of a forward's cache argument, with ``state`` also of its state argument (xLSTM), or None."""
+    """Return the name of a forward's cache argument (with ``state``, of its state argument if it has none), or None."""
     parameters = parameters_of(forward)
     argument = next((name for name in CACHES if name in parameters), STATE if state and STATE in parameters else None)
     return None if OTHER_KEYS in parameters else argument

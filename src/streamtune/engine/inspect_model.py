@@ -225,10 +225,10 @@ def attention_configs(model: PreTrainedModel, layers: list[nn.Module]) -> list[A
 
 
 def choose_parallel_form(ranks: SequenceParallel, model: Any, layers: list[nn.Module], head: bool) -> str:
-    """Return the form of sequence parallelism that fits a model and the recipe: ``ulysses`` or ``ring``.
+    """Return the form of sequence parallelism, ``ulysses`` or ``ring``; chosen by the model if ``auto`` is requested.
 
     Args:
-        ranks: Ranks that share each sequence, with the requested form or ``auto``.
+        ranks: Ranks that share each sequence, with the requested form.
         model: Model of ``transformers``, without wrappers.
         layers: Decoder layers of the model.
         head: True if the language-model head is streamed.

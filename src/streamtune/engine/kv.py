@@ -69,7 +69,7 @@ class KeysAndValues:
             buffer[:, :, self.buffer_slice(chunk)] = x
 
     def buffer_slice(self, keys: slice) -> slice:
-        """Return where the keys at positions ``keys`` of the sequence are in the buffers."""
+        """Return the slice of the buffers that holds the keys at positions ``keys`` of the sequence."""
         return slice(keys.start - self.offset, keys.stop - self.offset)
 
     def _new_buffer(self, like: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ class KeysAndValues:
         self.grads.clear()
 
     def offload(self, tier: Tier) -> None:
-        """Move the keys and values from the device to a tier (host or disk); :meth:`fetch` copies them back."""
+        """Move the keys and values from the device to ``tier``; :meth:`fetch` copies them back."""
         self.offloaded = [(tier.put(k), tier.put(v)) for k, v in self.pairs]
         tier.wait_for_copies()
         self.pairs.clear()
@@ -115,7 +115,7 @@ class KeysAndValues:
         return k[:, :, at], v[:, :, at]
 
     def add_grads(self, index: int, grads: Sequence[Tensor | None]) -> None:
-        """Add gradients that other layers have computed for these keys and values."""
+        """Add gradients that other layers computed for the keys and values of cache update number ``index``."""
         for total, part in zip(self.grad_views(index, slice(0, self.length)), grads, strict=True):
             if part is not None:
                 total += part
@@ -169,7 +169,7 @@ class States:
         """Let a subclass record that the layer uses keys and values as well as a state."""
 
     def state_positions(self, chunk: slice) -> tuple[int | None, int]:
-        """Return the number of tokens before the states that a chunk reads (None: none), and before its new states."""
+        """Return the positions (number of tokens before) of the states that a chunk reads (None: none) and computes."""
         before = (chunk.start or None) if self.rows is None else self.rows.state_before(chunk.start)
         return before, chunk.stop
 
