@@ -50,7 +50,9 @@ def data(
     row: Annotated[
         str | None,
         option(
-            "N|FILE:LINE", "Row to show, alone and in full: its number, or its FILE:LINE as errors print it.", "--row"
+            "N|FILE:LINE",
+            "Show only this row, in full: its number, or its file and line as in error messages.",
+            "--row",
         ),
     ] = None,
     ids: Annotated[
@@ -60,8 +62,8 @@ def data(
         bool,
         option(
             None,
-            "Show the longest rows, the rows with the fewest trained tokens and the most truncated rows, in "
-            "place of evenly spaced rows.",
+            "Show the longest rows, the rows with the fewest trained tokens and the rows that lose most by "
+            "truncation, instead of evenly spaced rows.",
             "--worst",
         ),
     ] = False,

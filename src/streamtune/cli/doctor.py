@@ -67,7 +67,7 @@ def doctor(
     directory: Annotated[
         Path,
         typer.Option(
-            "--dir", metavar="DIR", help="Folder whose disk is tested: the folder of runs, or of engine.offload_dir."
+            "--dir", metavar="DIR", help="Folder whose disk is tested. Give the folder of runs, or engine.offload_dir."
         ),
     ] = Path(),
     json: JsonOption = False,

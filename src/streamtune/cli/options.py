@@ -31,7 +31,7 @@ SetOption = Annotated[
     list[str] | None,
     option(
         "KEY=VALUE",
-        "Value for a key of the recipe, which replaces the value in the file, such as `--set max_length=4096`. "
+        "Replace the value of a recipe key, such as `--set max_length=4096`; the recipe file is not changed. "
         "Repeatable.",
         "--set",
     ),
@@ -49,8 +49,8 @@ HostfileOption = Annotated[
     Path | None,
     option(
         "FILE",
-        "File with the machines to train on, which are reached over ssh: one line `HOST slots=N` per machine,"
-        " for N ranks. [default: only this machine]",
+        "File that lists the machines to train on, one per line, as `HOST slots=N` for N ranks. They are reached over "
+        "ssh. [default: only this machine]",
         "--hostfile",
     ),
 ]
@@ -75,14 +75,12 @@ NodesOption = Annotated[
     int | None,
     typer.Option(
         metavar="M",
-        help="Number of machines to simulate, which share the --ranks evenly. [default: --ranks / 8 if that is a "
-        "whole number, else 1]",
+        help="Number of machines to simulate; each has the same number of the --ranks devices. [default: --ranks / 8 "
+        "if that is a whole number, else 1]",
         show_default=False,
     ),
 ]
-JsonOption = Annotated[
-    bool, option(None, "Print the result as one JSON document on stdout, instead of text.", "--json")
-]
+JsonOption = Annotated[bool, option(None, "Print the result as one JSON document on stdout instead of text.", "--json")]
 
 
 class HelpCommand(TyperCommand):

@@ -30,8 +30,8 @@ def plan(
         str | None,
         option(
             "NAME",
-            "Name of the device to plan for, such as h100-80gb. [default: this machine's device; without a GPU, "
-            "the device with the nearest --device-memory]",
+            "Name of the device to plan for, such as h100-80gb. [default: this machine's device; without a GPU, the "
+            "known device whose memory is nearest to --device-memory]",
         ),
     ] = None,
     device_memory: Annotated[
@@ -69,7 +69,7 @@ def plan(
     """Predict the fastest schedule that fits in memory, its step time, and its memory by purpose.
 
     A schedule is how a step is streamed: chunk size, what is stored where, what is recomputed. Reads the model's
-    configuration, but neither weights nor data. With `--set`, keys of the configuration describe another model:
+    configuration, but neither weights nor data. `--set` also changes keys of the configuration, to plan another model:
 
         streamtune recipes copy qwen3-8b-long my.yaml
 

@@ -64,8 +64,8 @@ def list_recipes(
         str | None,
         option(
             "SIZE",
-            "Device memory: only recipes made for it are listed, such as 24GB, or 8x80GB for eight devices. "
-            "[default: all recipes]",
+            "List only the recipes made for this device memory, such as 24GB, or 8x80GB for eight devices. [default: "
+            "all recipes]",
             "--device",
         ),
     ] = None,

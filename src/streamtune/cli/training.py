@@ -34,7 +34,7 @@ ResumeOption = Annotated[
     str,
     typer.Option(
         metavar="auto|never|PATH",
-        help="Handling of an earlier run in the output directory. auto: resume it, if one exists. never: move it "
+        help="What to do with an earlier run in the output directory. auto: resume it, if one exists. never: move it "
         "aside and start a new run. PATH: resume from this checkpoint.",
     ),
 ]
@@ -50,11 +50,11 @@ AllowChangeOption = Annotated[
     list[str] | None,
     typer.Option(
         metavar="KEY",
-        help="What may have changed since the start of a run that is resumed; other changes are refused. KEY is a "
-        "recipe key or one of these names. `data`: the rows. `base`: files of model_name_or_path. `adapter`: "
-        "the base model recorded in model_name_or_path, if that contains adapters. `start`: files of "
-        "adapter_name_or_path. `reference`: files of the reference model, or a teacher's file. `rewards`: "
-        "source code of reward functions. Repeatable.",
+        help="Resume a run although KEY has changed since its start; other changes are refused. KEY is a recipe key "
+        "or one of these names. `data`: the rows. `base`: files of model_name_or_path. `adapter`: files of the "
+        "base model, if model_name_or_path contains adapters. `start`: files of adapter_name_or_path. "
+        "`reference`: files of the reference model, or a teacher's file. `rewards`: source code of reward "
+        "functions. Repeatable.",
         show_default=False,
     ),
 ]

@@ -46,11 +46,10 @@ def bench(
         str,
         option(
             "NAME",
-            "Table to measure, in place of step times and peak memory of a few modes. `bp-time`: forward and "
-            "backward time. `max-length`: longest row that fits in memory. `memory`: bytes at the peak, by "
-            "purpose. `ablation`: schedules that differ in one choice. `prefix-sharing`: prompts computed "
-            "once for several completions. If the command is stopped, running it again measures only the "
-            "missing rows.",
+            "Measure this table instead of step time and peak memory. `bp-time`: forward and backward time. "
+            "`max-length`: longest row that fits in memory. `memory`: bytes at the peak, by purpose. `ablation`: "
+            "schedules that differ in one choice. `prefix-sharing`: prompts that are computed once for several "
+            "completions. If the command is stopped, running it again measures only the missing rows of the table.",
         ),
     ] = "",
     lengths: Annotated[
@@ -65,8 +64,9 @@ def bench(
         str,
         option(
             "MODE,...",
-            "Modes to compare: plain, checkpoint, checkpoint-offload, stream, stream-keep-attention. Modes of other "
-            "libraries: deepspeed-tiled, liger-loss, liger-loss-offload, liger, trl, unsloth. "
+            "Training methods to compare: plain (autograd), checkpoint (gradient checkpointing), checkpoint-offload, "
+            "stream, stream-keep-attention. With other libraries: deepspeed-tiled, liger-loss, liger-loss-offload, "
+            "liger, trl, unsloth. "
             f"[default: {DEFAULT_MODES}; with --table, all that can run here]",
         ),
     ] = "",
@@ -74,20 +74,19 @@ def bench(
         int,
         typer.Option(
             metavar="N",
-            help="Number of packed rows: also measure each length as N rows packed into one sequence, and as the "
-            "same N rows one by one. 0: do not.",
+            help="Also measure the tokens of each length as N rows: packed into one sequence, and one row after the "
+            "other. 0: do not.",
         ),
     ] = 0,
     repeats: Annotated[
-        int, typer.Option(metavar="N", help="Number of timed steps of each mode. The modes take turns, step by step.")
+        int, typer.Option(metavar="N", help="Number of timed steps of each mode; the modes take turns.")
     ] = 3,
     method: Annotated[
         str,
         option(
             "measure|simulate",
-            "With --table max-length: measure runs training steps on this device; simulate computes the "
-            "memory of steps for a device with --device-memory. [default: simulate if --device-memory is set,"
-            " else measure]",
+            "With --table max-length: measure runs training steps on this device; simulate predicts the memory of "
+            "steps, for a device with --device-memory. [default: simulate if --device-memory is set, else measure]",
         ),
     ] = "",
     device_memory: Annotated[

@@ -43,14 +43,14 @@ def evaluate(
     ] = "held-out",
     max_rows: Annotated[
         int | None,
-        option("N", "Maximum number of rows to score in each split: the first rows. [default: all rows]", min_value=1),
+        option("N", "Maximum number of rows to score in each split, from its start. [default: all rows]", min_value=1),
     ] = None,
     needle: Annotated[
         bool,
         option(
             None,
-            "Test retrieval too (needle in a haystack): hide a random code in text from the rows, and ask the "
-            "model for it.",
+            "Also test retrieval (needle in a haystack): hide a random code in text from the rows, and ask the model "
+            "for it.",
             "--needle",
         ),
     ] = False,
@@ -77,7 +77,7 @@ def evaluate(
         str | None,
         option(
             "TASK,...",
-            "Tasks of lm-evaluation-harness to run too: names or YAML files, separated by commas. It must be "
+            "Also run these tasks of lm-evaluation-harness: names or YAML files, separated by commas. It must be "
             "installed (pip install lm-eval).",
         ),
     ] = None,

@@ -57,9 +57,9 @@ def export(
         Literal["trained", "original"],
         option(
             "trained|original",
-            "Base model to merge QLoRA adapters into. trained: the quantised base of training, dequantised, "
-            "which gives the trained model. original: the base before quantisation, which gives a different "
-            "model. [default: trained]",
+            "Weights of the base model into which QLoRA adapters are merged. trained: the quantised weights of "
+            "training, dequantised; the merged model equals the trained model. original: the weights before "
+            "quantisation; the merged model differs from the trained model. [default: trained]",
         ),
     ] = "trained",
     base: Annotated[
@@ -78,8 +78,8 @@ def export(
         bool,
         typer.Option(
             "--check/--no-check",
-            help="Compare logits and greedy output of the written model with the trained model; exit with 1 if "
-            "they differ by more than rounding.",
+            help="Compare logits and greedy output of the written model with the trained model; exit with 1 if they "
+            "differ by more than rounding explains.",
         ),
     ] = True,
     device: Annotated[
@@ -89,8 +89,8 @@ def export(
         str | None,
         option(
             "TYPE",
-            "Weight type of a GGUF file to write too, with llama.cpp's converter: f32, f16, bf16, q8_0, "
-            "tq1_0, tq2_0 or auto. [default: no GGUF file]",
+            "Also write a GGUF file, with llama.cpp's converter and this weight type: f32, f16, bf16, q8_0, tq1_0, "
+            "tq2_0 or auto. [default: no GGUF file]",
         ),
     ] = None,
     llama_cpp: Annotated[
@@ -106,7 +106,7 @@ def export(
 ) -> None:
     """Write a trained model in Hugging Face format with adapters merged, and compare it with the trained model.
 
-    Exits with 1 if the two models differ by more than rounding the weights to the written dtype explains.
+    Exits with 1 if the two models differ by more than the rounding of the weights to the written dtype explains.
     """
     shard = parse_size(max_shard_size, where="--max-shard-size")
     let_idle_threads_sleep()

@@ -47,8 +47,8 @@ def generate(
         Path | None,
         option(
             "FILE",
-            "File with prompts to answer. .json: messages. .jsonl: one conversation per line. Other endings: "
-            "the text is one prompt.",
+            "File with prompts to answer. .json: a list of messages, or a list of conversations. .jsonl: one "
+            "conversation per line. Other endings: the text is one prompt.",
         ),
     ] = None,
     system: Annotated[

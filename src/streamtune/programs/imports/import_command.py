@@ -42,7 +42,9 @@ def import_recipe(
     trainer: Annotated[
         str | None,
         option(
-            "TRAINER", f"Trainer that FILE is for: {', '.join(TRAINERS)}. [default: recognised by the fields]", "--from"
+            "TRAINER",
+            f"Trainer whose recipe FILE is: {', '.join(TRAINERS)}. [default: recognised by the fields]",
+            "--from",
         ),
     ] = None,
     objective: Annotated[

@@ -66,16 +66,16 @@ def probe_max_len(
         str | None,
         option(
             "NAME",
-            "With --method simulate: name of the device to simulate, such as h100-80gb. [default: this "
-            "machine's device; without a GPU, the device with the nearest --device-memory]",
+            "With --method simulate: name of the device to simulate, such as h100-80gb. [default: this machine's "
+            "device; without a GPU, the known device whose memory is nearest to --device-memory]",
         ),
     ] = None,
     baseline: Annotated[
         bool,
         option(
             None,
-            "Also search the longest sequence of training without streaming, for comparison: gradient "
-            "checkpointing, plain autograd and, for simulated sft, Liger's fused loss.",
+            "For comparison, also find the longest sequence without streaming: with gradient checkpointing, with "
+            "plain autograd and, for simulated sft, with Liger's fused loss.",
             "--baseline",
         ),
     ] = False,
@@ -83,7 +83,7 @@ def probe_max_len(
         bool,
         option(
             None,
-            "Search the largest batch of rows of one length (--length), instead of the longest row.",
+            "Find the largest number of rows of one length (--length) in a batch, instead of the longest row.",
             "--batch-size",
         ),
     ] = False,
@@ -92,11 +92,11 @@ def probe_max_len(
     ] = None,
     least: Annotated[
         int | None,
-        option("N", "Smallest length to try, in tokens; with --batch-size, smallest number of rows.", "--from"),
+        option("N", "Smallest length to try, in tokens; with --batch-size, the smallest number of rows.", "--from"),
     ] = None,
     most: Annotated[
         int | None,
-        option("N", "Largest length to try, in tokens; with --batch-size, largest number of rows.", "--to"),
+        option("N", "Largest length to try, in tokens; with --batch-size, the largest number of rows.", "--to"),
     ] = None,
     trial_timeout: Annotated[
         float,

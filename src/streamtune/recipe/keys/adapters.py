@@ -53,10 +53,11 @@ class AdapterKeys(Spec):
     (`deepspeed: zero3`, `fsdp`), else `int8`. Embedding, norms and head are not quantised."""
 
     adapter_type: AdapterName = "lora"
-    """Kind of adapters. `lora`; `rslora`, scaled by alpha / sqrt(r); `dora`, which also trains the norms of weight
-    rows. LoRA with other initial values: `pissa` and `olora` (from each weight's SVD or QR), `lora_ga` (only `sft`;
-    from each weight's gradient), `loftq` (only `qlora`; from each weight's quantisation error). Other kinds of peft:
-    `vera`, `ia3`, `oft`, `hra`, `loha`, `lokr`, `miss`. `paca` trains `lora_r` random columns of each weight."""
+    """Kind of adapters. `lora`: low-rank adapters. `rslora`: LoRA that is scaled by alpha / sqrt(r). `dora`: LoRA that
+    also trains the norms of the weights' rows. LoRA with other initial values: `pissa` (from the SVD of each weight),
+    `olora` (from its QR decomposition), `lora_ga` (from its gradient; only `sft`), `loftq` (from its quantisation
+    error; only `qlora`). `paca`: trains `lora_r` random columns of each weight. Other methods of the library peft:
+    `vera`, `ia3`, `oft`, `hra`, `loha`, `lokr`, `miss`."""
 
     lora_r: Annotated[int, Field(ge=1), at_most(10**5)] = 16
     """Rank of the adapters. A higher rank trains more parameters."""
@@ -77,27 +78,27 @@ class AdapterKeys(Spec):
     `[down_proj]`."""
 
     lora_rank_pattern: Annotated[dict[Text, Annotated[int, Field(ge=1), at_most(10**5)]], Field(default_factory=dict)]
-    """Ranks of single modules, which replace `lora_r`: pattern of the end of a module name -> rank, as in `{o_proj:
-    4}`."""
+    """Ranks of some modules, which replace `lora_r`: mapping from the end of a module name (a regular expression) to a
+    rank, such as `{o_proj: 4}`."""
 
     lora_alpha_pattern: Annotated[
         dict[Text, Annotated[float, Field(gt=0), at_most(10**6)]], Field(default_factory=dict)
     ]
-    """Scales of single modules, which replace `lora_alpha`: pattern of the end of a module name -> alpha, as in
-    `{o_proj: 8}`."""
+    """Alphas of some modules, which replace `lora_alpha`: mapping from the end of a module name (a regular expression)
+    to an alpha, such as `{o_proj: 8}`."""
 
     lora_ga_rows: Annotated[int, Field(ge=1), at_most(10**4)] = 8
     """Only for `sft` with `adapter_type: lora_ga`: number of training rows, drawn with `seed`, whose gradient
     initialises the adapters. Gradients of several rows are summed in host memory."""
 
     lora_ga_gamma: Annotated[float, Field(gt=0), at_most(10**9)] = 16.0
-    """Only for `sft` with `adapter_type: lora_ga`: gamma; the initial values of the adapters are divided by
-    sqrt(gamma). A larger gamma gives smaller initial values."""
+    """Only for `sft` with `adapter_type: lora_ga`: number whose square root divides the initial values of the adapters.
+    A larger number gives smaller initial values."""
 
     loftq_iter: Annotated[int, Field(ge=1), at_most(100)] = 1
-    """With `adapter_type: loftq`: number of LoftQ iterations. Each iteration quantises the weight minus the product of
-    the adapters, then recomputes the adapters. With 2 or more, the quantised base weights differ from plain
-    quantisation, and the difference is saved with the adapters."""
+    """With `adapter_type: loftq`: number of LoftQ iterations. Each iteration subtracts the product of the adapters from
+    the weight, quantises the difference, then recomputes the adapters. With 2 or more, the quantised base weights
+    differ from plain quantisation, and the difference is saved with the adapters."""
 
     oft_block_size: Annotated[int, Field(ge=2), at_most(10**5)] = 32
     """With `adapter_type: oft`: number of input features that each trained rotation acts on."""
@@ -107,7 +108,7 @@ class AdapterKeys(Spec):
     `[lm_head]`."""
 
     adapter_name_or_path: Text | None = None
-    """Folder with trained adapters in peft's format, from which training starts. The folder decides kind, rank and
+    """Folder with trained adapters in peft's format, from which training starts. The folder sets their kind, rank and
     modules, so other adapter keys are refused. Default: new adapters."""
 
     @property

@@ -31,16 +31,18 @@ class BucketSpec(Spec):
     """Keys of ``batching: buckets``: the smallest length, and the order of lengths in an epoch."""
 
     curriculum: Literal["uniform", "grow-linear", "grow-p2"] = "grow-p2"
-    """Order of piece lengths within a cycle: the relative probability that the next batch has a given length.
-    `uniform`: equal for all lengths. `grow-p2`: halved for each doubling of the length, so short pieces come first.
-    `grow-linear`: lowered by a constant for each doubling of the length."""
+    """How strongly short pieces come first within a cycle. The next batch is drawn from the cycle's remaining batches,
+    with a probability that depends on the length of its pieces. `uniform`: equal for all lengths. `grow-p2`: half as
+    probable for twice the length. `grow-linear`: in proportion to 1 + the number of doublings that lead to the longest
+    length."""
 
     cycles: Annotated[int, Field(ge=1), at_most(1000)] = 8
-    """Number of times in an epoch that the lengths grow from short to long."""
+    """Number of cycles in an epoch. In each cycle the length of the pieces grows from short to long, as `curriculum`
+    sets."""
 
     min_length: Annotated[int, Field(ge=2), at_most(10**6)] = 64
-    """Length of the shortest bucket in tokens; must be a power of two. The ends of rows that are shorter are in this
-    bucket too."""
+    """Length of the shortest bucket in tokens; must be a power of two. If the rest of a row is shorter than this, it is
+    put in the shortest bucket too."""
 
     @field_validator("min_length")
     @classmethod
@@ -77,18 +79,18 @@ class BatchKeys(Spec):
     the pieces, such as `{curriculum: grow-p2, cycles: 8, min_length: 64}`."""
 
     select_rows: Literal["colm"] | None = None
-    """Only for `sft`: method that chooses the trained rows of each step. `colm` (arXiv 2407.19580) draws `select_from`
-    times as many rows as it trains, and runs all of them forward. From each dataset it trains the rows whose gradients
-    best represent the drawn rows. It trains all drawn rows of a dataset that has fewer rows than the average dataset.
-    `selected.jsonl` lists the chosen rows. Default: all rows are trained."""
+    """Only for `sft`: method that chooses the rows of each step. `colm` (arXiv 2407.19580): each step draws
+    `select_from` times as many rows as it trains on, runs all of them forward, and trains on the rows of each dataset
+    whose gradients best represent the drawn rows. If a dataset has fewer rows than the average dataset, all its drawn
+    rows are trained on. `selected.jsonl` lists the chosen rows. Default: no choice; all rows are trained on."""
 
     select_from: Annotated[int, Field(ge=2), at_most(10**4)] = 2
     """Only for `sft` with `select_rows`: number of drawn rows for each trained row. With 4, an epoch draws every row
     once and trains a quarter of the rows."""
 
     val_size: Annotated[float, Field(ge=0), at_most(10**12)] = 0.0
-    """Number of rows of `datasets` (from 1), or fraction of the rows (below 1), that are held out for evaluation. 0:
-    none. With `eval_datasets`, the held-out rows are one more set, named `held_out`."""
+    """Number of rows of `datasets` (1 or more), or fraction of the rows (below 1), to hold out for evaluation. 0: none.
+    With `eval_datasets`, the held-out rows are one more evaluation set, named `held_out`."""
 
     @field_validator("val_size")
     @classmethod
@@ -109,8 +111,8 @@ class StepKeys(Spec):
     """Keys of the size of an optimizer step, and of the number of steps."""
 
     per_device_train_batch_size: Rows = 1
-    """Number of rows in one forward and backward of each rank. Counted are pairs for `dpo`, and sequences with
-    `packing`. More rows take more memory."""
+    """Number of rows in one forward and backward of each rank; for `dpo`, number of pairs; with `packing`, number of
+    packed sequences. A larger number takes more memory."""
 
     per_device_eval_batch_size: Rows = 1
     """Number of rows in one forward of each rank during an evaluation. More rows take more memory."""

@@ -49,14 +49,15 @@ class DatasetSpec(Spec):
     Local files: .jsonl, .json, .parquet, .arrow, .csv or .txt, compressed or not, or a pattern such as `data/*.jsonl`.
     Relative paths are searched in the recipe's folder, then in the working directory. URLs: `hf://datasets/...`,
     `s3://`, `gs://`, `https://`. Built in: `python-stdlib` (documented functions, classes and modules of the running
-    Python); `demo-preferences` (pairs of a polite and another answer); `demo-arithmetic` (tasks on digits);
-    `demo-passkey` (short to long logs, with a question about one line)."""
+    Python); `demo-preferences` (pairs of a good answer and a wrong or rude answer); `demo-arithmetic` (tasks on
+    digits); `demo-passkey` (short to long logs, with a question about one line)."""
 
     type: Literal[
         "auto", "messages", "prompt_completion", "text", "alpaca", "sharegpt", "preference", "unpaired", "prompts"
     ] = "auto"
-    """Format of the rows. `auto` infers the format from the columns and prints it. `dpo` reads `preference` (pairs) and
-    `unpaired` (labelled completions), `grpo` reads `prompts`, `sft` reads the other formats."""
+    """Format of the rows. `auto` infers the format from the columns and prints it. For `sft`: `messages`,
+    `prompt_completion`, `text`, `alpaca` or `sharegpt`. For `dpo`: `preference` (pairs of completions) or `unpaired`
+    (single completions with a label). For `grpo`: `prompts`."""
 
     split: Text = "train"
     """Split to read from a hub dataset or a folder, such as `train` or `test`. In a folder, the split is recognised by
@@ -86,8 +87,8 @@ class DatasetSpec(Spec):
 
     weight: Annotated[float, Field(ge=0), at_most(10**12)] | None = None
     """Share of this entry in an epoch, relative to the weights of the other entries: weights 3 and 1 give 75% and 25%.
-    `mix_by` decides if rows or tokens are counted. Set a weight for all entries or for none; 0 excludes an entry from
-    training. Not for `grpo`."""
+    `mix_by` sets whether these are shares of the rows or of the tokens. Set a weight for all entries or for none; 0
+    excludes an entry from training. Not for `grpo`."""
 
     @model_validator(mode="before")
     @classmethod
@@ -118,8 +119,8 @@ class DataKeys(Spec):
     """List of the sources of training rows. `[data/train.jsonl]` is short for `[{path: data/train.jsonl}]`."""
 
     mix_by: Literal["rows", "tokens"] = "rows"
-    """Unit in which the `weight` of a dataset counts its share of an epoch: `rows` or `tokens`. Set it if the datasets
-    have weights and rows of different lengths. Not for `grpo`."""
+    """Whether the `weight` of a dataset sets its share of the `rows` or of the `tokens` of an epoch. The two shares
+    differ if some datasets have longer rows than others. Not for `grpo`."""
 
     eval_datasets: Annotated[
         dict[Text, Annotated[tuple[DatasetSpec, ...], Field(min_length=1, strict=False)]], Field(default_factory=dict)
@@ -135,7 +136,8 @@ class DataKeys(Spec):
     """Maximum number of rows that `on_bad_row: skip` leaves out. With more bad rows the run ends with an error."""
 
     dataset_num_proc: Annotated[int, Field(ge=1, le=1024)] = 1
-    """Number of processes that render and tokenise rows. It affects only the time, not the resulting rows."""
+    """Number of processes that render and tokenise rows. More processes take less time; the resulting rows are the
+    same."""
 
     streaming: bool = False
     """Only for `sft`: read, tokenise and cut rows during training instead of before. Set it for data too large for the

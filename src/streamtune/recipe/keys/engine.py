@@ -74,9 +74,9 @@ class EngineSpec(Spec):
     in memory and time."""
 
     schedule: Literal["auto", "fixed"] = "auto"
-    """Source of the values of keys of this group that are `auto`. `auto`: the planner chooses the values that train
-    fastest and fit in memory. `fixed`: each key has a constant, which its description gives as the default with
-    `schedule: fixed`."""
+    """How the keys of this group that are `auto` get their values. `auto`: the planner chooses the fastest values that
+    fit in memory. `fixed`: each key gets the constant that its description gives as the default with `schedule:
+    fixed`."""
 
     chunk_size: Count | Auto = "auto"
     """Maximum number of consecutive tokens of a sequence that a layer processes at once. Smaller chunks take less
@@ -108,21 +108,22 @@ class EngineSpec(Spec):
     fixed`: the number that stores the fewest layer inputs."""
 
     keep_kv: bool | Literal[Auto, Kept] = "auto"
-    """Memory that stores the attention keys and values of every layer until the backward: `device` or `host`. `no`: the
-    backward projects them again, which takes time instead of memory. `true` means `device`. Default with `schedule:
-    fixed`: no."""
+    """Memory that stores the attention keys and values of every layer until the backward: `device` or `host`. `no`:
+    they are not stored; the backward computes them again from the layer input, which takes time instead of memory.
+    `true` means `device`. Default with `schedule: fixed`: no."""
 
     keep_attention: Literal[Auto, Kept] = "auto"
     """Memory that stores the attention output of every layer until the backward: `device` or `host`. `no`: the backward
     recomputes the attention, which takes time instead of memory. Default with `schedule: fixed`: no."""
 
     keep_layers: Steps | Auto = "auto"
-    """Number of layers, counted from the last, that store all activations for the backward and recompute nothing. A
-    larger number is faster and takes more memory. Default with `schedule: fixed`: 0."""
+    """Number of layers, counted from the last, that store all their activations, so that the backward recomputes
+    nothing of them. A larger number is faster and takes more memory. Default with `schedule: fixed`: 0."""
 
     stream_grads: bool | Auto = "auto"
-    """Overwrite the gradient of each layer's output with the gradient of its input, chunk by chunk, in the memory of
-    the layer inputs. It saves the memory of these gradients. Default with `schedule: fixed`: false."""
+    """Store the gradients of hidden states in the memory of the stored layer inputs: chunk by chunk, the gradient of a
+    layer's input overwrites the gradient of its output. This saves the memory of separate gradients. Default with
+    `schedule: fixed`: false."""
 
     grad_dtype: GradDtype = "float32"
     """Dtype in which gradients are summed over chunks: `float32`, or `param` for the dtype of the parameter. It affects
@@ -133,29 +134,30 @@ class EngineSpec(Spec):
     model's own code. It affects rounding, so the planner never changes it. Default with `schedule: fixed`: torch."""
 
     order: Literal[Auto, Order] = "auto"
-    """Outer loop of the backward. `layer`: all chunks of a layer, then the layer below; the input of every layer is
-    stored. `chunk`: all layers of a chunk, then the chunk before. `chunk` stores the input of the first layer (where
-    `offload` says) and every layer's keys and values or recurrent states (`keep_kv`: device or host). With `chunk`,
-    `levels: 2` stores the activations of `segment_size` layers at once (with `schedule: fixed`: 1) instead of all
-    layers. Default with `schedule: fixed`: layer."""
+    """Outer loop of the backward. `layer`: all chunks of a layer, then the layer below. The input of every layer is
+    stored. `chunk`: all layers of a chunk, then the chunk before. Stored are the input of the first layer (in the
+    memory that `offload` names) and the keys and values or recurrent states of every layer (in the memory that
+    `keep_kv` names). The activations of one chunk are in memory for all layers at once, or with `levels: 2` for
+    `segment_size` layers (with `schedule: fixed`: 1). Default with `schedule: fixed`: layer."""
 
     weights: Literal[Auto, WeightTier] = "auto"
     """Memory that stores the weights of layers, embedding and head while they are not in use: `device` or `host`. With
-    `host`, each layer is copied to the device before it computes, and its gradient is copied back. The optimizer
-    updates these weights on the CPU; adapters stay on the device. One device only. With `auto`, the planner chooses
-    `host` only if no other schedule fits, and reports it. Default with `schedule: fixed`: device."""
+    `host`, the weights of each layer are copied to the device before it computes, and their gradient is copied back.
+    The optimizer updates these weights on the CPU; adapters stay on the device. One device only. With `auto`, the
+    planner chooses `host` only if no other schedule fits, and reports it. Default with `schedule: fixed`: device."""
 
     fetch_dtype: Literal[Auto, FetchDtype] = "auto"
-    """With `weights: host`: dtype of the weights' copies on the device. `param`: the dtype of the stored weight.
-    `bfloat16`: the model computes in bfloat16, while stored weights, gradient sums and optimizer stay in float32.
-    `bfloat16` replaces the key `bf16` and halves the bytes of the layer inputs. The planner never changes it. Default
+    """With `weights: host`: dtype of the copies of the weights on the device. `param`: the dtype of the stored weights.
+    `bfloat16`: the model computes in bfloat16, while stored weights, gradient sums and optimizer stay in float32; layer
+    inputs take half the memory. It cannot be combined with `bf16: true`. The planner never changes this key. Default
     with `schedule: fixed`: param."""
 
     optimizer: Literal[Auto, "device", "host"] = "auto"
-    """Memory that stores the optimizer's states; the optimizer also runs there: `device`, `host`, or `auto` for the
-    memory of the weights. `host` with weights on the device: each gradient is copied to host memory, and the updated
-    weight is copied back. With `optim_in_backward` these copies overlap with the computation. One device only. For full
-    fine-tuning, `auto` may become `host` if nothing else fits. Adapters of host weights stay on the device."""
+    """Where the optimizer runs and stores its states: `device`, `host`, or `auto` for the memory that stores the
+    weights (key `weights`). With `host` and weights on the device, each gradient is copied to host memory, and the
+    updated weight is copied back; with `optim_in_backward` these copies overlap with the computation. One device only.
+    In full fine-tuning, `auto` may become `host` if nothing else fits. With `weights: host`, adapters are still updated
+    on the device."""
 
     device_memory: Size | Auto = "auto"
     """Device memory that the planner may use, such as `80GiB`. `auto`: the memory that is free at the start of the
@@ -219,8 +221,8 @@ class EngineKeys(Spec):
     """Group of keys that decide how a step is streamed, and how much memory it may use. The defaults suit most runs."""
 
     bf16: bool | None = None
-    """Compute in bfloat16 (autocast); the weights keep their `dtype`. Default: true if `dtype: auto` trains the weights
-    of a bfloat16 or float16 checkpoint in float32, else false."""
+    """Compute in bfloat16 (autocast); the weights keep their `dtype`. Default: true if `dtype: auto` makes the trained
+    weights of a bfloat16 or float16 checkpoint float32, else false."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to train on: `cpu`, `cuda`, or `auto` for an accelerator if one exists, else the CPU."""
@@ -285,7 +287,8 @@ class DeviceKeys(Spec):
     configuration is accepted too; its `auto` values are filled from the recipe. Default: nothing is sharded (DDP)."""
 
     fsdp: bool = False
-    """Shard weights, gradients and optimizer states across ranks with PyTorch's FSDP2. It excludes `deepspeed`."""
+    """Shard weights, gradients and optimizer states across ranks with PyTorch's FSDP2. It cannot be combined with
+    `deepspeed`."""
 
     sequence_parallel_size: Rows = 1
     """Number of ranks that share each sequence, so that longer sequences fit. The number of all ranks must be a
@@ -298,7 +301,7 @@ class DeviceKeys(Spec):
 
     train_batch_size: Rows | None = None
     """Number of rows in one optimizer step over all ranks. It replaces `gradient_accumulation_steps`, which is then
-    derived from the number of ranks. Set it so that the recipe trains the same on any number of ranks."""
+    derived from the number of ranks. Set it if the batch size must be the same on any number of ranks."""
 
     @property
     def sharding_key(self) -> str | None:

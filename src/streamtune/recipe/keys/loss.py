@@ -30,9 +30,9 @@ class LossKeys(Spec):
     """Keys of the loss of a trained token, and of distillation from a teacher."""
 
     loss_type: Literal["nll", "dft", "focal"] = "nll"
-    """Loss in `sft` of a trained token with probability p. `nll` is -log p. `dft` multiplies -log p by p, without a
-    gradient through this factor (arXiv 2508.05629). `focal` multiplies it by (1 - p)^`focal_gamma`. Held-out rows are
-    always evaluated with `nll`. If training uses another loss, `metrics.jsonl` has `nll` too."""
+    """Loss in `sft` of a token that the model predicts with probability p. `nll`: -log p. `dft`: -log p times p,
+    without a gradient through this factor (arXiv 2508.05629). `focal`: -log p times (1 - p)^`focal_gamma`. Held-out
+    rows are always evaluated with `nll`. With `dft` and `focal`, `metrics.jsonl` also has the `nll` of training."""
 
     focal_gamma: Annotated[float, Field(ge=0), at_most(100)] = 2.0
     """Only for `sft` with `loss_type: focal`: exponent of (1 - p). A larger exponent reduces the weight of tokens that
@@ -48,14 +48,14 @@ class LossKeys(Spec):
 
     teacher: Text | None = None
     """Teacher for distillation, in `sft` and in `grpo` with `loss_type: gkd`: hub name or local folder of a model with
-    the same tokens. The trained model learns the teacher's distribution at each trained token. The teacher is in memory
-    too, and is not trained. For `sft` the teacher can also be a file `NAME.safetensors` with its top-k tokens, written
-    by `streamtune teach`. Default: no distillation."""
+    the same tokens. The trained model learns the teacher's distribution at each token that counts in the loss. The
+    teacher takes memory too, and is not trained. For `sft` the teacher can also be a file `NAME.safetensors` that
+    `streamtune teach` wrote, with the teacher's top-k tokens. Default: no distillation."""
 
     kd_divergence: Literal["forward", "reverse", "jsd"] = "forward"
-    """With `teacher` (`sft`, `grpo`): divergence between the distributions of teacher and model. `forward` is
-    KL(teacher || model), `reverse` is KL(model || teacher). `jsd` is the weighted sum of KL(teacher || mixture) and
-    KL(model || mixture), arXiv 2306.13649."""
+    """With `teacher` (`sft`, `grpo`): divergence between the distributions of teacher and model. `forward`: KL(teacher
+    || model). `reverse`: KL(model || teacher). `jsd`: the sum of KL(teacher || mixture) and KL(model || mixture),
+    weighted by `kd_beta` (arXiv 2306.13649)."""
 
     kd_beta: Annotated[float, Field(gt=0, lt=1)] = 0.5
     """With `teacher` (`sft`, `grpo`) and `kd_divergence: jsd`: share of the teacher in the mixture, between 0 and 1.
@@ -88,9 +88,9 @@ class RouterKeys(Spec):
     disables it."""
 
     moe_balance: Literal["micro", "global"] = "micro"
-    """Tokens over which the load-balancing loss of a mixture of experts is computed. `micro`: the tokens of each
-    forward; the losses of a step are averaged, weighted by tokens. `global`: the tokens of the whole optimizer step; if
-    a step has several forwards, each forward then runs twice."""
+    """Tokens over which the load-balancing loss of a mixture of experts is computed. `micro`: the tokens of one
+    micro-batch; a step has the mean of these losses, weighted by tokens. `global`: the tokens of the whole optimizer
+    step; each forward of a step with several micro-batches then runs twice."""
 
 
 OF_TEACHER = ("kd_divergence", "kd_beta", "kd_temperature", "kd_hard_share")

@@ -86,12 +86,11 @@ class RopeScaling(Spec):
     rope_type: Literal["yarn", "linear", "llama3", "dynamic", "longrope", "default"]
     """Kind of scaling. `yarn` (arXiv 2309.00071). `linear`: position interpolation (arXiv 2306.15595). `llama3`: the
     scaling of Llama 3. `dynamic`: the rotary base depends on the length of the row. `longrope` (arXiv 2402.13753).
-    `default`: positions are not scaled, and tokens beyond the pretraining length have positions that the model has
-    never seen."""
+    `default`: no scaling; tokens beyond the pretraining length get positions that the model has never seen."""
 
     factor: Annotated[float, Field(ge=1), at_most(10**6)] | None = None
-    """Extended length divided by the pretraining length. Default: the smallest whole number with which `max_length`
-    fits."""
+    """Extended length divided by the pretraining length. Default: the smallest whole number for which the extended
+    length is at least `max_length`."""
 
     original_max_position_embeddings: Count | None = None
     """Pretraining length in tokens. Default: the value in the model's configuration."""
@@ -196,23 +195,24 @@ class ModelKeys(Spec):
     """Jinja chat template, as text or as the path of a file. Default: the template of the tokenizer."""
 
     trust_remote_code: bool = False
-    """Run Python code that comes with the model. Set it only for models of a source that you trust."""
+    """Run Python code that comes with the model. Set it only if you trust the source of the model."""
 
     allow_pickle: bool = False
-    """Read weights from pickle files (`pytorch_model.bin`) too, tensors only. With `false`, only safetensors files are
-    read."""
+    """Also read weights from pickle files (`pytorch_model.bin`); of these files, only tensors are loaded. With `false`,
+    only safetensors files are read."""
 
     dtype: Literal["auto", "mixed", "float32", "bfloat16"] = "auto"
-    """Dtype of the weights. `mixed`: trained weights are float32, so that small steps are not lost by rounding; frozen
-    weights keep the checkpoint's dtype. `auto`: `mixed` with `bf16`; if that does not fit in memory, bfloat16 with
-    `weight_rounding: stochastic`, which the banner reports. With `auto`, a model built from a configuration is
-    float32."""
+    """Dtype of the weights. `float32` and `bfloat16`: of all weights. `mixed`: trained weights are float32, so that
+    small updates are not lost by rounding; frozen weights keep the checkpoint's dtype. `auto`: a bfloat16 or float16
+    checkpoint is trained as with `mixed` and `bf16: true`, or if that does not fit in memory, in bfloat16 with
+    `weight_rounding: stochastic`; the start of the run reports the choice. With `auto`, a model built from a
+    configuration is float32."""
 
     weight_rounding: Literal["nearest", "stochastic"] = "nearest"
-    """Rounding of bfloat16 weights after each optimizer step, which is computed in float32. `nearest` loses changes
-    below half the distance between two bfloat16 numbers. `stochastic` rounds up or down at random (with `seed`), so
-    that the mean is the unrounded weight. `stochastic` needs `dtype: bfloat16`, or `modules_to_save` of a bfloat16
-    checkpoint."""
+    """How a bfloat16 weight is rounded after an optimizer step, which is computed in float32. `nearest`: to the nearest
+    bfloat16 number; a change of less than half the distance between two such numbers is lost. `stochastic`: up or down
+    at random (with `seed`), so that the mean is the unrounded weight. `stochastic` needs `dtype: bfloat16`, or
+    `modules_to_save` of a bfloat16 checkpoint."""
 
     rope_scaling: RopeScaling | None = None
     """Scaling of the rotary positions, for rows longer than the pretraining length: `{rope_type: yarn, factor: 4}`. It

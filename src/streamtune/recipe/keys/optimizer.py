@@ -35,8 +35,8 @@ class LearningRateGroup(Spec):
     `layers.*.mlp`. `*` matches any text, `?` one character. If several patterns match, the first applies."""
 
     learning_rate: Annotated[float, Field(ge=0)] | None = None
-    """Peak learning rate of the matching parameters. It follows the schedule of the recipe. Default: the recipe's
-    `learning_rate`."""
+    """Peak learning rate of the matching parameters. It rises and falls with the schedule of the recipe
+    (`lr_scheduler_type`). Default: the recipe's `learning_rate`."""
 
     weight_decay: Annotated[float, Field(ge=0), at_most(10**9)] | None = None
     """Weight decay of the matching parameters, applied to vectors (biases, norms) too. Default: the recipe's
@@ -60,16 +60,16 @@ class OptimizerKeys(Spec):
     unsupported combinations."""
 
     optim_args: Annotated[dict[str, Any], Field(default_factory=dict)]
-    """Options of the optimizer other than AdamW, such as `{momentum: 0.9}`; `streamtune optim ls` lists them. AdamW's
+    """Options of `optim` if it is not AdamW, such as `{momentum: 0.9}`; `streamtune optim ls` lists them. AdamW's
     options are recipe keys: `adam_beta1`, `adam_beta2`, `adam_epsilon`."""
 
     lr_groups: Annotated[tuple[LearningRateGroup, ...], Field(strict=False)] = ()
-    """List of parameter groups, by name, with their own learning rate or weight decay: `[{match: embed_tokens,
+    """List of learning rates or weight decays for parameters with matching names: `[{match: embed_tokens,
     learning_rate: 1.0e-6}]`. For LoRA+, write `[{match: lora_B, learning_rate: ...}]` with 16 times `learning_rate`."""
 
     lr_layer_decay: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Factor between the learning rates of a layer and of the layer above. The head has `learning_rate`, the last layer
-    `learning_rate` times this factor, and so on down to the embeddings. A rate in `lr_groups` is not changed. 1: all
+    """Learning rate of a layer divided by that of the layer above. The head has `learning_rate`, the last layer
+    `learning_rate` times this factor, and so on down to the embeddings. Rates in `lr_groups` are not changed. 1: all
     layers have the same rate."""
 
     optim_states: Literal["param", "float32", "bfloat16"] = "param"
@@ -93,16 +93,16 @@ class OptimizerKeys(Spec):
     """Maximum norm of the gradient; a gradient with a larger norm is scaled down to this norm. 0 disables clipping."""
 
     optim_in_backward: bool = False
-    """Update each weight during the backward, as soon as its gradient is complete, and then free the gradient. The step
-    is the same, and gradients of only two layers are in memory at once. Set it if all gradients do not fit. Clipping by
-    `max_grad_norm` then runs the backward twice, first to measure the norm, unless `clip_norm` is `lagged`. One device
-    only."""
+    """Update each weight during the backward, as soon as its gradient is complete, then free the gradient. The update
+    is the same, but gradients of only two layers are in memory at once. Set it if the gradients of all layers do not
+    fit. With clipping (`max_grad_norm`) the backward runs twice, first to measure the norm, unless `clip_norm` is
+    `lagged`. One device only."""
 
     clip_norm: Literal["exact", "lagged"] = "exact"
-    """With `optim_in_backward`: norm by which the gradient is clipped. `exact`: the norm of this step's gradient, which
-    needs a first backward. `lagged`: the norm of the previous step's gradient (in the first step, of its own), which
-    takes half the time but changes the steps. `metrics.jsonl` then has `clip_norm`, which clips, and `grad_norm`, the
-    norm of this step."""
+    """With `optim_in_backward`: gradient norm that is compared with `max_grad_norm`. `exact`: the norm of this step's
+    gradient, which takes a first backward. `lagged`: the norm of the previous step's gradient (in the first step, of
+    its own), which takes half the time but changes the updates. With `lagged`, `metrics.jsonl` has `clip_norm`, the
+    compared norm, and `grad_norm`, the norm of this step."""
 
 
 FORWARD_ONLY = names_having(OPTIMIZERS, {"step.gradients": "none"})

@@ -32,19 +32,20 @@ class PolicyKeys(LossKeys):
     """Keys of the policy-gradient loss and its reference, or of the divergence from a teacher."""
 
     loss_type: PolicyLossName = "dapo"  # type: ignore[assignment]
-    """Loss on the completions that the model writes. `grpo` averages over the tokens of a completion, then over
-    completions. `dapo` averages over all tokens of the step, `bnpo` over all tokens of a micro-batch. `dr_grpo` divides
-    the sum by `max_completion_length`. `gspo` has one probability ratio per completion. `rloo` and `remax` treat a
-    completion as one action. `gkd` is on-policy distillation (arXiv 2306.13649): the `kd_divergence` from the `teacher`
-    at each token, averaged over the completion."""
+    """Loss on the completions that the model writes. `grpo`: mean over the tokens of a completion, then over
+    completions. `dapo`: mean over all tokens of the step. `bnpo`: mean over all tokens of a micro-batch. `dr_grpo`: sum
+    divided by `max_completion_length`. `gspo`: one probability ratio per completion instead of one per token. `rloo`
+    and `remax`: a completion is one action. `gkd`: on-policy distillation (arXiv 2306.13649), with the `kd_divergence`
+    from the `teacher` at each token, averaged over the completion."""
 
     importance_sampling_level: Literal["token", "sequence"] | None = None
-    """Level at which the ratio of new to old probability is computed: for each token, or for the whole completion
-    (`sequence`). Default: `sequence` for `loss_type` `gspo`, `rloo` and `remax`, else `token`."""
+    """Level at which the ratio of new to old probability is computed. `token`: for each token. `sequence`: for the
+    whole completion. Default: `sequence` for `loss_type` `gspo`, `rloo` and `remax`, else `token`."""
 
     scale_rewards: Literal["group", "batch", "none"] | None = None
-    """Standard deviation by which advantages are divided: of the rewards of the prompt's completions (`group`), of the
-    batch (`batch`), or none. Default: `none` for `loss_type` `dr_grpo`, `rloo` and `remax`, else `group`."""
+    """Standard deviation by which advantages are divided. `group`: of the rewards of the prompt's completions. `batch`:
+    of the rewards in the batch. `none`: advantages are not divided. Default: `none` for `loss_type` `dr_grpo`, `rloo`
+    and `remax`, else `group`."""
 
     epsilon: Positive = 0.2
     """Clipping range of the ratio of new to old probability: from 1 - `epsilon` to 1 + `epsilon_high`."""
@@ -73,12 +74,12 @@ class PolicyKeys(LossKeys):
     takes no extra memory with adapters."""
 
     mask_truncated_completions: bool = False
-    """Exclude completions from training that were cut off at `max_completion_length`."""
+    """Exclude from training the completions that were cut off at `max_completion_length`."""
 
     share_prefix: Literal["auto", "always", "never"] = "auto"
-    """Sharing of the tokens that several completions in a micro-batch have in common (the prompt, or more): they are
-    computed once instead of once for each completion. The gradient is the same, in less time and memory. `auto`: share
-    if the model allows it. `always`: end with an error if it does not. `never`: do not share."""
+    """Whether the tokens that several completions in a micro-batch have in common (the prompt, or more) are computed
+    once instead of once for each completion. The gradient is the same, in less time and memory. `auto`: once, if the
+    model allows it. `always`: end with an error if it does not. `never`: once for each completion."""
 
     @field_validator("scale_rewards", mode="before")
     @classmethod

@@ -155,8 +155,8 @@ class PreferenceKeys(LossKeys):
     of pairs with a reference."""
 
     ref_model_name_or_path: Text | None = None
-    """Hub name or local folder of the reference model. Default: the model at the start of training, which is a copy, or
-    with adapters the frozen weights."""
+    """Hub name or local folder of the reference model. Default: the model as it is before training; in full fine-tuning
+    this is a copy in memory, with adapters it is the frozen weights."""
 
     precompute_ref_log_probs: bool = False
     """Compute the log-probs under the reference once before training, so that the reference is not in memory during
@@ -165,17 +165,17 @@ class PreferenceKeys(LossKeys):
     # --- data --------------------------------------------------------------------------------------------------
 
     max_prompt_length: Count | None = None
-    """Maximum number of tokens of a prompt; `overlength` is the action on longer prompts. `max_length` limits prompt
-    and completion together. Default: no separate limit."""
+    """Maximum number of tokens of a prompt; `overlength` sets what happens to longer prompts. `max_length` limits
+    prompt and completion together. Default: no separate limit."""
 
     identical_pairs: Literal["error", "drop"] = "error"
     """Action on a pair whose chosen and rejected completions are equal. `error` ends the run before training. `drop`
     leaves the pair out and counts such pairs."""
 
     share_prefix: Literal["auto", "always", "never"] = "auto"
-    """Sharing of the tokens that the completions of a pair have in common (the prompt, or more): they are computed once
-    instead of once for each completion. The gradient is the same, in less time and memory. `auto`: share if the model
-    allows it. `always`: end with an error if it does not. `never`: do not share."""
+    """Whether the tokens that the completions of a pair have in common (the prompt, or more) are computed once instead
+    of once for each completion. The gradient is the same, in less time and memory. `auto`: once, if the model allows
+    it. `always`: end with an error if it does not. `never`: once for each completion."""
 
     @property
     def unpaired(self) -> bool:

@@ -61,14 +61,14 @@ class ObjectiveKeys(Spec):
     """Keys that choose the training objective, and a preset of other keys."""
 
     objective: Literal["sft", "dpo", "grpo"] = "sft"
-    """Training objective. `sft`: trains on the rows. `dpo`: on preferences between completions. `grpo`: on rewards of
-    the model's own completions, or with `loss_type: gkd` on a teacher's distribution. Default: the objective of the
-    command (`streamtune sft`, `dpo` or `grpo`)."""
+    """Training objective. `sft`: train on the rows. `dpo`: train on preferences between completions. `grpo`: train on
+    completions that the model writes, by their rewards, or with `loss_type: gkd` by the distribution of a teacher.
+    Default: the objective of the command (`streamtune sft`, `dpo` or `grpo`)."""
 
     preset: Literal["small_sft"] | None = None
     """Only for `sft`: name of a set of values for several keys; keys in the recipe take precedence. `small_sft` is for
     models of 3B to 7B parameters (arXiv 2412.13337): `train_batch_size: 3840`, `learning_rate: 2.0e-5`,
-    `lr_scheduler_type: constant`, no warm-up. The banner and `plan` show which values are used."""
+    `lr_scheduler_type: constant`, no warm-up. The start of a run and `streamtune plan` print which values are used."""
 
     @model_validator(mode="before")
     @classmethod

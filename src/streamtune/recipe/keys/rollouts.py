@@ -91,12 +91,12 @@ class RolloutKeys(StepKeys):
     computation of the prompt. More completions take more memory."""
 
     steps_per_generation: Rows | None = None
-    """Number of micro-batches into which one batch of written completions is divided. Default:
+    """Number of micro-batches into which each rank divides the completions of one generation. Default:
     `gradient_accumulation_steps`, so that each optimizer step has new completions. Set either this key or
     `generation_batch_size`."""
 
     generation_batch_size: Rows | None = None
-    """Number of completions of a rank that are written before training on them. Default: `steps_per_generation` times
+    """Number of completions that each rank writes before it trains on them. Default: `steps_per_generation` times
     `per_device_train_batch_size`. Set either this key or `steps_per_generation`."""
 
     per_device_generation_batch_size: Rows | None = None
@@ -111,25 +111,24 @@ class RolloutKeys(StepKeys):
     """With `use_vllm`: fraction of the device memory that vLLM uses, for its copy of the model, keys and values."""
 
     prompts: Literal["uniform", "pass_rate", "middle"] = "uniform"
-    """Choice of the next prompts. `uniform`: each prompt once per epoch. `pass_rate`: more often prompts that the model
-    solves only sometimes. `middle`: mostly prompts of which 25% to 75% of the completions pass (arXiv 2504.03380).
-    `pass_reward` defines what passes."""
+    """How the next prompts are chosen. `uniform`: each prompt once per epoch. `pass_rate`: prompts that the model
+    solves only sometimes are drawn more often. `middle`: mostly prompts of which 25% to 75% of the completions passed
+    (arXiv 2504.03380). A completion passes, or solves its prompt, if its reward is at least `pass_reward`."""
 
     allocation: Literal["equal", "gvm", "neyman"] = "equal"
-    """Division of completions between prompts. `equal`: `num_generations` for each. `gvm` and `neyman`:
-    `num_generations` on average, divided so that the variance of a gradient is lowest. `gvm` (arXiv 2505.02391) uses
-    the gradient of completions that pass, and gives hard prompts more completions. `neyman` uses the gradient with
-    advantages, and gives more to prompts that half of the completions solve. Both give more to prompts with large
-    gradients, and two completions to prompts that no completion solves. Advantages are scaled so that every prompt
-    counts the same."""
+    """Number of completions of each prompt. `equal`: `num_generations`. `gvm` and `neyman`: `num_generations` on
+    average, and more for prompts whose gradient varies more, as measured on their earlier completions. `gvm` (arXiv
+    2505.02391) gives more to prompts with large gradients and low pass rates, `neyman` to prompts with large gradients
+    and pass rates near one half. Prompts that no completion has solved get two. Advantages are scaled so that every
+    prompt counts the same."""
 
     pass_reward: float = 1.0
     """Smallest reward with which a completion passes, that is, solves its prompt. It is read by `prompts: pass_rate`,
     `prompts: middle` and `allocation`."""
 
     skip_limit: Count = 20
-    """Number of consecutive batches without any difference of rewards within a group after which the run ends with an
-    error. Such a batch has no gradient, so a new batch replaces it."""
+    """Number of consecutive batches after which the run ends with an error, if in none of their groups the rewards
+    differ. Such a batch has no gradient, so a new batch replaces it."""
 
     sft_steps: Steps = 0
     """Number of optimizer steps of supervised fine-tuning before the first completions are written. They train on the

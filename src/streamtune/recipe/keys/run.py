@@ -18,8 +18,8 @@ class SampleSpec(Spec):
     of a text."""
 
     held_out: Steps = 0
-    """Only for `sft`: number of held-out rows, the longest ones, whose prompts are completed too, with greedy decoding.
-    Correct answers are counted."""
+    """Only for `sft`: number of held-out rows whose prompts the model completes too, with greedy decoding; the longest
+    rows are used. Correct answers are counted."""
 
     max_new_tokens: Count = 64
     """Maximum number of tokens to generate for each prompt."""
@@ -39,8 +39,9 @@ class RunKeys(Spec):
     """Seed of the random numbers for new weights, the order of the rows, and dropout."""
 
     shuffle: bool = True
-    """Visit the rows in a random order drawn from `seed`, a new order in each epoch. `false` keeps the order of the
-    datasets, such as from easy to hard; with `packing` (`sft`), the order in which packs were made."""
+    """Visit the rows in a random order drawn from `seed`, a new order in each epoch. With `false` the rows have the
+    order of the datasets, such as from easy to hard; packed sequences (`packing`) have the order in which they were
+    made."""
 
     output_dir: Annotated[Text, Field(default_factory=lambda: "runs/recipe")]
     """Folder of the run, relative to the working directory. Default: `runs/` and the name of the recipe file."""
@@ -53,14 +54,14 @@ class RunKeys(Spec):
     kept in addition."""
 
     save_async: bool = True
-    """Copy a checkpoint to host memory and write it while training continues, one checkpoint at a time. If the copy
-    needs more than half of the free memory, training waits instead. `false`: training always waits."""
+    """Write checkpoints while training continues, one at a time, from a copy in host memory. If the copy would take
+    more than half of the free memory, training waits instead. `false`: training always waits."""
 
     metric_for_best_model: Text | None = None
-    """Name of the metric in `metrics.jsonl`, such as `eval_loss`, whose best checkpoints are kept in addition to the
-    newest. Checkpoints are ranked by the value of the metric when they were saved. If it is an evaluation metric
-    (`eval_...`), each evaluation among the best so far also saves a checkpoint, regardless of `save_steps`. Default:
-    only the newest checkpoints are kept."""
+    """Name of the metric in `metrics.jsonl`, such as `eval_loss`, by which checkpoints are ranked; the best are kept in
+    addition to the newest. The rank of a checkpoint is the value of the metric when it was saved. With an evaluation
+    metric (`eval_...`), an evaluation that is among the best so far also saves a checkpoint, regardless of
+    `save_steps`. Default: only the newest checkpoints are kept."""
 
     greater_is_better: bool | None = None
     """Whether a higher value of `metric_for_best_model` is better. Default: true unless the name of the metric ends in
@@ -105,8 +106,9 @@ class RunKeys(Spec):
     """Number of steps between printed lines, if the output is not a terminal. `metrics.jsonl` always has every step."""
 
     report_to: Annotated[tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...], Field(strict=False)] = ()
-    """List of experiment trackers that get everything in `metrics.jsonl`, through their own packages (`pip install
-    'streamtune[trackers]'`). With `--offline` they write only local files."""
+    """List of experiment trackers that get everything in `metrics.jsonl`: `tensorboard`, `wandb`, `mlflow`, `trackio`.
+    Their packages must be installed (`pip install 'streamtune[trackers]'`). With `--offline` they write only local
+    files."""
 
     sample: SampleSpec | None = None
     """Prompts that the model completes at the end of the run, and with `sample_steps` during training: `{prompt:
@@ -117,8 +119,8 @@ class RunKeys(Spec):
     them only at the end. Sampling does not change losses or weights."""
 
     callbacks: Annotated[tuple[Text, ...], Field(strict=False)] = ()
-    """List of your own classes that are called during the run: `file.py:Name` or `module:Name`, with any of the methods
-    `on_start`, `on_step`, `on_evaluate`, `on_end`. They need `allow_code`."""
+    """List of your own classes that are called during the run: `file.py:Name` or `module:Name`. A class has any of the
+    methods `on_start`, `on_step`, `on_evaluate`, `on_end`. Callbacks need `allow_code`."""
 
     allow_code: bool = False
     """Allow running the code that the recipe names: `callbacks` and, in `grpo`, reward functions. Also allow running

@@ -32,8 +32,8 @@ class TrainedTokenKeys(Spec):
     """Keys of a row's length, and of its tokens that count in the loss."""
 
     max_length: Annotated[int, Field(ge=2), at_most(10**12)] = 2048
-    """Maximum number of tokens of a row; for `dpo` and `grpo`, of a prompt plus its longest completion. `grpo` has
-    `max_prompt_length` plus `max_completion_length` by default."""
+    """Maximum number of tokens of a row; for `dpo` and `grpo`, of a prompt plus its longest completion. Default for
+    `grpo`: `max_prompt_length` plus `max_completion_length`."""
 
     overlength: Literal["error", "truncate", "drop", "split"] = "error"
     """Action on a row longer than `max_length`, and in `dpo` and `grpo` on a prompt longer than `max_prompt_length`.
@@ -42,8 +42,8 @@ class TrainedTokenKeys(Spec):
 
     truncate_side: Literal["auto", "left", "right", "middle"] = "auto"
     """With `overlength: truncate` in `sft` and `grpo`: part that is cut off. `left`: the beginning. `right` (only
-    `sft`): the end. `middle`: the middle. `auto`: the end of a document, the beginning of a `grpo` prompt. In other
-    rows `auto` cuts off the beginning of the prompt, except a system message, and the end of a last answer longer than
+    `sft`): the end. `middle`: the middle. `auto`: of plain text the end, of a `grpo` prompt the beginning; of a row
+    with an answer the beginning (except a system message), and the end of the last answer if this answer is longer than
     `max_length`."""
 
     split_at: Literal["turn", "paragraph", "line", "token"] = "turn"
@@ -53,31 +53,33 @@ class TrainedTokenKeys(Spec):
 
     split_overlap: Annotated[int, Field(ge=0), at_most(10**12)] = 0
     """With `overlength: split` (only `sft`): number of tokens of the previous piece that each later piece repeats as
-    context. Repeated tokens are not trained again."""
+    context. Repeated tokens do not count in the loss again."""
 
     train_on: Literal["assistant", "completion", "last", "all"] = "assistant"
-    """Only for `sft`: tokens that count in the loss. `assistant`: the assistant's turns, and every token of plain text.
-    `completion`: the completion (in a chat, the last turn). `last`: the last assistant turn, and every token of plain
-    text. `all`: every token."""
+    """Only for `sft`: tokens that count in the loss. `assistant`: in a chat, the assistant's turns; in plain text,
+    every token. `last`: in a chat, the last assistant turn; in plain text, every token. `completion`: the completion of
+    a prompt, or the last turn of a chat. `all`: every token."""
 
     roles_to_train: Annotated[
         tuple[Literal["assistant", "user", "system", "developer", "tool"], ...], Field(min_length=1, strict=False)
     ] = ("assistant",)
-    """Only for `sft`: list of the roles whose messages are trained. A message with `train: false` is never trained."""
+    """Only for `sft`: list of the roles whose messages count in the loss. A message with `train: false` never
+    counts."""
 
     train_on_eos: Literal["turn", "all", "last", "none"] = "turn"
-    """Only for `sft`: end-of-turn tokens that are trained. `turn`: at the end of trained turns. `all`: at the end of
-    all turns. `last`: only at the end of the chat. `none`: no end-of-turn token."""
+    """Only for `sft`: end-of-turn tokens that count in the loss. `turn`: at the end of each turn that counts in the
+    loss. `all`: at the end of every turn. `last`: only at the end of the chat. `none`: no end-of-turn token."""
 
     reasoning: Literal["template", "keep", "error", "per_turn"] = "template"
-    """Action if the chat template leaves out the reasoning of a trained answer (`<think>`, `reasoning_content`,
-    `reasoning`, `thinking`). `template` trains without this reasoning and reports how much is left out. `keep` adds the
-    reasoning to the text. `error` ends the run before training. `per_turn` (only `sft`) trains each turn with the
-    context that the model sees when it writes this turn; a shared prefix is computed once."""
+    """Action if the chat template leaves out the reasoning of an answer that counts in the loss (`<think>`,
+    `reasoning_content`, `reasoning`, `thinking`). `template` trains without this reasoning and reports how much is left
+    out. `keep` adds the reasoning to the text. `error` ends the run before training. `per_turn` (only `sft`) makes a
+    row of each trained turn, with the context that the model sees when it writes this turn; the common beginning of
+    these rows is computed once."""
 
     on_empty: Literal["error", "drop", "train"] = "error"
     """Only for `sft`: action on a row whose answer is empty or only whitespace. `error` ends the run before training.
-    `drop` leaves the row out. `train` trains the empty answer."""
+    `drop` leaves the row out. `train` trains on the empty answer."""
 
     default_system: Text | None = None
     """Text of the system message that is added to conversations without a system message. Default: no message is
@@ -88,8 +90,9 @@ class TrainedTokenKeys(Spec):
     `chat_template_kwargs` of a row takes precedence."""
 
     split_special_tokens: bool = False
-    """Tokenise special tokens that are written in a row's text, such as `<|im_end|>` in an answer, as plain text. With
-    `false` they become special tokens, as in a request to an inference server, and such rows are counted."""
+    """Whether special tokens that are written in a row's text, such as `<|im_end|>` in an answer, are tokenised as
+    plain text. With `false` they become special tokens, as in a request to an inference server, and rows with such
+    tokens are counted."""
 
 
 def _refuse_reserved_variables(recipe: Any) -> Iterator[Refusal]:
