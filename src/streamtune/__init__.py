@@ -44,7 +44,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import the engine, and torch with it, at the first use: ``streamtune --help`` needs neither."""
+    """Return a public name, and import its module (with torch) only now: ``streamtune --help`` needs neither."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module

@@ -46,7 +46,7 @@ class StreamTuneError(Exception):
     Args:
         what: Sentence about what is wrong.
         where: ``file:line``, row, key or module; may be empty.
-        fix: Advice that solves it; empty if there is none. JSON documents call it ``mend``.
+        fix: How to fix it; may be empty. Its key in JSON documents is ``mend``.
 
     Example:
         >>> error = RecipeError("unknown key 'chunksize'", where="recipe.yaml:7", fix="did you mean 'chunk_size'?")
@@ -110,7 +110,7 @@ class StorageError(RunError):
 
 
 class CheckpointError(RunError):
-    """A checkpoint cannot be written, or an existing one cannot be trusted."""
+    """A checkpoint cannot be written, or an existing checkpoint is damaged or does not belong to the run."""
 
 
 class DistributedError(RunError):

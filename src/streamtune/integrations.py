@@ -74,10 +74,11 @@ class StreamTuneCallback(TrainerCallback):
         self._device = torch.device("cpu")
 
     def attach(self, trainer: Trainer) -> StreamTuneCallback:
-        """Add the callback before all others, so that experiment trackers get its figures too; return it.
+        """Add this callback to ``trainer`` before all other callbacks, so that experiment trackers get the memory
+        figures too; return this callback.
 
-        With ``callbacks=[...]`` it runs after them: the trainer's log history and progress bar get the figures, but
-        trackers (``report_to``) do not.
+        A callback that is passed as ``callbacks=[...]`` runs after the experiment trackers (``report_to``): only the
+        trainer's log history and progress bar get the figures.
         """
         trainer.callback_handler.callbacks.insert(0, self)
         return self
@@ -85,7 +86,7 @@ class StreamTuneCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
-        """Plan the step, stream the model, and print one line."""
+        """Plan the step, stream the model, and print one line with the schedule."""
         model: nn.Module = given["model"]
         self.remove()  # after a training that ended with an error
         self.plan = None
@@ -128,7 +129,7 @@ class StreamTuneCallback(TrainerCallback):
         self.remove()
 
     def remove(self) -> None:
-        """Restore the model, if this callback streamed it. Call it after a training that ended with an error."""
+        """Restore the model, if this callback streamed it. Call this method if training ended with an error."""
         if self.handle is not None and self._streamed_here:
             self.handle.remove()
         self.handle, self._streamed_here = None, False
@@ -214,8 +215,8 @@ def _rows_per_forward(args: TrainingArguments) -> int:
 
 @contextmanager
 def _original_forwards(model: nn.Module) -> Iterator[None]:
-    """Context manager: while active, replacements of ``forward`` (accelerate's autocast) are removed, because a copy of
-    the model would share them."""
+    """Context manager: while active, modules have the ``forward`` of their class and not accelerate's replacement,
+    which a copy of the model would share."""
     replaced: list[tuple[nn.Module, dict[str, Any]]] = []
     for module in model.modules():
         names = [name for name in ("forward", "_original_forward") if name in module.__dict__]

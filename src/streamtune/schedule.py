@@ -286,7 +286,7 @@ def kept(choice: Kept | bool) -> Kept:
 
 
 class Contradiction(NamedTuple):
-    """Choices of a schedule that exclude each other: the field, the error, and a (field, value) that would resolve
+    """Fields of a schedule that exclude each other: one of the fields, the error, and a (field, value) that resolves
     it."""
 
     field: str
@@ -295,7 +295,7 @@ class Contradiction(NamedTuple):
 
 
 def contradictions(choices: Mapping[str, Any], shown: Callable[..., str]) -> Iterator[Contradiction]:
-    """Yield a contradiction for each pair of choices that exclude each other.
+    """Yield a contradiction for each pair of fields whose values exclude each other.
 
     Args:
         choices: Field -> value; None if the value is still open.

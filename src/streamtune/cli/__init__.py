@@ -111,7 +111,7 @@ def _check_output_written() -> None:
 
 
 def _unexpected_error(error: BaseException) -> StreamTuneError:
-    """Return a StreamTune error for any other exception: a limit of the machine, or a bug."""
+    """Return the StreamTune error that describes an exception of another type: a limit of the machine, or a bug."""
     known = machine_error(error)
     if known is not None:
         return known

@@ -215,7 +215,7 @@ def _error_title(error: StreamTuneError) -> str:
 
 
 def _render_error_line(line: str) -> RenderableType:
-    """Return a line of an error after its first; a line that starts with a dash becomes a list item."""
+    """Format a line of an error message (not the first); a line that starts with a dash becomes a list item."""
     if not line.startswith("- "):
         return _bold_commands(line)
     item = Table.grid(padding=(0, 1))
@@ -233,7 +233,7 @@ def _bold_commands(text: str) -> Text:
 
 
 def _recipe_line(where: str) -> str:
-    """Return the line of a recipe that ``file:line`` points to, or an empty string."""
+    """Return the text of the recipe's line that ``where`` names as ``file:line``; an empty string if it names none."""
     file, _, number = where.rpartition(":")
     if not (number.isdecimal() and file.endswith((".yaml", ".yml"))):
         return ""

@@ -127,7 +127,7 @@ def data(
 def _choose_rows(
     inspection: Inspection, max_rows: int, row_name: str | None, is_worst: bool
 ) -> list[tuple[str, RowView]]:
-    """Return (reason, row) for each row to show; the reason is empty for evenly spaced rows.
+    """Return pairs (reason, row) of the rows to show; the reason is empty for evenly spaced rows.
 
     Raises:
         ArgumentError: The row does not exist.

@@ -35,7 +35,7 @@ OPTIONAL_COLUMNS = ("dropped", "split", "truncated", "tokens_lost", "supervised_
 
 
 def print_inspection(inspection: Inspection, views: Sequence[tuple[str, RowView]], max_tokens: int) -> None:
-    """Print the whole screen: problems, facts, datasets, lengths, other limits, and sample rows.
+    """Print the whole screen: problems, summary, datasets, row lengths, effect of other length limits, and sample rows.
 
     Args:
         inspection: Prepared rows of a recipe.
@@ -70,7 +70,7 @@ def print_inspection(inspection: Inspection, views: Sequence[tuple[str, RowView]
 def print_row_view(
     inspection: Inspection, view: RowView, max_tokens: int | None, *, reason: str = "", ids: bool = False
 ) -> None:
-    """Print one row: a line of facts, and its text.
+    """Print one row: a line with its origin and token counts, then its text.
 
     Args:
         inspection: Prepared rows of a recipe.
@@ -102,7 +102,7 @@ def print_row_view(
 
 
 def describe_row_view(view: RowView, reason: str = "") -> str:
-    """Return the facts of a row in one line: origin, tokens, trained tokens, tokens cut off."""
+    """Return a row's origin and its numbers of tokens, trained tokens and cut-off tokens, in one line."""
     parts = [safe_text(view.origin), f"{view.tokens:,} tokens"]
     parts += (
         [_describe_trained_tokens(view.trained, view.tokens)]
@@ -217,7 +217,7 @@ def describe_rows(report: Any, *, with_problems: bool = True) -> list[tuple[str,
 
 
 def _describe_sequences(report: DataReport) -> list[tuple[str, str]]:
-    """Return a line about sequences with shared beginnings or pieces of rows; empty for other rows."""
+    """Return a line about rows that share prefixes, or about pieces of rows; an empty list for other rows."""
     if report.shared_tokens:
         text = f"{report.packs:,} sequences, {report.shared_tokens:,} tokens with shared beginnings counted once"
         return [("shared", text)]
@@ -251,7 +251,7 @@ def describe_problems(report: DataReport | CompletionReport) -> list[str]:
 
 
 def _describe_length_range(lengths: dict[str, int], unit: str = "") -> str:
-    """Return the range of lengths: ``41-3,425 tokens (median 148)``."""
+    """Describe the range of lengths: ``41-3,425 tokens (median 148)``."""
     return f"{lengths['min']:,}-{lengths['max']:,}{unit} (median {lengths['p50']:,})"
 
 
@@ -272,7 +272,7 @@ def _describe_tokenizer(inspection: Inspection) -> str:
 
 
 def describe_batches(facts: BatchFacts | None) -> list[tuple[str, str]]:
-    """Return lines about padding, packing and attention, as (name, text); empty for trees and prompts."""
+    """Return lines (name, text) about padding, packing and attention; an empty list without ``facts``."""
     if facts is None:
         return []
     lines = [("batches", _describe_step_sizes(facts))]
@@ -284,7 +284,8 @@ def describe_batches(facts: BatchFacts | None) -> list[tuple[str, str]]:
 
 
 def _describe_step_sizes(facts: BatchFacts) -> str:
-    """Return what steps and batches hold: ``68 steps of 8,000 to 8,192 tokens; batches of 4 rows, 1.2% padding``."""
+    """Describe the size of steps and batches: ``68 steps of 8,000 to 8,192 tokens; batches of 4 rows, 1.2%
+    padding``."""
     unit = "packed sequences" if facts.packing else {"buckets": "pieces"}.get(facts.batching, "rows")
     padding = f"{facts.batch_size} {unit}, {facts.padding:.1%} of the positions are padding"
     if facts.batch_size == 1:
@@ -299,7 +300,8 @@ def _describe_step_sizes(facts: BatchFacts) -> str:
 
 
 def _describe_attention(facts: BatchFacts) -> str:
-    """Return the cost of attention (sum of squared row lengths) and its ratio for rows concatenated and cut."""
+    """Return the cost of attention (sum of squared row lengths), and how many times that cost concatenated rows that
+    are cut at ``max_length`` would have."""
     ratio = facts.attention_ratio
     times = f"{ratio:.2f}x" if ratio >= 0.1 else f"{ratio:.2g}x"
     own = f"sum of squared lengths {facts.squared_lengths:.3g}"

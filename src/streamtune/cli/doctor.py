@@ -190,7 +190,7 @@ def _check_exact_gradient(environment: dict[str, Any], directory: Path) -> Itera
 
 
 def _check_copy_speed(environment: dict[str, Any], directory: Path) -> Iterator[CheckResult]:
-    """Copy pinned memory to each accelerator, as `offload: host` does."""
+    """Measure the bandwidth of copies of pinned memory to each accelerator, as `offload: host` makes them."""
     import torch
 
     for device in environment["devices"]:

@@ -87,7 +87,7 @@ class HelpCommand(TyperCommand):
     """Command whose help shows no type for flags; the error for an unknown option names the nearest one."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """Return the parameters, with an empty type for flags."""
+        """Return the command's parameters; flags get an empty metavar, so that help shows no type for them."""
         return _remove_flag_types(super().get_params(ctx))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -121,7 +121,7 @@ class HelpGroup(TyperGroup):
     """Group of commands whose help shows no type for flags; the error for an unknown command names the nearest."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """Return the parameters, with an empty type for flags."""
+        """Return the command's parameters; flags get an empty metavar, so that help shows no type for them."""
         return _remove_flag_types(super().get_params(ctx))
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[Any, Any, list[str]]:

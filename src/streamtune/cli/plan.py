@@ -166,7 +166,7 @@ def _plan_document(planned: RecipePlan) -> dict[str, Any]:
 
 
 def _cluster_document(planned: RecipePlan) -> dict[str, Any]:
-    """Return the entry ``cluster`` of ``plan --json`` as a dictionary; empty for one device."""
+    """Return the entry ``cluster`` of ``plan --json``; an empty dictionary for one device."""
     cluster, chosen = planned.cluster, planned.plan
     if cluster.ranks == 1:
         return {}

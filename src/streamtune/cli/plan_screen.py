@@ -97,7 +97,7 @@ def _describe_used_bytes(used_bytes: int, total_bytes: int) -> str:
 
 
 def _describe_fix(planned: RecipePlan) -> str:
-    """Return how to make a given schedule fit: let the planner choose, or make the step smaller."""
+    """Return how to change a recipe whose schedule does not fit in memory."""
     if planned.loaded.recipe.engine.schedule == "fixed":
         return "write engine.schedule: auto, and the planner looks for a schedule that fits; or lower max_length"
     return "give the step more memory, or lower max_length"
@@ -226,7 +226,7 @@ def _memory_table(document: dict[str, Any], screen: dict[str, Any]) -> Table:
 
 
 def _alternatives_table(document: dict[str, Any], screen: dict[str, Any]) -> Table:
-    """Return a table of the alternatives: what they change, and their step time and memory."""
+    """Return a table of alternative schedules: what each changes, its step time and its memory."""
     change = Column("  change from chosen", overflow="fold", ratio=1)
     table = make_table(change, "step", "device", "host+disk", header="dim")
     for other in document["alternatives"]:

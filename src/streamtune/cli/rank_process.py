@@ -87,9 +87,9 @@ def note_failure(error: StreamTuneError) -> bool:
 
 
 def report_failure(error: StreamTuneError) -> None:
-    """Show the error unless a launcher does.
+    """Show the error, unless the launcher of this rank shows it.
 
-    A rank whose output goes elsewhere also prints the error on the terminal, after :data:`ECHO_SECONDS`.
+    A rank whose output is not on the terminal also prints the error there, after :data:`ECHO_SECONDS`.
     """
     if note_failure(error):
         return

@@ -123,7 +123,7 @@ def _compact_device_name(recipe: ShippedRecipe) -> str:
 
 
 def _recipes_table(rows: Sequence[tuple[ShippedRecipe, Recipe]]) -> Table:
-    """Return a table of recipes for one model and device, one line each at 80 columns."""
+    """Return a table of recipes of one objective, one line each at 80 columns."""
     name = Column("recipe", no_wrap=True, min_width=24)
     model = Column("model", no_wrap=True, overflow="ellipsis")
     sizes = [Column(title, justify="right", no_wrap=True) for title in ("device", "tokens")]
@@ -274,7 +274,7 @@ DIVERGENCES = {"forward": "forward KL", "reverse": "reverse KL", "jsd": "Jensen-
 
 
 def method_facts(recipe: Recipe) -> list[tuple[str, str]]:
-    """Return the teacher, the selection of rows and the allocation of completions, as (name, text) lines."""
+    """Return lines (name, text) about the recipe's teacher, row selection and allocation of completions."""
     found = []
     if recipe.teacher is not None:
         file = ", top-k tokens read from a file" if recipe.teacher_file is not None else ""
@@ -411,7 +411,6 @@ def _state_bytes_per_parameter(optimizer_name: str, bytes_per_element: int) -> f
 
 
 def _describe_optimizer_entry(entry: OptimizerEntry) -> str:
-    """Return the description of an optimizer, with its options and their defaults."""
     options = ", ".join(f"{key}: {_show_yaml_value(value)}" for key, value in entry.options.items())
     only = f"; {entry.only_on} only" if entry.only_on else ""
     return f"{entry.text}{only}" + (f"; optim_args {{{options}}}" if options else "")

@@ -167,7 +167,6 @@ def _load_callbacks(loaded: LoadedRecipe, is_main: bool) -> list[Listener]:
 
 
 def _make_listeners(loaded: LoadedRecipe, callbacks: Sequence[Listener]) -> Listeners:
-    """Return the listeners of the run: trackers, then callbacks."""
     from streamtune.train.progress import Listeners
 
     make = import_object(PARTS["trackers"])

@@ -141,7 +141,7 @@ def _describe_ranks(run: Run) -> str:
 
 
 def _describe_deepspeed(run: Run) -> str:
-    """Return the DeepSpeed values that follow from the recipe, and the file with the whole configuration."""
+    """Describe the DeepSpeed values that follow from the recipe, and name the file with the whole configuration."""
     from streamtune.distributed.deepspeed_config import filled_auto_values
 
     assert run.recipe.deepspeed is not None
@@ -241,7 +241,7 @@ def print_outcome(run: Run, outcome: RunOutcome) -> None:
 
 
 def _describe_trained_rows(run: Run, outcome: RunOutcome) -> str:
-    """Return what was trained on what: ``456,000 parameters of Qwen3 on 3,234 rows, 405 steps``."""
+    """Describe the trained parameters and rows: ``456,000 parameters of Qwen3 on 3,234 rows, 405 steps``."""
     name = type(base_of(run.model)).__name__.removesuffix("ForCausalLM")
     steps = outcome.progress.step - run.first_step
     resumed = f" after a resume at step {run.first_step:,}" if run.first_step else ""
@@ -252,7 +252,7 @@ def _describe_trained_rows(run: Run, outcome: RunOutcome) -> str:
 
 
 def _loss_rows(outcome: RunOutcome) -> list[tuple[str, str]]:
-    """Return rows of first, last and held-out values: the loss, the accuracy of pairs, and the reward."""
+    """Return table rows with the first, last and held-out value of the loss, the accuracy of pairs, and the reward."""
     state, rows = outcome.progress, []
     if state.first_loss is not None and state.last_loss is not None:
         held_out = f"; held out {state.eval_loss:.3f}" if state.eval_loss is not None else ""
@@ -267,7 +267,7 @@ def _loss_rows(outcome: RunOutcome) -> list[tuple[str, str]]:
 
 
 def _peak_memory_rows(run: Run, outcome: RunOutcome) -> list[tuple[str, str]]:
-    """Return a row with the measured peak memory, what it includes, and the planned peak."""
+    """Return a table row with the measured peak memory, what it includes, and the predicted peak."""
     peaks = [record["peak_mem_gib"] for record in outcome.records if "peak_mem_gib" in record]
     if not peaks:
         return []
@@ -279,7 +279,6 @@ def _peak_memory_rows(run: Run, outcome: RunOutcome) -> list[tuple[str, str]]:
 
 
 def _outcome_title(run: Run, outcome: RunOutcome) -> Text:
-    """Return the first line of the results: how the run ended."""
     step, steps = f"{outcome.progress.step:,}", f"{run.plan.total_steps:,}"
     if not outcome.finished:
         return Text(f"Stopped after step {step} of {steps}", style="bold yellow")

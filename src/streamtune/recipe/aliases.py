@@ -234,7 +234,7 @@ REFUSED_VALUES: dict[tuple[str, Any], tuple[str, str]] = {
 
 
 def apply_aliases(tree: dict[str, Any], marks: Marks) -> tuple[list[str], list[Mistake]]:
-    """Rename other trainers' keys and values in place.
+    """Replace the names that other trainers use for keys and values by StreamTune's, in place.
 
     Args:
         tree: Recipe as read; its top level is changed.
@@ -294,7 +294,7 @@ def apply_aliases(tree: dict[str, Any], marks: Marks) -> tuple[list[str], list[M
 
 
 def _rename_choices(tree: dict[str, Any], marks: Marks, notes: list[str], mistakes: list[Mistake]) -> None:
-    """Replace the keys of :data:`CHOICES` by the keys and values that they mean here."""
+    """Replace the keys of :data:`CHOICES` by the StreamTune keys and values with the same meaning."""
     for key in [key for key in tree if key in CHOICES]:
         given = tree.pop(key)
         value = str(given).lower().replace("-", "_")
@@ -315,7 +315,7 @@ def _rename_choices(tree: dict[str, Any], marks: Marks, notes: list[str], mistak
 
 
 def _expand_datasets(tree: dict[str, Any], marks: Marks, notes: list[str], mistakes: list[Mistake]) -> None:
-    """Write all entries of ``datasets`` and ``eval_datasets`` as ``{path: ...}``, and rename other trainers' keys."""
+    """Rewrite each entry of ``datasets`` and ``eval_datasets`` as ``{path: ...}``, with StreamTune's key names."""
     _expand_eval_sets(tree, marks, mistakes)
     _expand_entries(tree.get("datasets"), ("datasets",), marks, notes, mistakes)
     sets = tree.get("eval_datasets")
@@ -324,8 +324,8 @@ def _expand_datasets(tree: dict[str, Any], marks: Marks, notes: list[str], mista
 
 
 def _expand_eval_sets(tree: dict[str, Any], marks: Marks, mistakes: list[Mistake]) -> None:
-    """Write ``eval_datasets`` as a mapping of names to lists, whether it is a list of named entries or has single
-    entries."""
+    """Rewrite ``eval_datasets`` as a mapping from names to lists of entries. It may be a list of named entries, or have
+    one entry in place of a list."""
     given = tree.get("eval_datasets")
     if isinstance(given, list):
         named: dict[str, list[Any]] = {}
@@ -354,7 +354,7 @@ def _expand_eval_sets(tree: dict[str, Any], marks: Marks, mistakes: list[Mistake
 
 
 def _expand_entries(entries: Any, where: KeyPath, marks: Marks, notes: list[str], mistakes: list[Mistake]) -> None:
-    """Write entries that are only a path as ``{path: ...}``, and rename the keys of the others."""
+    """Rewrite entries that are only a path as ``{path: ...}``, and rename other trainers' keys in the other entries."""
     for index, entry in enumerate(entries if isinstance(entries, list) else ()):
         if isinstance(entry, str):
             entries[index] = {"path": entry}

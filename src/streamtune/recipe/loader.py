@@ -109,8 +109,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), objective: str 
 
 
 def _recipe_class(tree: dict[str, Any], overrides: Sequence[str], objective: str | None) -> type[Recipe]:
-    """Return the recipe's class, which decides what keys exist. It depends on the objective, in the recipe or in a
-    setting."""
+    """Return the recipe type for the objective, which ``tree`` or ``overrides`` may set. The type defines which keys
+    exist."""
     named = tree.get("objective")
     for override in overrides:
         name, _, value = override.partition("=")
@@ -120,7 +120,6 @@ def _recipe_class(tree: dict[str, Any], overrides: Sequence[str], objective: str
 
 
 def _check_objective(tree: dict[str, Any], marks: Marks, objective: str | None) -> None:
-    """Refuse a recipe whose objective is not the command's."""
     named = tree.setdefault("objective", objective) if objective is not None else tree.get("objective")
     if objective is not None and named != objective and named in RECIPES:
         raise RecipeError(
@@ -192,7 +191,7 @@ def read_recipe_text(path: Path) -> str:
 
 
 def _missing_file_fix(path: Path) -> str:
-    """Return a fix for a missing file: a similar name in the same folder, or a shipped recipe."""
+    """Return the fix for a missing recipe file: a file with a similar name in the folder, or a shipped recipe."""
     names, name = shipped_names(), path.as_posix().removesuffix(".yaml")
     if shipped := next((each for each in (name, path.stem) if each in names), None):
         return f"`streamtune recipes copy {shipped}` writes the shipped recipe"
@@ -207,7 +206,8 @@ def _missing_file_fix(path: Path) -> str:
 
 
 def _notes_on_unread_keys(recipe: Recipe) -> list[str]:
-    """Return notes on keys without effect. They are not errors, because ``--set`` may have changed the setting."""
+    """Return notes on keys that have no effect with the other values of the recipe. They are not errors, because
+    ``--set`` may have changed these other values."""
     return [f"'{key}' has no effect with {setting}" for key, setting in unread_adapter_keys(recipe).items()]
 
 
@@ -243,7 +243,6 @@ def _resolve_local_paths(recipe: Recipe, folder: Path, marks: Marks) -> Recipe:
 
 
 def _has_glob_match(folder: Path, pattern: str) -> bool:
-    """Return True if a file name pattern has a match below a folder."""
     if not re.search(r"[*?\[]", pattern) or "://" in pattern:
         return False
     try:
@@ -274,8 +273,7 @@ def may_name_hub(recipe: Recipe) -> bool:
 
 
 def _resolve_code_path(spec: str, folder: Path, marks: Marks, key: str) -> str:
-    """Return a reward or callback with the absolute path of its file: the run's copy of the recipe is in another
-    folder."""
+    """Return a reward function or callback with the absolute path of its file."""
     file, suffix, function = spec.partition(".py:")
     beside = folder / (_expand_home(f"{file}.py", marks.where(key)) if suffix else Path(spec))
     return f"{beside.absolute()}:{function}" if suffix and path_exists(beside) else spec
@@ -311,8 +309,7 @@ def _may_have_code(name: str) -> bool:
 
 
 def _names_remote_code(path: Path) -> bool:
-    """Return True if a configuration file names classes in ``auto_map``, whose code may be on a hub, or if the file
-    cannot be read."""
+    """Return True if a configuration file has ``auto_map`` (classes whose code may be on a hub), or cannot be read."""
     try:
         return "auto_map" in json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, TypeError, RecursionError):
@@ -385,7 +382,7 @@ def _parse_override_value(text: str, setting: str) -> Any:
 
 
 def _find_key_path(name: str, tree: dict[str, Any], setting: str, kind: type[Recipe]) -> KeyPath:
-    """Return the path of a key that is written in full, is at the top level, or has a unique last name."""
+    """Return the path of the key ``name``: a full path, a key at the top level, or a last component that is unique."""
     parts = tuple(int(part) if part.isdecimal() else part for part in re.sub(r"\[(\d+)\]", r".\1", name).split("."))
     leaves = leaf_paths(kind)
     if len(parts) > 1 or (name,) in leaves.get(name, []) or name in {*INSTEAD, *SWITCHES}:
@@ -424,7 +421,7 @@ def _model_configuration(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def _set_value(tree: dict[str, Any], path: KeyPath, value: Any, marks: Marks, setting: str) -> None:
-    """Set the value at a path, and create missing mappings. Every new key is marked with the setting."""
+    """Set the value at a path, and create missing mappings. Each new key is marked as set by ``setting``."""
     here: Any = tree
     for depth, part in enumerate(path):
         last = depth == len(path) - 1

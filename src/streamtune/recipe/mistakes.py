@@ -65,7 +65,6 @@ def find_recipe_mistakes(tree: dict[str, Any], kind: type[Recipe]) -> list[Mista
 
 
 def _remove_key(tree: Any, path: KeyPath) -> bool:
-    """Remove a key; return False if it does not exist."""
     try:
         for part in path[:-1]:
             tree = tree[part]
@@ -102,7 +101,7 @@ def mistakes_of_validation(error: ValidationError, tree: dict[str, Any], kind: t
 
 
 def unknown_key(path: KeyPath, kind: type[Recipe]) -> Mistake:
-    """Return the mistake of an unknown key, with the most similar known key."""
+    """Return the mistake for an unknown key; its fix names the most similar known key."""
     parent, name = path[:-1], str(path[-1])
     known = keys_at(parent, kind) + ([*ALIASES, *CHOICES, *SWITCHES] if not parent else [])
     if not parent and (others := objectives_with(name)):
@@ -174,7 +173,7 @@ def _describe_value(value: Any) -> str:
 
 
 def _suggest_fix(fragment: dict[str, Any], value: Any) -> str:
-    """Return the fix for a value with a common slip, such as text in place of a number; empty for other values."""
+    """Return the fix for a value with a common mistake, such as text in place of a number; empty for other values."""
     takes = {choice.get("type") for choice in fragment.get("anyOf", [fragment])}
     if "boolean" in takes and isinstance(value, str) and value.lower() in _BOOLEANS:
         return f"write {_BOOLEANS[value.lower()]}"
@@ -235,7 +234,7 @@ def _inlined_schema(kind: type[Recipe]) -> Fragment:
 
 
 def _without_null(fragment: Fragment) -> Fragment:
-    """Return the schema of X for the schema "X or null"; other schemas unchanged."""
+    """Return the schema of X if ``fragment`` is the schema of "X or null"; otherwise ``fragment``."""
     while len(choices := [choice for choice in fragment.get("anyOf", []) if choice.get("type") != "null"]) == 1:
         fragment = choices[0]
     return fragment
@@ -301,8 +300,8 @@ def describe_accepted_values(fragment: Fragment) -> str:
 
 @cache
 def leaf_paths(kind: type[Recipe] = Recipe) -> dict[str, list[KeyPath]]:
-    """Return last name -> paths of the recipe's keys that are not groups. Keys inside lists are left out, because they
-    have no single path."""
+    """Return a mapping from the last component of a key to the paths that end with it, such as ``levels`` ->
+    ``engine.levels``. Groups, and keys inside lists, are left out."""
     found: dict[str, list[KeyPath]] = {}
 
     def walk(fragment: Fragment, path: KeyPath) -> None:

@@ -69,7 +69,7 @@ class Refusal(NamedTuple):
 
 
 class KeyRule(Protocol):
-    """A rule: finds mistakes in a recipe or in a group of keys."""
+    """Base class of rules, which find mistakes in a recipe or in a group of keys."""
 
     def refusals(self, spec: Any) -> Iterator[Refusal]:
         """Yield the mistakes that this rule finds in a recipe or a group of keys."""
@@ -108,8 +108,8 @@ class Reads:
         key: Key that is read.
         other: Other key.
         value: Value of the other key.
-        why: Verb in place of "is read only with".
-        fix: Fix in place of "write OTHER: VALUE, or delete the line".
+        why: Verb of the error, such as "is read only with".
+        fix: Fix of the error; empty for "write OTHER: VALUE, or delete the line".
     """
 
     key: str
@@ -173,7 +173,7 @@ class Where:
 
 @dataclass(frozen=True)
 class Custom:
-    """A rule that is a function, for conditions on sums, list entries or names."""
+    """A rule that calls a function, for conditions that depend on sums, list entries or names."""
 
     function: Callable[[Any], Iterator[Refusal]]
 
@@ -273,7 +273,7 @@ Size = Annotated[str, Field(pattern=SIZE_PATTERN, json_schema_extra={"examples":
 
 class Spec(BaseModel):
     """Base class of recipes and groups of keys. Types are strict, instances are frozen, and unknown keys and NaN are
-    refused. Its rules check combinations of keys."""
+    refused. The class variable ``rules`` checks combinations of keys."""
 
     rules: ClassVar[Rules] = ()
     """Rule table of these keys."""
@@ -295,7 +295,7 @@ class Spec(BaseModel):
         return self
 
     def refusals(self) -> Iterator[Refusal]:
-        """Yield the mistakes that the rules find, in the order of the tables."""
+        """Yield the mistakes that the rules of this class find, in the order of ``rules``."""
         return find_refusals(self, self.rules)
 
 

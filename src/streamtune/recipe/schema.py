@@ -120,7 +120,7 @@ class Recipe(
 
 
 class DpoRecipe(PreferenceSettings, Recipe):
-    """A recipe of preference training."""
+    """A recipe of training on preferences between completions (DPO and related losses)."""
 
     objective: Literal["dpo"] = "dpo"
     """Training objective: preferences between completions of a prompt."""
@@ -129,7 +129,7 @@ class DpoRecipe(PreferenceSettings, Recipe):
 
 
 class GrpoRecipe(RolloutSettings, Recipe):
-    """A recipe of group-relative policy optimisation."""
+    """A recipe of training on completions that the model writes, with rewards (GRPO) or with a teacher."""
 
     objective: Literal["grpo"] = "grpo"
     """Training objective: a loss on completions that the model writes, from their rewards or from a teacher's
@@ -187,8 +187,8 @@ def json_schema() -> dict[str, Any]:
 
 
 def _drop_titles(node: Any, *, names: bool = False) -> Any:
-    """Return a schema without the titles that pydantic derives from names. With ``names``, the keys of ``node`` are
-    keys of a recipe or names of definitions, and all stay."""
+    """Return a JSON schema without the titles that pydantic derives from names. With ``names``, the keys of ``node``
+    are names of recipe keys or definitions, so a key ``title`` is not dropped."""
     if isinstance(node, list):
         return [_drop_titles(item) for item in node]
     if not isinstance(node, dict):

@@ -46,8 +46,7 @@ class Mistake:
     """One mistake in a recipe.
 
     Args:
-        path: Path of the key. For a missing key it is not among the marked paths, so the line of the nearest parent is
-            shown.
+        path: Path of the key. A missing key has no line, so the line of its nearest parent is shown.
         what: Sentence of the error.
         fix: Fix of the error; may be empty.
         line: Line in the file, if the path alone does not give it (a duplicate key).
@@ -242,13 +241,12 @@ class _Reader:
 
 
 def _line_number(mark: Any) -> int:
-    """Return the line of a mark, counted from 1; PyYAML counts from 0."""
     assert mark is not None, "the pure-Python reader marks every event"
     return int(mark.line) + 1
 
 
 def _syntax_error(error: yaml.MarkedYAMLError, file: str) -> RecipeError:
-    """Return a readable error for PyYAML's error, with a fix for common slips."""
+    """Return PyYAML's error as a recipe error, with a fix for common mistakes."""
     problem = error.problem or error.context or "cannot be read"
     where = f"{file}:{_line_number(error.problem_mark or error.context_mark)}"
     if "'\\t'" in problem:

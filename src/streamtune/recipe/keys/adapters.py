@@ -41,7 +41,7 @@ def unread_adapter_keys(recipe: Any) -> dict[str, str]:
 
 
 class AdapterKeys(Spec):
-    """Keys that choose full fine-tuning or adapters, and that configure the adapters."""
+    """Recipe keys that select full fine-tuning or adapters, and configure the adapters."""
 
     finetuning_type: Literal["full", "lora", "qlora"] = "full"
     """Weights to train. `full`: all weights. `lora`: adapters, while the model's weights are frozen. `qlora`: adapters,
@@ -113,8 +113,7 @@ class AdapterKeys(Spec):
 
     @property
     def starts_from_gradients(self) -> bool:
-        """True if adapters are initialised from gradients of training rows, which are computed before the first
-        step."""
+        """True if adapters are initialised from gradients of training rows, computed before the first step."""
         return self.finetuning_type == "lora" and ADAPTERS[self.adapter_type].start == "gradient"
 
     @property

@@ -28,7 +28,7 @@ from streamtune.recipe.rules import (
 
 
 class BucketSpec(Spec):
-    """Keys of ``batching: buckets``: the smallest length, and the order of lengths in an epoch."""
+    """Keys of the recipe key ``buckets``: the smallest piece length, and the order of lengths in an epoch."""
 
     curriculum: Literal["uniform", "grow-linear", "grow-p2"] = "grow-p2"
     """How strongly short pieces come first within a cycle. The next batch is drawn from the cycle's remaining batches,
@@ -58,7 +58,7 @@ class BucketSpec(Spec):
 
 
 class BatchKeys(Spec):
-    """Keys of the rows in a batch, and of the rows held out for evaluation."""
+    """Recipe keys that control packing, the batch size in tokens, row selection, and held-out rows."""
 
     packing: bool = False
     """Only for `sft`: pack several rows into one sequence of at most `max_length` tokens. Packed rows do not attend to
@@ -103,12 +103,12 @@ class BatchKeys(Spec):
 
     @property
     def draws(self) -> int:
-        """Number of drawn rows for each trained row; 1 without ``select_rows``."""
+        """Number of rows that are drawn for each row that is trained on; 1 without ``select_rows``."""
         return 1 if self.select_rows is None else self.select_from
 
 
 class StepKeys(Spec):
-    """Keys of the size of an optimizer step, and of the number of steps."""
+    """Recipe keys that set the rows of an optimizer step and the number of steps."""
 
     per_device_train_batch_size: Rows = 1
     """Number of rows in one forward and backward of each rank; for `dpo`, number of pairs; with `packing`, number of

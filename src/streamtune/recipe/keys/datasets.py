@@ -42,7 +42,7 @@ def _refuse_duplicate_columns(spec: Any) -> Iterator[Refusal]:
 
 
 class DatasetSpec(Spec):
-    """Keys of one entry of ``datasets``, which is a source of rows."""
+    """Keys of one entry of the recipe key ``datasets``, a source of rows."""
 
     path: Text
     """Source of the rows: a local file or folder, a URL, a dataset of the Hugging Face Hub, or a built-in dataset.
@@ -113,7 +113,7 @@ class DatasetSpec(Spec):
 
 
 class DataKeys(Spec):
-    """Keys of the data sources, and of how rows are read."""
+    """Recipe keys that name the data sources and control how rows are read."""
 
     datasets: Annotated[tuple[DatasetSpec, ...], Field(min_length=1, strict=False)]
     """List of the sources of training rows. `[data/train.jsonl]` is short for `[{path: data/train.jsonl}]`."""
@@ -149,7 +149,7 @@ class DataKeys(Spec):
 
 
 class CacheKeys(Spec):
-    """Key of the cache on disk."""
+    """Recipe key of the cache of prepared rows on disk."""
 
     cache: bool = True
     """Store prepared rows and a trained tokenizer on disk, and reuse them in later runs with the same files, tokenizer

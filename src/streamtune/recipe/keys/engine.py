@@ -40,13 +40,12 @@ Auto = Literal["auto"]
 
 
 def _choices_with_defaults(spec: Any) -> dict[str, Any]:
-    """Return the value of every schedule choice. A choice that the recipe does not set has its default with ``schedule:
-    fixed``, and is None (open) with ``auto``."""
+    """Return schedule field -> value. A field that the recipe does not set has its default with ``schedule: fixed``,
+    and None with ``schedule: auto``."""
     return {**(DEFAULTS if spec.schedule == "fixed" else dict.fromkeys(DEFAULTS)), **spec.choices()}
 
 
 def _refuse_contradictions(spec: Any) -> Iterator[Refusal]:
-    """Yield a refusal for each pair of choices that exclude each other."""
     choices = _choices_with_defaults(spec)
     if choices["order"] == "chunk" and spec.keep_kv == "auto":
         choices["keep_kv"] = None  # order: chunk keeps keys and values in any case
@@ -70,8 +69,8 @@ def _quote_choice(field: str, value: str | None = None) -> str:
 
 
 class EngineSpec(Spec):
-    """Keys of the ``engine`` group, which decide how a step is streamed. All values give the same gradient; they differ
-    in memory and time."""
+    """Keys of the recipe key ``engine``, which control how a step is streamed. All values give the same gradient; they
+    differ in memory and time."""
 
     schedule: Literal["auto", "fixed"] = "auto"
     """How the keys of this group that are `auto` get their values. `auto`: the planner chooses the fastest values that
@@ -193,7 +192,7 @@ class EngineSpec(Spec):
 
     @property
     def host_key(self) -> str | None:
-        """The key that makes the optimizer run on the host; None if it runs on the device."""
+        """The key of ``engine`` that makes the optimizer run on the host; None if it runs on the device."""
         return next((key for key in ("weights", "optimizer") if getattr(self, key) == "host"), None)
 
     def written(self) -> dict[str, Any]:
@@ -215,7 +214,7 @@ class EngineSpec(Spec):
 
 
 class EngineKeys(Spec):
-    """Keys of the streamed step, and of the device that computes it."""
+    """Recipe keys that control how a step is streamed, and on which device."""
 
     engine: EngineSpec = EngineSpec()
     """Group of keys that decide how a step is streamed, and how much memory it may use. The defaults suit most runs."""
@@ -279,7 +278,7 @@ SHARING_PRESETS = ("zero3", "zero3_offload")
 
 
 class DeviceKeys(Spec):
-    """Keys of training on several devices."""
+    """Recipe keys for training on several devices."""
 
     deepspeed: Text | None = None
     """State that DeepSpeed shards across ranks. `zero1`: optimizer states. `zero2`: also gradients. `zero3`: also
@@ -305,13 +304,13 @@ class DeviceKeys(Spec):
 
     @property
     def sharding_key(self) -> str | None:
-        """The key that shards the optimizer or the weights across ranks; None if each rank has both whole."""
+        """The recipe key that shards the optimizer or the weights across ranks; None if no key does."""
         return "fsdp" if self.fsdp else "deepspeed" if self.deepspeed is not None else None
 
     @property
     def shares_weights(self) -> bool:
-        """True if a key of the recipe shards the weights across ranks. A DeepSpeed configuration is not read here, so
-        its stage does not count."""
+        """True if a key of the recipe shards the weights across ranks. A path of a DeepSpeed configuration gives False,
+        because the file is not read here."""
         return self.fsdp or self.deepspeed in SHARING_PRESETS
 
 

@@ -62,7 +62,7 @@ KEY = "lr_scheduler_kwargs"
 
 
 class LearningRateKeys(Spec):
-    """Keys of the learning rate and its schedule."""
+    """Recipe keys of the learning rate and its schedule."""
 
     learning_rate: Annotated[float, Field(ge=0)] = 1e-5
     """Peak learning rate, which is reached at the end of the warm-up."""
@@ -99,7 +99,6 @@ class LearningRateKeys(Spec):
 
 
 def _option_value_error(value: Any, allowed: Range) -> str | None:
-    """Return the error about an option's value; None if the value is allowed."""
     if isinstance(allowed[0], str):
         return None if value in allowed else f"must be one of {', '.join(map(str, allowed))}; found {value!r}"
     least, most = float(allowed[0]), float(allowed[1])

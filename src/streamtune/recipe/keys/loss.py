@@ -27,7 +27,7 @@ TEACHER_FILE = ".safetensors"
 
 
 class LossKeys(Spec):
-    """Keys of the loss of a trained token, and of distillation from a teacher."""
+    """Recipe keys of the loss per token, and of distillation from a teacher."""
 
     loss_type: Literal["nll", "dft", "focal"] = "nll"
     """Loss in `sft` of a token that the model predicts with probability p. `nll`: -log p. `dft`: -log p times p,
@@ -71,12 +71,13 @@ class LossKeys(Spec):
 
     @property
     def teacher_file(self) -> str | None:
-        """File with the teacher's top-k tokens for the rows; None if the teacher is a model, or without a teacher."""
+        """Path of the file with the teacher's top-k tokens; None if the teacher is a model, or if there is no
+        teacher."""
         return self.teacher if self.teacher is not None and self.teacher.endswith(TEACHER_FILE) else None
 
 
 class RouterKeys(Spec):
-    """Keys of the losses that are added for the routers of a mixture of experts."""
+    """Recipe keys of the losses on the routers of a mixture of experts."""
 
     router_aux_loss_coef: Annotated[float, Field(ge=0), at_most(10**9)] | None = None
     """Coefficient of the load-balancing loss of a mixture of experts, which is added to the loss. Default: the

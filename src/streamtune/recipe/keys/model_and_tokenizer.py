@@ -11,7 +11,7 @@ from streamtune.recipe.rules import KEEP_ONE, Clash, Count, Custom, Not, Refusal
 
 
 class ModelInit(Spec):
-    """Key of a model with random weights, built from a configuration; nothing is downloaded."""
+    """Keys of the recipe key ``model``: a model with random weights, built from a configuration without downloads."""
 
     init: Annotated[
         dict[str, Any],
@@ -29,14 +29,14 @@ class ModelInit(Spec):
 
 
 class TokenizerTrain(Spec):
-    """Key of a byte-level BPE tokenizer that is trained on the rows of the recipe."""
+    """Keys of the recipe key ``tokenizer.train``, which trains a new byte-level BPE tokenizer on the recipe's rows."""
 
     vocab_size: Annotated[int, Field(ge=259), at_most(2 * 10**6)] = 4096
     """Number of tokens in the vocabulary, including the 256 single bytes and 3 special tokens."""
 
 
 class TokenizerSpec(Spec):
-    """Keys of the tokenizer: either `path` or `train`."""
+    """Keys of the recipe key ``tokenizer``: either `path` or `train`."""
 
     path: Text | None = None
     """Hub name or local folder of a tokenizer. Set either this key or `train`."""
@@ -57,7 +57,8 @@ class TokenizerSpec(Spec):
 
 
 class SpecialTokens(Spec):
-    """Special tokens of the tokenizer, named as in `transformers`. A token that the tokenizer lacks is added."""
+    """Keys of the recipe key ``special_tokens``, named as in `transformers`. A token that the tokenizer lacks is
+    added."""
 
     bos_token: Text | None = None
     """Token at the beginning of a text (BOS). Default: the tokenizer's."""
@@ -81,7 +82,8 @@ Factors = Annotated[tuple[Annotated[float, Field(gt=0), at_most(10**6)], ...], F
 
 
 class RopeScaling(Spec):
-    """Scaling of the rotary positions (RoPE). Keys have the same names as in a model's Hugging Face configuration."""
+    """Keys of the recipe key ``rope_scaling`` (scaling of rotary positions), named as in Hugging Face
+    configurations."""
 
     rope_type: Literal["yarn", "linear", "llama3", "dynamic", "longrope", "default"]
     """Kind of scaling. `yarn` (arXiv 2309.00071). `linear`: position interpolation (arXiv 2306.15595). `llama3`: the
@@ -169,7 +171,7 @@ KEYS_OF_TYPES = {
 
 
 class ModelKeys(Spec):
-    """Keys of the model to fine-tune and its tokenizer, of dtypes, and of rotary positions."""
+    """Recipe keys of the model to fine-tune: weights, dtypes, tokenizer, special tokens and rotary positions."""
 
     model_name_or_path: Text | None = None
     """Hub name or local folder of the model to fine-tune. Set either this key or `model`."""

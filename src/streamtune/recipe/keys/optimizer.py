@@ -28,7 +28,7 @@ from streamtune.recipe.rules import (
 
 
 class LearningRateGroup(Spec):
-    """Learning rate or weight decay of the parameters that a pattern matches."""
+    """Keys of one entry of the recipe key ``lr_groups``: a learning rate or weight decay for some parameters."""
 
     match: Text
     """Pattern of one or more complete components of a parameter name: `embed_tokens`, `layers.0`, `lora_B`,
@@ -53,7 +53,7 @@ class LearningRateGroup(Spec):
 
 
 class OptimizerKeys(Spec):
-    """Keys of the optimizer, its rates by parameter, and gradient clipping."""
+    """Recipe keys of the optimizer, learning rates by parameter, and gradient clipping."""
 
     optim: OptimizerName = "adamw"
     """Name of the optimizer. `streamtune optim ls` lists all optimizers with library, bytes of state per parameter, and

@@ -29,7 +29,7 @@ UNREAD_WITH_GKD = {
 
 
 class PolicyKeys(LossKeys):
-    """Keys of the policy-gradient loss and its reference, or of the divergence from a teacher."""
+    """Recipe keys of the policy-gradient loss and its reference, or of the divergence from a teacher."""
 
     loss_type: PolicyLossName = "dapo"  # type: ignore[assignment]
     """Loss on the completions that the model writes. `grpo`: mean over the tokens of a completion, then over
@@ -84,7 +84,7 @@ class PolicyKeys(LossKeys):
     @field_validator("scale_rewards", mode="before")
     @classmethod
     def _accept_bool(cls, scale_rewards: Any) -> Any:
-        """Convert TRL's older form: true is ``group``, false is ``none``."""
+        """Accept TRL's older booleans: true is ``group``, false is ``none``."""
         return {True: "group", False: "none"}[scale_rewards] if isinstance(scale_rewards, bool) else scale_rewards
 
     @property

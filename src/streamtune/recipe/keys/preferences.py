@@ -108,7 +108,7 @@ DPO_RULES: Rules = (
 
 
 class PreferenceKeys(LossKeys):
-    """Keys of the preference loss, its reference and its rows."""
+    """Recipe keys of the preference loss, its reference model and its rows."""
 
     # --- the loss ----------------------------------------------------------------------------------------------
 

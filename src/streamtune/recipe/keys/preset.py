@@ -58,7 +58,7 @@ def describe_preset(recipe: Any) -> str | None:
 
 
 class ObjectiveKeys(Spec):
-    """Keys that choose the training objective, and a preset of other keys."""
+    """Recipe keys that select the training objective, and a preset of values for other keys."""
 
     objective: Literal["sft", "dpo", "grpo"] = "sft"
     """Training objective. `sft`: train on the rows. `dpo`: train on preferences between completions. `grpo`: train on

@@ -37,7 +37,7 @@ LENGTHS = ("max_prompt_length", "max_completion_length")
 
 
 class RewardKeys(RunKeys):
-    """Keys that name the reward functions and their weights."""
+    """Recipe keys of the reward functions and their weights."""
 
     reward_funcs: Annotated[tuple[Text, ...], Field(strict=False)] = ()
     """Functions that score a completion: names of built-in rewards; with `allow_code` also `module:function` or
@@ -54,7 +54,7 @@ class RewardKeys(RunKeys):
 
 
 class RolloutKeys(StepKeys):
-    """Keys of completions: how many per prompt, which prompts, sampling, and how many are written at once."""
+    """Recipe keys of generated completions: how many per prompt, which prompts, sampling, and how many at a time."""
 
     num_generations: Rows = 8
     """Number of completions that are written for each prompt. They form a group: the advantage of a completion is
@@ -151,24 +151,24 @@ class RolloutKeys(StepKeys):
 
     @property
     def completions_per_step(self) -> int:
-        """Number of completions of a rank in one optimizer step."""
+        """Number of completions that each rank trains on in one optimizer step."""
         return self.per_device_train_batch_size * self.gradient_accumulation_steps
 
     @property
     def completions_per_generation(self) -> int:
-        """Number of completions of a rank in one batch of completions."""
+        """Number of completions that each rank writes before it trains on them."""
         if self.generation_batch_size is not None:
             return self.generation_batch_size
         return self.per_device_train_batch_size * (self.steps_per_generation or self.gradient_accumulation_steps)
 
     @property
     def prompts_per_generation(self) -> int:
-        """Number of prompts of a rank in one batch of completions."""
+        """Number of prompts that each rank completes before it trains on the completions."""
         return self.completions_per_generation // self.num_generations
 
     @property
     def steps_per_rollout(self) -> int:
-        """Number of optimizer steps in one pass through a batch of completions."""
+        """Number of optimizer steps in which each rank trains once on all completions of one generation."""
         return self.completions_per_generation // self.completions_per_step
 
 

@@ -11,7 +11,8 @@ from streamtune.recipe.rules import GIVEN, Clash, Count, Custom, Not, Refusal, R
 
 
 class SampleSpec(Spec):
-    """Keys of the prompts that the model completes at the end of a run and, with `sample_steps`, during training."""
+    """Keys of the recipe key ``sample``: prompts that the model completes at the end of a run and, with `sample_steps`,
+    during training."""
 
     prompt: Annotated[tuple[Text, ...], Field(min_length=1, strict=False)] | Text | None = None
     """Prompt to complete, or list of prompts. With a chat template a prompt is a user message, otherwise the beginning
@@ -33,7 +34,7 @@ class SampleSpec(Spec):
 
 
 class RunKeys(Spec):
-    """Keys of the run: its folder, checkpoints, logs and samples, and its early end."""
+    """Recipe keys of the run: seed, folder, checkpoints, evaluation, early stopping, logs, samples and user code."""
 
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 42
     """Seed of the random numbers for new weights, the order of the rows, and dropout."""

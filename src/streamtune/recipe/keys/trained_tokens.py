@@ -29,7 +29,7 @@ RESERVED_VARIABLES = ("messages", "tools", "add_generation_prompt", "chat_templa
 
 
 class TrainedTokenKeys(Spec):
-    """Keys of a row's length, and of its tokens that count in the loss."""
+    """Recipe keys that limit the length of a row, and select its tokens that count in the loss."""
 
     max_length: Annotated[int, Field(ge=2), at_most(10**12)] = 2048
     """Maximum number of tokens of a row; for `dpo` and `grpo`, of a prompt plus its longest completion. Default for
