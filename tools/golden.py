@@ -31,7 +31,7 @@ from pydantic import ValidationError
 
 from streamtune.errors import UserError
 from streamtune.recipe import RECIPES, json_schema, load_recipe, shipped_recipes
-from streamtune.recipe.mistakes import mistakes_of_validation
+from streamtune.recipe.mistakes import mistakes_from_validation
 from streamtune.recipe.yaml import show_path
 
 from .recipe_headers import command_of, planned_recipes
@@ -107,7 +107,7 @@ def _told(objective: str, options: tuple[Option, ...]) -> str:
     except ValidationError as error:
         return "".join(
             f"    {show_path(each.path)}: {each.what} | {each.fix}\n"
-            for each in mistakes_of_validation(error, tree, kind)
+            for each in mistakes_from_validation(error, tree, kind)
         )
     except UserError as error:
         return f"    {error.where}: {error.what} | {error.fix}\n"

@@ -26,7 +26,7 @@ from pydantic import ValidationError
 
 from streamtune.errors import UserError
 from streamtune.recipe import RECIPES, Recipe
-from streamtune.recipe.mistakes import mistakes_of_validation
+from streamtune.recipe.mistakes import mistakes_from_validation
 from streamtune.run.device import stream_model
 from streamtune.run.model import make_blueprint
 from streamtune.run.ranks import check_rank_layout, check_reference_start, shares_weights
@@ -69,7 +69,7 @@ def ask(objective: str, options: Iterable[Option]) -> Refusal | None:
     try:
         recipe = kind.model_validate(tree)
     except ValidationError as error:
-        found = mistakes_of_validation(error, tree, kind)[0]
+        found = mistakes_from_validation(error, tree, kind)[0]
         return Refusal(found.what, found.fix)
     try:
         _set_up(recipe, max(option.ranks for option in options))

@@ -91,7 +91,7 @@ class StreamTuneCallback(TrainerCallback):
         self.remove()  # after a training that ended with an error
         self.plan = None
         self._device = model_device(model)
-        streamed = _handle_of(model)
+        streamed = _find_stream_handle(model)
         if streamed is None:
             _refuse_sharded(model, args)
             self.plan = self._plan(model, args)
@@ -145,7 +145,7 @@ class StreamTuneCallback(TrainerCallback):
                 where="StreamTuneCallback",
                 fix="pass max_length=..., or chunk_size=... for a schedule without the planner",
             )
-        with _original_forwards(model):
+        with _with_original_forwards(model):
             return plan_step(
                 model,
                 max_length=length,
@@ -179,7 +179,7 @@ def _rounding_note(model: nn.Module, args: TrainingArguments) -> str | None:
     )
 
 
-def _handle_of(model: nn.Module) -> StreamHandle | None:
+def _find_stream_handle(model: nn.Module) -> StreamHandle | None:
     try:
         return StreamHandle.of(model)
     except ArgumentError:
@@ -214,7 +214,7 @@ def _rows_per_forward(args: TrainingArguments) -> int:
 
 
 @contextmanager
-def _original_forwards(model: nn.Module) -> Iterator[None]:
+def _with_original_forwards(model: nn.Module) -> Iterator[None]:
     """Context manager: while active, modules have the ``forward`` of their class and not accelerate's replacement,
     which a copy of the model would share."""
     replaced: list[tuple[nn.Module, dict[str, Any]]] = []

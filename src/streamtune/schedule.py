@@ -26,8 +26,8 @@ __all__ = [
     "Schedule",
     "Tier",
     "WeightTier",
-    "contradictions",
-    "kept",
+    "find_contradictions",
+    "normalise_keep_choice",
 ]
 
 
@@ -123,13 +123,13 @@ class Schedule:
     fetch_dtype: FetchDtype = "param"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "keep_kv", kept(self.keep_kv))
+        object.__setattr__(self, "keep_kv", normalise_keep_choice(self.keep_kv))
         if self.order == "chunk" and self.keep_kv == "no":
             object.__setattr__(self, "keep_kv", "device")
         for name in ("chunk_size", "head_chunk_size", "segment_size"):
             value = getattr(self, name)
             if (value is not None or name != "segment_size") and not _is_count(value, least=1):
-                raise ArgumentError(f"{name} must be a number of {_unit(name)} from 1; found {value!r}")
+                raise ArgumentError(f"{name} must be a number of {_field_unit(name)} from 1; found {value!r}")
         for name in ("device_layers", "keep_layers"):
             if not _is_count(getattr(self, name), least=0):
                 raise ArgumentError(f"{name} must be a number of layers from 0; found {getattr(self, name)!r}")
@@ -137,7 +137,7 @@ class Schedule:
             if getattr(self, name) not in words:
                 known = ", ".join(map(repr, words[:-1])) + f" or {words[-1]!r}"
                 raise ArgumentError(f"{name} must be {known}; found {getattr(self, name)!r}")
-        for field, what, (other, value) in contradictions(vars(self), _show_in_python):
+        for field, what, (other, value) in find_contradictions(vars(self), _show_in_python):
             alternative = "" if field == "offload" else f", or leave {field} out"
             raise ArgumentError(what, fix=f"set {other} to {value}{alternative}")
 
@@ -169,7 +169,7 @@ class Schedule:
         return schedule
 
     @property
-    def uses_host(self) -> bool:
+    def stores_on_host(self) -> bool:
         """True if a tensor is stored in host memory for the backward."""
         return "host" in (self.offload, self.keep_kv, self.keep_attention)
 
@@ -280,7 +280,7 @@ DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(Schedu
 """Field of a schedule -> default, in order."""
 
 
-def kept(choice: Kept | bool) -> Kept:
+def normalise_keep_choice(choice: Kept | bool) -> Kept:
     """Return ``keep_kv`` as a word: ``True`` is ``device``, ``False`` is ``no``."""
     return ("device" if choice else "no") if isinstance(choice, bool) else choice
 
@@ -294,52 +294,52 @@ class Contradiction(NamedTuple):
     instead: tuple[str, str]
 
 
-def contradictions(choices: Mapping[str, Any], shown: Callable[..., str]) -> Iterator[Contradiction]:
+def find_contradictions(choices: Mapping[str, Any], quote: Callable[..., str]) -> Iterator[Contradiction]:
     """Yield a contradiction for each pair of fields whose values exclude each other.
 
     Args:
         choices: Field -> value; None if the value is still open.
-        shown: Function that returns a field, or a field with its value, as the user's recipe or program writes it.
+        quote: Function that returns a field, or a field with its value, as the user's recipe or program writes it.
     """
     offload, levels = choices["offload"], choices["levels"]
     if choices["device_layers"] and offload == "device":
-        what = f"{shown('device_layers')} needs offloaded layer inputs, and {shown('offload')} is device"
+        what = f"{quote('device_layers')} needs offloaded layer inputs, and {quote('offload')} is device"
         yield Contradiction("device_layers", what, ("offload", "host"))
     if choices["fetch_dtype"] == "bfloat16" and choices["weights"] not in ("host", None):
-        what = f"{shown('fetch_dtype')} needs weights on the host, and {shown('weights')} is device"
+        what = f"{quote('fetch_dtype')} needs weights on the host, and {quote('weights')} is device"
         yield Contradiction("fetch_dtype", what, ("weights", "host"))
     if choices["weights"] == "host":
-        yield from _with_host_weights(choices, shown)
+        yield from _host_weights_contradictions(choices, quote)
     if choices["order"] == "chunk":
-        yield from _in_chunk_order(choices, shown)
+        yield from _chunk_order_contradictions(choices, quote)
     if choices["segment_size"] is not None and levels == 1:
-        what = f"{shown('segment_size')} needs two levels, and {shown('levels')} is 1"
+        what = f"{quote('segment_size')} needs two levels, and {quote('levels')} is 1"
         yield Contradiction("segment_size", what, ("levels", "2"))
     if offload == "disk" and choices["offload_dir"] is None:
-        what = f"{shown('offload', 'disk')} needs a directory"
+        what = f"{quote('offload', 'disk')} needs a directory"
         yield Contradiction(
             "offload", what, ("offload_dir", "a directory on a fast local disk with space for the layer inputs")
         )
 
 
-def _in_chunk_order(choices: Mapping[str, Any], shown: Callable[..., str]) -> Iterator[Contradiction]:
-    order = shown("order", "chunk")
+def _chunk_order_contradictions(choices: Mapping[str, Any], quote: Callable[..., str]) -> Iterator[Contradiction]:
+    order = quote("order", "chunk")
     if choices["device_layers"]:
-        what = f"{shown('device_layers')} needs several stored layer inputs, and {order} stores only one"
+        what = f"{quote('device_layers')} needs several stored layer inputs, and {order} stores only one"
         yield Contradiction("device_layers", what, ("order", "layer"))
-    if choices["keep_kv"] is not None and kept(choices["keep_kv"]) == "no":
-        what = f"{order} stores keys and values in place of layer inputs, and {shown('keep_kv')} forbids it"
+    if choices["keep_kv"] is not None and normalise_keep_choice(choices["keep_kv"]) == "no":
+        what = f"{order} stores keys and values in place of layer inputs, and {quote('keep_kv')} forbids it"
         yield Contradiction("keep_kv", what, ("keep_kv", "device"))
 
 
-def _with_host_weights(choices: Mapping[str, Any], shown: Callable[..., str]) -> Iterator[Contradiction]:
-    away = shown("weights", "host")
+def _host_weights_contradictions(choices: Mapping[str, Any], quote: Callable[..., str]) -> Iterator[Contradiction]:
+    away = quote("weights", "host")
     if choices["order"] == "chunk":
-        what = f"{shown('order', 'chunk')} reads the weights of all layers for every chunk, and {away} would copy them "
+        what = f"{quote('order', 'chunk')} reads the weights of all layers for every chunk, and {away} would copy them "
         yield Contradiction("order", what + "each time", ("order", "layer"))
     if choices["keep_layers"]:
         what = (
-            f"{shown('keep_layers')} keeps the weights of layers on the device until the backward, and {away} does not"
+            f"{quote('keep_layers')} keeps the weights of layers on the device until the backward, and {away} does not"
         )
         yield Contradiction("keep_layers", what, ("keep_layers", "0"))
 
@@ -352,5 +352,5 @@ def _is_count(value: object, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-def _unit(name: str) -> str:
+def _field_unit(name: str) -> str:
     return "layers" if name == "segment_size" else "tokens"

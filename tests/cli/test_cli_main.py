@@ -129,7 +129,7 @@ def test_ctrl_c_exits_130(monkeypatch):
     def stopped() -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("streamtune.cli.env.environment_facts", stopped)
+    monkeypatch.setattr("streamtune.cli.env.environment_document", stopped)
     with pytest.raises(SystemExit) as caught:
         main(["env"])
     assert caught.value.code == 130

@@ -192,7 +192,7 @@ def test_keys_of_a_recipe(tmp_path: Path, write: Write) -> None:
     assert loaded.recipe.datasets[0] == DatasetSpec(path=str(tmp_path / "rows.jsonl"), repeat=2)
     assert (loaded.recipe.datasets[1].path, loaded.recipe.datasets[1].max_rows) == ("b.jsonl", 3)
     assert "'datasets[1].num_samples' is read as 'max_rows'" in loaded.notes
-    assert loaded.where("datasets", 0, "path") == f"{recipe}:2"
+    assert loaded.key_origin("datasets", 0, "path") == f"{recipe}:2"
     for text, what in [
         ("datasets: [{path: a, shuffle: true}]", "'shuffle' of a dataset draws its 'max_rows'"),
         ("datasets: [{path: a, columns: {}}]", "columns"),

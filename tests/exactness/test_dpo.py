@@ -174,7 +174,7 @@ def plain_unpaired(model: nn.Module, reference: nn.Module, trees: Sequence[Tree]
 def plain(model: nn.Module, reference: nn.Module, trees: Sequence[Tree], recipe: DpoRecipe) -> tuple[float, Any]:
     """Loss and gradients."""
     model.zero_grad(set_to_none=True)
-    how = plain_unpaired if recipe.unpaired else plain_pairs
+    how = plain_unpaired if recipe.is_unpaired else plain_pairs
     loss = how(model, reference, trees, recipe)
     loss.backward()
     return loss.item(), taken(model)
@@ -223,7 +223,7 @@ def ours(
     trees = [tree for part in steps for tree in part]
     batches = [collated(part, layout, recipe, trees) for part in steps]
     objective: train.Objective
-    if recipe.unpaired:
+    if recipe.is_unpaired:
         assert reference is not None
         objective = UnpairedObjective(handle, recipe, reference, torch.device("cpu"))
     else:
@@ -283,7 +283,7 @@ def compare_models(
     for size in split:
         parts.append(trees[start : start + size])
         start += size
-    needed = recipe.unpaired or not (recipe.reference_free or recipe.loss_type in NEEDS_NONE)
+    needed = recipe.is_unpaired or not (recipe.reference_free or recipe.loss_type in NEEDS_NONE)
     for schedule in schedules:
         with (
             Float64() if ill else nullcontext(),

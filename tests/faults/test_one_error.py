@@ -14,7 +14,7 @@ import pytest
 
 from streamtune.base import interrupts
 from streamtune.base.privacy import escape_terminal_controls
-from streamtune.cli.machine import machine_error
+from streamtune.cli.machine import machine_limit_error
 from streamtune.data.reading.files import local_file, open_bytes
 from streamtune.errors import ArgumentError, RunError
 from streamtune.programs.export.write import MARK, check_export_folder, staging_export
@@ -115,7 +115,7 @@ def test_too_few_descriptors_are_said_so_wherever_a_file_is_opened(tmp_path: Pat
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
     assert "ulimit -n" in caught.value.fix
-    known = machine_error(OSError(errno.EMFILE, "Too many open files", "x.png"))
+    known = machine_limit_error(OSError(errno.EMFILE, "Too many open files", "x.png"))
     assert known is not None
     assert "ulimit -n" in known.fix
 

@@ -35,7 +35,7 @@ def test_a_key_takes_what_the_schedule_takes(name: str):
     more = {"offload": {"offload_dir": "x"}, "fetch_dtype": {"weights": "host"}}.get(name, {})
     for word in CHOICES[name]:
         needs = more if word in ("disk", "bfloat16") else {}
-        made = EngineSpec(**{name: word}, **needs).written()
+        made = EngineSpec(**{name: word}, **needs).schedule_fields()
         assert made[name] == getattr(Schedule(**{name: word}, **more), name)
 
 

@@ -21,7 +21,7 @@ def test_every_shipped_recipe_loads(name: str) -> None:
     loaded = load_recipe(shipped.path)
     assert loaded.notes == ()
     assert loaded.recipe.output_dir == f"runs/{name}"
-    assert loaded.where("datasets", 0, "path").startswith(f"{shipped.path}:")
+    assert loaded.key_origin("datasets", 0, "path").startswith(f"{shipped.path}:")
 
 
 def test_defaults(write):
@@ -40,12 +40,12 @@ def test_defaults(write):
 def test_every_key_has_a_line(write):
     path = write("engine:\n  keep_kv: true\n  chunk_size: 64\nseed: 3\n")
     loaded = load_recipe(path)
-    assert loaded.where("datasets", 0) == f"{path}:3"
-    assert loaded.where("datasets", 0, "path") == f"{path}:3"
-    assert loaded.where("engine", "chunk_size") == f"{path}:6"
-    assert loaded.where("seed") == f"{path}:7"
-    assert loaded.where("engine", "grad_dtype") == f"{path}:4"  # a default: the nearest parent
-    assert loaded.where("max_length") == f"{path}:1"
+    assert loaded.key_origin("datasets", 0) == f"{path}:3"
+    assert loaded.key_origin("datasets", 0, "path") == f"{path}:3"
+    assert loaded.key_origin("engine", "chunk_size") == f"{path}:6"
+    assert loaded.key_origin("seed") == f"{path}:7"
+    assert loaded.key_origin("engine", "grad_dtype") == f"{path}:4"  # a default: the nearest parent
+    assert loaded.key_origin("max_length") == f"{path}:1"
 
 
 # --- scalars -------------------------------------------------------------------------------------------------------

@@ -47,13 +47,13 @@ def test_a_setting_writes_its_key(write, refused, setting, path, value):
     for part in path:
         here = here[part] if isinstance(part, int) or isinstance(here, dict) else getattr(here, part)
     assert here == value
-    assert loaded.where(*path) == f"--set {setting}"
+    assert loaded.key_origin(*path) == f"--set {setting}"
 
 
 def test_a_setting_wins_over_the_file_and_the_last_over_the_first(write):
     loaded = load_recipe(write("sequence_len: 64\n"), ["max_length=128", "max_length=256"])
     assert loaded.recipe.max_length == 256
-    assert loaded.where("max_length") == "--set max_length=256"
+    assert loaded.key_origin("max_length") == "--set max_length=256"
     assert loaded.notes == ("'sequence_len' is read as 'max_length'",)
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from streamtune.recipe import RECIPES, Recipe, find_schema_file, json_schema, shipped_recipes, with_schema_header
 from streamtune.recipe.keys.datasets import DatasetSpec
-from streamtune.recipe.mistakes import describe_accepted_values, leaf_paths, schema_at
+from streamtune.recipe.mistakes import describe_accepted_values, leaf_key_paths, schema_at
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -62,7 +62,7 @@ def test_no_title_of_pydantics_is_left():
 
 @pytest.mark.parametrize("kind", RECIPES.values())
 def test_every_key_can_be_put_in_words(kind):
-    for paths in leaf_paths(kind).values():
+    for paths in leaf_key_paths(kind).values():
         for path in paths:
             found, fragment = schema_at(path, kind)
             assert found == path
@@ -72,7 +72,7 @@ def test_every_key_can_be_put_in_words(kind):
 @pytest.mark.parametrize("kind", RECIPES.values())
 def test_leaf_names_are_unique_but_for_path_like_ones(kind):
     """``--set NAME=...`` works for every leaf; ``train`` and the like are whole groups."""
-    assert {name for name, paths in leaf_paths(kind).items() if len(paths) > 1} == set()
+    assert {name for name, paths in leaf_key_paths(kind).items() if len(paths) > 1} == set()
 
 
 @pytest.mark.parametrize("objective", RECIPES)

@@ -27,10 +27,10 @@ def load(folder: Path, text: str, objective: str = "sft") -> LoadedRecipe:
 
 
 def test_what_is_right(tmp_path: Path) -> None:
-    assert load(tmp_path, "").recipe.draws == 1
-    assert load(tmp_path, CHOSEN).recipe.draws == 2
+    assert load(tmp_path, "").recipe.draws_per_row == 1
+    assert load(tmp_path, CHOSEN).recipe.draws_per_row == 2
     text = "select_rows: colm\nselect_from: 4\nfinetuning_type: lora\noptim_in_backward: true\ntrain_batch_size: 32\n"
-    assert load(tmp_path, text).recipe.draws == 4
+    assert load(tmp_path, text).recipe.draws_per_row == 4
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from streamtune import train
 from streamtune.distributed.deepspeed_config import PRESETS, zero_stage
 from streamtune.errors import ArgumentError
 from streamtune.recipe import load_recipe
-from streamtune.recipe.keys.engine import SHARING_PRESETS
+from streamtune.recipe.keys.engine import SHARDING_PRESETS
 from streamtune.run.model import choose_quantization
 from streamtune.run.ranks import check_rank_layout, shares_weights
 from streamtune.tasks import TASKS
@@ -35,10 +35,10 @@ REFUSED = [
 
 
 def test_presets_that_share_weights_are_those_of_stage_3() -> None:
-    assert set(SHARING_PRESETS) == {name for name, config in PRESETS.items() if zero_stage(config) == 3}
+    assert set(SHARDING_PRESETS) == {name for name, config in PRESETS.items() if zero_stage(config) == 3}
 
 
-@pytest.mark.parametrize("engine", ["fsdp: true", *(f"deepspeed: {name}" for name in SHARING_PRESETS)])
+@pytest.mark.parametrize("engine", ["fsdp: true", *(f"deepspeed: {name}" for name in SHARDING_PRESETS)])
 @pytest.mark.parametrize(("lines", "what", "fix"), REFUSED)
 def test_a_recipe_refuses_them(refused: Any, lines: str, what: str, fix: str, engine: str) -> None:
     error = refused(f"{engine}\n{lines}")

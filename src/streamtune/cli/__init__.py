@@ -16,11 +16,11 @@ from streamtune.cli.console import is_output_needed, print_note, set_output_need
 from streamtune.cli.machine import (
     add_locale_to_fix,
     check_current_directory,
-    machine_error,
+    machine_limit_error,
     use_expandable_segments,
     using_temporary_home,
 )
-from streamtune.cli.rank_process import note_failure, remember_arguments, report_failure
+from streamtune.cli.rank_process import pass_error_to_launcher, report_failure, save_arguments
 from streamtune.distributed.local_ranks import die_with_launcher
 from streamtune.errors import RunError, StreamTuneError
 
@@ -52,7 +52,7 @@ def _run_command(arguments_with_globals: list[str]) -> None:
     debug = "--debug" in arguments_with_globals
     if not debug:
         quiet_imports()
-    remember_arguments(arguments_with_globals)
+    save_arguments(arguments_with_globals)
     set_output_needed(True)
     if "--offline" in arguments_with_globals or is_offline():
         go_offline()
@@ -78,7 +78,7 @@ def _run_command(arguments_with_globals: list[str]) -> None:
         )
         add_locale_to_fix(known)
         if debug:
-            note_failure(known)
+            pass_error_to_launcher(known)
             raise
         try:
             report_failure(known)
@@ -112,7 +112,7 @@ def _check_output_written() -> None:
 
 def _unexpected_error(error: BaseException) -> StreamTuneError:
     """Return the StreamTune error that describes an exception of another type: a limit of the machine, or a bug."""
-    known = machine_error(error)
+    known = machine_limit_error(error)
     if known is not None:
         return known
     what = f"{type(error).__name__}: {error}".strip().removesuffix(":")

@@ -95,7 +95,7 @@ def print_rows(names_and_values: Iterable[tuple[str, str]], *, name_style: str =
     out.print(table)
 
 
-def print_hanging(label: Text, text: Text, console: Console = out) -> None:
+def print_labelled(label: Text, text: Text, console: Console = out) -> None:
     """Print a label and a text, by default on stdout.
 
     On a terminal the text wraps at words, and its further lines are indented by the width of the label. Elsewhere it
@@ -117,7 +117,7 @@ def print_hanging(label: Text, text: Text, console: Console = out) -> None:
 def print_text(text: Text, *, indent: int = 0) -> None:
     """Print a text on stdout, with every line indented; on a terminal it wraps at words."""
     for line in text.split("\n"):
-        print_hanging(Text(" " * indent), line)
+        print_labelled(Text(" " * indent), line)
 
 
 def make_table(
@@ -146,7 +146,7 @@ def print_table(title: str, table: Table, *, blank_line_before: bool = True) -> 
     """Print a title and a table; ``blank_line_before`` puts an empty line before the title."""
     if blank_line_before:
         out.print()
-    print_hanging(Text(), Text(title, style="bold"))
+    print_labelled(Text(), Text(title, style="bold"))
     out.print(table)
 
 
@@ -156,12 +156,12 @@ def print_title(text: str, *, right: str = "") -> None:
     if right:
         room = min(out.width, SCREEN_WIDTH) - title.cell_len - len(right) if out.is_terminal else 0
         title.append(" " * max(2, room)).append(right, style="bold yellow")
-    print_hanging(Text(), title)
+    print_labelled(Text(), title)
 
 
 def print_note(note: str) -> None:
     """Print a note on stderr."""
-    print_hanging(Text.assemble(("note", "yellow"), ": "), _bold_commands(safe_text(note)), err)
+    print_labelled(Text.assemble(("note", "yellow"), ": "), _bold_commands(safe_text(note)), err)
 
 
 def print_error(error: StreamTuneError, console: Console = err) -> None:
@@ -190,7 +190,7 @@ def error_panel(error: StreamTuneError) -> Panel:
     details.add_column(overflow="fold")
     if error.where:
         details.add_row("where", Text(safe_text(error.where), style="cyan"))
-        if isinstance(error, RecipeError) and not others and (line := _recipe_line(error.where)):
+        if isinstance(error, RecipeError) and not others and (line := _read_recipe_line(error.where)):
             details.add_row("", Text(safe_text(line), style="dim", overflow="ellipsis", no_wrap=True))
     if error.fix:
         details.add_row("fix", _bold_commands(safe_text(error.fix)))
@@ -232,7 +232,7 @@ def _bold_commands(text: str) -> Text:
     return shown
 
 
-def _recipe_line(where: str) -> str:
+def _read_recipe_line(where: str) -> str:
     """Return the text of the recipe's line that ``where`` names as ``file:line``; an empty string if it names none."""
     file, _, number = where.rpartition(":")
     if not (number.isdecimal() and file.endswith((".yaml", ".yml"))):
@@ -247,12 +247,12 @@ def _recipe_line(where: str) -> str:
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
-def replace_page(content: bytes, page: Path, option: str, *, signature: bytes = b"") -> None:
+def replace_page(content: bytes, path: Path, option: str, *, signature: bytes = b"") -> None:
     """Write an HTML page or a picture. An earlier page or picture is replaced atomically; any other file is an error.
 
     Args:
         content: Bytes of the file.
-        page: Path of the file.
+        path: Path of the file.
         option: Command-line option that names the path, for errors.
         signature: First bytes of a picture's file format; empty for an HTML page.
 
@@ -262,25 +262,25 @@ def replace_page(content: bytes, page: Path, option: str, *, signature: bytes = 
     from streamtune.train.staging import replace_file
 
     try:
-        if page.is_symlink() or (page.exists() and not _is_replaceable_page(page, signature)):
+        if path.is_symlink() or (path.exists() and not _is_replaceable_page(path, signature)):
             what = "picture" if signature else "page"
             raise ArgumentError(
-                f"{page} exists and is not a {what} of this command; it is not overwritten",
+                f"{path} exists and is not a {what} of this command; it is not overwritten",
                 where=option,
                 fix=f"give another path with {option}",
             )
-        replace_file(page, content, durably=False)
+        replace_file(path, content, durably=False)
     except OSError as error:
         raise ArgumentError(
-            f"{page} cannot be written: {error.strerror or error}", where=option, fix=f"give another path with {option}"
+            f"{path} cannot be written: {error.strerror or error}", where=option, fix=f"give another path with {option}"
         ) from error
 
 
-def _is_replaceable_page(page: Path, signature: bytes) -> bool:
+def _is_replaceable_page(path: Path, signature: bytes) -> bool:
     """Return True if a file is empty, a page of this command, or a picture that starts with ``signature``."""
-    if not page.is_file():
+    if not path.is_file():
         return False
-    with page.open("rb") as file:
+    with path.open("rb") as file:
         start = file.read(4096)
     if signature and start:
         return start.startswith(signature)

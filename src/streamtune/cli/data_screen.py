@@ -20,7 +20,7 @@ from streamtune.data.data_report import (
 )
 from streamtune.data.inspect_rows import RowPart, RowView, TokenGap, TokenRun
 
-from .console import make_table, out, print_hanging, print_rows, print_table, print_text, print_title
+from .console import make_table, out, print_labelled, print_rows, print_table, print_text, print_title
 from .options import recipe_name
 from .plan_screen import draw_bar
 
@@ -48,8 +48,8 @@ def print_inspection(inspection: Inspection, views: Sequence[tuple[str, RowView]
     facts += [*describe_rows(report, with_problems=False), ("limit", _describe_length_limit(inspection))]
     facts += [("tokenizer", _describe_tokenizer(inspection)), *describe_batches(inspection.batches)]
     print_rows(facts)
-    print_table("datasets", _sources_table(inspection))
-    if (epoch := _epoch_table(inspection)) is not None:
+    print_table("datasets", _datasets_table(inspection))
+    if (epoch := _epoch_shares_table(inspection)) is not None:
         print_table("one epoch of weighted datasets", epoch)
     compared = ", prompt and longest answer together" if report.to_json().get("completions") else ""
     print_table(
@@ -80,7 +80,7 @@ def print_row_view(
         ids: True to print each token on its own line, with its id.
     """
     out.print()
-    print_hanging(Text(f"row {view.number:,}  ", style="bold"), Text(describe_row_view(view, reason)))
+    print_labelled(Text(f"row {view.number:,}  ", style="bold"), Text(describe_row_view(view, reason)))
     for part in view.parts:
         if len(view.parts) > 1:
             trained = (
@@ -92,7 +92,7 @@ def print_row_view(
         if ids:
             _print_token_ids(inspection, part)
             continue
-        text = tokens_text(inspection.rows.token_runs(part, max_tokens))
+        text = format_token_runs(inspection.rows.token_runs(part, max_tokens))
         if text.plain.endswith("\n"):
             text.right_crop(1)  # printing ends the line
         if out.is_terminal:
@@ -121,7 +121,7 @@ def _describe_trained_tokens(trained_tokens: int, all_tokens: int) -> str:
 # --- tokens -----------------------------------------------------------------------------------------------------------
 
 
-def tokens_text(runs: Sequence[TokenRun | TokenGap]) -> Text:
+def format_token_runs(runs: Sequence[TokenRun | TokenGap]) -> Text:
     """Return a row as text. Trained tokens are coloured, or underlined without colours, or in brackets in a file."""
     text = Text()
     before = False
@@ -157,7 +157,7 @@ def _token_style(run: TokenRun) -> str:
 def _token_legend() -> Text:
     kinds = [(trained, special) for trained in (False, True) for special in (False, True)]
     names = [("trained" if trained else "masked") + (" special" if special else "") for trained, special in kinds]
-    shown = [tokens_text([TokenRun(name, 1, *kind)]) for name, kind in zip(names, kinds, strict=True)]
+    shown = [format_token_runs([TokenRun(name, 1, *kind)]) for name, kind in zip(names, kinds, strict=True)]
     return Text.assemble(("rows as the model sees them", "bold"), ": ", Text(", ").join(shown))
 
 
@@ -202,7 +202,7 @@ def describe_rows(report: Any, *, with_problems: bool = True) -> list[tuple[str,
                 f"{report.tokens:,}, of which {_describe_trained_tokens(report.supervised_tokens, report.tokens)}",
             )
         )
-        lines += _describe_sequences(report)
+        lines += _describe_shared_or_cut_rows(report)
     else:
         lengths = {"prompts": report.prompt_lengths, **report.completion_lengths}
         ranges = ", ".join(f"{name} {_describe_length_range(each)}" for name, each in lengths.items())
@@ -216,7 +216,7 @@ def describe_rows(report: Any, *, with_problems: bool = True) -> list[tuple[str,
     return [*lines, *([("problems", "; ".join(found))] if found else [])]
 
 
-def _describe_sequences(report: DataReport) -> list[tuple[str, str]]:
+def _describe_shared_or_cut_rows(report: DataReport) -> list[tuple[str, str]]:
     """Return a line about rows that share prefixes, or about pieces of rows; an empty list for other rows."""
     if report.shared_tokens:
         text = f"{report.packs:,} sequences, {report.shared_tokens:,} tokens with shared beginnings counted once"
@@ -271,40 +271,40 @@ def _describe_tokenizer(inspection: Inspection) -> str:
     return f"{source}, {len(inspection.tokenizer):,} entries, {template}"
 
 
-def describe_batches(facts: BatchFacts | None) -> list[tuple[str, str]]:
-    """Return lines (name, text) about padding, packing and attention; an empty list without ``facts``."""
-    if facts is None:
+def describe_batches(stats: BatchFacts | None) -> list[tuple[str, str]]:
+    """Return lines (name, text) about padding, packing and attention; an empty list without ``stats``."""
+    if stats is None:
         return []
-    lines = [("batches", _describe_step_sizes(facts))]
-    if facts.packs:
-        packed = "" if facts.packing and facts.batching != "buckets" else "would be "
-        sequences = "1 sequence" if facts.packs == 1 else f"{facts.packs:,} sequences"
-        lines.append(("packing", f"{packed}{sequences}, {facts.pack_fill:.1%} full (minimum {facts.fewest_packs:,})"))
-    return [*lines, ("attention", _describe_attention(facts))]
+    lines = [("batches", _describe_step_sizes(stats))]
+    if stats.packs:
+        packed = "" if stats.packing and stats.batching != "buckets" else "would be "
+        sequences = "1 sequence" if stats.packs == 1 else f"{stats.packs:,} sequences"
+        lines.append(("packing", f"{packed}{sequences}, {stats.pack_fill:.1%} full (minimum {stats.fewest_packs:,})"))
+    return [*lines, ("attention", _describe_attention_cost(stats))]
 
 
-def _describe_step_sizes(facts: BatchFacts) -> str:
+def _describe_step_sizes(stats: BatchFacts) -> str:
     """Describe the size of steps and batches: ``68 steps of 8,000 to 8,192 tokens; batches of 4 rows, 1.2%
     padding``."""
-    unit = "packed sequences" if facts.packing else {"buckets": "pieces"}.get(facts.batching, "rows")
-    padding = f"{facts.batch_size} {unit}, {facts.padding:.1%} of the positions are padding"
-    if facts.batch_size == 1:
+    unit = "packed sequences" if stats.packing else {"buckets": "pieces"}.get(stats.batching, "rows")
+    padding = f"{stats.batch_size} {unit}, {stats.padding:.1%} of the positions are padding"
+    if stats.batch_size == 1:
         padding = f"1 {unit[:-1]}, no padding"
-    if facts.batching == "rows":
+    if stats.batching == "rows":
         return padding
-    steps = f"{facts.steps:,} step{'' if facts.steps == 1 else 's'}"
-    text = f"{steps} of {facts.step_tokens['min']:,} to {facts.step_tokens['max']:,} tokens"
-    if facts.pieces:
-        text += f"; pieces by length: {', '.join(f'{count:,} of {size:,}' for size, count in facts.pieces.items())}"
+    steps = f"{stats.steps:,} step{'' if stats.steps == 1 else 's'}"
+    text = f"{steps} of {stats.step_tokens['min']:,} to {stats.step_tokens['max']:,} tokens"
+    if stats.pieces:
+        text += f"; pieces by length: {', '.join(f'{count:,} of {size:,}' for size, count in stats.pieces.items())}"
     return f"{text}; batches of {padding}"
 
 
-def _describe_attention(facts: BatchFacts) -> str:
+def _describe_attention_cost(stats: BatchFacts) -> str:
     """Return the cost of attention (sum of squared row lengths), and how many times that cost concatenated rows that
     are cut at ``max_length`` would have."""
-    ratio = facts.attention_ratio
+    ratio = stats.attention_ratio
     times = f"{ratio:.2f}x" if ratio >= 0.1 else f"{ratio:.2g}x"
-    own = f"sum of squared lengths {facts.squared_lengths:.3g}"
+    own = f"sum of squared lengths {stats.squared_lengths:.3g}"
     return f"{own}; rows concatenated and cut to max_length would have {times}"
 
 
@@ -331,7 +331,7 @@ def _length_table(first_column: str, *number_columns: str) -> Table:
     )
 
 
-def _sources_table(inspection: Inspection) -> Table:
+def _datasets_table(inspection: Inspection) -> Table:
     """Return a table with a row for each dataset and a total; columns of zeros are left out."""
     report = inspection.prepared.report
     counts = [name for name in OPTIONAL_COLUMNS if getattr(report, name)]
@@ -360,7 +360,7 @@ def _sources_table(inspection: Inspection) -> Table:
     return table
 
 
-def _epoch_table(inspection: Inspection) -> Table | None:
+def _epoch_shares_table(inspection: Inspection) -> Table | None:
     """Return a table of each dataset's share of an epoch; None if no dataset has a weight."""
     lines = epoch_table(inspection.prepared.report.sources)
     if not lines:

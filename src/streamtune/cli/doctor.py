@@ -24,8 +24,8 @@ from streamtune.base.libraries import TESTED, pip_install_command, untested_vers
 from streamtune.base.privacy import is_offline, safe_text
 from streamtune.base.text import show_size
 
-from .console import err, loading_libraries, print_hanging, print_json, print_text
-from .env import environment_facts
+from .console import err, loading_libraries, print_json, print_labelled, print_text
+from .env import environment_document
 from .options import JsonOption
 
 GIB = 1024**3
@@ -74,7 +74,7 @@ def doctor(
 ) -> None:
     """Check this machine for training, and print what to fix. Exits with 1 if a run would fail."""
     with loading_libraries():
-        found = environment_facts()
+        found = environment_document()
     findings = []
     for name, check in CHECKS.items():
         with err.status(name):
@@ -108,9 +108,9 @@ def print_readiness(results: list[CheckResult], accelerators: int) -> None:
 def print_check_result(result: CheckResult) -> None:
     """Print one result: its mark, its check, its text, and how to fix it."""
     mark, style = STATUS_MARKS[result.status]
-    print_hanging(Text.assemble((f"{mark:>3}", style), f"  {result.check:<18}"), Text(safe_text(result.found)))
+    print_labelled(Text.assemble((f"{mark:>3}", style), f"  {result.check:<18}"), Text(safe_text(result.found)))
     if result.fix:
-        print_hanging(Text(" " * 23), Text(result.fix, style="dim"))
+        print_labelled(Text(" " * 23), Text(result.fix, style="dim"))
 
 
 def _check_devices(environment: dict[str, Any], directory: Path) -> Iterator[CheckResult]:

@@ -22,7 +22,7 @@ GIB = 1024**3
 
 def env(json: JsonOption = False) -> None:
     """Show versions, devices, memory and the kernels that run on this machine."""
-    found = environment_facts()
+    found = environment_document()
     if json:
         print_json(found)
         return
@@ -41,7 +41,7 @@ def env(json: JsonOption = False) -> None:
     _print_section("allocator", {"setting": found["allocator"] or "default of torch"})
 
 
-def environment_facts() -> dict[str, Any]:
+def environment_document() -> dict[str, Any]:
     """Return the document of ``env --json``.
 
     Returns:
@@ -141,11 +141,11 @@ def _host_memory() -> dict[str, int | None]:
     return {
         "total_bytes": memory.total,
         "available_bytes": memory.available,
-        "container_limit_bytes": _container_limit(),
+        "container_limit_bytes": _container_memory_limit(),
     }
 
 
-def _container_limit() -> int | None:
+def _container_memory_limit() -> int | None:
     for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:
             limit = Path(file).read_text().strip()

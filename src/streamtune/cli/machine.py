@@ -55,7 +55,7 @@ def _deleted_directory_error() -> ArgumentError:
     return ArgumentError("the current directory was deleted", fix="cd to an existing directory")
 
 
-def machine_error(error: BaseException) -> StreamTuneError | None:
+def machine_limit_error(error: BaseException) -> StreamTuneError | None:
     """Return the StreamTune error for an exception caused by a limit of the machine; None for any other exception.
 
     Args:

@@ -15,7 +15,7 @@ from streamtune.base.privacy import use_hub_caches_if_unreachable, use_hub_cache
 from streamtune.errors import ArgumentError, did_you_mean
 from streamtune.recipe import RECIPES, LoadedRecipe, load_recipe, may_name_hub, shipped_names, shipped_recipes
 from streamtune.recipe.aliases import ALIASES
-from streamtune.recipe.mistakes import leaf_paths
+from streamtune.recipe.mistakes import leaf_key_paths
 
 
 def option(metavar: str | None, help: str, *names: str, min_value: int | None = None) -> Any:
@@ -150,7 +150,7 @@ def _nearest_option(name: str, options: Sequence[str], arguments: Sequence[str])
         arguments: Arguments of the command; the key is shown with the value that was given.
     """
     word = name.lstrip("-").replace("-", "_")
-    keys = {key for kind in RECIPES.values() for key in leaf_paths(kind)} if "--set" in options else set()
+    keys = {key for kind in RECIPES.values() for key in leaf_key_paths(kind)} if "--set" in options else set()
     key = ALIASES.get(word, word)
     if key in keys:
         return f"write --set {key}={_option_value(name, arguments)}"

@@ -107,8 +107,8 @@ def _make_plan_page(loaded: LoadedRecipe, options: PlanOptions) -> dict[str, Any
     with err.status("loading libraries") as status, _without_garbage_collection():
         from streamtune.run.plan import plan_recipe
 
-        planned = plan_recipe(loaded, options, notify=status.update if err.is_terminal else ProgressPrinter())
-    return {"document": _plan_document(planned), "screen": plan_screen_texts(planned)}
+        recipe_plan = plan_recipe(loaded, options, notify=status.update if err.is_terminal else ProgressPrinter())
+    return {"document": _plan_document(recipe_plan), "screen": plan_screen_texts(recipe_plan)}
 
 
 @contextmanager
@@ -144,30 +144,30 @@ class ProgressPrinter:
         err.print(message, soft_wrap=True, markup=False)
 
 
-def _plan_document(planned: RecipePlan) -> dict[str, Any]:
+def _plan_document(recipe_plan: RecipePlan) -> dict[str, Any]:
     return {
-        **planned.plan.to_json(),
-        **_cluster_document(planned),
-        "model": planned.model_name,
-        "parameters": planned.parameters.total,
-        "trainable_parameters": planned.parameters.trainable,
-        "flops": {"model": planned.flops, "computed": planned.computed_flops},
-        "peak_flops": planned.peak_flops,
-        "mfu": planned.mfu,
-        "length": planned.length,
-        "positions": planned.position_advice,
-        "tokens": planned.tokens,
-        "objective": planned.loaded.recipe.objective,
-        **({} if planned.loaded.recipe.select_rows is None else {"select_seconds": planned.row_selection_seconds}),
-        "completions": None if planned.scored is None else asdict(planned.scored),
-        "device": planned.device_name,
-        "here": planned.is_local_device,
+        **recipe_plan.plan.to_json(),
+        **_cluster_document(recipe_plan),
+        "model": recipe_plan.model_name,
+        "parameters": recipe_plan.parameters.total,
+        "trainable_parameters": recipe_plan.parameters.trainable,
+        "flops": {"model": recipe_plan.flops, "computed": recipe_plan.computed_flops},
+        "peak_flops": recipe_plan.peak_flops,
+        "mfu": recipe_plan.mfu,
+        "length": recipe_plan.length,
+        "positions": recipe_plan.position_advice,
+        "tokens": recipe_plan.tokens,
+        "objective": recipe_plan.loaded.recipe.objective,
+        **({} if recipe_plan.loaded.recipe.select_rows is None else {"select_seconds": recipe_plan.row_selection_seconds}),
+        "completions": None if recipe_plan.scored is None else asdict(recipe_plan.scored),
+        "device": recipe_plan.device_name,
+        "here": recipe_plan.is_local_device,
     }
 
 
-def _cluster_document(planned: RecipePlan) -> dict[str, Any]:
+def _cluster_document(recipe_plan: RecipePlan) -> dict[str, Any]:
     """Return the entry ``cluster`` of ``plan --json``; an empty dictionary for one device."""
-    cluster, chosen = planned.cluster, planned.plan
+    cluster, chosen = recipe_plan.cluster, recipe_plan.plan
     if cluster.ranks == 1:
         return {}
     node, simulation = cluster.ranks_per_node, chosen.simulation
@@ -182,7 +182,7 @@ def _cluster_document(planned: RecipePlan) -> dict[str, Any]:
             "sequence_parallel_size": cluster.sequence_size,
             "sequence_parallel": cluster.form if cluster.sequence_size > 1 else None,
             "data_parallel_size": cluster.data_size,
-            "micro_batches": planned.micro_batches,
+            "micro_batches": recipe_plan.micro_batches,
             "links": asdict(cluster.links),
             "host_bytes_per_node": node * simulation.host_bytes,
             "host_terms_per_node": {name: node * size for name, size in simulation.host_terms.items()},
@@ -190,8 +190,8 @@ def _cluster_document(planned: RecipePlan) -> dict[str, Any]:
             "disk_bytes_per_node": node * simulation.disk_bytes,
             "compute_seconds": chosen.step_seconds - sending,
             "communication_seconds": sending,
-            "tokens_per_step": planned.tokens,
-            "tokens_per_second": planned.tokens / chosen.step_seconds,
-            "longer": [asdict(each) for each in planned.longest_rows],
+            "tokens_per_step": recipe_plan.tokens,
+            "tokens_per_second": recipe_plan.tokens / chosen.step_seconds,
+            "longer": [asdict(each) for each in recipe_plan.longest_rows],
         }
     }

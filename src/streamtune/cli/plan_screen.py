@@ -13,7 +13,7 @@ from rich.text import Text
 from streamtune.base.text import show_size
 from streamtune.recipe.keys.preset import describe_preset
 
-from .console import make_table, out, print_hanging, print_rows, print_table
+from .console import make_table, out, print_labelled, print_rows, print_table
 from .options import recipe_name
 from .schedule_text import describe_schedule, describe_schedule_difference, short_dtype
 
@@ -30,28 +30,28 @@ ACCURACY = "+-25%"
 """Accuracy of predicted step times (docs/guide/limits.md)."""
 
 
-def plan_screen_texts(planned: RecipePlan) -> dict[str, Any]:
+def plan_screen_texts(recipe_plan: RecipePlan) -> dict[str, Any]:
     """Return the texts and numbers of the screen that the JSON document lacks."""
-    chosen = planned.plan
+    chosen = recipe_plan.plan
     return {
-        "verdict": _describe_verdict(planned),
-        "fix": "" if chosen.fits else _describe_fix(planned),
+        "verdict": _describe_verdict(recipe_plan),
+        "fix": "" if chosen.fits else _describe_fix(recipe_plan),
         "rows": [
-            ("model", _describe_model(planned)),
-            *([("preset", preset)] if (preset := describe_preset(planned.loaded.recipe)) is not None else []),
-            ("step", _describe_step(planned)),
-            *([("positions", planned.position_advice)] if planned.position_advice is not None else []),
-            ("device", _describe_device(planned)),
-            ("schedule", describe_schedule(chosen.schedule, planned.layers)),
-            ("time", _describe_time(planned)),
-            ("flop", _describe_flops(planned)),
+            ("model", _describe_model(recipe_plan)),
+            *([("preset", preset)] if (preset := describe_preset(recipe_plan.loaded.recipe)) is not None else []),
+            ("step", _describe_step(recipe_plan)),
+            *([("positions", recipe_plan.position_advice)] if recipe_plan.position_advice is not None else []),
+            ("device", _describe_device(recipe_plan)),
+            ("schedule", describe_schedule(chosen.schedule, recipe_plan.layers)),
+            ("time", _describe_time(recipe_plan)),
+            ("flop", _describe_flops(recipe_plan)),
             ("rates", chosen.rates.source),
             ("limit", _describe_binding_limit(chosen)),
-            *cluster_rows(planned),
+            *cluster_rows(recipe_plan),
         ],
-        "ranks": planned.cluster.ranks,
-        "ranks_per_node": planned.cluster.ranks_per_node,
-        "layers": planned.layers,
+        "ranks": recipe_plan.cluster.ranks,
+        "ranks_per_node": recipe_plan.cluster.ranks_per_node,
+        "layers": recipe_plan.layers,
         "host_terms": dict(chosen.simulation.host_terms),
     }
 
@@ -66,9 +66,9 @@ def print_plan_page(page: dict[str, Any], path: Path) -> None:
     document, screen = page["document"], page["screen"]
     fits = document["fits"]
     verdict = Text("FITS", style="bold green") if fits else Text("DOES NOT FIT", style="bold red")
-    print_hanging(verdict.append("  "), Text(screen["verdict"], style="bold"))
+    print_labelled(verdict.append("  "), Text(screen["verdict"], style="bold"))
     if screen["fix"]:
-        print_hanging(Text("fix: ", style="dim"), Text(screen["fix"]))
+        print_labelled(Text("fix: ", style="dim"), Text(screen["fix"]))
     print_rows([("recipe", recipe_name(path)), *((name, text) for name, text in screen["rows"])])
     of_rank = " of each rank" if screen["ranks"] > 1 else ""
     title = f"predicted memory{of_rank} at the peak of the step, in the {document['phase']}"
@@ -79,15 +79,15 @@ def print_plan_page(page: dict[str, Any], path: Path) -> None:
         print_table("other schedules (estimated)", _alternatives_table(document, screen))
 
 
-def _describe_verdict(planned: RecipePlan) -> str:
+def _describe_verdict(recipe_plan: RecipePlan) -> str:
     """Return ``131,072 tokens on H100: 70.6 of 79.1 GiB, 60 s/step (predicted, +-25%)``."""
-    chosen, ranks = planned.plan, planned.cluster.ranks
-    name = planned.device_name.removeprefix("NVIDIA ")
+    chosen, ranks = recipe_plan.plan, recipe_plan.cluster.ranks
+    name = recipe_plan.device_name.removeprefix("NVIDIA ")
     devices = f"{ranks} x {name}" if ranks > 1 else name
     each = " each" if ranks > 1 else ""
     sizes = _describe_used_bytes(chosen.simulation.peak_bytes, chosen.limits.device_bytes)
-    seconds = show_seconds(chosen.step_seconds + planned.row_selection_seconds)
-    return f"{planned.length:,} tokens on {devices}: {sizes}{each}, {seconds}/step (predicted, {ACCURACY})"
+    seconds = show_seconds(chosen.step_seconds + recipe_plan.row_selection_seconds)
+    return f"{recipe_plan.length:,} tokens on {devices}: {sizes}{each}, {seconds}/step (predicted, {ACCURACY})"
 
 
 def _describe_used_bytes(used_bytes: int, total_bytes: int) -> str:
@@ -96,42 +96,44 @@ def _describe_used_bytes(used_bytes: int, total_bytes: int) -> str:
     return f"{number} of {total}" if total.endswith(f" {unit}") else f"{show_size(used_bytes)} of {total}"
 
 
-def _describe_fix(planned: RecipePlan) -> str:
+def _describe_fix(recipe_plan: RecipePlan) -> str:
     """Return how to change a recipe whose schedule does not fit in memory."""
-    if planned.loaded.recipe.engine.schedule == "fixed":
+    if recipe_plan.loaded.recipe.engine.schedule == "fixed":
         return "write engine.schedule: auto, and the planner looks for a schedule that fits; or lower max_length"
     return "give the step more memory, or lower max_length"
 
 
-def _describe_model(planned: RecipePlan) -> str:
-    total, trainable = planned.parameters.total, planned.parameters.trainable
+def _describe_model(recipe_plan: RecipePlan) -> str:
+    total, trainable = recipe_plan.parameters.total, recipe_plan.parameters.trainable
     trained = "all trained" if trainable == total else f"{trainable / 1e6:,.1f}M trained"
-    if planned.loaded.recipe.step_kind.gradients == "block":
+    if recipe_plan.loaded.recipe.step_kind.gradients == "block":
         trained += " at a time"
-    rounded = ", rounded stochastically" if planned.loaded.recipe.weight_rounding == "stochastic" else ""
-    autocast = ", computed in bf16" if planned.loaded.recipe.bf16 and planned.dtype != "bfloat16" else ""
+    rounded = ", rounded stochastically" if recipe_plan.loaded.recipe.weight_rounding == "stochastic" else ""
+    autocast = ", computed in bf16" if recipe_plan.loaded.recipe.bf16 and recipe_plan.dtype != "bfloat16" else ""
     size = f"{total / 1e9:.2f}B" if total >= 1e9 else f"{total / 1e6:.1f}M"
-    return f"{planned.model_name}, {size} parameters, {trained}; {short_dtype(planned.dtype)}{rounded}{autocast}"
+    return (
+        f"{recipe_plan.model_name}, {size} parameters, {trained}; {short_dtype(recipe_plan.dtype)}{rounded}{autocast}"
+    )
 
 
-def _describe_step(planned: RecipePlan) -> str:
-    recipe = planned.loaded.recipe
-    rows, micro = recipe.per_device_train_batch_size, planned.micro_batches * planned.cluster.data_size
+def _describe_step(recipe_plan: RecipePlan) -> str:
+    recipe = recipe_plan.loaded.recipe
+    rows, micro = recipe.per_device_train_batch_size, recipe_plan.micro_batches * recipe_plan.cluster.data_size
     optimizer = describe_optimizer(recipe)
-    if planned.scored is not None:
-        text = _describe_scored_batch(planned.scored, recipe)
+    if recipe_plan.scored is not None:
+        text = _describe_completion_batch(recipe_plan.scored, recipe)
         return f"{text}, {micro} times; {optimizer}" if micro > 1 else f"{text}; {optimizer}"
-    text = f"{rows * micro} row{'s' if rows * micro > 1 else ''} of {planned.length:,} tokens"
+    text = f"{rows * micro} row{'s' if rows * micro > 1 else ''} of {recipe_plan.length:,} tokens"
     if recipe.tokens_per_batch is not None:
         text = f"{recipe.tokens_per_batch:,} tokens at most, planned as {text}"
     return (
-        f"{text}, {rows * planned.cluster.data_size} at a time; {optimizer}"
-        if planned.micro_batches > 1
+        f"{text}, {rows * recipe_plan.cluster.data_size} at a time; {optimizer}"
+        if recipe_plan.micro_batches > 1
         else f"{text}; {optimizer}"
     )
 
 
-def _describe_scored_batch(scored: Scored, recipe: TrainingSettings) -> str:
+def _describe_completion_batch(scored: Scored, recipe: TrainingSettings) -> str:
     """Return the size of a batch: ``1 pair of 2 x 65,536 tokens, prompt shared: 98,304 tokens``."""
     from streamtune.tasks import task_of
 
@@ -145,10 +147,10 @@ def _describe_scored_batch(scored: Scored, recipe: TrainingSettings) -> str:
     return f"{units}, {'prompts' if prompts > 1 else 'prompt'} shared: {total}"
 
 
-def _describe_device(planned: RecipePlan) -> str:
-    limits = planned.plan.limits
-    text = f"{planned.device_name}, {show_size(limits.device_bytes)}"
-    ranks = planned.cluster.ranks_per_node
+def _describe_device(recipe_plan: RecipePlan) -> str:
+    limits = recipe_plan.plan.limits
+    text = f"{recipe_plan.device_name}, {show_size(limits.device_bytes)}"
+    ranks = recipe_plan.cluster.ranks_per_node
     of_node = " of a node" if ranks > 1 else ""
     if not limits.shared:
         text += f"; host {show_size(ranks * limits.host_bytes)}{of_node}"
@@ -157,26 +159,26 @@ def _describe_device(planned: RecipePlan) -> str:
     return f"{text}; {limits.margin:.0%} of each stays free"
 
 
-def _describe_time(planned: RecipePlan) -> str:
-    choosing = planned.row_selection_seconds
-    seconds = planned.plan.step_seconds + choosing
-    text = f"{show_seconds(seconds)}/step, {planned.tokens / seconds:,.0f} tokens/s (predicted)"
+def _describe_time(recipe_plan: RecipePlan) -> str:
+    choosing = recipe_plan.row_selection_seconds
+    seconds = recipe_plan.plan.step_seconds + choosing
+    text = f"{show_seconds(seconds)}/step, {recipe_plan.tokens / seconds:,.0f} tokens/s (predicted)"
     if choosing:
-        text += f"; {show_seconds(choosing)} of it chooses 1 of {planned.loaded.recipe.draws} drawn rows"
-    if planned.scored is not None and planned.scored.forwards:
+        text += f"; {show_seconds(choosing)} of it chooses 1 of {recipe_plan.loaded.recipe.draws_per_row} drawn rows"
+    if recipe_plan.scored is not None and recipe_plan.scored.forwards:
         text += "; includes forward passes without gradient"
-    return f"{text}; excludes the rollout" if planned.loaded.recipe.objective == "grpo" else text
+    return f"{text}; excludes the rollout" if recipe_plan.loaded.recipe.objective == "grpo" else text
 
 
-def _describe_flops(planned: RecipePlan) -> str:
+def _describe_flops(recipe_plan: RecipePlan) -> str:
     """Return the FLOPs of a step: ``9.6 PFLOP/step, and 3.1 PFLOP recomputed; MFU 38% of 989 TFLOP/s``."""
-    text = f"{_show_flops(planned.flops)}/step"
-    if (more := planned.computed_flops - planned.flops) > 0:
+    text = f"{_show_flops(recipe_plan.flops)}/step"
+    if (more := recipe_plan.computed_flops - recipe_plan.flops) > 0:
         text += f", and {_show_flops(more)} recomputed"
-    if planned.mfu is None:
+    if recipe_plan.mfu is None:
         return text
-    assert planned.peak_flops is not None
-    return f"{text}; MFU {planned.mfu:.0%} of {_show_flops(planned.peak_flops)}/s"
+    assert recipe_plan.peak_flops is not None
+    return f"{text}; MFU {recipe_plan.mfu:.0%} of {_show_flops(recipe_plan.peak_flops)}/s"
 
 
 def _show_flops(flops: float) -> str:
@@ -291,9 +293,9 @@ def draw_bar(fraction: float, width: int) -> str:
 # --- several devices --------------------------------------------------------------------------------------------------
 
 
-def cluster_rows(planned: RecipePlan) -> list[tuple[str, str]]:
+def cluster_rows(recipe_plan: RecipePlan) -> list[tuple[str, str]]:
     """Return the lines about ranks and their messages as (name, text); empty for one device."""
-    cluster, chosen = planned.cluster, planned.plan
+    cluster, chosen = recipe_plan.cluster, recipe_plan.plan
     if cluster.ranks == 1:
         return []
     sending = chosen.traffic.seconds
@@ -307,7 +309,7 @@ def cluster_rows(planned: RecipePlan) -> list[tuple[str, str]]:
                 "longer",
                 f"sequence_parallel_size: {each.sequence_size} ({each.form}) fits rows of {each.max_length:,} tokens",
             )
-            for each in planned.longest_rows
+            for each in recipe_plan.longest_rows
         ),
     ]
 

@@ -37,7 +37,7 @@ _terminal: list[int] = []
 """Descriptor of the terminal, in a rank whose output goes elsewhere; else empty."""
 
 
-def remember_arguments(arguments: Sequence[str]) -> None:
+def save_arguments(arguments: Sequence[str]) -> None:
     """Save the command's arguments for :func:`launch_ranks` and :func:`command_arguments`."""
     _arguments[:] = arguments
 
@@ -52,7 +52,7 @@ def launch_ranks(nproc: int | None, hostfile: Path | None, device: str) -> int:
     return launch(_arguments, nproc=nproc, hostfile=hostfile, device=device)
 
 
-def enter_rank() -> RankEnvironment:
+def set_up_rank() -> RankEnvironment:
     """Read the rank of this process, export it for libraries, and detach ranks other than 0 from the terminal."""
     environment = read_environment()
     environment.export_variables()
@@ -77,7 +77,7 @@ def report_activity(show_activity: Doing, watchdog: Watchdog) -> Doing:
     return reported
 
 
-def note_failure(error: StreamTuneError) -> bool:
+def pass_error_to_launcher(error: StreamTuneError) -> bool:
     """Write an error to the file that this rank's launcher reads; return True if a launcher will show it."""
     try:
         environment = read_environment()
@@ -91,7 +91,7 @@ def report_failure(error: StreamTuneError) -> None:
 
     A rank whose output is not on the terminal also prints the error there, after :data:`ECHO_SECONDS`.
     """
-    if note_failure(error):
+    if pass_error_to_launcher(error):
         return
     print_error(error)
     if _terminal:

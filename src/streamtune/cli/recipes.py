@@ -241,23 +241,23 @@ def validate(recipe: RecipeArgument, set_: SetOption = None, json: JsonOption = 
         values = loaded.recipe.model_dump(mode="json")
         print_json({"ok": True, "path": str(loaded.path), "notes": list(loaded.notes), "recipe": values})
         return
-    _print_recipe_facts(loaded)
+    _print_recipe_summary(loaded)
 
 
-def _print_recipe_facts(loaded: LoadedRecipe) -> None:
+def _print_recipe_summary(loaded: LoadedRecipe) -> None:
     out.print(Text.assemble(("OK", "bold green"), " ", (safe_text(str(loaded.path)), "bold")), soft_wrap=True)
-    print_rows(recipe_facts(loaded.recipe))
+    print_rows(describe_recipe(loaded.recipe))
     for note in loaded.notes:
         print_note(note)
 
 
-def recipe_facts(recipe: Recipe) -> list[tuple[str, str]]:
+def describe_recipe(recipe: Recipe) -> list[tuple[str, str]]:
     """Return a summary of a recipe as (name, text) lines."""
     return [
         ("model", _describe_model(recipe)),
         ("tokenizer", _describe_tokenizer(recipe)),
         ("objective", _describe_objective(recipe)),
-        *method_facts(recipe),
+        *describe_method(recipe),
         ("training", _describe_trained_weights(recipe)),
         ("data", ", ".join(_describe_dataset(spec.path, spec.max_rows) for spec in recipe.datasets)),
         ("length", f"{recipe.max_length:,} tokens; longer rows are {OVERLENGTH[recipe.overlength]}"),
@@ -273,7 +273,7 @@ def recipe_facts(recipe: Recipe) -> list[tuple[str, str]]:
 DIVERGENCES = {"forward": "forward KL", "reverse": "reverse KL", "jsd": "Jensen-Shannon"}
 
 
-def method_facts(recipe: Recipe) -> list[tuple[str, str]]:
+def describe_method(recipe: Recipe) -> list[tuple[str, str]]:
     """Return lines (name, text) about the recipe's teacher, row selection and allocation of completions."""
     found = []
     if recipe.teacher is not None:
@@ -307,7 +307,7 @@ def _describe_objective(recipe: Recipe) -> str:
         return f"{OBJECTIVES['grpo']} from {functions}: {recipe.loss_type} loss, {count} completions per prompt"
     if not isinstance(recipe, DpoRecipe):
         return OBJECTIVES[recipe.objective]
-    compared = "unpaired completions" if recipe.unpaired else "pairs of completions"
+    compared = "unpaired completions" if recipe.is_unpaired else "pairs of completions"
     return f"{OBJECTIVES['dpo']}: {recipe.loss_type} loss on {compared}, beta {recipe.beta:g}"
 
 

@@ -81,8 +81,8 @@ def describe_schedule_difference(
         "device_layers": f"the last {other_fields['device_layers']} layer inputs on device",
         "levels": "two levels" if other_fields["levels"] == 2 else "one level",
         "segment_size": f"segments of {_show_layers(other_fields['segment_size'] or 0)}",
-        "keep_kv": _describe_tier("K/V", other_fields["keep_kv"]),
-        "keep_attention": _describe_tier("attention outputs", other_fields["keep_attention"]),
+        "keep_kv": _describe_memory_tier("K/V", other_fields["keep_kv"]),
+        "keep_attention": _describe_memory_tier("attention outputs", other_fields["keep_attention"]),
         "stream_grads": "hidden-state gradients streamed"
         if other_fields["stream_grads"]
         else "whole hidden-state gradients",
@@ -102,7 +102,7 @@ def _describe_kept_layers(chosen_count: int, other_count: int) -> str:
     return f"{last} kept whole" if other_count else f"{last} not kept whole"
 
 
-def _describe_tier(tensor_name: str, tier: str) -> str:
+def _describe_memory_tier(tensor_name: str, tier: str) -> str:
     return f"{tensor_name} not kept" if tier == "no" else f"{tensor_name} on {tier}"
 
 

@@ -16,7 +16,7 @@ from streamtune.recipe import LoadedRecipe
 from .console import err, loading_libraries, out, print_note, print_title, set_output_needed
 from .options import AllowCodeOption, HostfileOption, NprocOption, RecipeArgument, SetOption, read_recipe, recipe_name
 from .programs import PARTS, import_object
-from .rank_process import command_arguments, enter_rank, launch_ranks, make_watchdog, report_activity
+from .rank_process import command_arguments, launch_ranks, make_watchdog, report_activity, set_up_rank
 from .training_screens import print_banner, print_dry_run_end, print_outcome
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ grpo = _make_training_command(
 
 def _train(loaded: LoadedRecipe, resume: str, allow_change: Sequence[str], dry_run: bool) -> None:
     """Train, and exit with the exit code of the run; a dry run prints what would run, and returns."""
-    environment = enter_rank()
+    environment = set_up_rank()
     print_title(f"{loaded.recipe.objective} {recipe_name(loaded.path)}", right="DRY RUN" if dry_run else "")
     try:
         with loading_libraries():
@@ -148,7 +148,7 @@ def _check_trackers(loaded: LoadedRecipe) -> None:
     try:
         import_object(PARTS["check trackers"])(loaded.recipe.report_to)
     except ArgumentError as error:
-        error.where = loaded.where("report_to")
+        error.where = loaded.key_origin("report_to")
         raise
 
 

@@ -37,13 +37,13 @@ SPARK = "▁▂▃▄▅▆▇█"
 def print_banner(run: Run) -> None:
     """Print a summary of the run before its first step: model, data, steps, time, memory, engine, output."""
     from streamtune.cli.data_screen import describe_batches, describe_rows
-    from streamtune.cli.recipes import method_facts
+    from streamtune.cli.recipes import describe_method
 
     memory = run.streamed.memory
     print_rows(
         [
             ("model", _describe_model(run)),
-            *([("positions", positions)] if (positions := _describe_positions(run)) else []),
+            *([("positions", positions)] if (positions := _describe_rope_extension(run)) else []),
             *describe_rows(run.prepared.report),
             *describe_batches(run.batch_facts if run.recipe.batching != "rows" or run.recipe.packing else None),
             ("steps", _describe_steps(run)),
@@ -53,9 +53,9 @@ def print_banner(run: Run) -> None:
             *([("ranks", _describe_ranks(run))] if run.world.size > 1 else []),
             *([("deepspeed", _describe_deepspeed(run))] if run.recipe.deepspeed is not None else []),
             *([("preset", preset)] if (preset := describe_preset(run.recipe)) is not None else []),
-            *method_facts(run.recipe),
+            *describe_method(run.recipe),
             *([("stops at", _describe_stop_tokens(run))] if run.added_stop_tokens else []),
-            ("output", _describe_output(run)),
+            ("output", _describe_output_folder(run)),
             *([("runs code", "; ".join(code))] if (code := third_party_code_of(run.recipe)) else []),
         ]
     )
@@ -94,7 +94,7 @@ def _describe_model(run: Run) -> str:
     return f"{name}, {_show_count(total)} parameters, {trained}; {dtype}{autocast}; {where}"
 
 
-def _describe_positions(run: Run) -> str:
+def _describe_rope_extension(run: Run) -> str:
     """Return how the recipe extends the model's RoPE positions; an empty string if it does not."""
     from streamtune import models
 
@@ -164,8 +164,8 @@ def _describe_steps(run: Run) -> str:
     size = f"{rows} {unit}{'s' if rows > 1 else ''}"
     if recipe.tokens_per_batch is not None:
         size = f"at most {recipe.tokens_per_batch:,} tokens of {unit}s"
-    if recipe.draws > 1:
-        size += f" (chosen from {recipe.draws * rows}, which costs a forward of each)"
+    if recipe.draws_per_row > 1:
+        size += f" (chosen from {recipe.draws_per_row * rows}, which costs a forward of each)"
     supervised = plan.supervised_steps
     steps = plan.total_steps - supervised
     epochs = "" if plan.steps_per_epoch is None else _show_epochs(steps / plan.steps_per_epoch)
@@ -183,7 +183,7 @@ def _show_epochs(count: float) -> str:
     return f" ({count:.3g} epoch{'' if f'{count:.3g}' == '1' else 's'})"
 
 
-def _describe_output(run: Run) -> str:
+def _describe_output_folder(run: Run) -> str:
     if run.checkpoint is not None:
         return f"{run.directory.path}, resumed from {run.checkpoint.path.name}"
     if run.start.replaces_run:
@@ -302,7 +302,7 @@ def _model_loading_call(run: Run) -> str:
         return "merge it first: the base was quantised from weights that LoftQ changed (loftq_iter)"
     if run.recipe.finetuning_type != "full" and run.recipe.model is not None:
         return "merge it first: the base was made from a configuration, so adapters cannot name its folder"
-    if run.recipe.finetuning_type != "full" and _describe_positions(run):
+    if run.recipe.finetuning_type != "full" and _describe_rope_extension(run):
         return "merge it first: the adapters were trained at other positions than the base's configuration has"
     loader = "AutoPeftModelForCausalLM" if run.recipe.finetuning_type != "full" else "AutoModelForCausalLM"
     quantized = f", quantization_config={QUANTIZED[run.start.quantization]}" if run.start.quantization else ""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from streamtune.base.adapters import ADAPTERS, NAMED_STARTS
-from streamtune.recipe.yaml import KeyPath, Marks, Mistake, show_path
+from streamtune.recipe.yaml import KeyOrigins, KeyPath, Mistake, show_path
 
 ALIASES: dict[str, str] = {
     # model
@@ -233,12 +233,12 @@ REFUSED_VALUES: dict[tuple[str, Any], tuple[str, str]] = {
 """Key and value that are refused -> the error, and what to write instead."""
 
 
-def apply_aliases(tree: dict[str, Any], marks: Marks) -> tuple[list[str], list[Mistake]]:
+def apply_aliases(tree: dict[str, Any], origins: KeyOrigins) -> tuple[list[str], list[Mistake]]:
     """Replace the names that other trainers use for keys and values by StreamTune's, in place.
 
     Args:
         tree: Recipe as read; its top level is changed.
-        marks: Lines of the keys; changed with the tree.
+        origins: Lines of the keys; changed with the tree.
 
     Returns:
         Notes on the accepted names, and the mistakes: a key under two names, or a key or value without an equivalent
@@ -246,12 +246,12 @@ def apply_aliases(tree: dict[str, Any], marks: Marks) -> tuple[list[str], list[M
     """
     notes: list[str] = []
     mistakes: list[Mistake] = []
-    _expand_datasets(tree, marks, notes, mistakes)
+    _expand_datasets(tree, origins, notes, mistakes)
     for key, fix in INSTEAD.items():
         if key in tree:
             del tree[key]
             mistakes.append(Mistake((key,), f"'{key}' is another trainer's key", fix))
-    _rename_choices(tree, marks, notes, mistakes)
+    _rename_choices(tree, origins, notes, mistakes)
     for key in [key for key in tree if key in SWITCHES]:
         ours, meaning = SWITCHES[key]
         switch = tree.pop(key)
@@ -260,23 +260,23 @@ def apply_aliases(tree: dict[str, Any], marks: Marks) -> tuple[list[str], list[M
                 Mistake((key,), f"'{key}' must be true or false; found {switch!r}", f"write {ours}: {meaning}")
             )
         elif switch and ours in tree:
-            what = f"'{key}' means '{ours}: {meaning}', and '{ours}' is already set at {marks.where(ours)}"
+            what = f"'{key}' means '{ours}: {meaning}', and '{ours}' is already set at {origins.key_origin(ours)}"
             mistakes.append(Mistake((key,), what, "delete one of the two"))
         elif switch:
             tree[ours] = meaning
-            marks.rename((key,), (ours,))
+            origins.rename_key((key,), (ours,))
             notes.append(f"'{key}' is read as '{ours}: {meaning}'")
     for key in [key for key in tree if key in ALIASES]:
         ours = ALIASES[key]
         if ours in tree:
             del tree[key]
-            here = marks.where(ours)
+            here = origins.key_origin(ours)
             mistakes.append(
                 Mistake((key,), f"'{key}' means '{ours}', which is already set at {here}", "delete one of the two")
             )
             continue
         tree[ours] = tree.pop(key)
-        marks.rename((key,), (ours,))
+        origins.rename_key((key,), (ours,))
         notes.append(f"'{key}' is read as '{ours}'")
     for key, values in VALUES.items():
         value = tree.get(key)
@@ -293,7 +293,7 @@ def apply_aliases(tree: dict[str, Any], marks: Marks) -> tuple[list[str], list[M
     return notes, mistakes
 
 
-def _rename_choices(tree: dict[str, Any], marks: Marks, notes: list[str], mistakes: list[Mistake]) -> None:
+def _rename_choices(tree: dict[str, Any], origins: KeyOrigins, notes: list[str], mistakes: list[Mistake]) -> None:
     """Replace the keys of :data:`CHOICES` by the StreamTune keys and values with the same meaning."""
     for key in [key for key in tree if key in CHOICES]:
         given = tree.pop(key)
@@ -306,24 +306,25 @@ def _rename_choices(tree: dict[str, Any], marks: Marks, notes: list[str], mistak
             what = f"unknown initialisation of adapters '{key}: {given}'"
             mistakes.append(Mistake((key,), what, f"write one of: {known}"))
         elif meant[0] in tree:
-            what = f"'{key}' means '{meant[0]}: {meant[1]}', and '{meant[0]}' is already set at {marks.where(meant[0])}"
+            here = origins.key_origin(meant[0])
+            what = f"'{key}' means '{meant[0]}: {meant[1]}', and '{meant[0]}' is already set at {here}"
             mistakes.append(Mistake((key,), what, "delete one of the two"))
         else:
             tree[meant[0]] = meant[1]
-            marks.rename((key,), (meant[0],))
+            origins.rename_key((key,), (meant[0],))
             notes.append(f"'{key}: {value}' is read as '{meant[0]}: {meant[1]}'")
 
 
-def _expand_datasets(tree: dict[str, Any], marks: Marks, notes: list[str], mistakes: list[Mistake]) -> None:
+def _expand_datasets(tree: dict[str, Any], origins: KeyOrigins, notes: list[str], mistakes: list[Mistake]) -> None:
     """Rewrite each entry of ``datasets`` and ``eval_datasets`` as ``{path: ...}``, with StreamTune's key names."""
-    _expand_eval_sets(tree, marks, mistakes)
-    _expand_entries(tree.get("datasets"), ("datasets",), marks, notes, mistakes)
+    _expand_eval_sets(tree, origins, mistakes)
+    _expand_entries(tree.get("datasets"), ("datasets",), origins, notes, mistakes)
     sets = tree.get("eval_datasets")
     for name, entries in sets.items() if isinstance(sets, dict) else ():
-        _expand_entries(entries, ("eval_datasets", name), marks, notes, mistakes)
+        _expand_entries(entries, ("eval_datasets", name), origins, notes, mistakes)
 
 
-def _expand_eval_sets(tree: dict[str, Any], marks: Marks, mistakes: list[Mistake]) -> None:
+def _expand_eval_sets(tree: dict[str, Any], origins: KeyOrigins, mistakes: list[Mistake]) -> None:
     """Rewrite ``eval_datasets`` as a mapping from names to lists of entries. It may be a list of named entries, or have
     one entry in place of a list."""
     given = tree.get("eval_datasets")
@@ -335,7 +336,7 @@ def _expand_eval_sets(tree: dict[str, Any], marks: Marks, mistakes: list[Mistake
                 what, fix = "an entry of 'eval_datasets' has no name", "write eval_datasets: {NAME: PATH, ...}"
                 mistakes.append(Mistake(("eval_datasets", index), what, fix))
                 continue
-            marks.rename(("eval_datasets", index), ("eval_datasets", name, len(named.setdefault(name, []))))
+            origins.rename_key(("eval_datasets", index), ("eval_datasets", name, len(named.setdefault(name, []))))
             named[name].append(entry)
         if len(named) or not given:
             tree["eval_datasets"] = named
@@ -345,7 +346,7 @@ def _expand_eval_sets(tree: dict[str, Any], marks: Marks, mistakes: list[Mistake
         for name, entries in given.items():
             if isinstance(entries, str | dict):
                 if isinstance(entries, dict):
-                    marks.rename(("eval_datasets", name), ("eval_datasets", name, 0))
+                    origins.rename_key(("eval_datasets", name), ("eval_datasets", name, 0))
                 given[name] = [entries]
     elif given is not None:
         del tree["eval_datasets"]
@@ -353,7 +354,9 @@ def _expand_eval_sets(tree: dict[str, Any], marks: Marks, mistakes: list[Mistake
         mistakes.append(Mistake(("eval_datasets",), what, "write eval_datasets: {NAME: PATH, ...}"))
 
 
-def _expand_entries(entries: Any, where: KeyPath, marks: Marks, notes: list[str], mistakes: list[Mistake]) -> None:
+def _expand_entries(
+    entries: Any, where: KeyPath, origins: KeyOrigins, notes: list[str], mistakes: list[Mistake]
+) -> None:
     """Rewrite entries that are only a path as ``{path: ...}``, and rename other trainers' keys in the other entries."""
     for index, entry in enumerate(entries if isinstance(entries, list) else ()):
         if isinstance(entry, str):
@@ -373,5 +376,5 @@ def _expand_entries(entries: Any, where: KeyPath, marks: Marks, notes: list[str]
                     )
                     continue
                 entry[ours] = entry.pop(key)
-                marks.rename(path, (*where, index, ours))
+                origins.rename_key(path, (*where, index, ours))
                 notes.append(f"'{show_path(path)}' is read as '{ours}'")

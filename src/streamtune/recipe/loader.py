@@ -22,13 +22,13 @@ from streamtune.base.paths import open_nonblocking
 from streamtune.base.privacy import find_secret, redact
 from streamtune.errors import RecipeError, did_you_mean
 from streamtune.recipe.keys.adapters import unread_adapter_keys
-from streamtune.recipe.mistakes import leaf_paths
-from streamtune.recipe.yaml import MAX_BYTES, KeyPath, Marks, parse_scalar, read_yaml, show_path
+from streamtune.recipe.mistakes import leaf_key_paths
+from streamtune.recipe.yaml import MAX_BYTES, KeyOrigins, KeyPath, parse_scalar, read_yaml, show_path
 
 from .aliases import ALIASES, INSTEAD, SWITCHES, apply_aliases
 from .keys.datasets import DatasetSpec
 from .keys.run import RunKeys
-from .mistakes import find_recipe_mistakes, mistakes_to_error, unknown_key
+from .mistakes import find_recipe_mistakes, mistakes_to_error, unknown_key_mistake
 from .schema import RECIPES, Recipe, objectives_with
 from .shipped import read_shipped, shipped_names
 
@@ -44,17 +44,17 @@ class LoadedRecipe:
         recipe: Checked recipe, with defaults filled in and local paths resolved.
         path: Path of the recipe file, as given.
         notes: Messages for the user: accepted names of other trainers, and keys without effect.
-        marks: Line, or command-line setting, of each key.
+        origins: Line, or command-line setting, of each key.
     """
 
     recipe: Recipe
     path: Path
     notes: tuple[str, ...]
-    marks: Marks
+    origins: KeyOrigins
 
-    def where(self, *path: str | int) -> str:
+    def key_origin(self, *path: str | int) -> str:
         """Return ``file:line`` of a key, as in ``where("datasets", 0, "path")``, or the ``--set`` that set it."""
-        return self.marks.where(*path)
+        return self.origins.key_origin(*path)
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = (), objective: str | None = None) -> LoadedRecipe:
@@ -80,32 +80,32 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), objective: str 
         20
     """
     path = _resolve_recipe_path(Path(path))
-    tree, marks, mistakes = read_yaml(read_recipe_text(path), str(path))
+    tree, origins, mistakes = read_yaml(read_recipe_text(path), str(path))
     if tree is None:
         raise RecipeError("the recipe is empty", where=str(path), fix="start from one of `streamtune recipes ls`")
     if not isinstance(tree, dict):
         what = "a list" if isinstance(tree, list) else "text"
         raise RecipeError(f"a recipe must have keys and values; found {what}", where=f"{path}:1",
                           fix="write 'key: value', with a space after the colon")  # fmt: skip
-    notes, misnamed = apply_aliases(tree, marks)
+    notes, misnamed = apply_aliases(tree, origins)
     mistakes += misnamed
-    kind = _recipe_class(tree, overrides, objective)
+    recipe_type = _recipe_class(tree, overrides, objective)
     if not mistakes:  # a setting may name a key that is a mistake in the file
-        notes += apply_overrides(tree, marks, overrides, kind)
-        renamed, misnamed = apply_aliases(tree, marks)  # values and later keys that came with a setting
+        notes += apply_overrides(tree, origins, overrides, recipe_type)
+        renamed, misnamed = apply_aliases(tree, origins)  # values and later keys that came with a setting
         notes += renamed
         mistakes += misnamed
-    _refuse_secrets(tree, (), marks)
+    _refuse_secrets(tree, (), origins)
     tree.setdefault("output_dir", f"runs/{path.stem}")
-    _check_objective(tree, marks, objective)
+    _check_objective(tree, origins, objective)
     try:
-        recipe = kind.model_validate(tree)
+        recipe = recipe_type.model_validate(tree)
     except ValidationError:
-        raise mistakes_to_error(mistakes + find_recipe_mistakes(tree, kind), marks) from None
+        raise mistakes_to_error(mistakes + find_recipe_mistakes(tree, recipe_type), origins) from None
     if mistakes:
-        raise mistakes_to_error(mistakes, marks)
+        raise mistakes_to_error(mistakes, origins)
     notes += _notes_on_unread_keys(recipe)
-    return LoadedRecipe(_resolve_local_paths(recipe, path.parent, marks), path, tuple(notes), marks)
+    return LoadedRecipe(_resolve_local_paths(recipe, path.parent, origins), path, tuple(notes), origins)
 
 
 def _recipe_class(tree: dict[str, Any], overrides: Sequence[str], objective: str | None) -> type[Recipe]:
@@ -119,28 +119,28 @@ def _recipe_class(tree: dict[str, Any], overrides: Sequence[str], objective: str
     return RECIPES.get(str(named)) or RECIPES[objective or "sft"]
 
 
-def _check_objective(tree: dict[str, Any], marks: Marks, objective: str | None) -> None:
+def _check_objective(tree: dict[str, Any], origins: KeyOrigins, objective: str | None) -> None:
     named = tree.setdefault("objective", objective) if objective is not None else tree.get("objective")
     if objective is not None and named != objective and named in RECIPES:
         raise RecipeError(
             f"the recipe has objective {named}, and the command trains {objective}",
-            where=marks.where("objective"),
-            fix=f"run `streamtune {named} {marks.file}`",
+            where=origins.key_origin("objective"),
+            fix=f"run `streamtune {named} {origins.file}`",
         )
 
 
-def _refuse_secrets(value: Any, path: KeyPath, marks: Marks) -> None:
+def _refuse_secrets(value: Any, path: KeyPath, origins: KeyOrigins) -> None:
     """Refuse a recipe with a token or password: every run keeps a copy of its recipe, and people share them."""
     if isinstance(value, dict):
         for key, item in value.items():
             if kind := find_secret(str(key)):
-                raise _secret_error(kind, "a key", marks.where(*path, key))
-            _refuse_secrets(item, (*path, key), marks)
+                raise _secret_error(kind, "a key", origins.key_origin(*path, key))
+            _refuse_secrets(item, (*path, key), origins)
     elif isinstance(value, list):
         for index, item in enumerate(value):
-            _refuse_secrets(item, (*path, index), marks)
+            _refuse_secrets(item, (*path, index), origins)
     elif isinstance(value, str) and (kind := find_secret(value)):
-        raise _secret_error(kind, f"'{show_path(path)}'", marks.where(*path))
+        raise _secret_error(kind, f"'{show_path(path)}'", origins.key_origin(*path))
 
 
 def _secret_error(kind: str, what: str, where: str) -> RecipeError:
@@ -211,11 +211,11 @@ def _notes_on_unread_keys(recipe: Recipe) -> list[str]:
     return [f"'{key}' has no effect with {setting}" for key, setting in unread_adapter_keys(recipe).items()]
 
 
-def _resolve_local_paths(recipe: Recipe, folder: Path, marks: Marks) -> Recipe:
+def _resolve_local_paths(recipe: Recipe, folder: Path, origins: KeyOrigins) -> Recipe:
     """Return the recipe with its local paths resolved; other names stay unchanged."""
 
     def find(value: str, *key: str | int) -> str:
-        beside = folder / _expand_home(value, marks.where(*key))
+        beside = folder / _expand_home(value, origins.key_origin(*key))
         of_rows = key[0] in ("datasets", "eval_datasets")
         is_here = path_exists(beside, broken_links=True) or (of_rows and _has_glob_match(folder, value))
         return str(beside) if value not in BUILT_IN and is_here else value
@@ -236,9 +236,11 @@ def _resolve_local_paths(recipe: Recipe, folder: Path, marks: Marks) -> Recipe:
         if value := getattr(recipe, key, None):
             changes[key] = find(value, key)
     if rewards := getattr(recipe, "reward_funcs", None):
-        changes["reward_funcs"] = tuple(_resolve_code_path(spec, folder, marks, "reward_funcs") for spec in rewards)
+        changes["reward_funcs"] = tuple(_resolve_code_path(spec, folder, origins, "reward_funcs") for spec in rewards)
     if recipe.callbacks:
-        changes["callbacks"] = tuple(_resolve_code_path(spec, folder, marks, "callbacks") for spec in recipe.callbacks)
+        changes["callbacks"] = tuple(
+            _resolve_code_path(spec, folder, origins, "callbacks") for spec in recipe.callbacks
+        )
     return recipe.model_copy(update=changes)
 
 
@@ -272,10 +274,10 @@ def may_name_hub(recipe: Recipe) -> bool:
     return any(name is not None and not path_exists(Path(name).expanduser()) for name in names)
 
 
-def _resolve_code_path(spec: str, folder: Path, marks: Marks, key: str) -> str:
+def _resolve_code_path(spec: str, folder: Path, origins: KeyOrigins, key: str) -> str:
     """Return a reward function or callback with the absolute path of its file."""
     file, suffix, function = spec.partition(".py:")
-    beside = folder / (_expand_home(f"{file}.py", marks.where(key)) if suffix else Path(spec))
+    beside = folder / (_expand_home(f"{file}.py", origins.key_origin(key)) if suffix else Path(spec))
     return f"{beside.absolute()}:{function}" if suffix and path_exists(beside) else spec
 
 
@@ -297,7 +299,7 @@ def user_reward_functions(recipe: RunKeys) -> list[str]:
 CONFIGURATIONS = ("config.json", "tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
 
 
-def _may_have_code(name: str) -> bool:
+def _may_have_python_code(name: str) -> bool:
     """Return True unless a model or tokenizer is a local folder without Python code. A hub name returns True."""
     try:
         folder = Path(name).expanduser()
@@ -321,7 +323,7 @@ def third_party_code_of(recipe: Recipe) -> list[str]:
     found = []
     tokenizer = recipe.tokenizer.path if recipe.tokenizer is not None else None
     models = (recipe.model_name_or_path, tokenizer, getattr(recipe, "ref_model_name_or_path", None))
-    if recipe.trust_remote_code and (named := [name for name in models if name and _may_have_code(name)]):
+    if recipe.trust_remote_code and (named := [name for name in models if name and _may_have_python_code(name)]):
         found.append(f"Python code of {' and '.join(named)} (trust_remote_code)")
     if own := user_reward_functions(recipe):
         found.append(f"{', '.join(own)} (reward_funcs)")
@@ -335,15 +337,15 @@ def third_party_code_of(recipe: Recipe) -> list[str]:
 
 
 def apply_overrides(
-    tree: dict[str, Any], marks: Marks, overrides: Sequence[str], kind: type[Recipe] = Recipe
+    tree: dict[str, Any], origins: KeyOrigins, overrides: Sequence[str], recipe_type: type[Recipe] = Recipe
 ) -> list[str]:
     """Write ``key=value`` settings into a recipe, in place. The last of several settings for a key applies.
 
     Args:
         tree: Recipe, with aliases already renamed.
-        marks: Places of its keys. A key that a setting writes is marked with the setting.
+        origins: Places of its keys. A key that a setting writes is marked with the setting.
         overrides: Settings as given after ``--set``.
-        kind: Type of the recipe, which decides which keys exist.
+        recipe_type: Type of the recipe, which decides which keys exist.
 
     Returns:
         Notes on accepted names of other trainers.
@@ -366,8 +368,8 @@ def apply_overrides(
         if name in ALIASES:
             notes.append(f"'{name}' is read as '{ALIASES[name]}'")
             name = ALIASES[name]
-        path = _find_key_path(name, tree, setting, kind)
-        _set_value(tree, path, value, marks, setting)
+        path = _find_key_path(name, tree, setting, recipe_type)
+        _set_value(tree, path, value, origins, setting)
     return notes
 
 
@@ -381,10 +383,10 @@ def _parse_override_value(text: str, setting: str) -> Any:
     return value
 
 
-def _find_key_path(name: str, tree: dict[str, Any], setting: str, kind: type[Recipe]) -> KeyPath:
+def _find_key_path(name: str, tree: dict[str, Any], setting: str, recipe_type: type[Recipe]) -> KeyPath:
     """Return the path of the key ``name``: a full path, a key at the top level, or a last component that is unique."""
     parts = tuple(int(part) if part.isdecimal() else part for part in re.sub(r"\[(\d+)\]", r".\1", name).split("."))
-    leaves = leaf_paths(kind)
+    leaves = leaf_key_paths(recipe_type)
     if len(parts) > 1 or (name,) in leaves.get(name, []) or name in {*INSTEAD, *SWITCHES}:
         return parts
     if name in {str(paths[0][0]) for paths in leaves.values()}:  # 'engine', 'tokenizer': whole groups
@@ -408,7 +410,7 @@ def _find_key_path(name: str, tree: dict[str, Any], setting: str, kind: type[Rec
             fix=f"write --set datasets.{entries[0]}.{name}=...",
         )
     if objectives_with(name):
-        mistake = unknown_key((name,), kind)
+        mistake = unknown_key_mistake((name,), recipe_type)
         raise RecipeError(mistake.what, where=setting, fix=mistake.fix)
     fix = did_you_mean(name, [*leaves, *ALIASES, *SWITCHES, *configuration])
     raise RecipeError(f"unknown key '{name}'", where=setting, fix=fix or "`streamtune schema` lists every key")
@@ -420,7 +422,7 @@ def _model_configuration(tree: dict[str, Any]) -> dict[str, Any]:
     return init if isinstance(init, dict) else {}
 
 
-def _set_value(tree: dict[str, Any], path: KeyPath, value: Any, marks: Marks, setting: str) -> None:
+def _set_value(tree: dict[str, Any], path: KeyPath, value: Any, origins: KeyOrigins, setting: str) -> None:
     """Set the value at a path, and create missing mappings. Each new key is marked as set by ``setting``."""
     here: Any = tree
     for depth, part in enumerate(path):
@@ -435,9 +437,9 @@ def _set_value(tree: dict[str, Any], path: KeyPath, value: Any, marks: Marks, se
             )
         if last:
             here[part] = value
-            marks.set(path, setting)
+            origins.set_origin(path, setting)
         elif isinstance(here, dict) and not isinstance(here.get(part), (dict, list)):
             here[part] = here = {}
-            marks.set(path[: depth + 1], setting)
+            origins.set_origin(path[: depth + 1], setting)
         else:
             here = here[part]

@@ -1,7 +1,7 @@
 """Find the mistakes in a recipe, by pydantic and by the rules, and report all of them in one error.
 
 The text about the values that a key accepts is made from its JSON schema, so text and schema agree. In all functions
-``kind`` is the class of the recipe.
+``recipe_type`` is the class of the recipe.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from streamtune.base.text import SIZE_PATTERN
 from streamtune.errors import RecipeError, did_you_mean
-from streamtune.recipe.yaml import KeyPath, Marks, Mistake, parse_scalar, show_path
+from streamtune.recipe.yaml import KeyOrigins, KeyPath, Mistake, parse_scalar, show_path
 
 from .aliases import ALIASES, CHOICES, SWITCHES
 from .rules import TOO_LARGE
@@ -25,23 +25,23 @@ from .schema import Recipe, objectives_with
 MOST_SHOWN = 20
 
 
-def mistakes_to_error(mistakes: Sequence[Mistake], marks: Marks) -> RecipeError:
+def mistakes_to_error(mistakes: Sequence[Mistake], origins: KeyOrigins) -> RecipeError:
     """Return one error about all mistakes, in the order of the file."""
-    mistakes = sorted(mistakes, key=lambda mistake: mistake.line or marks.line(mistake.path))
+    mistakes = sorted(mistakes, key=lambda mistake: mistake.line or origins.key_line(mistake.path))
     first, *others = mistakes
     if not others:
-        return RecipeError(first.what, where=_show_place(first, marks), fix=first.fix)
+        return RecipeError(first.what, where=_mistake_location(first, origins), fix=first.fix)
     lines = [f"{len(mistakes)} mistakes"]
     for mistake in mistakes[:MOST_SHOWN]:
-        where = _show_place(mistake, marks).removeprefix(f"{marks.file}:")
+        where = _mistake_location(mistake, origins).removeprefix(f"{origins.file}:")
         where = f"line {where}" if where.isdecimal() else where
         lines.append(f"- {where}: {mistake.what}" + (f"; {mistake.fix}" if mistake.fix else ""))
     if (left := len(mistakes) - MOST_SHOWN) > 0:
         lines.append(f"- and {left} more")
-    return RecipeError("\n".join(lines), where=_show_place(first, marks))
+    return RecipeError("\n".join(lines), where=_mistake_location(first, origins))
 
 
-def find_recipe_mistakes(tree: dict[str, Any], kind: type[Recipe]) -> list[Mistake]:
+def find_recipe_mistakes(tree: dict[str, Any], recipe_type: type[Recipe]) -> list[Mistake]:
     """Return all mistakes in a recipe; empty if it is correct.
 
     Rules about several keys stop at their first mistake. So the key of each mistake is removed, and the rest is checked
@@ -51,9 +51,9 @@ def find_recipe_mistakes(tree: dict[str, Any], kind: type[Recipe]) -> list[Mista
     gone: set[KeyPath] = set()
     while True:
         try:
-            kind.model_validate(tree)
+            recipe_type.model_validate(tree)
         except ValidationError as error:
-            mistakes = mistakes_of_validation(error, tree, kind)
+            mistakes = mistakes_from_validation(error, tree, recipe_type)
         else:
             return found
         named = re.compile(rf"\b({'|'.join(re.escape(str(path[-1])) for path in gone) or '(?!)'})\b")
@@ -74,7 +74,7 @@ def _remove_key(tree: Any, path: KeyPath) -> bool:
     return True
 
 
-def mistakes_of_validation(error: ValidationError, tree: dict[str, Any], kind: type[Recipe]) -> list[Mistake]:
+def mistakes_from_validation(error: ValidationError, tree: dict[str, Any], recipe_type: type[Recipe]) -> list[Mistake]:
     """Return pydantic's findings as mistakes, one for each key, with the expected and the found value."""
     found: dict[KeyPath, Mistake] = {}
     for detail in error.errors():
@@ -84,35 +84,35 @@ def mistakes_of_validation(error: ValidationError, tree: dict[str, Any], kind: t
             key = tuple(int(part) if part.isdecimal() else part for part in context["key"].split("."))
             mistake = Mistake(key, context["what"], context["mend"])
         elif detail["type"] == "extra_forbidden":
-            mistake = unknown_key(loc, kind)
+            mistake = unknown_key_mistake(loc, recipe_type)
         elif detail["type"] == "missing":
             fix = "add datasets: [{path: data/train.jsonl}]" if loc == ("datasets",) else f"add {loc[-1]}: ..."
             mistake = Mistake(loc, f"'{show_path(loc)}' is missing", fix)
         elif detail["type"] == TOO_LARGE:
             # The other branches of a union refuse the number too; only this one has the reason.
-            mistake = _too_large_mistake(loc, tree, kind, context["limit"])
+            mistake = _too_large_mistake(loc, tree, recipe_type, context["limit"])
             found.pop(mistake.path, None)
         else:
-            mistake = _value_mistake(loc, tree, kind)
+            mistake = _value_mistake(loc, tree, recipe_type)
         found.setdefault(mistake.path, mistake)
     # A list with a wrong entry is also reported as too short; the entry's mistake is clearer.
     outer = {path[:end] for path in found for end in range(len(path))}
     return [mistake for path, mistake in found.items() if path not in outer]
 
 
-def unknown_key(path: KeyPath, kind: type[Recipe]) -> Mistake:
+def unknown_key_mistake(path: KeyPath, recipe_type: type[Recipe]) -> Mistake:
     """Return the mistake for an unknown key; its fix names the most similar known key."""
     parent, name = path[:-1], str(path[-1])
-    known = keys_at(parent, kind) + ([*ALIASES, *CHOICES, *SWITCHES] if not parent else [])
+    known = allowed_keys_at(parent, recipe_type) + ([*ALIASES, *CHOICES, *SWITCHES] if not parent else [])
     if not parent and (others := objectives_with(name)):
         how = " or ".join(f"add objective: {other}, or run `streamtune {other}`" for other in others)
         return Mistake(path, f"'{name}' is a key of {' and '.join(others)} recipes only", how)
-    leaves = {} if parent else leaf_paths(kind)
+    leaves = {} if parent else leaf_key_paths(recipe_type)
     fix = did_you_mean(name, [*known, *leaves])
     nearest = fix.split("'")[1] if fix else ""
     if nearest in leaves and nearest not in known:
         fix = f"did you mean '{show_path(leaves[nearest][0])}'?"
-    if elsewhere := [place for place in leaf_paths(kind).get(name, []) if place != path]:
+    if elsewhere := [place for place in leaf_key_paths(recipe_type).get(name, []) if place != path]:
         place = elsewhere[0]
         fix = f"write it under '{show_path(place[:-1])}:'" if place[:-1] else "write it at the top level"
     elif not fix and parent:
@@ -121,12 +121,12 @@ def unknown_key(path: KeyPath, kind: type[Recipe]) -> Mistake:
     return Mistake(path, f"unknown key '{name}'{shown}", fix or "`streamtune schema` lists every key")
 
 
-def _show_place(mistake: Mistake, marks: Marks) -> str:
-    return f"{marks.file}:{mistake.line}" if mistake.line else marks.where(*mistake.path)
+def _mistake_location(mistake: Mistake, origins: KeyOrigins) -> str:
+    return f"{origins.file}:{mistake.line}" if mistake.line else origins.key_origin(*mistake.path)
 
 
-def _value_mistake(path_in_error: KeyPath, tree: dict[str, Any], kind: type[Recipe]) -> Mistake:
-    path, fragment = schema_at(path_in_error, kind)
+def _value_mistake(path_in_error: KeyPath, tree: dict[str, Any], recipe_type: type[Recipe]) -> Mistake:
+    path, fragment = schema_at(path_in_error, recipe_type)
     value = _value_at(path, tree)
     name = show_path(path)
     if value is None:
@@ -139,8 +139,10 @@ def _value_mistake(path_in_error: KeyPath, tree: dict[str, Any], kind: type[Reci
     return Mistake(path, what, _suggest_fix(fragment, value))
 
 
-def _too_large_mistake(path_in_error: KeyPath, tree: dict[str, Any], kind: type[Recipe], max_value: int) -> Mistake:
-    path, _ = schema_at(path_in_error, kind)
+def _too_large_mistake(
+    path_in_error: KeyPath, tree: dict[str, Any], recipe_type: type[Recipe], max_value: int
+) -> Mistake:
+    path, _ = schema_at(path_in_error, recipe_type)
     return Mistake(
         path,
         f"'{show_path(path)}' must be at most {max_value:,}; found {_describe_value(_value_at(path, tree))}",
@@ -215,9 +217,9 @@ Fragment = dict[str, Any]
 
 
 @cache
-def _inlined_schema(kind: type[Recipe]) -> Fragment:
+def _inlined_schema(recipe_type: type[Recipe]) -> Fragment:
     """Return the recipe's schema with every reference replaced by its definition."""
-    schema = kind.model_json_schema()
+    schema = recipe_type.model_json_schema()
     definitions = schema.pop("$defs", {})
 
     def inlined(node: Any) -> Any:
@@ -233,19 +235,19 @@ def _inlined_schema(kind: type[Recipe]) -> Fragment:
     return found
 
 
-def _without_null(fragment: Fragment) -> Fragment:
+def _drop_null_option(fragment: Fragment) -> Fragment:
     """Return the schema of X if ``fragment`` is the schema of "X or null"; otherwise ``fragment``."""
     while len(choices := [choice for choice in fragment.get("anyOf", []) if choice.get("type") != "null"]) == 1:
         fragment = choices[0]
     return fragment
 
 
-def schema_at(path: KeyPath, kind: type[Recipe] = Recipe) -> tuple[KeyPath, Fragment]:
+def schema_at(path: KeyPath, recipe_type: type[Recipe] = Recipe) -> tuple[KeyPath, Fragment]:
     """Return the longest beginning of ``path`` that exists in the schema, and the schema of the value there.
 
     Pydantic also adds to a path the branch of a union that it tried; such parts are dropped.
     """
-    fragment = _inlined_schema(kind)
+    fragment = _inlined_schema(recipe_type)
     for depth, part in enumerate(path):
         if isinstance(part, str) and part in fragment.get("properties", {}):
             fragment = fragment["properties"][part]
@@ -255,18 +257,18 @@ def schema_at(path: KeyPath, kind: type[Recipe] = Recipe) -> tuple[KeyPath, Frag
             fragment = named
         else:
             return path[:depth], fragment
-        fragment = _without_null(fragment)
+        fragment = _drop_null_option(fragment)
     return path, fragment
 
 
-def keys_at(path: KeyPath, kind: type[Recipe] = Recipe) -> list[str]:
+def allowed_keys_at(path: KeyPath, recipe_type: type[Recipe] = Recipe) -> list[str]:
     """Return the keys allowed at ``path``."""
-    return list(schema_at(path, kind)[1].get("properties", {}))
+    return list(schema_at(path, recipe_type)[1].get("properties", {}))
 
 
 def accepted_words(fragment: Fragment) -> list[str]:
     """Return the words that a key accepts; empty if it accepts other values."""
-    fragment = _without_null(fragment)
+    fragment = _drop_null_option(fragment)
     if "anyOf" in fragment:
         return [word for choice in fragment["anyOf"] for word in accepted_words(choice)]
     words = fragment.get("enum", [fragment["const"]] if "const" in fragment else [])
@@ -275,7 +277,7 @@ def accepted_words(fragment: Fragment) -> list[str]:
 
 def describe_accepted_values(fragment: Fragment) -> str:
     """Describe the values that a key accepts: ``a whole number of at least 1, or 'auto'``."""
-    fragment = _without_null(fragment)
+    fragment = _drop_null_option(fragment)
     if "anyOf" in fragment:
         return ", or ".join(dict.fromkeys(describe_accepted_values(choice) for choice in fragment["anyOf"]))
     if "enum" in fragment:
@@ -287,7 +289,7 @@ def describe_accepted_values(fragment: Fragment) -> str:
             keys = list(fragment.get("properties", {}))
             return f"a group of keys ({', '.join(keys)})" if keys else "a group of keys"
         case "array":
-            return f"a list of {'texts' if _without_null(fragment['items']).get('type') == 'string' else 'entries'}"
+            return f"a list of {'texts' if _drop_null_option(fragment['items']).get('type') == 'string' else 'entries'}"
         case "boolean":
             return "true or false"
         case "integer":
@@ -299,20 +301,20 @@ def describe_accepted_values(fragment: Fragment) -> str:
 
 
 @cache
-def leaf_paths(kind: type[Recipe] = Recipe) -> dict[str, list[KeyPath]]:
+def leaf_key_paths(recipe_type: type[Recipe] = Recipe) -> dict[str, list[KeyPath]]:
     """Return a mapping from the last component of a key to the paths that end with it, such as ``levels`` ->
     ``engine.levels``. Groups, and keys inside lists, are left out."""
     found: dict[str, list[KeyPath]] = {}
 
     def walk(fragment: Fragment, path: KeyPath) -> None:
         for name, child in fragment["properties"].items():
-            inner = _without_null(child)
+            inner = _drop_null_option(child)
             if "properties" in inner and inner.get("additionalProperties") is False:
                 walk(inner, (*path, name))
             else:
                 found.setdefault(name, []).append((*path, name))
 
-    walk(_inlined_schema(kind), ())
+    walk(_inlined_schema(recipe_type), ())
     return found
 
 

@@ -54,9 +54,9 @@ class OneOf:
         self.values = values
 
 
-def names_having(table: Mapping[str, object], when: Condition) -> OneOf:
+def names_meeting(table: Mapping[str, object], when: Condition) -> OneOf:
     """Return the test that the value of a key is the name of a table entry that meets a condition:
-    ``names_having(OPTIMIZERS, {"averages": True})``."""
+    ``names_meeting(OPTIMIZERS, {"averages": True})``."""
     return OneOf(*(name for name, row in table.items() if condition_holds(row, when)))
 
 

@@ -49,9 +49,9 @@ from streamtune.recipe.settings import (
 )
 
 
-def _refuse_unshareable_choices(recipe: Any) -> Iterator[Refusal]:
-    if recipe.shares_weights:
-        yield from recipe.needs_whole_weights()
+def _refuse_unshardable_choices(recipe: Any) -> Iterator[Refusal]:
+    if recipe.shards_weights:
+        yield from recipe.refusals_if_sharded()
 
 
 class Recipe(
@@ -97,7 +97,7 @@ class Recipe(
         *WARMUP_RULES,
         *QUANTIZATION_RULES,
         *EVALUATION_RULES,
-        Custom(_refuse_unshareable_choices),
+        Custom(_refuse_unshardable_choices),
         *ENGINE_RULES,
         *STATE_RULES,
     )
@@ -109,12 +109,12 @@ class Recipe(
     """Rules about choices that are refused if ranks shard the weights. Sharding is set by a key, or by a DeepSpeed
     configuration, whose stage is read at the start of a run."""
 
-    def needs_whole_weights(self) -> Iterator[Refusal]:
+    def refusals_if_sharded(self) -> Iterator[Refusal]:
         """Yield the choices of this recipe that are refused if ranks shard the weights."""
         return find_refusals(self, self.whole_weights)
 
     @property
-    def evaluates(self) -> bool:
+    def has_evaluation_rows(self) -> bool:
         """True if the recipe has rows for evaluation."""
         return self.val_size > 0 or bool(self.eval_datasets)
 

@@ -99,7 +99,7 @@ class PolicySettings(PolicyKeys, RolloutKeys, StepKeys, LossKeys):
     def needs_old_logprobs(self) -> bool:
         """True if the loss needs log-probs under the policy that wrote the completions, because the policy changes
         while it trains on them."""
-        return not self.distils and self.num_iterations * self.steps_per_rollout > 1
+        return not self.is_distillation and self.num_iterations * self.steps_per_rollout > 1
 
 
 class RolloutSettings(PolicySettings, RewardKeys, TrainingSettings):

@@ -59,7 +59,7 @@ class Mistake:
 
 
 @dataclass
-class Marks:
+class KeyOrigins:
     """Place where each key of a recipe was set: a line of the file, or a command-line setting.
 
     Args:
@@ -72,7 +72,7 @@ class Marks:
     lines: dict[KeyPath, int] = field(default_factory=dict)
     settings: dict[KeyPath, str] = field(default_factory=dict)
 
-    def where(self, *path: str | int) -> str:
+    def key_origin(self, *path: str | int) -> str:
         """Return ``file:line`` of a key, or the setting that set it. For a missing key, return the place of its nearest
         parent."""
         for end in range(len(path), 0, -1):
@@ -82,8 +82,8 @@ class Marks:
                 return f"{self.file}:{self.lines[path[:end]]}"
         return f"{self.file}:1"
 
-    def rename(self, old: KeyPath, new: KeyPath) -> None:
-        """Rename a key: move its marks, and the marks of all keys below it, to the new path."""
+    def rename_key(self, old: KeyPath, new: KeyPath) -> None:
+        """Rename a key: move its origins, and the origins of all keys below it, to the new path."""
 
         def renamed(path: KeyPath) -> KeyPath:
             return (*new, *path[len(old) :]) if path[: len(old)] == old else path
@@ -91,13 +91,13 @@ class Marks:
         self.lines = {renamed(path): line for path, line in self.lines.items()}
         self.settings = {renamed(path): setting for path, setting in self.settings.items()}
 
-    def set(self, path: KeyPath, setting: str) -> None:
-        """Record that a setting set this key, and delete earlier marks of this key and of all keys below it."""
+    def set_origin(self, path: KeyPath, setting: str) -> None:
+        """Record that a setting set this key, and delete earlier origins of this key and of all keys below it."""
         self.lines = {old: line for old, line in self.lines.items() if old[: len(path)] != path}
         self.settings = {old: by for old, by in self.settings.items() if old[: len(path)] != path}
         self.settings[path] = setting
 
-    def line(self, path: KeyPath) -> int:
+    def key_line(self, path: KeyPath) -> int:
         """Return the line of a key or of its nearest parent, by which mistakes are sorted. Keys of settings are sorted
         last."""
         for end in range(len(path), 0, -1):
@@ -135,7 +135,7 @@ def parse_scalar(text: str) -> str | int | float | bool | None:
     return text
 
 
-def read_yaml(text: str, file: str) -> tuple[Any, Marks, list[Mistake]]:
+def read_yaml(text: str, file: str) -> tuple[Any, KeyOrigins, list[Mistake]]:
     """Read one YAML document.
 
     Args:
@@ -144,14 +144,14 @@ def read_yaml(text: str, file: str) -> tuple[Any, Marks, list[Mistake]]:
 
     Returns:
         The values (``dict``, ``list``, ``str``, ``int``, ``float``, ``bool``, ``None``; ``None`` for an empty
-        document), the marks, and the duplicate keys. Of duplicate keys the first is kept.
+        document), the origins, and the duplicate keys. Of duplicate keys the first is kept.
 
     Raises:
         RecipeError: The text is not YAML, or uses a feature of YAML that a recipe may not use.
     """
     reader = _Reader(text, file)
     try:
-        return reader.document(), reader.marks, reader.mistakes
+        return reader.read_document(), reader.origins, reader.mistakes
     except yaml.MarkedYAMLError as error:
         raise _syntax_error(error, file) from error
     except yaml.reader.ReaderError as error:
@@ -165,22 +165,22 @@ class _Reader:
 
     def __init__(self, text: str, file: str) -> None:
         self.file = file
-        self.marks = Marks(file)
+        self.origins = KeyOrigins(file)
         self.mistakes: list[Mistake] = []
         self.values = 0
         self.events: Iterator[yaml.Event] = yaml.parse(text, Loader=yaml.SafeLoader)
 
-    def document(self) -> Any:
+    def read_document(self) -> Any:
         next(self.events)  # start of the stream
         if isinstance(next(self.events), yaml.StreamEndEvent):
             return None
-        value = self.value(next(self.events), ())
+        value = self.read_value(next(self.events), ())
         next(self.events)  # end of the document
         if not isinstance(after := next(self.events), yaml.StreamEndEvent):
             raise self.error_at(after, "a recipe has only one document; a second one starts here", "delete the '---'")
         return value
 
-    def value(self, event: yaml.Event, path: KeyPath) -> Any:
+    def read_value(self, event: yaml.Event, path: KeyPath) -> Any:
         if anchor := getattr(event, "anchor", None):
             name = f"*{anchor}" if isinstance(event, yaml.AliasEvent) else f"&{anchor}"
             raise self.error_at(
@@ -199,21 +199,21 @@ class _Reader:
                 event, f"a recipe has at most {MAX_DEPTH} levels", "recipes are nearly flat; see `streamtune schema`"
             )
         if isinstance(event, yaml.MappingStartEvent):
-            return self.mapping(path)
+            return self.read_mapping(path)
         if isinstance(event, yaml.SequenceStartEvent):
-            return self.sequence(path)
+            return self.read_sequence(path)
         assert isinstance(event, yaml.ScalarEvent), event
         if wrong := _FORBIDDEN.search(event.value):  # written as an escape: "\\0"
             raise self.error_at(event, f"the character U+{ord(wrong[0]):04X} is not allowed in text", "delete it")
         return parse_scalar(event.value) if event.implicit[0] else event.value
 
-    def mapping(self, path: KeyPath) -> dict[str, Any]:
+    def read_mapping(self, path: KeyPath) -> dict[str, Any]:
         found: dict[str, Any] = {}
         while not isinstance(event := next(self.events), yaml.MappingEndEvent):
             line = _line_number(event.start_mark)
             if not isinstance(event, yaml.ScalarEvent):
                 raise self.error_at(event, "a key must be plain text", "write braces and brackets after 'key: '")
-            self.value(event, path)  # refuses an anchor or a tag on the key
+            self.read_value(event, path)  # refuses an anchor or a tag on the key
             key = event.value
             if len(key) > MAX_KEY:
                 raise self.error_at(
@@ -222,18 +222,18 @@ class _Reader:
             if key == "<<":
                 raise self.error_at(event, "merge keys are not allowed: '<<'", "write all keys")
             if key in found:
-                what = f"'{key}' occurs twice, first on line {self.marks.lines[*path, key]}"
+                what = f"'{key}' occurs twice, first on line {self.origins.lines[*path, key]}"
                 self.mistakes.append(Mistake((*path, key), what, "delete one of the two", line=line))
             # The first of two is kept, with its lines. The second is read too, because limits apply to it.
-            self.marks.lines.setdefault((*path, key), line)
-            found.setdefault(key, self.value(next(self.events), (*path, key)))
+            self.origins.lines.setdefault((*path, key), line)
+            found.setdefault(key, self.read_value(next(self.events), (*path, key)))
         return found
 
-    def sequence(self, path: KeyPath) -> list[Any]:
+    def read_sequence(self, path: KeyPath) -> list[Any]:
         found: list[Any] = []
         while not isinstance(event := next(self.events), yaml.SequenceEndEvent):
-            self.marks.lines.setdefault((*path, len(found)), _line_number(event.start_mark))
-            found.append(self.value(event, (*path, len(found))))
+            self.origins.lines.setdefault((*path, len(found)), _line_number(event.start_mark))
+            found.append(self.read_value(event, (*path, len(found))))
         return found
 
     def error_at(self, event: yaml.Event, what: str, fix: str) -> RecipeError:

@@ -135,7 +135,7 @@ def longest_rows_if_shared(
         notify(f"searching for the longest row that {size} ranks can share")
         form = choose_sequence_form("auto", size, heads)
         shared = replace(workload, cluster=cluster.with_sequence_size(size, form))
-        if longest := longest_row_from(shared, limits, recipe.engine.written()):
+        if longest := longest_row_from(shared, limits, recipe.engine.schedule_fields()):
             yield SharedLimit(size, form, longest)
 
 

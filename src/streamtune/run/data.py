@@ -271,14 +271,14 @@ def locate_errors(loaded: LoadedRecipe) -> Iterator[None]:
     except UserError as error:
         key, *rest = error.where.split(".")
         if key in type(loaded.recipe).model_fields:
-            error.where = loaded.where(key, *rest)
+            error.where = loaded.key_origin(key, *rest)
         raise
     except (RuntimeError, MemoryError) as error:
         if not train.is_out_of_memory(error):
             raise
         raise OutOfMemoryError(
             "out of memory before the first step, while the model was set up",
-            where=loaded.where("model_name_or_path"),
+            where=loaded.key_origin("model_name_or_path"),
             fix="use a smaller model, dtype: bfloat16, or a device with more memory",
         ) from error
 
@@ -293,7 +293,7 @@ def make_sources(loaded: LoadedRecipe, *, include_eval_sets: bool = True) -> lis
     recipe = loaded.recipe
 
     def source(spec: DatasetSpec, *key: str | int, evaluates: str | None = None) -> data.Source:
-        where = loaded.where(*key, "path")
+        where = loaded.key_origin(*key, "path")
         return data.Source(
             **spec.model_dump(),
             mix_by=recipe.mix_by,

@@ -86,7 +86,7 @@ def make_schedule(spec: EngineSpec) -> Schedule:
     With ``schedule: auto`` a recipe may set ``device_layers`` without ``offload``. Then ``offload`` is ``disk`` if
     there is an ``offload_dir``, else ``host``.
     """
-    fields = spec.written()
+    fields = spec.schedule_fields()
     if fields.get("device_layers") and "offload" not in fields:
         fields["offload"] = "disk" if "offload_dir" in fields else "host"
     if fields.get("offload", "device") != "disk":

@@ -157,7 +157,7 @@ def plan_schedule(
     with doing("planning the steps"):  # rank 0 plans for all ranks, which need the same schedule
         fields, host_bytes = world.run_on_rank_0(plan_on_rank_0)
     schedule = Schedule(**fields)
-    reserved_bytes = host_bytes if schedule.uses_host and not dry_run else None
+    reserved_bytes = host_bytes if schedule.stores_on_host and not dry_run else None
     return replace(planned, schedule=schedule, reserved_host_bytes=reserved_bytes)
 
 

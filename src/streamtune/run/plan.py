@@ -241,7 +241,7 @@ def _row_selection_flops(recipe: BatchKeys, workload: Workload) -> int:
     """Return the FLOPs with which a rank scores its candidate rows of a step for ``select_rows``; 0 without it."""
     if recipe.select_rows is None:
         return 0
-    return recipe.draws * workload.batch_size * workload.micro_batches * sketch_flops(workload)
+    return recipe.draws_per_row * workload.batch_size * workload.micro_batches * sketch_flops(workload)
 
 
 def _plan_first_that_fits(
@@ -259,11 +259,13 @@ def _plan_first_that_fits(
         return choice, workload, evaluate_schedule(workload, make_schedule(choice.engine), limits, rates)
     if len(choices) > 1 and resident_memory(workload).on_device <= SMALL_FRACTION * limits.device:
         with suppress(NothingFitsError):  # usually something fits
-            plan = choose(workload, limits, rates, fixed=first.engine.written(), simulate=simulate, explain=False)
+            plan = choose(
+                workload, limits, rates, fixed=first.engine.schedule_fields(), simulate=simulate, explain=False
+            )
             return first, workload, plan
     choice = first_fitting_choice(choices, workload_of, limits, simulate=simulate)
     workload = workload_of(choice)
-    return choice, workload, choose(workload, limits, rates, fixed=choice.engine.written(), simulate=simulate)
+    return choice, workload, choose(workload, limits, rates, fixed=choice.engine.schedule_fields(), simulate=simulate)
 
 
 def choose_placement(
@@ -357,7 +359,7 @@ def plan_model(
     )
     rates = local_rates(recipe, model, device, notify)
     workload = make_workload(recipe, meta_model, longest_step, device, inputs.cluster)
-    fixed_fields = {**recipe.engine.written(), **inputs.fixed}
+    fixed_fields = {**recipe.engine.schedule_fields(), **inputs.fixed}
     if inputs.failed_schedule is not None:
         return _plan_smaller_schedule(workload, inputs.failed_schedule, limits, rates, fixed_fields)
     if recipe.engine.schedule == "fixed":

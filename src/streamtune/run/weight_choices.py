@@ -254,14 +254,16 @@ def first_fitting_choice(
     chosen = choices[0]
     for choice in choices:
         workload = workload_of(choice)
-        if choice is not choices[-1] and exceeds_device_at_any_length(workload, choice.engine.written(), limits):
+        if choice is not choices[-1] and exceeds_device_at_any_length(
+            workload, choice.engine.schedule_fields(), limits
+        ):
             continue
         simulation: Simulation | None = None
         with suppress(ArgumentError):  # the recipe contradicts this choice
             if choice.engine.schedule == "fixed":
                 simulation = simulate(workload, make_schedule(choice.engine))
             else:
-                fixed = choice.engine.written()
+                fixed = choice.engine.schedule_fields()
                 simulation = smallest_step_of_one_level(workload, limits, fixed, simulate)
                 if simulation is None:
                     _, simulation = smallest_step(workload, limits, fixed, simulate)

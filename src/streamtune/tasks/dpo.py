@@ -49,7 +49,7 @@ class Dpo(ScoringTask[DpoRecipe]):
 
     @classmethod
     def for_run(cls, recipe: DpoRecipe, folder: Path, notify: Notify) -> Self:
-        if recipe.unpaired:
+        if recipe.is_unpaired:
             objectives.check_unpaired_loss(recipe.loss_type, unpaired_options(recipe))
         else:
             objectives.check_preference_loss(recipe.loss_type, pair_options(recipe))
@@ -57,12 +57,12 @@ class Dpo(ScoringTask[DpoRecipe]):
 
     @property
     def unit_noun(self) -> str:
-        return "row" if self.recipe.unpaired else "pair"
+        return "row" if self.recipe.is_unpaired else "pair"
 
     @property
     def has_baseline(self) -> bool:
         """True if the loss subtracts a baseline (kto), estimated on prompts with the completions of other prompts."""
-        return self.recipe.unpaired and objectives.UNPAIRED_LOSSES[self.recipe.loss_type].needs_baseline
+        return self.recipe.is_unpaired and objectives.UNPAIRED_LOSSES[self.recipe.loss_type].needs_baseline
 
     def prepare(
         self,
@@ -72,7 +72,7 @@ class Dpo(ScoringTask[DpoRecipe]):
         *,
         val_size: float | None = None,
     ) -> data.PreparedTrees:
-        prepare_trees = data.prepare_unpaired if self.recipe.unpaired else data.prepare_preferences
+        prepare_trees = data.prepare_unpaired if self.recipe.is_unpaired else data.prepare_preferences
         with delay_messages(notify) as notify_later:
             return prepare_trees(sources, tokenizer, self.data_options(val_size), notify_later)
 
@@ -86,7 +86,7 @@ class Dpo(ScoringTask[DpoRecipe]):
     @property
     def uses_reference(self) -> bool:
         recipe = self.recipe
-        if recipe.unpaired:
+        if recipe.is_unpaired:
             return objectives.UNPAIRED_LOSSES[recipe.loss_type].needs_reference
         return objectives.PREFERENCE_LOSSES[recipe.loss_type].needs_reference and not recipe.reference_free
 
@@ -98,7 +98,7 @@ class Dpo(ScoringTask[DpoRecipe]):
         prompt = self.recipe.max_prompt_length or length // 2
         if prompt > length - 2:
             prompt = length // 2
-        branches = (length - prompt + 1,) * (1 if self.recipe.unpaired else 2)
+        branches = (length - prompt + 1,) * (1 if self.recipe.is_unpaired else 2)
         return self._make_shape(share, ((prompt - 1, branches),) * batch_size)
 
     def make_measured_shape_function(self, prepared: PreparedRows, longest_row: int, *, share: bool) -> Completions:
@@ -142,7 +142,7 @@ class Dpo(ScoringTask[DpoRecipe]):
         )
 
     def make_objective(self, scorer: Any, reference: train.Reference | None, device: torch.device) -> train.Objective:
-        if self.recipe.unpaired:
+        if self.recipe.is_unpaired:
             assert reference is not None, "losses on single completions need a reference"
             return UnpairedObjective(scorer, self.recipe, reference, device)
         return PairObjective(scorer, self.recipe, reference if self.uses_reference else None)

@@ -66,7 +66,7 @@ class RandomTokens:
         The first completion of a pair is the chosen one. Of unpaired completions every second one is desirable.
         """
         batch = self._draw_preferences(recipe, scored)
-        if recipe.unpaired and objectives.UNPAIRED_LOSSES[recipe.loss_type].needs_baseline:
+        if recipe.is_unpaired and objectives.UNPAIRED_LOSSES[recipe.loss_type].needs_baseline:
             return PreferenceBatch(**{**vars(batch), "mismatched": self._draw_preferences(recipe, scored)})
         return batch
 
@@ -81,7 +81,7 @@ class RandomTokens:
     def _draw_preferences(self, recipe: PreferenceKeys, scored: Scored) -> PreferenceBatch:
         fields = self._draw_trees(scored)
         reference_K = torch.zeros(len(fields["row_K"])) if recipe.precompute_ref_log_probs else None
-        labels = torch.arange(scored.completions) % 2 == 0 if recipe.unpaired else None
+        labels = torch.arange(scored.completions) % 2 == 0 if recipe.is_unpaired else None
         return PreferenceBatch(**fields, reference_K=reference_K, desirable_N=labels)
 
     def _draw_trees(self, scored: Scored) -> dict[str, Any]:

@@ -421,7 +421,7 @@ class Task(ABC, Generic[R_co]):
             steps_per_epoch = len(sampler.epoch_steps(0))
         else:
             batches_per_epoch = -(-sampler.num_rows // recipe.per_device_train_batch_size)
-            steps_per_epoch = -(-batches_per_epoch // (micro_batches * world.data_size * recipe.draws))
+            steps_per_epoch = -(-batches_per_epoch // (micro_batches * world.data_size * recipe.draws_per_row))
         total_steps = recipe.max_steps
         if total_steps < 0:
             total_steps = math.ceil(steps_per_epoch * recipe.num_train_epochs)

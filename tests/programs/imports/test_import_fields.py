@@ -22,7 +22,7 @@ from streamtune.programs.imports.llamafactory import FREEZE
 from streamtune.programs.imports.recipe_files import PeerFile
 from streamtune.recipe.aliases import ALIASES
 from streamtune.recipe.schema import RECIPES
-from streamtune.recipe.yaml import Marks
+from streamtune.recipe.yaml import KeyOrigins
 from tests.programs.imports.peer_schemas import PEERS, UNSAID, installed_trl, kept, keys_of
 
 OLDER = {
@@ -67,7 +67,7 @@ def answers(trainer: str, name: str) -> list[FieldFinding]:
     if group in SETS and inner:
         fields[group] = [{"path": "r.jsonl", **fields[group]}]
     lines = {(group,): 1} | ({(group, inner): 2} if inner else {})
-    file = PeerFile(fields, Marks("r.yaml", lines), Path("r.yaml"))
+    file = PeerFile(fields, KeyOrigins("r.yaml", lines), Path("r.yaml"))
     conversion = Conversion(file, TRAINERS[trainer])
     objective = conversion.trainer.objective(conversion)
     conversion.kind = RECIPES[objective]
@@ -201,7 +201,7 @@ def test_values_of_any_kind_are_answered_or_refused(trainer: str, monkeypatch: p
     """The fields that are converted together: nothing but an error of ours leaves the importer."""
     for name, value in itertools.product(TOGETHER.split(), KINDS_OF_VALUES):
         fields = {"model": "m", "model_name_or_path": "m", "base_model": "m", name: value}
-        file = PeerFile(fields, Marks("r.yaml"), Path("r.yaml"))
+        file = PeerFile(fields, KeyOrigins("r.yaml"), Path("r.yaml"))
         monkeypatch.setattr(importing, "read_peer_file", lambda path, file=file: file)
         with suppress(StreamTuneError):
             importing.import_recipe(Path("r.yaml"), trainer)

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from streamtune.base import interrupts
 from streamtune.base.text import parse_size
-from streamtune.cli.console import err, make_table, out, print_hanging, print_json
+from streamtune.cli.console import err, make_table, out, print_json, print_labelled
 from streamtune.cli.options import JsonOption, RecipeArgument, SetOption, option, read_recipe
 from streamtune.errors import ArgumentError, did_you_mean
 
@@ -209,7 +209,7 @@ def _run_bench(
 def _print_written(written: str, recipe: Path, settings: list[str] | None) -> None:
     out.print(f"written: {written}", style="dim", soft_wrap=True)
     options = [part for setting in settings or [] for part in ("--set", setting)]
-    print_hanging(
+    print_labelled(
         Text("Next: ", style="bold"), Text(shlex.join(["streamtune", "probe-max-len", str(recipe), *options]))
     )
 

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from streamtune.base.privacy import safe_text
 from streamtune.base.text import show_size
-from streamtune.cli.console import err, loading_libraries, make_table, out, print_hanging, print_json, print_note
+from streamtune.cli.console import err, loading_libraries, make_table, out, print_json, print_labelled, print_note
 from streamtune.cli.options import AllowCodeOption, JsonOption, RecipeArgument, SetOption, option, read_recipe
 from streamtune.cli.plan_screen import draw_bar
 from streamtune.errors import ArgumentError
@@ -149,7 +149,7 @@ def evaluate(
     following = shlex.join(
         ["streamtune", "generate", str(model), *(["--checkpoint", checkpoint] if checkpoint else [])]
     )
-    print_hanging(Text("Next: ", style="bold"), Text(following))
+    print_labelled(Text("Next: ", style="bold"), Text(following))
 
 
 def _run_recipe_path(model: Path) -> Path | None:
@@ -200,9 +200,9 @@ def print_evaluation(results: Mapping[str, Any]) -> None:
         results: The document from :func:`streamtune.programs.evaluate.evaluate.evaluate_model`.
     """
     for split, part in results["splits"].items():
-        print_hanging(Text(f"{split}: ", style="bold"), Text(_describe_split(part)))
+        print_labelled(Text(f"{split}: ", style="bold"), Text(_describe_split(part)))
     if results.get("needle"):
-        print_hanging(Text("needle: ", style="bold"), Text(_describe_needles(results["needle"])))
+        print_labelled(Text("needle: ", style="bold"), Text(_describe_needles(results["needle"])))
     out.print()
     for split, part in results["splits"].items():
         if "positions" in part:
@@ -401,4 +401,4 @@ def teach(
         markup=False,
     )
     options = [part for setting in [*(set_ or []), f"teacher={output}"] for part in ("--set", setting)]
-    print_hanging(Text("Next: ", style="bold"), Text(shlex.join(["streamtune", "sft", str(recipe), *options])))
+    print_labelled(Text("Next: ", style="bold"), Text(shlex.join(["streamtune", "sft", str(recipe), *options])))

@@ -14,8 +14,8 @@ from streamtune.cli.console import (
     err,
     loading_libraries,
     out,
-    print_hanging,
     print_json,
+    print_labelled,
     print_note,
     print_rows,
     print_title,
@@ -148,7 +148,7 @@ def _print_report(report: ExportReport) -> None:
         ("load with", f'{_loader_class(report)}.from_pretrained("{report.out}")'),
     ]
     print_rows(rows)
-    print_hanging(Text("Next: ", style="bold"), Text(shlex.join(["streamtune", "generate", str(report.out)])))
+    print_labelled(Text("Next: ", style="bold"), Text(shlex.join(["streamtune", "generate", str(report.out)])))
 
 
 def _describe_verdict(report: ExportReport) -> Text:

@@ -14,7 +14,7 @@ from streamtune.errors import RecipeError, did_you_mean
 from streamtune.recipe.aliases import ALIASES, VALUES
 from streamtune.recipe.mistakes import describe_accepted_values, schema_at
 from streamtune.recipe.schema import RECIPES, Recipe, objectives_with
-from streamtune.recipe.yaml import KeyPath, Marks
+from streamtune.recipe.yaml import KeyOrigins, KeyPath
 
 from .field_rules import FieldRule, UnconvertedError
 from .recipe_files import PeerFile
@@ -130,7 +130,7 @@ class Conversion:
             self.report_lost(*path, why=wrong, trains=trains)
             return False
         self.ours[key] = value
-        self.lines[(key,)] = self.file.marks.line(path)
+        self.lines[(key,)] = self.file.marks.key_line(path)
         theirs = _dotted_name(path)
         self.notes[key] = "; ".join(part for part in (theirs if theirs != key else "", note) if part)
         self._add_finding("mapped", path, ours=_show_field(key, value), note=note)
@@ -192,7 +192,7 @@ class Conversion:
 
     def import_error(self, *path: str | int, what: str, fix: str = "") -> RecipeError:
         """Return the error for a recipe that cannot be imported."""
-        return RecipeError(what, where=self.file.marks.where(*path), fix=fix)
+        return RecipeError(what, where=self.file.marks.key_origin(*path), fix=fix)
 
     def apply_rules(self) -> None:
         """Apply the trainer's rules to all fields that are not reported yet."""
@@ -255,11 +255,11 @@ class Conversion:
             self.left.pop(name, None)
         named_secret = any(word in name.lower() for word in ("token", "key", "secret", "password"))
         theirs = name if named_secret and kind != "mapped" else _show_field(name, value)
-        self.findings.append(FieldFinding(kind, theirs, self.file.marks.where(*path), ours, note, trains))
+        self.findings.append(FieldFinding(kind, theirs, self.file.marks.key_origin(*path), ours, note, trains))
 
-    def original_lines(self) -> Marks:
+    def original_lines(self) -> KeyOrigins:
         """Return {StreamTune key: line of the original field}."""
-        return Marks(self.file.marks.file, dict(self.lines))
+        return KeyOrigins(self.file.marks.file, dict(self.lines))
 
 
 @cache

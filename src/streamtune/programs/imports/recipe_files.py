@@ -10,7 +10,7 @@ from typing import Any
 
 from streamtune.errors import RecipeError
 from streamtune.recipe.loader import read_recipe_text
-from streamtune.recipe.yaml import Marks, parse_scalar, read_yaml
+from streamtune.recipe.yaml import KeyOrigins, parse_scalar, read_yaml
 
 from .field_rules import UnconvertedError
 
@@ -36,7 +36,7 @@ class PeerFile:
     """Fields of another trainer's recipe, each with its line in the file."""
 
     fields: dict[str, Any]
-    marks: Marks
+    marks: KeyOrigins
     path: Path
     trainer: str = ""
     """Trainer of the command; empty for a file of keys."""
@@ -90,7 +90,7 @@ def _read_script(text: str, path: Path) -> PeerFile:
     else:
         trainer = next((name for name in ("swift", "trl", "axolotl") if name in words[at][0]), "")
         command = Path(words[at][0]).stem
-    read = PeerFile({}, Marks(str(path)), path, trainer, command)
+    read = PeerFile({}, KeyOrigins(str(path)), path, trainer, command)
     for word, line in words[:at]:
         if found := _ASSIGNMENT.fullmatch(word):
             read.environment[found[1]] = (found[2], line)

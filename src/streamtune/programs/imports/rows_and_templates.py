@@ -113,7 +113,7 @@ def write_datasets(conversion: Conversion, specs: list[dict[str, Any]], *path: s
             del spec["split"]  # a file has no split
     conversion.write_key("datasets", entries, *path, note=note)
     for index in range(len(entries)):
-        conversion.lines.setdefault(("datasets", index), conversion.file.marks.line(path))
+        conversion.lines.setdefault(("datasets", index), conversion.file.marks.key_line(path))
 
 
 def convert_split(spec: dict[str, Any], split: Any, report_lost: Callable[[str], None]) -> None:

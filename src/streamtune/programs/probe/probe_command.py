@@ -12,7 +12,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from streamtune.base.text import parse_size, show_size
-from streamtune.cli.console import err, make_table, out, print_hanging, print_json, print_note, print_rows
+from streamtune.cli.console import err, make_table, out, print_json, print_labelled, print_note, print_rows
 from streamtune.cli.options import JsonOption, NodesOption, RanksOption, RecipeArgument, SetOption, option, read_recipe
 from streamtune.cli.plan_screen import show_seconds, traffic_table
 
@@ -169,7 +169,7 @@ def probe_max_len(
         _print_report(report, folder)
         simulated = {"device": device, "device-memory": device_memory, "ranks": ranks, "nodes": nodes}
         if report.complete and (command := _next_command(report, recipe, set_, simulated)):
-            print_hanging(Text("Next: ", style="bold"), Text(command))
+            print_labelled(Text("Next: ", style="bold"), Text(command))
     if interrupted:
         print_note("stopped before the end of the search: the result covers the finished trials only")
         raise typer.Exit(130)

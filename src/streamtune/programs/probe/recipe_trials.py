@@ -239,7 +239,7 @@ def make_simulated_trials(
     tiers = [
         PlacedStep(
             recipe_workload(choice, model_of(choice), task_of(choice).min_row_tokens, device, cluster=cluster),
-            choice.engine.written(),
+            choice.engine.schedule_fields(),
         )
         for choice in placement_choices(recipe, limits, cluster)
     ]

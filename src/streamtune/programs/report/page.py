@@ -16,7 +16,7 @@ import yaml
 from rich.text import Text
 
 from streamtune.base.text import eval_set_names
-from streamtune.cli.console import out, print_hanging, print_note, replace_page
+from streamtune.cli.console import out, print_labelled, print_note, replace_page
 from streamtune.cli.options import option
 from streamtune.programs.report.charts import GIB, Curve, line_chart, memory_chart, show_gib, show_number
 from streamtune.programs.report.run_records import RunRecords, read_run
@@ -73,7 +73,7 @@ def report(
         webbrowser.open(page.resolve().as_uri())
         return
     command = ["streamtune", "report", *map(str, runs), *(["--output", str(output)] if output else []), "--open"]
-    print_hanging(Text("Next: ", style="bold"), Text(shlex.join(command)))
+    print_labelled(Text("Next: ", style="bold"), Text(shlex.join(command)))
 
 
 def write_report(run: Path) -> Path | None:

@@ -16,8 +16,8 @@ from streamtune.cli.console import (
     loading_libraries,
     make_table,
     out,
-    print_hanging,
     print_json,
+    print_labelled,
     print_note,
     print_rows,
     print_title,
@@ -72,7 +72,7 @@ def verify(
     else:
         _print_report(report)
         if report.exact:
-            print_hanging(Text("Next: ", style="bold"), Text(_train_command(loaded.recipe.objective, recipe, set_)))
+            print_labelled(Text("Next: ", style="bold"), Text(_train_command(loaded.recipe.objective, recipe, set_)))
     raise typer.Exit(0 if report.exact else 1)
 
 

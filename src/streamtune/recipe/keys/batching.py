@@ -102,7 +102,7 @@ class BatchKeys(Spec):
         return val_size
 
     @property
-    def draws(self) -> int:
+    def draws_per_row(self) -> int:
         """Number of rows that are drawn for each row that is trained on; 1 without ``select_rows``."""
         return 1 if self.select_rows is None else self.select_from
 
@@ -129,7 +129,7 @@ class StepKeys(Spec):
     decides."""
 
 
-def _refuse_rows_above_budget(recipe: Any) -> Iterator[Refusal]:
+def _refuse_small_token_budget(recipe: Any) -> Iterator[Refusal]:
     tokens, rows = recipe.tokens_per_batch, 2 if recipe.objective == "dpo" else 1
     if tokens < rows * recipe.max_length:
         what = "a pair of two answers" if rows == 2 else "a row"
@@ -141,12 +141,12 @@ def _refuse_rows_above_budget(recipe: Any) -> Iterator[Refusal]:
         )
 
 
-def _refuse_missing_budget(recipe: Any) -> Iterator[Refusal]:
+def _refuse_missing_token_budget(recipe: Any) -> Iterator[Refusal]:
     what = f"'batching: {recipe.batching}' needs 'tokens_per_batch', the tokens of an optimizer step"
     yield Refusal("batching", what, f"add tokens_per_batch: {8 * recipe.max_length}")
 
 
-def _refuse_long_buckets(recipe: Any) -> Iterator[Refusal]:
+def _refuse_bucket_above_max_length(recipe: Any) -> Iterator[Refusal]:
     least = (recipe.buckets or BucketSpec()).min_length
     if least > recipe.max_length:
         yield Refusal(
@@ -156,7 +156,7 @@ def _refuse_long_buckets(recipe: Any) -> Iterator[Refusal]:
         )
 
 
-def _refuse_weighted_buckets(recipe: Any) -> Iterator[Refusal]:
+def _refuse_weights_with_buckets(recipe: Any) -> Iterator[Refusal]:
     weighted = [index for index, source in enumerate(recipe.datasets) if source.weight is not None]
     if weighted:
         yield Refusal(
@@ -192,7 +192,7 @@ BATCH_RULES: Rules = (
         "'tokens_per_batch' needs 'batching: tokens' or 'batching: buckets', and 'batching' is rows",
         "add batching: tokens, or delete the line",
     ),
-    Where({"batching": Not("rows"), "tokens_per_batch": None}, Custom(_refuse_missing_budget)),
+    Where({"batching": Not("rows"), "tokens_per_batch": None}, Custom(_refuse_missing_token_budget)),
     Where(
         {"batching": Not("rows"), "tokens_per_batch": GIVEN},
         *(
@@ -203,7 +203,7 @@ BATCH_RULES: Rules = (
             )
             for key in ("gradient_accumulation_steps", "train_batch_size")
         ),
-        Custom(_refuse_rows_above_budget),
+        Custom(_refuse_small_token_budget),
     ),
     OnlyFor("sft", "buckets", what="'buckets' needs 'batching: buckets', which is not for {objective}"),
     Clash(
@@ -213,8 +213,8 @@ BATCH_RULES: Rules = (
     ),
     Where(
         {"batching": "buckets"},
-        Custom(_refuse_long_buckets),
-        Custom(_refuse_weighted_buckets),
+        Custom(_refuse_bucket_above_max_length),
+        Custom(_refuse_weights_with_buckets),
         Clash(
             {"shuffle": False},
             "'batching: buckets' orders pieces by length, and 'shuffle: false' keeps the order of the rows",

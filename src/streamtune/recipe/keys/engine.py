@@ -32,30 +32,30 @@ from streamtune.schedule import (
     Order,
     Tier,
     WeightTier,
-    contradictions,
-    kept,
+    find_contradictions,
+    normalise_keep_choice,
 )
 
 Auto = Literal["auto"]
 
 
-def _choices_with_defaults(spec: Any) -> dict[str, Any]:
+def _schedule_fields_with_defaults(spec: Any) -> dict[str, Any]:
     """Return schedule field -> value. A field that the recipe does not set has its default with ``schedule: fixed``,
     and None with ``schedule: auto``."""
-    return {**(DEFAULTS if spec.schedule == "fixed" else dict.fromkeys(DEFAULTS)), **spec.choices()}
+    return {**(DEFAULTS if spec.schedule == "fixed" else dict.fromkeys(DEFAULTS)), **spec.written_fields()}
 
 
 def _refuse_contradictions(spec: Any) -> Iterator[Refusal]:
-    choices = _choices_with_defaults(spec)
+    choices = _schedule_fields_with_defaults(spec)
     if choices["order"] == "chunk" and spec.keep_kv == "auto":
         choices["keep_kv"] = None  # order: chunk keeps keys and values in any case
-    for field, what, (other, value) in contradictions(choices, _quote_choice):
+    for field, what, (other, value) in find_contradictions(choices, _quote_engine_key):
         fix = f"add {other}: {value}" if field == "offload" else f"write {other}: {value}, or delete the line"
         yield Refusal(f"engine.{field}", what, fix)
 
 
 def _refuse_unused_offload_dir(spec: Any) -> Iterator[Refusal]:
-    offload = _choices_with_defaults(spec)["offload"]
+    offload = _schedule_fields_with_defaults(spec)["offload"]
     if spec.offload_dir is not None and offload in ("device", "host"):
         yield Refusal(
             "engine.offload_dir",
@@ -64,7 +64,7 @@ def _refuse_unused_offload_dir(spec: Any) -> Iterator[Refusal]:
         )
 
 
-def _quote_choice(field: str, value: str | None = None) -> str:
+def _quote_engine_key(field: str, value: str | None = None) -> str:
     return f"'engine.{field}'" if value is None else f"'engine.{field}: {value}'"
 
 
@@ -191,24 +191,24 @@ class EngineSpec(Spec):
     )
 
     @property
-    def host_key(self) -> str | None:
+    def host_optimizer_key(self) -> str | None:
         """The key of ``engine`` that makes the optimizer run on the host; None if it runs on the device."""
         return next((key for key in ("weights", "optimizer") if getattr(self, key) == "host"), None)
 
-    def written(self) -> dict[str, Any]:
+    def schedule_fields(self) -> dict[str, Any]:
         """Return the schedule choices in the recipe as fields of ``Schedule``: name -> value.
 
         ``segment_size`` implies two levels, and ``keep_kv: true`` becomes ``device``. The caller has to derive
         ``offload`` from ``device_layers``.
         """
-        fields = self.choices()
+        fields = self.written_fields()
         if "keep_kv" in fields:
-            fields["keep_kv"] = kept(fields["keep_kv"])
+            fields["keep_kv"] = normalise_keep_choice(fields["keep_kv"])
         if "segment_size" in fields:
             fields["levels"] = 2
         return fields
 
-    def choices(self) -> dict[str, Any]:
+    def written_fields(self) -> dict[str, Any]:
         """Return the schedule choices in the recipe, with the values as they are written there."""
         return {name: value for name in DEFAULTS if (value := getattr(self, name)) not in ("auto", None)}
 
@@ -273,7 +273,7 @@ NEEDS_WHOLE_WEIGHTS: Rules = (
 )
 
 
-SHARING_PRESETS = ("zero3", "zero3_offload")
+SHARDING_PRESETS = ("zero3", "zero3_offload")
 """Values of ``deepspeed`` with which ranks shard the weights."""
 
 
@@ -308,10 +308,10 @@ class DeviceKeys(Spec):
         return "fsdp" if self.fsdp else "deepspeed" if self.deepspeed is not None else None
 
     @property
-    def shares_weights(self) -> bool:
+    def shards_weights(self) -> bool:
         """True if a key of the recipe shards the weights across ranks. A path of a DeepSpeed configuration gives False,
         because the file is not read here."""
-        return self.fsdp or self.deepspeed in SHARING_PRESETS
+        return self.fsdp or self.deepspeed in SHARDING_PRESETS
 
 
 DEVICE_RULES: Rules = (

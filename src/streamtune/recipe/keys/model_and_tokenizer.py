@@ -126,7 +126,7 @@ class RopeScaling(Spec):
     than the pretraining length."""
 
     @model_validator(mode="after")
-    def _check_keys_of_type(self) -> RopeScaling:
+    def _check_keys_of_rope_type(self) -> RopeScaling:
         for kind, keys in KEYS_OF_TYPES.items():
             given = next((key for key in keys if getattr(self, key) is not None), None)
             if given is not None and self.rope_type not in kind:

@@ -23,7 +23,7 @@ from streamtune.recipe.rules import (
     Where,
     at_most,
     is_given,
-    names_having,
+    names_meeting,
 )
 
 
@@ -105,14 +105,14 @@ class OptimizerKeys(Spec):
     compared norm, and `grad_norm`, the norm of this step."""
 
 
-FORWARD_ONLY = names_having(OPTIMIZERS, {"step.gradients": "none"})
-ONE_BLOCK = names_having(OPTIMIZERS, {"step.gradients": "block"})
-AVERAGING = names_having(OPTIMIZERS, {"averages": True})
+FORWARD_ONLY = names_meeting(OPTIMIZERS, {"step.gradients": "none"})
+ONE_BLOCK = names_meeting(OPTIMIZERS, {"step.gradients": "block"})
+AVERAGING = names_meeting(OPTIMIZERS, {"averages": True})
 
 USE_ADAMW = "write optim: adamw"
 
 
-def _refuse_wrong_options(recipe: Any) -> Iterator[Refusal]:
+def _refuse_wrong_optim_args(recipe: Any) -> Iterator[Refusal]:
     if found := find_argument_mistake(recipe.optim, recipe.optim_args):
         option, what, fix = found
         yield Refusal(f"optim_args.{option}", what, fix)
@@ -135,8 +135,8 @@ def _refuse_sharded_optimizer(recipe: Any) -> Iterator[Refusal]:
         yield Refusal("optim", what, f"write optim: adamw, or delete '{sharding_key}'")
 
 
-def _refuse_steps_on_host(recipe: Any) -> Iterator[Refusal]:
-    name, key = recipe.optim, recipe.engine.host_key
+def _refuse_optimizer_on_host(recipe: Any) -> Iterator[Refusal]:
+    name, key = recipe.optim, recipe.engine.host_optimizer_key
     if key and (only := OPTIMIZERS[name].only_on):
         what = f"'optim: {name}' runs only on {only}, and 'engine.{key}: host' steps on the host"
         yield Refusal("optim", what, f"write optim: {name.removeprefix('paged_')}, or delete 'engine.{key}'")
@@ -152,7 +152,7 @@ def _refuse_rounding_without_bfloat16(recipe: Any) -> Iterator[Refusal]:
         )
 
 
-def _refuse_conflicting_blocks(recipe: Any) -> Iterator[Refusal]:
+def _refuse_conflicting_block_options(recipe: Any) -> Iterator[Refusal]:
     args = recipe.optim_args
     if args.get("blocks") and any(
         args.get(key) for key in ("include_embedding", "include_lm_head", "layers_per_block")
@@ -164,7 +164,7 @@ def _refuse_conflicting_blocks(recipe: Any) -> Iterator[Refusal]:
         )
 
 
-def _refuse_decaying_schedule(recipe: Any) -> Iterator[Refusal]:
+def _refuse_learning_rate_decay(recipe: Any) -> Iterator[Refusal]:
     yield Refusal(
         "lr_scheduler_type" if "lr_scheduler_type" in recipe.model_fields_set else "optim",
         f"'optim: {recipe.optim}' averages weights instead of decaying the learning rate, and 'lr_scheduler_type' is "
@@ -210,10 +210,10 @@ ROUNDING_RULES: Rules = (
 BLOCK_RULES = Where(
     {"optim": ONE_BLOCK},
     Clash(
-        {"engine.host_key": Not(None)},
-        "'optim: {optim}' changes which weights are trained, and 'engine.{engine.host_key}: host' moves the trained "
-        "weights to the host only once",
-        "delete 'engine.{engine.host_key}'; moments exist only for one block",
+        {"engine.host_optimizer_key": Not(None)},
+        "'optim: {optim}' changes which weights are trained, and 'engine.{engine.host_optimizer_key}: host' moves the "
+        "trained weights to the host only once",
+        "delete 'engine.{engine.host_optimizer_key}'; moments exist only for one block",
         key="optim",
     ),
     Clash(
@@ -227,16 +227,16 @@ BLOCK_RULES = Where(
         "write optim: adamw, or sequence_parallel_size: 1",
         key="optim",
     ),
-    Custom(_refuse_conflicting_blocks),
+    Custom(_refuse_conflicting_block_options),
 )
 
 FORWARD_RULES = Where(
     {"optim": FORWARD_ONLY},
     Clash(
-        {"engine.host_key": Not(None)},
+        {"engine.host_optimizer_key": Not(None)},
         "'optim: {optim}' perturbs each weight while its layer computes and keeps no states; "
-        "'engine.{engine.host_key}: host' is for weights that are fetched and for states",
-        "delete 'engine.{engine.host_key}', or write optim: adamw",
+        "'engine.{engine.host_optimizer_key}: host' is for weights that are fetched and for states",
+        "delete 'engine.{engine.host_optimizer_key}', or write optim: adamw",
         key="optim",
     ),
     Clash(
@@ -266,9 +266,9 @@ FORWARD_RULES = Where(
 )
 
 OPTIMIZER_RULES: Rules = (
-    Custom(_refuse_wrong_options),
+    Custom(_refuse_wrong_optim_args),
     Where(
-        {"optim": names_having(OPTIMIZERS, {"is_adam": False, "adamw_for_rest": False})},
+        {"optim": names_meeting(OPTIMIZERS, {"is_adam": False, "adamw_for_rest": False})},
         Custom(_refuse_unread_adam_keys),
     ),
     Clash(
@@ -278,12 +278,12 @@ OPTIMIZER_RULES: Rules = (
     ),
     *ROUNDING_RULES,
     Custom(_refuse_sharded_optimizer),
-    Custom(_refuse_steps_on_host),
+    Custom(_refuse_optimizer_on_host),
     BLOCK_RULES,
     FORWARD_RULES,
     Where(
         {"optim": AVERAGING, "lr_scheduler_type": Not("constant", "constant_with_warmup")},
-        Custom(_refuse_decaying_schedule),
+        Custom(_refuse_learning_rate_decay),
     ),
     Clash(
         {"optim": AVERAGING, "objective": "grpo"},

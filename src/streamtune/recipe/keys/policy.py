@@ -88,7 +88,7 @@ class PolicyKeys(LossKeys):
         return {True: "group", False: "none"}[scale_rewards] if isinstance(scale_rewards, bool) else scale_rewards
 
     @property
-    def distils(self) -> bool:
+    def is_distillation(self) -> bool:
         """True if the loss is the divergence from a teacher."""
         return self.loss_type == "gkd"
 

@@ -178,6 +178,6 @@ class PreferenceKeys(LossKeys):
     it. `always`: end with an error if it does not. `never`: once for each completion."""
 
     @property
-    def unpaired(self) -> bool:
+    def is_unpaired(self) -> bool:
         """True if completions are labelled one by one instead of compared in pairs."""
         return self.loss_type in UNPAIRED

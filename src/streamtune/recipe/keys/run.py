@@ -186,10 +186,10 @@ EVALUATION_RULES: Rules = (
         "write prompt: ...",
     ),
     Clash(
-        {"sample.held_out": Not(None, 0), "evaluates": False},
+        {"sample.held_out": Not(None, 0), "has_evaluation_rows": False},
         "'held_out' needs held-out rows",
         "set val_size, such as 0.02",
     ),
-    Where({"evaluates": False}, Custom(_refuse_metric_without_rows)),
-    Clash({"eval_steps": GIVEN, "evaluates": False}, "'eval_steps' needs rows to evaluate on", HOLD_OUT),
+    Where({"has_evaluation_rows": False}, Custom(_refuse_metric_without_rows)),
+    Clash({"eval_steps": GIVEN, "has_evaluation_rows": False}, "'eval_steps' needs rows to evaluate on", HOLD_OUT),
 )

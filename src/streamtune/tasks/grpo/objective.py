@@ -331,7 +331,7 @@ class TeacherLoss(CompletionLoss):
 
 
 def completion_loss(recipe: PolicySettings) -> CompletionLoss:
-    return (TeacherLoss if recipe.distils else RewardLoss)(recipe)
+    return (TeacherLoss if recipe.is_distillation else RewardLoss)(recipe)
 
 
 def policy_options(recipe: PolicySettings) -> PolicyOptions:

@@ -201,7 +201,7 @@ class KlInReward(RolloutRule):
 
     @classmethod
     def applies_to(cls, recipe: RolloutSettings) -> bool:
-        return recipe.beta > 0 and not recipe.distils and POLICY_LOSS_FACTS[recipe.loss_type].kl_in_reward
+        return recipe.beta > 0 and not recipe.is_distillation and POLICY_LOSS_FACTS[recipe.loss_type].kl_in_reward
 
     def apply(self, scored_rollout: ScoredRollout) -> None:
         groups = scored_rollout.groups
@@ -236,7 +236,7 @@ class GroupAdvantages(RolloutRule):
 
     @classmethod
     def applies_to(cls, recipe: RolloutSettings) -> bool:
-        return not recipe.distils
+        return not recipe.is_distillation
 
     def apply(self, scored_rollout: ScoredRollout) -> None:
         recipe = self.tools.recipe
@@ -258,7 +258,7 @@ class RewardSpread(RolloutRule):
 
     @classmethod
     def applies_to(cls, recipe: RolloutSettings) -> bool:
-        return recipe.distils
+        return recipe.is_distillation
 
     def apply(self, scored_rollout: ScoredRollout) -> None:
         advantages = group_advantages("dr_grpo", scored_rollout.rewards_N, scored_rollout.group_index_N)
