@@ -48,7 +48,7 @@ def test_what_is_right(tmp_path: Path) -> None:
             "add tokens_per_batch: 8192",
         ),
         ("sft", "tokens_per_batch: 9000\n", 5, "and 'batching' is rows", "add batching: tokens"),
-        ("sft", "batching: tokens\ntokens_per_batch: 1000\n", 6, "a row may have 1,024 tokens", "at least 1024"),
+        ("sft", "batching: tokens\ntokens_per_batch: 1000\n", 6, "allows a row of 1,024 tokens", "at least 1024"),
         ("sft", "batching: tokens\ntokens_per_batch: many\n", 6, "tokens_per_batch", ""),
         (
             "sft",
@@ -89,7 +89,7 @@ def test_what_is_right(tmp_path: Path) -> None:
             "delete one of the two",
         ),
         ("dpo", "batching: buckets\ntokens_per_batch: 4096\n", 5, "dpo compares whole completions", "tokens or rows"),
-        ("dpo", "batching: tokens\ntokens_per_batch: 1024\n", 6, "a pair of two answers may have 2,048", "2048"),
+        ("dpo", "batching: tokens\ntokens_per_batch: 1024\n", 6, "allows a pair of two answers of 2,048", "2048"),
         (
             "grpo",
             "batching: tokens\ntokens_per_batch: 4096\n",

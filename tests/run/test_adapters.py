@@ -212,7 +212,7 @@ def test_loftq_is_trained_resumed_evaluated_and_exported(
     assert run("--output-dir", "run") == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert ("(loftq_iter)" in printed) == (iterations > 1)
-    assert ("merge it first: the base was made from a configuration" in printed) == (iterations == 1)
+    assert ("merge the adapters first: the base was made from a configuration" in printed) == (iterations == 1)
     before, kept = losses("run"), saved("run")
     for gone in ("run/checkpoints/step-000004", "run/final"):
         shutil.rmtree(gone)

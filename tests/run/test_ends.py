@@ -212,6 +212,6 @@ def test_adapters_at_other_positions_are_merged_first(folder: Path, capsys: pyte
     scaled = {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "max_steps": 1}
     write_recipe(folder, {**RECIPE, **KINDS["lora"], **scaled})
     assert run() == 0
-    assert "merge it first: the adapters were trained at other positions than the base's" in " ".join(
+    assert "merge the adapters first: they were trained at other positions than the base's" in " ".join(
         capsys.readouterr().out.split()
     )

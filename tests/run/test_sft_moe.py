@@ -276,7 +276,7 @@ def test_adapters_on_experts_in_few_bits(
     assert run("--output-dir", "run") == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert f"linear layers and experts in {kind}; CPU" in printed
-    assert "merge it first" in printed
+    assert "merge the adapters first" in printed
     assert "stay in" not in printed
     before, kept = losses("run"), Path("run/final/adapter_model.safetensors").read_bytes()
     assert ".mlp.experts." in json.dumps(list(load_file("run/final/adapter_model.safetensors")))

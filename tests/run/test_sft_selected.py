@@ -189,6 +189,6 @@ def test_the_plan_tells_the_time_of_choosing(folder: Path, capsys: pytest.Captur
     assert second["select_seconds"] == pytest.approx(2 * first["select_seconds"])
     assert 0.5 * first["step_seconds"] < first["select_seconds"] < 3 * first["step_seconds"]
     assert run("--device", "h100", command="plan") == 0
-    assert " of it chooses 1 of 3 drawn rows" in capsys.readouterr().out
+    assert " of it selects 1 of 3 drawn rows" in capsys.readouterr().out
     assert run("--device", "h100", "--set", "select_rows=null", "--set", "select_from=2", "--json", command="plan") == 0
     assert "select_seconds" not in json.loads(capsys.readouterr().out)

@@ -222,9 +222,7 @@ def _describe_shared_or_cut_rows(report: DataReport) -> list[tuple[str, str]]:
         text = f"{report.packs:,} sequences, {report.shared_tokens:,} tokens with shared beginnings counted once"
         return [("shared", text)]
     if report.pieces:
-        text = (
-            f"{report.pieces:,}; the first token of each is not predicted: {report.piece_targets_lost:,} trained ones"
-        )
+        text = f"{report.pieces:,}; {report.piece_targets_lost:,} trained tokens, first in a piece, are not predicted"
         if report.piece_tokens_lost:
             text += f"; {report.piece_tokens_lost:,} tokens are in no piece"
         return [("pieces", text)]

@@ -134,7 +134,7 @@ def _check_devices(environment: dict[str, Any], directory: Path) -> Iterator[Che
         name, free, total = device["model"], device["free_bytes"], device["memory_bytes"]
         text = f"{device['name']}: {name}, {show_size(free)} of {show_size(total)} free"
         if free < 0.9 * total:
-            yield CheckResult("device", "advice", text, "other processes use the rest of its memory: see `nvidia-smi`")
+            yield CheckResult("device", "advice", text, "other processes use this device's memory: see `nvidia-smi`")
         elif not device["bf16"]:
             yield CheckResult("device", "advice", f"{text}; no bfloat16", "do not write bf16: true in recipes")
         else:
@@ -211,7 +211,7 @@ def _check_copy_speed(environment: dict[str, Any], directory: Path) -> Iterator[
         torch.cuda.synchronize(device["name"])
         rate = 4 * PINNED_BYTES / (time.perf_counter() - start)
         slow = rate < SLOW_COPY
-        fix = "offload: host would wait for it: use a slot with more lanes, or offload: device" if slow else ""
+        fix = "offload: host would wait for copies: use a PCIe slot with more lanes, or offload: device" if slow else ""
         text = f"host to {device['name']} at {show_size(int(rate))}/s"
         yield CheckResult("pinned memory", "advice" if slow else "ok", text, fix)
 
@@ -228,7 +228,7 @@ def _check_memory(environment: dict[str, Any], directory: Path) -> Iterator[Chec
     except OSError:
         return
     if shared < LITTLE_SHM:
-        fix = "ranks of one machine exchange data through it: docker run --ipc host, or --shm-size 8g"
+        fix = "ranks of one machine exchange data through /dev/shm: docker run --ipc host, or --shm-size 8g"
         yield CheckResult("shared memory", "advice", f"/dev/shm has {show_size(shared)} free", fix)
 
 
@@ -247,7 +247,9 @@ def _check_disk(environment: dict[str, Any], directory: Path) -> Iterator[CheckR
         if free < LITTLE_DISK:
             yield CheckResult(name, "advice", text, "an fp32 checkpoint with AdamW takes 12 bytes per parameter")
         elif rate < SLOW_DISK:
-            yield CheckResult(name, "advice", text, "offload: disk would wait for it: a local NVMe disk is faster")
+            yield CheckResult(
+                name, "advice", text, "offload: disk would wait for this disk: a local NVMe disk is faster"
+            )
         else:
             yield CheckResult(name, "ok", text)
 

@@ -164,7 +164,7 @@ def _describe_time(recipe_plan: RecipePlan) -> str:
     seconds = recipe_plan.plan.step_seconds + choosing
     text = f"{show_seconds(seconds)}/step, {recipe_plan.tokens / seconds:,.0f} tokens/s (predicted)"
     if choosing:
-        text += f"; {show_seconds(choosing)} of it chooses 1 of {recipe_plan.loaded.recipe.draws_per_row} drawn rows"
+        text += f"; {show_seconds(choosing)} of it selects 1 of {recipe_plan.loaded.recipe.draws_per_row} drawn rows"
     if recipe_plan.scored is not None and recipe_plan.scored.forwards:
         text += "; includes forward passes without gradient"
     return f"{text}; excludes the rollout" if recipe_plan.loaded.recipe.objective == "grpo" else text

@@ -205,14 +205,15 @@ def print_outcome(run: Run, outcome: RunOutcome) -> None:
         line = sparkline(curve, width=min(out.width - 24, 60))
         rows.append(("", f"{line} {'reward' if rewards else 'loss'}"))
     if state.skipped:
-        rows.append(("skipped", f"{state.skipped:,} of {state.step:,} steps were not finite; see events.jsonl"))
+        text = f"{state.skipped:,} of {state.step:,} steps, with a NaN or infinite loss or gradient; see events.jsonl"
+        rows.append(("skipped", text))
     if outcome.tokens > 0:
         rate = f"{outcome.tokens / outcome.seconds:,.0f} tokens/s"
         since = " since the resume" if run.first_step else ""
         rows.append(("time", f"{show_seconds(outcome.seconds)} for {outcome.tokens:,} tokens{since}, {rate}"))
         rows += _peak_memory_rows(run, outcome)
     if outcome.moved_aside is not None:
-        rows.append(("before", f"the run that was in {folder} is now in {outcome.moved_aside}"))
+        rows.append(("before", f"the earlier run in {folder} was moved to {outcome.moved_aside}"))
     names = ("report.html", "loss.png", "metrics.jsonl")
     if drawn := [name for name in names if (folder / name).is_file()]:
         rows.append(("curves", f"{folder / drawn[0]}" + "".join(f", {name}" for name in drawn[1:])))
@@ -297,13 +298,13 @@ def _model_loading_call(run: Run) -> str:
     from streamtune import models
 
     if models.has_packed_experts(run.model):
-        return "merge it first: transformers cannot load a base with quantised experts"
+        return "merge the adapters first: transformers cannot load a base with quantised experts"
     if models.loftq_file_tensors(base_of(run.model)):
-        return "merge it first: the base was quantised from weights that LoftQ changed (loftq_iter)"
+        return "merge the adapters first: the base was quantised from weights that LoftQ changed (loftq_iter)"
     if run.recipe.finetuning_type != "full" and run.recipe.model is not None:
-        return "merge it first: the base was made from a configuration, so adapters cannot name its folder"
+        return "merge the adapters first: the base was made from a configuration, so adapters cannot name its folder"
     if run.recipe.finetuning_type != "full" and _describe_rope_extension(run):
-        return "merge it first: the adapters were trained at other positions than the base's configuration has"
+        return "merge the adapters first: they were trained at other positions than the base's configuration has"
     loader = "AutoPeftModelForCausalLM" if run.recipe.finetuning_type != "full" else "AutoModelForCausalLM"
     quantized = f", quantization_config={QUANTIZED[run.start.quantization]}" if run.start.quantization else ""
     return f'{loader}.from_pretrained("{run.directory.final}"{quantized})'

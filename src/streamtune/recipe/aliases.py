@@ -95,7 +95,7 @@ DATASET_ALIASES: dict[str, str] = {
 
 DATASET_INSTEAD: dict[str, str] = {
     "data_files": "write the path of each file",
-    "ds_type": "delete it; the file's suffix decides",
+    "ds_type": "delete this key; the suffix of the file sets the format",
     "field": "write columns: {text: NAME}",
     "field_input": "write columns: {input: NAME}",
     "field_instruction": "write columns: {instruction: NAME}",
@@ -208,7 +208,7 @@ INSTEAD: dict[str, str] = {
     "test_datasets": "write eval_datasets: {NAME: PATH}",
     "train_on_prompt": "write train_on: all, or train_on: assistant",
     "val_dataset": "write eval_datasets: {NAME: PATH}",
-    "use_liger_kernel": "delete the line; streaming covers the head too",
+    "use_liger_kernel": "delete the line; the head is streamed too",
 }
 """Another trainer's key that has no equivalent here -> what to write instead."""
 

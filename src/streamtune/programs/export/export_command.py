@@ -57,9 +57,8 @@ def export(
         Literal["trained", "original"],
         option(
             "trained|original",
-            "Weights of the base model into which QLoRA adapters are merged. trained: the quantised weights of "
-            "training, dequantised; the merged model equals the trained model. original: the weights before "
-            "quantisation; the merged model differs from the trained model. [default: trained]",
+            "Base weights to merge QLoRA adapters into. trained: dequantised weights of training; the result is the "
+            "trained model. original: weights before quantisation; the result is a different model. [default: trained]",
         ),
     ] = "trained",
     base: Annotated[

@@ -190,8 +190,7 @@ NEEDS_WHOLE_WEIGHTS: Rules = (
     ),
     Clash(
         {"adapter_type": names_meeting(ADAPTERS, {"on_shared": False}), "finetuning_type": Not("full")},
-        "adapters of kind {adapter_type} need unsharded weights or have values besides parameters, and here ranks "
-        "shard the weights",
+        "'adapter_type: {adapter_type}' does not work with sharded weights, and here ranks shard the weights",
         "write deepspeed: zero2, or adapter_type: lora or rslora",
     ),
     Clash(

@@ -79,10 +79,10 @@ class BatchKeys(Spec):
     the pieces, such as `{curriculum: grow-p2, cycles: 8, min_length: 64}`."""
 
     select_rows: Literal["colm"] | None = None
-    """Only for `sft`: method that chooses the rows of each step. `colm` (arXiv 2407.19580): each step draws
-    `select_from` times as many rows as it trains on, runs all of them forward, and trains on the rows of each dataset
-    whose gradients best represent the drawn rows. If a dataset has fewer rows than the average dataset, all its drawn
-    rows are trained on. `selected.jsonl` lists the chosen rows. Default: no choice; all rows are trained on."""
+    """Only for `sft`: method that chooses the rows of each step. `colm` (arXiv 2407.19580) draws `select_from` times as
+    many rows as a step trains on, and runs all of them forward. In each dataset it selects the rows whose gradients
+    best represent the drawn rows. If a dataset has fewer rows than the average dataset, all its drawn rows are
+    selected. `selected.jsonl` lists the selected rows. Default: all rows are trained on."""
 
     select_from: Annotated[int, Field(ge=2), at_most(10**4)] = 2
     """Only for `sft` with `select_rows`: number of drawn rows for each trained row. With 4, an epoch draws every row
@@ -135,8 +135,7 @@ def _refuse_small_token_budget(recipe: Any) -> Iterator[Refusal]:
         what = "a pair of two answers" if rows == 2 else "a row"
         yield Refusal(
             "tokens_per_batch",
-            f"by 'max_length' {what} may have {rows * recipe.max_length:,} tokens, and 'tokens_per_batch' is "
-            f"{tokens:,}",
+            f"'max_length' allows {what} of {rows * recipe.max_length:,} tokens, and 'tokens_per_batch' is {tokens:,}",
             f"write at least {rows * recipe.max_length}, or lower max_length",
         )
 
@@ -198,7 +197,7 @@ BATCH_RULES: Rules = (
         *(
             Clash(
                 {key: GIVEN},
-                f"'{key}' sets the rows of an optimizer step, and with 'batching: {{batching}}' its tokens are set",
+                f"'{key}' sets the rows of an optimizer step, and 'batching: {{batching}}' sets its tokens",
                 "delete the line; tokens_per_batch sets the size of a step, on any number of ranks",
             )
             for key in ("gradient_accumulation_steps", "train_batch_size")
@@ -246,7 +245,7 @@ SELECTION_RULES: Rules = (
         ),
         Clash(
             {"batching": Not("rows")},
-            "'batching: {batching}': the choice needs steps of whole rows",
+            "'batching: {batching}': a step must have a fixed number of whole rows",
             "write batching: rows",
         ),
         Clash({"packing": True}, f"'packing': {ONE_BY_ONE}, and packs are made before training", DELETE_EITHER),
@@ -255,7 +254,7 @@ SELECTION_RULES: Rules = (
             f"'reasoning: per_turn': {ONE_BY_ONE}, and turns share a sequence",
             "write reasoning: keep",
         ),
-        Clash({"streaming": True}, "'streaming': the size of each source is unknown", DELETE_EITHER),
+        Clash({"streaming": True}, "'streaming': the number of rows of each dataset is unknown", DELETE_EITHER),
         Clash(
             {"dataloader_num_workers": GIVEN},
             "'dataloader_num_workers': rows are chosen with the current weights, so batches cannot be prepared ahead",
@@ -271,7 +270,9 @@ SELECTION_RULES: Rules = (
             "write sequence_parallel_size: 1",
         ),
         Clash(
-            {"optim": FORWARD_ONLY}, "'optim: {optim}': rows are compared by gradients, and the step has none", ADAMW
+            {"optim": FORWARD_ONLY},
+            "'optim: {optim}': rows are compared by gradients, and this optimizer computes none",
+            ADAMW,
         ),
         Clash(
             {"optim": ONE_BLOCK},

@@ -134,10 +134,10 @@ class EngineSpec(Spec):
 
     order: Literal[Auto, Order] = "auto"
     """Outer loop of the backward. `layer`: all chunks of a layer, then the layer below. The input of every layer is
-    stored. `chunk`: all layers of a chunk, then the chunk before. Stored are the input of the first layer (in the
-    memory that `offload` names) and the keys and values or recurrent states of every layer (in the memory that
-    `keep_kv` names). The activations of one chunk are in memory for all layers at once, or with `levels: 2` for
-    `segment_size` layers (with `schedule: fixed`: 1). Default with `schedule: fixed`: layer."""
+    stored. `chunk`: all layers of a chunk, then the chunk before. Stored are the input of the first layer (`offload`
+    sets where), and the keys and values or recurrent states of every layer (`keep_kv` sets where). The activations of
+    one chunk are in memory for all layers at once, or with `levels: 2` for `segment_size` layers (with `schedule:
+    fixed`: 1). Default with `schedule: fixed`: layer."""
 
     weights: Literal[Auto, WeightTier] = "auto"
     """Memory that stores the weights of layers, embedding and head while they are not in use: `device` or `host`. With
@@ -183,7 +183,7 @@ class EngineSpec(Spec):
         ),
         Clash(
             {"optimizer": "device", "weights": "host"},
-            "'engine.optimizer: device' steps on the device, and with 'weights: host' weights are stepped on the host",
+            "'engine.optimizer: device' updates weights on the device, and 'weights: host' updates them on the host",
             "write optimizer: auto, or delete the line",
             key="engine.optimizer",
         ),
@@ -240,7 +240,7 @@ ENGINE_RULES: Rules = (
     ),
     Clash(
         {"engine.optimizer": GIVEN, "sharding_key": Not(None)},
-        "'engine.optimizer' places StreamTune's own optimizer, and '{sharding_key}' brings another one",
+        "'engine.optimizer' is for StreamTune's own optimizer, and '{sharding_key}' has another one",
         "delete '{sharding_key}', or this line; with deepspeed: zero3_offload the optimizer steps on the host",
     ),
     *(

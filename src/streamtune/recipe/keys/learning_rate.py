@@ -138,9 +138,7 @@ def _refuse_wrong_scheduler_options(recipe: Any) -> Iterator[Refusal]:
         yield Refusal(KEY, "the schedule ends above 'learning_rate'", "lower min_lr or lr_end")
 
 
-NEED_EACH_OTHER = (
-    "'lr_scaling' and 'lr_scaling_base' need each other: the base is the step size that 'learning_rate' was chosen for"
-)
+NEED_EACH_OTHER = "'lr_scaling' and 'lr_scaling_base' need each other: the base is the batch size of 'learning_rate'"
 WRITE_BOTH = "write both, such as lr_scaling: sqrt and lr_scaling_base: 32, or none"
 
 LEARNING_RATE_RULES: Rules = (

@@ -128,7 +128,7 @@ LOSS_RULES: Rules = (
         Where({"loss_type": "gkd"}, *DIVERGENCE_RULES),
         Clash(
             {"teacher": Not(None), "teacher_file": Not(None)},
-            "'teacher' is a file with the tokens of rows, and grpo trains on tokens that the model writes",
+            "'teacher' is a file for the tokens of given rows, and grpo trains on tokens that the model writes",
             "name a model as teacher",
         ),
     ),
@@ -138,7 +138,7 @@ LOSS_RULES: Rules = (
         *(
             Clash(
                 {key: value, "teacher_file": Not(None)},
-                f"'{key}: {show_value(value)}' {why}, and 'teacher' is a file about whole prepared rows",
+                f"'{key}: {show_value(value)}' {why}, and the file 'teacher' is for whole rows",
                 "delete the line, or name a model as teacher",
             )
             for key, value, why in (
@@ -150,7 +150,7 @@ LOSS_RULES: Rules = (
         *(
             Clash(
                 {key: GIVEN, "teacher": Not(None), "kd_hard_share": 0},
-                f"'{key}' changes the loss of the rows' own tokens, which has no weight beside the teacher",
+                f"'{key}' changes the loss of the rows' own tokens, whose weight 'kd_hard_share' is 0",
                 "add kd_hard_share: 0.5, or delete the line",
             )
             for key in ("label_smoothing_factor", "z_loss_coef", "loss_type")

@@ -206,8 +206,8 @@ class ModelKeys(Spec):
     dtype: Literal["auto", "mixed", "float32", "bfloat16"] = "auto"
     """Dtype of the weights. `float32` and `bfloat16`: of all weights. `mixed`: trained weights are float32, so that
     small updates are not lost by rounding; frozen weights keep the checkpoint's dtype. `auto`: a bfloat16 or float16
-    checkpoint is trained as with `mixed` and `bf16: true`, or if that does not fit in memory, in bfloat16 with
-    `weight_rounding: stochastic`; the start of the run reports the choice. With `auto`, a model built from a
+    checkpoint is trained as with `mixed` and `bf16: true`. If that does not fit in memory, it is trained in bfloat16
+    with `weight_rounding: stochastic`; the start of the run reports this. With `auto`, a model built from a
     configuration is float32."""
 
     weight_rounding: Literal["nearest", "stochastic"] = "nearest"

@@ -68,8 +68,8 @@ class OptimizerKeys(Spec):
     learning_rate: 1.0e-6}]`. For LoRA+, write `[{match: lora_B, learning_rate: ...}]` with 16 times `learning_rate`."""
 
     lr_layer_decay: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Learning rate of a layer divided by that of the layer above. The head has `learning_rate`, the last layer
-    `learning_rate` times this factor, and so on down to the embeddings. Rates in `lr_groups` are not changed. 1: all
+    """Ratio between the learning rates of a layer and of the layer above. The head has `learning_rate`, the last layer
+    `learning_rate` times this ratio, and so on down to the embeddings. Rates in `lr_groups` are not changed. 1: all
     layers have the same rate."""
 
     optim_states: Literal["param", "float32", "bfloat16"] = "param"
@@ -178,7 +178,7 @@ def _refuse_groups_without_rate(recipe: Any) -> Iterator[Refusal]:
         yield Refusal(
             "lr_groups",
             "'lr_groups' scale the schedule of 'learning_rate', which is 0",
-            "write a learning_rate above 0; to stop other weights, add lr_groups: [{match: '*', learning_rate: 0.0}]",
+            "write a learning_rate above 0; to freeze other weights, add lr_groups: [{match: '*', learning_rate: 0.0}]",
         )
 
 
@@ -317,7 +317,7 @@ STATE_RULES: Rules = (
     *(
         Clash(
             {"on_nan": "skip", "optim_in_backward": True, **setting},
-            "'on_nan: skip' drops a step before the optimizer runs, and 'optim_in_backward' has already stepped by "
+            "'on_nan: skip' drops a step before the optimizer runs, and 'optim_in_backward' has updated weights by "
             "then",
             f"write {first}, which measures the gradient first, or on_nan: stop",
         )

@@ -42,9 +42,9 @@ class TrainedTokenKeys(Spec):
 
     truncate_side: Literal["auto", "left", "right", "middle"] = "auto"
     """With `overlength: truncate` in `sft` and `grpo`: part that is cut off. `left`: the beginning. `right` (only
-    `sft`): the end. `middle`: the middle. `auto`: of plain text the end, of a `grpo` prompt the beginning; of a row
-    with an answer the beginning (except a system message), and the end of the last answer if this answer is longer than
-    `max_length`."""
+    `sft`): the end. `middle`: the middle. `auto`: the end of plain text, or the beginning of a `grpo` prompt. In rows
+    with an answer, `auto` cuts off the beginning, except a system message. If the last answer alone is longer than
+    `max_length`, its end is cut off too."""
 
     split_at: Literal["turn", "paragraph", "line", "token"] = "turn"
     """With `overlength: split` (only `sft`): preferred place of a cut. `turn`: the start of an exchange in a chat.
@@ -74,8 +74,8 @@ class TrainedTokenKeys(Spec):
     """Action if the chat template leaves out the reasoning of an answer that counts in the loss (`<think>`,
     `reasoning_content`, `reasoning`, `thinking`). `template` trains without this reasoning and reports how much is left
     out. `keep` adds the reasoning to the text. `error` ends the run before training. `per_turn` (only `sft`) makes a
-    row of each trained turn, with the context that the model sees when it writes this turn; the common beginning of
-    these rows is computed once."""
+    row of each trained turn, with the context that the model sees at inference. The common beginning of these rows is
+    computed once."""
 
     on_empty: Literal["error", "drop", "train"] = "error"
     """Only for `sft`: action on a row whose answer is empty or only whitespace. `error` ends the run before training.
@@ -108,7 +108,7 @@ CHAT_RULES: Rules = (
     *(
         Clash(
             {key: GIVEN, "train_on": "all"},
-            f"'{key}' chooses tokens, and 'train_on: all' trains every token",
+            f"'{key}' selects tokens, and 'train_on: all' trains every token",
             ONE_OF_TWO,
         )
         for key in ("roles_to_train", "train_on_eos")
