@@ -46,7 +46,7 @@ class StreamTuneError(Exception):
     Args:
         what: Sentence about what is wrong.
         where: ``file:line``, row, key or module; may be empty.
-        fix: How to fix it; may be empty. JSON documents call it ``mend``.
+        fix: Advice to the user; may be empty. JSON documents call it ``mend``.
 
     Example:
         >>> error = RecipeError("unknown key 'chunksize'", where="recipe.yaml:7", fix="did you mean 'chunk_size'?")

@@ -94,7 +94,7 @@ class StreamTuneCallback(TrainerCallback):
         streamed = _find_stream_handle(model)
         if streamed is None:
             _refuse_sharded(model, args)
-            self.plan = self._plan(model, args)
+            self.plan = self._plan_step(model, args)
             schedule = self.plan.schedule if self.plan is not None else self.schedule
             self.handle, self._streamed_here = stream(model, schedule=schedule, head=self.head), True
         else:
@@ -134,7 +134,7 @@ class StreamTuneCallback(TrainerCallback):
             self.handle.remove()
         self.handle, self._streamed_here = None, False
 
-    def _plan(self, model: nn.Module, args: TrainingArguments) -> Plan | None:
+    def _plan_step(self, model: nn.Module, args: TrainingArguments) -> Plan | None:
         """Return the plan of a step; None if a schedule is given and the length of the longest row is unknown."""
         length = self.max_length or _max_row_tokens(args)
         if length is None:

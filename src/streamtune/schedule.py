@@ -128,10 +128,10 @@ class Schedule:
             object.__setattr__(self, "keep_kv", "device")
         for name in ("chunk_size", "head_chunk_size", "segment_size"):
             value = getattr(self, name)
-            if (value is not None or name != "segment_size") and not _is_count(value, least=1):
+            if (value is not None or name != "segment_size") and not _is_whole_number(value, least=1):
                 raise ArgumentError(f"{name} must be a number of {_field_unit(name)} from 1; found {value!r}")
         for name in ("device_layers", "keep_layers"):
-            if not _is_count(getattr(self, name), least=0):
+            if not _is_whole_number(getattr(self, name), least=0):
                 raise ArgumentError(f"{name} must be a number of layers from 0; found {getattr(self, name)!r}")
         for name, words in CHOICES.items():
             if getattr(self, name) not in words:
@@ -348,7 +348,7 @@ def _show_in_python(field: str, value: str | None = None) -> str:
     return field if value is None else f"{field}={value!r}"
 
 
-def _is_count(value: object, least: int) -> bool:
+def _is_whole_number(value: object, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 

@@ -125,7 +125,7 @@ def data(
 
 
 def _choose_rows(
-    inspection: Inspection, max_rows: int, row_name: str | None, is_worst: bool
+    inspection: Inspection, max_rows: int, row_name: str | None, prefers_worst: bool
 ) -> list[tuple[str, RowView]]:
     """Return pairs (reason, row) of the rows to show; the reason is empty for evenly spaced rows.
 
@@ -134,7 +134,9 @@ def _choose_rows(
     """
     rows = inspection.rows
     if row_name is None:
-        chosen = rows.most_extreme(max_rows) if is_worst else [("", number) for number in rows.evenly_spaced(max_rows)]
+        chosen = (
+            rows.most_extreme(max_rows) if prefers_worst else [("", number) for number in rows.evenly_spaced(max_rows)]
+        )
         return [(reason, rows.view(number)) for reason, number in chosen]
     if row_name.isdecimal():
         if not 0 < int(row_name) <= len(rows):

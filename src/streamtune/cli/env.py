@@ -37,7 +37,7 @@ def env(json: JsonOption = False) -> None:
         for dtype, by_mask in by_dtype.items()
     }
     _print_section("attention kernels", kernels)
-    _print_section("head", {device: _describe_head(head) for device, head in found["head"].items()})
+    _print_section("head", {device: _describe_fused_heads(head) for device, head in found["head"].items()})
     _print_section("allocator", {"setting": found["allocator"] or "default of torch"})
 
 
@@ -128,7 +128,7 @@ def _fused_head_names(device: str) -> list[str]:
     return [] if device == "cpu" else [kernel.name for kernel in head_candidates()]
 
 
-def _describe_head(head: dict[str, list[str]]) -> str:
+def _describe_fused_heads(head: dict[str, list[str]]) -> str:
     names = head["candidates"]
     return f"streamed, or {', '.join(names)} if the first step finds it faster" if names else "streamed"
 

@@ -75,8 +75,8 @@ NodesOption = Annotated[
     int | None,
     typer.Option(
         metavar="M",
-        help="Number of machines to simulate; each has the same number of the --ranks devices. [default: --ranks / 8 "
-        "if that is a whole number, else 1]",
+        help="Number of machines to simulate, with --ranks / M devices each. [default: --ranks / 8 if that is a whole "
+        "number, else 1]",
         show_default=False,
     ),
 ]

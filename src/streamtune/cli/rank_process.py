@@ -70,11 +70,11 @@ def make_watchdog(environment: RankEnvironment) -> Watchdog:
 def report_activity(show_activity: Doing, watchdog: Watchdog) -> Doing:
     """Return a wrapper of ``show_activity`` that also passes each text to the watchdog, for other ranks to show."""
 
-    def reported(text: str) -> AbstractContextManager[Any]:
+    def record_and_show(text: str) -> AbstractContextManager[Any]:
         watchdog.record_phase(0, text, waits_outside=True)
         return show_activity(text)
 
-    return reported
+    return record_and_show
 
 
 def pass_error_to_launcher(error: StreamTuneError) -> bool:

@@ -214,27 +214,29 @@ def _notes_on_unread_keys(recipe: Recipe) -> list[str]:
 def _resolve_local_paths(recipe: Recipe, folder: Path, origins: KeyOrigins) -> Recipe:
     """Return the recipe with its local paths resolved; other names stay unchanged."""
 
-    def find(value: str, *key: str | int) -> str:
+    def local_path(value: str, *key: str | int) -> str:
         beside = folder / _expand_home(value, origins.key_origin(*key))
         of_rows = key[0] in ("datasets", "eval_datasets")
         is_here = path_exists(beside, broken_links=True) or (of_rows and _has_glob_match(folder, value))
         return str(beside) if value not in BUILT_IN and is_here else value
 
-    def found(specs: Sequence[DatasetSpec], *key: str) -> tuple[DatasetSpec, ...]:
-        return tuple(spec.model_copy(update={"path": find(spec.path, *key, i, "path")}) for i, spec in enumerate(specs))
+    def with_local_paths(specs: Sequence[DatasetSpec], *key: str) -> tuple[DatasetSpec, ...]:
+        return tuple(
+            spec.model_copy(update={"path": local_path(spec.path, *key, i, "path")}) for i, spec in enumerate(specs)
+        )
 
-    changes: dict[str, Any] = {"datasets": found(recipe.datasets, "datasets")}
+    changes: dict[str, Any] = {"datasets": with_local_paths(recipe.datasets, "datasets")}
     if recipe.eval_datasets:
         changes["eval_datasets"] = {
-            name: found(specs, "eval_datasets", name) for name, specs in recipe.eval_datasets.items()
+            name: with_local_paths(specs, "eval_datasets", name) for name, specs in recipe.eval_datasets.items()
         }
     if recipe.tokenizer and recipe.tokenizer.path:
         changes["tokenizer"] = recipe.tokenizer.model_copy(
-            update={"path": find(recipe.tokenizer.path, "tokenizer", "path")}
+            update={"path": local_path(recipe.tokenizer.path, "tokenizer", "path")}
         )
     for key in ("chat_template", "model_name_or_path", "ref_model_name_or_path", "adapter_name_or_path", "teacher"):
         if value := getattr(recipe, key, None):
-            changes[key] = find(value, key)
+            changes[key] = local_path(value, key)
     if rewards := getattr(recipe, "reward_funcs", None):
         changes["reward_funcs"] = tuple(_resolve_code_path(spec, folder, origins, "reward_funcs") for spec in rewards)
     if recipe.callbacks:

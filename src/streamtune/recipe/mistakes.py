@@ -222,16 +222,16 @@ def _inlined_schema(recipe_type: type[Recipe]) -> Fragment:
     schema = recipe_type.model_json_schema()
     definitions = schema.pop("$defs", {})
 
-    def inlined(node: Any) -> Any:
+    def inline_references(node: Any) -> Any:
         if isinstance(node, list):
-            return [inlined(item) for item in node]
+            return [inline_references(item) for item in node]
         if not isinstance(node, dict):
             return node
         if "$ref" in node:
-            return inlined(definitions[node["$ref"].rpartition("/")[2]])
-        return {key: inlined(value) for key, value in node.items()}
+            return inline_references(definitions[node["$ref"].rpartition("/")[2]])
+        return {key: inline_references(value) for key, value in node.items()}
 
-    found: Fragment = inlined(schema)
+    found: Fragment = inline_references(schema)
     return found
 
 
@@ -306,15 +306,15 @@ def leaf_key_paths(recipe_type: type[Recipe] = Recipe) -> dict[str, list[KeyPath
     ``engine.levels``. Groups, and keys inside lists, are left out."""
     found: dict[str, list[KeyPath]] = {}
 
-    def walk(fragment: Fragment, path: KeyPath) -> None:
+    def collect_leaves(fragment: Fragment, path: KeyPath) -> None:
         for name, child in fragment["properties"].items():
             inner = _drop_null_option(child)
             if "properties" in inner and inner.get("additionalProperties") is False:
-                walk(inner, (*path, name))
+                collect_leaves(inner, (*path, name))
             else:
                 found.setdefault(name, []).append((*path, name))
 
-    walk(_inlined_schema(recipe_type), ())
+    collect_leaves(_inlined_schema(recipe_type), ())
     return found
 
 

@@ -54,10 +54,10 @@ class OneOf:
         self.values = values
 
 
-def names_meeting(table: Mapping[str, object], when: Condition) -> OneOf:
+def names_meeting(table: Mapping[str, object], condition: Condition) -> OneOf:
     """Return the test that the value of a key is the name of a table entry that meets a condition:
     ``names_meeting(OPTIMIZERS, {"averages": True})``."""
-    return OneOf(*(name for name, row in table.items() if condition_holds(row, when)))
+    return OneOf(*(name for name, row in table.items() if condition_holds(row, condition)))
 
 
 class Refusal(NamedTuple):
@@ -120,7 +120,7 @@ class Reads:
 
     def refusals(self, spec: Any) -> Iterator[Refusal]:
         """Yield a refusal if ``key`` is given and ``other`` is not ``value``."""
-        found = value_of(spec, self.other)
+        found = key_value(spec, self.other)
         if is_given(spec, self.key) and found != self.value:
             setting = f"{self.other}: {show_value(self.value)}"
             shown_value = f"'{found}'" if isinstance(found, str) else show_value(found)
@@ -202,14 +202,14 @@ def _meets_test(spec: Any, key: str, test: object) -> bool:
         case Given():
             return is_given(spec, key)
         case Not():
-            return value_of(spec, key) not in test.values
+            return key_value(spec, key) not in test.values
         case OneOf():
-            return value_of(spec, key) in test.values
+            return key_value(spec, key) in test.values
         case _:
-            return bool(value_of(spec, key) == test)
+            return bool(key_value(spec, key) == test)
 
 
-def value_of(spec: Any, key: str) -> Any:
+def key_value(spec: Any, key: str) -> Any:
     """Return the value of a key or property; None for a key of a missing group."""
     for part in key.split("."):
         spec = None if spec is None else getattr(spec, part)
@@ -219,7 +219,7 @@ def value_of(spec: Any, key: str) -> Any:
 def is_given(spec: Any, key: str) -> bool:
     """Return True if a key's value differs from its default."""
     *groups, last = key.split(".")
-    owner = value_of(spec, ".".join(groups)) if groups else spec
+    owner = key_value(spec, ".".join(groups)) if groups else spec
     default = type(owner).model_fields[last].get_default(call_default_factory=True)
     return bool(getattr(owner, last) != default)
 
@@ -227,11 +227,11 @@ def is_given(spec: Any, key: str) -> bool:
 def fill_placeholders(text: str, spec: Any) -> str:
     """Return a text with each ``{key}`` replaced by the key's value."""
 
-    def value(found: re.Match[str]) -> str:
-        value = value_of(spec, found[1])
+    def show_key_value(found: re.Match[str]) -> str:
+        value = key_value(spec, found[1])
         return format(value, found[2]) if found[2] else show_value(value)
 
-    return re.sub(r"\{([a-z_.]+)(?::([^{} ]+))?\}", value, text)
+    return re.sub(r"\{([a-z_.]+)(?::([^{} ]+))?\}", show_key_value, text)
 
 
 def show_value(value: object) -> str:

@@ -85,11 +85,11 @@ class KeyOrigins:
     def rename_key(self, old: KeyPath, new: KeyPath) -> None:
         """Rename a key: move its origins, and the origins of all keys below it, to the new path."""
 
-        def renamed(path: KeyPath) -> KeyPath:
+        def renamed_path(path: KeyPath) -> KeyPath:
             return (*new, *path[len(old) :]) if path[: len(old)] == old else path
 
-        self.lines = {renamed(path): line for path, line in self.lines.items()}
-        self.settings = {renamed(path): setting for path, setting in self.settings.items()}
+        self.lines = {renamed_path(path): line for path, line in self.lines.items()}
+        self.settings = {renamed_path(path): setting for path, setting in self.settings.items()}
 
     def set_origin(self, path: KeyPath, setting: str) -> None:
         """Record that a setting set this key, and delete earlier origins of this key and of all keys below it."""

@@ -74,8 +74,7 @@ def bench(
         int,
         typer.Option(
             metavar="N",
-            help="Also measure the tokens of each length as N rows: packed into one sequence, and one row after the "
-            "other. 0: do not.",
+            help="Also split each length into N rows, measured packed into one sequence and one by one. 0: no split.",
         ),
     ] = 0,
     repeats: Annotated[

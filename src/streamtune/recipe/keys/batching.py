@@ -31,18 +31,17 @@ class BucketSpec(Spec):
     """Keys of the recipe key ``buckets``: the smallest piece length, and the order of lengths in an epoch."""
 
     curriculum: Literal["uniform", "grow-linear", "grow-p2"] = "grow-p2"
-    """How strongly short pieces come first within a cycle. The next batch is drawn from the cycle's remaining batches,
-    with a probability that depends on the length of its pieces. `uniform`: equal for all lengths. `grow-p2`: half as
-    probable for twice the length. `grow-linear`: in proportion to 1 + the number of doublings that lead to the longest
-    length."""
+    """How strongly short pieces come first within a cycle. Each batch is drawn from the remaining batches of the cycle.
+    The odds of the longest length are 1. A half, a quarter and an eighth of this length have odds of 2, 4, 8
+    (`grow-p2`), 2, 3, 4 (`grow-linear`) or 1, 1, 1 (`uniform`)."""
 
     cycles: Annotated[int, Field(ge=1), at_most(1000)] = 8
     """Number of cycles in an epoch. In each cycle the length of the pieces grows from short to long, as `curriculum`
     sets."""
 
     min_length: Annotated[int, Field(ge=2), at_most(10**6)] = 64
-    """Length of the shortest bucket in tokens; must be a power of two. If the rest of a row is shorter than this, it is
-    put in the shortest bucket too."""
+    """Length of the shortest bucket in tokens; must be a power of two. A remainder at the end of a row that is shorter
+    than this goes into the shortest bucket too."""
 
     @field_validator("min_length")
     @classmethod

@@ -116,8 +116,8 @@ class EngineSpec(Spec):
     recomputes the attention, which takes time instead of memory. Default with `schedule: fixed`: no."""
 
     keep_layers: Steps | Auto = "auto"
-    """Number of layers, counted from the last, that store all their activations, so that the backward recomputes
-    nothing of them. A larger number is faster and takes more memory. Default with `schedule: fixed`: 0."""
+    """Number of layers, counted from the last, that store all their activations instead of recomputing them in the
+    backward. A larger number is faster and takes more memory. Default with `schedule: fixed`: 0."""
 
     stream_grads: bool | Auto = "auto"
     """Store the gradients of hidden states in the memory of the stored layer inputs: chunk by chunk, the gradient of a

@@ -71,15 +71,15 @@ class LearningRateKeys(Spec):
     """Schedule of the learning rate after the warm-up. `cosine` and `linear` fall to 0. `constant` and
     `constant_with_warmup` stay at the peak. `cosine_with_min_lr`, `cosine_with_restarts`, `polynomial` and
     `inverse_sqrt` are the schedules of transformers. `warmup_stable_decay` stays at the peak and decays at the end.
-    `power` (arXiv 2408.13359) falls as a power of the number of tokens trained so far, and decays linearly to 0 at the
-    end."""
+    `power` (arXiv 2408.13359) is a power of the number of tokens trained so far, at most the peak, and decays linearly
+    to 0 at the end."""
 
     lr_scheduler_kwargs: Annotated[dict[Text, Any], Field(default_factory=dict)]
     """Options of the schedule in `lr_scheduler_type`; schedules of transformers have the same option names there.
     `cosine_with_min_lr`: `{min_lr_rate: 0.1}`. `cosine_with_restarts`: `{num_cycles: 3}`. `polynomial`: `{power: 2.0,
     lr_end: 1.0e-7}`. `inverse_sqrt`: `{timescale: 1000}`. `warmup_stable_decay`: `{decay_ratio: 0.1, decay_type:
-    1-sqrt}`, with a fraction of the steps, or `num_decay_steps`. `power`: rows and tokens of an optimizer step,
-    `{batch_size: 64, tokens_per_step: 262144}`."""
+    1-sqrt}` (decay_ratio is a fraction of the steps), or `num_decay_steps`. `power`: `{batch_size: 64, tokens_per_step:
+    262144}`, the rows and tokens of an optimizer step."""
 
     lr_scaling: Literal["none", "sqrt", "linear"] = "none"
     """Rule that adapts `learning_rate` to the batch size of an optimizer step. `linear` multiplies it by batch size /

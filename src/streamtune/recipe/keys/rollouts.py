@@ -127,8 +127,8 @@ class RolloutKeys(StepKeys):
     `prompts: middle` and `allocation`."""
 
     skip_limit: Count = 20
-    """Number of consecutive batches after which the run ends with an error, if in none of their groups the rewards
-    differ. Such a batch has no gradient, so a new batch replaces it."""
+    """Number of consecutive batches without a gradient after which the run ends with an error. A batch has no gradient
+    if, for each prompt, all completions have the same reward. A new batch replaces it."""
 
     sft_steps: Steps = 0
     """Number of optimizer steps of supervised fine-tuning before the first completions are written. They train on the
