@@ -25,7 +25,11 @@ def test_keys_and_aliases(write) -> None:
 @pytest.mark.parametrize(
     ("lines", "what", "fix"),
     [
-        ("train_on: all\ntrain_on_eos: last\n", "'train_on_eos' selects tokens, and 'train_on: all' trains", "delete"),
+        (
+            "train_on: all\ntrain_on_eos: last\n",
+            "'train_on_eos' selects tokens, and 'train_on: all' trains on",
+            "delete",
+        ),
         ("train_on: all\nroles_to_train: [user]\n", "'roles_to_train' selects tokens", "delete one of the two"),
         ("chat_template_kwargs: {messages: []}\n", "cannot set 'messages'", "delete it"),
         ("roles_to_train: []\n", "'roles_to_train'", ""),

@@ -186,7 +186,7 @@ INSTEAD: dict[str, str] = {
     "assistant_only_loss": "write train_on: assistant",
     "completion_only_loss": "write train_on: completion",
     "enable_thinking": "write chat_template_kwargs: {enable_thinking: false}",
-    "loss_scale": "write train_on: assistant, last or all; a message with train: false is not trained",
+    "loss_scale": "write train_on: assistant, last or all; a message with train: false never counts in the loss",
     "interleave_prob": "write weight: P in each entry of datasets",
     "interleave_probs": "write weight: P in each entry of datasets",
     "mask_history": "write train_on: last",

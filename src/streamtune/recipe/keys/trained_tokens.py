@@ -108,7 +108,7 @@ CHAT_RULES: Rules = (
     *(
         Clash(
             {key: GIVEN, "train_on": "all"},
-            f"'{key}' selects tokens, and 'train_on: all' trains every token",
+            f"'{key}' selects tokens, and 'train_on: all' trains on every token",
             ONE_OF_TWO,
         )
         for key in ("roles_to_train", "train_on_eos")
@@ -134,7 +134,7 @@ LENGTH_RULES: Rules = (
 TURN_RULES: Rules = (
     Clash(
         {"reasoning": "per_turn", "objective": Not("sft")},
-        "'reasoning: per_turn' needs 'objective: sft': {objective} trains the completions of a prompt",
+        "'reasoning: per_turn' needs 'objective: sft': {objective} trains on completions of a prompt",
         "write reasoning: keep",
     ),
     *(
@@ -144,7 +144,7 @@ TURN_RULES: Rules = (
             f"write {key}: {show_value(value)}",
         )
         for key, value, why in (
-            ("train_on", "assistant", "every turn is a row, and its last answer is trained"),
+            ("train_on", "assistant", "every turn is a row, and trains on its last answer"),
             ("batching", "rows", "the turns of a conversation are one sequence"),
             ("packing", False, "the turns of a conversation are one sequence already"),
             ("streaming", False, "conversations are rendered before the first step"),
