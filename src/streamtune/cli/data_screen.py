@@ -162,7 +162,6 @@ def _token_legend() -> Text:
 
 
 def _print_token_ids(inspection: Inspection, part: RowPart) -> None:
-    """Print position, id, kind and text of every token."""
     special = inspection.rows.special_ids
     for position, (token, text, trained) in enumerate(
         zip(part.input_ids, inspection.rows.token_texts(part), part.trained.tolist(), strict=True)

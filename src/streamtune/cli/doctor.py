@@ -255,7 +255,6 @@ def _check_disk(environment: dict[str, Any], directory: Path) -> Iterator[CheckR
 
 
 def _check_hub(environment: dict[str, Any], directory: Path) -> Iterator[CheckResult]:
-    """Check that the hub answers and that its cache can be written."""
     from huggingface_hub.constants import ENDPOINT, HF_HUB_CACHE
 
     cache = Path(HF_HUB_CACHE)
@@ -288,7 +287,6 @@ def _check_packages(environment: dict[str, Any], directory: Path) -> Iterator[Ch
 
 
 def _check_versions(environment: dict[str, Any], directory: Path) -> Iterator[CheckResult]:
-    """Compare the versions of torch and transformers with the tested versions."""
     shown = ", ".join(f"{name} {environment['versions'][name]}" for name in TESTED)
     tested = " and ".join(f"{name} {oldest} to {newest}" for name, (oldest, newest) in TESTED.items())
     if text := untested_versions_note():

@@ -134,7 +134,6 @@ def _describe_fused_heads(head: dict[str, list[str]]) -> str:
 
 
 def _host_memory() -> dict[str, int | None]:
-    """Return bytes of host memory: total, available, and the limit of the container (None without a limit)."""
     import psutil
 
     memory = psutil.virtual_memory()

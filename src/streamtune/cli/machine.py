@@ -56,11 +56,7 @@ def _deleted_directory_error() -> ArgumentError:
 
 
 def machine_limit_error(error: BaseException) -> StreamTuneError | None:
-    """Return the StreamTune error for an exception caused by a limit of the machine; None for any other exception.
-
-    Args:
-        error: Exception that reached the command line.
-    """
+    """Return the StreamTune error for an exception caused by a limit of the machine; None for any other exception."""
     for each in _chained_errors(error):
         if isinstance(each, MemoryError) or any(text in str(each).lower() for text in MEMORY_TEXTS):
             return OutOfMemoryError(_out_of_memory_message(each), fix="close other programs, or raise the limit")

@@ -188,12 +188,7 @@ def copy_recipe(
 
 
 def write_new_file(path: Path, text: str, fix: str) -> None:
-    """Write a new file.
-
-    Args:
-        path: Path of the file.
-        text: Content of the file.
-        fix: Text of the error's fix, if the file exists.
+    """Write a new file; ``fix`` is the fix of the error if the file exists.
 
     Raises:
         ArgumentError: The file exists, or cannot be written.

@@ -18,12 +18,7 @@ def short_dtype(name: str) -> str:
 
 
 def describe_schedule(schedule: Schedule, num_layers: int) -> str:
-    """Return a schedule in one line: ``1,024-token chunks, 256 in the head; keeps K/V and attention outputs``.
-
-    Args:
-        schedule: Schedule to describe.
-        num_layers: Number of decoder layers of the model.
-    """
+    """Return a schedule in one line: ``1,024-token chunks, 256 in the head; keeps K/V and attention outputs``."""
     parts = [f"{schedule.chunk_size:,}-token chunks, {schedule.head_chunk_size:,} in the head"]
     if schedule.keep_layers >= num_layers:
         return f"{parts[0]}; keeps every layer's activations, recomputes nothing"
@@ -63,13 +58,7 @@ def describe_schedule(schedule: Schedule, num_layers: int) -> str:
 def describe_schedule_difference(
     chosen_fields: Mapping[str, Any], other_fields: Mapping[str, Any], num_layers: int
 ) -> str:
-    """Return what another schedule does differently: ``attention outputs on host, two levels``.
-
-    Args:
-        chosen_fields: Fields of the chosen schedule.
-        other_fields: Fields of the other schedule.
-        num_layers: Number of decoder layers of the model.
-    """
+    """Return how the fields of another schedule differ: ``attention outputs on host, two levels``."""
     if other_fields["keep_layers"] >= num_layers > chosen_fields["keep_layers"]:
         return "keep every layer's activations"
     texts: dict[str, str] = {

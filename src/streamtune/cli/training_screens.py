@@ -62,12 +62,7 @@ def print_banner(run: Run) -> None:
 
 
 def print_dry_run_end(run: Run, arguments: Sequence[str]) -> None:
-    """Print that nothing was trained, and the command that starts the run.
-
-    Args:
-        run: Run that was built.
-        arguments: Arguments of the dry run, without the program's name.
-    """
+    """Print that nothing was trained, and the command (with these arguments) that starts the run."""
     command = shlex.join(["streamtune", *(each for each in arguments if each != "--dry-run")])
     if run.world.size > 1:  # a rank does not know the command of its launcher
         command = "the same command without --dry-run"

@@ -191,7 +191,6 @@ def read_recipe_text(path: Path) -> str:
 
 
 def _missing_file_fix(path: Path) -> str:
-    """Return the fix for a missing recipe file: a file with a similar name in the folder, or a shipped recipe."""
     names, name = shipped_names(), path.as_posix().removesuffix(".yaml")
     if shipped := next((each for each in (name, path.stem) if each in names), None):
         return f"`streamtune recipes copy {shipped}` writes the shipped recipe"

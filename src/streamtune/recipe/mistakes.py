@@ -327,7 +327,6 @@ def _list_item_schema(fragment: Fragment) -> Fragment | None:
 
 
 def _mapping_value_schema(fragment: Fragment) -> Fragment | None:
-    """Return the schema of the values of a mapping whose keys the user chooses; None for other schemas."""
     named = fragment.get("additionalProperties")
     return named if isinstance(named, dict) else None
 
