@@ -158,7 +158,11 @@ def _plan_document(recipe_plan: RecipePlan) -> dict[str, Any]:
         "positions": recipe_plan.position_advice,
         "tokens": recipe_plan.tokens,
         "objective": recipe_plan.loaded.recipe.objective,
-        **({} if recipe_plan.loaded.recipe.select_rows is None else {"select_seconds": recipe_plan.row_selection_seconds}),
+        **(
+            {}
+            if recipe_plan.loaded.recipe.select_rows is None
+            else {"select_seconds": recipe_plan.row_selection_seconds}
+        ),
         "completions": None if recipe_plan.scored is None else asdict(recipe_plan.scored),
         "device": recipe_plan.device_name,
         "here": recipe_plan.is_local_device,

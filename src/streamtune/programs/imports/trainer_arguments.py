@@ -392,7 +392,9 @@ def _convert_accelerate_config(conversion: Conversion, name: str, where: str) ->
     for key, value in fields.items() if isinstance(fields, dict) else ():
         if isinstance(value, dict):
             for inner, inside in value.items():
-                _convert_launcher_option(conversion, LauncherOption(inner, inside, marks.key_origin(key, inner), value, key))
+                _convert_launcher_option(
+                    conversion, LauncherOption(inner, inside, marks.key_origin(key, inner), value, key)
+                )
         else:
             _convert_launcher_option(conversion, LauncherOption(key, value, marks.key_origin(key), fields))
 
