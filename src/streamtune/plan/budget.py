@@ -47,7 +47,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class Limits(Budget):
-    """The memory to plan with: a budget without None.
+    """Memory that a plan may use: a :class:`Budget` in which every tier has a number.
 
     Attributes:
         device_bytes: Total bytes that the step may use on the device, weights included.
@@ -86,15 +86,11 @@ class Limits(Budget):
         return *memory, (disk, self.disk)
 
     def excess(self, device: float, host: float, disk: float) -> float:
-        """Return by how many bytes a step exceeds its worst tier; 0 or less if the step fits."""
+        """Return the most bytes by which a step exceeds the limit of any tier; 0 or less if the step fits."""
         return max(used - limit for used, limit in self.usage_and_limits(device, host, disk))
 
     def fullest_tier_fraction(self, device: float, host: float, disk: float) -> float | None:
-        """Return used bytes / limit of the fullest tier; None if the step needs a tier without memory.
-
-        Tiers that the step does not use are ignored here, but not in :meth:`excess`: if a tier has no memory, a step
-        that fits has an excess of 0.
-        """
+        """Return used bytes / limit of the fullest tier in use; None if the step needs a tier without memory."""
         wanted = [(used, limit) for used, limit in self.usage_and_limits(device, host, disk) if used > 0]
         return None if any(limit == 0 for _, limit in wanted) else max((u / limit for u, limit in wanted), default=0.0)
 
@@ -131,11 +127,11 @@ MAX_SLOPE_RATIO = 0.8
 
 @dataclass(frozen=True)
 class Attempt:
-    """The result of trying a number.
+    """Result of an attempt with one number, such as a row length, in :func:`search_largest`.
 
     Attributes:
-        fits: True if the number fits the budget.
-        filled: Used fraction of the budget, above 1 if the number does not fit; None if unknown (attempt aborted).
+        fits: True if a step with this number fits the memory budget.
+        filled: Used fraction of the budget, above 1 if the step does not fit; None if unknown (attempt aborted).
     """
 
     fits: bool
@@ -144,14 +140,16 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Range:
-    """The range and tolerance of a search.
+    """The range and tolerance of :func:`search_largest`.
 
     Attributes:
         first: Number to try first.
         least, most: Smallest and largest number that may be tried.
-        step: Absolute tolerance: the search stops if the bracket is at most this wide.
-        share: Relative tolerance, as a fraction of the number that fits. The larger tolerance counts.
-        grain: Number of which attempts are multiples where possible.
+        step: Absolute tolerance: the search stops if the smallest failing number is at most this far above the largest
+            fitting number.
+        share: Relative tolerance, as a fraction of the largest fitting number. The larger of the two tolerances
+            applies.
+        grain: Attempted numbers are multiples of this number where possible.
     """
 
     first: int
@@ -162,7 +160,7 @@ class Range:
     grain: int = 1
 
     def tolerance(self, fits: int) -> int:
-        """Return the largest distance between ``fits`` and a failing number at which the search stops."""
+        """Return how far above ``fits`` the smallest failing number may be for the search to stop."""
         return max(self.step, int(self.share * fits))
 
 
@@ -208,7 +206,7 @@ def search_largest(attempt: Callable[[int], Attempt], search_range: Range) -> Br
 def _next_number(
     low: int, high: int | None, used_by_number: dict[int, float], search_range: Range
 ) -> tuple[int | None, bool]:
-    """Return the next number to try (None: the search ends), and True if :func:`_predict_budget_end` chose it."""
+    """Return the next number to try, and whether :func:`_predict_budget_end` chose it; None ends the search."""
     if low == search_range.most or (high is not None and low and high - low <= search_range.tolerance(low)):
         return None, False
     if not low:  # nothing has fitted yet
@@ -225,9 +223,9 @@ def _next_number(
 
 
 def _predict_budget_end(low: int, used_by_number: dict[int, float], search_range: Range) -> int | None:
-    """Return a number just below the predicted end of the budget, or just above it if ``low`` is within the tolerance.
+    """Predict the largest number that fits, from a line through two attempts; None if the line does not rise.
 
-    The prediction is a line through two attempts; None if the line does not rise.
+    The returned number is half a tolerance below the prediction, or above it if ``low`` is already that close.
     """
     below = sorted(number for number in used_by_number if number <= low)
     above = sorted(number for number in used_by_number if number > low)

@@ -157,7 +157,7 @@ def _faster_rates(one: Rates, other: Rates) -> Rates:
 
 
 def _throughput_fields(rates: Rates) -> list[str]:
-    """Return the names of the fields that are higher on a faster device."""
+    """Return the names of the fields that are throughputs: the higher, the faster the device."""
     return [f.name for f in fields(rates) if f.name.endswith(("_flops", "_bandwidth"))]
 
 
@@ -346,7 +346,7 @@ def _measure_elementwise(clock: _Clock, dtype: torch.dtype) -> float:
 
 
 def _measure_copy(clock: _Clock) -> float:
-    """Return the bytes/s of copies between device and host, in the slower direction; on the CPU within memory."""
+    """Return the bandwidth in bytes/s between device and host, in the slower direction; on a CPU, within memory."""
     size = (16 << 20) if clock.device.type == "cpu" else (256 << 20)
     host_tensor = torch.empty(size, dtype=torch.uint8, pin_memory=clock.device.type == "cuda")
     device_tensor = torch.zeros(size, dtype=torch.uint8, device=clock.device)

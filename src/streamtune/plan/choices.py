@@ -36,7 +36,7 @@ class Candidate:
     figures: Figures
 
     def excess(self, limits: Limits) -> float:
-        """Return by how many bytes the estimate exceeds its worst tier; 0 or less if the schedule should fit."""
+        """Return the most bytes by which the estimate exceeds the limit of a tier; 0 or less if it should fit."""
         figures = self.figures
         return limits.excess(figures.device_bytes, figures.host_bytes, figures.disk_bytes)
 
@@ -66,7 +66,7 @@ class SearchSpace:
     fixed: Mapping[str, Any]
 
     def field_values(self, name: str) -> tuple[Any, ...]:
-        """Return the values to try for a field, always with the value that needs the least device memory."""
+        """Return the values to try for a schedule's field, always with the value that needs the least device memory."""
         if name in self.fixed:
             return (self.fixed[name],)
         host = not self.limits.shared and self.limits.host_bytes > 0
@@ -94,7 +94,7 @@ class SearchSpace:
         return {name: self.fixed.get(name, DEFAULTS[name]) for name in GIVEN}
 
     def combinations(self) -> Iterator[Schedule]:
-        """Yield a schedule for every allowed combination; ``device_layers`` and ``keep_layers`` are not yet chosen."""
+        """Yield every allowed schedule; ``device_layers`` and ``keep_layers`` still have their defaults."""
         names = ("chunk_size", "head_chunk_size", "offload", "levels", "keep_kv", "keep_attention", "stream_grads")
         for values in product(*(self.field_values(name) for name in names)):
             chosen = dict(zip(names, values, strict=True))
@@ -111,13 +111,15 @@ class SearchSpace:
 def enumerate_candidates(
     search_space: SearchSpace, estimator: Estimator, limits: Limits, reduced_limits: Mapping[int, Limits] | None = None
 ) -> Iterator[Candidate]:
-    """Yield every schedule to consider with its estimate, including schedules that do not fit (an error names them).
+    """Yield every schedule to consider with its estimated bytes and work.
 
-    Spare device memory is filled with whole layers that are kept, or with layer inputs that then need no offload.
+    Schedules that do not fit are included, so that an error can list them. If device memory is left, some schedules use
+    it
+    to keep the activations of whole layers, or to store layer inputs that would otherwise be offloaded.
 
     Args:
         search_space: Values that may be chosen.
-        estimator: Estimator of the figures of a schedule.
+        estimator: Estimator of the bytes and work of a schedule.
         limits: Memory to plan with.
         reduced_limits: Memory to plan with for chunk sizes whose estimates were too low, by chunk size.
     """
@@ -135,7 +137,7 @@ def enumerate_candidates(
 def _with_device_layers(
     candidate: Candidate, search_space: SearchSpace, estimator: Estimator, limits: Limits
 ) -> Iterator[Candidate]:
-    """Yield the candidate with the largest and the smallest number of layer inputs on the device that memory allows."""
+    """Yield the candidate with the fewest and the most layer inputs on the device, or with the user's number."""
     schedule, figures = candidate.schedule, candidate.figures
     layer_figures = estimator.device_layer_figures(schedule)
     max_count = math.floor(min(search_space.layers, figures.max_additions(layer_figures, limits.device)))
@@ -154,7 +156,7 @@ def _with_device_layers(
 def _with_kept_layers(
     candidate: Candidate, search_space: SearchSpace, estimator: Estimator, limits: Limits
 ) -> Iterator[Candidate]:
-    """Yield the candidate without ``keep_layers``, and with the largest number that fits (or the fixed number)."""
+    """Yield the candidate without ``keep_layers`` and with the most that fit, or only with the user's number."""
     schedule, figures = candidate.schedule, candidate.figures
     fixed_count = search_space.fixed.get("keep_layers")
     # levels: 2 recomputes layers that keep_layers would not recompute
@@ -188,7 +190,10 @@ def allows_chunk_order(fixed: Mapping[str, Any], cluster: Cluster) -> bool:
 def find_best_chunk_order(
     workload: Workload, search_space: SearchSpace, simulate: Simulate
 ) -> SimulatedSchedule | None:
-    """Return the first form of ``order: chunk`` that fits, with the largest chunks that fit; None if no form fits."""
+    """Return the first variant of ``order: chunk`` that fits, with the largest chunks that fit; None if none fits.
+
+    The variants differ in ``levels`` and in the tensors that are offloaded; later variants need less device memory.
+    """
     sizes = search_space.field_values("chunk_size")
     for form in _chunk_order_forms(search_space.limits, search_space.fixed):
         steps: dict[int, SimulatedSchedule] = {}
@@ -216,14 +221,13 @@ def find_best_chunk_order(
 def _interpolate_size(
     low: int, fits: SimulatedSchedule, high: int, exceeds: SimulatedSchedule | None, limits: Limits
 ) -> float:
-    """Return the largest chunk size that fits, by linear interpolation of each tier's bytes between two steps.
+    """Return the largest chunk size that should fit, by linear interpolation of each tier's bytes between two steps.
 
     Args:
         low: Chunk size that fits.
-        fits: Simulated step with size ``low``.
+        fits: Simulated step with chunk size ``low``.
         high: Larger chunk size that does not fit.
-        exceeds: Simulated step with size ``high``; None if the model does not allow size ``high``. The result is then
-            ``high``.
+        exceeds: Simulated step with chunk size ``high``; None, if the model does not allow this size, returns ``high``.
         limits: Memory to plan with.
     """
     found = float(high)
@@ -238,11 +242,12 @@ def _interpolate_size(
 def find_smallest_chunk_order(
     workload: Workload, limits: Limits, fixed: Mapping[str, Any], simulate: Simulate
 ) -> SimulatedSchedule | None:
-    """Return the first form of ``order: chunk`` that fits, tried from the least device memory upwards.
+    """Return the first variant of ``order: chunk`` that fits; variants with the least device memory are tried first.
 
-    If no form fits, return the form that exceeds the limits least. Large chunks are tried first, because each chunk
-    border stores states and windows. Return None if ``order: chunk`` does not support the model, or if the user's
-    fields allow no form.
+    If no variant fits, return the variant with the smallest excess. Each variant is tried with large chunks first,
+    because
+    each chunk border stores states and windows. Return None if ``order: chunk`` does not support the model, or if the
+    user's fields exclude all variants.
     """
     found: SimulatedSchedule | None = None
     forms = list(_chunk_order_forms(limits, fixed))[::-1]
@@ -275,7 +280,7 @@ def _chunk_order_forms(limits: Limits, fixed: Mapping[str, Any]) -> Iterator[dic
 
 
 def _schedule_fields(fixed: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields without ``offload_dir`` if nothing is offloaded to disk."""
+    """Return the user's fields, without ``offload_dir`` unless the user offloads to disk."""
     disk = fixed.get("offload") == "disk"
     return {name: value for name, value in fixed.items() if disk or name != "offload_dir"}
 
@@ -288,7 +293,7 @@ def _simulate_form(workload: Workload, chosen: dict[str, Any], simulate: Simulat
 
 
 def excess_bytes(step: Simulation, limits: Limits) -> float:
-    """Return by how many bytes a simulated step exceeds its worst tier; 0 or less if the step fits."""
+    """Return the most bytes by which a simulated step exceeds the limit of any tier; 0 or less if the step fits."""
     return limits.excess(step.peak_bytes, step.host_bytes, step.disk_bytes)
 
 

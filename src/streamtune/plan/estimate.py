@@ -39,7 +39,7 @@ HEAD_COPIES = 2
 
 @dataclass(frozen=True)
 class Figures:
-    """Figures of a step by name: device bytes by phase, host and disk bytes, work. Figures can be added and scaled."""
+    """Bytes and work of a step by name (device bytes by phase, host and disk bytes, work), to be added and scaled."""
 
     values: dict[str, float]
 
@@ -72,7 +72,7 @@ class Figures:
         return Figures({n: self.values.get(n, 0.0) + times * other.values.get(n, 0.0) for n in names})
 
     def max_additions(self, added: Figures, limit: float) -> float:
-        """Return how many times ``added`` fits in addition before the step exceeds ``limit`` bytes on the device."""
+        """Return how many times ``added`` can be added before the device bytes of any phase exceed ``limit``."""
         times = float("inf")
         for name, size in self.values.items():
             step = added.values.get(name, 0.0)
@@ -82,7 +82,7 @@ class Figures:
 
 
 class Estimator:
-    """Estimates the figures of any schedule of one workload.
+    """Estimates bytes and work of a workload's step under any schedule.
 
     Args:
         workload: Step to train.
@@ -149,7 +149,7 @@ class Estimator:
     # --- parts --------------------------------------------------------------------------------------------------------
 
     def _plain_figures(self, chunk: int) -> Figures:
-        """Return the figures of the plain schedule with chunk size ``chunk``.
+        """Return bytes and work of the plain schedule with this chunk size.
 
         The plain schedule has ``levels: 1``, stores all layer inputs on the device, and keeps nothing else.
         """
@@ -164,7 +164,7 @@ class Estimator:
         return self.plain_figures.plus(Figures(more))
 
     def _layer_input_figures(self, schedule: Schedule) -> Figures:
-        """Return the figures that storing layer inputs as in ``schedule`` adds to storing all inputs on the device."""
+        """Return the bytes and work that storing layer inputs as in ``schedule`` adds to storing all on the device."""
         each = self.input_bytes
         streamed = self.layers - min(schedule.keep_layers, self.layers)
         total = Figures({})
@@ -187,7 +187,8 @@ class Estimator:
     def _extra_forward_figures(self, *, attention: bool) -> Figures:
         """Return the work of one extra forward of all layers.
 
-        The work is a fourth of a step's matrix products and two ninths of its attention; less with reference forwards.
+        That is a fourth of a step's matrix products and two ninths of its attention; less if the step has reference
+        forwards.
         """
         work = self.plain_figures.values
         forward = {name: work[name] / (4 + self.forwards) for name in (f"{WORK}matmul_flops", f"{WORK}touched_bytes")}
@@ -195,14 +196,14 @@ class Estimator:
         return Figures({**forward, ATTENTION: work[ATTENTION] * share if attention else 0.0})
 
     def _placed_figures(self, kept: Figures, tier: str) -> Figures:
-        """Return the figures of tensors kept on ``tier``; ``kept`` has the figures of the tensors on the device."""
+        """Return what keeping tensors on ``tier`` adds to a step; ``kept`` is what keeping them on the device adds."""
         if tier == "device":
             return kept
         size = max(value for name, value in kept.values.items() if name.startswith(DEVICE))
         return kept.plus(self._offload_figures(size, tier))
 
     def _offload_figures(self, size: float, tier: str, times: float = 1.0, *, extra_reads: int = 0) -> Figures:
-        """Return the figures that moving ``size`` bytes from the device to host or disk adds.
+        """Return what moving ``size`` bytes from the device to host or disk adds to a step; device bytes are negative.
 
         The bytes are copied out once and back ``1 + extra_reads`` times.
         """
@@ -211,7 +212,7 @@ class Estimator:
         return Figures({}).plus(self._device_figures(-size), times).plus(away, times)
 
     def _device_figures(self, size: float) -> Figures:
-        """Return the figures of ``size`` bytes on the device in every phase except the optimizer step."""
+        """Return ``size`` bytes on the device in every phase except the optimizer step."""
         names = [n for n in self.plain_figures.values if n.startswith(DEVICE) and not n.endswith("optimizer")]
         return Figures(dict.fromkeys(names, size))
 

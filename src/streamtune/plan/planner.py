@@ -187,7 +187,7 @@ def choose(
 
 
 def _is_slowed(plan: Plan, workload: Workload) -> bool:
-    """Return True if the plan recomputes layers, or is notably slower because of copies to host or disk."""
+    """Return True if the plan recomputes layers, or if waiting for copies to host or disk notably slows the step."""
     work = replace(plan.simulation.work, moved_bytes=0, disk_moved_bytes=0)
     undelayed = Pace(workload, plan.rates).seconds(work, plan.schedule)
     return plan.schedule.levels == 2 or plan.step_seconds > MIN_SLOWDOWN * undelayed
@@ -281,7 +281,7 @@ def _make_plan(schedule: Schedule, simulation: Simulation, limits: Limits, pace:
 def evaluate_schedule(
     workload: Workload, schedule: Schedule, limits: Limits, rates: Rates, *, simulate: Simulate = simulate
 ) -> Plan:
-    """Return the plan of the user's schedule, with simulated memory and predicted time; it need not fit."""
+    """Return the plan of the user's schedule, with simulated memory and predicted time. The schedule need not fit."""
     started = time.perf_counter()
     simulation = simulate(workload, schedule)
     return _make_plan(schedule, simulation, limits, Pace(workload, rates), started)
@@ -303,7 +303,7 @@ MIN_LAYER_BYTES_RATIO = 8
 
 
 def _may_keep_every_layer(search_space: SearchSpace, workload: Workload, embedding: Tensor) -> bool:
-    """Return True if the activations of all layers may fit on the device; only then the step is simulated."""
+    """Return True if the activations of all layers could fit on the device, by a lower bound of their size."""
     if not set(search_space.fixed) <= SIZE_FIELDS:
         return False
     token_bytes = embedding.shape[-1] * (2 if workload.autocast else embedding.element_size())
@@ -314,7 +314,7 @@ def _may_keep_every_layer(search_space: SearchSpace, workload: Workload, embeddi
 def _keep_every_layer(
     search_space: SearchSpace, workload: Workload, simulate: Simulate
 ) -> tuple[Schedule, Simulation] | None:
-    """Return the schedule that keeps every layer, the fastest of all, with its simulated step; None if it exceeds."""
+    """Return the schedule that recomputes no layer, with its simulated step; None if the step does not fit."""
     sizes = {name: value for name, value in search_space.fixed.items() if name != "offload_dir"}
     schedule = Schedule(**sizes, keep_layers=search_space.layers)
     simulation = simulate(workload, schedule)
@@ -331,9 +331,9 @@ def _rank_candidates(
     pace: Pace,
     reduced_limits: Mapping[int, Limits] | None = None,
 ) -> list[Candidate]:
-    """Return all candidates, the fastest first; of two with similar times, the nearer to the default schedule first.
+    """Return all candidates, the fastest first; each changed default of a schedule counts as a slightly longer time.
 
-    ``reduced_limits`` has the memory to plan with for chunk sizes whose estimates were too low.
+    ``reduced_limits`` is the memory to plan with for chunk sizes whose estimates were too low.
     """
     found = enumerate_candidates(search_space, estimator, limits, reduced_limits)
     return sorted(found, key=lambda candidate: _score(candidate, pace))
@@ -355,7 +355,7 @@ def _count_deviations(schedule: Schedule) -> int:
 
 
 def _reduce_limits(limits: Limits, candidate: Candidate, simulation: Simulation) -> Limits:
-    """Return the limits, reduced by the bytes by which the estimate of a candidate was too low."""
+    """Return the limits minus the bytes by which the candidate's estimate was below the simulation."""
     figures = candidate.figures
 
     def shrunk(size: int, real: int, estimated: float) -> int:
@@ -376,7 +376,7 @@ def _try_least_excess(
     simulate: Simulate,
     tried: dict[Schedule, Simulation],
 ) -> Candidate | None:
-    """Return the candidate whose estimate exceeds the limits least, if it fits when simulated; else None."""
+    """Simulate the candidate whose estimate exceeds the limits by the fewest bytes; return it if it fits, else None."""
     best = min(ranked, key=lambda candidate: candidate.excess(limits))
     if best.schedule not in tried:
         tried[best.schedule] = simulate(workload, best.schedule)
@@ -387,7 +387,7 @@ def _try_least_excess(
 
 
 def _schedule_kind(schedule: Schedule) -> tuple[object, ...]:
-    """Return the kind of a schedule, without sizes. At most one alternative of each kind is shown."""
+    """Return the choices that distinguish alternatives (no sizes): at most one alternative of each kind is shown."""
     return schedule.offload, schedule.levels, schedule.keep_attention, bool(schedule.keep_layers)
 
 
@@ -398,10 +398,10 @@ def _choose_alternatives(
     limits: Limits,
     pace: Pace,
 ) -> tuple[Alternative, ...]:
-    """Return up to :data:`MAX_SHOWN` alternatives, at most one of each kind.
+    """Return up to :data:`MAX_SHOWN` alternatives, the fastest first, at most one of each :func:`_schedule_kind`.
 
-    The order is: the fastest that does not fit (if faster than the chosen schedule), the fastest that fits, the least
-    device memory, further alternatives that fit.
+    Preferred are: the fastest that does not fit (if faster than the chosen schedule), the fastest that fits, and the
+    alternative with the least device memory. Others that fit follow.
     """
     chosen_seconds = _predict_seconds(chosen, pace)
     # The factor between the simulated and the estimated time of the chosen schedule also corrects alternatives.

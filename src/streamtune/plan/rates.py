@@ -217,7 +217,7 @@ class Rates:
 
     @property
     def seconds_per_attention_flop(self) -> float:
-        """Mean seconds per attention FLOP: per tile 2 products in each of two forwards, and 5 in the backward."""
+        """Mean seconds per attention FLOP of a step: two forwards (2 products per tile each), one backward (5)."""
         return (4 / self.attention_flops + 5 / self.attention_backward_flops) / 9
 
 

@@ -45,7 +45,7 @@ def make_nothing_fits_error(
     limits: Limits,
     simulate: Simulate,
 ) -> NothingFitsError:
-    """Return the error for a workload that no schedule fits; ``tried`` has the schedule that needs the least memory."""
+    """Return the error for a workload that fits with no schedule; ``tried`` has the schedule with the least memory."""
     simulation = min(tried.values(), key=lambda simulation: excess_bytes(simulation, limits))
     if (error := _host_too_small_error(workload, simulation, limits)) is not None:
         return error
@@ -82,7 +82,7 @@ def make_nothing_fits_error(
 def _host_advice(
     workload: Workload, search_space: SearchSpace, limits: Limits, simulation: Simulation, base: int
 ) -> str:
-    """Return advice to offload optimizer state or all fixed terms, if the step would then fit; the cheaper first."""
+    """Return advice to offload the optimizer state or all weights, gradients and state, if the step would then fit."""
     advice = []
     state = simulation.terms.get("optimizer", 0)
     if (
@@ -139,7 +139,7 @@ def _rows_text(workload: Workload) -> str:
 
 
 def _describe_excess(simulation: Simulation, limits: Limits) -> str:
-    """Return a part of a sentence about the tier that is exceeded most.
+    """Return a clause about the tier whose limit is exceeded by the most bytes.
 
     Example: ``the smallest needs 95.2 GiB, in the backward, and 75.1 GiB of the device are usable (79.1 GiB less 5%)``.
     """
@@ -177,10 +177,10 @@ MIN_LENGTH, MULTIPLE = 64, 64
 
 
 def smallest_schedule(limits: Limits, fixed: Mapping[str, Any]) -> Schedule:
-    """Return the schedule with the smallest chunks, ``levels: 2`` and nothing kept.
+    """Return the schedule with the smallest chunks, ``levels: 2`` and nothing kept; ``fixed`` fields do not change.
 
-    Layer inputs are stored on the first of disk, host and device that has memory and that ``fixed`` allow.
-    ``fixed`` do not change, except ``offload_dir`` if nothing is offloaded to disk.
+    Layer inputs are stored on the first tier of disk, host and device that has memory and that ``fixed`` allows.
+    ``offload_dir`` is dropped if nothing is offloaded to disk.
     """
     tiers = ["device"]
     if limits.host_bytes and not limits.shared:
@@ -201,9 +201,9 @@ def smallest_schedule(limits: Limits, fixed: Mapping[str, Any]) -> Schedule:
 def smallest_step_of_one_level(
     workload: Workload, limits: Limits, fixed: Mapping[str, Any], simulate: Simulate
 ) -> Simulation | None:
-    """Return the simulated step of :func:`smallest_schedule` with ``levels: 1``; None if it does not fit the limits.
+    """Simulate :func:`smallest_schedule` with ``levels: 1``; return None if the step does not fit the limits.
 
-    Two levels need less memory, but several times as long to simulate, because a segment of layers cannot be shortened.
+    ``levels: 2`` needs less memory, but takes several times as long to simulate: a segment's layers cannot be left out.
     """
     if fixed.get("levels", 1) != 1:
         return None
@@ -219,8 +219,9 @@ def smallest_step(
 ) -> tuple[Schedule, Simulation]:
     """Return the schedule that needs the least memory, and its simulated step.
 
-    The schedule is :func:`smallest_schedule`, or a form of ``order: chunk`` that exceeds the limits less. If host or
-    disk is too small for all layer inputs, the remaining inputs stay on the device, provided that the step then fits.
+    The schedule is :func:`smallest_schedule`, or a variant of ``order: chunk`` with a smaller excess. If host or disk
+    is
+    too small for all layer inputs, the remaining inputs stay on the device, provided that the step then fits.
     """
     schedule = smallest_schedule(limits, fixed)
     found = simulate(workload, schedule)

@@ -49,10 +49,10 @@ FP32 = 4
 
 @dataclass(frozen=True)
 class Flow:
-    """One kind of message that a rank sends in a step.
+    """The messages of one kind that a rank sends in a step, such as the all-reduce of gradients.
 
     Attributes:
-        what: Description of the message.
+        what: Description of the messages.
         count: Number of collectives.
         node_bytes: Bytes that the rank sends to ranks on the same node.
         network_bytes: Bytes that the rank sends to other nodes.
@@ -80,12 +80,10 @@ class Traffic:
 
     @property
     def node_bytes(self) -> int:
-        """Bytes that a rank sends within its node."""
         return sum(flow.node_bytes for flow in self.flows)
 
     @property
     def network_bytes(self) -> int:
-        """Bytes that a rank sends to other nodes."""
         return sum(flow.network_bytes for flow in self.flows)
 
     def to_json(self) -> dict[str, Any]:
@@ -101,7 +99,7 @@ class Traffic:
 
 
 class Pace:
-    """Predicts the step time of one workload under any schedule: a rank's computation plus its messages."""
+    """Predicts the step time of one workload under any schedule: computation of a rank, plus its messages."""
 
     def __init__(self, workload: Workload, rates: Rates) -> None:
         self.rates, self.workload, self.cluster = rates, workload, workload.cluster
@@ -139,7 +137,7 @@ class _Messages:
         self.reference_forwards = 0.0 if scored is None else scored.forwards
 
     def flows(self, schedule: Schedule) -> Iterator[Flow]:
-        """Yield the kinds of messages of a step that have bytes."""
+        """Yield each kind of message with bytes that a rank sends in a step."""
         for flow in (*self._weight_flows(schedule), *self._sequence_flows(schedule)):
             if flow.node_bytes or flow.network_bytes:
                 yield flow
@@ -171,7 +169,7 @@ class _Messages:
                 yield self._collective_flow("reduction of gradients", times * count, times * self.trained)
 
     def _collective_flow(self, what: str, count: int, size: int) -> Flow:
-        """Return the flow of ``count`` all-gathers or reductions, with ``size`` bytes in total."""
+        """Return bytes and seconds of ``count`` all-gathers or reductions, with ``size`` bytes in total."""
         cluster, links = self.cluster, self.cluster.links
         sent = size * (cluster.ranks - 1) / cluster.ranks
         crossing = size * (cluster.nodes - 1) / cluster.nodes / cluster.ranks_per_node
@@ -220,7 +218,7 @@ class _Messages:
         )
 
     def _all_to_all_flow(self, what: str, count: int, size: int) -> Flow:
-        """Return the flow of ``count`` all-to-alls, with ``size`` bytes in total including each rank's own part."""
+        """Return bytes and seconds of ``count`` all-to-alls; the total ``size`` includes each rank's own part."""
         cluster, links = self.cluster, self.cluster.links
         ranks_on_node = min(cluster.sequence_size, cluster.ranks_per_node)
         inside = size * (ranks_on_node - 1) / cluster.sequence_size
@@ -229,7 +227,7 @@ class _Messages:
         return Flow(what, count, round(inside), round(crossing), seconds)
 
     def _state_flows(self, row_chunks: int, forwards: float) -> Iterator[Flow]:
-        """Yield the flows of recurrent states: a rank sends one state per chunk to the next rank, which waits."""
+        """Yield the messages of recurrent states: after each chunk a rank sends its state to the waiting next rank."""
         cluster, states = self.cluster, self.states
         size = row_chunks * states.row_bytes
         chunks = row_chunks // self.workload.rows * states.layers
@@ -240,7 +238,7 @@ class _Messages:
     def _ring_flows(
         self, kv_bytes: int, grad_bytes: int, forwards: float, layers: float, chunks: int
     ) -> Iterator[Flow]:
-        """Yield the flows of ``ring``.
+        """Yield the messages of ring attention.
 
         A rank's keys and values are passed to all other ranks for every later chunk. Their gradients are passed the
         same way, plus one hop back to the rank that owns the keys and values.
@@ -250,7 +248,7 @@ class _Messages:
         yield self._hop_flow("their gradients passed on", layers * (hops + 1), grad_bytes * visits, chunks)
 
     def _hop_flow(self, what: str, hops: float, size: float, chunks: int) -> Flow:
-        """Return the flow of ``size`` bytes (the sum over all chunks) that are passed on ``hops`` times."""
+        """Return bytes and seconds of passing on ``size`` bytes (the sum over all chunks) ``hops`` times."""
         cluster, links = self.cluster, self.cluster.links
         sent, network_share = size * hops, 1 / cluster.ranks_per_node if cluster.spans_nodes else 0.0
         count = round(chunks * hops)
@@ -293,8 +291,6 @@ class _StateByteCounter:
         if kind == "state":
             self.stored_bytes += sum(tensor.nbytes for tensor in tensors)
 
-    def on_chunk(self, layer: nn.Module, chunk: slice, pass_name: str) -> None:
-        """Do nothing: only stored states are counted."""
+    def on_chunk(self, layer: nn.Module, chunk: slice, pass_name: str) -> None: ...
 
-    def on_resize(self, x: Tensor) -> None:
-        """Do nothing: states are not resized."""
+    def on_resize(self, x: Tensor) -> None: ...

@@ -121,7 +121,7 @@ FLOPS_PER_BYTE = {"cuda": 200, "cpu": 5}
 
 
 def bandwidth_bytes(func: Any, flops: int, args: tuple[Any, ...], out: Any, device: str) -> int:
-    """Return how many bytes of a matrix product are read or written beyond the time of its FLOPs.
+    """Return how many bytes a matrix product moves beyond those that can be moved while it computes.
 
     A product of few rows is limited by memory bandwidth, not by FLOPs (Williams et al., Roofline, Communications of
     the ACM 52(4), 2009).
@@ -163,10 +163,7 @@ class EmbeddingSums:
     row_bytes: int
 
     def scratch_bytes(self, func: Any, scratch: int) -> int:
-        """Return ``scratch`` of :func:`scratch_bytes`, bounded by the vocabulary in an embedding's backward.
-
-        ``func`` is None at the beginning of a cell.
-        """
+        """Return ``scratch``, the bytes of operator ``func``, bounded by the vocabulary in an embedding's backward."""
         if func is None or func._schema.name != EMBEDDING_BACKWARD:
             return scratch
         tokens = scratch // self.row_bytes
@@ -235,10 +232,11 @@ SCATTERS = {"index_put": 2, "index_put_": 2, "scatter_add_": 3, "index_add_": 3,
 
 
 def touched_part(func: Any) -> TouchedPart:
-    """Return which bytes an operator touches.
+    """Return which bytes an operator reads and writes.
 
-    ``all``: arguments and result. ``result``: the bytes of the result, twice. ``filled``: the result only. A number:
-    twice the argument with this index.
+    ``all``: all arguments and the result. ``result``: twice the bytes of the result. ``filled``: the bytes of the
+    result.
+    A number: twice the bytes of the argument with this index.
     """
     name = func._schema.name.removeprefix("aten::")
     return "result" if name in GATHERS else "filled" if name in FILLS else SCATTERS.get(name, "all")

@@ -52,18 +52,18 @@ Coordinates = tuple[Hashable, ...]
 
 
 class UnlikeError(Exception):
-    """Two steps differ, for example in their operators, so the whole step cannot be computed from these steps."""
+    """Two shorter steps differ, for example in their operators, so the whole step cannot be computed from them."""
 
 
 @dataclass(frozen=True)
 class Axis:
-    """A sequence of items (chunks or periods) that are equal, except for the first few and the last few.
+    """Items of a step (chunks, or periods of layers) that are equal, except for the first few and the last few.
 
     Attributes:
         count: Number of items in the whole step.
         num_first: Number of items at the start that differ from all later items.
         num_last: Number of items at the end that differ from all earlier items.
-        base: Number of items in the shorter step; None if no item is omitted.
+        base: Number of items in a shorter step, which omits equal items; None if no item is omitted.
     """
 
     count: int
@@ -73,12 +73,12 @@ class Axis:
 
     @classmethod
     def shortened(cls, count: int, num_first: int = 1, num_last: int = 1) -> Axis:
-        """Return an axis of ``count`` items, shortened if any item can be omitted."""
+        """Return the axis of ``count`` items from which as many items as possible are omitted."""
         base = num_first + 1 + num_last
         return cls(count, num_first, num_last, base if count > base + 1 else None)
 
     def item_names(self, index: int, count: int) -> list[tuple[str, int]]:
-        """Return the names of item ``index`` of ``count``; a name has the same meaning in a step with more items."""
+        """Return names of item ``index`` of ``count``. A name stands for the same item in shorter and longer steps."""
         if self.base is None or index < self.num_first:
             return [("start", index)]
         if index >= count - self.num_last:
@@ -86,7 +86,7 @@ class Axis:
         return [("first", 0)] * (index == self.num_first) + [("last", 0)] * (index == count - self.num_last - 1)
 
     def item_weight(self, name: tuple[str, int]) -> float:
-        """Return how many items of the whole step the item of this name represents."""
+        """Return how many items of the whole step are represented by the item with this name."""
         if self.base is None or name[0] in ("start", "end"):
             return 1.0
         return (self.count - self.num_first - self.num_last) / 2
@@ -99,12 +99,12 @@ class Axis:
 
 @dataclass(frozen=True)
 class Zone:
-    """A run of layers that repeat with a period.
+    """Consecutive layers whose kinds repeat with a period, such as sliding, sliding, full attention.
 
     Attributes:
         start: Index of the first layer.
         period: Number of layers in a period.
-        axis: Axis of the periods.
+        axis: Number of periods, and which of them a shorter step omits.
     """
 
     start: int
@@ -112,13 +112,13 @@ class Zone:
     axis: Axis
 
     def layer_indices(self, with_extra_period: bool) -> list[int]:
-        """Return the indices of the layers that a shorter step runs; ``with_extra_period`` adds one period."""
+        """Return the indices of the zone's layers that a shorter step runs; ``with_extra_period`` adds one period."""
         count = self.axis.count if self.axis.base is None else self.axis.base + with_extra_period
         return list(range(self.start, self.start + count * self.period))
 
 
 def find_zones(kinds: Sequence[Hashable]) -> list[Zone]:
-    """Return the zones of layers of these kinds; from the start, each zone has the period that covers most layers."""
+    """Divide the layers into zones whose kinds repeat; each zone has the period that covers the most layers."""
     found: list[Zone] = []
     at = 0
     while at < len(kinds):
@@ -136,13 +136,13 @@ def find_zones(kinds: Sequence[Hashable]) -> list[Zone]:
 
 @dataclass(frozen=True)
 class ShorterStep:
-    """A shorter step; bytes and work of the whole step are weighted sums over shorter steps.
+    """A step with fewer layers or chunks; bytes and work of the whole step are weighted sums over shorter steps.
 
     Attributes:
         layers: Indices of the layers that the shorter step runs.
         length: Number of tokens.
         schedule: Schedule of the step.
-        longer: Index of the zone with one more period; None if no zone has one.
+        longer: Index of the zone that has one more period than in the shortest step; None if no zone has one.
         chunks: Number of chunks.
         weight: Weight in the sums; may be negative.
     """
@@ -163,7 +163,9 @@ class Combined:
     """Bytes and work of the whole step, computed from shorter steps.
 
     Attributes:
-        cells: Places of the largest cells, with their moments ``[n, COLUMNS]``.
+        cells: Place and bytes ``[n, COLUMNS]`` (one row per allocation) of each cell that may have the peak. A cell is
+            one
+            pass of a layer over a chunk, or the operators between such passes.
         work: Work of all cells, one sum per name in ``WORK``, by phase and by True for work in layers.
     """
 
@@ -210,9 +212,9 @@ def _bound_scratch(moments: Tensor, alike: list[Cell]) -> None:
 def _name_cells(
     shorter: ShorterStep, cells: Cells, layers: list[Zone], chunks: Axis
 ) -> dict[Coordinates, tuple[CellPlace, Cell, float]]:
-    """Return cells by names that have the same meaning in all shorter steps.
+    """Return (place, cell, weight) by a name that stands for the same cell in all shorter steps.
 
-    The value is the cell's place, the cell, and the number of cells of the whole step that the cell represents.
+    ``weight`` is the number of cells of the whole step that the cell represents.
     """
     found: dict[Coordinates, tuple[CellPlace, Cell, float]] = {}
     where = [
@@ -240,10 +242,11 @@ def _name_cells(
 
 
 def _align_moments(cells: list[Cell], loops: bool) -> list[Tensor]:
-    """Return the moments of each cell, cut to equal length so that equal indices are the same moment.
+    """Return the byte counts of each cell, ``[n, COLUMNS]``, with row i of all cells recorded at the same operator.
 
-    If a cell has more moments than another cell, the additional moments must be iterations of a loop (``loops``), with
-    the same operators before and after.
+    If a cell ran more operators than another cell, the additional rows must be iterations of a loop (``loops``), with
+    the
+    same operators before and after. These rows are left out.
 
     Raises:
         UnlikeError: The operators of the cells differ.
@@ -277,12 +280,12 @@ def _count_equal(one: list[Any], other: list[Any]) -> int:
 
 @dataclass(frozen=True)
 class StepLayout:
-    """The division of a step into zones of layers and into chunks, some of which can be omitted.
+    """The layers and chunks of a step, and which of them a shorter step omits.
 
     Attributes:
-        layers: Zones of the layers.
-        chunks: Axis of the chunks.
-        size: Number of tokens of a chunk, except the last two chunks, which share the rest of the row.
+        layers: Zones of the layers: runs of layers whose kinds repeat with a period.
+        chunks: Number of chunks, and which of them are omitted.
+        size: Tokens per chunk; the last two chunks split the remaining tokens.
         length: Number of tokens of the row.
     """
 
@@ -292,7 +295,7 @@ class StepLayout:
     length: int
 
     def middle_period(self, zone_index: int) -> range:
-        """Return the indices in the shorter step of the layers of the period that the longer step runs twice."""
+        """Return the indices, in the shorter step, of the layers of the period that the longer step runs twice."""
         zone = self.layers[zone_index]
         before = sum(len(each.layer_indices(with_extra_period=False)) for each in self.layers[:zone_index])
         first = before + zone.axis.num_first * zone.period
@@ -315,7 +318,7 @@ class StepLayout:
 def make_layout(
     model: Any, schedule: Schedule, length: int, *, streamed: bool, layers: bool, chunks: bool
 ) -> StepLayout:
-    """Return the layout of a step: which layers and chunks can be omitted.
+    """Return how a step is divided into layers and chunks, and which of them a shorter step can omit.
 
     Args:
         model: Model that the step trains.
@@ -346,7 +349,7 @@ def make_layout(
 
 
 def layer_kinds(model: nn.Module, schedule: Schedule | None) -> list[Hashable]:
-    """Return the kind of each layer: a number for its structure, and its placement (None without a schedule)."""
+    """Return the kind of each layer: a number for its structure, and its tensors' tiers (None without a schedule)."""
     structures = cached_fact(model, "structures of layers", lambda: _layer_structure_numbers(model))
     places = place_layers(schedule, len(structures)) if schedule is not None else [None] * len(structures)
     return list(zip(structures, places, strict=True))
@@ -382,7 +385,7 @@ def _layer_structure(layer: nn.Module) -> Hashable:
 
 
 def _count_unlike_first_chunks(model: nn.Module, size: int, length: int) -> int | None:
-    """Return how many chunks at the start see fewer keys than later chunks; None if later chunks differ."""
+    """Return how many chunks at the start attend to fewer keys than all later chunks; None if later chunks differ."""
     settings = [vars(config) for config in model_configs(all_modules(model))]
 
     def window_sizes(names: tuple[str, ...]) -> list[int]:
@@ -395,7 +398,7 @@ def _count_unlike_first_chunks(model: nn.Module, size: int, length: int) -> int 
 
 
 def _shorten_schedule(schedule: Schedule, kinds: list[Hashable], layer_indices: list[int]) -> Schedule:
-    """Return a schedule in which ``layer_indices`` have the same placement as in the schedule of the whole step.
+    """Return the schedule that stores the tensors of ``layer_indices`` on the same tiers as the whole step's schedule.
 
     Raises:
         UnlikeError: No such schedule exists.
@@ -425,11 +428,11 @@ def repeat_period(cells: Mapping[CellPlace, Cell], middle: range) -> dict[CellPl
     """Return the cells of a step in which the period ``middle`` runs twice; None if the longer step has to be run.
 
     The layers of a zone are equal, except in its first and last period, and a step visits them in order, forward and
-    backward. So the longer step equals the shorter step, but runs the middle period twice. The period's cells are
-    repeated. One visit of the period adds a number of bytes, by which all later bytes are higher.
+    backward. So the longer step equals the shorter step with the cells of ``middle`` repeated. Each visit of the period
+    allocates a number of bytes, which are added to all later byte counts.
 
     Args:
-        cells: Cells of a step, in the order in which they began.
+        cells: Cells of a step (one pass of a layer over a chunk each), in the order in which they began.
         middle: Layers of a period that has layers before and after it.
     """
     runs: list[Run] = [list(run) for _, run in groupby(cells.items(), key=lambda item: item[0].layer in middle)]
@@ -457,7 +460,7 @@ def _first_layer(cells: Iterable[tuple[CellPlace, Cell]]) -> int | None:
 
 
 def _shift_cells(run: Run, added_bytes: Bytes, first_layer: int, added_layers: int) -> Iterator[tuple[CellPlace, Cell]]:
-    """Yield cells with ``added_bytes`` in moments, and ``added_layers`` in layer numbers from ``first_layer`` on."""
+    """Yield the cells with ``added_bytes``; layer numbers from ``first_layer`` on rise by ``added_layers``."""
     for place, cell in run:
         number = place.layer
         moved = replace(place, layer=number + added_layers) if number is not None and number >= first_layer else place

@@ -105,11 +105,10 @@ class LiveBytes(TorchDispatchMode):
                 self.live[kind] += size
                 self._storages[storage_id] = (kind, size, reference)
 
-    def on_chunk(self, layer: nn.Module, chunk: slice, pass_name: str) -> None:
-        """Do nothing, because live bytes do not depend on the chunk."""
+    def on_chunk(self, layer: nn.Module, chunk: slice, pass_name: str) -> None: ...
 
     def on_new_tensors(self, kind: str, tensors: Iterable[Tensor]) -> None:
-        """Count tensors as the kind that the engine reports; the kind of recurrent states does not change."""
+        """Count tensors as the kind that the engine reports, unless the kind is that of recurrent states."""
         if kind != "state":
             self.set_kind(kind, *tensors)
 

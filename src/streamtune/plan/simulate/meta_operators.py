@@ -260,7 +260,8 @@ class ResultShapes:
     """Calls operators on ``meta`` tensors with cached result shapes; used in a dispatch mode.
 
     Attributes:
-        layouts: Shape, strides and dtype of results, by operator and the same of its arguments; shared by all steps.
+        layouts: Shape, strides and dtype of results, by operator and by shapes, strides and dtypes of its arguments;
+            shared by all steps.
     """
 
     layouts: ClassVar[dict[Any, Any]] = {}

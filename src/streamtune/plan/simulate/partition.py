@@ -254,7 +254,6 @@ def _resident_memory_with_host_weights(model: Any, workload: Workload) -> Reside
 
 
 def _adamw_touched_bytes(trained: int, state: int) -> int:
-    """Return how many bytes AdamW touches: it reads gradients, weights and state, and writes weights and state."""
     return 3 * trained + 2 * state
 
 

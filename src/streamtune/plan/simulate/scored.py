@@ -34,16 +34,16 @@ The last token of a prompt is the first token of every branch. The other tokens 
 
 @dataclass(frozen=True)
 class Scored:
-    """The completions that a micro-batch scores.
+    """The completions that a micro-batch scores, such as in DPO and GRPO.
 
     Attributes:
-        trees: Prompts with their completions, as token counts.
+        trees: Numbers of tokens of each prompt (the trunk) and of its completions (the branches).
         share: True for one sequence in which each prompt occurs once; False for one row per prompt and completion.
         entropy: True if entropies at the targets are computed too.
         forwards: Number of extra forwards of the same tokens without gradient, by a reference or the model itself; a
             fraction if one forward is used in several steps.
-        common: Number of scored tokens at the end of each tree's trunk: tokens with which all completions begin. Empty
-            if completions begin differently.
+        common: Number of tokens at the end of each trunk that belong to the completions, which all begin with them, and
+            are scored. Empty if completions begin differently.
 
     Raises:
         ArgumentError: A tree is empty, a branch has fewer than 2 tokens, or ``common`` does not match the trees.
@@ -105,7 +105,7 @@ class Scored:
 
     @property
     def hides_tokens(self) -> bool:
-        """True if some tokens are hidden from later tokens, so that the sequence is not an ordinary causal row."""
+        """True if several completions share the sequence, so that tokens do not attend to all earlier tokens."""
         return self.share and (len(self.trees) > 1 or len(self.trees[0][1]) > 1)
 
     def describe(self) -> str:

@@ -52,7 +52,7 @@ class RankShard:
     kv_copies: float = 1.0
 
     def tokens(self, length: int) -> int:
-        """Return the largest number of tokens of a row with ``length`` tokens that a rank has."""
+        """Return the largest number of tokens of a row with ``length`` tokens that any rank has."""
         return max(2, -(-length // self.size)) if self.size > 1 else length
 
     def all_to_all_buffer_bytes(self, q: Tensor, k: Tensor) -> int:

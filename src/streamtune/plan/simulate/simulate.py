@@ -203,7 +203,7 @@ def _teacher_peak_bytes(workload: Workload, schedule: Schedule) -> int | None:
 def _trace_micro_batch(
     model: Any, workload: Workload, shard: RankShard, schedule: Schedule, *, layers: bool, chunks: bool
 ) -> Combined:
-    """Return moments and work of forward and backward of the last micro-batch on one rank.
+    """Return bytes and work of the forward and the backward of a step's last micro-batch, on one rank.
 
     Args:
         model: Model on ``meta``.
@@ -261,7 +261,7 @@ def _trace_micro_batch(
 
 
 def _perturbation(workload: Workload, model: Any) -> Callable[[Any], AbstractContextManager[None]] | None:
-    """Return a function whose result is a context with perturbed weights; None if the step has a backward."""
+    """Return a function that opens a context with perturbed weights, for zeroth-order steps; None for other steps."""
     if workload.step.gradients != "none" or workload.make_optimizer is None:
         return None
     optimizer = workload.make_optimizer(model)
@@ -270,7 +270,7 @@ def _perturbation(workload: Workload, model: Any) -> Callable[[Any], AbstractCon
 
 
 def _scale_work(scored: Scored, step: Combined, uses_scored_layout: bool) -> dict[tuple[str, bool], list[float]]:
-    """Return the work of an ordinary row, scaled to the completions and to the number of reference forwards."""
+    """Return the work for scored completions, computed from the work of an ordinary row and its reference forward."""
     targets, pairs = 1.0, 1.0
     if not uses_scored_layout:
         targets = scored.num_targets / (scored.rows * scored.length)
@@ -287,7 +287,7 @@ def _scale_work(scored: Scored, step: Combined, uses_scored_layout: bool) -> dic
 def _add_fixed_memory(
     model: Any, workload: Workload, schedule: Schedule, shard: RankShard, resident: ResidentMemory, step: Combined
 ) -> Simulation:
-    """Return the simulation of the whole step: the recorded step plus ``resident`` memory and ring buffers."""
+    """Return the simulation of the whole step: bytes and work of ``step``, resident memory and ring buffers."""
     peaks = _phase_peaks(model, workload, schedule, shard, resident, step)
     phase = max(peaks, key=lambda name: peaks[name][0])
     host = shard.replicated_host_kv_bytes(model, schedule, workload.tokens, workload.rows)

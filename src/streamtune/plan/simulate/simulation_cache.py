@@ -99,7 +99,7 @@ _FACTS: WeakKeyDictionary[nn.Module, dict[Hashable, tuple[Hashable, Any]]] = Wea
 
 
 def cached_fact(model: nn.Module, key: Hashable, compute: Callable[[], Fact]) -> Fact:
-    """Return a property of a model, from memory or computed now.
+    """Return ``compute()``, a property of a model, from an in-memory cache if the model has not changed.
 
     Args:
         model: Model on ``meta``. If modules, tensors or settings have changed, the property is computed again.

@@ -81,7 +81,7 @@ class Step:
 
 
 def trace_step(model: Any, schedule: Schedule, step: Step) -> Trace:
-    """Return the record of one step of a model on ``meta``; the model is unchanged afterwards, without gradients."""
+    """Run a step of a model on ``meta`` and return its record of bytes and work; the model is unchanged afterwards."""
     with ExitStack() as stack:
         if gc.isenabled():  # garbage collection needs a tenth of the time, and tensors are in no reference cycles
             gc.disable()
@@ -193,7 +193,7 @@ class _MetaTopK(TopKTeacher):
 
     @classmethod
     def of_step(cls, step: Step) -> _MetaTopK:
-        """Return the top-k tokens of a step, in empty tensors because they are stored on the host."""
+        """Return the top-k tokens of a step, in empty tensors because saved tokens are stored on the host."""
         index = torch.empty(step.batch_size, step.length, dtype=torch.long, device="meta")
         width = step.teacher_top_k
         return cls(index, torch.empty(0, width, device="meta"), torch.empty(0, width + 1, device="meta"))
@@ -243,7 +243,7 @@ def _score_completions(scorer: Any, step: Step, ids: Tensor, targets: Tensor) ->
 
 @contextmanager
 def _as_reference(model: Any) -> Iterator[None]:
-    """Context manager in which the model is in evaluation mode, without gradients and adapters."""
+    """Context manager in which the model computes as a reference: evaluation mode, no gradients, no adapters."""
     without = model.disable_adapter() if hasattr(model, "disable_adapter") else nullcontext()
     model.eval()
     try:
@@ -406,6 +406,6 @@ def _fused_attention(
 
 
 def shorten_step(step: Step, length: int, head_chunk_size: int) -> Step:
-    """Return the step with ``length`` tokens; the last head chunk has as many targets as in the whole step."""
+    """Return the step with ``length`` tokens; its last head chunk has as many targets as the whole step's."""
     targets = length - (length - step.length) % head_chunk_size
     return replace(step, length=length, targets=targets, uses_scored_layout=False)

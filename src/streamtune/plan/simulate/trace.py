@@ -90,14 +90,14 @@ def _compute_properties(func: Any) -> _OperatorProperties:
 
 @dataclass(frozen=True)
 class CellPlace:
-    """The place of a cell in a step.
+    """Identifies a cell, the operators of one pass of a layer over one chunk, or those between such passes.
 
     Attributes:
         phase: Phase: ``reference`` (forward without gradient, head included), ``forward``, ``head`` or ``backward``.
         pass_name: Pass over the chunks, such as ``store`` or ``replay``; empty outside of chunks.
         layer: Index of the layer; None outside the layers (norms there have chunks too).
         chunk: Index of the chunk; None outside of chunks.
-        turn: Number of earlier cells at the same place.
+        turn: Number of earlier cells with the same phase, pass, layer and chunk.
     """
 
     phase: str
@@ -109,11 +109,11 @@ class CellPlace:
 
 @dataclass
 class Cell:
-    """The operators, moments and work that were recorded at one place.
+    """The record of one pass of a layer over one chunk, or of the operators between such passes.
 
     Attributes:
-        operators: Operator of each moment; None for the first moment, at which the cell begins.
-        moments: One tuple of :data:`COLUMNS` per moment, in bytes.
+        operators: Operator after which each of ``moments`` was recorded; None for the first, recorded at the beginning.
+        moments: Bytes, one tuple of :data:`COLUMNS` for each operator that allocates memory.
         work: One sum for each name in :data:`WORK`.
         embedding: Sizes of the sums of an embedding's gradient; None if the cell has no such operator.
     """
@@ -132,7 +132,7 @@ CHAIN_DONE = "finish"
 
 
 class Trace(LiveBytes):
-    """A dispatch mode that records a step of a model on ``meta``.
+    """Dispatch mode that records the bytes and work of a step of a model on ``meta``, by layer, chunk and pass.
 
     Args:
         model: Model on ``meta``.
@@ -173,7 +173,7 @@ class Trace(LiveBytes):
         return self
 
     def begin_cell(self, phase: str, pass_name: str = "", layer: int | None = None, chunk: int | None = None) -> None:
-        """Begin a cell, in which the following operators are recorded."""
+        """Begin a new cell of the record, for the operators that follow, such as a pass of a layer over a chunk."""
         self._count_moved()
         turn = 0
         while (place := CellPlace(phase, pass_name, layer, chunk, turn)) in self.cells:
@@ -185,13 +185,13 @@ class Trace(LiveBytes):
         self._record_moment(None, 0)
 
     def begin_earlier_gradients(self, parameter: Tensor) -> None:
-        """Begin the cell for gradients of earlier micro-batches of the layer with ``parameter``, if not yet begun."""
+        """Begin to record gradients of earlier micro-batches, of the layer with ``parameter``, unless already begun."""
         layer = self._param_layers.get(id(parameter))
         if (self._place.pass_name, self._place.layer) != (EARLIER_GRADIENTS, layer):
             self.begin_cell("forward", EARLIER_GRADIENTS, layer)
 
     def finish(self) -> None:
-        """End the record: add the bytes copied to and from host and disk since the last cell began."""
+        """End the record: count the bytes copied to and from host and disk since the last :meth:`begin_cell`."""
         self._count_moved()
 
     def _count_moved(self) -> None:
@@ -230,7 +230,7 @@ class Trace(LiveBytes):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False, because no code is compiled here, and torch's check for dynamo is as slow as an operator."""
+        """Return False: nothing is compiled here, and torch's own check for dynamo is slow."""
         return False
 
     def __torch_dispatch__(
@@ -271,10 +271,9 @@ class Trace(LiveBytes):
         return out
 
     def _update_peak(self) -> None:
-        """Do nothing, because peaks are computed from the record."""
+        pass  # peaks are computed from the record
 
     def on_resize(self, x: Tensor) -> None:
-        """Count a tensor's storage with its new size, and record a moment."""
         super().on_resize(x)
         self._record_moment(None, 0)
 

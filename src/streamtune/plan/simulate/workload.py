@@ -205,7 +205,7 @@ class FlopCount:
     Attributes:
         weights: N, number of weights with which a token is multiplied.
         trained: N_t, number of these weights that are trained.
-        width: ``H (d_k + d_v)``.
+        width: ``H (d_k + d_v)``: number of query heads, times the dimension of a key plus that of a value.
         windows: Sliding window of each attention layer, in tokens; 0: the whole row.
     """
 
@@ -283,7 +283,7 @@ def _unmasked_pairs(tokens: int, window: int) -> int:
 
 
 def _lookup_weight_ids(model: Any) -> set[int]:
-    """Return the ids of embedding weights that are only looked up, without weights tied to the head."""
+    """Return the ids of the weights of embeddings, which take part in no product, unless the head is tied to them."""
     table = model.get_input_embeddings().weight
     head = model.get_output_embeddings()
     others = (m for m in model.modules() if isinstance(m, nn.Embedding) and m.weight is not table)
@@ -297,7 +297,7 @@ def _text_config(model: Any) -> Any:
 
 
 def _picked_fraction(model: Any) -> float:
-    """Return the fraction of the experts that a router picks for a token; 1 without experts."""
+    """Return the fraction of a layer's experts that each token is routed to; 1 without experts."""
     config = _text_config(model)
     count = next((v for name in EXPERT_COUNT_KEYS if isinstance(v := getattr(config, name, None), int) and v), None)
     picked = next((v for name in PICKED_COUNT_KEYS if isinstance(v := getattr(config, name, None), int) and v), None)
