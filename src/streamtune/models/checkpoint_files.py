@@ -108,7 +108,7 @@ class CheckpointFiles:
         return torch.float32
 
     def prepare(self, model: PreTrainedModel) -> None:
-        """Record which file tensors and conversion produce each parameter of ``model``; read no values."""
+        """Map each parameter of ``model`` to the file tensors and the conversion that produce it; read no values."""
         self._model = model
         state = model.state_dict(keep_vars=True)
         first: dict[int, str] = {}
@@ -138,7 +138,7 @@ class CheckpointFiles:
         check_file_dtypes(self.name, model.config)
 
     def _check_shape(self, key: str, name: str, parameter: Tensor) -> None:
-        """Refuse the file tensor ``key`` if its shape differs from the shape of ``parameter``, named ``name``."""
+        """Refuse the file tensor ``key`` if its shape differs from the model's ``parameter``, called ``name``."""
         try:
             with safe_open(self._files[key], framework="pt") as file:
                 size = tuple(file.get_slice(key).get_shape())
@@ -149,7 +149,7 @@ class CheckpointFiles:
             raise make_shape_error(self.name, self._model.config, name, size, tuple(parameter.shape))
 
     def _map_parameters_to_conversions(self, state: Mapping[str, Tensor]) -> None:
-        """Record which conversion produces each parameter; refuse files that lack parameters."""
+        """Record which conversion of file tensors produces each parameter; refuse files that lack parameters."""
         for start, load in self._conversions.items():
             names = [start]
             if isinstance(load, hf_internal(CONVERTER)) and len(load.target_patterns) > 1:
@@ -164,7 +164,6 @@ class CheckpointFiles:
         refuse_missing_weights(self.name, self._model, needed - self._conversion_of.keys())
 
     def has_parameter(self, parameter_name: str) -> bool:
-        """Return True if the files contain the tensors of this parameter or buffer."""
         return self._aliases.get(parameter_name, parameter_name) in self._conversion_of
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
@@ -182,7 +181,7 @@ class CheckpointFiles:
         return {name: tensors[name].contiguous() for name in wanted}
 
     def _read_tensor(self, key: str, dtype: torch.dtype) -> Tensor:
-        """Return a copy of a file tensor in ``dtype``: with the file's alignment, kernels may round differently."""
+        """Return a tensor of the files in ``dtype``. It is a copy, because kernels round differently by alignment."""
         with safe_open(self._files[key], framework="pt", backend=READ_BACKEND) as file:
             values: Tensor = file.get_tensor(key)
             if not is_finite(values):
@@ -191,7 +190,7 @@ class CheckpointFiles:
 
 
 def _make_optional_test(model: Any) -> Callable[[str], bool]:
-    """Return a function of a parameter name: True if the model class allows files without this parameter."""
+    """Return a function that returns True for a parameter name that the model class allows checkpoints to lack."""
     patterns = model._keys_to_ignore_on_load_missing or []
     if not patterns:
         return lambda name: False
@@ -269,7 +268,7 @@ def fingerprint_model(
 
 
 def make_path_absolute(name_or_path: str) -> str:
-    """Return a folder's absolute path, so that adapters load from any directory; return other names unchanged."""
+    """Return the absolute path of a local folder, so that saved adapters find their base; return hub names as given."""
     return str(Path(name_or_path).expanduser().absolute()) if is_local_folder(name_or_path) else name_or_path
 
 
@@ -323,7 +322,7 @@ def _file_names(folder: Path, patterns: Iterable[str]) -> list[str]:
 
 
 def _hub_commit(name: str) -> str | None:
-    """Return the commit of the hub model that this name loads; None if the model is not found."""
+    """Return the commit of a hub model that would be loaded now; None if the model is not found."""
     if unsafe_name_reason(name):
         return None
     try:
@@ -340,7 +339,7 @@ def _hub_commit(name: str) -> str | None:
 
 
 def _file_hash(path: Path) -> str:
-    """Return the SHA-256 of a file, from the cache if possible."""
+    """Return the SHA-256 of a file; of a large file, from the cache if the file has not changed."""
     try:
         with path.open("rb") as file:
             state = os.fstat(file.fileno())

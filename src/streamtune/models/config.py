@@ -33,7 +33,7 @@ from streamtune.models.folder import pickle_names
 
 
 def read_config(name_or_path: str, trust_remote_code: bool) -> Any:
-    """Return the checked configuration of a checkpoint, without hub kernels; None for a folder with only adapters."""
+    """Return the checked configuration of a checkpoint, without hub kernels; None for a folder that has only adapters."""
     folder = Path(name_or_path)
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
         return None
@@ -80,12 +80,12 @@ def wrap_loading_errors(name_or_path: str) -> Iterator[None]:
 
 
 class NotRecordedError(Exception):
-    """The initialisation of a weight cannot be recorded: it is not a list of in-place operations on an empty tensor."""
+    """The initialisation of a weight is not a list of in-place operations on an empty tensor: it cannot be replayed."""
 
 
 @contextmanager
 def wrap_constructor_errors(keys: Mapping[str, Any]) -> Iterator[None]:
-    """Context manager: turn exceptions of a model's constructor into an ArgumentError for ``model.init`` (``keys``)."""
+    """Context manager: turn exceptions of a model's constructor into an ArgumentError for the key ``model.init``."""
     try:
         yield
     except (StreamTuneError, NotRecordedError):
@@ -155,7 +155,7 @@ def build_config(keys: Mapping[str, Any]) -> PreTrainedConfig:
 
 
 def _model_reads_key(config_class: type[Any], key: str) -> bool:
-    """Return True if the model's code reads a key that the configuration class lacks, such as ``head_dim``."""
+    """Return True if the model's code reads ``key`` although the configuration class does not declare the key."""
     try:
         model_class = MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
         source = inspect.getsource(sys.modules[model_class.__module__])
@@ -285,9 +285,10 @@ Where = Callable[[str], str]
 
 
 def check_config(config: Any, written_keys: Mapping[str, Any], where: Where) -> None:
-    """Refuse sizes, heads, experts, dropouts and numbers that no model can have.
+    """Refuse a configuration with sizes, head counts, expert counts, dropouts or other numbers that no model can have.
 
-    Of a multimodal ``config``, the text part is checked. ``written_keys`` are the keys that the user or the file wrote;
+    In a multimodal ``config``, the text model is checked. ``written_keys`` are the keys that the user or the file
+    wrote;
     other values are derived or defaults.
     """
     text = config.get_text_config(decoder=True)
@@ -334,7 +335,7 @@ def _check_head_counts(
     names: Mapping[str, str],
     make_error: Callable[[str, str, str], ArgumentError],
 ) -> None:
-    """Refuse key head counts that do not divide the query heads, and query head counts that do not divide the width."""
+    """Refuse key head counts that do not divide the query heads, and query heads that do not divide the hidden size."""
     heads, groups, width = (_int_of(text, key) for key in ("num_attention_heads", "num_key_value_heads", "hidden_size"))
     if heads and groups and heads % groups:
         raise make_error("num_key_value_heads", f"does not divide the {heads} attention heads",
@@ -349,7 +350,7 @@ def _check_head_counts(
 
 
 def _value_of(config: Any, key: str) -> Any:
-    """Return the value of a key; None if the key is absent, a list of values if layers have different values."""
+    """Return a configuration's value of ``key``; None if the key is absent, a list if layers have different values."""
     try:
         return getattr(config, key, None)
     except Exception:  # transformers raises if layers differ and have no common value
@@ -362,7 +363,7 @@ def _int_of(config: Any, key: str) -> int | None:
 
 
 def _numbers_of(config: Any) -> Iterable[tuple[str, float]]:
-    """Yield (key, number) for each number in a configuration; an integer with magnitude from 2**63 becomes infinity."""
+    """Yield (key, number) for each number in a configuration; an integer beyond +-2**63 is yielded as infinity."""
     for key, value in vars(config).items():
         if isinstance(value, int | float) and not isinstance(value, bool):
             yield key, value if isinstance(value, float) or abs(value) < 2**63 else math.inf
@@ -373,7 +374,7 @@ def recipe_init_key(key: str) -> str:
 
 
 def read_config_json(name_or_path: str) -> tuple[dict[str, Any], Where]:
-    """Return a folder's ``config.json`` as a dict, and a function of a key that returns the file and line of the key.
+    """Return a folder's ``config.json`` as a dict, and a function that returns the file and line of a given key.
 
     For a model on a hub the dict is empty, and the function always returns ``model_name_or_path``.
     """
@@ -396,7 +397,7 @@ def read_config_json(name_or_path: str) -> tuple[dict[str, Any], Where]:
 
 
 def config_keys_with_value(config: Any, size: int) -> list[str]:
-    """Return the keys of ``SIZES`` whose value in a configuration is ``size``: they determine the sizes of weights."""
+    """Return the keys of ``SIZES`` whose value in a configuration is ``size``, to name the cause of a wrong shape."""
     text = config.get_text_config(decoder=True)
     names: Mapping[str, str] = getattr(text, "attribute_map", None) or {}
     return [names.get(key, key) for key in SIZES if _int_of(text, key) == size]

@@ -40,7 +40,7 @@ ATTRIBUTE = "_streamtune_deferred"
 
 
 class WeightSource(Protocol):
-    """Source of weights by name: a checkpoint's files, or a recorded initialisation."""
+    """Reads weights by name, from a checkpoint's files or by replaying a recorded initialisation."""
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Return parameters and buffers by name, on the CPU. The source may then free its own copy."""
@@ -48,10 +48,10 @@ class WeightSource(Protocol):
 
 
 class DeferredWeights:
-    """Provider of the weights of a model on ``meta``. The model has no adapters yet; adapters may be added afterwards.
+    """Loads the weights of a model on ``meta`` when they are needed. Adapters may be added to the model afterwards.
 
-    ``open_source`` opens the source at the first read, which happens on one rank only. ``dtypes`` replaces dtypes of
-    parameters, by name. ``note`` is a remark for the user on how the weights are made.
+    ``open_source`` opens the source of weights at the first read, which happens on one rank only. ``dtypes`` replaces
+    dtypes of parameters, by name. ``note`` is a remark for the user on how the weights are made.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class DeferredWeights:
         return
 
     def parameter_names_in(self, module: nn.Module, recurse: bool = True) -> list[str]:
-        """Return the names of a module's deferred parameters; with ``recurse``, also of its submodules."""
+        """Return the names of a module's parameters that were deferred; with ``recurse``, also of its submodules."""
         below = {id(part) for part in (module.modules() if recurse else (module,))}
         return [name for name, places in self._places.items() if any(id(owner) in below for owner, _ in places)]
 
@@ -93,28 +93,27 @@ class DeferredWeights:
         return name in self._awaited
 
     def read(self, parameter_names: Iterable[str]) -> dict[str, Tensor]:
-        """Return the values of parameters, by name, on the CPU."""
         if self._source is None:
             assert self._open is not None
             self._source = self._open()
         return self._source.read(parameter_names)
 
     def set_values(self, name: str, values: Tensor) -> None:
-        """Put the values of a parameter into every module that uses it."""
+        """Replace a parameter by its values, in every module that uses the parameter."""
         old = self.parameter(name)
         assert old.shape == values.shape, name
         self._assign(name, nn.Parameter(values, requires_grad=old.requires_grad))
         self._awaited.remove(name)
 
     def parameter(self, name: str) -> nn.Parameter:
-        """Return the current parameter: on ``meta`` until its values are placed."""
+        """Return the parameter with this name, which is on ``meta`` until :meth:`set_values`."""
         owner, key = self._places[name][0]
         found = owner._parameters[key]
         assert found is not None
         return found
 
     def close(self) -> None:
-        """Check that all parameters have their values, and release the source."""
+        """Check that all parameters have values, and release the source of weights."""
         assert not self._awaited, f"{len(self._awaited)} parameters have no values: {next(iter(self._awaited))} ..."
         self._source = self._open = None
 
@@ -141,7 +140,7 @@ class DeferredWeights:
 
 
 def find_deferred_weights(model: Any) -> DeferredWeights | None:
-    """Return the provider of the deferred weights of ``model``; None if all its weights have values."""
+    """Return the loader of the deferred weights of ``model``; None if all weights have values."""
     base = base_of(model)
     found: DeferredWeights | None = getattr(base, ATTRIBUTE, None)
     return found if found is not None and found._awaited else None
@@ -161,7 +160,7 @@ def placeholder_weights(model: PreTrainedModel) -> Iterator[None]:
 def defer_load(
     name_or_path: str, options: ModelOptions = DEFAULT_OPTIONS, *, trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """Return the model that ``load_model`` would load, with deferred weights. The weights are not quantised."""
+    """Return the unquantised model that ``load_model`` would return, on ``meta``; weights are loaded when needed."""
     config = read_unquantized_config(name_or_path, trust_remote_code)
     if options.rope is not None:
         options.rope.apply(config)
@@ -192,9 +191,9 @@ def defer_init(
     seed: int,
     draw: bool,
 ) -> PreTrainedModel:
-    """Return the model that ``init_model`` would return, with deferred weights of the same bits.
+    """Return the model that ``init_model`` would return, on ``meta``; its weights get the same values when loaded.
 
-    ``draw`` must be True on the rank that reads the weights; other ranks record nothing.
+    ``draw`` must be True on the rank that loads the weights; other ranks record no initialisation.
     """
     wanted = build_config({**token_ids, **config, "vocab_size": requested_vocab_size(config, vocab_size)})
     if options.rope is not None:
@@ -262,7 +261,7 @@ class _OperationHistory:
 
 
 class RecordedInit(TorchDispatchMode):
-    """Dispatch mode that makes empty floating-point tensors on ``meta`` and records the in-place operations on them.
+    """Dispatch mode that creates floating-point tensors on ``meta`` and records the operations that initialise them.
 
     With ``draw``, random operations are also performed, so that the generator state before each operation is correct.
     Without ``draw`` nothing is recorded, and nothing can be replayed.

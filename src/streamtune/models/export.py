@@ -43,7 +43,7 @@ SHARD_BYTES = 2 << 30
 
 
 class SavedTokenizer:
-    """Contents of a tokenizer's files, made once: training does not change them, and making them can need a second.
+    """Contents of a tokenizer's files, created once: training does not change them, and creation can take a second.
 
     Later writes do not use the tokenizer, which two threads must not use at the same time.
     """
@@ -133,7 +133,7 @@ def save_pretrained(
 
 @contextmanager
 def _sort_module_names(configs: Iterable[Any]) -> Iterator[None]:
-    """Context manager: replace sets in peft's configurations by sorted lists: all processes then write equal files."""
+    """Context manager: turn sets in peft's configurations into sorted lists, so that all processes write equal files."""
     sets = [(config, key, value) for config in configs for key, value in vars(config).items() if isinstance(value, set)]
     for config, key, value in sets:
         setattr(config, key, sorted(value))
@@ -166,7 +166,7 @@ def _write_generation_config(model: Any, folder: Path) -> None:
 
 
 def add_saved_eos_tokens(model: Any, folder: Path) -> None:
-    """Add the EOS token ids in the ``generation_config.json`` of an adapter folder to the model's EOS token ids."""
+    """Add the EOS token ids in an adapter folder's ``generation_config.json`` to the model's EOS token ids."""
     path = folder / "generation_config.json"
     if not path.is_file():
         return
@@ -225,7 +225,7 @@ def save_gathered_weights(
 
 @contextmanager
 def _exhaust_on_exit(gathered: NamedValues) -> Iterator[NamedValues]:
-    """Context manager: on exit exhaust ``gathered``, even after an error: other ranks wait at every parameter."""
+    """Context manager: iterate ``gathered`` to its end even after an error: other ranks wait at each parameter."""
     try:
         yield gathered
     finally:
@@ -253,7 +253,7 @@ def _write_model(
 
 
 def _names_to_gather(model: Any) -> Collection[str] | None:
-    """Return the names of the trained parameters of a model with adapters; None (all) for any other model."""
+    """Return the names of the trained parameters of a model with adapters; None (all parameters) without adapters."""
     adapters = hasattr(model, "peft_config")
     return {name for name, x in model.named_parameters() if x.requires_grad} if adapters else None
 
@@ -307,17 +307,17 @@ def write_shards(
 
 
 def _host_tensors(model: Any, weights: Mapping[str, Any] | None) -> Iterator[tuple[str, Tensor]]:
-    """Yield the names and host tensors of the parameters and buffers to save."""
     state = model.state_dict(keep_vars=True) if weights is None else weights
     parameters = ((name, state[name].detach().cpu()) for name, _ in model.named_parameters())
     return _add_buffers(model, parameters, state)
 
 
 def _add_shared_names(model: Any, parameters: NamedValues) -> Iterator[tuple[str, Tensor]]:
-    """Yield each of the parameters under all names to save; the values under different names are copies.
+    """Yield (name, parameter) for every name to save.
 
-    ``parameters`` has a shared weight once. Weights that the model class ties are saved under one name. Other shared
-    weights are saved under every name, because loading with the class needs every name.
+    ``parameters`` has each shared parameter once; here each further name gets a copy, because loading with the model
+    class
+    needs every name. Weights that the class ties have only one saved name.
     """
     ties, names = _saved_name_by_tied_weight(model), defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -333,7 +333,7 @@ def _add_shared_names(model: Any, parameters: NamedValues) -> Iterator[tuple[str
 def _add_buffers(
     model: Any, parameters: NamedValues, state: Mapping[str, Any] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters and buffers to save; buffers precede the parameters of their layer, or are last.
+    """Yield (name, tensor) for the parameters and buffers to save; a layer's buffers precede its parameters.
 
     ``state`` contains the buffers, by default the state of ``model``. A model with adapters saves no buffers.
     """
@@ -375,13 +375,13 @@ def _layer_prefix(name: str) -> str:
 
 
 def _saved_name_by_tied_weight(model: Any) -> dict[str, str]:
-    """Return the saved name of each weight that the model class ties and that is tied in ``model``, by name."""
+    """Return, by name, the saved name of each weight that is tied, both by the model class and in ``model``."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     return {name: saved for name, saved in tied_weights(model).items() if parameters.get(name) is parameters.get(saved)}
 
 
 def _convert_to_saved_names(model: Any, tensors: dict[str, Tensor], ties: Mapping[str, str]) -> dict[str, Tensor]:
-    """Return the tensors with the names and shapes that ``save_pretrained`` would write, tied weights once."""
+    """Return the tensors with the names and shapes that ``save_pretrained`` would write, each tied weight once."""
     ignored = set(model._keys_to_ignore_on_save or ())
     kept = {ties.get(name, name): values for name, values in tensors.items() if name not in ignored}
     return hf_internal(AS_IN_FILES)(model, kept)

@@ -43,11 +43,10 @@ WHOLE_COPY = "use a complete copy of the checkpoint"
 
 
 def check_model_folder(name_or_path: str, *, allow_pickle: bool = False, reads_weights: bool = True) -> bool:
-    """Check a local folder with a model or adapters. A name on a hub is not checked.
+    """Check a local folder with a model or adapters; return True if its weights must be safetensors.
 
-    Returns:
-        True if weights must be safetensors. With ``allow_pickle``, False for a folder that has only pickles, for
-        adapters without a model, and for a name on a hub.
+    A name on a hub is not checked. With ``allow_pickle`` the result is False for a folder that has only pickles, for
+    adapters without a model, and for a name on a hub.
 
     Raises:
         ArgumentError: Weights are a pickle (without ``allow_pickle``) or missing (with ``reads_weights``), a file names
@@ -157,7 +156,7 @@ MAX_RANK = 10**5
 def check_adapter_config_file(
     folder: Path, module_names: Sequence[str], *, where: str, fix: str = "use a complete copy of it"
 ) -> None:
-    """Refuse settings in an adapter folder if peft would fail on them, or would match their patterns for minutes.
+    """Refuse an ``adapter_config.json`` on which peft would fail, or whose patterns peft would match for minutes.
 
     Args:
         folder: Folder with an ``adapter_config.json``.
@@ -174,7 +173,7 @@ def check_adapter_config_file(
 
 
 def check_adapter_config(settings: Any, path: Path, names: Sequence[str] = TYPICAL_MODULES, *, where: str) -> None:
-    """Refuse adapter settings of the wrong type, and patterns that are too slow to match on ``names``.
+    """Refuse adapter settings of the wrong type, and patterns that take too long to match on module ``names``.
 
     ``settings`` is the content of the ``adapter_config.json`` at ``path``; ``where`` is the key that names its folder.
     """
@@ -257,9 +256,9 @@ def refuse_file_changes(name_or_path: str | Path, *, where: str = "model_name_or
 
 
 def _file_states(folders: list[str], to_checksum: set[Path] | None = None) -> dict[Path, State]:
-    """Return the state of each model file in the folders, by path.
+    """Return size, times and inode of each model file in the folders, and the checksums of the files ``to_checksum``.
 
-    ``to_checksum`` is by default the files that changed within ``SETTLED_SECONDS``.
+    By default these are the files that changed within ``SETTLED_SECONDS``.
     """
     states: dict[Path, State] = {}
     for folder in folders:
@@ -281,7 +280,7 @@ def _file_checksum(path: Path) -> str:
 
 @contextmanager
 def read_without_mmap(name_or_path: str | Path) -> Iterator[None]:
-    """Context manager: transformers and peft read safetensors without mmap, if they fit in half of the free memory."""
+    """Context manager: transformers and peft read safetensors without mmap if the files fit in half the free memory."""
     with ExitStack() as stack:
         if _local_rank_count() * _safetensors_bytes(name_or_path) <= usable_host_bytes() // 2:
             safe_open = hf_internal(SAFE_OPEN)
@@ -300,12 +299,10 @@ def read_without_mmap(name_or_path: str | Path) -> Iterator[None]:
 
 
 def _open_without_mmap(safe_open: Any, filename: Any, framework: str, device: Any = "cpu", *, backend: str = "") -> Any:
-    """Open a file with safetensors' ``safe_open``, with the backend that does not map the file."""
     return safe_open(filename, framework=framework, device=device, backend=READ_BACKEND)
 
 
-def _local_rank_count() -> int:
-    """Return the number of ranks on this machine. All ranks load at the same time, each into its own memory."""
+def _local_rank_count() -> int:  # all ranks of a machine load at the same time
     rank_count = os.environ.get("LOCAL_WORLD_SIZE", "")
     return max(1, int(rank_count)) if rank_count.isascii() and rank_count.isdecimal() else 1
 
@@ -319,13 +316,13 @@ def _safetensors_bytes(name_or_path: str | Path) -> int:
 
 
 def _folder_and_base(name_or_path: str | Path) -> list[str]:
-    """Return the folder and, if it contains adapters that name a local base, the folder of the base."""
+    """Return the folder and, if it contains adapters whose base is a local folder, the folder of the base."""
     base = local_adapter_base(str(name_or_path))
     return [str(name_or_path), *([] if base is None else [base])]
 
 
 def local_adapter_base(name_or_path: str) -> str | None:
-    """Return the local folder of the base that the adapters in ``name_or_path`` name; None without such a folder."""
+    """Return the base of the adapters in ``name_or_path``, if it is a local folder; else None."""
     try:
         folder = Path(name_or_path).expanduser()
         settings = folder / "adapter_config.json"

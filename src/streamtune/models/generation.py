@@ -36,7 +36,7 @@ def all_eos_token_ids(model: nn.Module, tokenizer: Any) -> list[int]:
 
 
 def add_eos_token_ids(model: nn.Module, token_ids: Sequence[int]) -> list[int]:
-    """Add EOS token ids to a copy of a model's generation config; return the ids that are new in the config."""
+    """Add EOS token ids to a copy of the model's generation config; return the ids that the config did not have."""
     base: Any = base_of(model)
     known = eos_token_ids(getattr(base, "generation_config", None))
     new = [token_id for token_id in token_ids if token_id not in known]

@@ -71,7 +71,7 @@ class ParameterCount:
 
 
 def count_parameters(model: torch.nn.Module) -> ParameterCount:
-    """Return the numbers of all and of trained weights; a quantised parameter counts with its dequantised size.
+    """Return the number of all parameters and of trained ones; quantised weights count with their unpacked size.
 
     Example:
         >>> count_parameters(torch.nn.Linear(3, 2)).total
@@ -249,7 +249,6 @@ def build_meta_model(
 
 
 def read_unquantized_config(name_or_path: str, trust_remote_code: bool) -> Any:
-    """Return the configuration of a checkpoint; refuse weights that are already quantised."""
     check_path_exists(name_or_path)
     check_model_folder(name_or_path, allow_pickle=True, reads_weights=False)
     config = read_config(name_or_path, trust_remote_code)
@@ -263,7 +262,7 @@ def read_unquantized_config(name_or_path: str, trust_remote_code: bool) -> Any:
 
 
 def make_small_copy(model: Any, layers: Sequence[nn.Module], *, seed: int) -> PreTrainedModel:
-    """Return a model like ``model`` with random weights and only so many first layers that each kind of layer occurs.
+    """Return a model like ``model`` with random weights and only the first layers that include each kind of layer.
 
     Adapters are left out, and no weights are read. The global generator state does not change.
     """
@@ -282,7 +281,7 @@ def make_small_copy(model: Any, layers: Sequence[nn.Module], *, seed: int) -> Pr
 
 
 def _layer_count_with_all_kinds(config: Any, layers: Sequence[nn.Module]) -> int:
-    """Return how many of the first layers are needed such that each kind of layer occurs."""
+    """Return the smallest number of first layers that include every kind of layer."""
     types = getattr(config, "layer_types", None) or [""] * len(layers)
     kinds = [
         (type(layer), kind, tuple((name, tuple(x.shape)) for name, x in layer.named_parameters()))

@@ -33,7 +33,7 @@ MAX_WEIGHTS = 1 << 30
 
 
 class Codes(Protocol):
-    """Packed weights of all experts of a layer."""
+    """Packed weights of all experts of a layer, ``[E, M, N]`` when dequantised."""
 
     @property
     def shape(self) -> torch.Size:
@@ -59,7 +59,7 @@ class Codes(Protocol):
 
 @dataclass(frozen=True)
 class Int8Codes:
-    """Integers from -127 to 127, and their scales."""
+    """Expert weights as integers from -127 to 127, with a scale for each output channel."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -70,7 +70,7 @@ class Int8Codes:
 
     @classmethod
     def pack(cls, weight: Tensor, device: torch.device, *, transposed: bool) -> Int8Codes:
-        """Pack ``[E, M, N]``, one expert at a time, on ``device``.
+        """Quantise weights ``[E, M, N]`` on ``device``, one expert at a time.
 
         Output channels are along M, or along N if ``transposed``.
         """
@@ -103,7 +103,7 @@ class Int8Codes:
 
 @dataclass(frozen=True)
 class Nf4Codes:
-    """Indices into the nf4 table, two per byte, and block scales, which are quantised to 8 bits.
+    """Expert weights as indices into the nf4 table, two per byte, and block scales, which are quantised to 8 bits.
 
     Each expert is padded with zeros to whole blocks, so that no block spans two experts.
     """
@@ -123,7 +123,7 @@ class Nf4Codes:
 
     @classmethod
     def pack(cls, weight: Tensor, device: torch.device) -> Nf4Codes:
-        """Pack ``[E, M, N]``, a few experts at a time, on ``device``."""
+        """Quantise weights ``[E, M, N]`` on ``device``, a few experts at a time."""
         from bitsandbytes import functional
 
         count, size = weight.shape[0], weight.shape[1:].numel()
@@ -197,7 +197,6 @@ class PackedExperts(Tensor):
 
     @staticmethod
     def __new__(cls, codes: Codes, dtype: torch.dtype | None = None) -> PackedExperts:
-        """Make a tensor without storage."""
         made: PackedExperts = Tensor._make_wrapper_subclass(
             cls, codes.shape, dtype=dtype or codes.dtype, device=codes.device, requires_grad=False
         )
@@ -205,11 +204,10 @@ class PackedExperts(Tensor):
         return made
 
     def packed_tensors(self) -> tuple[Tensor, ...]:
-        """Return the tensors that contain the packed weights."""
         return self.codes.tensors()
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Return all weights, ``[E, M, N]``, computed in ``dtype``; None computes and rounds as a call does."""
+        """Return all weights ``[E, M, N]``, computed in ``dtype``; by default as when the weights are used."""
         count = self.codes.shape[0]
         if dtype is None:
             return self.dequantize_range(0, count)
@@ -217,7 +215,6 @@ class PackedExperts(Tensor):
             return self.codes.dequantize(0, count, dtype)
 
     def dequantize_range(self, start: int, stop: int) -> Tensor:
-        """Return the weights of experts ``start`` to ``stop - 1``."""
         with torch.no_grad():
             return self.codes.dequantize(start, stop, self.codes.dtype).to(self.dtype)
 
@@ -228,7 +225,7 @@ class PackedExperts(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Call functions that read metadata on the packed tensor, other functions with dequantised weights."""
+        """Call metadata functions with packed tensors, and all other functions with dequantised weights."""
         kwargs = kwargs or {}
         if (override := OVERRIDES.get(func)) is not None:
             return override(*args, **kwargs)
@@ -241,7 +238,7 @@ class PackedExperts(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Call operators below autograd with dequantised weights; ``detach`` returns a packed tensor."""
+        """Call operators with dequantised weights, except ``detach``, which returns a packed tensor."""
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             return _cast_packed(args[0])
         if func is torch.ops.aten.set_.source_Tensor:  # in-place torch functions reach only this level
@@ -264,7 +261,6 @@ def pack_experts(weight: Tensor, kind: str, device: torch.device, *, transposed:
 
 
 def has_packed_experts(model: nn.Module) -> bool:
-    """Return True if a model has packed experts, sharded or not."""
     return any(isinstance(x, PackedExperts) for module in model.modules() for x in module._parameters.values()) or any(
         "packed_experts" in vars(module) for module in model.modules()
     )
@@ -318,7 +314,7 @@ def _override_set_data(tensor: PackedExperts, value: PackedExperts) -> None:
 
 
 def _override_set(tensor: PackedExperts, value: Tensor) -> PackedExperts:
-    """Return ``tensor.set_(value)``: when peft parametrizes a tensor for a call, torch sets the tensor to itself."""
+    """Return ``tensor.set_(value)``; when peft parametrizes a tensor for a call, torch sets the tensor to itself."""
     if not isinstance(value, PackedExperts) or value.codes is not tensor.codes:
         raise TypeError("packed experts are frozen: they cannot be set to other values")
     return tensor
@@ -367,7 +363,7 @@ OVERRIDES: dict[Any, Callable[..., Any]] = {
 
 
 def shard_packed_experts(module: nn.Module, dtype: torch.dtype) -> None:
-    """Let ranks shard packed expert weights: the codes become a parameter of ``dtype`` with the same bits.
+    """Make packed expert weights shardable: the codes become a parameter of ``dtype`` with the same bits.
 
     Hooks around each call rebuild the packed tensors from the gathered codes. The scales are not sharded: each rank's
     module has all scales. ``module`` contains the experts, or is the outermost adapter wrapper around their module.

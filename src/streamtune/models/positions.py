@@ -105,7 +105,7 @@ class RopeChange:
             ) from error
 
     def _changed_parameters(self, old: Mapping[str, Any], old_limit: int) -> tuple[dict[str, Any], int]:
-        """Return the new ``rope_parameters``, and the number of positions that the model then supports.
+        """Return new ``rope_parameters`` in place of ``old``, and the number of positions that the model then supports.
 
         ``old_limit`` is the number of positions that the model supports with ``old``.
         """
@@ -132,7 +132,7 @@ class RopeChange:
 
 
 def position_limit(config: Any) -> int | None:
-    """Return the number of positions that a model supports, with scaling; None if its configuration has no limit."""
+    """Return how many positions a model supports, with rotary scaling; None if its configuration has no limit."""
     limit = _configured_limit(config)
     for kind in _scaled_rope_parameters(config) if limit is not None else ():
         # In some configurations max_position_embeddings excludes the scaling, as Qwen's pages advise for YaRN.
@@ -145,7 +145,7 @@ def position_limit(config: Any) -> int | None:
 
 
 def pretrained_position_limit(config: Any) -> int | None:
-    """Return the number of positions of a model's pretraining, without scaling; None without a limit in its config."""
+    """Return how many positions a model was pretrained for, without rotary scaling; None if its config has no limit."""
     limit = _configured_limit(config)
     for kind in _scaled_rope_parameters(config) if limit is not None else ():
         if isinstance(original := kind.get(ORIGINAL), int):
@@ -176,7 +176,7 @@ def _configured_limit(config: Any) -> int | None:
 
 
 def _scaled_rope_parameters(config: Any) -> list[Mapping[str, Any]]:
-    """Return the dicts of ``rope_parameters`` that have a scaling: one dict, or one for each kind of layer."""
+    """Return the dicts of ``rope_parameters`` that scale positions: at most one, or one per kind of layer."""
     kinds = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
     nested = bool(kinds) and all(isinstance(kind, dict) for kind in kinds.values())
     return [kind for kind in (kinds.values() if nested else [kinds]) if kind.get("rope_type", "default") != "default"]

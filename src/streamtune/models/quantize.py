@@ -134,7 +134,7 @@ def unquantized_experts_note(model: nn.Module) -> str | None:
 
 
 def _parameter_bytes(parameter: torch.Tensor) -> int:
-    """Return the size of a parameter in bytes; a quantised linear weight counts without its scales."""
+    """Return the size of a parameter in bytes, without the scales of a quantised linear weight."""
     if isinstance(parameter, PackedExperts):
         return sum(part.nbytes for part in parameter.packed_tensors())
     packed: torch.Tensor = getattr(parameter, "qdata", parameter)  # the wrapper of torchao's int8 has no bytes
@@ -176,7 +176,7 @@ def dequantize_weight(weight: Any, dtype: torch.dtype = torch.float32) -> torch.
 
 
 def shard_packed_weights(model: nn.Module, *, keeps_parameter_objects: bool) -> None:
-    """Let ranks shard the packed weights of a model: the codes are viewed as numbers of its floating-point dtype.
+    """Make packed weights shardable: their codes become parameters of the model's floating-point dtype.
 
     ZeRO-3 and FSDP2 shard floating-point parameters. Block scales are not sharded: each rank's module has all scales,
     a 32nd of the size of the packed weights.
@@ -233,7 +233,7 @@ def _quantize_layers(
 
 
 def _is_output_dim_last(module: nn.Module, key: str, shape: torch.Size, hidden_size: int) -> bool:
-    """Return True if experts have shape ``[E, in, out]``: by an attribute of their class, else by the hidden size."""
+    """Return True if experts are ``[E, in, out]``, by an attribute of their class, else by the hidden size."""
     if (declared := getattr(module, "is_transposed", None)) is not None:
         return bool(declared)
     first, last = (shape[2], shape[1]) if key.startswith("down") else (shape[1], shape[2])

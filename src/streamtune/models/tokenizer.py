@@ -122,7 +122,7 @@ def load_tokenizer(
     special_tokens: Mapping[str, Any] | None = None,
     added_tokens: Sequence[str] = (),
 ) -> PreTrainedTokenizerBase:
-    """Load a tokenizer from a local folder or by its name on the hub. EOS replaces a missing padding token.
+    """Load a tokenizer from a local folder or by its name on the hub. Without a padding token, EOS is used for padding.
 
     ``special_tokens`` and ``added_tokens`` are added with :func:`add_tokens`.
     """
@@ -171,7 +171,7 @@ def _read_tokenizer(name_or_path: str, trust_remote_code: bool) -> PreTrainedTok
 
 
 def _regular_expressions(value: Any) -> Iterator[str]:
-    """Yield the regular expressions in the JSON of a tokenizer's parts."""
+    """Yield the regular expressions in a component of ``tokenizer.json``, at any depth."""
     if isinstance(value, dict) and isinstance(value.get("Regex"), str):
         yield value["Regex"]
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
@@ -226,9 +226,9 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, special: Mapping[str, Any], a
 def new_token_ids(
     before: Collection[str], tokenizer: PreTrainedTokenizerBase, special: Mapping[str, Any], added: Sequence[str]
 ) -> list[int]:
-    """Return the ids of a recipe's tokens that the tokenizer did not have before, ascending.
+    """Return the ids of the tokens ``special`` and ``added`` that are not in the vocabulary ``before``, ascending.
 
-    ``tokenizer`` already has the recipe's ``special`` and ``added``; before, it had ``before``.
+    ``tokenizer`` already has the tokens.
     """
     vocabulary = tokenizer.get_vocab()
     texts = dict.fromkeys([*_special_token_texts(special), *added])
@@ -242,9 +242,9 @@ def _special_token_texts(special: Mapping[str, Any]) -> list[str]:
 
 @torch.no_grad()
 def add_embedding_rows(model: Any, vocab_size: int, new_token_ids: Collection[int]) -> None:
-    """Enlarge the embedding and the head to the vocabulary, and set the rows of new tokens to the mean row.
+    """Enlarge the embedding and the head for new tokens, and set the rows of new tokens to the mean of the old rows.
 
-    The model must have unquantised weights and no adapters. Spare rows are used before rows are added.
+    The model must have unquantised weights and no adapters. Unused rows are used before rows are added.
     ``vocab_size`` is the number of tokens; ``new_token_ids`` are the ids of the new tokens, which come last.
     """
     if vocab_size > model.get_input_embeddings().weight.shape[0]:

@@ -48,14 +48,14 @@ LAYERS: dict[str, tuple[str, dict[str, str]]] = {
 
 
 def add_transformers4_names(folder: Path) -> None:
-    """Add the names that version 4 reads to the ``config.json`` in a saved folder."""
+    """Add the names of keys that transformers 4 reads to the ``config.json`` in a saved folder."""
     path = folder / "config.json"
     config = with_transformers4_names(json.loads(path.read_text(encoding="utf-8")))
     path.write_text(json.dumps(config, **AS_TRANSFORMERS) + "\n", encoding="utf-8")
 
 
 def with_transformers4_names(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration's dict with version 4's names added, also in nested configurations."""
+    """Return a configuration with the key names of transformers 4 added, also in nested configurations."""
     settings = {
         key: with_transformers4_names(value)
         if isinstance(value, Mapping) and key.endswith("_config")
@@ -98,21 +98,21 @@ def with_transformers4_names(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _expert_count_keys(model_type: str) -> Iterator[tuple[str, str]]:
-    """Yield (written key, other key) for the number of experts in a configuration."""
+    """Yield (saved key, other key) for the keys of a configuration that mean the number of experts."""
     for alias, written in (CONFIG_MAPPING[model_type].attribute_map if model_type in CONFIG_MAPPING else {}).items():
         if alias in EXPERTS and written in EXPERTS:
             yield written, alias
 
 
 def _decode_infinities(value: Any) -> Any:
-    """Return a JSON value with plain infinities: version 5 writes an infinity as an object only for version 5."""
+    """Return a JSON value with plain infinities; transformers 5 writes them as objects that version 4 cannot read."""
     if isinstance(value, Mapping) and value.keys() == {"__float__"}:
         return float(value["__float__"])
     return [_decode_infinities(item) for item in value] if isinstance(value, list) else value
 
 
 def transformers4_tokenizer_config(config: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Return version 5's ``tokenizer_config.json`` with the class and the settings that version 4 reads.
+    """Return a ``tokenizer_config.json`` of transformers 5 with the class and settings that version 4 reads.
 
     The class comes from the files from which ``tokenizer`` was loaded.
     """

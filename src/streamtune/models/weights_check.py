@@ -52,10 +52,10 @@ def refuse_missing_weights(name_or_path: str, model: Any, missing_names: Collect
 
 
 def refuse_unused_tensors(name_or_path: str, model: Any, unused_names: Collection[str]) -> None:
-    """Refuse a checkpoint if an unused tensor belongs to a layer of the model but is not a parameter of the layer.
+    """Refuse a checkpoint with a tensor that belongs to a layer of the model but would not be loaded.
 
     Examples are a bias of a layer without bias, adapters that were not merged, and scales of a quantisation. Without
-    these tensors, the loaded model would differ from the saved model. Tensors of other parts are allowed.
+    these tensors, the loaded model would differ from the saved model. Tensors outside the model's layers are allowed.
     """
     refuse_unloaded_layers(name_or_path, model, unused_names)
     if getattr(model.config, "quantization_config", None) is not None:
@@ -86,7 +86,7 @@ def refuse_unused_tensors(name_or_path: str, model: Any, unused_names: Collectio
 
 
 def check_file_dtypes(name_or_path: str, config: Any) -> None:
-    """Refuse safetensors in a folder that are not floating-point, unless config.json has a quantization_config."""
+    """Refuse safetensors weights that are not floating-point, unless config.json has a quantization_config."""
     folder = Path(name_or_path).expanduser()
     if getattr(config, "quantization_config", None) is not None or not folder.is_dir():
         return
@@ -107,7 +107,7 @@ def check_file_dtypes(name_or_path: str, config: Any) -> None:
 
 
 def refuse_unloaded_layers(name_or_path: str, model: Any, unused_names: Collection[str]) -> None:
-    """Refuse a checkpoint with more decoder layers than its ``num_hidden_layers``: the rest would not be loaded."""
+    """Refuse a checkpoint with more decoder layers than its ``num_hidden_layers``: the others would not be loaded."""
     text = model.config.get_text_config(decoder=True)
     count = getattr(text, "num_hidden_layers", None)
     drafts = [getattr(text, key, None) for key in DRAFT_LAYERS]
@@ -133,7 +133,7 @@ def make_shape_error(
     config_shape: tuple[int, ...],
     error_count: int = 1,
 ) -> ArgumentError:
-    """Return the error for a weight whose shape does not fit the configuration, with the key that sets the shape."""
+    """Return the error for a weight whose shape contradicts the configuration; it names the key that sets the shape."""
     keys, where = read_config_json(name_or_path)
     same_dims = len(file_shape) == len(config_shape)
     sizes = [b for a, b in zip(file_shape, config_shape, strict=False) if a != b and same_dims]

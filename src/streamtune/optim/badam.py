@@ -41,7 +41,7 @@ EMBEDDING = re.compile(r"embed|wte|word_embeddings")
 
 @dataclass(frozen=True)
 class WeightBlock:
-    """Names of parameters that are trained together. ``name`` is their layer, or "first to last" for several layers."""
+    """Names of parameters that are trained at the same time; ``name`` is their layer, or "FIRST to LAST" for several."""
 
     name: str
     parameters: frozenset[str]
@@ -55,14 +55,15 @@ def split_blocks(
     include_lm_head: bool = False,
     patterns: Sequence[str] = (),
 ) -> list[WeightBlock]:
-    """Return the blocks of parameters, in the order in which a forward uses the blocks.
+    """Split the parameters into blocks that are trained in turn; the blocks are in the order of a forward.
 
     Args:
         names: Names of the parameters, in the model's order.
         layers_per_block: Number of layers that are trained together.
         include_embedding: True makes the embeddings the first block.
-        include_lm_head: True makes the last block of the parameters outside layers and embeddings.
-        patterns: Regular expressions that replace the split by layers: one block for each expression, of the parameters
+        include_lm_head: True makes a last block of the parameters outside layers and embeddings.
+        patterns: Regular expressions that replace the split by layers. Each expression makes one block, of the
+            parameters
             whose names contain a match. Parameters without a match are not trained.
 
     Raises:
@@ -134,13 +135,13 @@ class BlockOptions:
 
 
 class BlockAdamW(PerWeightOptimizer):
-    """AdamW on one block at a time, which sets ``requires_grad`` to True in the block, to False outside.
+    """AdamW that trains one block of parameters at a time; ``requires_grad`` is False outside the current block.
 
-    The parameter groups contain only the parameters of the block.
+    The parameter groups contain only the parameters of the current block.
 
     Args:
         params: Groups of ``(name, parameter)``.
-        seed: Seed of the random order.
+        seed: Seed of the random order of blocks.
         options: Options of AdamW, and of :class:`BlockOptions`.
 
     Raises:
@@ -167,7 +168,6 @@ class BlockAdamW(PerWeightOptimizer):
 
     @property
     def block(self) -> int:
-        """Index of the block that the next step trains; it depends only on ``steps_taken`` and the seed."""
         mode, start = self.options.switch_mode, self.options.start_block
         count, turn = len(self.blocks), self.steps_taken // self.options.switch_block_every
         if mode == "random":
@@ -208,10 +208,7 @@ class BlockAdamW(PerWeightOptimizer):
             self._switch_to_current_block()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the state of the current block; ``steps_taken`` must be as at the save.
-
-        The state stays in float32; torch's method would cast the state to the weight's dtype.
-        """
+        """Load the state of the current block, in float32. ``steps_taken`` must already be restored."""
         self.state.clear()
         for parameter, _, entry in saved_states(self, state_dict):
             self.state[parameter] = {key: x.detach().to(parameter.device, copy=True) for key, x in entry.items()}
@@ -251,10 +248,10 @@ def _zero_state(weight: Tensor, step_device: torch.device | str) -> dict[str, Te
 
 
 def train_largest_block(model: nn.Module, **options: Any) -> None:
-    """Freeze all weights of a model outside the block whose step needs the most memory and time.
+    """Freeze all weights of a model outside the blocks whose steps need the most time and the most memory.
 
-    The lowest block has the longest backward, and the largest block has the most gradients and moments. If they differ,
-    both stay trainable, which slightly overestimates a step. ``options`` are the fields of :class:`BlockOptions`.
+    The first block has the longest backward, and the largest block has the most gradients and moments. If both blocks
+    differ, a step is slightly overestimated. ``options`` are the fields of :class:`BlockOptions`.
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     found = BlockOptions(**options).split(list(trained))
@@ -268,13 +265,13 @@ def train_largest_block(model: nn.Module, **options: Any) -> None:
 
 
 class RatioAdamW(PerWeightOptimizer):
-    """AdamW on a part of each weight: the ratio variant of BAdam (arXiv 2404.02827, appendix).
+    """AdamW that trains a few values of each weight at a time: the ratio variant of BAdam (arXiv 2404.02827, appendix).
 
-    AdamW trains k = max(1, ratio n) adjacent values of a weight with n values, with moments that start at zero. After
-    ``switch_block_every`` steps it trains k values at another random position. The gradient has all values; the state
-    has 8 k bytes instead of 8 n. 16-bit weights are stepped in float32, as in a block.
+    Of a weight with n values, k = max(1, ratio n) adjacent values are trained, with moments that start at zero. After
+    ``switch_block_every`` steps it trains k values at another random position. The gradient has all n values; the state
+    has 8 k bytes instead of 8 n. 16-bit weights are stepped in a float32 copy of the k values.
 
-    The initial state of a weight may contain the weight's number as ``seed``.
+    ``seed`` in the initial state of a weight, if present, determines the positions.
     """
 
     DEFAULTS: ClassVar = {**ADAMW, "update_ratio": 0.01, "switch_block_every": 50}
@@ -299,5 +296,5 @@ def trained_value_count(value_count: int, ratio: float) -> int:
 
 
 def random_part_start(max_start: int, weight_number: int, turn: int) -> int:
-    """Return the index of the first trained value, from 0 to ``max_start``; ``turn`` counts the switches."""
+    """Return the index of a weight's first trained value, from 0 to ``max_start``; ``turn`` counts the switches."""
     return hash_integers(weight_number, turn) % (max_start + 1)

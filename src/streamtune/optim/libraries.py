@@ -25,7 +25,7 @@ Maker = Callable[[list[nn.Parameter], Options], torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class Rule:
-    """Describes how a library's optimizer steps one weight at a time, and how its state is saved."""
+    """How one kind of library optimizer steps a single weight here, and how the weight's state is saved."""
 
     make: Maker
     group_numbers: Mapping[str, Any] = field(default_factory=dict)
@@ -136,7 +136,7 @@ def _weight_average(weight: Tensor, state: Mapping[str, Any], options: Options) 
 
 
 def _adopt_clip_bound(step: int) -> float:
-    """Return the authors' bound on an update: 1 for their first update, which is the library's second step."""
+    """Return ADOPT's bound on an update, ``t ** 0.25``: the library's second step is the authors' first (t = 1)."""
     return max(step - 1, 1) ** 0.25
 
 

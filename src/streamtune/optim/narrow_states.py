@@ -76,7 +76,7 @@ class NarrowStatesAdamW(PerWeightOptimizer):
         self._workers: _SliceWorkers | None = None
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state of this optimizer or of torch's AdamW. Moments are cast to this optimizer's dtype.
+        """Load a state of this optimizer or of torch's AdamW. Moments are cast to the dtype set in ``states``.
 
         The options in ``OWN_KEYS``, such as the seed, do not change.
         """

@@ -59,7 +59,7 @@ def saved_states(
 def parameter_numbers(optimizer: torch.optim.Optimizer) -> dict[int, int]:
     """Return the index of each parameter in the optimizer, by ``id(parameter)``.
 
-    Call this when the optimizer is built: a step in the backward removes all weights but one from the groups.
+    Call this when the optimizer is built: later, a step during the backward leaves only one weight in the groups.
     """
     every = (parameter for group in optimizer.param_groups for parameter in group["params"])
     return {id(parameter): number for number, parameter in enumerate(every)}
@@ -109,9 +109,9 @@ def random_bits(count: int, device: torch.device, *key: int) -> Tensor:
 
 
 def seeded_generator(device: torch.device, *key: int) -> torch.Generator | None:
-    """Return a random generator on a device; None on ``meta``, which has no values.
+    """Return a random generator on a device; None on ``meta``, where tensors have no values.
 
-    ``key`` determines its seed: the run's seed, the step, the weight, the position in it.
+    ``key`` determines its seed: the run's seed, the step, the number of the weight, and the position in the weight.
     """
     if device.type == "meta":
         return None

@@ -36,7 +36,7 @@ ROUNDED_STEPS = "rounded"
 
 
 class WeightwiseOptimizer(torch.optim.Optimizer):
-    """Steps one weight at a time by a library's optimizer; each group has one such optimizer.
+    """Optimizer that steps each weight separately, with a library's optimizer for each parameter group.
 
     Args:
         groups: Groups with ``params``, ``rule`` (a key of ``RULES``), ``lr``, ``weight_decay`` and the rule's options.
@@ -62,7 +62,6 @@ class WeightwiseOptimizer(torch.optim.Optimizer):
                     self._step_weight(index, group, parameter)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state packed by :func:`pack_state`, in the saved dtypes."""
         self.state.clear()
         for parameter, group, entry in saved_states(self, state_dict):
             self.state[parameter] = _unpack_state(entry, parameter, group)
@@ -99,7 +98,7 @@ class WeightwiseOptimizer(torch.optim.Optimizer):
     def _step_with_library(
         self, index: int, group: dict[str, Any], parameter: nn.Parameter, stepped: nn.Parameter
     ) -> None:
-        """Let the library step ``stepped``, the parameter or its float32 copy, with the parameter's state."""
+        """Let the library step ``stepped``, which is the parameter or its float32 copy, with the parameter's state."""
         rule = RULES[group["rule"]]
         state = self.state[parameter]
         optimizer = self._library_optimizers.get(index)
@@ -134,7 +133,7 @@ class WeightwiseOptimizer(torch.optim.Optimizer):
     def _seeded_draws(
         self, rule: Rule, group: dict[str, Any], parameter: Tensor, state: dict[str, Any]
     ) -> Iterator[None]:
-        """Context manager: seed the random numbers that the rule draws in this step; restore the generators on exit."""
+        """Context manager: seed torch's generators for the rule's random numbers in this step; restore them on exit."""
         if not (rule.random_option and group[rule.random_option]) or parameter.is_meta:
             yield
             return
@@ -145,7 +144,7 @@ class WeightwiseOptimizer(torch.optim.Optimizer):
             yield
 
     def _allocate_on_meta(self, group: dict[str, Any], parameter: nn.Parameter) -> None:
-        """On ``meta``, allocate the library's state of a weight and the temporaries of its step."""
+        """On ``meta``, allocate what the library would: the state of a weight, and the temporaries of its step."""
         entry, shape, width = OPTIMIZERS[group["rule"]], tuple(parameter.shape), parameter.element_size()
         wide: Tensor = parameter
         if _is_rounded_stochastically(parameter, group):
@@ -171,7 +170,7 @@ def _without_compilation(rule: Rule, parameter: Tensor) -> AbstractContextManage
 
 
 def is_averaged(group: Mapping[str, Any]) -> bool:
-    """Return True if evaluation and saving use averages of a group's weights in place of the weights."""
+    """Return True if evaluation and saving replace the weights of a parameter group by their averages."""
     rule = RULES.get(group.get("rule", ""))
     return rule is not None and rule.average is not None
 
@@ -222,7 +221,7 @@ def pack_number(value: float) -> Tensor:
 
 
 def unpack_number(x: Tensor) -> Any:
-    """Return the number that :func:`pack_number` packed; return other tensors, such as a float32 count, unchanged."""
+    """Return the number packed by :func:`pack_number`; return a tensor of another dtype (a float32 count) unchanged."""
     return x.item() if x.dtype in (torch.int64, torch.float64) else x
 
 

@@ -43,14 +43,14 @@ BITS = -1
 
 
 class ZerothOrderSGD(torch.optim.Optimizer):
-    """SGD along random directions, by the slopes measured along these directions. The only state is ``steps_taken``.
+    """SGD along random directions, by the slopes of the loss measured along them. The only state is ``steps_taken``.
 
     Args:
         params: Parameters, or groups of them.
         lr: Learning rate.
         weight_decay: Decoupled weight decay.
-        eps: Factor of z: the distance from the weights at which losses are measured.
-        directions: Number of directions per step, n.
+        eps: Distance from the weights, along a direction, at which losses are measured.
+        directions: Number of directions per step.
         seed: Seed of the random numbers.
     """
 
@@ -70,12 +70,11 @@ class ZerothOrderSGD(torch.optim.Optimizer):
         self._weight_number = parameter_numbers(self)
 
     def trains(self, parameter: Tensor) -> bool:
-        """Return True if the optimizer steps this parameter."""
         return id(parameter) in self._weight_number
 
     @torch.no_grad()
     def perturb(self, parameter: Tensor, direction: int, sign: int) -> None:
-        """Set a weight w to w + sign eps z, rounded to w's dtype, with the z of a direction; ``sign`` is 1 or -1."""
+        """Set a weight w to w + sign eps z in place, rounded to w's dtype; z is the random direction ``direction``."""
         with _flat_weight(parameter) as flat:
             for span in loop_or_simulate(flat_slices(flat), flat.device):
                 z = self._draw_direction(parameter, direction, span, flat)
@@ -104,17 +103,17 @@ class ZerothOrderSGD(torch.optim.Optimizer):
         return moved / max(total, 1)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Do nothing: weights have no state."""
+        """Do nothing: this optimizer stores no state for the weights."""
 
     def _draw_direction(self, parameter: Tensor, direction: int, span: slice, flat: Tensor) -> Tensor:
-        """Return z for a slice of a weight, ``[n]``, in float32, or wider if the weight is wider."""
+        """Return a slice ``[n]`` of a weight's random direction, in float32 (float64 for a float64 weight)."""
         wide = torch.promote_types(flat.dtype, torch.float32)
         z = torch.empty(span.stop - span.start, dtype=wide, device=flat.device)
         key = (self.seed, self.steps_taken, direction, self._weight_number[id(parameter)], span.start)
         return z.normal_(generator=seeded_generator(flat.device, *key))
 
     def _measured_direction(self, parameter: Tensor, direction: int, span: slice, flat: Tensor) -> Tensor:
-        """Return d, the direction along which the loss was measured, for a slice of a weight: ``[n]``, z's dtype."""
+        """Return the direction ``[n]`` in which a slice of a weight really moved, which rounding made differ from z."""
         z = self._draw_direction(parameter, direction, span, flat).mul_(self.eps)
         weight = flat[span]
         above = (weight + z).to(weight.dtype)  # added in the wider dtype, then rounded as in `perturb`
@@ -141,10 +140,13 @@ class ZerothOrderSGD(torch.optim.Optimizer):
 def perturb_weights(
     optimizer: ZerothOrderSGD, model: nn.Module, layers: Sequence[nn.Module], direction: int, sign: int
 ) -> Iterator[None]:
-    """Context manager: the model computes with all trained weights at w + sign eps z; on exit w is restored exactly.
+    """Context manager: the model computes with its trained weights w at w + sign eps z; on exit w is restored exactly.
 
-    A layer's weights are perturbed only during the layer's call. Weights outside layers, or shared by a layer and
-    another module, are perturbed until the context ends. So only these weights and one layer have copies.
+    ``z`` is the random direction with index ``direction``. A layer's weights are perturbed only during the layer's
+    call.
+    Weights outside layers, or shared by a layer and another module, are perturbed until the context ends. So copies
+    exist
+    only of these weights and of one layer.
 
     Args:
         optimizer: Optimizer with eps, the seed, and the trained weights.
@@ -190,7 +192,7 @@ def perturb_weights(
 def _split_by_layer(
     optimizer: ZerothOrderSGD, model: nn.Module, layers: Sequence[nn.Module]
 ) -> tuple[list[list[Tensor]], list[Tensor]]:
-    """Return the trained weights that belong only to layers, one list for each layer, and all other trained weights."""
+    """Return a list for each layer of the trained weights that belong only to layers, and a list of all other ones."""
     layer_modules = {id(module) for layer in layers for module in layer.modules()}
     outside_ids = {
         id(parameter)
@@ -207,7 +209,7 @@ def _split_by_layer(
 
 @contextmanager
 def _flat_weight(parameter: Tensor) -> Iterator[Tensor]:
-    """Context manager: yield a weight as a flat tensor ``[n]``; on exit, changes are copied into a strided weight."""
+    """Context manager: yield a weight as a flat tensor ``[n]``. If this is a copy, changes are copied back on exit."""
     whole = parameter.detach()
     if whole.is_contiguous():
         yield whole.view(-1)

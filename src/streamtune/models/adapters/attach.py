@@ -105,7 +105,10 @@ def add_adapters(
 
 
 def make_loftq_quantizer(spec: AdapterSpec, *, iterations: int, seed: int) -> LoftqQuantizer:
-    """Return the quantiser for a model with ``loftq`` adapters; it decomposes each layer ``iterations`` times."""
+    """Return the quantiser of a model for adapters of kind ``loftq``.
+
+    ``iterations`` is the number of times that each layer is quantised and its error decomposed.
+    """
 
     def rank_and_scale_by_layer(model: PreTrainedModel) -> dict[str, tuple[int, float]]:
         with torch.device("meta"):
@@ -227,7 +230,7 @@ def _refuse_zero_rows(adapted: Any) -> None:
 
 
 def _check_rank_of_recipe(layers: Sequence[Any], spec: AdapterSpec) -> None:
-    """Refuse an odd number of reflections, and a rank above the size of every layer, which gains nothing."""
+    """Refuse an odd number of Householder reflections, and a rank above the size of every layer."""
     if spec.adapter_kind.even_rank and spec.r % 2:
         raise ArgumentError(
             f"the number of reflections must be even, found {spec.r}: they start in pairs that cancel each other",
@@ -261,7 +264,7 @@ def _is_paca_layer(layer: Any) -> bool:
 
 
 def convert_to_lora(adapted: Any, weights: Mapping[str, Tensor] | None = None) -> tuple[PeftConfig, dict[str, Tensor]]:
-    """Return the configuration and tensors of a model's adapters, converted to a plain LoRA on the original base.
+    """Return the configuration and tensors of a model's adapters, converted to a plain LoRA on the unchanged base.
 
     :func:`is_converted_when_saved` must be True. ``weights`` is the state to write, by default the model's state.
     """
@@ -323,7 +326,6 @@ def load_run_adapters(
 
 
 def _adapter_weights_file(folder: Path) -> Path:
-    """Return the path of the adapters' weights; refuse a folder without safetensors."""
     if not (path := folder / "adapter_model.safetensors").is_file():
         raise ArgumentError(f"{folder} has no adapters in safetensors", where="--resume", fix="use another checkpoint")
     return path

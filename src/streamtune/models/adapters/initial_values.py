@@ -49,7 +49,7 @@ CONSTANT = (f"lora_A.{START}.weight", f"lora_B.{START}.weight")
 
 
 def initialize_from_weights(adapted: Any, spec: AdapterSpec) -> None:
-    """Set the initial values of LoRA to the leading part of each weight; refuse quantised weights."""
+    """Set the initial factors of adapters from a decomposition of each weight; refuse quantised weights."""
     for name, layer in lora_layers(adapted):
         weight = layer.get_base_layer().weight
         if weight.device.type == "meta":
@@ -85,7 +85,7 @@ FACTORS_OF_WEIGHT: Mapping[str, FactorsOfWeight] = {"pissa": _pissa_factors, "ol
 
 
 def set_initial_factors(layer: Any, factor_a: Tensor, factor_b: Tensor) -> None:
-    """Set a layer's trained adapter to ``A0`` ``[r, in]`` and ``B0`` ``[out, r]``, and the constant one to -B0 A0."""
+    """Set a layer's trained adapter to ``A0`` ``[r, in]`` and ``B0`` ``[out, r]``, its constant adapter to -B0 A0."""
     a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
     a.copy_(factor_a)
     b.copy_(factor_b)
@@ -101,7 +101,10 @@ def initial_value_tensors(adapted: Any) -> Iterator[Tensor]:
 
 
 def add_constant_adapter(adapted: Any) -> None:
-    """Add the constant adapter, with values in buffers: peft would train the parameters of active adapters."""
+    """Add a second, constant adapter to each layer, which cancels the initial values of the trained adapter.
+
+    Its values are buffers, because peft would train the parameters of active adapters.
+    """
     plain = copy.deepcopy(adapted.peft_config["default"])
     plain.lora_dropout, plain.modules_to_save, plain.trainable_token_indices = 0.0, None, None
     adapted.add_adapter(START, plain)
@@ -198,7 +201,7 @@ def gradient_sum_bytes(adapted: Any) -> int:
 
 @contextmanager
 def _train_only_adapted_weights(adapted: nn.Module, name_by_weight_id: dict[int, str]) -> Iterator[None]:
-    """Context manager: only base weights with adapters require a gradient; their names are by ``id(weight)``."""
+    """Context manager: only base weights that have adapters require a gradient."""
     parameters = [(parameter, parameter.requires_grad) for parameter in adapted.parameters()]
     for parameter, _ in parameters:
         parameter.requires_grad_(id(parameter) in name_by_weight_id)
@@ -241,14 +244,15 @@ class LayerQuantizer(Protocol):
         """
 
     def record_on(self, model: PreTrainedModel) -> None:
-        """Store the factors that adapters and checkpoints need as attributes of the model, after the last layer."""
+        """After the last layer, store the factors that adapters and checkpoints need as attributes of the model."""
 
 
 class LoftqQuantizer:
-    """Quantises layers by LoftQ and computes the initial values of their adapters.
+    """Quantises layers by LoftQ and computes the initial values of their adapters from the quantisation errors.
 
-    ``rank_and_scale_by_layer`` returns rank and scale of each layer with adapters, by name. ``iterations`` is T of the
-    paper, ``seed`` the seed of the decompositions.
+    ``rank_and_scale_by_layer`` returns rank and scale of each layer with adapters, by name. ``iterations`` is the
+    number
+    of times that a layer is quantised; ``seed`` is the seed of the decompositions.
     """
 
     def __init__(
@@ -297,7 +301,7 @@ class LoftqQuantizer:
 
 
 class SavedLoftqQuantizer:
-    """Quantises layers as an earlier LoftQ run did, which subtracted factors from the weights first.
+    """Quantises layers as the LoftQ run that saved the adapters: first subtracts that run's factors from the weights.
 
     ``subtracted`` has these factors, ``A`` and ``s B``, by the layer's name.
     """
@@ -336,7 +340,7 @@ class SavedLoftqQuantizer:
         return quantise(_subtract_product(weight, subtracted))[0]
 
     def record_on(self, model: PreTrainedModel) -> None:
-        """Check that the factors of all layers were subtracted, and store the factors in the model."""
+        """Check that the factors of all layers were subtracted, and store the factors as an attribute of the model."""
         if self._unused:
             raise self._other_model_error(min(self._unused))
         setattr(model, SUBTRACTED, self._subtracted)
@@ -350,7 +354,10 @@ class SavedLoftqQuantizer:
 
 
 def initialize_from_quantization_error(model: PreTrainedModel, layers: Iterable[tuple[str, Any]]) -> None:
-    """Set the initial values of adapters from quantisation errors; ``layers`` has (name in the base, layer)."""
+    """Initialise adapters from the quantisation errors of their layers.
+
+    ``layers`` yields pairs (name in the base model, layer).
+    """
     if not hasattr(model, FACTORS):
         raise ArgumentError(
             "adapters of kind loftq start from the quantisation error, and no weights of this model were quantised for "

@@ -57,19 +57,19 @@ class PacaLinear(lora.Linear):
         super().__init__(base_layer, adapter_name, config=config, **options)
 
     def update_layer(self, adapter_name: str, r: int, *args: Any, **options: Any) -> None:
-        """Add an adapter as peft does, with columns in place of ``A``."""
+        """Add an adapter as peft does, with selected columns of the weight in place of LoRA's ``A``."""
         super().update_layer(adapter_name, r, *args, **options)
         index = torch.randperm(self.in_features)[:r].sort().values
         self.lora_A[adapter_name] = Columns(index.to(self.get_base_layer().weight.device), self.in_features)
 
     def get_delta_weight(self, adapter: str) -> Tensor:
-        """Return ``D`` in the weight's layout: ``[out, in]``, or ``[in, out]`` for ``Conv1D``."""
+        """Return the change of the weight in its layout: ``[out, in]``, or ``[in, out]`` for ``Conv1D``."""
         columns, index = self.lora_B[adapter].weight, self.lora_A[adapter].index
         delta = columns.new_zeros(self.out_features, self.in_features).index_copy(1, index, columns)
         return delta.T if self.fan_in_fan_out else delta
 
     def forward(self, x: Tensor, *args: Any, **options: Any) -> Tensor:
-        """Return ``x (W + D)' + b``, ``[..., out]``."""
+        """Return ``x (W + D)' + b``, ``[..., out]``; D is the change of the trained columns."""
         if self.disable_adapters or self.merged:
             return super().forward(x, *args, **options)
         (name,) = self.active_adapters
@@ -78,7 +78,7 @@ class PacaLinear(lora.Linear):
 
 
 class _LinearWithColumns(torch.autograd.Function):
-    """``x (W + D)' + b`` with gradients for ``x`` and for the trained columns of ``D``."""
+    """``x (W + D)' + b`` with gradients for ``x`` and for the trained columns of the change ``D``."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, columns: Tensor, base: Any, index: Tensor, is_transposed: bool) -> Tensor:

@@ -24,14 +24,13 @@ PEFT_FORM = r"(.*\.)?({})$"
 
 @contextmanager
 def suppress_pattern_warnings() -> Iterator[None]:
-    """Context manager: suppress peft's warning that a pattern matched nothing; peft warns even if experts match."""
+    """Context manager: suppress peft's warning that a pattern matched no module: the pattern may match experts."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=r"The following \w+_pattern keys", category=RuntimeWarning)
         yield
 
 
 def is_unquantized(weight: Any) -> bool:
-    """Return True if a weight is not quantised."""
     return type(weight) is nn.Parameter and weight.is_floating_point()
 
 
@@ -40,12 +39,15 @@ def linear_layer_names(model: nn.Module) -> list[str]:
 
 
 def has_suffix(name: str, suffix: str) -> bool:
-    """Return True if ``suffix`` is the whole name, or follows a dot at its end: so peft matches target names."""
+    """Return True if ``name`` is ``suffix`` or ends in ``.suffix``, as peft matches target names."""
     return name == suffix or name.endswith(f".{suffix}")
 
 
 def match_suffixes(suffixes: Sequence[str], names: Sequence[str], where: str, kind: str, model: nn.Module) -> list[str]:
-    """Return the names that end in one of ``suffixes``; refuse a suffix without match (``kind``: word in the error)."""
+    """Return the names that end in one of ``suffixes``; refuse a suffix that no name ends in.
+
+    ``where`` is the recipe key for the error, and ``kind`` the error's word for a name, such as ``module``.
+    """
     for suffix in suffixes:
         if not any(has_suffix(name, suffix) for name in names):
             known = sorted({name.rsplit(".", 1)[-1] for name in names} - {str(i) for i in range(len(names))})
@@ -143,7 +145,7 @@ def write_expert_targets(model: PreTrainedModel, spec: AdapterSpec, config: Peft
 
 
 def selected_tied_layers(model: PreTrainedModel, suffixes: Sequence[str]) -> list[str]:
-    """Return the names of the embedding and the head that ``suffixes`` selects; an empty list if they are not tied."""
+    """Return the names of the tied embedding and head that end in one of ``suffixes``; an empty list if not tied."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if head is None or embedding.weight is not head.weight:
         return []
@@ -152,7 +154,7 @@ def selected_tied_layers(model: PreTrainedModel, suffixes: Sequence[str]) -> lis
 
 
 def embedding_and_head_names(model: PreTrainedModel) -> list[str]:
-    """Return the last parts of the names of embedding and head; only the embedding's name part if they are tied."""
+    """Return the last name components of the embedding and the head, such as ``lm_head``; no head if they are tied."""
     ends = [model.get_input_embeddings(), model.get_output_embeddings()]
     if ends[1] is None or ends[0].weight is ends[1].weight:  # peft trains a tied head with the embedding
         del ends[1]
