@@ -33,7 +33,7 @@ from streamtune.models.folder import pickle_names
 
 
 def read_config(name_or_path: str, trust_remote_code: bool) -> Any:
-    """Return the checked configuration of a checkpoint, without hub kernels; None for a folder that has only adapters."""
+    """Return the checked configuration of a checkpoint, without hub kernels; None for a folder with adapters only."""
     folder = Path(name_or_path)
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
         return None

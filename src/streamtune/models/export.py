@@ -133,7 +133,7 @@ def save_pretrained(
 
 @contextmanager
 def _sort_module_names(configs: Iterable[Any]) -> Iterator[None]:
-    """Context manager: turn sets in peft's configurations into sorted lists, so that all processes write equal files."""
+    """Context manager: sort the sets in peft's configurations into lists, so that all processes write equal files."""
     sets = [(config, key, value) for config in configs for key, value in vars(config).items() if isinstance(value, set)]
     for config, key, value in sets:
         setattr(config, key, sorted(value))

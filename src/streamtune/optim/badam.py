@@ -41,7 +41,7 @@ EMBEDDING = re.compile(r"embed|wte|word_embeddings")
 
 @dataclass(frozen=True)
 class WeightBlock:
-    """Names of parameters that are trained at the same time; ``name`` is their layer, or "FIRST to LAST" for several."""
+    """Names of the parameters of a block, trained together. ``name`` is their layer, or "FIRST to LAST" for several."""
 
     name: str
     parameters: frozenset[str]

@@ -135,7 +135,7 @@ class GaLoreAdamW(PerWeightOptimizer):
         return projections.get(True), projections.get(False)
 
     def _averaged_gradient(self, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
-        """Return what the moments average: the projected gradient, ``[m, r]`` or ``[r, r]``; a subclass may change it."""
+        """Return what the moments average: the projected gradient, ``[m, r]`` or ``[r, r]``. Subclasses change it."""
         return grad
 
     def _compute_projection(
