@@ -108,7 +108,7 @@ def saved(count: FlopCount, rows: Sequence[data.Example]) -> str:
 
 def counted(turns: int) -> list[str]:
     sizes, parts = COUNTED
-    count = FlopCount.of_model(qwen3_8b())
+    count = FlopCount.from_model(qwen3_8b())
     lines = [
         f"| reasoning | {' | '.join(f'{tokens:,} tokens' for tokens in sizes)} |",
         f"|{'---:|' * (1 + len(sizes))}",
@@ -122,7 +122,7 @@ def counted(turns: int) -> list[str]:
 def conversations(options: argparse.Namespace, console: Console) -> str:
     hidden = options.hidden
     model = Qwen3ForCausalLM(Qwen3Config(**shape_of(hidden, options.layers))).train()
-    count = FlopCount.of_model(model)
+    count = FlopCount.from_model(model)
     streamtune.stream(model, schedule=SCHEDULE)
     processor_seconds(model, collate_prefix_batch(conversation(2048, 2, 0.5)))
     lines = ["| tokens | reasoning | apart | together | operations | time |", "|---:|---:|---:|---:|---:|---:|"]

@@ -21,7 +21,7 @@ from streamtune.optim.badam import random_part_start
 from streamtune.optim.libraries import RULES
 from streamtune.optim.matrix_optimizers import normalize_rows_and_columns
 from streamtune.optim.narrow_states import pack_expanded, unpack_expanded
-from streamtune.plan.simulate.memory import distinct_bytes
+from streamtune.plan.simulate.memory import storage_bytes
 from streamtune.train import HostOptimizer, InBackwardBackend, LocalBackend
 from streamtune.train.slices import SliceReader, write_slices
 
@@ -334,7 +334,7 @@ def check_bytes(name: str, args: dict[str, Any]) -> None:
         for (key, parameter), other in zip(model.named_parameters(), planned.parameters(), strict=True):
             want = state_bytes(name, tuple(parameter.shape), dtype.itemsize, args, in_layer=is_in_layer(key))
             got, meta = (
-                distinct_bytes(x for _, x in state_tensors(each.state.get(p, {})))
+                storage_bytes(x for _, x in state_tensors(each.state.get(p, {})))
                 for each, p in ((optimizer, parameter), (simulated, other))
             )
             assert got == want, key

@@ -12,7 +12,7 @@ from torch import Tensor
 from streamtune.base.optimizer_table import OPTIMIZERS, PLAIN_STEP, state_bytes
 from streamtune.ops.devices import simulate_device_type
 from streamtune.optim import OptimChoice, build_optimizer, set_learning_rate, state_tensors
-from streamtune.plan.simulate.memory import distinct_bytes
+from streamtune.plan.simulate.memory import storage_bytes
 from streamtune.train.slices import SliceReader, write_slices
 
 from .test_optimizer_table import ARGS, ON_CPU, Net, backend_of, is_in_layer, ours, run_steps
@@ -113,7 +113,7 @@ def test_states_are_float32_and_planned_as_such(name: str) -> None:
     for (key, parameter), other in zip(model.named_parameters(), planned.parameters(), strict=True):
         want = state_bytes(name, tuple(parameter.shape), 4, ARGS.get(name, {}), in_layer=is_in_layer(key))
         got, meta = (
-            distinct_bytes(x for _, x in state_tensors(each.state.get(p, {})))
+            storage_bytes(x for _, x in state_tensors(each.state.get(p, {})))
             for each, p in ((optimizer, parameter), (simulated, other))
         )
         assert got == want, key

@@ -156,5 +156,5 @@ def test_what_the_host_takes_for_an_operator_is_not_the_devices(monkeypatch: pyt
 
     monkeypatch.setattr(calibrate._Clock, "_synchronize", wait)
     monkeypatch.setattr(calibrate, "time", SimpleNamespace(perf_counter=lambda: now, process_time=lambda: now))
-    assert calibrate._Clock(torch.device("cpu")).fastest_seconds(hand_over) == pytest.approx(3.5e-3)
-    assert calibrate._Clock(torch.device("cuda")).fastest_seconds(hand_over) == pytest.approx(2.5e-3, rel=0.01)
+    assert calibrate._Clock(torch.device("cpu")).time_fastest_run(hand_over) == pytest.approx(3.5e-3)
+    assert calibrate._Clock(torch.device("cuda")).time_fastest_run(hand_over) == pytest.approx(2.5e-3, rel=0.01)

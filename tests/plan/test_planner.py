@@ -18,9 +18,9 @@ from streamtune.errors import ArgumentError
 from streamtune.models import ModelOptions, build_meta_model
 from streamtune.plan import Limits, Rates, as_fixed_fields, choose, evaluate_schedule
 from streamtune.plan.choices import SearchSpace, enumerate_candidates, excess_bytes
-from streamtune.plan.estimate import Estimator, Figures
+from streamtune.plan.estimate import Estimator, StepCost
 from streamtune.plan.planner import add_offloaded_weights
-from streamtune.plan.refusal import longest_row_up_to, smallest_schedule, smallest_step
+from streamtune.plan.refusal import least_memory_schedule, longest_row_up_to, simulate_least_memory_step
 from streamtune.plan.simulate import Simulation, Workload, simulate
 from streamtune.plan.simulate.memory import device_model_bytes, host_model_bytes, model_bytes
 from streamtune.plan.simulate.meta_operators import meta_copy
@@ -90,7 +90,7 @@ def estimator(workload: Workload, known: Any, chunks: tuple[int, ...] = (512, 10
 )
 def test_an_estimate_is_near_the_simulation(workload: Workload, known: Any, schedule: Schedule):
     estimated = estimator(workload, known).estimate(schedule)
-    truth = Figures.from_simulation(known(workload, schedule))
+    truth = StepCost.from_simulation(known(workload, schedule))
     assert estimated.device_bytes == pytest.approx(truth.device_bytes, rel=0.12)
     assert estimated.host_bytes == pytest.approx(truth.host_bytes, rel=0.12, abs=MIB / 4)
     assert estimated.work.matmul_flops == pytest.approx(truth.work.matmul_flops, rel=0.08)
@@ -155,7 +155,7 @@ def test_an_estimate_that_errs_for_long_chunks_leaves_shorter_ones_as_they_are(w
     fixed = {"keep_layers": 0, "offload": "host"}
     plan = choose(long, limits, RATES, fixed=fixed, simulate=erring)
     assert plan.schedule.chunk_size == max(sampled)
-    assert plan.step_seconds < evaluate_schedule(long, smallest_schedule(limits, fixed), limits, RATES).step_seconds
+    assert plan.step_seconds < evaluate_schedule(long, least_memory_schedule(limits, fixed), limits, RATES).step_seconds
 
 
 @pytest.mark.full
@@ -204,16 +204,16 @@ def test_a_disk_is_used_where_a_directory_is_named(workload: Workload, known: An
     size = int(1.1 * budgets(workload, known)[0])
     limits = Limits(size, 0, disk_bytes=1 << 40)
     search_space = SearchSpace(LAYERS, LENGTH, limits, {})
-    assert search_space.field_values("offload") == ("device",)
+    assert search_space.candidate_values("offload") == ("device",)
     search_space = SearchSpace(LAYERS, LENGTH, limits, {"offload_dir": str(tmp_path)})
-    assert search_space.field_values("offload") == ("device", "disk")
+    assert search_space.candidate_values("offload") == ("device", "disk")
     found = [
         c
         for c in enumerate_candidates(search_space, estimator(workload, known), limits)
         if c.schedule.offload == "disk"
     ]
     assert found
-    assert all(c.schedule.offload_dir == str(tmp_path) and c.figures.disk_bytes > 0 for c in found)
+    assert all(c.schedule.offload_dir == str(tmp_path) and c.cost.disk_bytes > 0 for c in found)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -262,11 +262,11 @@ def test_what_finds_no_room_on_the_host_may_be_on_the_device(workload: Workload,
     """If no estimate fits, the smallest schedule is simulated."""
     thrifty = known(workload, Schedule(1024, 256, levels=2, stream_grads=True, offload="host"))
     limits = Limits(2 * thrifty.peak_bytes, thrifty.host_bytes)  # 5% of it stay free
-    schedule, step = smallest_step(workload, limits, {}, known)
+    schedule, step = simulate_least_memory_step(workload, limits, {}, known)
     assert schedule.device_layers > 0
     assert excess_bytes(step, limits) <= 0
     none = replace(limits, host_bytes=thrifty.host_bytes // 8, device_bytes=thrifty.peak_bytes // 2)
-    assert smallest_step(workload, none, {}, known)[0].device_layers == 0, "it does not fit so either"
+    assert simulate_least_memory_step(workload, none, {}, known)[0].device_layers == 0, "it does not fit so either"
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["accelerator", "cpu"])
@@ -284,11 +284,11 @@ def test_what_finds_no_room_on_the_host_may_be_on_the_device(workload: Workload,
 def test_the_thriftiest_keeps_what_is_written(written: dict[str, Any], shared: bool) -> None:
     """On any device, with or without host memory and disk."""
     for host_bytes in (0, 1 << 40):
-        schedule = smallest_schedule(Limits(1 << 30, host_bytes, shared=shared), written)
+        schedule = least_memory_schedule(Limits(1 << 30, host_bytes, shared=shared), written)
         kept = {name: getattr(schedule, name) for name in written if name != "offload_dir"}
         assert kept == {name: value for name, value in written.items() if name != "offload_dir"}
     with pytest.raises(ArgumentError, match="segment_size"):
-        smallest_schedule(Limits(1 << 30, 0), {"segment_size": 2, "levels": 1})
+        least_memory_schedule(Limits(1 << 30, 0), {"segment_size": 2, "levels": 1})
 
 
 @pytest.mark.full
@@ -299,7 +299,7 @@ def test_weights_that_do_not_fit_are_named(workload: Workload, known: Any):
     assert "finetuning_type: lora" in caught.value.fix
     assert "weights: host" in caught.value.fix
     assert "optimizer: host" not in caught.value.fix  # what is left does not fit either
-    fixed = known(workload, smallest_schedule(Limits(MIB, 1 << 30), {})).terms
+    fixed = known(workload, least_memory_schedule(Limits(MIB, 1 << 30), {})).terms
     enough = int((fixed["weights"] + fixed["gradients"] + fixed["optimizer"] // 2) / 0.95)
     with pytest.raises(ArgumentError) as caught:
         choose(workload, Limits(enough, 1 << 30), RATES, simulate=known)

@@ -14,7 +14,7 @@ from streamtune.plan.rates import (
     find_device,
     nearest_device,
     predict_seconds,
-    sheet_rates,
+    spec_rates,
 )
 from streamtune.plan.simulate.simulate import Work
 
@@ -47,7 +47,7 @@ def test_copies_run_beside_the_computation_of_an_accelerator():
 
 def test_a_device_that_is_not_there():
     device = find_device("h100")
-    rates = sheet_rates(device)
+    rates = spec_rates(device)
     assert rates.matmul_flops == SHEET_EFFICIENCY["matmul"] * 989e12
     assert rates.copy_bandwidth < device.host_bandwidth
     assert "data sheet of NVIDIA H100" in rates.source

@@ -60,7 +60,7 @@ def test_rows_are_no_completions() -> None:
 def test_preferences(keys: dict[str, Any], length: int, trees: Any, forwards: float) -> None:
     found = shape(dpo(**keys), length, 1)
     assert (found.trees, found.forwards, found.share) == (trees, forwards, True)
-    assert found.unshared().length == length
+    assert found.as_separate_rows().length == length
     assert shape(dpo(**keys), length, 3).trees == trees * 3
     assert task_of(dpo(**keys)).unit_noun == ("pair" if len(trees[0][1]) == 2 else "row")
 
@@ -77,7 +77,7 @@ def test_preferences(keys: dict[str, Any], length: int, trees: Any, forwards: fl
 def test_rewards(keys: dict[str, Any], length: int, trees: Any, forwards: float) -> None:
     found = shape(grpo(**keys), length, 8)
     assert (found.trees, found.forwards, found.entropy) == (trees, forwards, True)
-    assert found.unshared().length == length
+    assert found.as_separate_rows().length == length
 
 
 def test_a_recipe_that_shares_nothing() -> None:
@@ -114,7 +114,7 @@ def test_first_turns_that_the_largest_pair_shares_are_planned_once() -> None:
         assert torch.equal(planned.targets().sort()[0], batch["shift_labels"].clamp(max=0).sort()[0])
         assert planned.num_targets == (batch["shift_labels"] != -100).sum()
         apart = batch_trees([pairs[1]] * 2, pad_token_id=0, share=False)
-        assert planned.unshared().num_targets == (apart["shift_labels"] != -100).sum()
+        assert planned.as_separate_rows().num_targets == (apart["shift_labels"] != -100).sum()
         half = completions(pairs[1].longest_row_tokens // 2, count)
         assert half.common == (18, 18)
         separate = task.make_measured_shape_function(prepared, pairs[1].longest_row_tokens, share=False)

@@ -141,7 +141,7 @@ def _describe_completion_batch(scored: Scored, recipe: TrainingSettings) -> str:
     unit, count = task_of(recipe).unit_noun, recipe.per_device_train_batch_size
     units = f"{count} {unit}{'s' if count > 1 else ''} of {'2 x ' if unit == 'pair' else ''}{longest:,} tokens"
     total = f"{scored.rows * scored.length:,} tokens"
-    if not scored.hides_tokens:
+    if not scored.has_hidden_tokens:
         return f"{units}: {total}"
     prompts = len(scored.trees)
     return f"{units}, {'prompts' if prompts > 1 else 'prompt'} shared: {total}"

@@ -288,8 +288,7 @@ def check_config(config: Any, written_keys: Mapping[str, Any], where: Where) -> 
     """Refuse a configuration with sizes, head counts, expert counts, dropouts or other numbers that no model can have.
 
     In a multimodal ``config``, the text model is checked. ``written_keys`` are the keys that the user or the file
-    wrote;
-    other values are derived or defaults.
+    wrote; other values are derived or defaults.
     """
     text = config.get_text_config(decoder=True)
     names: Mapping[str, str] = getattr(text, "attribute_map", None) or {}

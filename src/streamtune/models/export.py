@@ -316,8 +316,7 @@ def _add_shared_names(model: Any, parameters: NamedValues) -> Iterator[tuple[str
     """Yield (name, parameter) for every name to save.
 
     ``parameters`` has each shared parameter once; here each further name gets a copy, because loading with the model
-    class
-    needs every name. Weights that the class ties have only one saved name.
+    class needs every name. Weights that the class ties have only one saved name.
     """
     ties, names = _saved_name_by_tied_weight(model), defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):

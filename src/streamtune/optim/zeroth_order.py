@@ -143,10 +143,8 @@ def perturb_weights(
     """Context manager: the model computes with its trained weights w at w + sign eps z; on exit w is restored exactly.
 
     ``z`` is the random direction with index ``direction``. A layer's weights are perturbed only during the layer's
-    call.
-    Weights outside layers, or shared by a layer and another module, are perturbed until the context ends. So copies
-    exist
-    only of these weights and of one layer.
+    call. Weights outside layers, or shared by a layer and another module, are perturbed until the context ends. So
+    copies exist only of these weights and of one layer.
 
     Args:
         optimizer: Optimizer with eps, the seed, and the trained weights.

@@ -85,7 +85,7 @@ class Limits(Budget):
         memory = ((device + host, self.device),) if self.shared else ((device, self.device), (host, self.host))
         return *memory, (disk, self.disk)
 
-    def excess(self, device: float, host: float, disk: float) -> float:
+    def excess_bytes(self, device: float, host: float, disk: float) -> float:
         """Return the most bytes by which a step exceeds the limit of any tier; 0 or less if the step fits."""
         return max(used - limit for used, limit in self.usage_and_limits(device, host, disk))
 
@@ -159,9 +159,9 @@ class Range:
     share: float = 0.01
     grain: int = 1
 
-    def tolerance(self, fits: int) -> int:
+    def tolerance(self, fitting_number: int) -> int:
         """Return how far above ``fits`` the smallest failing number may be for the search to stop."""
-        return max(self.step, int(self.share * fits))
+        return max(self.step, int(self.share * fitting_number))
 
 
 @dataclass(frozen=True)

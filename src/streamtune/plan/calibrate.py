@@ -134,14 +134,14 @@ def correct_rates(device: torch.device, dtype: torch.dtype, ratio: float) -> Non
     Nothing is recorded if no rates are cached, or if the cache file cannot be written.
     """
 
-    def correct(cached: CachedRates | None) -> CachedRates | None:
+    def with_correction(cached: CachedRates | None) -> CachedRates | None:
         if cached is None:
             return None
         factor = min(MAX_FACTOR, max(MIN_FACTOR, cached.factor * ratio))
         return replace(cached, factor=factor, corrected=_utc_timestamp())
 
     if _read_cached(device, dtype) is not None:
-        _update_cache(device, dtype, correct)
+        _update_cache(device, dtype, with_correction)
 
 
 def _measure_two_rounds(device: torch.device, dtype: torch.dtype) -> CachedRates:
@@ -178,20 +178,20 @@ def _read_entry(entries: dict[str, Any], key: str) -> CachedRates | None:
 
 
 def _update_cache(
-    device: torch.device, dtype: torch.dtype, change: Callable[[CachedRates | None], CachedRates | None]
+    device: torch.device, dtype: torch.dtype, make_entry: Callable[[CachedRates | None], CachedRates | None]
 ) -> None:
-    """Replace the cache entry by the result of ``change``, a function of the present entry (None: no entry).
+    """Replace the cache entry by the result of ``make_entry``, a function of the present entry (None: no entry).
 
     The entry is read again first, because another process may have written it. A failed write is ignored.
     """
     key = _cache_key(device, dtype)
 
-    def changed(entries: dict[str, Any]) -> dict[str, Any]:
-        entry = change(_read_entry(entries, key))
+    def apply_change(entries: dict[str, Any]) -> dict[str, Any]:
+        entry = make_entry(_read_entry(entries, key))
         return entries if entry is None else {**entries, key: asdict(entry)}
 
     with contextlib.suppress(OSError):
-        _open_cache().update_json(changed)
+        _open_cache().update_json(apply_change)
 
 
 def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:
@@ -269,22 +269,22 @@ class _Clock:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def fastest_seconds(self, run: Callable[[], object], *, budget_seconds: float = 0.15) -> float:
+    def time_fastest_run(self, run: Callable[[], object], *, budget_seconds: float = 0.15) -> float:
         """Return the seconds of the fastest run, after one warm-up run.
 
         Runs are repeated for about ``budget_seconds``, and at least three times. On an accelerator short runs are
         queued back to back and timed together, as in a step, so that the host's overhead per run is not counted.
         """
-        self.run_seconds(run)
+        self.time_runs(run)
         count = 1
         if self.device.type != "cpu":
-            count = min(MAX_RUNS_TIMED_TOGETHER, math.ceil(MIN_TIMED_SECONDS / self.run_seconds(run)))
+            count = min(MAX_RUNS_TIMED_TOGETHER, math.ceil(MIN_TIMED_SECONDS / self.time_runs(run)))
         times: list[float] = []
         while len(times) < 3 or count * sum(times) < budget_seconds:
-            times.append(self.run_seconds(run, count) / count)
+            times.append(self.time_runs(run, count) / count)
         return min(times)
 
-    def run_seconds(self, run: Callable[[], object], count: int = 1) -> float:
+    def time_runs(self, run: Callable[[], object], count: int = 1) -> float:
         """Return the total seconds of ``count`` runs, until the device has finished.
 
         On a CPU the result is at most the CPU time of this process, because on a busy machine runs wait for a core.
@@ -306,7 +306,7 @@ def _measure_matmul(clock: _Clock, dtype: torch.dtype) -> float:
     """Return the FLOP/s of a square matrix product large enough to run for :data:`MIN_TIMED_SECONDS` seconds."""
     for size in (512, 1024, 2048, 4096, 8192):
         x = torch.randn(size, size, device=clock.device).to(dtype)
-        seconds = clock.fastest_seconds(partial(torch.matmul, x, x))
+        seconds = clock.time_fastest_run(partial(torch.matmul, x, x))
         if seconds > MIN_TIMED_SECONDS:
             break
     return 2 * size**3 / seconds
@@ -326,12 +326,12 @@ def _measure_attention(clock: _Clock, dtype: torch.dtype) -> tuple[float, float]
         mask = LazyMask(1, queries, keys, q_offset=keys - queries, device=clock.device)
         forward = partial(prefix_attention, q, k, v, mask.rows(0, queries), scale=HEAD_DIM**-0.5)
         with torch.no_grad():
-            seconds = clock.fastest_seconds(forward)
+            seconds = clock.time_fastest_run(forward)
         if seconds > MIN_TIMED_SECONDS:
             break
     out = forward()
     grad = torch.ones_like(out)
-    back = clock.fastest_seconds(lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True))
+    back = clock.time_fastest_run(lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True))
     pairs = heads[0] * queries * (keys - queries + (queries + 1) / 2)
     return 4 * HEAD_DIM * pairs / seconds, 10 * HEAD_DIM * pairs / back
 
@@ -341,7 +341,7 @@ def _measure_elementwise(clock: _Clock, dtype: torch.dtype) -> float:
     elements = 1 << (20 if clock.device.type == "cpu" else 26)
     x = torch.randn(elements, device=clock.device).to(dtype)
     size, wide = x.element_size(), 4
-    seconds = clock.fastest_seconds(lambda: (x + x, x * x, functional.silu(x), x.float(), x.clone()))
+    seconds = clock.time_fastest_run(lambda: (x + x, x * x, functional.silu(x), x.float(), x.clone()))
     return elements * (3 * size + 3 * size + 2 * size + (size + wide) + 2 * size) / seconds
 
 
@@ -350,8 +350,8 @@ def _measure_copy(clock: _Clock) -> float:
     size = (16 << 20) if clock.device.type == "cpu" else (256 << 20)
     host_tensor = torch.empty(size, dtype=torch.uint8, pin_memory=clock.device.type == "cuda")
     device_tensor = torch.zeros(size, dtype=torch.uint8, device=clock.device)
-    to_host = clock.fastest_seconds(lambda: host_tensor.copy_(device_tensor, non_blocking=True))
-    to_device = clock.fastest_seconds(lambda: device_tensor.copy_(host_tensor, non_blocking=True))
+    to_host = clock.time_fastest_run(lambda: host_tensor.copy_(device_tensor, non_blocking=True))
+    to_device = clock.time_fastest_run(lambda: device_tensor.copy_(host_tensor, non_blocking=True))
     return size / max(to_host, to_device)
 
 
@@ -361,14 +361,14 @@ def _measure_launch_overhead(clock: _Clock) -> float:
     config = LlamaConfig(**sizes, num_attention_heads=1, num_key_value_heads=1, head_dim=16)
     schedule = Schedule(chunk_size=16, head_chunk_size=128)
 
-    def make(device: torch.device | str) -> nn.Module:
+    def make_tiny_model(device: torch.device | str) -> nn.Module:
         with torch.device(device):
             return LlamaForCausalLM(config).train()
 
-    workload = Workload(partial(make, "meta"), 128, device_type=clock.device.type)
+    workload = Workload(partial(make_tiny_model, "meta"), 128, device_type=clock.device.type)
     operators = simulate(workload, schedule).work.operators
-    model: Any = make(clock.device)
+    model: Any = make_tiny_model(clock.device)
     ids = torch.zeros(1, workload.length, dtype=torch.long, device=clock.device)
     with stream(model, schedule=schedule):
-        seconds = clock.fastest_seconds(lambda: model(input_ids=ids, labels=ids).loss.backward())
+        seconds = clock.time_fastest_run(lambda: model(input_ids=ids, labels=ids).loss.backward())
     return seconds / operators

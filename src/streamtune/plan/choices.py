@@ -18,7 +18,7 @@ from typing import Any
 
 from streamtune.errors import ArgumentError, UnsupportedModelError
 from streamtune.plan.budget import Limits
-from streamtune.plan.estimate import Estimator, Figures, Simulate
+from streamtune.plan.estimate import Estimator, Simulate, StepCost
 from streamtune.plan.simulate.cluster import Cluster
 from streamtune.plan.simulate.simulate import Simulation
 from streamtune.plan.simulate.workload import Workload
@@ -33,18 +33,18 @@ MIN_LAYERS_FOR_SEGMENTS = 4
 @dataclass(frozen=True)
 class Candidate:
     schedule: Schedule
-    figures: Figures
+    cost: StepCost
 
-    def excess(self, limits: Limits) -> float:
+    def excess_bytes(self, limits: Limits) -> float:
         """Return the most bytes by which the estimate exceeds the limit of a tier; 0 or less if it should fit."""
-        figures = self.figures
-        return limits.excess(figures.device_bytes, figures.host_bytes, figures.disk_bytes)
+        cost = self.cost
+        return limits.excess_bytes(cost.device_bytes, cost.host_bytes, cost.disk_bytes)
 
     def most_exceeded_tier(self, limits: Limits) -> str:
         excess_by_tier = {
-            "device": self.figures.device_bytes - limits.device,
-            "host": -1.0 if limits.shared else self.figures.host_bytes - limits.host,
-            "disk": self.figures.disk_bytes - limits.disk,
+            "device": self.cost.device_bytes - limits.device,
+            "host": -1.0 if limits.shared else self.cost.host_bytes - limits.host,
+            "disk": self.cost.disk_bytes - limits.disk,
         }
         return max(excess_by_tier, key=lambda tier: excess_by_tier[tier])
 
@@ -65,7 +65,7 @@ class SearchSpace:
     limits: Limits
     fixed: Mapping[str, Any]
 
-    def field_values(self, name: str) -> tuple[Any, ...]:
+    def candidate_values(self, name: str) -> tuple[Any, ...]:
         """Return the values to try for a schedule's field, always with the value that needs the least device memory."""
         if name in self.fixed:
             return (self.fixed[name],)
@@ -93,10 +93,10 @@ class SearchSpace:
     def common_fields(self) -> dict[str, Any]:
         return {name: self.fixed.get(name, DEFAULTS[name]) for name in GIVEN}
 
-    def combinations(self) -> Iterator[Schedule]:
+    def allowed_schedules(self) -> Iterator[Schedule]:
         """Yield every allowed schedule; ``device_layers`` and ``keep_layers`` still have their defaults."""
         names = ("chunk_size", "head_chunk_size", "offload", "levels", "keep_kv", "keep_attention", "stream_grads")
-        for values in product(*(self.field_values(name) for name in names)):
+        for values in product(*(self.candidate_values(name) for name in names)):
             chosen = dict(zip(names, values, strict=True))
             chosen |= self.common_fields
             if chosen["offload"] == "disk":
@@ -114,8 +114,7 @@ def enumerate_candidates(
     """Yield every schedule to consider with its estimated bytes and work.
 
     Schedules that do not fit are included, so that an error can list them. If device memory is left, some schedules use
-    it
-    to keep the activations of whole layers, or to store layer inputs that would otherwise be offloaded.
+    it to keep the activations of whole layers, or to store layer inputs that would otherwise be offloaded.
 
     Args:
         search_space: Values that may be chosen.
@@ -124,51 +123,51 @@ def enumerate_candidates(
         reduced_limits: Memory to plan with for chunk sizes whose estimates were too low, by chunk size.
     """
     all_limits = limits
-    for schedule in search_space.combinations():
+    for schedule in search_space.allowed_schedules():
         limits = (reduced_limits or {}).get(schedule.chunk_size, all_limits)
         plain = Candidate(schedule, estimator.estimate(schedule))
         sized_candidates = [] if search_space.fixed.get("device_layers") else [plain]
         if schedule.offload != "device" and (schedule.levels == 1 or not sized_candidates):
-            sized_candidates += _with_device_layers(plain, search_space, estimator, limits)
+            sized_candidates += _vary_device_layers(plain, search_space, estimator, limits)
         for candidate in sized_candidates:
-            yield from _with_kept_layers(candidate, search_space, estimator, limits)
+            yield from _vary_kept_layers(candidate, search_space, estimator, limits)
 
 
-def _with_device_layers(
+def _vary_device_layers(
     candidate: Candidate, search_space: SearchSpace, estimator: Estimator, limits: Limits
 ) -> Iterator[Candidate]:
     """Yield the candidate with the fewest and the most layer inputs on the device, or with the user's number."""
-    schedule, figures = candidate.schedule, candidate.figures
-    layer_figures = estimator.device_layer_figures(schedule)
-    max_count = math.floor(min(search_space.layers, figures.max_additions(layer_figures, limits.device)))
-    missing_bytes, bytes_per_layer = figures.host_bytes - limits.host, -layer_figures.host_bytes
+    schedule, cost = candidate.schedule, candidate.cost
+    layer_cost = estimator.device_layer_cost(schedule)
+    max_count = math.floor(min(search_space.layers, cost.max_additions(layer_cost, limits.device)))
+    missing_bytes, bytes_per_layer = cost.host_bytes - limits.host, -layer_cost.host_bytes
     if schedule.offload == "disk":
-        missing_bytes, bytes_per_layer = figures.disk_bytes - limits.disk, -layer_figures.disk_bytes
+        missing_bytes, bytes_per_layer = cost.disk_bytes - limits.disk, -layer_cost.disk_bytes
     min_count = math.ceil(missing_bytes / bytes_per_layer) if missing_bytes > 0 and bytes_per_layer > 0 else 0
     counts = {min_count, max_count}
     if "device_layers" in search_space.fixed:
         counts = {search_space.fixed["device_layers"]}
     for count in sorted(counts):
         if 0 < count <= search_space.layers:
-            yield Candidate(replace(schedule, device_layers=count), figures.plus(layer_figures, count))
+            yield Candidate(replace(schedule, device_layers=count), cost.plus(layer_cost, count))
 
 
-def _with_kept_layers(
+def _vary_kept_layers(
     candidate: Candidate, search_space: SearchSpace, estimator: Estimator, limits: Limits
 ) -> Iterator[Candidate]:
     """Yield the candidate without ``keep_layers`` and with the most that fit, or only with the user's number."""
-    schedule, figures = candidate.schedule, candidate.figures
+    schedule, cost = candidate.schedule, candidate.cost
     fixed_count = search_space.fixed.get("keep_layers")
     # levels: 2 recomputes layers that keep_layers would not recompute
     if fixed_count == 0 or (fixed_count is None and schedule.levels == 2):
         yield candidate
         return
-    layer_figures = estimator.kept_layer_figures
-    room = figures.max_additions(layer_figures, limits.device - (figures.host_bytes if limits.shared else 0))
+    layer_cost = estimator.kept_layer_cost
+    room = cost.max_additions(layer_cost, limits.device - (cost.host_bytes if limits.shared else 0))
     counts = {0, max(0, math.floor(min(search_space.layers, room)))} if fixed_count is None else {fixed_count}
     for count in sorted(counts):
         kept = replace(schedule, keep_layers=count) if count else schedule
-        yield Candidate(kept, figures.plus(layer_figures, count))
+        yield Candidate(kept, cost.plus(layer_cost, count))
 
 
 def _sizes_up_to(sizes: tuple[int, ...], length: int) -> tuple[int, ...]:
@@ -194,12 +193,12 @@ def find_best_chunk_order(
 
     The variants differ in ``levels`` and in the tensors that are offloaded; later variants need less device memory.
     """
-    sizes = search_space.field_values("chunk_size")
-    for form in _chunk_order_forms(search_space.limits, search_space.fixed):
+    sizes = search_space.candidate_values("chunk_size")
+    for form in _chunk_order_variants(search_space.limits, search_space.fixed):
         steps: dict[int, SimulatedSchedule] = {}
 
         def excess(size: int, form: Mapping[str, Any] = form, steps: dict[int, SimulatedSchedule] = steps) -> float:
-            found = _simulate_form(workload, {**form, "chunk_size": size, **search_space.fixed}, simulate)
+            found = _simulate_variant(workload, {**form, "chunk_size": size, **search_space.fixed}, simulate)
             if found is None:
                 return float("inf")
             steps[size] = found
@@ -210,7 +209,9 @@ def find_best_chunk_order(
             continue
         largest_excess = excess(sizes[-1]) if len(sizes) > 1 else smallest_excess
         if largest_excess > 0:
-            largest = _interpolate_size(sizes[0], steps[sizes[0]], sizes[-1], steps.get(sizes[-1]), search_space.limits)
+            largest = _interpolate_chunk_size(
+                sizes[0], steps[sizes[0]], sizes[-1], steps.get(sizes[-1]), search_space.limits
+            )
             for size in sorted((s for s in sizes[1:-1] if s <= largest), reverse=True):
                 if excess(size) <= 0:
                     break
@@ -218,7 +219,7 @@ def find_best_chunk_order(
     return None
 
 
-def _interpolate_size(
+def _interpolate_chunk_size(
     low: int, fits: SimulatedSchedule, high: int, exceeds: SimulatedSchedule | None, limits: Limits
 ) -> float:
     """Return the largest chunk size that should fit, by linear interpolation of each tier's bytes between two steps.
@@ -239,20 +240,19 @@ def _interpolate_size(
     return found
 
 
-def find_smallest_chunk_order(
+def find_least_memory_chunk_order(
     workload: Workload, limits: Limits, fixed: Mapping[str, Any], simulate: Simulate
 ) -> SimulatedSchedule | None:
     """Return the first variant of ``order: chunk`` that fits; variants with the least device memory are tried first.
 
     If no variant fits, return the variant with the smallest excess. Each variant is tried with large chunks first,
-    because
-    each chunk border stores states and windows. Return None if ``order: chunk`` does not support the model, or if the
-    user's fields exclude all variants.
+    because each chunk border stores states and windows. Return None if ``order: chunk`` does not support the model, or
+    if the user's fields exclude all variants.
     """
     found: SimulatedSchedule | None = None
-    forms = list(_chunk_order_forms(limits, fixed))[::-1]
+    forms = list(_chunk_order_variants(limits, fixed))[::-1]
     for form, size in product(forms, (LARGE_CHUNK, CHUNKS[0])):
-        step = _simulate_form(workload, {**form, "chunk_size": size, **fixed}, simulate)
+        step = _simulate_variant(workload, {**form, "chunk_size": size, **fixed}, simulate)
         if step is not None and (found is None or excess_bytes(step[1], limits) < excess_bytes(found[1], limits)):
             found = step
         if found is None or excess_bytes(found[1], limits) <= 0:
@@ -260,7 +260,7 @@ def find_smallest_chunk_order(
     return found
 
 
-def _chunk_order_forms(limits: Limits, fixed: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def _chunk_order_variants(limits: Limits, fixed: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     base = {"order": "chunk", "head_chunk_size": HEAD_CHUNKS[0]}
     may_offload = not limits.shared and limits.host_bytes > 0 and "offload" not in fixed
     smallest = {**base, "stream_grads": True, **({"offload": "host"} if may_offload else {})}
@@ -273,20 +273,20 @@ def _chunk_order_forms(limits: Limits, fixed: Mapping[str, Any]) -> Iterator[dic
     seen: list[Schedule] = []
     for form in forms:
         with suppress(ArgumentError):  # the user's fields exclude this form
-            schedule = Schedule(**{**form, **_schedule_fields(fixed)})
+            schedule = Schedule(**{**form, **_without_unused_offload_dir(fixed)})
             if schedule not in seen:
                 seen.append(schedule)
                 yield form
 
 
-def _schedule_fields(fixed: Mapping[str, Any]) -> dict[str, Any]:
+def _without_unused_offload_dir(fixed: Mapping[str, Any]) -> dict[str, Any]:
     """Return the user's fields, without ``offload_dir`` unless the user offloads to disk."""
     disk = fixed.get("offload") == "disk"
     return {name: value for name, value in fixed.items() if disk or name != "offload_dir"}
 
 
-def _simulate_form(workload: Workload, chosen: dict[str, Any], simulate: Simulate) -> SimulatedSchedule | None:
-    schedule = Schedule(**_schedule_fields(chosen))
+def _simulate_variant(workload: Workload, chosen: dict[str, Any], simulate: Simulate) -> SimulatedSchedule | None:
+    schedule = Schedule(**_without_unused_offload_dir(chosen))
     with suppress(UnsupportedModelError):  # such as layers that share keys and values
         return schedule, simulate(workload, schedule)
     return None
@@ -294,8 +294,8 @@ def _simulate_form(workload: Workload, chosen: dict[str, Any], simulate: Simulat
 
 def excess_bytes(step: Simulation, limits: Limits) -> float:
     """Return the most bytes by which a simulated step exceeds the limit of any tier; 0 or less if the step fits."""
-    return limits.excess(step.peak_bytes, step.host_bytes, step.disk_bytes)
+    return limits.excess_bytes(step.peak_bytes, step.host_bytes, step.disk_bytes)
 
 
-def _tier_usage(found: SimulatedSchedule, limits: Limits) -> tuple[tuple[float, int], ...]:
-    return limits.usage_and_limits(found[1].peak_bytes, found[1].host_bytes, found[1].disk_bytes)
+def _tier_usage(simulated: SimulatedSchedule, limits: Limits) -> tuple[tuple[float, int], ...]:
+    return limits.usage_and_limits(simulated[1].peak_bytes, simulated[1].host_bytes, simulated[1].disk_bytes)

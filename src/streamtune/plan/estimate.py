@@ -38,16 +38,16 @@ HEAD_COPIES = 2
 
 
 @dataclass(frozen=True)
-class Figures:
+class StepCost:
     """Bytes and work of a step by name (device bytes by phase, host and disk bytes, work), to be added and scaled."""
 
     values: dict[str, float]
 
     @staticmethod
-    def from_simulation(simulation: Simulation) -> Figures:
+    def from_simulation(simulation: Simulation) -> StepCost:
         work = {f"{WORK}{f.name}": float(getattr(simulation.work, f.name)) for f in fields(simulation.work)}
         phases = {f"{DEVICE}{name}": float(size) for name, size in simulation.phases.items()}
-        return Figures({**phases, HOST: float(simulation.host_bytes), DISK: float(simulation.disk_bytes), **work})
+        return StepCost({**phases, HOST: float(simulation.host_bytes), DISK: float(simulation.disk_bytes), **work})
 
     @property
     def device_bytes(self) -> float:
@@ -66,12 +66,12 @@ class Figures:
         """The work of the step, rounded to integers and at least 0."""
         return Work(**{f.name: max(0, round(self.values.get(f"{WORK}{f.name}", 0.0))) for f in fields(Work)})
 
-    def plus(self, other: Figures, times: float = 1.0) -> Figures:
+    def plus(self, other: StepCost, times: float = 1.0) -> StepCost:
         """Return ``self + times * other``."""
         names = {*self.values, *other.values}
-        return Figures({n: self.values.get(n, 0.0) + times * other.values.get(n, 0.0) for n in names})
+        return StepCost({n: self.values.get(n, 0.0) + times * other.values.get(n, 0.0) for n in names})
 
-    def max_additions(self, added: Figures, limit: float) -> float:
+    def max_additions(self, added: StepCost, limit: float) -> float:
         """Return how many times ``added`` can be added before the device bytes of any phase exceed ``limit``."""
         times = float("inf")
         for name, size in self.values.items():
@@ -107,23 +107,25 @@ class Estimator:
         self.chunk, self.wide_chunk = chunks[min(1, len(chunks) - 1)], chunks[min(3, len(chunks) - 1)]
         self.head_chunk = head_chunk
         plain = Schedule(self.chunk, head_chunk, **(common_fields or {}))
-        self.plain_figures = Figures.from_simulation(simulate(workload, plain))
+        self.plain_cost = StepCost.from_simulation(simulate(workload, plain))
         self.simulations = 1
 
-        def added_by(**choice: Any) -> Figures:
+        def simulate_added_cost(**choice: Any) -> StepCost:
             self.simulations += 1
-            return Figures.from_simulation(simulate(workload, replace(plain, **choice))).plus(self.plain_figures, -1.0)
+            return StepCost.from_simulation(simulate(workload, replace(plain, **choice))).plus(self.plain_cost, -1.0)
 
-        self._wide_figures = added_by(chunk_size=self.wide_chunk) if self.wide_chunk != self.chunk else Figures({})
-        self._kv_figures = added_by(keep_kv="device")
-        self._attention_figures = added_by(keep_attention="device")
-        self.kept_layer_figures = added_by(keep_layers=1) if plain.weights == "device" else Figures({})
-        """Figures that one layer kept whole adds."""
+        self._wide_cost = (
+            simulate_added_cost(chunk_size=self.wide_chunk) if self.wide_chunk != self.chunk else StepCost({})
+        )
+        self._kv_cost = simulate_added_cost(keep_kv="device")
+        self._attention_cost = simulate_added_cost(keep_attention="device")
+        self.kept_layer_cost = simulate_added_cost(keep_layers=1) if plain.weights == "device" else StepCost({})
+        """Bytes and work that one layer kept whole adds."""
         self.forwards = 0.0 if workload.scored is None else workload.scored.forwards
         model: Any = workload.make_model()
         embedding: Tensor = model.get_input_embeddings().weight
-        self._recopied_figures = Figures({f"{WORK}moved_bytes": float(recopied_weight_bytes(model, workload, 1))})
-        """Figures that one extra forward adds by copying weights from the host; 0 if weights are on the device."""
+        self._recopied_cost = StepCost({f"{WORK}moved_bytes": float(recopied_weight_bytes(model, workload, 1))})
+        """Work that one extra forward adds by copying weights from the host; 0 if weights are on the device."""
         self.vocabulary = embedding.shape[0]
         element = 2 if plain.fetch_dtype == "bfloat16" else embedding.element_size()
         self.input_bytes = embedding.shape[1] * element * self.rows * self.length
@@ -131,90 +133,88 @@ class Estimator:
 
     # --- a schedule ---------------------------------------------------------------------------------------------------
 
-    def estimate(self, schedule: Schedule) -> Figures:
-        total = self._plain_figures(schedule.chunk_size)
+    def estimate(self, schedule: Schedule) -> StepCost:
+        total = self._plain_cost(schedule.chunk_size)
         if self.head_chunk > schedule.head_chunk_size:
             fewer = 4 * HEAD_COPIES * self.rows * self.vocabulary * (self.head_chunk - schedule.head_chunk_size)
-            total = total.plus(Figures({f"{DEVICE}head": -fewer}))
-        total = total.plus(self._layer_input_figures(schedule))
+            total = total.plus(StepCost({f"{DEVICE}head": -fewer}))
+        total = total.plus(self._layer_input_cost(schedule))
         share = (self.layers - min(schedule.keep_layers, self.layers)) / self.layers
-        for kept, tier in ((self._kv_figures, schedule.keep_kv), (self._attention_figures, schedule.keep_attention)):
+        for kept, tier in ((self._kv_cost, schedule.keep_kv), (self._attention_cost, schedule.keep_attention)):
             if tier != "no":
-                total = total.plus(self._placed_figures(kept, str(tier)), share)
-        return total.plus(self.kept_layer_figures, schedule.keep_layers)
+                total = total.plus(self._kept_tensors_cost(kept, str(tier)), share)
+        return total.plus(self.kept_layer_cost, schedule.keep_layers)
 
-    def device_layer_figures(self, schedule: Schedule) -> Figures:
-        return self._offload_figures(self.input_bytes, schedule.offload, -1.0)
+    def device_layer_cost(self, schedule: Schedule) -> StepCost:
+        return self._offload_cost(self.input_bytes, schedule.offload, -1.0)
 
     # --- parts --------------------------------------------------------------------------------------------------------
 
-    def _plain_figures(self, chunk: int) -> Figures:
+    def _plain_cost(self, chunk: int) -> StepCost:
         """Return bytes and work of the plain schedule with this chunk size.
 
         The plain schedule has ``levels: 1``, stores all layer inputs on the device, and keeps nothing else.
         """
         if self.wide_chunk == self.chunk:
-            return self.plain_figures
+            return self.plain_cost
         chunk = min(chunk, self.length)
         bytes_ratio = (chunk - self.chunk) / (self.wide_chunk - self.chunk)
         work_ratio = (1 / chunk - 1 / self.chunk) / (1 / self.wide_chunk - 1 / self.chunk)
-        more = {
-            n: v * (work_ratio if n.startswith(WORK) else bytes_ratio) for n, v in self._wide_figures.values.items()
-        }
-        return self.plain_figures.plus(Figures(more))
+        more = {n: v * (work_ratio if n.startswith(WORK) else bytes_ratio) for n, v in self._wide_cost.values.items()}
+        return self.plain_cost.plus(StepCost(more))
 
-    def _layer_input_figures(self, schedule: Schedule) -> Figures:
+    def _layer_input_cost(self, schedule: Schedule) -> StepCost:
         """Return the bytes and work that storing layer inputs as in ``schedule`` adds to storing all on the device."""
         each = self.input_bytes
         streamed = self.layers - min(schedule.keep_layers, self.layers)
-        total = Figures({})
+        total = StepCost({})
         if schedule.levels == 2:
             held = min(streamed, _max_stored_inputs(schedule, self.layers))
-            forward = self._extra_forward_figures(attention=schedule.keep_attention == "no")
-            total = self._device_figures(-(streamed - held) * each).plus(forward, (streamed - held) / self.layers)
-            total = total.plus(self._recopied_figures, sum(extra_forwards(schedule, self.layers)))
+            forward = self._extra_forward_cost(attention=schedule.keep_attention == "no")
+            total = self._device_bytes_cost(-(streamed - held) * each).plus(forward, (streamed - held) / self.layers)
+            total = total.plus(self._recopied_cost, sum(extra_forwards(schedule, self.layers)))
             streamed = held
         if schedule.offload != "device":
             # The gradient passed between layers is offloaded too, unless it can replace a stored input.
             away = max(0, streamed - schedule.device_layers) + (schedule.device_layers == 0)
             extra_reads = 1 if schedule.keep_kv == "no" else 0  # recomputing keys and values reads the inputs once more
-            total = total.plus(self._offload_figures(away * each, schedule.offload, extra_reads=extra_reads))
-            total = total.plus(self._device_figures(IN_FLIGHT * each * min(1.0, schedule.chunk_size / self.length)))
+            total = total.plus(self._offload_cost(away * each, schedule.offload, extra_reads=extra_reads))
+            total = total.plus(self._device_bytes_cost(IN_FLIGHT * each * min(1.0, schedule.chunk_size / self.length)))
         if schedule.stream_grads:  # each chunk's output gradient is freed when its input gradient is computed
-            total = total.plus(Figures({f"{DEVICE}backward": -each * (1 if schedule.offload == "device" else 2)}))
+            total = total.plus(StepCost({f"{DEVICE}backward": -each * (1 if schedule.offload == "device" else 2)}))
         return total
 
-    def _extra_forward_figures(self, *, attention: bool) -> Figures:
+    def _extra_forward_cost(self, *, attention: bool) -> StepCost:
         """Return the work of one extra forward of all layers.
 
         That is a fourth of a step's matrix products and two ninths of its attention; less if the step has reference
         forwards.
         """
-        work = self.plain_figures.values
+        work = self.plain_cost.values
         forward = {name: work[name] / (4 + self.forwards) for name in (f"{WORK}matmul_flops", f"{WORK}touched_bytes")}
         share = FORWARD_SHARE / (1 + FORWARD_SHARE * self.forwards)
-        return Figures({**forward, ATTENTION: work[ATTENTION] * share if attention else 0.0})
+        return StepCost({**forward, ATTENTION: work[ATTENTION] * share if attention else 0.0})
 
-    def _placed_figures(self, kept: Figures, tier: str) -> Figures:
+    def _kept_tensors_cost(self, kept: StepCost, tier: str) -> StepCost:
         """Return what keeping tensors on ``tier`` adds to a step; ``kept`` is what keeping them on the device adds."""
         if tier == "device":
             return kept
         size = max(value for name, value in kept.values.items() if name.startswith(DEVICE))
-        return kept.plus(self._offload_figures(size, tier))
+        return kept.plus(self._offload_cost(size, tier))
 
-    def _offload_figures(self, size: float, tier: str, times: float = 1.0, *, extra_reads: int = 0) -> Figures:
+    def _offload_cost(self, size: float, tier: str, times: float = 1.0, *, extra_reads: int = 0) -> StepCost:
         """Return what moving ``size`` bytes from the device to host or disk adds to a step; device bytes are negative.
 
         The bytes are copied out once and back ``1 + extra_reads`` times.
         """
         name = f"{WORK}moved_bytes" if tier == "host" else f"{WORK}disk_moved_bytes"
-        away = Figures({HOST if tier == "host" else DISK: size, name: (2 + extra_reads) * size})
-        return Figures({}).plus(self._device_figures(-size), times).plus(away, times)
+        away = StepCost({HOST if tier == "host" else DISK: size, name: (2 + extra_reads) * size})
+        return StepCost({}).plus(self._device_bytes_cost(-size), times).plus(away, times)
 
-    def _device_figures(self, size: float) -> Figures:
+    def _device_bytes_cost(self, size: float) -> StepCost:
         """Return ``size`` bytes on the device in every phase except the optimizer step."""
-        names = [n for n in self.plain_figures.values if n.startswith(DEVICE) and not n.endswith("optimizer")]
-        return Figures(dict.fromkeys(names, size))
+        names = [n for n in self.plain_cost.values if n.startswith(DEVICE) and not n.endswith("optimizer")]
+        return StepCost(dict.fromkeys(names, size))
 
 
 def _max_stored_inputs(schedule: Schedule, layers: int) -> int:

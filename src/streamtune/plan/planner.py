@@ -33,14 +33,14 @@ from streamtune.plan.choices import (
     excess_bytes,
     find_best_chunk_order,
 )
-from streamtune.plan.estimate import Estimator, Figures, Simulate
-from streamtune.plan.rates import Rates, nearest_device, sheet_rates
-from streamtune.plan.refusal import NothingFitsError, make_nothing_fits_error, smallest_step
+from streamtune.plan.estimate import Estimator, Simulate, StepCost
+from streamtune.plan.rates import Rates, nearest_device, spec_rates
+from streamtune.plan.refusal import NothingFitsError, make_nothing_fits_error, simulate_least_memory_step
 from streamtune.plan.simulate.memory import device_model_bytes, host_model_bytes
 from streamtune.plan.simulate.meta_operators import meta_copy
 from streamtune.plan.simulate.simulate import Simulation, simulate
 from streamtune.plan.simulate.workload import Workload, workload_flops
-from streamtune.plan.traffic import Pace, Traffic
+from streamtune.plan.traffic import StepTimeModel, Traffic
 from streamtune.schedule import GIVEN, Schedule
 
 MAX_TRIED = 6
@@ -162,43 +162,43 @@ def choose(
         NothingFitsError: No schedule fits; the error names the largest memory terms and changes that would help.
     """
     fixed_fields, plan = dict(fixed or {}), None
-    refuse = make_nothing_fits_error if explain else _unexplained_error
+    refuse = make_nothing_fits_error if explain else _make_short_error
     if workload.step.gradients == "none":  # no backward: only chunk sizes are chosen
         fixed_fields = {**KEEPS_NOTHING, **fixed_fields}
     if fixed_fields.get("weights") == "host":  # keep_layers and order: chunk need the weights on the device
         fixed_fields = {"keep_layers": 0, "order": "layer", **fixed_fields}
     if fixed_fields.get("order") != "chunk":
-        plan = _choose_in_layer_order(workload, limits, rates, fixed=fixed_fields, simulate=simulate, refuse=refuse)
+        plan = _plan_layer_order(workload, limits, rates, fixed=fixed_fields, simulate=simulate, refuse=refuse)
         if not allows_chunk_order(fixed_fields, workload.cluster) or not _is_slowed(plan, workload):
             return plan
-    started, pace = time.perf_counter(), Pace(workload, rates)
+    started, time_model = time.perf_counter(), StepTimeModel(workload, rates)
     search_space = SearchSpace(len(decoder_layers(workload.make_model())), workload.shard_tokens, limits, fixed_fields)
     found = find_best_chunk_order(workload, search_space, simulate)
     if plan is None and found is None:
-        found = smallest_step(workload, limits, fixed_fields, simulate)
+        found = simulate_least_memory_step(workload, limits, fixed_fields, simulate)
         if excess_bytes(found[1], limits) > 0:
             raise refuse(workload, search_space, dict([found]), limits, simulate)
     if found is None or (
-        plan is not None and plan.step_seconds <= (1 + MIN_SAVING) * pace.seconds(found[1].work, found[0])
+        plan is not None and plan.step_seconds <= (1 + MIN_SAVING) * time_model.seconds(found[1].work, found[0])
     ):
         assert plan is not None
         return plan
-    return _make_plan(*found, limits, pace, started)
+    return _make_plan(*found, limits, time_model, started)
 
 
 def _is_slowed(plan: Plan, workload: Workload) -> bool:
     """Return True if the plan recomputes layers, or if waiting for copies to host or disk notably slows the step."""
     work = replace(plan.simulation.work, moved_bytes=0, disk_moved_bytes=0)
-    undelayed = Pace(workload, plan.rates).seconds(work, plan.schedule)
+    undelayed = StepTimeModel(workload, plan.rates).seconds(work, plan.schedule)
     return plan.schedule.levels == 2 or plan.step_seconds > MIN_SLOWDOWN * undelayed
 
 
-def _unexplained_error(*_: Any) -> NothingFitsError:
+def _make_short_error(*_: Any) -> NothingFitsError:
     """Return the error of ``choose(explain=False)``, without memory terms and advice."""
     return NothingFitsError("no schedule fits", where="max_length")
 
 
-def _choose_in_layer_order(
+def _plan_layer_order(
     workload: Workload,
     limits: Limits,
     rates: Rates,
@@ -208,32 +208,32 @@ def _choose_in_layer_order(
     refuse: Callable[..., NothingFitsError],
 ) -> Plan:
     started = time.perf_counter()
-    pace = Pace(workload, rates)
+    time_model = StepTimeModel(workload, rates)
     model: Any = workload.make_model()
     layers = decoder_layers(model)
     search_space = SearchSpace(len(layers), workload.shard_tokens, limits, fixed or {})
     if _may_keep_every_layer(search_space, workload, model.get_input_embeddings().weight) and (
         keeping_all := _keep_every_layer(search_space, workload, simulate)
     ):
-        return _make_plan(*keeping_all, limits, pace, started)
+        return _make_plan(*keeping_all, limits, time_model, started)
     estimator = Estimator(
         workload,
         len(layers),
         simulate,
-        chunks=search_space.field_values("chunk_size"),
-        head_chunk=search_space.field_values("head_chunk_size")[-1],
+        chunks=search_space.candidate_values("chunk_size"),
+        head_chunk=search_space.candidate_values("head_chunk_size")[-1],
         common_fields=search_space.common_fields,
     )
     tried: dict[Schedule, Simulation] = {}
     reduced_limits: dict[int, Limits] = {}  # by chunk size, because errors of estimates differ by chunk size
     found = None
     while found is None and len(tried) < MAX_TRIED:
-        ranked = _rank_candidates(search_space, estimator, limits, pace, reduced_limits)
+        ranked = _rank_candidates(search_space, estimator, limits, time_model, reduced_limits)
         best = next(
             (
                 c
                 for c in ranked
-                if c.excess(reduced_limits.get(c.schedule.chunk_size, limits)) <= 0 and c.schedule not in tried
+                if c.excess_bytes(reduced_limits.get(c.schedule.chunk_size, limits)) <= 0 and c.schedule not in tried
             ),
             None,
         )
@@ -246,10 +246,10 @@ def _choose_in_layer_order(
             size = best.schedule.chunk_size
             reduced_limits[size] = _reduce_limits(reduced_limits.get(size, limits), best, simulation)
     if found is None:
-        ranked = _rank_candidates(search_space, estimator, limits, pace)
-        found = _try_least_excess(ranked, limits, workload, simulate, tried)
+        ranked = _rank_candidates(search_space, estimator, limits, time_model)
+        found = _simulate_least_excess(ranked, limits, workload, simulate, tried)
     if found is None:  # estimates may be wrong: simulate the smallest schedule
-        schedule, simulation = smallest_step(workload, limits, search_space.fixed, simulate)
+        schedule, simulation = simulate_least_memory_step(workload, limits, search_space.fixed, simulate)
         tried[schedule] = simulation
         if excess_bytes(simulation, limits) > 0:
             raise refuse(workload, search_space, tried, limits, simulate)
@@ -257,24 +257,26 @@ def _choose_in_layer_order(
             plainer = replace(schedule, levels=1)
             tried[plainer] = simulate(workload, plainer)
             schedule = plainer if excess_bytes(tried[plainer], limits) <= 0 else schedule
-        found = Candidate(schedule, Figures.from_simulation(tried[schedule]))
-    others = _choose_alternatives(found, tried, ranked, limits, pace)
-    plan = _make_plan(found.schedule, tried[found.schedule], limits, pace, started)
+        found = Candidate(schedule, StepCost.from_simulation(tried[schedule]))
+    others = _choose_alternatives(found, tried, ranked, limits, time_model)
+    plan = _make_plan(found.schedule, tried[found.schedule], limits, time_model, started)
     return replace(plan, alternatives=others, simulations=estimator.simulations + len(tried))
 
 
-def _make_plan(schedule: Schedule, simulation: Simulation, limits: Limits, pace: Pace, started: float) -> Plan:
+def _make_plan(
+    schedule: Schedule, simulation: Simulation, limits: Limits, time_model: StepTimeModel, started: float
+) -> Plan:
     return Plan(
         schedule=schedule,
         simulation=simulation,
-        step_seconds=pace.seconds(simulation.work, schedule),
+        step_seconds=time_model.seconds(simulation.work, schedule),
         alternatives=(),
         binds=_limiting_term(simulation, limits),
         limits=limits,
-        rates=pace.rates,
-        traffic=pace.traffic(schedule),
+        rates=time_model.rates,
+        traffic=time_model.traffic(schedule),
         seconds=time.perf_counter() - started,
-        flops=workload_flops(pace.workload),
+        flops=workload_flops(time_model.workload),
     )
 
 
@@ -284,7 +286,7 @@ def evaluate_schedule(
     """Return the plan of the user's schedule, with simulated memory and predicted time. The schedule need not fit."""
     started = time.perf_counter()
     simulation = simulate(workload, schedule)
-    return _make_plan(schedule, simulation, limits, Pace(workload, rates), started)
+    return _make_plan(schedule, simulation, limits, StepTimeModel(workload, rates), started)
 
 
 def as_fixed_fields(schedule: Schedule) -> dict[str, Any]:
@@ -328,7 +330,7 @@ def _rank_candidates(
     search_space: SearchSpace,
     estimator: Estimator,
     limits: Limits,
-    pace: Pace,
+    time_model: StepTimeModel,
     reduced_limits: Mapping[int, Limits] | None = None,
 ) -> list[Candidate]:
     """Return all candidates, the fastest first; each changed default of a schedule counts as a slightly longer time.
@@ -336,15 +338,15 @@ def _rank_candidates(
     ``reduced_limits`` is the memory to plan with for chunk sizes whose estimates were too low.
     """
     found = enumerate_candidates(search_space, estimator, limits, reduced_limits)
-    return sorted(found, key=lambda candidate: _score(candidate, pace))
+    return sorted(found, key=lambda candidate: _score(candidate, time_model))
 
 
-def _predict_seconds(candidate: Candidate, pace: Pace) -> float:
-    return pace.seconds(candidate.figures.work, candidate.schedule)
+def _predict_seconds(candidate: Candidate, time_model: StepTimeModel) -> float:
+    return time_model.seconds(candidate.cost.work, candidate.schedule)
 
 
-def _score(candidate: Candidate, pace: Pace) -> float:
-    return _predict_seconds(candidate, pace) * (1 + MIN_SAVING * _count_deviations(candidate.schedule))
+def _score(candidate: Candidate, time_model: StepTimeModel) -> float:
+    return _predict_seconds(candidate, time_model) * (1 + MIN_SAVING * _count_deviations(candidate.schedule))
 
 
 def _count_deviations(schedule: Schedule) -> int:
@@ -356,20 +358,20 @@ def _count_deviations(schedule: Schedule) -> int:
 
 def _reduce_limits(limits: Limits, candidate: Candidate, simulation: Simulation) -> Limits:
     """Return the limits minus the bytes by which the candidate's estimate was below the simulation."""
-    figures = candidate.figures
+    cost = candidate.cost
 
-    def shrunk(size: int, real: int, estimated: float) -> int:
-        return int(size - max(0.0, (real - estimated) / (1 - limits.margin)) - 1)
+    def reduced(limit: int, simulated: int, estimated: float) -> int:
+        return int(limit - max(0.0, (simulated - estimated) / (1 - limits.margin)) - 1)
 
     return replace(
         limits,
-        device_bytes=shrunk(limits.device_bytes, simulation.peak_bytes, figures.device_bytes),
-        host_bytes=shrunk(limits.host_bytes, simulation.host_bytes, figures.host_bytes),
-        disk_bytes=shrunk(limits.disk_bytes, simulation.disk_bytes, figures.disk_bytes),
+        device_bytes=reduced(limits.device_bytes, simulation.peak_bytes, cost.device_bytes),
+        host_bytes=reduced(limits.host_bytes, simulation.host_bytes, cost.host_bytes),
+        disk_bytes=reduced(limits.disk_bytes, simulation.disk_bytes, cost.disk_bytes),
     )
 
 
-def _try_least_excess(
+def _simulate_least_excess(
     ranked: list[Candidate],
     limits: Limits,
     workload: Workload,
@@ -377,7 +379,7 @@ def _try_least_excess(
     tried: dict[Schedule, Simulation],
 ) -> Candidate | None:
     """Simulate the candidate whose estimate exceeds the limits by the fewest bytes; return it if it fits, else None."""
-    best = min(ranked, key=lambda candidate: candidate.excess(limits))
+    best = min(ranked, key=lambda candidate: candidate.excess_bytes(limits))
     if best.schedule not in tried:
         tried[best.schedule] = simulate(workload, best.schedule)
     return best if excess_bytes(tried[best.schedule], limits) <= 0 else None
@@ -396,45 +398,47 @@ def _choose_alternatives(
     tried: Mapping[Schedule, Simulation],
     ranked: list[Candidate],
     limits: Limits,
-    pace: Pace,
+    time_model: StepTimeModel,
 ) -> tuple[Alternative, ...]:
     """Return up to :data:`MAX_SHOWN` alternatives, the fastest first, at most one of each :func:`_schedule_kind`.
 
     Preferred are: the fastest that does not fit (if faster than the chosen schedule), the fastest that fits, and the
     alternative with the least device memory. Others that fit follow.
     """
-    chosen_seconds = _predict_seconds(chosen, pace)
+    chosen_seconds = _predict_seconds(chosen, time_model)
     # The factor between the simulated and the estimated time of the chosen schedule also corrects alternatives.
-    correction = pace.seconds(tried[chosen.schedule].work, chosen.schedule) / chosen_seconds
+    time_correction = time_model.seconds(tried[chosen.schedule].work, chosen.schedule) / chosen_seconds
     others: dict[tuple[object, ...], Candidate] = {}
     for candidate in ranked:
         if _schedule_kind(candidate.schedule) != _schedule_kind(chosen.schedule):
             others.setdefault(_schedule_kind(candidate.schedule), candidate)
     rest = list(others.values())
-    fitting = [c for c in rest if c.excess(limits) <= 0]
-    faster = [c for c in rest if c.excess(limits) > 0 and _score(c, pace) < _score(chosen, pace)]
-    thrifty = sorted(rest, key=lambda c: c.figures.device_bytes)
+    fitting = [c for c in rest if c.excess_bytes(limits) <= 0]
+    faster = [c for c in rest if c.excess_bytes(limits) > 0 and _score(c, time_model) < _score(chosen, time_model)]
+    thrifty = sorted(rest, key=lambda c: c.cost.device_bytes)
     picked: list[Candidate] = []
     for group in (faster[:1], fitting[:1], thrifty[:1], fitting[1:]):
         picked += [c for c in group if c not in picked]
-    picked = sorted(picked[:MAX_SHOWN], key=lambda c: _predict_seconds(c, pace))
-    return tuple(_make_alternative(candidate, chosen_seconds, correction, limits, pace) for candidate in picked)
+    picked = sorted(picked[:MAX_SHOWN], key=lambda c: _predict_seconds(c, time_model))
+    return tuple(
+        _make_alternative(candidate, chosen_seconds, time_correction, limits, time_model) for candidate in picked
+    )
 
 
 def _make_alternative(
-    candidate: Candidate, chosen_seconds: float, correction: float, limits: Limits, pace: Pace
+    candidate: Candidate, chosen_seconds: float, time_correction: float, limits: Limits, time_model: StepTimeModel
 ) -> Alternative:
-    figures, excess = candidate.figures, candidate.excess(limits)
-    seconds = _predict_seconds(candidate, pace)
+    cost, excess = candidate.cost, candidate.excess_bytes(limits)
+    seconds = _predict_seconds(candidate, time_model)
     reason = f"{seconds / chosen_seconds:.2f}x the time"
     if excess > 0:
         reason = f"does not fit: exceeds the {candidate.most_exceeded_tier(limits)} by {show_size(excess)}"
     return Alternative(
         schedule=candidate.schedule,
-        peak_bytes=round(figures.device_bytes),
-        host_bytes=round(figures.host_bytes),
-        disk_bytes=round(figures.disk_bytes),
-        step_seconds=seconds * correction,
+        peak_bytes=round(cost.device_bytes),
+        host_bytes=round(cost.host_bytes),
+        disk_bytes=round(cost.disk_bytes),
+        step_seconds=seconds * time_correction,
         fits=excess <= 0,
         why_not=reason,
     )
@@ -505,7 +509,7 @@ def plan_step(
     )
     limits = add_offloaded_weights(limits, model, device_given=requested is not None, host_given=host_bytes is not None)
     dtype = torch.bfloat16 if autocast else next(p.dtype for p in model.parameters() if p.is_floating_point())
-    rates = sheet_rates(nearest_device(device_bytes)) if device.type == "meta" else load_rates(device, dtype)
+    rates = spec_rates(nearest_device(device_bytes)) if device.type == "meta" else load_rates(device, dtype)
     meta_model = model if device.type == "meta" else meta_copy(model)
     workload = Workload(
         make_model=lambda: meta_model,

@@ -128,9 +128,9 @@ def find_device(name: str) -> Device:
     )
 
 
-def nearest_device(size: int) -> Device:
-    """Return the device whose memory size is nearest to ``size`` bytes; of two equal sizes, the faster device."""
-    return min(DEVICES.values(), key=lambda device: (abs(device.memory_bytes - size), -device.matmul_flops))
+def nearest_device(memory_bytes: int) -> Device:
+    """Return the device whose memory size is nearest to ``memory_bytes``; of two equal sizes, the faster device."""
+    return min(DEVICES.values(), key=lambda device: (abs(device.memory_bytes - memory_bytes), -device.matmul_flops))
 
 
 PEAK_FLOPS: dict[str, float] = {
@@ -221,7 +221,7 @@ class Rates:
         return (4 / self.attention_flops + 5 / self.attention_backward_flops) / 9
 
 
-def sheet_rates(device: Device) -> Rates:
+def spec_rates(device: Device) -> Rates:
     """Return the rates of a device: its data sheet's figures times :data:`SHEET_EFFICIENCY`."""
     efficiency = SHEET_EFFICIENCY
     return Rates(
@@ -235,7 +235,7 @@ def sheet_rates(device: Device) -> Rates:
     )
 
 
-def sheet_links(device: Device) -> Links:
+def spec_links(device: Device) -> Links:
     efficiency = SHEET_EFFICIENCY["link"]
     return Links(efficiency * device.link_bandwidth, efficiency * device.network_bandwidth, device.link_name, "network")
 

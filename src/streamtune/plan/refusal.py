@@ -19,7 +19,7 @@ from streamtune.plan.choices import (
     SearchSpace,
     allows_chunk_order,
     excess_bytes,
-    find_smallest_chunk_order,
+    find_least_memory_chunk_order,
 )
 from streamtune.plan.estimate import Simulate
 from streamtune.plan.simulate.simulate import Simulation, simulate
@@ -49,16 +49,18 @@ def make_nothing_fits_error(
     simulation = min(tried.values(), key=lambda simulation: excess_bytes(simulation, limits))
     if (error := _host_too_small_error(workload, simulation, limits)) is not None:
         return error
-    base = sum(simulation.terms.get(name, 0) for name in FIXED_TERMS)
+    fixed_bytes = sum(simulation.terms.get(name, 0) for name in FIXED_TERMS)
     largest = _largest_terms(simulation)
-    what = f"no schedule fits {_rows_text(workload)}: {_describe_excess(simulation, limits)}; largest terms: {largest}"
+    what = (
+        f"no schedule fits {_describe_rows(workload)}: {_describe_excess(simulation, limits)}; largest terms: {largest}"
+    )
     advice: list[str] = []
     reference = ", reference weights" if workload.reference_bytes else ""
-    if base > limits.device:
+    if fixed_bytes > limits.device:
         advice.append(
-            f"weights{reference}, gradients and optimizer state alone take {show_size(base)}: "
-            f"{_host_advice(workload, search_space, limits, simulation, base)}train adapters (finetuning_type: lora or "
-            "qlora), keep the weights in bfloat16, or use a larger device"
+            f"weights{reference}, gradients and optimizer state alone take {show_size(fixed_bytes)}: "
+            f"{_offload_advice(workload, search_space, limits, simulation, fixed_bytes)}train adapters "
+            "(finetuning_type: lora or qlora), keep the weights in bfloat16, or use a larger device"
         )
     elif longest := longest_row_up_to(workload, limits, search_space.fixed, simulate):
         advice.append(f"set max_length: {longest}, the longest that fits")
@@ -79,19 +81,19 @@ def make_nothing_fits_error(
     return NothingFitsError(what, where="max_length", fix="; ".join(advice))
 
 
-def _host_advice(
-    workload: Workload, search_space: SearchSpace, limits: Limits, simulation: Simulation, base: int
+def _offload_advice(
+    workload: Workload, search_space: SearchSpace, limits: Limits, simulation: Simulation, fixed_bytes: int
 ) -> str:
     """Return advice to offload the optimizer state or all weights, gradients and state, if the step would then fit."""
     advice = []
     state = simulation.terms.get("optimizer", 0)
     if (
         0 < state <= limits.host
-        and base - state <= limits.device
+        and fixed_bytes - state <= limits.device
         and _may_offload(workload, search_space, limits, state)
     ):
         advice.append(f"engine: {{optimizer: host}} offloads the {show_size(state)} of optimizer state; or ")
-    if _may_offload(workload, search_space, limits, base):
+    if _may_offload(workload, search_space, limits, fixed_bytes):
         advice.append("engine: {weights: host} offloads all of these to host memory; or ")
     return "".join(advice)
 
@@ -131,7 +133,7 @@ def _fixed_host_terms(simulation: Simulation) -> dict[str, int]:
     return {name: size for name, size in simulation.host_terms.items() if name not in STREAMED_TERMS}
 
 
-def _rows_text(workload: Workload) -> str:
+def _describe_rows(workload: Workload) -> str:
     scored = workload.scored
     if scored is None:
         return f"a row of {workload.length:,} tokens"
@@ -176,7 +178,7 @@ MIN_LENGTH, MULTIPLE = 64, 64
 """Shortest row length that is suggested, and the multiple to which lengths are rounded down, in tokens."""
 
 
-def smallest_schedule(limits: Limits, fixed: Mapping[str, Any]) -> Schedule:
+def least_memory_schedule(limits: Limits, fixed: Mapping[str, Any]) -> Schedule:
     """Return the schedule with the smallest chunks, ``levels: 2`` and nothing kept; ``fixed`` fields do not change.
 
     Layer inputs are stored on the first tier of disk, host and device that has memory and that ``fixed`` allows.
@@ -198,20 +200,20 @@ def smallest_schedule(limits: Limits, fixed: Mapping[str, Any]) -> Schedule:
     return Schedule(**fixed)
 
 
-def smallest_step_of_one_level(
+def simulate_one_level_step(
     workload: Workload, limits: Limits, fixed: Mapping[str, Any], simulate: Simulate
 ) -> Simulation | None:
-    """Simulate :func:`smallest_schedule` with ``levels: 1``; return None if the step does not fit the limits.
+    """Simulate :func:`least_memory_schedule` with ``levels: 1``; return None if the step does not fit the limits.
 
     ``levels: 2`` needs less memory, but takes several times as long to simulate: a segment's layers cannot be left out.
     """
     if fixed.get("levels", 1) != 1:
         return None
-    step = simulate(workload, smallest_schedule(limits, {**fixed, "levels": 1}))
+    step = simulate(workload, least_memory_schedule(limits, {**fixed, "levels": 1}))
     return step if excess_bytes(step, limits) <= 0 else None
 
 
-def smallest_step(
+def simulate_least_memory_step(
     workload: Workload,
     limits: Limits,
     fixed: Mapping[str, Any],
@@ -219,16 +221,15 @@ def smallest_step(
 ) -> tuple[Schedule, Simulation]:
     """Return the schedule that needs the least memory, and its simulated step.
 
-    The schedule is :func:`smallest_schedule`, or a variant of ``order: chunk`` with a smaller excess. If host or disk
-    is
-    too small for all layer inputs, the remaining inputs stay on the device, provided that the step then fits.
+    The schedule is :func:`least_memory_schedule`, or a variant of ``order: chunk`` with a smaller excess. If host or
+    disk is too small for all layer inputs, the remaining inputs stay on the device, provided that the step then fits.
     """
-    schedule = smallest_schedule(limits, fixed)
+    schedule = least_memory_schedule(limits, fixed)
     found = simulate(workload, schedule)
     if (fixed.get("order") == "chunk" or excess_bytes(found, limits) > 0) and allows_chunk_order(
         fixed, workload.cluster
     ):
-        by_chunks = find_smallest_chunk_order(workload, limits, fixed, simulate)
+        by_chunks = find_least_memory_chunk_order(workload, limits, fixed, simulate)
         if by_chunks is not None and excess_bytes(by_chunks[1], limits) < excess_bytes(found, limits):
             return by_chunks
     usable, used = (limits.disk, found.disk_bytes) if schedule.offload == "disk" else (limits.host, found.host_bytes)
@@ -265,7 +266,7 @@ def _search_length(
     workload: Workload, limits: Limits, fixed: Mapping[str, Any], simulate: Simulate, search_range: Range
 ) -> int:
     def attempt(length: int) -> Attempt:
-        _, step = smallest_step(replace(workload, length=length), limits, fixed, simulate)
+        _, step = simulate_least_memory_step(replace(workload, length=length), limits, fixed, simulate)
         filled = limits.fullest_tier_fraction(step.peak_bytes, step.host_bytes, step.disk_bytes)
         return Attempt(excess_bytes(step, limits) <= 0, filled)
 

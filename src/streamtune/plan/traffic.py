@@ -98,7 +98,7 @@ class Traffic:
         }
 
 
-class Pace:
+class StepTimeModel:
     """Predicts the step time of one workload under any schedule: computation of a rank, plus its messages."""
 
     def __init__(self, workload: Workload, rates: Rates) -> None:

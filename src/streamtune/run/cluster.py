@@ -18,9 +18,9 @@ from streamtune import train
 from streamtune.distributed.deepspeed_config import resolve_config, zero_stage
 from streamtune.errors import ArgumentError
 from streamtune.plan.budget import Limits
-from streamtune.plan.rates import Device, nearest_device, sheet_links
+from streamtune.plan.rates import Device, nearest_device, spec_links
 from streamtune.plan.refusal import longest_row_from
-from streamtune.plan.simulate.cluster import Buckets, Cluster, Engine, Form, Links, choose_sequence_form
+from streamtune.plan.simulate.cluster import Buckets, Cluster, Engine, Form, Links, choose_sequence_split
 from streamtune.plan.simulate.shard import count_heads
 from streamtune.plan.simulate.workload import Workload
 from streamtune.recipe.settings import BatchSettings, TrainingSettings
@@ -84,7 +84,7 @@ def cluster_of(recipe: TrainingSettings, model: nn.Module, requested: RequestedR
     if ranks > 1 and cluster.engine == "none":
         cluster = replace(cluster, engine="ddp")
     if size > 1:
-        cluster = replace(cluster, form=choose_sequence_form(recipe.sequence_parallel, size, count_heads(model)))
+        cluster = replace(cluster, form=choose_sequence_split(recipe.sequence_parallel, size, count_heads(model)))
     micro_batches_per_step(recipe, cluster)
     return cluster
 
@@ -113,9 +113,9 @@ def link_bandwidths(table_device: Device | None, local_device: torch.device) -> 
             assumed 5 GB/s within a machine (loopback) and 1 GB/s between machines.
     """
     if table_device is not None:
-        return sheet_links(table_device)
+        return spec_links(table_device)
     if local_device.type == "cuda":
-        return sheet_links(nearest_device(torch.cuda.get_device_properties(local_device).total_memory))
+        return spec_links(nearest_device(torch.cuda.get_device_properties(local_device).total_memory))
     return Links()
 
 
@@ -133,7 +133,7 @@ def longest_rows_if_shared(
     cluster, heads = workload.cluster, count_heads(workload.make_model())
     for size in sorted({cluster.ranks_per_node, cluster.ranks} - {1}):
         notify(f"searching for the longest row that {size} ranks can share")
-        form = choose_sequence_form("auto", size, heads)
+        form = choose_sequence_split("auto", size, heads)
         shared = replace(workload, cluster=cluster.with_sequence_size(size, form))
         if longest := longest_row_from(shared, limits, recipe.engine.schedule_fields()):
             yield SharedLimit(size, form, longest)

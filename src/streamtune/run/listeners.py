@@ -179,7 +179,7 @@ class StepFlops:
 
     def __init__(self, model: Any, step: StepKind = PLAIN_STEP) -> None:
         self.step = step
-        self.flop_count = FlopCount.of_model(model)
+        self.flop_count = FlopCount.from_model(model)
 
     def __call__(self, micro_batches: Sequence[train.MicroBatch]) -> int:
         return self.flop_count.step_flops(

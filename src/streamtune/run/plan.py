@@ -28,10 +28,10 @@ from streamtune.plan.budget import Limits, device_name, free_device_bytes, free_
 from streamtune.plan.calibrate import load_rates, measure_disk
 from streamtune.plan.estimate import Simulate
 from streamtune.plan.planner import Plan, add_offloaded_weights, as_fixed_fields, choose, evaluate_schedule
-from streamtune.plan.rates import Device, Rates, find_device, nearest_device, sheet_rates
+from streamtune.plan.rates import Device, Rates, find_device, nearest_device, spec_rates
 from streamtune.plan.refusal import NothingFitsError
 from streamtune.plan.simulate.cluster import Cluster
-from streamtune.plan.simulate.memory import device_model_bytes, distinct_bytes, model_bytes
+from streamtune.plan.simulate.memory import device_model_bytes, model_bytes, storage_bytes
 from streamtune.plan.simulate.meta_operators import meta_copy
 from streamtune.plan.simulate.scored import Completions, Scored
 from streamtune.plan.simulate.simulate import Simulation, resident_memory, simulate
@@ -201,7 +201,7 @@ def plan_recipe(
             )
         cluster = cluster_of(recipe, model, RequestedRanks(options.ranks, options.nodes), link_bandwidths(target, here))
         limits = _memory_limits(recipe.engine, options, target, here, cluster)
-        rates = sheet_rates(target) if target else local_rates(with_best_precision(recipe), model, here, notify)
+        rates = spec_rates(target) if target else local_rates(with_best_precision(recipe), model, here, notify)
         rates = replace(rates, host_bandwidth=rates.host_bandwidth / cluster.ranks_per_node)
         notify("planning")
         recipe, workload, chosen = _plan_first_that_fits(
@@ -498,7 +498,7 @@ def reference_bytes(task: Task[Any], device: torch.device) -> int:
         return 0
     model = make_reference_blueprint(task.recipe, device, task.reference_name)
     if task.recipe.engine.weights == "host":
-        return model_bytes(model) - distinct_bytes(offloaded_parameters(model, decoder_layers(model)))
+        return model_bytes(model) - storage_bytes(offloaded_parameters(model, decoder_layers(model)))
     return model_bytes(model)
 
 

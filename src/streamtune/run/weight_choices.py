@@ -26,7 +26,7 @@ from streamtune.errors import ArgumentError, UserError
 from streamtune.plan.budget import Limits
 from streamtune.plan.choices import excess_bytes
 from streamtune.plan.estimate import Simulate
-from streamtune.plan.refusal import fixed_terms_exceed_host, smallest_step, smallest_step_of_one_level
+from streamtune.plan.refusal import fixed_terms_exceed_host, simulate_least_memory_step, simulate_one_level_step
 from streamtune.plan.simulate.cluster import Cluster
 from streamtune.plan.simulate.simulate import Simulation, resident_memory, simulate
 from streamtune.plan.simulate.workload import Workload
@@ -264,9 +264,9 @@ def first_fitting_choice(
                 simulation = simulate(workload, make_schedule(choice.engine))
             else:
                 fixed = choice.engine.schedule_fields()
-                simulation = smallest_step_of_one_level(workload, limits, fixed, simulate)
+                simulation = simulate_one_level_step(workload, limits, fixed, simulate)
                 if simulation is None:
-                    _, simulation = smallest_step(workload, limits, fixed, simulate)
+                    _, simulation = simulate_least_memory_step(workload, limits, fixed, simulate)
         if simulation is None:
             continue
         if excess_bytes(simulation, limits) <= 0:

@@ -15,7 +15,7 @@ from streamtune.engine import decoder_layers
 from streamtune.models import ModelOptions, add_lora, build_meta_model
 from streamtune.models.quantize import quantize
 from streamtune.plan.simulate.cluster import Links
-from streamtune.plan.simulate.memory import distinct_bytes, quantization_scale_bytes
+from streamtune.plan.simulate.memory import quantization_scale_bytes, storage_bytes
 from streamtune.plan.simulate.partition import ResidentMemory, shardable_bytes
 from streamtune.recipe import Recipe
 from streamtune.run.cluster import RequestedRanks, cluster_of
@@ -50,7 +50,7 @@ def _planned(recipe: Recipe, world: train.World, schedule: streamtune.Schedule) 
         model = _adapted(recipe, model)
     cluster = cluster_of(recipe, model, RequestedRanks(world.size, 1), Links())
     workload = make_workload(recipe, model, LongestStep(LENGTH), torch.device("cpu"), cluster)
-    found = ResidentMemory.of_model(model, workload).with_schedule(model, workload, schedule)
+    found = ResidentMemory.from_model(model, workload).adapted_to_schedule(model, workload, schedule)
     ahead = max(map(shardable_bytes, decoder_layers(model))) if recipe.fsdp else 0
     return {
         "weights": found.weights,
@@ -103,7 +103,7 @@ def _adapted(recipe: Recipe, model: Any) -> Any:
 
 
 def _bytes(tensors: Iterable[Any]) -> int:
-    return distinct_bytes(x.to_local() if isinstance(x, DTensor) else x for x in tensors)
+    return storage_bytes(x.to_local() if isinstance(x, DTensor) else x for x in tensors)
 
 
 def _gathered(model: nn.Module) -> int:

@@ -20,8 +20,8 @@ from streamtune.plan import Limits, Rates, choose
 from streamtune.plan.choices import SearchSpace
 from streamtune.plan.refusal import make_nothing_fits_error
 from streamtune.plan.simulate import Simulation, Workload, simulate
-from streamtune.plan.simulate.cluster import ENGINES, Buckets, Cluster, Engine, HeadCounts, Links, choose_sequence_form
-from streamtune.plan.traffic import Flow, Pace
+from streamtune.plan.simulate.cluster import ENGINES, Buckets, Cluster, Engine, HeadCounts, Links, choose_sequence_split
+from streamtune.plan.traffic import Flow, StepTimeModel
 from streamtune.recipe import Recipe
 from streamtune.run.cluster import RequestedRanks, cluster_of
 from streamtune.schedule import Schedule
@@ -54,7 +54,7 @@ def told(cluster: Cluster | None = None, schedule: Schedule = CHUNKS, **changes:
 
 
 def flows(cluster: Cluster, schedule: Schedule = CHUNKS, **changes: Any) -> dict[str, Flow]:
-    found = Pace(workload(cluster, **changes), RATES).traffic(schedule).flows
+    found = StepTimeModel(workload(cluster, **changes), RATES).traffic(schedule).flows
     return {flow.what: flow for flow in found}
 
 
@@ -171,8 +171,8 @@ def test_a_sequence_sends_what_docs_decisions_015_counts(form: Any, forth: int, 
     wide = build_meta_model({**CONFIG, **changes}, ModelOptions("bfloat16"))
     cluster = Cluster(8, sequence_size=8, form=form)
     own, chunks = LENGTH // 8, 4
-    pace = Pace(Workload(lambda: wide, LENGTH, cluster=cluster), RATES)
-    sent = [f for f in pace.traffic(Schedule(chunk_size=own // chunks)).flows if "of gradients" not in f.what[:9]]
+    time_model = StepTimeModel(Workload(lambda: wide, LENGTH, cluster=cluster), RATES)
+    sent = [f for f in time_model.traffic(Schedule(chunk_size=own // chunks)).flows if "of gradients" not in f.what[:9]]
     sent = [f for f in sent if f.what != "all-reduce of gradients"]
     # Of the last chunk keys are not projected again.
     times, less = ((chunks + 1) / 2, 0.0) if form == "ring" else (1.0, 2 * 2 * 8 * 128 * 7 / 8 / chunks)
@@ -187,8 +187,8 @@ def test_states_are_passed_on_with_every_chunk(levels: Any) -> None:
     del config["head_dim"]
     model = build_meta_model(config, ModelOptions("bfloat16"))
     changes = {"cluster": Cluster(4, sequence_size=4), "batch_size": 2, "micro_batches": 3}
-    pace = Pace(Workload(lambda: model, LENGTH, **changes), RATES)  # type: ignore[arg-type]
-    sent = {flow.what: flow for flow in pace.traffic(Schedule(chunk_size=128, levels=levels)).flows}
+    time_model = StepTimeModel(Workload(lambda: model, LENGTH, **changes), RATES)  # type: ignore[arg-type]
+    sent = {flow.what: flow for flow in time_model.traffic(Schedule(chunk_size=128, levels=levels)).flows}
     chunks = LENGTH // 4 // 128
     state = 3 * 3 * config["hidden_size"] * 2
     assert sent["their gradients passed back"].node_bytes == 2 * 3 * chunks * state
@@ -275,10 +275,13 @@ def test_what_no_cluster_is(values: dict[str, Any], said: str) -> None:
 
 def test_which_form() -> None:
     heads = HeadCounts(8, 2, 16, 16)
-    assert [choose_sequence_form("auto", size, heads) for size in (2, 4, 8, 3, 16)] == [*["ulysses"] * 3, *["ring"] * 2]
-    assert choose_sequence_form("ring", 4, heads) == "ring"
+    assert [choose_sequence_split("auto", size, heads) for size in (2, 4, 8, 3, 16)] == [
+        *["ulysses"] * 3,
+        *["ring"] * 2,
+    ]
+    assert choose_sequence_split("ring", 4, heads) == "ring"
     with pytest.raises(ArgumentError, match="8 attention heads cannot be divided among 16 ranks") as caught:
-        choose_sequence_form("ulysses", 16, heads)
+        choose_sequence_split("ulysses", 16, heads)
     assert "sequence_parallel: ring" in caught.value.fix
     assert [heads.kv_copies(Cluster(size, sequence_size=size)) for size in (1, 2, 4, 8)] == [1, 1, 2, 4]
     assert math.isclose(heads.kv_copies(Cluster(16, sequence_size=16, form="ring")), 1)

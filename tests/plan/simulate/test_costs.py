@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from streamtune.models import ModelOptions, add_lora, build_meta_model
 from streamtune.plan.rates import DEVICES, peak_flops
 from streamtune.plan.simulate import Workload, simulate
-from streamtune.plan.simulate.costs import FLOPS_PER_BYTE, bandwidth_bytes, copies_to_itself, product_flops
+from streamtune.plan.simulate.costs import FLOPS_PER_BYTE, bandwidth_bound_bytes, is_self_copy, product_flops
 from streamtune.plan.simulate.workload import FlopCount
 from streamtune.run.listeners import StepFlops
 from streamtune.schedule import Schedule
@@ -34,10 +34,10 @@ class Seen(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         out = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.copy_.default:
-            self.copies.append(copies_to_itself(func, args))
+            self.copies.append(is_self_copy(func, args))
         if "mm" in func._schema.name:
             flops = product_flops(func, args, kwargs or {}, out)
-            self.waiting.append(bandwidth_bytes(func, flops, args, out, "cuda"))
+            self.waiting.append(bandwidth_bound_bytes(func, flops, args, out, "cuda"))
         return out
 
 
@@ -95,7 +95,7 @@ def model_of(**changes: Any) -> Any:
 )
 def test_products_are_those_of_plain_autograd(changes: dict[str, Any]) -> None:
     model = model_of(**changes)
-    count = FlopCount.of_model(model)
+    count = FlopCount.from_model(model)
     work = simulate(Workload(lambda: model, LENGTH, mode="plain"), Schedule()).work
     products = count.step_flops([(0, LENGTH)]) - count.step_flops([(0, 1)] * LENGTH) + LENGTH * 6 * 3 * count.width
     assert products == 6 * 3 * count.width * LENGTH * (LENGTH + 1) // 2
@@ -104,8 +104,8 @@ def test_products_are_those_of_plain_autograd(changes: dict[str, Any]) -> None:
 
 def test_frozen_weights_need_no_gradient() -> None:
     model = model_of()
-    whole = FlopCount.of_model(model)
-    adapted = FlopCount.of_model(add_lora(model, r=4))
+    whole = FlopCount.from_model(model)
+    adapted = FlopCount.from_model(add_lora(model, r=4))
     assert adapted.trained == adapted.weights - whole.weights
     assert adapted.step_flops([(0, 1)] * 64) - 6 * 3 * 64 * adapted.width == 64 * (
         4 * adapted.weights + 2 * adapted.trained
@@ -113,7 +113,7 @@ def test_frozen_weights_need_no_gradient() -> None:
 
 
 def test_windows_and_branches_count_what_is_seen() -> None:
-    near = FlopCount.of_model(model_of(model_type="mistral", sliding_window=4))
+    near = FlopCount.from_model(model_of(model_type="mistral", sliding_window=4))
     count = FlopCount(0, 0, 1, (4, 0))
     assert near.windows == (4, 4, 4)
     seen = [sum(min(i + 1, 4) for i in range(10)), 55]

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from streamtune.models import add_lora
 from streamtune.ops.devices import simulate_device_type
 from streamtune.plan.simulate import Workload, simulate
-from streamtune.plan.simulate.extrapolate import layer_kinds, make_layout, repeat_period
+from streamtune.plan.simulate.extrapolate import layer_kinds, make_step_layout, repeat_layer_period
 from streamtune.plan.simulate.step import Step, fewer_layers, shorten_step, trace_step
 from streamtune.plan.simulate.trace import Cell, CellPlace
 from streamtune.schedule import Schedule
@@ -67,7 +67,7 @@ def pairs(model: Any, schedule: Schedule, step: Step) -> list[tuple[dict[CellPla
     """Return the made and the real record of each longer step of a simulation."""
     streamed = step.mode == "stream"
     with simulate_device_type(step.device):
-        layout = make_layout(model, schedule, LENGTH, streamed=streamed, layers=True, chunks=streamed)
+        layout = make_step_layout(model, schedule, LENGTH, streamed=streamed, layers=True, chunks=streamed)
     found, short = [], {}
     for shorter in layout.shorter_steps(schedule, layer_kinds(model, schedule if streamed else None)):
         whole = step if shorter.length == LENGTH else shorten_step(step, shorter.length, schedule.head_chunk_size)
@@ -76,7 +76,7 @@ def pairs(model: Any, schedule: Schedule, step: Step) -> list[tuple[dict[CellPla
         if shorter.longer is None:
             short = cells
             continue
-        made = repeat_period(short, layout.middle_period(shorter.longer))
+        made = repeat_layer_period(short, layout.middle_period_layers(shorter.longer))
         assert made is not None
         found.append((made, cells))
     return found

@@ -37,7 +37,7 @@ def test_the_allocator_gives_what_is_simulated(name: str, dtype: torch.dtype) ->
     """For a whole step, and for the step of one weight, as in an optimizer in the backward."""
     make = partial(build, "qwen3", vocab_size=VOCABULARY, dtype=dtype)
     steps = {
-        in_backward: ResidentMemory.of_model(
+        in_backward: ResidentMemory.from_model(
             make("meta"), workload(make, make_optimizer=partial(optimizer_of, name), step=kind)
         ).temporary
         for in_backward, kind in ((False, PLAIN_STEP), (True, PLAIN_STEP.with_step_in_backward()))
@@ -71,6 +71,6 @@ def test_states_of_weights_that_wait_are_on_the_host(name: str) -> None:
     """For every optimizer; those that project gradients find no matrix among the weights on the device."""
     make = partial(build, "qwen3", vocab_size=VOCABULARY)
     step = workload(make, make_optimizer=partial(optimizer_of, name))
-    there, away = ResidentMemory.of_model(make("meta"), step), ResidentMemory.of_model(make("meta"), step, "host")
+    there, away = ResidentMemory.from_model(make("meta"), step), ResidentMemory.from_model(make("meta"), step, "host")
     assert away.state + away.host["optimizer"] == pytest.approx(there.state, abs=4)  # torchao's rate is a tensor
     assert away.state < 0.01 * there.state or not there.state

@@ -503,7 +503,7 @@ def test_so_it_is_with_every_kind_of_optimizer(name: str) -> None:
     assert found.peak_bytes == pytest.approx(max(live, held_in_a_step(make("cpu"), optimizer)), rel=0.01)
     named = make("meta").named_parameters()
     states = sum(state_bytes(name, tuple(p.shape), 4, args, in_layer=in_layer(own)) for own, p in named)
-    assert ResidentMemory.of_model(make("meta"), step).state == pytest.approx(states, rel=1e-3)
+    assert ResidentMemory.from_model(make("meta"), step).state == pytest.approx(states, rel=1e-3)
 
 
 def held_in_a_step(model: Any, make_optimizer: Any) -> int:

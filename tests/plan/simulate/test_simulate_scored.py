@@ -48,7 +48,7 @@ def measured(make: Callable[[str], Any], mode: Mode, schedule: Schedule, scored:
     if mode == "checkpoint":
         use_checkpointing(model)
     scorer: Any = stream(model, schedule=schedule) if mode == "stream" else PlainScores(model)
-    batch = (scored if mode == "stream" else scored.unshared()).random_batch(
+    batch = (scored if mode == "stream" else scored.as_separate_rows()).random_batch(
         model.config.vocab_size, torch.device("cpu")
     )
     given = {key: value for key, value in batch.items() if key != "count"}
@@ -184,8 +184,8 @@ def test_a_shape_is_counted_right() -> None:
     shared = Scored(((3, (2, 4)), (0, (5,))))
     assert (shared.rows, shared.length, shared.num_targets, shared.completions) == (1, 14, 8, 3)
     assert shared.targets().tolist() == [[-100] * 3 + [0, -100] + [0, 0, 0, -100] + [0, 0, 0, 0, -100]]
-    assert shared.pairs == (3 * 4 // 2) + (2 * 3 + 3) + (4 * 3 + 10) + 15
-    apart = shared.unshared()
+    assert shared.num_unmasked_pairs == (3 * 4 // 2) + (2 * 3 + 3) + (4 * 3 + 10) + 15
+    apart = shared.as_separate_rows()
     assert (apart.rows, apart.length, apart.num_targets) == (3, 7, 8)
     assert (apart.targets() == 0).sum(1).tolist() == [1, 3, 4]
     batch, rows = (each.random_batch(97, torch.device("cpu")) for each in (shared, apart))
@@ -194,8 +194,8 @@ def test_a_shape_is_counted_right() -> None:
     assert batch["input_ids"][0, 3:5].tolist() == rows["input_ids"][0, 3:5].tolist()
     turns = Scored(((3, (2, 4)), (4, (5,))), common=(2, 0))
     assert turns.targets()[0, :9].tolist() == [-100, 0, 0, 0, -100, 0, 0, 0, -100]
-    assert (turns.num_targets, turns.unshared().num_targets) == (2 + 1 + 3 + 4, 2 * 2 + 1 + 3 + 4)
-    assert (turns.unshared().targets() == 0).sum(1).tolist() == [3, 5, 4]
+    assert (turns.num_targets, turns.as_separate_rows().num_targets) == (2 + 1 + 3 + 4, 2 * 2 + 1 + 3 + 4)
+    assert (turns.as_separate_rows().targets() == 0).sum(1).tolist() == [3, 5, 4]
     for wrong in ({"trees": ((3, (1,)),)}, {"trees": ((3, (2,)),), "common": (4,)}, {"common": (1, 1)}):
         with pytest.raises(ArgumentError):
             Scored(**{"trees": ((3, (2,)),), **wrong})

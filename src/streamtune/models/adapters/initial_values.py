@@ -251,8 +251,7 @@ class LoftqQuantizer:
     """Quantises layers by LoftQ and computes the initial values of their adapters from the quantisation errors.
 
     ``rank_and_scale_by_layer`` returns rank and scale of each layer with adapters, by name. ``iterations`` is the
-    number
-    of times that a layer is quantised; ``seed`` is the seed of the decompositions.
+    number of times that a layer is quantised; ``seed`` is the seed of the decompositions.
     """
 
     def __init__(

@@ -156,7 +156,7 @@ class Cluster:
         """True if a rank has a shard of the weights and gathers each layer's weights while the layer runs."""
         return self.zero_stage == 3
 
-    def sharded_bytes(self, size: int, stage: int) -> int:
+    def rank_bytes(self, size: int, stage: int) -> int:
         """Return one rank's share of ``size`` bytes that are sharded from ZeRO stage ``stage`` on."""
         return -(-size // self.ranks) if self.zero_stage >= stage else size
 
@@ -196,19 +196,19 @@ class HeadCounts:
         return math.lcm(self.keys, size) / self.keys
 
 
-def choose_sequence_form(requested: str, size: int, heads: HeadCounts) -> Form:
-    """Return how ``size`` ranks share a sequence; ``auto`` is ulysses if ``size`` divides the number of query heads.
+def choose_sequence_split(requested: str, num_ranks: int, heads: HeadCounts) -> Form:
+    """Return how ``num_ranks`` ranks share a sequence; ``auto`` is ulysses if they divide the number of query heads.
 
     Raises:
-        ArgumentError: ``ulysses`` was requested, and ``size`` does not divide the number of query heads.
+        ArgumentError: ``ulysses`` was requested, and ``num_ranks`` does not divide the number of query heads.
     """
-    divides = heads.queries % size == 0
+    divides = heads.queries % num_ranks == 0
     if requested == "ring" or (requested == "auto" and not divides):
         return "ring"
     if not divides:
         sizes = [str(n) for n in range(2, heads.queries + 1) if heads.queries % n == 0]
         raise ArgumentError(
-            f"{heads.queries} attention heads cannot be divided among {size} ranks",
+            f"{heads.queries} attention heads cannot be divided among {num_ranks} ranks",
             where="sequence_parallel_size",
             fix="set sequence_parallel: ring, which does not divide heads, or sequence_parallel_size to one of "
             + ", ".join(sizes),

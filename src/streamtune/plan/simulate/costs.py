@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 Cost = Literal["view", "allocation", "product", "attention", "other"]
-TouchedPart = Literal["all", "result", "filled"] | int
+TouchedTensors = Literal["all", "result", "filled"] | int
 
 ATTENTION_WORK = {"forward": 2, "backward": 5}
 """Matrix products per attention tile. Forward: scores and output. Backward: scores again, dV, dP, dQ and dK."""
@@ -80,9 +80,9 @@ def _flop_formula(func: Any) -> Any:
     An in-place product has the formula of its out-of-place form.
     """
     if func._schema.name == PACKED_PRODUCT:
-        return _packed_flops
+        return _packed_product_flops
     if func._schema.name == GROUPED_PRODUCT:
-        return _grouped_flops
+        return _grouped_product_flops
     formula = flop_registry.get(func._overloadpacket)
     name = func._schema.name.removeprefix("aten::")
     if formula is None and name in ("addmm_", "baddbmm_"):
@@ -90,19 +90,19 @@ def _flop_formula(func: Any) -> Any:
     return formula
 
 
-def _packed_flops(x: Tensor, packed: Tensor, shape: Sequence[int], *rest: Any, **other: Any) -> int:
+def _packed_product_flops(x: Tensor, packed: Tensor, shape: Sequence[int], *rest: Any, **other: Any) -> int:
     """Return the FLOPs of the product of ``x`` [..., k] and a packed 4-bit weight of ``shape`` [n, k]."""
     return 2 * x.numel() * shape[0]
 
 
-def _grouped_flops(a: Tensor, b: Tensor, *rest: Any, **other: Any) -> int:
+def _grouped_product_flops(a: Tensor, b: Tensor, *rest: Any, **other: Any) -> int:
     """Return the FLOPs of a grouped product; each row (or column) belongs to one group."""
     if a.dim() == 3 and b.dim() == 2:  # [g, m, k] times columns of [k, n]
         return 2 * a.shape[1] * b.numel()
     return 2 * a.numel() * b.shape[-1]
 
 
-def copies_to_itself(func: Any, args: tuple[Any, ...]) -> bool:
+def is_self_copy(func: Any, args: tuple[Any, ...]) -> bool:
     """Return True if an operator copies memory to itself (as after ``a[i] += b``), a copy that torch skips."""
     if func is not torch.ops.aten.copy_.default:
         return False
@@ -120,7 +120,7 @@ FLOPS_PER_BYTE = {"cuda": 200, "cpu": 5}
 """FLOPs that a device computes in the time it reads or writes one byte: about its FLOP/s divided by its bandwidth."""
 
 
-def bandwidth_bytes(func: Any, flops: int, args: tuple[Any, ...], out: Any, device: str) -> int:
+def bandwidth_bound_bytes(func: Any, flops: int, args: tuple[Any, ...], out: Any, device: str) -> int:
     """Return how many bytes a matrix product moves beyond those that can be moved while it computes.
 
     A product of few rows is limited by memory bandwidth, not by FLOPs (Williams et al., Roofline, Communications of
@@ -162,7 +162,7 @@ class EmbeddingSums:
     rows: int
     row_bytes: int
 
-    def scratch_bytes(self, func: Any, scratch: int) -> int:
+    def bound_scratch_bytes(self, func: Any, scratch: int) -> int:
         """Return ``scratch``, the bytes of operator ``func``, bounded by the vocabulary in an embedding's backward."""
         if func is None or func._schema.name != EMBEDDING_BACKWARD:
             return scratch
@@ -194,7 +194,7 @@ def scratch_bytes(func: Any, args: tuple[Any, ...], device: str) -> int:
 
     The gradient of an embedding has at most one fp32 sum per ten tokens and one per distinct token, in rows padded to
     32 (``embedding_backward_cuda_kernel`` in torch's ``EmbeddingBackwardKernel.cu``). Here one sum per token is
-    counted, which is linear in the length. :meth:`EmbeddingSums.scratch_bytes` reduces the bytes to the kernel's bytes.
+    counted, which is linear in the length. :meth:`EmbeddingSums.bound_scratch_bytes` applies the bounds.
 
     A 4-bit product of bitsandbytes dequantises the weight and the scales of its blocks, except for few rows on some
     devices. On a CPU the 8-bit optimizer step allocates five fp32 tensors, and an fp32 copy of a narrower weight. On a
@@ -231,26 +231,25 @@ SCATTERS = {"index_put": 2, "index_put_": 2, "scatter_add_": 3, "index_add_": 3,
 """Operators that write to some elements of a tensor, with the index of the argument that contains the values."""
 
 
-def touched_part(func: Any) -> TouchedPart:
+def touched_tensors(func: Any) -> TouchedTensors:
     """Return which bytes an operator reads and writes.
 
     ``all``: all arguments and the result. ``result``: twice the bytes of the result. ``filled``: the bytes of the
-    result.
-    A number: twice the bytes of the argument with this index.
+    result. A number: twice the bytes of the argument with this index.
     """
     name = func._schema.name.removeprefix("aten::")
     return "result" if name in GATHERS else "filled" if name in FILLS else SCATTERS.get(name, "all")
 
 
-def touched_bytes(part: TouchedPart, args: tuple[Any, ...], out: Any) -> int:
-    """Return how many bytes an operator reads and writes; ``part`` is the result of :func:`touched_part`."""
+def touched_bytes(touched: TouchedTensors, args: tuple[Any, ...], out: Any) -> int:
+    """Return how many bytes an operator reads and writes; ``touched`` is the result of :func:`touched_tensors`."""
     total = 0
-    if part == "result":
+    if touched == "result":
         args = (out,)
-    elif part == "filled":
+    elif touched == "filled":
         args = ()
-    elif part != "all":
-        out = values = args[part] if len(args) > part else None
+    elif touched != "all":
+        out = values = args[touched] if len(args) > touched else None
         args = (values,)
     for item in (*args, out):
         if isinstance(item, Tensor):

@@ -31,7 +31,7 @@ from streamtune.engine.memory.placement import best_segment_size, place_layers
 from streamtune.ops.attention.attention import keys_per_block
 from streamtune.plan.simulate.memory import KINDS
 from streamtune.plan.simulate.shard import CHUNKED_ATTENTION, WINDOWS
-from streamtune.plan.simulate.simulation_cache import all_modules, cached_fact, model_configs
+from streamtune.plan.simulate.simulation_cache import all_modules, cached_model_property, model_configs
 from streamtune.plan.simulate.trace import COLUMNS, EARLIER_GRADIENTS, WORK, Cell, CellPlace
 from streamtune.schedule import Schedule
 
@@ -72,7 +72,7 @@ class Axis:
     base: int | None = None
 
     @classmethod
-    def shortened(cls, count: int, num_first: int = 1, num_last: int = 1) -> Axis:
+    def with_omissions(cls, count: int, num_first: int = 1, num_last: int = 1) -> Axis:
         """Return the axis of ``count`` items from which as many items as possible are omitted."""
         base = num_first + 1 + num_last
         return cls(count, num_first, num_last, base if count > base + 1 else None)
@@ -92,7 +92,7 @@ class Axis:
         return (self.count - self.num_first - self.num_last) / 2
 
     @property
-    def num_omitted(self) -> int:
+    def num_omitted_items(self) -> int:
         """Number of items that the shorter step omits."""
         return 0 if self.base is None else self.count - self.base
 
@@ -117,7 +117,7 @@ class Zone:
         return list(range(self.start, self.start + count * self.period))
 
 
-def find_zones(kinds: Sequence[Hashable]) -> list[Zone]:
+def find_layer_zones(kinds: Sequence[Hashable]) -> list[Zone]:
     """Divide the layers into zones whose kinds repeat; each zone has the period that covers the most layers."""
     found: list[Zone] = []
     at = 0
@@ -129,7 +129,7 @@ def find_zones(kinds: Sequence[Hashable]) -> list[Zone]:
                 count += 1
             if count >= MIN_PERIODS and count * period > best * repeats:
                 best, repeats = period, count
-        found.append(Zone(at, best, Axis.shortened(repeats)))
+        found.append(Zone(at, best, Axis.with_omissions(repeats)))
         at += best * repeats
     return found
 
@@ -179,7 +179,7 @@ def combine_steps(parts: list[tuple[ShorterStep, Cells]], layers: list[Zone], ch
     Raises:
         UnlikeError: The shorter steps did not run the same operators.
     """
-    named = [_name_cells(shorter, cells, layers, chunks) for shorter, cells in parts]
+    named = [_cells_by_name(shorter, cells, layers, chunks) for shorter, cells in parts]
     cells: list[tuple[CellPlace, Tensor]] = []
     work: dict[tuple[str, bool], list[float]] = {}
     if any(cells_of.keys() != named[0].keys() for cells_of in named):
@@ -191,7 +191,7 @@ def combine_steps(parts: list[tuple[ShorterStep, Cells]], layers: list[Zone], ch
         moments = _align_moments(alike, loops=place.layer is None or place.pass_name in COPIES)
         total = sum(share * each for share, each in zip(shares, moments, strict=True))
         assert isinstance(total, Tensor)
-        _bound_scratch(total, alike)
+        _bound_embedding_scratch(total, alike)
         cells.append((place, total))
         inside = place.layer is not None and place.pass_name != EARLIER_GRADIENTS
         sums = work.setdefault((place.phase, inside), [0.0] * len(WORK))
@@ -201,15 +201,15 @@ def combine_steps(parts: list[tuple[ShorterStep, Cells]], layers: list[Zone], ch
     return Combined(cells, work)
 
 
-def _bound_scratch(moments: Tensor, alike: list[Cell]) -> None:
+def _bound_embedding_scratch(moments: Tensor, alike: list[Cell]) -> None:
     """Bound the scratch bytes of an embedding's gradient, which grow with the length only up to the vocabulary size."""
     if (sums := alike[0].embedding) is not None:
         operators = min((cell.operators for cell in alike), key=len)
         column = zip(operators, moments[:, SCRATCH].tolist(), strict=True)
-        moments[:, SCRATCH] = torch.tensor([sums.scratch_bytes(*moment) for moment in column])
+        moments[:, SCRATCH] = torch.tensor([sums.bound_scratch_bytes(*moment) for moment in column])
 
 
-def _name_cells(
+def _cells_by_name(
     shorter: ShorterStep, cells: Cells, layers: list[Zone], chunks: Axis
 ) -> dict[Coordinates, tuple[CellPlace, Cell, float]]:
     """Return (place, cell, weight) by a name that stands for the same cell in all shorter steps.
@@ -245,8 +245,7 @@ def _align_moments(cells: list[Cell], loops: bool) -> list[Tensor]:
     """Return the byte counts of each cell, ``[n, COLUMNS]``, with row i of all cells recorded at the same operator.
 
     If a cell ran more operators than another cell, the additional rows must be iterations of a loop (``loops``), with
-    the
-    same operators before and after. These rows are left out.
+    the same operators before and after. These rows are left out.
 
     Raises:
         UnlikeError: The operators of the cells differ.
@@ -257,8 +256,8 @@ def _align_moments(cells: list[Cell], loops: bool) -> list[Tensor]:
     count = len(shortest.operators)
     first, last = 0, count
     for cell in cells:
-        before = _count_equal(shortest.operators, cell.operators)
-        behind = _count_equal(shortest.operators[::-1], cell.operators[::-1])
+        before = _common_prefix_length(shortest.operators, cell.operators)
+        behind = _common_prefix_length(shortest.operators[::-1], cell.operators[::-1])
         first, last = max(first, count - behind), min(last, before)
     if first > last:
         raise UnlikeError
@@ -271,7 +270,7 @@ def _align_moments(cells: list[Cell], loops: bool) -> list[Tensor]:
     return out
 
 
-def _count_equal(one: list[Any], other: list[Any]) -> int:
+def _common_prefix_length(one: list[Any], other: list[Any]) -> int:
     for index, (a, b) in enumerate(zip(one, other, strict=False)):
         if a is not b:
             return index
@@ -294,7 +293,7 @@ class StepLayout:
     size: int
     length: int
 
-    def middle_period(self, zone_index: int) -> range:
+    def middle_period_layers(self, zone_index: int) -> range:
         """Return the indices, in the shorter step, of the layers of the period that the longer step runs twice."""
         zone = self.layers[zone_index]
         before = sum(len(each.layer_indices(with_extra_period=False)) for each in self.layers[:zone_index])
@@ -303,8 +302,10 @@ class StepLayout:
 
     def shorter_steps(self, schedule: Schedule, kinds: list[Hashable]) -> Iterator[ShorterStep]:
         """Yield the shorter steps to run, the shortest first."""
-        omitted_periods = {n: zone.axis.num_omitted for n, zone in enumerate(self.layers) if zone.axis.num_omitted}
-        whole, more = 1 - sum(omitted_periods.values()), self.chunks.num_omitted
+        omitted_periods = {
+            n: zone.axis.num_omitted_items for n, zone in enumerate(self.layers) if zone.axis.num_omitted_items
+        }
+        whole, more = 1 - sum(omitted_periods.values()), self.chunks.num_omitted_items
         rows = [(None, whole), *omitted_periods.items()]
         for chunks, factor in ((self.chunks.base, 1 - more), (self.chunks.base, more)) if more else ((None, 1),):
             count = self.chunks.count if chunks is None else chunks + (factor == more)
@@ -315,7 +316,7 @@ class StepLayout:
                 yield ShorterStep(kept, length, shorter, longer, count, share * factor)
 
 
-def make_layout(
+def make_step_layout(
     model: Any, schedule: Schedule, length: int, *, streamed: bool, layers: bool, chunks: bool
 ) -> StepLayout:
     """Return how a step is divided into layers and chunks, and which of them a shorter step can omit.
@@ -331,9 +332,9 @@ def make_layout(
     chunks_of = schedule.chunks(length) if streamed else [slice(0, length)]
     count, size = len(chunks_of), chunks_of[0].stop
     kinds = layer_kinds(model, schedule if streamed else None)
-    found = find_zones(kinds) if layers else [Zone(0, len(kinds), Axis(1))]
+    found = find_layer_zones(kinds) if layers else [Zone(0, len(kinds), Axis(1))]
     axis = Axis(count)
-    num_first = _count_unlike_first_chunks(model, size, length)
+    num_first = _count_special_first_chunks(model, size, length)
     if streamed and chunks and num_first is not None:
         head = -(-3 * schedule.head_chunk_size // size) - 2  # at least three chunks of the head
         is_offloaded = "host" in (schedule.keep_kv, schedule.keep_attention) or schedule.offload != "device"
@@ -344,13 +345,13 @@ def make_layout(
         num_last = 2 + is_offloaded
         if chunks_of[-1].stop - chunks_of[-1].start != size:  # the last two chunks are shorter; their copies overlap
             num_last += IN_FLIGHT if schedule.offload == "disk" else is_offloaded or schedule.stream_grads
-        axis = Axis.shortened(count, max(num_first, head), num_last=num_last)
+        axis = Axis.with_omissions(count, max(num_first, head), num_last=num_last)
     return StepLayout(found, axis, size, length)
 
 
 def layer_kinds(model: nn.Module, schedule: Schedule | None) -> list[Hashable]:
     """Return the kind of each layer: a number for its structure, and its tensors' tiers (None without a schedule)."""
-    structures = cached_fact(model, "structures of layers", lambda: _layer_structure_numbers(model))
+    structures = cached_model_property(model, "structures of layers", lambda: _layer_structure_numbers(model))
     places = place_layers(schedule, len(structures)) if schedule is not None else [None] * len(structures)
     return list(zip(structures, places, strict=True))
 
@@ -384,7 +385,7 @@ def _layer_structure(layer: nn.Module) -> Hashable:
     return tuple(structures)
 
 
-def _count_unlike_first_chunks(model: nn.Module, size: int, length: int) -> int | None:
+def _count_special_first_chunks(model: nn.Module, size: int, length: int) -> int | None:
     """Return how many chunks at the start attend to fewer keys than all later chunks; None if later chunks differ."""
     settings = [vars(config) for config in model_configs(all_modules(model))]
 
@@ -424,7 +425,7 @@ Bytes = tuple[int, ...]
 Run = list[tuple[CellPlace, Cell]]
 
 
-def repeat_period(cells: Mapping[CellPlace, Cell], middle: range) -> dict[CellPlace, Cell] | None:
+def repeat_layer_period(cells: Mapping[CellPlace, Cell], middle: range) -> dict[CellPlace, Cell] | None:
     """Return the cells of a step in which the period ``middle`` runs twice; None if the longer step has to be run.
 
     The layers of a zone are equal, except in its first and last period, and a step visits them in order, forward and
@@ -442,8 +443,8 @@ def repeat_period(cells: Mapping[CellPlace, Cell], middle: range) -> dict[CellPl
         if run[0][0].layer not in middle:
             found |= _shift_cells(run, shift, middle.stop, len(middle))
             continue
-        before = _first_layer(item for other in reversed(runs[:index]) for item in reversed(other))
-        behind = _first_layer(item for other in runs[index + 1 :] for item in other)
+        before = _first_layer_index(item for other in reversed(runs[:index]) for item in reversed(other))
+        behind = _first_layer_index(item for other in runs[index + 1 :] for item in other)
         if before is None or behind is None or (before < middle.start) == (behind < middle.start):
             return None
         upward = before < behind
@@ -455,7 +456,7 @@ def repeat_period(cells: Mapping[CellPlace, Cell], middle: range) -> dict[CellPl
     return found
 
 
-def _first_layer(cells: Iterable[tuple[CellPlace, Cell]]) -> int | None:
+def _first_layer_index(cells: Iterable[tuple[CellPlace, Cell]]) -> int | None:
     return next((place.layer for place, _ in cells if place.layer is not None), None)
 
 

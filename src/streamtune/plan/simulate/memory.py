@@ -191,10 +191,10 @@ def model_tensors(model: nn.Module) -> Iterator[Tensor]:
         if is_traceable_wrapper_subclass(tensor):  # torchao: int8 values and scales; the wrapper has no bytes
             pending += [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
             continue
-        yield from _with_scales(tensor)
+        yield from _tensor_and_scales(tensor)
 
 
-def _with_scales(tensor: Tensor) -> Iterator[Tensor]:
+def _tensor_and_scales(tensor: Tensor) -> Iterator[Tensor]:
     """Yield a tensor and, if bitsandbytes packed it, the scales of its blocks, and the scales of these scales."""
     yield tensor
     state = getattr(tensor, "quant_state", None)
@@ -207,14 +207,14 @@ def quantization_scale_bytes(model: nn.Module) -> int:
     """Return the bytes of quantisation scales, which are not sharded: every rank has all scales."""
     packed = [x for x in model.parameters() if getattr(x, "quant_state", None) is not None]
     packed_ids = {_storage_id(x) for x in packed}
-    tensors = [x for p in packed for x in _with_scales(p) if _storage_id(x) not in packed_ids]
+    tensors = [x for p in packed for x in _tensor_and_scales(p) if _storage_id(x) not in packed_ids]
     experts = [x for x in model.parameters() if isinstance(x, models.PackedExperts)]
-    return distinct_bytes([*tensors, *(part for p in experts for part in p.packed_tensors()[1:])])
+    return storage_bytes([*tensors, *(part for p in experts for part in p.packed_tensors()[1:])])
 
 
 def model_bytes(model: nn.Module) -> int:
     """Return the bytes of a model's parameters, buffers and quantisation scales, each storage counted once."""
-    return distinct_bytes(model_tensors(model))
+    return storage_bytes(model_tensors(model))
 
 
 def device_model_bytes(model: nn.Module) -> int:
@@ -224,10 +224,10 @@ def device_model_bytes(model: nn.Module) -> int:
 
 def host_model_bytes(model: nn.Module) -> int:
     """Return the bytes of a model's weights that are offloaded to the host (``engine.weights``)."""
-    return distinct_bytes(tensor for tensor in model_tensors(model) if is_host_storage(tensor.untyped_storage()))
+    return storage_bytes(tensor for tensor in model_tensors(model) if is_host_storage(tensor.untyped_storage()))
 
 
-def distinct_bytes(tensors: Iterable[Tensor]) -> int:
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of the tensors' storages, each storage counted once."""
     storages = {_storage_id(tensor): tensor.untyped_storage() for tensor in tensors}
     return sum(storage.nbytes() for storage in storages.values())

@@ -88,7 +88,7 @@ class DeferredValue:
 
 
 @lru_cache(maxsize=1024)
-def _can_defer(func: Any) -> bool:
+def _can_defer_result(func: Any) -> bool:
     """Return True if an operator's result may be computed later: the operator is elementwise or fills a constant."""
     if func._schema.is_mutable or len(func._schema.returns) != 1:
         return False
@@ -130,10 +130,10 @@ class IntegerValues:
     def attach_values(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Attach values to an operator's results, if they are integers or booleans and the arguments have values."""
         if func is aten.topk.default:
-            self._spread_evenly(out[1], args[0].shape[-1])
+            self._spread_tokens_evenly(out[1], args[0].shape[-1])
             return
         if func in CONSTANTS and out.is_floating_point() and out.numel() <= MAX_VALUE_ELEMENTS:
-            out._constant = self._defer(func, args, kwargs), out._version
+            out._constant = self._defer_value(func, args, kwargs), out._version
             return
         results = (out,) if isinstance(out, Tensor) else out
         if not isinstance(results, (tuple, list)):
@@ -148,8 +148,8 @@ class IntegerValues:
             return
         values: Any
         try:
-            if results[0].numel() > MAX_EAGER_ELEMENTS and _can_defer(func):
-                values = self._defer(func, args, kwargs)
+            if results[0].numel() > MAX_EAGER_ELEMENTS and _can_defer_result(func):
+                values = self._defer_value(func, args, kwargs)
             else:
                 if _writes_in_place(func):  # deferred values may depend on the value that is overwritten
                     for waiting in list(self._deferred):
@@ -157,7 +157,7 @@ class IntegerValues:
                     self._deferred.clear()
                 values = self._evaluate(func, args, kwargs)
         except (ArgumentError, UnsupportedModelError, RuntimeError):  # no value, or no CPU operator
-            if func is aten.index.Tensor and (value := _computed_value(args[0])) is not None:
+            if func is aten.index.Tensor and (value := _compute_attached_value(args[0])) is not None:
                 self._attach_uniform_value(results[0], value)
             elif _writes_in_place(func):
                 results[0]._value = None  # type: ignore[attr-defined]
@@ -169,30 +169,30 @@ class IntegerValues:
                 item._value = value  # type: ignore[attr-defined]
 
     def _evaluate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given = {key: self._value(item, func) for key, item in kwargs.items()}
+        given = {key: self._get_value(item, func) for key, item in kwargs.items()}
         if "device" in given and given["device"] is not None:
             given["device"] = torch.device("cpu")
-        return func(*(self._value(item, func) for item in args), **given)
+        return func(*(self._get_value(item, func) for item in args), **given)
 
-    def _defer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DeferredValue:
+    def _defer_value(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DeferredValue:
         """Return the deferred value of an operator's result.
 
         Raises:
             ArgumentError, UnsupportedModelError: An argument has no value.
         """
-        given = {key: self._value(item, func) for key, item in kwargs.items()}
+        given = {key: self._get_value(item, func) for key, item in kwargs.items()}
         if "device" in given and given["device"] is not None:
             given["device"] = torch.device("cpu")
-        later = DeferredValue(func, tuple(self._value(item, func, allow_deferred=True) for item in args), given)
+        later = DeferredValue(func, tuple(self._get_value(item, func, allow_deferred=True) for item in args), given)
         self._deferred.add(later)
         return later
 
-    def _value(self, item: Any, func: Any, *, allow_deferred: bool = False) -> Any:
+    def _get_value(self, item: Any, func: Any, *, allow_deferred: bool = False) -> Any:
         if isinstance(item, (tuple, list)):
-            return type(item)(self._value(part, func) for part in item)
+            return type(item)(self._get_value(part, func) for part in item)
         if not isinstance(item, Tensor) or item.device.type == "cpu":
             return item
-        value = _attached_value(item) if allow_deferred else _computed_value(item)
+        value = _attached_value(item) if allow_deferred else _compute_attached_value(item)
         if value is None and (too_large_elements := getattr(item, "_too_large_elements", 0)):
             raise ArgumentError(
                 "the micro-batch is too large to simulate: its positions or masks have "
@@ -215,12 +215,12 @@ class IntegerValues:
         if value.numel() and bool((value == value.flatten()[0]).all()):
             out._value = value.flatten()[0].expand(out.shape)  # type: ignore[attr-defined]
 
-    def _spread_evenly(self, indices: Tensor, num_experts: int) -> None:
+    def _spread_tokens_evenly(self, indices: Tensor, num_experts: int) -> None:
         if indices.numel() <= MAX_VALUE_ELEMENTS:
             indices._value = torch.arange(indices.numel()).remainder(num_experts).view(indices.shape)  # type: ignore[attr-defined]
 
 
-def _computed_value(x: Tensor) -> Tensor | None:
+def _compute_attached_value(x: Tensor) -> Tensor | None:
     """Return the value attached to a tensor, computed now if it was deferred; None without a value."""
     value = _attached_value(x)
     return value.value() if isinstance(value, DeferredValue) else value
@@ -503,7 +503,7 @@ class MetaAutocast:
         self._cached_casts: dict[int, tuple[Tensor, Tensor]] = {}
 
     @contextmanager
-    def region(self) -> Iterator[None]:
+    def outermost_autocast(self) -> Iterator[None]:
         """Context manager for an outermost autocast region; cached casts are freed at its end."""
         try:
             yield

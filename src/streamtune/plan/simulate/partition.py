@@ -46,7 +46,7 @@ from streamtune.engine.memory.placement import extra_forwards
 from streamtune.engine.offloaded_weights import offloaded_parameters
 from streamtune.ops.devices import simulate_device_type
 from streamtune.plan.simulate.cluster import Cluster
-from streamtune.plan.simulate.memory import distinct_bytes, model_bytes, quantization_scale_bytes
+from streamtune.plan.simulate.memory import model_bytes, quantization_scale_bytes, storage_bytes
 from streamtune.plan.simulate.meta_operators import meta_copy
 from streamtune.plan.simulate.trace import WORK, CellPlace, Trace
 from streamtune.schedule import Schedule, WeightTier
@@ -99,20 +99,20 @@ class ResidentMemory:
         return self.weights + self.master + self.state + self.gradients + self.buckets
 
     @classmethod
-    def of_model(cls, model: nn.Module, workload: Workload, weights_tier: WeightTier = "device") -> ResidentMemory:
+    def from_model(cls, model: nn.Module, workload: Workload, weights_tier: WeightTier = "device") -> ResidentMemory:
         """Return the memory for a model on ``meta``, with ``levels: 1`` and weights stored on tier ``weights_tier``."""
         if weights_tier == "host":
             return _resident_memory_with_host_weights(model, workload)
         cluster = workload.cluster
         scales = quantization_scale_bytes(model) if cluster.gathers_layers else 0
-        weights, trained = cluster.sharded_bytes(model_bytes(model) - scales, 3), trained_bytes(model)
+        weights, trained = cluster.rank_bytes(model_bytes(model) - scales, 3), trained_bytes(model)
         state, temporary, touched = _measure_optimizer_step(_optimizer_model(model, cluster), workload)
-        state, temporary, touched = (cluster.sharded_bytes(size, 1) for size in (state, temporary, touched))
+        state, temporary, touched = (cluster.rank_bytes(size, 1) for size in (state, temporary, touched))
         count = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        master = cluster.sharded_bytes(FP32 * count, 1) if cluster.keeps_fp32_weights and workload.make_optimizer else 0
+        master = cluster.rank_bytes(FP32 * count, 1) if cluster.keeps_fp32_weights and workload.make_optimizer else 0
         temporary += master  # the gradients of the step, in fp32
         if cluster.keeps_fp32_weights and cluster.zero_stage == 3:
-            temporary = round(temporary * min(1.0, cluster.buckets.sub_group / max(1, cluster.sharded_bytes(count, 3))))
+            temporary = round(temporary * min(1.0, cluster.buckets.sub_group / max(1, cluster.rank_bytes(count, 3))))
         gradients, buckets = _gradient_bytes(model, workload, trained)
         if workload.step.gradients == "none":
             gradients = 0
@@ -131,7 +131,7 @@ class ResidentMemory:
             host["weights"], kept["weights"] = weights, scales
         if cluster.optimizer_on_host:
             host |= {"fp32 weights": master, "optimizer": state, "gradients": master}
-            own = cluster.sharded_bytes(trained, 3)
+            own = cluster.rank_bytes(trained, 3)
             host_touched = master + 2 * (master + state) + master + own
             host_moved = workload.micro_batches * 2 * own + master
             if cluster.weights_on_host:
@@ -181,7 +181,7 @@ class ResidentMemory:
             host_moved=self.host_moved + copies,
         )
 
-    def with_schedule(self, model: nn.Module, workload: Workload, schedule: Schedule) -> ResidentMemory:
+    def adapted_to_schedule(self, model: nn.Module, workload: Workload, schedule: Schedule) -> ResidentMemory:
         """Return the memory of a streamed step with ``schedule``, which may gather layers again to recompute them."""
         cluster = workload.cluster
         if not cluster.gathers_layers or workload.mode != "stream":
@@ -202,7 +202,7 @@ def recopied_weight_bytes(model: nn.Module, workload: Workload, extra_layer_forw
     cluster = workload.cluster
     if not cluster.weights_on_host:
         return 0
-    layer = cluster.sharded_bytes(max(map(shardable_bytes, decoder_layers(model))), 3)
+    layer = cluster.rank_bytes(max(map(shardable_bytes, decoder_layers(model))), 3)
     return workload.micro_batches * extra_layer_forwards * layer
 
 
@@ -216,7 +216,7 @@ def _resident_memory_with_host_weights(model: Any, workload: Workload) -> Reside
     away = [p for p in waiting if p.requires_grad]
     known = {id(p) for p in waiting}
     here = [p for p in model.parameters() if p.requires_grad and id(p) not in known]
-    host = {"weights": distinct_bytes(waiting)}
+    host = {"weights": storage_bytes(waiting)}
     trained = sum(p.nbytes for p in away)
     host_touched = overlapped = 0
     if workload.make_optimizer is not None and away:
@@ -330,7 +330,7 @@ def _gradient_bytes(model: nn.Module, workload: Workload, trained: int) -> tuple
     elif cluster.keeps_fp32_weights:
         element = max((p.element_size() for p in model.parameters() if p.requires_grad), default=0)
         buckets = min(element * cluster.buckets.reduce, trained) * cluster.buckets.buffers
-    return cluster.sharded_bytes(trained, 2), buckets
+    return cluster.rank_bytes(trained, 2), buckets
 
 
 def _optimizer_model(model: nn.Module, cluster: Cluster) -> nn.Module:

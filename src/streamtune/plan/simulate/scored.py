@@ -85,15 +85,15 @@ class Scored:
     def num_targets(self) -> int:
         """Number of scored tokens in all rows."""
         copies = [1 if self.share else len(branches) for _, branches in self.trees]
-        common = sum(tokens * times for tokens, times in zip(self._common_tokens, copies, strict=True))
+        common = sum(tokens * times for tokens, times in zip(self._common_token_counts, copies, strict=True))
         return common + sum(sum(branches) - len(branches) for _, branches in self.trees)
 
     @property
-    def _common_tokens(self) -> tuple[int, ...]:
+    def _common_token_counts(self) -> tuple[int, ...]:
         return self.common or (0,) * len(self.trees)
 
     @property
-    def pairs(self) -> int:
+    def num_unmasked_pairs(self) -> int:
         """Number of query-key pairs that are not masked, in all rows."""
         if not self.share:  # padding is computed like other tokens
             return self.rows * (self.length * (self.length + 1) // 2)
@@ -104,7 +104,7 @@ class Scored:
         return total
 
     @property
-    def hides_tokens(self) -> bool:
+    def has_hidden_tokens(self) -> bool:
         """True if several completions share the sequence, so that tokens do not attend to all earlier tokens."""
         return self.share and (len(self.trees) > 1 or len(self.trees[0][1]) > 1)
 
@@ -115,7 +115,7 @@ class Scored:
             f"{completions} completion{'s' if completions > 1 else ''} of {prompts} prompt{'s' if prompts > 1 else ''}"
         )
 
-    def unshared(self) -> Scored:
+    def as_separate_rows(self) -> Scored:
         """Return the same completions as one row per prompt and completion."""
         return replace(self, share=False)
 
@@ -137,7 +137,7 @@ class Scored:
                 ids[row, place : place + branch] = torch.cat([prompt[-1:], random_tokens(branch - 1)])
                 row, place = (row, place + branch) if self.share else (row + 1, 0)
         targets = torch.where(self.targets() == IGNORE_INDEX, IGNORE_INDEX, ids.roll(-1, 1))
-        tree = {"branches": Branches.of(self.trees)} if self.hides_tokens else {}
+        tree = {"branches": Branches.of(self.trees)} if self.has_hidden_tokens else {}
         return {"input_ids": ids.to(device), "targets": targets.to(device), "count": self.num_targets, **tree}
 
     def targets(self) -> Tensor:
@@ -145,7 +145,7 @@ class Scored:
         if not self.share:
             parts = [
                 (trunk, branch, common)
-                for (trunk, branches), common in zip(self.trees, self._common_tokens, strict=True)
+                for (trunk, branches), common in zip(self.trees, self._common_token_counts, strict=True)
                 for branch in branches
             ]
             targets = torch.full((self.rows, self.length), IGNORE_INDEX)
@@ -154,7 +154,7 @@ class Scored:
             return targets
         targets = torch.full((1, self.length), IGNORE_INDEX)
         place = 0
-        for (trunk, branches), common in zip(self.trees, self._common_tokens, strict=True):
+        for (trunk, branches), common in zip(self.trees, self._common_token_counts, strict=True):
             targets[0, place + trunk - common : place + trunk] = 0
             place += trunk
             for branch in branches:

@@ -51,7 +51,7 @@ class RankShard:
     form: Form = "ulysses"
     kv_copies: float = 1.0
 
-    def tokens(self, length: int) -> int:
+    def shard_tokens(self, length: int) -> int:
         """Return the largest number of tokens of a row with ``length`` tokens that any rank has."""
         return max(2, -(-length // self.size)) if self.size > 1 else length
 
@@ -70,7 +70,7 @@ class RankShard:
         if self.size == 1 or self.form == "ulysses":
             return 0
         heads, element = count_heads(model), model.get_input_embeddings().weight.element_size()
-        each = rows * self.tokens(length) * heads.keys * (heads.key_dim + heads.value_dim)
+        each = rows * self.shard_tokens(length) * heads.keys * (heads.key_dim + heads.value_dim)
         return int(2 * each * (element + (FP32 if backward else 0)))
 
     def replicated_host_kv_bytes(self, model: Any, schedule: Schedule, length: int, rows: int) -> int:
@@ -79,12 +79,12 @@ class RankShard:
             return 0
         heads, layers = count_heads(model), len(decoder_layers(model)) - schedule.keep_layers
         element = model.get_input_embeddings().weight.element_size()
-        each = rows * self.tokens(length) * heads.keys * (heads.key_dim + heads.value_dim) * element
+        each = rows * self.shard_tokens(length) * heads.keys * (heads.key_dim + heads.value_dim) * element
         return int((self.kv_copies - 1) * each * max(0, layers))
 
     def other_ranks_input_bytes(self, length: int, rows: int) -> int:
         """Return the bytes of token ids, labels, positions and row starts of the other ranks' tokens."""
-        return 4 * ID_BYTES * rows * (length - self.tokens(length)) if self.size > 1 else 0
+        return 4 * ID_BYTES * rows * (length - self.shard_tokens(length)) if self.size > 1 else 0
 
 
 WHOLE_ROW = RankShard()
@@ -115,16 +115,16 @@ def count_heads(model: Any) -> HeadCounts:
     config = next((c for c in configs if getattr(c, "num_attention_heads", None)), configs[0])
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
 
-    def setting(*names: str) -> int:
+    def config_value(*names: str) -> int:
         return next((value for name in names if isinstance(value := getattr(config, name, None), int) and value), 0)
 
-    queries = setting("num_attention_heads", "n_head") or 1
-    dim = setting("head_dim") or setting("hidden_size", "n_embd") // queries
+    queries = config_value("num_attention_heads", "n_head") or 1
+    dim = config_value("head_dim") or config_value("hidden_size", "n_embd") // queries
     return HeadCounts(
         queries,
-        setting("num_key_value_heads") or queries,
-        setting("qk_head_dim") or dim,
-        setting("v_head_dim") or dim,
+        config_value("num_key_value_heads") or queries,
+        config_value("qk_head_dim") or dim,
+        config_value("v_head_dim") or dim,
     )
 
 

@@ -31,14 +31,14 @@ from streamtune.plan.simulate.extrapolate import (
     UnlikeError,
     combine_steps,
     layer_kinds,
-    make_layout,
-    repeat_period,
+    make_step_layout,
+    repeat_layer_period,
 )
 from streamtune.plan.simulate.memory import ACTIVATION, ATTENTION, FETCHED, GRADIENT, HEAD, INPUT, KEYS, OPTIMIZER
 from streamtune.plan.simulate.partition import ResidentMemory
 from streamtune.plan.simulate.scored import Scored, Trees
 from streamtune.plan.simulate.shard import RankShard, narrow_windows, rank_shard
-from streamtune.plan.simulate.simulation_cache import cached_fact, step_cache_key
+from streamtune.plan.simulate.simulation_cache import cached_model_property, step_cache_key
 from streamtune.plan.simulate.step import Step, fewer_layers, shorten_step, trace_step
 from streamtune.plan.simulate.trace import COLUMNS, WORK
 from streamtune.plan.simulate.workload import Workload
@@ -77,7 +77,7 @@ class Work:
         moved_bytes: Bytes copied to the host and back.
         disk_moved_bytes: Bytes written to disk and read back.
         touched_bytes: Bytes that other operators read and write on the device, and excess bytes of products of few rows
-            (``costs.bandwidth_bytes``).
+            (``costs.bandwidth_bound_bytes``).
         operators: Number of operators that compute.
         host_touched_bytes: Bytes that an optimizer reads and writes in host memory, after the backward.
         host_overlapped_bytes: Bytes that an optimizer reads and writes in host memory during the backward.
@@ -147,7 +147,7 @@ def simulate(workload: Workload, schedule: Schedule, *, full: bool = False) -> S
     model: Any = workload.make_model().train()
     shard = rank_shard(model, workload.cluster)
     row_independent = resident_memory(workload, schedule.weights)
-    resident = row_independent.with_schedule(model, workload, schedule)
+    resident = row_independent.adapted_to_schedule(model, workload, schedule)
     attempts = [(False, False)] if full else [(True, True), (True, False), (False, True), (False, False)]
     for layers, chunks in attempts:
         try:
@@ -171,7 +171,7 @@ def resident_memory(workload: Workload, weights: WeightTier = "device") -> Resid
         "holdings", workload.cluster, workload.make_optimizer, workload.device_type, workload.micro_batches, forwards,
         weights, workload.step,
     )  # fmt: skip
-    return cached_fact(model, held, lambda: ResidentMemory.of_model(model, workload, weights))
+    return cached_model_property(model, held, lambda: ResidentMemory.from_model(model, workload, weights))
 
 
 def _teacher_peak_bytes(workload: Workload, schedule: Schedule) -> int | None:
@@ -197,7 +197,7 @@ def _teacher_peak_bytes(workload: Workload, schedule: Schedule) -> int | None:
         completions=lambda length, size: Scored(rows, share=False, forwards=1.0),
     )
     name = ("as a teacher", rows, workload.autocast, workload.device_type, chunks)
-    return cached_fact(model, name, lambda: simulate(teacher_workload, chunks).phases["reference"])
+    return cached_model_property(model, name, lambda: simulate(teacher_workload, chunks).phases["reference"])
 
 
 def _trace_micro_batch(
@@ -217,11 +217,11 @@ def _trace_micro_batch(
         UnlikeError: The shorter steps ran different operators.
     """
     streamed = workload.mode == "stream"
-    scored, tokens = workload.scored, shard.tokens(workload.tokens)
+    scored, tokens = workload.scored, shard.shard_tokens(workload.tokens)
     has_many_chunks = streamed and len(schedule.chunks(tokens)) > MAX_CHUNKS_RUN
     uses_scored_layout = scored is not None and shard.size == 1 and not (chunks and has_many_chunks)
     with simulate_device_type(workload.device_type):
-        layout = make_layout(
+        layout = make_step_layout(
             model, schedule, tokens, streamed=streamed, layers=layers, chunks=chunks and not uses_scored_layout
         )
     kinds = layer_kinds(model, schedule if streamed else None)
@@ -239,14 +239,14 @@ def _trace_micro_batch(
         token_loss=workload.token_loss,
         teacher=workload.teacher,
         teacher_top_k=workload.teacher_top_k,
-        perturb=_perturbation(workload, model),
+        perturb=_make_perturbation(workload, model),
     )
     parts: list[tuple[ShorterStep, Cells]] = []
     cells: Cells = {}
     for shorter in layout.shorter_steps(schedule, kinds):
         longer = None
         if shorter.longer is not None and (not streamed or schedule.order == "layer"):
-            longer = repeat_period(cells, layout.middle_period(shorter.longer))
+            longer = repeat_layer_period(cells, layout.middle_period_layers(shorter.longer))
         if longer is None:
             step = whole
             if shorter.length != tokens:
@@ -257,10 +257,12 @@ def _trace_micro_batch(
             cells = longer
         parts.append((shorter, longer))
     found = combine_steps(parts, layout.layers, layout.chunks, tokens)
-    return found if scored is None else replace(found, work=_scale_work(scored, found, uses_scored_layout))
+    return (
+        found if scored is None else replace(found, work=_scale_work_to_completions(scored, found, uses_scored_layout))
+    )
 
 
-def _perturbation(workload: Workload, model: Any) -> Callable[[Any], AbstractContextManager[None]] | None:
+def _make_perturbation(workload: Workload, model: Any) -> Callable[[Any], AbstractContextManager[None]] | None:
     """Return a function that opens a context with perturbed weights, for zeroth-order steps; None for other steps."""
     if workload.step.gradients != "none" or workload.make_optimizer is None:
         return None
@@ -269,12 +271,14 @@ def _perturbation(workload: Workload, model: Any) -> Callable[[Any], AbstractCon
     return lambda perturbed_model: perturb_weights(optimizer, perturbed_model, decoder_layers(perturbed_model), 0, 1)
 
 
-def _scale_work(scored: Scored, step: Combined, uses_scored_layout: bool) -> dict[tuple[str, bool], list[float]]:
+def _scale_work_to_completions(
+    scored: Scored, step: Combined, uses_scored_layout: bool
+) -> dict[tuple[str, bool], list[float]]:
     """Return the work for scored completions, computed from the work of an ordinary row and its reference forward."""
     targets, pairs = 1.0, 1.0
     if not uses_scored_layout:
         targets = scored.num_targets / (scored.rows * scored.length)
-        pairs = scored.pairs / (scored.rows * (scored.length * (scored.length + 1) // 2))
+        pairs = scored.num_unmasked_pairs / (scored.rows * (scored.length * (scored.length + 1) // 2))
     found = {}
     for (phase, inside), work in step.work.items():
         # Outside the layers the head does nearly all the work; embeddings and norms are negligible.

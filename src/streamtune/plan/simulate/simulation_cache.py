@@ -53,7 +53,7 @@ def _describe_model(model: nn.Module) -> Any:
         attributes = vars(module)
         if not is_known_code or "forward" in attributes or any(attributes.get(name) for name in _HOOKS):
             return None
-    structure = cached_fact(model, "structure", lambda: _describe_structure(model))
+    structure = cached_model_property(model, "structure", lambda: _describe_structure(model))
     if structure is None:
         return None
     return [*structure, [place for place, module in enumerate(modules) if _is_checkpointed(module)]]
@@ -81,7 +81,9 @@ def _describe_optimizer(workload: Workload, model: nn.Module) -> str | None:
     make = workload.make_optimizer
     if make is None:
         return None
-    described: str = cached_fact(model, ("description of the optimizer", make), lambda: _describe_groups(make(model)))
+    described: str = cached_model_property(
+        model, ("description of the optimizer", make), lambda: _describe_groups(make(model))
+    )
     return described
 
 
@@ -93,12 +95,12 @@ def _describe_groups(optimizer: torch.optim.Optimizer) -> str:
     return f"{type(optimizer).__module__}.{type(optimizer).__qualname__} {groups}"
 
 
-Fact = TypeVar("Fact")
+Property = TypeVar("Property")
 
-_FACTS: WeakKeyDictionary[nn.Module, dict[Hashable, tuple[Hashable, Any]]] = WeakKeyDictionary()
+_PROPERTIES: WeakKeyDictionary[nn.Module, dict[Hashable, tuple[Hashable, Any]]] = WeakKeyDictionary()
 
 
-def cached_fact(model: nn.Module, key: Hashable, compute: Callable[[], Fact]) -> Fact:
+def cached_model_property(model: nn.Module, key: Hashable, compute: Callable[[], Property]) -> Property:
     """Return ``compute()``, a property of a model, from an in-memory cache if the model has not changed.
 
     Args:
@@ -106,14 +108,14 @@ def cached_fact(model: nn.Module, key: Hashable, compute: Callable[[], Fact]) ->
         key: Name of the property, with all values it depends on besides the model; if unhashable, nothing is cached.
         compute: Function that computes the property.
     """
-    cached_facts, state = _FACTS.setdefault(model, {}), _model_state(model)
+    cached_properties, state = _PROPERTIES.setdefault(model, {}), _model_state(model)
     try:
-        found = cached_facts.get(key)
+        found = cached_properties.get(key)
     except TypeError:
         return compute()
     if found is None or found[0] != state:
-        found = cached_facts[key] = (state, compute())
-    fact: Fact = found[1]
+        found = cached_properties[key] = (state, compute())
+    fact: Property = found[1]
     return fact
 
 

@@ -127,23 +127,25 @@ def trace_step(model: Any, schedule: Schedule, step: Step) -> Trace:
         bf16 = torch.autocast(autocast.switch, dtype=torch.bfloat16, enabled=step.autocast, cache_enabled=False)
         if step.scored is not None and step.scored.forwards:
             trace.begin_cell("reference")
-            with autocast.region(), bf16, _as_reference(model):
+            with autocast.outermost_autocast(), bf16, _reference_mode(model):
                 _score_completions(scorer, step, ids, labels)
             trace.begin_cell("forward")
         if step.perturb is not None:
             stack.enter_context(torch.no_grad())
             stack.enter_context(step.perturb(model))
-        with autocast.region(), bf16:
+        with autocast.outermost_autocast(), bf16:
             if step.mode in FUSED_LOSS_MODES:
                 loss = fused_loss(model, ids)
             elif step.scored is None or step.token_loss is not None:
-                with _use_step_loss(scorer, step, teacher_weight) as extra:
-                    loss = model(**{"input_ids": ids, "labels": labels, "use_cache": False, **extra(ids, labels)}).loss
+                with _use_step_loss(scorer, step, teacher_weight) as make_loss_arguments:
+                    loss = model(
+                        **{"input_ids": ids, "labels": labels, "use_cache": False, **make_loss_arguments(ids, labels)}
+                    ).loss
             else:
                 loss = _score_completions(scorer, step, ids, labels).sum()
                 trace.begin_cell("head")  # a new cell for the head's second loop over its chunks
         if step.perturb is None:
-            _backward(loss)
+            _run_backward(loss)
         trace.finish()
     return trace
 
@@ -161,16 +163,16 @@ def _use_step_loss(
     Yields a function ``(ids, targets)`` that returns additional arguments for such a call.
     """
     branches = None
-    if step.scored is not None and step.scored.hides_tokens and step.uses_scored_layout:
+    if step.scored is not None and step.scored.has_hidden_tokens and step.uses_scored_layout:
         branches = Branches.of(step.scored.trees)
 
-    def extra(ids: Tensor, targets: Tensor) -> dict[str, Any]:
+    def make_loss_arguments(ids: Tensor, targets: Tensor) -> dict[str, Any]:
         if step.scored is None:
             return {}
         return {"shift_labels": targets, **({} if branches is None else branches.arguments(ids))}
 
     if step.token_loss is None or not isinstance(scorer, StreamHandle):
-        yield extra
+        yield make_loss_arguments
         return
     teacher: Any = None
     targets_shape = _make_targets(step).shape
@@ -181,18 +183,18 @@ def _use_step_loss(
         assert weight is not None
         head: Any = _TeacherHead(weight)
         teacher = LazyLogits(head, hidden)
-    top_k = None if not step.teacher_top_k else _MetaTopK.of_step(step)
+    top_k = None if not step.teacher_top_k else _MetaTopK.from_step(step)
     with scorer.with_loss(LossRequest(step.token_loss, weights, teacher, top_k)), ExitStack() as stack:
         if branches is not None:
             stack.enter_context(scorer.laid_out(branches))
-        yield extra
+        yield make_loss_arguments
 
 
 class _MetaTopK(TopKTeacher):
     """Saved top-k tokens of a teacher; chunks of them are ``meta`` tensors."""
 
     @classmethod
-    def of_step(cls, step: Step) -> _MetaTopK:
+    def from_step(cls, step: Step) -> _MetaTopK:
         """Return the top-k tokens of a step, in empty tensors because saved tokens are stored on the host."""
         index = torch.empty(step.batch_size, step.length, dtype=torch.long, device="meta")
         width = step.teacher_top_k
@@ -235,14 +237,14 @@ def _make_targets(step: Step) -> Tensor:
 def _score_completions(scorer: Any, step: Step, ids: Tensor, targets: Tensor) -> Tensor:
     assert step.scored is not None
     arguments: dict[str, Any] = {"use_cache": False}
-    if step.scored.hides_tokens and step.uses_scored_layout:
+    if step.scored.has_hidden_tokens and step.uses_scored_layout:
         arguments["branches"] = Branches.of(step.scored.trees)
     out: Tensor = scorer.logprobs(ids, targets, entropy=step.scored.entropy, **arguments).logprobs
     return out
 
 
 @contextmanager
-def _as_reference(model: Any) -> Iterator[None]:
+def _reference_mode(model: Any) -> Iterator[None]:
     """Context manager in which the model computes as a reference: evaluation mode, no gradients, no adapters."""
     without = model.disable_adapter() if hasattr(model, "disable_adapter") else nullcontext()
     model.eval()
@@ -253,7 +255,7 @@ def _as_reference(model: Any) -> Iterator[None]:
         model.train()
 
 
-def _backward(loss: Tensor) -> None:
+def _run_backward(loss: Tensor) -> None:
     """Run the backward of a loss with torch function modes active; ``loss.backward()`` would disable them."""
     engine: Any = torch.autograd.Variable._execution_engine
     engine.run_backward(
@@ -283,10 +285,10 @@ def _enter_mode(
 
 
 def _checkpoint(autocast: MetaAutocast, function: Callable[..., Any], *args: Any) -> Any:
-    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return nullcontext(), autocast.region()  # a recomputed layer has its own autocast region
+    def checkpoint_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        return nullcontext(), autocast.outermost_autocast()  # a recomputed layer has its own autocast region
 
-    return checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
+    return checkpoint(function, *args, use_reentrant=False, context_fn=checkpoint_contexts)
 
 
 def _checkpoint_on_host(autocast: MetaAutocast, tiers: Tiers, function: Callable[..., Any], *args: Any) -> Any:
@@ -315,7 +317,7 @@ def fewer_layers(model: nn.Module, layer_indices: list[int]) -> Iterator[None]:
         module.__dict__["_modules"] = {str(place): child for place, child in enumerate(left)}
     for config in configs:
         for name, value in list(vars(config).items()):
-            short = _shorten_value(name, value, count, layer_indices)
+            short = _shorten_config_value(name, value, count, layer_indices)
             if short is not value:
                 restored.append((vars(config), name, value))
                 vars(config)[name] = short
@@ -326,7 +328,7 @@ def fewer_layers(model: nn.Module, layer_indices: list[int]) -> Iterator[None]:
             owner[name] = value
 
 
-def _shorten_value(name: str, value: Any, count: int, layer_indices: list[int]) -> Any:
+def _shorten_config_value(name: str, value: Any, count: int, layer_indices: list[int]) -> Any:
     if isinstance(value, list) and len(value) == count:
         return [value[index] for index in layer_indices]
     if name in ("num_hidden_layers", "n_layer") and value == count:

@@ -17,18 +17,18 @@ from streamtune.ops.devices import current_run_count
 from streamtune.plan.simulate.costs import (
     Cost,
     EmbeddingSums,
-    TouchedPart,
+    TouchedTensors,
     attention_flops,
-    bandwidth_bytes,
-    copies_to_itself,
+    bandwidth_bound_bytes,
     cost_kind,
     embedding_sums,
+    is_self_copy,
     may_allocate_scratch,
     product_flops,
     queries_and_keys,
     scratch_bytes,
     touched_bytes,
-    touched_part,
+    touched_tensors,
 )
 from streamtune.plan.simulate.memory import ACTIVATION, HEAD, KINDS, LiveBytes
 from streamtune.plan.simulate.meta_operators import (
@@ -57,7 +57,7 @@ class _OperatorProperties:
         cost: Kind of the operator's work.
         needs_values: True if the operator may need the values of its arguments.
         result: Kind of the result.
-        touched_part: Bytes that the operator reads and writes.
+        touched_tensors: Bytes that the operator reads and writes.
         scratch: True if the kernel may allocate scratch memory.
         fills: True if the operator fills a tensor with one number.
     """
@@ -66,7 +66,7 @@ class _OperatorProperties:
     cost: Cost
     needs_values: bool
     result: ResultKind
-    touched_part: TouchedPart
+    touched_tensors: TouchedTensors
     scratch: bool
     fills: bool
 
@@ -81,7 +81,7 @@ def _compute_properties(func: Any) -> _OperatorProperties:
         cost_kind(func),
         needs_values(func),
         classify_result(func),
-        touched_part(func),
+        touched_tensors(func),
         may_allocate_scratch(func),
         func in CONSTANTS,
     )
@@ -174,7 +174,7 @@ class Trace(LiveBytes):
 
     def begin_cell(self, phase: str, pass_name: str = "", layer: int | None = None, chunk: int | None = None) -> None:
         """Begin a new cell of the record, for the operators that follow, such as a pass of a layer over a chunk."""
-        self._count_moved()
+        self._count_moved_bytes()
         turn = 0
         while (place := CellPlace(phase, pass_name, layer, chunk, turn)) in self.cells:
             turn += 1
@@ -192,9 +192,9 @@ class Trace(LiveBytes):
 
     def finish(self) -> None:
         """End the record: count the bytes copied to and from host and disk since the last :meth:`begin_cell`."""
-        self._count_moved()
+        self._count_moved_bytes()
 
-    def _count_moved(self) -> None:
+    def _count_moved_bytes(self) -> None:
         moved_now = self.tiers()[2:]
         for place, (now, before) in enumerate(zip(moved_now, self._counted_moved, strict=True)):
             self._cell.work[MOVED + place] += now - before
@@ -248,7 +248,7 @@ class Trace(LiveBytes):
             out = self.shapes.call_operator(func, properties.result, args, given)
             if properties.fills or not (isinstance(out, Tensor) and out.dtype.is_floating_point):
                 self.integers.attach_values(func, args, given, out)
-            elif cost == "view" or copies_to_itself(func, args):
+            elif cost == "view" or is_self_copy(func, args):
                 return out
         before, times = self.total, current_run_count()
         scratch = scratch_bytes(func, args, self.device) if properties.scratch else 0
@@ -258,13 +258,13 @@ class Trace(LiveBytes):
         if cost == "product":
             flops = product_flops(func, args, given, out)
             self._cell.work[0] += times * flops
-            self._cell.work[2] += times * bandwidth_bytes(func, flops, args, out, self.device)
+            self._cell.work[2] += times * bandwidth_bound_bytes(func, flops, args, out, self.device)
         elif cost == "attention":
             self._cell.work[1] += times * self.shard.size * attention_flops(func, args)
             q, k = queries_and_keys(func, args)
             scratch += self.shard.all_to_all_buffer_bytes(q, k)
         elif cost == "other":
-            self._cell.work[2] += times * touched_bytes(properties.touched_part, args, out)
+            self._cell.work[2] += times * touched_bytes(properties.touched_tensors, args, out)
         self._cell.work[5] += times * (cost != "view")
         if self.total > before or scratch:
             self._record_moment(func, scratch)

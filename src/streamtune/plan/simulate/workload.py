@@ -162,7 +162,7 @@ class Workload:
         if self.completions is None:
             return None
         scored = self.completions(self.length, self.batch_size)
-        return scored if self.mode == "stream" else scored.unshared()
+        return scored if self.mode == "stream" else scored.as_separate_rows()
 
     @property
     def frees_gradients(self) -> bool:
@@ -186,7 +186,7 @@ class Workload:
     @property
     def shard_tokens(self) -> int:
         """Number of tokens of a sequence that one rank has."""
-        return RankShard(self.cluster.sequence_size).tokens(self.tokens)
+        return RankShard(self.cluster.sequence_size).shard_tokens(self.tokens)
 
 
 Span = tuple[int, int]
@@ -215,9 +215,9 @@ class FlopCount:
     windows: tuple[int, ...]
 
     @classmethod
-    def of_model(cls, model: Any) -> FlopCount:
+    def from_model(cls, model: Any) -> FlopCount:
         weights = trained = 0.0
-        lookup_ids, picked_fraction = _lookup_weight_ids(model), _picked_fraction(model)
+        lookup_ids, picked_fraction = _lookup_weight_ids(model), _routed_expert_fraction(model)
         for name, parameter in model.named_parameters():
             if id(parameter) in lookup_ids or (parameter.dim() < 2 and not hasattr(parameter, "quant_state")):
                 continue
@@ -251,7 +251,7 @@ class FlopCount:
 
 def workload_flops(workload: Workload) -> int:
     """Return the model FLOPs of a step, summed over its micro-batches and over the ranks that share a sequence."""
-    count, scored = FlopCount.of_model(workload.make_model()), workload.scored
+    count, scored = FlopCount.from_model(workload.make_model()), workload.scored
     spans: list[Span] = [(0, workload.length)] * workload.batch_size
     if scored is not None and scored.share:
         spans = [span for trunk, branches in scored.trees for span in ((0, trunk), *((trunk, b) for b in branches))]
@@ -267,10 +267,12 @@ def sketch_flops(workload: Workload) -> int:
     recomputed forward and the backward of the last layer.
     """
     model: Any = workload.make_model()
-    count, head = FlopCount.of_model(model), model.get_output_embeddings()
+    count, head = FlopCount.from_model(model), model.get_output_embeddings()
     row, last = [(0, workload.length)], decoder_layers(model)[-1]
     weights = sum(full_parameter_size(p) for p in last.parameters() if p.dim() > 1 or hasattr(p, "quant_state"))
-    last_layer = replace(count, weights=round(weights * _picked_fraction(model)), trained=0, windows=count.windows[-1:])
+    last_layer = replace(
+        count, weights=round(weights * _routed_expert_fraction(model)), trained=0, windows=count.windows[-1:]
+    )
     head_flops = 2 * workload.length * (0 if head is None else full_parameter_size(head.weight))
     teacher_flops = 0 if workload.teacher is None else workload.length * workload.teacher.flops
     return count.step_flops(row, FORWARD) + last_layer.step_flops(row) + round(head_flops) + teacher_flops
@@ -296,7 +298,7 @@ def _text_config(model: Any) -> Any:
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
-def _picked_fraction(model: Any) -> float:
+def _routed_expert_fraction(model: Any) -> float:
     """Return the fraction of a layer's experts that each token is routed to; 1 without experts."""
     config = _text_config(model)
     count = next((v for name in EXPERT_COUNT_KEYS if isinstance(v := getattr(config, name, None), int) and v), None)

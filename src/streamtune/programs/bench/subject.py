@@ -66,7 +66,7 @@ class Job:
         """Return how many tokens a batch has; each completion counts with its prompt."""
         if self.completions is None:
             return self.batch_size * length
-        apart = self.completions(length, self.batch_size).unshared()
+        apart = self.completions(length, self.batch_size).as_separate_rows()
         return apart.rows * apart.length
 
 
@@ -171,7 +171,7 @@ class MeasuredModel:
         if self.job.completions is not None:
             scored = self.job.completions(case.length, self.job.batch_size)
             streams = case.mode in ("stream", "stream-keep-attention")
-            return [(scored if streams else scored.unshared()).random_batch(self._vocabulary, self.device)]
+            return [(scored if streams else scored.as_separate_rows()).random_batch(self._vocabulary, self.device)]
         if case.layout in SHARING:
             ids = torch.randint(0, self._vocabulary, (prompt_and_completion_tokens(case.length),), device=self.device)
             return prefix_sharing_batches(ids, case.length, case.layout)

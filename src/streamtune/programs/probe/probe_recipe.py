@@ -15,7 +15,7 @@ from streamtune.engine.memory.host import usable_host_bytes
 from streamtune.errors import ArgumentError, RunError, did_you_mean
 from streamtune.optim import check_optimizer
 from streamtune.plan.budget import Budget, Range, free_disk_bytes
-from streamtune.plan.rates import Device, sheet_rates
+from streamtune.plan.rates import Device, spec_rates
 from streamtune.plan.simulate.workload import Mode
 from streamtune.programs.probe.probe import LENGTHS, ProbeReport, ProbeTask, RunTrial, Trial, measured_trials, run_probe
 from streamtune.programs.probe.recipe_trials import SimulatedTrials, make_simulated_trials, prepare_step
@@ -102,7 +102,7 @@ def probe_recipe(
             )
         else:
             best = with_best_precision(recipe)
-            rates = sheet_rates(target) if target else local_rates(best, make_blueprint(best, here), here, notify)
+            rates = spec_rates(target) if target else local_rates(best, make_blueprint(best, here), here, notify)
             run = unlimited = make_simulated_trials(
                 recipe, task, target, here, rates, RequestedRanks(options.ranks, options.nodes)
             )

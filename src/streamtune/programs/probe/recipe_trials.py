@@ -27,12 +27,12 @@ from streamtune.plan.budget import Budget, Limits, device_name
 from streamtune.plan.choices import excess_bytes
 from streamtune.plan.planner import choose
 from streamtune.plan.rates import Device, Rates
-from streamtune.plan.refusal import smallest_step
+from streamtune.plan.refusal import simulate_least_memory_step
 from streamtune.plan.simulate.memory import device_model_bytes
 from streamtune.plan.simulate.scored import Completions, PlainScores, use_checkpointing
 from streamtune.plan.simulate.simulate import Simulation, simulate
 from streamtune.plan.simulate.workload import Workload
-from streamtune.plan.traffic import Pace
+from streamtune.plan.traffic import StepTimeModel
 from streamtune.programs.probe.probe import ProbeTask, Trial
 from streamtune.programs.probe.trial import BudgetExceededError, Cause, Outcome, Shape, TrainingStep
 from streamtune.recipe.keys.engine import EngineSpec
@@ -295,7 +295,7 @@ class SimulatedTrials:
             with (
                 suppress(ArgumentError) if tried else nullcontext()
             ):  # the recipe's fields may contradict weights on the host
-                schedule, found = smallest_step(step, self.limits, tier.written, simulate)
+                schedule, found = simulate_least_memory_step(step, self.limits, tier.written, simulate)
                 excess = excess_bytes(found, self.limits)
                 tried.append((excess, tier, replace(self._make_outcome(step, found, schedule), step_seconds=None)))
                 if excess <= 0:
@@ -314,8 +314,8 @@ class SimulatedTrials:
         return replace(trial, outcome=self._make_outcome(step, plan.simulation, plan.schedule))
 
     def _make_outcome(self, step: Workload, simulation: Simulation, schedule: Schedule) -> Outcome:
-        pace, ranks = Pace(step, self.rates), step.cluster.ranks_per_node
-        outcome = _judge_simulation(simulation, schedule, self.limits, pace)
+        time_model, ranks = StepTimeModel(step, self.rates), step.cluster.ranks_per_node
+        outcome = _judge_simulation(simulation, schedule, self.limits, time_model)
         alone = step.cluster.ranks == 1
         if not alone:
             outcome = replace(outcome, reason=outcome.reason.replace("the step needs", "a rank's step needs"))
@@ -324,7 +324,7 @@ class SimulatedTrials:
             host_bytes=ranks * simulation.host_bytes,  # of the whole node
             disk_bytes=ranks * simulation.disk_bytes,
             host_terms={name: ranks * size for name, size in simulation.host_terms.items()},
-            traffic=None if alone else pace.traffic(schedule).to_json(),
+            traffic=None if alone else time_model.traffic(schedule).to_json(),
             env=self.env,
         )
 
@@ -343,7 +343,7 @@ def _tier_usage(simulation: Simulation, limits: Limits) -> dict[Cause, tuple[int
     }
 
 
-def _judge_simulation(simulation: Simulation, schedule: Schedule, limits: Limits, pace: Pace) -> Outcome:
+def _judge_simulation(simulation: Simulation, schedule: Schedule, limits: Limits, time_model: StepTimeModel) -> Outcome:
     """Return the outcome of a simulated step; if it does not fit, the cause is the tier that lacks the most bytes."""
     tiers = _tier_usage(simulation, limits)
     cause = max(tiers, key=lambda name: tiers[name][0] - tiers[name][1])
@@ -353,7 +353,7 @@ def _judge_simulation(simulation: Simulation, schedule: Schedule, limits: Limits
         peak_bytes=simulation.peak_bytes,
         host_bytes=simulation.host_bytes,
         disk_bytes=simulation.disk_bytes,
-        step_seconds=pace.seconds(simulation.work, schedule),
+        step_seconds=time_model.seconds(simulation.work, schedule),
         terms=simulation.terms,
         schedule=schedule,
     )

@@ -39,8 +39,8 @@ from streamtune.plan.simulate.memory import (
     OPTIMIZER,
     LiveBytes,
     device_model_bytes,
-    distinct_bytes,
     model_bytes,
+    storage_bytes,
 )
 from streamtune.plan.simulate.simulate import TERMS
 from streamtune.plan.simulate.workload import Mode
@@ -397,4 +397,4 @@ def _environment_facts(device: str, device_bytes: int | None) -> dict[str, Any]:
 def _optimizer_bytes(optimizer: torch.optim.Optimizer, device: torch.device) -> int:
     """Return the bytes of optimizer state on devices of the type of ``device``; other state may be on the host."""
     values = (value for state in optimizer.state.values() for _, value in state_tensors(state))
-    return distinct_bytes(value for value in values if value.device.type == device.type)
+    return storage_bytes(value for value in values if value.device.type == device.type)
