@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from streamtune.models import defer_load, find_deferred_weights, load_model
+from streamtune.models import find_deferred_weights, load_model, load_model_deferred
 from tests.conformance.reducer import build
 
 NAMES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
@@ -28,4 +28,4 @@ def test_what_is_saved_is_loaded(name: str, tmp_path: Path) -> None:
     loaded = load_model(str(tmp_path))
     for (key, ours), theirs in zip(loaded.named_parameters(), model.parameters(), strict=True):
         assert torch.equal(ours, theirs), key
-    assert find_deferred_weights(defer_load(str(tmp_path))) is not None
+    assert find_deferred_weights(load_model_deferred(str(tmp_path))) is not None

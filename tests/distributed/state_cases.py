@@ -99,7 +99,7 @@ def memory(case: dict[str, Any]) -> dict[str, Any]:
     )
     gc.collect()
     gc.freeze()  # what is there already is not looked at
-    model = models.defer_load(str(folder / "whole"))
+    model = models.load_model_deferred(str(folder / "whole"))
     layers = decoder_layers(model)
     peak = 0
 

@@ -9,7 +9,7 @@ import torch
 
 import streamtune
 from streamtune.models import AdapterSpec, PackedExperts, add_adapters
-from streamtune.models.quantize import PACKAGES, dequantize_weight, is_quantised, quantize, unquantized_experts_note
+from streamtune.models.quantize import PACKAGES, dequantize_weight, is_quantized, quantize, unquantized_experts_note
 from streamtune.schedule import Schedule
 from tests.precision_kit import Float64, Reference, in_float64, total_error
 
@@ -82,7 +82,7 @@ def reference(model: Any, inputs: dict[str, Any], *args: Any, **settings: Any) -
     wide = in_float64(adapted(None, *args, **settings))
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            if is_quantised(weight):
+            if is_quantized(weight):
                 wide.get_parameter(name).copy_(dequantize_weight(weight, model.dtype).double())
     with Float64():
         truth = gradients(wide, inputs)

@@ -64,7 +64,7 @@ def test_weights_that_are_drawn_later_are_those_of_the_plain_model(family: str, 
     given: dict[str, Any] = {"options": models.ModelOptions(dtype), "vocab_size": 64, "token_ids": {}, "seed": 5}
     plain = models.init_model(keys, **given)
     state = torch.get_rng_state()
-    model = models.defer_init(keys, draw=True, **given)
+    model = models.init_model_deferred(keys, draw=True, **given)
     assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
     place_all(model)
     assert torch.equal(torch.get_rng_state(), state)
@@ -77,7 +77,7 @@ def test_weights_that_are_read_later_are_those_that_are_loaded(family: str, tmp_
     config = CONFIG_MAPPING[family](**FAMILIES[family])
     made = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     made.save_pretrained(tmp_path, max_shard_size="40KB")
-    model = models.defer_load(str(tmp_path), models.ModelOptions("bfloat16"))
+    model = models.load_model_deferred(str(tmp_path), models.ModelOptions("bfloat16"))
     place_all(model)
     assert differing(model, models.load_model(str(tmp_path), models.ModelOptions("bfloat16"))) == []
 
@@ -85,8 +85,8 @@ def test_weights_that_are_read_later_are_those_that_are_loaded(family: str, tmp_
 def test_adapters_are_made_beside_weights_that_are_to_come() -> None:
     keys, given = {"model_type": "qwen3", **TINY}, {"vocab_size": 64, "token_ids": {}, "seed": 5}
     plain = models.add_lora(models.init_model(keys, **given), r=4, seed=7)  # type: ignore[arg-type]
-    base = models.defer_init(keys, draw=True, **given)  # type: ignore[arg-type]
-    with models.placeholder_weights(base):
+    base = models.init_model_deferred(keys, draw=True, **given)  # type: ignore[arg-type]
+    with models.use_placeholder_weights(base):
         model = models.add_lora(base, r=4, seed=7)
     assert {p.device.type for name, p in model.named_parameters() if "lora_" not in name} == {"meta"}
     assert {p.requires_grad for name, p in model.named_parameters() if "lora_" not in name} == {False}
@@ -99,7 +99,7 @@ def test_a_checkpoint_that_lacks_a_weight_is_refused(tmp_path: Path) -> None:
     kept = {name: x for name, x in made.state_dict().items() if "q_norm" not in name}
     made.save_pretrained(tmp_path, state_dict=kept)
     with pytest.raises(ArgumentError, match="no weights for 2 parameters"):
-        models.defer_load(str(tmp_path))
+        models.load_model_deferred(str(tmp_path))
 
 
 def test_a_small_model_has_one_layer_of_each_kind() -> None:

@@ -25,7 +25,7 @@ from streamtune.models import (
 from streamtune.models.adapters.initial_values import LOFTQ_FILE
 from streamtune.models.adapters.targets import lora_layers
 from streamtune.models.export import save_pretrained
-from streamtune.models.quantize import PACKAGES, dequantize_weight, is_quantised, quantize
+from streamtune.models.quantize import PACKAGES, dequantize_weight, is_quantized, quantize
 
 CPU = torch.device("cpu")
 WIDE = {"hidden_size": 64, "intermediate_size": 96}
@@ -66,7 +66,7 @@ def test_base_and_adapters_are_nearer_to_the_weights(kind: str, dtype: torch.dty
     plain = build("llama", dtype=dtype, **WIDE)
     quantize(plain, kind, CPU)
     for name, parameter in plain.named_parameters():
-        if is_quantised(parameter):
+        if is_quantized(parameter):
             other = model.get_base_model().get_submodule(name.rpartition(".")[0]).get_base_layer().weight
             assert torch.equal(dequantize_weight(parameter), dequantize_weight(other))
     errors = errors_of(model, weights)
@@ -156,7 +156,7 @@ def test_the_gradient_is_that_of_the_same_model_unstreamed(kind: str, iterations
     wide = in_float64(moved(add_adapters(build("llama", **WIDE), AdapterSpec(r=8), seed=3)))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            written = dequantize_weight(parameter) if is_quantised(parameter) else parameter
+            written = dequantize_weight(parameter) if is_quantized(parameter) else parameter
             wide.get_parameter(name).copy_(written)
     with Float64():
         truth = gradients(wide, batch("masked"))

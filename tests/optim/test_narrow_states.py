@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from streamtune.optim import NarrowStatesAdamW, OptimChoice, build_optimizer
-from streamtune.optim.narrow_states import LARGEST, RANGE, pack_expanded, unpack_expanded
+from streamtune.optim.narrow_states import LARGEST, RANGE, pack_moment, unpack_moment
 from streamtune.optim.weight_step import SLICE_SIZES, random_bits, round_stochastically
 
 
@@ -211,9 +211,9 @@ def moments(spread: float) -> Tensor:
 @pytest.mark.parametrize("spread", [0.0, 0.5, 2.0, 4.0, 8.0])
 def test_powers_and_values_are_those_of_the_formula(spread: float) -> None:
     x = moments(spread)
-    codes, largest, power = pack_expanded(x, 64)
+    codes, largest, power = pack_moment(x, 64)
     assert codes.dtype == torch.float8_e4m3fn
-    got = unpack_expanded(codes, largest, power, x.numel())
+    got = unpack_moment(codes, largest, power, x.numel())
     for group, (values, found) in enumerate(zip(x.flatten().double().split(64), got.double().split(64), strict=True)):
         known = values.abs()[values != 0]
         assert float(largest[group]) == float(known.max())
@@ -237,10 +237,10 @@ def test_a_narrow_range_is_kept_better_than_by_a_scale_alone() -> None:
     x = moments(2.0)
     scaled = x / x.abs().max() * LARGEST
     plain = scaled.to(torch.float8_e4m3fn).float() / LARGEST * x.abs().max()
-    got = unpack_expanded(*pack_expanded(x, 128), x.numel()).view_as(x)
+    got = unpack_moment(*pack_moment(x, 128), x.numel()).view_as(x)
     assert (got - x).norm() < 0.5 * (plain - x).norm()
 
 
 def test_zeros_and_a_short_group_come_back() -> None:
     for x in (torch.zeros(10), torch.full((10,), -3.0), torch.tensor([0.0, 2.5])):
-        assert torch.allclose(unpack_expanded(*pack_expanded(x, 8), x.numel()), x, rtol=1e-6)
+        assert torch.allclose(unpack_moment(*pack_moment(x, 8), x.numel()), x, rtol=1e-6)

@@ -17,10 +17,10 @@ from streamtune.base.optimizer_table import OPTIMIZERS, PLAIN_STEP, check_instal
 from streamtune.errors import ArgumentError
 from streamtune.ops.devices import simulate_device_type
 from streamtune.optim import OptimChoice, build_optimizer, set_learning_rate, state_tensors
-from streamtune.optim.badam import random_part_start
+from streamtune.optim.badam import random_slice_start
 from streamtune.optim.libraries import RULES
 from streamtune.optim.matrix_optimizers import normalize_rows_and_columns
-from streamtune.optim.narrow_states import pack_expanded, unpack_expanded
+from streamtune.optim.narrow_states import pack_moment, unpack_moment
 from streamtune.plan.simulate.memory import storage_bytes
 from streamtune.train import HostOptimizer, InBackwardBackend, LocalBackend
 from streamtune.train.slices import SliceReader, write_slices
@@ -238,7 +238,7 @@ class Expanded(torch.optim.Optimizer):
                 p.copy_(state["copy"])
                 for name in ("exp_avg", "exp_avg_sq"):
                     x = state["adamw"].state[state["copy"]][name]
-                    x.copy_(unpack_expanded(*pack_expanded(x, 128), x.numel()).view_as(x))
+                    x.copy_(unpack_moment(*pack_moment(x, 128), x.numel()).view_as(x))
 
 
 class Parts(torch.optim.Optimizer):
@@ -256,7 +256,7 @@ class Parts(torch.optim.Optimizer):
             for p in group["params"]:
                 number += 1
                 size = max(1, round(args["update_ratio"] * p.numel()))
-                start = random_part_start(p.numel() - size, number, turn)
+                start = random_slice_start(p.numel() - size, number, turn)
                 if not fresh:
                     state = self.state[p] = {"part": nn.Parameter(p.flatten()[start : start + size].clone())}
                     state["adamw"] = torch.optim.AdamW([state["part"]], weight_decay=group["weight_decay"])

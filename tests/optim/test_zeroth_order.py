@@ -195,7 +195,7 @@ def test_a_bfloat16_weight_moves_where_its_perturbation_did_and_by_the_mean_of_i
     optimizer = ZerothOrderSGD([weight], lr=1e-3, eps=1e-3, seed=1)
     z = normals(weight, 1, 0, 0, 0)
     # Half a step of bfloat16 is 2^-9 below 1 and 2^-14 at 0.02: 5% of eps z are above the one, and below the other.
-    assert optimizer.moved_fraction() == pytest.approx(0.5, abs=0.01)
+    assert optimizer.perturbed_value_fraction() == pytest.approx(0.5, abs=0.01)
     before = weight.detach().clone()
     optimizer.step([0.1])
     change = (weight - before).float()

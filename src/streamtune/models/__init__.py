@@ -32,10 +32,10 @@ from streamtune.models.checkpoint_files import (
 )
 from streamtune.models.deferred import (
     DeferredWeights,
-    defer_init,
-    defer_load,
     find_deferred_weights,
-    placeholder_weights,
+    init_model_deferred,
+    load_model_deferred,
+    use_placeholder_weights,
 )
 from streamtune.models.export import (
     SavedTokenizer,
@@ -129,8 +129,6 @@ __all__ = [
     "copy_weights",
     "copy_with_generation_config",
     "count_parameters",
-    "defer_init",
-    "defer_load",
     "encode_prompt",
     "eos_token_ids",
     "factors_from_gradients",
@@ -143,11 +141,13 @@ __all__ = [
     "gradient_sum_bytes",
     "has_packed_experts",
     "init_model",
+    "init_model_deferred",
     "initial_value_tensors",
     "initialize_from_factors",
     "is_local_folder",
     "load_initial_adapters",
     "load_model",
+    "load_model_deferred",
     "load_peft_adapters",
     "load_run_adapters",
     "load_tokenizer",
@@ -157,7 +157,6 @@ __all__ = [
     "make_path_absolute",
     "make_small_copy",
     "new_token_ids",
-    "placeholder_weights",
     "position_limit",
     "position_warning",
     "pretrained_position_limit",
@@ -174,6 +173,7 @@ __all__ = [
     "train_tokenizer",
     "unloaded_layers_warning",
     "unquantized_experts_note",
+    "use_placeholder_weights",
     "write_shards",
     "write_special_token_ids",
 ]

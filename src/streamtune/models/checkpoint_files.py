@@ -76,7 +76,7 @@ def checkpoint_dtype(name_or_path: str, trust_remote_code: bool) -> torch.dtype 
 
 
 class CheckpointFiles:
-    """Reader of the safetensors weights in a folder or on the model hub: call ``prepare``, then ``read``."""
+    """Reader of the safetensors weights in a folder or on the model hub: call ``map_parameters``, then ``read``."""
 
     def __init__(self, name_or_path: str) -> None:
         check_path_exists(name_or_path)
@@ -107,7 +107,7 @@ class CheckpointFiles:
                 return found
         return torch.float32
 
-    def prepare(self, model: PreTrainedModel) -> None:
+    def map_parameters(self, model: PreTrainedModel) -> None:
         """Map each parameter of ``model`` to the file tensors and the conversion that produce it; read no values."""
         self._model = model
         state = model.state_dict(keep_vars=True)
@@ -159,7 +159,7 @@ class CheckpointFiles:
             for name in names:
                 if name in state:
                     self._conversion_of[self._aliases[name]] = start
-        ignored = _make_optional_test(self._model)
+        ignored = _make_optional_parameter_test(self._model)
         needed = {self._aliases[name] for name in state if not ignored(self._aliases[name])}
         refuse_missing_weights(self.name, self._model, needed - self._conversion_of.keys())
 
@@ -168,7 +168,7 @@ class CheckpointFiles:
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Return parameters and buffers by name, on the CPU, in the model's dtypes. Each name can be read only once."""
-        assert self._model is not None, "prepare() comes first"
+        assert self._model is not None, "map_parameters() comes first"
         wanted, tensors = list(names), dict[str, Tensor]()
         for start in dict.fromkeys(self._conversion_of[name] for name in wanted):
             load = self._conversions.pop(start, None)
@@ -189,7 +189,7 @@ class CheckpointFiles:
             return values.to(dtype, copy=True)
 
 
-def _make_optional_test(model: Any) -> Callable[[str], bool]:
+def _make_optional_parameter_test(model: Any) -> Callable[[str], bool]:
     """Return a function that returns True for a parameter name that the model class allows checkpoints to lack."""
     patterns = model._keys_to_ignore_on_load_missing or []
     if not patterns:

@@ -386,13 +386,13 @@ def read_config_json(name_or_path: str) -> tuple[dict[str, Any], Where]:
     if not isinstance(keys, dict):
         text, keys = "", {}
 
-    def where(key: str) -> str:
+    def locate_key(key: str) -> str:
         match = re.search(rf'"{re.escape(key)}"\s*:', text)
         if not text:
             return "model_name_or_path"
         return f"{path}:{text.count(chr(10), 0, match.start()) + 1}" if match else str(path)
 
-    return keys, where
+    return keys, locate_key
 
 
 def config_keys_with_value(config: Any, size: int) -> list[str]:

@@ -3,7 +3,7 @@
 Parameters are on ``meta``, buffers have values. A :class:`DeferredWeights` provides the weights: from safetensors,
 converted as ``transformers`` does, or, for a new model, the random values that the plain model would have.
 
-    model = defer_load("Qwen/Qwen3-8B", ModelOptions(dtype="bfloat16"))
+    model = load_model_deferred("Qwen/Qwen3-8B", ModelOptions(dtype="bfloat16"))
     find_deferred_weights(model).read(["model.layers.0.mlp.up_proj.weight", ...])     # name -> tensor on the CPU
 
 To draw weights later, :class:`RecordedInit` records the in-place operations on empty tensors (drawing, filling,
@@ -76,7 +76,7 @@ class DeferredWeights:
         for name in self._places:
             old = self.parameter(name)
             dtype = (dtypes or {}).get(name, old.dtype)
-            self._assign(name, nn.Parameter(old.detach().to("meta", dtype), requires_grad=old.requires_grad))
+            self._replace_parameter(name, nn.Parameter(old.detach().to("meta", dtype), requires_grad=old.requires_grad))
         setattr(model, ATTRIBUTE, self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
@@ -102,7 +102,7 @@ class DeferredWeights:
         """Replace a parameter by its values, in every module that uses the parameter."""
         old = self.parameter(name)
         assert old.shape == values.shape, name
-        self._assign(name, nn.Parameter(values, requires_grad=old.requires_grad))
+        self._replace_parameter(name, nn.Parameter(values, requires_grad=old.requires_grad))
         self._awaited.remove(name)
 
     def parameter(self, name: str) -> nn.Parameter:
@@ -126,15 +126,15 @@ class DeferredWeights:
         real = {name: self.parameter(name) for name in self._places}
         for name, parameter in real.items():
             stand_in = torch.zeros(1, dtype=parameter.dtype).expand(parameter.shape)
-            self._assign(name, nn.Parameter(stand_in, requires_grad=parameter.requires_grad))
+            self._replace_parameter(name, nn.Parameter(stand_in, requires_grad=parameter.requires_grad))
         try:
             yield
         finally:
             for name, parameter in real.items():
                 parameter.requires_grad_(self.parameter(name).requires_grad)
-                self._assign(name, parameter)
+                self._replace_parameter(name, parameter)
 
-    def _assign(self, name: str, parameter: nn.Parameter) -> None:
+    def _replace_parameter(self, name: str, parameter: nn.Parameter) -> None:
         for owner, key in self._places[name]:
             owner._parameters[key] = parameter
 
@@ -147,7 +147,7 @@ def find_deferred_weights(model: Any) -> DeferredWeights | None:
 
 
 @contextmanager
-def placeholder_weights(model: PreTrainedModel) -> Iterator[None]:
+def use_placeholder_weights(model: PreTrainedModel) -> Iterator[None]:
     """Context manager: replace deferred weights by CPU tensors that need no memory.
 
     Adapters that are added inside are then CPU tensors with values, not on ``meta``.
@@ -157,7 +157,7 @@ def placeholder_weights(model: PreTrainedModel) -> Iterator[None]:
         yield
 
 
-def defer_load(
+def load_model_deferred(
     name_or_path: str, options: ModelOptions = DEFAULT_OPTIONS, *, trust_remote_code: bool = False
 ) -> PreTrainedModel:
     """Return the unquantised model that ``load_model`` would return, on ``meta``; weights are loaded when needed."""
@@ -173,7 +173,7 @@ def defer_load(
         remote = {"trust_remote_code": True} if trust_remote_code else {}
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, **remote)
     model.config.name_or_path = model.name_or_path = name_or_path
-    files.prepare(model)
+    files.map_parameters(model)
     for name in [name for name, _ in model.named_buffers()]:
         if files.has_parameter(name):  # buffers are small: every rank reads them
             owner, _, key = name.rpartition(".")
@@ -182,7 +182,7 @@ def defer_load(
     return model.eval()
 
 
-def defer_init(
+def init_model_deferred(
     config: Mapping[str, Any],
     options: ModelOptions = DEFAULT_OPTIONS,
     *,
@@ -229,7 +229,9 @@ class _ReplayedInit:
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         made = {name: self._parameters[name] for name in names}  # a few, such as norm weights, have values already
-        return {name: self._recorded.replay(x) if x.device.type == "meta" else x.clone() for name, x in made.items()}
+        return {
+            name: self._recorded.replay_init(x) if x.device.type == "meta" else x.clone() for name, x in made.items()
+        }
 
 
 class _WholeInit:
@@ -282,10 +284,10 @@ class RecordedInit(TorchDispatchMode):
             return made
         target = args[0] if args and isinstance(args[0], Tensor) else None
         if self.draw and target is not None and target.device.type == "meta" and _is_in_place(func):
-            self._record(func, target, args[1:], kwargs)
+            self._record_call(func, target, args[1:], kwargs)
         return func(*args, **kwargs)
 
-    def _record(self, func: Any, target: Tensor, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+    def _record_call(self, func: Any, target: Tensor, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         history = self._histories.get(target.untyped_storage()._cdata)
         others = [value for value in (*arguments, *keywords.values()) if isinstance(value, Tensor)]
         if history is None or any(value.device.type == "meta" for value in others):
@@ -299,7 +301,7 @@ class RecordedInit(TorchDispatchMode):
         copies = tuple(value.clone() if isinstance(value, Tensor) else value for value in arguments)
         history.operations.append(_RecordedOperation(func, view, copies, keywords, state))
 
-    def replay(self, parameter: Tensor) -> Tensor:
+    def replay_init(self, parameter: Tensor) -> Tensor:
         """Return the values of a ``meta`` parameter as a CPU tensor. The global generator state does not change."""
         history = self._histories.get(parameter.untyped_storage()._cdata)
         if history is None or history.made.shape != parameter.shape:

@@ -52,7 +52,7 @@ class SavedTokenizer:
         self._tokenizer = tokenizer
         self._files: Mapping[Path, bytes] | None = None
 
-    def read(self) -> Mapping[Path, bytes]:
+    def read_files(self) -> Mapping[Path, bytes]:
         """Return the content of each file, by the file's path relative to the model's folder."""
         if self._files is None:
             with TemporaryDirectory() as name:
@@ -67,7 +67,7 @@ class SavedTokenizer:
         return self._files
 
     def save_pretrained(self, folder: Path) -> None:
-        for name, content in self.read().items():
+        for name, content in self.read_files().items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_bytes(content)
 
@@ -112,7 +112,7 @@ def save_pretrained(
     A tensor larger than ``shard_bytes`` is written to a separate file.
     """
     if not hasattr(model, "peft_config"):
-        _write_model(model, tokenizer, folder, _host_tensors(model, weights), shard_bytes)
+        _write_model(model, tokenizer, folder, _tensors_to_save(model, weights), shard_bytes)
         save_loftq_file(model, folder)
         return
     if is_converted_when_saved(model):
@@ -189,7 +189,7 @@ def copy_gathered_weights(model: Any, gather: GatherWeights, *, is_main: bool) -
     All ranks must call this, in the training thread: no other thread may gather parameters while the model trains.
     """
     with _exhaust_on_exit(gather(_names_to_gather(model))) as gathered:
-        saved = _add_buffers(model, gathered) if is_main else ()
+        saved = _with_buffers(model, gathered) if is_main else ()
         return {name: x.detach().to("cpu", copy=True) for name, x in saved}
 
 
@@ -220,7 +220,7 @@ def save_gathered_weights(
     """
     with _exhaust_on_exit(gather(_names_to_gather(model))) as gathered:
         if is_main:
-            _write_model(model, tokenizer, folder, _add_buffers(model, gathered), shard_bytes)
+            _write_model(model, tokenizer, folder, _with_buffers(model, gathered), shard_bytes)
 
 
 @contextmanager
@@ -306,13 +306,13 @@ def write_shards(
     (folder / SAFE_INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _host_tensors(model: Any, weights: Mapping[str, Any] | None) -> Iterator[tuple[str, Tensor]]:
+def _tensors_to_save(model: Any, weights: Mapping[str, Any] | None) -> Iterator[tuple[str, Tensor]]:
     state = model.state_dict(keep_vars=True) if weights is None else weights
     parameters = ((name, state[name].detach().cpu()) for name, _ in model.named_parameters())
-    return _add_buffers(model, parameters, state)
+    return _with_buffers(model, parameters, state)
 
 
-def _add_shared_names(model: Any, parameters: NamedValues) -> Iterator[tuple[str, Tensor]]:
+def _with_shared_names(model: Any, parameters: NamedValues) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, parameter) for every name to save.
 
     ``parameters`` has each shared parameter once; here each further name gets a copy, because loading with the model
@@ -329,7 +329,7 @@ def _add_shared_names(model: Any, parameters: NamedValues) -> Iterator[tuple[str
     yield from copies  # last: a layer's own weights stay next to each other
 
 
-def _add_buffers(
+def _with_buffers(
     model: Any, parameters: NamedValues, state: Mapping[str, Any] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor) for the parameters and buffers to save; a layer's buffers precede its parameters.
@@ -343,7 +343,7 @@ def _add_buffers(
     state = model.state_dict(keep_vars=True) if state is None else state
     buffers = {name: x for name, x in state.items() if name not in parameter_names}
     layer = ""
-    for name, values in _add_shared_names(model, parameters):
+    for name, values in _with_shared_names(model, parameters):
         if _layer_prefix(name) != layer:
             layer = _layer_prefix(name)
             for buffer in [buffer_name for buffer_name in buffers if _layer_prefix(buffer_name) == layer]:

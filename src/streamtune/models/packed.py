@@ -47,7 +47,7 @@ class Codes(Protocol):
     def device(self) -> torch.device:
         """Device of the tensors that contain the packed weights."""
 
-    def tensors(self) -> tuple[Tensor, ...]:
+    def component_tensors(self) -> tuple[Tensor, ...]:
         """Return the tensors that contain the packed weights."""
 
     def dequantize(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
@@ -91,7 +91,7 @@ class Int8Codes:
     def device(self) -> torch.device:
         return self.codes.device
 
-    def tensors(self) -> tuple[Tensor, ...]:
+    def component_tensors(self) -> tuple[Tensor, ...]:
         return self.codes, self.scales
 
     def dequantize(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
@@ -149,7 +149,7 @@ class Nf4Codes:
     def device(self) -> torch.device:
         return self.codes.device
 
-    def tensors(self) -> tuple[Tensor, ...]:
+    def component_tensors(self) -> tuple[Tensor, ...]:
         return self.codes, self.scales, self.outer, self.table, self.offset
 
     def dequantize(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
@@ -204,7 +204,7 @@ class PackedExperts(Tensor):
         return made
 
     def packed_tensors(self) -> tuple[Tensor, ...]:
-        return self.codes.tensors()
+        return self.codes.component_tensors()
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return all weights ``[E, M, N]``, computed in ``dtype``; by default as when the weights are used."""

@@ -88,7 +88,7 @@ class RopeChange:
                 where=key,
                 fix=f"remove '{key}', and set rope_parameters in its config.json",
             )
-        new, reached = self._changed_parameters(old, text.max_position_embeddings)
+        new, reached = self._make_rope_parameters(old, text.max_position_embeddings)
         for name in ("short_factor", "long_factor"):
             if name in new:
                 new[name] = _longrope_factors(text, name, new[name])
@@ -104,7 +104,7 @@ class RopeChange:
                 f"transformers rejects these rope_parameters: {reason}", where=key, fix="fix the value"
             ) from error
 
-    def _changed_parameters(self, old: Mapping[str, Any], old_limit: int) -> tuple[dict[str, Any], int]:
+    def _make_rope_parameters(self, old: Mapping[str, Any], old_limit: int) -> tuple[dict[str, Any], int]:
         """Return new ``rope_parameters`` in place of ``old``, and the number of positions that the model then supports.
 
         ``old_limit`` is the number of positions that the model supports with ``old``.

@@ -86,10 +86,10 @@ def quantize(
         )
     if current is None:
         if isinstance(layer_quantizer, LoftqQuantizer):
-            layer_quantizer.prepare(model)
+            layer_quantizer.record_layers(model)
         _quantize_layers(model, kind, device, layer_quantizer)
         if layer_quantizer is not None:
-            layer_quantizer.record_on(model)
+            layer_quantizer.store_factors_on(model)
     elif current != kind:
         raise ArgumentError(
             f"this checkpoint is already quantised: {current}, not {kind}",
@@ -158,7 +158,7 @@ def logical_numel(parameter: torch.Tensor) -> int:
     return numel if state is None else state.shape.numel()
 
 
-def is_quantised(weight: Any) -> bool:
+def is_quantized(weight: Any) -> bool:
     return type(weight).__name__ in QUANTISED
 
 

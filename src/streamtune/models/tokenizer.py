@@ -160,7 +160,7 @@ def _read_tokenizer(name_or_path: str, trust_remote_code: bool) -> PreTrainedTok
     if backend is not None:
         parts = (backend.normalizer, backend.pre_tokenizer, backend.decoder)
         written = [json.loads(part.__getstate__()) for part in parts if part is not None]
-        check_split_patterns(list(_regular_expressions(written)), where=f"tokenizer.json of {name_or_path}")
+        check_split_patterns(list(_find_regular_expressions(written)), where=f"tokenizer.json of {name_or_path}")
     if set(found.get_vocab()) <= set(found.all_special_tokens):  # transformers made it from the model's config alone
         raise ArgumentError(
             f"'{name_or_path}' has no tokenizer: none of its files has tokens",
@@ -170,13 +170,13 @@ def _read_tokenizer(name_or_path: str, trust_remote_code: bool) -> PreTrainedTok
     return found
 
 
-def _regular_expressions(value: Any) -> Iterator[str]:
+def _find_regular_expressions(value: Any) -> Iterator[str]:
     """Yield the regular expressions in a component of ``tokenizer.json``, at any depth."""
     if isinstance(value, dict) and isinstance(value.get("Regex"), str):
         yield value["Regex"]
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     for part in parts:
-        yield from _regular_expressions(part)
+        yield from _find_regular_expressions(part)
 
 
 def set_chat_template(tokenizer: PreTrainedTokenizerBase, template: str) -> None:
@@ -224,15 +224,15 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, special: Mapping[str, Any], a
 
 
 def new_token_ids(
-    before: Collection[str], tokenizer: PreTrainedTokenizerBase, special: Mapping[str, Any], added: Sequence[str]
+    old_vocab: Collection[str], tokenizer: PreTrainedTokenizerBase, special: Mapping[str, Any], added: Sequence[str]
 ) -> list[int]:
-    """Return the ids of the tokens ``special`` and ``added`` that are not in the vocabulary ``before``, ascending.
+    """Return the ids of the tokens ``special`` and ``added`` that are not in ``old_vocab``, ascending.
 
     ``tokenizer`` already has the tokens.
     """
     vocabulary = tokenizer.get_vocab()
     texts = dict.fromkeys([*_special_token_texts(special), *added])
-    return sorted(vocabulary[text] for text in texts if text not in before and text in vocabulary)
+    return sorted(vocabulary[text] for text in texts if text not in old_vocab and text in vocabulary)
 
 
 def _special_token_texts(special: Mapping[str, Any]) -> list[str]:

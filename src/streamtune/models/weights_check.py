@@ -63,7 +63,7 @@ def refuse_unused_tensors(name_or_path: str, model: Any, unused_names: Collectio
     modules = dict(model.named_modules())
     prefix = f"{model.base_model_prefix}."
 
-    def is_of_matrix(name: str) -> bool:
+    def is_in_weight_module(name: str) -> bool:
         parts = name.split(".")
         for end in range(len(parts) - 1, 0, -1):
             path = ".".join(parts[:end])
@@ -72,7 +72,7 @@ def refuse_unused_tensors(name_or_path: str, model: Any, unused_names: Collectio
                 return isinstance(getattr(owner, "weight", None), Tensor)
         return False
 
-    lost = sorted(name for name in unused_names if is_of_matrix(name))
+    lost = sorted(name for name in unused_names if is_in_weight_module(name))
     if lost:
         adapters = any(is_adapter_name(name) or ".base_layer." in name for name in lost)
         raise ArgumentError(

@@ -17,11 +17,11 @@ from streamtune.optim.schedules import SCHEDULES, LearningRateSchedule, build_sc
 from streamtune.optim.weightwise import (
     WeightwiseOptimizer,
     averaged_weights,
-    is_averaged,
     pack_number,
     pack_state,
     state_tensors,
     unpack_number,
+    uses_averaged_weights,
 )
 from streamtune.optim.zeroth_order import ZerothOrderSGD, perturb_weights
 
@@ -42,7 +42,6 @@ __all__ = [
     "build_optimizer",
     "build_schedule",
     "check_optimizer",
-    "is_averaged",
     "pack_number",
     "pack_state",
     "perturb_weights",
@@ -50,4 +49,5 @@ __all__ = [
     "state_tensors",
     "train_largest_block",
     "unpack_number",
+    "uses_averaged_weights",
 ]

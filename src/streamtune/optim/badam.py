@@ -124,7 +124,7 @@ class BlockOptions:
     include_lm_head: bool = False
     blocks: Sequence[str] = ()
 
-    def split(self, parameter_names: Sequence[str]) -> list[WeightBlock]:
+    def split_parameters(self, parameter_names: Sequence[str]) -> list[WeightBlock]:
         return split_blocks(
             parameter_names,
             layers_per_block=self.layers_per_block,
@@ -156,7 +156,7 @@ class BlockAdamW(PerWeightOptimizer):
         self._all_named_parameters = [
             list(zip(group["param_names"], group["params"], strict=True)) for group in self.param_groups
         ]
-        self.blocks = self.options.split([name for group in self._all_named_parameters for name, _ in group])
+        self.blocks = self.options.split_parameters([name for group in self._all_named_parameters for name, _ in group])
         start_block = self.options.start_block
         if start_block is not None and not 0 <= start_block < len(self.blocks):
             raise ArgumentError(
@@ -167,7 +167,7 @@ class BlockAdamW(PerWeightOptimizer):
         self._switch_to_current_block()
 
     @property
-    def block(self) -> int:
+    def current_block_index(self) -> int:
         mode, start = self.options.switch_mode, self.options.start_block
         count, turn = len(self.blocks), self.steps_taken // self.options.switch_block_every
         if mode == "random":
@@ -195,7 +195,7 @@ class BlockAdamW(PerWeightOptimizer):
         self._switch_to_current_block()
 
     @property
-    def is_unstepped(self) -> bool:
+    def has_no_moments(self) -> bool:
         """True if the current block has not been stepped yet, so it has no moments."""
         return not self.state
 
@@ -216,7 +216,7 @@ class BlockAdamW(PerWeightOptimizer):
     def _step_weight(self, parameter: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
         if not state:
-            state |= _zero_state(parameter, parameter.device)
+            state |= _make_zero_moments(parameter, parameter.device)
         weight = state.get("float32", parameter)
         adamw_step(weight, grad.to(weight.dtype), state, group, fused=True)
         if weight is not parameter:
@@ -225,7 +225,7 @@ class BlockAdamW(PerWeightOptimizer):
     @torch.no_grad()
     def _switch_to_current_block(self) -> None:
         """Freeze all weights outside the current block, and reset the moments."""
-        names = self.blocks[self.block].parameters
+        names = self.blocks[self.current_block_index].parameters
         self.state.clear()
         for group, named_parameters in zip(self.param_groups, self._all_named_parameters, strict=True):
             for name, parameter in named_parameters:
@@ -237,7 +237,7 @@ class BlockAdamW(PerWeightOptimizer):
             group["param_names"] = [name for name, _ in chosen]
 
 
-def _zero_state(weight: Tensor, step_device: torch.device | str) -> dict[str, Tensor]:
+def _make_zero_moments(weight: Tensor, step_device: torch.device | str) -> dict[str, Tensor]:
     # Moments are float32, or wider if the weight is.
     moments_dtype = torch.promote_types(weight.dtype, torch.float32)
     state = {"step": torch.zeros((), dtype=torch.float32, device=step_device)}
@@ -254,7 +254,7 @@ def train_largest_block(model: nn.Module, **options: Any) -> None:
     differ, a step is slightly overestimated. ``options`` are the fields of :class:`BlockOptions`.
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    found = BlockOptions(**options).split(list(trained))
+    found = BlockOptions(**options).split_parameters(list(trained))
     sizes = [sum(trained[name].numel() for name in block.parameters) for block in found]
     lowest, largest = found[0], found[max(range(len(found)), key=sizes.__getitem__)]
     for name, parameter in trained.items():
@@ -281,8 +281,8 @@ class RatioAdamW(PerWeightOptimizer):
         size = trained_value_count(len(values), group["update_ratio"])
         if "step" not in state or (not parameter.is_meta and int(state["step"]) == group["switch_block_every"]):
             state["turn"] = state.get("turn", -1) + 1
-            state["start"] = random_part_start(len(values) - size, state.get("seed", 0), state["turn"])
-            state |= _zero_state(values[state["start"] : state["start"] + size], "cpu")
+            state["start"] = random_slice_start(len(values) - size, state.get("seed", 0), state["turn"])
+            state |= _make_zero_moments(values[state["start"] : state["start"] + size], "cpu")
         part = slice(state["start"], state["start"] + size)
         weight = state.get("float32", values[part])
         adamw_step(weight, grad.reshape(-1)[part].to(weight.dtype), state, group, fused=False)
@@ -295,6 +295,6 @@ def trained_value_count(value_count: int, ratio: float) -> int:
     return min(value_count, max(1, round(ratio * value_count)))
 
 
-def random_part_start(max_start: int, weight_number: int, turn: int) -> int:
+def random_slice_start(max_start: int, weight_number: int, turn: int) -> int:
     """Return the index of a weight's first trained value, from 0 to ``max_start``; ``turn`` counts the switches."""
     return hash_integers(weight_number, turn) % (max_start + 1)

@@ -55,11 +55,11 @@ def _class_maker(optimizer_class: Callable[..., torch.optim.Optimizer], **fixed_
 
 
 def _import_maker(module: str, class_name: str, **fixed_options: Any) -> Maker:
-    def make(params: list[nn.Parameter], options: Options) -> torch.optim.Optimizer:
+    def make_optimizer(params: list[nn.Parameter], options: Options) -> torch.optim.Optimizer:
         made: torch.optim.Optimizer = getattr(import_module(module), class_name)(params, **fixed_options, **options)
         return made
 
-    return make
+    return make_optimizer
 
 
 def _pytorch_optimizer_maker(class_name: str, *, foreach: bool | None = False, **fixed_options: Any) -> Maker:
@@ -75,7 +75,7 @@ def _torchao_rule(class_name: str, state_format: str) -> Rule:
 
 
 def _make_torchao_state_rebuilder(state_format: str) -> Callable[[str, Mapping[str, Tensor], torch.dtype], Tensor]:
-    def rebuild(name: str, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+    def rebuild_state(name: str, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         from torchao.optim.subclass_4bit import OptimState4bit
         from torchao.optim.subclass_8bit import OptimState8bit
         from torchao.optim.subclass_fp8 import OptimStateFp8
@@ -91,7 +91,7 @@ def _make_torchao_state_rebuilder(state_format: str) -> Callable[[str, Mapping[s
             state = OptimState8bit(*arguments, dtype)
         return state
 
-    return rebuild
+    return rebuild_state
 
 
 def _make_adafactor(params: list[nn.Parameter], options: Options) -> torch.optim.Optimizer:
@@ -144,7 +144,7 @@ _CODE_TABLES = ("qmap1", "qmap2")
 _STEP = {"step": 0}
 
 
-def _seed_state(weight_number: int) -> dict[str, Any]:
+def _make_seed_state(weight_number: int) -> dict[str, Any]:
     return {"seed": weight_number}
 
 
@@ -169,18 +169,18 @@ RULES: dict[str, Rule] = {
     "apollo": Rule(
         _make_apollo,
         runs_on_meta=False,
-        initial_state=_seed_state,
+        initial_state=_make_seed_state,
         rebuild_objects={"projector": _rebuild_projector},
         has_other_shapes=True,
     ),
-    "badam_ratio": Rule(_class_maker(RatioAdamW), initial_state=_seed_state, has_other_shapes=True),
+    "badam_ratio": Rule(_class_maker(RatioAdamW), initial_state=_make_seed_state, has_other_shapes=True),
     "came": Rule(_pytorch_optimizer_maker("CAME"), _STEP, has_other_shapes=True),
-    "galore": Rule(_class_maker(GaLoreAdamW), initial_state=_seed_state, has_other_shapes=True),
+    "galore": Rule(_class_maker(GaLoreAdamW), initial_state=_make_seed_state, has_other_shapes=True),
     # Lamb would clip by the norm of all gradients, but a step has only one weight; the training loop clips before. The
     # plain implementation reads values on the host; `foreach` of one weight needs the same memory.
     "lamb": Rule(_pytorch_optimizer_maker("Lamb", foreach=None, weight_decouple=False, max_grad_norm=0.0), _STEP),
     "muon": Rule(_class_maker(torch.optim.Muon)),
-    "natural_galore": Rule(_class_maker(NaturalGaLoreAdamW), initial_state=_seed_state, has_other_shapes=True),
+    "natural_galore": Rule(_class_maker(NaturalGaLoreAdamW), initial_state=_make_seed_state, has_other_shapes=True),
     "schedule_free": Rule(_make_schedule_free, {"k": 0, "weight_sum": 0.0, "lr_max": -1.0}, average=_weight_average),
     "sgd": Rule(_class_maker(torch.optim.SGD, foreach=False)),
     "sinkgd": Rule(_class_maker(SinkGD)),

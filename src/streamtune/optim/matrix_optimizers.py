@@ -99,7 +99,7 @@ class GaLoreAdamW(PerWeightOptimizer):
             projected = grad if left_projection is None else left_projection.T @ grad
             projected = projected if right_projection is None else projected @ right_projection
             # Moments of a wide matrix are stored transposed.
-            grad = self._averaged_gradient(projected if right_projection is not None else projected.T, state, group)
+            grad = self._gradient_to_average(projected if right_projection is not None else projected.T, state, group)
         if "exp_avg" not in state:
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(grad), torch.zeros_like(grad)
         state["step"] += 1
@@ -134,7 +134,7 @@ class GaLoreAdamW(PerWeightOptimizer):
             projections[is_left] = self._projection_columns(state[name], across)
         return projections.get(True), projections.get(False)
 
-    def _averaged_gradient(self, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+    def _gradient_to_average(self, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
         """Return what the moments average: the projected gradient, ``[m, r]`` or ``[r, r]``. Subclasses change it."""
         return grad
 
@@ -188,7 +188,7 @@ class NaturalGaLoreAdamW(GaLoreAdamW):
 
     DEFAULTS: ClassVar = {**GaLoreAdamW.DEFAULTS, "history": 8, "damping": 1.0}
 
-    def _averaged_gradient(self, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+    def _gradient_to_average(self, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
         """Return ``lambda F^-1 r`` for the projected gradient r, and add r to the history."""
         size = group["history"]
         if "history" not in state:

@@ -35,7 +35,7 @@ from streamtune.optim.weight_step import (
     PerWeightOptimizer,
     adamw_step,
     flat_slices,
-    parameter_numbers,
+    parameter_indices,
     random_bits,
     round_stochastically,
     saved_states,
@@ -72,7 +72,7 @@ class NarrowStatesAdamW(PerWeightOptimizer):
 
     def __init__(self, params: Iterable[Any], **options: Any) -> None:
         super().__init__(params, **options)
-        self._weight_number = parameter_numbers(self)
+        self._weight_number = parameter_indices(self)
         self._workers: _SliceWorkers | None = None
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -103,7 +103,7 @@ class NarrowStatesAdamW(PerWeightOptimizer):
         slices = flat_slices(flat[0])
         if len(slices) > 1 and parameter.device.type == "cpu":
             self._workers = self._workers or _SliceWorkers()
-            self._workers.run(lambda span: step(span, *(x[span] for x in flat)), slices)
+            self._workers.run_on_slices(lambda span: step(span, *(x[span] for x in flat)), slices)
         else:
             for span in loop_or_simulate(slices, parameter.device):
                 step(span, *(x[span] for x in flat))
@@ -162,7 +162,7 @@ class _SliceWorkers:
         finally:
             torch.set_num_threads(count)
 
-    def run(self, step_slice: Callable[[slice], None], slices: list[slice]) -> None:
+    def run_on_slices(self, step_slice: Callable[[slice], None], slices: list[slice]) -> None:
         for _ in map(step_slice, slices) if self._pool is None else self._pool.map(step_slice, slices):
             pass
 
@@ -204,17 +204,17 @@ class ExpandedFp8AdamW(PerWeightOptimizer):
         if weight is not parameter:
             parameter.copy_(weight)
         for name, moment in zip(MOMENTS, moments, strict=True):
-            for part, value in zip(PARTS, pack_expanded(moment, group["group_size"]), strict=True):
+            for part, value in zip(PARTS, pack_moment(moment, group["group_size"]), strict=True):
                 state[f"{name}_{part}"] = value
 
 
 def _expand_moment(state: Mapping[str, Tensor], name: str, weight: Tensor) -> Tensor:
     """Return a moment in float32, in its weight's shape."""
     codes, largest, power = (state[f"{name}_{part}"] for part in PARTS)
-    return unpack_expanded(codes, largest, power, weight.numel()).view_as(weight)
+    return unpack_moment(codes, largest, power, weight.numel()).view_as(weight)
 
 
-def pack_expanded(x: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
+def pack_moment(x: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return codes ``[g, group_size]`` in float8, the largest magnitudes ``[g]`` and the powers ``[g]`` in float32.
 
     ``x`` is float32; zeros pad its last group.
@@ -230,8 +230,8 @@ def pack_expanded(x: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
     return codes.to(torch.float8_e4m3fn), largest, power
 
 
-def unpack_expanded(codes: Tensor, largest: Tensor, power: Tensor, value_count: int) -> Tensor:
-    """Return the ``value_count`` values that :func:`pack_expanded` packed, flat, in float32."""
+def unpack_moment(codes: Tensor, largest: Tensor, power: Tensor, value_count: int) -> Tensor:
+    """Return the ``value_count`` values that :func:`pack_moment` packed, flat, in float32."""
     wide_codes = codes.float()
     magnitude = (wide_codes.abs() / LARGEST).pow_((1 / power)[:, None]).mul_(largest[:, None])
     return magnitude.copysign_(wide_codes).flatten()[:value_count]

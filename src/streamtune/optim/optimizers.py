@@ -231,7 +231,7 @@ class NameGroups:
             if not any(_matches_name_parts(pattern, name) for name in parameter_names):
                 raise _no_match_error(pattern, number, parameter_names)
 
-    def index_of(self, parameter_name: str) -> int | None:
+    def group_index(self, parameter_name: str) -> int | None:
         """Return the index of the first pattern that matches a parameter name; None if no pattern matches."""
         return next(
             (number for number, pattern in enumerate(self._patterns) if _matches_name_parts(pattern, parameter_name)),

@@ -49,42 +49,42 @@ class Decay:
         return min(1.0, self.step / self.steps)
 
 
-def _constant(position: Decay) -> float:
+def _constant_factor(position: Decay) -> float:
     return 1.0
 
 
-def _linear(position: Decay) -> float:
+def _linear_factor(position: Decay) -> float:
     return 1.0 - position.progress
 
 
-def _cosine(position: Decay, num_cycles: float = 0.5) -> float:
+def _cosine_factor(position: Decay, num_cycles: float = 0.5) -> float:
     return 0.5 * (1.0 + math.cos(math.pi * 2.0 * num_cycles * position.progress))
 
 
-def _cosine_with_min_lr(
+def _cosine_with_min_lr_factor(
     position: Decay, min_lr: float | None = None, min_lr_rate: float = 0.0, num_cycles: float = 0.5
 ) -> float:
     min_factor = min_lr_rate if min_lr is None or position.learning_rate == 0 else min_lr / position.learning_rate
-    return _cosine(position, num_cycles) * (1.0 - min_factor) + min_factor
+    return _cosine_factor(position, num_cycles) * (1.0 - min_factor) + min_factor
 
 
-def _cosine_with_restarts(position: Decay, num_cycles: float = 1) -> float:
+def _cosine_with_restarts_factor(position: Decay, num_cycles: float = 1) -> float:
     if position.progress >= 1:
         return 0.0
     return 0.5 * (1.0 + math.cos(math.pi * ((num_cycles * position.progress) % 1.0)))
 
 
-def _polynomial(position: Decay, lr_end: float = 1e-7, power: float = 1.0) -> float:
+def _polynomial_factor(position: Decay, lr_end: float = 1e-7, power: float = 1.0) -> float:
     min_factor = min(1.0, lr_end / position.learning_rate) if position.learning_rate > 0 else 0.0
     return float((1.0 - min_factor) * (1.0 - position.progress) ** power + min_factor)
 
 
-def _inverse_sqrt(position: Decay, timescale: float | None = None) -> float:
+def _inverse_sqrt_factor(position: Decay, timescale: float | None = None) -> float:
     scale = timescale or position.warmup_steps or 10_000
     return 1.0 / math.sqrt((position.step + scale) / scale)
 
 
-def _warmup_stable_decay(
+def _warmup_stable_decay_factor(
     position: Decay,
     num_decay_steps: float | None = None,
     decay_ratio: float = 0.1,
@@ -109,7 +109,7 @@ def _warmup_stable_decay(
     return factor * (1.0 - min_lr_ratio) + min_lr_ratio
 
 
-def _power(
+def _power_factor(
     position: Decay,
     *,
     batch_size: float,
@@ -135,16 +135,16 @@ def _power(
 
 
 SCHEDULES: dict[str, Callable[..., float]] = {
-    "constant": _constant,
-    "constant_with_warmup": _constant,
-    "cosine": _cosine,
-    "cosine_with_min_lr": _cosine_with_min_lr,
-    "cosine_with_restarts": _cosine_with_restarts,
-    "inverse_sqrt": _inverse_sqrt,
-    "linear": _linear,
-    "polynomial": _polynomial,
-    "power": _power,
-    "warmup_stable_decay": _warmup_stable_decay,
+    "constant": _constant_factor,
+    "constant_with_warmup": _constant_factor,
+    "cosine": _cosine_factor,
+    "cosine_with_min_lr": _cosine_with_min_lr_factor,
+    "cosine_with_restarts": _cosine_with_restarts_factor,
+    "inverse_sqrt": _inverse_sqrt_factor,
+    "linear": _linear_factor,
+    "polynomial": _polynomial_factor,
+    "power": _power_factor,
+    "warmup_stable_decay": _warmup_stable_decay_factor,
 }
 """By name: function of a :class:`Decay` and the schedule's options that returns the factor after the warm-up."""
 

@@ -56,7 +56,7 @@ def saved_states(
             yield parameter, group, entry
 
 
-def parameter_numbers(optimizer: torch.optim.Optimizer) -> dict[int, int]:
+def parameter_indices(optimizer: torch.optim.Optimizer) -> dict[int, int]:
     """Return the index of each parameter in the optimizer, by ``id(parameter)``.
 
     Call this when the optimizer is built: later, a step during the backward leaves only one weight in the groups.

@@ -71,14 +71,14 @@ class WeightwiseOptimizer(torch.optim.Optimizer):
     def _step_weight(self, index: int, group: dict[str, Any], parameter: nn.Parameter) -> None:
         rule = RULES[group["rule"]]
         if parameter.is_meta and not rule.runs_on_meta:
-            self._allocate_on_meta(group, parameter)
+            self._allocate_state_on_meta(group, parameter)
             return
         if _is_rounded_stochastically(parameter, group):
-            self._step_rounded(index, group, parameter)
+            self._step_and_round(index, group, parameter)
             return
         self._step_with_library(index, group, parameter, parameter)
 
-    def _step_rounded(self, index: int, group: dict[str, Any], parameter: nn.Parameter) -> None:
+    def _step_and_round(self, index: int, group: dict[str, Any], parameter: nn.Parameter) -> None:
         """Step a float32 copy of a weight, then round the copy stochastically into the weight."""
         assert parameter.grad is not None
         wide = nn.Parameter(parameter.detach().float())
@@ -117,7 +117,7 @@ class WeightwiseOptimizer(torch.optim.Optimizer):
         new = not state
         if new:
             state.update(rule.initial_state(self._weight_number.get(id(parameter), 0)))
-        with _without_compilation(rule, parameter), self._seeded_draws(rule, group, parameter, state):
+        with _without_compilation(rule, parameter), self._seed_torch_generators(rule, group, parameter, state):
             optimizer.step()
         state = optimizer.state[stepped]
         if stepped is not parameter:
@@ -130,7 +130,7 @@ class WeightwiseOptimizer(torch.optim.Optimizer):
             state[STEPS_TAKEN] = state.get(STEPS_TAKEN, 0) + 1
 
     @contextmanager
-    def _seeded_draws(
+    def _seed_torch_generators(
         self, rule: Rule, group: dict[str, Any], parameter: Tensor, state: dict[str, Any]
     ) -> Iterator[None]:
         """Context manager: seed torch's generators for the rule's random numbers in this step; restore them on exit."""
@@ -143,7 +143,7 @@ class WeightwiseOptimizer(torch.optim.Optimizer):
             torch.manual_seed(hash_integers(*key) >> 1)
             yield
 
-    def _allocate_on_meta(self, group: dict[str, Any], parameter: nn.Parameter) -> None:
+    def _allocate_state_on_meta(self, group: dict[str, Any], parameter: nn.Parameter) -> None:
         """On ``meta``, allocate what the library would: the state of a weight, and the temporaries of its step."""
         entry, shape, width = OPTIMIZERS[group["rule"]], tuple(parameter.shape), parameter.element_size()
         wide: Tensor = parameter
@@ -169,7 +169,7 @@ def _without_compilation(rule: Rule, parameter: Tensor) -> AbstractContextManage
     return torch.compiler.set_stance("force_eager")
 
 
-def is_averaged(group: Mapping[str, Any]) -> bool:
+def uses_averaged_weights(group: Mapping[str, Any]) -> bool:
     """Return True if evaluation and saving replace the weights of a parameter group by their averages."""
     rule = RULES.get(group.get("rule", ""))
     return rule is not None and rule.average is not None

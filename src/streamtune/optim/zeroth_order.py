@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from streamtune.ops.devices import loop_or_simulate
 from streamtune.optim.weight_step import (
     flat_slices,
-    parameter_numbers,
+    parameter_indices,
     random_bits,
     round_stochastically,
     seeded_generator,
@@ -67,9 +67,9 @@ class ZerothOrderSGD(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "eps": eps, "directions": directions})
         self.eps, self.directions, self.seed = eps, directions, seed
         self.steps_taken = 0
-        self._weight_number = parameter_numbers(self)
+        self._weight_number = parameter_indices(self)
 
-    def trains(self, parameter: Tensor) -> bool:
+    def is_trained(self, parameter: Tensor) -> bool:
         return id(parameter) in self._weight_number
 
     @torch.no_grad()
@@ -91,7 +91,7 @@ class ZerothOrderSGD(torch.optim.Optimizer):
                         self._step_slice(parameter, group, span, flat, slopes)
         self.steps_taken += 1
 
-    def moved_fraction(self) -> float:
+    def perturbed_value_fraction(self) -> float:
         """Return the fraction of values for which w + eps z and w - eps z will differ in the next step."""
         moved = total = 0
         for group in self.param_groups:
@@ -156,14 +156,14 @@ def perturb_weights(
     originals: dict[int, tuple[Tensor, Tensor]] = {}
 
     @torch.no_grad()
-    def shift(parameters: Sequence[Tensor]) -> None:
+    def perturb_all(parameters: Sequence[Tensor]) -> None:
         for parameter in parameters:
             if id(parameter) not in originals:
                 originals[id(parameter)] = parameter, parameter.detach().clone()
                 optimizer.perturb(parameter, direction, sign)
 
     @torch.no_grad()
-    def restore(parameters: Iterable[Tensor]) -> None:
+    def restore_all(parameters: Iterable[Tensor]) -> None:
         for parameter in parameters:
             if (original := originals.pop(id(parameter), None)) is not None:
                 parameter.copy_(original[1])
@@ -172,19 +172,21 @@ def perturb_weights(
     hooks = []
     for layer, layer_weights in zip(layers, weights_by_layer, strict=True):
         if layer_weights:
-            hooks.append(layer.register_forward_pre_hook(lambda *_, layer_weights=layer_weights: shift(layer_weights)))
+            hooks.append(
+                layer.register_forward_pre_hook(lambda *_, layer_weights=layer_weights: perturb_all(layer_weights))
+            )
             # Runs before other hooks, and also if the layer raises an error.
             back = layer.register_forward_hook(
-                lambda *_, layer_weights=layer_weights: restore(layer_weights), prepend=True, always_call=True
+                lambda *_, layer_weights=layer_weights: restore_all(layer_weights), prepend=True, always_call=True
             )
             hooks.append(back)
     try:
-        shift(other_weights)
+        perturb_all(other_weights)
         yield
     finally:
         for hook in hooks:
             hook.remove()
-        restore([parameter for parameter, _ in originals.values()])
+        restore_all([parameter for parameter, _ in originals.values()])
 
 
 def _split_by_layer(
@@ -199,10 +201,10 @@ def _split_by_layer(
         for parameter in module.parameters(recurse=False)
     }
     weights_by_layer: list[list[Tensor]] = [
-        [p for p in layer.parameters() if optimizer.trains(p) and id(p) not in outside_ids] for layer in layers
+        [p for p in layer.parameters() if optimizer.is_trained(p) and id(p) not in outside_ids] for layer in layers
     ]
     inside_ids = {id(parameter) for own in weights_by_layer for parameter in own}
-    return weights_by_layer, [p for p in model.parameters() if optimizer.trains(p) and id(p) not in inside_ids]
+    return weights_by_layer, [p for p in model.parameters() if optimizer.is_trained(p) and id(p) not in inside_ids]
 
 
 @contextmanager

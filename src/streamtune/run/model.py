@@ -79,7 +79,7 @@ def _make_model(
         models.add_embedding_rows(model, len(tokenizer), new_tokens)
     models.write_special_token_ids(model, tokenizer, recipe.special_tokens.model_dump())
     _check_vocabulary(model, tokenizer)
-    with models.placeholder_weights(model):
+    with models.use_placeholder_weights(model):
         if checkpoint is None or not adapters:
             adapted = _add_adapters(recipe, model, new_tokens)
         elif recipe.adapter_name_or_path is not None:  # adapters of any kind, as they were loaded
@@ -288,14 +288,14 @@ def make_optimizer(recipe: OptimizerSettings, model: nn.Module) -> torch.optim.O
     )
 
     def rate_scale(name: str) -> float:
-        group = groups.index_of(name)
+        group = groups.group_index(name)
         own_rate = None if group is None else recipe.lr_groups[group].learning_rate
         if own_rate is not None:
             return own_rate / recipe.learning_rate
         return recipe.lr_layer_decay ** places.depth_below_head(name)
 
     def decay(name: str) -> float | None:
-        group = groups.index_of(name)
+        group = groups.group_index(name)
         return None if group is None else recipe.lr_groups[group].weight_decay
 
     choice = optim.OptimChoice(
@@ -357,9 +357,9 @@ def _make_base_model(
     options, remote = (models.ModelOptions(dtype, quantization, _rope_change(recipe), change), recipe.trust_remote_code)
     if shard_world is not None and quantization is None:
         if name is not None:
-            return shard_world.run_on_all_ranks(lambda: models.defer_load(name, options, trust_remote_code=remote))
+            return shard_world.run_on_all_ranks(lambda: models.load_model_deferred(name, options, trust_remote_code=remote))
         assert recipe.model is not None, "unreachable: the recipe schema requires a model"
-        return models.defer_init(
+        return models.init_model_deferred(
             recipe.model.init,
             options,
             vocab_size=vocab_size,

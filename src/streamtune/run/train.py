@@ -350,7 +350,7 @@ def _make_model_writer(run: Run) -> train.ModelWriter:
             models.save_gathered_weights(run.model, tokenizer, folder, run.backend.full_weights, is_main=is_main)
 
         def snapshot_gathered() -> Callable[[Path], None]:
-            tokenizer.read()
+            tokenizer.read_files()
             copies = models.copy_gathered_weights(run.model, run.backend.full_weights, is_main=is_main)
             return lambda folder: models.save_copied_weights(run.model, tokenizer, folder, copies)
 
@@ -360,7 +360,7 @@ def _make_model_writer(run: Run) -> train.ModelWriter:
         models.save_pretrained(run.model, tokenizer, folder)
 
     def snapshot() -> Callable[[Path], None]:
-        tokenizer.read()  # read once in this thread: tokenizers are not thread-safe
+        tokenizer.read_files()  # read once in this thread: tokenizers are not thread-safe
         return partial(models.save_pretrained, run.model, tokenizer, weights=models.copy_weights(run.model, trained))
 
     return train.ModelWriter(write, num_bytes, snapshot)

@@ -23,10 +23,10 @@ from streamtune.optim import (
     BlockAdamW,
     ZerothOrderSGD,
     averaged_weights,
-    is_averaged,
     pack_state,
     perturb_weights,
     set_learning_rate,
+    uses_averaged_weights,
 )
 from streamtune.train.objective import StepScore
 from streamtune.train.process import capture_rng, restore_rng
@@ -195,7 +195,7 @@ class TorchBackend(Backend):
         trained = {
             f"{names[id(p)]}/{TRAINED}": self._trained_weights.get(p, p.detach())
             for group in self.optimizer.param_groups
-            if is_averaged(group)
+            if uses_averaged_weights(group)
             for p in group["params"]
         }
         return {**optimizer_tensors(self.optimizer, self.module), **trained}
@@ -203,7 +203,7 @@ class TorchBackend(Backend):
     @contextmanager
     def use_averaged_weights(self) -> Iterator[None]:
         """Context in which the model has the averaged weights; meanwhile the trained weights are in host memory."""
-        if self._trained_weights or not any(map(is_averaged, self.optimizer.param_groups)):
+        if self._trained_weights or not any(map(uses_averaged_weights, self.optimizer.param_groups)):
             yield
             return
         with torch.no_grad():
@@ -424,7 +424,7 @@ class ZerothOrderBackend(TorchBackend):
         """Do nothing: the optimizer has no tensors as state."""
 
     def _check_perturbation_size(self) -> None:
-        moved = self.optimizer.moved_fraction()
+        moved = self.optimizer.perturbed_value_fraction()
         if moved < MIN_MOVED_SHARE:
             trained = [p for group in self.optimizer.param_groups for p in group["params"]]
             dtypes = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in trained})

@@ -12,7 +12,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from streamtune.models.quantize import PACKAGES, dequantize_weight, is_quantised, quantize
+from streamtune.models.quantize import PACKAGES, dequantize_weight, is_quantized, quantize
 from streamtune.programs.export.export import ExportOptions, export_model
 from tests.precision_kit import relative
 
@@ -96,5 +96,5 @@ def peft_merged(folder: Path, family: str, kind: str, dtype: torch.dtype) -> Any
 def values(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """The weights that a quantised model stands for, in fp64, by their names."""
     for name, weight in model.named_parameters():
-        if is_quantised(weight):
+        if is_quantized(weight):
             yield name, dequantize_weight(weight, torch.float32).double()

@@ -137,7 +137,7 @@ def add_peft_adapters(model: PreTrainedModel, spec: AdapterSpec, seed: int, new_
     else:
         options["target_modules"] = linear_target_names(model, spec)
         _refuse_low_rank_only_options(spec, model, new_tokens)
-        _check_rank_of_recipe([model.get_submodule(name) for name in options["target_modules"]], spec)
+        _check_recipe_rank([model.get_submodule(name) for name in options["target_modules"]], spec)
     config = get_peft_config(options)
     write_expert_targets(model, spec, config)
     if spec.adapter_kind.columns:
@@ -158,7 +158,7 @@ def add_peft_adapters(model: PreTrainedModel, spec: AdapterSpec, seed: int, new_
     if spec.adapter_kind.is_lora:
         _check_ranks_fit_layers(dict(lora_layers(adapted)), spec)
     if spec.adapter_kind.divides_by_rows:
-        _refuse_zero_rows(adapted)
+        _refuse_dora_on_zero_rows(adapted)
     return adapted
 
 
@@ -215,7 +215,7 @@ def _check_ranks_fit_layers(layers: Mapping[str, Any], spec: AdapterSpec) -> Non
         )
 
 
-def _refuse_zero_rows(adapted: Any) -> None:
+def _refuse_dora_on_zero_rows(adapted: Any) -> None:
     """Refuse DoRA on a weight with a row of zeros: DoRA divides by the norm of each row."""
     for name, layer in lora_layers(adapted):
         norms = layer.lora_magnitude_vector["default"].weight
@@ -229,7 +229,7 @@ def _refuse_zero_rows(adapted: Any) -> None:
             )
 
 
-def _check_rank_of_recipe(layers: Sequence[Any], spec: AdapterSpec) -> None:
+def _check_recipe_rank(layers: Sequence[Any], spec: AdapterSpec) -> None:
     """Refuse an odd number of Householder reflections, and a rank above the size of every layer."""
     if spec.adapter_kind.even_rank and spec.r % 2:
         raise ArgumentError(

@@ -243,7 +243,7 @@ class LayerQuantizer(Protocol):
         ``weight`` is ``[out, in]``, on the device of the quantised weight.
         """
 
-    def record_on(self, model: PreTrainedModel) -> None:
+    def store_factors_on(self, model: PreTrainedModel) -> None:
         """After the last layer, store the factors that adapters and checkpoints need as attributes of the model."""
 
 
@@ -266,7 +266,7 @@ class LoftqQuantizer:
         self._factors: Factors = {}
         self._subtracted: Factors = {}
 
-    def prepare(self, model: PreTrainedModel) -> None:
+    def record_layers(self, model: PreTrainedModel) -> None:
         """Record the layers with adapters, before any layer is quantised."""
         self._layers = self._find_layers(model)
 
@@ -294,7 +294,7 @@ class LoftqQuantizer:
             self._subtracted[name] = best_subtracted[0].cpu(), best_subtracted[1].cpu()
         return packed
 
-    def record_on(self, model: PreTrainedModel) -> None:
+    def store_factors_on(self, model: PreTrainedModel) -> None:
         setattr(model, FACTORS, self._factors)
         setattr(model, SUBTRACTED, self._subtracted)
 
@@ -334,17 +334,17 @@ class SavedLoftqQuantizer:
         if subtracted is None:
             return quantise(weight)[0]
         if (subtracted[1].shape[0], subtracted[0].shape[1]) != weight.shape:
-            raise self._other_model_error(name)
+            raise self._make_other_model_error(name)
         self._unused.discard(name)
         return quantise(_subtract_product(weight, subtracted))[0]
 
-    def record_on(self, model: PreTrainedModel) -> None:
+    def store_factors_on(self, model: PreTrainedModel) -> None:
         """Check that the factors of all layers were subtracted, and store the factors as an attribute of the model."""
         if self._unused:
-            raise self._other_model_error(min(self._unused))
+            raise self._make_other_model_error(min(self._unused))
         setattr(model, SUBTRACTED, self._subtracted)
 
-    def _other_model_error(self, name: str) -> ArgumentError:
+    def _make_other_model_error(self, name: str) -> ArgumentError:
         return ArgumentError(
             f"the adapters (loftq_iter) were trained on another model: its layer {name} is missing here or has another "
             "shape",

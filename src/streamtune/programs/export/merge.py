@@ -26,7 +26,7 @@ from streamtune.base.adapters import base_of
 from streamtune.engine import decoder_layers
 from streamtune.engine.hf_names import tied_weights
 from streamtune.errors import ArgumentError
-from streamtune.models.quantize import dequantize_weight, is_quantised
+from streamtune.models.quantize import dequantize_weight, is_quantized
 
 
 def merged_weights(model: nn.Module, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -70,7 +70,7 @@ def _iterate_weights(
         like = originals._parameters.get(key)
         like = x if like is None else like
         # The dtype of a quantised weight cannot be written.
-        yield f"{prefix}{key}", _make_value_function(x, merged.get(key), dtype if is_quantised(like) else like.dtype), x
+        yield f"{prefix}{key}", _make_value_function(x, merged.get(key), dtype if is_quantized(like) else like.dtype), x
     for key, buffer in inner._buffers.items():
         if buffer is not None and key not in inner._non_persistent_buffers_set:
             yield f"{prefix}{key}", _make_value_function(buffer, None, buffer.dtype), buffer
@@ -82,7 +82,7 @@ def _make_value_function(own_value: Tensor, merged_value: Tensor | None, dtype: 
     def make() -> Tensor:
         if merged_value is not None:
             return merged_value.to(dtype)
-        return (dequantize_weight(own_value) if is_quantised(own_value) else own_value.detach()).to(dtype)
+        return (dequantize_weight(own_value) if is_quantized(own_value) else own_value.detach()).to(dtype)
 
     return make
 
@@ -181,7 +181,7 @@ def _using_fp32_parameters(module: nn.Module, wrappers: list[Any]) -> Iterator[N
     held = [(x, x.data) for x in narrow]
     for key, x in before.items():
         if x is not None:
-            plain = dequantize_weight(x) if is_quantised(x) else x.detach().to(torch.float32, copy=True)
+            plain = dequantize_weight(x) if is_quantized(x) else x.detach().to(torch.float32, copy=True)
             module._parameters[key] = nn.Parameter(plain, requires_grad=False)
     for x, values in held:
         x.data = values.float()
@@ -324,7 +324,7 @@ def _widen_modules(modules: list[nn.Module], rounding: WeightChange | None) -> I
                 if x is None or id(x) in done:
                     continue
                 done.add(id(x))
-                if is_quantised(x):
+                if is_quantized(x):
                     value = dequantize_weight(x)
                     value = (
                         rounding.change_weight(value, sizes.get(key, value))

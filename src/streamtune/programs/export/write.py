@@ -27,7 +27,7 @@ from streamtune.base.adapters import base_of, is_adapter_name
 from streamtune.base.result_cache import is_open_at, try_lock
 from streamtune.base.text import show_size
 from streamtune.errors import ArgumentError, RunError
-from streamtune.models.quantize import is_quantised, logical_numel
+from streamtune.models.quantize import is_quantized, logical_numel
 from streamtune.programs.export.check import Differences
 from streamtune.programs.export.merge import merged_weights, needs_untying
 from streamtune.programs.export.source import TrainedModel
@@ -199,7 +199,7 @@ def merged_size_bytes(model: nn.Module, dtype: torch.dtype | None) -> int:
     base = base_of(model)
     size = (dtype or base.dtype).itemsize
     own = [x for name, x in base.named_parameters() if not is_adapter_name(name)]
-    return sum(logical_numel(x) * (size if dtype or is_quantised(x) else x.element_size()) for x in own)
+    return sum(logical_numel(x) * (size if dtype or is_quantized(x) else x.element_size()) for x in own)
 
 
 def write_adapters(source: Path, tokenizer: Any, folder: Path, base: str | None) -> None:
