@@ -164,7 +164,7 @@ MODELS: dict[str, Fault] = {
         "model.layers.0.mlp.up_proj.weight": found["model.layers.0.mlp.up_proj.weight"].int()})), (), 2,
         ("up_proj.weight holds I32", "model.safetensors")),
     "a shard missing": (lambda folder: sharded(folder).unlink(), (), 2,
-                        ("model.safetensors.index.json names model-0000", "which do not exist in its folder")),
+                        ("model.safetensors.index.json names files that do not exist in its folder: model-0000",)),
     "no weights": (lambda folder: (folder / "m/model.safetensors").unlink(), (), 2, ("the folder has no weights",)),
     "a run": (nothing, ("--set", "model_name_or_path=runs/tiny"), 2,
               ("runs/tiny is the directory of a run", "use its model, runs/tiny/final")),

@@ -96,7 +96,7 @@ def test_initialised_and_loaded_are_what_transformers_loads(
     again = load_model(str(tmp_path / "quantised"), ModelOptions(dtype, kind))
     assert torch.equal(logits(again), logits(ours))
     other = next(name for name in PACKAGES if name != kind)
-    with pytest.raises(ArgumentError, match=f"already quantised: {kind}, not {other}") as caught:
+    with pytest.raises(ArgumentError, match=f"already quantised as {kind}, but {other} is requested") as caught:
         load_model(str(tmp_path / "quantised"), ModelOptions(quantization=other))
     assert caught.value.fix == f"write quantization: {kind}"
 

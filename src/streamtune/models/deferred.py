@@ -215,7 +215,7 @@ def init_model_deferred(
     except NotRecordedError:
         with RecordedInit(draw=False), wrap_constructor_errors(config):
             model = make_model()
-        note = f"the initialisation of {type(model).__name__} cannot be split: rank 0 draws all weights in host memory"
+        note = f"the initialisation of {type(model).__name__} cannot be split: rank 0 makes all weights in host memory"
         DeferredWeights(model, lambda: _WholeInit(make_model()), note=note)
     return model
 
@@ -291,7 +291,9 @@ class RecordedInit(TorchDispatchMode):
         history = self._histories.get(target.untyped_storage()._cdata)
         others = [value for value in (*arguments, *keywords.values()) if isinstance(value, Tensor)]
         if history is None or any(value.device.type == "meta" for value in others):
-            raise NotRecordedError(f"{func} on a tensor that was not empty before")
+            raise NotRecordedError(
+                f"{func} changes a tensor that was not made by torch.empty, so it cannot be replayed"
+            )
         view = (target.size(), target.stride(), int(target.storage_offset()))
         state = None
         if torch.Tag.nondeterministic_seeded in func.tags:
@@ -305,7 +307,7 @@ class RecordedInit(TorchDispatchMode):
         """Return the values of a ``meta`` parameter as a CPU tensor. The global generator state does not change."""
         history = self._histories.get(parameter.untyped_storage()._cdata)
         if history is None or history.made.shape != parameter.shape:
-            raise NotRecordedError("a parameter that was not made empty")
+            raise NotRecordedError("a parameter was not made by torch.empty, so its initialisation cannot be replayed")
         values = torch.empty_strided(history.made.size(), history.made.stride(), dtype=history.made.dtype)
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             for operation in history.operations:

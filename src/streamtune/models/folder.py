@@ -94,7 +94,7 @@ def _check_weight_index(path: Path, *, check_shards: bool) -> None:
     if check_shards and missing and not (path.parent / unsharded_name).is_file():
         names = f"{missing[0]}{f' and {len(missing) - 1} more' if len(missing) > 1 else ''}"
         raise ArgumentError(
-            f"{path} names {names}, which do not exist in its folder",
+            f"{path} names files that do not exist in its folder: {names}",
             where=WHERE,
             fix=f"{WHOLE_COPY}: a download may be incomplete",
         )
@@ -118,7 +118,7 @@ def _check_adapter_folder(folder: Path, *, allow_pickle: bool, reads_weights: bo
         raise ArgumentError(
             f"{folder} contains adapters, whose base {str(base)[:80]!r} is not a local folder",
             where=WHERE,
-            fix="merge them into their base and use that folder: StreamTune downloads only what the recipe names",
+            fix="merge them into their base and use the merged model: StreamTune downloads only what the recipe names",
         )
     if isinstance(base, str) and is_here and Path(base).resolve() != folder.resolve():
         check_model_folder(base, allow_pickle=allow_pickle, reads_weights=reads_weights)

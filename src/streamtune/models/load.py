@@ -254,7 +254,7 @@ def read_unquantized_config(name_or_path: str, trust_remote_code: bool) -> Any:
     config = read_config(name_or_path, trust_remote_code)
     if getattr(config, "quantization_config", None) is not None:
         raise ArgumentError(
-            f"the weights of '{name_or_path}' are already quantised, and their layout is recorded only after loading",
+            f"the weights of '{name_or_path}' are already quantised, so their layout is known only after loading",
             where="model_name_or_path",
             fix="use the unquantised checkpoint, with finetuning_type: qlora",
         )

@@ -92,7 +92,7 @@ def quantize(
             layer_quantizer.store_factors_on(model)
     elif current != kind:
         raise ArgumentError(
-            f"this checkpoint is already quantised: {current}, not {kind}",
+            f"this checkpoint is already quantised as {current}, but {kind} is requested",
             where="quantization",
             fix=f"write quantization: {current}" if current in PACKAGES else "use the unquantised checkpoint",
         )
@@ -128,8 +128,8 @@ def unquantized_experts_note(model: nn.Module) -> str | None:
     expert_bytes, model_bytes = sum(p.nbytes for p in stacked), sum(_parameter_bytes(p) for p in model.parameters())
     dtype = str(stacked[0].dtype).removeprefix("torch.")
     return (
-        f"linear layers are quantised; experts, one tensor per layer, stay in {dtype}: {show_size(expert_bytes)} of "
-        f"the model's {show_size(model_bytes)}"
+        f"linear layers are quantised, but experts stay in {dtype}: {show_size(expert_bytes)} of the model's "
+        f"{show_size(model_bytes)}"
     )
 
 

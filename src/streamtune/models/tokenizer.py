@@ -165,7 +165,7 @@ def _read_tokenizer(name_or_path: str, trust_remote_code: bool) -> PreTrainedTok
         raise ArgumentError(
             f"'{name_or_path}' has no tokenizer: none of its files has tokens",
             where="tokenizer",
-            fix="copy tokenizer.json and tokenizer_config.json there, or name a tokenizer: tokenizer: {path: NAME}",
+            fix="copy tokenizer.json and tokenizer_config.json into it, or name a tokenizer: tokenizer: {path: NAME}",
         )
     return found
 

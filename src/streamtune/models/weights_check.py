@@ -79,7 +79,7 @@ def refuse_unused_tensors(name_or_path: str, model: Any, unused_names: Collectio
             f"the checkpoint '{name_or_path}' has {lost[0]}{f' and {len(lost) - 1} more' if len(lost) > 1 else ''}, "
             f"which {type(model).__name__} with this configuration would leave out",
             where="model_name_or_path",
-            fix="merge the adapters into the weights (peft: merge_and_unload()) and use that folder"
+            fix="merge the adapters into the weights (peft: merge_and_unload()) and use the merged model"
             if adapters
             else "use the configuration that belongs to the weights, or a complete copy of the checkpoint",
         )
@@ -119,7 +119,7 @@ def refuse_unloaded_layers(name_or_path: str, model: Any, unused_names: Collecti
         _, where = read_config_json(name_or_path)
         raise ArgumentError(
             f"the checkpoint '{name_or_path}' has weights of {max(numbers) + 1} layers, but its configuration has "
-            f"num_hidden_layers: {count}; the rest would be left out",
+            f"num_hidden_layers: {count}; further layers would not be loaded",
             where=where("num_hidden_layers"),
             fix=f"set num_hidden_layers to {max(numbers) + 1}, or use a complete copy of the checkpoint",
         )

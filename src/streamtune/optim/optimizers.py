@@ -188,9 +188,9 @@ def _check_projection_rank(rank: int, matrices: list[nn.Parameter]) -> None:
     if not sides or rank >= max(sides):
         why = f"the largest layer matrix has {max(sides)} rows or columns" if sides else "the layers have no matrices"
         raise ArgumentError(
-            f"rank {rank} saves nothing: {why}",
+            f"rank {rank} saves no memory: {why}",
             where="optim_args.rank",
-            fix="write a lower rank, such as a quarter of that" if sides else "write optim: adamw",
+            fix="write a lower rank, such as a quarter of that number" if sides else "write optim: adamw",
         )
 
 
@@ -249,9 +249,9 @@ def _no_match_error(pattern: str, group_index: int, parameter_names: Sequence[st
     rest = f" and {len(shown) - MOST_SHOWN} more" if len(shown) > MOST_SHOWN else ""
     nearest = did_you_mean(pattern, parts)
     return ArgumentError(
-        f"'{pattern}' matches no trained parameter; they are {', '.join(shown[:MOST_SHOWN])}{rest}",
+        f"'{pattern}' matches no trained parameter ({', '.join(shown[:MOST_SHOWN])}{rest})",
         where=f"lr_groups.{group_index}.match",
-        fix=nearest or "write a part of one of these names",
+        fix=nearest or "write a part of the name of a trained parameter",
     )
 
 

@@ -252,6 +252,6 @@ def _unpack_state(entry: Mapping[str, Tensor], parameter: Tensor, group: Mapping
         if prefix in rule.rebuild_objects:
             state[prefix] = rule.rebuild_objects[prefix](found, group)
             continue
-        assert rule.rebuild_quantised is not None, "only libraries with quantised states have parts"
+        assert rule.rebuild_quantised is not None, "only quantised states are saved in parts"
         state[prefix] = rule.rebuild_quantised(prefix, found, torch.float32 if wide else parameter.dtype)
     return state

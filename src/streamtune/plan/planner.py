@@ -496,7 +496,9 @@ def plan_step(
     device_type = "cpu" if device.type == "cpu" else "cuda"  # a model on meta is planned for an accelerator
     requested = _parse_bytes(device_memory, "device_memory")
     if device.type == "meta" and requested is None:
-        raise ArgumentError("a model on meta has no device", fix="pass device_memory, such as '80GiB'")
+        raise ArgumentError(
+            "a model on meta has no device, so its memory is unknown", fix="pass device_memory, such as '80GiB'"
+        )
     device_bytes = requested if requested is not None else _free_bytes(device) + device_model_bytes(model)
     host_bytes = _parse_bytes(host_memory, "host_memory")
     offload_dir = fixed.get("offload_dir")

@@ -94,7 +94,7 @@ def _offload_advice(
     ):
         advice.append(f"engine: {{optimizer: host}} offloads the {show_size(state)} of optimizer state; or ")
     if _may_offload(workload, search_space, limits, fixed_bytes):
-        advice.append("engine: {weights: host} offloads all of these to host memory; or ")
+        advice.append("engine: {weights: host} offloads weights, gradients and optimizer state to the host; or ")
     return "".join(advice)
 
 
@@ -143,7 +143,7 @@ def _describe_rows(workload: Workload) -> str:
 def _describe_excess(simulation: Simulation, limits: Limits) -> str:
     """Return a clause about the tier whose limit is exceeded by the most bytes.
 
-    Example: ``the smallest needs 95.2 GiB, in the backward, and 75.1 GiB of the device are usable (79.1 GiB less 5%)``.
+    Example: ``the smallest schedule needs 95 GiB, in the backward, and 75 GiB of the device are usable (79 GiB less 5%)``.
     """
     tiers = [
         (
@@ -158,7 +158,7 @@ def _describe_excess(simulation: Simulation, limits: Limits) -> str:
     name, used, usable, whole = max(tiers, key=lambda tier: tier[1] - tier[2])
     when = f", in the {simulation.phase}" if name == "device" else ""
     return (
-        f"the smallest needs {show_size(used)}{when}, and {show_size(usable)} of the {name} are usable "
+        f"the smallest schedule needs {show_size(used)}{when}, and {show_size(usable)} of the {name} are usable "
         f"({show_size(whole)} less {limits.margin:.0%})"
     )
 

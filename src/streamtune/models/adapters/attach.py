@@ -233,7 +233,7 @@ def _check_recipe_rank(layers: Sequence[Any], spec: AdapterSpec) -> None:
     """Refuse an odd number of Householder reflections, and a rank above the size of every layer."""
     if spec.adapter_kind.even_rank and spec.r % 2:
         raise ArgumentError(
-            f"the number of reflections must be even, found {spec.r}: they start in pairs that cancel each other",
+            f"the number of Householder reflections must be even, found {spec.r}: they start in pairs that cancel",
             where="lora_r",
             fix=f"write lora_r: {spec.r + 1}",
         )
@@ -245,7 +245,7 @@ def _check_recipe_rank(layers: Sequence[Any], spec: AdapterSpec) -> None:
         raise ArgumentError(
             f"rank {spec.r:,} of adapters is larger than every matrix: the largest has {most:,} rows or columns",
             where="lora_r",
-            fix="write a rank far below that, such as 16",
+            fix="write a rank far below that size, such as 16",
         )
 
 
@@ -362,7 +362,11 @@ def load_initial_adapters(model: PreTrainedModel, folder: str) -> PeftModel:
         raise ArgumentError(f"{path / 'adapter_config.json'} cannot be read: {error}", where=key, fix=fix) from error
     changed = str(getattr(config, "init_lora_weights", True)).lower()
     if config.is_prompt_learning or changed.startswith(("corda", *NAMED_STARTS)):
-        kind = "a learned prompt" if config.is_prompt_learning else f"adapters of {changed}, which changed their base"
+        kind = (
+            "a learned prompt"
+            if config.is_prompt_learning
+            else f"adapters initialised by {changed}, which changed the weights of their base"
+        )
         raise ArgumentError(f"{folder} contains {kind}", where=key, fix="convert them to LoRA with peft")
     if (path / LOFTQ_FILE).is_file():
         raise ArgumentError(

@@ -142,7 +142,7 @@ def factors_from_gradients(adapted: Any, losses: Sequence[Callable[[], Tensor]],
 
     def collect_gradient(weight: Tensor, is_last_batch: bool) -> None:
         name, grad = names[id(weight)], weight.grad
-        assert grad is not None, "it has just been accumulated"
+        assert grad is not None, "the hook runs after the gradient is accumulated"
         weight.grad = None
         if not is_last_batch:
             part = grad.detach().to("cpu", torch.promote_types(grad.dtype, torch.float32), copy=True)

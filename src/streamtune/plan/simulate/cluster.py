@@ -117,7 +117,7 @@ class Cluster:
             raise ArgumentError(
                 f"groups of {self.sequence_size} ranks do not fill whole nodes of {self.ranks_per_node} ranks",
                 where="sequence_parallel_size",
-                fix=f"set it to a divisor or a multiple of {self.ranks_per_node}",
+                fix=f"set sequence_parallel_size to a divisor or a multiple of {self.ranks_per_node}",
             )
 
     @property

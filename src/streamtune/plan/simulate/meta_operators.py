@@ -198,7 +198,7 @@ class IntegerValues:
                 "the micro-batch is too large to simulate: its positions or masks have "
                 f"{too_large_elements:,} elements, and the limit is {MAX_VALUE_ELEMENTS:,}",
                 where="per_device_train_batch_size",
-                fix="lower it or max_length; gradients accumulate over micro-batches",
+                fix="lower per_device_train_batch_size (gradients accumulate over micro-batches) or max_length",
             )
         if value is None:
             raise UnsupportedModelError(

@@ -58,12 +58,12 @@ class Scored:
     def __post_init__(self) -> None:
         if not self.trees or any(trunk < 0 or not branches or min(branches) < 2 for trunk, branches in self.trees):
             raise ArgumentError(
-                f"trees must have a trunk of 0 or more tokens and branches of 2 or more, found {self.trees}"
+                f"each tree must be a prompt of 0 or more tokens with completions of 2 or more, found {self.trees}"
             )
         within = zip(self.common, self.trees, strict=False)
         if self.common and (len(self.common) != len(self.trees) or any(not 0 <= c <= t for c, (t, _) in within)):
             raise ArgumentError(
-                f"common must have one number of tokens, at most the trunk's, for each of {len(self.trees)} trees, "
+                f"common must have a number of tokens, at most the prompt's, for each of {len(self.trees)} trees, "
                 f"found {self.common}"
             )
 
