@@ -114,8 +114,8 @@ def longest(
         counts = range(config.num_hidden_layers if moves else 1)
 
         def fits(count: int, device: list[Line] = device, host: Line = host, moves: int = moves) -> float:
-            on_device = min((limits.device - start) / max(1e-9, slope + count * moves) for start, slope in device)
-            return min(on_device, (limits.host - host[0]) / max(1e-9, host[1] - count * moves))
+            on_device = min((limits.device_limit - start) / max(1e-9, slope + count * moves) for start, slope in device)
+            return min(on_device, (limits.host_limit - host[0]) / max(1e-9, host[1] - count * moves))
 
         count = max(counts, key=fits)
         for part in (0.995, 0.98, 0.96, 0.93, 0.9, 0.85):

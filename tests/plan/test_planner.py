@@ -126,8 +126,8 @@ def test_what_is_chosen_fits_and_nothing_that_fits_is_faster(workload: Workload,
         limits = replace(limits, device_bytes=budgets(workload, known)[index + 1])
     plan = choose(workload, limits, RATES, simulate=known)
     assert plan.fits
-    assert plan.simulation.peak_bytes <= limits.device
-    assert plan.simulation.host_bytes <= limits.host
+    assert plan.simulation.peak_bytes <= limits.device_limit
+    assert plan.simulation.host_bytes <= limits.host_limit
     for other in (
         Schedule(1024, 1024),
         Schedule(2048, 1024, keep_attention="device"),
@@ -167,7 +167,9 @@ def test_more_memory_is_never_slower(workload: Workload, known: Any):
     for plan in plans:
         for other in plan.alternatives:
             assert other.why_not
-            assert other.fits == (other.peak_bytes <= plan.limits.device and other.host_bytes <= plan.limits.host)
+            assert other.fits == (
+                other.peak_bytes <= plan.limits.device_limit and other.host_bytes <= plan.limits.host_limit
+            )
 
 
 @pytest.mark.quick("keep_attention", "offload device_layers")

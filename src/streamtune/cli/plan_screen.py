@@ -140,7 +140,7 @@ def _describe_completion_batch(scored: Scored, recipe: TrainingSettings) -> str:
     longest = max(trunk + max(branches) for trunk, branches in scored.trees)
     unit, count = task_of(recipe).unit_noun, recipe.per_device_train_batch_size
     units = f"{count} {unit}{'s' if count > 1 else ''} of {'2 x ' if unit == 'pair' else ''}{longest:,} tokens"
-    total = f"{scored.rows * scored.length:,} tokens"
+    total = f"{scored.num_rows * scored.length:,} tokens"
     if not scored.has_hidden_tokens:
         return f"{units}: {total}"
     prompts = len(scored.trees)
@@ -192,7 +192,7 @@ def _describe_binding_limit(chosen: Plan) -> str:
     """Return what limits the schedule, and the fraction of the usable device memory that the step takes."""
     limits, simulation = chosen.limits, chosen.simulation
     used = simulation.peak_bytes + (simulation.host_bytes if limits.shared else 0)
-    share = used / limits.device if limits.device else 0.0
+    share = used / limits.device_limit if limits.device_limit else 0.0
     return f"{chosen.binds}; the step takes {share:.0%} of the usable device memory"
 
 

@@ -35,7 +35,7 @@ class Budget:
     def used_fraction(
         self, device: int | None, host: int | None, disk: int | None, *, usable: float = 1.0
     ) -> float | None:
-        """Return used bytes / budget of the fullest tier; None if no tier has both figures.
+        """Return used bytes / budget of the fullest tier; None if both numbers are known for no tier.
 
         Args:
             device, host, disk: Bytes that the step uses on each tier; None if unknown.
@@ -58,7 +58,7 @@ class Limits(Budget):
 
     Example:
         >>> limits = Limits(device_bytes=24 << 30, host_bytes=64 << 30, margin=0.05)
-        >>> limits.device == int(0.95 * (24 << 30))
+        >>> limits.device_limit == int(0.95 * (24 << 30))
         True
     """
 
@@ -69,21 +69,25 @@ class Limits(Budget):
     shared: bool = False
 
     @property
-    def device(self) -> int:
+    def device_limit(self) -> int:
         return int((1 - self.margin) * self.device_bytes)
 
     @property
-    def host(self) -> int:
+    def host_limit(self) -> int:
         return int((1 - self.margin) * self.host_bytes)
 
     @property
-    def disk(self) -> int:
+    def disk_limit(self) -> int:
         return int((1 - self.margin) * self.disk_bytes)
 
     def usage_and_limits(self, device: float, host: float, disk: float) -> tuple[tuple[float, int], ...]:
         """Return one pair per tier: the bytes that a step uses, and the bytes that it may use (margin subtracted)."""
-        memory = ((device + host, self.device),) if self.shared else ((device, self.device), (host, self.host))
-        return *memory, (disk, self.disk)
+        memory = (
+            ((device + host, self.device_limit),)
+            if self.shared
+            else ((device, self.device_limit), (host, self.host_limit))
+        )
+        return *memory, (disk, self.disk_limit)
 
     def excess_bytes(self, device: float, host: float, disk: float) -> float:
         """Return the most bytes by which a step exceeds the limit of any tier; 0 or less if the step fits."""
@@ -160,7 +164,7 @@ class Range:
     grain: int = 1
 
     def tolerance(self, fitting_number: int) -> int:
-        """Return how far above ``fits`` the smallest failing number may be for the search to stop."""
+        """Return how far the smallest failing number may be above ``fitting_number`` for the search to stop."""
         return max(self.step, int(self.share * fitting_number))
 
 

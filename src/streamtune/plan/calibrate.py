@@ -57,14 +57,14 @@ MIN_FACTOR, MAX_FACTOR = 0.1, 10.0
 
 @dataclass(frozen=True)
 class CachedRates:
-    """An entry of the cache file.
+    """The rates of a device in the cache file, with the time and the quality of their measurement.
 
     Attributes:
         rates: Measured rates.
         measured: Time of the measurement, in UTC (ISO 8601).
-        spread: Largest difference between the two rounds of a rate, relative to the faster round.
+        spread: Largest relative difference between two measurements of the same rate.
         factor: Measured step time divided by predicted step time; 1 before any run.
-        corrected: Time of the last correction, in UTC (ISO 8601); empty if no correction was made.
+        corrected: Time of the last change of ``factor``, in UTC (ISO 8601); empty if it never changed.
     """
 
     rates: Rates
@@ -93,7 +93,7 @@ class CachedRates:
         return age < (MAX_AGE_IF_BUSY if self.spread > BUSY_SPREAD else MAX_AGE)
 
     def corrected_rates(self) -> Rates:
-        """Return the measured rates corrected by ``factor``, with which step times are predicted."""
+        """Return the measured rates, corrected by ``factor`` so that predicted step times equal measured ones."""
         if self.factor == 1.0:
             return self.rates
         slower = {name: getattr(self.rates, name) / self.factor for name in _throughput_fields(self.rates)}
@@ -116,7 +116,7 @@ def load_rates(device: torch.device, dtype: torch.dtype, *, notify: Callable[[st
         dtype: Dtype of matrix products and attention.
         notify: Function that takes a message; called before a measurement.
     """
-    cached = _read_cached(device, dtype, notify)
+    cached = _read_cached_rates(device, dtype, notify)
     if cached is None or not cached.is_current:
         again = " again" if cached is not None else ""
         notify(f"measuring{again} how fast {_describe_device(device)} is")
@@ -128,8 +128,8 @@ def load_rates(device: torch.device, dtype: torch.dtype, *, notify: Callable[[st
     return cached.corrected_rates()
 
 
-def correct_rates(device: torch.device, dtype: torch.dtype, ratio: float) -> None:
-    """Record in the cache that steps needed ``ratio`` times the time predicted from the cached rates.
+def correct_rates(device: torch.device, dtype: torch.dtype, time_ratio: float) -> None:
+    """Record in the cache that steps needed ``time_ratio`` times the time predicted from the cached rates.
 
     Nothing is recorded if no rates are cached, or if the cache file cannot be written.
     """
@@ -137,10 +137,10 @@ def correct_rates(device: torch.device, dtype: torch.dtype, ratio: float) -> Non
     def with_correction(cached: CachedRates | None) -> CachedRates | None:
         if cached is None:
             return None
-        factor = min(MAX_FACTOR, max(MIN_FACTOR, cached.factor * ratio))
+        factor = min(MAX_FACTOR, max(MIN_FACTOR, cached.factor * time_ratio))
         return replace(cached, factor=factor, corrected=_utc_timestamp())
 
-    if _read_cached(device, dtype) is not None:
+    if _read_cached_rates(device, dtype) is not None:
         _update_cache(device, dtype, with_correction)
 
 
@@ -165,7 +165,7 @@ def _utc_timestamp() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def _read_cached(
+def _read_cached_rates(
     device: torch.device, dtype: torch.dtype, notify: Callable[[str], None] = lambda text: None
 ) -> CachedRates | None:
     return _read_entry(_open_cache().read_json(notify), _cache_key(device, dtype))

@@ -42,9 +42,9 @@ class Candidate:
 
     def most_exceeded_tier(self, limits: Limits) -> str:
         excess_by_tier = {
-            "device": self.cost.device_bytes - limits.device,
-            "host": -1.0 if limits.shared else self.cost.host_bytes - limits.host,
-            "disk": self.cost.disk_bytes - limits.disk,
+            "device": self.cost.device_bytes - limits.device_limit,
+            "host": -1.0 if limits.shared else self.cost.host_bytes - limits.host_limit,
+            "disk": self.cost.disk_bytes - limits.disk_limit,
         }
         return max(excess_by_tier, key=lambda tier: excess_by_tier[tier])
 
@@ -139,10 +139,10 @@ def _vary_device_layers(
     """Yield the candidate with the fewest and the most layer inputs on the device, or with the user's number."""
     schedule, cost = candidate.schedule, candidate.cost
     layer_cost = estimator.device_layer_cost(schedule)
-    max_count = math.floor(min(search_space.layers, cost.max_additions(layer_cost, limits.device)))
-    missing_bytes, bytes_per_layer = cost.host_bytes - limits.host, -layer_cost.host_bytes
+    max_count = math.floor(min(search_space.layers, cost.max_additions(layer_cost, limits.device_limit)))
+    missing_bytes, bytes_per_layer = cost.host_bytes - limits.host_limit, -layer_cost.host_bytes
     if schedule.offload == "disk":
-        missing_bytes, bytes_per_layer = cost.disk_bytes - limits.disk, -layer_cost.disk_bytes
+        missing_bytes, bytes_per_layer = cost.disk_bytes - limits.disk_limit, -layer_cost.disk_bytes
     min_count = math.ceil(missing_bytes / bytes_per_layer) if missing_bytes > 0 and bytes_per_layer > 0 else 0
     counts = {min_count, max_count}
     if "device_layers" in search_space.fixed:
@@ -163,7 +163,7 @@ def _vary_kept_layers(
         yield candidate
         return
     layer_cost = estimator.kept_layer_cost
-    room = cost.max_additions(layer_cost, limits.device - (cost.host_bytes if limits.shared else 0))
+    room = cost.max_additions(layer_cost, limits.device_limit - (cost.host_bytes if limits.shared else 0))
     counts = {0, max(0, math.floor(min(search_space.layers, room)))} if fixed_count is None else {fixed_count}
     for count in sorted(counts):
         kept = replace(schedule, keep_layers=count) if count else schedule

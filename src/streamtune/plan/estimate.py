@@ -103,7 +103,7 @@ class Estimator:
         head_chunk: int,
         common_fields: Mapping[str, Any] | None = None,
     ) -> None:
-        self.layers, self.rows, self.length = layers, workload.rows, workload.shard_tokens
+        self.layers, self.rows, self.length = layers, workload.num_rows, workload.shard_tokens
         self.chunk, self.wide_chunk = chunks[min(1, len(chunks) - 1)], chunks[min(3, len(chunks) - 1)]
         self.head_chunk = head_chunk
         plain = Schedule(self.chunk, head_chunk, **(common_fields or {}))
@@ -212,7 +212,7 @@ class Estimator:
         return StepCost({}).plus(self._device_bytes_cost(-size), times).plus(away, times)
 
     def _device_bytes_cost(self, size: float) -> StepCost:
-        """Return ``size`` bytes on the device in every phase except the optimizer step."""
+        """Return the cost of keeping ``size`` bytes on the device in every phase except the optimizer step."""
         names = [n for n in self.plain_cost.values if n.startswith(DEVICE) and not n.endswith("optimizer")]
         return StepCost(dict.fromkeys(names, size))
 

@@ -309,8 +309,8 @@ def _may_keep_every_layer(search_space: SearchSpace, workload: Workload, embeddi
     if not set(search_space.fixed) <= SIZE_FIELDS:
         return False
     token_bytes = embedding.shape[-1] * (2 if workload.autocast else embedding.element_size())
-    tokens = workload.shard_tokens * workload.rows
-    return MIN_LAYER_BYTES_RATIO * token_bytes * tokens * search_space.layers <= search_space.limits.device
+    tokens = workload.shard_tokens * workload.num_rows
+    return MIN_LAYER_BYTES_RATIO * token_bytes * tokens * search_space.layers <= search_space.limits.device_limit
 
 
 def _keep_every_layer(
@@ -446,9 +446,9 @@ def _make_alternative(
 
 def _limiting_term(simulation: Simulation, limits: Limits) -> str:
     used = {
-        "host": simulation.host_bytes / max(1, limits.host),
-        "disk": simulation.disk_bytes / max(1, limits.disk),
-        "device": simulation.peak_bytes / max(1, limits.device),
+        "host": simulation.host_bytes / max(1, limits.host_limit),
+        "disk": simulation.disk_bytes / max(1, limits.disk_limit),
+        "device": simulation.peak_bytes / max(1, limits.device_limit),
     }
     tier = max(used, key=lambda name: used[name])
     if tier == "host" and simulation.host_terms:

@@ -56,7 +56,7 @@ def make_nothing_fits_error(
     )
     advice: list[str] = []
     reference = ", reference weights" if workload.reference_bytes else ""
-    if fixed_bytes > limits.device:
+    if fixed_bytes > limits.device_limit:
         advice.append(
             f"weights{reference}, gradients and optimizer state alone take {show_size(fixed_bytes)}: "
             f"{_offload_advice(workload, search_space, limits, simulation, fixed_bytes)}train adapters "
@@ -72,7 +72,7 @@ def make_nothing_fits_error(
     )
     if given := [name for name in chosen if name in search_space.fixed]:
         advice.append(f"leave {', '.join(given)} to the planner")
-    if not limits.shared and simulation.host_bytes > limits.host:
+    if not limits.shared and simulation.host_bytes > limits.host_limit:
         advice.append("use a machine with more memory, or set offload_dir to a directory on a fast disk")
     if workload.cluster.ranks > workload.cluster.sequence_size:
         ranks = workload.cluster.ranks
@@ -88,8 +88,8 @@ def _offload_advice(
     advice = []
     state = simulation.terms.get("optimizer", 0)
     if (
-        0 < state <= limits.host
-        and fixed_bytes - state <= limits.device
+        0 < state <= limits.host_limit
+        and fixed_bytes - state <= limits.device_limit
         and _may_offload(workload, search_space, limits, state)
     ):
         advice.append(f"engine: {{optimizer: host}} offloads the {show_size(state)} of optimizer state; or ")
@@ -101,7 +101,7 @@ def _offload_advice(
 def _may_offload(workload: Workload, search_space: SearchSpace, limits: Limits, size: int) -> bool:
     """Return True if ``size`` bytes of weights, gradients and optimizer state may be offloaded to the host."""
     alone = workload.cluster.ranks == 1 and workload.cluster.engine == "none"
-    return alone and not limits.shared and search_space.fixed.get("weights") != "host" and size <= limits.host
+    return alone and not limits.shared and search_space.fixed.get("weights") != "host" and size <= limits.host_limit
 
 
 def _host_too_small_error(workload: Workload, simulation: Simulation, limits: Limits) -> NothingFitsError | None:
@@ -117,7 +117,7 @@ def _host_too_small_error(workload: Workload, simulation: Simulation, limits: Li
         gradient_advice = "set optim_in_backward: true, which holds few gradients at a time; "
     return NothingFitsError(
         f"no row length fits: the step needs {show_size(sum(fixed.values()))} of host memory ({largest}), and "
-        f"{show_size(limits.host)} are usable ({show_size(limits.host_bytes)} less {limits.margin:.0%})",
+        f"{show_size(limits.host_limit)} are usable ({show_size(limits.host_bytes)} less {limits.margin:.0%})",
         where=place if single_device else "deepspeed",
         fix=f"{gradient_advice}train adapters (finetuning_type: lora or qlora), shard the state over more ranks, or "
         "use a machine with more memory",
@@ -126,7 +126,7 @@ def _host_too_small_error(workload: Workload, simulation: Simulation, limits: Li
 
 def fixed_terms_exceed_host(simulation: Simulation, limits: Limits) -> bool:
     """Return True if offloaded weights, gradients and optimizer state exceed the host's memory at any row length."""
-    return not limits.shared and sum(_fixed_host_terms(simulation).values()) > limits.host
+    return not limits.shared and sum(_fixed_host_terms(simulation).values()) > limits.host_limit
 
 
 def _fixed_host_terms(simulation: Simulation) -> dict[str, int]:
@@ -137,23 +137,24 @@ def _describe_rows(workload: Workload) -> str:
     scored = workload.scored
     if scored is None:
         return f"a row of {workload.length:,} tokens"
-    return f"{scored.describe()} of up to {workload.length:,} tokens, {scored.rows * scored.length:,} in total"
+    return f"{scored.describe()} of up to {workload.length:,} tokens, {scored.num_rows * scored.length:,} in total"
 
 
 def _describe_excess(simulation: Simulation, limits: Limits) -> str:
     """Return a clause about the tier whose limit is exceeded by the most bytes.
 
-    Example: ``the smallest schedule needs 95 GiB, in the backward, and 75 GiB of the device are usable (79 GiB less 5%)``.
+    Example: ``the smallest schedule needs 95 GiB, in the backward, and 75 GiB of the device are usable (79 GiB less
+    5%)``.
     """
     tiers = [
         (
             "device",
             simulation.peak_bytes + (simulation.host_bytes if limits.shared else 0),
-            limits.device,
+            limits.device_limit,
             limits.device_bytes,
         ),
-        ("host", 0 if limits.shared else simulation.host_bytes, limits.host, limits.host_bytes),
-        ("disk", simulation.disk_bytes, limits.disk, limits.disk_bytes),
+        ("host", 0 if limits.shared else simulation.host_bytes, limits.host_limit, limits.host_bytes),
+        ("disk", simulation.disk_bytes, limits.disk_limit, limits.disk_bytes),
     ]
     name, used, usable, whole = max(tiers, key=lambda tier: tier[1] - tier[2])
     when = f", in the {simulation.phase}" if name == "device" else ""
@@ -232,7 +233,9 @@ def simulate_least_memory_step(
         by_chunks = find_least_memory_chunk_order(workload, limits, fixed, simulate)
         if by_chunks is not None and excess_bytes(by_chunks[1], limits) < excess_bytes(found, limits):
             return by_chunks
-    usable, used = (limits.disk, found.disk_bytes) if schedule.offload == "disk" else (limits.host, found.host_bytes)
+    usable, used = (
+        (limits.disk_limit, found.disk_bytes) if schedule.offload == "disk" else (limits.host_limit, found.host_bytes)
+    )
     if limits.shared or schedule.offload == "device" or "device_layers" in fixed or used <= usable:
         return schedule, found
     input_bytes = found.host_terms.get("layer inputs", used) if schedule.offload == "host" else used

@@ -115,7 +115,7 @@ class StepTimeModel:
 
 
 class _Messages:
-    """Computes the messages of a step from the sizes of a model, which are read once."""
+    """Computes the messages of a step, from model sizes that are read once."""
 
     def __init__(self, workload: Workload) -> None:
         model: Any = workload.make_model()
@@ -137,7 +137,7 @@ class _Messages:
         self.reference_forwards = 0.0 if scored is None else scored.forwards
 
     def flows(self, schedule: Schedule) -> Iterator[Flow]:
-        """Yield each kind of message with bytes that a rank sends in a step."""
+        """Yield one :class:`Flow` for each kind of message with bytes that a rank sends in a step."""
         for flow in (*self._weight_flows(schedule), *self._sequence_flows(schedule)):
             if flow.node_bytes or flow.network_bytes:
                 yield flow
@@ -194,13 +194,13 @@ class _Messages:
         if cluster.sequence_size == 1:
             return
         workload, heads = self.workload, self.heads
-        tokens = workload.rows * workload.shard_tokens * workload.micro_batches
+        tokens = workload.num_rows * workload.shard_tokens * workload.micro_batches
         chunks = len(schedule.chunks(workload.shard_tokens)) * workload.micro_batches
         width = heads.keys * (heads.key_dim + heads.value_dim)
         keys = tokens * width * self.element_bytes
         queries = tokens * heads.queries * (heads.key_dim + heads.value_dim) * self.element_bytes  # and outputs
         again = self._count_recomputed_layers(schedule) / self.layers
-        yield from self._state_flows(workload.rows * chunks, 1 + self.reference_forwards + again)
+        yield from self._state_flows(workload.num_rows * chunks, 1 + self.reference_forwards + again)
         layers = self.attention_fraction * self.layers
         streamed = self.attention_fraction * (self.layers - min(schedule.keep_layers, self.layers))
         forwards = (1 + self.reference_forwards + again) * layers
@@ -230,7 +230,7 @@ class _Messages:
         """Yield the messages of recurrent states: after each chunk a rank sends its state to the waiting next rank."""
         cluster, states = self.cluster, self.states
         size = row_chunks * states.row_bytes
-        chunks = row_chunks // self.workload.rows * states.layers
+        chunks = row_chunks // self.workload.num_rows * states.layers
         for what, times in (("states passed on", forwards), ("their gradients passed back", 1.0)):
             flow = self._hop_flow(what, times, size, chunks)
             yield replace(flow, seconds=flow.seconds * cluster.sequence_size)

@@ -135,7 +135,7 @@ class RecipePlan:
         """Number of tokens in an optimizer step, of all ranks."""
         times = self.micro_batches * self.cluster.data_size
         if self.scored is not None:
-            return self.scored.rows * self.scored.length * times
+            return self.scored.num_rows * self.scored.length * times
         return self.length * self.loaded.recipe.per_device_train_batch_size * times
 
 
@@ -257,7 +257,7 @@ def _plan_first_that_fits(
         choice = first_fitting_choice(choices, workload_of, limits, simulate=simulate)
         workload = workload_of(choice)
         return choice, workload, evaluate_schedule(workload, make_schedule(choice.engine), limits, rates)
-    if len(choices) > 1 and resident_memory(workload).on_device <= SMALL_FRACTION * limits.device:
+    if len(choices) > 1 and resident_memory(workload).device_bytes <= SMALL_FRACTION * limits.device_limit:
         with suppress(NothingFitsError):  # usually something fits
             plan = choose(
                 workload, limits, rates, fixed=first.engine.schedule_fields(), simulate=simulate, explain=False

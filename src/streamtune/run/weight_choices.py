@@ -284,7 +284,7 @@ def exceeds_device_at_any_length(workload: Workload, written_fields: Mapping[str
         written_fields: Fields of the schedule that the recipe sets.
         limits: Memory to plan with.
     """
-    return resident_memory(workload, written_fields.get("weights", "device")).on_device > limits.device
+    return resident_memory(workload, written_fields.get("weights", "device")).device_bytes > limits.device_limit
 
 
 def describe_placement(recipe: TrainingSettings, chosen: TrainingSettings) -> str | None:

@@ -72,7 +72,7 @@ class RandomTokens:
 
     def draw_policy_batch(self, recipe: RolloutSettings, scored: Scored) -> PolicyBatch:
         """Return random completions with the token counts of ``scored`` and advantages 1, -1, 1, -1, ..."""
-        signs = [1.0 - 2.0 * (number % 2) for number in range(scored.completions)]
+        signs = [1.0 - 2.0 * (number % 2) for number in range(scored.num_completions)]
         return PolicyBatch(**self._draw_trees(scored), advantages_N=torch.tensor(signs))
 
     def draw_prompts(self, count: int, length: int) -> list[list[int]]:
@@ -81,7 +81,7 @@ class RandomTokens:
     def _draw_preferences(self, recipe: PreferenceKeys, scored: Scored) -> PreferenceBatch:
         fields = self._draw_trees(scored)
         reference_K = torch.zeros(len(fields["row_K"])) if recipe.precompute_ref_log_probs else None
-        labels = torch.arange(scored.completions) % 2 == 0 if recipe.is_unpaired else None
+        labels = torch.arange(scored.num_completions) % 2 == 0 if recipe.is_unpaired else None
         return PreferenceBatch(**fields, reference_K=reference_K, desirable_N=labels)
 
     def _draw_trees(self, scored: Scored) -> dict[str, Any]:

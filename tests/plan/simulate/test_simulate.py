@@ -745,7 +745,7 @@ def test_so_it_is_where_the_last_two_chunks_are_copied_with_others(name: str, tm
 def test_so_it_is_where_keys_come_in_blocks(chunks: int) -> None:
     """Most chunks have more than one block of keys before them, the last block a partial one."""
     long = Workload(partial(build, "qwen3", "meta", num_hidden_layers=9), 64 * chunks)
-    assert long.tokens > 2 * KEY_BLOCK
+    assert long.num_tokens > 2 * KEY_BLOCK
     assert simulate(long, BASE) == simulate(long, BASE, full=True)
 
 
@@ -758,7 +758,7 @@ def test_so_it_is_of_an_embedding_whose_tokens_repeat() -> None:
     schedule = replace(BASE, chunk_size=64, offload="host", stream_grads=True)
     found = simulate(long, schedule)
     assert found == simulate(long, schedule, full=True)
-    sums = 4 * 512 * (long.tokens // 10 + vocabulary)
+    sums = 4 * 512 * (long.num_tokens // 10 + vocabulary)
     assert found.phases["backward"] - simulate(replace(long, device_type="cpu"), schedule).phases["backward"] == sums
 
 

@@ -182,11 +182,11 @@ def test_what_a_reference_adds() -> None:
 
 def test_a_shape_is_counted_right() -> None:
     shared = Scored(((3, (2, 4)), (0, (5,))))
-    assert (shared.rows, shared.length, shared.num_targets, shared.completions) == (1, 14, 8, 3)
+    assert (shared.num_rows, shared.length, shared.num_targets, shared.num_completions) == (1, 14, 8, 3)
     assert shared.targets().tolist() == [[-100] * 3 + [0, -100] + [0, 0, 0, -100] + [0, 0, 0, 0, -100]]
     assert shared.num_unmasked_pairs == (3 * 4 // 2) + (2 * 3 + 3) + (4 * 3 + 10) + 15
     apart = shared.as_separate_rows()
-    assert (apart.rows, apart.length, apart.num_targets) == (3, 7, 8)
+    assert (apart.num_rows, apart.length, apart.num_targets) == (3, 7, 8)
     assert (apart.targets() == 0).sum(1).tolist() == [1, 3, 4]
     batch, rows = (each.random_batch(97, torch.device("cpu")) for each in (shared, apart))
     for each in (batch, rows):

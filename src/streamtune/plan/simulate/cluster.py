@@ -157,7 +157,7 @@ class Cluster:
         return self.zero_stage == 3
 
     def rank_bytes(self, size: int, stage: int) -> int:
-        """Return one rank's share of ``size`` bytes that are sharded from ZeRO stage ``stage`` on."""
+        """Return one rank's share of ``size`` bytes; ``stage`` is the lowest ZeRO stage that shards these bytes."""
         return -(-size // self.ranks) if self.zero_stage >= stage else size
 
     def with_sequence_size(self, sequence_size: int, form: Form) -> Cluster:

@@ -163,7 +163,7 @@ class EmbeddingSums:
     row_bytes: int
 
     def bound_scratch_bytes(self, func: Any, scratch: int) -> int:
-        """Return ``scratch``, the bytes of operator ``func``, bounded by the vocabulary in an embedding's backward."""
+        """Return the scratch bytes of an operator: ``scratch``, or less in an embedding's backward."""
         if func is None or func._schema.name != EMBEDDING_BACKWARD:
             return scratch
         tokens = scratch // self.row_bytes

@@ -73,12 +73,12 @@ class Axis:
 
     @classmethod
     def with_omissions(cls, count: int, num_first: int = 1, num_last: int = 1) -> Axis:
-        """Return the axis of ``count`` items from which as many items as possible are omitted."""
+        """Return the axis of ``count`` items; the shorter step omits as many items as possible."""
         base = num_first + 1 + num_last
         return cls(count, num_first, num_last, base if count > base + 1 else None)
 
     def item_names(self, index: int, count: int) -> list[tuple[str, int]]:
-        """Return names of item ``index`` of ``count``. A name stands for the same item in shorter and longer steps."""
+        """Return the names of item ``index`` of ``count``; a name means the same item in shorter and longer steps."""
         if self.base is None or index < self.num_first:
             return [("start", index)]
         if index >= count - self.num_last:
@@ -164,8 +164,7 @@ class Combined:
 
     Attributes:
         cells: Place and bytes ``[n, COLUMNS]`` (one row per allocation) of each cell that may have the peak. A cell is
-            one
-            pass of a layer over a chunk, or the operators between such passes.
+            one pass of a layer over a chunk, or the operators between such passes.
         work: Work of all cells, one sum per name in ``WORK``, by phase and by True for work in layers.
     """
 
@@ -173,19 +172,19 @@ class Combined:
     work: dict[tuple[str, bool], list[float]]
 
 
-def combine_steps(parts: list[tuple[ShorterStep, Cells]], layers: list[Zone], chunks: Axis, length: int) -> Combined:
+def combine_steps(steps: list[tuple[ShorterStep, Cells]], zones: list[Zone], chunks: Axis, length: int) -> Combined:
     """Return bytes and work of the step with ``length`` tokens, combined from the records of shorter steps.
 
     Raises:
         UnlikeError: The shorter steps did not run the same operators.
     """
-    named = [_cells_by_name(shorter, cells, layers, chunks) for shorter, cells in parts]
+    named = [_cells_by_name(shorter, cells, zones, chunks) for shorter, cells in steps]
     cells: list[tuple[CellPlace, Tensor]] = []
     work: dict[tuple[str, bool], list[float]] = {}
     if any(cells_of.keys() != named[0].keys() for cells_of in named):
         raise UnlikeError
-    shares = [shorter.weight for shorter, _ in parts]
-    squares = [shorter.weight * length / shorter.length for shorter, _ in parts]  # for work quadratic in the length
+    shares = [shorter.weight for shorter, _ in steps]
+    squares = [shorter.weight * length / shorter.length for shorter, _ in steps]  # for work quadratic in the length
     for name, (place, _, weight) in named[0].items():
         alike = [cells_of[name][1] for cells_of in named]
         moments = _align_moments(alike, loops=place.layer is None or place.pass_name in COPIES)
@@ -201,25 +200,25 @@ def combine_steps(parts: list[tuple[ShorterStep, Cells]], layers: list[Zone], ch
     return Combined(cells, work)
 
 
-def _bound_embedding_scratch(moments: Tensor, alike: list[Cell]) -> None:
-    """Bound the scratch bytes of an embedding's gradient, which grow with the length only up to the vocabulary size."""
-    if (sums := alike[0].embedding) is not None:
-        operators = min((cell.operators for cell in alike), key=len)
+def _bound_embedding_scratch(moments: Tensor, cells: list[Cell]) -> None:
+    """Bound the scratch column of ``moments`` in place, because only few tokens of a vocabulary are distinct."""
+    if (sums := cells[0].embedding) is not None:
+        operators = min((cell.operators for cell in cells), key=len)
         column = zip(operators, moments[:, SCRATCH].tolist(), strict=True)
         moments[:, SCRATCH] = torch.tensor([sums.bound_scratch_bytes(*moment) for moment in column])
 
 
 def _cells_by_name(
-    shorter: ShorterStep, cells: Cells, layers: list[Zone], chunks: Axis
+    shorter: ShorterStep, cells: Cells, zones: list[Zone], chunks: Axis
 ) -> dict[Coordinates, tuple[CellPlace, Cell, float]]:
-    """Return (place, cell, weight) by a name that stands for the same cell in all shorter steps.
+    """Return (place, cell, weight) of each cell, by a name that stands for the same cell in all shorter steps.
 
     ``weight`` is the number of cells of the whole step that the cell represents.
     """
     found: dict[Coordinates, tuple[CellPlace, Cell, float]] = {}
     where = [
         (number, zone, index)
-        for number, zone in enumerate(layers)
+        for number, zone in enumerate(zones)
         for index in range(len(zone.layer_indices(number == shorter.longer)))
     ]
     for place, cell in cells.items():

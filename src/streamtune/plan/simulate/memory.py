@@ -72,10 +72,10 @@ class LiveBytes(TorchDispatchMode):
 
     def __enter__(self) -> LiveBytes:
         for layer in self._layers:
-            self._hook(layer.register_forward_pre_hook(self._on_layer_input))
+            self._add_hook(layer.register_forward_pre_hook(self._on_layer_input))
         for parameter in self._model.parameters():
             if parameter.requires_grad:
-                self._hook(parameter.register_post_accumulate_grad_hook(self._on_gradient))
+                self._add_hook(parameter.register_post_accumulate_grad_hook(self._on_gradient))
         self._hooks.enter_context(observed(self))
         super().__enter__()
         return self
@@ -84,7 +84,7 @@ class LiveBytes(TorchDispatchMode):
         super().__exit__(*exception)
         self._hooks.close()
 
-    def _hook(self, handle: Any) -> None:
+    def _add_hook(self, handle: Any) -> None:
         self._hooks.callback(handle.remove)
 
     def _on_layer_input(self, layer: nn.Module, args: tuple[Any, ...]) -> None:
@@ -108,7 +108,7 @@ class LiveBytes(TorchDispatchMode):
     def on_chunk(self, layer: nn.Module, chunk: slice, pass_name: str) -> None: ...
 
     def on_new_tensors(self, kind: str, tensors: Iterable[Tensor]) -> None:
-        """Count tensors as the kind that the engine reports, unless the kind is that of recurrent states."""
+        """Count tensors as the kind that the engine reports; tensors with recurrent states keep their kind."""
         if kind != "state":
             self.set_kind(kind, *tensors)
 

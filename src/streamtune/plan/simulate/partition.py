@@ -95,7 +95,7 @@ class ResidentMemory:
     host_overlapped: int = 0
 
     @property
-    def on_device(self) -> int:
+    def device_bytes(self) -> int:
         return self.weights + self.master + self.state + self.gradients + self.buckets
 
     @classmethod

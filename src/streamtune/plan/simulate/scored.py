@@ -68,8 +68,8 @@ class Scored:
             )
 
     @property
-    def rows(self) -> int:
-        return 1 if self.share else self.completions
+    def num_rows(self) -> int:
+        return 1 if self.share else self.num_completions
 
     @property
     def length(self) -> int:
@@ -78,7 +78,7 @@ class Scored:
         return max(trunk + max(branches) for trunk, branches in self.trees)
 
     @property
-    def completions(self) -> int:
+    def num_completions(self) -> int:
         return sum(len(branches) for _, branches in self.trees)
 
     @property
@@ -96,7 +96,7 @@ class Scored:
     def num_unmasked_pairs(self) -> int:
         """Number of query-key pairs that are not masked, in all rows."""
         if not self.share:  # padding is computed like other tokens
-            return self.rows * (self.length * (self.length + 1) // 2)
+            return self.num_rows * (self.length * (self.length + 1) // 2)
         total = 0
         for trunk, branches in self.trees:
             total += trunk * (trunk + 1) // 2
@@ -110,7 +110,7 @@ class Scored:
 
     def describe(self) -> str:
         """Return a text such as ``8 completions of 1 prompt``."""
-        prompts, completions = len(self.trees), self.completions
+        prompts, completions = len(self.trees), self.num_completions
         return (
             f"{completions} completion{'s' if completions > 1 else ''} of {prompts} prompt{'s' if prompts > 1 else ''}"
         )
@@ -126,7 +126,7 @@ class Scored:
         def random_tokens(count: int) -> Tensor:
             return torch.randint(0, vocabulary, (count,), generator=draw)
 
-        ids = torch.zeros(self.rows, self.length, dtype=torch.long)
+        ids = torch.zeros(self.num_rows, self.length, dtype=torch.long)
         row = place = 0
         for trunk, branches in self.trees:
             prompt = random_tokens(trunk + 1)
@@ -148,7 +148,7 @@ class Scored:
                 for (trunk, branches), common in zip(self.trees, self._common_token_counts, strict=True)
                 for branch in branches
             ]
-            targets = torch.full((self.rows, self.length), IGNORE_INDEX)
+            targets = torch.full((self.num_rows, self.length), IGNORE_INDEX)
             for row, (trunk, branch, common) in enumerate(parts):
                 targets[row, trunk - common : trunk + branch - 1] = 0
             return targets

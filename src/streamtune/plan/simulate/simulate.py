@@ -163,15 +163,15 @@ def simulate(workload: Workload, schedule: Schedule, *, full: bool = False) -> S
     return found
 
 
-def resident_memory(workload: Workload, weights: WeightTier = "device") -> ResidentMemory:
-    """Return the memory of a rank that does not depend on the row length; ``weights`` is the tier of the weights."""
+def resident_memory(workload: Workload, weights_tier: WeightTier = "device") -> ResidentMemory:
+    """Return the memory of a rank that does not depend on the row length; weights are stored on ``weights_tier``."""
     model: Any = workload.make_model()
     forwards = None if workload.scored is None else workload.scored.forwards
     held = (
         "holdings", workload.cluster, workload.make_optimizer, workload.device_type, workload.micro_batches, forwards,
-        weights, workload.step,
+        weights_tier, workload.step,
     )  # fmt: skip
-    return cached_model_property(model, held, lambda: ResidentMemory.from_model(model, workload, weights))
+    return cached_model_property(model, held, lambda: ResidentMemory.from_model(model, workload, weights_tier))
 
 
 def _teacher_peak_bytes(workload: Workload, schedule: Schedule) -> int | None:
@@ -184,14 +184,14 @@ def _teacher_peak_bytes(workload: Workload, schedule: Schedule) -> int | None:
     if workload.teacher is None or workload.teacher.make_model is None or workload.mode != "stream":
         return None
     model = workload.teacher.make_model()
-    rows: Trees = ((0, (workload.shard_tokens,)),) * workload.rows
+    rows: Trees = ((0, (workload.shard_tokens,)),) * workload.num_rows
     chunks = Schedule(
         chunk_size=schedule.chunk_size, head_chunk_size=schedule.head_chunk_size, weights=schedule.weights
     )
     teacher_workload = Workload(
         make_model=lambda: model,
         length=workload.shard_tokens,
-        batch_size=workload.rows,
+        batch_size=workload.num_rows,
         autocast=workload.autocast,
         device_type=workload.device_type,
         completions=lambda length, size: Scored(rows, share=False, forwards=1.0),
@@ -217,7 +217,7 @@ def _trace_micro_batch(
         UnlikeError: The shorter steps ran different operators.
     """
     streamed = workload.mode == "stream"
-    scored, tokens = workload.scored, shard.shard_tokens(workload.tokens)
+    scored, tokens = workload.scored, shard.shard_tokens(workload.num_tokens)
     has_many_chunks = streamed and len(schedule.chunks(tokens)) > MAX_CHUNKS_RUN
     uses_scored_layout = scored is not None and shard.size == 1 and not (chunks and has_many_chunks)
     with simulate_device_type(workload.device_type):
@@ -228,7 +228,7 @@ def _trace_micro_batch(
     whole = Step(
         workload.mode,
         tokens,
-        workload.rows,
+        workload.num_rows,
         workload.micro_batches > 1 and workload.step.gradients != "none",
         workload.autocast,
         workload.device_type,
@@ -277,8 +277,8 @@ def _scale_work_to_completions(
     """Return the work for scored completions, computed from the work of an ordinary row and its reference forward."""
     targets, pairs = 1.0, 1.0
     if not uses_scored_layout:
-        targets = scored.num_targets / (scored.rows * scored.length)
-        pairs = scored.num_unmasked_pairs / (scored.rows * (scored.length * (scored.length + 1) // 2))
+        targets = scored.num_targets / (scored.num_rows * scored.length)
+        pairs = scored.num_unmasked_pairs / (scored.num_rows * (scored.length * (scored.length + 1) // 2))
     found = {}
     for (phase, inside), work in step.work.items():
         # Outside the layers the head does nearly all the work; embeddings and norms are negligible.
@@ -291,10 +291,10 @@ def _scale_work_to_completions(
 def _add_fixed_memory(
     model: Any, workload: Workload, schedule: Schedule, shard: RankShard, resident: ResidentMemory, step: Combined
 ) -> Simulation:
-    """Return the simulation of the whole step: bytes and work of ``step``, resident memory and ring buffers."""
+    """Return the simulation of the whole step: the sum of ``step``, resident memory and ring buffers."""
     peaks = _phase_peaks(model, workload, schedule, shard, resident, step)
     phase = max(peaks, key=lambda name: peaks[name][0])
-    host = shard.replicated_host_kv_bytes(model, schedule, workload.tokens, workload.rows)
+    host = shard.replicated_host_kv_bytes(model, schedule, workload.num_tokens, workload.num_rows)
     host += max((int(moments[:, COLUMNS.index("host")].max()) for _, moments in step.cells), default=0)
     teacher = workload.saved_teacher_bytes
     host_terms = {**({"layer inputs": host} if host else {}), **resident.host}
@@ -319,7 +319,7 @@ def _phase_peaks(
     constant_bytes = {"weights": resident.weights, MASTER: resident.master, OPTIMIZER: resident.state}
     constant_bytes |= {"reference": workload.reference_bytes}
     constant_bytes[GRADIENT] = resident.buckets + (resident.gradients if resident.gradients_sharded else 0)
-    tokens, rows, keys = workload.tokens, workload.rows, COLUMNS.index(KEYS)
+    tokens, rows, keys = workload.num_tokens, workload.num_rows, COLUMNS.index(KEYS)
     ring_bytes = {late: shard.ring_buffer_bytes(model, tokens, rows, backward=late) for late in (False, True)}
     for place, moments in step.cells:
         held = moments[:, : COLUMNS.index("host")].clone()
@@ -351,7 +351,7 @@ def _step_work(workload: Workload, resident: ResidentMemory, step: Combined) -> 
     times = workload.micro_batches
     work = dict(zip(WORK, (round(each * times * workload.step.forwards) for each in sums), strict=True))
     if workload.teacher is not None:
-        work["matmul_flops"] += workload.teacher.flops * workload.shard_tokens * workload.rows * times
+        work["matmul_flops"] += workload.teacher.flops * workload.shard_tokens * workload.num_rows * times
     work["touched_bytes"] += resident.touched
     work["moved_bytes"] += resident.host_moved
     return Work(**work, host_touched_bytes=resident.host_touched, host_overlapped_bytes=resident.host_overlapped)

@@ -169,7 +169,7 @@ class Trace(LiveBytes):
 
     def __enter__(self) -> Trace:
         super().__enter__()
-        self._hook(self._layers[-1].register_forward_hook(self._on_last_layer))
+        self._add_hook(self._layers[-1].register_forward_hook(self._on_last_layer))
         return self
 
     def begin_cell(self, phase: str, pass_name: str = "", layer: int | None = None, chunk: int | None = None) -> None:

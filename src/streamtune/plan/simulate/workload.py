@@ -170,23 +170,23 @@ class Workload:
         return self.step.gradients == "layer" and self.micro_batches == 1
 
     @property
-    def rows(self) -> int:
-        return self.batch_size if self.scored is None else self.scored.rows
+    def num_rows(self) -> int:
+        return self.batch_size if self.scored is None else self.scored.num_rows
 
     @property
-    def tokens(self) -> int:
+    def num_tokens(self) -> int:
         return self.length if self.scored is None else self.scored.length
 
     @property
     def saved_teacher_bytes(self) -> int:
         """Host bytes of the saved teacher tokens of a micro-batch in which every token is a target."""
         k = self.teacher_top_k
-        return self.rows * self.tokens * (4 * k + 4 * (k + 1) + 8) if k else 0
+        return self.num_rows * self.num_tokens * (4 * k + 4 * (k + 1) + 8) if k else 0
 
     @property
     def shard_tokens(self) -> int:
         """Number of tokens of a sequence that one rank has."""
-        return RankShard(self.cluster.sequence_size).shard_tokens(self.tokens)
+        return RankShard(self.cluster.sequence_size).shard_tokens(self.num_tokens)
 
 
 Span = tuple[int, int]
@@ -205,7 +205,7 @@ class FlopCount:
     Attributes:
         weights: N, number of weights with which a token is multiplied.
         trained: N_t, number of these weights that are trained.
-        width: ``H (d_k + d_v)``: number of query heads, times the dimension of a key plus that of a value.
+        width: ``H (d_k + d_v)``: number of query heads, times the summed dimensions of a key and a value.
         windows: Sliding window of each attention layer, in tokens; 0: the whole row.
     """
 
@@ -229,14 +229,10 @@ class FlopCount:
         return cls(round(weights), round(trained), width, tuple(_attention_windows(model)))
 
     def step_flops(self, spans: Iterable[Span], kind: StepKind = PLAIN_STEP) -> int:
-        """Return the FLOPs of a training step on parts of rows.
+        """Return the FLOPs of a training step on ``spans``, which are parts of rows.
 
         A step without a backward counts all its forwards. Other steps count one forward and one backward, because a
         first backward that only measures the gradient norm does not count.
-
-        Args:
-            spans: Parts of rows.
-            kind: Kind of the optimizer step.
         """
         tokens = pairs = 0
         for before, own in spans:
@@ -285,7 +281,7 @@ def _unmasked_pairs(tokens: int, window: int) -> int:
 
 
 def _lookup_weight_ids(model: Any) -> set[int]:
-    """Return the ids of the weights of embeddings, which take part in no product, unless the head is tied to them."""
+    """Return the ids of embedding weights that are only looked up; a weight tied to the head is left out."""
     table = model.get_input_embeddings().weight
     head = model.get_output_embeddings()
     others = (m for m in model.modules() if isinstance(m, nn.Embedding) and m.weight is not table)

@@ -67,7 +67,7 @@ class Job:
         if self.completions is None:
             return self.batch_size * length
         apart = self.completions(length, self.batch_size).as_separate_rows()
-        return apart.rows * apart.length
+        return apart.num_rows * apart.length
 
 
 @dataclass(frozen=True)

@@ -337,9 +337,9 @@ def _tier_usage(simulation: Simulation, limits: Limits) -> dict[Cause, tuple[int
     """Return {kind of memory: (used bytes, usable bytes)} of a step, for device, host and disk."""
     shared = simulation.host_bytes if limits.shared else 0
     return {
-        "device memory": (simulation.peak_bytes + shared, limits.device),
-        "host memory": (simulation.host_bytes - shared, limits.host),
-        "disk memory": (simulation.disk_bytes, limits.disk),
+        "device memory": (simulation.peak_bytes + shared, limits.device_limit),
+        "host memory": (simulation.host_bytes - shared, limits.host_limit),
+        "disk memory": (simulation.disk_bytes, limits.disk_limit),
     }
 
 
