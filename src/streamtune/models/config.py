@@ -362,7 +362,7 @@ def _int_of(config: Any, key: str) -> int | None:
 
 
 def _numbers_of(config: Any) -> Iterable[tuple[str, float]]:
-    """Yield (key, number) for each number in a configuration; an integer beyond +-2**63 is yielded as infinity."""
+    """Yield (key, number) for each number in a configuration; an integer from magnitude 2**63 on becomes infinity."""
     for key, value in vars(config).items():
         if isinstance(value, int | float) and not isinstance(value, bool):
             yield key, value if isinstance(value, float) or abs(value) < 2**63 else math.inf

@@ -25,7 +25,7 @@ Maker = Callable[[list[nn.Parameter], Options], torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class Rule:
-    """How one kind of library optimizer steps a single weight here, and how the weight's state is saved."""
+    """Describes how a kind of library optimizer steps a single weight, and how the weight's state is saved."""
 
     make: Maker
     group_numbers: Mapping[str, Any] = field(default_factory=dict)

@@ -85,7 +85,7 @@ FACTORS_OF_WEIGHT: Mapping[str, FactorsOfWeight] = {"pissa": _pissa_factors, "ol
 
 
 def set_initial_factors(layer: Any, factor_a: Tensor, factor_b: Tensor) -> None:
-    """Set a layer's trained adapter to ``A0`` ``[r, in]`` and ``B0`` ``[out, r]``, its constant adapter to -B0 A0."""
+    """Set a layer's trained adapter to ``A0`` ``[r, in]`` and ``B0`` ``[out, r]``; the constant adapter to -B0 A0."""
     a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
     a.copy_(factor_a)
     b.copy_(factor_b)

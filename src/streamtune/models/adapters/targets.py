@@ -24,7 +24,7 @@ PEFT_FORM = r"(.*\.)?({})$"
 
 @contextmanager
 def suppress_pattern_warnings() -> Iterator[None]:
-    """Context manager: suppress peft's warning that a pattern matched no module: the pattern may match experts."""
+    """Context manager: suppress peft's warning about a pattern that matches no module, because it may match experts."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=r"The following \w+_pattern keys", category=RuntimeWarning)
         yield
