@@ -84,7 +84,7 @@ def test_a_recipe_that_shares_nothing() -> None:
     assert shape(dpo(share_prefix="never"), 100, 1).share is False
     completions = task_of(dpo()).make_shape_function(share=False)
     assert completions is not None
-    assert (completions(100, 2).rows, completions(100, 2).length) == (4, 100)
+    assert (completions(100, 2).num_rows, completions(100, 2).length) == (4, 100)
 
 
 def test_a_run_whose_data_is_known() -> None:

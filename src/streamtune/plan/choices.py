@@ -115,12 +115,7 @@ def enumerate_candidates(
 
     Schedules that do not fit are included, so that an error can list them. If device memory is left, some schedules use
     it to keep the activations of whole layers, or to store layer inputs that would otherwise be offloaded.
-
-    Args:
-        search_space: Values that may be chosen.
-        estimator: Estimator of the bytes and work of a schedule.
-        limits: Memory to plan with.
-        reduced_limits: Memory to plan with for chunk sizes whose estimates were too low, by chunk size.
+    ``reduced_limits`` replaces ``limits`` for chunk sizes whose estimates were too low.
     """
     all_limits = limits
     for schedule in search_space.allowed_schedules():

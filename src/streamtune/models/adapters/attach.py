@@ -105,10 +105,7 @@ def add_adapters(
 
 
 def make_loftq_quantizer(spec: AdapterSpec, *, iterations: int, seed: int) -> LoftqQuantizer:
-    """Return the quantiser of a model for adapters of kind ``loftq``.
-
-    ``iterations`` is the number of times that each layer is quantised and its error decomposed.
-    """
+    """Return the LoftQ quantiser of a model, which quantises each layer with adapters ``iterations`` times."""
 
     def rank_and_scale_by_layer(model: PreTrainedModel) -> dict[str, tuple[int, float]]:
         with torch.device("meta"):

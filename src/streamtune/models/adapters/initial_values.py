@@ -101,10 +101,7 @@ def initial_value_tensors(adapted: Any) -> Iterator[Tensor]:
 
 
 def add_constant_adapter(adapted: Any) -> None:
-    """Add a second, constant adapter to each layer, which cancels the initial values of the trained adapter.
-
-    Its values are buffers, because peft would train the parameters of active adapters.
-    """
+    """Add a constant adapter, in buffers, to each layer: it cancels the initial values of the trained adapter."""
     plain = copy.deepcopy(adapted.peft_config["default"])
     plain.lora_dropout, plain.modules_to_save, plain.trainable_token_indices = 0.0, None, None
     adapted.add_adapter(START, plain)
@@ -353,10 +350,7 @@ class SavedLoftqQuantizer:
 
 
 def initialize_from_quantization_error(model: PreTrainedModel, layers: Iterable[tuple[str, Any]]) -> None:
-    """Initialise adapters from the quantisation errors of their layers.
-
-    ``layers`` yields pairs (name in the base model, layer).
-    """
+    """Initialise adapters from the quantisation errors of ``layers``, pairs of name in the base model and layer."""
     if not hasattr(model, FACTORS):
         raise ArgumentError(
             "adapters of kind loftq start from the quantisation error, and no weights of this model were quantised for "

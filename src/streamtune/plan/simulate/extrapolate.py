@@ -320,13 +320,7 @@ def make_step_layout(
 ) -> StepLayout:
     """Return how a step is divided into layers and chunks, and which of them a shorter step can omit.
 
-    Args:
-        model: Model that the step trains.
-        schedule: Schedule of the step.
-        length: Number of tokens of a row.
-        streamed: True if the step is streamed; False: one chunk.
-        layers: True if layers may be omitted.
-        chunks: True if chunks may be omitted.
+    ``layers`` and ``chunks`` are True if these may be omitted. A step that is not ``streamed`` has one chunk.
     """
     chunks_of = schedule.chunks(length) if streamed else [slice(0, length)]
     count, size = len(chunks_of), chunks_of[0].stop

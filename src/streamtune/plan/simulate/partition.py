@@ -350,12 +350,7 @@ def _measure_optimizer_step(
     """Return the bytes of optimizer state, temporary bytes, and touched bytes of an optimizer step.
 
     A second step is measured, in which the state exists. With ``optim_in_backward`` weights are updated one at a time,
-    so only the largest temporaries of one weight count.
-
-    Args:
-        model: Model on ``meta``.
-        workload: Step to train.
-        stepped_weights: Weights that have a gradient; None: all trained weights.
+    so only the largest temporaries of one weight count. ``stepped_weights`` have a gradient; None: all trained weights.
     """
     if workload.make_optimizer is None:
         return 0, 0, 0

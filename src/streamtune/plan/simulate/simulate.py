@@ -205,13 +205,7 @@ def _trace_micro_batch(
 ) -> Combined:
     """Return bytes and work of the forward and the backward of a step's last micro-batch, on one rank.
 
-    Args:
-        model: Model on ``meta``.
-        workload: Step to simulate.
-        shard: One rank's part of each row.
-        schedule: Schedule of the step.
-        layers: True if equal layers may be left out.
-        chunks: True if equal chunks may be left out.
+    With ``layers`` or ``chunks``, equal layers or chunks may be left out.
 
     Raises:
         UnlikeError: The shorter steps ran different operators.
