@@ -357,7 +357,9 @@ def _make_base_model(
     options, remote = (models.ModelOptions(dtype, quantization, _rope_change(recipe), change), recipe.trust_remote_code)
     if shard_world is not None and quantization is None:
         if name is not None:
-            return shard_world.run_on_all_ranks(lambda: models.load_model_deferred(name, options, trust_remote_code=remote))
+            return shard_world.run_on_all_ranks(
+                lambda: models.load_model_deferred(name, options, trust_remote_code=remote)
+            )
         assert recipe.model is not None, "unreachable: the recipe schema requires a model"
         return models.init_model_deferred(
             recipe.model.init,
