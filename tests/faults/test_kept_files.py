@@ -346,7 +346,7 @@ def test_updates_at_once_lose_nothing_and_readers_see_whole_files(tmp_path: Path
 
     def count(name: str) -> None:
         for _ in range(40):
-            kept.update(lambda values: {**values, name: values.get(name, 0) + 1})
+            kept.update_json(lambda values: {**values, name: values.get(name, 0) + 1})
 
     def read() -> None:
         while any(writer.is_alive() for writer in writers):
