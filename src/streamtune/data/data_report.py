@@ -12,7 +12,7 @@ import numpy as np
 
 @dataclass(frozen=True, kw_only=True)
 class SourceReport:
-    """Counts of one source's rows; the fields mean the same as in :class:`DataReport` and :class:`CompletionReport`."""
+    """Counts of the rows of one dataset; the fields mean the same as in the report of all rows, :class:`DataReport`."""
 
     path: str
     """path of the source"""
@@ -40,7 +40,7 @@ class SourceReport:
 
     @property
     def title(self) -> str:
-        """Path, configuration and eval set of the source, for a table."""
+        """Path, configuration and eval set of the dataset, joined by blanks."""
         evaluates = f"(eval {self.evaluates})" if self.evaluates else None
         return " ".join(filter(None, (self.path, self.name, evaluates)))
 
@@ -143,7 +143,7 @@ class DataReport:
 
 @dataclass(frozen=True, kw_only=True)
 class CompletionReport:
-    """Counts of rows, trees and tokens. ``rows = kept + dropped``; every kept row makes one tree or prompt."""
+    """Counts of rows with prompts and completions. ``rows = kept + dropped``; a kept row makes one record."""
 
     rows: int
     """number of rows read"""
@@ -211,7 +211,7 @@ class CompletionReport:
 
 
 def _describe_rows(report: DataReport | CompletionReport, pieces_dropped: int = 0) -> list[str]:
-    """Return the row counts as phrases, without counts of zero."""
+    """Return phrases such as "5 rows", "1 dropped"; counts of zero are left out."""
     counts = {
         "kept": 0 if report.kept == report.rows else report.kept,
         "dropped": report.dropped,
@@ -234,7 +234,7 @@ def _describe_special_rows(report: DataReport | CompletionReport) -> list[str]:
 
 
 def _describe_lost_tokens(report: DataReport | CompletionReport) -> list[str]:
-    """Return the numbers of lost and repeated tokens as phrases, without counts of zero."""
+    """Return phrases such as "12 tokens lost (3% of all)"; counts of zero are left out."""
     lost, trained = report.tokens_lost, report.supervised_tokens_lost
     repeated = report.tokens_repeated if isinstance(report, DataReport) else 0
     parts = [f"{repeated:,} tokens repeated as context"] if repeated else []
@@ -250,7 +250,7 @@ def _describe_length_range(lengths: dict[str, int]) -> str:
 
 
 def length_percentiles(lengths: Sequence[int] | array[int]) -> dict[str, int]:
-    """Return ``min``, ``p50``, ``p90``, ``p95``, ``p99`` and ``max`` of row lengths; each is the length of a row."""
+    """Return ``min``, ``p50``, ``p90``, ``p95``, ``p99`` and ``max`` of row lengths, each the length of a row."""
     points = {"min": 0, "p50": 50, "p90": 90, "p95": 95, "p99": 99, "max": 100}
     values = np.percentile(np.array(lengths, dtype=np.int64), list(points.values()), method="higher")
     return {name: int(value) for name, value in zip(points, values, strict=True)}

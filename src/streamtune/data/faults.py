@@ -25,7 +25,7 @@ MOST_KEPT = 10_000
 
 
 class BadRows:
-    """Collects the errors of bad rows.
+    """Collects the errors of bad rows: rows that cannot be read or trained on.
 
     As a context manager it catches a ``DataError`` of the block and reports it; execution continues after the block.
 
@@ -77,7 +77,7 @@ class BadRows:
             raise self._combined_error(f"{self.count:,} rows are bad; the rows after them were not read")
 
     def report_repeating_error(self, error: DataError) -> None:
-        """Raise an error that the following rows would repeat; with ``skip`` only record it."""
+        """Raise an error that every later row would have too; with ``skip`` only record it."""
         if self.on_bad_row != "skip":
             raise error
         self.report(error)
@@ -96,7 +96,7 @@ class BadRows:
             raise self._combined_error(f"{self.count:,} rows are bad")
 
     def raise_if_all_bad(self) -> None:
-        """Raise ``DataError`` if bad rows were skipped. Call it if no row is left."""
+        """Raise ``DataError`` if any row was skipped as bad; call this method only if no row is left."""
         if self.count:
             raise self._combined_error(f"no row is left: all {self.count:,} were bad")
 
@@ -105,7 +105,7 @@ class BadRows:
         return [{"row": error.where, "what": error.what, "mend": error.fix} for error in self.errors]
 
     def _combined_error(self, what: str, fix: str = "skip them with on_bad_row: skip") -> DataError:
-        """Return one error that lists the first 10 bad rows."""
+        """Return one error whose text lists the first 10 bad rows."""
         lines = [f"- {error.where}: {error.what}" for error in self.errors[:SHOWN]]
         if (more := self.count - len(lines)) > 0:
             lines.append(f"- and {more:,} more")

@@ -53,7 +53,7 @@ class TokenRun:
 
 @dataclass(frozen=True)
 class TokenGap:
-    """Consecutive tokens that are not shown."""
+    """Consecutive tokens that are left out of the display of a long row."""
 
     tokens: int
     """number of tokens"""
@@ -63,7 +63,7 @@ class TokenGap:
 
 @dataclass(frozen=True)
 class RowPart:
-    """The whole row (``row``), or its prompt or one of its completions."""
+    """The whole row, or its prompt, or one of its completions."""
 
     name: str
     """``row``, ``prompt``, ``chosen``, ``rejected``, ``desirable`` or ``undesirable``"""
@@ -75,7 +75,7 @@ class RowPart:
 
 @dataclass(frozen=True)
 class RowView:
-    """A record with its place in the data."""
+    """One record of the prepared data, with its number, its origin and whether it is held out."""
 
     number: int
     """number of the record, from 1 in the order of reading"""
@@ -92,22 +92,20 @@ class RowView:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens."""
         return sum(len(part.input_ids) for part in self.parts)
 
     @property
     def trained(self) -> int:
-        """Number of trained tokens."""
         return sum(int(part.trained.sum()) for part in self.parts)
 
 
 class RowInspector:
-    """Shows records of prepared data as text, and finds extreme ones: the longest, the least trained, the most cut.
+    """Shows records of prepared data as text, and finds the longest, the least trained and the most truncated records.
 
     Args:
         prepared: Prepared data; its records stay on disk.
         tokenizer: Tokenizer that decodes the tokens.
-        kinds: Names of the first and second completion of a tree.
+        kinds: Names of the two kinds of completions: chosen and rejected, or desirable and undesirable.
     """
 
     def __init__(
@@ -126,7 +124,7 @@ class RowInspector:
         return len(self.records)
 
     def view(self, number: int) -> RowView:
-        """Return the record with a number, counted from 1."""
+        """Return the record with this number, counted from 1 in the order of reading."""
         place, record = number - 1, self.records[number - 1]
         return RowView(
             number=number,
@@ -138,7 +136,7 @@ class RowInspector:
         )
 
     def numbers_of(self, origin: str) -> list[int]:
-        """Return the numbers of the records with an origin, such as ``file:line``."""
+        """Return the numbers (from 1) of the records whose row has this origin, such as ``file:line``."""
         return [place + 1 for place in self.records.positions_of(origin)]
 
     def evenly_spaced(self, count: int) -> list[int]:
@@ -147,7 +145,7 @@ class RowInspector:
         return [1 + index * len(self) // count for index in range(count)]
 
     def most_extreme(self, count: int) -> list[tuple[str, int]]:
-        """Return the ``count`` longest, least trained and most truncated records as (reasons, number); each once."""
+        """Return (reasons, number) of the ``count`` longest, least trained and most truncated records, each once."""
         lengths = self.records.lengths()
         share = self.measured.trained / lengths
         ranked = [("longest", np.argsort(-(lengths + self.measured.lost), kind="stable")[:count])]
@@ -162,12 +160,12 @@ class RowInspector:
         return [(", ".join(found), number) for number, found in reasons.items()]
 
     def token_runs(self, part: RowPart, max_tokens: int | None = None) -> list[TokenRun | TokenGap]:
-        """Return the text of a part as runs of tokens of one kind.
+        """Return the text of a row, prompt or completion as runs of tokens that are alike: trained or not, special or
+        not.
 
         Args:
             part: Part of a row.
-            max_tokens: Maximum number of tokens of a part that is shown in full. A longer part has gaps, as
-                :class:`TokenGap`; None shows all tokens.
+            max_tokens: Number of tokens above which some are left out, as :class:`TokenGap`; None shows all tokens.
         """
         shown: list[TokenRun | TokenGap] = []
         stop = 0
@@ -190,17 +188,17 @@ class RowInspector:
         ]
 
     def token_texts(self, part: RowPart) -> list[str]:
-        """Return the text of every token; a character made of several tokens belongs to the last of them."""
+        """Return the text of each token. A character made of several tokens is the text of the last of these tokens."""
         return decode_parts(self.tokenizer, part.input_ids, range(1, len(part.input_ids) + 1))
 
 
 def decode_parts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], bounds: Sequence[int]) -> list[str]:
-    """Return the decoded text of ``ids``, cut between tokens; the parts join to the whole text.
+    """Return the decoded text of each part of ``ids``. The parts together are the whole text.
 
     Args:
         tokenizer: Tokenizer that decodes the tokens.
         ids: Token ids.
-        bounds: Number of tokens up to the end of each part, ascending; the last is ``len(ids)``.
+        bounds: Index of the token after each part, ascending; the last is ``len(ids)``.
     """
     full_text = _decode(tokenizer, ids)
     parts: list[str] = []
@@ -231,9 +229,10 @@ def _decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
 
 
 def ranges_to_show(trained: npt.NDArray[np.bool_], max_tokens: int | None) -> list[tuple[int, int]]:
-    """Return the token ranges of a row to show, as (start, stop).
+    """Return the token ranges (start, stop) of a row to show to the user.
 
-    A long row shows its two ends, and as many borders between masked and trained tokens as fit.
+    Of a long row, show its two ends, and as many places where masked tokens meet trained tokens as ``max_tokens``
+    allows.
 
     Args:
         trained: [T] True for trained tokens.
@@ -263,7 +262,7 @@ def ranges_to_show(trained: npt.NDArray[np.bool_], max_tokens: int | None) -> li
 
 
 def _true_ranges(mask: npt.NDArray[np.bool_]) -> list[list[int]]:
-    """Return start and stop of each run of True."""
+    """Return [start, stop] of each run of consecutive True values."""
     ranges: list[list[int]] = np.flatnonzero(np.diff(mask, prepend=False, append=False)).reshape(-1, 2).tolist()
     return ranges
 
@@ -273,7 +272,6 @@ def _make_gap(part: RowPart, start: int, stop: int) -> TokenGap:
 
 
 def _special_ids(tokenizer: PreTrainedTokenizerBase) -> Collection[int]:
-    """Return the ids of all special tokens, including added tokens that only a chat template uses."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
     return {*tokenizer.all_special_ids, *(number for number, token in added.items() if token.special)}
 
@@ -308,16 +306,15 @@ _EXCHANGE = ({"role": "user", "content": "Hello"}, {"role": "assistant", "conten
 
 
 def trained_end_tokens(rows: Sequence[Any], tokenizer: PreTrainedTokenizerBase, chat: ChatOptions) -> list[int]:
-    """Return the ids of the tokens that end trained turns or texts, most frequent first; empty if no end token is
-    trained.
+    """Return the ids of tokens that end trained turns or texts, most frequent first; empty if no end token is trained.
 
     Generation must stop at these tokens. A base model ends texts with one token (``<|endoftext|>``), a chat template
     ends turns with another (``<|im_end|>``).
 
     An added or special token is an end token if a run of trained tokens ends with it, and no run contains it inside.
-    The token that ends the last answer in the chat template is an end token if it is trained anywhere. It is also one
-    if no row shows an end token: prompts have no answers, and truncated rows may lose theirs. A token that the chat
-    template uses only for earlier answers is not an end token: gpt-oss closes its reasoning with one.
+    The token that the chat template prints after the last answer is an end token if it is trained anywhere. It is also
+    one if no row shows an end token: prompts have no answers, and truncated rows may lose their ends. A token that the
+    chat template prints only after earlier answers is not an end token: gpt-oss closes its reasoning with one.
 
     Args:
         rows: Examples, trees or prompts to train on.
@@ -342,14 +339,12 @@ def trained_end_tokens(rows: Sequence[Any], tokenizer: PreTrainedTokenizerBase, 
 
 
 def _end_token_candidates(tokenizer: PreTrainedTokenizerBase) -> np.ndarray[Any, Any]:
-    """Return the ids of tokens that may end a turn: added tokens and special tokens."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
     return np.array(sorted({*added, *tokenizer.all_special_ids}), dtype=np.int64)
 
 
 def _template_end_tokens(tokenizer: PreTrainedTokenizerBase, chat: ChatOptions) -> tuple[int | None, int | None]:
-    """Return the last trained token of the last and of the first answer in a short chat; ``(None, None)`` if
-    unknown."""
+    """Return the ids of the tokens after the last and after the first answer of a short chat; None for unknown ones."""
     options = replace(chat, roles_to_train=("assistant",), train_on_eos="turn", reasoning="template")
     render = RowRenderer(tokenizer, train_on="assistant", notify=lambda message: None, chat=options)
     for exchanges in (2, 1) if tokenizer.chat_template else ():
@@ -379,6 +374,5 @@ def _trained_runs(rows: Sequence[Any]) -> Iterator[np.ndarray[Any, Any]]:
 
 
 def _trained_runs_of_row(ids: np.ndarray[Any, Any], trained: np.ndarray[Any, Any]) -> Iterator[np.ndarray[Any, Any]]:
-    """Yield each maximal run of trained tokens of a row."""
     for start, stop in _true_ranges(trained):
         yield ids[start:stop]

@@ -38,7 +38,7 @@ class LengthBin:
 
 
 def histogram(lengths: Numbers, max_length: int, max_bins: int = MOST_BINS) -> list[LengthBin]:
-    """Return a histogram of row lengths with logarithmic bins.
+    """Return a histogram of row lengths with bins of growing width.
 
     Args:
         lengths: [rows] number of tokens of each row; at least one row.
@@ -69,7 +69,7 @@ def histogram(lengths: Numbers, max_length: int, max_bins: int = MOST_BINS) -> l
 
 @dataclass(frozen=True, kw_only=True)
 class LengthChoice:
-    """The effect of one maximum length on the rows."""
+    """What one value of ``max_length`` would mean: rows over it, tokens lost, padding, packs."""
 
     max_length: int
     """maximum length in tokens"""
@@ -97,15 +97,16 @@ def compare_max_lengths(
     shuffle: bool = True,
     cuts_trees: bool = False,
 ) -> list[LengthChoice]:
-    """Return the effect of several maximum lengths: the current limit, and powers of two near the row lengths.
+    """Return what several values of ``max_length`` would mean: the current value, and powers of two near the row
+    lengths.
 
     Args:
         measured: Sizes of all rows, including held-out rows.
-        current_max_length: Current maximum length.
+        current_max_length: Value of ``max_length`` in the recipe, in tokens.
         options: Options for preparing the rows. Split rows are counted as if they were split between any tokens.
         batch_size: Number of rows of a batch; None computes neither padding nor packing.
         shuffle: Whether the rows are shuffled.
-        cuts_trees: Whether the rows are trees; their loss by truncation is not computed.
+        cuts_trees: Whether rows are prompts with completions; then the tokens lost by truncation are not computed.
     """
     choices = []
     overlap, seed = options.split_overlap, options.seed
@@ -135,7 +136,7 @@ def compare_max_lengths(
 
 
 def _candidate_lengths(lengths: Numbers, current_max_length: int) -> list[int]:
-    """Return the limits to compare: the current limit, and powers of two from half the median to the longest row.
+    """Return the values to compare: the current one, and powers of two from half the median length to the longest row.
 
     If there are few powers of two, lengths half-way between them are added.
     """
@@ -147,7 +148,7 @@ def _candidate_lengths(lengths: Numbers, current_max_length: int) -> list[int]:
 
 
 def _example_lengths(measured: Measured, max_length: int, overlength: str, overlap: int) -> Numbers:
-    """Return the lengths of the examples that the rows would give with another maximum length."""
+    """Return the lengths of the examples that rows would give with another ``max_length``."""
     lengths = measured.lengths
     if overlength == "split":
         context = min(overlap, max_length - 1)
@@ -187,7 +188,7 @@ def padding_share(
 
 
 def fewest_packs(lengths: Numbers, max_length: int) -> int:
-    """Return a lower bound on the number of packed sequences: the number of tokens divided by ``max_length``."""
+    """Return a lower bound on the number of packs: the number of tokens divided by ``max_length``, rounded up."""
     return -(-int(lengths.sum()) // max_length)
 
 
@@ -249,7 +250,7 @@ def draw_length_histogram(bins: list[LengthBin], max_length: int, title: str, li
 
 @dataclass(frozen=True, kw_only=True)
 class BatchFacts:
-    """Padding, packing and attention work of the training batches of the first epoch."""
+    """Padding, packing and attention cost of the training batches of the first epoch."""
 
     batching: str
     """``rows``, ``tokens`` or ``buckets``"""
@@ -281,7 +282,7 @@ class BatchFacts:
 
 @dataclass(frozen=True)
 class EpochLayout:
-    """The positions and the attention work of an epoch."""
+    """Number of positions (padding included) and attention cost of an epoch."""
 
     positions: int
     """number of positions of all batches, padding included"""
@@ -300,15 +301,15 @@ def lay_out_epoch(
     packed: bool,
     per_sequence: Numbers | None = None,
 ) -> EpochLayout:
-    """Return the positions and the attention work of an epoch on one rank.
+    """Compute how many positions the batches of an epoch on one rank have, and their attention cost (squared lengths).
 
     Args:
-        epoch: Units of the epoch and its steps.
+        epoch: Units (rows, packs or pieces of rows) of the epoch, divided into steps.
         tokens: [units] number of tokens of each unit.
         squares: [units] sum of the squared lengths of each unit's rows.
         batch_size: Maximum number of sequences of a batch.
         packed: Whether sequences are packed: a row attends only to itself, and padding counts as a row.
-        per_sequence: [units] number of units of this kind that share a sequence; None: one.
+        per_sequence: [units] number of units of the same length that share a sequence; None means one each.
     """
     count = len(epoch.units)
     if not count:
@@ -327,6 +328,6 @@ def lay_out_epoch(
 
 
 def concat_squared_lengths(tokens: int, max_length: int) -> int:
-    """Return the sum of squared sequence lengths if ``tokens`` tokens are cut into sequences of ``max_length``."""
+    """Return the sum of squared sequence lengths of ``tokens`` tokens cut into sequences of ``max_length``."""
     whole, rest = divmod(tokens, max_length)
     return int(whole) * max_length**2 + int(rest) ** 2

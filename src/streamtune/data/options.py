@@ -39,7 +39,7 @@ def check_choice(name: str, value: str, choices: tuple[str, ...], fix: str = "")
         name: Name of the option, for the error.
         value: Value of the option.
         choices: Values that the option may have.
-        fix: Advice of the error; the default lists the known values.
+        fix: Advice in the error; the default lists the valid values.
 
     Raises:
         ArgumentError: The value is unknown.
@@ -133,22 +133,22 @@ class RowPolicy:
 
     @property
     def needs_length(self) -> bool:
-        """True if the tokens of a row that is too long are used; otherwise such a row is an error or dropped."""
+        """True if rows over the maximum length are truncated or split; False if they are dropped or raise an error."""
         return self.overlength in ("truncate", "split")
 
     def may_exceed(self, text: str) -> bool:
-        """Return False only if a text is so short that it cannot have more than ``max_length`` tokens.
+        """Return False if a text surely has at most ``max_length`` tokens, because it has so few bytes.
 
-        A token has at least one byte, a character at most 4 bytes; 8 tokens are added as a margin.
+        A character has at most 4 bytes, a token at least one; 8 tokens are added as a margin.
         """
         return 4 * len(text) + 8 > self.max_length
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataOptions:
-    """All options of a recipe for preparing rows, except the sources and the tokenizer.
+    """All settings of a recipe for preparing rows, except the datasets and the tokenizer.
 
-    Each kind of rows reads the options that apply to it, and checks them when it is prepared.
+    The functions ``prepare...`` read and check the options that apply to their kind of rows.
 
     Example:
         >>> DataOptions(max_length=4096, overlength="split", packing=True).overlength
@@ -211,11 +211,11 @@ class DataOptions:
 
     @property
     def per_turn(self) -> bool:
-        """True if each turn of a conversation becomes an example; these examples share their first tokens."""
+        """True if each turn of a conversation becomes an example of its own (``reasoning: per_turn``)."""
         return self.chat.reasoning == "per_turn"
 
     def row_policy(self) -> RowPolicy:
-        """Return the length limit of examples, with what to do with longer examples.
+        """Return the maximum length of examples, and what to do with longer ones.
 
         Raises:
             ArgumentError: An option has an unknown value, or two options contradict each other.

@@ -52,7 +52,7 @@ the prompt."""
 
 @dataclass(frozen=True)
 class Answers:
-    """A prompt, and its answers in the normal form of training text (prompt included)."""
+    """A prompt with one or two answers; each answer is stored as a training text that begins with the prompt."""
 
     prompt: TextOrMessages
     """prompt as text, or as messages"""
@@ -68,7 +68,7 @@ class Answers:
     """JSON schemas of the tools"""
 
     def texts(self) -> list[str]:
-        """Return the texts of the prompt and the answers, for training a tokenizer."""
+        """Return the texts of the prompt and of all answers, without the chat template."""
         return [*texts_of(self.prompt), *(text for content in self.contents for text in _texts_of_answer(content))]
 
 
@@ -91,7 +91,7 @@ def detect_preference_type(row: Row) -> str:
 
 
 def preference_columns_read(row_type: str, answers: Answers) -> tuple[str, ...]:
-    """Return the names of the columns that are read for this row type, including optional columns."""
+    """Return the names of the columns that a row of this type is read from, including optional columns."""
     columns = ("prompt", *_REQUIRED[row_type])
     if row_type == "preference":
         columns = (*columns, *(name for names in _SCORES for name in names), "margin")
@@ -99,7 +99,7 @@ def preference_columns_read(row_type: str, answers: Answers) -> tuple[str, ...]:
 
 
 def normalise_preference(row: Row, row_type: str) -> Answers:
-    """Return the prompt and the answers of a preference row.
+    """Return the prompt and the answers of a row of type ``preference`` or ``unpaired``.
 
     Raises:
         DataError: A required column is missing or malformed.
@@ -181,7 +181,7 @@ def _split_prompt(
 
 
 def _common_prompt_length(chosen: str, rejected: str) -> int:
-    """Return the length of the prompt: the common beginning, up to the last whole word and without trailing blanks."""
+    """Return how many characters both answers share at the start, up to a whole word and without trailing blanks."""
     start = common_prefix_length(chosen, rejected)
     following = (chosen[start : start + 1], rejected[start : start + 1])
     if "" in following or any(_is_word_character(character) for character in following):
@@ -197,7 +197,7 @@ def _is_word_character(character: str) -> bool:
 def _unify_forms(
     row: Row, prompt: TextOrMessages, answers: dict[str, TextOrMessages]
 ) -> tuple[TextOrMessages, list[TextOrMessages]]:
-    """Return a prompt and its answers, all text or all messages; messages of the prompt are removed from answers."""
+    """Return prompt and answers as all text or all messages; answers lose the messages that repeat the prompt."""
     if isinstance(prompt, str) and all(isinstance(answer, str) for answer in answers.values()):
         return prompt, list(answers.values())
     if isinstance(prompt, str):
@@ -219,10 +219,11 @@ def _unify_forms(
 
 
 def _prompt_messages(row: Row, prompt: str, answers: dict[str, TextOrMessages]) -> list[dict[str, Any]]:
-    """Return a text prompt as messages: one user message, or the messages that an answer has before its own text.
+    """Return a text prompt as messages: one user message, or all messages before the first assistant message of an
+    answer.
 
     Raises:
-        DataError: An answer has messages before its own text, and the prompt is not one of their user messages.
+        DataError: The answers begin with other messages, and the prompt is not one of their user messages.
     """
     first = next(answer for answer in answers.values() if not isinstance(answer, str))
     start = next((index for index, message in enumerate(first) if message["role"] == "assistant"), len(first))
@@ -238,7 +239,7 @@ def _prompt_messages(row: Row, prompt: str, answers: dict[str, TextOrMessages]) 
 
 
 def _read_margin(row: Row) -> float | None:
-    """Return the chosen score minus the rejected score, or else the column ``margin``; None without both."""
+    """Return the score of ``chosen`` minus the score of ``rejected``, else the column ``margin``; None without both."""
     for names in _SCORES:
         if any(_has_value(row, name) for name in names):
             chosen, rejected = (_read_number(row, name) for name in names)
@@ -287,7 +288,7 @@ def _parse_unpaired(row: Row) -> Answers:
 def _join_answer(
     row: Row, prompt: TextOrMessages, answer: TextOrMessages, name: str, tools: list[dict[str, Any]] | None
 ) -> PromptCompletion | Conversation:
-    """Return prompt and answer in the normal form of training text.
+    """Return prompt and answer together as a training row.
 
     Raises:
         DataError: The answer does not follow the prompt as an assistant message, or is empty.

@@ -74,7 +74,7 @@ Read = Callable[["Reading", Source], Iterator[Item[ItemT]]]
 
 @dataclass(frozen=True)
 class RowKind(Generic[FitT]):
-    """The functions that read, render and fit one kind of records."""
+    """Functions that read, render and truncate rows of one kind: examples, trees (prompts with answers) or prompts."""
 
     record: type[Record]
     """class of the records"""
@@ -98,7 +98,7 @@ def prepare_kind(
     options: DataOptions,
     notify: Notify,
 ) -> Prepared[Any, Any]:
-    """Read, render and fit the rows of all sources, or load them from the cache; hold some out.
+    """Read, render and truncate the rows of all sources, or load them from the cache; hold some out for evaluation.
 
     Args:
         kind: Functions for this kind of records.
@@ -132,7 +132,10 @@ def prepare_kind(
 
 
 class _ReadAhead(BadRows):
-    """Collects bad rows while rows are read ahead, until their turn comes; ``bad`` receives them if too many wait."""
+    """Holds back the errors of bad rows that are read ahead, until all rows before them are counted.
+
+    If too many errors wait, ``bad`` receives them at once.
+    """
 
     def __init__(self, bad: BadRows) -> None:
         super().__init__(bad.on_bad_row, bad.limit, bad.notify)
@@ -146,7 +149,7 @@ class _ReadAhead(BadRows):
                 self._bad.report(waiting)
 
     def take(self) -> list[DataError]:
-        """Return the waiting errors and remove them."""
+        """Return the errors that were held back, and forget them."""
         waiting, self.errors = self.errors, []
         return waiting
 
@@ -157,7 +160,7 @@ MOST_WAITING = 1_000
 
 @dataclass(frozen=True)
 class Reading:
-    """Reads the rows of all sources, with the objects that count them."""
+    """Reads the rows of all sources, and passes rows and errors to the objects that count them."""
 
     sources: Sequence[Source]
     """sources to read, in order"""
@@ -170,7 +173,7 @@ class Reading:
     _started_sources: list[Source] = field(default_factory=list)
 
     def items(self, read: Read[ItemT]) -> Iterator[Item[ItemT]]:
-        """Yield the rows of every source, including bad rows; rows may be read before earlier ones are counted."""
+        """Yield the rows of every source in order; a bad row becomes an item with its error."""
         ahead = _ReadAhead(self.bad)
         reading = replace(self, bad=ahead)
         for number, source in enumerate(self.sources):
@@ -186,7 +189,7 @@ class Reading:
     def render_rows(
         self, render: Callable[[Iterable[Item[ItemT]]], RenderedItems[ItemT]], items: Iterator[Item[ItemT]]
     ) -> RenderedItems[ItemT]:
-        """Yield every row with its outcome, count it for its source, and show progress."""
+        """Yield each row with its rendering or error; count the row for its source, and show progress."""
         for item, outcome in with_progress(render(items)):
             self._start_sources(item.source + 1)
             yield item, outcome
@@ -194,13 +197,13 @@ class Reading:
         self._start_sources(len(self.sources))
 
     def _start_sources(self, count: int) -> None:
-        """Begin the first ``count`` sources, including sources without rows."""
+        """Start to count rows for the first ``count`` sources; a source may have no rows."""
         while len(self._started_sources) < count:
             self._started_sources.append(self.sources[len(self._started_sources)])
             self.fit.start_source(self._started_sources[-1])
 
     def record_unread_columns(self, path: str, row: Row, read_columns: Sequence[str]) -> None:
-        """Record non-empty columns that are not read; columns of built-in datasets are not recorded.
+        """Record which non-empty columns of a row are not read, to tell the user; built-in datasets are excepted.
 
         Args:
             path: Path of the row's source.
@@ -284,7 +287,7 @@ def prepare(
 
 
 def _add_rendered_row(fit: RowFit, rendered: Rendered | list[Rendered] | None, origin: str) -> None:
-    """Add a rendered row to the fit: None is a row with an empty answer, a list has one example per turn."""
+    """Add a rendered row: None is a row with an empty answer, a list has one example per turn of a conversation."""
     if rendered is None:
         fit.skip_empty()
     elif isinstance(rendered, list):
@@ -294,7 +297,7 @@ def _add_rendered_row(fit: RowFit, rendered: Rendered | list[Rendered] | None, o
 
 
 def _describe_turn_packs(prepared: PreparedData, max_length: int) -> str:
-    """Return a note about how many tokens turns share, and how many sequences continue a long conversation."""
+    """Return a note: how many tokens turns share, and how many sequences continue a conversation that was too long."""
     packs, rows = prepared.packs, int(prepared.training.lengths().sum())
     assert packs is not None
     origins = [prepared.training[int(packs.rows[start])].origin for start in packs.starts[:-1]]
@@ -313,7 +316,8 @@ Pack = Callable[[Stored[Example], Sequence[int]], tuple[Packs, list[int]]]
 
 
 def _add_packs(prepared: PreparedData, sources: Sequence[Source], max_length: int, pack: Pack) -> PreparedData:
-    """Return the data with its packs, which become part of the fingerprint: a run resumes only with the same packs.
+    """Return the prepared data with its packs. The fingerprint then covers the packs: a run resumes only with equal
+    packs.
 
     A pack has rows of only one eval set. With weights it has rows of only one source.
     """
@@ -346,7 +350,7 @@ def _add_packs(prepared: PreparedData, sources: Sequence[Source], max_length: in
 
 
 def read_contents(tokenizer: PreTrainedTokenizerBase, reading: Reading, source: Source) -> Iterator[Item[Content]]:
-    """Yield the training rows of a source in normal form.
+    """Yield the training rows of a source as conversations, pairs of prompt and completion, or documents.
 
     Args:
         tokenizer: Tokenizer that must have a chat template if a row is a conversation.
@@ -381,7 +385,7 @@ def prepare_preferences(
     options: DataOptions,
     notify: Notify = lambda message: None,
 ) -> PreparedTrees:
-    """Read all sources and return their pairs as trees with the completions ``[chosen, rejected]``.
+    """Read all sources and return each pair as a tree: a prompt with the completions ``[chosen, rejected]``.
 
     Args:
         sources: Sources of type ``preference``, in order.
@@ -405,7 +409,7 @@ def prepare_unpaired(
     options: DataOptions,
     notify: Notify = lambda message: None,
 ) -> PreparedTrees:
-    """Read all sources and return their rows as trees with labelled completions.
+    """Read all sources and return each row as a tree: a prompt with completions labelled desirable or not.
 
     A row of type ``unpaired`` has one completion. A pair becomes a tree with two: ``chosen`` is desirable, ``rejected``
     is not.
@@ -442,7 +446,7 @@ def prepare_unpaired(
 def _tree_kind(
     tokenizer: PreTrainedTokenizerBase, options: DataOptions, kinds: tuple[str, str], read: Read[Answers]
 ) -> RowKind[TreeFit]:
-    """Return the functions that prepare trees; ``kinds`` are the names of the two kinds of completions."""
+    """Return the functions that prepare trees (prompts with completions); ``kinds`` names both kinds of completion."""
     policy = LengthPolicy(options.max_length, options.max_prompt_length, options.overlength)
     check_choice("identical_pairs", options.identical_pairs, IDENTICAL_PAIRS)
     return RowKind(
@@ -461,7 +465,7 @@ def _tree_kind(
 
 
 def _add_tree(fit: TreeFit, tree: tuple[Tree, bytes] | None, origin: str) -> None:
-    """Add a rendered tree to the fit, with the hash of its prompt; None is a pair with identical answers."""
+    """Add a rendered tree with the hash of its prompt; None is a pair with identical answers."""
     if tree is None:
         fit.skip_identical(origin)
     else:

@@ -57,12 +57,12 @@ class Record(Protocol):
         ...
 
     def to_row(self) -> Mapping[str, Any]:
-        """Return the record as column -> value."""
+        """Return the record as column -> value, to write it to a table."""
         ...
 
     @classmethod
     def from_row(cls, table: pa.Table, row: int) -> Self:
-        """Return the record at index ``row`` of a table."""
+        """Return the record that is stored at index ``row`` of a table."""
         ...
 
     @staticmethod
@@ -75,7 +75,7 @@ RecordT = TypeVar("RecordT", bound=Record)
 
 
 class MappedTable:
-    """A memory-mapped table that releases its pages after every 64 MiB read.
+    """A memory-mapped Arrow table that tells the system to drop its pages after every 64 MiB read.
 
     Otherwise the pages would stay resident and count as memory of this process.
 
@@ -107,7 +107,7 @@ class MappedTable:
         self._watched.path = path
 
     def count_read_tokens(self, tokens: int) -> None:
-        """Count a row as read, and release the pages after every 64 MiB.
+        """Count tokens as read from the file; after every 64 MiB, tell the system to drop the pages read.
 
         Args:
             tokens: Number of tokens of the row.
@@ -127,8 +127,8 @@ class Stored(Sequence[RecordT], Generic[RecordT]):
 
     Args:
         record: Class of the records.
-        table: Table that holds them.
-        rows: [records] index in the table of each record.
+        table: Table with the records.
+        rows: [records] index of each record in the table.
     """
 
     def __init__(self, record: type[RecordT], table: pa.Table | MappedTable, rows: npt.NDArray[np.int64]) -> None:
@@ -143,27 +143,27 @@ class Stored(Sequence[RecordT], Generic[RecordT]):
         return len(self._rows)
 
     def lengths(self) -> npt.NDArray[np.int64]:
-        """Return how many tokens each record has, [records], without decoding; a tree counts its prompt once."""
+        """Return [records]: number of tokens of each record; a tree counts its prompt once. The records are not
+        decoded."""
         return self._record.token_counts(self._table)[self._rows]
 
     def table_indices(self) -> npt.NDArray[np.int64]:
-        """Return each record's index in the table, [records]: its position in the order of reading."""
+        """Return [records]: index of each record in the Arrow table, which is in the order of reading."""
         return self._rows
 
     def column_cells(self, column: str) -> pa.ChunkedArray:
-        """Return a column of the whole table, in the order of reading; index it with :meth:`table_indices`."""
+        """Return a column of the whole Arrow table, including records that are not in this sequence."""
         return self._table[column]
 
     def all_records(self) -> Stored[RecordT]:
-        """Return all records of the table, in the order of reading."""
+        """Return all records of the Arrow table, including those not in this sequence, in the order of reading."""
         return Stored(self._record, self._from, np.arange(self._table.num_rows, dtype=np.int64))
 
     def take(self, positions: npt.NDArray[np.int64]) -> Stored[RecordT]:
-        """Return the records at some positions of this sequence."""
         return Stored(self._record, self._from, self._rows[positions])
 
     def positions_of(self, origin: str) -> list[int]:
-        """Return the positions of the records with a given origin, without decoding them."""
+        """Return the positions in this sequence of the records with this origin; the records are not decoded."""
         found = pyarrow.compute.equal(self._table["origin"], origin).to_numpy()[self._rows]
         return [int(place) for place in np.flatnonzero(found)]
 
@@ -181,7 +181,7 @@ class Stored(Sequence[RecordT], Generic[RecordT]):
 
 
 class TableWriter:
-    """Appends records to an Arrow stream; a batch is written when 2**18 tokens are buffered."""
+    """Appends records to an Arrow stream; buffered records are written when they have 2**18 tokens."""
 
     def __init__(self, stream: Any, schema: pa.Schema) -> None:
         self._stream, self._schema = stream, schema
@@ -239,7 +239,7 @@ def open_record_table(
 
 
 class _SpillFile(io.FileIO):
-    """File of prepared rows; a write error names the folder and the space needed."""
+    """File that prepared rows are written to; a write error names the folder and the space that is needed."""
 
     def __init__(self, path: Path, folder: Path, where: str, fix: str) -> None:
         super().__init__(path, "wb")
@@ -286,7 +286,7 @@ def _list_cell_values(cell: pa.ListScalar) -> list[Any]:
 
 @dataclass(frozen=True, eq=False)
 class Example:
-    """A sequence to train on."""
+    """Token ids and labels of one sequence to train on."""
 
     schema: ClassVar[pa.Schema] = pa.schema(
         [
@@ -330,7 +330,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Tree:
-    """A prompt with G completions.
+    """A prompt with G completions as token ids, such as a preference pair.
 
     The prompt's last token predicts the first token of every completion. So all completions share the trunk,
     ``prompt[:-1]``. They also share the common beginning of their branches ``[prompt[-1], *completion]``.
@@ -371,7 +371,7 @@ class Tree:
 
     @property
     def num_tokens(self) -> int:
-        """Number of positions of the tree if the trunk and the common beginning of all completions are stored once.
+        """Number of tokens if the prompt and the common beginning of all completions are stored once.
 
         Some of more than two completions may share a longer beginning; the actual number is then smaller.
         """
@@ -380,9 +380,10 @@ class Tree:
 
     @cached_property
     def num_common(self) -> int:
-        """Number of tokens after the trunk that all completions share; 0 for a single completion.
+        """Number of tokens after ``prompt[:-1]`` that all completions share; 0 for a single completion.
 
-        The last token of the prompt is one of them if all completions begin with the same token.
+        The last token of the prompt counts if all completions begin with the same token, because its target is then
+        shared.
         """
         if len(self.completions) == 1:
             return 0
@@ -394,7 +395,7 @@ class Tree:
         return len(ids)
 
     def branch(self, index: int) -> tuple[IntArray, IntArray]:
-        """Return ``[prompt[-1], *completion]`` and the target of each token, -100 for none; both [C + 1]."""
+        """Return ``[prompt[-1], *completions[index]]`` and the target of each of these tokens, -100 for none."""
         ids = np.array([self.prompt[-1], *self.completions[index]], np.int32)
         targets = np.append(ids[1:], np.int32(IGNORE_INDEX))
         if self.masks is not None:
@@ -403,7 +404,7 @@ class Tree:
 
     @property
     def num_tokens_separate(self) -> int:
-        """Number of tokens if every completion has its own copy of the prompt."""
+        """Number of tokens if each completion has its own copy of the prompt."""
         return sum(len(self.prompt) + len(completion) for completion in self.completions)
 
     @property
@@ -439,7 +440,7 @@ class Tree:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt as token ids and as text or messages, with the other columns of its row."""
+    """A prompt as token ids, and as text or messages, with the other columns of its row (for reward functions)."""
 
     # Other columns may hold any type of the file format. Values that JSON restores unchanged are written as JSON, other
     # values (dates, bytes) are pickled. A table with pickled values is read only by the process that wrote it.
@@ -478,7 +479,7 @@ class Prompt:
 
 
 def _as_json(content: Any) -> str | None:
-    """Return a value as JSON text; None if JSON would not restore it unchanged."""
+    """Return a value as JSON text; None if JSON would not restore an equal value."""
     try:
         text = json.dumps(content, ensure_ascii=False)
         text.encode()  # raises for a lone surrogate
@@ -490,14 +491,15 @@ def _as_json(content: Any) -> str | None:
 def shared_beginning_length(
     ids: IntArray, targets: IntArray, other_ids: IntArray, other_targets: IntArray, *, same_target: bool
 ) -> int:
-    """Return how many tokens two rows can share at their beginning, if each token has at most one target.
+    """Return how many first tokens of two sequences can be stored once, if a stored token has at most one target.
 
     Args:
         ids: [T] tokens of a row.
         targets: [T] target of each token, -100 for none.
         other_ids: [S] tokens of the other row.
         other_targets: [S] target of each token of the other row.
-        same_target: Whether a shared token may have the same target in both rows; its score then counts twice.
+        same_target: Whether a token may be shared if it has the same target in both sequences; False ends sharing
+            there.
     """
     size = min(len(ids), len(other_ids))
     mine, others = targets[:size], other_targets[:size]
@@ -509,13 +511,14 @@ def shared_beginning_length(
 
 
 def measure_trees(trees: Stored[Tree], *, share: bool) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return each tree's number of positions and the sum of its rows' squared lengths, both [trees].
+    """Return each tree's number of positions, and the sum of squared lengths of its rows (attention cost), both
+    [trees].
 
     The trees are not decoded.
 
     Args:
         trees: Trees to measure.
-        share: Whether completions share their common beginning, which is then computed once.
+        share: Whether the prompt and the common beginning of a tree's completions are computed once.
     """
     completions, prompts = trees.column_cells("completions"), _list_lengths(trees.column_cells("prompt"))
     counts = _list_lengths(completions)
@@ -530,6 +533,6 @@ def measure_trees(trees: Stored[Tree], *, share: bool) -> tuple[npt.NDArray[np.i
 
 
 def gather_columns(prompts: Sequence[Prompt]) -> dict[str, list[Any]]:
-    """Return column -> list of values of several prompts, for reward functions; None where a row lacks a column."""
+    """Return column -> list of the prompts' values, for reward functions; None where a prompt has no such column."""
     names = dict.fromkeys(name for prompt in prompts for name in prompt.columns)
     return {name: [prompt.columns.get(name) for prompt in prompts] for name in names}

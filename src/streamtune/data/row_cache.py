@@ -60,13 +60,13 @@ STALE = 7 * 24 * 3600.0
 
 @dataclass(frozen=True)
 class RowCache:
-    """A cache folder of prepared rows."""
+    """A folder that caches prepared rows; each entry is a folder with a table and counts."""
 
     root: Path
     """folder of the cache"""
 
     def size(self) -> int:
-        """Return the total size of the cache in bytes."""
+        """Return the size of all files of the cache in bytes."""
         total = 0
         for file in self.root.rglob("*"):
             with suppress(OSError):  # another process may have deleted the file
@@ -74,9 +74,9 @@ class RowCache:
         return total
 
     def clear(self) -> tuple[int, int]:
-        """Delete all entries; return how many there were and their size in bytes.
+        """Delete all entries; return their number and their size in bytes.
 
-        Processes that read the entries are not affected.
+        Processes that are reading an entry are not affected.
         """
         size, entries = self.size(), 0
         for path in self.root.glob("*"):
@@ -87,7 +87,7 @@ class RowCache:
     def cached_text(
         self, sources: Sequence[Source], settings: Mapping[str, Any], make_text: Callable[[], str], notify: Notify
     ) -> tuple[str, bool]:
-        """Return a text that is computed from all rows (a trained tokenizer), and True if an earlier run cached it.
+        """Return a text computed from all rows, such as a trained tokenizer, and True if it came from the cache.
 
         Args:
             sources: Sources of the rows.
@@ -109,7 +109,7 @@ class RowCache:
         return text, False
 
     def key(self, inputs: RowInputs, notify: Notify) -> tuple[str, SourceContents] | None:
-        """Return the name of an entry and the contents of its sources; None if the contents are unknown.
+        """Return the cache entry name of rows, and the hashed contents of their sources; None if contents are unknown.
 
         Args:
             inputs: Everything that determines the rows.
@@ -127,7 +127,7 @@ class RowCache:
 
 @dataclass(frozen=True)
 class RowInputs:
-    """Everything that determines prepared rows."""
+    """All values that determine prepared rows; they identify a cache entry."""
 
     record: type[Record]
     """class of the records"""
@@ -146,17 +146,18 @@ def load_or_fit_rows(
     cache: RowCache | None,
     notify: Notify,
 ) -> tuple[FitT, MappedTable]:
-    """Load prepared rows from the cache, or prepare and cache them.
+    """Return prepared rows from the cache; otherwise prepare them and add them to the cache.
 
     Args:
         inputs: Everything that determines the rows.
-        make_fit: Function that makes an empty fit from the writer of its records.
-        fill_fit: Function that reads, renders and fits every row; its second argument shows the user a message.
+        make_fit: Function of a table writer that makes the object which truncates, writes and counts rows.
+        fill_fit: Function that reads and renders every row and adds it to that object; its second argument shows the
+            user a message.
         cache: Cache of prepared rows; None disables it.
         notify: Function that shows the user a message. Cached rows show the messages of their preparation again.
 
     Returns:
-        The fit, and the table of its records.
+        The object from ``make_fit`` after all rows, and the table of records.
 
     Raises:
         StorageError: The prepared rows cannot be written.
@@ -195,12 +196,16 @@ def load_or_fit_rows(
 
 
 def _has_pickled_values(table: pa.Table) -> bool:
-    """Return True if a table has pickled values: they are never loaded from a cache."""
+    """Return True if a table has pickled values, which are never loaded from a cache because they may run code."""
     return "pickled" in table.schema.names and table["pickled"].null_count < table.num_rows
 
 
 def _read_entry(entry: Path, fit: FitT, sources: Sequence[Source], notify: Notify) -> tuple[FitT, MappedTable] | None:
-    """Return the fit and the table of an entry; None if it does not exist or is damaged. A damaged entry is deleted."""
+    """Load the counts of a cache entry into ``fit``; return it with the table of records, or None without a valid
+    entry.
+
+    A damaged entry is deleted.
+    """
     try:
         inode = entry.lstat().st_ino
     except OSError:
@@ -236,7 +241,7 @@ def _entry_file(folder: Path, key: str) -> CacheFile:
 
 
 def _delete(entry: Path, inode: int) -> bool:
-    """Delete a damaged entry; return False if it no longer exists, or another process has already replaced it."""
+    """Delete a damaged cache entry; return False if it is gone, or if another process has already replaced it."""
     with suppress(OSError), file_lock(entry.parent / "rows"):
         if entry.lstat().st_ino != inode:
             return False
@@ -258,7 +263,7 @@ _UNREADABLE = (EOFError, zipfile.BadZipFile, pa.ArrowException)
 
 
 def _new_unfinished_folder(root: Path) -> Path | None:
-    """Create and return a temporary folder for a new entry; None if the cache is not writable."""
+    """Create a temporary folder for a new cache entry and return it; None if the cache is not writable."""
     try:
         root.mkdir(parents=True, exist_ok=True)
         for old in root.glob(f"{_UNFINISHED}*"):
@@ -275,7 +280,7 @@ def _new_unfinished_folder(root: Path) -> Path | None:
 def _write_entry(
     fit: LengthFit[Any, Any], notes: Sequence[str], mapped: MappedTable, unfinished: Path, entry: Path, notify: Notify
 ) -> None:
-    """Complete an entry. A write error (such as a full disk) is ignored: the next start prepares the rows again."""
+    """Finish a cache entry. A write error (such as a full disk) is ignored: the next start prepares the rows again."""
     with suppress(OSError):
         save_fit(fit, unfinished)
         checksums = {ROWS: mapped.checksum}
@@ -292,14 +297,14 @@ def _write_entry(
 
 
 def _size_and_checksum(path: Path, checksum: str | None) -> tuple[int, str]:
-    """Return the size and the checksum of a file; a given checksum, computed while writing, is not computed again."""
+    """Return the size of a file, and its checksum: ``checksum`` if it is not None, else computed from the file."""
     with path.open("rb") as file:
         return os.fstat(file.fileno()).st_size, checksum or checksum_of(file)
 
 
 @dataclass(frozen=True)
 class SourceContents:
-    """The contents of some sources at the time when their files were hashed."""
+    """Hash of the contents of some sources, and a check that their files have not changed since."""
 
     name: str
     """hash of everything that determines the rows"""
@@ -308,12 +313,12 @@ class SourceContents:
 
     @classmethod
     def of(cls, sources: Sequence[Source], root: Path, notify: Notify) -> SourceContents | None:
-        """Hash the contents of sources; return None if the contents are unknown.
+        """Hash the contents of sources; return None if the contents of one of them are unknown.
 
         Args:
             sources: Sources to hash.
             root: Folder with the cached hashes of files.
-            notify: Function that tells the user if these hashes are damaged.
+            notify: Function that tells the user if the cached hashes are damaged.
         """
         hashes = FileHashes(root / "files.json", notify)
         name = cls._hash(sources, hashes)
@@ -321,9 +326,9 @@ class SourceContents:
         return None if name is None else cls(name, sources, hashes)
 
     def has_changed(self, notify: Notify) -> bool:
-        """Return True and notify the user if a file changed since it was hashed, even if it was changed back.
+        """Return True and notify the user if a file was changed since it was hashed, even if it was changed back.
 
-        Its rows may have been read in between, so they may differ from the rows that :attr:`name` identifies.
+        Rows may have been read in between, so they may differ from the rows that :attr:`name` identifies.
         """
         changed = self._hashes.changed_files()
         if not changed and self._hash(self._sources, self._hashes) == self.name:
@@ -341,7 +346,7 @@ class SourceContents:
 def fingerprint_stream(
     sources: Sequence[Source], root: Path, *, save_hashes: bool, notify: Notify
 ) -> tuple[str, list[str], StreamedFiles]:
-    """Hash the contents of streamed sources.
+    """Hash the contents of the sources of streamed rows.
 
     Args:
         sources: Sources to hash.
@@ -366,7 +371,7 @@ _IGNORED_OPTIONS = ("name_or_path", "is_local", "local_files_only", "model_max_l
 
 
 def _tokenizer_facts(tokenizer: PreTrainedTokenizerBase) -> list[Any] | None:
-    """Return everything that determines how a tokenizer tokenises and renders; None for a tokenizer with own code."""
+    """Return the values that identify how a tokenizer tokenises and renders; None if it runs its own code."""
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or not type(tokenizer).__module__.startswith("transformers."):
         return None
@@ -389,7 +394,7 @@ def _tokenizer_facts(tokenizer: PreTrainedTokenizerBase) -> list[Any] | None:
 
 @cache
 def _code_hash() -> str:
-    """Return a hash of the code that prepares rows, so that a changed version does not use rows of another version."""
+    """Return a hash of the source code that prepares rows; cached rows of other code are not used."""
     package = Path(__file__).parent
     digest = hashlib.sha256()
     for file in sorted(package.rglob("*.py")):

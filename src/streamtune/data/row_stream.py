@@ -44,7 +44,7 @@ Items = Iterator[Item[Content]]
 
 @dataclass(frozen=True)
 class StreamPosition:
-    """The position of a stream after an example."""
+    """Where a stream of examples is after an example: pass, row, example of the row, and counts so far."""
 
     epoch: int = 0
     """number of the pass, from 0"""
@@ -60,7 +60,7 @@ class StreamPosition:
 
 
 class RowStream:
-    """An endless stream of training examples, pass after pass over the rows of some sources.
+    """An endless stream of training examples, which reads and renders all rows of the sources again and again.
 
     Args:
         sources: Sources of the rows, read one after the other, or drawn by their weights.
@@ -69,7 +69,7 @@ class RowStream:
         notify: Function that shows the user a message; it may be replaced.
 
     Attributes:
-        left_out: Function that is called with the error of each skipped bad row.
+        left_out: Function that receives the error of each skipped bad row.
         files: Checks that files have not changed since the run began; None checks nothing.
     """
 
@@ -191,8 +191,7 @@ class RowStream:
         return BadRows("skip" if self.options.on_bad_row == "skip" else "raise", self.options.max_bad_rows, self._note)
 
     def _make_fit(self) -> tuple[RowFit, _ExampleCollector]:
-        """Return an empty fit for one row, and its writer. A fit of all rows of an endless stream would grow without
-        bound."""
+        """Return the object that truncates and counts one row, and the writer that collects the row's examples."""
         writer = _ExampleCollector()
         return RowFit(writer, self.policy), writer
 
@@ -205,7 +204,7 @@ class RowStream:
         return reported_errors
 
     def _note(self, message: str, key: str = "") -> None:
-        """Show the user a message, unless an earlier pass showed it already."""
+        """Show the user a message, once per ``key`` (default: the message) in all passes over the data."""
         if (key or message) not in self._noted:
             self._noted.add(key or message)
             self.notify(message)
@@ -231,7 +230,7 @@ class RowStream:
                 yield from self._read_source_rows(number, reading)
 
     def _read_by_weight(self, epoch: int, reading: Reading) -> Items:
-        """Yield rows, each of a source drawn by its weight.
+        """Yield rows; the source of each row is drawn at random by the sources' weights.
 
         An exhausted source starts again. The pass ends when every source was exhausted once.
 
@@ -263,7 +262,7 @@ class RowStream:
 
 
 class _ExampleCollector(TableWriter):
-    """Collects the examples of a row in memory instead of writing them."""
+    """Table writer that only collects the examples of a row in memory."""
 
     def __init__(self) -> None:
         super().__init__(None, Example.schema)
@@ -275,7 +274,7 @@ class _ExampleCollector(TableWriter):
 
 
 def describe_counts(counts: Mapping[str, int]) -> str:
-    """Return the counts of a pass in one line, without counts of zero."""
+    """Return a line such as "5 rows; 1 dropped; 90 tokens, 40 of them trained"; counts of zero are left out."""
     counts_by_change = {
         "dropped": counts.get("dropped", 0),
         "truncated": counts.get("truncated", 0),
@@ -294,7 +293,7 @@ def describe_counts(counts: Mapping[str, int]) -> str:
 
 
 def _shuffle(items: Items, size: int, random: np.random.RandomState) -> Items:
-    """Yield the items, each drawn at random from a buffer of the next ``size`` rows."""
+    """Yield the items, each drawn at random from a buffer of the next ``size`` items."""
     buffer: list[Item[Content]] = []
     characters = 0
     for item in items:
@@ -310,7 +309,7 @@ def _shuffle(items: Items, size: int, random: np.random.RandomState) -> Items:
 
 
 def _move_random_to_end(buffer: list[Item[Content]], random: np.random.RandomState) -> int:
-    """Move a random row to the end of the buffer and return its size in characters."""
+    """Swap a random row of the buffer with the last one; return its size in characters."""
     place = int(random.randint(len(buffer)))
     buffer[place], buffer[-1] = buffer[-1], buffer[place]
     return buffer[-1].size

@@ -49,7 +49,7 @@ from streamtune.errors import DataError, did_you_mean
 
 @dataclass(frozen=True)
 class Conversation:
-    """A chat; the tokenizer's chat template renders it."""
+    """A chat of messages, to be rendered by the tokenizer's chat template."""
 
     messages: list[dict[str, Any]]
     """messages with ``role``, ``content`` and any other field that the template reads, such as ``tool_calls``"""
@@ -99,7 +99,7 @@ WEIGHT = "loss_weight"
 
 
 def size_of(content: Content) -> int:
-    """Return the number of characters of a row's text, or of all strings in its messages."""
+    """Return how many characters a row has: of its text, or of all strings in its messages."""
     if isinstance(content, Conversation):
         return sum(len(value) for message in content.messages for value in message.values() if isinstance(value, str))
     return len(content.text) if isinstance(content, Document) else len(content.prompt) + len(content.completion)
@@ -125,7 +125,7 @@ def detect_type(row: Row) -> str:
 
 
 def normalise(row: Row, row_type: str) -> Content:
-    """Return the normal form of a training row.
+    """Convert a training row of any type to a conversation, a pair of prompt and completion, or a document.
 
     Raises:
         DataError: A required column is missing or malformed.
@@ -137,7 +137,7 @@ def normalise(row: Row, row_type: str) -> Content:
 
 
 def match_type(columns: Mapping[str, Any]) -> str | None:
-    """Return the first row type whose columns are all present; None if no type fits."""
+    """Return the first row type whose columns are all present; None if the columns match no type."""
     for row_type, required in REQUIRED_COLUMNS.items():
         present = [next((name for name in names if name in columns), None) for names in required]
         if None in present:
@@ -162,7 +162,7 @@ def _missing_column(row: Row, row_type: str, column: str) -> DataError:
 
 
 def _make_conversation(row: Row, messages: Sequence[Any], *, column: str, first_answer: int = 0) -> Conversation:
-    """Check the messages and return them as a conversation.
+    """Check the messages in ``column`` and return them as a conversation, trained from message ``first_answer`` on.
 
     Raises:
         DataError: A message is malformed, or there is no assistant message to train on.
@@ -187,7 +187,7 @@ def _make_conversation(row: Row, messages: Sequence[Any], *, column: str, first_
 
 
 def _read_turns(row: Row, names: tuple[str, ...]) -> tuple[str, list[Any]]:
-    """Return the first column of ``names`` that the row has, and the non-empty list in it."""
+    """Return (column, messages): the first of the columns ``names`` that the row has, and its non-empty list."""
     column = next(name for name in names if name in row.columns)
     value = parse_cell(row.columns[column])
     if not isinstance(value, list):
@@ -258,7 +258,7 @@ _COLUMNS_OF_TYPE: dict[str, tuple[str, ...]] = {
 
 
 def columns_read(row_type: str, content: Content) -> tuple[str, ...]:
-    """Return the names of the columns that are read for this row type, including optional columns."""
+    """Return the names of the columns that a row of this type is read from, including optional columns."""
     chat_columns = ("tools", "system", "chat_template_kwargs") if isinstance(content, Conversation) else ()
     return (*_COLUMNS_OF_TYPE[row_type], WEIGHT, *chat_columns)
 
@@ -304,7 +304,7 @@ def detect_prompt_type(row: Row) -> str:
 
 
 def prompt_of(row: Row, row_type: str) -> TextOrMessages:
-    """Return the prompt of a row for which the model writes the completions: text, or messages with the system message.
+    """Return the prompt of a row without an answer, as text, or as messages that include the column ``system``.
 
     Raises:
         DataError: The prompt is missing, malformed, or ends with an assistant message.

@@ -39,14 +39,14 @@ def iter_texts(
     notify: Callable[[str], None] = lambda message: None,
     calls: bool = False,
 ) -> Iterator[str]:
-    """Yield the texts of all rows without a chat template: message contents, prompts, completions, documents.
+    """Yield the texts of all rows (message contents, prompts, completions, documents), without a chat template.
 
     Args:
         sources: Sources to read, in order.
         on_bad_row: ``error`` raises for bad rows, ``skip`` skips them.
         max_bad_rows: Maximum number of rows that ``skip`` may leave out.
         notify: Function that shows the user a message.
-        calls: Whether to yield tools, tool calls and reasoning too, as JSON, much as a chat template writes them.
+        calls: Whether to yield reasoning, and tools and tool calls as JSON, too.
 
     Raises:
         DataError: A file is missing, or a row is malformed.
@@ -64,7 +64,7 @@ def iter_texts(
 
 
 def holds_messages(sources: Sequence[Source]) -> bool:
-    """Return True if the first valid row of the first source holds chat messages, in a conversation or a prompt.
+    """Return True if the first valid row of the first source is a conversation, or a prompt made of messages.
 
     Raises:
         DataError: A file is missing.
@@ -77,7 +77,7 @@ def holds_messages(sources: Sequence[Source]) -> bool:
 
 @dataclass(frozen=True)
 class ChatFrame:
-    """The parts of a conversation that a chat template needs besides the user's question."""
+    """System message, tools and template variables: what a chat template needs besides the user's question."""
 
     system: tuple[dict[str, Any], ...] = ()
     """the system message; empty without one"""
@@ -114,10 +114,7 @@ def first_chat_frame(sources: Sequence[Source], chat: ChatOptions) -> ChatFrame:
 
 
 def _prompt_or_messages(row: Row, row_type: str) -> TextOrMessages:
-    """Return the prompt of a preference or prompt row, or the messages of a conversation.
-
-    A row of plain text gives an empty string.
-    """
+    """Return the prompt of a preference or prompt row, or the messages of a conversation; "" for plain text."""
     if row_type in PREFERENCE_TYPES:
         return normalise_preference(row, row_type).prompt
     if row_type == "prompts":
@@ -150,7 +147,7 @@ def _tool_texts(row: Row, row_type: str) -> list[str]:
     """Return the reasoning, tool calls and tools of a conversation as texts; an empty list for other rows.
 
     Raises:
-        DataError: A call or a tool holds a value that JSON cannot represent, such as a date.
+        DataError: A tool or a tool call has a value that JSON cannot represent, such as a date.
     """
     content = None if row_type in (*PREFERENCE_TYPES, "prompts") else normalise(row, row_type)
     if not isinstance(content, Conversation):

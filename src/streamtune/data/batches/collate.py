@@ -88,7 +88,7 @@ def collate(
 def collate_packed(
     packs: Sequence[Sequence[Example]], *, pad_token_id: int, pad_to_multiple_of: int = 1
 ) -> PackedBatch:
-    """Return packs of examples as one batch: the examples of a pack end to end, padded on the right.
+    """Return packs (lists of examples, each list one sequence) as one batch; a sequence is padded on the right.
 
     The last token of an example has no target; it does not predict the first token of the next example.
 
@@ -144,7 +144,7 @@ def _write_example(batch: Batch, row: int, start: int, example: Example) -> None
 
 @dataclass(eq=False)
 class _Node:
-    """A run of consecutive tokens that the same rows share."""
+    """Node of a prefix tree: consecutive tokens that belong to the same rows."""
 
     ids: Ids
     """[n] token ids"""
@@ -156,12 +156,12 @@ class _Node:
     """rows that contain the node, in the order in which they were added; some may end inside it"""
 
     def split(self, length: int) -> None:
-        """Keep the first ``length`` tokens, and move the rest to a child node."""
+        """Shorten this node to its first ``length`` tokens; a new child node gets the other tokens."""
         rest = _Node(self.ids[length:], self.targets[length:], self.children, list(self.rows))
         self.ids, self.targets, self.children = self.ids[:length], self.targets[:length], [rest]
 
     def prepend_to_children(self) -> list[_Node]:
-        """Return the children, each with a copy of this node's tokens before its own tokens."""
+        """Return this node's children, each with a copy of this node's tokens before its own tokens."""
         ended = [row for row in self.rows if not any(row in child.rows for child in self.children)]
         for number, child in enumerate(self.children):
             child.ids, child.targets = np.append(self.ids, child.ids), np.append(self.targets, child.targets)
@@ -170,10 +170,11 @@ class _Node:
 
 
 class PrefixTree:
-    """A prefix tree of rows: each token of a common beginning occurs once.
+    """A prefix tree of token sequences (rows): rows with a common beginning store it once.
 
     Args:
-        scored: Whether rows may share a token that has the same target in all of them.
+        scored: Whether a token with a target may be shared by rows that have the same target there. False separates
+            these rows, because a loss over the sequence would count the target once.
     """
 
     def __init__(self, *, scored: bool = False) -> None:
@@ -184,20 +185,14 @@ class PrefixTree:
         """number of tokens of the sequence"""
 
     def count_added(self, example: Example) -> int:
-        """Return how many tokens an example would add to the sequence."""
+        """Return how many tokens the tree would gain from an example."""
         return len(example.input_ids) - sum(shared for _, shared in self._best_shared_path(*_ids_and_targets(example)))
 
     def add(self, example: Example) -> None:
-        """Add an example as a row."""
         self.add_row(*_ids_and_targets(example))
 
     def add_row(self, ids: Ids, targets: Ids) -> None:
-        """Add a row.
-
-        Args:
-            ids: [T] token ids.
-            targets: [T] target of each token, -100 for none.
-        """
+        """Add a sequence with its token ids [T] and the target of each token, -100 for none."""
         row = len(self._lengths)
         self._lengths.append(len(ids))
         node, place = self._root, 0
@@ -219,9 +214,9 @@ class PrefixTree:
     def unshare_short_nodes(
         self, min_saved_tokens: int, keeps_sharing: Callable[[int, int, Sequence[int]], bool]
     ) -> None:
-        """Copy the tokens of nodes that save fewer than ``min_saved_tokens`` tokens to each node that continues them.
+        """Copy the tokens of each node that saves fewer than ``min_saved_tokens`` tokens to all of its branches.
 
-        Every node costs extra calls in each layer, and ends a chunk in layers with a state.
+        Every node costs extra calls in each layer. In layers with a recurrent state, it also ends a chunk.
 
         Args:
             min_saved_tokens: Minimum number of tokens that a shared node saves.
@@ -259,7 +254,7 @@ class PrefixTree:
         return [np.concatenate(parts)[:length] for parts, length in zip(found, self._lengths, strict=True)]
 
     def _best_shared_path(self, ids: Ids, targets: Ids) -> list[tuple[_Node, int]]:
-        """Return the path of nodes that shares most tokens with a row, as (node, number of shared tokens)."""
+        """Return the path from the root that shares most tokens with a row: (node, number of shared tokens) pairs."""
         best: tuple[int, list[tuple[_Node, int]]] = (0, [])
         waiting: list[tuple[int, list[tuple[_Node, int]], _Node]] = [(0, [], self._root)]
         while waiting:
@@ -292,7 +287,7 @@ class PrefixTree:
 
     @property
     def attention_work(self) -> int:
-        """Attention work: about twice the number of (query token, key token) pairs."""
+        """About twice the number of (query token, key token) pairs that attention computes."""
         total, stops = 0, list[int]()
         for parent, node in self.nodes_in_order():
             start = stops[parent] if parent >= 0 else 0
@@ -302,7 +297,7 @@ class PrefixTree:
 
 
 def _end_of_longest_row(node: _Node) -> int:
-    """Return the number of tokens from the start of a node to the end of its longest row."""
+    """Return the distance in tokens from the start of a node to the end of its longest row."""
     longest, waiting = 0, [(0, node)]
     while waiting:
         start, each = waiting.pop()
@@ -312,25 +307,20 @@ def _end_of_longest_row(node: _Node) -> int:
 
 
 def _ids_and_targets(example: Example) -> tuple[Ids, Ids]:
-    """Return the token ids and the targets of an example, both [T]."""
     targets = np.full(len(example.input_ids), IGNORE_INDEX, np.int32)
     targets[:-1] = np.asarray(example.labels, np.int32)[1:]
     return np.asarray(example.input_ids, np.int32), targets
 
 
 class CollatedPrefixes(Batch):
-    """One sequence [1, T] of rows that share their beginnings, without padding."""
+    """One sequence [1, T] that stores the common beginnings of its rows once, without padding."""
 
     nodes: list[tuple[int, int]]
     """for each node of the prefix tree the index of its parent, or -1, and its number of tokens"""
 
 
 def collate_prefixes(examples: Sequence[Example]) -> CollatedPrefixes:
-    """Return examples as one sequence in which common beginnings occur once, with shifted labels.
-
-    Args:
-        examples: Examples, at least one.
-    """
+    """Return examples (at least one) as one sequence that stores their common beginnings once, with shifted labels."""
     tree = PrefixTree()
     for example in examples:
         tree.add(example)
@@ -352,14 +342,15 @@ def collate_prefixes(examples: Sequence[Example]) -> CollatedPrefixes:
 
 
 def pack_turns(examples: Sequence[Example], part_bounds: Sequence[int], max_length: int) -> tuple[Packs, list[int]]:
-    """Pack the turns of each conversation into one sequence; return the packs, and the index of each part's first pack.
+    """Pack the turns of each conversation; return the packs, and the index of each section's first pack.
 
     The turns of a conversation are consecutive rows with the same origin. Turns that do not fit continue in another
     sequence.
 
     Args:
         examples: Rows of at most ``max_length`` tokens.
-        part_bounds: [parts + 1] index of each part's first row, then the number of all rows.
+        part_bounds: [sections + 1] index of the first row of each section (dataset or eval set), then the number of all
+            rows. A pack has rows of one section only.
         max_length: Maximum number of tokens of a sequence.
     """
     starts, sizes, squares, firsts = [0], [], [], [0]
@@ -385,9 +376,9 @@ def pack_turns(examples: Sequence[Example], part_bounds: Sequence[int], max_leng
 
 
 class CollatedTrees(TypedDict):
-    """Trees as a batch of int64 tensors on the CPU.
+    """Prompts with their completions as a batch of int64 tensors on the CPU.
 
-    B x T is 1 x T with shared beginnings, and N x (length of the longest row) without.
+    B x T is 1 x T if rows share their beginnings; otherwise N x (length of the longest prompt with its completion).
     """
 
     input_ids: Tensor
@@ -422,7 +413,7 @@ def collate_trees(
     share: bool,
     padding_side: Literal["right", "left"] = "right",
 ) -> CollatedTrees:
-    """Return trees as one batch, with targets shifted by one.
+    """Return prompts with their completions (:class:`Tree`) as one batch, with targets shifted by one.
 
     With ``share``, common beginnings of the rows ``[*prompt, *completion]`` occur once, within a tree and across trees.
     A target of a common token belongs to every row that shares it. A token has at most one target. So the last common

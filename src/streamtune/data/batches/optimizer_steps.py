@@ -37,7 +37,7 @@ Points = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class EpochSteps:
-    """The units of an epoch in the order of their visits, divided into optimizer steps."""
+    """Units (rows, or pieces of rows) of an epoch in the order of their visits, divided into optimizer steps."""
 
     units: Numbers
     """[units] unit numbers"""
@@ -49,11 +49,12 @@ class EpochSteps:
 
 
 class StepSampler:
-    """Visits every unit once per epoch, step by step.
+    """Visits every training unit (a row, or a piece of a row) once per epoch, one optimizer step at a time.
 
     Args:
-        make_epoch_steps: Function that returns the steps of an epoch, counted from 0.
-        order_facts: JSON values that a saved state must have in common with the sampler that loads it.
+        make_epoch_steps: Function from the number of an epoch (from 0) to its steps.
+        order_facts: JSON values that determine the order, such as the seed; a saved state with other values is
+            rejected.
     """
 
     def __init__(self, make_epoch_steps: Callable[[int], EpochSteps], order_facts: Mapping[str, Any]) -> None:
@@ -71,7 +72,7 @@ class StepSampler:
         return self._known[1]
 
     def next_step(self) -> list[int]:
-        """Return the units of the next step; after the last step of an epoch the next epoch begins."""
+        """Return the unit numbers of the next optimizer step; after the last step of an epoch the next epoch begins."""
         now = self.epoch_steps(self.epoch)
         if self.position >= len(now.units):
             self.epoch, self.position = self.epoch + 1, 0
@@ -82,14 +83,15 @@ class StepSampler:
         return [int(unit) for unit in units]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, and the facts that determine the order, as JSON values."""
+        """Return the epoch, the position and the values that determine the order, as JSON values."""
         return {**self.facts, "epoch": self.epoch, "position": self.position}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from the position that :meth:`state_dict` saved.
 
         Raises:
-            CheckpointError: The saved sampler had other units or other steps, or the position is invalid.
+            CheckpointError: The saved sampler had another seed, token budget or number of rows, or the position is
+                invalid.
         """
         for key, own_value in self.facts.items():
             if state.get(key) != own_value:
@@ -133,13 +135,14 @@ CURRICULA: dict[str, Callable[[int], int]] = {
 
 
 def bucket_sampler(buckets: Numbers, token_budget: int, *, curriculum: str, cycles: int, seed: int) -> StepSampler:
-    """Return a sampler whose steps each have pieces of one bucket, with ``token_budget`` tokens in all.
+    """Return a sampler of optimizer steps: each has ``token_budget`` tokens, in pieces of rows of one length.
 
-    The batches of a bucket are spread evenly over the cycles of an epoch. Within a cycle batches are drawn without
-    replacement, with the odds of their buckets. The last batch of a bucket may have fewer pieces.
+    A bucket has all pieces of one length. Its batches are spread evenly over the cycles of an epoch. Within a cycle,
+    batches are drawn without replacement; the curriculum sets the odds of each length. The last batch of a bucket may
+    have fewer pieces.
 
     Args:
-        buckets: [pieces] length of each piece's bucket in tokens, at most ``token_budget``.
+        buckets: [pieces] length of each piece in tokens, rounded up to its bucket, at most ``token_budget``.
         token_budget: Number of tokens of a step.
         curriculum: Key of :data:`CURRICULA`.
         cycles: Number of times per epoch that the curriculum runs from short to long pieces.
@@ -229,10 +232,10 @@ def assign_rows(
 
 
 def _batch_sizes(count: int, ranks: int, micro_steps: int, batch_size: int) -> list[list[int]]:
-    """Return alternative lists of batch sizes; the rows are sorted with the slowest first.
+    """Return one or two possible lists of batch sizes, for rows sorted by time with the slowest first.
 
-    If there are too few rows to fill a step, the slowest batches are smaller. Either all of them are a little smaller,
-    or the first ones as much as possible.
+    If the rows do not fill all batches, the first batches (with the slowest rows) get fewer rows. In one list these
+    batches all get a little fewer; in the other, as many of them as possible get one row.
     """
     batches = ranks * micro_steps
     smaller, larger_batches = divmod(count, batches)
@@ -248,7 +251,7 @@ def _batch_sizes(count: int, ranks: int, micro_steps: int, batch_size: int) -> l
 
 
 def _group_rows(rows: Sequence[int], sizes: Sequence[int], ranks: int) -> list[tuple[Sequence[int], Sequence[int]]]:
-    """Return for each micro-step the rows that all ranks compute in it, with the sizes of the batches."""
+    """Split sorted rows into micro-steps; return for each its rows on all ranks, and the batch size of each rank."""
     groups, start = [], 0
     for index in range(0, len(sizes), ranks):
         together = sizes[index : index + ranks]
@@ -284,7 +287,7 @@ def _assign_micro_step(rows: Sequence[int], times: dict[int, float], sizes: Sequ
 
 @dataclass(frozen=True)
 class ChosenRows:
-    """The rows of a step that are chosen to train on."""
+    """Rows of an optimizer step that were chosen to train on; the other rows of the step are skipped."""
 
     places: tuple[int, ...]
     """indices of the chosen rows, ascending"""
@@ -309,7 +312,7 @@ def small_sources(row_counts: Sequence[int]) -> frozenset[int]:
 def choose_rows(
     points: Points, sources: Sequence[int], count: int, kept_sources: frozenset[int] = frozenset()
 ) -> ChosenRows:
-    """Choose ``count`` rows: all rows of small sources, and medoids of each other source in proportion to its size.
+    """Choose ``count`` rows: all rows of small sources, and medoids of the other sources in proportion to their sizes.
 
     If the small sources alone have ``count`` rows or more, they are treated like other sources. A row with a non-finite
     point is chosen only if there are too few other rows.
@@ -344,7 +347,7 @@ def choose_rows(
 
 
 def choose_medoids(points: Points, count: int) -> list[int]:
-    """Return the indices of ``count`` medoids, found by the greedy algorithm; of equal gains the first point wins.
+    """Return the indices of ``count`` medoids, found by the greedy algorithm; if gains are equal, the first point wins.
 
     Args:
         points: [n, dimensions] finite points; distances are Euclidean.
@@ -376,7 +379,11 @@ def _divide_count(sizes: Sequence[int], count: int) -> list[int]:
 
 
 def _mean_gaps(chosen_points: Points, all_points: Points) -> tuple[float, float]:
-    """Return :attr:`ChosenRows.gap`, and :attr:`ChosenRows.chance` from the variance of a draw without replacement."""
+    """Return how far the mean of the chosen points is from the mean of all points, and how far it would be by chance.
+
+    Both distances are relative to the length of the mean of all points; the second is the root mean square over random
+    choices of the same size.
+    """
     mean_of_all, rows, count = all_points.mean(axis=0), len(all_points), len(chosen_points)
     length = max(float(np.linalg.norm(mean_of_all)), 1e-30)
     variance = float(((all_points - mean_of_all) ** 2).sum()) / max(1, rows - 1) * (1 - count / rows) / count

@@ -41,7 +41,7 @@ Numbers = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Mixture:
-    """Division of an epoch among the sources. Units are rows, or packs of rows of one source."""
+    """How many rows (or packs of rows) of each weighted source an epoch visits."""
 
     bounds: tuple[int, ...]
     """[sources + 1] index of each source's first unit, then the number of all units"""
@@ -54,11 +54,11 @@ class Mixture:
         return sum(self.visits)
 
     def order(self, epoch: int, *, seed: int, shuffle: bool) -> Numbers:
-        """Return the units of an epoch in the order of their visits, [units].
+        """Return the numbers of the units (rows or packs) of an epoch in the order of their visits, [units].
 
         Args:
             epoch: Number of the epoch, from 0.
-            seed: Seed that orders each pass and mixes the sources.
+            seed: Seed of the order within each source and of the order of sources.
             shuffle: Whether to shuffle. False keeps the order within each source, and mixes the sources evenly.
         """
         parts = [self._source_units(source, epoch, seed, shuffle) for source in range(len(self.visits))]
@@ -69,7 +69,7 @@ class Mixture:
         return units[np.argsort(np.concatenate(places), kind="stable")]
 
     def _source_units(self, source: int, epoch: int, seed: int, shuffle: bool) -> Numbers:
-        """Return the units of a source that an epoch visits; they start where the previous epoch stopped."""
+        """Return the numbers of one source's units that an epoch visits, starting where the previous epoch stopped."""
         first, size = self.bounds[source], self.bounds[source + 1] - self.bounds[source]
         start, count = epoch * self.visits[source], self.visits[source]
         if not count:
@@ -89,12 +89,13 @@ def seeded_random(*seeds: int) -> np.random.RandomState:
 
 
 def mixture_from_weights(weights: Sequence[float], bounds: Sequence[int], sizes: Numbers) -> Mixture | None:
-    """Return the mixture of sources by their weights; None if no source with a weight above 0 has a unit.
+    """Return how many units (rows or packs) of each source an epoch visits; None if no weighted source has a unit.
 
     Args:
         weights: [sources] weight of each source, at least 0.
         bounds: [sources + 1] index of each source's first unit, then the number of all units.
-        sizes: [units] size of each unit: its number of rows or of tokens, whichever shares are counted in.
+        sizes: [units] number of rows of each unit if weights are shares of rows; number of tokens if they are shares of
+            tokens.
     """
     counts = np.diff(bounds)
     totals = np.array([sizes[start:stop].sum() for start, stop in pairwise(bounds)])
@@ -192,7 +193,7 @@ class ResumableSampler:
 
 
 def saved_position(state: Mapping[str, Any], units: int) -> tuple[int, int]:
-    """Return the epoch and the position of a saved state.
+    """Check and return the epoch and the position of a saved sampler state.
 
     Args:
         state: State with ``epoch`` and ``position``.
@@ -234,7 +235,7 @@ class Packs:
         return [int(row) for row in self.rows[start:stop]]
 
     def packs_of_rows(self, first: int, stop: int) -> range:
-        """Return the packs of rows ``first`` to ``stop`` (exclusive), a part that :func:`pack_parts` packed."""
+        """Return the numbers of the packs of rows ``first`` to ``stop`` (exclusive), which were packed on their own."""
         start, end = np.searchsorted(self.starts, [first, stop]).tolist()
         return range(start, end)
 
@@ -274,11 +275,12 @@ def pack_rows(lengths: Sequence[int] | Numbers, max_length: int, *, seed: int) -
 
 
 def pack_parts(lengths: Numbers, part_bounds: Sequence[int], max_length: int, *, seed: int) -> tuple[Packs, list[int]]:
-    """Pack the rows of each part separately; return all packs, and the index of each part's first pack.
+    """Pack the rows of each section separately; return all packs, and the index of each section's first pack.
 
     Args:
         lengths: [rows] number of tokens of each row.
-        part_bounds: [parts + 1] index of each part's first row, then the number of all rows.
+        part_bounds: [sections + 1] index of the first row of each section (dataset or eval set), then the number of all
+            rows.
         max_length: Maximum number of tokens of a sequence.
         seed: Seed of the random orders.
     """
@@ -292,7 +294,7 @@ def pack_parts(lengths: Numbers, part_bounds: Sequence[int], max_length: int, *,
 
 
 def _pack_best_fit(order: Sequence[int], sizes: Numbers, max_length: int) -> list[list[int]]:
-    """Pack rows in the given order, each into the fullest sequence that has room for it."""
+    """Pack rows in the given order, each into the fullest pack that has room for it; return the rows of each pack."""
     packs: list[list[int]] = []
     with_room: dict[int, list[int]] = {}  # free tokens -> packs
     rooms: list[int] = []  # the keys above, sorted
@@ -321,7 +323,7 @@ def _pack_best_fit(order: Sequence[int], sizes: Numbers, max_length: int) -> lis
 
 @dataclass(frozen=True, eq=False)
 class Pieces:
-    """Pieces of rows, each in the bucket of its length."""
+    """Pieces of power-of-two length that rows are cut into; a bucket has all pieces of one length."""
 
     rows: Numbers
     """[pieces] row number of each piece"""
@@ -344,20 +346,19 @@ class Pieces:
         return len(self.rows)
 
     def lengths(self) -> Numbers:
-        """Return how many tokens each piece has, [pieces]."""
         return self.stops - self.starts
 
     def counts_by_bucket(self) -> dict[int, int]:
-        """Return bucket length -> number of pieces."""
+        """Return a dict from bucket length in tokens to number of pieces."""
         sizes, counts = np.unique(self.buckets, return_counts=True)
         return dict(zip(sizes.tolist(), counts.tolist(), strict=True))
 
     def pieces_per_sequence(self) -> Numbers:
-        """Return for each piece how many pieces of its bucket fit into a sequence, [pieces]."""
+        """Return [pieces]: how many pieces of the same length one sequence has room for."""
         return np.ones_like(self.buckets) if self.sequence_length is None else self.sequence_length // self.buckets
 
     def cut_piece(self, examples: Stored[Example], piece: int) -> Example:
-        """Return a piece as an example; its first token is not trained."""
+        """Return a piece as an example. Its first token is not trained: the token before it is missing."""
         row, start, stop = int(self.rows[piece]), int(self.starts[piece]), int(self.stops[piece])
         example = examples[row]
         labels = np.array(example.labels[start:stop], dtype=np.int32)
@@ -367,7 +368,7 @@ class Pieces:
 
 
 def cut_rows(examples: Stored[Example], *, max_length: int, min_length: int, packing: bool) -> Pieces:
-    """Cut rows into pieces of power-of-two length.
+    """Cut rows into pieces of power-of-two length, and drop pieces without trained tokens.
 
     Args:
         examples: Rows of at most ``max_length`` tokens.
@@ -396,7 +397,7 @@ def cut_rows(examples: Stored[Example], *, max_length: int, min_length: int, pac
 def _cut_by_powers_of_two(
     lengths: Numbers, max_piece_length: int, min_piece_length: int
 ) -> tuple[Numbers, Numbers, Numbers, Numbers]:
-    """Return rows, starts, stops and buckets of the pieces, row by row; a remainder of one token is dropped."""
+    """Return row number, start, stop and bucket length of each piece, row by row; one remaining token is dropped."""
     assert not len(lengths) or lengths.max() <= max_piece_length, "rows were fitted to max_length before"
     done = np.zeros_like(lengths)
     found: list[tuple[Numbers, Numbers, Numbers, Numbers]] = []
@@ -414,7 +415,7 @@ def _cut_by_powers_of_two(
 
 
 def _count_targets(examples: Stored[Example], rows: Numbers, starts: Numbers, stops: Numbers) -> Numbers:
-    """Return how many trained tokens each range has after its first token, [ranges], without decoding the rows."""
+    """Return [ranges]: number of trained tokens after the first token of each range. The rows are not decoded."""
     places = examples.table_indices()[rows]
     order = np.argsort(places, kind="stable")
     counts = np.zeros(len(rows), dtype=np.int64)

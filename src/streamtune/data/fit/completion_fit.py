@@ -45,17 +45,16 @@ class LengthPolicy:
             )
 
     def fits(self, tree: Tree) -> bool:
-        """Return True if the tree fits both limits."""
+        """Return True if the prompt, and the prompt with its longest completion, are within their maximum lengths."""
         return self.fits_prompt(tree) and tree.longest_row_tokens <= self.max_length
 
     def fits_prompt(self, tree: Tree) -> bool:
-        """Return True if the prompt fits ``max_prompt_length``."""
         return self.max_prompt_length is None or len(tree.prompt) <= self.max_prompt_length
 
     def truncate(self, tree: Tree) -> Tree | None:
-        """Return the tree with the start of its prompt and the ends of its completions cut off.
+        """Return the tree without the start of a long prompt and without the ends of long completions.
 
-        None if no token of a completion fits, or if a completion has no counted token left.
+        Return None if no token of a completion remains, or if no remaining token of a completion counts in the loss.
         """
         prompt = tree.prompt if self.max_prompt_length is None else tree.prompt[-self.max_prompt_length :]
         room = self.max_length - len(prompt)
@@ -69,13 +68,13 @@ class LengthPolicy:
 
 
 class TreeFit(LengthFit[Tree, CompletionReport]):
-    """Fits prompts with their completions to the maximum length; trees with the same prompt are held out together.
+    """Cuts or drops prompts with completions that exceed the maximum length, writes the others, and counts them.
 
     Args:
-        writer: Table to write the trees to.
-        policy: Limits, and what to do with longer trees.
+        writer: Table to write trees (prompts with their completions) to.
+        policy: Maximum lengths, and what to do with longer trees.
         identical_pairs: One of :data:`IDENTICAL_PAIRS`.
-        kinds: Names of the first and second completion of a pair, or of desirable and undesirable completions.
+        kinds: Names of the two kinds of completions: chosen and rejected, or desirable and undesirable.
     """
 
     record = Tree
@@ -92,11 +91,12 @@ class TreeFit(LengthFit[Tree, CompletionReport]):
         """length in tokens and origin of the longest prompt"""
 
     def add(self, tree: Tree, prompt_digest: bytes) -> None:
-        """Write a tree, truncated if it is too long and ``overlength`` says so; otherwise count it as dropped.
+        """Write a tree. Truncate it if it is too long and ``overlength`` is ``truncate``; otherwise count a long tree
+        as dropped.
 
         Args:
             tree: Tree to add.
-            prompt_digest: Hash of its prompt; trees with the same hash are held out together.
+            prompt_digest: Hash of its prompt; all trees with this hash are held out, or none.
         """
         if _has_identical_answers(tree):
             self.skip_identical(tree.origin)
@@ -196,12 +196,11 @@ class TreeFit(LengthFit[Tree, CompletionReport]):
 
 
 def _has_identical_answers(tree: Tree) -> bool:
-    """Return True if both answers of a pair have the same tokens: a template may print different answers alike."""
+    """Return True if both answers of a pair have the same token ids; a template may print different answers alike."""
     return len(tree.completions) == 2 and tree.completions[0] == tree.completions[1]
 
 
 def _tree_digest(tree: Tree) -> bytes:
-    """Return a hash of everything in a tree that training reads."""
     digest = hashlib.blake2b(repr((tree.labels, tree.margin)).encode(), digest_size=16)
     lists = [tree.prompt, *tree.completions]
     digest.update(np.array([len(items) for items in lists], dtype=np.int64).tobytes())
@@ -213,7 +212,7 @@ def _tree_digest(tree: Tree) -> bytes:
 
 
 class PromptFit(LengthFit[Prompt, CompletionReport]):
-    """Fits prompts for which the model writes the completions (grpo).
+    """Cuts or drops prompts that exceed ``max_prompt_length``, writes the others, and counts them (for grpo).
 
     Args:
         writer: Table to write the prompts to.
@@ -237,11 +236,12 @@ class PromptFit(LengthFit[Prompt, CompletionReport]):
         """number of first tokens that a truncated prompt keeps"""
 
     def add(self, prompt: Prompt, group_digest: bytes) -> None:
-        """Write a prompt, truncated if it is too long and ``overlength`` says so; otherwise count it as dropped.
+        """Write a prompt. Truncate it if it is too long and ``overlength`` is ``truncate``; otherwise count a long
+        prompt as dropped.
 
         Args:
             prompt: Prompt to add.
-            group_digest: Hash; prompts with the same hash are held out together.
+            group_digest: Hash of its group; all prompts with this hash are held out, or none.
         """
         self.record_sizes(prompt.num_tokens, prompt.origin)
         lost = 0
@@ -276,7 +276,7 @@ class PromptFit(LengthFit[Prompt, CompletionReport]):
 
 
 def _prompt_digest(prompt: Prompt) -> bytes:
-    """Return a hash of everything in a prompt that training reads: tokens, text and columns."""
+    """Return a hash of the token ids, the text and the other columns of a prompt."""
     digest = hashlib.blake2b(np.array(prompt.input_ids, dtype=np.int32).tobytes(), digest_size=16)
     digest.update(json.dumps([prompt.prompt, prompt.columns], sort_keys=True, default=repr).encode())
     return digest.digest()

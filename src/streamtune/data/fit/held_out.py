@@ -39,11 +39,10 @@ class Digests:
         return Digests(self._bytes[: 16 * count])
 
     def to_array(self) -> npt.NDArray[np.uint8]:
-        """Return the hashes as an array [digests, 16]."""
         return np.frombuffer(bytes(self._bytes), dtype=np.uint8).reshape(-1, 16)
 
     def ranks(self) -> npt.NDArray[np.int64]:
-        """Return the rank of each hash among the distinct hashes in byte order, [digests]."""
+        """Return for each hash its rank among the distinct hashes, sorted by bytes; equal hashes have equal ranks."""
         words = np.frombuffer(bytes(self._bytes), dtype=">u8").astype(np.uint64).reshape(-1, 2)
         order = np.lexsort((words[:, 1], words[:, 0]))
         words = words[order]
@@ -61,7 +60,7 @@ Mask = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class SourceStart:
-    """The counts of a fit before the first row of a source."""
+    """Counts of rows and records at the moment when the first row of a dataset is added."""
 
     source: Source
     """the source that begins"""
@@ -77,7 +76,7 @@ class SourceStart:
 
 @dataclass(frozen=True)
 class EvalSet:
-    """A named part of the held-out rows. A packed sequence has rows of one set only."""
+    """A named range of the held-out rows. A packed sequence has rows of only one eval set."""
 
     name: str
     """name of the set"""
@@ -88,12 +87,12 @@ class EvalSet:
 
 
 def choose_held_out(groups: Digests, starts: Sequence[SourceStart], val_size: float, seed: int) -> Mask:
-    """Return a mask of the held-out rows, [kept rows]: groups drawn at random, and all rows of eval sets.
+    """Return [kept rows]: True for rows held out from training, which are random groups and all rows of eval sets.
 
     Args:
-        groups: [kept rows] hash of each row's group; a group is held out as a whole.
-        starts: Start of every source; eval sets come last.
-        val_size: Rows to hold out, eval sets not included: a fraction below 1, or a count.
+        groups: [kept rows] hash of each row's group; all rows of a group are held out, or none.
+        starts: Counts at the start of every source; the sources of eval sets come last.
+        val_size: Fraction (below 1) or number of the rows to hold out, in addition to the eval sets.
         seed: Seed of the draw.
 
     Raises:
@@ -135,11 +134,11 @@ def _draw_groups(groups: Digests, val_size: float, seed: int) -> Mask:
 
 
 def held_out_eval_sets(held_out: Numbers, starts: Sequence[SourceStart]) -> tuple[EvalSet, ...]:
-    """Return the named sets of held-out records; empty if no source belongs to an eval set.
+    """Return the eval sets as ranges of the held-out records; empty if no source belongs to an eval set.
 
     Args:
         held_out: [held out] record numbers, ascending.
-        starts: Start of every source; eval sets come last.
+        starts: Counts at the start of every source; the sources of eval sets come last.
     """
     sets: list[EvalSet] = []
     places = [int(np.searchsorted(held_out, start.records)) for start in starts]
@@ -157,12 +156,13 @@ def held_out_eval_sets(held_out: Numbers, starts: Sequence[SourceStart]) -> tupl
 
 
 def eval_set_bounds(sets: Sequence[EvalSet], held_out: int) -> list[int]:
-    """Return the start of each set, then the number of held-out rows; without sets ``[0, held_out]``."""
+    """Return the start of each eval set among the held-out rows, then their number; without sets ``[0, held_out]``."""
     return [*(each.start for each in sets), held_out] if sets else [0, held_out]
 
 
 def make_mixture(sources: Sequence[Source], bounds: Sequence[int], rows: Numbers, tokens: Numbers) -> Mixture | None:
-    """Return the mixture of the training sources by their weights; None without weights.
+    """Return how many units (rows or packs) of each source an epoch visits, by the sources' weights; None without
+    weights.
 
     Args:
         sources: Sources that are trained on.
@@ -190,7 +190,7 @@ def make_mixture(sources: Sequence[Source], bounds: Sequence[int], rows: Numbers
 def add_epoch_counts(
     reports: Sequence[SourceReport], bounds: Sequence[int], lengths: Numbers, mixture: Mixture | None
 ) -> tuple[SourceReport, ...]:
-    """Return the reports, completed with the number of rows and of tokens of each source that an epoch visits.
+    """Return copies of the reports with ``epoch_rows`` and ``epoch_tokens``: how much of each source an epoch visits.
 
     Args:
         reports: Report of every source; eval sets come last, and an epoch does not visit them.
@@ -212,14 +212,14 @@ def add_epoch_counts(
 
 
 def count_duplicates(digests: Digests, is_held_out: Mask) -> tuple[int, Mask]:
-    """Count the records that equal an earlier record, and mark records with a copy in the other part.
+    """Count duplicate records, and find the records that are both trained on and held out.
 
     Args:
         digests: [records] 128-bit hashes.
         is_held_out: [records] True for held-out records; the others are trained on.
 
     Returns:
-        The number of duplicates, and a mask [records] of the records that are both trained on and held out.
+        Number of records that equal an earlier record, and a mask [records] of those both trained on and held out.
     """
     if not len(digests):
         return 0, np.zeros(0, dtype=np.bool_)

@@ -45,9 +45,9 @@ Notify = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Measured:
-    """Sizes of the rendered rows before any cut, and sizes of the records; both in the order of reading.
+    """Lengths of the rendered rows before truncation, and counts of the stored records, both in the order of reading.
 
-    A record's index is its row in the table of ``Prepared.training`` and ``Prepared.validation``.
+    A record's index here is its index in the Arrow table of the prepared data.
     """
 
     lengths: npt.NDArray[np.int64]
@@ -67,7 +67,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Prepared(Generic[RecordT, ReportT]):
-    """Rows as token ids, split into a training part and a held-out part. All rows of a group are in the same part."""
+    """Training records and held-out records as token ids. A group of equal or related rows is held out as a whole."""
 
     training: Stored[RecordT]
     """records to train on"""
@@ -96,13 +96,13 @@ class Prepared(Generic[RecordT, ReportT]):
 
 
 class LengthFit(ABC, Generic[RecordT, ReportT]):
-    """Writes records, and counts the rows that are kept, cut and dropped.
+    """Truncates, splits or drops rows that exceed the maximum length; writes the resulting records and counts them.
 
     Args:
         writer: Table to write the records to.
         overlength: Handling of rows over the maximum length, one of :data:`OVERLENGTH`.
-        limit: Limit in words, for an error.
-        over: Limit in words, for a note.
+        limit: Maximum length as an error message says it, such as "max_length is 2,048".
+        over: Maximum length as a note says it, such as "2,048 tokens".
     """
 
     record: type[RecordT]
@@ -132,7 +132,7 @@ class LengthFit(ABC, Generic[RecordT, ReportT]):
         self.starts: list[SourceStart] = []
 
     def start_source(self, source: Source) -> None:
-        """Start a source: rows added from now on belong to it."""
+        """Count rows added from now on as rows of ``source``."""
         self.starts.append(self._source_start(source))
 
     def _source_start(self, source: Source) -> SourceStart:
@@ -148,12 +148,12 @@ class LengthFit(ABC, Generic[RecordT, ReportT]):
         first_trained: int = 0,
         estimated: bool = False,
     ) -> None:
-        """Record the sizes of a rendered row.
+        """Record the lengths of a rendered row, before truncation.
 
         Args:
             size: Number of tokens, as compared with the maximum length.
             origin: Place of the row, ``file:line``.
-            tokens: Number of tokens with a copy of the prompt for each completion. [default: ``size``]
+            tokens: Number of tokens, counting the prompt once for each completion. [default: ``size``]
             first_trained: Largest ``max_length`` at which truncation leaves no trained token.
             estimated: Whether ``size`` is an estimate.
         """
@@ -166,12 +166,12 @@ class LengthFit(ABC, Generic[RecordT, ReportT]):
 
     @property
     def longest_length(self) -> str:
-        """The length of the longest row, for a message; "about" marks an estimate."""
+        """Length of the longest row in tokens as text; it begins with "about" if it is an estimate."""
         return ("about " if self.is_longest_estimated else "") + f"{self.longest[0]:,}"
 
     @property
     def rows(self) -> int:
-        """Number of rows read, including rows dropped before rendering."""
+        """Number of rows read, including rows dropped before their length was known."""
         return len(self.lengths) + self.counts["identical"] + self.counts["empty"]
 
     def skip_empty(self) -> None:
@@ -179,7 +179,7 @@ class LengthFit(ABC, Generic[RecordT, ReportT]):
         self.counts["dropped"] += 1
 
     def write(self, record: RecordT, digest: bytes, *, trained_tokens: int = 0, lost_tokens: int = 0) -> None:
-        """Write a record of the current row; the caller appends the row's group afterwards.
+        """Write a record of the current row and its counts. The caller then appends the row's group to ``groups``.
 
         Args:
             record: Record to write.
@@ -200,9 +200,9 @@ class LengthFit(ABC, Generic[RecordT, ReportT]):
 
         Args:
             table: Table of the written records.
-            val_size: Rows to hold out: a fraction below 1, or a count.
+            val_size: Fraction (below 1) or number of the rows to hold out.
             seed: Seed that chooses the held-out rows.
-            notify: Function that shows the user a message, if rows of eval sets are trained on too.
+            notify: Function that shows the user a message: how many rows of eval sets are trained on too.
 
         Raises:
             DataError: No row is left to train on, or in an eval set.
@@ -242,7 +242,7 @@ class LengthFit(ABC, Generic[RecordT, ReportT]):
     def _repeat_records(
         self, records: npt.NDArray[np.int64], sources: Sequence[Source]
     ) -> tuple[npt.NDArray[np.int64], tuple[int, ...]]:
-        """Return the training records, repeated as each source's ``repeat`` says, and the bounds of the sources."""
+        """Return the training records, each ``repeat`` times as its source says, and the bounds of the sources."""
         if not sources:  # all sources belong to eval sets
             return records, (0,)
         parts = np.split(records, np.searchsorted(records, [start.records for start in self.starts[1 : len(sources)]]))
@@ -282,7 +282,7 @@ class LengthFit(ABC, Generic[RecordT, ReportT]):
             )
 
     def describe_changes(self) -> str:
-        """Return how many of the rows that were too long were truncated, split and dropped, for a note."""
+        """Return how many long rows were truncated, split and dropped, such as "3 truncated, 1 dropped"."""
         dropped = self.counts["dropped"] - self.counts["identical"] - self.counts["empty"]
         counts_by_change = {"truncated": self.counts["truncated"], "split": self.counts["split"], "dropped": dropped}
         return ", ".join(f"{count:,} {change}" for change, count in counts_by_change.items() if count)
@@ -300,7 +300,7 @@ class LengthFit(ABC, Generic[RecordT, ReportT]):
     def make_report(
         self, train_examples: int, is_held_out: npt.NDArray[np.bool_], duplicates: int, held_out_duplicates: int
     ) -> ReportT:
-        """Return the report of all rows.
+        """Return the counts of all rows.
 
         Args:
             train_examples: Number of records to train on, repeats included.
@@ -357,7 +357,7 @@ class LengthFit(ABC, Generic[RecordT, ReportT]):
 
     @abstractmethod
     def kind_report_fields(self) -> dict[str, Any]:
-        """Return the fields of the report that only this kind of rows has."""
+        """Return the report's fields (name to value) that this subclass adds to the fields of every report."""
 
 
 def number_has(count: int, noun: str) -> str:
@@ -370,10 +370,10 @@ _NOT_SAVED = ("writer", "policy", "_group")
 
 
 def save_fit(fit: LengthFit[Any, Any], folder: Path) -> None:
-    """Write the counts of a fit to ``fit.npz`` and ``fit.json``.
+    """Write the counts, lengths and hashes that ``fit`` collected to the files ``fit.npz`` and ``fit.json``.
 
     Args:
-        fit: Fit to which all rows were added.
+        fit: Object to which all rows were added.
         folder: Folder to write to.
 
     Raises:
@@ -398,12 +398,12 @@ def save_fit(fit: LengthFit[Any, Any], folder: Path) -> None:
 
 
 def load_fit(fit: LengthFit[Any, Any], folder: Path, sources: Sequence[Source]) -> None:
-    """Restore the counts of a fit that :func:`save_fit` wrote.
+    """Read the counts, lengths and hashes that :func:`save_fit` wrote into ``fit``.
 
     Args:
-        fit: New fit, whose counts are replaced.
+        fit: New object, whose counts are replaced.
         folder: Folder to read.
-        sources: Sources of the saved fit; their weights and ``repeat`` may differ.
+        sources: Sources of the saved rows; their weights and ``repeat`` may differ.
 
     Raises:
         OSError, ValueError, KeyError: The files cannot be read, or have other content.
@@ -433,7 +433,7 @@ def load_fit(fit: LengthFit[Any, Any], folder: Path, sources: Sequence[Source]) 
 
 
 def _to_json(value: Any) -> Any:
-    """Return a value without its ``source`` objects, built from dicts and lists, so that ``json`` can write it."""
+    """Return a value as dicts and lists that ``json`` can write, without the sources of :class:`SourceStart`."""
     if isinstance(value, SourceStart):
         return {name: _to_json(item) for name, item in vars(value).items() if name != "source"}
     if isinstance(value, Mapping):

@@ -25,7 +25,7 @@ Mask = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class TokenSpan:
-    """Tokens ``start`` to ``stop`` (exclusive) of a row; the first ``context`` of them are not trained."""
+    """Tokens ``start`` to ``stop`` (exclusive) of a row. The first ``context`` of them are input only, not trained."""
 
     start: int
     stop: int
@@ -33,19 +33,19 @@ class TokenSpan:
 
 
 def cut_row(trained: Mask, policy: RowPolicy, *, prefix_length: int, has_answer: bool) -> list[TokenSpan]:
-    """Return the token ranges that truncating a row keeps: one range, or its beginning and its end.
+    """Return the token ranges that remain of a truncated row: one range, or two (the row's beginning and its end).
 
-    The first token of a range is not trained, because its context is missing. ``policy.truncate_side`` decides:
+    The first token of a range is not trained, because the token before it is missing. ``policy.truncate_side`` decides:
 
-    - ``right`` keeps the beginning of the row, ``left`` keeps its end.
-    - ``middle`` keeps both, with half the length each. The end gets more if the last answer then fits.
-    - ``auto`` is ``right`` for a document. For other rows it is ``left`` if the last answer fits with a token before
-      it. Otherwise it keeps the beginning of that answer, and before it up to half the length.
+    - ``right`` keeps the beginning of the row, ``left`` keeps its end. - ``middle`` keeps both, with half the length
+    each. The end gets more if the last answer then fits. - ``auto`` is ``right`` for a document. For other rows it is
+    ``left`` if the last answer fits with a token before it. Otherwise it keeps as much of that answer's beginning as
+    fits after the text before the answer, which gets at most half the length.
 
     ``left`` and ``auto`` also keep the prefix, if it takes at most half the length and a trained token remains.
 
     Args:
-        trained: [T] True for trained tokens; T exceeds the length.
+        trained: [T] True for trained tokens; T exceeds ``max_length``.
         policy: Maximum length and truncation side.
         prefix_length: Number of prefix tokens, such as a system message, to keep when the row's beginning is cut off.
         has_answer: Whether the trained tokens are answers to a prompt.
@@ -68,7 +68,7 @@ def cut_row(trained: Mask, policy: RowPolicy, *, prefix_length: int, has_answer:
 
 
 def _prepend_prefix(trained: Mask, prefix_length: int, span: TokenSpan, max_length: int) -> list[TokenSpan]:
-    """Return the prefix and the range, shortened to make room for it; without room for both, the range alone."""
+    """Return the prefix and the span, shortened to make room for the prefix; the span alone if both do not fit."""
     shorter = TokenSpan(span.start + prefix_length, span.stop, 1)
     if not prefix_length or prefix_length > max_length // 2 or not trained[shorter.start + 1 : shorter.stop].any():
         return [span]
@@ -101,11 +101,11 @@ def largest_untrained_length(trained: Mask, policy: RowPolicy, *, has_answer: bo
 
 
 def split_row(trained: Mask, policy: RowPolicy, breaks: npt.NDArray[np.uint8] | None) -> list[TokenSpan]:
-    """Return the consecutive parts that a row is split into; without their context they make up the whole row.
+    """Return the consecutive parts that a long row is split into; a part may begin with tokens of the part before it.
 
-    A part ends at the last border of the strongest kind that it contains::
+    Borders in the text, from strongest to weakest. A part ends at its last border of the strongest kind possible::
 
-        turn               a new exchange of a chat, if a token before it in the part is trained
+        turn a user or system message after an answer, if the part then has a trained token
         paragraph, line    only in the second half of the part
         token              any token
 
@@ -128,7 +128,7 @@ def split_row(trained: Mask, policy: RowPolicy, breaks: npt.NDArray[np.uint8] | 
 
 
 def _part_end(trained: Mask, breaks: npt.NDArray[np.uint8], start: int, stop: int, strongest_border: int) -> int:
-    """Return where a part that starts at ``start`` ends: at a border, at ``stop`` at the latest."""
+    """Return the end (exclusive) of a part that starts at ``start``: a border if possible, at most ``stop``."""
     inside = breaks[start + 1 : stop + 1]
     for kind in range(strongest_border, 0, -1):
         places = np.flatnonzero(inside >= kind)
@@ -144,7 +144,7 @@ def _part_end(trained: Mask, breaks: npt.NDArray[np.uint8], start: int, stop: in
 
 
 class RowFit(LengthFit[Example, DataReport]):
-    """Fits training rows to the maximum length; rows with the same tokens and labels are held out together."""
+    """Truncates, splits or drops training rows that exceed the maximum length, writes examples, and counts them."""
 
     record = Example
     report_type = DataReport
@@ -156,7 +156,7 @@ class RowFit(LengthFit[Example, DataReport]):
         self._group: bytes | None = None
 
     def add_turns(self, turns: Sequence[Rendered], origin: str) -> None:
-        """Fit the examples of a conversation, one per turn; they are held out together."""
+        """Add the examples of a conversation, one per turn; they are all held out, or none."""
         digest = hashlib.blake2b(digest_size=16)
         for turn in turns:
             digest.update(_int_array(turn.input_ids).data)
@@ -164,12 +164,13 @@ class RowFit(LengthFit[Example, DataReport]):
             self.add(turn, origin, digest.digest())
 
     def add(self, rendered: Rendered, origin: str, group_digest: bytes | None = None) -> None:
-        """Fit a row to the maximum length, and write its examples.
+        """Truncate, split or drop a row that exceeds the maximum length, and write its examples.
 
         Args:
             rendered: Tokens and labels of the row.
             origin: Place of the row, ``file:line``.
-            group_digest: Hash; rows with the same hash are held out together. None uses a hash of the examples.
+            group_digest: Hash of its group; all rows with this hash are held out, or none. None uses a hash of the
+                row's examples.
         """
         self._group = group_digest
         row = _Row(_int_array(rendered.input_ids), _int_array(rendered.labels), rendered.weight)
@@ -207,7 +208,7 @@ class RowFit(LengthFit[Example, DataReport]):
         uncut_size: _RowSize,
         counter_name: str = "kept whole",
     ) -> None:
-        """Write one example for each list of token ranges; without any, count the row as dropped."""
+        """Write an example for each list of spans, joined end to end; without lists, count the row as dropped."""
         covered_tokens = _count_covered_tokens(span_lists)
         lost = uncut_size.tokens - covered_tokens
         self.counts["tokens_lost"] += lost
@@ -257,7 +258,6 @@ class RowFit(LengthFit[Example, DataReport]):
 
 
 def _int_array(tokens: Sequence[int]) -> IntArray:
-    """Return token ids as a NumPy array; ids in an ``array`` are not copied."""
     return np.frombuffer(tokens, dtype=np.int32) if isinstance(tokens, array) else np.array(tokens, dtype=np.int32)
 
 
@@ -282,13 +282,13 @@ class _Row:
 
 
 def _cuts_system_message(rendered: Rendered, spans: Sequence[TokenSpan]) -> bool:
-    """Return True if a row begins with a system message and truncation does not keep all of it."""
+    """Return True if a row begins with a system message and truncation removes all or part of the message."""
     system, first = rendered.system, spans[0]
     return system is not None and not (system > 0 and first.start == 0 and system <= first.stop)
 
 
 def _count_covered_tokens(span_lists: Sequence[Sequence[TokenSpan]]) -> int:
-    """Return how many of a row's tokens the ranges cover, counting overlaps once."""
+    """Return how many different tokens of a row are in any of the spans."""
     total = stop = 0
     for part in chain.from_iterable(span_lists):
         total += part.stop - max(part.start, stop)

@@ -296,7 +296,8 @@ def _shuffle_key(name: str) -> bytes:
 
 
 def _interleave(short: list[Row], long: list[Row]) -> Iterator[Row]:
-    """Yield one long row and eleven short rows in turn; when one kind is exhausted, the rest of the other."""
+    """Yield one long row, then eleven short rows, and so on; when one kind is exhausted, yield the rest of the
+    other."""
     rest_short, rest_long = iter(short), iter(long)
     while True:
         group = [*islice(rest_long, 1), *islice(rest_short, LONG_EVERY - 1)]

@@ -187,14 +187,14 @@ def _parse_tool_call(call: Any, location: str, origin: str) -> dict[str, Any]:
 
 
 def _drop_none_values(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields whose value is not None."""
     return {name: value for name, value in fields.items() if value is not None}
 
 
 def without_nulls(value: Any) -> Any:
-    """Return a value without the keys that are None, at every depth.
+    """Return a value without the dictionary entries that are None, at every depth.
 
-    Arrow gives every struct of a column the same keys and fills missing keys with nulls. A template would print them.
+    Arrow gives every struct of a column the same keys and fills missing keys with nulls. A chat template would print
+    them.
     """
     if isinstance(value, dict):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
@@ -222,7 +222,7 @@ def _check_unicode(text: str, location: str, origin: str) -> str:
 
 
 def column_names(columns: Mapping[str, Any]) -> str:
-    """Return the quoted names of the columns, for a message."""
+    """Return the names of the columns in quotes, joined by commas, for a message."""
     return ", ".join(f"'{name}'" for name in columns) or "no column"
 
 
@@ -254,7 +254,7 @@ def has_roles(turns: Any) -> bool:
 
 
 def read_tools(value: Any, origin: str) -> list[dict[str, Any]] | None:
-    """Return the tools of a row in the form that chat templates read; None without tools.
+    """Return the tools of a row as a list of ``{"type": "function", "function": {...}}``; None without tools.
 
     Raises:
         DataError: The value is not a list of objects.
@@ -263,7 +263,7 @@ def read_tools(value: Any, origin: str) -> list[dict[str, Any]] | None:
 
 
 def tools_and_form(value: Any, origin: str) -> tuple[list[dict[str, Any]] | None, bool]:
-    """Return the tools of a row as ``{"type": "function", "function": {...}}``, and whether any was a bare schema.
+    """Return the tools of a row as ``{"type": "function", "function": {...}}``, and True if a tool lacked this wrapper.
 
     ``apply_chat_template`` documents this form, and inference servers use it. Without tools the list is None.
 
@@ -282,7 +282,7 @@ def tools_and_form(value: Any, origin: str) -> tuple[list[dict[str, Any]] | None
 
 
 def _wrap_tool(tool: dict[str, Any]) -> dict[str, Any]:
-    """Return a tool as ``{"type": "function", "function": {...}}``; a bare function schema is put inside."""
+    """Return a tool as ``{"type": "function", "function": {...}}``; wrap it if it is only the schema of a function."""
     bare = isinstance(tool.get("name"), str) and "parameters" in tool and tool.get("type", "function") == "function"
     if not bare or "function" in tool:
         return tool
@@ -294,7 +294,7 @@ _MAY_BE_NULL = ("default", "const", "example")
 
 
 def _has_added_nulls(schema: Any) -> bool:
-    """Return True if a key is null that no schema sets to null: then an Arrow table filled missing keys with nulls."""
+    """Return True if a tool's JSON schema has a null where JSON Schema allows none: then Arrow added the key."""
     if isinstance(schema, dict):
         return any(
             name not in _MAY_BE_NULL if value is None else _has_added_nulls(value) for name, value in schema.items()
@@ -348,7 +348,7 @@ TextOrMessages = str | list[dict[str, Any]]
 
 
 def text_or_messages(columns: Mapping[str, Any], name: str, origin: str) -> TextOrMessages:
-    """Return the text of a column, or its checked messages. A single message need not be in a list.
+    """Return the text of a column, or its messages after a check. A single message need not be in a list.
 
     Raises:
         DataError: The value is empty, of another type, or a message is malformed.
@@ -400,7 +400,7 @@ def check_role_order(messages: Sequence[Mapping[str, Any]], name: str, origin: s
 
 
 def texts_of(value: TextOrMessages) -> list[str]:
-    """Return the text of a prompt or an answer, or the content of each of its messages."""
+    """Return the texts of a prompt or an answer: the text itself, or the content of each message."""
     if isinstance(value, str):
         return [value]
     return [message["content"] for message in value if message.get("content")]

@@ -75,7 +75,7 @@ class FileHashes:
         return [path for path, facts in self._read.items() if _file_stats_at(path) != facts]
 
     def has_same_bytes(self, path: Path) -> bool:
-        """Return True if a file still has the bytes that were hashed first.
+        """Return True if a file still has the bytes that this object hashed first.
 
         The file is read only if its size, mtime, ctime or inode changed.
 
@@ -118,7 +118,7 @@ class StreamedFiles:
     _reading: dict[_Entry, tuple[Source, Path]] = field(default_factory=dict)
 
     def check_listing(self, source: Source, files: Sequence[DataFile]) -> None:
-        """Check the file names, and the versions of remote files, against the first list.
+        """Check that the list of files, and the versions of remote files, are as at the first call for this source.
 
         Raises:
             DataError: A file was added, removed or replaced.
@@ -130,7 +130,7 @@ class StreamedFiles:
             raise _file_changed_error(", ".join(names[:MOST_NAMED]), "was added, removed or replaced", source)
 
     def check_file(self, source: Source, file: DataFile) -> None:
-        """Check the file that is opened next.
+        """Check that a file which is about to be opened has not changed since the run began.
 
         Raises:
             DataError: The file was changed, replaced or removed.
@@ -141,7 +141,7 @@ class StreamedFiles:
             self._check_unchanged(source, file.path)
 
     def check(self) -> None:
-        """Check the files that are currently read.
+        """Check that the files being read have not changed since the run began.
 
         Raises:
             DataError: A file was changed, replaced or removed.
@@ -199,7 +199,8 @@ _NOT_IN_FINGERPRINT = ("where", "watch", "seed", "repeat", "weight", "mix_by", "
 
 
 def fingerprint_source(source: Source, hashes: FileHashes) -> Mapping[str, Any] | None:
-    """Return everything that determines the rows of a source, as JSON values; None if its contents are unknown.
+    """Return the values that identify the rows of a source (options, hashes of files), as JSON values; None if a file's
+    contents are unknown.
 
     After a read error the contents are unknown; the reader then raises a better error.
     """
@@ -215,9 +216,11 @@ def fingerprint_source(source: Source, hashes: FileHashes) -> Mapping[str, Any] 
 
 
 def fingerprint_rows(source: Source, hashes: FileHashes) -> Mapping[str, Any] | None:
-    """Return everything that determines the rows of a streamed source; None if its contents are unknown.
+    """Return the values that identify the rows of a streamed source, as JSON values; None if a file's contents are
+    unknown.
 
-    The location of the files does not count. A dataset on the hub is not downloaded.
+    The same files at another path give the same values. A dataset on the hub is not downloaded; its contents are
+    unknown.
     """
     found = fingerprint_source(source, hashes)
     if found is None:
@@ -244,7 +247,7 @@ def _source_contents(source: Source, hashes: FileHashes) -> Any:
 
 
 def _file_version(file: DataFile, hashes: FileHashes) -> str | None:
-    """Return the hash of a local file, or the version that a remote file's storage gives."""
+    """Return the hash of a local file, or the version that the storage reports for a remote file; None if unknown."""
     if file.path is None:
         return file.version
     with open_bytes(file, text=False):  # opened as a reader does: a pipe or a device is rejected
@@ -253,7 +256,7 @@ def _file_version(file: DataFile, hashes: FileHashes) -> str | None:
 
 
 def _hash_library_files() -> str:
-    """Return a hash of the names, sizes and times of the standard library's files."""
+    """Return a hash of the paths, sizes and modification times of the files of Python's standard library."""
     digest = hashlib.blake2b(digest_size=20)
     for folder, folders, names in os.walk(sysconfig.get_path("stdlib")):
         folders[:] = sorted(name for name in folders if name not in ("__pycache__", "site-packages", "dist-packages"))

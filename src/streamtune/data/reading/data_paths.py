@@ -31,7 +31,8 @@ def is_url(path: str) -> bool:
 
 
 def local_files(path: str, *, split: str, config: str | None, where: str) -> FoundFiles | None:
-    """Return the local files that a path or a glob pattern names; None if it can only be a dataset on the hub.
+    """Return the local files that a path or a glob pattern names; None if the path can only be the name of a hub
+    dataset.
 
     Args:
         path: File, folder or glob pattern.
@@ -75,7 +76,7 @@ def _refuse_split(path: str, split: str, config: str | None, where: str) -> None
 
 
 def _walk_files(folder: Path, shown: str, where: str) -> Iterator[str]:
-    """Yield the files below a folder, relative to it. Links are followed; hidden files and folders are skipped."""
+    """Yield the paths of the files below a folder, relative to it. Follow links; skip hidden files and folders."""
     seen: set[tuple[int, int]] = set()
     waiting, count = [folder], 0
     while waiting:
@@ -124,7 +125,7 @@ def _looks_like_hub_name(path: str) -> bool:
 
 
 def _suggest_path(path: Path) -> str:
-    """Return a hint for a path that does not exist: a similar name, or the first folder that is missing."""
+    """Return a hint for a path that does not exist: a similar name, or which of its folders is missing."""
     folder = path.parent
     if not folder.is_dir():
         existing = next((parent for parent in folder.parents if parent.is_dir()), Path())
@@ -230,7 +231,7 @@ _VERSIONS = ("ETag", "etag", "blob_id", "checksum", "md5Hash", "sha256", "mtime"
 
 
 def _remote_version(system: Any, path: str) -> str | None:
-    """Return the version of a remote file; None if its storage reports none."""
+    """Return the version of a remote file, such as its ETag; None if the storage reports none."""
     try:
         info = system.info(path)
         found = {name: str(info[name]) for name in _VERSIONS if info.get(name)}
@@ -293,7 +294,7 @@ def load_hub(name: str, config: str | None, split: str, where: str, *, streamed:
 
 
 def _hub_load_error(name: str, config: str | None, split: str, error: Exception, where: str) -> DataError:
-    """Return the error for a dataset that cannot be loaded; it lists the splits if only the split is wrong."""
+    """Return the error for a hub dataset that cannot be loaded; if only the split is wrong, it lists the splits."""
     import datasets
 
     if isinstance(error, ValueError) and "split" in str(error):
@@ -334,7 +335,7 @@ def _first_line(error: Exception) -> str:
 
 @contextmanager
 def _quiet_without_terminal() -> Iterator[Any]:
-    """Context manager: progress bars of ``datasets`` are off unless stderr is a terminal."""
+    """Context manager that turns off the progress bars of ``datasets`` unless stderr is a terminal."""
     import datasets
 
     if sys.stderr.isatty() or not datasets.is_progress_bar_enabled():

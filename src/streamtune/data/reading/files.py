@@ -72,7 +72,7 @@ _HTML = (b"<!doctype html", b"<html", b"<?xml")
 
 @dataclass(frozen=True)
 class DataFile:
-    """A local or remote file of rows."""
+    """A local or remote file that holds rows."""
 
     name: str
     """name without folders; its extension selects the format"""
@@ -87,7 +87,7 @@ class DataFile:
 
 
 def format_of(name: str) -> str:
-    """Return the extension that selects the format, in lower case: ``.jsonl`` for ``data.JSONL.gz``."""
+    """Return the lower-case extension that selects a reader, without compression: ``.jsonl`` for ``data.JSONL.gz``."""
     suffixes = [suffix.lower() for suffix in PurePosixPath(name).suffixes]
     if suffixes and suffixes[-1] in COMPRESSED:
         suffixes.pop()
@@ -95,7 +95,6 @@ def format_of(name: str) -> str:
 
 
 def local_file(path: Path, shown_path: str) -> DataFile:
-    """Return a local file as a :class:`DataFile`; it is not opened."""
     return DataFile(path.name, shown_path, lambda: _open_local(path, shown_path), path)
 
 
@@ -132,7 +131,7 @@ def _check_regular_file(mode: int, shown_path: str) -> None:
 
 @contextmanager
 def open_bytes(file: DataFile, *, text: bool = True) -> Iterator[IO[bytes]]:
-    """Context manager: the opened file as bytes, decompressed if its extension names a compression.
+    """Context manager that opens a file and yields its bytes, decompressed if the extension names a compression.
 
     Args:
         file: File to open.

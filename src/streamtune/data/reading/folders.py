@@ -57,7 +57,7 @@ NOT_ROWS = {
 
 @dataclass(frozen=True)
 class ChosenFiles:
-    """The files of a folder that are read, and its data files that are not; paths relative to the folder."""
+    """The files of a folder that belong to a split, and its other data files; paths are relative to the folder."""
 
     names: list[str]
     """files to read, in order"""
@@ -66,7 +66,7 @@ class ChosenFiles:
 
 
 def is_data_name(name: str) -> bool:
-    """Return True if a file name is a data file: not hidden, in a known format, and not about the dataset."""
+    """Return True for the name of a file of rows: not hidden, in a known format, no README or dataset description."""
     path = PurePosixPath(name)
     if any(part.startswith((".", "__")) for part in path.parts):
         return False
@@ -76,7 +76,7 @@ def is_data_name(name: str) -> bool:
 def choose_files(
     names: Iterable[str], read_text: Callable[[str], str], *, split: str, config: str | None, shown: str, where: str
 ) -> ChosenFiles:
-    """Return the files of a split in a folder.
+    """Return the files of one split of the dataset in a folder.
 
     Args:
         names: All files below the folder, relative to it, with ``/``.
@@ -124,7 +124,7 @@ def _unknown_split_error(split: str, splits: Iterable[str], shown: str, where: s
 
 
 def _split_names(names: Sequence[str]) -> dict[str, list[str]]:
-    """Return split -> files, by the first naming rule that finds a split; otherwise all files are ``train``."""
+    """Return split -> files, by the first rule that finds a split: shards, folders, file names; else all are train."""
     for rule in (
         _split_of_shard,
         lambda path: _split_of_path_parts(path.parent.parts),
@@ -146,7 +146,7 @@ def _split_of_shard(path: PurePosixPath) -> list[str]:
 
 
 def _split_of_path_parts(parts: Sequence[str]) -> list[str]:
-    """Return a list with the split that the last matching name means; an empty list if no name matches."""
+    """Return [split] if a part of a path names a split, such as ``dev``; the last such part decides. Else return []."""
     for part in reversed(parts):
         for split, pattern in _WORD.items():
             if pattern.search(part.lower()):
@@ -206,7 +206,7 @@ def _read_configs(readme: str) -> dict[str, dict[str, Any]]:
 
 
 def _read_patterns(config_entry: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Return split -> file patterns of a configuration, relative to the folder (``data_dir`` is put before them)."""
+    """Return split -> file patterns of a configuration; its ``data_dir`` is prepended to each pattern."""
     files = config_entry.get("data_files")
     if isinstance(files, list) and any(isinstance(item, dict) for item in files):
         files = {item.get("split", "train"): item.get("path", ()) for item in files if isinstance(item, dict)}

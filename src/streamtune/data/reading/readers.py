@@ -34,7 +34,7 @@ from streamtune.errors import DataError
 
 @dataclass(frozen=True)
 class Row:
-    """A row as read from its file, before any conversion."""
+    """A row of data with its columns, as read from its file, before any conversion."""
 
     origin: str
     """``file:line`` or ``file:row N``, for error messages"""
@@ -92,7 +92,7 @@ def _to_row(value: Any, origin: str) -> Row:
 
 
 class _DuplicateKeyError(ValueError):
-    """A JSON object has the same key twice; JSON parsers differ in which value they use."""
+    """A JSON object has a key twice; JSON parsers differ in which of the two values they use."""
 
 
 def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -111,12 +111,12 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_reject_duplicate_keys, parse_cons
 
 
 def _json_error(error: ValueError | RecursionError, origin: str, location: str) -> DataError:
-    """Return the error for JSON that cannot be decoded.
+    """Return the error to raise for JSON that cannot be decoded.
 
     Args:
         error: Exception of the decoder.
-        origin: Place where the object begins.
-        location: Place where the decoder stopped.
+        origin: Place of the row, ``file:line``.
+        location: Place where the decoder stopped, ``file:line``.
     """
     if isinstance(error, _DuplicateKeyError):
         return DataError(f"the key '{error}' appears twice in one object", where=origin, fix="keep one of the two")
@@ -281,7 +281,7 @@ def _read_csv(file: DataFile, bad: BadRows, delimiter: str | None = None) -> Ite
 
 
 class _CountedLines:
-    """Iterates over lines of text and knows the number of the next line; skipped lines are counted too."""
+    """Iterates over lines of text and counts them, including lines that are not yielded."""
 
     def __init__(self, lines: Iterator[tuple[int, str]]) -> None:
         self._lines = lines
@@ -309,7 +309,7 @@ _QUOTED = re.compile(r'"(?:[^"]|"")*"')
 
 
 def _find_delimiter(header: str) -> str:
-    """Return the delimiter of a header line: a comma if it has one, else the first of ``;``, tab and ``|`` found."""
+    """Return the delimiter of a CSV header: a comma if it has one, else the first of ``;``, tab and ``|`` in it."""
     bare = _QUOTED.sub("", header)
     return next((mark for mark in (",", ";", "\t", "|") if mark in bare), ",")
 
@@ -328,7 +328,6 @@ def _unique_columns(names: Sequence[str], origin: str) -> list[str]:
 
 
 def _read_parquet(file: DataFile, bad: BadRows) -> Iterator[Row]:
-    """Yield the rows of a Parquet file."""
     import pyarrow.parquet as pq  # type: ignore[import-untyped]
 
     def batches(raw: Any) -> Iterator[Any]:
@@ -340,7 +339,7 @@ def _read_parquet(file: DataFile, bad: BadRows) -> Iterator[Row]:
 
 
 def _read_arrow(file: DataFile, bad: BadRows) -> Iterator[Row]:
-    """Yield the rows of an Arrow file or stream; ``datasets`` writes such files."""
+    """Yield the rows of an Arrow file or stream, as ``datasets`` writes them."""
     import pyarrow as pa
 
     def batches(raw: Any) -> Iterator[Any]:
@@ -360,7 +359,7 @@ def _read_arrow(file: DataFile, bad: BadRows) -> Iterator[Row]:
 
 
 def _slice_batches(batches: Any) -> Iterator[Any]:
-    """Yield the batches in slices of 64 rows, because rows as Python values take much more memory."""
+    """Yield batches of at most 64 rows, because rows take much more memory as Python values than as Arrow batches."""
     for batch in batches:
         batch.validate(full=True)  # a damaged file may have offsets outside its buffers
         for start in range(0, batch.num_rows, 64):
@@ -368,7 +367,7 @@ def _slice_batches(batches: Any) -> Iterator[Any]:
 
 
 def _arrow_rows(file: DataFile, batches: Callable[[Any], Iterator[Any]], kind: str) -> Iterator[Row]:
-    """Yield the rows of Arrow batches.
+    """Yield the rows of an Arrow or Parquet file.
 
     Args:
         file: File to read.
@@ -410,7 +409,8 @@ def _read_text(file: DataFile, bad: BadRows) -> Iterator[Row]:
 
 
 def _remove_added_nulls(read: Reader) -> Reader:
-    """Return a reader that removes null arguments of tool calls if a table added them; the user is notified.
+    """Return a reader that removes null arguments of tool calls if a table format probably added them, and notifies the
+    user.
 
     ``datasets`` stores the arguments of all tool calls of a column in one struct. Its ``to_json`` then writes every key
     in every call. A null may also be an argument that the call really passes. So nulls are removed only if all calls of
@@ -443,7 +443,7 @@ _NULLS_TRAINED = (
 
 
 def _call_arguments(columns: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the arguments of a row's tool calls, if they are objects and not JSON text."""
+    """Yield the arguments of each tool call of a row that are an object, not JSON text."""
     for messages in columns.values():
         for message in messages if isinstance(messages, list) else ():
             calls = message.get("tool_calls") if isinstance(message, dict) else None
@@ -462,7 +462,7 @@ def _has_null(value: Any) -> bool:
 
 
 def _have_same_keys(rows: Iterator[Row]) -> bool:
-    """Return True if there are at least two tool calls, and their arguments have the same keys at every depth."""
+    """Return True if the rows have two or more tool calls, and the (nested) keys of all their arguments are equal."""
     keys: dict[tuple[str, ...], frozenset[str]] = {}
     count = 0
     for row in rows:
@@ -474,7 +474,7 @@ def _have_same_keys(rows: Iterator[Row]) -> bool:
 
 
 def _has_recorded_keys(value: Any, json_path: tuple[str, ...], keys: dict[tuple[str, ...], frozenset[str]]) -> bool:
-    """Return True if every object in a value has the keys that ``keys`` lists for its path; new paths are added."""
+    """Return True if each object in ``value`` has the keys that ``keys`` has for its path; record keys of new paths."""
     if isinstance(value, list):
         return all(_has_recorded_keys(item, (*json_path, "[]"), keys) for item in value)
     if not isinstance(value, dict):

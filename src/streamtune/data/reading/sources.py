@@ -37,20 +37,20 @@ READ_BY = {
 
 
 class SourceWatch(Protocol):
-    """Checks that the files of a source are still the files that were read first."""
+    """Checks that the files of a source have not changed since they were first read."""
 
     def check_listing(self, source: Source, files: Sequence[DataFile]) -> None:
-        """Check the list of files; raise ``DataError`` if it changed."""
+        """Check the source's list of files; raise ``DataError`` if it is not as at the first reading."""
         ...
 
     def check_file(self, source: Source, file: DataFile) -> None:
-        """Check the file that is opened next; raise ``DataError`` if it changed."""
+        """Check a file that is about to be opened; raise ``DataError`` if it changed since the first reading."""
         ...
 
 
 @dataclass(frozen=True)
 class Source:
-    """An entry of a recipe's ``datasets``.
+    """A dataset to read: one entry of a recipe's ``datasets``.
 
     Example:
         >>> Source("rows.jsonl", type="messages", max_rows=100).type
@@ -93,12 +93,12 @@ class Source:
 
     @property
     def place(self) -> str:
-        """Place for error messages: ``where``, or the path if the source is not from a recipe."""
+        """Place for error messages: the key in the recipe, or the path if the source is not from a recipe."""
         return self.where or self.path
 
 
 def read_rows(source: Source, bad: BadRows | None = None) -> Iterator[Row]:
-    """Yield the rows of a source, at most ``max_rows``, with its columns renamed.
+    """Yield the rows of a source, at most ``max_rows``, with columns renamed by ``source.columns``.
 
     Args:
         source: Source to read.
@@ -117,7 +117,7 @@ def read_rows(source: Source, bad: BadRows | None = None) -> Iterator[Row]:
 
 
 def _select_rows(source: Source, bad: BadRows) -> Iterator[Row]:
-    """Yield the rows of a source: all rows, the first ``max_rows``, or ``max_rows`` rows drawn by the seed."""
+    """Yield all rows of a source, its first ``max_rows``, or (with ``shuffle``) ``max_rows`` drawn by the seed."""
     if not source.shuffle or source.max_rows is None:
         yield from islice(_read_source(source, bad), source.max_rows)
         return
@@ -132,10 +132,11 @@ def _select_rows(source: Source, bad: BadRows) -> Iterator[Row]:
 
 
 def _rename_columns(rows: Iterable[Row], source: Source, bad: BadRows) -> Iterator[Row]:
-    """Yield the rows with columns renamed by ``columns``.
+    """Yield the rows with columns renamed by ``source.columns``.
 
     Raises:
-        DataError: The first row lacks a column that ``columns`` names. Later rows are reported to ``bad`` instead.
+        DataError: The first row lacks a column to rename. A later row without such a column is reported to ``bad``
+            instead.
     """
     if not source.columns:
         yield from rows
@@ -163,7 +164,7 @@ def typed_rows(
     detect_type: Callable[[Row], str],
     bad: BadRows,
 ) -> Iterator[tuple[Row, str]]:
-    """Yield every row with its type.
+    """Yield every row of the sources with its row type.
 
     The type is the source's ``type``, or with ``auto`` the type detected from the source's first row.
 

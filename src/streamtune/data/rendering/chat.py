@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ChatTurn:
-    """Characters ``start`` to ``end`` (exclusive) of a rendering: one trained turn."""
+    """Characters ``start`` to ``end`` (exclusive) of a rendered conversation: one turn to train on."""
 
     start: int
     end: int
@@ -86,7 +86,7 @@ _COMPARED, _DISAGREED = 8, -1
 
 
 class ChatRenderer:
-    """Renders conversations with a tokenizer's chat template and finds the trained turns.
+    """Renders conversations with a tokenizer's chat template and finds the characters to train on.
 
     Args:
         tokenizer: Tokenizer of the model.
@@ -111,14 +111,14 @@ class ChatRenderer:
         reasoned: Sequence[int] | None = None,
         find_exchanges: bool = False,
     ) -> RenderedChat:
-        """Render a conversation and find its trained turns.
+        """Render a conversation and find the turns to train on.
 
         Args:
             request: Conversation, tools and template variables.
             trained: Indices of the messages to train on.
             origin: Place of the row, for errors.
             reasoned: Indices of the answers whose reasoning must be printed. [default: ``trained``]
-            find_exchanges: Whether to find where exchanges begin.
+            find_exchanges: Whether to find where exchanges begin: a user or system message after an answer.
 
         Raises:
             DataError: The template rejects the conversation, or a turn cannot be located exactly.
@@ -150,15 +150,15 @@ class ChatRenderer:
         return RenderedChat(text, turns, ends, chat.system, len(reasoned), dropped, exchanges, closed)
 
     def _count_closed(self, chat: Renderings, reasoned: Sequence[int], dropped: Sequence[int]) -> int:
-        """Return how many answers are trained with reasoning after a generation prompt with an empty ``<think>``."""
+        """Return how many trained answers have reasoning although their prompt has an empty think block."""
         printed = [index for index in reasoned if self._options.reasoning == "keep" or index not in dropped]
         prompt = chat.rendered_prompt(printed[-1]) if printed else None
         return len(printed) if prompt is not None and _CLOSED_REASONING.search(prompt[-_NEAR:]) else 0
 
     def system_length(self, request: ChatRequest, text: str, origin: str) -> int:
-        """Return how many characters the system messages take at the start of a rendered conversation.
+        """Return how many characters of a rendered conversation are its system messages, which must come first.
 
-        0 if the template does not print them the same way without the other messages.
+        0 if the template prints the system messages differently without the other messages.
 
         Args:
             request: Request with only the system messages.
@@ -173,7 +173,7 @@ class ChatRenderer:
         return len(alone) if text.startswith(alone) and content in alone else 0
 
     def _exchange_end_turns(self, chat: Renderings, turns_by_index: Mapping[int, ChatTurn]) -> list[ChatTurn]:
-        """Return the turns that end an exchange, without untrained turns that cannot be located."""
+        """Return the turn of each answer that a user or system message follows; untrained turns may be missing."""
         answers = [index for index in chat.answers() if _ends_exchange(chat.messages, index)]
         if not turns_by_index.keys() >= set(answers):
             try:
@@ -183,7 +183,7 @@ class ChatRenderer:
         return [turns_by_index[index] for index in answers]
 
     def requests(self, request: ChatRequest, trained: Sequence[int]) -> list[ChatRequest]:
-        """Return the requests that :meth:`render` will make, except in special cases.
+        """Return the renderings that :meth:`render` will usually need, so that they can be made ahead.
 
         Args:
             request: Conversation, tools and template variables.
@@ -204,7 +204,7 @@ class ChatRenderer:
         return self._changed_turns(chat, answers) if turns is None else turns
 
     def _check_printed(self, chat: Renderings, index: int, turns: Sequence[str]) -> None:
-        """Check that the text and tool calls of an answer are printed: some templates omit unknown fields.
+        """Check that the template prints the text and tool calls of an answer: some templates omit unknown fields.
 
         Raises:
             DataError: A text or a function name is in none of the turns.
@@ -220,7 +220,7 @@ class ChatRenderer:
     # ------------------------------------------------------------------ 1. the template's own marks
 
     def _marked_turns(self, chat: Renderings, trained: Sequence[int]) -> list[ChatTurn] | None:
-        """Return the turns that ``{% generation %}`` marks; None without marks, or if they cannot be assigned."""
+        """Return the turns in ``{% generation %}`` blocks; None without blocks, or if answers do not match blocks."""
         spans = self._generation_spans(chat)
         if spans is None:
             return None
@@ -238,7 +238,7 @@ class ChatRenderer:
     def _generation_spans(self, chat: Renderings) -> list[tuple[int, int]] | None:
         """Return the spans of ``{% generation %}`` blocks.
 
-        The template process reports spans with a rendering. These are used once they agreed with
+        The template process reports spans with each rendering. They are trusted after they equalled the spans of
         :meth:`Renderings.marked_spans` for 8 conversations.
         """
         ahead = chat.spans_rendered_ahead() if self._agreed >= 0 else None
@@ -250,7 +250,7 @@ class ChatRenderer:
         return spans
 
     def _extend_to_terminator(self, text: str, start: int, end: int, terminators: set[str]) -> ChatTurn:
-        """Return a marked span up to its end token: some templates mark too little, others a line break too much."""
+        """Return a marked span that ends after its end token: some templates mark too little, others a newline more."""
         marked = text[start:end].rstrip()
         if self._ends_with_special(marked):
             return ChatTurn(start, start + len(marked))
@@ -263,7 +263,7 @@ class ChatRenderer:
     # ------------------------------------------------------------------ 2. prefixes
 
     def _prefix_turns(self, chat: Renderings, trained: Sequence[int]) -> list[ChatTurn] | None:
-        """Return the turns between prefixes of the full rendering; None if a rendering is not a prefix."""
+        """Return each trained turn as the difference of two prefixes of the full text; None if one is not a prefix."""
         turns = []
         for index in trained:
             before, through = chat.prompt_length(index), chat.through_length(index)
@@ -276,14 +276,15 @@ class ChatRenderer:
     def _turn_start(
         self, chat: Renderings, index: int, history_length: int, text: str, through: int | None = None
     ) -> int:
-        """Return where a turn starts in ``text``.
+        """Return where the turn of message ``index`` starts in ``text``, after the turn's header.
 
         Args:
             chat: Conversation and its renderings.
             index: Index of the message.
             history_length: Length of the prompt before the turn; usually the turn starts here.
             text: Rendering that contains the turn.
-            through: End of the text to search for a header, for a template without a generation prompt; None for all.
+            through: End of the text to search for a header, if the template has no generation prompt; None searches
+                all.
         """
         if not chat.has_generation_prompt(index):
             return history_length + self._plain_header_length(chat, index, text[history_length:through])
@@ -291,9 +292,10 @@ class ChatRenderer:
         return history_length - opened_reasoning_length(text[:history_length] if near.isspace() else near)
 
     def _plain_header_length(self, chat: Renderings, index: int, turn: str) -> int:
-        """Return the length of the header at the start of ``turn``, for a template without a generation prompt.
+        """Return how many characters at the start of ``turn`` are its header, for a template without a generation
+        prompt.
 
-        The header of such a template is the text between the history and the content of an answer.
+        The header is what such a template prints between the earlier messages and the content of an answer.
         """
         mark = chat.unused_character()
         history = chat.rendered_history(index) or ""
@@ -305,7 +307,7 @@ class ChatRenderer:
         return len(header) if header.strip() and turn.startswith(header) else 0
 
     def _end_of_turn(self, chat: Renderings, index: int, start: int, turn: str) -> int:
-        """Return the end of a turn, after its end token; ``turn`` is the text from its ``start``."""
+        """Return the position after the end token of a turn; ``turn`` is the text from position ``start``."""
         turn = turn.rstrip()
         if self._ends_with_special(turn) and not self._has_two_end_tokens(turn):
             return start + len(turn)
@@ -315,12 +317,12 @@ class ChatRenderer:
         return place[1] + self._terminator_length(chat, index, (chat.rendered_through(index) or "")[place[1] :])
 
     def _has_two_end_tokens(self, text: str) -> bool:
-        """Return True if only blanks separate the last two special tokens: one may end the turn, one the text."""
+        """Return True if only blanks separate the last two special tokens: one may end the turn, the other the text."""
         specials = list(self._special.finditer(text))
         return len(specials) > 1 and text[specials[-2].end() : specials[-1].start()].isspace()
 
     def _terminator_length(self, chat: Renderings, index: int, tail: str) -> int:
-        """Return how many characters of ``tail``, the text after an answer, belong to its turn.
+        """Return how many characters of ``tail`` (the text printed after an answer) belong to the turn of the answer.
 
         The turn ends with the last special token; some templates close a tool call with an earlier one. Without special
         tokens it ends with the last character that is not blank. A token that only ends the conversation is excluded.
@@ -334,7 +336,7 @@ class ChatRenderer:
     # ------------------------------------------------------------------ 3. changes
 
     def _changed_turns(self, chat: Renderings, trained: Sequence[int]) -> list[ChatTurn]:
-        """Return the turns around the text that changes with each answer.
+        """Return the turn of each answer, found by replacing the answer and comparing the renderings.
 
         Raises:
             DataError: A turn cannot be located, or overlaps the text of another message.
@@ -354,10 +356,10 @@ class ChatRenderer:
         return turns
 
     def _changed_turn_start(self, chat: Renderings, index: int, text_range: tuple[int, int], floor: int) -> int:
-        """Return the end of the header before ``text_range``; the search goes back to ``floor``.
+        """Return the position after the header before ``text_range``; the header begins at ``floor`` or later.
 
         Raises:
-            DataError: The template prints another text before the answer than its generation prompt.
+            DataError: The template does not print its generation prompt before the answer.
         """
         before = chat.rendered_prompt(index)
         if before is not None and chat.text.startswith(before) and floor <= len(before) <= text_range[0]:
@@ -376,7 +378,8 @@ class ChatRenderer:
         raise chat.location_error(index, "prints another text before it than its generation prompt")
 
     def _printed_header_end(self, chat: Renderings, index: int, text_range: tuple[int, int], floor: int) -> int | None:
-        """Return the end of a header that is only the beginning of the generation prompt; None if there is none.
+        """Return the end of a turn's header that is only the beginning of the generation prompt; None if no such header
+        is found.
 
         A generation prompt may be longer than the header of an earlier turn, for example by ``<think></think>``. The
         header ends where the text of the turn begins, or where a plain answer in its place would begin.
@@ -392,9 +395,9 @@ class ChatRenderer:
         return None
 
     def _header_ending_at(self, text: str, position: int, floor: int, header: str) -> str:
-        """Return the longest beginning of ``header`` that ends at ``position`` of a text.
+        """Return the longest beginning of ``header`` that ends at ``position`` of a text; empty if there is none.
 
-        It contains the first special token of ``header``, if there is one. An empty string if there is no such text.
+        It must contain the first special token of ``header``, if ``header`` has special tokens.
         """
         first = self._special.search(header)
         min_length = first.end() if first is not None else 1
@@ -421,7 +424,7 @@ class ChatRenderer:
     def _turns_with_end_tokens(
         self, chat: Renderings, turns: list[ChatTurn], other_messages: Sequence[int]
     ) -> list[ChatTurn]:
-        """Return the turns of answers and other messages in order, with the end tokens that ``train_on_eos`` trains."""
+        """Return the turns of answers and other trained messages in order; ``train_on_eos`` decides on end tokens."""
         which = self._options.train_on_eos
         if not other_messages and which == "turn":
             return turns
@@ -440,13 +443,13 @@ class ChatRenderer:
         return _join_turns(turns)
 
     def _end_tokens(self, chat: Renderings, turns: Sequence[ChatTurn]) -> set[str]:
-        """Return the names of the tokens that end answers: EOS, and the last special token of each turn."""
+        """Return the names of the tokens that end answers: EOS, and the special token at the end of each turn."""
         texts = [chat.text[turn.start : turn.end] for turn in turns]
         ends = {next((token for token in self._special_tokens if text.endswith(token)), "") for text in texts}
         return (ends | {str(self._end or "")}) - {""}
 
     def _position_after_end_token(self, text: str, position: int, end_tokens: set[str]) -> int:
-        """Return the position after an end token that follows ``position``; without one ``position`` itself."""
+        """Return the position after the end token at ``position`` (after blanks); without one, ``position`` itself."""
         following = self._special.match(text, _skip_blanks(text, position))
         return following.end() if following is not None and following.group() in end_tokens else position
 
@@ -455,7 +458,6 @@ class ChatRenderer:
         return turn.end - len(token)
 
     def _end_token_ranges(self, chat: Renderings, end_tokens: set[str]) -> list[ChatTurn]:
-        """Return the character ranges of the end tokens of all messages, of every role."""
         ends = []
         turns = dict(zip(chat.answers(), self._locate_turns(chat, chat.answers()), strict=True))
         for index in range(len(chat.messages)):
@@ -473,7 +475,7 @@ class ChatRenderer:
     def _restore_reasoning(
         self, chat: Renderings, turns: Sequence[ChatTurn], dropped_turns: Mapping[int, ChatTurn]
     ) -> tuple[str, list[ChatTurn]]:
-        """Restore reasoning that the template dropped.
+        """Insert the reasoning that the template dropped into the rendering.
 
         Args:
             chat: Conversation and its rendering.
@@ -499,7 +501,7 @@ class ChatRenderer:
         return text, moved
 
     def _turn_with_reasoning(self, chat: Renderings, index: int, printed: str) -> str:
-        """Return the text of a turn with its reasoning, as printed in a conversation that ends with the turn."""
+        """Return the text of a turn with its reasoning: the turn as printed when it is the last of the conversation."""
         reasoning, before = reasoning_of(chat.messages[index]), chat.rendered_prompt(index)
         for messages in as_last_answer(chat, index) if before is not None else ():
             through = chat.try_render(messages)
@@ -520,11 +522,11 @@ class ChatRenderer:
 
 
 TextRanges = Sequence[tuple[int, int] | None]
-"""[messages] range of characters of each message, as :meth:`Renderings.place` returns it."""
+"""[messages] range of characters of each message, as :meth:`Renderings.text_range` returns it."""
 
 
 def _printed_range(chat: Renderings, text_ranges: TextRanges, index: int) -> tuple[int, int]:
-    """Return the range of characters of a message.
+    """Return the range of characters that prints a message.
 
     Raises:
         DataError: The template does not print the message.
@@ -547,13 +549,13 @@ def _check_no_overlap(chat: Renderings, text_ranges: TextRanges, index: int, tur
 
 
 def _ends_exchange(messages: Sequence[Message], index: int) -> bool:
-    """Return True if a user or system message follows an answer directly."""
+    """Return True if message ``index`` is an answer that is directly followed by a user or system message."""
     following = messages[index + 1]["role"] if index + 1 < len(messages) else ""
     return following in ("user", "system", "developer")
 
 
 def _join_turns(turns: Sequence[ChatTurn]) -> list[ChatTurn]:
-    """Return turns in order; turns that touch or overlap are joined."""
+    """Return turns sorted by position; turns that touch or overlap become one."""
     joined: list[ChatTurn] = []
     for turn in sorted((turn for turn in turns if turn.start < turn.end), key=lambda turn: turn.start):
         if joined and turn.start <= joined[-1].end:

@@ -18,7 +18,7 @@ _SHOWN, _NAMED = 10, 4
 
 @dataclass
 class RenderCounts:
-    """Counts of findings about the rows of one dataset."""
+    """Numbers of rows and answers of one dataset with something to tell the user, such as dropped reasoning."""
 
     answers: int = 0
     """number of trained answers"""
@@ -66,7 +66,7 @@ class RenderCounts:
     """places of the first rows with an empty answer"""
 
     def add(self, other: RenderCounts) -> None:
-        """Add the counts of further rows of the dataset."""
+        """Add the counts of other rows of the same dataset."""
         for name, other_value in vars(other).items():
             own_value = getattr(self, name)
             if isinstance(other_value, int):
@@ -77,7 +77,7 @@ class RenderCounts:
                 own_value.update(other_value)
 
     def add_dropped_reasoning(self, places: Iterable[str]) -> None:
-        """Count answers whose reasoning is dropped, by their places."""
+        """Count answers whose reasoning the template drops, with their places, such as ``file:3 messages[1]``."""
         for place in places:
             self.reasoning_dropped += 1
             self.dropped_at += [place] if len(self.dropped_at) < _SHOWN else []
@@ -95,17 +95,16 @@ class RenderCounts:
         self.specials |= dict.fromkeys(names)
 
     def add_empty_answers(self, answers: int, origin: str) -> None:
-        """Count the empty answers of a row."""
         self.empty += answers
         self.rows_with_empty += 1
         self.empty_at += [origin] if len(self.empty_at) < _SHOWN else []
 
 
 class RenderLog:
-    """Collects the counts of each dataset, and tells the user about them.
+    """Collects the counts of each dataset (empty answers, dropped reasoning ...), and tells the user about them.
 
     Args:
-        options: Options for rendering; they decide which findings are errors.
+        options: Options for rendering; they decide what is an error.
         notify: Function that shows the user a message.
     """
 
@@ -119,7 +118,7 @@ class RenderLog:
         self._noted: set[str] = set()
 
     def start_dataset(self, path: str) -> None:
-        """Start counting for the dataset at ``path``."""
+        """Make the dataset at ``path`` the one whose counts ``current`` is."""
         self.path = path
         self.current = self.counts_of(path)
 
@@ -133,10 +132,10 @@ class RenderLog:
             self._notify(message)
 
     def finish(self) -> None:
-        """Notify the user of the findings in each dataset.
+        """Notify the user of the counts of each dataset.
 
         Raises:
-            DataError: There is an empty answer or dropped reasoning, which the options treat as an error.
+            DataError: There is an empty answer or dropped reasoning, and the options make it an error.
         """
         of_all = self._counts_by_path()
         self._check_findings(of_all)

@@ -98,7 +98,7 @@ _BLANK = "▁"
 
 @dataclass(frozen=True)
 class CutRule:
-    """The positions where a text may be cut for a tokenizer."""
+    """Where a text may be cut so that its parts have the same token ids as the whole text."""
 
     border: re.Pattern[str]
     """pattern that matches the empty text at each position"""
@@ -107,7 +107,7 @@ class CutRule:
 
 
 def cut_rule(tokenizer: PreTrainedTokenizerBase) -> CutRule | None:
-    """Return where text may be cut for a tokenizer; None if no cut is known to be exact."""
+    """Return where text may be cut without changing its token ids; None if no such place is known for the tokenizer."""
     if not tokenizer.is_fast:
         return None
     backend: Any = tokenizer.backend_tokenizer
@@ -141,7 +141,7 @@ def component_parts(component: Any, name: str) -> list[dict[str, Any]]:
 
 
 def _keeps_blanks(token: Any) -> bool:
-    """Return True if an added token contains no blank, and absorbs no blank next to a letter."""
+    """Return True if an added token contains no blank, and does not absorb a blank next to a letter."""
     text = token.content
     if re.search(r"\s", text):
         return False
@@ -162,12 +162,12 @@ def _have_known_types(parts: list[dict[str, Any]], names: frozenset[str]) -> boo
 
 
 def _splits_words(splitter: list[dict[str, Any]]) -> bool:
-    """Return True if a pre-tokenizer splits text at every cut: all steps allow exact cuts, and one splits words."""
+    """Return True if a pre-tokenizer splits text into words, and a cut between words changes none of its splits."""
     return all(map(_allows_cuts, splitter)) and any(map(_splits_into_words, splitter))
 
 
 def _allows_cuts(part: dict[str, Any]) -> bool:
-    """Return True if a step of a pre-tokenizer allows exact cuts."""
+    """Return True if a cut between words does not change how this step of a pre-tokenizer splits text."""
     if part["type"] == "ByteLevel":
         return not part["add_prefix_space"]
     if part["type"] == "Digits":
@@ -180,14 +180,12 @@ def _allows_cuts(part: dict[str, Any]) -> bool:
 
 
 def _splits_into_words(part: dict[str, Any]) -> bool:
-    """Return True if a step of a pre-tokenizer splits text into words."""
     if part["type"] == "ByteLevel":
         return bool(part.get("use_regex", True))
     return part["type"] == "Split" and r"\s+" in _alternatives(part["pattern"].get("Regex", ""))
 
 
 def _alternatives(expression: str) -> list[str]:
-    """Return the top-level alternatives of a regular expression."""
     found, depth, in_class, start, position = [], 0, False, 0, 0
     while position < len(expression):
         sign = expression[position]
@@ -210,7 +208,7 @@ def _alternatives(expression: str) -> list[str]:
 
 
 def _splits_at_blanks(model_type: str, normaliser: list[dict[str, Any]], splitter: list[dict[str, Any]]) -> bool:
-    """Return True if each word between blanks is tokenised separately."""
+    """Return True if the tokenizer tokenises each word between blanks separately."""
     if model_type == "WordPiece":
         first = splitter[:1] and splitter[0]["type"] in ("BertPreTokenizer", "Whitespace", "WhitespaceSplit")
         return (
@@ -226,7 +224,7 @@ def _splits_at_blanks(model_type: str, normaliser: list[dict[str, Any]], splitte
 
 
 def _keeps_text_whole(splitter: list[dict[str, Any]]) -> bool:
-    """Return True if the pre-tokenizer leaves the text whole, or splits only at blanks that are replaced earlier."""
+    """Return True if the pre-tokenizer splits no text, or only at blanks, all of which the normaliser replaced."""
     of_gemma = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}
     return not splitter or splitter == [of_gemma] or (len(splitter) == 1 and splitter[0]["type"] == "Metaspace")
 
@@ -265,7 +263,7 @@ _WHOLE = (
 
 @dataclass(frozen=True)
 class TextPart:
-    """Tokens of characters ``start`` to ``stop`` (exclusive) of a text."""
+    """Token ids of characters ``start`` to ``stop`` (exclusive) of a text."""
 
     start: int
     """first character"""
@@ -283,7 +281,7 @@ class TextPart:
 
 
 class LongTextTokenizer:
-    """Tokenises text of any length, in parts if the tokenizer allows exact cuts.
+    """Tokenises text of any length; a long text in parts, if that does not change its token ids.
 
     Args:
         tokenizer: Tokenizer of the model.
@@ -298,7 +296,7 @@ class LongTextTokenizer:
         return cut_rule(self.tokenizer)
 
     def ids(self, text: str, *, add_special_tokens: bool = True) -> MutableSequence[int]:
-        """Return the token ids of a text, as a list, or as an array of 32-bit ids if the text is cut.
+        """Return the token ids of a text: a list, or an array of 32-bit ids if the text is long.
 
         Args:
             text: Text to tokenise.
@@ -314,7 +312,7 @@ class LongTextTokenizer:
         return ids
 
     def parts(self, text: str, *, add_special_tokens: bool, offsets: bool) -> Iterator[TextPart]:
-        """Yield the parts of a text in order; a short text, or a text that cannot be cut, is one part.
+        """Yield the token ids of a text in parts, in order; a short text, or a text that cannot be cut, is one part.
 
         If there are several parts, the tokens around the text, such as BOS, are separate parts without characters.
 
@@ -342,9 +340,9 @@ class LongTextTokenizer:
 
     @cached_property
     def _backend(self) -> Any:
-        """The Rust tokenizer, if calling it directly gives the same ids as calling the tokenizer; else None.
+        """The Rust tokenizer, if it gives the same ids as the tokenizer of transformers; else None.
 
-        A direct call saves a quarter of the time for a short text.
+        Calling it directly saves a quarter of the time for a short text.
         """
         from transformers import PreTrainedTokenizerFast
 
@@ -392,7 +390,7 @@ class LongTextTokenizer:
         yield start, len(text)
 
     def _find_added_tokens(self, add_special_tokens: bool) -> tuple[list[int], list[int]] | None:
-        """Return the tokens that the tokenizer adds before and after a text; None if they cannot be separated."""
+        """Return the tokens that the tokenizer adds before and after a text; None if it is unclear which these are."""
         if not add_special_tokens:
             return [], []
         bare = list(self.tokenizer("a b", add_special_tokens=False)["input_ids"])
@@ -402,12 +400,12 @@ class LongTextTokenizer:
 
 
 def _make_added_part(position: int, ids: Sequence[int], offsets: bool) -> TextPart:
-    """Return tokens that the tokenizer adds around a text, as a part without characters."""
+    """Return tokens that the tokenizer adds around a text, such as BOS, as a part without characters."""
     return TextPart(position, position, ids, (lambda: [(0, 0)] * len(ids)) if offsets else None)
 
 
 def _offsets_with_blank(offsets: Any, *, is_blank: bool) -> list[tuple[int, int]]:
-    """Return the offsets of a part whose first blank was removed, because the tokenizer adds a blank itself."""
+    """Return character offsets that include a part's first blank, which was cut off because the tokenizer adds one."""
     moved = [(start + 1, end + 1) for start, end in offsets]
     moved[0] = (0, 1 if is_blank else moved[0][1])
     return moved

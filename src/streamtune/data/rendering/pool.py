@@ -33,7 +33,7 @@ ENDING_SECONDS = 5.0
 
 @dataclass
 class Item(Generic[ItemT]):
-    """A row to render. The row is released when it is rendered, because long rows take much memory."""
+    """A row to render. Its data is released once it is rendered, because long rows take much memory."""
 
     path: str
     """path of its dataset"""
@@ -51,30 +51,30 @@ class Item(Generic[ItemT]):
     """error of a row that could not be read"""
 
     def take(self) -> ItemT:
-        """Return the row and release it; this works once."""
+        """Return the row and drop this item's reference to it; a second call fails."""
         row, self.row = self.row, None
         assert row is not None, "each row is rendered once"
         return row
 
 
 class Renderer(Protocol):
-    """Renders one kind of rows, and counts findings about them."""
+    """Renders rows of one kind, and counts what the user should know about them (:class:`RenderLog`)."""
 
     log: RenderLog
     """counts of each dataset"""
 
     def render_item(self, item: Item[Any]) -> Any:
-        """Return the rendered row and release the item's row; raise ``DataError`` if it cannot be rendered."""
+        """Return the rendering of the item's row, and release the row; raise ``DataError`` if rendering fails."""
         ...
 
     def render_ahead(self, items: Sequence[Item[Any]]) -> None:
-        """Render the chat templates of rows in one request, before each row is rendered."""
+        """Render the chat templates of several rows in one request to the template process, to save time."""
         ...
 
 
 @dataclass(frozen=True)
 class RowOutcome:
-    """The result of rendering a row: a value or an error."""
+    """The rendering of a row, or the error that prevented it."""
 
     value: Any = None
     """rendered row"""
@@ -96,13 +96,14 @@ Render = Callable[[Iterable[Item[Any]]], RenderedItems[Any]]
 def rendering(
     make_renderer: Callable[..., Renderer], processes: int, notify: Notify, *, rows_at_once: int = 128
 ) -> Iterator[tuple[RenderLog, Render]]:
-    """Context manager: yields a log, and a function that renders items in order. After the block the log is complete.
+    """Context manager that yields the :class:`RenderLog` and a function that renders items in order, in child
+    processes.
 
     Args:
-        make_renderer: Function that makes a renderer, with the argument ``notify``. It is pickled for other processes.
+        make_renderer: Function with the argument ``notify`` that makes a renderer; it is pickled for the processes.
         processes: Number of processes that render; 1 renders in the calling process.
         notify: Function that shows the user a message.
-        rows_at_once: Number of rows that are read before the first is rendered, with one process.
+        rows_at_once: Number of rows that one process reads before it renders the first of them.
 
     Raises:
         ArgumentError: The renderer cannot be pickled, because its tokenizer runs its own code.
@@ -135,7 +136,7 @@ def rendering(
 
 
 def batches(items: Iterable[Item[ItemT]], max_rows: int, max_characters: int) -> Iterator[list[Item[ItemT]]]:
-    """Yield batches of at most ``max_rows`` items of one source; only a single item may exceed ``max_characters``."""
+    """Yield batches of at most ``max_rows`` items of one source and, except for single items, ``max_characters``."""
     batch: list[Item[ItemT]] = []
     size = 0
     for item in items:

@@ -70,7 +70,7 @@ MOST_AHEAD = 1 << 16
 
 
 class RowRenderer:
-    """Renders training rows in normal form to token ids and labels.
+    """Renders training rows (conversations, prompts with completions, documents) to token ids and labels.
 
     Args:
         tokenizer: Tokenizer of the model.
@@ -111,7 +111,7 @@ class RowRenderer:
         """False after the template failed to render several rows in one request"""
 
     def render_item(self, item: Item[Content]) -> Rendered | None:
-        """Return the rendered row; None if it is dropped because of an empty answer."""
+        """Return the token ids and labels of a row; None if it is dropped because of an empty answer."""
         if self.drops_empty_row(item.row, item.origin):
             return None
         return replace(self(item.take(), item.origin), weight=item.weight)
@@ -120,7 +120,7 @@ class RowRenderer:
         self.render_contents_ahead([item.row for item in items])
 
     def render_contents_ahead(self, contents: Iterable[Content | None]) -> None:
-        """Render the chat templates of rows in one request, before each row is rendered."""
+        """Render the chat templates of several rows in one request to the template process, to save time."""
         if not self._renders_ahead:
             return
         requests = []
@@ -153,7 +153,7 @@ class RowRenderer:
         return rendered
 
     def drops_empty_row(self, content: Content | None, origin: str) -> bool:
-        """Count the empty trained answers of a row; return True if the row is dropped because of them."""
+        """Count the trained answers of a row that are empty; return True if ``on_empty`` drops such a row."""
         if isinstance(content, Conversation):
             empty = sum(_is_empty_answer(content.messages[index]) for index in self._trained_indices(content))
         else:
@@ -213,10 +213,7 @@ class RowRenderer:
         return content if same else replace(content, messages=messages, tools=tools)
 
     def _count_specials(self, origin: str, messages: Sequence[Message]) -> None:
-        """Count the messages of a row that contain names of special tokens; each message is counted once.
-
-        A row may be rendered several times.
-        """
+        """Count the messages with names of special tokens; a message of a row that is rendered twice counts once."""
         now, (row, seen) = self.log.current, self._counted
         if row != origin:
             self._counted = row, seen = origin, set()
@@ -229,7 +226,7 @@ class RowRenderer:
     def _tokenise_text(
         self, text: str, origin: str, *, turns: list[ChatTurn] | None = None, border: int | None = None
     ) -> Any:
-        """Tokenise a text without roles, and count the names of special tokens in it."""
+        """Tokenise a plain text (no conversation), and count the names of special tokens in the text."""
         names = self._specials.found(text.removeprefix(self._tokenizer.bos_token or ""))
         if names:
             self.log.current.add_special_names("text", names, new_row=True)
@@ -241,10 +238,10 @@ class RowRenderer:
         return self._specials.tokenise(text, encode, origin, rendered=False) if splits else encode(self._tokens, text)
 
     def _system_prefix(self, content: Conversation, chat: RenderedChat, origin: str) -> int | None:
-        """Return how many characters the text takes up to the end of the system message.
+        """Return the position after the system message in the rendered text; truncation on the left keeps this prefix.
 
-        0 if the template does not print the system message separately. None without a system message at the start, or
-        if rows are not truncated on the left.
+        0 if the template does not print the system message separately. None if there is none at the start, or if rows
+        are not truncated on the left.
         """
         policy, messages = self._policy, content.messages
         count = next((index for index, each in enumerate(messages) if each["role"] not in _SYSTEM), len(messages))
@@ -273,7 +270,7 @@ class RowRenderer:
         return [index for index in self._trained_indices(content) if content.messages[index]["role"] == "assistant"]
 
     def trainable(self, content: Conversation) -> list[int]:
-        """Return the indices of the messages that may be trained by their role, their flags and their position."""
+        """Return the indices of the messages that may be trained: role, flags and position allow it."""
         return [
             index
             for index, message in enumerate(content.messages)
@@ -283,7 +280,7 @@ class RowRenderer:
         ]
 
     def _trained_indices(self, content: Conversation) -> list[int]:
-        """Return the indices of the trained messages; ``train_on: all`` does not use them as a mask."""
+        """Return the indices of the messages that ``train_on`` selects (``all``: the same as ``assistant``)."""
         found = self.trainable(content)
         last = self._train_on == "last" or (self._train_on == "completion" and content.first_answer == 0)
         return found[-1:] if last else found
@@ -305,14 +302,14 @@ class RowRenderer:
         return self._to_rendered(self._append_eos(tokens))
 
     def _drop_second_bos(self, text: str, tokens: TextTokens) -> TextTokens:
-        """Return the tokens without the first BOS if the text begins with BOS and the tokenizer added another."""
+        """Return the tokens without the BOS that the tokenizer added, if the text itself begins with BOS."""
         if not _has_two_bos(self._tokenizer, text, tokens.ids):
             return tokens
         self.log.current.begins_twice += 1
         return tokens.without_first()
 
     def _append_eos(self, tokens: TextTokens) -> TextTokens:
-        """Return the tokens with EOS after them, unless the row was only tokenised in part."""
+        """Return the tokens followed by EOS; unchanged if only a part of the row was tokenised."""
         end = self._tokenizer.eos_token_id
         if end is None:
             self.log.note(_NO_END)
@@ -347,20 +344,19 @@ def _add_default_system(content: Conversation, text: str | None) -> Conversation
 
 
 def _tool_names(tools: Sequence[Mapping[str, Any]] | None) -> list[str]:
-    """Return the names of tools; a tool without a name is returned as text."""
+    """Return the names of tools; of a tool without a name, its schema as text."""
     functions = [tool.get("function") or tool for tool in tools or ()]
     return [str(each.get("name", each)) for each in functions]
 
 
 def _is_empty_answer(message: Message) -> bool:
-    """Return True if an assistant message has no content, no tool calls and no reasoning."""
     if message["role"] != "assistant" or message.get("tool_calls") or reasoning_of(message):
         return False
     return not message.get("content", "").strip()
 
 
 def _has_two_bos(tokenizer: PreTrainedTokenizerBase, text: str, ids: Sequence[int]) -> bool:
-    """Return True if the text starts with BOS and the tokenizer added a second BOS."""
+    """Return True if the text starts with BOS and the tokenizer added another BOS before it."""
     begin = tokenizer.bos_token
     return begin is not None and text.startswith(begin) and list(ids[:2]) == [tokenizer.bos_token_id] * 2
 
@@ -370,7 +366,7 @@ class TurnRenderer:
 
     A chat template that drops the reasoning of earlier answers prints a turn differently when other turns follow it. So
     each example ends with its trained turn: this is what the model sees when it writes that turn. Reasoning that the
-    template drops even from a last answer is restored. Rows that are not conversations are rendered as usual.
+    template drops even from a last answer is restored. Other rows become one example.
 
     Args:
         tokenizer: Tokenizer of the model.
@@ -392,7 +388,7 @@ class TurnRenderer:
         self.log = self._rows.log
 
     def render_item(self, item: Item[Content]) -> list[Rendered] | None:
-        """Return one rendered example per turn; None if all turns are dropped because of empty answers."""
+        """Return one rendered example per trained turn; None if all turns are dropped because of empty answers."""
         turns = self._split_turns(item.take())
         found = [self._rows(turn, item.origin) for turn in turns if not self._rows.drops_empty_row(turn, item.origin)]
         return [replace(turn, weight=item.weight) for turn in found] or None
@@ -411,7 +407,7 @@ class TurnRenderer:
 
 
 class TreeRenderer:
-    """Renders prompts with their answers to trees; only assistant messages count.
+    """Renders a prompt with its answers to a :class:`Tree`; only assistant messages count in the loss.
 
     Args:
         tokenizer: Tokenizer of the model.
@@ -431,7 +427,7 @@ class TreeRenderer:
         self.log = self._render.log
 
     def render_item(self, item: Item[Answers]) -> tuple[Tree, bytes] | None:
-        """Return the tree and the hash of its prompt; None if both answers are the same."""
+        """Return the tree and the hash of its prompt; None if both answers are identical."""
         answers = item.take()
         if answers.identical:
             return None
@@ -465,7 +461,6 @@ class TreeRenderer:
 
 
 def _count_common_tokens(rows: Sequence[Sequence[int]]) -> int:
-    """Return how many tokens at their beginning all rows have in common."""
     shortest = min(map(len, rows))
     return next((index for index in range(shortest) if len({row[index] for row in rows}) > 1), shortest)
 
@@ -505,7 +500,7 @@ class PromptRenderer:
         return Prompt(self(prompt, tools, origin, variables), prompt, columns, origin), prompt_digest(prompt, tools)
 
     def render_ahead(self, items: Sequence[Item[tuple[Row, TextOrMessages]]]) -> None:
-        """Do nothing; prompts are rendered one by one."""
+        """Do nothing: prompts are rendered one by one."""
 
     def __call__(
         self,

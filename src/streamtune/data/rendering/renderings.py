@@ -33,18 +33,18 @@ _LONG = 1 << 20
 
 
 def special_names(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
-    """Return the names of a tokenizer's special tokens, the longest first."""
+    """Return the names (texts) of a tokenizer's special tokens, the longest first."""
     added = getattr(tokenizer, "added_tokens_decoder", {}).values()
     names = {str(token) for token in added if token.special} | set(tokenizer.all_special_tokens)
     return tuple(sorted(filter(None, names), key=lambda name: (-len(name), name)))
 
 
 def require_template(tokenizer: PreTrainedTokenizerBase, noun: str, origin: str) -> None:
-    """Check that the tokenizer has a chat template.
+    """Raise an error unless the tokenizer has a chat template.
 
     Args:
         tokenizer: Tokenizer of the model.
-        noun: Name of the conversation in the error: ``row`` or ``prompt``.
+        noun: Word for the conversation in the error: ``row`` or ``prompt``.
         origin: Place of the row, for the error.
 
     Raises:
@@ -66,7 +66,7 @@ def render_messages(
     template: str | None = None,
     explain: bool = False,
 ) -> str:
-    """Return a conversation rendered by the chat template, without the training flags of messages.
+    """Return a conversation rendered by the chat template, which does not see the training flags of messages.
 
     If the template rejects messages without ``content`` (tool calls only), they are rendered with an empty string.
 
@@ -130,13 +130,13 @@ def _rejection_error(messages: Sequence[Mapping[str, Any]], index: int | None, r
 
 
 def without_flags(request: ChatRequest) -> ChatRequest:
-    """Return a request whose messages have no training flags; a template does not see them."""
+    """Return the request without the training flags of its messages, which a chat template must not see."""
     messages = [{name: value for name, value in message.items() if name not in FLAGS} for message in request.messages]
     return replace(request, messages=messages)
 
 
 def marks_answers(tokenizer: PreTrainedTokenizerBase, tools: Any) -> bool:
-    """Return True if the chat template marks answers with ``{% generation %}``."""
+    """Return True if the chat template encloses answers in ``{% generation %}`` blocks."""
     try:
         return _GENERATION.search(tokenizer.get_chat_template(tools=tools)) is not None
     except ValueError:  # no template: rendering raises the error
@@ -162,7 +162,7 @@ def check_unicode(text: str, origin: str) -> str:
 
 
 class Renderings:
-    """Renders a conversation and its variants, to find the turns of the assistant in the full rendering.
+    """The rendering of a conversation, and of variants that show which of its characters the assistant wrote.
 
     Args:
         tokenizer: Tokenizer of the model.
@@ -204,10 +204,11 @@ class Renderings:
         return render_messages(self._tokenizer, request, self._origin, template=template)
 
     def _look_for_system(self) -> None:
-        """Look for a system message whose text is not in the rendering, and render it if the template can.
+        """Set ``system`` for a system message whose text is not in the rendering, and render the message if the
+        template can.
 
-        Some templates (Mistral, 2024) print it before the user's last message, and only if the conversation ends there,
-        as it does at inference. Then the last answer is appended to that rendering.
+        Some templates (Mistral, 2024) print the system message before the user's last message, and only if the
+        conversation ends with this message, as at inference. Then the last answer is appended to that rendering.
         """
         if self.text_range(0) != (0, 0):
             return  # printed in another form
@@ -221,7 +222,7 @@ class Renderings:
             self.text = check_unicode(self._render(self.messages), self._origin)
 
     def _render_after_prompt(self, messages: list[Message], template: str | None) -> str:
-        """Return the prompt of the last answer, then the answer as printed after a prompt without system message."""
+        """Return the rendered prompt of the last answer, followed by what the template prints for this answer."""
         prompt = self._render_unchanged(messages[1:-1], True, template)
         with_answer = self._render_unchanged(messages[1:], False, template)
         if not with_answer.startswith(prompt):
@@ -229,7 +230,7 @@ class Renderings:
         return self._render_unchanged(messages[:-1], True, template) + with_answer[len(prompt) :]
 
     def try_render(self, messages: list[Message], *, generation: bool = False) -> str | None:
-        """Return a variant of the conversation rendered; None if the template rejects it, or without messages."""
+        """Return the rendering of other messages; None if the list is empty or the template rejects the messages."""
         if not messages:
             return None
         try:
@@ -238,14 +239,14 @@ class Renderings:
             return None
 
     def _render_prefix(self, count: int, generation: bool) -> str | None:
-        """Return the rendering of the first ``count`` messages. Only a few are cached: a long chat has too many."""
+        """Return the rendering of the first ``count`` messages; None if that fails. Few renderings are cached."""
         if count == len(self.messages) and not generation:
             return self.text
         cached = self._cached_prefix(count, generation)
         return self.text[:cached] if isinstance(cached, int) else cached
 
     def _cached_prefix(self, count: int, generation: bool) -> str | int | None:
-        """Return the same as :meth:`_render_prefix`, but for a long prefix of the full rendering only its length."""
+        """Return the first ``count`` messages rendered, or the text's length if it is a long prefix of ``text``."""
         if (count, generation) not in self._cache:
             if len(self._cache) >= _CACHED_RENDERINGS:
                 del self._cache[next(iter(self._cache))]
@@ -255,11 +256,11 @@ class Renderings:
         return self._cache[count, generation]
 
     def rendered_history(self, index: int) -> str | None:
-        """Return the rendering of the messages before ``index``; None if the template rejects them, or without any."""
+        """Return the rendering of the messages before ``index``; None if there are none, or if that fails."""
         return self._render_prefix(index, False)
 
     def rendered_prompt(self, index: int) -> str | None:
-        """Return :meth:`rendered_history` with the generation prompt; None in the same cases."""
+        """Return the rendering of the messages before ``index`` with generation prompt; None if that fails."""
         return self._render_prefix(index, True)
 
     def rendered_through(self, index: int) -> str | None:
@@ -267,11 +268,17 @@ class Renderings:
         return self._render_prefix(index + 1, False)
 
     def prompt_length(self, index: int) -> int | None:
-        """Return the length of :meth:`rendered_prompt`; None if the full rendering does not begin with it."""
+        """Return the length of the text before message ``index``, generation prompt included.
+
+        None if the template rejects the earlier messages, or the full rendering does not begin with this text.
+        """
         return self._prefix_length(index, True)
 
     def through_length(self, index: int) -> int | None:
-        """Return the length of :meth:`rendered_through`; None if the full rendering does not begin with it."""
+        """Return the length of the text up to and including message ``index``.
+
+        None if the template rejects these messages, or the full rendering does not begin with this text.
+        """
         return len(self.text) if index + 1 == len(self.messages) else self._prefix_length(index + 1, False)
 
     def _prefix_length(self, count: int, generation: bool) -> int | None:
@@ -281,7 +288,8 @@ class Renderings:
         return cached
 
     def headers(self, index: int) -> Iterator[str]:
-        """Yield possible headers of an answer: the generation prompt after its history, and after all messages.
+        """Yield possible headers of an answer: the generation prompts after the earlier messages, and after all
+        messages.
 
         A ``<think>`` that the generation prompt opens belongs to the answer, not to the header.
         """
@@ -296,7 +304,7 @@ class Renderings:
         return self._cached_prefix(index, True) != self._cached_prefix(index, False)
 
     def text_before_answer(self, index: int) -> str | None:
-        """Return the text between history and answer, for a template without a generation prompt; None if unknown."""
+        """Return what a template without a generation prompt prints directly before an answer; None if unknown."""
         history, through, text_range = (
             self.rendered_history(index),
             self.rendered_through(index),
@@ -307,27 +315,27 @@ class Renderings:
         return through[len(history) : text_range[0]] if len(history) <= text_range[0] else None
 
     def with_short_answer(self, index: int) -> tuple[str, int]:
-        """Return the rendering with a one-character answer as message ``index``, and its position (-1 if missing)."""
+        """Return the rendering with one unused character as message ``index``, and its position (-1 if missing)."""
         mark = self.unused_character()
         plain = {"role": "assistant", "content": mark}
         text = self.try_render([*self.messages[:index], plain, *self.messages[index + 1 :]]) or ""
         return text, text.find(mark)
 
     def unused_character(self, first: str = "\ue000") -> str:
-        """Return a private-use character, ``first`` or a later one, that does not occur in the conversation."""
+        """Return a private-use character, from ``first`` on, that does not occur in the rendered conversation."""
         return next(chr(code) for code in range(ord(first), 0xF900) if chr(code) not in self.text)
 
     def text_range(self, index: int) -> tuple[int, int] | None:
-        """Return the range of characters in the full rendering that depend on the text of message ``index``.
+        """Return the range of characters in the full rendering that change with the text of message ``index``.
 
         Returns:
             Start and end (exclusive). They are equal if the message has no text, and (0, 0) if the template omits the
-                message. None if the template rejects or escapes the replaced text.
+                message. None if the template rejects or escapes the text that replaces the message for this comparison.
         """
         return self._find_changed_range(self.messages, self.text, index)
 
     def range_in_prefix(self, index: int) -> tuple[int, int] | None:
-        """Return the same as :meth:`text_range`, in the rendering of the messages up to and including ``index``."""
+        """Return :meth:`text_range` of message ``index`` in the rendering that ends with this message."""
         return self._find_changed_range(self.messages[: index + 1], self.rendered_through(index), index)
 
     def _find_changed_range(self, messages: list[Message], original: str | None, index: int) -> tuple[int, int] | None:
@@ -346,14 +354,15 @@ class Renderings:
         return start, len(original) - _common_suffix_length(original, variant, limit)
 
     def spans_rendered_ahead(self) -> list[tuple[int, int]] | None:
-        """Return the spans of ``{% generation %}`` blocks that the template process reported; None without them."""
+        """Return the spans of ``{% generation %}`` blocks that the template process reported with the text, or None."""
         return None if self.system == "late" else self._spans
 
     def marked_spans(self) -> list[tuple[int, int]] | None:
         """Return the character spans of the template's ``{% generation %}`` blocks; None without blocks.
 
-        A modified template prints unused characters at the ends of each block. Without these characters the rendering
-        must equal the original; otherwise whitespace control changed it, and the result is None.
+        To find the blocks, a modified template prints an unused character at both ends of each block. Without these
+        characters the rendering must equal the original; otherwise whitespace control changed it, and the result is
+        None.
         """
         template: str = self._tokenizer.get_chat_template(tools=self._request.tools)
         if not _GENERATION.search(template):
@@ -372,14 +381,14 @@ class Renderings:
         return list(zip(ends[0::2], ends[1::2], strict=True))
 
     def text_after_last_answer(self) -> str | None:
-        """Return the text after the last answer when a user message follows; None if the template rejects that."""
+        """Return what the template prints between the last answer and a user message after it; None if that fails."""
         messages = [*self.messages, {"role": "user", "content": self.unused_character()}]
         text = self.try_render(messages)
         text_range = self._find_changed_range(messages, text, len(self.messages) - 1)
         return None if text is None or text_range is None else text[text_range[1] :]
 
     def location_error(self, index: int, why: str) -> DataError:
-        """Return the error for a turn that cannot be located; ``why`` continues "the chat template ..."."""
+        """Return the error for a turn whose characters cannot be found; ``why`` continues "the chat template ..."."""
         return DataError(
             f"messages[{index}] cannot be masked exactly: the chat template {why}",
             where=self._origin,
@@ -410,13 +419,13 @@ def _replace_nested_strings(value: Any, key: str, mark: str) -> Any:
 
 
 def opened_reasoning_length(prompt: str) -> int:
-    """Return the length of a ``<think>`` at the end of ``prompt``, including blanks after it; 0 without it."""
+    """Return how many characters at the end of ``prompt`` are ``<think>`` and blanks after it; 0 without that tag."""
     stripped = prompt.rstrip()
     return len(prompt) - len(stripped.removesuffix("<think>")) if stripped.endswith("<think>") else 0
 
 
 def common_prefix_length(first: str, second: str) -> int:
-    """Return the length of the longest common prefix, by bisection: comparing slices is faster than a loop."""
+    """Return the length of the longest common prefix of two strings, by bisection, which is faster than a loop."""
     low, high = 0, min(len(first), len(second))
     while low < high:
         middle = (low + high + 1) // 2
@@ -428,7 +437,7 @@ def common_prefix_length(first: str, second: str) -> int:
 
 
 def _common_suffix_length(first: str, second: str, limit: int) -> int:
-    """Return the length of the longest common suffix, at most ``limit``, by bisection."""
+    """Return the length of the longest common suffix of two strings, at most ``limit``, found by bisection."""
     low, high = 0, limit
     while low < high:
         middle = (low + high + 1) // 2
@@ -462,13 +471,13 @@ def reasoning_of(message: Mapping[str, Any]) -> str:
 def answers_without_printed_reasoning(chat: Renderings, answers: Sequence[int], turns: Mapping[int, str]) -> list[int]:
     """Return which answers have reasoning that the template does not print.
 
-    Reasoning that a turn's text does not contain may still be printed in another form. To find out, it is replaced by a
-    mark, and the conversation is rendered again.
+    Reasoning that the text of a turn does not contain may be printed in another form. To find out, the reasoning is
+    replaced by a mark, and the conversation is rendered again.
 
     Args:
         chat: Conversation and its rendering.
         answers: Indices of the answers to check; all have reasoning.
-        turns: Message index -> text of its turn; for a missing turn the whole rendering is searched.
+        turns: Message index -> text of the answer's turn; without it, the whole rendering is searched.
     """
     missing = [index for index in answers if reasoning_of(chat.messages[index]) not in turns.get(index, chat.text)]
     marks: dict[int, str] = {}
@@ -489,9 +498,9 @@ def _with_marked_reasoning(message: Message, mark: str) -> Message:
 
 
 def as_last_answer(chat: Renderings, index: int) -> list[list[Message]]:
-    """Return two conversations that end with an answer, because templates print the reasoning of a last answer.
+    """Return the messages up to an answer, in two forms. Templates print the reasoning of a last answer.
 
-    The first has the answer unchanged. In the second the reasoning is in every field that templates read.
+    The first form has the answer unchanged. The second has its reasoning in every field that templates may read.
     """
     message, before = chat.messages[index], chat.messages[:index]
     named = {**message, **dict.fromkeys(REASONING_FIELDS, reasoning_of(message))}

@@ -43,11 +43,11 @@ _STEERING = frozenset({"role", "type", *FLAGS})
 
 
 class SpecialText:
-    """Finds names of special tokens in the text of rows, and tokenises such text without making special tokens.
+    """Finds names of special tokens (such as ``<|im_end|>``) in the text of rows, and tokenises them as ordinary text.
 
     Args:
         tokenizer: Tokenizer of the model.
-        policy: Maximum length of rows, as in :class:`MaskTokenizer`.
+        policy: Maximum length of rows, and what to do with longer rows; None does not limit the length.
         note: Function that shows the user a message.
     """
 
@@ -63,17 +63,18 @@ class SpecialText:
         self._firsts = sorted({name[0] for name in self._names})
 
     def found(self, text: str) -> list[str]:
-        """Return the names of special tokens that a text contains, each once."""
+        """Return the names of special tokens in a text, without repeats."""
         if not any(first in text for first in self._firsts):
             return []
         return list(dict.fromkeys(self._pattern.findall(text)))
 
     def names_in_message(self, message: Message) -> list[str]:
-        """Return the names of special tokens that a message contains, each once."""
+        """Return the names of special tokens in a message, without repeats."""
         return list(dict.fromkeys(name for text in _iter_texts(message) for name in self.found(text)))
 
     def shield(self, value: Any, origin: str) -> Any:
-        """Replace names of special tokens in messages or tools by placeholders; without any return the value itself.
+        """Return messages or tools with placeholders in place of names of special tokens; without names, the same
+        object.
 
         Args:
             value: Messages or tools.
@@ -95,14 +96,14 @@ class SpecialText:
     def tokenise(
         self, text: str, tokens: Callable[[MaskTokenizer, str], TextTokens], origin: str, *, rendered: bool
     ) -> TextTokens:
-        """Tokenise a text so that names of special tokens in it stay text.
+        """Tokenise a text, so that the names of special tokens in its rows become ordinary tokens.
 
         Args:
             text: Text of the row.
-            tokens: Function that calls the given tokenizer with the given text.
+            tokens: Function of a tokenizer and a text that tokenises the text.
             origin: Place of the row, for errors.
-            rendered: Whether the text was rendered from shielded messages: with placeholders, and with special tokens
-                of the template.
+            rendered: Whether the text was rendered from messages that :meth:`shield` returned: names are placeholders,
+                and all special tokens come from the template.
 
         Raises:
             DataError: The text contains placeholder characters, or the tokenizer makes special tokens of ordinary text.
@@ -121,7 +122,7 @@ class SpecialText:
         return replace(made, ids=array("i", (copy.numbers.get(number, number) for number in made.ids)))
 
     def _text_for_copy(self, text: str) -> str:
-        """Return the text for the copy: its spelling of the template's special tokens, and names for placeholders."""
+        """Return the text for the tokenizer copy: with its names of special tokens; placeholders become names again."""
         text = self._name_pattern.sub(lambda match: self._copy.copied_names[match.group()], text)
         for place, name in enumerate(self._names):
             text = text.replace(chr(_STAND_IN + place) * len(name), name)
@@ -148,7 +149,7 @@ class SpecialText:
 
 @dataclass(frozen=True)
 class _TokenizerCopy:
-    """A copy of the tokenizer with other names for its special tokens."""
+    """A copy of the tokenizer that knows its special tokens by other names, so that their names in text stay text."""
 
     masks: MaskTokenizer
     """tokenizer that finds trained tokens, over the copy"""
@@ -162,7 +163,7 @@ class _TokenizerCopy:
     """ids of the tokens that the copy adds around a text, such as BOS"""
 
     def makes_special(self, ids: Sequence[int]) -> bool:
-        """Return True if the text itself, without the tokens around it, was converted to a special token."""
+        """Return True if a name in the text became a special token. Tokens added around the text do not count."""
         first = int(bool(ids) and ids[0] in self.added_ids)
         last = len(ids) - int(len(ids) > first and ids[-1] in self.added_ids)
         return not self.ordinary_word_ids.isdisjoint(ids[first:last])

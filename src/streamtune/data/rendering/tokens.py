@@ -42,7 +42,7 @@ Mask = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Rendered:
-    """Token ids and labels of a row. A label is the id if the token is trained, else ``IGNORE_INDEX``.
+    """Token ids and labels of a row. The label of a trained token is its id; other labels are ``IGNORE_INDEX``.
 
     Labels are not shifted. The first token is never trained, because no token predicts it.
     """
@@ -70,7 +70,7 @@ class Rendered:
 
 @dataclass(frozen=True)
 class TextTokens:
-    """Tokens of a text; fields not described here are as in :class:`Rendered`."""
+    """Token ids of a text, with masks of trained tokens and of places to split; see :class:`Rendered`."""
 
     ids: MutableSequence[int]
     """[T] token ids of 32 bits"""
@@ -85,7 +85,7 @@ class TextTokens:
     """True if a token crosses :attr:`MarkedText.border`"""
 
     def labels(self) -> MutableSequence[int]:
-        """Return the labels, [T]: the ids of trained tokens, else ``IGNORE_INDEX``; the first token is not trained."""
+        """Return [T]: the ids of trained tokens, ``IGNORE_INDEX`` for other tokens and for the first token."""
         found = array("i", self.ids)
         if found:
             np.frombuffer(found, dtype=np.int32)[~self.trained] = IGNORE_INDEX
@@ -93,12 +93,11 @@ class TextTokens:
         return found
 
     def without_first(self) -> TextTokens:
-        """Return the tokens without the first."""
         breaks = None if self.breaks is None else self.breaks[1:]
         return replace(self, ids=self.ids[1:], trained=self.trained[1:], breaks=breaks, prefix=max(0, self.prefix - 1))
 
     def with_end_token(self, end: int) -> TextTokens:
-        """Return the tokens followed by the end token, trained. It is added unless the tokens already end with it."""
+        """Return the tokens with ``end`` as the last token, trained; it is added unless it is already the last."""
         if self.ids and self.ids[-1] == end:
             self.trained[-1] = True
             return self
@@ -109,7 +108,7 @@ class TextTokens:
 
 @dataclass(frozen=True)
 class MarkedText:
-    """A text to tokenise, with the positions of its trained characters and borders."""
+    """A text to tokenise, with the character positions of its trained ranges and of places to split it."""
 
     text: str
     """text to tokenise"""
@@ -129,7 +128,7 @@ class MarkedText:
 
 
 class MaskTokenizer:
-    """Tokenises texts of any length, and finds their trained tokens.
+    """Tokenises texts of any length, and finds the tokens that contain trained characters.
 
     Args:
         tokenizer: Tokenizer of the model.
@@ -193,16 +192,16 @@ class MaskTokenizer:
         )
 
     def ids(self, text: str, *, add_special_tokens: bool) -> MutableSequence[int]:
-        """Return the token ids of a text; ``add_special_tokens`` adds the tokens that the tokenizer puts around it."""
+        """Return the token ids of a text, if requested with the tokens that the tokenizer puts around a text."""
         return self._long_text.ids(text, add_special_tokens=add_special_tokens)
 
     def _mask_by_prefixes(self, marked: MarkedText, whole_text: TextPart) -> Mask:
-        """Return a mask of the trained tokens, [T], for Python tokenizers, which report no offsets.
+        """Return [T]: True for trained tokens. For Python tokenizers, which report no character offsets.
 
-        The text before each border of a turn is tokenised separately; its ids must be a prefix of all ids.
+        The text before each start and end of a turn is tokenised on its own; its ids must be the first ids of the text.
 
         Raises:
-            DataError: A token crosses the border of a turn.
+            DataError: A token contains both characters of a turn and others.
         """
         ids = list(whole_text.ids)
         trained: Mask = np.zeros(len(ids), dtype=np.bool_)
@@ -225,7 +224,7 @@ class MaskTokenizer:
 
 
 class _PartReader:
-    """Reads the tokens of a text part by part: which are trained, where borders are, and how many the prefix takes."""
+    """Finds, part by part of a text, the trained tokens, the places to split, and the tokens of the prefix to keep."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, marked: MarkedText, speller: ByteSpeller | None) -> None:
         self.tokenizer, self.text, self.turns, self.speller = tokenizer, marked.text, marked.turns, speller
@@ -238,7 +237,7 @@ class _PartReader:
         """offsets of the part that was read last, [T, 2]"""
 
     def mask(self, part: TextPart) -> Mask:
-        """Return a mask of the trained tokens of the next part, [T]."""
+        """Return [T]: True for the trained tokens of the next part of the text."""
         if part.read_offsets is None:
             return np.full(len(part.ids), self.turns is None)
         if self.speller is not None:
@@ -263,13 +262,13 @@ class _PartReader:
         return _make_mask(pairs, *self._turns_in_part(part))
 
     def _turns_in_part(self, part: TextPart) -> tuple[list[int], list[int]]:
-        """Return the starts and ends of the turns in a part, relative to the start of the part."""
+        """Return starts and ends of the turns in a part, counted in characters from the start of the part."""
         near = slice(bisect_right(self.turn_ends, part.start), bisect_left(self.turn_starts, part.stop))
         starts = [max(start - part.start, 0) for start in self.turn_starts[near]]
         return starts, [min(end, part.stop) - part.start for end in self.turn_ends[near]]
 
     def _count_prefix(self, part: TextPart, pairs: npt.NDArray[np.int64]) -> None:
-        """Count the tokens of a part that belong to the prefix; 0 in all if a token crosses the end of the prefix."""
+        """Add the part's tokens in the prefix to ``prefix_tokens``; reset to 0 if a token crosses the prefix's end."""
         here = self.prefix - part.start
         if here <= 0:
             return
@@ -281,7 +280,7 @@ class _PartReader:
             self.prefix = self.prefix_tokens = 0
 
     def breaks(self, part: TextPart) -> npt.NDArray[np.uint8]:
-        """Return the strongest border before each token of the part that was read last, [T]."""
+        """Return [T]: strongest kind of border before each token of the part last passed to :meth:`mask`."""
         found: npt.NDArray[np.uint8] = np.zeros(len(part.ids), dtype=np.uint8)
         if part.start == part.stop:
             return found
@@ -305,9 +304,9 @@ _PARAGRAPH = re.compile(r"\n(?:[^\S\n]*\n)+[^\S\n]*")
 
 
 def _border_ranges(border: re.Pattern[str], text: str, part: TextPart) -> npt.NDArray[np.int64]:
-    """Return for each border the first and the last position where the next token may begin, [borders, 2].
+    """Return for each line or paragraph end [first, last]: positions where the token that begins the next may start.
 
-    The first is after the last line break, the last is after the indentation that follows.
+    The first position is after the last line break, the last one is after the indentation that follows.
     """
 
     def iter_positions() -> Iterator[int]:
@@ -320,10 +319,10 @@ def _border_ranges(border: re.Pattern[str], text: str, part: TextPart) -> npt.ND
 
 
 def _make_mask(extents: npt.NDArray[np.int64], turn_starts: Any, turn_ends: Any) -> Mask:
-    """Return a mask [T] of the tokens that contain a character of a turn.
+    """Return [T]: True for each token that contains a character of a turn.
 
     Args:
-        extents: [T, 2] start and end (exclusive) of each token in characters, in order; empty tokens may be anywhere.
+        extents: [T, 2] start and end (exclusive) of each token in characters, ascending, except for empty tokens.
         turn_starts: [turns] first character of each turn, in order.
         turn_ends: [turns] end (exclusive) of each turn.
     """
@@ -342,7 +341,6 @@ def _offset_array(offsets: Sequence[tuple[int, int]]) -> npt.NDArray[np.int64]:
 
 
 def _covers_text(extents: npt.NDArray[np.int64], length: int) -> bool:
-    """Return True if the tokens cover all characters of a text without gaps or overlaps."""
     borders = [0, *extents[-1:, 1]]
     return borders == [0, length] and extents[0, 0] == 0 and bool((extents[1:, 0] == extents[:-1, 1]).all())
 
@@ -350,7 +348,7 @@ def _covers_text(extents: npt.NDArray[np.int64], length: int) -> bool:
 def _extents_with_blanks(
     text: str, offsets: Sequence[tuple[int, int]], vocabulary_entries: Callable[[], list[str]]
 ) -> Sequence[tuple[int, int]]:
-    """Return the characters of each token, including blanks that ``offsets`` omit.
+    """Return start and end of each token in characters, including blanks that ``offsets`` omit.
 
     Byte-level tokenizers such as GPT-2 and Llama 3 (``trim_offsets``) report a token without the blanks at its ends.
     Omitted blanks go to the token before them, as many as its vocabulary entry ends with (``Ġ``). The other blanks go
@@ -359,7 +357,7 @@ def _extents_with_blanks(
     Args:
         text: Text of the tokens.
         offsets: Start and end (exclusive) of each token, as the tokenizer reports them.
-        vocabulary_entries: Function that returns the tokens as in the vocabulary; called only if blanks are omitted.
+        vocabulary_entries: Function that returns each token's vocabulary entry; called only if blanks are omitted.
     """
     extents = [*offsets, (len(text), len(text))]  # a sentinel at the end of the text: blanks may precede it
     names: list[str] | None = None
@@ -376,7 +374,7 @@ def _extents_with_blanks(
 
 
 def _unclaimed_blanks(vocabulary_entry: str, extent: tuple[int, int]) -> int:
-    """Return how many blanks at the end of a token's vocabulary entry its extent does not cover yet."""
+    """Return how many blanks at the end of a token's vocabulary entry are not in its range of characters."""
     blanks = len(vocabulary_entry) - len(vocabulary_entry.rstrip("Ġ"))
     return blanks - (extent[1] - extent[0]) if blanks == len(vocabulary_entry) else blanks
 
@@ -385,7 +383,7 @@ def _unclaimed_blanks(vocabulary_entry: str, extent: tuple[int, int]) -> int:
 
 
 class ByteSpeller:
-    """Finds the tokens of given characters by comparing the bytes of byte-level tokens with the text."""
+    """Finds the tokens that contain given characters by adding up the bytes of byte-level tokens, without offsets."""
 
     def __init__(self, backend: Any) -> None:
         parts = component_parts(backend.pre_tokenizer, "pretokenizers")
@@ -394,9 +392,9 @@ class ByteSpeller:
     def cover(
         self, ids: Sequence[int], text: str, starts: Sequence[int], ends: Sequence[int]
     ) -> npt.NDArray[np.bool_] | None:
-        """Return a mask [T] of the tokens that contain a character of a span.
+        """Return [T]: True for each token that contains a character of a span.
 
-        None if the concatenated bytes of the tokens are not the bytes of the text.
+        Return None if the bytes of the tokens, joined, are not the bytes of the text.
 
         Args:
             ids: [T] token ids of the text.
@@ -428,7 +426,7 @@ def _byte_positions(text: str, character_positions: Sequence[int]) -> Sequence[i
 
 
 class _TokenBytes(dict[int, bytes]):
-    """Token id -> bytes of the token, computed at the first access, because a run uses few tokens of a vocabulary.
+    """A dict from token id to the bytes of the token, filled at the first access: a run uses few tokens.
 
     Raises:
         KeyError: A token has no bytes.

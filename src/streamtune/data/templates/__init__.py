@@ -54,7 +54,7 @@ HEADER, ANSWER = struct.Struct(">QdQQ"), struct.Struct(">Q")
 
 @dataclass(frozen=True)
 class TemplateLimits:
-    """Limits of one rendering. They grow with the size of the messages."""
+    """Limits of time, memory and output size for one rendering of a chat template."""
 
     seconds: float = 5.0
     """processor time in seconds, plus one second per MB of messages"""
@@ -91,7 +91,7 @@ class ChatRequest:
     """further variables of the template, such as ``enable_thinking``"""
 
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments of ``render_jinja_template``; message fields that are None are left out."""
+        """Return the keyword arguments of ``render_jinja_template``, without message fields that are None."""
         messages = [{key: value for key, value in m.items() if value is not None} for m in self.messages]
         return {
             **self.variables,
@@ -127,7 +127,7 @@ def render_chat(
 
 
 def render_ahead(tokenizer: PreTrainedTokenizerBase, conversations: Sequence[ChatRequest]) -> bool:
-    """Render several conversations in one request; :func:`render_chat` and :func:`rendered_ahead` return the results.
+    """Render several conversations in one request to the template process, for :func:`render_chat` to return later.
 
     Results of earlier calls are discarded. A conversation that the template rejects has no result:
     :func:`render_chat` renders it again and raises the error.
@@ -159,15 +159,16 @@ def render_ahead(tokenizer: PreTrainedTokenizerBase, conversations: Sequence[Cha
 def rendered_ahead(
     tokenizer: PreTrainedTokenizerBase, request: ChatRequest
 ) -> tuple[str, list[tuple[int, int]] | None] | None:
-    """Return the stored text of a conversation, and the spans of its ``{% generation %}`` blocks.
+    """Return the text of a conversation that :func:`render_ahead` rendered, and the spans of ``{% generation %}``
+    blocks.
 
     Args:
         tokenizer: Tokenizer that was given to :func:`render_ahead`.
         request: Conversation to look up.
 
     Returns:
-        None unless :func:`render_ahead` rendered the conversation. The spans are None if the template has no such
-            blocks, or has them inside ``set``, ``macro`` or ``filter``, where their positions are unknown.
+        None for a conversation that was not rendered ahead. The spans are None if the template has no such blocks, or
+            has them inside ``set``, ``macro`` or ``filter``, where their positions are unknown.
     """
     if not _WORKERS.ready or _has_own_rendering(tokenizer):
         return None
@@ -225,7 +226,7 @@ _SET_BY_RENDERING = {
 
 
 class TemplateVariables:
-    """Merges the template variables of the recipe and of a row, and checks that the template reads them.
+    """Merges chat template variables of the recipe and of a row, and checks that the template reads them.
 
     Args:
         tokenizer: Tokenizer with the template.
@@ -277,7 +278,7 @@ class TemplateVariables:
 
 
 def fix_date(date: str | None) -> None:
-    """Set the date that templates print (``strftime_now``), for all later renderings of this process.
+    """Set the date that chat templates get from ``strftime_now``, for all later renderings of this process.
 
     A run stores its date, so that it renders the same text when it is resumed on another day.
 
@@ -296,12 +297,12 @@ def fix_date(date: str | None) -> None:
 
 
 def fixed_date() -> str | None:
-    """Return the date that :func:`fix_date` set; None if templates print the day of rendering."""
+    """Return the date that :func:`fix_date` set; None if chat templates print the current day."""
     return _WORKERS.date
 
 
 def _has_own_rendering(tokenizer: Any) -> bool:
-    """Return True if the tokenizer has its own rendering method instead of a template."""
+    """Return True if the tokenizer renders conversations by a method of its own instead of a template."""
     kind: Any = type(tokenizer)
     return _has_own_method(kind)
 
@@ -385,7 +386,7 @@ class _Worker:
 
 
 class _Workers:
-    """Holds the worker of this process; it is started on demand, and again after it was killed."""
+    """The template process of this process; it is started on demand, and again after it was killed."""
 
     def __init__(self) -> None:
         self.date: str | None = None
@@ -442,7 +443,7 @@ class _Workers:
 
 
 def _lookup_key(template: str, request: dict[str, Any]) -> bytes:
-    """Return the lookup key of a conversation; empty if a value is not of a basic Python type."""
+    """Return the key of a conversation for lookup; empty if it contains other than basic Python types."""
     try:
         return marshal.dumps((template, request), 2)  # version 2 has no references: equal values give equal bytes
     except ValueError:
@@ -450,7 +451,7 @@ def _lookup_key(template: str, request: dict[str, Any]) -> bytes:
 
 
 def _worker_error(code: int, seconds: float) -> TemplateLimitError | TemplateRefusalError:
-    """Return the error for a worker that ended with an exit code."""
+    """Return the error for a template process that ended with an exit code."""
     import signal
 
     if hasattr(signal, "SIGPROF") and code in (-signal.SIGPROF, -signal.SIGKILL, 0):
@@ -467,7 +468,7 @@ def _becomes_readable(file: Any, seconds: float) -> bool:
 
 
 def _worker_environment() -> dict[str, str]:
-    """Return the worker's environment: same import path, offline, no access tokens, one thread."""
+    """Return the environment of the template process: same import path, offline, no access tokens, one thread."""
     one = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "HF_HUB_OFFLINE"), "1")
     kept = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH", "SYSTEMROOT") if name in os.environ}
     path = os.pathsep.join(entry for entry in sys.path if entry and Path(entry).is_absolute())

@@ -80,7 +80,7 @@ def _import_library() -> Any:
 
 
 def _answer_request(library: Any, request: dict[str, Any], date: str | None, max_characters: int) -> tuple[bytes, str]:
-    """Return the status byte and the text that answer a request."""
+    """Return the status byte and the text that answer a request to render or inspect a template."""
     try:
         if request.keys() == {"read"}:
             return b"O", _variable_names(library, request["read"])
@@ -99,7 +99,7 @@ def _answer_request(library: Any, request: dict[str, Any], date: str | None, max
 
 
 def _render_many(library: Any, requests: list[dict[str, Any]], chat_template: str, **shared: Any) -> Any:
-    """Yield ``[text, spans]`` for each conversation; None if the template rejects it."""
+    """Yield ``[text, spans]`` for each conversation; None for a conversation that the template rejects."""
     marks = _marks_in_place(library, chat_template)
     for own in requests:
         try:
@@ -116,7 +116,7 @@ def _render_many(library: Any, requests: list[dict[str, Any]], chat_template: st
 
 @functools.lru_cache
 def _marks_in_place(library: Any, template: str) -> bool:
-    """Return True if a template has ``{% generation %}`` blocks, and none is inside a block that collects text."""
+    """Return True if a template has ``{% generation %}`` blocks whose positions in the output can be recorded."""
     from jinja2 import nodes
 
     collects = (nodes.Macro, nodes.CallBlock, nodes.FilterBlock, nodes.AssignBlock)
@@ -141,7 +141,7 @@ def _variable_names(library: Any, template: str) -> str:
 
 
 def _set_date(environment: Any, date: str | None) -> None:
-    """Make ``strftime_now`` format a fixed date; with None the current time."""
+    """Make ``strftime_now`` format ``date``; with None, the current time."""
     moment = datetime.fromisoformat(date) if date is not None else None
     environment.globals["strftime_now"] = lambda form: (moment or datetime.now()).strftime(form)
 
@@ -159,7 +159,7 @@ class _MemoryLimit:
         self.base, self.now = _address_space_bytes(), 0
 
     def set(self, memory_bytes: int) -> None:
-        """Allow at least ``memory_bytes`` more; a limit of up to twice as much is kept, to save a system call."""
+        """Allow at least ``memory_bytes`` more; a limit of up to twice as much stays, to save a system call."""
         if memory_bytes <= self.now <= 2 * memory_bytes:
             return
         self.now = memory_bytes
@@ -174,7 +174,7 @@ class _MemoryLimit:
 
 
 def _forbid_files() -> None:
-    """Forbid this process to write files, even if a template escapes the sandbox."""
+    """Forbid this process to write files, in case a template escapes the sandbox."""
     with contextlib.suppress(ImportError, ValueError, OSError):
         import resource
 
