@@ -197,7 +197,7 @@ def rank_table() -> list[str]:
                     rows = random.choice(len(tokens), min(count, len(tokens)), replace=False).tolist()
                     cost = {row: cost_of(int(tokens[row]), int(squares[row])) for row in rows}.__getitem__
                     before = by_tokens(rows, tokens.__getitem__, batch_size)
-                    now = data.assign_rows(rows, cost, ranks=RANKS, batch_size=batch_size, padded=padded)
+                    now = data.assign_to_ranks(rows, cost, ranks=RANKS, batch_size=batch_size, padded=padded)
                     costs = [cost(row) for row in rows]
                     least = max(1.0, max(costs) / (sum(costs) / RANKS))
                     found.append([*waits(before, cost, padded), *waits(now, cost, padded), least])
@@ -220,7 +220,7 @@ def main() -> None:
     ranks = rank_table()
     console.print("\n".join(ranks))
     prepared = read_corpus(options.max_length)
-    pieces = data.cut_rows(prepared.training, max_length=options.max_length, min_length=64, packing=True)
+    pieces = data.cut_rows_into_pieces(prepared.training, max_length=options.max_length, min_length=64, packing=True)
     attention = attention_table(prepared, pieces, options.max_length)
     console.print(prepared.report.describe(), "\n".join(attention), sep="\n")
     times = time_table(prepared, pieces, options.max_length, options.pairs, console)

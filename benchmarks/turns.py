@@ -178,7 +178,7 @@ def group(tokens: int, shared: float) -> Tree:
 def prompt_once(tree: Tree) -> train.TreeBatch:
     """Return a tree with its prompt once and each completion whole."""
     prompt = tree.prompt[:-1]
-    branches = [tree.branch(index) for index in range(len(tree.completions))]
+    branches = [tree.branch_tokens(index) for index in range(len(tree.completions))]
     tokens = np.concatenate([np.array(prompt, np.int32), *(ids for ids, _ in branches)]).astype(np.int64)
     targets = np.concatenate([np.full(len(prompt), IGNORE_INDEX), *(targets for _, targets in branches)])
     sizes = [len(ids) for ids, _ in branches]

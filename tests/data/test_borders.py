@@ -144,7 +144,7 @@ def test_ids_and_offsets_of_pieces(tokenizer: Any, monkeypatch: pytest.MonkeyPat
         whole = tokenizer(text, return_offsets_mapping=True)
         made = LongTextTokenizer(tokenizer)
         assert list(made.ids(text)) == whole["input_ids"], repr(text)
-        found = list(made.parts(text, add_special_tokens=True, offsets=True))
+        found = list(made.iter_parts(text, add_special_tokens=True, offsets=True))
         offsets = [
             (start + piece.start, end + piece.start) if piece.start < piece.stop else (0, 0)
             for piece in found
@@ -224,7 +224,7 @@ def test_what_is_not_proven_is_not_cut(name: str, monkeypatch: pytest.MonkeyPatc
     tokenizer = wrap(UNPROVEN[name]())
     assert cut_rule(tokenizer) is None
     told: list[str] = []
-    (piece,) = LongTextTokenizer(tokenizer, told.append).parts(
+    (piece,) = LongTextTokenizer(tokenizer, told.append).iter_parts(
         "one two three four", add_special_tokens=True, offsets=False
     )
     assert piece.stop == len("one two three four")

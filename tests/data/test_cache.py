@@ -22,7 +22,7 @@ from streamtune.base.result_cache import CacheFile
 from streamtune.data import ChatOptions, RowCache, Source
 from streamtune.data.reading import contents
 from streamtune.data.reading.contents import FileHashes
-from streamtune.data.templates import fix_date
+from streamtune.data.templates import fix_template_date
 from streamtune.errors import DataError, StorageError
 from streamtune.models.tokenizer import load_tokenizer, train_tokenizer
 
@@ -194,14 +194,14 @@ def test_the_template_and_its_date_belong_to_the_rows(tmp_path: Path, cache: Row
     notes = Notes()
     try:
         for date, hit in (("2026-01-31", False), ("2026-01-31", True), ("2026-02-01", False)):
-            fix_date(date)
+            fix_template_date(date)
             notes.clear()
             prepare([source], tokenizer, max_length=400, cache=cache, notify=notes.append)
             assert notes.hit is hit
         tokenizer.chat_template = template.replace("<|im_start|>user", "<|im_start|>human")
         prepare([source], tokenizer, max_length=400, cache=cache, notify=notes.append)
     finally:
-        fix_date(None)
+        fix_template_date(None)
 
 
 def test_a_file_that_is_changed_and_keeps_its_time_is_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,12 +209,12 @@ def test_a_file_that_is_changed_and_keeps_its_time_is_another(tmp_path: Path, mo
     file, hashes = tmp_path / "rows.jsonl", FileHashes(tmp_path / "files.json")
     file.write_text("one")
     status = file.stat()
-    first = hashes.hash_of(file)
+    first = hashes.hash_file(file)
     time.sleep(0.02)
     with file.open("r+") as opened:  # as rsync --inplace -t and cp -p do: the same inode, size and time
         opened.write("two")
     os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
-    assert hashes.hash_of(file) != first
+    assert hashes.hash_file(file) != first
 
 
 def test_a_file_is_known_by_its_bytes_wherever_its_clock_stands(tmp_path: Path) -> None:
@@ -222,15 +222,15 @@ def test_a_file_is_known_by_its_bytes_wherever_its_clock_stands(tmp_path: Path) 
     file.write_text("one")
     old = time.time() - 100
     os.utime(file, (old, old))
-    first = hashes.hash_of(file)
+    first = hashes.hash_file(file)
     hashes.save()
-    assert FileHashes(tmp_path / "files.json").hash_of(file) == first
+    assert FileHashes(tmp_path / "files.json").hash_file(file) == first
     file.write_text("two")  # the same size and time: another inode or a time of change of now shows it
-    assert FileHashes(tmp_path / "files.json").hash_of(file) != first
+    assert FileHashes(tmp_path / "files.json").hash_file(file) != first
     file.write_text("six")  # changed within a tick of the clock after it was hashed
-    assert FileHashes(tmp_path / "files.json").hash_of(file) == FileHashes(tmp_path / "none.json").hash_of(file)
+    assert FileHashes(tmp_path / "files.json").hash_file(file) == FileHashes(tmp_path / "none.json").hash_file(file)
     (tmp_path / "files.json").write_text("{broken")
-    assert FileHashes(tmp_path / "files.json").hash_of(file)
+    assert FileHashes(tmp_path / "files.json").hash_file(file)
 
 
 @pytest.mark.parametrize("damage", ["short", "gone", "no json", "other counts", "a byte", "a list"])

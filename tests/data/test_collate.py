@@ -178,7 +178,7 @@ def test_first_turns_that_a_pair_shares_are_there_once() -> None:
     masks = [[True] * 3 + [False] * 2 + [True] * 2, [True] * 3 + [False] * 2 + [True]]
     tree = Tree([1, 2, 3], [[*first, *question, 40, 41], [*first, *question, 50]], masks, origin="a:1")
     batch = collate_trees([tree], pad_token_id=0, share=True)
-    assert tree.num_common == 5
+    assert tree.num_common_tokens == 5
     assert batch["input_ids"].tolist() == [[1, 2, 3, 20, 21, 22, 30, 31, 40, 41, 31, 50]]
     assert batch["shift_labels"].tolist() == [[-100, -100, 20, 21, 22, -100, -100, 40, 41, -100, 50, -100]]
     assert batch["nodes"] == [(-1, 7), (0, 3), (0, 2)]

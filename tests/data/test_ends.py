@@ -16,7 +16,7 @@ from streamtune.data.options import ChatOptions
 from streamtune.data.reading.readers import Row
 from streamtune.data.record_table import Example, Prompt, Tree
 from streamtune.data.rendering.render import RowRenderer
-from streamtune.data.row_types import normalise
+from streamtune.data.row_types import normalise_row
 
 ENDS = {
     "chatml": ["<|im_end|>"],
@@ -34,7 +34,7 @@ ENDS = {
 
 def examples(tokenizer: Any, rows: list[dict[str, Any]], train_on: str, chat: ChatOptions) -> list[Example]:
     render = RowRenderer(tokenizer, train_on=train_on, notify=lambda message: None, chat=chat)
-    made = [render(normalise(Row("x:1", json.loads(json.dumps(row))), "messages"), "x:1") for row in rows]
+    made = [render(normalise_row(Row("x:1", json.loads(json.dumps(row))), "messages"), "x:1") for row in rows]
     return [Example(each.input_ids, each.labels, "x:1") for each in made]
 
 
@@ -67,7 +67,7 @@ def test_texts_end_with_the_end_token(make_tokenizer: Callable[..., PreTrainedTo
     tokenizer = make_tokenizer("chatml", eos_token="<|endoftext|>")
     chat, end = ChatOptions(), tokenizer.eos_token_id
     text = RowRenderer(tokenizer, train_on="all", notify=lambda message: None)(
-        normalise(Row("x:1", {"text": "one two"}), "text"), "x:1"
+        normalise_row(Row("x:1", {"text": "one two"}), "text"), "x:1"
     )
     rows: list[Any] = [Example(text.input_ids, text.labels, "x:1")]
     assert trained_end_tokens(rows, tokenizer, chat) == [end], "the template of a base model is not in these rows"

@@ -17,8 +17,8 @@ from streamtune.base.model_facts import IGNORE_INDEX
 from streamtune.data.options import ChatOptions
 from streamtune.data.reading.readers import Row
 from streamtune.data.rendering.render import RowRenderer
-from streamtune.data.row_types import normalise
-from streamtune.data.templates import fix_date
+from streamtune.data.row_types import normalise_row
+from streamtune.data.templates import fix_template_date
 from streamtune.errors import DataError
 
 GOLDEN = Path(__file__).with_name("golden_chats.json")
@@ -59,9 +59,9 @@ WITHOUT_TOOLS = ("gemma3", "phi4", "deepseek_r1")
 
 @pytest.fixture(autouse=True)
 def on_one_day() -> Iterator[None]:
-    fix_date("2025-01-31")
+    fix_template_date("2025-01-31")
     yield
-    fix_date(None)
+    fix_template_date(None)
 
 
 def rendered(name: str, row: str, reasoning: str) -> dict[str, Any]:
@@ -70,7 +70,7 @@ def rendered(name: str, row: str, reasoning: str) -> dict[str, Any]:
         tokenizer, train_on="assistant", notify=lambda text: None, chat=ChatOptions(reasoning=reasoning)
     )
     columns = json.loads(json.dumps(ROWS[row]))
-    made = render(normalise(Row("x:1", columns), "messages"), "x:1")
+    made = render(normalise_row(Row("x:1", columns), "messages"), "x:1")
     pieces: list[list[int]] = [[]]
     for label in made.labels:
         if label != IGNORE_INDEX:
@@ -106,7 +106,7 @@ def test_formats_without_tools_refuse_calls_they_do_not_print(name: str) -> None
 
 
 if __name__ == "__main__":
-    fix_date("2025-01-31")
+    fix_template_date("2025-01-31")
     GOLDEN.write_text(
         json.dumps({"-".join(case): rendered(*case) for case in CASES}, indent=1, ensure_ascii=False) + "\n",
         encoding="utf-8",

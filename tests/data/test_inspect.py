@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from streamtune.data import DataOptions, PreparedData, ResumableSampler, Source, pack_rows
 from streamtune.data.inspect_rows import RowInspector, TokenGap, TokenRun, decode_parts, ranges_to_show
-from streamtune.data.length_measures import LengthChoice, compare_max_lengths, histogram, padding_share
+from streamtune.data.length_measures import LengthChoice, compare_max_lengths, length_histogram, padding_share
 
 Write = Callable[..., str]
 WORDS = ["the", "quick", "brown", "fox", "Grüße", "世界", "👋🏽", "answer", "question", "42", "🙂"]
@@ -91,9 +91,9 @@ def test_runs_are_the_row_and_its_mask(made: Callable[..., PreparedData], tokeni
     data = made(max_length=100, overlength="split", val_size=0.2)
     rows = RowInspector(data, tokenizer)
     assert len(rows) == len(data.training) + len(data.validation)
-    assert sum(rows.view(number).held_out for number in range(1, len(rows) + 1)) == len(data.validation)
+    assert sum(rows.get_view(number).held_out for number in range(1, len(rows) + 1)) == len(data.validation)
     for number in range(1, len(rows) + 1):
-        view = rows.view(number)
+        view = rows.get_view(number)
         (part,) = view.parts
         runs = rows.token_runs(part)
         assert all(isinstance(run, TokenRun) for run in runs)
@@ -103,7 +103,7 @@ def test_runs_are_the_row_and_its_mask(made: Callable[..., PreparedData], tokeni
         assert marks == list(zip(part.trained.tolist(), special, strict=True))
         if number % 8 == 0:
             assert "".join(rows.token_texts(part)) == tokenizer.decode(part.input_ids)
-    assert sum(rows.view(number).trained for number in range(1, len(rows) + 1)) == data.report.supervised_tokens
+    assert sum(rows.get_view(number).num_trained for number in range(1, len(rows) + 1)) == data.report.supervised_tokens
 
 
 def test_gaps_are_where_nothing_changes() -> None:
@@ -120,7 +120,7 @@ def test_gaps_are_where_nothing_changes() -> None:
 
 def test_gaps_say_how_much_they_hold(made: Callable[..., PreparedData], tokenizer: PreTrainedTokenizerFast) -> None:
     rows = RowInspector(made(), tokenizer)
-    (part,) = rows.view(rows.most_extreme(1)[0][1]).parts
+    (part,) = rows.get_view(rows.most_extreme_records(1)[0][1]).parts
     runs = rows.token_runs(part, 150)
     assert any(isinstance(run, TokenGap) for run in runs)
     assert sum(run.tokens for run in runs) == len(part.input_ids)
@@ -134,30 +134,30 @@ def test_gaps_say_how_much_they_hold(made: Callable[..., PreparedData], tokenize
 def test_the_worst_rows(made: Callable[..., PreparedData], tokenizer: PreTrainedTokenizerFast) -> None:
     whole, cut = made(), made(max_length=90, overlength="truncate", val_size=0.1)
     rows = RowInspector(cut, tokenizer)
-    views = [rows.view(number) for number in range(1, len(rows) + 1)]
+    views = [rows.get_view(number) for number in range(1, len(rows) + 1)]
     sizes = {example.origin: len(example.input_ids) for example in whole.training}
     worst: dict[str, list[int]] = {}
-    for reason, number in rows.most_extreme(3):
+    for reason, number in rows.most_extreme_records(3):
         for each in reason.split(", "):
             worst.setdefault(each, []).append(number)
-    assert {view.number: view.lost for view in views} == {v.number: sizes[v.origin] - v.tokens for v in views}
+    assert {view.number: view.lost for view in views} == {v.number: sizes[v.origin] - v.num_tokens for v in views}
     longest = sorted((sizes[view.origin] for view in views), reverse=True)[:3]
-    assert [sizes[rows.view(number).origin] for number in worst["longest"]] == longest
-    shares = sorted(view.trained / view.tokens for view in views)[:3]
-    found = [rows.view(number) for number in worst["least trained"]]
-    assert sorted(view.trained / view.tokens for view in found) == pytest.approx(shares)
+    assert [sizes[rows.get_view(number).origin] for number in worst["longest"]] == longest
+    shares = sorted(view.num_trained / view.num_tokens for view in views)[:3]
+    found = [rows.get_view(number) for number in worst["least trained"]]
+    assert sorted(view.num_trained / view.num_tokens for view in found) == pytest.approx(shares)
     lost = sorted((view.lost for view in views), reverse=True)[:3]
-    assert sorted((rows.view(number).lost for number in worst["most truncated"]), reverse=True) == lost
+    assert sorted((rows.get_view(number).lost for number in worst["most truncated"]), reverse=True) == lost
 
 
 def test_a_row_is_found_by_its_origin(
     made: Callable[..., PreparedData], path: str, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     rows = RowInspector(made(max_length=60, overlength="split", val_size=0.1), tokenizer)
-    found = rows.numbers_of(f"{path}:5")
+    found = rows.record_numbers(f"{path}:5")
     assert found
-    assert {rows.view(number).origin for number in found} == {f"{path}:5"}
-    assert rows.numbers_of("elsewhere:5") == []
+    assert {rows.get_view(number).origin for number in found} == {f"{path}:5"}
+    assert rows.record_numbers("elsewhere:5") == []
     assert rows.evenly_spaced(4)[0] == 1
     assert len(set(rows.evenly_spaced(10**6))) == len(rows)
 
@@ -165,10 +165,10 @@ def test_a_row_is_found_by_its_origin(
 def test_trees_have_a_prompt_and_answers(write: Write, tokenizer: PreTrainedTokenizerFast) -> None:
     pairs = [{"prompt": "The quick", "chosen": " brown fox", "rejected": " lazy dog jumps"}] * 2
     data = prepare_preferences([Source(write("pairs.jsonl", pairs))], tokenizer, max_length=64)
-    view = RowInspector(data, tokenizer).view(2)
+    view = RowInspector(data, tokenizer).get_view(2)
     assert [part.name for part in view.parts] == ["prompt", "chosen", "rejected"]
     assert [int(part.trained.sum()) > 0 for part in view.parts] == [False, True, True]
-    assert view.trained * 2 == data.report.supervised_tokens
+    assert view.num_trained * 2 == data.report.supervised_tokens
     assert (data.report.duplicates, data.report.held_out_duplicates) == (1, 0)
 
 
@@ -216,7 +216,7 @@ def test_every_row_is_in_one_bin() -> None:
     for _ in range(60):
         lengths = np.exp(draw.normal(5, draw.uniform(0, 2), 50)).astype(np.int64) + 1
         limit = int(draw.integers(1, 3000))
-        bins = histogram(lengths, limit)
+        bins = length_histogram(lengths, limit)
         for each in bins:
             assert each.rows == ((lengths >= each.shortest) & (lengths <= each.longest)).sum()
             assert not each.shortest <= limit < each.longest or limit >= lengths.max() or limit < lengths.min()
@@ -245,7 +245,7 @@ def check_choice(found: LengthChoice, made: Callable[..., PreparedData]) -> None
     assert found.lost_if_truncated == cut.report.tokens_lost
     if dropped is not None:
         assert found.lost_if_dropped == dropped.report.tokens_lost
-    order = [sizes[row] for row in ResumableSampler(len(sizes), seed=7).order(0)]
+    order = [sizes[row] for row in ResumableSampler(len(sizes), seed=7).epoch_order(0)]
     batches = [order[start : start + 4] for start in range(0, len(order), 4)]
     positions = sum(max(batch) * len(batch) for batch in batches)
     assert found.padding == pytest.approx(1 - sum(sizes) / positions, abs=1e-4)

@@ -69,7 +69,7 @@ def test_the_key_of_kept_rows_is_that_of_earlier_versions(
     # Constants in place of all that changes with a version of the code or of a library.
     monkeypatch.setattr(row_cache, "_code_hash", lambda: "code")
     monkeypatch.setattr(row_cache, "__version__", "1")
-    monkeypatch.setattr(row_cache, "_tokenizer_facts", lambda tokenizer: ["tokenizer"])
+    monkeypatch.setattr(row_cache, "_identify_tokenizer", lambda tokenizer: ["tokenizer"])
     monkeypatch.setattr(row_cache.metadata, "version", lambda package: "1")
     recipe, row = RECIPES[key]
     monkeypatch.chdir(tmp_path)

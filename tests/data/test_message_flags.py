@@ -14,7 +14,7 @@ from streamtune.base.model_facts import IGNORE_INDEX
 from streamtune.data import ChatOptions, Source
 from streamtune.data.reading.readers import Row
 from streamtune.data.rendering.render import RowRenderer
-from streamtune.data.row_types import Conversation, detect_type, normalise
+from streamtune.data.row_types import Conversation, detect_type, normalise_row
 from streamtune.errors import ArgumentError, DataError
 
 Write = Callable[..., str]
@@ -37,7 +37,7 @@ def pieces(
     tokenizer = fixed_tokenizer(template)
     row = Row("x:1", columns)
     render = RowRenderer(tokenizer, train_on=train_on, notify=lambda text: None, chat=ChatOptions(**options))
-    rendered = render(normalise(row, detect_type(row)), row.origin)
+    rendered = render(normalise_row(row, detect_type(row)), row.origin)
     runs: list[list[int]] = [[]]
     for label in rendered.labels:
         if label != IGNORE_INDEX:
@@ -65,7 +65,7 @@ def test_no_template_sees_a_flag() -> None:
         "{% for m in messages %}{{ m.keys() | list | join(',') }} {{ m.content }}<|im_end|>{% endfor %}"
     )
     row = Row("x:1", {"messages": chat({"train": True, "loss": 1}, {"weight": 0})})
-    content = normalise(row, "messages")
+    content = normalise_row(row, "messages")
     assert isinstance(content, Conversation)
     rendered = RowRenderer(tokenizer, train_on="all", notify=print)(content, "x:1")
     assert set(tokenizer.decode(rendered.input_ids).replace("<|im_end|>", " ").split()) == {

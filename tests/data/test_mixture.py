@@ -12,7 +12,7 @@ import pytest
 from preparing import prepare
 
 from streamtune.data import ResumableSampler, Source
-from streamtune.data.batches.sampler import Mixture, mixture_from_weights
+from streamtune.data.batches.sampler import Mixture, weighted_mixture
 from streamtune.errors import DataError
 
 Write = Callable[..., str]
@@ -25,16 +25,16 @@ def visits(mixture: Mixture, order: np.ndarray) -> list[int]:
 
 def test_shares_are_of_rows_or_of_tokens_and_an_epoch_keeps_its_length() -> None:
     bounds, tokens = [0, 60, 90, 100], np.array([10] * 60 + [40] * 30 + [20] * 10)
-    by_rows = mixture_from_weights([1, 2, 1], bounds, np.ones(100, dtype=np.int64))
+    by_rows = weighted_mixture([1, 2, 1], bounds, np.ones(100, dtype=np.int64))
     assert by_rows is not None
     assert by_rows.visits == (25, 50, 25)
-    by_tokens = mixture_from_weights([1, 2, 1], bounds, tokens)
+    by_tokens = weighted_mixture([1, 2, 1], bounds, tokens)
     assert by_tokens is not None
     assert by_tokens.visits == (50, 25, 25)  # 500, 1,000 and 500 of 2,000 tokens
-    assert tokens[by_tokens.order(0, seed=1, shuffle=False)].sum() == tokens.sum()
-    assert mixture_from_weights([1, 0, 0], bounds, tokens) == Mixture((0, 60, 90, 100), (200, 0, 0))
-    assert mixture_from_weights([1e-9, 1, 1], bounds, tokens).visits[0] == 1, "a source with a weight is visited"  # type: ignore[union-attr]
-    assert mixture_from_weights([1, 1, 0], [0, 0, 0, 100], np.ones(100, dtype=np.int64)) is None
+    assert tokens[by_tokens.epoch_order(0, seed=1, shuffle=False)].sum() == tokens.sum()
+    assert weighted_mixture([1, 0, 0], bounds, tokens) == Mixture((0, 60, 90, 100), (200, 0, 0))
+    assert weighted_mixture([1e-9, 1, 1], bounds, tokens).visits[0] == 1, "a source with a weight is visited"  # type: ignore[union-attr]
+    assert weighted_mixture([1, 1, 0], [0, 0, 0, 100], np.ones(100, dtype=np.int64)) is None
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
@@ -43,22 +43,20 @@ def test_epochs_go_on_where_the_one_before_stopped(shuffle: bool) -> None:
     mixture = Mixture((0, 7, 17, 18), (3, 25, 1))
     total: Counter[int] = Counter()
     for epoch in range(9):
-        order = mixture.order(epoch, seed=5, shuffle=shuffle)
+        order = mixture.epoch_order(epoch, seed=5, shuffle=shuffle)
         assert visits(mixture, order) == [3, 25, 1]
-        assert np.array_equal(order, mixture.order(epoch, seed=5, shuffle=shuffle))
+        assert np.array_equal(order, mixture.epoch_order(epoch, seed=5, shuffle=shuffle))
         total.update(order.tolist())
         for first, stop in ((0, 7), (7, 17), (17, 18)):
             counts = [total[row] for row in range(first, stop)]
             assert max(counts) - min(counts) <= 1
     if shuffle:
-        assert not np.array_equal(mixture.order(0, seed=5, shuffle=True), mixture.order(0, seed=6, shuffle=True))
+        first, second = (mixture.epoch_order(0, seed=seed, shuffle=True) for seed in (5, 6))
+        assert not np.array_equal(first, second)
     else:
-        assert mixture.order(0, seed=5, shuffle=False)[mixture.order(0, seed=5, shuffle=False) < 7].tolist() == [
-            0,
-            1,
-            2,
-        ]
-        assert 17 in mixture.order(0, seed=5, shuffle=False)[8:21], "the sources are mixed evenly"
+        visited = mixture.epoch_order(0, seed=5, shuffle=False)
+        assert visited[visited < 7].tolist() == [0, 1, 2]
+        assert 17 in visited[8:21], "the sources are mixed evenly"
 
 
 def test_a_sampler_resumes_within_a_mixture() -> None:

@@ -16,13 +16,13 @@ from streamtune.data import (
     ResumableSampler,
     StepSampler,
     Tree,
-    assign_rows,
-    bucket_sampler,
-    choose_rows,
-    lay_out_epoch,
+    assign_to_ranks,
+    choose_rows_to_train,
+    find_small_sources,
+    make_bucket_sampler,
+    make_token_budget_sampler,
+    measure_epoch_layout,
     measure_trees,
-    small_sources,
-    token_budget_sampler,
 )
 from streamtune.data.batches.optimizer_steps import CURRICULA, choose_medoids
 from streamtune.data.record_table import Stored, open_record_table
@@ -30,7 +30,7 @@ from streamtune.errors import CheckpointError
 
 
 def in_tokens(lengths: np.ndarray[Any, Any], budget: int, *, seed: int, shuffle: bool) -> StepSampler:
-    return token_budget_sampler(ResumableSampler(len(lengths), seed=seed, shuffle=shuffle), lengths, budget)
+    return make_token_budget_sampler(ResumableSampler(len(lengths), seed=seed, shuffle=shuffle), lengths, budget)
 
 
 LENGTHS = np.random.RandomState(0).lognormal(4, 1, 300).astype(np.int64).clip(2, 1000)
@@ -38,9 +38,9 @@ BUCKETS = 64 << np.random.RandomState(1).choice(5, size=400, p=[0.4, 0.25, 0.2, 
 MAKERS: dict[str, Callable[[], StepSampler]] = {
     "tokens": lambda: in_tokens(LENGTHS, 1000, seed=7, shuffle=True),
     "in order": lambda: in_tokens(LENGTHS, 1000, seed=7, shuffle=False),
-    "uniform": lambda: bucket_sampler(BUCKETS, 4096, curriculum="uniform", cycles=4, seed=7),
-    "grow-linear": lambda: bucket_sampler(BUCKETS, 4096, curriculum="grow-linear", cycles=4, seed=7),
-    "grow-p2": lambda: bucket_sampler(BUCKETS, 4096, curriculum="grow-p2", cycles=4, seed=7),
+    "uniform": lambda: make_bucket_sampler(BUCKETS, 4096, curriculum="uniform", cycles=4, seed=7),
+    "grow-linear": lambda: make_bucket_sampler(BUCKETS, 4096, curriculum="grow-linear", cycles=4, seed=7),
+    "grow-p2": lambda: make_bucket_sampler(BUCKETS, 4096, curriculum="grow-p2", cycles=4, seed=7),
 }
 
 
@@ -81,7 +81,7 @@ def test_lengths_grow_within_a_cycle() -> None:
     buckets = np.repeat([64, 256, 1024], [6400, 1600, 400])  # 100 batches of each
 
     def places(curriculum: str, cycles: int) -> list[float]:
-        steps = epoch_of(bucket_sampler(buckets, 4096, curriculum=curriculum, cycles=cycles, seed=3), 0)
+        steps = epoch_of(make_bucket_sampler(buckets, 4096, curriculum=curriculum, cycles=cycles, seed=3), 0)
         assert len(steps) == 300
         lengths = np.array([buckets[step[0]] for step in steps])
         within = np.tile(np.arange(300 // cycles) / (300 // cycles), cycles)
@@ -108,7 +108,7 @@ def test_resumes_after_any_step(kind: str) -> None:
 
 def test_orders_are_pinned() -> None:
     """A run must be resumable after numpy was upgraded."""
-    steps = bucket_sampler(np.array([64, 128, 64, 64, 128, 64]), 128, curriculum="grow-p2", cycles=1, seed=42)
+    steps = make_bucket_sampler(np.array([64, 128, 64, 64, 128, 64]), 128, curriculum="grow-p2", cycles=1, seed=42)
     assert epoch_of(steps, 0) == [[3, 5], [4], [0, 2], [1]]
 
 
@@ -133,7 +133,7 @@ def test_positions_and_squares_of_a_layout(batch_size: int) -> None:
             sizes = LENGTHS[step[start : start + batch_size]]
             positions += len(sizes) * int(sizes.max())
             squares += len(sizes) * int(sizes.max()) ** 2
-    found = lay_out_epoch(epoch, LENGTHS, LENGTHS**2, batch_size=batch_size, packed=False)
+    found = measure_epoch_layout(epoch, LENGTHS, LENGTHS**2, batch_size=batch_size, packed=False)
     assert (found.positions, found.squares) == (positions, squares)
     assert found.step_tokens.sum() == LENGTHS.sum()
 
@@ -155,15 +155,15 @@ def test_positions_and_squares_of_trees(share: bool) -> None:
     for tree, found in zip(chosen, squares, strict=True):
         prompt = len(tree.prompt)
         rows = sum((prompt + len(completion)) ** 2 for completion in tree.completions)
-        assert tree.num_common == {9: 2, 4: 5}.get(prompt, 0)
-        assert found == rows - (len(tree.completions) - 1) * (prompt - 1 + tree.num_common) ** 2 * share
+        assert tree.num_common_tokens == {9: 2, 4: 5}.get(prompt, 0)
+        assert found == rows - (len(tree.completions) - 1) * (prompt - 1 + tree.num_common_tokens) ** 2 * share
 
 
 def test_positions_and_squares_of_pieces_that_share_sequences() -> None:
     buckets = np.array([64, 64, 64, 128])
     tokens = np.array([64, 30, 64, 128])
     epoch = EpochSteps(np.arange(4), np.array([3, 4]))
-    found = lay_out_epoch(epoch, tokens, tokens**2, batch_size=2, packed=True, per_sequence=128 // buckets)
+    found = measure_epoch_layout(epoch, tokens, tokens**2, batch_size=2, packed=True, per_sequence=128 // buckets)
     # [64 + 30, 64 padded to 94], [128]
     assert found.positions == 94 + 94 + 128
     assert found.squares == 64**2 + 30**2 + 64**2 + 30**2 + 128**2
@@ -186,7 +186,7 @@ def test_every_row_once_and_as_many_batches_for_each_rank(padded: bool, ranks: i
     for count in (1, 2, 5, 8, 31, 32, 33, 100):
         lengths = RANDOM(count).lognormal(6, 1.2, count).astype(int) + 2
         rows = RANDOM(count + 1).permutation(count).tolist()
-        shares = assign_rows(rows, quadratic(lengths), ranks=ranks, batch_size=batch_size, padded=padded)
+        shares = assign_to_ranks(rows, quadratic(lengths), ranks=ranks, batch_size=batch_size, padded=padded)
         assert len(shares) == ranks
         assert {len(share) for share in shares} == {-(-count // (ranks * batch_size))}
         batches = [batch for share in shares for batch in share]
@@ -196,14 +196,14 @@ def test_every_row_once_and_as_many_batches_for_each_rank(padded: bool, ranks: i
             assert [row for batch in batches for row in batch] == rows
         if count >= len(batches):
             assert all(batches), "no rank computes nothing where there are rows for all"
-        again = assign_rows(rows[::-1], quadratic(lengths), ranks=ranks, batch_size=batch_size, padded=padded)
+        again = assign_to_ranks(rows[::-1], quadratic(lengths), ranks=ranks, batch_size=batch_size, padded=padded)
         assert ranks == 1 or again == shares, "the order of the rows decides nothing"
 
 
 def test_packs_of_as_many_tokens_go_by_what_they_cost() -> None:
     """Four packs of 4,096 tokens: two of one row, two of 64 rows; with equal tokens nothing could be told apart."""
     costs = {0: 8192.0, 1: 4160.0, 2: 8192.0, 3: 4160.0}
-    shares = assign_rows([0, 1, 2, 3], costs.__getitem__, ranks=2, batch_size=1, padded=False)
+    shares = assign_to_ranks([0, 1, 2, 3], costs.__getitem__, ranks=2, batch_size=1, padded=False)
     assert [sorted(row for batch in share for row in batch) for share in shares] == [[0, 1], [2, 3]]
     assert [share[0] for share in shares] == [[0], [2]], "what takes long is computed at the same time"
 
@@ -211,7 +211,7 @@ def test_packs_of_as_many_tokens_go_by_what_they_cost() -> None:
 def test_rows_that_a_step_lacks_are_lacking_where_they_cost_most() -> None:
     """One long row and eight short ones in batches of up to four: the long one is not made to pad others."""
     lengths = np.array([1000, *[10] * 8])
-    shares = assign_rows(range(9), lambda row: float(lengths[row]), ranks=2, batch_size=4)
+    shares = assign_to_ranks(range(9), lambda row: float(lengths[row]), ranks=2, batch_size=4)
     assert [0] in [batch for share in shares for batch in share]
 
 
@@ -251,21 +251,21 @@ def test_clusters_have_a_row_each() -> None:
 def test_equal_points_are_taken_in_their_order() -> None:
     assert choose_medoids(np.zeros((4, 2)), 3) == [0, 1, 2]
     assert choose_medoids(np.ones((4, 2)), 0) == []
-    choice = choose_rows(np.ones((4, 2)), [0] * 4, 4)
+    choice = choose_rows_to_train(np.ones((4, 2)), [0] * 4, 4)
     assert choice == ChosenRows((0, 1, 2, 3), 0, 0.0, 0.0)
 
 
 def test_small_sources_are_those_below_the_mean() -> None:
-    assert small_sources([100, 10, 60]) == {1}
-    assert small_sources([100, 10, 0, 10]) == {1, 3}
-    assert small_sources([7, 7]) == frozenset()
-    assert small_sources([5]) == frozenset()
+    assert find_small_sources([100, 10, 60]) == {1}
+    assert find_small_sources([100, 10, 0, 10]) == {1, 3}
+    assert find_small_sources([7, 7]) == frozenset()
+    assert find_small_sources([5]) == frozenset()
 
 
 def test_sources_have_their_share_and_small_ones_are_kept() -> None:
     points = RANDOM(1).normal(size=(24, 4))
     sources = [0] * 14 + [1] * 6 + [2] * 4
-    choice = choose_rows(points, sources, 14, frozenset([2]))
+    choice = choose_rows_to_train(points, sources, 14, frozenset([2]))
     counts = np.bincount([sources[place] for place in choice.places]).tolist()
     assert counts == [7, 3, 4]
     assert choice.kept == 4
@@ -281,7 +281,7 @@ def test_sources_have_their_share_and_small_ones_are_kept() -> None:
 
 
 def test_small_sources_that_would_fill_a_step_are_chosen_from_like_others() -> None:
-    choice = choose_rows(RANDOM(2).normal(size=(12, 3)), [0] * 6 + [1] * 6, 4, frozenset([1]))
+    choice = choose_rows_to_train(RANDOM(2).normal(size=(12, 3)), [0] * 6 + [1] * 6, 4, frozenset([1]))
     assert choice.kept == 0
     assert np.bincount([place // 6 for place in choice.places]).tolist() == [2, 2]
 
@@ -292,15 +292,15 @@ def test_every_number_of_rows(seed: int) -> None:
     rows = 20
     sources = draw.randint(0, 5, size=rows).tolist()
     for count in range(1, rows + 1):
-        choice = choose_rows(draw.normal(size=(rows, 3)), sources, count, frozenset([0]))
+        choice = choose_rows_to_train(draw.normal(size=(rows, 3)), sources, count, frozenset([0]))
         assert len(set(choice.places)) == count
 
 
 def test_rows_without_a_finite_gradient_are_the_last_choice() -> None:
     points = RANDOM(3).normal(size=(6, 2))
     points[1, 0], points[4, 1] = np.nan, np.inf
-    choice = choose_rows(points, [0] * 6, 3)
+    choice = choose_rows_to_train(points, [0] * 6, 3)
     assert not {1, 4} & set(choice.places)
     assert np.isfinite(choice.gap)
-    assert {0, 1, 2, 3, 5} == set(choose_rows(points, [0] * 6, 5).places)
-    assert choose_rows(np.full((3, 2), np.nan), [0] * 3, 2).places == (0, 1)
+    assert {0, 1, 2, 3, 5} == set(choose_rows_to_train(points, [0] * 6, 5).places)
+    assert choose_rows_to_train(np.full((3, 2), np.nan), [0] * 3, 2).places == (0, 1)

@@ -17,11 +17,11 @@ from transformers import PreTrainedTokenizerFast
 
 from streamtune.data.faults import BadRows
 from streamtune.data.options import ChatOptions
-from streamtune.data.reading.files import local_file
+from streamtune.data.reading.files import make_local_file
 from streamtune.data.reading.readers import Row, read_data_file
 from streamtune.data.reading.sources import Source
 from streamtune.data.rendering.render import PromptRenderer, RowRenderer
-from streamtune.data.row_types import normalise
+from streamtune.data.row_types import normalise_row
 from streamtune.errors import DataError
 
 Write = Callable[..., str]
@@ -59,11 +59,11 @@ ROWS = [
 
 def read(path: str) -> tuple[list[Row], list[str]]:
     told: list[str] = []
-    return list(read_data_file(local_file(Path(path), path), BadRows("raise", 0, told.append))), told
+    return list(read_data_file(make_local_file(Path(path), path), BadRows("raise", 0, told.append))), told
 
 
 def rendered(tokenizer: PreTrainedTokenizerFast, row: Row) -> str:
-    made = RowRenderer(tokenizer, train_on="assistant", notify=print)(normalise(row, "messages"), row.origin)
+    made = RowRenderer(tokenizer, train_on="assistant", notify=print)(normalise_row(row, "messages"), row.origin)
     text: str = tokenizer.decode(made.input_ids)
     return text
 
@@ -127,7 +127,7 @@ def test_a_null_in_arguments_that_are_json_text_is_what_the_call_says(write: Wri
     text = {"function": {"name": "f", "arguments": '{"a": null}'}}
     rows, told = read(write("rows.jsonl", [chat(text), chat(text)]))
     assert not told
-    content = normalise(rows[0], "messages")
+    content = normalise_row(rows[0], "messages")
     assert content.messages[1]["tool_calls"][0]["function"]["arguments"] == {"a": None}  # type: ignore[union-attr]
 
 
@@ -143,16 +143,16 @@ def test_a_default_of_null_is_part_of_a_schema() -> None:
     """Unless other nulls show that a table made it."""
     own = [schema("f", a={"type": "string", "default": None}, b={"enum": [None, "x"]})]
     row = Row("x:1", {**chat(call("f")), "tools": own})
-    assert normalise(row, "messages").tools == own  # type: ignore[union-attr]
+    assert normalise_row(row, "messages").tools == own  # type: ignore[union-attr]
     filled = [schema("f", a={"type": "string", "default": None, "enum": None}, b=None)]
     row = Row("x:1", {**chat(call("f")), "tools": json.dumps(filled)})
-    assert normalise(row, "messages").tools == [schema("f", a={"type": "string"})]  # type: ignore[union-attr]
+    assert normalise_row(row, "messages").tools == [schema("f", a={"type": "string"})]  # type: ignore[union-attr]
 
 
 def test_fields_of_a_call_that_a_table_filled_up(tokenizer: PreTrainedTokenizerFast) -> None:
     flat = {"name": "f", "arguments": {"a": 1}, "function": None, "id": None}
     nested = {"function": {"name": "f", "arguments": {"a": 1}, "strict": None}, "name": None, "type": "function"}
-    found = normalise(Row("x:1", chat(flat, nested)), "messages")
+    found = normalise_row(Row("x:1", chat(flat, nested)), "messages")
     assert found.messages[1]["tool_calls"] == [  # type: ignore[union-attr]
         {"name": "f", "arguments": {"a": 1}},
         {"function": {"name": "f", "arguments": {"a": 1}}, "type": "function"},
@@ -189,7 +189,7 @@ def test_a_map_with_a_key_twice_is_refused_at_its_row(tmp_path: Path) -> None:
 def test_a_message_written_as_pairs_is_named() -> None:
     row = Row("x:1", {"messages": [{"role": "user", "content": "q"}, [["role", "assistant"], ["content", "a"]]]})
     with pytest.raises(DataError, match=r"messages\[1\] must be an object .* found a list") as caught:
-        normalise(row, "messages")
+        normalise_row(row, "messages")
     assert "write an object, not a list of pairs" in caught.value.fix
 
 
@@ -214,7 +214,7 @@ def test_a_template_that_needs_the_name_of_a_tool_says_so(bpe: Any) -> None:
     renderer = RowRenderer(tokenizer, train_on="assistant", notify=print)
     prompts = PromptRenderer(tokenizer, chat=ChatOptions())
     for ask in (
-        lambda: renderer(normalise(row, "messages"), row.origin),
+        lambda: renderer(normalise_row(row, "messages"), row.origin),
         lambda: prompts(TOOL, None, row.origin),
     ):
         with pytest.raises(DataError, match=r"at messages\[2\], with the role 'tool': it reads 'name'") as caught:
@@ -226,4 +226,4 @@ def test_a_template_that_needs_the_name_of_a_tool_says_so(bpe: Any) -> None:
 def test_a_refusal_of_the_template_names_the_message(make_tokenizer: Callable[..., Any]) -> None:
     row = Row("x:1", {"messages": [{"role": role, "content": "x"} for role in ("user", "assistant", "user", "user")]})
     with pytest.raises(DataError, match=r"at messages\[3\], with the role 'user': .*alternate"):
-        RowRenderer(make_tokenizer("gemma3"), train_on="assistant", notify=print)(normalise(row, "messages"), "x:1")
+        RowRenderer(make_tokenizer("gemma3"), train_on="assistant", notify=print)(normalise_row(row, "messages"), "x:1")

@@ -19,7 +19,7 @@ from preparing import prepare, prepare_preferences, prepare_prompts
 from transformers import PreTrainedTokenizerFast
 
 from streamtune.data import ChatOptions, Source
-from streamtune.data.templates import WORKER, fix_date
+from streamtune.data.templates import WORKER, fix_template_date
 from streamtune.errors import DataError, RunError
 from streamtune.models.tokenizer import train_tokenizer
 
@@ -92,10 +92,10 @@ def test_every_process_prints_the_date_of_the_run(tmp_path: Path) -> None:
     tokenizer.chat_template = "{{ strftime_now('%d %B %Y') }}" + str(tokenizer.chat_template)
     source = write(tmp_path / "rows.jsonl", [chat(number) for number in range(7)])
     try:
-        fix_date("2001-02-03")
+        fix_template_date("2001-02-03")
         one, two = (prepare([source], tokenizer, max_length=900, processes=processes) for processes in (1, 2))
     finally:
-        fix_date(None)
+        fix_template_date(None)
     assert one.fingerprint == two.fingerprint
 
 

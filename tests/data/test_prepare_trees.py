@@ -104,7 +104,7 @@ def test_report(prepared: Prepared, write: Write) -> None:
     assert (report.rows, report.kept, report.train_examples, report.validation_examples) == (40, 40, 36, 4)
     assert (report.completions, report.dropped, report.truncated, report.split) == (80, 0, 0, 0)
     # Answers begin with the same token, so the last one of the prompt, which predicts it, is there once.
-    assert {t.num_common for t in trees} == {1}
+    assert {t.num_common_tokens for t in trees} == {1}
     assert report.tree_tokens == sum(len(t.prompt) + sum(len(c) for c in t.completions) for t in trees)
     assert report.tokens == sum(len(t.prompt) + len(c) for t in trees for c in t.completions)
     assert report.supervised_tokens == sum(len(c) for t in trees for c in t.completions)

@@ -13,7 +13,7 @@ from streamtune.base.model_facts import IGNORE_INDEX
 from streamtune.data.options import ChatOptions
 from streamtune.data.reading.readers import Row
 from streamtune.data.rendering.render import RowRenderer
-from streamtune.data.row_types import Conversation, detect_type, normalise
+from streamtune.data.row_types import Conversation, detect_type, normalise_row
 
 TEMPLATES = ("chatml", "qwen3", "llama31", "phi4", "gemma3", "granite", "mistral3", "gpt_oss")
 WITH_TOOLS = {"chatml", "qwen3", "llama31", "granite", "mistral3", "gpt_oss"}
@@ -78,7 +78,7 @@ def compare(name: str, count: int) -> int:
 def trained_chat(columns: dict[str, Any]) -> Conversation | None:
     """Return a row as a conversation; None if no answer of it is trained."""
     row = Row("x:1", columns)
-    content = normalise(row, detect_type(row))
+    content = normalise_row(row, detect_type(row))
     assert isinstance(content, Conversation)
     answers = [message for message in content.messages if message["role"] == "assistant"]
     return content if any(message.get("weight", 1) for message in answers) else None

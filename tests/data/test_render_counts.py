@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from streamtune.base.model_facts import IGNORE_INDEX
 from streamtune.data import ChatOptions, Source
-from streamtune.data.templates import fix_date
+from streamtune.data.templates import fix_template_date
 from streamtune.errors import ArgumentError, DataError, UserError
 from streamtune.models.tokenizer import set_chat_template
 
@@ -200,16 +200,16 @@ def test_variables_that_the_template_does_not_read(write: Write, where: str) -> 
 def test_one_date(write: Write) -> None:
     path = write("a.jsonl", [{"messages": [user("q1"), answer("a1")]}])
     try:
-        fix_date("2024-02-29")
+        fix_template_date("2024-02-29")
         first = Made(path, fixed_tokenizer("llama31"))
         assert "Today Date: 29 Feb 2024" in first.texts[0]
         assert Made(path, fixed_tokenizer("llama31")).prepared.fingerprint == first.prepared.fingerprint
-        fix_date(None)
+        fix_template_date(None)
         assert Made(path, fixed_tokenizer("llama31")).prepared.fingerprint != first.prepared.fingerprint
         with pytest.raises(ArgumentError, match="expected an ISO 8601 date, found 'tomorrow'"):
-            fix_date("tomorrow")
+            fix_template_date("tomorrow")
     finally:
-        fix_date(None)
+        fix_template_date(None)
 
 
 # --- empty answers, columns

@@ -10,7 +10,7 @@ import pytest
 
 from streamtune.data.preferences import normalise_preference
 from streamtune.data.reading.readers import Row
-from streamtune.data.row_types import Content, Conversation, Document, PromptCompletion, detect_type, normalise
+from streamtune.data.row_types import Content, Conversation, Document, PromptCompletion, detect_type, normalise_row
 from streamtune.errors import DataError
 
 CHAT = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
@@ -19,7 +19,7 @@ SHAREGPT = [{"from": "human", "value": "one"}, {"from": "gpt", "value": "two"}]
 
 def normal(columns: dict[str, Any], row_type: str | None = None) -> Content:
     row = Row("data.jsonl:3", columns)
-    return normalise(row, row_type or detect_type(row))
+    return normalise_row(row, row_type or detect_type(row))
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_types(columns: dict[str, Any], row_type: str, content: Content) -> None
 @pytest.mark.parametrize(("separator", "asked"), [("\n", "add\n1 2"), ("\n\n", "add\n\n1 2"), (" ", "add 1 2")])
 def test_the_separator_of_alpaca_rows(separator: str, asked: str) -> None:
     columns = {"instruction": "add", "input": "1 2", "output": "3"}
-    content = normalise(Row("x:1", columns, separator), "alpaca")
+    content = normalise_row(Row("x:1", columns, separator), "alpaca")
     assert isinstance(content, Conversation)
     assert content.messages[0]["content"] == asked
 

@@ -21,7 +21,7 @@ from streamtune.data import (
     Source,
     collate,
     collate_packed,
-    cut_rows,
+    cut_rows_into_pieces,
     pack_rows,
 )
 from streamtune.data.record_table import Stored, open_record_table
@@ -46,7 +46,7 @@ def test_order_is_a_function_of_seed_and_epoch() -> None:
     assert epochs(ResumableSampler(10, seed=1), 2, 4) == epochs(ResumableSampler(10, seed=1), 2, 4)
     assert epochs(ResumableSampler(10, seed=1), 1, 4) != epochs(ResumableSampler(10, seed=2), 1, 4)
     # pinned: a run must be resumable after numpy was upgraded
-    assert ResumableSampler(8, seed=42).order(0).tolist() == [3, 1, 5, 7, 4, 0, 6, 2]
+    assert ResumableSampler(8, seed=42).epoch_order(0).tolist() == [3, 1, 5, 7, 4, 0, 6, 2]
 
 
 def test_in_order() -> None:
@@ -228,7 +228,7 @@ def rows_of(lengths: list[int], masked: float, seed: int = 0) -> Stored[Example]
 
 
 def cut(rows: Stored[Example], max_length: int = 512, min_length: int = 32) -> Pieces:
-    return cut_rows(rows, max_length=max_length, min_length=min_length, packing=False)
+    return cut_rows_into_pieces(rows, max_length=max_length, min_length=min_length, packing=False)
 
 
 def test_the_pieces_of_one_row() -> None:
@@ -274,7 +274,7 @@ def test_no_bucket_is_longer_than_the_length() -> None:
     assert max(pieces.buckets) == 2048
     assert pieces.lengths().sum() == 3000 + 2047 + 64
     assert pieces.pieces_per_sequence().tolist() == [1] * len(pieces)
-    shared = cut_rows(rows_of([3000], 0.0), max_length=3000, min_length=64, packing=True)
+    shared = cut_rows_into_pieces(rows_of([3000], 0.0), max_length=3000, min_length=64, packing=True)
     assert shared.pieces_per_sequence().tolist() == [3000 // size for size in shared.buckets]
 
 

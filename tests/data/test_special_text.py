@@ -21,7 +21,7 @@ from streamtune.data.reading.readers import Row
 from streamtune.data.reading.sources import Source
 from streamtune.data.rendering.render import PromptRenderer, RowRenderer, TreeRenderer
 from streamtune.data.rendering.tokens import Rendered
-from streamtune.data.row_types import normalise
+from streamtune.data.row_types import normalise_row
 from streamtune.errors import ArgumentError, DataError
 
 SPLIT = ChatOptions(split_special_tokens=True)
@@ -46,8 +46,8 @@ def render(
 ) -> Rendered:
     notes: list[str] = [] if told is None else told
     renderer = RowRenderer(tokenizer, train_on="assistant", notify=notes.append, chat=options)
-    made = renderer(normalise(row, kind), row.origin)
-    renderer.log.finish()
+    made = renderer(normalise_row(row, kind), row.origin)
+    renderer.log.notify_or_raise()
     return made
 
 
@@ -200,7 +200,7 @@ def test_prompts_and_pairs(make_tokenizer: Callable[..., Any]) -> None:
     row = Row("x:1", {"prompt": prompt, "chosen": [CHAT[4]], "rejected": [{"role": "assistant", "content": "no"}]})
     renderer = TreeRenderer(tokenizer, notify=told.append, chat=SPLIT)
     tree = renderer(normalise_preference(row, "preference"), "x:1")
-    renderer.log.finish()
+    renderer.log.notify_or_raise()
     ids = [*tree.prompt, *tree.completions[0]]
     assert specials_in(tokenizer, ids) == ["<|im_start|>", "<|im_end|>"] * 2
     assert "of 1 row contains" in told[0], "a pair is one row"

@@ -71,24 +71,24 @@ def test_trained_tokens_are_those_of_the_offsets(name: str) -> None:
 def test_bytes_of_tokens_are_compared_with_the_text(name: str, text: str) -> None:
     speller = ByteSpeller(TOKENIZERS[name].backend_tokenizer)
     ids = TOKENIZERS[name](text)["input_ids"]
-    mask = speller.cover(ids, text, [4], [5])
+    mask = speller.mask_spans(ids, text, [4], [5])
     assert mask is not None
     assert TOKENIZERS[name].decode(np.array(ids)[mask]).strip() == "é"
-    assert speller.cover(ids, text.replace("é", "è"), [4], [5]) is None
-    assert speller.cover([*ids, ids[0]], text, [4], [5]) is None
+    assert speller.mask_spans(ids, text.replace("é", "è"), [4], [5]) is None
+    assert speller.mask_spans([*ids, ids[0]], text, [4], [5]) is None
 
 
 def test_of_other_tokenizers_nothing_is_found() -> None:
     words = Tokenizer(models.WordLevel({"one": 0, "?": 1}, unk_token="?"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
-    assert ByteSpeller(words).cover([0], "one", [0], [3]) is None
+    assert ByteSpeller(words).mask_spans([0], "one", [0], [3]) is None
     backend = TOKENIZERS["lower case"].backend_tokenizer
-    assert ByteSpeller(backend).cover(backend.encode("One").ids, "One", [0], [3]) is None
+    assert ByteSpeller(backend).mask_spans(backend.encode("One").ids, "One", [0], [3]) is None
 
 
 def test_a_token_that_takes_blanks_does_not_spell_them() -> None:
     backend = Tokenizer.from_str(TOKENIZERS["plain"].backend_tokenizer.to_str())
     backend.add_special_tokens([AddedToken("<|call|>", lstrip=True, add_special_tokens=True)])
     speller = ByteSpeller(backend)
-    assert speller.cover(backend.encode("one<|call|>").ids, "one<|call|>", [0], [3]) is not None
-    assert speller.cover(backend.encode("one  <|call|>").ids, "one  <|call|>", [0], [3]) is None
+    assert speller.mask_spans(backend.encode("one<|call|>").ids, "one<|call|>", [0], [3]) is not None
+    assert speller.mask_spans(backend.encode("one  <|call|>").ids, "one  <|call|>", [0], [3]) is None

@@ -17,7 +17,7 @@ from streamtune.data.options import ChatOptions
 from streamtune.data.reading.readers import Row
 from streamtune.data.rendering.pool import Item
 from streamtune.data.rendering.render import TurnRenderer
-from streamtune.data.row_types import normalise
+from streamtune.data.row_types import normalise_row
 
 Message = dict[str, Any]
 
@@ -110,8 +110,8 @@ def trained(tokenizer: Any, name: str, options: ChatOptions, told: list[str] | N
     row = Row("x:1", {"messages": CHATS[name], "tools": TOOLS if has_tools else None})
     notes: list[str] = [] if told is None else told
     renderer = ListRenderer(tokenizer, train_on="assistant", notify=notes.append, chat=options)
-    made = renderer(normalise(row, "messages"), row.origin)
-    renderer.log.finish()
+    made = renderer(normalise_row(row, "messages"), row.origin)
+    renderer.log.notify_or_raise()
     if options.reasoning == "template":
         messages = [
             {**each, "content": each["content"] or ""} if each["role"] == "assistant" else each for each in CHATS[name]
@@ -187,7 +187,7 @@ def test_each_turn_by_itself(qwen3: Any) -> None:
     """``reasoning: per_turn``: each answer is rendered as the last one."""
     options = ChatOptions(reasoning="per_turn", variables={"enable_thinking": False})
     renderer = TurnRenderer(qwen3, notify=print, chat=options)
-    content = normalise(Row("x:1", {"messages": CHATS["tools"], "tools": TOOLS}), "messages")
+    content = normalise_row(Row("x:1", {"messages": CHATS["tools"], "tools": TOOLS}), "messages")
     rows = renderer.render_item(Item("x", "x:1", 100, content))
     assert rows is not None
     assert [runs(qwen3, row.labels) for row in rows] == [[f"{text}<|im_end|>"] for text in TRAINED["tools"]]

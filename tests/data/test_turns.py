@@ -90,7 +90,7 @@ def test_random_rows_keep_their_tokens_and_targets() -> None:
         batch, tree = collate_prefixes(rows), PrefixTree()
         before = 0
         for row in rows:
-            added = tree.count_added(row)
+            added = tree.count_new_tokens(row)
             tree.add(row)
             assert tree.tokens == before + added
             before = tree.tokens

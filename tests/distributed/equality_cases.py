@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 import streamtune
 from streamtune import models, train
-from streamtune.data import Tree, assign_rows, collate
+from streamtune.data import Tree, assign_to_ranks, collate
 from streamtune.data.record_table import Example
 from streamtune.distributed.deepspeed_config import PRESETS
 from streamtune.models.quantize import quantize
@@ -199,7 +199,7 @@ def _rows(recipe: Recipe, step: int, ranks: int) -> list[Any]:
 
 
 def _mine(recipe: Recipe, rows: list[Any], world: train.World) -> list[train.MicroBatch]:
-    shares = assign_rows(range(len(rows)), lambda row: len(_ids(rows[row])), ranks=world.data_size, batch_size=2)
+    shares = assign_to_ranks(range(len(rows)), lambda row: len(_ids(rows[row])), ranks=world.data_size, batch_size=2)
     batches = []
     for part in shares[world.data_rank]:
         chosen = [rows[row] for row in part] or [rows[0]]

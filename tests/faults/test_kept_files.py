@@ -63,7 +63,7 @@ def use_tokenizer(root: Path, notify: Callable[[str], None], size: int = 280) ->
 
 def use_file_hashes(root: Path, notify: Callable[[str], None], name: str = "rows.jsonl") -> Any:
     hashes = contents.FileHashes(root / name.replace("rows", "hashes"), notify)
-    found = hashes.hash_of(root / name)
+    found = hashes.hash_file(root / name)
     hashes.save()
     return found
 

@@ -15,7 +15,7 @@ import pytest
 from streamtune.base import interrupts
 from streamtune.base.privacy import escape_terminal_controls
 from streamtune.cli.machine import machine_limit_error
-from streamtune.data.reading.files import local_file, open_bytes
+from streamtune.data.reading.files import make_local_file, open_bytes
 from streamtune.errors import ArgumentError, RunError
 from streamtune.programs.export.write import MARK, check_export_folder, staging_export
 from streamtune.train.staging import write_output
@@ -101,7 +101,7 @@ def test_a_folder_of_the_user_is_left_alone(tmp_path: Path) -> None:
 
 def open_many(held: ExitStack, rows: Path) -> None:
     for _ in range(1000):
-        held.enter_context(open_bytes(local_file(rows, "rows.jsonl")))
+        held.enter_context(open_bytes(make_local_file(rows, "rows.jsonl")))
 
 
 def test_too_few_descriptors_are_said_so_wherever_a_file_is_opened(tmp_path: Path) -> None:

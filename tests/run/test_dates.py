@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from streamtune.data.templates import fix_date
+from streamtune.data.templates import fix_template_date
 from streamtune.run import start
 from tests.sft_kit import FIXED, RECIPE, run, write_recipe, write_rows
 
@@ -45,4 +45,4 @@ def test_a_resumed_run_keeps_its_date(
         after = json.loads((tmp_path / "run/run.json").read_text())
         assert (after["date"], after["data"]) == (before["date"], before["data"])
     finally:
-        fix_date(None)
+        fix_template_date(None)

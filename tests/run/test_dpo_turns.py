@@ -68,8 +68,8 @@ def run(*arguments: str, command: str = "dpo") -> int:
 def test_common_turns_are_computed_once() -> None:
     built = build_run(load_recipe(write(), []))
     trees = list(built.prepared.training)
-    longest = max(trees, key=lambda tree: tree.num_common)
-    assert longest.num_common > 40
+    longest = max(trees, key=lambda tree: tree.num_common_tokens)
+    assert longest.num_common_tokens > 40
     batch = built.batches.make_single_batch(longest)
     assert batch.num_tokens == longest.num_tokens < 0.8 * longest.num_tokens_separate
     assert batch.num_targets == longest.num_targets

@@ -67,7 +67,7 @@ def test_a_step_has_the_gradient_of_its_rows_unpacked(folder: Path, overlength: 
     assert [batch.input_ids.shape[0] for batch in step] == [2, 2]
     packs = run.prepared.packs
     assert packs is not None
-    units = [int(pack) for pack in steps.sampler.order(0)[:4]]
+    units = [int(pack) for pack in steps.sampler.epoch_order(0)[:4]]
     examples = [run.prepared.training[row] for pack in units for row in packs[pack]]
     assert len(examples) > 4
     assert sorted(e.origin for e in examples) == sorted(origin for batch in step for origin in batch.origins)

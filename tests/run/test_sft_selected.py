@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from streamtune.data import choose_rows, collate, small_sources
+from streamtune.data import choose_rows_to_train, collate, find_small_sources
 from streamtune.recipe import load_recipe
 from streamtune.run.build import build_run
 from streamtune.tasks.steps import SelectedSteps
@@ -69,7 +69,7 @@ def test_a_step_is_on_the_rows_that_plain_autograd_would_choose(folder: Path) ->
     weight = model.model.layers[-1].self_attn.v_proj.weight
     twin = type(model)(model.config).eval()  # not streamed
     for number in (0, 1):
-        drawn = steps.sampler.order(0)[12 * number : 12 * (number + 1)].tolist()
+        drawn = steps.sampler.epoch_order(0)[12 * number : 12 * (number + 1)].tolist()
         twin.load_state_dict(model.state_dict())
         theirs, points = twin.model.layers[-1].self_attn.v_proj.weight, []
         for row in drawn:
@@ -80,7 +80,7 @@ def test_a_step_is_on_the_rows_that_plain_autograd_would_choose(folder: Path) ->
             step = adam_step(grad, optimizer.state.get(weight, {}), optimizer.param_groups[0])
             points.append(steps.sketch.project(step.flatten()).numpy())
         sources = [int(row >= 40) for row in drawn]
-        expected = choose_rows(np.array(points, dtype=np.float64), sources, 4, small_sources([40, 6]))
+        expected = choose_rows_to_train(np.array(points, dtype=np.float64), sources, 4, find_small_sources([40, 6]))
         batches = steps.next_step()
         origins = [origin for batch in batches for origin in batch.origins]
         assert origins == [run.prepared.training[drawn[place]].origin for place in expected.places]

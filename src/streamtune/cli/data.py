@@ -134,25 +134,24 @@ def _choose_rows(
     """
     rows = inspection.rows
     if row_name is None:
-        chosen = (
-            rows.most_extreme(max_rows) if prefers_worst else [("", number) for number in rows.evenly_spaced(max_rows)]
-        )
-        return [(reason, rows.view(number)) for reason, number in chosen]
+        spaced = [("", number) for number in rows.evenly_spaced(max_rows)]
+        chosen = rows.most_extreme_records(max_rows) if prefers_worst else spaced
+        return [(reason, rows.get_view(number)) for reason, number in chosen]
     if row_name.isdecimal():
         if not 0 < int(row_name) <= len(rows):
             raise ArgumentError(
                 f"row {row_name} does not exist", where="--row", fix=f"give a number from 1 to {len(rows)}"
             )
-        return [("", rows.view(int(row_name)))]
-    numbers = rows.numbers_of(row_name)
+        return [("", rows.get_view(int(row_name)))]
+    numbers = rows.record_numbers(row_name)
     if not numbers:
         raise ArgumentError(
             f"no row was prepared from '{row_name}'",
             where="--row",
-            fix=f"give a number from 1 to {len(rows)}, or FILE:LINE such as {rows.view(1).origin}; dropped rows are "
-            "not shown",
+            fix=f"give a number from 1 to {len(rows)}, or FILE:LINE such as {rows.get_view(1).origin}; dropped "
+            "rows are not shown",
         )
-    return [("", rows.view(number)) for number in numbers]
+    return [("", rows.get_view(number)) for number in numbers]
 
 
 # --- documents --------------------------------------------------------------------------------------------------------
@@ -178,8 +177,8 @@ def _sample_document(
         "origin": view.origin,
         "dataset": view.source,
         "held_out": view.held_out,
-        "tokens": view.tokens,
-        "supervised_tokens": view.trained,
+        "tokens": view.num_tokens,
+        "supervised_tokens": view.num_trained,
         "tokens_lost": view.lost,
         "reason": reason or None,
         "parts": parts,

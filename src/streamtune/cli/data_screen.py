@@ -16,7 +16,7 @@ from streamtune.data.data_report import (
     CompletionReport,
     DataReport,
     SourceReport,
-    epoch_table,
+    format_epoch_shares,
 )
 from streamtune.data.inspect_rows import RowPart, RowView, TokenGap, TokenRun
 
@@ -103,9 +103,9 @@ def print_row_view(
 
 def describe_row_view(view: RowView, reason: str = "") -> str:
     """Return a row's origin and its numbers of tokens, trained tokens and cut-off tokens, in one line."""
-    parts = [safe_text(view.origin), f"{view.tokens:,} tokens"]
+    parts = [safe_text(view.origin), f"{view.num_tokens:,} tokens"]
     parts += (
-        [_describe_trained_tokens(view.trained, view.tokens)]
+        [_describe_trained_tokens(view.num_trained, view.num_tokens)]
         if [part.name for part in view.parts] != ["prompt"]
         else []
     )
@@ -359,7 +359,7 @@ def _datasets_table(inspection: Inspection) -> Table:
 
 def _epoch_shares_table(inspection: Inspection) -> Table | None:
     """Return a table of each dataset's share of an epoch; None if no dataset has a weight."""
-    lines = epoch_table(inspection.prepared.report.sources)
+    lines = format_epoch_shares(inspection.prepared.report.sources)
     if not lines:
         return None
     table = _length_table("  ", *EPOCH_COLUMNS)

@@ -26,18 +26,18 @@ from streamtune.data.batches.optimizer_steps import (
     ChosenRows,
     EpochSteps,
     StepSampler,
-    assign_rows,
-    bucket_sampler,
-    choose_rows,
-    small_sources,
-    token_budget_sampler,
+    assign_to_ranks,
+    choose_rows_to_train,
+    find_small_sources,
+    make_bucket_sampler,
+    make_token_budget_sampler,
 )
-from streamtune.data.batches.sampler import Mixture, Packs, Pieces, ResumableSampler, cut_rows, pack_rows
+from streamtune.data.batches.sampler import Mixture, Packs, Pieces, ResumableSampler, cut_rows_into_pieces, pack_rows
 from streamtune.data.data_report import CompletionReport as CompletionReport
 from streamtune.data.data_report import DataReport
 from streamtune.data.fit.held_out import EvalSet
 from streamtune.data.inspect_rows import trained_end_tokens
-from streamtune.data.length_measures import BatchFacts, EpochLayout, concat_squared_lengths, lay_out_epoch
+from streamtune.data.length_measures import BatchFacts, EpochLayout, concat_squared_lengths, measure_epoch_layout
 from streamtune.data.options import (
     COMPLETION_OVERLENGTH,
     IDENTICAL_PAIRS,
@@ -60,10 +60,10 @@ from streamtune.data.reading.builtin import ARITHMETIC_PATH, PREFERENCES_PATH, S
 from streamtune.data.reading.sources import Source
 from streamtune.data.record_table import Example, Prompt, Tree, gather_columns, measure_trees
 from streamtune.data.rendering.render import TRAIN_ON, PromptRenderer
-from streamtune.data.row_cache import RowCache, fingerprint_stream
+from streamtune.data.row_cache import RowCache, hash_streamed_sources
 from streamtune.data.row_stream import RowStream, StreamPosition
 from streamtune.data.row_types import PROMPT_TYPES, ROW_TYPES
-from streamtune.data.texts import ChatFrame, first_chat_frame, holds_messages, iter_texts
+from streamtune.data.texts import ChatContext, first_chat_context, has_chat_messages, iter_texts
 
 __all__ = [
     "ARITHMETIC_PATH",
@@ -78,7 +78,7 @@ __all__ = [
     "TRAIN_ON",
     "Batch",
     "BatchFacts",
-    "ChatFrame",
+    "ChatContext",
     "ChatOptions",
     "ChosenRows",
     "CollatedTrees",
@@ -106,28 +106,28 @@ __all__ = [
     "StepSampler",
     "StreamPosition",
     "Tree",
-    "assign_rows",
-    "bucket_sampler",
-    "choose_rows",
+    "assign_to_ranks",
+    "choose_rows_to_train",
     "collate",
     "collate_packed",
     "collate_prefixes",
     "collate_trees",
     "concat_squared_lengths",
-    "cut_rows",
-    "fingerprint_stream",
-    "first_chat_frame",
+    "cut_rows_into_pieces",
+    "find_small_sources",
+    "first_chat_context",
     "gather_columns",
-    "holds_messages",
+    "has_chat_messages",
+    "hash_streamed_sources",
     "iter_texts",
-    "lay_out_epoch",
+    "make_bucket_sampler",
+    "make_token_budget_sampler",
+    "measure_epoch_layout",
     "measure_trees",
     "pack_rows",
     "prepare",
     "prepare_preferences",
     "prepare_prompts",
     "prepare_unpaired",
-    "small_sources",
-    "token_budget_sampler",
     "trained_end_tokens",
 ]

@@ -48,7 +48,7 @@ class SourceReport:
 EPOCH_COLUMNS = ("weight", "rows", "of rows", "tokens", "of tokens")
 
 
-def epoch_table(sources: Sequence[SourceReport]) -> list[list[str]]:
+def format_epoch_shares(sources: Sequence[SourceReport]) -> list[list[str]]:
     """Return one table row for each weighted source: its title, then its share of an epoch (:data:`EPOCH_COLUMNS`)."""
     weighted = [source for source in sources if source.weight is not None]
     rows, tokens = (sum(getattr(source, name) for source in weighted) for name in ("epoch_rows", "epoch_tokens"))
@@ -135,7 +135,7 @@ class DataReport:
             lost = f"{self.piece_targets_lost:,} trained tokens begin a piece and are not predicted"
             outside = f", {self.piece_tokens_lost:,} tokens are in no piece" if self.piece_tokens_lost else ""
             parts.append(f"cut into {self.pieces:,} pieces: {lost}{outside}")
-        parts += _describe_special_rows(self) + _describe_lost_tokens(self)
+        parts += _describe_special_token_rows(self) + _describe_lost_tokens(self)
         cut = " before they were cut" if self.truncated or self.split else ""
         parts.append(f"lengths {_describe_length_range(self.length_percentiles)}{cut}")
         return "; ".join(parts)
@@ -206,7 +206,7 @@ class CompletionReport:
             parts.append(f"{self.tokens:,} tokens, {together}, {self.supervised_tokens:,} trained")
         else:
             parts.append(f"{self.tokens:,} tokens")
-        parts += _describe_special_rows(self) + _describe_lost_tokens(self)
+        parts += _describe_special_token_rows(self) + _describe_lost_tokens(self)
         return "; ".join(parts)
 
 
@@ -228,7 +228,7 @@ def _describe_rows(report: DataReport | CompletionReport, pieces_dropped: int = 
     return parts
 
 
-def _describe_special_rows(report: DataReport | CompletionReport) -> list[str]:
+def _describe_special_token_rows(report: DataReport | CompletionReport) -> list[str]:
     number = report.special_rows
     return [f"{number:,} {'row contains' if number == 1 else 'rows contain'} special tokens"] if number else []
 

@@ -91,11 +91,11 @@ class RowView:
     """the row, or its prompt and completions"""
 
     @property
-    def tokens(self) -> int:
+    def num_tokens(self) -> int:
         return sum(len(part.input_ids) for part in self.parts)
 
     @property
-    def trained(self) -> int:
+    def num_trained(self) -> int:
         return sum(int(part.trained.sum()) for part in self.parts)
 
 
@@ -123,7 +123,7 @@ class RowInspector:
     def __len__(self) -> int:
         return len(self.records)
 
-    def view(self, number: int) -> RowView:
+    def get_view(self, number: int) -> RowView:
         """Return the record with this number, counted from 1 in the order of reading."""
         place, record = number - 1, self.records[number - 1]
         return RowView(
@@ -135,7 +135,7 @@ class RowInspector:
             parts=_make_parts(record, self.kinds),
         )
 
-    def numbers_of(self, origin: str) -> list[int]:
+    def record_numbers(self, origin: str) -> list[int]:
         """Return the numbers (from 1) of the records whose row has this origin, such as ``file:line``."""
         return [place + 1 for place in self.records.positions_of(origin)]
 
@@ -144,7 +144,7 @@ class RowInspector:
         count = min(count, len(self))
         return [1 + index * len(self) // count for index in range(count)]
 
-    def most_extreme(self, count: int) -> list[tuple[str, int]]:
+    def most_extreme_records(self, count: int) -> list[tuple[str, int]]:
         """Return (reasons, number) of the ``count`` longest, least trained and most truncated records, each once."""
         lengths = self.records.lengths()
         share = self.measured.trained / lengths

@@ -37,7 +37,7 @@ class LengthBin:
     """number of rows"""
 
 
-def histogram(lengths: Numbers, max_length: int, max_bins: int = MOST_BINS) -> list[LengthBin]:
+def length_histogram(lengths: Numbers, max_length: int, max_bins: int = MOST_BINS) -> list[LengthBin]:
     """Return a histogram of row lengths with bins of growing width.
 
     Args:
@@ -69,7 +69,7 @@ def histogram(lengths: Numbers, max_length: int, max_bins: int = MOST_BINS) -> l
 
 @dataclass(frozen=True, kw_only=True)
 class LengthChoice:
-    """What one value of ``max_length`` would mean: rows over it, tokens lost, padding, packs."""
+    """Consequences of one value of ``max_length``: rows over it, tokens lost, padding, packs."""
 
     max_length: int
     """maximum length in tokens"""
@@ -110,14 +110,14 @@ def compare_max_lengths(
     """
     choices = []
     overlap, seed = options.split_overlap, options.seed
-    for length in _candidate_lengths(measured.lengths, current_max_length):
+    for length in _lengths_to_compare(measured.lengths, current_max_length):
         if overlap >= length // 2 and length != current_max_length:  # more than half of each part would be context
             continue
         exceeds = measured.lengths > length
         tokens_lost = np.where(measured.first_trained < length, measured.lengths - length, measured.lengths)
         padding = packs = fill = None
         if batch_size is not None:
-            sizes = _example_lengths(measured, length, options.overlength, overlap)
+            sizes = _predict_example_lengths(measured, length, options.overlength, overlap)
             padding = padding_share(sizes, batch_size, seed=seed, shuffle=shuffle)
             packed = pack_rows(sizes, length, seed=seed)
             packs, fill = len(packed), round(packed.fill_rate(length), 4)
@@ -135,7 +135,7 @@ def compare_max_lengths(
     return choices
 
 
-def _candidate_lengths(lengths: Numbers, current_max_length: int) -> list[int]:
+def _lengths_to_compare(lengths: Numbers, current_max_length: int) -> list[int]:
     """Return the values to compare: the current one, and powers of two from half the median length to the longest row.
 
     If there are few powers of two, lengths half-way between them are added.
@@ -147,7 +147,7 @@ def _candidate_lengths(lengths: Numbers, current_max_length: int) -> list[int]:
     return sorted({*powers, *between, current_max_length})
 
 
-def _example_lengths(measured: Measured, max_length: int, overlength: str, overlap: int) -> Numbers:
+def _predict_example_lengths(measured: Measured, max_length: int, overlength: str, overlap: int) -> Numbers:
     """Return the lengths of the examples that rows would give with another ``max_length``."""
     lengths = measured.lengths
     if overlength == "split":
@@ -177,7 +177,7 @@ def padding_share(
     """
     if not len(lengths):
         return 0.0
-    order = lengths[ResumableSampler(len(lengths), seed=seed, shuffle=shuffle, mixture=mixture).order(0)]
+    order = lengths[ResumableSampler(len(lengths), seed=seed, shuffle=shuffle, mixture=mixture).epoch_order(0)]
     batches = -(-len(order) // batch_size)
     padded = np.zeros(batches * batch_size, dtype=np.int64)
     padded[: len(order)] = order
@@ -292,7 +292,7 @@ class EpochLayout:
     """[steps] number of tokens of each step, without padding"""
 
 
-def lay_out_epoch(
+def measure_epoch_layout(
     epoch: EpochSteps,
     tokens: Numbers,
     squares: Numbers,

@@ -124,7 +124,7 @@ class RowPolicy:
             )
 
     @property
-    def needs_breaks(self) -> bool:
+    def splits_at_borders(self) -> bool:
         return self.overlength == "split" and self.split_at != "token"
 
     @property
@@ -132,11 +132,11 @@ class RowPolicy:
         return self.overlength == "split" and self.split_at == "turn"
 
     @property
-    def needs_length(self) -> bool:
+    def cuts_rows(self) -> bool:
         """True if rows over the maximum length are truncated or split; False if they are dropped or raise an error."""
         return self.overlength in ("truncate", "split")
 
-    def may_exceed(self, text: str) -> bool:
+    def may_be_too_long(self, text: str) -> bool:
         """Return False if a text surely has at most ``max_length`` tokens, because it has so few bytes.
 
         A character has at most 4 bytes, a token at least one; 8 tokens are added as a margin.

@@ -23,14 +23,14 @@ from typing import Any
 
 from streamtune.data.reading.cells import (
     TextOrMessages,
+    add_system,
     check_role_order,
     column_names,
+    message_texts,
+    read_chat_kwargs,
+    read_text_or_messages,
     read_tools,
-    read_variables,
-    text_or_messages,
-    texts_of,
-    tools_and_form,
-    with_system,
+    wrap_tools,
 )
 from streamtune.data.reading.readers import Row
 from streamtune.data.rendering.renderings import common_prefix_length
@@ -69,13 +69,13 @@ class Answers:
 
     def texts(self) -> list[str]:
         """Return the texts of the prompt and of all answers, without the chat template."""
-        return [*texts_of(self.prompt), *(text for content in self.contents for text in _texts_of_answer(content))]
+        return [*message_texts(self.prompt), *(text for content in self.contents for text in _texts_of_answer(content))]
 
 
 def _texts_of_answer(content: PromptCompletion | Conversation) -> list[str]:
     if isinstance(content, PromptCompletion):
         return [content.completion]
-    return texts_of(content.messages[content.first_answer :])
+    return message_texts(content.messages[content.first_answer :])
 
 
 def detect_preference_type(row: Row) -> str:
@@ -90,7 +90,7 @@ def detect_preference_type(row: Row) -> str:
     )
 
 
-def preference_columns_read(row_type: str, answers: Answers) -> tuple[str, ...]:
+def preference_columns(row_type: str, answers: Answers) -> tuple[str, ...]:
     """Return the names of the columns that a row of this type is read from, including optional columns."""
     columns = ("prompt", *_REQUIRED[row_type])
     if row_type == "preference":
@@ -118,7 +118,7 @@ def normalise_preference(row: Row, row_type: str) -> Answers:
 
 
 def _parse_pair(row: Row) -> Answers:
-    chosen, rejected = (text_or_messages(row.columns, name, row.origin) for name in ("chosen", "rejected"))
+    chosen, rejected = (read_text_or_messages(row.columns, name, row.origin) for name in ("chosen", "rejected"))
     if isinstance(chosen, str) != isinstance(rejected, str):
         kinds = {True: "text", False: "a list of messages"}
         raise DataError(
@@ -133,8 +133,8 @@ def _parse_pair(row: Row) -> Answers:
         return Answers(chosen, (), margin=margin, identical=True, tools=tools)
     prompt: TextOrMessages
     if row.columns.get("prompt") is not None:
-        prompt = text_or_messages(row.columns, "prompt", row.origin)
-        prompt, (chosen, rejected) = _unify_forms(row, prompt, {"chosen": chosen, "rejected": rejected})
+        prompt = read_text_or_messages(row.columns, "prompt", row.origin)
+        prompt, (chosen, rejected) = _convert_to_one_form(row, prompt, {"chosen": chosen, "rejected": rejected})
     else:
         _refuse_differing_prompt(row, is_text=isinstance(chosen, str))
         if isinstance(chosen, str) and isinstance(rejected, str):
@@ -194,14 +194,14 @@ def _is_word_character(character: str) -> bool:
     return character.isalnum() or character == "_"
 
 
-def _unify_forms(
+def _convert_to_one_form(
     row: Row, prompt: TextOrMessages, answers: dict[str, TextOrMessages]
 ) -> tuple[TextOrMessages, list[TextOrMessages]]:
     """Return prompt and answers as all text or all messages; answers lose the messages that repeat the prompt."""
     if isinstance(prompt, str) and all(isinstance(answer, str) for answer in answers.values()):
         return prompt, list(answers.values())
     if isinstance(prompt, str):
-        prompt = _prompt_messages(row, prompt, answers)
+        prompt = _prompt_as_messages(row, prompt, answers)
     agreed: list[TextOrMessages] = []
     for name, answer in answers.items():
         turns = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
@@ -218,7 +218,7 @@ def _unify_forms(
     return prompt, agreed
 
 
-def _prompt_messages(row: Row, prompt: str, answers: dict[str, TextOrMessages]) -> list[dict[str, Any]]:
+def _prompt_as_messages(row: Row, prompt: str, answers: dict[str, TextOrMessages]) -> list[dict[str, Any]]:
     """Return a text prompt as messages: one user message, or all messages before the first assistant message of an
     answer.
 
@@ -277,9 +277,9 @@ def _parse_unpaired(row: Row) -> Answers:
             where=row.origin,
             fix="write true or false",
         )
-    prompt = text_or_messages(row.columns, "prompt", row.origin)
-    prompt, (answer,) = _unify_forms(
-        row, prompt, {"completion": text_or_messages(row.columns, "completion", row.origin)}
+    prompt = read_text_or_messages(row.columns, "prompt", row.origin)
+    prompt, (answer,) = _convert_to_one_form(
+        row, prompt, {"completion": read_text_or_messages(row.columns, "completion", row.origin)}
     )
     tools = read_tools(row.columns.get("tools"), row.origin)
     return Answers(prompt, (_join_answer(row, prompt, answer, "completion", tools),), labels=(label,), tools=tools)
@@ -297,7 +297,7 @@ def _join_answer(
         assert isinstance(prompt, str) is isinstance(answer, str), "both were brought into one form"
         return PromptCompletion(str(prompt), str(answer))
     check_role_order(prompt, "prompt", row.origin)
-    prompt, other_system = with_system(prompt, row.columns, row.origin)
+    prompt, other_system = add_system(prompt, row.columns, row.origin)
     if prompt[-1]["role"] == "assistant":
         raise DataError(
             f"the prompt of '{name}' must end with a user or tool message, found an assistant message",
@@ -314,8 +314,8 @@ def _join_answer(
     check_role_order(answer, name, row.origin)
     if not any(_has_content(message) for message in answer):
         raise DataError(f"the assistant messages of '{name}' are empty", where=row.origin, fix="remove the row")
-    variables = read_variables(row.columns.get("chat_template_kwargs"), row.origin) or None
-    wrapped = tools_and_form(row.columns.get("tools"), row.origin)[1]
+    variables = read_chat_kwargs(row.columns.get("chat_template_kwargs"), row.origin) or None
+    wrapped = wrap_tools(row.columns.get("tools"), row.origin)[1]
     return Conversation([*prompt, *answer], tools, len(prompt), variables, other_system, wrapped)
 
 

@@ -25,10 +25,10 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import numpy as np
 
 from streamtune.data.batches.collate import pack_turns
-from streamtune.data.batches.sampler import Packs, pack_parts
+from streamtune.data.batches.sampler import Packs, pack_sections
 from streamtune.data.data_report import CompletionReport, DataReport
 from streamtune.data.faults import ON_BAD_ROW, BadRows
-from streamtune.data.fit import LengthFit, LengthPolicy, Prepared, PromptFit, RowFit, TreeFit
+from streamtune.data.fit import LengthFitter, LengthPolicy, Prepared, PromptFitter, RowFitter, TreeFitter
 from streamtune.data.fit.held_out import add_epoch_counts, eval_set_bounds, make_mixture
 from streamtune.data.options import COMPLETION_OVERLENGTH, IDENTICAL_PAIRS, PROMPT_SIDES, DataOptions, check_choice
 from streamtune.data.preferences import (
@@ -36,30 +36,30 @@ from streamtune.data.preferences import (
     Answers,
     detect_preference_type,
     normalise_preference,
-    preference_columns_read,
+    preference_columns,
 )
-from streamtune.data.reading.cells import TextOrMessages, texts_of
+from streamtune.data.reading.cells import TextOrMessages, message_texts
 from streamtune.data.reading.readers import Row
 from streamtune.data.reading.sources import BUILT_IN, Source, typed_rows, with_progress
 from streamtune.data.record_table import Example, Prompt, Record, Stored, TableWriter, Tree
 from streamtune.data.rendering.counts import RenderLog
-from streamtune.data.rendering.pool import Item, Notify, RenderedItems, Renderer, rendering
+from streamtune.data.rendering.pool import Item, Notify, RenderedItems, Renderer, open_renderer
 from streamtune.data.rendering.render import PromptRenderer, RowRenderer, TreeRenderer, TurnRenderer
 from streamtune.data.rendering.renderings import require_template
 from streamtune.data.rendering.tokens import Rendered
-from streamtune.data.row_cache import RowInputs, load_or_fit_rows
+from streamtune.data.row_cache import RowInputs, load_or_prepare_rows
 from streamtune.data.row_types import (
     PROMPT_TYPES,
     ROW_TYPES,
     Content,
     Conversation,
-    columns_read,
+    count_characters,
     detect_prompt_type,
     detect_type,
-    normalise,
-    prompt_of,
-    size_of,
-    weight_of,
+    normalise_row,
+    read_loss_weight,
+    read_prompt,
+    row_columns,
 )
 from streamtune.errors import DataError
 
@@ -67,13 +67,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ItemT = TypeVar("ItemT")
-FitT = TypeVar("FitT", bound=LengthFit[Any, Any])
+FitterT = TypeVar("FitterT", bound=LengthFitter[Any, Any])
 Read = Callable[["Reading", Source], Iterator[Item[ItemT]]]
 """Function that yields the rows of a source in normal form, and reports bad rows to ``Reading.bad``."""
 
 
 @dataclass(frozen=True)
-class RowKind(Generic[FitT]):
+class RowKind(Generic[FitterT]):
     """Functions that read, render and truncate rows of one kind: examples, trees (prompts with answers) or prompts."""
 
     record: type[Record]
@@ -81,18 +81,18 @@ class RowKind(Generic[FitT]):
     _: KW_ONLY
     settings: Mapping[str, Any]
     """options that determine the records, except sources, tokenizer and handling of bad rows, see :class:`RowInputs`"""
-    make_fit: Callable[[TableWriter], FitT]
-    """function that makes an empty fit from the writer of its records"""
+    make_fitter: Callable[[TableWriter], FitterT]
+    """function of a table writer that makes the object which truncates, writes and counts rows"""
     make_renderer: Callable[..., Renderer]
     """function that makes a renderer, with the argument ``notify``"""
     read: Read[Any]
     """function that yields the rows of a source"""
-    add: Callable[[FitT, Any, str], None]
-    """function that adds a rendered row to the fit, with its origin"""
+    add: Callable[[FitterT, Any, str], None]
+    """function that adds a rendered row, with its origin, to that object"""
 
 
-def prepare_kind(
-    kind: RowKind[FitT],
+def prepare_rows_of_kind(
+    kind: RowKind[FitterT],
     sources: Sequence[Source],
     tokenizer: PreTrainedTokenizerBase,
     options: DataOptions,
@@ -113,22 +113,22 @@ def prepare_kind(
     """
     check_choice("on_bad_row", options.on_bad_row, ON_BAD_ROW)
 
-    def fill_fit(fit: FitT, note: Notify) -> None:
+    def fill_fitter(fitter: FitterT, note: Notify) -> None:
         bad = BadRows(options.on_bad_row, options.max_bad_rows, note)
-        with rendering(kind.make_renderer, options.processes, note) as (log, render):
-            reading = Reading(sources, fit, log, bad)
-            for item, outcome in reading.render_rows(render, reading.items(kind.read)):
+        with open_renderer(kind.make_renderer, options.processes, note) as (log, render):
+            reading = Reading(sources, fitter, log, bad)
+            for item, outcome in reading.render_rows(render, reading.iter_items(kind.read)):
                 with bad:
-                    rendered = outcome.get()
+                    rendered = outcome.get_or_raise()
                     del outcome  # frees the memory of a long row
-                    kind.add(fit, rendered, item.origin)
+                    kind.add(fitter, rendered, item.origin)
                     del rendered
-            reading.finish()
+            reading.notify_or_raise()
 
     settings = {**kind.settings, "on_bad_row": options.on_bad_row, "max_bad_rows": options.max_bad_rows}
     inputs = RowInputs(kind.record, sources, tokenizer, settings)
-    fit, table = load_or_fit_rows(inputs, kind.make_fit, fill_fit, options.cache, notify)
-    return fit.make_prepared(table, options.val_size, options.seed, notify)
+    fitter, table = load_or_prepare_rows(inputs, kind.make_fitter, fill_fitter, options.cache, notify)
+    return fitter.make_prepared(table, options.val_size, options.seed, notify)
 
 
 class _ReadAhead(BadRows):
@@ -145,10 +145,10 @@ class _ReadAhead(BadRows):
         self.count += 1
         self.errors.append(error)
         if len(self.errors) >= MOST_WAITING:
-            for waiting in self.take():
+            for waiting in self.take_errors():
                 self._bad.report(waiting)
 
-    def take(self) -> list[DataError]:
+    def take_errors(self) -> list[DataError]:
         """Return the errors that were held back, and forget them."""
         waiting, self.errors = self.errors, []
         return waiting
@@ -164,7 +164,7 @@ class Reading:
 
     sources: Sequence[Source]
     """sources to read, in order"""
-    fit: LengthFit[Any, Any]
+    fitter: LengthFitter[Any, Any]
     """counts rows by source"""
     log: RenderLog
     """counts findings of rendering"""
@@ -172,18 +172,18 @@ class Reading:
     """receives bad rows"""
     _started_sources: list[Source] = field(default_factory=list)
 
-    def items(self, read: Read[ItemT]) -> Iterator[Item[ItemT]]:
+    def iter_items(self, read_source: Read[ItemT]) -> Iterator[Item[ItemT]]:
         """Yield the rows of every source in order; a bad row becomes an item with its error."""
         ahead = _ReadAhead(self.bad)
         reading = replace(self, bad=ahead)
         for number, source in enumerate(self.sources):
-            for item in read(reading, source):
-                for error in ahead.take():
+            for item in read_source(reading, source):
+                for error in ahead.take_errors():
                     yield Item(source.path, error.where, 0, None, source=number, error=error)
                 item.source = number
                 yield item
                 del item  # frees the memory of a long row
-            for error in ahead.take():
+            for error in ahead.take_errors():
                 yield Item(source.path, error.where, 0, None, source=number, error=error)
 
     def render_rows(
@@ -191,16 +191,16 @@ class Reading:
     ) -> RenderedItems[ItemT]:
         """Yield each row with its rendering or error; count the row for its source, and show progress."""
         for item, outcome in with_progress(render(items)):
-            self._start_sources(item.source + 1)
+            self._start_to_count_sources(item.source + 1)
             yield item, outcome
             del item, outcome  # frees the memory of a long row
-        self._start_sources(len(self.sources))
+        self._start_to_count_sources(len(self.sources))
 
-    def _start_sources(self, count: int) -> None:
+    def _start_to_count_sources(self, count: int) -> None:
         """Start to count rows for the first ``count`` sources; a source may have no rows."""
         while len(self._started_sources) < count:
             self._started_sources.append(self.sources[len(self._started_sources)])
-            self.fit.start_source(self._started_sources[-1])
+            self.fitter.start_source(self._started_sources[-1])
 
     def record_unread_columns(self, path: str, row: Row, read_columns: Sequence[str]) -> None:
         """Record which non-empty columns of a row are not read, to tell the user; built-in datasets are excepted.
@@ -215,19 +215,19 @@ class Reading:
                 name for name, value in row.columns.items() if name not in read_columns and value not in (None, "", [])
             )
 
-    def finish(self) -> None:
+    def notify_or_raise(self) -> None:
         """Notify the user of skipped, dropped and changed rows.
 
         Raises:
             DataError: Rows are bad or too long, or no row is left.
         """
         self.bad.raise_or_notify()
-        if not self.fit.rows:
+        if not self.fitter.rows:
             self.bad.raise_if_all_bad()
-        self.log.finish()
-        self.fit.counts["special_rows"] = sum(counts.special_rows for counts in self.log.by_path.values())
-        self.fit.bad_rows = self.bad.to_json()
-        self.fit.raise_or_notify(self.bad.notify)
+        self.log.notify_or_raise()
+        self.fitter.counts["special_rows"] = sum(counts.special_rows for counts in self.log.by_path.values())
+        self.fitter.bad_rows = self.bad.to_json()
+        self.fitter.raise_or_notify(self.bad.notify)
 
 
 # ------------------------------------------------------------------------------------------------------------- examples
@@ -265,14 +265,14 @@ def prepare(
     kind = RowKind(
         Example,
         settings={"policy": vars(policy), "train_on": options.train_on, "chat": vars(options.chat)},
-        make_fit=lambda writer: RowFit(writer, policy),
+        make_fitter=lambda writer: RowFitter(writer, policy),
         make_renderer=partial(TurnRenderer, tokenizer, chat=options.chat, policy=policy)
         if options.per_turn
         else partial(RowRenderer, tokenizer, train_on=options.train_on, chat=options.chat, policy=policy),
-        read=partial(read_contents, tokenizer),
+        read=partial(read_training_rows, tokenizer),
         add=_add_rendered_row,
     )
-    prepared = prepare_kind(kind, sources, tokenizer, options, notify)
+    prepared = prepare_rows_of_kind(kind, sources, tokenizer, options, notify)
     if options.per_turn:
         packed = _add_packs(prepared, sources, max_length, partial(pack_turns, max_length=max_length))
         notify(_describe_turn_packs(packed, max_length))
@@ -280,20 +280,20 @@ def prepare(
     if not options.packing:
         return prepared
 
-    def pack(examples: Stored[Example], bounds: Sequence[int]) -> tuple[Packs, list[int]]:
-        return pack_parts(examples.lengths(), bounds, max_length, seed=options.seed)
+    def pack_examples(examples: Stored[Example], bounds: Sequence[int]) -> tuple[Packs, list[int]]:
+        return pack_sections(examples.lengths(), bounds, max_length, seed=options.seed)
 
-    return _add_packs(prepared, sources, max_length, pack)
+    return _add_packs(prepared, sources, max_length, pack_examples)
 
 
-def _add_rendered_row(fit: RowFit, rendered: Rendered | list[Rendered] | None, origin: str) -> None:
+def _add_rendered_row(fitter: RowFitter, rendered: Rendered | list[Rendered] | None, origin: str) -> None:
     """Add a rendered row: None is a row with an empty answer, a list has one example per turn of a conversation."""
     if rendered is None:
-        fit.skip_empty()
+        fitter.count_empty_row()
     elif isinstance(rendered, list):
-        fit.add_turns(rendered, origin)
+        fitter.add_turns(rendered, origin)
     else:
-        fit.add(rendered, origin)
+        fitter.add(rendered, origin)
 
 
 def _describe_turn_packs(prepared: PreparedData, max_length: int) -> str:
@@ -349,7 +349,7 @@ def _add_packs(prepared: PreparedData, sources: Sequence[Source], max_length: in
     )
 
 
-def read_contents(tokenizer: PreTrainedTokenizerBase, reading: Reading, source: Source) -> Iterator[Item[Content]]:
+def read_training_rows(tokenizer: PreTrainedTokenizerBase, reading: Reading, source: Source) -> Iterator[Item[Content]]:
     """Yield the training rows of a source as conversations, pairs of prompt and completion, or documents.
 
     Args:
@@ -363,13 +363,13 @@ def read_contents(tokenizer: PreTrainedTokenizerBase, reading: Reading, source: 
     for row, row_type in typed_rows([source], ROW_TYPES, detect_type, reading.bad):
         contents: list[Content] = []
         with reading.bad:
-            contents, weight = [normalise(row, row_type)], weight_of(row)
-            reading.record_unread_columns(source.path, row, columns_read(row_type, contents[0]))
+            contents, weight = [normalise_row(row, row_type)], read_loss_weight(row)
+            reading.record_unread_columns(source.path, row, row_columns(row_type, contents[0]))
         if contents:
             row.columns.clear()  # keep no reference to a long text
             if isinstance(contents[0], Conversation):
                 require_template(tokenizer, "row", row.origin)  # raised at once, because the row itself is not bad
-            size = size_of(contents[0])
+            size = count_characters(contents[0])
             yield Item(source.path, row.origin, size, contents.pop(), weight)
 
 
@@ -399,8 +399,8 @@ def prepare_preferences(
             room for a completion.
     """
     read = partial(_read_answers, tokenizer, ("preference",), lambda answers: answers)
-    kind = _tree_kind(tokenizer, options, ("chosen", "rejected"), read)
-    return prepare_kind(kind, sources, tokenizer, options, notify)
+    kind = _make_tree_kind(tokenizer, options, ("chosen", "rejected"), read)
+    return prepare_rows_of_kind(kind, sources, tokenizer, options, notify)
 
 
 def prepare_unpaired(
@@ -431,8 +431,8 @@ def prepare_unpaired(
         return answers if answers.labels else replace(answers, labels=(True, False))
 
     read = partial(_read_answers, tokenizer, PREFERENCE_TYPES, add_labels)
-    kind = _tree_kind(tokenizer, options, ("desirable", "undesirable"), read)
-    prepared = prepare_kind(kind, sources, tokenizer, options, notify)
+    kind = _make_tree_kind(tokenizer, options, ("desirable", "undesirable"), read)
+    prepared = prepare_rows_of_kind(kind, sources, tokenizer, options, notify)
     label_names = list(prepared.report.completion_lengths)
     if len(label_names) == 1:
         raise DataError(
@@ -443,9 +443,9 @@ def prepare_unpaired(
     return prepared
 
 
-def _tree_kind(
+def _make_tree_kind(
     tokenizer: PreTrainedTokenizerBase, options: DataOptions, kinds: tuple[str, str], read: Read[Answers]
-) -> RowKind[TreeFit]:
+) -> RowKind[TreeFitter]:
     """Return the functions that prepare trees (prompts with completions); ``kinds`` names both kinds of completion."""
     policy = LengthPolicy(options.max_length, options.max_prompt_length, options.overlength)
     check_choice("identical_pairs", options.identical_pairs, IDENTICAL_PAIRS)
@@ -457,19 +457,19 @@ def _tree_kind(
             "kinds": kinds,
             "chat": vars(options.chat),
         },
-        make_fit=lambda writer: TreeFit(writer, policy, options.identical_pairs, kinds),
+        make_fitter=lambda writer: TreeFitter(writer, policy, options.identical_pairs, kinds),
         make_renderer=partial(TreeRenderer, tokenizer, chat=options.chat),
         read=read,
         add=_add_tree,
     )
 
 
-def _add_tree(fit: TreeFit, tree: tuple[Tree, bytes] | None, origin: str) -> None:
+def _add_tree(fitter: TreeFitter, tree: tuple[Tree, bytes] | None, origin: str) -> None:
     """Add a rendered tree with the hash of its prompt; None is a pair with identical answers."""
     if tree is None:
-        fit.skip_identical(origin)
+        fitter.drop_identical_pair(origin)
     else:
-        fit.add(*tree)
+        fitter.add(*tree)
 
 
 def _read_answers(
@@ -489,7 +489,7 @@ def _read_answers(
         answers = None
         with reading.bad:
             answers = convert_answers(normalise_preference(row, row_type))
-            reading.record_unread_columns(source.path, row, preference_columns_read(row_type, answers))
+            reading.record_unread_columns(source.path, row, preference_columns(row_type, answers))
         if answers is not None:
             if not isinstance(answers.prompt, str) and not answers.identical:
                 require_template(tokenizer, "row", row.origin)
@@ -535,12 +535,12 @@ def prepare_prompts(
             "truncate_side": side,
             "chat": vars(options.chat),
         },
-        make_fit=lambda writer: PromptFit(writer, overlength, max_prompt_length, side),
+        make_fitter=lambda writer: PromptFitter(writer, overlength, max_prompt_length, side),
         make_renderer=partial(PromptRenderer, tokenizer, chat=options.chat),
         read=partial(_read_prompts, tokenizer),
-        add=lambda fit, prompt, origin: fit.add(*prompt),
+        add=lambda fitter, prompt, origin: fitter.add(*prompt),
     )
-    return prepare_kind(kind, sources, tokenizer, options, notify)
+    return prepare_rows_of_kind(kind, sources, tokenizer, options, notify)
 
 
 def _read_prompts(
@@ -556,9 +556,9 @@ def _read_prompts(
             )
         prompt = None
         with reading.bad:
-            prompt = prompt_of(row, row_type)
+            prompt = read_prompt(row, row_type)
         if prompt is not None:
             if not isinstance(prompt, str):
                 require_template(tokenizer, "prompt", row.origin)
-            size = len(prompt) if isinstance(prompt, str) else sum(map(len, texts_of(prompt)))
+            size = len(prompt) if isinstance(prompt, str) else sum(map(len, message_texts(prompt)))
             yield Item(source.path, row.origin, size, (row, prompt))

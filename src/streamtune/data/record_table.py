@@ -376,10 +376,10 @@ class Tree:
         Some of more than two completions may share a longer beginning; the actual number is then smaller.
         """
         branches = sum(len(completion) + 1 for completion in self.completions)
-        return len(self.prompt) - 1 + branches - (len(self.completions) - 1) * self.num_common
+        return len(self.prompt) - 1 + branches - (len(self.completions) - 1) * self.num_common_tokens
 
     @cached_property
-    def num_common(self) -> int:
+    def num_common_tokens(self) -> int:
         """Number of tokens after ``prompt[:-1]`` that all completions share; 0 for a single completion.
 
         The last token of the prompt counts if all completions begin with the same token, because its target is then
@@ -387,14 +387,14 @@ class Tree:
         """
         if len(self.completions) == 1:
             return 0
-        ids, targets = self.branch(0)
+        ids, targets = self.branch_tokens(0)
         for index in range(1, len(self.completions)):
-            others, theirs = self.branch(index)
+            others, theirs = self.branch_tokens(index)
             size = shared_beginning_length(ids, targets, others, theirs, same_target=True)
             ids, targets = ids[:size], np.maximum(targets[:size], theirs[:size])  # a target that counts in either
         return len(ids)
 
-    def branch(self, index: int) -> tuple[IntArray, IntArray]:
+    def branch_tokens(self, index: int) -> tuple[IntArray, IntArray]:
         """Return ``[prompt[-1], *completions[index]]`` and the target of each of these tokens, -100 for none."""
         ids = np.array([self.prompt[-1], *self.completions[index]], np.int32)
         targets = np.append(ids[1:], np.int32(IGNORE_INDEX))
@@ -463,7 +463,7 @@ class Prompt:
 
     def to_row(self) -> Mapping[str, Any]:
         content = [self.prompt, self.columns]
-        text = _as_json(content)
+        text = _to_exact_json(content)
         pickled = pickle.dumps(content, protocol=pickle.HIGHEST_PROTOCOL) if text is None else None
         return {"input_ids": self.input_ids, "json": text, "pickled": pickled, "origin": self.origin}
 
@@ -478,7 +478,7 @@ class Prompt:
         return _list_lengths(table["input_ids"])
 
 
-def _as_json(content: Any) -> str | None:
+def _to_exact_json(content: Any) -> str | None:
     """Return a value as JSON text; None if JSON would not restore an equal value."""
     try:
         text = json.dumps(content, ensure_ascii=False)

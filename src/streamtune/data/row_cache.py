@@ -38,18 +38,18 @@ from streamtune.base import interrupts
 from streamtune.base.paths import open_nonblocking
 from streamtune.base.result_cache import CacheFile, Notify, checksum_of, file_lock
 from streamtune.base.text import show_size
-from streamtune.data.fit import LengthFit
-from streamtune.data.fit.length_fit import load_fit, save_fit
-from streamtune.data.reading.contents import FileHashes, StreamedFiles, fingerprint_rows, fingerprint_source
+from streamtune.data.fit import LengthFitter
+from streamtune.data.fit.length_fit import load_counts, save_counts
+from streamtune.data.reading.contents import FileHashes, StreamedFiles, fingerprint_source, fingerprint_streamed_source
 from streamtune.data.reading.sources import Source
 from streamtune.data.record_table import ROWS, MappedTable, Record, TableWriter, open_record_table
-from streamtune.data.templates import fixed_date
+from streamtune.data.templates import fixed_template_date
 from streamtune.errors import StorageError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-FitT = TypeVar("FitT", bound=LengthFit[Any, Any])
+FitterT = TypeVar("FitterT", bound=LengthFitter[Any, Any])
 _ENTRY = "entry.json"
 _UNFINISHED = ".unfinished-"
 MOST_NAMED = 3
@@ -81,7 +81,7 @@ class RowCache:
         size, entries = self.size(), 0
         for path in self.root.glob("*"):
             entries += path.is_dir() and not path.is_symlink() and not path.name.startswith(_UNFINISHED)
-            _remove(path)
+            _remove_path(path)
         return entries, size
 
     def cached_text(
@@ -95,10 +95,10 @@ class RowCache:
             make_text: Function that computes the text.
             notify: Function that shows the user a message.
         """
-        contents = SourceContents.of(sources, self.root, notify)
+        contents = SourceContents.from_sources(sources, self.root, notify)
         if contents is None:
             return make_text(), False
-        name = _hash_name([contents.name, settings, metadata.version("tokenizers")])
+        name = _hash_values([contents.name, settings, metadata.version("tokenizers")])
         cached = CacheFile(self.root / f"{name}.txt", f"tokenizer/{name}")
         if (found := cached.read(notify)) is not None:
             return found.decode("utf-8"), True
@@ -108,21 +108,21 @@ class RowCache:
                 cached.write(text.encode("utf-8"))
         return text, False
 
-    def key(self, inputs: RowInputs, notify: Notify) -> tuple[str, SourceContents] | None:
+    def identify_entry(self, inputs: RowInputs, notify: Notify) -> tuple[str, SourceContents] | None:
         """Return the cache entry name of rows, and the hashed contents of their sources; None if contents are unknown.
 
         Args:
             inputs: Everything that determines the rows.
             notify: Function that shows the user a message.
         """
-        facts = _tokenizer_facts(inputs.tokenizer)
-        contents = SourceContents.of(inputs.sources, self.root, notify) if facts is not None else None
+        facts = _identify_tokenizer(inputs.tokenizer)
+        contents = SourceContents.from_sources(inputs.sources, self.root, notify) if facts is not None else None
         if contents is None:
             return None
         versions = [__version__, _code_hash(), *map(metadata.version, ("tokenizers", "transformers", "jinja2"))]
         # repr, not JSON: as keys, JSON writes 1 and "1" alike, and it has no dates.
         everything = [inputs.record.__name__, contents.name, facts, repr(inputs.settings), versions]
-        return _hash_name(everything), contents
+        return _hash_values(everything), contents
 
 
 @dataclass(frozen=True)
@@ -139,25 +139,25 @@ class RowInputs:
     """all other options, as values that ``repr`` distinguishes"""
 
 
-def load_or_fit_rows(
+def load_or_prepare_rows(
     inputs: RowInputs,
-    make_fit: Callable[[TableWriter], FitT],
-    fill_fit: Callable[[FitT, Notify], None],
+    make_fitter: Callable[[TableWriter], FitterT],
+    fill_fitter: Callable[[FitterT, Notify], None],
     cache: RowCache | None,
     notify: Notify,
-) -> tuple[FitT, MappedTable]:
+) -> tuple[FitterT, MappedTable]:
     """Return prepared rows from the cache; otherwise prepare them and add them to the cache.
 
     Args:
         inputs: Everything that determines the rows.
-        make_fit: Function of a table writer that makes the object which truncates, writes and counts rows.
-        fill_fit: Function that reads and renders every row and adds it to that object; its second argument shows the
+        make_fitter: Function of a table writer that makes the object which truncates, writes and counts rows.
+        fill_fitter: Function that reads and renders every row and adds it to that object; its second argument shows the
             user a message.
         cache: Cache of prepared rows; None disables it.
         notify: Function that shows the user a message. Cached rows show the messages of their preparation again.
 
     Returns:
-        The object from ``make_fit`` after all rows, and the table of records.
+        The object from ``make_fitter`` after all rows, and the table of records.
 
     Raises:
         StorageError: The prepared rows cannot be written.
@@ -168,29 +168,29 @@ def load_or_fit_rows(
         notes.append(message)
         notify(message)
 
-    def prepare(path: Path | None) -> tuple[FitT, MappedTable]:
+    def prepare(path: Path | None) -> tuple[FitterT, MappedTable]:
         with open_record_table(inputs.record, path) as (writer, tables):
-            fit = make_fit(writer)
-            fill_fit(fit, record_note)
-        return fit, tables[0]
+            fitter = make_fitter(writer)
+            fill_fitter(fitter, record_note)
+        return fitter, tables[0]
 
-    entry_key_and_contents = None if cache is None else cache.key(inputs, notify)
+    entry_key_and_contents = None if cache is None else cache.identify_entry(inputs, notify)
     if cache is None or entry_key_and_contents is None:
         return prepare(None)
     key, contents = entry_key_and_contents
     entry = cache.root / key
     if (
-        cached_rows := _read_entry(entry, make_fit(TableWriter(None, inputs.record.schema)), inputs.sources, notify)
+        cached_rows := _read_entry(entry, make_fitter(TableWriter(None, inputs.record.schema)), inputs.sources, notify)
     ) is not None:
         return cached_rows
     if (unfinished := _new_unfinished_folder(cache.root)) is None:
         notify(f"prepared rows are not cached: {cache.root} is not writable")
         return prepare(None)
     try:
-        fit, mapped = prepare(unfinished / ROWS)
+        fitter, mapped = prepare(unfinished / ROWS)
         if not _has_pickled_values(mapped.table) and not contents.has_changed(notify):
-            _write_entry(fit, notes, mapped, unfinished, entry, notify)
-        return fit, mapped
+            _write_entry(fitter, notes, mapped, unfinished, entry, notify)
+        return fitter, mapped
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)  # the mapping keeps the bytes of the table
 
@@ -200,8 +200,10 @@ def _has_pickled_values(table: pa.Table) -> bool:
     return "pickled" in table.schema.names and table["pickled"].null_count < table.num_rows
 
 
-def _read_entry(entry: Path, fit: FitT, sources: Sequence[Source], notify: Notify) -> tuple[FitT, MappedTable] | None:
-    """Load the counts of a cache entry into ``fit``; return it with the table of records, or None without a valid
+def _read_entry(
+    entry: Path, fitter: FitterT, sources: Sequence[Source], notify: Notify
+) -> tuple[FitterT, MappedTable] | None:
+    """Load the counts of a cache entry into ``fitter``; return it with the table of records, or None without a valid
     entry.
 
     A damaged entry is deleted.
@@ -218,13 +220,13 @@ def _read_entry(entry: Path, fit: FitT, sources: Sequence[Source], notify: Notif
                     raise ValueError(f"{name} has changed")
                 if name == ROWS:
                     table = MappedTable(file, entry / name, checksum)
-        if table.table.schema != fit.record.schema or table.table.num_rows != facts["records"]:
+        if table.table.schema != fitter.record.schema or table.table.num_rows != facts["records"]:
             raise ValueError("the table has other columns or another number of records")
         if _has_pickled_values(table.table):
             raise ValueError("the table has pickled values")
-        load_fit(fit, entry, sources)
+        load_counts(fitter, entry, sources)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, StorageError, *_UNREADABLE) as error:
-        if _delete(entry, inode):
+        if _delete_entry(entry, inode):
             notify(f"the cached rows in {entry} are damaged ({error}); they are prepared again")
         return None
     for message in facts["notes"]:
@@ -233,26 +235,26 @@ def _read_entry(entry: Path, fit: FitT, sources: Sequence[Source], notify: Notif
     notify(f"using cached rows of {made} ({show_size(sum(size for size, _ in facts['files'].values()))})")
     with suppress(OSError):
         os.utime(entry)
-    return fit, table
+    return fitter, table
 
 
 def _entry_file(folder: Path, key: str) -> CacheFile:
     return CacheFile(folder / _ENTRY, f"rows/{key}")
 
 
-def _delete(entry: Path, inode: int) -> bool:
+def _delete_entry(entry: Path, inode: int) -> bool:
     """Delete a damaged cache entry; return False if it is gone, or if another process has already replaced it."""
     with suppress(OSError), file_lock(entry.parent / "rows"):
         if entry.lstat().st_ino != inode:
             return False
         doomed = entry.with_name(f"{_UNFINISHED}{entry.name}-{secrets.token_hex(6)}")
         entry.rename(doomed)
-        _remove(doomed)
+        _remove_path(doomed)
         return True
     return os.path.lexists(entry)
 
 
-def _remove(path: Path) -> None:
+def _remove_path(path: Path) -> None:
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -269,7 +271,7 @@ def _new_unfinished_folder(root: Path) -> Path | None:
         for old in root.glob(f"{_UNFINISHED}*"):
             with suppress(OSError):  # already deleted, or owned by another user
                 if time.time() - old.lstat().st_mtime > STALE:
-                    _remove(old)
+                    _remove_path(old)
         unfinished = tempfile.mkdtemp(prefix=_UNFINISHED, dir=root)
         interrupts.remove_on_signal(unfinished)
         return Path(unfinished)
@@ -278,20 +280,20 @@ def _new_unfinished_folder(root: Path) -> Path | None:
 
 
 def _write_entry(
-    fit: LengthFit[Any, Any], notes: Sequence[str], mapped: MappedTable, unfinished: Path, entry: Path, notify: Notify
+    fitter: LengthFitter[Any, Any], notes: Sequence[str], table: MappedTable, folder: Path, entry: Path, notify: Notify
 ) -> None:
     """Finish a cache entry. A write error (such as a full disk) is ignored: the next start prepares the rows again."""
     with suppress(OSError):
-        save_fit(fit, unfinished)
-        checksums = {ROWS: mapped.checksum}
-        files = {file.name: _size_and_checksum(file, checksums.get(file.name)) for file in unfinished.iterdir()}
-        facts = {"notes": notes, "records": mapped.table.num_rows, "files": files, "time": time.time()}
-        _entry_file(unfinished, entry.name).write(json.dumps(facts).encode())
-        for file in unfinished.iterdir():
+        save_counts(fitter, folder)
+        checksums = {ROWS: table.checksum}
+        files = {file.name: _size_and_checksum(file, checksums.get(file.name)) for file in folder.iterdir()}
+        facts = {"notes": notes, "records": table.table.num_rows, "files": files, "time": time.time()}
+        _entry_file(folder, entry.name).write(json.dumps(facts).encode())
+        for file in folder.iterdir():
             with file.open("rb") as opened:
                 os.fsync(opened.fileno())
-        unfinished.rename(entry)  # fails if another process was faster: its entry has the same content
-        mapped.set_path(entry / ROWS)
+        folder.rename(entry)  # fails if another process was faster: its entry has the same content
+        table.set_path(entry / ROWS)
         size = show_size(sum(size for size, _ in files.values()))
         notify(f"prepared rows cached for the next start: {size} in {entry.parent}")
 
@@ -312,7 +314,7 @@ class SourceContents:
     _hashes: FileHashes
 
     @classmethod
-    def of(cls, sources: Sequence[Source], root: Path, notify: Notify) -> SourceContents | None:
+    def from_sources(cls, sources: Sequence[Source], root: Path, notify: Notify) -> SourceContents | None:
         """Hash the contents of sources; return None if the contents of one of them are unknown.
 
         Args:
@@ -340,10 +342,10 @@ class SourceContents:
     @staticmethod
     def _hash(sources: Sequence[Source], hashes: FileHashes) -> str | None:
         contents = [fingerprint_source(source, hashes) for source in sources]
-        return None if any(content is None for content in contents) else _hash_name([contents, _code_hash()])
+        return None if any(content is None for content in contents) else _hash_values([contents, _code_hash()])
 
 
-def fingerprint_stream(
+def hash_streamed_sources(
     sources: Sequence[Source], root: Path, *, save_hashes: bool, notify: Notify
 ) -> tuple[str, list[str], StreamedFiles]:
     """Hash the contents of the sources of streamed rows.
@@ -358,11 +360,11 @@ def fingerprint_stream(
         The hash, the paths of sources whose contents are unknown, and an object that checks files for changes.
     """
     hashes = FileHashes(root / "files.json", notify)
-    contents = [fingerprint_rows(source, hashes) for source in sources]
+    contents = [fingerprint_streamed_source(source, hashes) for source in sources]
     if save_hashes:
         hashes.save()
     unknown = [source.path for source, content in zip(sources, contents, strict=True) if content is None]
-    name = _hash_name([content or source.path for source, content in zip(sources, contents, strict=True)])
+    name = _hash_values([content or source.path for source, content in zip(sources, contents, strict=True)])
     return name, unknown, StreamedFiles(hashes)
 
 
@@ -370,7 +372,7 @@ _IGNORED_OPTIONS = ("name_or_path", "is_local", "local_files_only", "model_max_l
 """Tokenizer options that do not affect prepared rows; they differ after the tokenizer was saved in a checkpoint."""
 
 
-def _tokenizer_facts(tokenizer: PreTrainedTokenizerBase) -> list[Any] | None:
+def _identify_tokenizer(tokenizer: PreTrainedTokenizerBase) -> list[Any] | None:
     """Return the values that identify how a tokenizer tokenises and renders; None if it runs its own code."""
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or not type(tokenizer).__module__.startswith("transformers."):
@@ -378,7 +380,7 @@ def _tokenizer_facts(tokenizer: PreTrainedTokenizerBase) -> list[Any] | None:
     text = backend.to_str()
     template = tokenizer.chat_template
     prints_date = "strftime_now" in json.dumps(template)
-    today = fixed_date() or time.strftime("%Y-%m-%d")
+    today = fixed_template_date() or time.strftime("%Y-%m-%d")
     options = {
         name: value
         for name, value in tokenizer.init_kwargs.items()
@@ -402,7 +404,7 @@ def _code_hash() -> str:
     return digest.hexdigest()
 
 
-def _hash_name(facts: Any) -> str:
+def _hash_values(facts: Any) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=_to_dict).encode()).hexdigest()[:40]
 
 

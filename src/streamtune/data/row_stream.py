@@ -19,14 +19,14 @@ import numpy as np
 
 from streamtune.data.batches.sampler import seeded_random
 from streamtune.data.faults import BadRows
-from streamtune.data.fit import RowFit
+from streamtune.data.fit import RowFitter
 from streamtune.data.options import DataOptions
-from streamtune.data.prepare import Reading, read_contents
+from streamtune.data.prepare import Reading, read_training_rows
 from streamtune.data.reading.contents import StreamedFiles
 from streamtune.data.reading.sources import Source
 from streamtune.data.record_table import Example, Record, TableWriter
 from streamtune.data.rendering.counts import RenderLog
-from streamtune.data.rendering.pool import Item, Notify, rendering
+from streamtune.data.rendering.pool import Item, Notify, open_renderer
 from streamtune.data.rendering.render import RowRenderer
 from streamtune.data.row_types import Content
 from streamtune.errors import DataError
@@ -44,7 +44,7 @@ Items = Iterator[Item[Content]]
 
 @dataclass(frozen=True)
 class StreamPosition:
-    """Where a stream of examples is after an example: pass, row, example of the row, and counts so far."""
+    """Position after an example of a stream: number of the pass, the row and the example, and counts so far."""
 
     epoch: int = 0
     """number of the pass, from 0"""
@@ -87,16 +87,17 @@ class RowStream:
         self.files: StreamedFiles | None = None
         self._noted: set[str] = set()
 
-    def check(self) -> None:
+    def check_first_rows(self) -> None:
         """Read the first row of each source, to find wrong paths before a model is loaded.
 
         Raises:
             DataError: A file or dataset does not exist, or has no valid row.
         """
-        log = RenderLog(self.options.chat, self._note)
+        log = RenderLog(self.options.chat, self._notify_once)
         for number, source in enumerate(self.sources):
             bad = self._make_bad_rows()
-            if next(self._read_source_rows(number, Reading(self.sources, self._make_fit()[0], log, bad)), None) is None:
+            reading = Reading(self.sources, self._make_fitter()[0], log, bad)
+            if next(self._read_source_rows(number, reading), None) is None:
                 bad.raise_if_all_bad()
                 raise DataError(
                     f"'{source.path}' has no rows", where=source.place, fix="add rows, or remove the dataset"
@@ -109,7 +110,7 @@ class RowStream:
             DataError: A file was changed, replaced or removed.
         """
         if self.files is not None:
-            self.files.check()
+            self.files.check_open_files()
 
     def examples(self, start: StreamPosition) -> Generator[tuple[Example | None, StreamPosition]]:
         """Yield examples, each with the position after it, and None at the end of each pass.
@@ -124,11 +125,11 @@ class RowStream:
         """
         options, position = self.options, start
         make = partial(RowRenderer, self.tokenizer, train_on=options.train_on, chat=options.chat, policy=self.policy)
-        with rendering(make, options.processes, self._note) as (log, render):
+        with open_renderer(make, options.processes, self._notify_once) as (log, render):
             while True:
                 bad = self._make_bad_rows()
                 bad.count = position.counts.get("bad", 0)
-                order = self._order_rows(position.epoch, Reading(self.sources, self._make_fit()[0], log, bad))
+                order = self._order_rows(position.epoch, Reading(self.sources, self._make_fitter()[0], log, bad))
                 rendered = render(islice(order, position.rows, None))
                 yield from self._iterate_pass(position, rendered, log, bad)
                 position = StreamPosition(position.epoch + 1)
@@ -144,10 +145,10 @@ class RowStream:
             examples: list[Example] = []
             before = bad.count
             with bad:
-                examples, of_row = self._fit_row(outcome.get(), item.origin)
+                examples, of_row = self._make_examples(outcome.get_or_raise(), item.origin)
             if bad.count > before:
                 of_row = Counter(rows=1, bad=1)
-            log.check()
+            log.raise_errors()
             reported_errors = self._report_bad_rows(bad, reported_errors)
             for piece in range(done, len(examples)):
                 handed_out = True
@@ -167,43 +168,44 @@ class RowStream:
                 where=self.sources[0].place,
                 fix="check max_length, overlength and on_empty",
             )
-        log.finish()
+        log.notify_or_raise()
         counts.update(rows=bad.count - counts["bad"], bad=bad.count - counts["bad"])  # rows that could not be read
-        self.notify(f"pass {start.epoch + 1} over the data finished: {describe_counts(counts)}")
+        self.notify(f"pass {start.epoch + 1} over the data finished: {describe_pass_counts(counts)}")
 
-    def _fit_row(self, rendered: Any, origin: str) -> tuple[list[Example], Counter[str]]:
+    def _make_examples(self, rendered: Any, origin: str) -> tuple[list[Example], Counter[str]]:
         """Return the examples of a rendered row, and its counts; ``rendered`` is None for an empty answer."""
-        fit, writer = self._make_fit()
+        fitter, writer = self._make_fitter()
         if rendered is None:
-            fit.skip_empty()
+            fitter.count_empty_row()
         else:
-            fit.add(rendered, origin)
-            if fit.counts["too_long"]:
-                self._note(
-                    f"some rows exceed max_length (the first: {origin}, {fit.longest_length} tokens); the end of a "
+            fitter.add(rendered, origin)
+            if fitter.counts["too_long"]:
+                self._notify_once(
+                    f"some rows exceed max_length (the first: {origin}, {fitter.longest_length} tokens); the end of a "
                     "pass reports how many were dropped, truncated or split",
                     "too_long",
                 )
-        fit.counts["rows"] = 1
-        return writer.records, fit.counts
+        fitter.counts["rows"] = 1
+        return writer.records, fitter.counts
 
     def _make_bad_rows(self) -> BadRows:
-        return BadRows("skip" if self.options.on_bad_row == "skip" else "raise", self.options.max_bad_rows, self._note)
+        action = "skip" if self.options.on_bad_row == "skip" else "raise"
+        return BadRows(action, self.options.max_bad_rows, self._notify_once)
 
-    def _make_fit(self) -> tuple[RowFit, _ExampleCollector]:
+    def _make_fitter(self) -> tuple[RowFitter, _ExampleCollector]:
         """Return the object that truncates and counts one row, and the writer that collects the row's examples."""
         writer = _ExampleCollector()
-        return RowFit(writer, self.policy), writer
+        return RowFitter(writer, self.policy), writer
 
     def _report_bad_rows(self, bad: BadRows, reported_errors: int) -> int:
         for error in bad.errors[reported_errors:]:
             self.left_out(error)
             if reported_errors < MOST_TOLD:
-                self._note(f"bad row skipped at {error.where}: {error.what}")
+                self._notify_once(f"bad row skipped at {error.where}: {error.what}")
             reported_errors += 1
         return reported_errors
 
-    def _note(self, message: str, key: str = "") -> None:
+    def _notify_once(self, message: str, key: str = "") -> None:
         """Show the user a message, once per ``key`` (default: the message) in all passes over the data."""
         if (key or message) not in self._noted:
             self._noted.add(key or message)
@@ -219,7 +221,7 @@ class RowStream:
         return _shuffle(items, self.options.shuffle_buffer, seeded_random(self.options.seed, epoch, 0))
 
     def _read_source_rows(self, source_index: int, reading: Reading) -> Items:
-        for item in read_contents(self.tokenizer, reading, replace(self.sources[source_index], watch=self.files)):
+        for item in read_training_rows(self.tokenizer, reading, replace(self.sources[source_index], watch=self.files)):
             item.source = source_index
             yield item
             del item  # frees the memory of a long row
@@ -273,7 +275,7 @@ class _ExampleCollector(TableWriter):
         self.records.append(record)
 
 
-def describe_counts(counts: Mapping[str, int]) -> str:
+def describe_pass_counts(counts: Mapping[str, int]) -> str:
     """Return a line such as "5 rows; 1 dropped; 90 tokens, 40 of them trained"; counts of zero are left out."""
     counts_by_change = {
         "dropped": counts.get("dropped", 0),

@@ -29,19 +29,19 @@ from typing import Any
 
 from streamtune.data.reading.cells import (
     TextOrMessages,
+    add_system,
     check_message,
     check_role_order,
     column_names,
     convert_sharegpt_turn,
-    has_roles,
+    is_message_list,
     json_type_of,
     parse_cell,
     parse_messages,
-    read_variables,
-    text_field,
-    text_or_messages,
-    tools_and_form,
-    with_system,
+    read_chat_kwargs,
+    read_text_cell,
+    read_text_or_messages,
+    wrap_tools,
 )
 from streamtune.data.reading.readers import Row
 from streamtune.errors import DataError, did_you_mean
@@ -98,7 +98,7 @@ WEIGHT = "loss_weight"
 """Column with the factor of a row's loss."""
 
 
-def size_of(content: Content) -> int:
+def count_characters(content: Content) -> int:
     """Return how many characters a row has: of its text, or of all strings in its messages."""
     if isinstance(content, Conversation):
         return sum(len(value) for message in content.messages for value in message.values() if isinstance(value, str))
@@ -111,7 +111,7 @@ def detect_type(row: Row) -> str:
     Raises:
         DataError: The columns match no type.
     """
-    found = match_type(row.columns)
+    found = match_row_type(row.columns)
     if found is None:
         raise DataError(
             f"cannot recognise the row type from the columns {column_names(row.columns)}",
@@ -124,7 +124,7 @@ def detect_type(row: Row) -> str:
     return found
 
 
-def normalise(row: Row, row_type: str) -> Content:
+def normalise_row(row: Row, row_type: str) -> Content:
     """Convert a training row of any type to a conversation, a pair of prompt and completion, or a document.
 
     Raises:
@@ -132,24 +132,24 @@ def normalise(row: Row, row_type: str) -> Content:
     """
     for names in REQUIRED_COLUMNS[row_type]:
         if not any(name in row.columns for name in names):
-            raise _missing_column(row, row_type, names[0])
+            raise _missing_column_error(row, row_type, names[0])
     return _NORMALISERS[row_type](row)
 
 
-def match_type(columns: Mapping[str, Any]) -> str | None:
+def match_row_type(columns: Mapping[str, Any]) -> str | None:
     """Return the first row type whose columns are all present; None if the columns match no type."""
     for row_type, required in REQUIRED_COLUMNS.items():
         present = [next((name for name in names if name in columns), None) for names in required]
         if None in present:
             continue
-        if row_type == "messages" and present == ["conversations"] and not has_roles(columns["conversations"]):
+        if row_type == "messages" and present == ["conversations"] and not is_message_list(columns["conversations"]):
             continue  # the same column with from/value turns is sharegpt
         return row_type
     return None
 
 
-def _missing_column(row: Row, row_type: str, column: str) -> DataError:
-    other = match_type(row.columns)
+def _missing_column_error(row: Row, row_type: str, column: str) -> DataError:
+    other = match_row_type(row.columns)
     if other is not None and other != row_type:
         fix = f"this row looks like '{other}'; keep rows of different types in different files"
     else:
@@ -161,7 +161,7 @@ def _missing_column(row: Row, row_type: str, column: str) -> DataError:
     )
 
 
-def _make_conversation(row: Row, messages: Sequence[Any], *, column: str, first_answer: int = 0) -> Conversation:
+def _check_conversation(row: Row, messages: Sequence[Any], *, column: str, first_answer: int = 0) -> Conversation:
     """Check the messages in ``column`` and return them as a conversation, trained from message ``first_answer`` on.
 
     Raises:
@@ -174,19 +174,19 @@ def _make_conversation(row: Row, messages: Sequence[Any], *, column: str, first_
             where=row.origin,
             fix="add an assistant message, or remove the row",
         )
-    with_it, other = with_system(checked, row.columns, row.origin)
-    tools, wrapped = tools_and_form(row.columns.get("tools"), row.origin)
+    with_it, other = add_system(checked, row.columns, row.origin)
+    tools, wrapped = wrap_tools(row.columns.get("tools"), row.origin)
     return Conversation(
         with_it,
         tools,
         first_answer + len(with_it) - len(checked) if first_answer else 0,
-        read_variables(row.columns.get("chat_template_kwargs"), row.origin) or None,
+        read_chat_kwargs(row.columns.get("chat_template_kwargs"), row.origin) or None,
         other,
         wrapped,
     )
 
 
-def _read_turns(row: Row, names: tuple[str, ...]) -> tuple[str, list[Any]]:
+def _read_message_list(row: Row, names: tuple[str, ...]) -> tuple[str, list[Any]]:
     """Return (column, messages): the first of the columns ``names`` that the row has, and its non-empty list."""
     column = next(name for name in names if name in row.columns)
     value = parse_cell(row.columns[column])
@@ -198,19 +198,19 @@ def _read_turns(row: Row, names: tuple[str, ...]) -> tuple[str, list[Any]]:
 
 
 def _parse_messages_row(row: Row) -> Content:
-    column, messages = _read_turns(row, ("messages", "conversations"))
-    return _make_conversation(row, messages, column=column)
+    column, messages = _read_message_list(row, ("messages", "conversations"))
+    return _check_conversation(row, messages, column=column)
 
 
 def _parse_sharegpt(row: Row) -> Content:
-    column, turns = _read_turns(row, ("conversations", "conversation"))
+    column, turns = _read_message_list(row, ("conversations", "conversation"))
     messages = [convert_sharegpt_turn(turn, f"{column}[{index}]", row.origin) for index, turn in enumerate(turns)]
-    return _make_conversation(row, messages, column=column)
+    return _check_conversation(row, messages, column=column)
 
 
 def _parse_alpaca(row: Row) -> Content:
-    instruction = text_field(row.columns, "instruction", row.origin)
-    extra = text_field(row.columns, "input", row.origin) if row.columns.get("input") else ""
+    instruction = read_text_cell(row.columns, "instruction", row.origin)
+    extra = read_text_cell(row.columns, "input", row.origin) if row.columns.get("input") else ""
     messages: list[dict[str, Any]] = []
     history = parse_cell(row.columns.get("history") or [])
     if not isinstance(history, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in history):
@@ -219,21 +219,21 @@ def _parse_alpaca(row: Row) -> Content:
         messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
     question = row.separator.join(part for part in (instruction, extra) if part)
     messages.append({"role": "user", "content": question})
-    messages.append({"role": "assistant", "content": text_field(row.columns, "output", row.origin)})
-    return _make_conversation(row, messages, column="history")
+    messages.append({"role": "assistant", "content": read_text_cell(row.columns, "output", row.origin)})
+    return _check_conversation(row, messages, column="history")
 
 
 def _parse_prompt_completion(row: Row) -> Content:
     prompt, completion = (parse_messages(row.columns[name]) for name in ("prompt", "completion"))
     if isinstance(prompt, list) and isinstance(completion, list):
         messages = [*prompt, *completion]
-        return _make_conversation(row, messages, column="prompt+completion", first_answer=len(prompt))
-    text = text_field(row.columns, "completion", row.origin)
-    return PromptCompletion(text_field(row.columns, "prompt", row.origin), text)
+        return _check_conversation(row, messages, column="prompt+completion", first_answer=len(prompt))
+    text = read_text_cell(row.columns, "completion", row.origin)
+    return PromptCompletion(read_text_cell(row.columns, "prompt", row.origin), text)
 
 
 def _parse_text(row: Row) -> Content:
-    text = text_field(row.columns, "text", row.origin)
+    text = read_text_cell(row.columns, "text", row.origin)
     if not text:
         raise DataError("'text' is an empty string", where=row.origin, fix="remove the row")
     return Document(text)
@@ -257,13 +257,13 @@ _COLUMNS_OF_TYPE: dict[str, tuple[str, ...]] = {
 }
 
 
-def columns_read(row_type: str, content: Content) -> tuple[str, ...]:
+def row_columns(row_type: str, content: Content) -> tuple[str, ...]:
     """Return the names of the columns that a row of this type is read from, including optional columns."""
     chat_columns = ("tools", "system", "chat_template_kwargs") if isinstance(content, Conversation) else ()
     return (*_COLUMNS_OF_TYPE[row_type], WEIGHT, *chat_columns)
 
 
-def weight_of(row: Row) -> float:
+def read_loss_weight(row: Row) -> float:
     """Return the factor of a row's loss from its column ``loss_weight``; 1 if the row has none.
 
     Raises:
@@ -303,7 +303,7 @@ def detect_prompt_type(row: Row) -> str:
     )
 
 
-def prompt_of(row: Row, row_type: str) -> TextOrMessages:
+def read_prompt(row: Row, row_type: str) -> TextOrMessages:
     """Return the prompt of a row without an answer, as text, or as messages that include the column ``system``.
 
     Raises:
@@ -317,13 +317,13 @@ def prompt_of(row: Row, row_type: str) -> TextOrMessages:
             where=row.origin,
             fix=f"add the prompt as the column '{column}', or remove the row",
         )
-    prompt = text_or_messages(row.columns, column, row.origin)
+    prompt = read_text_or_messages(row.columns, column, row.origin)
     if isinstance(prompt, str):
         if row_type == "messages":
             raise DataError("'messages' must be a list of messages, found a string", where=row.origin)
         return prompt
     check_role_order(prompt, column, row.origin)
-    prompt, _ = with_system(prompt, row.columns, row.origin)
+    prompt, _ = add_system(prompt, row.columns, row.origin)
     if row_type == "messages" and prompt[-1]["role"] == "assistant":
         prompt = prompt[:-1]
     if not prompt or prompt[-1]["role"] == "assistant":

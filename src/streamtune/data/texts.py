@@ -12,7 +12,7 @@ from typing import Any
 from streamtune.data.faults import ON_BAD_ROW, BadRows
 from streamtune.data.options import ChatOptions, check_choice
 from streamtune.data.preferences import PREFERENCE_TYPES, normalise_preference
-from streamtune.data.reading.cells import TextOrMessages, has_system, read_tools, read_variables, texts_of
+from streamtune.data.reading.cells import TextOrMessages, has_system, message_texts, read_chat_kwargs, read_tools
 from streamtune.data.reading.readers import Row
 from streamtune.data.reading.sources import Source, typed_rows
 from streamtune.data.rendering.renderings import REASONING_FIELDS
@@ -22,9 +22,9 @@ from streamtune.data.row_types import (
     Conversation,
     PromptCompletion,
     detect_type,
-    match_type,
-    normalise,
-    prompt_of,
+    match_row_type,
+    normalise_row,
+    read_prompt,
 )
 from streamtune.errors import DataError
 
@@ -63,7 +63,7 @@ def iter_texts(
     bad.raise_or_notify()
 
 
-def holds_messages(sources: Sequence[Source]) -> bool:
+def has_chat_messages(sources: Sequence[Source]) -> bool:
     """Return True if the first valid row of the first source is a conversation, or a prompt made of messages.
 
     Raises:
@@ -76,7 +76,7 @@ def holds_messages(sources: Sequence[Source]) -> bool:
 
 
 @dataclass(frozen=True)
-class ChatFrame:
+class ChatContext:
     """System message, tools and template variables: what a chat template needs besides the user's question."""
 
     system: tuple[dict[str, Any], ...] = ()
@@ -87,7 +87,7 @@ class ChatFrame:
     """variables of the chat template"""
 
 
-def first_chat_frame(sources: Sequence[Source], chat: ChatOptions) -> ChatFrame:
+def first_chat_context(sources: Sequence[Source], chat: ChatOptions) -> ChatContext:
     """Return the system message, tools and template variables of the first conversation of the first source.
 
     Args:
@@ -103,14 +103,14 @@ def first_chat_frame(sources: Sequence[Source], chat: ChatOptions) -> ChatFrame:
         tools: list[dict[str, Any]] | None = None
         with suppress(DataError):  # the next row may be sound
             messages = _prompt_or_messages(row, row_type)
-            row_variables = read_variables(row.columns.get("chat_template_kwargs"), row.origin)
+            row_variables = read_chat_kwargs(row.columns.get("chat_template_kwargs"), row.origin)
             tools = read_tools(row.columns.get("tools"), row.origin)
         if isinstance(messages, str):
             continue
         default = () if chat.default_system is None else ({"role": "system", "content": chat.default_system},)
         system = tuple(each for each in messages[:1] if has_system([each])) or default
-        return ChatFrame(system, tools, {**chat.variables, **row_variables})
-    return ChatFrame(variables=chat.variables)
+        return ChatContext(system, tools, {**chat.variables, **row_variables})
+    return ChatContext(variables=chat.variables)
 
 
 def _prompt_or_messages(row: Row, row_type: str) -> TextOrMessages:
@@ -118,13 +118,13 @@ def _prompt_or_messages(row: Row, row_type: str) -> TextOrMessages:
     if row_type in PREFERENCE_TYPES:
         return normalise_preference(row, row_type).prompt
     if row_type == "prompts":
-        return prompt_of(row, row_type)
-    content = normalise(row, row_type)
+        return read_prompt(row, row_type)
+    content = normalise_row(row, row_type)
     return content.messages if isinstance(content, Conversation) else ""
 
 
 def _detect_type(row: Row) -> str:
-    if match_type(row.columns) is None:
+    if match_row_type(row.columns) is None:
         if {"chosen", "rejected"} <= row.columns.keys():
             return "preference"
         if "prompt" in row.columns:
@@ -136,10 +136,10 @@ def _row_texts(row: Row, row_type: str) -> list[str]:
     if row_type in PREFERENCE_TYPES:
         return normalise_preference(row, row_type).texts()
     if row_type == "prompts":
-        return texts_of(prompt_of(row, row_type))
-    content = normalise(row, row_type)
+        return message_texts(read_prompt(row, row_type))
+    content = normalise_row(row, row_type)
     if isinstance(content, Conversation):
-        return texts_of(content.messages)
+        return message_texts(content.messages)
     return [content.prompt + content.completion] if isinstance(content, PromptCompletion) else [content.text]
 
 
@@ -149,7 +149,7 @@ def _tool_texts(row: Row, row_type: str) -> list[str]:
     Raises:
         DataError: A tool or a tool call has a value that JSON cannot represent, such as a date.
     """
-    content = None if row_type in (*PREFERENCE_TYPES, "prompts") else normalise(row, row_type)
+    content = None if row_type in (*PREFERENCE_TYPES, "prompts") else normalise_row(row, row_type)
     if not isinstance(content, Conversation):
         return []
     texts = [message[name] for message in content.messages for name in REASONING_FIELDS if message.get(name)]

@@ -18,8 +18,8 @@ from streamtune.base.text import parse_size, show_size
 from streamtune.data import BatchFacts
 from streamtune.data.fit import Prepared
 from streamtune.data.inspect_rows import RowInspector
-from streamtune.data.length_measures import LengthBin, LengthChoice, compare_max_lengths, histogram
-from streamtune.data.templates import fix_date
+from streamtune.data.length_measures import LengthBin, LengthChoice, compare_max_lengths, length_histogram
+from streamtune.data.templates import fix_template_date
 from streamtune.engine import StreamHandle
 from streamtune.engine.memory.host import usable_host_bytes
 from streamtune.errors import ArgumentError
@@ -78,7 +78,7 @@ def build_run(
         start_run(loaded, resume, notify, allow_change, dry_run=dry_run, doing=doing) as start,
     ):
         task = start.task
-        fix_date(start.identity["date"])
+        fix_template_date(start.identity["date"])
         task.check_ranks(start.device, start.world)
         check_host_memory(recipe.engine)
         sources = make_sources(loaded)
@@ -289,7 +289,7 @@ def inspect_recipe(
             ),
             limit=limit,
             limit_name=limit_name,
-            histogram=histogram(prepared.measured.lengths, limit),
+            histogram=length_histogram(prepared.measured.lengths, limit),
             choices=compare_max_lengths(
                 prepared.measured,
                 limit,

@@ -107,7 +107,7 @@ class Dpo(ScoringTask[DpoRecipe]):
         A tree is a prompt with completions. Without ``share``, each completion fills a row of ``longest_row`` tokens.
         """
         tree = prepared.training[int(prepared.training.lengths().argmax())]  # type: ignore[attr-defined]
-        common = tree.num_common if share else 0
+        common = tree.num_common_tokens if share else 0
         trunk = len(tree.prompt) - 1 + common
         branches = tuple(len(ids) + 1 - common if share else longest_row - trunk for ids in tree.completions)
         count = self.recipe.per_device_train_batch_size

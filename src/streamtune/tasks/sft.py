@@ -104,9 +104,9 @@ class Sft(Task[Recipe]):
         options = self.data_options(0.0)
         # A copy: rows may be rendered by one thread while another writes samples.
         stream = data.RowStream(streamed, copy.deepcopy(tokenizer), options, notify)
-        stream.check()
+        stream.check_first_rows()
         held_out = self._prepare(evaluated, tokenizer, options, notify) if evaluated else None
-        contents_hash, unhashed, stream.files = data.fingerprint_stream(
+        contents_hash, unhashed, stream.files = data.hash_streamed_sources(
             streamed, cache_folder() / "rows", save_hashes=options.cache is not None, notify=notify
         )
         if unhashed:
@@ -127,7 +127,7 @@ class Sft(Task[Recipe]):
         """Return ``prepared`` with its training rows cut into pieces; the fingerprint then depends on the pieces."""
         recipe = self.recipe
         min_length = (recipe.buckets or BucketSpec()).min_length
-        pieces = data.cut_rows(
+        pieces = data.cut_rows_into_pieces(
             prepared.training, max_length=recipe.max_length, min_length=min_length, packing=recipe.packing
         )
         if not len(pieces):
@@ -155,7 +155,7 @@ class Sft(Task[Recipe]):
             return None
         recipe, batches = self.recipe, Batches(prepared, None)
         epoch, pieces, tokens = first_epoch_steps(batches, recipe), prepared.pieces, batches.lengths()
-        layout = data.lay_out_epoch(
+        layout = data.measure_epoch_layout(
             epoch,
             tokens,
             batches.squared_lengths(),

@@ -186,7 +186,7 @@ class Steps:
         return step
 
     def _make_batches(self, units: Sequence[int]) -> list[train.MicroBatch]:
-        shares = data.assign_rows(
+        shares = data.assign_to_ranks(
             units,
             self._cost_of,
             ranks=self.world.data_size,
@@ -223,9 +223,9 @@ def make_sampler(batches: BatchMaker, recipe: BatchSettings) -> data.ResumableSa
             batches.num_training_units, seed=recipe.seed, shuffle=recipe.shuffle, mixture=batches.mixture
         )
         budget = recipe.tokens_per_batch
-        return rows if budget is None else data.token_budget_sampler(rows, batches.lengths(), budget)
+        return rows if budget is None else data.make_token_budget_sampler(rows, batches.lengths(), budget)
     spec = recipe.buckets or BucketSpec()
-    return data.bucket_sampler(
+    return data.make_bucket_sampler(
         batches.buckets, recipe.tokens_per_batch, curriculum=spec.curriculum, cycles=spec.cycles, seed=recipe.seed
     )
 
@@ -235,7 +235,7 @@ def first_epoch_steps(batches: BatchMaker, recipe: BatchSettings) -> data.EpochS
     if isinstance(sampler, data.StepSampler):
         return sampler.epoch_steps(0)
     rows = recipe.train_batch_size or recipe.per_device_train_batch_size * recipe.gradient_accumulation_steps
-    order = sampler.order(0)
+    order = sampler.epoch_order(0)
     stops = np.arange(rows, len(order) + rows, rows).clip(max=len(order))
     return data.EpochSteps(order, stops)
 
@@ -340,7 +340,8 @@ class SelectedSteps(Steps):
         super().__init__(batches, recipe, world, cost)
         self.draws_per_row = recipe.select_from
         self.step_size *= self.draws_per_row
-        self.sketch, self.source_bounds, self.small_sources = sketch, source_bounds, data.small_sources(source_sizes)
+        self.sketch, self.source_bounds = sketch, source_bounds
+        self.small_sources = data.find_small_sources(source_sizes)
         self.origin_of_row, self.record_path, self.steps_taken = origin_of_row, record_path, steps_taken
         self.out_of_memory_fix = "write a smaller max_length, or delete select_rows"
         self.show_activity: Callable[[str], None] = lambda text: None
@@ -365,7 +366,7 @@ class SelectedSteps(Steps):
             return self._make_batches(drawn[:count])
         sources = (np.searchsorted(self.source_bounds, drawn, side="right") - 1).tolist()
         positions, kept, gap, chance = self.world.run_on_rank_0(
-            lambda: _choice_to_tuple(data.choose_rows(sketches, sources, count, self.small_sources))
+            lambda: _choice_to_tuple(data.choose_rows_to_train(sketches, sources, count, self.small_sources))
         )
         chosen = [drawn[position] for position in positions]
         self.steps_taken += 1
@@ -387,7 +388,7 @@ class SelectedSteps(Steps):
     def _sketch_rows(self, drawn: Sequence[int]) -> np.ndarray | None:
         """Return projected gradients of the drawn rows, ``[rows, k]``, equal on all ranks; None if asked to stop."""
         positions = range(len(drawn))
-        shares = data.assign_rows(
+        shares = data.assign_to_ranks(
             positions, lambda position: self._cost_of(drawn[position]), ranks=self.world.data_size, batch_size=1
         )
         sketches: dict[int, list[float]] = {}

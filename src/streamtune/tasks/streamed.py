@@ -164,7 +164,7 @@ class StreamSteps:
     def _make_step(self) -> tuple[list[train.MicroBatch], data.StreamPosition]:
         rows = self._draw_rows()
         self.stream.check_files()
-        shares = data.assign_rows(
+        shares = data.assign_to_ranks(
             range(len(rows)),
             lambda row: self._cost_of(rows[row]),
             ranks=self.world.data_size,

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from streamtune.cli import main
-from streamtune.data import ChatOptions, Source, first_chat_frame
+from streamtune.data import ChatOptions, Source, first_chat_context
 from streamtune.errors import ArgumentError
 from streamtune.models import load_tokenizer
 from streamtune.programs.evaluate.needle import Haystack, _draw_trial, default_lengths, gather_haystack
@@ -202,7 +202,7 @@ def test_needles_are_asked_as_the_first_conversation_is(tmp_path: Path) -> None:
         sources = [Source(str(tmp_path / f"{name}.jsonl"), type="auto" if "messages" not in row else "messages")]
         if "messages" not in row:
             (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
-        frame = first_chat_frame(sources, chat)
+        frame = first_chat_context(sources, chat)
         stack = gather_haystack(["hay " * 9], tokenizer, chat=True, tokens=9, notify=print, frame=frame)
         assert tokenizer.decode(stack.head) == want[name]
         assert tokenizer.decode(stack.tail) == "<a>"

@@ -13,7 +13,7 @@ import torch
 from streamtune.data.options import ChatOptions
 from streamtune.data.reading.readers import Row
 from streamtune.data.rendering.render import RowRenderer
-from streamtune.data.row_types import normalise
+from streamtune.data.row_types import normalise_row
 from streamtune.errors import ArgumentError
 from streamtune.programs.generate import answer as answering
 from streamtune.programs.generate.answer import Answer, Answerer, GenerateOptions, PromptEncoder, load_answerer
@@ -158,7 +158,8 @@ def test_a_prompt_of_a_file_is_the_beginning_of_the_row_that_was_trained(splits:
     tok = deepcopy(tokenizer())
     tok.chat_template = TEMPLATE
     chat = ChatOptions(default_system="Be brief.", variables={"lead": "all"}, split_special_tokens=splits)
-    trained = RowRenderer(tok, train_on="last", notify=print, chat=chat)(normalise(Row("x:1", ROW), "messages"), "x:1")
+    renderer = RowRenderer(tok, train_on="last", notify=print, chat=chat)
+    trained = renderer(normalise_row(Row("x:1", ROW), "messages"), "x:1")
     first = [label >= 0 for label in trained.labels].index(True)
     (tmp_path / "rows.jsonl").write_text(json.dumps(ROW))
     [asked] = read_prompts(tmp_path / "rows.jsonl")

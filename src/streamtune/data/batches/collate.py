@@ -155,10 +155,10 @@ class _Node:
     rows: list[int] = field(default_factory=list)
     """rows that contain the node, in the order in which they were added; some may end inside it"""
 
-    def split(self, length: int) -> None:
-        """Shorten this node to its first ``length`` tokens; a new child node gets the other tokens."""
-        rest = _Node(self.ids[length:], self.targets[length:], self.children, list(self.rows))
-        self.ids, self.targets, self.children = self.ids[:length], self.targets[:length], [rest]
+    def split_after(self, num_tokens: int) -> None:
+        """Shorten this node to its first ``num_tokens`` tokens; a new child node gets the other tokens."""
+        rest = _Node(self.ids[num_tokens:], self.targets[num_tokens:], self.children, list(self.rows))
+        self.ids, self.targets, self.children = self.ids[:num_tokens], self.targets[:num_tokens], [rest]
 
     def prepend_to_children(self) -> list[_Node]:
         """Return this node's children, each with a copy of this node's tokens before its own tokens."""
@@ -184,7 +184,7 @@ class PrefixTree:
         self.tokens = 0
         """number of tokens of the sequence"""
 
-    def count_added(self, example: Example) -> int:
+    def count_new_tokens(self, example: Example) -> int:
         """Return how many tokens the tree would gain from an example."""
         return len(example.input_ids) - sum(shared for _, shared in self._best_shared_path(*_ids_and_targets(example)))
 
@@ -198,7 +198,7 @@ class PrefixTree:
         node, place = self._root, 0
         for child, shared in self._best_shared_path(ids, targets):
             if shared < len(child.ids):
-                child.split(shared)
+                child.split_after(shared)
             row_targets = targets[place : place + shared]
             child.targets = np.where(row_targets == IGNORE_INDEX, child.targets, row_targets)
             child.rows.append(row)
@@ -212,7 +212,7 @@ class PrefixTree:
             self.tokens += len(ids) - place
 
     def unshare_short_nodes(
-        self, min_saved_tokens: int, keeps_sharing: Callable[[int, int, Sequence[int]], bool]
+        self, min_saved_tokens: int, must_stay_shared: Callable[[int, int, Sequence[int]], bool]
     ) -> None:
         """Copy the tokens of each node that saves fewer than ``min_saved_tokens`` tokens to all of its branches.
 
@@ -220,8 +220,8 @@ class PrefixTree:
 
         Args:
             min_saved_tokens: Minimum number of tokens that a shared node saves.
-            keeps_sharing: Function of a node's first position, end (exclusive) and rows. If the function returns True,
-                the node stays shared however few tokens it saves.
+            must_stay_shared: Function of a node's first position, end (exclusive) and rows. The node stays shared if
+                the function returns True.
         """
         waiting = [(0, self._root)]
         while waiting:
@@ -234,7 +234,7 @@ class PrefixTree:
                 if others < 0:
                     node.children.append(child)
                 elif not others or (
-                    others * len(child.ids) < min_saved_tokens and not keeps_sharing(stop, end, child.rows)
+                    others * len(child.ids) < min_saved_tokens and not must_stay_shared(stop, end, child.rows)
                 ):
                     self.tokens += others * len(child.ids)
                     children = child.prepend_to_children() + children
@@ -242,7 +242,7 @@ class PrefixTree:
                     node.children.append(child)
                     waiting.append((stop, child))
 
-    def row_positions(self) -> list[Numbers]:
+    def positions_by_row(self) -> list[Numbers]:
         """Return for each row, in the order in which rows were added, the positions of its tokens in the sequence."""
         found: list[list[Numbers]] = [[] for _ in self._lengths]
         start = 0
@@ -278,11 +278,11 @@ class PrefixTree:
         attention is computed in few rectangles.
         """
         found: list[tuple[int, _Node]] = []
-        waiting = [(-1, child) for child in sorted(self._root.children, key=_end_of_longest_row)]
+        waiting = [(-1, child) for child in sorted(self._root.children, key=_longest_path_tokens)]
         while waiting:
             parent, node = waiting.pop()
             found.append((parent, node))
-            waiting += [(len(found) - 1, child) for child in sorted(node.children, key=_end_of_longest_row)]
+            waiting += [(len(found) - 1, child) for child in sorted(node.children, key=_longest_path_tokens)]
         return found
 
     @property
@@ -296,7 +296,7 @@ class PrefixTree:
         return total
 
 
-def _end_of_longest_row(node: _Node) -> int:
+def _longest_path_tokens(node: _Node) -> int:
     """Return the distance in tokens from the start of a node to the end of its longest row."""
     longest, waiting = 0, [(0, node)]
     while waiting:
@@ -335,13 +335,13 @@ def collate_prefixes(examples: Sequence[Example]) -> CollatedPrefixes:
     )
     if any(example.weight != 1 for example in examples):
         weights = torch.ones(1, len(ids))
-        for example, places in zip(examples, tree.row_positions(), strict=True):  # each target belongs to one row
+        for example, places in zip(examples, tree.positions_by_row(), strict=True):  # each target belongs to one row
             weights[0, places[:-1][np.asarray(example.labels[1:]) != IGNORE_INDEX]] = example.weight
         collated["weights"] = weights
     return collated
 
 
-def pack_turns(examples: Sequence[Example], part_bounds: Sequence[int], max_length: int) -> tuple[Packs, list[int]]:
+def pack_turns(examples: Sequence[Example], section_bounds: Sequence[int], max_length: int) -> tuple[Packs, list[int]]:
     """Pack the turns of each conversation; return the packs, and the index of each section's first pack.
 
     The turns of a conversation are consecutive rows with the same origin. Turns that do not fit continue in another
@@ -349,16 +349,16 @@ def pack_turns(examples: Sequence[Example], part_bounds: Sequence[int], max_leng
 
     Args:
         examples: Rows of at most ``max_length`` tokens.
-        part_bounds: [sections + 1] index of the first row of each section (dataset or eval set), then the number of all
-            rows. A pack has rows of one section only.
+        section_bounds: [sections + 1] index of each section's first row, then the number of all rows. A section is a
+            dataset or an eval set; a pack has rows of only one.
         max_length: Maximum number of tokens of a sequence.
     """
     starts, sizes, squares, firsts = [0], [], [], [0]
-    for first, stop in pairwise(part_bounds):
+    for first, stop in pairwise(section_bounds):
         tree, origin = PrefixTree(), ""
         for row in range(first, stop):
             example = examples[row]
-            if row > first and (example.origin != origin or tree.tokens + tree.count_added(example) > max_length):
+            if row > first and (example.origin != origin or tree.tokens + tree.count_new_tokens(example) > max_length):
                 starts.append(row)
                 sizes.append(tree.tokens)
                 squares.append(tree.attention_work)
@@ -370,7 +370,7 @@ def pack_turns(examples: Sequence[Example], part_bounds: Sequence[int], max_leng
             sizes.append(tree.tokens)
             squares.append(tree.attention_work)
         firsts.append(len(sizes))
-    rows = np.arange(part_bounds[-1], dtype=np.int64)
+    rows = np.arange(section_bounds[-1], dtype=np.int64)
     measured = (np.array(values, dtype=np.int64) for values in (sizes, squares))
     return Packs(rows, np.array(starts, dtype=np.int64), sum(sizes), *measured), firsts
 
@@ -438,19 +438,19 @@ def _collate_shared(trees: Sequence[Tree], origins: list[str]) -> CollatedTrees:
     for each in trees:
         prompt = np.array(each.prompt[:-1], np.int32)
         for index in range(len(each.completions)):
-            ids, targets = each.branch(index)
+            ids, targets = each.branch_tokens(index)
             targets = np.concatenate([np.full_like(prompt, IGNORE_INDEX), targets])
             tree.add_row(np.concatenate([prompt, ids]), targets)
             rows.append(targets)
             # From the prompt's last token, which predicts the first token of all completions, to their last common one.
             several = len(each.completions) > 1
-            common.append(range(max(0, len(prompt) - 1), len(prompt) + each.num_common) if several else range(0))
+            common.append(range(max(0, len(prompt) - 1), len(prompt) + each.num_common_tokens) if several else range(0))
 
-    def kept(start: int, stop: int, among: Sequence[int]) -> bool:
-        return any(start < common[row].stop and common[row].start < stop for row in among)
+    def is_common_range(start: int, stop: int, rows_of_node: Sequence[int]) -> bool:
+        return any(start < common[row].stop and common[row].start < stop for row in rows_of_node)
 
-    tree.unshare_short_nodes(LEAST_SAVED, kept)
-    nodes, places = tree.nodes_in_order(), tree.row_positions()
+    tree.unshare_short_nodes(LEAST_SAVED, is_common_range)
+    nodes, places = tree.nodes_in_order(), tree.positions_by_row()
     counted = [targets != IGNORE_INDEX for targets in rows]
     at = np.concatenate([where[kept] for where, kept in zip(places, counted, strict=True)])
     labels = np.full(tree.tokens, IGNORE_INDEX, np.int64)
@@ -495,7 +495,7 @@ def _collate_separate(
         batch["input_ids"][row, held] = torch.tensor([*tree.prompt, *tree.completions[index]])
         batch["attention_mask"][row, held] = 1
         batch["position_ids"][row, held] = torch.arange(size)
-        targets = torch.as_tensor(tree.branch(index)[1].astype(np.int64))
+        targets = torch.as_tensor(tree.branch_tokens(index)[1].astype(np.int64))
         batch["shift_labels"][row, held][len(tree.prompt) - 1 :] = targets
     batch["flat_index_K"] = (batch["shift_labels"].flatten() != IGNORE_INDEX).nonzero()[:, 0]
     batch["row_K"] = batch["flat_index_K"] // shape[1]

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from streamtune.data.batches.sampler import Numbers, ResumableSampler, saved_position, seeded_random
+from streamtune.data.batches.sampler import Numbers, ResumableSampler, check_saved_position, seeded_random
 from streamtune.errors import CheckpointError
 
 Points = npt.NDArray[np.float64]
@@ -53,12 +53,12 @@ class StepSampler:
 
     Args:
         make_epoch_steps: Function from the number of an epoch (from 0) to its steps.
-        order_facts: JSON values that determine the order, such as the seed; a saved state with other values is
+        order_values: JSON values that determine the order, such as the seed; a saved state with other values is
             rejected.
     """
 
-    def __init__(self, make_epoch_steps: Callable[[int], EpochSteps], order_facts: Mapping[str, Any]) -> None:
-        self.steps, self.facts = make_epoch_steps, dict(order_facts)
+    def __init__(self, make_epoch_steps: Callable[[int], EpochSteps], order_values: Mapping[str, Any]) -> None:
+        self.steps, self.facts = make_epoch_steps, dict(order_values)
         self.epoch = 0
         """epoch of the last step, from 0"""
         self.position = 0
@@ -99,11 +99,11 @@ class StepSampler:
                     f"the checkpoint was made with {key} = {state.get(key)}, this run has {own_value}",
                     fix="resume with the data, seed and batching of the checkpoint",
                 )
-        saved_position(state, sys.maxsize)  # checks that the epoch is a count before its steps are computed
-        self.epoch, self.position = saved_position(state, len(self.epoch_steps(state["epoch"]).units))
+        check_saved_position(state, sys.maxsize)  # checks that the epoch is a count before its steps are computed
+        self.epoch, self.position = check_saved_position(state, len(self.epoch_steps(state["epoch"]).units))
 
 
-def token_budget_sampler(row_sampler: ResumableSampler, lengths: Numbers, token_budget: int) -> StepSampler:
+def make_token_budget_sampler(row_sampler: ResumableSampler, lengths: Numbers, token_budget: int) -> StepSampler:
     """Return a sampler of steps with at most ``token_budget`` tokens; a longer row is a step of its own.
 
     Args:
@@ -112,7 +112,7 @@ def token_budget_sampler(row_sampler: ResumableSampler, lengths: Numbers, token_
         token_budget: Maximum number of tokens of a step.
     """
     facts = {name: row_sampler.state_dict()[name] for name in ("num_rows", "seed", "shuffle")}
-    return StepSampler(lambda epoch: _split_into_steps(row_sampler.order(epoch), lengths, token_budget), facts)
+    return StepSampler(lambda epoch: _split_into_steps(row_sampler.epoch_order(epoch), lengths, token_budget), facts)
 
 
 def _split_into_steps(order: Numbers, lengths: Numbers, token_budget: int) -> EpochSteps:
@@ -134,7 +134,7 @@ CURRICULA: dict[str, Callable[[int], int]] = {
 """Curriculum -> odds of drawing a batch, as a function of how often its length doubles to reach the longest bucket."""
 
 
-def bucket_sampler(buckets: Numbers, token_budget: int, *, curriculum: str, cycles: int, seed: int) -> StepSampler:
+def make_bucket_sampler(buckets: Numbers, token_budget: int, *, curriculum: str, cycles: int, seed: int) -> StepSampler:
     """Return a sampler of optimizer steps: each has ``token_budget`` tokens, in pieces of rows of one length.
 
     A bucket has all pieces of one length. Its batches are spread evenly over the cycles of an epoch. Within a cycle,
@@ -151,11 +151,11 @@ def bucket_sampler(buckets: Numbers, token_budget: int, *, curriculum: str, cycl
     facts = {"num_pieces": len(buckets), "seed": seed, "tokens_per_batch": token_budget}
     curriculum_facts = {"curriculum": curriculum, "cycles": cycles}
     return StepSampler(
-        partial(_draw_bucket_epoch, buckets, token_budget, curriculum, cycles, seed), facts | curriculum_facts
+        partial(_draw_bucket_steps, buckets, token_budget, curriculum, cycles, seed), facts | curriculum_facts
     )
 
 
-def _draw_bucket_epoch(
+def _draw_bucket_steps(
     buckets: Numbers, budget: int, curriculum: str, cycles: int, seed: int, epoch: int
 ) -> EpochSteps:
     random = seeded_random(seed, epoch, len(buckets))
@@ -186,7 +186,7 @@ def _draw_bucket_epoch(
 Batches = list[list[int]]
 
 
-def assign_rows(
+def assign_to_ranks(
     rows: Sequence[int], predict_time: Callable[[int], float], *, ranks: int, batch_size: int, padded: bool = True
 ) -> list[list[list[int]]]:
     """Assign the rows of an optimizer step to ranks and micro-batches, so that ranks wait little for each other.
@@ -216,9 +216,9 @@ def assign_rows(
     dealt = [
         [
             _assign_micro_step(group, times, sizes, padded=padded)
-            for group, sizes in _group_rows(slowest_first, sizes, ranks)
+            for group, sizes in _split_into_micro_steps(slowest_first, sizes, ranks)
         ]
-        for sizes in _batch_sizes(len(rows), ranks, micro_steps, batch_size)
+        for sizes in _possible_batch_sizes(len(rows), ranks, micro_steps, batch_size)
     ]
     steps = min(dealt, key=lambda steps: sum(max(map(batch_time, at_once)) for at_once in steps))
     shares: list[Batches] = [[] for _ in range(ranks)]
@@ -231,18 +231,18 @@ def assign_rows(
     return shares
 
 
-def _batch_sizes(count: int, ranks: int, micro_steps: int, batch_size: int) -> list[list[int]]:
+def _possible_batch_sizes(num_rows: int, ranks: int, micro_steps: int, batch_size: int) -> list[list[int]]:
     """Return one or two possible lists of batch sizes, for rows sorted by time with the slowest first.
 
     If the rows do not fill all batches, the first batches (with the slowest rows) get fewer rows. In one list these
     batches all get a little fewer; in the other, as many of them as possible get one row.
     """
     batches = ranks * micro_steps
-    smaller, larger_batches = divmod(count, batches)
+    smaller, larger_batches = divmod(num_rows, batches)
     if smaller == 0:
         return [[1] * larger_batches + [0] * (batches - larger_batches)]
     even = [smaller] * (batches - larger_batches) + [smaller + 1] * larger_batches
-    first, left = [1] * batches, count - batches
+    first, left = [1] * batches, num_rows - batches
     for index in reversed(range(batches)):
         added = min(batch_size - 1, left)
         first[index] += added
@@ -250,11 +250,13 @@ def _batch_sizes(count: int, ranks: int, micro_steps: int, batch_size: int) -> l
     return [even, first]
 
 
-def _group_rows(rows: Sequence[int], sizes: Sequence[int], ranks: int) -> list[tuple[Sequence[int], Sequence[int]]]:
+def _split_into_micro_steps(
+    rows: Sequence[int], batch_sizes: Sequence[int], ranks: int
+) -> list[tuple[Sequence[int], Sequence[int]]]:
     """Split sorted rows into micro-steps; return for each its rows on all ranks, and the batch size of each rank."""
     groups, start = [], 0
-    for index in range(0, len(sizes), ranks):
-        together = sizes[index : index + ranks]
+    for index in range(0, len(batch_sizes), ranks):
+        together = batch_sizes[index : index + ranks]
         groups.append((rows[start : start + sum(together)], together))
         start += sum(together)
     return groups
@@ -299,7 +301,7 @@ class ChosenRows:
     """root mean square of ``gap`` over all choices of the same number of rows"""
 
 
-def small_sources(row_counts: Sequence[int]) -> frozenset[int]:
+def find_small_sources(row_counts: Sequence[int]) -> frozenset[int]:
     """Return the sources whose number of rows is below the mean number of rows of all non-empty sources.
 
     Args:
@@ -309,7 +311,7 @@ def small_sources(row_counts: Sequence[int]) -> frozenset[int]:
     return frozenset(source for source, size in enumerate(row_counts) if 0 < size * len(present) < sum(present))
 
 
-def choose_rows(
+def choose_rows_to_train(
     points: Points, sources: Sequence[int], count: int, kept_sources: frozenset[int] = frozenset()
 ) -> ChosenRows:
     """Choose ``count`` rows: all rows of small sources, and medoids of the other sources in proportion to their sizes.
@@ -339,11 +341,11 @@ def choose_rows(
     candidates = [by_source[source] for source in sorted(by_source)]
     chosen = list(kept)
     for places, budget in zip(
-        candidates, _divide_count([len(own) for own in candidates], count - len(kept)), strict=True
+        candidates, _divide_in_proportion([len(own) for own in candidates], count - len(kept)), strict=True
     ):
         chosen += [places[index] for index in choose_medoids(points[places], budget)]
     chosen.sort()
-    return ChosenRows(tuple(chosen), len(kept), *_mean_gaps(points[chosen], points[usable]))
+    return ChosenRows(tuple(chosen), len(kept), *_distances_of_means(points[chosen], points[usable]))
 
 
 def choose_medoids(points: Points, count: int) -> list[int]:
@@ -368,7 +370,7 @@ def choose_medoids(points: Points, count: int) -> list[int]:
     return chosen
 
 
-def _divide_count(sizes: Sequence[int], count: int) -> list[int]:
+def _divide_in_proportion(sizes: Sequence[int], count: int) -> list[int]:
     """Divide ``count`` in proportion to the sizes by the largest-remainder method; no share exceeds its size."""
     total = sum(sizes)
     budgets = [count * size // total for size in sizes]
@@ -378,7 +380,7 @@ def _divide_count(sizes: Sequence[int], count: int) -> list[int]:
     return budgets
 
 
-def _mean_gaps(chosen_points: Points, all_points: Points) -> tuple[float, float]:
+def _distances_of_means(chosen_points: Points, all_points: Points) -> tuple[float, float]:
     """Return how far the mean of the chosen points is from the mean of all points, and how far it would be by chance.
 
     Both distances are relative to the length of the mean of all points; the second is the root mean square over random

@@ -41,7 +41,7 @@ Numbers = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Mixture:
-    """How many rows (or packs of rows) of each weighted source an epoch visits."""
+    """Number of rows (or packs of rows) of each weighted source that an epoch visits."""
 
     bounds: tuple[int, ...]
     """[sources + 1] index of each source's first unit, then the number of all units"""
@@ -49,11 +49,11 @@ class Mixture:
     """[sources] number of units of each source that an epoch visits"""
 
     @property
-    def units(self) -> int:
+    def units_per_epoch(self) -> int:
         """Number of units that an epoch visits."""
         return sum(self.visits)
 
-    def order(self, epoch: int, *, seed: int, shuffle: bool) -> Numbers:
+    def epoch_order(self, epoch: int, *, seed: int, shuffle: bool) -> Numbers:
         """Return the numbers of the units (rows or packs) of an epoch in the order of their visits, [units].
 
         Args:
@@ -61,14 +61,14 @@ class Mixture:
             seed: Seed of the order within each source and of the order of sources.
             shuffle: Whether to shuffle. False keeps the order within each source, and mixes the sources evenly.
         """
-        parts = [self._source_units(source, epoch, seed, shuffle) for source in range(len(self.visits))]
+        parts = [self._draw_source_units(source, epoch, seed, shuffle) for source in range(len(self.visits))]
         units: Numbers = np.concatenate(parts)
         if shuffle:
             return units[seeded_random(seed, epoch, len(parts)).permutation(len(units))]
         places = [(np.arange(len(part)) + 0.5) / max(1, len(part)) for part in parts]
         return units[np.argsort(np.concatenate(places), kind="stable")]
 
-    def _source_units(self, source: int, epoch: int, seed: int, shuffle: bool) -> Numbers:
+    def _draw_source_units(self, source: int, epoch: int, seed: int, shuffle: bool) -> Numbers:
         """Return the numbers of one source's units that an epoch visits, starting where the previous epoch stopped."""
         first, size = self.bounds[source], self.bounds[source + 1] - self.bounds[source]
         start, count = epoch * self.visits[source], self.visits[source]
@@ -88,7 +88,7 @@ def seeded_random(*seeds: int) -> np.random.RandomState:
     return np.random.RandomState(np.random.MT19937(np.random.SeedSequence(seeds)))
 
 
-def mixture_from_weights(weights: Sequence[float], bounds: Sequence[int], sizes: Numbers) -> Mixture | None:
+def weighted_mixture(weights: Sequence[float], bounds: Sequence[int], sizes: Numbers) -> Mixture | None:
     """Return how many units (rows or packs) of each source an epoch visits; None if no weighted source has a unit.
 
     Args:
@@ -133,7 +133,7 @@ class ResumableSampler:
     def __init__(self, num_rows: int, *, seed: int, shuffle: bool = True, mixture: Mixture | None = None) -> None:
         assert mixture is None or mixture.bounds[-1] == num_rows, "the mixture has the same rows"
         self.mixture = mixture
-        self.num_rows = num_rows if mixture is None else mixture.units
+        self.num_rows = num_rows if mixture is None else mixture.units_per_epoch
         """number of visits in an epoch"""
         self.seed = seed
         self.shuffle = shuffle
@@ -142,10 +142,10 @@ class ResumableSampler:
         self.position = 0
         """number of rows of this epoch that were already returned"""
 
-    def order(self, epoch: int) -> Numbers:
+    def epoch_order(self, epoch: int) -> Numbers:
         """Return the rows of an epoch in the order of their visits, [num_rows]."""
         if self.mixture is not None:
-            return self.mixture.order(epoch, seed=self.seed, shuffle=self.shuffle)
+            return self.mixture.epoch_order(epoch, seed=self.seed, shuffle=self.shuffle)
         if not self.shuffle:
             return np.arange(self.num_rows, dtype=np.int64)
         return seeded_random(self.seed, epoch).permutation(self.num_rows).astype(np.int64)
@@ -155,7 +155,7 @@ class ResumableSampler:
 
         The last batch of an epoch may have fewer rows; no row is dropped.
         """
-        order = self.order(self.epoch)
+        order = self.epoch_order(self.epoch)
         while self.position < self.num_rows:
             rows = order[self.position : self.position + batch_size]
             self.position += len(rows)
@@ -189,10 +189,10 @@ class ResumableSampler:
                     f"the checkpoint was made with {key} = {state[key]}, this run has {own_state[key]}",
                     fix="resume with the data and seed of the checkpoint",
                 )
-        self.epoch, self.position = saved_position(state, self.num_rows)
+        self.epoch, self.position = check_saved_position(state, self.num_rows)
 
 
-def saved_position(state: Mapping[str, Any], units: int) -> tuple[int, int]:
+def check_saved_position(state: Mapping[str, Any], units: int) -> tuple[int, int]:
     """Check and return the epoch and the position of a saved sampler state.
 
     Args:
@@ -266,7 +266,7 @@ def pack_rows(lengths: Sequence[int] | Numbers, max_length: int, *, seed: int) -
     random = seeded_random(seed, len(sizes))
     drawn = random.permutation(len(sizes))
     order = drawn[np.argsort(-sizes[drawn], kind="stable")]
-    packs = _pack_best_fit(order.tolist(), sizes, max_length)
+    packs = _pack_by_best_fit(order.tolist(), sizes, max_length)
     visited = [packs[index] for index in random.permutation(len(packs))]
     starts = np.cumsum([0, *(len(pack) for pack in visited)], dtype=np.int64)
     rows = np.fromiter((row for pack in visited for row in pack), dtype=np.int64, count=len(sizes))
@@ -274,18 +274,19 @@ def pack_rows(lengths: Sequence[int] | Numbers, max_length: int, *, seed: int) -
     return Packs(rows, starts, int(sizes.sum()))
 
 
-def pack_parts(lengths: Numbers, part_bounds: Sequence[int], max_length: int, *, seed: int) -> tuple[Packs, list[int]]:
+def pack_sections(
+    lengths: Numbers, section_bounds: Sequence[int], max_length: int, *, seed: int
+) -> tuple[Packs, list[int]]:
     """Pack the rows of each section separately; return all packs, and the index of each section's first pack.
 
     Args:
         lengths: [rows] number of tokens of each row.
-        part_bounds: [sections + 1] index of the first row of each section (dataset or eval set), then the number of all
-            rows.
+        section_bounds: [sections + 1] index of the first row of each dataset or eval set, then the number of all rows.
         max_length: Maximum number of tokens of a sequence.
         seed: Seed of the random orders.
     """
     rows, starts, firsts = [np.empty(0, dtype=np.int64)], [np.zeros(1, dtype=np.int64)], [0]
-    for first, stop in pairwise(part_bounds):
+    for first, stop in pairwise(section_bounds):
         packs = pack_rows(lengths[first:stop], max_length, seed=seed)
         rows.append(first + packs.rows)
         starts.append(first + packs.starts[1:])
@@ -293,7 +294,7 @@ def pack_parts(lengths: Numbers, part_bounds: Sequence[int], max_length: int, *,
     return Packs(np.concatenate(rows), np.concatenate(starts), int(lengths.sum())), firsts
 
 
-def _pack_best_fit(order: Sequence[int], sizes: Numbers, max_length: int) -> list[list[int]]:
+def _pack_by_best_fit(order: Sequence[int], sizes: Numbers, max_length: int) -> list[list[int]]:
     """Pack rows in the given order, each into the fullest pack that has room for it; return the rows of each pack."""
     packs: list[list[int]] = []
     with_room: dict[int, list[int]] = {}  # free tokens -> packs
@@ -367,7 +368,7 @@ class Pieces:
         return replace(example, input_ids=example.input_ids[start:stop], labels=labels)
 
 
-def cut_rows(examples: Stored[Example], *, max_length: int, min_length: int, packing: bool) -> Pieces:
+def cut_rows_into_pieces(examples: Stored[Example], *, max_length: int, min_length: int, packing: bool) -> Pieces:
     """Cut rows into pieces of power-of-two length, and drop pieces without trained tokens.
 
     Args:
@@ -378,9 +379,9 @@ def cut_rows(examples: Stored[Example], *, max_length: int, min_length: int, pac
     """
     lengths = examples.lengths()
     rows, starts, stops, buckets = _cut_by_powers_of_two(lengths, max_length, min_length)
-    targets = _count_targets(examples, rows, starts, stops)
+    targets = _count_trained_tokens(examples, rows, starts, stops)
     every = np.arange(len(lengths))
-    possible = _count_targets(examples, every, np.zeros_like(lengths), lengths)
+    possible = _count_trained_tokens(examples, every, np.zeros_like(lengths), lengths)
     kept = targets > 0
     return Pieces(
         rows=rows[kept],
@@ -414,7 +415,7 @@ def _cut_by_powers_of_two(
     return rows[order], starts[order], stops[order], buckets[order]
 
 
-def _count_targets(examples: Stored[Example], rows: Numbers, starts: Numbers, stops: Numbers) -> Numbers:
+def _count_trained_tokens(examples: Stored[Example], rows: Numbers, starts: Numbers, stops: Numbers) -> Numbers:
     """Return [ranges]: number of trained tokens after the first token of each range. The rows are not decoded."""
     places = examples.table_indices()[rows]
     order = np.argsort(places, kind="stable")

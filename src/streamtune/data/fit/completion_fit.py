@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from streamtune.data.data_report import CompletionReport, length_percentiles
-from streamtune.data.fit.length_fit import LengthFit, Notify, number_has
+from streamtune.data.fit.length_fit import LengthFitter, Notify, count_has
 from streamtune.data.options import COMPLETION_OVERLENGTH, check_choice
 from streamtune.data.record_table import Prompt, TableWriter, Tree
 from streamtune.errors import ArgumentError, DataError
@@ -44,7 +44,7 @@ class LengthPolicy:
                 fix="set max_prompt_length below max_length, so that a completion fits",
             )
 
-    def fits(self, tree: Tree) -> bool:
+    def fits_limits(self, tree: Tree) -> bool:
         """Return True if the prompt, and the prompt with its longest completion, are within their maximum lengths."""
         return self.fits_prompt(tree) and tree.longest_row_tokens <= self.max_length
 
@@ -67,7 +67,7 @@ class LengthPolicy:
         return replace(tree, prompt=prompt, completions=completions, masks=masks)
 
 
-class TreeFit(LengthFit[Tree, CompletionReport]):
+class TreeFitter(LengthFitter[Tree, CompletionReport]):
     """Cuts or drops prompts with completions that exceed the maximum length, writes the others, and counts them.
 
     Args:
@@ -99,10 +99,10 @@ class TreeFit(LengthFit[Tree, CompletionReport]):
             prompt_digest: Hash of its prompt; all trees with this hash are held out, or none.
         """
         if _has_identical_answers(tree):
-            self.skip_identical(tree.origin)
+            self.drop_identical_pair(tree.origin)
             return
         self._measure_tree(tree)
-        if self.policy.fits(tree):
+        if self.policy.fits_limits(tree):
             self._write_tree(tree, prompt_digest)
             return
         self.counts["too_long"] += 1
@@ -117,7 +117,7 @@ class TreeFit(LengthFit[Tree, CompletionReport]):
             self.counts["supervised_tokens_lost"] += tree.num_targets - cut.num_targets
             self._write_tree(cut, prompt_digest, lost_tokens=tree.num_tokens_separate - cut.num_tokens_separate)
 
-    def skip_identical(self, origin: str) -> None:
+    def drop_identical_pair(self, origin: str) -> None:
         """Count a pair with two identical answers as dropped.
 
         Raises:
@@ -135,7 +135,7 @@ class TreeFit(LengthFit[Tree, CompletionReport]):
         self.counts["dropped"] += 1
 
     def _measure_tree(self, tree: Tree) -> None:
-        self.record_sizes(tree.longest_row_tokens, tree.origin, tokens=tree.num_tokens_separate)
+        self.record_row_lengths(tree.longest_row_tokens, tree.origin, tokens=tree.num_tokens_separate)
         self.longest_prompt = max(self.longest_prompt, (len(tree.prompt), tree.origin), key=lambda pair: pair[0])
         self.prompt_lengths.append(len(tree.prompt))
         labels = tree.labels or [True, False]
@@ -144,7 +144,7 @@ class TreeFit(LengthFit[Tree, CompletionReport]):
             self.completion_lengths.setdefault(kind, array("q")).append(len(completion))
 
     def _write_tree(self, tree: Tree, prompt_digest: bytes, lost_tokens: int = 0) -> None:
-        self.write(tree, _tree_digest(tree), trained_tokens=tree.num_targets, lost_tokens=lost_tokens)
+        self.write_record(tree, _tree_digest(tree), trained_tokens=tree.num_targets, lost_tokens=lost_tokens)
         self.counts["tokens_lost"] += lost_tokens
         self.groups.append(prompt_digest)
         self.tree_lengths.append(tree.num_tokens)
@@ -156,14 +156,14 @@ class TreeFit(LengthFit[Tree, CompletionReport]):
     def raise_or_notify(self, notify: Notify) -> None:
         super().raise_or_notify(notify)
         if self.counts["negative_margins"]:
-            notify(f"{number_has(self.counts['negative_margins'], 'pair')} a chosen answer with the lower score")
+            notify(f"{count_has(self.counts['negative_margins'], 'pair')} a chosen answer with the lower score")
 
     def too_long_error(self) -> DataError:
         policy = self.policy
         size, origin = self.longest_prompt
         if self.counts["long_prompts"]:
             return DataError(
-                f"{number_has(self.counts['long_prompts'], 'prompt')} more than max_prompt_length = "
+                f"{count_has(self.counts['long_prompts'], 'prompt')} more than max_prompt_length = "
                 f"{policy.max_prompt_length:,} tokens; the longest has {size:,}",
                 where=origin,
                 fix=f"set max_prompt_length to {size} or more, or set overlength to truncate (keeps the end of the "
@@ -178,13 +178,13 @@ class TreeFit(LengthFit[Tree, CompletionReport]):
             )
         size, origin = self.longest
         return DataError(
-            f"{number_has(self.counts['too_long'], 'row')} more than max_length = {policy.max_length:,} tokens of "
+            f"{count_has(self.counts['too_long'], 'row')} more than max_length = {policy.max_length:,} tokens of "
             f"prompt and longest completion; the longest has {size:,}",
             where=origin,
             fix=f"set max_length to {size} or more, or set overlength to truncate or drop",
         )
 
-    def kind_report_fields(self) -> dict[str, Any]:
+    def extra_report_fields(self) -> dict[str, Any]:
         lengths = self.completion_lengths
         return {
             **{name: self.counts[name] for name in ("identical", "completions", "negative_margins")},
@@ -211,7 +211,7 @@ def _tree_digest(tree: Tree) -> bytes:
     return digest.digest()
 
 
-class PromptFit(LengthFit[Prompt, CompletionReport]):
+class PromptFitter(LengthFitter[Prompt, CompletionReport]):
     """Cuts or drops prompts that exceed ``max_prompt_length``, writes the others, and counts them (for grpo).
 
     Args:
@@ -243,7 +243,7 @@ class PromptFit(LengthFit[Prompt, CompletionReport]):
             prompt: Prompt to add.
             group_digest: Hash of its group; all prompts with this hash are held out, or none.
         """
-        self.record_sizes(prompt.num_tokens, prompt.origin)
+        self.record_row_lengths(prompt.num_tokens, prompt.origin)
         lost = 0
         if prompt.num_tokens > self.max_prompt_length:
             self.counts["too_long"] += 1
@@ -256,7 +256,7 @@ class PromptFit(LengthFit[Prompt, CompletionReport]):
             self.counts["tokens_lost"] += lost
             ids, last = prompt.input_ids, self.max_prompt_length - self.first
             prompt = replace(prompt, input_ids=ids[: self.first] + ids[-last:])
-        self.write(prompt, _prompt_digest(prompt), lost_tokens=lost)
+        self.write_record(prompt, _prompt_digest(prompt), lost_tokens=lost)
         self.groups.append(group_digest)
         self.counts["tokens"] += prompt.num_tokens
 
@@ -266,12 +266,12 @@ class PromptFit(LengthFit[Prompt, CompletionReport]):
     def too_long_error(self) -> DataError:
         size, origin = self.longest
         return DataError(
-            f"{number_has(self.counts['too_long'], 'prompt')} more than {self.limit} tokens; the longest has {size:,}",
+            f"{count_has(self.counts['too_long'], 'prompt')} more than {self.limit} tokens; the longest has {size:,}",
             where=origin,
             fix=f"set max_prompt_length to {size} or more, or set overlength to truncate (keeps the end) or drop",
         )
 
-    def kind_report_fields(self) -> dict[str, Any]:
+    def extra_report_fields(self) -> dict[str, Any]:
         return {"tree_tokens": self.counts["tokens"], "prompt_lengths": length_percentiles(self.lengths)}
 
 

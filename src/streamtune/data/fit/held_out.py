@@ -16,7 +16,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from streamtune.data.batches.sampler import Mixture, Numbers, mixture_from_weights
+from streamtune.data.batches.sampler import Mixture, Numbers, weighted_mixture
 from streamtune.data.data_report import SourceReport
 from streamtune.data.reading.sources import Source
 from streamtune.errors import DataError
@@ -41,7 +41,7 @@ class Digests:
     def to_array(self) -> npt.NDArray[np.uint8]:
         return np.frombuffer(bytes(self._bytes), dtype=np.uint8).reshape(-1, 16)
 
-    def ranks(self) -> npt.NDArray[np.int64]:
+    def rank_digests(self) -> npt.NDArray[np.int64]:
         """Return for each hash its rank among the distinct hashes, sorted by bytes; equal hashes have equal ranks."""
         words = np.frombuffer(bytes(self._bytes), dtype=">u8").astype(np.uint64).reshape(-1, 2)
         order = np.lexsort((words[:, 1], words[:, 0]))
@@ -108,15 +108,15 @@ def choose_held_out(groups: Digests, starts: Sequence[SourceStart], val_size: fl
             what = "no row is left to train on" if name is None else f"no row of the eval set '{name}' is left"
             raise DataError(what, where=where, fix="all rows were dropped: check overlength, on_empty and on_bad_row")
     rows_without_set = kept[None]
-    drawn = _draw_groups(groups.first_digests(rows_without_set), val_size, seed)
+    drawn = _draw_held_out_groups(groups.first_digests(rows_without_set), val_size, seed)
     return np.concatenate([drawn, np.ones(len(groups) - rows_without_set, dtype=np.bool_)])
 
 
-def _draw_groups(groups: Digests, val_size: float, seed: int) -> Mask:
+def _draw_held_out_groups(groups: Digests, val_size: float, seed: int) -> Mask:
     if val_size <= 0:
         return np.zeros(len(groups), dtype=np.bool_)
     target_rows = max(1, round(val_size * len(groups))) if val_size < 1 else int(val_size)
-    group_of_row = groups.ranks()
+    group_of_row = groups.rank_digests()
     sizes = np.bincount(group_of_row)
     order = array("q", range(len(sizes)))
     random.Random(seed).shuffle(order)
@@ -133,7 +133,7 @@ def _draw_groups(groups: Digests, val_size: float, seed: int) -> Mask:
     return held_out
 
 
-def held_out_eval_sets(held_out: Numbers, starts: Sequence[SourceStart]) -> tuple[EvalSet, ...]:
+def find_eval_sets(held_out: Numbers, starts: Sequence[SourceStart]) -> tuple[EvalSet, ...]:
     """Return the eval sets as ranges of the held-out records; empty if no source belongs to an eval set.
 
     Args:
@@ -155,9 +155,9 @@ def held_out_eval_sets(held_out: Numbers, starts: Sequence[SourceStart]) -> tupl
     return tuple(sets)
 
 
-def eval_set_bounds(sets: Sequence[EvalSet], held_out: int) -> list[int]:
-    """Return the start of each eval set among the held-out rows, then their number; without sets ``[0, held_out]``."""
-    return [*(each.start for each in sets), held_out] if sets else [0, held_out]
+def eval_set_bounds(eval_sets: Sequence[EvalSet], num_held_out: int) -> list[int]:
+    """Return the first held-out row of each eval set, then the number of held-out rows; [0, number] without sets."""
+    return [*(each.start for each in eval_sets), num_held_out] if eval_sets else [0, num_held_out]
 
 
 def make_mixture(sources: Sequence[Source], bounds: Sequence[int], rows: Numbers, tokens: Numbers) -> Mixture | None:
@@ -177,7 +177,7 @@ def make_mixture(sources: Sequence[Source], bounds: Sequence[int], rows: Numbers
     if not weights:
         return None
     assert len(weights) == len(sources), "the recipe has weights for all of its datasets, or for none"
-    mixture = mixture_from_weights(weights, bounds, tokens if sources[0].mix_by == "tokens" else rows)
+    mixture = weighted_mixture(weights, bounds, tokens if sources[0].mix_by == "tokens" else rows)
     if mixture is None:
         raise DataError(
             "no dataset with a weight above 0 has a row to train on",

@@ -31,7 +31,7 @@ from streamtune.data.fit.held_out import (
     add_epoch_counts,
     choose_held_out,
     count_duplicates,
-    held_out_eval_sets,
+    find_eval_sets,
     make_mixture,
 )
 from streamtune.data.reading.sources import Source
@@ -95,7 +95,7 @@ class Prepared(Generic[RecordT, ReportT]):
     """named sets that together make up ``validation``; empty without eval sets"""
 
 
-class LengthFit(ABC, Generic[RecordT, ReportT]):
+class LengthFitter(ABC, Generic[RecordT, ReportT]):
     """Truncates, splits or drops rows that exceed the maximum length; writes the resulting records and counts them.
 
     Args:
@@ -133,13 +133,13 @@ class LengthFit(ABC, Generic[RecordT, ReportT]):
 
     def start_source(self, source: Source) -> None:
         """Count rows added from now on as rows of ``source``."""
-        self.starts.append(self._source_start(source))
+        self.starts.append(self._count_so_far(source))
 
-    def _source_start(self, source: Source) -> SourceStart:
+    def _count_so_far(self, source: Source) -> SourceStart:
         rows, kept, records = len(self.lengths), len(self.groups), len(self.digests)
         return SourceStart(source, Counter(self.counts), rows, kept, records)
 
-    def record_sizes(
+    def record_row_lengths(
         self,
         size: int,
         origin: str,
@@ -174,11 +174,11 @@ class LengthFit(ABC, Generic[RecordT, ReportT]):
         """Number of rows read, including rows dropped before their length was known."""
         return len(self.lengths) + self.counts["identical"] + self.counts["empty"]
 
-    def skip_empty(self) -> None:
+    def count_empty_row(self) -> None:
         self.counts["empty"] += 1
         self.counts["dropped"] += 1
 
-    def write(self, record: RecordT, digest: bytes, *, trained_tokens: int = 0, lost_tokens: int = 0) -> None:
+    def write_record(self, record: RecordT, digest: bytes, *, trained_tokens: int = 0, lost_tokens: int = 0) -> None:
         """Write a record of the current row and its counts. The caller then appends the row's group to ``groups``.
 
         Args:
@@ -214,7 +214,7 @@ class LengthFit(ABC, Generic[RecordT, ReportT]):
         trained_records, bounds = self._repeat_records(np.flatnonzero(~is_held_out), sources)
         train = Stored(self.record, table, trained_records)
         held_out: npt.NDArray[np.int64] = np.flatnonzero(is_held_out)
-        lengths, eval_sets = train.lengths(), held_out_eval_sets(held_out, self.starts)
+        lengths, eval_sets = train.lengths(), find_eval_sets(held_out, self.starts)
         mixture = make_mixture(sources, bounds, np.ones_like(lengths), lengths)
         fingerprint_hash = hashlib.sha256(f"{len(trained_records)} {len(held_out)}".encode())
         for records in (trained_records, held_out):
@@ -232,7 +232,7 @@ class LengthFit(ABC, Generic[RecordT, ReportT]):
             validation=Stored(self.record, table, held_out),
             report=replace(report, sources=add_epoch_counts(report.sources, bounds, lengths, mixture)),
             fingerprint=fingerprint_hash.hexdigest(),
-            measured=self._make_measured(),
+            measured=self._collect_measured_lengths(),
             bad_rows=self.bad_rows,
             bounds=bounds,
             mixture=mixture,
@@ -251,7 +251,7 @@ class LengthFit(ABC, Generic[RecordT, ReportT]):
         ]
         return np.concatenate(repeated), (0, *np.cumsum([len(part) for part in repeated]).tolist())
 
-    def _make_measured(self) -> Measured:
+    def _collect_measured_lengths(self) -> Measured:
         sizes = (self.lengths, self.tokens, self.first_trained, self.trained, self.lost)
         lengths, tokens, first_trained, trained, lost = (np.frombuffer(each, dtype=np.int64) for each in sizes)
         return Measured(lengths, tokens, first_trained, trained, lost, tuple(start.records for start in self.starts))
@@ -324,12 +324,12 @@ class LengthFit(ABC, Generic[RecordT, ReportT]):
             held_out_duplicates=held_out_duplicates,
             special_rows=self.counts["special_rows"],
             sources=self._source_reports(),
-            **self.kind_report_fields(),
+            **self.extra_report_fields(),
         )
 
     def _source_reports(self) -> tuple[SourceReport, ...]:
         reports = []
-        for start, end in pairwise([*self.starts, self._source_start(self.starts[-1].source)]):
+        for start, end in pairwise([*self.starts, self._count_so_far(self.starts[-1].source)]):
             source = start.source
             counts, lengths = end.counts - start.counts, self.lengths[start.rows : end.rows]
             names = (
@@ -356,11 +356,11 @@ class LengthFit(ABC, Generic[RecordT, ReportT]):
         return tuple(reports)
 
     @abstractmethod
-    def kind_report_fields(self) -> dict[str, Any]:
+    def extra_report_fields(self) -> dict[str, Any]:
         """Return the report's fields (name to value) that this subclass adds to the fields of every report."""
 
 
-def number_has(count: int, noun: str) -> str:
+def count_has(count: int, noun: str) -> str:
     """Return a number with its noun and verb, such as "1 row has" or "3 rows have"."""
     return f"1 {noun} has" if count == 1 else f"{count:,} {noun}s have"
 
@@ -369,11 +369,11 @@ _NOT_SAVED = ("writer", "policy", "_group")
 """Attributes that are not saved: the constructor sets them."""
 
 
-def save_fit(fit: LengthFit[Any, Any], folder: Path) -> None:
-    """Write the counts, lengths and hashes that ``fit`` collected to the files ``fit.npz`` and ``fit.json``.
+def save_counts(fitter: LengthFitter[Any, Any], folder: Path) -> None:
+    """Write the counts, lengths and hashes that ``fitter`` collected to the files ``fit.npz`` and ``fit.json``.
 
     Args:
-        fit: Object to which all rows were added.
+        fitter: Object to which all rows were added.
         folder: Folder to write to.
 
     Raises:
@@ -381,7 +381,7 @@ def save_fit(fit: LengthFit[Any, Any], folder: Path) -> None:
     """
     arrays: dict[str, np.ndarray[Any, Any]] = {}
     plain: dict[str, Any] = {}
-    for name, value in vars(fit).items():
+    for name, value in vars(fitter).items():
         if name in _NOT_SAVED:
             continue
         if isinstance(value, array):
@@ -397,11 +397,11 @@ def save_fit(fit: LengthFit[Any, Any], folder: Path) -> None:
     (folder / "fit.json").write_text(json.dumps(plain), "utf-8")
 
 
-def load_fit(fit: LengthFit[Any, Any], folder: Path, sources: Sequence[Source]) -> None:
-    """Read the counts, lengths and hashes that :func:`save_fit` wrote into ``fit``.
+def load_counts(fitter: LengthFitter[Any, Any], folder: Path, sources: Sequence[Source]) -> None:
+    """Read the counts, lengths and hashes that :func:`save_counts` wrote into ``fitter``.
 
     Args:
-        fit: New object, whose counts are replaced.
+        fitter: New object, whose counts are replaced.
         folder: Folder to read.
         sources: Sources of the saved rows; their weights and ``repeat`` may differ.
 
@@ -413,13 +413,13 @@ def load_fit(fit: LengthFit[Any, Any], folder: Path, sources: Sequence[Source]) 
         for name in arrays.files:
             saved_array, (owner, _, key) = arrays[name], name.partition("/")
             if key:
-                vars(fit)[owner][key] = array("q", saved_array.tobytes())
+                vars(fitter)[owner][key] = array("q", saved_array.tobytes())
             elif saved_array.dtype == np.uint8:
-                vars(fit)[owner] = Digests(saved_array.tobytes())
+                vars(fitter)[owner] = Digests(saved_array.tobytes())
             else:
-                vars(fit)[owner] = array("q", saved_array.tobytes())
+                vars(fitter)[owner] = array("q", saved_array.tobytes())
     for name, value in plain.items():
-        before = vars(fit)[name]
+        before = vars(fitter)[name]
         if isinstance(before, Counter):
             value = Counter(value)
         elif isinstance(before, tuple):
@@ -429,7 +429,7 @@ def load_fit(fit: LengthFit[Any, Any], folder: Path, sources: Sequence[Source]) 
                 SourceStart(**{**item, "source": source, "counts": Counter(item["counts"])})
                 for item, source in zip(value, sources, strict=True)
             ]
-        vars(fit)[name] = value
+        vars(fitter)[name] = value
 
 
 def _to_json(value: Any) -> Any:

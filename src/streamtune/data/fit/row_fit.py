@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from streamtune.base.model_facts import IGNORE_INDEX
 from streamtune.data.data_report import DataReport
-from streamtune.data.fit.length_fit import LengthFit, Notify, number_has
+from streamtune.data.fit.length_fit import LengthFitter, Notify, count_has
 from streamtune.data.options import SPLIT_AT, RowPolicy
 from streamtune.data.record_table import Example, IntArray, TableWriter
 from streamtune.data.rendering.tokens import Rendered
@@ -120,14 +120,14 @@ def split_row(trained: Mask, policy: RowPolicy, breaks: npt.NDArray[np.uint8] | 
         room = policy.max_length - context
         stop = size if size - start <= room else start + room
         if stop < size and breaks is not None:
-            stop = _part_end(trained, breaks, start, stop, SPLIT_AT.index(policy.split_at))
+            stop = _find_part_end(trained, breaks, start, stop, SPLIT_AT.index(policy.split_at))
         # The first token of a part has no context, so it is not trained.
         parts.append(TokenSpan(start - context, stop, max(context, 1)))
         start = stop
     return parts
 
 
-def _part_end(trained: Mask, breaks: npt.NDArray[np.uint8], start: int, stop: int, strongest_border: int) -> int:
+def _find_part_end(trained: Mask, breaks: npt.NDArray[np.uint8], start: int, stop: int, strongest_border: int) -> int:
     """Return the end (exclusive) of a part that starts at ``start``: a border if possible, at most ``stop``."""
     inside = breaks[start + 1 : stop + 1]
     for kind in range(strongest_border, 0, -1):
@@ -143,7 +143,7 @@ def _part_end(trained: Mask, breaks: npt.NDArray[np.uint8], start: int, stop: in
     return stop
 
 
-class RowFit(LengthFit[Example, DataReport]):
+class RowFitter(LengthFitter[Example, DataReport]):
     """Truncates, splits or drops training rows that exceed the maximum length, writes examples, and counts them."""
 
     record = Example
@@ -159,7 +159,7 @@ class RowFit(LengthFit[Example, DataReport]):
         """Add the examples of a conversation, one per turn; they are all held out, or none."""
         digest = hashlib.blake2b(digest_size=16)
         for turn in turns:
-            digest.update(_int_array(turn.input_ids).data)
+            digest.update(_to_int_array(turn.input_ids).data)
         for turn in turns:
             self.add(turn, origin, digest.digest())
 
@@ -173,7 +173,7 @@ class RowFit(LengthFit[Example, DataReport]):
                 row's examples.
         """
         self._group = group_digest
-        row = _Row(_int_array(rendered.input_ids), _int_array(rendered.labels), rendered.weight)
+        row = _Row(_to_int_array(rendered.input_ids), _to_int_array(rendered.labels), rendered.weight)
         trained = row.labels != IGNORE_INDEX
         uncut_size = _RowSize(len(trained), int(np.count_nonzero(trained)))
         if rendered.estimated is not None:
@@ -181,7 +181,7 @@ class RowFit(LengthFit[Example, DataReport]):
         size = uncut_size.tokens
         self.counts["estimated"] += rendered.estimated is not None
         untrained_length = largest_untrained_length(trained, self.policy, has_answer=rendered.has_answer)
-        self.record_sizes(size, origin, first_trained=untrained_length, estimated=rendered.estimated is not None)
+        self.record_row_lengths(size, origin, first_trained=untrained_length, estimated=rendered.estimated is not None)
         if size <= self.policy.max_length:
             self._write_examples(row, [[TokenSpan(0, size, 1)]], origin, uncut_size)
             return
@@ -233,31 +233,32 @@ class RowFit(LengthFit[Example, DataReport]):
             self.counts["supervised_tokens"] += trained
             self.counts["supervised_tokens_lost"] -= trained
             example = Example(ids, labels, origin, row.weight)
-            self.write(example, digest, trained_tokens=trained, lost_tokens=lost if counter_name == "truncated" else 0)
+            cut = lost if counter_name == "truncated" else 0
+            self.write_record(example, digest, trained_tokens=trained, lost_tokens=cut)
         self.groups.append(self._group or row_digest.digest())
 
     def raise_or_notify(self, notify: Notify) -> None:
         super().raise_or_notify(notify)
         if self.counts["without_system"]:
             notify(
-                f"{number_has(self.counts['without_system'], 'truncated row')} lost the system message: it takes more "
+                f"{count_has(self.counts['without_system'], 'truncated row')} lost the system message: it takes more "
                 "than half of max_length, or the chat template does not print it separately at the start"
             )
 
     def too_long_error(self) -> DataError:
         size, origin = self.longest
         return DataError(
-            f"{number_has(self.counts['too_long'], 'row')} more than max_length = {self.policy.max_length:,} tokens; "
+            f"{count_has(self.counts['too_long'], 'row')} more than max_length = {self.policy.max_length:,} tokens; "
             f"the longest has {self.longest_length}",
             where=origin,
             fix=f"set max_length to {size} or more, or set overlength to truncate, drop or split",
         )
 
-    def kind_report_fields(self) -> dict[str, Any]:
+    def extra_report_fields(self) -> dict[str, Any]:
         return {name: self.counts[name] for name in ("split", "pieces_dropped", "tokens_repeated", "estimated")}
 
 
-def _int_array(tokens: Sequence[int]) -> IntArray:
+def _to_int_array(tokens: Sequence[int]) -> IntArray:
     return np.frombuffer(tokens, dtype=np.int32) if isinstance(tokens, array) else np.array(tokens, dtype=np.int32)
 
 

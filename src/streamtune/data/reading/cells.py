@@ -36,7 +36,7 @@ _ANSWER_FIELDS = ("tool_calls", "reasoning_content", "reasoning", "thinking")
 """Fields of an assistant message; with one of them it needs no ``content``."""
 
 
-def text_field(columns: Mapping[str, Any], name: str, origin: str) -> str:
+def read_text_cell(columns: Mapping[str, Any], name: str, origin: str) -> str:
     """Return the text of a column.
 
     Raises:
@@ -190,16 +190,16 @@ def _drop_none_values(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def without_nulls(value: Any) -> Any:
+def remove_nulls(value: Any) -> Any:
     """Return a value without the dictionary entries that are None, at every depth.
 
     Arrow gives every struct of a column the same keys and fills missing keys with nulls. A chat template would print
     them.
     """
     if isinstance(value, dict):
-        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+        return {key: remove_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
-        return [without_nulls(item) for item in value]
+        return [remove_nulls(item) for item in value]
     return value
 
 
@@ -245,10 +245,10 @@ def parse_cell(value: Any) -> Any:
 def parse_messages(value: Any) -> Any:
     """Parse a cell that holds a list of messages as JSON text; return any other value unchanged."""
     parsed = parse_cell(value)
-    return parsed if isinstance(parsed, list) and has_roles(parsed) else value
+    return parsed if isinstance(parsed, list) and is_message_list(parsed) else value
 
 
-def has_roles(turns: Any) -> bool:
+def is_message_list(turns: Any) -> bool:
     """Return True if a cell holds a list whose first item is a message with a role."""
     return _first_item_has_key("role", parse_cell(turns))
 
@@ -259,10 +259,10 @@ def read_tools(value: Any, origin: str) -> list[dict[str, Any]] | None:
     Raises:
         DataError: The value is not a list of objects.
     """
-    return tools_and_form(value, origin)[0]
+    return wrap_tools(value, origin)[0]
 
 
-def tools_and_form(value: Any, origin: str) -> tuple[list[dict[str, Any]] | None, bool]:
+def wrap_tools(value: Any, origin: str) -> tuple[list[dict[str, Any]] | None, bool]:
     """Return the tools of a row as ``{"type": "function", "function": {...}}``, and True if a tool lacked this wrapper.
 
     ``apply_chat_template`` documents this form, and inference servers use it. Without tools the list is None.
@@ -276,7 +276,7 @@ def tools_and_form(value: Any, origin: str) -> tuple[list[dict[str, Any]] | None
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
         kind = "a list with other items" if isinstance(value, list) else json_type_of(value)
         raise DataError(f"'tools' must be a list of JSON schemas, found {kind}", where=origin)
-    found: list[dict[str, Any]] = without_nulls(value) if _has_added_nulls(value) else value
+    found: list[dict[str, Any]] = remove_nulls(value) if _has_added_nulls(value) else value
     wrapped = [_wrap_tool(tool) for tool in found]
     return wrapped, wrapped != found
 
@@ -302,7 +302,7 @@ def _has_added_nulls(schema: Any) -> bool:
     return isinstance(schema, list) and any(map(_has_added_nulls, schema))
 
 
-def read_variables(value: Any, origin: str) -> dict[str, Any]:
+def read_chat_kwargs(value: Any, origin: str) -> dict[str, Any]:
     """Return the chat template variables in a row's ``chat_template_kwargs``, without nulls.
 
     Raises:
@@ -324,7 +324,7 @@ def has_system(messages: Sequence[Mapping[str, Any]]) -> bool:
     return any(message.get("role") in ("system", "developer") for message in messages)
 
 
-def with_system(
+def add_system(
     messages: list[dict[str, Any]], columns: Mapping[str, Any], origin: str
 ) -> tuple[list[dict[str, Any]], bool]:
     """Add a row's column ``system`` as the first message, unless the messages already have a system message.
@@ -337,7 +337,7 @@ def with_system(
     """
     if not columns.get("system"):
         return messages, False
-    text = text_field(columns, "system", origin)
+    text = read_text_cell(columns, "system", origin)
     if has_system(messages):
         return messages, not any(message.get("content") == text for message in messages)
     return [{"role": "system", "content": text}, *messages], False
@@ -347,7 +347,7 @@ TextOrMessages = str | list[dict[str, Any]]
 """A text, or a list of checked messages."""
 
 
-def text_or_messages(columns: Mapping[str, Any], name: str, origin: str) -> TextOrMessages:
+def read_text_or_messages(columns: Mapping[str, Any], name: str, origin: str) -> TextOrMessages:
     """Return the text of a column, or its messages after a check. A single message need not be in a list.
 
     Raises:
@@ -358,7 +358,7 @@ def text_or_messages(columns: Mapping[str, Any], name: str, origin: str) -> Text
     if isinstance(columns[name], str) and not (
         _first_item_has_key("role", value) or _first_item_has_key("from", value)
     ):
-        value = text_field(columns, name, origin)  # text that merely starts with a bracket stays text
+        value = read_text_cell(columns, name, origin)  # text that merely starts with a bracket stays text
         if not value.strip():
             raise DataError(f"'{name}' is empty or blank", where=origin, fix="remove the row")
         return value
@@ -399,7 +399,7 @@ def check_role_order(messages: Sequence[Mapping[str, Any]], name: str, origin: s
             )
 
 
-def texts_of(value: TextOrMessages) -> list[str]:
+def message_texts(value: TextOrMessages) -> list[str]:
     """Return the texts of a prompt or an answer: the text itself, or the content of each message."""
     if isinstance(value, str):
         return [value]

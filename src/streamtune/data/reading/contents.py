@@ -21,7 +21,7 @@ from typing import Any
 
 from streamtune.base.result_cache import CacheFile, Notify, log
 from streamtune.data.reading.builtin import STDLIB_PATH
-from streamtune.data.reading.data_paths import is_url, load_hub, local_files, remote_files
+from streamtune.data.reading.data_paths import find_local_files, find_remote_files, is_url, load_hub_dataset
 from streamtune.data.reading.files import DataFile, open_bytes
 from streamtune.data.reading.sources import BUILT_IN, Source
 from streamtune.errors import DataError
@@ -50,7 +50,7 @@ class FileHashes:
     def __post_init__(self) -> None:
         self._known = self._cache_file().read_json(self.notify)
 
-    def hash_of(self, path: Path) -> str:
+    def hash_file(self, path: Path) -> str:
         """Return the hash of a regular file's bytes, in hexadecimal.
 
         Raises:
@@ -140,7 +140,7 @@ class StreamedFiles:
             self._reading[_source_key(source)] = (source, file.path)
             self._check_unchanged(source, file.path)
 
-    def check(self) -> None:
+    def check_open_files(self) -> None:
         """Check that the files being read have not changed since the run began.
 
         Raises:
@@ -215,7 +215,7 @@ def fingerprint_source(source: Source, hashes: FileHashes) -> Mapping[str, Any] 
     return {**options, "seed": source.seed if source.shuffle else None, "contents": contents}
 
 
-def fingerprint_rows(source: Source, hashes: FileHashes) -> Mapping[str, Any] | None:
+def fingerprint_streamed_source(source: Source, hashes: FileHashes) -> Mapping[str, Any] | None:
     """Return the values that identify the rows of a streamed source, as JSON values; None if a file's contents are
     unknown.
 
@@ -235,12 +235,12 @@ def fingerprint_rows(source: Source, hashes: FileHashes) -> Mapping[str, Any] | 
 def _source_contents(source: Source, hashes: FileHashes) -> Any:
     if source.path in BUILT_IN:
         return [sys.version, _hash_library_files()] if source.path == STDLIB_PATH else []
-    find = remote_files if is_url(source.path) else local_files
+    find = find_remote_files if is_url(source.path) else find_local_files
     found = find(source.path, split=source.split, config=source.name, where=source.place)
     if found is None:
         if source.streamed:  # loading it would download all of it
             return None
-        return load_hub(source.path, source.name, source.split, source.place)._fingerprint
+        return load_hub_dataset(source.path, source.name, source.split, source.place)._fingerprint
     files = [(file.shown, _file_version(file, hashes)) for file in found[0]]
     left_out = [] if found[1] is None else list(found[1].left_out)
     return None if any(version is None for _, version in files) else [files, left_out]
@@ -252,7 +252,7 @@ def _file_version(file: DataFile, hashes: FileHashes) -> str | None:
         return file.version
     with open_bytes(file, text=False):  # opened as a reader does: a pipe or a device is rejected
         pass
-    return hashes.hash_of(file.path)
+    return hashes.hash_file(file.path)
 
 
 def _hash_library_files() -> str:

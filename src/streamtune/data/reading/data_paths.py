@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from streamtune.base.privacy import is_offline
-from streamtune.data.reading.cells import without_nulls
-from streamtune.data.reading.files import DataFile, format_of, local_file
+from streamtune.data.reading.cells import remove_nulls
+from streamtune.data.reading.files import DataFile, file_format, make_local_file
 from streamtune.data.reading.folders import ChosenFiles, choose_files
 from streamtune.data.reading.readers import READERS, Row, error_in_one_line
 from streamtune.errors import DataError, did_you_mean
@@ -30,7 +30,7 @@ def is_url(path: str) -> bool:
     return re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", path) is not None
 
 
-def local_files(path: str, *, split: str, config: str | None, where: str) -> FoundFiles | None:
+def find_local_files(path: str, *, split: str, config: str | None, where: str) -> FoundFiles | None:
     """Return the local files that a path or a glob pattern names; None if the path can only be the name of a hub
     dataset.
 
@@ -48,14 +48,14 @@ def local_files(path: str, *, split: str, config: str | None, where: str) -> Fou
     if local.is_dir():
         names = list(_walk_files(local, path, where))
         chosen = choose_files(
-            names, lambda name: _read_text(local_file(local / name, f"{path}/{name}")),
+            names, lambda name: _read_text(make_local_file(local / name, f"{path}/{name}")),
             split=split, config=config, shown=path, where=where,
         )  # fmt: skip
-        return [local_file(local / name, str(local / name)) for name in chosen.names], chosen
+        return [make_local_file(local / name, str(local / name)) for name in chosen.names], chosen
     if os.path.lexists(local):  # True for a broken link and a pipe too: opening them raises the error
-        files = [local_file(local, path)]
+        files = [make_local_file(local, path)]
     elif re.search(r"[*?\[]", path):
-        files = [local_file(file, str(file)) for file in sorted(_expand_glob(local)) if not file.is_dir()]
+        files = [make_local_file(file, str(file)) for file in sorted(_expand_glob(local)) if not file.is_dir()]
         if not files:
             raise DataError(f"no file matches the pattern '{path}'", where=where, fix="check the path")
     elif _looks_like_hub_name(path):
@@ -121,7 +121,7 @@ def _expand_glob(pattern: Path) -> Iterator[Path]:
 
 def _looks_like_hub_name(path: str) -> bool:
     """Return True if a path has the form ``name`` or ``owner/name``, and no extension of a known file format."""
-    return bool(re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", path)) and format_of(path) not in READERS
+    return bool(re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", path)) and file_format(path) not in READERS
 
 
 def _suggest_path(path: Path) -> str:
@@ -147,7 +147,7 @@ _OWN_MACHINE = ("file", "local", "memory")
 """Protocols that need no network."""
 
 
-def remote_files(address: str, *, split: str, config: str | None, where: str) -> FoundFiles:
+def find_remote_files(address: str, *, split: str, config: str | None, where: str) -> FoundFiles:
     """Return the files at an ``fsspec`` URL: a file, a folder, or a pattern.
 
     Args:
@@ -252,7 +252,7 @@ def hub_rows(name: str, config: str | None, split: str, where: str, *, streamed:
         DataError: The dataset cannot be loaded or read.
     """
     shown, number = f"{name}[{split}]", 0
-    rows = iter(load_hub(name, config, split, where, streamed=streamed))
+    rows = iter(load_hub_dataset(name, config, split, where, streamed=streamed))
     while True:
         try:
             columns = next(rows)
@@ -265,10 +265,10 @@ def hub_rows(name: str, config: str | None, split: str, where: str, *, streamed:
                 fix="check your access and the network, and start again: the run resumes from its last checkpoint",
             ) from error
         number += 1
-        yield Row(f"{shown}:row {number}", without_nulls(columns))
+        yield Row(f"{shown}:row {number}", remove_nulls(columns))
 
 
-def load_hub(name: str, config: str | None, split: str, where: str, *, streamed: bool = False) -> Any:
+def load_hub_dataset(name: str, config: str | None, split: str, where: str, *, streamed: bool = False) -> Any:
     """Return a ``datasets.Dataset``. The first call downloads it; later calls read the cache of ``datasets``.
 
     ``datasets`` 4, which this package requires, runs no code from a dataset.
@@ -285,8 +285,8 @@ def load_hub(name: str, config: str | None, split: str, where: str, *, streamed:
     """
     import datasets
 
-    _refuse_format_names(name, where)
-    with _quiet_without_terminal():
+    _refuse_format_name(name, where)
+    with _hide_progress_bars_without_terminal():
         try:
             return datasets.load_dataset(name, config, split=split, streaming=streamed)
         except Exception as error:  # raised by the library, by the network or by a dataset builder
@@ -312,7 +312,7 @@ def _hub_load_error(name: str, config: str | None, split: str, error: Exception,
     )
 
 
-def _refuse_format_names(name: str, where: str) -> None:
+def _refuse_format_name(name: str, where: str) -> None:
     """Reject a path that is a file format's name: ``datasets`` would read files of the working directory instead.
 
     Raises:
@@ -334,7 +334,7 @@ def _first_line(error: Exception) -> str:
 
 
 @contextmanager
-def _quiet_without_terminal() -> Iterator[Any]:
+def _hide_progress_bars_without_terminal() -> Iterator[Any]:
     """Context manager that turns off the progress bars of ``datasets`` unless stderr is a terminal."""
     import datasets
 

@@ -86,7 +86,7 @@ class DataFile:
     """version of a remote file, which changes when its bytes change; None if the storage reports none"""
 
 
-def format_of(name: str) -> str:
+def file_format(name: str) -> str:
     """Return the lower-case extension that selects a reader, without compression: ``.jsonl`` for ``data.JSONL.gz``."""
     suffixes = [suffix.lower() for suffix in PurePosixPath(name).suffixes]
     if suffixes and suffixes[-1] in COMPRESSED:
@@ -94,7 +94,7 @@ def format_of(name: str) -> str:
     return suffixes[-1] if suffixes else ""
 
 
-def local_file(path: Path, shown_path: str) -> DataFile:
+def make_local_file(path: Path, shown_path: str) -> DataFile:
     return DataFile(path.name, shown_path, lambda: _open_local(path, shown_path), path)
 
 
@@ -180,7 +180,7 @@ def _refuse_other_formats(first_bytes: bytes, file: DataFile, *, text: bool) -> 
             fix="run git lfs pull in the repository of the file",
         )
     bare = first_bytes.removeprefix(codecs.BOM_UTF8).lstrip().lower()
-    is_document = format_of(file.name) in (".txt", ".md")
+    is_document = file_format(file.name) in (".txt", ".md")
     if bare.startswith(_HTML) and not is_document:
         raise DataError(
             "the file is an HTML or XML page; a server may have sent it instead of the data",

@@ -22,7 +22,7 @@ from typing import Any
 
 import yaml
 
-from streamtune.data.reading.files import format_of
+from streamtune.data.reading.files import file_format
 from streamtune.data.reading.readers import READERS
 from streamtune.errors import DataError, did_you_mean
 
@@ -65,12 +65,12 @@ class ChosenFiles:
     """data files that are not read"""
 
 
-def is_data_name(name: str) -> bool:
+def is_data_file_name(name: str) -> bool:
     """Return True for the name of a file of rows: not hidden, in a known format, no README or dataset description."""
     path = PurePosixPath(name)
     if any(part.startswith((".", "__")) for part in path.parts):
         return False
-    return format_of(path.name) in READERS and path.name not in NOT_ROWS and not DOCUMENTS.fullmatch(path.name)
+    return file_format(path.name) in READERS and path.name not in NOT_ROWS and not DOCUMENTS.fullmatch(path.name)
 
 
 def choose_files(
@@ -92,15 +92,15 @@ def choose_files(
     every = sorted(names)
     if "dataset_dict.json" in every or "state.json" in every:
         return _choose_saved_files(every, read_text, split, shown, where)
-    data = [name for name in every if is_data_name(name)]
-    if any(format_of(name) != ".md" for name in data):
-        data = [name for name in data if format_of(name) != ".md"]
+    data = [name for name in every if is_data_file_name(name)]
+    if any(file_format(name) != ".md" for name in data):
+        data = [name for name in data if file_format(name) != ".md"]
     splits = _files_by_config(every, read_text, config, shown, where)
     if splits is None:
         if not data:
             fix = f"add a file with one of the extensions {', '.join(READERS)}"
             raise DataError(f"the folder '{shown}' has no data file", where=where, fix=fix)
-        splits = _split_names(data)
+        splits = _files_by_split(data)
     if split not in splits:
         raise _unknown_split_error(split, splits, shown, where)
     chosen = splits[split]
@@ -110,7 +110,7 @@ def choose_files(
             where=where,
             fix="check the 'configs' in its README.md",
         )
-    return ChosenFiles(chosen, [name for name in every if name not in set(chosen) and format_of(name) in READERS])
+    return ChosenFiles(chosen, [name for name in every if name not in set(chosen) and file_format(name) in READERS])
 
 
 def _unknown_split_error(split: str, splits: Iterable[str], shown: str, where: str) -> DataError:
@@ -123,12 +123,12 @@ def _unknown_split_error(split: str, splits: Iterable[str], shown: str, where: s
     )
 
 
-def _split_names(names: Sequence[str]) -> dict[str, list[str]]:
+def _files_by_split(names: Sequence[str]) -> dict[str, list[str]]:
     """Return split -> files, by the first rule that finds a split: shards, folders, file names; else all are train."""
     for rule in (
-        _split_of_shard,
-        lambda path: _split_of_path_parts(path.parent.parts),
-        lambda path: _split_of_path_parts([path.name]),
+        _find_split_of_shard,
+        lambda path: _find_split_in_path_parts(path.parent.parts),
+        lambda path: _find_split_in_path_parts([path.name]),
     ):
         found: dict[str, list[str]] = {}
         for name in names:
@@ -140,12 +140,12 @@ def _split_names(names: Sequence[str]) -> dict[str, list[str]]:
     return {"train": list(names)}
 
 
-def _split_of_shard(path: PurePosixPath) -> list[str]:
+def _find_split_of_shard(path: PurePosixPath) -> list[str]:
     match = _SHARD.fullmatch(str(path))
     return [match["split"]] if match else []
 
 
-def _split_of_path_parts(parts: Sequence[str]) -> list[str]:
+def _find_split_in_path_parts(parts: Sequence[str]) -> list[str]:
     """Return [split] if a part of a path names a split, such as ``dev``; the last such part decides. Else return []."""
     for part in reversed(parts):
         for split, pattern in _WORD.items():
@@ -200,12 +200,12 @@ def _read_configs(readme: str) -> dict[str, dict[str, Any]]:
         return {}
     found = {}
     for entry in (header.get("configs") if isinstance(header, dict) else None) or ():
-        if isinstance(entry, dict) and (splits := _read_patterns(entry)):
+        if isinstance(entry, dict) and (splits := _read_split_patterns(entry)):
             found[str(entry.get("config_name", "default"))] = {"splits": splits, "default": entry.get("default")}
     return found
 
 
-def _read_patterns(config_entry: Mapping[str, Any]) -> dict[str, list[str]]:
+def _read_split_patterns(config_entry: Mapping[str, Any]) -> dict[str, list[str]]:
     """Return split -> file patterns of a configuration; its ``data_dir`` is prepended to each pattern."""
     files = config_entry.get("data_files")
     if isinstance(files, list) and any(isinstance(item, dict) for item in files):

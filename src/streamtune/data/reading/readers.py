@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from streamtune.data.faults import BadRows
-from streamtune.data.reading.cells import json_type_of, without_nulls
+from streamtune.data.reading.cells import json_type_of, remove_nulls
 from streamtune.data.reading.files import (
     COMPRESSED,
     MAX_LINE_BYTES,
     DataFile,
-    format_of,
+    file_format,
     iter_lines,
-    local_file,
+    make_local_file,
     open_bytes,
     read_whole,
 )
@@ -58,7 +58,7 @@ def read_file(path: Path, shown_path: str) -> Iterator[Row]:
     Raises:
         DataError: The file cannot be read, or a row is malformed.
     """
-    return read_data_file(local_file(path, shown_path), BadRows())
+    return read_data_file(make_local_file(path, shown_path), BadRows())
 
 
 def read_data_file(file: DataFile, bad: BadRows) -> Iterator[Row]:
@@ -71,7 +71,7 @@ def read_data_file(file: DataFile, bad: BadRows) -> Iterator[Row]:
     Raises:
         DataError: The extension is unknown, or the file cannot be read.
     """
-    reader = READERS.get(format_of(file.name))
+    reader = READERS.get(file_format(file.name))
     if reader is None:
         raise DataError(
             f"unknown file format: '{file.name}'",
@@ -254,7 +254,7 @@ def _read_csv(file: DataFile, bad: BadRows, delimiter: str | None = None) -> Ite
     reader = csv.reader(lines, delimiter=delimiter, strict=True)
     header: list[str] | None = None
     while True:
-        start = lines.next_number
+        start = lines.next_line_number
         try:
             cells = next(reader)
         except StopIteration:
@@ -298,7 +298,7 @@ class _CountedLines:
         return line
 
     @property
-    def next_number(self) -> int:
+    def next_line_number(self) -> int:
         return self._waiting[0] if self._waiting is not None else 0
 
     def peek(self) -> str:
@@ -330,35 +330,35 @@ def _unique_columns(names: Sequence[str], origin: str) -> list[str]:
 def _read_parquet(file: DataFile, bad: BadRows) -> Iterator[Row]:
     import pyarrow.parquet as pq  # type: ignore[import-untyped]
 
-    def batches(raw: Any) -> Iterator[Any]:
+    def iter_batches(raw: Any) -> Iterator[Any]:
         with pq.ParquetFile(raw) as opened:
             _unique_columns(opened.schema_arrow.names, file.shown)
             yield from opened.iter_batches(batch_size=64)
 
-    return _arrow_rows(file, batches, "Parquet")
+    return _arrow_rows(file, iter_batches, "Parquet")
 
 
 def _read_arrow(file: DataFile, bad: BadRows) -> Iterator[Row]:
     """Yield the rows of an Arrow file or stream, as ``datasets`` writes them."""
     import pyarrow as pa
 
-    def batches(raw: Any) -> Iterator[Any]:
+    def iter_batches(raw: Any) -> Iterator[Any]:
         is_file = raw.read(6) == b"ARROW1"
         raw.seek(0)
         if is_file:
             with pa.ipc.open_file(raw) as opened:
                 _unique_columns(opened.schema.names, file.shown)
                 parts = (opened.get_batch(number) for number in range(opened.num_record_batches))
-                yield from _slice_batches(parts)
+                yield from _split_arrow_batches(parts)
         else:
             with pa.ipc.open_stream(raw) as stream:
                 _unique_columns(stream.schema.names, file.shown)
-                yield from _slice_batches(stream)
+                yield from _split_arrow_batches(stream)
 
-    return _arrow_rows(file, batches, "Arrow")
+    return _arrow_rows(file, iter_batches, "Arrow")
 
 
-def _slice_batches(batches: Any) -> Iterator[Any]:
+def _split_arrow_batches(batches: Any) -> Iterator[Any]:
     """Yield batches of at most 64 rows, because rows take much more memory as Python values than as Arrow batches."""
     for batch in batches:
         batch.validate(full=True)  # a damaged file may have offsets outside its buffers
@@ -366,13 +366,13 @@ def _slice_batches(batches: Any) -> Iterator[Any]:
             yield batch.slice(start, 64)
 
 
-def _arrow_rows(file: DataFile, batches: Callable[[Any], Iterator[Any]], kind: str) -> Iterator[Row]:
+def _arrow_rows(file: DataFile, iter_batches: Callable[[Any], Iterator[Any]], format_name: str) -> Iterator[Row]:
     """Yield the rows of an Arrow or Parquet file.
 
     Args:
         file: File to read.
-        batches: Function that yields the batches of the opened file.
-        kind: Name of the format, for the error.
+        iter_batches: Function that yields the batches of the opened file.
+        format_name: Name of the format, for the error.
 
     Raises:
         DataError: The file is damaged.
@@ -382,16 +382,16 @@ def _arrow_rows(file: DataFile, batches: Callable[[Any], Iterator[Any]], kind: s
     number = 0
     try:
         with open_bytes(file, text=False) as raw:
-            for batch in batches(raw):
+            for batch in iter_batches(raw):
                 for columns in batch.to_pylist(maps_as_pydicts="strict"):
                     number += 1
-                    yield Row(f"{file.shown}:row {number}", without_nulls(columns))
+                    yield Row(f"{file.shown}:row {number}", remove_nulls(columns))
     # pyarrow raises its own errors, Python errors, and MemoryError if a damaged file states a huge size
     except (pa.ArrowException, OSError, ValueError, TypeError, OverflowError, KeyError, MemoryError) as error:
         where = f"{file.shown}:row {number + 1}" if number else file.shown
         fix = "download or write the file again, or use .jsonl"
         raise DataError(
-            f"cannot read the {kind} file: {error_in_one_line(error, 200)}", where=where, fix=fix
+            f"cannot read the {format_name} file: {error_in_one_line(error, 200)}", where=where, fix=fix
         ) from error
 
 
@@ -486,7 +486,7 @@ def _has_recorded_keys(value: Any, json_path: tuple[str, ...], keys: dict[tuple[
 def _remove_nulls(columns: Mapping[str, Any]) -> None:
     """Remove null arguments of tool calls in place."""
     for arguments in _call_arguments(columns):
-        left = without_nulls(arguments)
+        left = remove_nulls(arguments)
         arguments.clear()
         arguments.update(left)
 

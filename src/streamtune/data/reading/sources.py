@@ -22,7 +22,7 @@ from streamtune.data.reading.builtin import (
     stdlib_rows,
 )
 from streamtune.data.reading.cells import column_names
-from streamtune.data.reading.data_paths import hub_rows, is_url, local_files, remote_files
+from streamtune.data.reading.data_paths import find_local_files, find_remote_files, hub_rows, is_url
 from streamtune.data.reading.files import DataFile
 from streamtune.data.reading.readers import Row, read_data_file
 from streamtune.errors import DataError, did_you_mean
@@ -205,7 +205,7 @@ def _read_source(source: Source, bad: BadRows) -> Iterator[Row]:
         _check_built_in(source, tuple(TASKS) if source.path == ARITHMETIC_PATH else ())
         yield from BUILT_IN[source.path](source)
         return
-    find = remote_files if is_url(source.path) else local_files
+    find = find_remote_files if is_url(source.path) else find_local_files
     try:
         found = find(source.path, split=source.split, config=source.name, where=source.place)
     except OSError as error:

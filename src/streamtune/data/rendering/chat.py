@@ -35,14 +35,14 @@ from streamtune.data.rendering.renderings import (
     Message,
     Renderings,
     answers_without_printed_reasoning,
-    as_last_answer,
     common_prefix_length,
-    marks_answers,
+    forms_as_last_answer,
     opened_reasoning_length,
     reasoning_of,
     render_messages,
     special_names,
-    without_flags,
+    template_marks_answers,
+    without_training_flags,
 )
 from streamtune.data.templates import ChatRequest
 from streamtune.errors import DataError
@@ -126,20 +126,20 @@ class ChatRenderer:
         messages = request.messages
         chat = Renderings(self._tokenizer, request, origin)
         answers = [index for index in trained if messages[index]["role"] == "assistant"]
-        turns = self._marked_turns(chat, answers)
+        turns = self._find_turns_by_marks(chat, answers)
         if turns is None:
             turns = self._locate_turns(chat, answers)
         texts = [chat.text[turn.start : turn.end] for turn in turns]
         for index in answers:
-            self._check_printed(chat, index, texts)
+            self._check_answer_is_printed(chat, index, texts)
         reasoned = [index for index in (trained if reasoned is None else reasoned) if reasoning_of(messages[index])]
         turns_by_index = dict(zip(answers, turns, strict=True)) if len(answers) == len(turns) else {}
         texts_by_index = {index: chat.text[turn.start : turn.end] for index, turn in turns_by_index.items()}
         dropped = answers_without_printed_reasoning(chat, reasoned, texts_by_index)
         ends = all(map(self._ends_with_special, texts))
-        closed = self._count_closed(chat, reasoned, dropped)
+        closed = self._count_closed_reasoning(chat, reasoned, dropped)
         turns = self._turns_with_end_tokens(chat, turns, [index for index in trained if index not in answers])
-        text, exchange_ends = chat.text, self._exchange_end_turns(chat, turns_by_index) if find_exchanges else []
+        text, exchange_ends = chat.text, self._find_exchange_end_turns(chat, turns_by_index) if find_exchanges else []
         if dropped and self._options.reasoning == "keep":
             if not turns_by_index.keys() >= set(dropped):
                 turns_by_index = dict(zip(dropped, self._locate_turns(chat, dropped), strict=True))
@@ -149,13 +149,13 @@ class ChatRenderer:
         exchanges = [_skip_blanks(text, turn.end) for turn in exchange_ends]
         return RenderedChat(text, turns, ends, chat.system, len(reasoned), dropped, exchanges, closed)
 
-    def _count_closed(self, chat: Renderings, reasoned: Sequence[int], dropped: Sequence[int]) -> int:
+    def _count_closed_reasoning(self, chat: Renderings, reasoned: Sequence[int], dropped: Sequence[int]) -> int:
         """Return how many trained answers have reasoning although their prompt has an empty think block."""
         printed = [index for index in reasoned if self._options.reasoning == "keep" or index not in dropped]
-        prompt = chat.rendered_prompt(printed[-1]) if printed else None
+        prompt = chat.render_prompt(printed[-1]) if printed else None
         return len(printed) if prompt is not None and _CLOSED_REASONING.search(prompt[-_NEAR:]) else 0
 
-    def system_length(self, request: ChatRequest, text: str, origin: str) -> int:
+    def system_prefix_length(self, request: ChatRequest, text: str, origin: str) -> int:
         """Return how many characters of a rendered conversation are its system messages, which must come first.
 
         0 if the template prints the system messages differently without the other messages.
@@ -172,9 +172,9 @@ class ChatRenderer:
         content = request.messages[0].get("content", "").strip()
         return len(alone) if text.startswith(alone) and content in alone else 0
 
-    def _exchange_end_turns(self, chat: Renderings, turns_by_index: Mapping[int, ChatTurn]) -> list[ChatTurn]:
+    def _find_exchange_end_turns(self, chat: Renderings, turns_by_index: Mapping[int, ChatTurn]) -> list[ChatTurn]:
         """Return the turn of each answer that a user or system message follows; untrained turns may be missing."""
-        answers = [index for index in chat.answers() if _ends_exchange(chat.messages, index)]
+        answers = [index for index in chat.answers() if _is_last_of_exchange(chat.messages, index)]
         if not turns_by_index.keys() >= set(answers):
             try:
                 turns_by_index = dict(zip(answers, self._locate_turns(chat, answers), strict=True))
@@ -182,16 +182,16 @@ class ChatRenderer:
                 answers = [index for index in answers if index in turns_by_index]
         return [turns_by_index[index] for index in answers]
 
-    def requests(self, request: ChatRequest, trained: Sequence[int]) -> list[ChatRequest]:
+    def requests_to_render_ahead(self, request: ChatRequest, trained: Sequence[int]) -> list[ChatRequest]:
         """Return the renderings that :meth:`render` will usually need, so that they can be made ahead.
 
         Args:
             request: Conversation, tools and template variables.
             trained: Indices of the trained assistant messages.
         """
-        shown = without_flags(request)
+        shown = without_training_flags(request)
         wanted = [shown]
-        if not marks_answers(self._tokenizer, request.tools):
+        if not template_marks_answers(self._tokenizer, request.tools):
             for index in trained:
                 wanted.append(replace(shown, messages=shown.messages[: index + 1]))
                 if index:
@@ -200,10 +200,10 @@ class ChatRenderer:
         return wanted
 
     def _locate_turns(self, chat: Renderings, answers: Sequence[int]) -> list[ChatTurn]:
-        turns = self._prefix_turns(chat, answers)
-        return self._changed_turns(chat, answers) if turns is None else turns
+        turns = self._find_turns_by_prefixes(chat, answers)
+        return self._find_turns_by_changes(chat, answers) if turns is None else turns
 
-    def _check_printed(self, chat: Renderings, index: int, turns: Sequence[str]) -> None:
+    def _check_answer_is_printed(self, chat: Renderings, index: int, turns: Sequence[str]) -> None:
         """Check that the template prints the text and tool calls of an answer: some templates omit unknown fields.
 
         Raises:
@@ -219,7 +219,7 @@ class ChatRenderer:
 
     # ------------------------------------------------------------------ 1. the template's own marks
 
-    def _marked_turns(self, chat: Renderings, trained: Sequence[int]) -> list[ChatTurn] | None:
+    def _find_turns_by_marks(self, chat: Renderings, trained: Sequence[int]) -> list[ChatTurn] | None:
         """Return the turns in ``{% generation %}`` blocks; None without blocks, or if answers do not match blocks."""
         spans = self._generation_spans(chat)
         if spans is None:
@@ -233,23 +233,23 @@ class ChatRenderer:
         terminators = {self._end}
         if answers and answers[-1] == len(chat.messages) - 1:
             terminators.update(token for token in self._special_tokens if chat.text.rstrip().endswith(token))
-        return [self._extend_to_terminator(chat.text, start, end, terminators) for start, end in spans]
+        return [self._extend_to_end_token(chat.text, start, end, terminators) for start, end in spans]
 
     def _generation_spans(self, chat: Renderings) -> list[tuple[int, int]] | None:
         """Return the spans of ``{% generation %}`` blocks.
 
         The template process reports spans with each rendering. They are trusted after they equalled the spans of
-        :meth:`Renderings.marked_spans` for 8 conversations.
+        :meth:`Renderings.find_generation_spans` for 8 conversations.
         """
         ahead = chat.spans_rendered_ahead() if self._agreed >= 0 else None
         if ahead is not None and self._agreed >= _COMPARED:
             return ahead
-        spans = chat.marked_spans()
+        spans = chat.find_generation_spans()
         if ahead is not None:
             self._agreed = self._agreed + 1 if ahead == spans else _DISAGREED
         return spans
 
-    def _extend_to_terminator(self, text: str, start: int, end: int, terminators: set[str]) -> ChatTurn:
+    def _extend_to_end_token(self, text: str, start: int, end: int, terminators: set[str]) -> ChatTurn:
         """Return a marked span that ends after its end token: some templates mark too little, others a newline more."""
         marked = text[start:end].rstrip()
         if self._ends_with_special(marked):
@@ -262,18 +262,18 @@ class ChatRenderer:
 
     # ------------------------------------------------------------------ 2. prefixes
 
-    def _prefix_turns(self, chat: Renderings, trained: Sequence[int]) -> list[ChatTurn] | None:
+    def _find_turns_by_prefixes(self, chat: Renderings, trained: Sequence[int]) -> list[ChatTurn] | None:
         """Return each trained turn as the difference of two prefixes of the full text; None if one is not a prefix."""
         turns = []
         for index in trained:
-            before, through = chat.prompt_length(index), chat.through_length(index)
+            before, through = chat.length_before_answer(index), chat.length_through_message(index)
             if before is None or through is None or before > through:
                 return None
-            start = self._turn_start(chat, index, before, chat.text, through)
-            turns.append(ChatTurn(start, self._end_of_turn(chat, index, start, chat.text[start:through])))
+            start = self._find_turn_start(chat, index, before, chat.text, through)
+            turns.append(ChatTurn(start, self._find_turn_end(chat, index, start, chat.text[start:through])))
         return turns
 
-    def _turn_start(
+    def _find_turn_start(
         self, chat: Renderings, index: int, history_length: int, text: str, through: int | None = None
     ) -> int:
         """Return where the turn of message ``index`` starts in ``text``, after the turn's header.
@@ -298,7 +298,7 @@ class ChatRenderer:
         The header is what such a template prints between the earlier messages and the content of an answer.
         """
         mark = chat.unused_character()
-        history = chat.rendered_history(index) or ""
+        history = chat.render_history(index) or ""
         answer = chat.try_render([*chat.messages[:index], {"role": "assistant", "content": mark}])
         if answer is None or not answer.startswith(history) or mark not in answer:
             return 0
@@ -306,22 +306,22 @@ class ChatRenderer:
         # Blanks alone are not a header: the model generates them.
         return len(header) if header.strip() and turn.startswith(header) else 0
 
-    def _end_of_turn(self, chat: Renderings, index: int, start: int, turn: str) -> int:
+    def _find_turn_end(self, chat: Renderings, index: int, start: int, turn: str) -> int:
         """Return the position after the end token of a turn; ``turn`` is the text from position ``start``."""
         turn = turn.rstrip()
         if self._ends_with_special(turn) and not self._has_two_end_tokens(turn):
             return start + len(turn)
-        place = chat.range_in_prefix(index)
+        place = chat.text_range_in_prefix(index)
         if place is None:
             return start + len(turn)
-        return place[1] + self._terminator_length(chat, index, (chat.rendered_through(index) or "")[place[1] :])
+        return place[1] + self._turn_tail_length(chat, index, (chat.render_through_message(index) or "")[place[1] :])
 
     def _has_two_end_tokens(self, text: str) -> bool:
         """Return True if only blanks separate the last two special tokens: one may end the turn, the other the text."""
         specials = list(self._special.finditer(text))
         return len(specials) > 1 and text[specials[-2].end() : specials[-1].start()].isspace()
 
-    def _terminator_length(self, chat: Renderings, index: int, tail: str) -> int:
+    def _turn_tail_length(self, chat: Renderings, index: int, tail: str) -> int:
         """Return how many characters of ``tail`` (the text printed after an answer) belong to the turn of the answer.
 
         The turn ends with the last special token; some templates close a tool call with an earlier one. Without special
@@ -335,7 +335,7 @@ class ChatRenderer:
 
     # ------------------------------------------------------------------ 3. changes
 
-    def _changed_turns(self, chat: Renderings, trained: Sequence[int]) -> list[ChatTurn]:
+    def _find_turns_by_changes(self, chat: Renderings, trained: Sequence[int]) -> list[ChatTurn]:
         """Return the turn of each answer, found by replacing the answer and comparing the renderings.
 
         Raises:
@@ -344,27 +344,27 @@ class ChatRenderer:
         text_ranges = [chat.text_range(index) for index in range(len(chat.messages))]
         turns: list[ChatTurn] = []
         for index in trained:
-            text_range = _printed_range(chat, text_ranges, index)
+            text_range = _require_printed_range(chat, text_ranges, index)
             earlier = (each[1] for each in text_ranges[:index] if each is not None and each[1] <= text_range[0])
             floor = max(turns[-1].end if turns else 0, *earlier, 0)
             turn = ChatTurn(
-                self._changed_turn_start(chat, index, text_range, floor),
-                self._changed_turn_end(chat, index, text_range),
+                self._find_changed_turn_start(chat, index, text_range, floor),
+                self._find_changed_turn_end(chat, index, text_range),
             )
             _check_no_overlap(chat, text_ranges, index, turn)
             turns.append(turn)
         return turns
 
-    def _changed_turn_start(self, chat: Renderings, index: int, text_range: tuple[int, int], floor: int) -> int:
+    def _find_changed_turn_start(self, chat: Renderings, index: int, text_range: tuple[int, int], floor: int) -> int:
         """Return the position after the header before ``text_range``; the header begins at ``floor`` or later.
 
         Raises:
             DataError: The template does not print its generation prompt before the answer.
         """
-        before = chat.rendered_prompt(index)
+        before = chat.render_prompt(index)
         if before is not None and chat.text.startswith(before) and floor <= len(before) <= text_range[0]:
-            return self._turn_start(chat, index, len(before), chat.text)
-        for header in chat.headers(index):
+            return self._find_turn_start(chat, index, len(before), chat.text)
+        for header in chat.possible_headers(index):
             found = chat.text.rfind(header, floor, text_range[0])
             if found >= 0:
                 return found + len(header)
@@ -384,10 +384,10 @@ class ChatRenderer:
         A generation prompt may be longer than the header of an earlier turn, for example by ``<think></think>``. The
         header ends where the text of the turn begins, or where a plain answer in its place would begin.
         """
-        for header in chat.headers(index):
+        for header in chat.possible_headers(index):
             if common := self._header_ending_at(chat.text, text_range[0], floor, header):
                 return text_range[0] - opened_reasoning_length(common)
-            bare, begins = chat.with_short_answer(index)
+            bare, begins = chat.render_short_answer(index)
             common = self._header_ending_at(bare, begins, floor, header) if bare.startswith(chat.text[:floor]) else ""
             found = chat.text.rfind(common, floor, text_range[0]) if common else -1
             if found >= 0:
@@ -405,14 +405,14 @@ class ChatRenderer:
         common = next((header[:size] for size in sizes if text.endswith(header[:size], floor, position)), "")
         return common if common.strip() else ""
 
-    def _changed_turn_end(self, chat: Renderings, index: int, text_range: tuple[int, int]) -> int:
-        through = chat.rendered_through(index)
-        range_in_prefix = chat.range_in_prefix(index)
-        if through is not None and range_in_prefix is not None:
-            tail = through[range_in_prefix[1] :]
+    def _find_changed_turn_end(self, chat: Renderings, index: int, text_range: tuple[int, int]) -> int:
+        through = chat.render_through_message(index)
+        text_range_in_prefix = chat.text_range_in_prefix(index)
+        if through is not None and text_range_in_prefix is not None:
+            tail = through[text_range_in_prefix[1] :]
             shared = tail[: common_prefix_length(tail, chat.text[text_range[1] :])]
             if self._special.search(shared) or shared.strip() == tail.strip():
-                return text_range[1] + self._terminator_length(chat, index, shared)
+                return text_range[1] + self._turn_tail_length(chat, index, shared)
         # The last turn of a chat may end with another token than earlier turns: use the token found here.
         token = self._special.match(chat.text, _skip_blanks(chat.text, text_range[1]))
         if token is None:
@@ -428,10 +428,10 @@ class ChatRenderer:
         which = self._options.train_on_eos
         if not other_messages and which == "turn":
             return turns
-        end_tokens = self._end_tokens(chat, turns)
+        end_tokens = self._end_token_names(chat, turns)
         text_ranges = [chat.text_range(index) for index in range(len(chat.messages))] if other_messages else []
         for index in other_messages:
-            start, end = _printed_range(chat, text_ranges, index)
+            start, end = _require_printed_range(chat, text_ranges, index)
             _check_no_overlap(chat, text_ranges, index, ChatTurn(start, end))
             turns = [*turns, ChatTurn(start, self._position_after_end_token(chat.text, end, end_tokens))]
         if which != "turn":
@@ -442,7 +442,7 @@ class ChatRenderer:
             turns += ends[-1:] if which == "last" else ends
         return _join_turns(turns)
 
-    def _end_tokens(self, chat: Renderings, turns: Sequence[ChatTurn]) -> set[str]:
+    def _end_token_names(self, chat: Renderings, turns: Sequence[ChatTurn]) -> set[str]:
         """Return the names of the tokens that end answers: EOS, and the special token at the end of each turn."""
         texts = [chat.text[turn.start : turn.end] for turn in turns]
         ends = {next((token for token in self._special_tokens if text.endswith(token)), "") for text in texts}
@@ -502,14 +502,14 @@ class ChatRenderer:
 
     def _turn_with_reasoning(self, chat: Renderings, index: int, printed: str) -> str:
         """Return the text of a turn with its reasoning: the turn as printed when it is the last of the conversation."""
-        reasoning, before = reasoning_of(chat.messages[index]), chat.rendered_prompt(index)
-        for messages in as_last_answer(chat, index) if before is not None else ():
+        reasoning, before = reasoning_of(chat.messages[index]), chat.render_prompt(index)
+        for messages in forms_as_last_answer(chat, index) if before is not None else ():
             through = chat.try_render(messages)
             if before is not None and through is not None and not through.startswith(before):
                 before = _CLOSED_REASONING.sub("", before)  # the reasoning replaces an empty <think></think>
             if before is None or through is None or not through.startswith(before):
                 continue
-            start = self._turn_start(chat, index, len(before), through)
+            start = self._find_turn_start(chat, index, len(before), through)
             turn = through[start:].rstrip()
             if reasoning in turn:
                 token = next((token for token in self._special_tokens if printed.endswith(token)), "")
@@ -525,7 +525,7 @@ TextRanges = Sequence[tuple[int, int] | None]
 """[messages] range of characters of each message, as :meth:`Renderings.text_range` returns it."""
 
 
-def _printed_range(chat: Renderings, text_ranges: TextRanges, index: int) -> tuple[int, int]:
+def _require_printed_range(chat: Renderings, text_ranges: TextRanges, index: int) -> tuple[int, int]:
     """Return the range of characters that prints a message.
 
     Raises:
@@ -548,7 +548,7 @@ def _check_no_overlap(chat: Renderings, text_ranges: TextRanges, index: int, tur
             raise chat.location_error(index, f"prints it in one block with messages[{other}]")
 
 
-def _ends_exchange(messages: Sequence[Message], index: int) -> bool:
+def _is_last_of_exchange(messages: Sequence[Message], index: int) -> bool:
     """Return True if message ``index`` is an answer that is directly followed by a user or system message."""
     following = messages[index + 1]["role"] if index + 1 < len(messages) else ""
     return following in ("user", "system", "developer")

@@ -65,7 +65,7 @@ class RenderCounts:
     empty_at: list[str] = field(default_factory=list)
     """places of the first rows with an empty answer"""
 
-    def add(self, other: RenderCounts) -> None:
+    def add_counts(self, other: RenderCounts) -> None:
         """Add the counts of other rows of the same dataset."""
         for name, other_value in vars(other).items():
             own_value = getattr(self, name)
@@ -131,7 +131,7 @@ class RenderLog:
             self._noted.add(message)
             self._notify(message)
 
-    def finish(self) -> None:
+    def notify_or_raise(self) -> None:
         """Notify the user of the counts of each dataset.
 
         Raises:
@@ -143,8 +143,8 @@ class RenderLog:
             for text in _describe_findings(counts, self.options):
                 self.note(f"{path}: {text}" if path else text)
 
-    def check(self) -> None:
-        """Raise the error that :meth:`finish` would raise; call it while rows are still being rendered."""
+    def raise_errors(self) -> None:
+        """Raise the error that :meth:`notify_or_raise` would raise; call it while rows are still being rendered."""
         self._check_findings(self._counts_by_path())
 
     def _counts_by_path(self) -> dict[str, RenderCounts]:

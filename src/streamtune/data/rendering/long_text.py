@@ -98,7 +98,7 @@ _BLANK = "▁"
 
 @dataclass(frozen=True)
 class CutRule:
-    """Where a text may be cut so that its parts have the same token ids as the whole text."""
+    """Places where a text may be cut so that its parts have the same token ids as the whole text."""
 
     border: re.Pattern[str]
     """pattern that matches the empty text at each position"""
@@ -112,21 +112,21 @@ def cut_rule(tokenizer: PreTrainedTokenizerBase) -> CutRule | None:
         return None
     backend: Any = tokenizer.backend_tokenizer
     added = backend.get_added_tokens_decoder().values()
-    normaliser = component_parts(backend.normalizer, "normalizers")
-    splitter = component_parts(backend.pre_tokenizer, "pretokenizers")
+    normaliser = tokenizer_component_steps(backend.normalizer, "normalizers")
+    splitter = tokenizer_component_steps(backend.pre_tokenizer, "pretokenizers")
     kind = type(backend.model).__name__
-    if not all(map(_keeps_blanks, added)) or (kind == "BPE" and backend.model.dropout):
+    if not all(map(_leaves_blanks_alone, added)) or (kind == "BPE" and backend.model.dropout):
         return None
-    if kind == "BPE" and _have_known_types(normaliser, _COMPOSING) and _splits_words(splitter):
+    if kind == "BPE" and _all_have_types(normaliser, _COMPOSING) and _is_word_splitter(splitter):
         return CutRule(BORDER)
-    if _splits_at_blanks(kind, normaliser, splitter):
+    if _tokenises_by_word(kind, normaliser, splitter):
         return CutRule(BORDER if kind == "WordPiece" else BLANK_BORDER)
     if kind == "BPE" and _keeps_text_whole(splitter) and _no_merge_crosses_blank(backend):
         return _blank_cut_rule(normaliser, splitter)
     return None
 
 
-def component_parts(component: Any, name: str) -> list[dict[str, Any]]:
+def tokenizer_component_steps(component: Any, name: str) -> list[dict[str, Any]]:
     """Return the settings of a normaliser or pre-tokenizer, one dict per step; nested sequences are flattened.
 
     Args:
@@ -140,7 +140,7 @@ def component_parts(component: Any, name: str) -> list[dict[str, Any]]:
     return [] if component is None else flatten(json.loads(component.__getstate__()))
 
 
-def _keeps_blanks(token: Any) -> bool:
+def _leaves_blanks_alone(token: Any) -> bool:
     """Return True if an added token contains no blank, and does not absorb a blank next to a letter."""
     text = token.content
     if re.search(r"\s", text):
@@ -154,16 +154,16 @@ def _is_ascii_non_alphanumeric(character: str) -> bool:
     return character.isascii() and not character.isalnum()
 
 
-def _have_known_types(parts: list[dict[str, Any]], names: frozenset[str]) -> bool:
+def _all_have_types(parts: list[dict[str, Any]], names: frozenset[str]) -> bool:
     return all(part["type"] in names for part in parts)
 
 
 # --- 1. words by an expression ----------------------------------------------------------------------------------------
 
 
-def _splits_words(splitter: list[dict[str, Any]]) -> bool:
+def _is_word_splitter(steps: list[dict[str, Any]]) -> bool:
     """Return True if a pre-tokenizer splits text into words, and a cut between words changes none of its splits."""
-    return all(map(_allows_cuts, splitter)) and any(map(_splits_into_words, splitter))
+    return all(map(_allows_cuts, steps)) and any(map(_splits_into_words, steps))
 
 
 def _allows_cuts(part: dict[str, Any]) -> bool:
@@ -174,7 +174,7 @@ def _allows_cuts(part: dict[str, Any]) -> bool:
         return True
     if part["type"] != "Split" or part["behavior"] != "Isolated" or part["invert"]:
         return False
-    found = _alternatives(part["pattern"].get("Regex", ""))
+    found = _regex_alternatives(part["pattern"].get("Regex", ""))
     # `\s+(?!\S)` matches a last line break only at the end of the text; `\s+` matches it elsewhere.
     return ALTERNATIVES.issuperset(found) and (r"\s+(?!\S)" not in found or r"\s+" in found)
 
@@ -182,10 +182,10 @@ def _allows_cuts(part: dict[str, Any]) -> bool:
 def _splits_into_words(part: dict[str, Any]) -> bool:
     if part["type"] == "ByteLevel":
         return bool(part.get("use_regex", True))
-    return part["type"] == "Split" and r"\s+" in _alternatives(part["pattern"].get("Regex", ""))
+    return part["type"] == "Split" and r"\s+" in _regex_alternatives(part["pattern"].get("Regex", ""))
 
 
-def _alternatives(expression: str) -> list[str]:
+def _regex_alternatives(expression: str) -> list[str]:
     found, depth, in_class, start, position = [], 0, False, 0, 0
     while position < len(expression):
         sign = expression[position]
@@ -207,17 +207,17 @@ def _alternatives(expression: str) -> list[str]:
 # --- 2. words between blanks ------------------------------------------------------------------------------------------
 
 
-def _splits_at_blanks(model_type: str, normaliser: list[dict[str, Any]], splitter: list[dict[str, Any]]) -> bool:
+def _tokenises_by_word(model_type: str, normaliser: list[dict[str, Any]], splitter: list[dict[str, Any]]) -> bool:
     """Return True if the tokenizer tokenises each word between blanks separately."""
     if model_type == "WordPiece":
         first = splitter[:1] and splitter[0]["type"] in ("BertPreTokenizer", "Whitespace", "WhitespaceSplit")
         return (
             bool(first)
-            and _have_known_types(splitter[1:], frozenset({"Punctuation", "Digits"}))
-            and _have_known_types(normaliser, _BY_CHARACTER)
+            and _all_have_types(splitter[1:], frozenset({"Punctuation", "Digits"}))
+            and _all_have_types(normaliser, _BY_CHARACTER)
         )
     metaspace = len(splitter) == 1 and splitter[0]["type"] == "Metaspace" and splitter[0]["split"]
-    return metaspace and model_type in ("BPE", "Unigram") and _have_known_types(normaliser, _COMPOSING)
+    return metaspace and model_type in ("BPE", "Unigram") and _all_have_types(normaliser, _COMPOSING)
 
 
 # --- 3. no words ------------------------------------------------------------------------------------------------------
@@ -243,7 +243,7 @@ def _blank_cut_rule(normaliser: list[dict[str, Any]], splitter: list[dict[str, A
     replaces = {"type": "Replace", "pattern": {"String": " "}, "content": _BLANK}
     prepends = {"type": "Prepend", "prepend": _BLANK}
     if splitter and splitter[0]["type"] == "Metaspace":
-        is_known = splitter[0]["replacement"] == _BLANK and _have_known_types(normaliser, _COMPOSING)
+        is_known = splitter[0]["replacement"] == _BLANK and _all_have_types(normaliser, _COMPOSING)
         return CutRule(BLANK_BORDER) if is_known else None
     if normaliser == [replaces]:
         return CutRule(BLANK_BORDER)
@@ -302,7 +302,7 @@ class LongTextTokenizer:
             text: Text to tokenise.
             add_special_tokens: Whether to add the tokens that the tokenizer puts around a text, such as BOS.
         """
-        parts = self.parts(text, add_special_tokens=add_special_tokens, offsets=False)
+        parts = self.iter_parts(text, add_special_tokens=add_special_tokens, offsets=False)
         first = next(parts)
         if first.stop == len(text):
             return list(first.ids)
@@ -311,7 +311,7 @@ class LongTextTokenizer:
             ids.extend(part.ids)
         return ids
 
-    def parts(self, text: str, *, add_special_tokens: bool, offsets: bool) -> Iterator[TextPart]:
+    def iter_parts(self, text: str, *, add_special_tokens: bool, offsets: bool) -> Iterator[TextPart]:
         """Yield the token ids of a text in parts, in order; a short text, or a text that cannot be cut, is one part.
 
         If there are several parts, the tokens around the text, such as BOS, are separate parts without characters.
@@ -333,7 +333,7 @@ class LongTextTokenizer:
             return
         assert self.rule is not None, "a text is cut only by a rule"
         yield _make_added_part(0, around[0], offsets)
-        for start, stop in self._iter_cuts(text, self.rule):
+        for start, stop in self._iter_part_bounds(text, self.rule):
             skip = self.rule.skip if start else 0
             yield self._encode(text[start + skip : stop], start, stop, skip, add_special_tokens=False, offsets=offsets)
         yield _make_added_part(len(text), around[1], offsets)
@@ -378,7 +378,7 @@ class LongTextTokenizer:
             )
         return TextPart(start, stop, ids, read if offsets else None)
 
-    def _iter_cuts(self, text: str, rule: CutRule) -> Iterator[tuple[int, int]]:
+    def _iter_part_bounds(self, text: str, rule: CutRule) -> Iterator[tuple[int, int]]:
         """Yield start and stop of each part; a part ends at the first possible cut after 65,536 characters."""
         start = 0
         while len(text) - start > PART_CHARACTERS:

@@ -19,7 +19,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from streamtune.base.child import Child
 from streamtune.data.rendering.counts import RenderLog
-from streamtune.data.templates import fix_date, fixed_date
+from streamtune.data.templates import fix_template_date, fixed_template_date
 from streamtune.errors import ArgumentError, DataError, RunError, StreamTuneError
 
 ItemT = TypeVar("ItemT")
@@ -50,7 +50,7 @@ class Item(Generic[ItemT]):
     error: DataError | None = None
     """error of a row that could not be read"""
 
-    def take(self) -> ItemT:
+    def take_row(self) -> ItemT:
         """Return the row and drop this item's reference to it; a second call fails."""
         row, self.row = self.row, None
         assert row is not None, "each row is rendered once"
@@ -81,7 +81,7 @@ class RowOutcome:
     error: StreamTuneError | None = None
     """error of a row that could not be read or rendered"""
 
-    def get(self) -> Any:
+    def get_or_raise(self) -> Any:
         """Return the value, or raise the error."""
         if self.error is not None:
             raise self.error
@@ -93,7 +93,7 @@ Render = Callable[[Iterable[Item[Any]]], RenderedItems[Any]]
 
 
 @contextmanager
-def rendering(
+def open_renderer(
     make_renderer: Callable[..., Renderer], processes: int, notify: Notify, *, rows_at_once: int = 128
 ) -> Iterator[tuple[RenderLog, Render]]:
     """Context manager that yields the :class:`RenderLog` and a function that renders items in order, in child
@@ -111,10 +111,10 @@ def rendering(
     """
     renderer = make_renderer(notify=notify)
     if processes == 1:
-        yield renderer.log, lambda items: _render_here(renderer, items, rows_at_once)
+        yield renderer.log, lambda items: _render_in_process(renderer, items, rows_at_once)
         return
     try:
-        packed = pickle.dumps((make_renderer, fixed_date()))
+        packed = pickle.dumps((make_renderer, fixed_template_date()))
     except Exception as error:  # any exception of a third-party tokenizer
         raise ArgumentError(
             f"the tokenizer cannot be pickled for another process: {error}",
@@ -135,7 +135,7 @@ def rendering(
             child.close(seconds=ENDING_SECONDS)
 
 
-def batches(items: Iterable[Item[ItemT]], max_rows: int, max_characters: int) -> Iterator[list[Item[ItemT]]]:
+def batch_items(items: Iterable[Item[ItemT]], max_rows: int, max_characters: int) -> Iterator[list[Item[ItemT]]]:
     """Yield batches of at most ``max_rows`` items of one source and, except for single items, ``max_characters``."""
     batch: list[Item[ItemT]] = []
     size = 0
@@ -149,8 +149,8 @@ def batches(items: Iterable[Item[ItemT]], max_rows: int, max_characters: int) ->
         yield batch
 
 
-def _render_here(renderer: Renderer, items: Iterable[Item[ItemT]], rows_at_once: int) -> RenderedItems[ItemT]:
-    for batch in batches(items, rows_at_once, BATCH_CHARACTERS):
+def _render_in_process(renderer: Renderer, items: Iterable[Item[ItemT]], rows_at_once: int) -> RenderedItems[ItemT]:
+    for batch in batch_items(items, rows_at_once, BATCH_CHARACTERS):
         renderer.log.start_dataset(batch[0].path)
         renderer.render_ahead(batch)
         batch.reverse()
@@ -199,7 +199,7 @@ def _render_in_children(
         if failure is not None:
             raise failure
         log.start_dataset(batch[0].path)
-        log.current.add(counts)
+        log.current.add_counts(counts)
         for message in messages:
             log.note(message)
         batch.reverse()
@@ -207,7 +207,7 @@ def _render_in_children(
         while batch:
             yield batch.pop(), outcomes.pop()
 
-    for batch in batches(items, BATCH_ROWS, BATCH_CHARACTERS):
+    for batch in batch_items(items, BATCH_ROWS, BATCH_CHARACTERS):
         waiting.append((batch, threads.submit(render_in_child, batch)))
         if len(waiting) >= 2 * len(children):
             yield from yield_oldest_batch()
@@ -218,7 +218,7 @@ def _render_in_children(
 def _render_batches(connection: Any, pickled_renderer: bytes) -> None:
     messages: list[str] = []
     make, date = pickle.loads(pickled_renderer)
-    fix_date(date)  # all processes of a run render the same date
+    fix_template_date(date)  # all processes of a run render the same date
     renderer: Renderer = make(notify=messages.append)
     while True:
         try:

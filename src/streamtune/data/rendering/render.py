@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 from streamtune.base.model_facts import IGNORE_INDEX
 from streamtune.data.options import DEFAULT_CHAT, ChatOptions, RowPolicy
 from streamtune.data.preferences import Answers
-from streamtune.data.reading.cells import TextOrMessages, has_system, prompt_digest, read_variables, tools_and_form
+from streamtune.data.reading.cells import TextOrMessages, has_system, prompt_digest, read_chat_kwargs, wrap_tools
 from streamtune.data.reading.readers import Row
 from streamtune.data.record_table import Prompt, Tree
 from streamtune.data.rendering.chat import ChatRenderer, ChatTurn, RenderedChat
@@ -44,7 +44,7 @@ from streamtune.data.rendering.renderings import (
 )
 from streamtune.data.rendering.specials import SpecialText
 from streamtune.data.rendering.tokens import MarkedText, MaskTokenizer, Rendered, TextTokens
-from streamtune.data.row_types import Content, Conversation, Document, PromptCompletion, size_of
+from streamtune.data.row_types import Content, Conversation, Document, PromptCompletion, count_characters
 from streamtune.data.templates import ChatRequest, TemplateVariables, render_ahead
 from streamtune.errors import ArgumentError, DataError
 
@@ -114,7 +114,7 @@ class RowRenderer:
         """Return the token ids and labels of a row; None if it is dropped because of an empty answer."""
         if self.drops_empty_row(item.row, item.origin):
             return None
-        return replace(self(item.take(), item.origin), weight=item.weight)
+        return replace(self(item.take_row(), item.origin), weight=item.weight)
 
     def render_ahead(self, items: Sequence[Item[Content]]) -> None:
         self.render_contents_ahead([item.row for item in items])
@@ -125,7 +125,7 @@ class RowRenderer:
             return
         requests = []
         for content in contents:
-            if isinstance(content, Conversation) and size_of(content) < MOST_AHEAD:
+            if isinstance(content, Conversation) and count_characters(content) < MOST_AHEAD:
                 content = _add_default_system(content, self._options.default_system)
                 if self._options.split_special_tokens:
                     with suppress(DataError):  # rendering the row raises it again
@@ -133,7 +133,7 @@ class RowRenderer:
                 trained = self._trained_answers(content)
                 variables = {**self._options.variables, **(content.variables or {})}
                 request = ChatRequest(content.messages, content.tools, variables=variables)
-                requests += self._chat.requests(request, trained)
+                requests += self._chat.requests_to_render_ahead(request, trained)
         if requests:
             self._renders_ahead = render_ahead(self._tokenizer, requests)
 
@@ -165,7 +165,7 @@ class RowRenderer:
     def _render_conversation(self, content: Conversation, origin: str) -> Rendered:
         require_template(self._tokenizer, "row", origin)
         content = _add_default_system(content, self._options.default_system)
-        self._count_specials(origin, content.messages)
+        self._count_special_names(origin, content.messages)
         whole = content
         content = self._shield_special_names(content, origin) if self._options.split_special_tokens else content
         shielded = content is not whole
@@ -193,7 +193,7 @@ class RowRenderer:
         self.log.current.reasoning += chat.reasoned
         self.log.current.reasoning_closed += chat.closed
         self.log.current.add_dropped_reasoning(f"{origin} messages[{index}]" for index in chat.dropped)
-        prefix = self._system_prefix(content, chat, origin)
+        prefix = self._find_system_prefix_end(content, chat, origin)
         # Without special tokens, as apply_chat_template does: the template has printed them.
         ask = partial(_tokenise, turns=chat.turns, origin=origin, exchanges=chat.exchanges, prefix=prefix or 0)
         tokens = (
@@ -207,17 +207,17 @@ class RowRenderer:
         )
 
     def _shield_special_names(self, content: Conversation, origin: str) -> Conversation:
-        messages = self._specials.shield(content.messages, origin)
-        tools = self._specials.shield(content.tools, origin)
+        messages = self._specials.replace_names(content.messages, origin)
+        tools = self._specials.replace_names(content.tools, origin)
         same = messages is content.messages and tools is content.tools
         return content if same else replace(content, messages=messages, tools=tools)
 
-    def _count_specials(self, origin: str, messages: Sequence[Message]) -> None:
+    def _count_special_names(self, origin: str, messages: Sequence[Message]) -> None:
         """Count the messages with names of special tokens; a message of a row that is rendered twice counts once."""
         now, (row, seen) = self.log.current, self._counted
         if row != origin:
             self._counted = row, seen = origin, set()
-        found = [(message, names) for message in messages if (names := self._specials.names_in_message(message))]
+        found = [(message, names) for message in messages if (names := self._specials.find_names_in_message(message))]
         for message, names in found:
             if id(message) not in seen:
                 now.add_special_names(message["role"], names, new_row=not seen)
@@ -227,7 +227,7 @@ class RowRenderer:
         self, text: str, origin: str, *, turns: list[ChatTurn] | None = None, border: int | None = None
     ) -> Any:
         """Tokenise a plain text (no conversation), and count the names of special tokens in the text."""
-        names = self._specials.found(text.removeprefix(self._tokenizer.bos_token or ""))
+        names = self._specials.find_names(text.removeprefix(self._tokenizer.bos_token or ""))
         if names:
             self.log.current.add_special_names("text", names, new_row=True)
 
@@ -237,7 +237,7 @@ class RowRenderer:
         splits = names and self._options.split_special_tokens
         return self._specials.tokenise(text, encode, origin, rendered=False) if splits else encode(self._tokens, text)
 
-    def _system_prefix(self, content: Conversation, chat: RenderedChat, origin: str) -> int | None:
+    def _find_system_prefix_end(self, content: Conversation, chat: RenderedChat, origin: str) -> int | None:
         """Return the position after the system message in the rendered text; truncation on the left keeps this prefix.
 
         0 if the template does not print the system message separately. None if there is none at the start, or if rows
@@ -246,10 +246,10 @@ class RowRenderer:
         policy, messages = self._policy, content.messages
         count = next((index for index, each in enumerate(messages) if each["role"] not in _SYSTEM), len(messages))
         cuts = policy is not None and policy.overlength == "truncate" and policy.truncate_side != "right"
-        if policy is None or not cuts or not count or chat.system != "printed" or not policy.may_exceed(chat.text):
+        if policy is None or not cuts or not count or chat.system != "printed" or not policy.may_be_too_long(chat.text):
             return None
         variables = self._variables(content.variables, content.tools, origin)
-        return self._chat.system_length(
+        return self._chat.system_prefix_length(
             ChatRequest(messages[:count], content.tools, variables=variables), chat.text, origin
         )
 
@@ -269,7 +269,7 @@ class RowRenderer:
     def _trained_answers(self, content: Conversation) -> list[int]:
         return [index for index in self._trained_indices(content) if content.messages[index]["role"] == "assistant"]
 
-    def trainable(self, content: Conversation) -> list[int]:
+    def trainable_indices(self, content: Conversation) -> list[int]:
         """Return the indices of the messages that may be trained: role, flags and position allow it."""
         return [
             index
@@ -281,7 +281,7 @@ class RowRenderer:
 
     def _trained_indices(self, content: Conversation) -> list[int]:
         """Return the indices of the messages that ``train_on`` selects (``all``: the same as ``assistant``)."""
-        found = self.trainable(content)
+        found = self.trainable_indices(content)
         last = self._train_on == "last" or (self._train_on == "completion" and content.first_answer == 0)
         return found[-1:] if last else found
 
@@ -306,7 +306,7 @@ class RowRenderer:
         if not _has_two_bos(self._tokenizer, text, tokens.ids):
             return tokens
         self.log.current.begins_twice += 1
-        return tokens.without_first()
+        return tokens.without_first_token()
 
     def _append_eos(self, tokens: TextTokens) -> TextTokens:
         """Return the tokens followed by EOS; unchanged if only a part of the row was tokenised."""
@@ -389,19 +389,19 @@ class TurnRenderer:
 
     def render_item(self, item: Item[Content]) -> list[Rendered] | None:
         """Return one rendered example per trained turn; None if all turns are dropped because of empty answers."""
-        turns = self._split_turns(item.take())
+        turns = self._split_into_turns(item.take_row())
         found = [self._rows(turn, item.origin) for turn in turns if not self._rows.drops_empty_row(turn, item.origin)]
         return [replace(turn, weight=item.weight) for turn in found] or None
 
     def render_ahead(self, items: Sequence[Item[Content]]) -> None:
         contents = [item.row for item in items if item.row is not None]
-        self._rows.render_contents_ahead(turn for content in contents for turn in self._split_turns(content))
+        self._rows.render_contents_ahead(turn for content in contents for turn in self._split_into_turns(content))
 
-    def _split_turns(self, content: Content) -> list[Content]:
+    def _split_into_turns(self, content: Content) -> list[Content]:
         """Return one conversation per trained turn, each ending with that turn."""
         if not isinstance(content, Conversation):
             return [content]
-        trained = self._rows.trainable(content)
+        trained = self._rows.trainable_indices(content)
         # A conversation without a turn to train on stays whole: rendering it raises the error.
         return [replace(content, messages=content.messages[: index + 1]) for index in trained] or [content]
 
@@ -428,7 +428,7 @@ class TreeRenderer:
 
     def render_item(self, item: Item[Answers]) -> tuple[Tree, bytes] | None:
         """Return the tree and the hash of its prompt; None if both answers are identical."""
-        answers = item.take()
+        answers = item.take_row()
         if answers.identical:
             return None
         return self(answers, item.origin), prompt_digest(answers.prompt, answers.tools)
@@ -492,10 +492,10 @@ class PromptRenderer:
         self._specials = SpecialText(tokenizer, None, self.log.note)
 
     def render_item(self, item: Item[tuple[Row, TextOrMessages]]) -> tuple[Prompt, bytes]:
-        (row, prompt), origin = item.take(), item.origin
-        tools, wrapped = tools_and_form(row.columns.get("tools"), origin)
+        (row, prompt), origin = item.take_row(), item.origin
+        tools, wrapped = wrap_tools(row.columns.get("tools"), origin)
         self.log.current.wrapped_tools += wrapped
-        variables = read_variables(row.columns.get("chat_template_kwargs"), origin)
+        variables = read_chat_kwargs(row.columns.get("chat_template_kwargs"), origin)
         columns = {name: value for name, value in row.columns.items() if name != "prompt"}
         return Prompt(self(prompt, tools, origin, variables), prompt, columns, origin), prompt_digest(prompt, tools)
 
@@ -532,7 +532,7 @@ class PromptRenderer:
         return ids
 
     def _tokenise_text(self, prompt: str, origin: str) -> list[int]:
-        names = self._specials.found(prompt.removeprefix(self._tokenizer.bos_token or ""))
+        names = self._specials.find_names(prompt.removeprefix(self._tokenizer.bos_token or ""))
         if names:
             self.log.current.add_special_names("text", names, new_row=True)
         ids = self._tokenise_ids(prompt, origin, add_special_tokens=True, has_names=bool(names), rendered=False)
@@ -551,13 +551,13 @@ class PromptRenderer:
         if self._options.default_system is not None and not has_system(messages):
             messages = [{"role": "system", "content": self._options.default_system}, *messages]
         spelled = [
-            (message["role"], names) for message in messages if (names := self._specials.names_in_message(message))
+            (message["role"], names) for message in messages if (names := self._specials.find_names_in_message(message))
         ]
         for number, (role, names) in enumerate(spelled):
             self.log.current.add_special_names(role, names, new_row=number == 0)
         shown: Any = (messages, tools)
         if self._options.split_special_tokens:
-            shown = self._specials.shield([messages, tools], origin)
+            shown = self._specials.replace_names([messages, tools], origin)
         variables = self._variables(row_variables, tools, origin)
         request = ChatRequest(shown[0], shown[1], True, variables)
         text = render_messages(self._tokenizer, request, origin, explain=True)

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from streamtune.data.reading.cells import FLAGS
-from streamtune.data.templates import ChatRequest, TemplateRefusalError, render_chat, rendered_ahead
+from streamtune.data.templates import ChatRequest, TemplateRefusalError, find_rendered_ahead, render_chat
 from streamtune.errors import DataError
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def render_messages(
         TemplateLimitError: The template takes too much time or memory.
     """
     try:
-        return render_chat(tokenizer, without_flags(request), template)
+        return render_chat(tokenizer, without_training_flags(request), template)
     except TemplateRefusalError as error:
         messages = request.messages
         filled = [message if "content" in message else {**message, "content": ""} for message in messages]
@@ -105,7 +105,7 @@ def _find_rejected_message(
     messages = request.messages
     for count in range(len(messages) - 1, max(0, len(messages) - _MOST_TRIED), -1):
         with suppress(TemplateRefusalError):
-            render_chat(tokenizer, without_flags(replace(request, messages=messages[:count])), template)
+            render_chat(tokenizer, without_training_flags(replace(request, messages=messages[:count])), template)
             return count
     return 0 if len(messages) == 1 else None
 
@@ -129,13 +129,13 @@ def _rejection_error(messages: Sequence[Mapping[str, Any]], index: int | None, r
     return DataError(f"the chat template rejects the conversation{location}: {reason}", where=origin, fix=fix)
 
 
-def without_flags(request: ChatRequest) -> ChatRequest:
+def without_training_flags(request: ChatRequest) -> ChatRequest:
     """Return the request without the training flags of its messages, which a chat template must not see."""
     messages = [{name: value for name, value in message.items() if name not in FLAGS} for message in request.messages]
     return replace(request, messages=messages)
 
 
-def marks_answers(tokenizer: PreTrainedTokenizerBase, tools: Any) -> bool:
+def template_marks_answers(tokenizer: PreTrainedTokenizerBase, tools: Any) -> bool:
     """Return True if the chat template encloses answers in ``{% generation %}`` blocks."""
     try:
         return _GENERATION.search(tokenizer.get_chat_template(tools=tools)) is not None
@@ -182,12 +182,12 @@ class Renderings:
         self.system: Literal["printed", "late", "left out"] = "printed"
         """how the template prints a first system message: ``late`` if it prints it only before the user's last message,
         and only in a conversation that ends with this message"""
-        ahead = rendered_ahead(tokenizer, without_flags(request))
+        ahead = find_rendered_ahead(tokenizer, without_training_flags(request))
         self._spans = None if ahead is None else ahead[1]
         text = render_messages(tokenizer, request, origin, explain=True) if ahead is None else ahead[0]
         self.text = check_unicode(text, origin)
         if messages[0]["role"] == "system" and messages[0].get("content", "").strip() not in self.text:
-            self._look_for_system()
+            self._find_unprinted_system_message()
 
     def answers(self) -> list[int]:
         """Return the indices of the assistant messages."""
@@ -203,7 +203,7 @@ class Renderings:
         request = replace(self._request, messages=messages, generation=generation)
         return render_messages(self._tokenizer, request, self._origin, template=template)
 
-    def _look_for_system(self) -> None:
+    def _find_unprinted_system_message(self) -> None:
         """Set ``system`` for a system message whose text is not in the rendering, and render the message if the
         template can.
 
@@ -255,26 +255,26 @@ class Renderings:
             self._cache[count, generation] = len(rendered) if rendered is not None and begins else rendered
         return self._cache[count, generation]
 
-    def rendered_history(self, index: int) -> str | None:
+    def render_history(self, index: int) -> str | None:
         """Return the rendering of the messages before ``index``; None if there are none, or if that fails."""
         return self._render_prefix(index, False)
 
-    def rendered_prompt(self, index: int) -> str | None:
+    def render_prompt(self, index: int) -> str | None:
         """Return the rendering of the messages before ``index`` with generation prompt; None if that fails."""
         return self._render_prefix(index, True)
 
-    def rendered_through(self, index: int) -> str | None:
+    def render_through_message(self, index: int) -> str | None:
         """Return the rendering of the messages up to and including ``index``; None if the template rejects them."""
         return self._render_prefix(index + 1, False)
 
-    def prompt_length(self, index: int) -> int | None:
+    def length_before_answer(self, index: int) -> int | None:
         """Return the length of the text before message ``index``, generation prompt included.
 
         None if the template rejects the earlier messages, or the full rendering does not begin with this text.
         """
         return self._prefix_length(index, True)
 
-    def through_length(self, index: int) -> int | None:
+    def length_through_message(self, index: int) -> int | None:
         """Return the length of the text up to and including message ``index``.
 
         None if the template rejects these messages, or the full rendering does not begin with this text.
@@ -287,7 +287,7 @@ class Renderings:
             return len(cached) if self.text.startswith(cached) else None
         return cached
 
-    def headers(self, index: int) -> Iterator[str]:
+    def possible_headers(self, index: int) -> Iterator[str]:
         """Yield possible headers of an answer: the generation prompts after the earlier messages, and after all
         messages.
 
@@ -306,15 +306,15 @@ class Renderings:
     def text_before_answer(self, index: int) -> str | None:
         """Return what a template without a generation prompt prints directly before an answer; None if unknown."""
         history, through, text_range = (
-            self.rendered_history(index),
-            self.rendered_through(index),
-            self.range_in_prefix(index),
+            self.render_history(index),
+            self.render_through_message(index),
+            self.text_range_in_prefix(index),
         )
         if history is None or through is None or text_range is None or not through.startswith(history):
             return None
         return through[len(history) : text_range[0]] if len(history) <= text_range[0] else None
 
-    def with_short_answer(self, index: int) -> tuple[str, int]:
+    def render_short_answer(self, index: int) -> tuple[str, int]:
         """Return the rendering with one unused character as message ``index``, and its position (-1 if missing)."""
         mark = self.unused_character()
         plain = {"role": "assistant", "content": mark}
@@ -332,13 +332,13 @@ class Renderings:
             Start and end (exclusive). They are equal if the message has no text, and (0, 0) if the template omits the
                 message. None if the template rejects or escapes the text that replaces the message for this comparison.
         """
-        return self._find_changed_range(self.messages, self.text, index)
+        return self._find_message_range(self.messages, self.text, index)
 
-    def range_in_prefix(self, index: int) -> tuple[int, int] | None:
+    def text_range_in_prefix(self, index: int) -> tuple[int, int] | None:
         """Return :meth:`text_range` of message ``index`` in the rendering that ends with this message."""
-        return self._find_changed_range(self.messages[: index + 1], self.rendered_through(index), index)
+        return self._find_message_range(self.messages[: index + 1], self.render_through_message(index), index)
 
-    def _find_changed_range(self, messages: list[Message], original: str | None, index: int) -> tuple[int, int] | None:
+    def _find_message_range(self, messages: list[Message], original: str | None, index: int) -> tuple[int, int] | None:
         mark = self.unused_character()
         variant = self.try_render(
             [*messages[:index], _replace_message_text(messages[index], mark), *messages[index + 1 :]]
@@ -357,7 +357,7 @@ class Renderings:
         """Return the spans of ``{% generation %}`` blocks that the template process reported with the text, or None."""
         return None if self.system == "late" else self._spans
 
-    def marked_spans(self) -> list[tuple[int, int]] | None:
+    def find_generation_spans(self) -> list[tuple[int, int]] | None:
         """Return the character spans of the template's ``{% generation %}`` blocks; None without blocks.
 
         To find the blocks, a modified template prints an unused character at both ends of each block. Without these
@@ -384,7 +384,7 @@ class Renderings:
         """Return what the template prints between the last answer and a user message after it; None if that fails."""
         messages = [*self.messages, {"role": "user", "content": self.unused_character()}]
         text = self.try_render(messages)
-        text_range = self._find_changed_range(messages, text, len(self.messages) - 1)
+        text_range = self._find_message_range(messages, text, len(self.messages) - 1)
         return None if text is None or text_range is None else text[text_range[1] :]
 
     def location_error(self, index: int, why: str) -> DataError:
@@ -497,7 +497,7 @@ def _with_marked_reasoning(message: Message, mark: str) -> Message:
     return {**message, **{name: mark for name in REASONING_FIELDS if isinstance(message.get(name), str)}}
 
 
-def as_last_answer(chat: Renderings, index: int) -> list[list[Message]]:
+def forms_as_last_answer(chat: Renderings, index: int) -> list[list[Message]]:
     """Return the messages up to an answer, in two forms. Templates print the reasoning of a last answer.
 
     The first form has the answer unchanged. The second has its reasoning in every field that templates may read.

@@ -62,17 +62,17 @@ class SpecialText:
         self._pattern = re.compile("|".join(map(re.escape, self._names)) or r"(?!)")
         self._firsts = sorted({name[0] for name in self._names})
 
-    def found(self, text: str) -> list[str]:
+    def find_names(self, text: str) -> list[str]:
         """Return the names of special tokens in a text, without repeats."""
         if not any(first in text for first in self._firsts):
             return []
         return list(dict.fromkeys(self._pattern.findall(text)))
 
-    def names_in_message(self, message: Message) -> list[str]:
+    def find_names_in_message(self, message: Message) -> list[str]:
         """Return the names of special tokens in a message, without repeats."""
-        return list(dict.fromkeys(name for text in _iter_texts(message) for name in self.found(text)))
+        return list(dict.fromkeys(name for text in _iter_texts(message) for name in self.find_names(text)))
 
-    def shield(self, value: Any, origin: str) -> Any:
+    def replace_names(self, value: Any, origin: str) -> Any:
         """Return messages or tools with placeholders in place of names of special tokens; without names, the same
         object.
 
@@ -83,10 +83,10 @@ class SpecialText:
         Raises:
             DataError: The text also contains characters that are used as placeholders.
         """
-        if not any(map(self.found, _iter_texts(value))):
+        if not any(map(self.find_names, _iter_texts(value))):
             return value
         self._refuse_private_characters(_iter_texts(value), origin)
-        return _map_texts(
+        return _replace_texts(
             value, lambda text: self._pattern.sub(lambda match: self._make_placeholder(match.group()), text)
         )
 
@@ -94,16 +94,16 @@ class SpecialText:
         return chr(_STAND_IN + self._names.index(name)) * len(name)
 
     def tokenise(
-        self, text: str, tokens: Callable[[MaskTokenizer, str], TextTokens], origin: str, *, rendered: bool
+        self, text: str, encode: Callable[[MaskTokenizer, str], TextTokens], origin: str, *, rendered: bool
     ) -> TextTokens:
         """Tokenise a text, so that the names of special tokens in its rows become ordinary tokens.
 
         Args:
             text: Text of the row.
-            tokens: Function of a tokenizer and a text that tokenises the text.
+            encode: Function of a tokenizer and a text that tokenises the text.
             origin: Place of the row, for errors.
-            rendered: Whether the text was rendered from messages that :meth:`shield` returned: names are placeholders,
-                and all special tokens come from the template.
+            rendered: Whether the text was rendered from messages that :meth:`replace_names` returned, so that only the
+                template's special tokens are in it.
 
         Raises:
             DataError: The text contains placeholder characters, or the tokenizer makes special tokens of ordinary text.
@@ -112,8 +112,8 @@ class SpecialText:
         if not rendered:
             self._refuse_private_characters([text], origin)
         copy = self._copy
-        made = tokens(copy.masks, self._text_for_copy(text) if rendered else text)
-        if copy.makes_special(made.ids):
+        made = encode(copy.masks, self._spell_for_copy(text) if rendered else text)
+        if copy.has_special_from_text(made.ids):
             raise DataError(
                 "this tokenizer always converts the names of special tokens to special tokens",
                 where=origin,
@@ -121,7 +121,7 @@ class SpecialText:
             )
         return replace(made, ids=array("i", (copy.numbers.get(number, number) for number in made.ids)))
 
-    def _text_for_copy(self, text: str) -> str:
+    def _spell_for_copy(self, text: str) -> str:
         """Return the text for the tokenizer copy: with its names of special tokens; placeholders become names again."""
         text = self._name_pattern.sub(lambda match: self._copy.copied_names[match.group()], text)
         for place, name in enumerate(self._names):
@@ -162,7 +162,7 @@ class _TokenizerCopy:
     added_ids: frozenset[int]
     """ids of the tokens that the copy adds around a text, such as BOS"""
 
-    def makes_special(self, ids: Sequence[int]) -> bool:
+    def has_special_from_text(self, ids: Sequence[int]) -> bool:
         """Return True if a name in the text became a special token. Tokens added around the text do not count."""
         first = int(bool(ids) and ids[0] in self.added_ids)
         last = len(ids) - int(len(ids) > first and ids[-1] in self.added_ids)
@@ -216,14 +216,14 @@ def _iter_texts(value: Any) -> Iterator[str]:
             yield from _iter_texts(item)
 
 
-def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
+def _replace_texts(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
         return {
             name if name in _STEERING else change(name): item
             if name in _STEERING and isinstance(item, str)
-            else _map_texts(item, change)
+            else _replace_texts(item, change)
             for name, item in value.items()
         }
-    return [_map_texts(item, change) for item in value] if isinstance(value, Sequence) else value
+    return [_replace_texts(item, change) for item in value] if isinstance(value, Sequence) else value

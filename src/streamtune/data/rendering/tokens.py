@@ -25,7 +25,7 @@ import numpy.typing as npt
 from streamtune.base.model_facts import IGNORE_INDEX
 from streamtune.data.options import SPLIT_AT, RowPolicy
 from streamtune.data.rendering.chat import ChatTurn
-from streamtune.data.rendering.long_text import LongTextTokenizer, TextPart, component_parts
+from streamtune.data.rendering.long_text import LongTextTokenizer, TextPart, tokenizer_component_steps
 from streamtune.errors import DataError
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class TextTokens:
             found[0] = IGNORE_INDEX
         return found
 
-    def without_first(self) -> TextTokens:
+    def without_first_token(self) -> TextTokens:
         breaks = None if self.breaks is None else self.breaks[1:]
         return replace(self, ids=self.ids[1:], trained=self.trained[1:], breaks=breaks, prefix=max(0, self.prefix - 1))
 
@@ -147,7 +147,7 @@ class MaskTokenizer:
         self._speller = ByteSpeller(tokenizer.backend_tokenizer) if tokenizer.is_fast else None
 
     def __call__(self, marked: MarkedText) -> TextTokens:
-        max_length = self._policy.max_length if self._policy is not None and self._policy.needs_breaks else None
+        max_length = self._policy.max_length if self._policy is not None and self._policy.splits_at_borders else None
         # Borders need offsets, which are slow: request them at once only if the row is probably too long.
         breaks = max_length is not None and bool(self._tokenizer.is_fast) and len(marked.text) > _LIKELY * max_length
         found = self._tokenise_parts(marked, breaks=breaks)
@@ -162,21 +162,21 @@ class MaskTokenizer:
         text, turns, add_special_tokens = marked.text, marked.turns, marked.add_special_tokens
         needs_offsets = breaks or marked.prefix > 0 or marked.border is not None
         offsets = bool(self._tokenizer.is_fast) and (bool(turns) or needs_offsets)
-        parts = self._long_text.parts(text, add_special_tokens=add_special_tokens, offsets=offsets)
+        parts = self._long_text.iter_parts(text, add_special_tokens=add_special_tokens, offsets=offsets)
         first = next(parts)
         reader = _PartReader(self._tokenizer, marked, None if needs_offsets else self._speller)
         if first.stop == len(text):
-            trained = reader.mask(first) if offsets or not turns else self._mask_by_prefixes(marked, first)
-            found = reader.breaks(first) if breaks else None
+            trained = reader.read_mask(first) if offsets or not turns else self._mask_by_prefixes(marked, first)
+            found = reader.read_breaks(first) if breaks else None
             return TextTokens(
                 array("i", first.ids), trained, found, reader.prefix_tokens, crosses_border=reader.crosses_border
             )
         ids, mask, marks, estimated = array("i"), bytearray(), bytearray(), None
         for part in chain([first], parts):
             ids.extend(part.ids)
-            mask += reader.mask(part).data
+            mask += reader.read_mask(part).data
             if breaks:
-                marks += reader.breaks(part).data
+                marks += reader.read_breaks(part).data
             if self._may_stop_early(len(ids), len(text) - part.stop):
                 estimated = round(len(ids) / part.stop * len(text))
                 break
@@ -187,9 +187,7 @@ class MaskTokenizer:
 
     def _may_stop_early(self, num_tokens: int, characters_left: int) -> bool:
         policy = self._policy
-        return (
-            policy is not None and not policy.needs_length and num_tokens > policy.max_length and characters_left > STOP
-        )
+        return policy is not None and not policy.cuts_rows and num_tokens > policy.max_length and characters_left > STOP
 
     def ids(self, text: str, *, add_special_tokens: bool) -> MutableSequence[int]:
         """Return the token ids of a text, if requested with the tokens that the tokenizer puts around a text."""
@@ -236,13 +234,13 @@ class _PartReader:
         self.pairs = np.empty((0, 2), dtype=np.int64)
         """offsets of the part that was read last, [T, 2]"""
 
-    def mask(self, part: TextPart) -> Mask:
+    def read_mask(self, part: TextPart) -> Mask:
         """Return [T]: True for the trained tokens of the next part of the text."""
         if part.read_offsets is None:
             return np.full(len(part.ids), self.turns is None)
         if self.speller is not None:
-            starts, ends = self._turns_in_part(part)
-            spelled = self.speller.cover(part.ids, self.text[part.start : part.stop], starts, ends)
+            starts, ends = self._turn_bounds_in_part(part)
+            spelled = self.speller.mask_spans(part.ids, self.text[part.start : part.stop], starts, ends)
             if spelled is not None:
                 return spelled
         offsets = part.read_offsets()
@@ -259,9 +257,9 @@ class _PartReader:
             ids = part.ids
             names = lambda: list(self.tokenizer.convert_ids_to_tokens(ids))  # noqa: E731
             pairs = _offset_array(_extents_with_blanks(self.text[part.start : part.stop], offsets, names))
-        return _make_mask(pairs, *self._turns_in_part(part))
+        return _make_mask(pairs, *self._turn_bounds_in_part(part))
 
-    def _turns_in_part(self, part: TextPart) -> tuple[list[int], list[int]]:
+    def _turn_bounds_in_part(self, part: TextPart) -> tuple[list[int], list[int]]:
         """Return starts and ends of the turns in a part, counted in characters from the start of the part."""
         near = slice(bisect_right(self.turn_ends, part.start), bisect_left(self.turn_starts, part.stop))
         starts = [max(start - part.start, 0) for start in self.turn_starts[near]]
@@ -279,8 +277,8 @@ class _PartReader:
         if pairs[inside - 1, 1] > here:  # the token crosses the end of the prefix, so the prefix cannot be kept alone
             self.prefix = self.prefix_tokens = 0
 
-    def breaks(self, part: TextPart) -> npt.NDArray[np.uint8]:
-        """Return [T]: strongest kind of border before each token of the part last passed to :meth:`mask`."""
+    def read_breaks(self, part: TextPart) -> npt.NDArray[np.uint8]:
+        """Return [T]: strongest kind of border before each token of the part last passed to :meth:`read_mask`."""
         found: npt.NDArray[np.uint8] = np.zeros(len(part.ids), dtype=np.uint8)
         if part.start == part.stop:
             return found
@@ -386,10 +384,10 @@ class ByteSpeller:
     """Finds the tokens that contain given characters by adding up the bytes of byte-level tokens, without offsets."""
 
     def __init__(self, backend: Any) -> None:
-        parts = component_parts(backend.pre_tokenizer, "pretokenizers")
+        parts = tokenizer_component_steps(backend.pre_tokenizer, "pretokenizers")
         self._bytes = _TokenBytes(backend) if any(part["type"] == "ByteLevel" for part in parts) else None
 
-    def cover(
+    def mask_spans(
         self, ids: Sequence[int], text: str, starts: Sequence[int], ends: Sequence[int]
     ) -> npt.NDArray[np.bool_] | None:
         """Return [T]: True for each token that contains a character of a span.

@@ -40,11 +40,11 @@ __all__ = [
     "TemplateLimits",
     "TemplateRefusalError",
     "TemplateVariables",
-    "fix_date",
-    "fixed_date",
+    "find_rendered_ahead",
+    "fix_template_date",
+    "fixed_template_date",
     "render_ahead",
     "render_chat",
-    "rendered_ahead",
 ]
 
 WORKER = Path(__file__).with_name("worker.py")
@@ -122,7 +122,7 @@ def render_chat(
     if _has_own_rendering(tokenizer):
         return _render_by_method(tokenizer, request)
     shared, own = _shared_arguments(tokenizer, template, request.tools, limits), request.arguments()
-    ready = _WORKERS.take(shared["chat_template"], own)
+    ready = _WORKERS.take_rendered(shared["chat_template"], own)
     return _WORKERS.render({**shared, **own}, limits) if ready is None else ready[0]
 
 
@@ -139,7 +139,7 @@ def render_ahead(tokenizer: PreTrainedTokenizerBase, conversations: Sequence[Cha
     Returns:
         True if results are stored; False if the tokenizer renders without a template, or a limit was exceeded.
     """
-    _WORKERS.forget()
+    _WORKERS.forget_rendered()
     if not conversations or _has_own_rendering(tokenizer):
         return False
     limits = TemplateLimits()
@@ -156,7 +156,7 @@ def render_ahead(tokenizer: PreTrainedTokenizerBase, conversations: Sequence[Cha
     return True
 
 
-def rendered_ahead(
+def find_rendered_ahead(
     tokenizer: PreTrainedTokenizerBase, request: ChatRequest
 ) -> tuple[str, list[tuple[int, int]] | None] | None:
     """Return the text of a conversation that :func:`render_ahead` rendered, and the spans of ``{% generation %}``
@@ -172,7 +172,7 @@ def rendered_ahead(
     """
     if not _WORKERS.ready or _has_own_rendering(tokenizer):
         return None
-    ready = _WORKERS.take(tokenizer.get_chat_template(None, request.tools), request.arguments())
+    ready = _WORKERS.take_rendered(tokenizer.get_chat_template(None, request.tools), request.arguments())
     if ready is None:
         return None
     text, spans = ready
@@ -277,7 +277,7 @@ class TemplateVariables:
                 )
 
 
-def fix_date(date: str | None) -> None:
+def fix_template_date(date: str | None) -> None:
     """Set the date that chat templates get from ``strftime_now``, for all later renderings of this process.
 
     A run stores its date, so that it renders the same text when it is resumed on another day.
@@ -296,8 +296,8 @@ def fix_date(date: str | None) -> None:
         ) from error
 
 
-def fixed_date() -> str | None:
-    """Return the date that :func:`fix_date` set; None if chat templates print the current day."""
+def fixed_template_date() -> str | None:
+    """Return the date that :func:`fix_template_date` set; None if chat templates print the current day."""
     return _WORKERS.date
 
 
@@ -401,11 +401,11 @@ class _Workers:
             if rendered is not None and (key := _lookup_key(shared["chat_template"], request)):
                 self.ready[key] = rendered
 
-    def take(self, template: str, request: dict[str, Any]) -> Any:
+    def take_rendered(self, template: str, request: dict[str, Any]) -> Any:
         """Return the stored ``[text, spans]`` of a conversation; None if it was not rendered ahead."""
         return self.ready.get(_lookup_key(template, request)) if self.ready else None
 
-    def forget(self) -> None:
+    def forget_rendered(self) -> None:
         self.ready.clear()
 
     def render(self, request: dict[str, Any], limits: TemplateLimits) -> str:

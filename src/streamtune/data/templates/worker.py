@@ -46,15 +46,15 @@ def main() -> None:
         size, seconds, memory_bytes, max_characters = HEADER.unpack(head)
         data = requests.read(size)
         asked = pickle.loads(data)
-        bound.set(memory_bytes)
-        _stop_after(seconds)
+        bound.allow(memory_bytes)
+        _kill_process_after(seconds)
         try:
             status, text = _answer_request(library, asked["request"], asked["date"], max_characters)
             answer = status + text.encode("utf-8", "surrogatepass")
             del text
         except MemoryError:
             answer = b"L" + MEMORY.encode()
-        _stop_after(0)
+        _kill_process_after(0)
         del asked, data
         answers.write(ANSWER.pack(len(answer)) + answer)
         answers.flush()
@@ -100,7 +100,7 @@ def _answer_request(library: Any, request: dict[str, Any], date: str | None, max
 
 def _render_many(library: Any, requests: list[dict[str, Any]], chat_template: str, **shared: Any) -> Any:
     """Yield ``[text, spans]`` for each conversation; None for a conversation that the template rejects."""
-    marks = _marks_in_place(library, chat_template)
+    marks = _has_recordable_marks(library, chat_template)
     for own in requests:
         try:
             texts, spans = library.render_jinja_template(
@@ -115,7 +115,7 @@ def _render_many(library: Any, requests: list[dict[str, Any]], chat_template: st
 
 
 @functools.lru_cache
-def _marks_in_place(library: Any, template: str) -> bool:
+def _has_recordable_marks(library: Any, template: str) -> bool:
     """Return True if a template has ``{% generation %}`` blocks whose positions in the output can be recorded."""
     from jinja2 import nodes
 
@@ -146,7 +146,7 @@ def _set_date(environment: Any, date: str | None) -> None:
     environment.globals["strftime_now"] = lambda form: (moment or datetime.now()).strftime(form)
 
 
-def _stop_after(seconds: float) -> None:
+def _kill_process_after(seconds: float) -> None:
     """Set a timer that kills this process after ``seconds`` of processor time, even within one operation; 0 cancels."""
     if hasattr(signal, "setitimer"):
         signal.setitimer(signal.ITIMER_PROF, seconds)
@@ -158,7 +158,7 @@ class _MemoryLimit:
     def __init__(self) -> None:
         self.base, self.now = _address_space_bytes(), 0
 
-    def set(self, memory_bytes: int) -> None:
+    def allow(self, memory_bytes: int) -> None:
         """Allow at least ``memory_bytes`` more; a limit of up to twice as much stays, to save a system call."""
         if memory_bytes <= self.now <= 2 * memory_bytes:
             return

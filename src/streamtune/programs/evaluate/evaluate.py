@@ -15,7 +15,7 @@ import torch
 
 from streamtune import data, models, train
 from streamtune.base.adapters import base_of
-from streamtune.data.templates import fix_date
+from streamtune.data.templates import fix_template_date
 from streamtune.engine import StreamHandle
 from streamtune.errors import ArgumentError, OutOfMemoryError, RunError, StreamTuneError
 from streamtune.plan.simulate.memory import device_model_bytes
@@ -97,7 +97,7 @@ def evaluate_model(
         device = choose_device(recipe.device)
         prepare_libraries(device)
         sources = make_sources(loaded)
-        fix_date(trained.identity.get("date"))
+        fix_template_date(trained.identity.get("date"))
         with doing("reading the tokenizer"):
             tokenizer = load_evaluated_tokenizer(trained, recipe)
         prepared = task.prepare(sources, tokenizer, notify)
@@ -220,10 +220,10 @@ class _Evaluation:
         stack = gather_haystack(
             data.iter_texts(sources, on_bad_row=recipe.on_bad_row, max_bad_rows=recipe.max_bad_rows),
             self.tokenizer,
-            chat=bool(self.tokenizer.chat_template) and data.holds_messages(sources),
+            chat=bool(self.tokenizer.chat_template) and data.has_chat_messages(sources),
             tokens=2 * max(lengths),
             notify=self.feedback.notify,
-            frame=data.first_chat_frame(sources, chat_options(recipe)),
+            frame=data.first_chat_context(sources, chat_options(recipe)),
         )
         cells_done = partial(self.feedback.progress, "needle cells")
         return probe_needles(self._streamed_model, stack, options, lengths, seed=recipe.seed, cells_done=cells_done)

@@ -118,7 +118,7 @@ def gather_haystack(
     chat: bool,
     tokens: int,
     notify: Callable[[str], None],
-    frame: data.ChatFrame | None = None,
+    frame: data.ChatContext | None = None,
 ) -> Haystack:
     """Return the text in which needles are hidden, made of the rows' texts.
 
@@ -142,7 +142,7 @@ def gather_haystack(
         raise ArgumentError("the rows have no text to hide a needle in", where="datasets")
     if len(hay) < tokens:
         notify(f"the rows have only {len(hay):,} tokens of text: the needle probe repeats them")
-    head, tail, chat = _tokens_around_user_text(tokenizer, chat, frame or data.ChatFrame(), notify)
+    head, tail, chat = _tokens_around_user_text(tokenizer, chat, frame or data.ChatContext(), notify)
     return Haystack(np.array(hay[:tokens], dtype=np.int64), head, tail, chat, tokenizer)
 
 
@@ -151,7 +151,7 @@ def _encode(tokenizer: Any, text: str) -> list[int]:
 
 
 def _tokens_around_user_text(
-    tokenizer: Any, chat: bool, frame: data.ChatFrame, notify: Callable[[str], None]
+    tokenizer: Any, chat: bool, frame: data.ChatContext, notify: Callable[[str], None]
 ) -> tuple[list[int], list[int], bool]:
     """Return the tokens before and after the user's text, and whether the chat template made them."""
     if chat and tokenizer.chat_template:

@@ -34,7 +34,7 @@ from transformers import GenerationConfig
 from streamtune import data, models
 from streamtune.base.adapters import base_of
 from streamtune.base.model_facts import model_device
-from streamtune.data.templates import fix_date
+from streamtune.data.templates import fix_template_date
 from streamtune.errors import StreamTuneError
 from streamtune.models import copy_with_generation_config
 from streamtune.programs.export.merge import Rounding, computing_in_fp32
@@ -388,7 +388,7 @@ def _first_rows_of_run(trained: TrainedModel, tokenizer: Any) -> list[tuple[list
     assert trained.loaded is not None
     sources = [replace(source, max_rows=min(source.max_rows or FIRST_ROWS, FIRST_ROWS))
                for source in make_sources(trained.loaded, include_eval_sets=False)]  # fmt: skip
-    fix_date(trained.identity.get("date"))
+    fix_template_date(trained.identity.get("date"))
     task = task_of(trained.loaded.recipe)
     rows: Sequence[Any] = task.prepare(sources, tokenizer, lambda text: None, val_size=0.0).training
     return [(ids, row.origin) for row in rows[: 4 * MAX_ROWS] if len(ids := _token_ids_of_row(row)) >= 2]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from streamtune.data.reading.cells import check_message, convert_sharegpt_turn, read_tools, read_variables, with_system
+from streamtune.data.reading.cells import add_system, check_message, convert_sharegpt_turn, read_chat_kwargs, read_tools
 from streamtune.errors import DataError
 
 
@@ -110,10 +110,10 @@ def _add_columns_to_prompt(prompt: Prompt, columns: Mapping[str, Any], where: st
     """Return ``prompt`` with the system message, tools and template variables in ``columns``, its JSON object."""
     if not isinstance(prompt, list):
         return prompt
-    messages, _ = with_system(prompt, columns, where)
+    messages, _ = add_system(prompt, columns, where)
     tools, variables = (
         read_tools(columns.get("tools"), where),
-        read_variables(columns.get("chat_template_kwargs"), where),
+        read_chat_kwargs(columns.get("chat_template_kwargs"), where),
     )
     return ToolPrompt(messages, tools, variables) if tools or variables else messages
 

@@ -9,7 +9,7 @@ from string import Template
 from typing import Any
 
 from streamtune.base.privacy import safe_text
-from streamtune.data.data_report import EPOCH_COLUMNS, SourceReport, epoch_table
+from streamtune.data.data_report import EPOCH_COLUMNS, SourceReport, format_epoch_shares
 from streamtune.data.inspect_rows import RowPart, RowView, TokenGap
 from streamtune.run.build import Inspection
 
@@ -87,7 +87,7 @@ def _sources_table(inspection: Inspection) -> str:
         rows.append(("now" if source is report else "", [safe_text(name), *counted, share, *lengths]))
     named = [name.replace("supervised", "trained").replace("_", " ") for name in counts]
     tables = [_html_table(["", *named, "trained", *points], rows)]
-    if epoch := epoch_table(report.sources):
+    if epoch := format_epoch_shares(report.sources):
         lines = [("", [safe_text(title), *cells]) for title, *cells in epoch]
         tables.append(f"<h3>An epoch, by weight</h3>{_html_table(['', *EPOCH_COLUMNS], lines)}")
     return "".join(tables)
@@ -133,8 +133,9 @@ def _length_limits_table(inspection: Inspection) -> str:
 def _rows_html(inspection: Inspection, views: Sequence[tuple[str, RowView]]) -> Iterator[str]:
     left = MAX_BYTES
     for place, (reason, view) in enumerate(views):
-        facts: list[Any] = [view.origin, f"{view.tokens:,} tokens"]
-        facts += [f"{view.trained:,} trained ({view.trained / view.tokens:.1%})"] if view.trained else []
+        tokens, trained = view.num_tokens, view.num_trained
+        facts: list[Any] = [view.origin, f"{tokens:,} tokens"]
+        facts += [f"{trained:,} trained ({trained / tokens:.1%})"] if trained else []
         facts += ["held out"] if view.held_out else []
         facts += [f"{view.lost:,} truncated"] if view.lost else []
         summary = f"row {view.number:,} <small>{escape(safe_text(', '.join(facts)))}</small>"

@@ -27,7 +27,7 @@ import torch
 from streamtune import data, train
 from streamtune.data.reading.readers import Row
 from streamtune.data.rendering.render import RowRenderer
-from streamtune.data.row_types import detect_type, normalise
+from streamtune.data.row_types import detect_type, normalise_row
 from streamtune.errors import CheckpointError, DataError, RunError
 from streamtune.recipe.settings import RolloutSettings
 from streamtune.tasks import rewards, rollout
@@ -321,7 +321,7 @@ class SupervisedSteps:
     ) -> None:
         render = RowRenderer(tokenizer, train_on="completion", notify=lambda text: None, chat=chat_options(recipe))
         self.examples = [_make_demonstration(prompt, render, recipe.max_length) for prompt in prompts]
-        render.log.finish()
+        render.log.notify_or_raise()
         self.pad_token_id = tokenizer.pad_token_id
         self.step_size, self.batch_size = recipe.sft_batch_size, recipe.per_device_train_batch_size
         self.sampler = data.ResumableSampler(len(self.examples), seed=recipe.seed, shuffle=recipe.shuffle)
@@ -354,7 +354,7 @@ def _make_demonstration(prompt: data.Prompt, render: RowRenderer, max_length: in
             fix="give the rows a column 'completion', or delete sft_steps",
         )
     row_type = "prompt_completion" if "completion" in row.columns else detect_type(row)
-    content = normalise(row, row_type)
+    content = normalise_row(row, row_type)
     if render.drops_empty_row(content, row.origin):
         raise DataError("'sft_steps' trains on answers, but the answer in this row is empty", where=row.origin)
     rendered = render(content, row.origin)
