@@ -256,7 +256,7 @@ def test_the_folder_of_temporary_files_is_named(reason: str, write: Write, tmp_p
     assert (kind, where) == ("StorageError", "TMPDIR")
     if reason == "full":
         assert what == f"cannot write the prepared rows to {folder}: File too large"
-        assert fix.startswith("they need more than ")
+        assert fix.startswith("prepared rows need more than ")
         assert list(folder.iterdir()) == []
     else:
         assert what.startswith("cannot create a temporary folder: ")

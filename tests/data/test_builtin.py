@@ -148,9 +148,9 @@ def test_every_way_to_read_them(tokenizer: PreTrainedTokenizerFast) -> None:
 @pytest.mark.parametrize(
     ("source", "what", "fix"),
     [
-        (Source("demo-arithmetic", name="srot"), "has no part 'srot'", "did you mean 'sort'?"),
-        (Source("demo-arithmetic", name="divide"), "has no part 'divide'", "use copy, sort, add"),
-        (Source("demo-preferences", name="x"), "has no part 'x'", "remove 'name'"),
+        (Source("demo-arithmetic", name="srot"), "has no configuration 'srot'", "did you mean 'sort'?"),
+        (Source("demo-arithmetic", name="divide"), "has no configuration 'divide'", "use copy, sort, add"),
+        (Source("demo-preferences", name="x"), "has no configuration 'x'", "remove 'name'"),
         (Source("demo-preferences", split="test"), "has only the split 'train', found 'test'", "val_size"),
     ],
 )

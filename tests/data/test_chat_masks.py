@@ -251,7 +251,7 @@ def test_marks_that_miss_the_terminator_are_completed(bpe: Tokenizer) -> None:
         (
             "{{ messages[-1].content }}{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + "
             "'<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
-            "prints it in one block with",
+            "prints the message in one block with",
         ),
         # answers are printed without their words
         (
@@ -263,7 +263,7 @@ def test_marks_that_miss_the_terminator_are_completed(bpe: Tokenizer) -> None:
         (
             "{{ messages | length }}{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + "
             "'<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>model\n' }}{% endif %}",
-            "prints another text before it",
+            "prints different text before the answer",
         ),
     ],
     ids=["prints an answer twice", "drops answers", "other header"],

@@ -171,7 +171,7 @@ def test_compressed_text(suffix: str, name: str, content: bytes, write: Write) -
     assert texts(write(name + suffix, packed)) == ["one", "two"]
     with pytest.raises(DataError, match="file is damaged"):
         texts(write(f"cut-{name}{suffix}", packed[:-6]))
-    with pytest.raises(DataError, match=r"is compressed \(.*\), but its extension is not"):
+    with pytest.raises(DataError, match=r"is compressed \(.*\), but its extension names no compression"):
         texts(write(name, packed))
 
 

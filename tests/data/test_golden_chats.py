@@ -101,7 +101,7 @@ def test_ids_and_masks_are_those_written_down(case: tuple[str, str, str]) -> Non
 
 @pytest.mark.parametrize("name", WITHOUT_TOOLS)
 def test_formats_without_tools_refuse_calls_they_do_not_print(name: str) -> None:
-    with pytest.raises(DataError, match=r"omits 'weather'|does not print its text|roles must alternate"):
+    with pytest.raises(DataError, match=r"omits 'weather'|does not print the text of the message|roles must alternate"):
         rendered(name, "tools", "template")
 
 

@@ -217,7 +217,9 @@ def test_a_template_that_needs_the_name_of_a_tool_says_so(bpe: Any) -> None:
         lambda: renderer(normalise_row(row, "messages"), row.origin),
         lambda: prompts(TOOL, None, row.origin),
     ):
-        with pytest.raises(DataError, match=r"at messages\[2\], with the role 'tool': it reads 'name'") as caught:
+        with pytest.raises(
+            DataError, match=r"at messages\[2\], with the role 'tool': the template reads 'name'"
+        ) as caught:
             ask()
         assert caught.value.where == "x:1"
         assert "the name of the called function" in caught.value.fix

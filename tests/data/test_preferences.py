@@ -174,7 +174,7 @@ P = {"prompt": "one?"}
 @pytest.mark.parametrize(
     ("columns", "row_type", "what"),
     [
-        ({"text": "x"}, None, "cannot tell what the rows compare from the columns 'text'"),
+        ({"text": "x"}, None, "cannot recognise preference data from the columns 'text'"),
         ({**P, "chosen": "a"}, "preference", "needs the column 'rejected', found 'prompt', 'chosen'"),
         ({**P, "completion": "a"}, "unpaired", "needs the column 'label'"),
         ({"chosen": "one", "rejected": "two"}, None, "the row has no column 'prompt'"),
@@ -193,7 +193,7 @@ P = {"prompt": "one?"}
         (
             {**P, "chosen": "a", "rejected": [answer("b")]},
             None,
-            "must have one form, found text and a list of messages",
+            "must both be text or both be messages, found text and a list of messages",
         ),
         ({**P, "chosen": [answer("a")], "rejected": [answer(" ")]}, None, "messages of 'rejected' are empty"),
         ({**P, "chosen": [answer("a")], "rejected": []}, None, "'rejected' is an empty list"),

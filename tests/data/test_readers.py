@@ -135,7 +135,7 @@ def test_damaged_gzip(write: Write) -> None:
 
 def test_a_compressed_file_without_its_suffix_is_told_as_that(write: Write) -> None:
     packed = gzip.compress(b'{"text": "one"}')
-    with pytest.raises(DataError, match=r"compressed \(gzip\), but its extension is not") as caught:
+    with pytest.raises(DataError, match=r"compressed \(gzip\), but its extension names no compression") as caught:
         read(write("a.jsonl", packed))
     assert caught.value.fix == "rename it to a.jsonl.gz"
     with pytest.raises(DataError, match=r"compressed \(zstd\)"):

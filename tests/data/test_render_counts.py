@@ -114,7 +114,7 @@ def test_a_system_message_that_is_printed_with_the_last_question(write: Write) -
     assert made.trained[0] == " a1</s> 2</s>"
     assert made.told == [
         "the chat template prints the system message only before the user's last message: 2 rows rendered so, with 2 "
-        "earlier answers trained without it"
+        "earlier answers trained without a system message"
     ]
 
 

@@ -132,7 +132,7 @@ class DataReport:
             parts.append(f"packed into {self.packs:,} sequences, {self.pack_fill:.1%} full")
         parts.append(f"{self.tokens:,} tokens, {self.supervised_tokens:,} of them trained")
         if self.pieces:
-            lost = f"{self.piece_targets_lost:,} trained tokens begin a piece and are not predicted"
+            lost = f"{self.piece_targets_lost:,} trained tokens are not predicted, because a piece begins with them"
             outside = f", {self.piece_tokens_lost:,} tokens are in no piece" if self.piece_tokens_lost else ""
             parts.append(f"cut into {self.pieces:,} pieces: {lost}{outside}")
         parts += _describe_special_token_rows(self) + _describe_lost_tokens(self)
@@ -222,7 +222,7 @@ def _describe_rows(report: DataReport | CompletionReport, pieces_dropped: int = 
     parts = [f"{report.rows:,} rows", *(f"{count:,} {name}" for name, count in counts.items() if count)]
     parts.append(f"{report.train_examples:,} to train on")
     if any(source.weight is not None for source in report.sources):
-        parts.append(f"{sum(source.epoch_rows for source in report.sources):,} per epoch, by weight")
+        parts.append(f"{sum(source.epoch_rows for source in report.sources):,} rows per epoch, by weight")
     if report.validation_examples:
         parts.append(f"{report.validation_examples:,} held out")
     return parts

@@ -224,7 +224,7 @@ def decode_parts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], bounds:
 
 def _decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
     text = tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    assert isinstance(text, str), "one row decodes to one text"
+    assert isinstance(text, str), "a list of token ids must decode to one string"
     return text
 
 

@@ -114,7 +114,7 @@ class RowPolicy:
                 if self.split_overlap > 0
                 else f"split_overlap must be at least 0, found {self.split_overlap:,}",
                 where="split_overlap",
-                fix=f"set it from 0 to {self.max_length - 1:,}",
+                fix=f"set split_overlap from 0 to {self.max_length - 1:,}",
             )
         if self.split_overlap and self.overlength != "split":
             raise ArgumentError(

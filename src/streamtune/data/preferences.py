@@ -83,10 +83,10 @@ def detect_preference_type(row: Row) -> str:
         if all(name in row.columns for name in required):
             return row_type
     raise DataError(
-        f"cannot tell what the rows compare from the columns {column_names(row.columns)}",
+        f"cannot recognise preference data from the columns {column_names(row.columns)}",
         where=row.origin,
         fix="preference data needs 'prompt', 'chosen' and 'rejected', or 'prompt', 'completion' and 'label'; "
-        "rename the columns, or say which is which in the recipe: columns: {chosen: better}",
+        "rename the columns, or map them in the recipe: columns: {chosen: better}",
     )
 
 
@@ -122,7 +122,7 @@ def _parse_pair(row: Row) -> Answers:
     if isinstance(chosen, str) != isinstance(rejected, str):
         kinds = {True: "text", False: "a list of messages"}
         raise DataError(
-            "'chosen' and 'rejected' must have one form, "
+            "'chosen' and 'rejected' must both be text or both be messages, "
             f"found {kinds[isinstance(chosen, str)]} and {kinds[isinstance(rejected, str)]}",
             where=row.origin,
             fix="write both as text, or both as messages",
@@ -294,7 +294,9 @@ def _join_answer(
         DataError: The answer does not follow the prompt as an assistant message, or is empty.
     """
     if isinstance(prompt, str) or isinstance(answer, str):
-        assert isinstance(prompt, str) is isinstance(answer, str), "both were brought into one form"
+        assert isinstance(prompt, str) is isinstance(answer, str), (
+            "the prompt and the answer must both be text or both be messages"
+        )
         return PromptCompletion(str(prompt), str(answer))
     check_role_order(prompt, "prompt", row.origin)
     prompt, other_system = add_system(prompt, row.columns, row.origin)

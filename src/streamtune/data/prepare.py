@@ -438,7 +438,7 @@ def prepare_unpaired(
         raise DataError(
             f"completions must have both labels, found only {label_names[0]}",
             where=sources[0].place,
-            fix="add rows with the other label",
+            fix="add rows with the other value in 'label'",
         )
     return prepared
 
@@ -550,7 +550,7 @@ def _read_prompts(
         reserved_name = next((name for name in _REWARD_ARGUMENTS if name in row.columns), None)
         if reserved_name is not None:
             raise DataError(
-                f"a column must not be called '{reserved_name}': this is an argument of reward functions",
+                f"a column must not be called '{reserved_name}': reward functions have an argument of this name",
                 where=row.origin,
                 fix="rename the column",
             )

@@ -260,7 +260,7 @@ class _SpillFile(io.FileIO):
             raise StorageError(
                 f"cannot write the prepared rows to {self._folder}: {error.strerror or error}",
                 where=self._where,
-                fix=f"they need more than {needed}: free space there, or {self._fix}",
+                fix=f"prepared rows need more than {needed}: free space in that folder, or {self._fix}",
             ) from error
         return size
 

@@ -326,7 +326,7 @@ def choose_rows_to_train(
         kept_sources: Sources whose rows are all chosen.
     """
     rows = len(points)
-    assert rows == len(sources) >= count > 0, "at least one row is chosen, at most all rows"
+    assert rows == len(sources) >= count > 0, "count must be from 1 to the number of rows"
     finite = np.isfinite(points).all(axis=1)
     usable = [int(row) for row in np.flatnonzero(finite)]
     if len(usable) < count:

@@ -131,7 +131,7 @@ class ResumableSampler:
     """
 
     def __init__(self, num_rows: int, *, seed: int, shuffle: bool = True, mixture: Mixture | None = None) -> None:
-        assert mixture is None or mixture.bounds[-1] == num_rows, "the mixture has the same rows"
+        assert mixture is None or mixture.bounds[-1] == num_rows, "the mixture must be made for num_rows rows"
         self.mixture = mixture
         self.num_rows = num_rows if mixture is None else mixture.units_per_epoch
         """number of visits in an epoch"""
@@ -262,7 +262,7 @@ def pack_rows(lengths: Sequence[int] | Numbers, max_length: int, *, seed: int) -
         2
     """
     sizes = np.asarray(lengths, dtype=np.int64)
-    assert not len(sizes) or 0 < sizes.min() <= sizes.max() <= max_length, "rows were fitted to max_length before"
+    assert not len(sizes) or 0 < sizes.min() <= sizes.max() <= max_length, "every row must have 1 to max_length tokens"
     random = seeded_random(seed, len(sizes))
     drawn = random.permutation(len(sizes))
     order = drawn[np.argsort(-sizes[drawn], kind="stable")]
@@ -399,7 +399,7 @@ def _cut_by_powers_of_two(
     lengths: Numbers, max_piece_length: int, min_piece_length: int
 ) -> tuple[Numbers, Numbers, Numbers, Numbers]:
     """Return row number, start, stop and bucket length of each piece, row by row; one remaining token is dropped."""
-    assert not len(lengths) or lengths.max() <= max_piece_length, "rows were fitted to max_length before"
+    assert not len(lengths) or lengths.max() <= max_piece_length, "every row must have 1 to max_length tokens"
     done = np.zeros_like(lengths)
     found: list[tuple[Numbers, Numbers, Numbers, Numbers]] = []
     size = 1 << (max_piece_length.bit_length() - 1)

@@ -170,8 +170,8 @@ def _file_changed_error(subject: str, change: str, source: Source) -> DataError:
     return DataError(
         f"{subject} {change} since the run began, so the streamed rows would differ",
         where=source.place,
-        fix="restore it and start again: the run resumes from its checkpoint; or start with --allow-change data to "
-        "read the changed data from its beginning",
+        fix="restore the files and start again: the run resumes from its checkpoint; or start with --allow-change data "
+        "to read the changed data from its beginning",
     )
 
 

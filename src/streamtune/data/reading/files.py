@@ -192,7 +192,11 @@ def _refuse_other_formats(first_bytes: bytes, file: DataFile, *, text: bool) -> 
     for magic, (kind, fix) in _MAGIC.items():
         if first_bytes.startswith(magic):
             packed = kind in {name for name, _ in COMPRESSED.values()}
-            what = f"the file is compressed ({kind}), but its extension is not" if packed else f"the file is {kind}"
+            what = (
+                f"the file is compressed ({kind}), but its extension names no compression"
+                if packed
+                else f"the file is {kind}"
+            )
             raise DataError(what, where=file.shown, fix=fix.format(name=file.name))
     if first_bytes[257:262] == b"ustar":
         raise DataError("the file is a tar archive", where=file.shown, fix="unpack it")

@@ -76,7 +76,7 @@ def read_data_file(file: DataFile, bad: BadRows) -> Iterator[Row]:
         raise DataError(
             f"unknown file format: '{file.name}'",
             where=file.shown,
-            fix=f"use {', '.join(READERS)}; text may be compressed: add {', '.join(COMPRESSED)}",
+            fix=f"use {', '.join(READERS)}; a text file may be compressed, then append {', '.join(COMPRESSED)}",
         )
     return reader(file, bad)
 

@@ -153,7 +153,7 @@ def _rename_columns(rows: Iterable[Row], source: Source, bad: BadRows) -> Iterat
             continue
         hidden = [name for name in source.columns if name in row.columns and name not in theirs]
         if hidden and number == 0:
-            bad.notify(f"{source.path}: the column '{hidden[0]}' is ignored: 'columns' maps another to its name")
+            bad.notify(f"{source.path}: the column '{hidden[0]}' is ignored: 'columns' renames another column to it")
         kept = {name: value for name, value in row.columns.items() if name not in theirs}
         yield Row(row.origin, {**kept, **{ours: row.columns[name] for ours, name in source.columns.items()}})
 
@@ -249,7 +249,7 @@ def _check_built_in(source: Source, names: Sequence[str]) -> None:
     if source.name is not None and source.name not in names:
         fix = did_you_mean(source.name, names) or (f"use {', '.join(names)}" if names else "remove 'name'")
         raise DataError(
-            f"the built-in dataset '{source.path}' has no part '{source.name}'", where=source.place, fix=fix
+            f"the built-in dataset '{source.path}' has no configuration '{source.name}'", where=source.place, fix=fix
         )
 
 

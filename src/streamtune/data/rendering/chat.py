@@ -375,7 +375,7 @@ class ChatRenderer:
         start = text_range[0] - len(lead or "")
         if lead is not None and floor <= start and chat.text.startswith(lead, start):
             return start + self._plain_header_length(chat, index, chat.text[start:])
-        raise chat.location_error(index, "prints another text before it than its generation prompt")
+        raise chat.location_error(index, "prints different text before the answer than its generation prompt")
 
     def _printed_header_end(self, chat: Renderings, index: int, text_range: tuple[int, int], floor: int) -> int | None:
         """Return the end of a turn's header that is only the beginning of the generation prompt; None if no such header
@@ -416,7 +416,7 @@ class ChatRenderer:
         # The last turn of a chat may end with another token than earlier turns: use the token found here.
         token = self._special.match(chat.text, _skip_blanks(chat.text, text_range[1]))
         if token is None:
-            raise chat.location_error(index, "ends it in another way than the last answer")
+            raise chat.location_error(index, "ends the turn differently from the last turn")
         return token.end()
 
     # ------------------------------------------------------------------ users, tools, and the ends of turns
@@ -533,7 +533,7 @@ def _require_printed_range(chat: Renderings, text_ranges: TextRanges, index: int
     """
     text_range = text_ranges[index]
     if text_range is None or text_range == (0, 0):
-        raise chat.location_error(index, "does not print its text")
+        raise chat.location_error(index, "does not print the text of the message")
     return text_range
 
 
@@ -545,7 +545,7 @@ def _check_no_overlap(chat: Renderings, text_ranges: TextRanges, index: int, tur
     """
     for other, foreign in enumerate(text_ranges):
         if other != index and (foreign is None or (foreign[0] < turn.end and turn.start < foreign[1])):
-            raise chat.location_error(index, f"prints it in one block with messages[{other}]")
+            raise chat.location_error(index, f"prints the message in one block with messages[{other}]")
 
 
 def _is_last_of_exchange(messages: Sequence[Message], index: int) -> bool:

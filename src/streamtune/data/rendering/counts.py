@@ -210,7 +210,7 @@ def _describe_findings(counts: RenderCounts, options: ChatOptions) -> list[str]:
         text = "the chat template prints the system message only before the user's last message: "
         text += f"{_count_rows(counts.system_late)} rendered so"
         earlier = counts.answers_before_system
-        found.append(text + (f", with {earlier:,} earlier answers trained without it" if earlier else ""))
+        found.append(text + (f", with {earlier:,} earlier answers trained without a system message" if earlier else ""))
     if counts.special_rows:
         found.append(_describe_specials(counts, options))
     if counts.begins_twice:

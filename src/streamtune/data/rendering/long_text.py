@@ -331,7 +331,7 @@ class LongTextTokenizer:
                 self._note(_WHOLE)
             yield self._encode(text, 0, len(text), 0, add_special_tokens=add_special_tokens, offsets=offsets)
             return
-        assert self.rule is not None, "a text is cut only by a rule"
+        assert self.rule is not None, "a text is cut only if the tokenizer has a cut rule"
         yield _make_added_part(0, around[0], offsets)
         for start, stop in self._iter_part_bounds(text, self.rule):
             skip = self.rule.skip if start else 0

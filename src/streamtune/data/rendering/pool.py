@@ -42,7 +42,7 @@ class Item(Generic[ItemT]):
     size: int
     """approximate number of characters"""
     row: ItemT | None
-    """row; None after :meth:`take`, or if it could not be read"""
+    """row; None after :meth:`take_row`, or if it could not be read"""
     weight: float = 1.0
     """factor of its loss"""
     source: int = 0
@@ -53,7 +53,7 @@ class Item(Generic[ItemT]):
     def take_row(self) -> ItemT:
         """Return the row and drop this item's reference to it; a second call fails."""
         row, self.row = self.row, None
-        assert row is not None, "each row is rendered once"
+        assert row is not None, "the row was already taken"
         return row
 
 

@@ -123,7 +123,7 @@ def _rejection_error(messages: Sequence[Mapping[str, Any]], index: int | None, r
     fix = "fix the row, or set chat_template to a template that accepts it"
     found = _MISSING.search(reason)
     if found and index is not None and found[1] not in messages[index]:
-        reason = f"it reads '{found[1]}', but the message has no '{found[1]}' ({reason})"
+        reason = f"the template reads '{found[1]}', but the message has no '{found[1]}' ({reason})"
         hint = " (the name of the called function)" if found[1] == "name" and messages[index]["role"] == "tool" else ""
         fix = f"add '{found[1]}'{hint} to the message, or set chat_template to a template that does not need it"
     return DataError(f"the chat template rejects the conversation{location}: {reason}", where=origin, fix=fix)
