@@ -203,11 +203,7 @@ def _has_pickled_values(table: pa.Table) -> bool:
 def _read_entry(
     entry: Path, fitter: FitterT, sources: Sequence[Source], notify: Notify
 ) -> tuple[FitterT, MappedTable] | None:
-    """Load the counts of a cache entry into ``fitter``; return it with the table of records, or None without a valid
-    entry.
-
-    A damaged entry is deleted.
-    """
+    """Return ``fitter`` with the counts of a cache entry, and the entry's table; None (and delete it) if damaged."""
     try:
         inode = entry.lstat().st_ino
     except OSError:

@@ -193,7 +193,6 @@ class RowStream:
         return BadRows(action, self.options.max_bad_rows, self._notify_once)
 
     def _make_fitter(self) -> tuple[RowFitter, _ExampleCollector]:
-        """Return the object that truncates and counts one row, and the writer that collects the row's examples."""
         writer = _ExampleCollector()
         return RowFitter(writer, self.policy), writer
 

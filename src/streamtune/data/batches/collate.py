@@ -128,7 +128,6 @@ def _empty_batch(num_rows: int, max_tokens: int, pad_token_id: int, pad_to_multi
 
 
 def _write_example(batch: Batch, row: int, start: int, example: Example) -> None:
-    """Write an example into a row of a batch from position ``start``, with shifted labels."""
     size = len(example.input_ids)
     batch["input_ids"][row, start : start + size] = torch.as_tensor(np.array(example.input_ids, dtype=np.int64))
     batch["attention_mask"][row, start : start + size] = 1

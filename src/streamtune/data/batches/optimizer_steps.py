@@ -383,8 +383,7 @@ def _divide_in_proportion(sizes: Sequence[int], count: int) -> list[int]:
 def _distances_of_means(chosen_points: Points, all_points: Points) -> tuple[float, float]:
     """Return how far the mean of the chosen points is from the mean of all points, and how far it would be by chance.
 
-    Both distances are relative to the length of the mean of all points; the second is the root mean square over random
-    choices of the same size.
+    Both are relative to the length of the mean of all points (:attr:`ChosenRows.gap` and :attr:`ChosenRows.chance`).
     """
     mean_of_all, rows, count = all_points.mean(axis=0), len(all_points), len(chosen_points)
     length = max(float(np.linalg.norm(mean_of_all)), 1e-30)

@@ -416,7 +416,7 @@ def _cut_by_powers_of_two(
 
 
 def _count_trained_tokens(examples: Stored[Example], rows: Numbers, starts: Numbers, stops: Numbers) -> Numbers:
-    """Return [ranges]: number of trained tokens after the first token of each range. The rows are not decoded."""
+    """Return [ranges]: number of trained tokens after the first token of each range, without decoding the rows."""
     places = examples.table_indices()[rows]
     order = np.argsort(places, kind="stable")
     counts = np.zeros(len(rows), dtype=np.int64)

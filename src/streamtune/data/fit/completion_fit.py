@@ -276,7 +276,6 @@ class PromptFitter(LengthFitter[Prompt, CompletionReport]):
 
 
 def _prompt_digest(prompt: Prompt) -> bytes:
-    """Return a hash of the token ids, the text and the other columns of a prompt."""
     digest = hashlib.blake2b(np.array(prompt.input_ids, dtype=np.int32).tobytes(), digest_size=16)
     digest.update(json.dumps([prompt.prompt, prompt.columns], sort_keys=True, default=repr).encode())
     return digest.digest()

@@ -114,7 +114,6 @@ def _read_text(file: DataFile) -> str:
 
 
 def _expand_glob(pattern: Path) -> Iterator[Path]:
-    """Yield the paths that match a glob pattern, which may be absolute."""
     anchor = Path(pattern.anchor) if pattern.is_absolute() else Path()
     return anchor.glob(str(pattern.relative_to(anchor) if pattern.is_absolute() else pattern))
 

@@ -114,7 +114,6 @@ def choose_files(
 
 
 def _unknown_split_error(split: str, splits: Iterable[str], shown: str, where: str) -> DataError:
-    """Return the error for an unknown split; it lists the splits found."""
     names = list(splits)
     return DataError(
         f"'{shown}' has no split '{split}', found {', '.join(names)}",

@@ -111,13 +111,7 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_reject_duplicate_keys, parse_cons
 
 
 def _json_error(error: ValueError | RecursionError, origin: str, location: str) -> DataError:
-    """Return the error to raise for JSON that cannot be decoded.
-
-    Args:
-        error: Exception of the decoder.
-        origin: Place of the row, ``file:line``.
-        location: Place where the decoder stopped, ``file:line``.
-    """
+    """Return the error for JSON that cannot be decoded; ``location`` is the line where the decoder stopped."""
     if isinstance(error, _DuplicateKeyError):
         return DataError(f"the key '{error}' appears twice in one object", where=origin, fix="keep one of the two")
     fix = "fix the row or remove it"
@@ -367,12 +361,7 @@ def _split_arrow_batches(batches: Any) -> Iterator[Any]:
 
 
 def _arrow_rows(file: DataFile, iter_batches: Callable[[Any], Iterator[Any]], format_name: str) -> Iterator[Row]:
-    """Yield the rows of an Arrow or Parquet file.
-
-    Args:
-        file: File to read.
-        iter_batches: Function that yields the batches of the opened file.
-        format_name: Name of the format, for the error.
+    """Yield the rows of an Arrow or Parquet file, read by ``iter_batches`` from the opened file.
 
     Raises:
         DataError: The file is damaged.

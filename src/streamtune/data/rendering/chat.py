@@ -236,7 +236,7 @@ class ChatRenderer:
         return [self._extend_to_end_token(chat.text, start, end, terminators) for start, end in spans]
 
     def _generation_spans(self, chat: Renderings) -> list[tuple[int, int]] | None:
-        """Return the spans of ``{% generation %}`` blocks.
+        """Return the character spans of ``{% generation %}`` blocks; None without blocks.
 
         The template process reports spans with each rendering. They are trusted after they equalled the spans of
         :meth:`Renderings.find_generation_spans` for 8 conversations.
@@ -263,7 +263,7 @@ class ChatRenderer:
     # ------------------------------------------------------------------ 2. prefixes
 
     def _find_turns_by_prefixes(self, chat: Renderings, trained: Sequence[int]) -> list[ChatTurn] | None:
-        """Return each trained turn as the difference of two prefixes of the full text; None if one is not a prefix."""
+        """Return each turn as the difference of two shorter renderings; None if one is no prefix of the full text."""
         turns = []
         for index in trained:
             before, through = chat.length_before_answer(index), chat.length_through_message(index)
@@ -378,8 +378,7 @@ class ChatRenderer:
         raise chat.location_error(index, "prints different text before the answer than its generation prompt")
 
     def _printed_header_end(self, chat: Renderings, index: int, text_range: tuple[int, int], floor: int) -> int | None:
-        """Return the end of a turn's header that is only the beginning of the generation prompt; None if no such header
-        is found.
+        """Return the end of a header that is only the beginning of the generation prompt; None without such a header.
 
         A generation prompt may be longer than the header of an earlier turn, for example by ``<think></think>``. The
         header ends where the text of the turn begins, or where a plain answer in its place would begin.

@@ -569,15 +569,7 @@ class PromptRenderer:
     def _tokenise_ids(
         self, text: str, origin: str, *, add_special_tokens: bool, has_names: bool, rendered: bool
     ) -> list[int]:
-        """Return the token ids of a text.
-
-        Args:
-            text: Text to tokenise.
-            origin: Place of the row, for errors.
-            add_special_tokens: Whether to add the tokens that the tokenizer puts around a text.
-            has_names: Whether the text contains names of special tokens.
-            rendered: Whether the text was rendered from shielded messages.
-        """
+        """Return the token ids of a text; ``rendered`` is True for a text rendered from messages with placeholders."""
         if not has_names or not self._options.split_special_tokens:
             return list(self._long_text.ids(text, add_special_tokens=add_special_tokens))
 

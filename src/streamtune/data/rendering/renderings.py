@@ -111,14 +111,6 @@ def _find_rejected_message(
 
 
 def _rejection_error(messages: Sequence[Mapping[str, Any]], index: int | None, reason: str, origin: str) -> DataError:
-    """Return the error for a conversation that the template rejects.
-
-    Args:
-        messages: Messages of the conversation.
-        index: Index of the rejected message; None if unknown.
-        reason: Error of the template.
-        origin: Place of the row.
-    """
     location = "" if index is None else f" at messages[{index}], with the role '{messages[index]['role']}'"
     fix = "fix the row, or set chat_template to a template that accepts it"
     found = _MISSING.search(reason)
@@ -437,7 +429,6 @@ def common_prefix_length(first: str, second: str) -> int:
 
 
 def _common_suffix_length(first: str, second: str, limit: int) -> int:
-    """Return the length of the longest common suffix of two strings, at most ``limit``, found by bisection."""
     low, high = 0, limit
     while low < high:
         middle = (low + high + 1) // 2

@@ -302,7 +302,7 @@ _PARAGRAPH = re.compile(r"\n(?:[^\S\n]*\n)+[^\S\n]*")
 
 
 def _border_ranges(border: re.Pattern[str], text: str, part: TextPart) -> npt.NDArray[np.int64]:
-    """Return for each line or paragraph end [first, last]: positions where the token that begins the next may start.
+    """Return [borders, 2]: first and last position at which the token after each line or paragraph break may start.
 
     The first position is after the last line break, the last one is after the indentation that follows.
     """
@@ -417,7 +417,6 @@ class ByteSpeller:
 
 
 def _byte_positions(text: str, character_positions: Sequence[int]) -> Sequence[int]:
-    """Convert ascending character positions to byte positions."""
     if text.isascii():
         return character_positions
     return list(accumulate(len(text[start:end].encode()) for start, end in pairwise([0, *character_positions])))

@@ -315,11 +315,6 @@ def _has_own_method(tokenizer_class: Any) -> bool:
 
 
 def _render_by_method(tokenizer: Any, request: ChatRequest) -> str:
-    """Return a conversation rendered by the tokenizer's own method.
-
-    Raises:
-        TemplateRefusalError: The method raises an error.
-    """
     try:
         text: str = tokenizer.apply_chat_template(
             request.messages,
@@ -451,7 +446,6 @@ def _lookup_key(template: str, request: dict[str, Any]) -> bytes:
 
 
 def _worker_error(code: int, seconds: float) -> TemplateLimitError | TemplateRefusalError:
-    """Return the error for a template process that ended with an exit code."""
     import signal
 
     if hasattr(signal, "SIGPROF") and code in (-signal.SIGPROF, -signal.SIGKILL, 0):
