@@ -96,7 +96,7 @@ def time_table(
     lines = ["| bucket | share of all tokens | time relative to concat-and-chunk |", "|---:|---:|---:|"]
     held, tokens = pieces.lengths(), int(pieces.lengths().sum())
     total = 0.0
-    for size in sorted(pieces.counts_by_bucket()):
+    for size in sorted(pieces.piece_counts_by_bucket()):
         members = np.flatnonzero(pieces.buckets == size)
         following = iter(chunks[1:])
 

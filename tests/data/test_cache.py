@@ -358,10 +358,10 @@ def test_clearing_frees_everything(tmp_path: Path, tokenizer: PreTrainedTokenize
     prepared = prepare([source], tokenizer, max_length=200, cache=cache)
     texts = [cache.cached_text([source], {}, lambda: "a vocabulary", print) for _ in range(2)]
     assert texts == [("a vocabulary", False), ("a vocabulary", True)]
-    size = cache.size()
+    size = cache.size_bytes()
     assert size > 1000
     assert cache.clear() == (1, size)
-    assert cache.size() == 0
+    assert cache.size_bytes() == 0
     assert cache.cached_text([source], {}, lambda: "another", print) == ("another", False)
     assert len(prepared.training[0].input_ids) > 3, "rows in use stay readable"
 

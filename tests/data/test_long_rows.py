@@ -15,7 +15,7 @@ from trained_tokenizers import read_template, train_bpe, wrap
 from transformers import PreTrainedTokenizerFast
 
 from streamtune.data import PreparedData
-from streamtune.data.fit.row_fit import TokenSpan, cut_row, largest_untrained_length, last_trained_run, split_row
+from streamtune.data.fit.row_fit import TokenSpan, largest_untrained_length, last_trained_run, split_row, truncate_row
 from streamtune.data.options import SPLIT_AT, RowPolicy
 from streamtune.data.reading.sources import Source
 from streamtune.errors import ArgumentError, DataError
@@ -81,7 +81,8 @@ def test_cut(name: str) -> None:
     text, options, expected = CUTS[name]
     side = options.get("truncate_side", "auto")
     policy = RowPolicy(4, "truncate", side)
-    parts = cut_row(mask(text), policy, prefix_length=options.get("head", 0), has_answer=options.get("answer", False))
+    prefix, answer = options.get("head", 0), options.get("answer", False)
+    parts = truncate_row(mask(text), policy, prefix_length=prefix, has_answer=answer)
     shown = ""
     for part in parts:
         places = [str(place) for place in range(part.start, part.stop)]
@@ -102,7 +103,7 @@ def test_random_cuts() -> None:
             continue
         side = draw.choice(("auto", "left", "right", "middle"))
         has_answer, policy = draw.random() < 0.7, RowPolicy(most, "truncate", side)
-        parts = cut_row(trained, policy, prefix_length=0, has_answer=has_answer)
+        parts = truncate_row(trained, policy, prefix_length=0, has_answer=has_answer)
         assert sum(part.stop - part.start for part in parts) == most
         kept = np.zeros(size, dtype=np.bool_)
         for part in parts:

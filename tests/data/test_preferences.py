@@ -160,8 +160,8 @@ def test_identical_answers_are_marked() -> None:
 
 
 def test_texts_for_a_tokenizer() -> None:
-    assert normal({"prompt": "one?", "chosen": " good", "rejected": " bad"}).texts() == ["one?", " good", " bad"]
-    assert normal({"prompt": ASKED, "chosen": answer("good"), "rejected": answer("bad")}).texts() == [
+    assert normal({"prompt": "one?", "chosen": " good", "rejected": " bad"}).all_texts() == ["one?", " good", " bad"]
+    assert normal({"prompt": ASKED, "chosen": answer("good"), "rejected": answer("bad")}).all_texts() == [
         "one?",
         "good",
         "bad",

@@ -236,7 +236,7 @@ def test_the_pieces_of_one_row() -> None:
     assert pieces.lengths().tolist() == [1024, 256, 128, 64, 28]
     assert pieces.buckets.tolist() == [1024, 256, 128, 64, 64]
     assert (pieces.dropped, pieces.tokens_lost, pieces.targets_lost) == (0, 0, 4)
-    assert pieces.counts_by_bucket() == {64: 2, 128: 1, 256: 1, 1024: 1}
+    assert pieces.piece_counts_by_bucket() == {64: 2, 128: 1, 256: 1, 1024: 1}
 
 
 @pytest.mark.parametrize("masked", [0.0, 0.9])

@@ -171,11 +171,11 @@ class RowInspector:
         stop = 0
         for start, end in ranges_to_show(part.trained, max_tokens):
             if start > stop:
-                shown.append(_make_gap(part, stop, start))
+                shown.append(_make_token_gap(part, stop, start))
             shown += self._split_into_runs(part.input_ids[start:end], part.trained[start:end])
             stop = end
         if stop < len(part.input_ids):
-            shown.append(_make_gap(part, stop, len(part.input_ids)))
+            shown.append(_make_token_gap(part, stop, len(part.input_ids)))
         return shown
 
     def _split_into_runs(self, ids: list[int], trained: npt.NDArray[np.bool_]) -> list[TokenRun]:
@@ -267,7 +267,7 @@ def _true_ranges(mask: npt.NDArray[np.bool_]) -> list[list[int]]:
     return ranges
 
 
-def _make_gap(part: RowPart, start: int, stop: int) -> TokenGap:
+def _make_token_gap(part: RowPart, start: int, stop: int) -> TokenGap:
     return TokenGap(stop - start, int(part.trained[start:stop].sum()))
 
 

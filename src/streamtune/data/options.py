@@ -171,7 +171,7 @@ class DataOptions:
     completions. It is left out if two completions become equal, if one has no trained token left, or if the prompt
     fills ``max_length``."""
     truncate_side: str = "auto"
-    """the part of an example or a prompt that is cut off, see :func:`streamtune.data.fit.row_fit.cut_row`; of a prompt,
+    """the part of an example or a prompt to cut off, see :func:`streamtune.data.fit.row_fit.truncate_row`; of a prompt,
     ``middle`` keeps the first and the last tokens, half each"""
     split_at: str = "turn"
     """strongest border where a row is split: ``turn``, ``paragraph``, ``line`` or ``token``"""
@@ -210,7 +210,7 @@ class DataOptions:
     """disk cache of prepared rows; None disables it, and a stream ignores it"""
 
     @property
-    def per_turn(self) -> bool:
+    def one_example_per_turn(self) -> bool:
         """True if each turn of a conversation becomes an example of its own (``reasoning: per_turn``)."""
         return self.chat.reasoning == "per_turn"
 

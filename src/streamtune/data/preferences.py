@@ -67,7 +67,7 @@ class Answers:
     tools: list[dict[str, Any]] | None = None
     """JSON schemas of the tools"""
 
-    def texts(self) -> list[str]:
+    def all_texts(self) -> list[str]:
         """Return the texts of the prompt and of all answers, without the chat template."""
         return [*message_texts(self.prompt), *(text for content in self.contents for text in _texts_of_answer(content))]
 

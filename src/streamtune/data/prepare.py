@@ -267,13 +267,13 @@ def prepare(
         settings={"policy": vars(policy), "train_on": options.train_on, "chat": vars(options.chat)},
         make_fitter=lambda writer: RowFitter(writer, policy),
         make_renderer=partial(TurnRenderer, tokenizer, chat=options.chat, policy=policy)
-        if options.per_turn
+        if options.one_example_per_turn
         else partial(RowRenderer, tokenizer, train_on=options.train_on, chat=options.chat, policy=policy),
         read=partial(read_training_rows, tokenizer),
         add=_add_rendered_row,
     )
     prepared = prepare_rows_of_kind(kind, sources, tokenizer, options, notify)
-    if options.per_turn:
+    if options.one_example_per_turn:
         packed = _add_packs(prepared, sources, max_length, partial(pack_turns, max_length=max_length))
         notify(_describe_turn_packs(packed, max_length))
         return packed
@@ -493,7 +493,7 @@ def _read_answers(
         if answers is not None:
             if not isinstance(answers.prompt, str) and not answers.identical:
                 require_template(tokenizer, "row", row.origin)
-            yield Item(source.path, row.origin, sum(map(len, answers.texts())), answers)
+            yield Item(source.path, row.origin, sum(map(len, answers.all_texts())), answers)
 
 
 _REWARD_ARGUMENTS = ("prompts", "completions", "completion_ids")

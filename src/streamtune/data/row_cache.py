@@ -65,7 +65,7 @@ class RowCache:
     root: Path
     """folder of the cache"""
 
-    def size(self) -> int:
+    def size_bytes(self) -> int:
         """Return the size of all files of the cache in bytes."""
         total = 0
         for file in self.root.rglob("*"):
@@ -78,7 +78,7 @@ class RowCache:
 
         Processes that are reading an entry are not affected.
         """
-        size, entries = self.size(), 0
+        size, entries = self.size_bytes(), 0
         for path in self.root.glob("*"):
             entries += path.is_dir() and not path.is_symlink() and not path.name.startswith(_UNFINISHED)
             _remove_path(path)
@@ -168,7 +168,7 @@ def load_or_prepare_rows(
         notes.append(message)
         notify(message)
 
-    def prepare(path: Path | None) -> tuple[FitterT, MappedTable]:
+    def prepare_into(path: Path | None) -> tuple[FitterT, MappedTable]:
         with open_record_table(inputs.record, path) as (writer, tables):
             fitter = make_fitter(writer)
             fill_fitter(fitter, record_note)
@@ -176,7 +176,7 @@ def load_or_prepare_rows(
 
     entry_key_and_contents = None if cache is None else cache.identify_entry(inputs, notify)
     if cache is None or entry_key_and_contents is None:
-        return prepare(None)
+        return prepare_into(None)
     key, contents = entry_key_and_contents
     entry = cache.root / key
     if (
@@ -185,9 +185,9 @@ def load_or_prepare_rows(
         return cached_rows
     if (unfinished := _new_unfinished_folder(cache.root)) is None:
         notify(f"prepared rows are not cached: {cache.root} is not writable")
-        return prepare(None)
+        return prepare_into(None)
     try:
-        fitter, mapped = prepare(unfinished / ROWS)
+        fitter, mapped = prepare_into(unfinished / ROWS)
         if not _has_pickled_values(mapped.table) and not contents.has_changed(notify):
             _write_entry(fitter, notes, mapped, unfinished, entry, notify)
         return fitter, mapped

@@ -134,7 +134,7 @@ def _detect_type(row: Row) -> str:
 
 def _row_texts(row: Row, row_type: str) -> list[str]:
     if row_type in PREFERENCE_TYPES:
-        return normalise_preference(row, row_type).texts()
+        return normalise_preference(row, row_type).all_texts()
     if row_type == "prompts":
         return message_texts(read_prompt(row, row_type))
     content = normalise_row(row, row_type)

@@ -184,7 +184,7 @@ class Sft(Task[Recipe]):
             packs=0 if packs is None else len(packs),
             pack_fill=0.0 if packs is None else round(packs.fill_rate(recipe.max_length), 4),
             fewest_packs=fewest_packs(lengths, recipe.max_length),
-            pieces={} if pieces is None else pieces.counts_by_bucket(),
+            pieces={} if pieces is None else pieces.piece_counts_by_bucket(),
         )
 
     def planned_length(self, longest_row: int) -> int:

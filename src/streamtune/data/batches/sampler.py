@@ -88,17 +88,16 @@ def seeded_random(*seeds: int) -> np.random.RandomState:
     return np.random.RandomState(np.random.MT19937(np.random.SeedSequence(seeds)))
 
 
-def weighted_mixture(weights: Sequence[float], bounds: Sequence[int], sizes: Numbers) -> Mixture | None:
+def weighted_mixture(weights: Sequence[float], unit_bounds: Sequence[int], unit_sizes: Numbers) -> Mixture | None:
     """Return how many units (rows or packs) of each source an epoch visits; None if no weighted source has a unit.
 
     Args:
         weights: [sources] weight of each source, at least 0.
-        bounds: [sources + 1] index of each source's first unit, then the number of all units.
-        sizes: [units] number of rows of each unit if weights are shares of rows; number of tokens if they are shares of
-            tokens.
+        unit_bounds: [sources + 1] index of each source's first unit, then the number of all units.
+        unit_sizes: [units] number of rows of each unit, or of tokens if weights are shares of tokens.
     """
-    counts = np.diff(bounds)
-    totals = np.array([sizes[start:stop].sum() for start, stop in pairwise(bounds)])
+    counts = np.diff(unit_bounds)
+    totals = np.array([unit_sizes[start:stop].sum() for start, stop in pairwise(unit_bounds)])
     shares = np.where(counts > 0, np.array(weights, dtype=np.float64), 0.0)
     if shares.sum() == 0:
         return None
@@ -106,7 +105,7 @@ def weighted_mixture(weights: Sequence[float], bounds: Sequence[int], sizes: Num
     means = totals / np.maximum(counts, 1)
     # A source with a weight above 0 is visited at least once.
     visits = [max(1, round(float(size / mean))) if size > 0 else 0 for size, mean in zip(wanted, means, strict=True)]
-    return Mixture(tuple(int(bound) for bound in bounds), tuple(visits))
+    return Mixture(tuple(int(bound) for bound in unit_bounds), tuple(visits))
 
 
 class ResumableSampler:
@@ -234,9 +233,9 @@ class Packs:
         start, stop = self.starts[pack : pack + 2].tolist()
         return [int(row) for row in self.rows[start:stop]]
 
-    def packs_of_rows(self, first: int, stop: int) -> range:
-        """Return the numbers of the packs of rows ``first`` to ``stop`` (exclusive), which were packed on their own."""
-        start, end = np.searchsorted(self.starts, [first, stop]).tolist()
+    def packs_of_rows(self, first_row: int, stop_row: int) -> range:
+        """Return the numbers of the packs of rows ``first_row`` to ``stop_row`` (exclusive), packed on their own."""
+        start, end = np.searchsorted(self.starts, [first_row, stop_row]).tolist()
         return range(start, end)
 
     def fill_rate(self, max_length: int) -> float:
@@ -349,7 +348,7 @@ class Pieces:
     def lengths(self) -> Numbers:
         return self.stops - self.starts
 
-    def counts_by_bucket(self) -> dict[int, int]:
+    def piece_counts_by_bucket(self) -> dict[int, int]:
         """Return a dict from bucket length in tokens to number of pieces."""
         sizes, counts = np.unique(self.buckets, return_counts=True)
         return dict(zip(sizes.tolist(), counts.tolist(), strict=True))

@@ -32,7 +32,7 @@ class TokenSpan:
     context: int = 0
 
 
-def cut_row(trained: Mask, policy: RowPolicy, *, prefix_length: int, has_answer: bool) -> list[TokenSpan]:
+def truncate_row(trained: Mask, policy: RowPolicy, *, prefix_length: int, has_answer: bool) -> list[TokenSpan]:
     """Return the token ranges that remain of a truncated row: one range, or two (the row's beginning and its end).
 
     The first token of a range is not trained, because the token before it is missing. ``policy.truncate_side`` decides:
@@ -187,7 +187,7 @@ class RowFitter(LengthFitter[Example, DataReport]):
             return
         self.counts["too_long"] += 1
         if self.overlength == "truncate":
-            parts = cut_row(trained, self.policy, prefix_length=rendered.prefix, has_answer=rendered.has_answer)
+            parts = truncate_row(trained, self.policy, prefix_length=rendered.prefix, has_answer=rendered.has_answer)
             self.counts["without_system"] += _cuts_system_message(rendered, parts)
             self._write_examples(
                 row, [parts] if _has_trained_token(trained, parts) else [], origin, uncut_size, "truncated"

@@ -295,10 +295,9 @@ def _shuffle_key(name: str) -> bytes:
     return hashlib.sha256(name.encode()).digest()
 
 
-def _interleave(short: list[Row], long: list[Row]) -> Iterator[Row]:
-    """Yield one long row, then eleven short rows, and so on; when one kind is exhausted, yield the rest of the
-    other."""
-    rest_short, rest_long = iter(short), iter(long)
+def _interleave(short_rows: list[Row], long_rows: list[Row]) -> Iterator[Row]:
+    """Yield one long row and eleven short rows in turn, until both lists are exhausted."""
+    rest_short, rest_long = iter(short_rows), iter(long_rows)
     while True:
         group = [*islice(rest_long, 1), *islice(rest_short, LONG_EVERY - 1)]
         if not group:

@@ -250,7 +250,7 @@ def _utf8_lines(raw: IO[bytes], file: DataFile, bad: BadRows) -> Iterator[tuple[
                 pass
             continue
         if b"\0" in line:
-            bad.report(_nul_error(where))
+            bad.report(_nul_byte_error(where))
             continue
         try:
             text = line.decode("utf-8-sig" if number == 1 else "utf-8")
@@ -274,7 +274,7 @@ def _lines_after_byte_order_mark(
             if len(line) > MAX_LINE_BYTES:
                 raise _long_line_error(f"{file.shown}:{number}")
             if "\0" in line:
-                bad.report(_nul_error(f"{file.shown}:{number}"))
+                bad.report(_nul_byte_error(f"{file.shown}:{number}"))
                 continue
             yield number, line
     except UnicodeError as error:
@@ -295,7 +295,7 @@ def _long_line_error(where: str) -> DataError:
     )
 
 
-def _nul_error(where: str) -> DataError:
+def _nul_byte_error(where: str) -> DataError:
     return DataError(
         "the line contains a NUL byte: the file is damaged or binary",
         where=where,
@@ -313,7 +313,7 @@ def _encoding_error(line: bytes, error: UnicodeDecodeError, where: str) -> DataE
     return DataError(f"{what}; it looks like {name}", where=where, fix="convert the file: iconv -f CP1252 -t UTF-8")
 
 
-def read_whole(file: DataFile) -> str:
+def read_whole_text(file: DataFile) -> str:
     """Return the whole text of a file.
 
     Raises:

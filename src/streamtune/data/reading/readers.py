@@ -27,7 +27,7 @@ from streamtune.data.reading.files import (
     iter_lines,
     make_local_file,
     open_bytes,
-    read_whole,
+    read_whole_text,
 )
 from streamtune.errors import DataError
 
@@ -103,11 +103,11 @@ def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return columns
 
 
-def _refuse_constant(name: str) -> NoReturn:
+def _refuse_json_constant(name: str) -> NoReturn:
     raise ValueError(f"JSON does not allow {name}")
 
 
-_DECODER = json.JSONDecoder(object_pairs_hook=_reject_duplicate_keys, parse_constant=_refuse_constant)
+_DECODER = json.JSONDecoder(object_pairs_hook=_reject_duplicate_keys, parse_constant=_refuse_json_constant)
 
 
 def _json_error(error: ValueError | RecursionError, origin: str, location: str) -> DataError:
@@ -162,7 +162,7 @@ def _read_json(file: DataFile, bad: BadRows) -> Iterator[Row]:
 
     Objects are parsed one by one, so that memory holds the text and one object.
     """
-    text, shown = read_whole(file), file.shown
+    text, shown = read_whole_text(file), file.shown
     line, counted, position = 1, 0, _skip_whitespace(text, 0)
     in_list = text.startswith("[", position)
     if in_list:
@@ -392,7 +392,7 @@ def error_in_one_line(error: BaseException, max_characters: int) -> str:
 
 def _read_text(file: DataFile, bad: BadRows) -> Iterator[Row]:
     """Yield the whole file as one row: a book is one long document, not a row per line."""
-    text = read_whole(file)
+    text = read_whole_text(file)
     if text.strip():
         yield Row(f"{file.shown}:1", {"text": text})
 

@@ -368,7 +368,7 @@ class ChatRenderer:
             found = chat.text.rfind(header, floor, text_range[0])
             if found >= 0:
                 return found + len(header)
-        start = self._printed_header_end(chat, index, text_range, floor)
+        start = self._short_header_end(chat, index, text_range, floor)
         if start is not None:
             return start
         lead = None if chat.has_generation_prompt(index) else chat.text_before_answer(index)
@@ -377,7 +377,7 @@ class ChatRenderer:
             return start + self._plain_header_length(chat, index, chat.text[start:])
         raise chat.location_error(index, "prints different text before the answer than its generation prompt")
 
-    def _printed_header_end(self, chat: Renderings, index: int, text_range: tuple[int, int], floor: int) -> int | None:
+    def _short_header_end(self, chat: Renderings, index: int, text_range: tuple[int, int], floor: int) -> int | None:
         """Return the end of a header that is only the beginning of the generation prompt; None without such a header.
 
         A generation prompt may be longer than the header of an earlier turn, for example by ``<think></think>``. The

@@ -125,7 +125,7 @@ class RenderLog:
     def counts_of(self, path: str) -> RenderCounts:
         return self.by_path.setdefault(path, RenderCounts())
 
-    def note(self, message: str) -> None:
+    def notify_once(self, message: str) -> None:
         """Show the user a message, unless it was shown before."""
         if message not in self._noted:
             self._noted.add(message)
@@ -137,11 +137,11 @@ class RenderLog:
         Raises:
             DataError: There is an empty answer or dropped reasoning, and the options make it an error.
         """
-        of_all = self._counts_by_path()
-        self._check_findings(of_all)
-        for path, counts in of_all.items():
+        all_counts = self._counts_by_path()
+        self._check_findings(all_counts)
+        for path, counts in all_counts.items():
             for text in _describe_findings(counts, self.options):
-                self.note(f"{path}: {text}" if path else text)
+                self.notify_once(f"{path}: {text}" if path else text)
 
     def raise_errors(self) -> None:
         """Raise the error that :meth:`notify_or_raise` would raise; call it while rows are still being rendered."""
@@ -150,8 +150,8 @@ class RenderLog:
     def _counts_by_path(self) -> dict[str, RenderCounts]:
         return {**self.by_path, **({} if self.by_path else {"": self.current})}
 
-    def _check_findings(self, of_all: Mapping[str, RenderCounts]) -> None:
-        empty = [counts for counts in of_all.values() if counts.empty]
+    def _check_findings(self, all_counts: Mapping[str, RenderCounts]) -> None:
+        empty = [counts for counts in all_counts.values() if counts.empty]
         if empty and self.options.on_empty == "error":
             number = sum(counts.empty for counts in empty)
             raise DataError(
@@ -159,11 +159,11 @@ class RenderLog:
                 where=_join_places(place for counts in empty for place in counts.empty_at),
                 fix="fix the rows; or set on_empty: drop to drop the rows, or on_empty: train to train empty answers",
             )
-        dropped = [counts for counts in of_all.values() if counts.reasoning_dropped]
+        dropped = [counts for counts in all_counts.values() if counts.reasoning_dropped]
         if dropped and self.options.reasoning == "error":
             raise DataError(
                 f"the chat template drops the reasoning of {sum(counts.reasoning_dropped for counts in dropped):,} of "
-                f"{sum(counts.answers for counts in of_all.values()):,} answers",
+                f"{sum(counts.answers for counts in all_counts.values()):,} answers",
                 where=_join_places(place for counts in dropped for place in counts.dropped_at),
                 fix="set reasoning: keep to train with the reasoning, or reasoning: template to train without it",
             )
@@ -193,22 +193,22 @@ def _describe_findings(counts: RenderCounts, options: ChatOptions) -> list[str]:
     if counts.empty and options.on_empty == "train":
         found.append(f"{counts.empty:,} of {counts.answers:,} trained answers are empty (on_empty: train)")
     elif counts.empty:
-        found.append(f"{_count_rows(counts.rows_with_empty)} with an empty answer dropped (on_empty: drop)")
+        found.append(f"{_rows_text(counts.rows_with_empty)} with an empty answer dropped (on_empty: drop)")
     if counts.other_system:
         found.append(
-            f"the column 'system' of {_count_rows(counts.other_system)} is ignored: the messages have another "
+            f"the column 'system' of {_rows_text(counts.other_system)} is ignored: the messages have another "
             "system message"
         )
     if counts.wrapped_tools:
         form = '{"type": "function", "function": ...}'
-        found.append(f"the tools of {_count_rows(counts.wrapped_tools)} are bare function schemas; converted to {form}")
+        found.append(f"the tools of {_rows_text(counts.wrapped_tools)} are bare function schemas; converted to {form}")
     if counts.system_left_out:
-        found.append(f"the chat template does not print the system message of {_count_rows(counts.system_left_out)}")
+        found.append(f"the chat template does not print the system message of {_rows_text(counts.system_left_out)}")
     if counts.tools_left_out:
-        found.append(f"the chat template does not print the tools of {_count_rows(counts.tools_left_out)}")
+        found.append(f"the chat template does not print the tools of {_rows_text(counts.tools_left_out)}")
     if counts.system_late:
         text = "the chat template prints the system message only before the user's last message: "
-        text += f"{_count_rows(counts.system_late)} rendered so"
+        text += f"{_rows_text(counts.system_late)} rendered so"
         earlier = counts.answers_before_system
         found.append(text + (f", with {earlier:,} earlier answers trained without a system message" if earlier else ""))
     if counts.special_rows:
@@ -235,8 +235,8 @@ def _describe_specials(counts: RenderCounts, options: ChatOptions) -> str:
         if options.split_special_tokens
         else "tokenized as special tokens, as an inference server does; split_special_tokens: true keeps them text"
     )
-    return f"the text of {_count_rows(counts.special_rows)} contains special tokens ({names}; {where}): {does}"
+    return f"the text of {_rows_text(counts.special_rows)} contains special tokens ({names}; {where}): {does}"
 
 
-def _count_rows(number: int) -> str:
+def _rows_text(number: int) -> str:
     return "1 row" if number == 1 else f"{number:,} rows"

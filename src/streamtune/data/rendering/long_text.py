@@ -134,19 +134,19 @@ def tokenizer_component_steps(component: Any, name: str) -> list[dict[str, Any]]
         name: Key of a sequence's steps, ``normalizers`` or ``pretokenizers``.
     """
 
-    def flatten(part: dict[str, Any]) -> list[dict[str, Any]]:
-        return [each for inner in part[name] for each in flatten(inner)] if part["type"] == "Sequence" else [part]
+    def flatten(step: dict[str, Any]) -> list[dict[str, Any]]:
+        return [each for inner in step[name] for each in flatten(inner)] if step["type"] == "Sequence" else [step]
 
     return [] if component is None else flatten(json.loads(component.__getstate__()))
 
 
-def _leaves_blanks_alone(token: Any) -> bool:
+def _leaves_blanks_alone(added_token: Any) -> bool:
     """Return True if an added token contains no blank, and does not absorb a blank next to a letter."""
-    text = token.content
+    text = added_token.content
     if re.search(r"\s", text):
         return False
-    return (not token.lstrip or _is_ascii_non_alphanumeric(text[:1])) and (
-        not token.rstrip or _is_ascii_non_alphanumeric(text[-1:])
+    return (not added_token.lstrip or _is_ascii_non_alphanumeric(text[:1])) and (
+        not added_token.rstrip or _is_ascii_non_alphanumeric(text[-1:])
     )
 
 
@@ -292,7 +292,7 @@ class LongTextTokenizer:
         self.tokenizer, self._note = tokenizer, note
 
     @cached_property
-    def rule(self) -> CutRule | None:
+    def cut_rule(self) -> CutRule | None:
         return cut_rule(self.tokenizer)
 
     def ids(self, text: str, *, add_special_tokens: bool = True) -> MutableSequence[int]:
@@ -323,7 +323,7 @@ class LongTextTokenizer:
         """
         around = (
             self._find_added_tokens(add_special_tokens)
-            if len(text) > 2 * PART_CHARACTERS and self.rule is not None
+            if len(text) > 2 * PART_CHARACTERS and self.cut_rule is not None
             else None
         )
         if around is None:
@@ -331,10 +331,10 @@ class LongTextTokenizer:
                 self._note(_WHOLE)
             yield self._encode(text, 0, len(text), 0, add_special_tokens=add_special_tokens, offsets=offsets)
             return
-        assert self.rule is not None, "a text is cut only if the tokenizer has a cut rule"
+        assert self.cut_rule is not None, "a text is cut only if the tokenizer has a cut rule"
         yield _make_added_part(0, around[0], offsets)
-        for start, stop in self._iter_part_bounds(text, self.rule):
-            skip = self.rule.skip if start else 0
+        for start, stop in self._iter_part_bounds(text, self.cut_rule):
+            skip = self.cut_rule.skip if start else 0
             yield self._encode(text[start + skip : stop], start, stop, skip, add_special_tokens=False, offsets=offsets)
         yield _make_added_part(len(text), around[1], offsets)
 

@@ -201,7 +201,7 @@ def _render_in_children(
         log.start_dataset(batch[0].path)
         log.current.add_counts(counts)
         for message in messages:
-            log.note(message)
+            log.notify_once(message)
         batch.reverse()
         outcomes.reverse()
         while batch:

@@ -102,8 +102,8 @@ class RowRenderer:
         """counts of findings; call its ``finish`` after the last row"""
         self._chat = ChatRenderer(tokenizer, chat)
         self._policy = policy
-        self._tokens = MaskTokenizer(tokenizer, policy, self.log.note)
-        self._specials = SpecialText(tokenizer, policy, self.log.note)
+        self._tokens = MaskTokenizer(tokenizer, policy, self.log.notify_once)
+        self._specials = SpecialText(tokenizer, policy, self.log.notify_once)
         self._counted: tuple[str, set[int]] = ("", set())
         """row whose special tokens were counted last, and the ``id()`` of its counted messages"""
         self._variables = TemplateVariables(tokenizer, chat.variables)
@@ -129,7 +129,7 @@ class RowRenderer:
                 content = _add_default_system(content, self._options.default_system)
                 if self._options.split_special_tokens:
                     with suppress(DataError):  # rendering the row raises it again
-                        content = self._shield_special_names(content, "")
+                        content = self._replace_special_names(content, "")
                 trained = self._trained_answers(content)
                 variables = {**self._options.variables, **(content.variables or {})}
                 request = ChatRequest(content.messages, content.tools, variables=variables)
@@ -167,7 +167,7 @@ class RowRenderer:
         content = _add_default_system(content, self._options.default_system)
         self._count_special_names(origin, content.messages)
         whole = content
-        content = self._shield_special_names(content, origin) if self._options.split_special_tokens else content
+        content = self._replace_special_names(content, origin) if self._options.split_special_tokens else content
         shielded = content is not whole
         del whole
         trained = self._trained_indices(content)
@@ -185,7 +185,9 @@ class RowRenderer:
             find_exchanges=self._policy is not None and self._policy.splits_at_turns,
         )
         if not chat.ends:
-            self.log.note("the chat template ends answers without a special token: the model does not learn to stop")
+            self.log.notify_once(
+                "the chat template ends answers without a special token: the model does not learn to stop"
+            )
         self._count_findings(content, trained, answers, chat.system)
         self.log.current.tools_left_out += bool(content.tools) and not any(
             name in chat.text for name in _tool_names(content.tools)
@@ -195,7 +197,7 @@ class RowRenderer:
         self.log.current.add_dropped_reasoning(f"{origin} messages[{index}]" for index in chat.dropped)
         prefix = self._find_system_prefix_end(content, chat, origin)
         # Without special tokens, as apply_chat_template does: the template has printed them.
-        ask = partial(_tokenise, turns=chat.turns, origin=origin, exchanges=chat.exchanges, prefix=prefix or 0)
+        ask = partial(_tokenise_chat, turns=chat.turns, origin=origin, exchanges=chat.exchanges, prefix=prefix or 0)
         tokens = (
             self._specials.tokenise(chat.text, ask, origin, rendered=True) if shielded else ask(self._tokens, chat.text)
         )
@@ -206,7 +208,7 @@ class RowRenderer:
             tokens, has_answer=self._train_on != "all", system=None if prefix is None else tokens.prefix
         )
 
-    def _shield_special_names(self, content: Conversation, origin: str) -> Conversation:
+    def _replace_special_names(self, content: Conversation, origin: str) -> Conversation:
         messages = self._specials.replace_names(content.messages, origin)
         tools = self._specials.replace_names(content.tools, origin)
         same = messages is content.messages and tools is content.tools
@@ -231,8 +233,8 @@ class RowRenderer:
         if names:
             self.log.current.add_special_names("text", names, new_row=True)
 
-        def encode(masks: MaskTokenizer, text: str) -> TextTokens:
-            return masks(MarkedText(text, turns, origin, add_special_tokens=True, border=border))
+        def encode(masker: MaskTokenizer, text: str) -> TextTokens:
+            return masker(MarkedText(text, turns, origin, add_special_tokens=True, border=border))
 
         splits = names and self._options.split_special_tokens
         return self._specials.tokenise(text, encode, origin, rendered=False) if splits else encode(self._tokens, text)
@@ -312,7 +314,7 @@ class RowRenderer:
         """Return the tokens followed by EOS; unchanged if only a part of the row was tokenised."""
         end = self._tokenizer.eos_token_id
         if end is None:
-            self.log.note(_NO_END)
+            self.log.notify_once(_NO_END)
         return tokens if end is None or tokens.estimated is not None else tokens.with_end_token(end)
 
     def _to_rendered(self, tokens: TextTokens, *, has_answer: bool = False, system: int | None = None) -> Rendered:
@@ -330,10 +332,10 @@ class RowRenderer:
         )
 
 
-def _tokenise(
-    masks: MaskTokenizer, text: str, *, turns: list[ChatTurn], origin: str, exchanges: Sequence[int], prefix: int
+def _tokenise_chat(
+    masker: MaskTokenizer, text: str, *, turns: list[ChatTurn], origin: str, exchanges: Sequence[int], prefix: int
 ) -> TextTokens:
-    return masks(MarkedText(text, turns, origin, add_special_tokens=False, exchanges=exchanges, prefix=prefix))
+    return masker(MarkedText(text, turns, origin, add_special_tokens=False, exchanges=exchanges, prefix=prefix))
 
 
 def _add_default_system(content: Conversation, text: str | None) -> Conversation:
@@ -488,8 +490,8 @@ class PromptRenderer:
         self._options = chat
         self._variables = TemplateVariables(tokenizer, chat.variables)
         self.log = RenderLog(chat, notify)
-        self._long_text = LongTextTokenizer(tokenizer, self.log.note)
-        self._specials = SpecialText(tokenizer, None, self.log.note)
+        self._long_text = LongTextTokenizer(tokenizer, self.log.notify_once)
+        self._specials = SpecialText(tokenizer, None, self.log.notify_once)
 
     def render_item(self, item: Item[tuple[Row, TextOrMessages]]) -> tuple[Prompt, bytes]:
         (row, prompt), origin = item.take_row(), item.origin
@@ -573,7 +575,7 @@ class PromptRenderer:
         if not has_names or not self._options.split_special_tokens:
             return list(self._long_text.ids(text, add_special_tokens=add_special_tokens))
 
-        def encode(masks: MaskTokenizer, text: str) -> TextTokens:
-            return masks(MarkedText(text, None, origin, add_special_tokens=add_special_tokens))
+        def encode(masker: MaskTokenizer, text: str) -> TextTokens:
+            return masker(MarkedText(text, None, origin, add_special_tokens=add_special_tokens))
 
         return list(self._specials.tokenise(text, encode, origin, rendered=rendered).ids)

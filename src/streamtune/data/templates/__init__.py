@@ -90,7 +90,7 @@ class ChatRequest:
     variables: Mapping[str, Any] = field(default_factory=dict)
     """further variables of the template, such as ``enable_thinking``"""
 
-    def arguments(self) -> dict[str, Any]:
+    def to_kwargs(self) -> dict[str, Any]:
         """Return the keyword arguments of ``render_jinja_template``, without message fields that are None."""
         messages = [{key: value for key, value in m.items() if value is not None} for m in self.messages]
         return {
@@ -121,7 +121,7 @@ def render_chat(
     """
     if _has_own_rendering(tokenizer):
         return _render_by_method(tokenizer, request)
-    shared, own = _shared_arguments(tokenizer, template, request.tools, limits), request.arguments()
+    shared, own = _shared_arguments(tokenizer, template, request.tools, limits), request.to_kwargs()
     ready = _WORKERS.take_rendered(shared["chat_template"], own)
     return _WORKERS.render({**shared, **own}, limits) if ready is None else ready[0]
 
@@ -149,7 +149,7 @@ def render_ahead(tokenizer: PreTrainedTokenizerBase, conversations: Sequence[Cha
             by_template.setdefault(tokenizer.get_chat_template(None, each.tools), []).append(each)
         for some in by_template.values():
             _WORKERS.render_ahead(
-                _shared_arguments(tokenizer, None, some[0].tools, limits), [each.arguments() for each in some], limits
+                _shared_arguments(tokenizer, None, some[0].tools, limits), [each.to_kwargs() for each in some], limits
             )
     except (ValueError, ArgumentError):
         return False
@@ -172,7 +172,7 @@ def find_rendered_ahead(
     """
     if not _WORKERS.ready or _has_own_rendering(tokenizer):
         return None
-    ready = _WORKERS.take_rendered(tokenizer.get_chat_template(None, request.tools), request.arguments())
+    ready = _WORKERS.take_rendered(tokenizer.get_chat_template(None, request.tools), request.to_kwargs())
     if ready is None:
         return None
     text, spans = ready
@@ -348,7 +348,7 @@ class _Worker:
         )
         self.owner = os.getpid()
 
-    def ask(self, header: bytes, request: bytes, timeout: float) -> bytes | None:
+    def send_request(self, header: bytes, request: bytes, timeout: float) -> bytes | None:
         """Return the answer of the process; None if it ended, or sends nothing within ``timeout`` seconds."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
@@ -418,7 +418,7 @@ class _Workers:
         with self._lock:
             if self._worker is None or self._worker.owner != os.getpid():
                 self._worker = _Worker()
-            answer = self._worker.ask(head, asked.pop(), timeout=60 + 10 * seconds)
+            answer = self._worker.send_request(head, asked.pop(), timeout=60 + 10 * seconds)
             if answer is None:
                 ended, self._worker = self._worker.close(), None
                 raise _worker_error(ended, seconds)
