@@ -263,7 +263,7 @@ class ChatRenderer:
     # ------------------------------------------------------------------ 2. prefixes
 
     def _find_turns_by_prefixes(self, chat: Renderings, trained: Sequence[int]) -> list[ChatTurn] | None:
-        """Return each turn as the difference of two shorter renderings; None if one is no prefix of the full text."""
+        """Return each turn as the difference of two renderings; None if these are not prefixes of the full text."""
         turns = []
         for index in trained:
             before, through = chat.length_before_answer(index), chat.length_through_message(index)
