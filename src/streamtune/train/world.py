@@ -237,7 +237,7 @@ def decode_value(data: bytes, rank: int) -> Any:
         DistributedError: The bytes cannot be decoded.
     """
     try:
-        return _from_json_value(json.loads(data.decode("ascii"), parse_constant=_refuse_json_constant))
+        return _from_json_value(json.loads(data.decode("ascii"), parse_constant=_refuse_constant))
     except (ValueError, TypeError, KeyError, RecursionError, struct.error):
         raise DistributedError(
             f"rank {rank} sent {len(data)} bytes that StreamTune cannot decode",
@@ -298,7 +298,7 @@ READERS: Mapping[str, tuple[type, Callable[[Any], Any]]] = {
 """For each tag, the JSON type of its content and the function that decodes it."""
 
 
-def _refuse_json_constant(constant: str) -> Any:
+def _refuse_constant(constant: str) -> Any:
     raise ValueError(constant)
 
 
