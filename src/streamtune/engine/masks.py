@@ -49,7 +49,7 @@ HOST = "cpu"
 
 @dataclass(frozen=True)
 class MaskFacts:
-    """A recognised mask, with the fields of :class:`~streamtune.ops.LazyMask`; the starts are ``[B or 1, T]``."""
+    """A recognised attention mask, with the fields of :class:`~streamtune.ops.LazyMask`; starts are ``[B or 1, T]``."""
 
     causal: bool = False
     window: int | None = None
@@ -61,23 +61,23 @@ class MaskFacts:
 
     @property
     def function(self) -> Function | None:
-        """Mask function of the parts that no other field expresses, or None."""
+        """Mask function of the components that no other field expresses; None if there are none."""
         if len(self.rest) < 2:
             return self.rest[0] if self.rest else None
         return lambda b, h, q, k: reduce(and_, (part(b, h, q, k) for part in self.rest))
 
 
 class _UnknownCombinationError(Exception):
-    """The parts of a mask are recognised, but not their combination."""
+    """Raised if all functions of a mask are recognised, but their combination is not."""
 
 
 def recognise_mask(function: Function, length: int, device: torch.device) -> MaskFacts:
-    """Return the recognised parts of a mask function over positions 0 to ``length`` - 1.
+    """Return the properties of a ``transformers`` mask function; ``function`` holds what is not recognised.
 
     Args:
         function: Mask function ``(batch, head, query, key) -> bool``.
         length: Number of positions.
-        device: Device of the starts; each start tensor also has a copy on the host.
+        device: Device of the returned tensors; each also has a copy on the host.
     """
     unrecognised = MaskFacts(rest=(function,))
     try:
@@ -94,9 +94,9 @@ def recognise_mask(function: Function, length: int, device: torch.device) -> Mas
 
 
 def _read_facts(function: Function, position_BT: Tensor) -> MaskFacts:
-    """Return the facts of one part of a mask, computed on the host.
+    """Return the properties of a mask function or of one of its components, computed on the host.
 
-    ``position_BT`` are the positions that the part gets; inside a remap, they restart in each row.
+    ``position_BT`` are the positions that the function gets; in a mask of remapped positions, they restart in each row.
     """
     if function is _causal_mask_function:
         return MaskFacts(causal=True)
@@ -125,7 +125,7 @@ def _read_span(function: Function, position_BT: Tensor) -> MaskFacts | None:
 
 
 def _read_blocks(function: Function, position_BT: Tensor) -> MaskFacts | None:
-    """Return the blocks of a part, for :func:`_read_or`: blocks are valid only in an ``or`` with a causal mask."""
+    """Return the blocks of a blockwise mask, valid only in an ``or`` with a causal mask; None if not contiguous."""
     (ids,) = _closure_values(function, BLOCKS)
     if not _are_contiguous_runs(ids, position_BT):
         return None
@@ -152,7 +152,7 @@ def _read_and(function: Function, position_BT: Tensor) -> MaskFacts | None:
 
 
 def _is_remapped_or(function: Function) -> bool:
-    """Return True for an ``or_masks`` whose first part is a remap; since 5.24 it is combined with packed rows."""
+    """Return True for an ``or_masks`` whose first component remaps positions, as in transformers 5.24 and later."""
     if getattr(function, "__qualname__", "") != OR_MASKS:
         return False
     (parts,) = _closure_values(function, OR_MASKS)
@@ -160,7 +160,7 @@ def _is_remapped_or(function: Function) -> bool:
 
 
 def _read_or(function: Function, position_BT: Tensor, row_start: Tensor | None = None) -> MaskFacts | None:
-    """Return the facts of an ``or_masks`` of a causal mask and blocks, within rows ``row_start``; None for others."""
+    """Return the properties of ``or_masks(causal mask, blocks)`` within the rows ``row_start``, None for others."""
     (parts_held,) = _closure_values(function, OR_MASKS)
     parts: Any = parts_held or ()
     if len(parts) != 2 or getattr(parts[1], "__qualname__", "") != BLOCKS:
@@ -174,10 +174,10 @@ def _read_or(function: Function, position_BT: Tensor, row_start: Tensor | None =
 
 
 def _read_remapped(function: Function, row_start: Tensor | None) -> MaskFacts:
-    """Return the facts of a mask whose positions restart in each row.
+    """Return the properties of a mask whose positions restart in each row.
 
-    It is recognised if positions restart only where packed rows begin. Then two positions in a row differ by as much
-    as their places in the sequence.
+    The mask is recognised if positions restart only where packed rows begin. Then two positions in a row differ by as
+    much as their indices in the sequence.
     """
     inner, positions = _closure_values(function, REMAPPED)
     opaque = MaskFacts(rest=(function,))
@@ -196,7 +196,6 @@ def _read_remapped(function: Function, row_start: Tensor | None) -> MaskFacts:
 
 
 def _intersection(first: MaskFacts, second: MaskFacts) -> MaskFacts:
-    """Return the facts of the intersection of two masks."""
     if (first.block_start is not None and second.causal) or (second.block_start is not None and first.causal):
         raise _UnknownCombinationError
     windows = [window for window in (first.window, second.window) if window is not None]
@@ -223,13 +222,13 @@ def _elementwise_later_start(first: Tensor | None, second: Tensor | None) -> Ten
 
 
 def _splits_blocks(facts: MaskFacts) -> bool:
-    """Return True if a row or span starts inside a block."""
+    """Return True if a packed row or a span begins inside a block of mutually visible tokens."""
     starts, blocks = (facts.row_start, facts.span_start), facts.block_start
     return any(bool((start > blocks).any()) for start in starts if start is not None and blocks is not None)
 
 
 def _are_contiguous_runs(ids: Any, position_BT: Tensor) -> bool:
-    """Return True if ``ids`` ``[B, T]`` has one id per place, and each id that is not negative is one run of places."""
+    """Return True if ``ids`` ``[B, T]`` has one id per token, and the tokens of each non-negative id are contiguous."""
     if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.shape[1] != position_BT.shape[1]:
         return False
     places = torch.arange(ids.shape[1], device=HOST)
@@ -241,7 +240,7 @@ def _is_remap(function: Function) -> bool:
 
 
 def _closure_values(function: Function, function_kind: str) -> tuple[Any, ...]:
-    """Return the values of the variables that a closure of a known kind holds, None for a variable it lacks."""
+    """Return the variables that a mask closure captured, in the order of ``CLOSURE_VARIABLES``; None for missing."""
     names = getattr(getattr(function, "__code__", None), "co_freevars", ())
     held = dict(zip(names, (cell.cell_contents for cell in getattr(function, "__closure__", None) or ()), strict=True))
     return tuple(held.get(name) for name in CLOSURE_VARIABLES[function_kind])

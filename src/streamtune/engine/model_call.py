@@ -35,7 +35,7 @@ def _parameters(forward: Any) -> tuple[str, ...]:
 
 @dataclass
 class ModelCall:
-    """Arguments of a call of ``model``, accessible by name whether passed by position or keyword."""
+    """Arguments of a call of ``model``, read and set by name whether they are passed by position or by keyword."""
 
     model: nn.Module
     args: tuple[Any, ...]
@@ -62,7 +62,7 @@ class ModelCall:
 
     @property
     def cache(self) -> Any:
-        """Cache that was passed under any of its names, or None."""
+        """The key/value cache passed under any of its argument names, or None."""
         name = cache_argument(type(self.model).forward, state=False)
         return None if name is None else self.get(name)
 
@@ -77,7 +77,7 @@ class ModelCall:
         return (0, 0) if tokens is None else (tokens.shape[0], tokens.shape[1])
 
     def packed_rows(self) -> PackedRows | None:
-        """Return the packed rows, by the rule of ``transformers``: positions restart, and there is no mask or cache.
+        """Return the packed rows if ``transformers`` would see any (positions restart, no mask, no cache), else None.
 
         Raises:
             UnsupportedModelError: Kernel arguments describe packed rows, but positions do not restart.
@@ -94,13 +94,14 @@ class ModelCall:
         return None
 
     def keep_one_row(self, attentions: list[Any], cached: bool) -> None:
-        """Add a mask of ones if ``position_ids`` jump inside a row that the ordinary call treats as one row.
+        """Add an attention mask of ones if ``position_ids`` jump inside a row that the unstreamed call keeps whole.
 
         ``transformers`` treats a jump as the start of a packed row unless there is a mask or a cache. Streaming leaves
-        out the cache that the ordinary call would create. Flash attention always reads packed rows from the positions.
+        out the cache that the unstreamed call would create. Flash attention always reads packed rows from the
+        positions.
 
         Args:
-            attentions: Attention implementations of the model without streaming.
+            attentions: Attention implementations of the unstreamed model.
             cached: True if the configuration enables the cache and nothing overrides it.
         """
         use_cache = self.get("use_cache")
@@ -115,14 +116,14 @@ class ModelCall:
                 self.put("attention_mask", torch.ones(self.size, dtype=torch.long, device=positions.device))
 
     def pads_left(self) -> bool:
-        """Return True if a row begins with padding."""
+        """Return True if the attention mask has padding at the beginning of any row."""
         mask = self.get("attention_mask")
         return isinstance(mask, Tensor) and mask.dim() == 2 and bool((mask[:, 0] == 0).any())
 
     def has_labelled_padding(self, targets: Tensor | None) -> bool:
         """Return True if a padding token has a target.
 
-        ``targets`` are shifted targets ``[B, T]``; None reads the labels of the call.
+        ``targets`` are shifted targets ``[B, T]``; None uses the call's ``shift_labels`` or ``labels``.
         """
         targets = self.kwargs.get("shift_labels") if targets is None else targets
         labels, mask = self.get("labels"), self.get("attention_mask")
@@ -137,9 +138,10 @@ class ModelCall:
 
 
 def mark_cache_read(call: ModelCall) -> None:
-    """Mark the cache that a call with gradients reads but does not write to; refuse a cache that is marked.
+    """Mark the cache that a call with gradients reads but does not write to; refuse a cache that is already marked.
 
-    The plain model would write the call's tokens to the cache, so a later call would lack these tokens.
+    The unstreamed model would write the call's tokens to the cache. A later streamed call with the same cache would
+    lack these tokens.
 
     Raises:
         UnsupportedModelError: An earlier call with gradients has read this cache.

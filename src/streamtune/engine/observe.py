@@ -39,13 +39,13 @@ class RandomState:
 
     @classmethod
     def current(cls, device: torch.device) -> RandomState:
-        """Return the current random state."""
+        """Return the current state of the CPU's and the device's random generators."""
         accelerator = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         return cls(torch.get_rng_state(), device, accelerator)
 
     @contextmanager
     def replayed(self) -> Iterator[None]:
-        """Context manager: draws the same random numbers again while active; then restores the outer random state."""
+        """Context manager: applies this random state, so that the same numbers are drawn; restores it on exit."""
         outer = RandomState.current(self.device)
         self.restore()
         try:
@@ -70,12 +70,12 @@ class Autocast:
 
     @classmethod
     def current(cls, device: torch.device) -> Autocast:
-        """Return the current settings for ``device``."""
+        """Return the autocast settings now active for ``device``."""
         kind = device.type if device.type in ("cpu", "cuda") else "cpu"
         return cls(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
 
     def restored(self) -> AbstractContextManager[None]:
-        """Context manager: these settings are active. Autocast's weight cache is off: it would outlive the graph."""
+        """Context manager: applies these autocast settings, without the weight cache, which would outlive the graph."""
         return torch.autocast(self.device_type, dtype=self.dtype, enabled=self.enabled, cache_enabled=False)
 
 
@@ -93,12 +93,12 @@ class Modes:
 
     @classmethod
     def current(cls, layer: nn.Module) -> Modes:
-        """Return the current modes of ``layer``."""
+        """Return the training flags of ``layer``'s modules and the active function modes."""
         return cls(tuple((module, module.training) for module in layer.modules()), function_modes())
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Context manager: these modes are active; afterwards, training flags are what they were on entry."""
+        """Context manager: applies these modes; on exit, training flags are what they were on entry."""
         entered = function_modes()
         missing = [mode for mode in self.functions if not any(mode is other for other in entered)]
         changed = [module for module, was in self.training if module.training != was]
@@ -115,14 +115,14 @@ class Modes:
 
 
 def function_modes() -> tuple[TorchFunctionMode, ...]:
-    """Return the active ``TorchFunctionMode`` contexts, without the contexts of a default or simulated device."""
+    """Return the active ``TorchFunctionMode`` contexts, except those that set a default device or simulate one."""
     ignored = (DeviceContext, DeviceFunctions)
     return tuple(mode for mode in _get_current_function_mode_stack() if not isinstance(mode, ignored))
 
 
 @contextmanager
 def temporary_attention(configs: list[Any], names: list[Any]) -> Iterator[None]:
-    """Context manager: the configs have the attention implementations ``names`` while active."""
+    """Context manager: the model configs use the attention implementations ``names`` while active."""
     before = [attention_name(config) for config in configs]
     try:
         for config, name in zip(configs, names, strict=True):
@@ -156,13 +156,13 @@ class Observer(Protocol):
     """Receives events of the engine, such as the start of a chunk; does not change the engine's results."""
 
     def on_chunk(self, layer: nn.Module, chunk: slice, pass_name: str) -> None:
-        """Handle the start of a run of a layer, or of a norm outside the layers, on a chunk in the pass ``pass_name``.
+        """Handle that a decoder layer or a norm outside the layers begins to run on a chunk, in the pass ``pass_name``.
 
-        An empty chunk marks the start of a layer's backward: the next calls belong to that layer.
+        An empty chunk marks the start of a layer's backward: the notifications that follow belong to that layer.
         """
 
     def on_new_tensors(self, kind: str, tensors: Iterable[Tensor]) -> None:
-        """Handle new tensors; ``kind`` is ``keys and values``, ``attention output``, ``layer input``, ``state``, ..."""
+        """Handle new tensors; ``kind`` is ``keys and values``, ``attention output``, ``layer input`` or another."""
 
     def on_resize(self, x: Tensor) -> None:
         """Handle a change of the size of ``x``'s storage."""
@@ -182,19 +182,19 @@ def observed(observer: Observer) -> Iterator[None]:
 
 
 def notify_chunk(layer: nn.Module, chunk: slice, pass_name: str) -> None:
-    """Notify the observers that a layer is about to run on a chunk."""
+    """Notify the observers that ``layer`` is about to run on ``chunk`` in the pass ``pass_name``."""
     for observer in _observers:
         observer.on_chunk(layer, chunk, pass_name)
 
 
 def notify_tensors(kind: str, *tensors: Tensor) -> None:
-    """Notify the observers that these tensors are held as ``kind``."""
+    """Notify the observers that these tensors were created; ``kind`` says what they are, such as ``layer input``."""
     for observer in _observers:
         observer.on_new_tensors(kind, tensors)
 
 
 def notify_resized(x: Tensor) -> None:
-    """Notify the observers that the storage of a tensor was resized."""
+    """Notify the observers that the storage of tensor ``x`` was resized."""
     for observer in _observers:
         observer.on_resize(x)
 
@@ -218,7 +218,7 @@ COMPUTING_LIBRARIES = ("streamtune", "torch", "transformers", "deepspeed", "acce
 
 
 def chunkwise(hook: Hook) -> Hook:
-    """Mark a hook as allowed on modules inside a decoder layer: it treats each token independently.
+    """Mark a hook that treats each token independently, so that it may be registered inside a decoder layer.
 
     The hook is called for each chunk of the sequence, in the forward and again in the backward. Also a decorator.
 
@@ -231,7 +231,7 @@ def chunkwise(hook: Hook) -> Hook:
 
 
 def refuse_hooks(root: nn.Module, *, within: bool, why: str, fix: str) -> None:
-    """Refuse hooks of the user on the modules of ``root``.
+    """Raise an error if ``root`` or a module inside it has a hook that the user registered.
 
     Args:
         root: Decoder layer or head.
@@ -240,7 +240,7 @@ def refuse_hooks(root: nn.Module, *, within: bool, why: str, fix: str) -> None:
         fix: Fix, for the message.
 
     Raises:
-        UnsupportedModelError: A module of ``root`` has a hook of the user, or a global hook is registered.
+        UnsupportedModelError: Such a hook is registered, on a module or globally.
     """
     for name, module in root.named_modules():
         if within and module is root:
@@ -258,21 +258,21 @@ def refuse_hooks(root: nn.Module, *, within: bool, why: str, fix: str) -> None:
 
 
 def foreign_hooks(module: nn.Module) -> Iterator[Any]:
-    """Yield the forward hooks of a module that the engine did not register."""
+    """Yield the forward hooks and pre-hooks of a module that StreamTune did not register."""
     for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
         if _hook_package(hook) != "streamtune":
             yield hook
 
 
 def has_user_backward_hooks(module: nn.Module) -> bool:
-    """Return True if a backward hook of the user is registered on the module itself, or globally."""
+    """Return True if the user registered a backward hook on the module itself, or globally."""
     names = {table: kind for table, kind in HOOK_TABLES.items() if "backward" in table}
     global_names = {table: kind for table, kind in GLOBAL_HOOK_TABLES.items() if "backward" in table}
     return any(_user_hooks(module.__dict__, names)) or any(_user_hooks(vars(torch_module), global_names))
 
 
 def has_chunkwise_hooks(root: nn.Module) -> bool:
-    """Return True if a module of ``root`` has a :func:`chunkwise` hook, which may read a trainable tensor."""
+    """Return True if a module in ``root`` has a hook marked :func:`chunkwise`, which may read a trainable tensor."""
     return any(
         hasattr(hook, "_streamtune_chunkwise")
         for module in root.modules()

@@ -43,22 +43,23 @@ PLAIN_TYPES = (Tensor, nn.Parameter)
 
 
 def offloaded_parameters(model: Any, layers: Iterable[nn.Module]) -> list[nn.Parameter]:
-    """Return the parameters of an unwrapped model that ``weights="host"`` keeps on the host, each once."""
+    """Return the parameters of an unwrapped model that ``weights="host"`` moves to the host, each parameter once."""
     parameters = {id(p): p for layer in layers for _, _, p in _layer_weights(layer)}
     parameters |= {id(p): p for module in _embedding_and_head(model) for _, _, p in _plain_parameters(module)}
     return list(parameters.values())
 
 
 def keep_on_host(model: Any, device: torch.device, pool: HostPool | None = None) -> None:
-    """Move the weights to offload to host memory, and all other weights and buffers to the device.
+    """Move a model's offloaded weights to host memory, and its other weights and buffers to the device.
 
-    Use it for a model that does not fit on the device: load the model on the CPU, add its adapters, and call this.
-    Then call ``stream(model, schedule=Schedule(weights="host"))``, which does the same for a model on the device.
+    The weights of decoder layers, embedding and head are offloaded. For a model that does not fit on the device, load
+    it on the CPU and add its adapters. Call this function, and then ``stream(model,
+    schedule=Schedule(weights="host"))``, which moves the weights of a model on the device in the same way.
 
     Args:
         model: Causal language model of ``transformers``, with or without peft adapters; changed in place.
         device: Device on which the model computes; ``meta`` simulates it.
-        pool: Pool of host memory; None creates a pool.
+        pool: Pool from which host memory is allocated; None creates a pool.
 
     Raises:
         OutOfMemoryError: Host memory is too small.
@@ -89,19 +90,19 @@ def keep_on_host(model: Any, device: torch.device, pool: HostPool | None = None)
 
 
 def _layer_weights(layer: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
-    """Return the offloaded weights of a layer, each with its module and its name in it."""
+    """Return (module, name, parameter) of each weight of a layer that is offloaded."""
     entries = [entry for module in layer.modules() for entry in _plain_parameters(module)]
     frozen = [entry for entry in entries if not entry[2].requires_grad]
     return frozen or entries  # trained weights in a layer with frozen weights are adapters
 
 
 def _plain_parameters(module: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
-    """Return (module, name, parameter) of the module's own parameters of plain tensor types."""
+    """Return (module, name, parameter) of each plain (not quantised, not sharded) parameter of the module itself."""
     return [(module, key, p) for key, p in module._parameters.items() if p is not None and type(p) in PLAIN_TYPES]
 
 
 def _embedding_and_head(model: Any) -> list[nn.Module]:
-    """Return embedding and head, each only if it is a plain module and no other module uses its weights."""
+    """Return embedding and head, without a module of a special type or one that shares weights with a third module."""
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
     candidates: list[nn.Module] = []
     if isinstance(table, nn.Embedding) and not any(True for _ in table.children()):
@@ -120,20 +121,20 @@ def _embedding_and_head(model: Any) -> list[nn.Module]:
 
 
 def _modules_outside(model: Any, layers: Iterable[nn.Module]) -> list[nn.Module]:
-    """Return the modules outside the layers that own parameters, not only through submodules."""
+    """Return the modules outside the decoder layers that have plain parameters of their own."""
     inside = {id(module) for layer in layers for module in layer.modules()}
     return [module for module in model.modules() if id(module) not in inside and _plain_parameters(module)]
 
 
 def _fp32_weight_ids(model: Any) -> set[int]:
-    """Return the ids of the weights that the model keeps in float32, whatever its dtype."""
+    """Return the ids of the parameters that the model keeps in float32 even if it is loaded in a narrower dtype."""
     names = fp32_weight_names(model)
     return {id(p) for name, p in model.named_parameters() if any(each in name for each in names)}
 
 
 @dataclass
 class _Fetched:
-    """Copies of weights on their way to the device, and the versions of the weights that were copied."""
+    """Weight copies on their way to the device, and the version and address that each copied weight had."""
 
     versions: list[tuple[int, int]]
     copies: list[tuple[Tensor, torch.cuda.Event | None]]
@@ -147,7 +148,7 @@ class _Fetched:
 
 @dataclass
 class _WeightUnit:
-    """Offloaded weights of a layer, embedding or head, each once, and the module attributes that hold them."""
+    """The offloaded weights of a layer, embedding or head, each once, and the module attributes that hold them."""
 
     parameters: list[nn.Parameter]
     attributes: list[tuple[nn.Module, str, int]]
@@ -171,13 +172,13 @@ class _WeightUnit:
 
 
 class OffloadedWeights:
-    """The offloaded weights of a streamed model, and their copies on the device.
+    """Keeps a streamed model's weights on the host, and copies them to the device when a module computes.
 
     Args:
-        model: Model of ``transformers``, without wrappers. Its weights are moved (:func:`keep_on_host`), and stay on
-            the host when streaming is removed.
+        model: Model of ``transformers``, without wrappers. :func:`keep_on_host` moves its weights; they stay on the
+            host when streaming is removed.
         layers: Decoder layers of the model.
-        tiers: Tiers of the model, which count the copied bytes.
+        tiers: Storage tiers of the model; their counters include the copied bytes.
         dtype: Dtype of the copies; None is the dtype of each weight.
     """
 
@@ -199,17 +200,17 @@ class OffloadedWeights:
             self._hooks.append(module.register_forward_hook(self._after_call, always_call=True))
 
     def remove(self) -> None:
-        """Remove the hooks; the weights stay on the host."""
+        """Remove the hooks from the modules; the weights stay on the host."""
         for hook in self._hooks:
             hook.remove()
         self._hooks, self._prefetched = [], None
 
     @contextmanager
     def used(self, layer: nn.Module, prefetch: int = 0) -> Iterator[dict[int, Tensor]]:
-        """Context manager: a layer holds device copies of its weights while active; yields them by parameter ``id``.
+        """Context manager: ``layer`` holds device copies of its weights while active; yields them by parameter ``id``.
 
-        Each copy is a leaf that requires a gradient if its parameter does. ``prefetch`` begins to copy the weights of
-        the next layer (1) or of the layer before (-1); 0 copies none.
+        Each copy is a leaf that requires a gradient if its parameter does. ``prefetch`` 1 begins to copy the weights of
+        the next layer, -1 the weights of the previous layer, 0 none.
         """
         unit = self._units[id(layer)]
         if not unit.depth:
@@ -228,7 +229,7 @@ class OffloadedWeights:
 
     @contextmanager
     def with_graph(self, module: nn.Module) -> Iterator[None]:
-        """Context manager: ``module`` (the head) holds device copies while active; autograd copies gradients back."""
+        """Context manager: ``module`` (the head) holds device copies; autograd returns their gradients to the host."""
         unit = self._units.get(id(module))
         if unit is None or unit.depth:
             yield
@@ -240,7 +241,7 @@ class OffloadedWeights:
             self._swap_out(module)
 
     def to_host(self, parameters: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Return the gradients, copied to the host if their parameter is offloaded; waits for the copies."""
+        """Return the gradients, copied to the host if the parameter is offloaded; the copies are complete."""
         on_host, events = list(grads), []
         for place, (parameter, grad) in enumerate(zip(parameters, grads, strict=True)):
             if grad is None or not is_host_storage(parameter.untyped_storage()):
@@ -347,7 +348,7 @@ class OffloadedWeights:
 
 
 class _OnDevice(torch.autograd.Function):
-    """Autograd node of a weight's copy on the device; its backward copies the gradient to the host."""
+    """Copies a weight to the device; the backward copies the weight's gradient back to the host."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, weights: OffloadedWeights) -> Tensor:

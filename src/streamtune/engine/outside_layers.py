@@ -43,7 +43,7 @@ SCALING_FUNCTIONS = (torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__, tor
 
 
 def token_embedding(model: Any) -> nn.Embedding | None:
-    """Return the token embedding of a model if its output can be recomputed, else None."""
+    """Return a model's token embedding if it is a plain lookup, whose output can be recomputed; else None."""
     try:
         module = model.get_input_embeddings()
     except (AttributeError, NotImplementedError):
@@ -54,13 +54,13 @@ def token_embedding(model: Any) -> nn.Embedding | None:
 
 
 class StreamedEmbedding:
-    """Replaces the ``forward`` of the token embedding on its instance; returns the same values in a stand-in."""
+    """Replaces the ``forward`` of a token-embedding module; the output is a placeholder that holds the embeddings."""
 
     def __init__(self, module: nn.Embedding) -> None:
         self.module, self.table = module, module.weight
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return embeddings ``[B, T, C]`` in a stand-in; a plain tensor if the module has hooks."""
+        """Return the embeddings ``[B, T, C]`` in a placeholder (:class:`Embeddings`); as is if the module has hooks."""
         value: Tensor = type(self.module).forward(self.module, *args, **kwargs)
         if value.dim() != 3 or torch.compiler.is_compiling() or self._is_watched():
             return value
@@ -81,7 +81,7 @@ class StreamedEmbedding:
         return Embeddings.create(value, recompute)
 
     def _is_watched(self) -> bool:
-        """Return True if the module has hooks of others (ZeRO, FSDP2, the user), or its weight was replaced."""
+        """Return True if the module has hooks that StreamTune did not register, or its weight was replaced."""
         module = self.module
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
         ours = [isinstance(getattr(hook, "__self__", None), OffloadedWeights) for hook in hooks]
@@ -92,13 +92,13 @@ class StreamedEmbedding:
 
 
 def _versions_and_addresses(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """Return (version, address) of each tensor, to detect changes of its values."""
+    """Return (version counter, data address) of each tensor, to detect changes of its values."""
     return [(x._version, x.data_ptr()) for x in tensors]
 
 
 @dataclass
 class _Content:
-    """The embeddings that a stand-in holds, and a function that recomputes them."""
+    """The embeddings that a placeholder tensor holds, and a function that recomputes them."""
 
     value: Tensor | None
     """Embeddings ``[B, T, C]``; None once they were taken."""
@@ -110,22 +110,24 @@ class _Content:
     """Autograd node of the stand-in, or None. The reference is weak, because the node holds this object."""
 
     def is_own_node(self, node: Any) -> bool:
-        """Return True if ``node`` is the stand-in's original autograd node, not a custom function's node."""
+        """Return True if ``node``, the placeholder's current ``grad_fn``, is still the one that it was created with."""
         return node is None if self.node is None else node is not None and node is self.node()
 
 
 class Embeddings(Tensor):
-    """Stand-in for embeddings ``[B, T, C]``: every torch function gets the embeddings in its place.
+    """Placeholder for embeddings ``[B, T, C]``: torch functions get the embeddings themselves.
+
+    The embeddings are freed after their first use and recomputed if they are read again.
 
     Attributes:
-        content: The embeddings that it holds.
+        content: The embeddings and the function that recomputes them.
     """
 
     content: _Content
 
     @staticmethod
     def create(value: Tensor, recompute: Callable[[], Tensor]) -> Any:
-        """Return a stand-in for ``value`` ``[B, T, C]``; ``recompute`` returns the same values again."""
+        """Return a placeholder for ``value`` ``[B, T, C]``; ``recompute`` returns the same values again."""
         content = _Content(value, recompute, value._version, torch.is_grad_enabled())
         stand_in: Any = _StandIn.apply(value, content) if value.requires_grad else _create_stand_in(value)
         node = _grad_fn_of(stand_in)
@@ -147,7 +149,7 @@ class Embeddings(Tensor):
         return func(*map_nested(read_embeddings, args), **map_nested(read_embeddings, kwargs or {}))
 
     def scale(self, func: Callable[[Tensor, Any], Tensor], factor: Any) -> Any:
-        """Return a stand-in for ``func(self, by)``; a later read of this stand-in recomputes its embeddings."""
+        """Return a placeholder for ``func(self, factor)``, and free the unscaled embeddings."""
         scaled = func(pop_embeddings(self), factor)
         return Embeddings.create(scaled, lambda: func(read_embeddings(self), factor))
 
@@ -159,7 +161,7 @@ class Embeddings(Tensor):
 
 
 class _StandIn(torch.autograd.Function):
-    """Autograd node of a stand-in, reached only through custom autograd functions: others get the embeddings."""
+    """Autograd node of a placeholder (:class:`Embeddings`); only custom autograd functions get the placeholder."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, content: _Content) -> Tensor:
@@ -184,7 +186,7 @@ def _create_stand_in(value: Tensor) -> Tensor:
 
 
 def read_embeddings(x: Any) -> Any:
-    """Return the embeddings that a stand-in ``x`` holds; return any other object unchanged."""
+    """Return the embeddings if ``x`` is an :class:`Embeddings` placeholder, else ``x`` itself."""
     if not isinstance(x, Embeddings):
         return x
     if not x.content.is_own_node(_grad_fn_of(x)):
@@ -194,9 +196,9 @@ def read_embeddings(x: Any) -> Any:
 
 
 def pop_embeddings(x: Any) -> Any:
-    """Return the embeddings that a stand-in ``x`` holds, and release them; return any other object unchanged.
+    """Return the embeddings that a placeholder ``x`` (:class:`Embeddings`) holds, and free them; other objects as is.
 
-    The stand-in keeps embeddings that were changed in place, because they cannot be recomputed.
+    A placeholder keeps embeddings that were changed in place, because they cannot be recomputed.
     """
     value: Any = read_embeddings(x)
     if isinstance(x, Embeddings) and value._version == x.content.version and value is x.content.value:
@@ -220,7 +222,7 @@ def _grad_fn_of(x: Tensor) -> Any:
 
 
 def norms_outside_layers(owner: nn.Module, layers: list[nn.Module]) -> list[nn.Module]:
-    """Return the norms of a model outside its layers: children whose class name ends with ``Norm``, with 1D weights."""
+    """Return ``owner``'s norms outside ``layers``: children whose class name ends with ``Norm``, with 1D weights."""
     inside = {id(module) for layer in layers for module in layer.modules()}
     return [
         module
@@ -235,7 +237,7 @@ def norms_outside_layers(owner: nn.Module, layers: list[nn.Module]) -> list[nn.M
 
 
 class StreamedNorm:
-    """Replaces a norm's ``forward`` on its instance; computes the same chunk by chunk."""
+    """Replaces the ``forward`` of a norm module; computes the same result chunk by chunk."""
 
     def __init__(self, norm: nn.Module, parts: ModelParts) -> None:
         self.norm, self.parts, self.schedule = norm, parts, parts.schedule
@@ -257,7 +259,7 @@ class StreamedNorm:
         return _StreamedNorm.apply(self, self.parts.last_call.call_for_gradient(x, self.norm), x, *parameters)
 
     def run_module(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the forward of the norm's class."""
+        """Call the original forward of the norm's class."""
         return type(self.norm).forward(self.norm, *args, **kwargs)
 
     @torch.no_grad()
@@ -269,7 +271,7 @@ class StreamedNorm:
 
     @torch.no_grad()
     def forward(self, x_BTC: Tensor, into: StoredTensor | None) -> Tensor:
-        """Return the norm's output for the whole sequence; store the input in ``into``, if given, chunk by chunk."""
+        """Return the norm's output for the whole sequence; if given, ``into`` stores the input chunk by chunk."""
         out: Tensor | None = None
         for chunk in self.schedule.chunks(x_BTC.shape[1]):
             notify_chunk(self.norm, chunk, "store")
@@ -287,7 +289,7 @@ class StreamedNorm:
 
 
 class _StreamedNorm(torch.autograd.Function):
-    """Autograd node of a streamed norm: its backward runs ``streamed_vjp``."""
+    """Autograd function of a norm; its backward computes the gradients chunk by chunk (``streamed_vjp``)."""
 
     @staticmethod
     def forward(ctx: Any, norm: StreamedNorm, producer: LayerStream | None, x: Tensor, *parameters: Tensor) -> Tensor:
@@ -335,7 +337,7 @@ class _StreamedNorm(torch.autograd.Function):
 
 
 class _EmptyBoundary:
-    """Boundary of a norm's chunk: it reads and passes on no tensors, because a norm maps each token independently."""
+    """Implements ``vjp.Boundary`` for a norm, whose chunks are independent: no tensors pass between them."""
 
     def __init__(self) -> None:
         self.read_leaves: list[Tensor] = []

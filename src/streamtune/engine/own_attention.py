@@ -41,19 +41,20 @@ _TILED_PREFIX = f"{NAME}-over-"
 
 
 def tiled_attention_name(implementation: str) -> str:
-    """Return the attention name for a config whose layers keep ``implementation`` but get the engine's lazy mask."""
+    """Return the name of an attention whose layers keep ``implementation``, but get StreamTune's lazy mask."""
     return _TILED_PREFIX + implementation
 
 
 class AttentionNames:
-    """Sets the engine's attention in the configs of a streamed model during its calls only.
+    """Switches a model's configs to StreamTune's attention while a call runs, and back afterwards.
 
     Outside of calls the configs are unchanged. So another model that is built from a config, or from a copy of it,
     attends as without streaming.
 
     Args:
         configs: Configs from which the decoder and its layers read their attention implementation.
-        own_attention: Implementation of layers with their own attention code; None if they use the engine's.
+        own_attention: Attention implementation of layers that compute attention in their own code; None if StreamTune's
+            attention is used.
     """
 
     def __init__(self, configs: Sequence[Any], own_attention: str | None) -> None:
@@ -65,7 +66,7 @@ class AttentionNames:
         self._depth = 0
 
     def begin_call(self, where: str) -> int:
-        """Begin a call, which may be nested in another; return the number of calls around it."""
+        """Begin a model call, which may be nested in another; return the number of enclosing calls."""
         if not self._depth:
             for config, name in zip(self.configs, self.plain_names, strict=True):
                 refuse_changed_attention(config, name, where)
@@ -74,7 +75,7 @@ class AttentionNames:
         return self._depth - 1
 
     def end_call(self, outer_calls: int | None = None) -> None:
-        """End the innermost call; if ``outer_calls`` is given, end all calls nested deeper than it."""
+        """End the innermost call; if ``outer_calls`` is given, end calls until that many are left."""
         if self._depth:
             self._depth = self._depth - 1 if outer_calls is None else outer_calls
             if not self._depth:
@@ -82,7 +83,7 @@ class AttentionNames:
 
     @contextmanager
     def using(self, names: list[Any]) -> Iterator[None]:
-        """Context manager: the configs have these names while active, also during calls."""
+        """Context manager: the configs have these attention names while active, also during calls."""
         self._depth += 1
         try:
             with temporary_attention(self.configs, names):
@@ -101,7 +102,7 @@ def refuse_changed_attention(config: Any, name: Any, where: str) -> None:
     Other implementations do not align the queries of a chunk with the last keys, so the result would be wrong.
 
     Raises:
-        UnsupportedModelError: The config neither has ``name`` nor an attention of the engine.
+        UnsupportedModelError: The config names neither ``name`` nor an attention implementation of StreamTune.
     """
     now = attention_name(config)
     if now != name and not is_engine_attention(now):
@@ -113,21 +114,21 @@ def refuse_changed_attention(config: Any, name: Any, where: str) -> None:
 
 
 def is_engine_attention(name: Any) -> bool:
-    """Return True if ``name`` is an attention implementation of the engine."""
+    """Return True if ``name`` is an attention implementation that StreamTune registered."""
     return name == NAME or name in map(tiled_attention_name, TILED_IMPLEMENTATIONS)
 
 
 @dataclass(frozen=True)
 class OwnAttention:
-    """The attention implementation of a layer with its own attention code; its configs have this name while it runs."""
+    """Attention of a layer that computes it in its own code; ``name`` is what the layer's configs say while it runs."""
 
     name: str
 
     def mask_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the mask dtype that the layer expects for hidden states of ``dtype``.
 
-        For fp64 it is fp32: eager attention computes its softmax in fp32. The lowest fp64 number would become -inf
-        there, and a query that sees no key would give NaN.
+        For fp64 hidden states the mask is fp32: eager attention computes its softmax in fp32, where the lowest fp64
+        number would be -inf. Then a query that sees no key would give NaN.
         """
         if self.name == "sdpa":
             return torch.bool
@@ -135,7 +136,7 @@ class OwnAttention:
 
 
 def mask_tile(view: MaskView, dtype: torch.dtype) -> Tensor:
-    """Return the tile ``[B, 1, T, S]`` of a lazy mask: boolean, or additive in a floating ``dtype``."""
+    """Return the dense mask ``[B, 1, T, S]`` of a lazy mask's view: boolean, or additive if ``dtype`` is floating."""
     rows, _, queries, keys = view.shape
     allowed = view.mask.tile(view.q_start, view.q_stop, view.k_start, view.k_stop).expand(rows, 1, queries, keys)
     if dtype == torch.bool:
@@ -161,7 +162,7 @@ def sees_future(dense_BHTT: Tensor) -> bool:
 
 @dataclass(eq=False)
 class DensifiedMask(LazyMask):
-    """A lazy mask that becomes a dense mask when a model computes with it outside of its layers."""
+    """A lazy mask that turns into a dense tensor when a model computes with it outside its layers."""
 
     dense_dtype: torch.dtype = torch.bool
 
@@ -204,7 +205,7 @@ for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "and", "or", "invert"
 def _densified_mask(
     implementation: str, *args: Any, dtype: torch.dtype = torch.float32, **kwargs: Any
 ) -> DensifiedMask:
-    """Return the lazy mask of a model whose layers keep ``implementation``."""
+    """Return a :class:`DensifiedMask`, in the form that ``implementation`` expects; registered as a mask function."""
     mask = lazy_mask(*args, **kwargs)
     values = {item.name: getattr(mask, item.name) for item in fields(mask)}
     return DensifiedMask(**values, dense_dtype=torch.bool if implementation == "sdpa" else dtype)

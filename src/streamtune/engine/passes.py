@@ -44,7 +44,7 @@ from streamtune.schedule import Tier as TierName
 
 @dataclass(frozen=True)
 class CallSettings:
-    """Settings of a layer call, recorded in its forward; the backward uses them even if they have changed since."""
+    """Schedule, modes and rows of one layer call, recorded in its forward for its backward."""
 
     schedule: Schedule
     device: torch.device
@@ -57,7 +57,7 @@ class CallSettings:
 
     @classmethod
     def current(cls, call: LayerCall, owner: StreamedLayer) -> CallSettings:
-        """Return the settings that apply to ``call`` now."""
+        """Return the settings with which ``call`` would run now."""
         context, routers, device = owner.parts.context, owner.parts.routers, call.hidden.device
         rows = call.shards.rows if call.shards is not None and context.rows is None else context.rows
         counted_BT = routers.mask_BT if routers is not None and routers.active else None
@@ -66,7 +66,7 @@ class CallSettings:
 
 
 class LayerStream:
-    """One call of a layer, and the state that its passes over the chunks share.
+    """One call of a layer, run chunk by chunk: its forward, and the recomputation that its backward needs.
 
     ``producer`` is the layer call whose output is this call's input, if it can recompute that output; else None.
     """
@@ -90,9 +90,9 @@ class LayerStream:
         self._choose_chunks(owner.carries_states or (self.chained and owner.parts.last_call.ends_with_rows))
 
     def _choose_chunks(self, with_rows: bool) -> None:
-        """Choose the chunks, and create empty stores for states, keys and values.
+        """Set the chunks of this call, and create empty stores for its states, keys and values.
 
-        ``with_rows`` cuts the chunks where packed rows begin.
+        ``with_rows`` also cuts the chunks where packed rows begin.
         """
         settings, shards = self.settings, self.call.shards
         self.states = States(settings.rows)
@@ -129,16 +129,16 @@ class LayerStream:
 
     @property
     def along(self) -> list[Along]:
-        """Sequence dimension of each output; None for the router's sums."""
+        """Sequence dimension of each output; None for the sums of router logits, which have none."""
         return [*self.outputs.along, *[None] * self.sums]
 
     @property
     def can_recompute_output(self) -> bool:
-        """True if the output can be recomputed from the input hidden states alone."""
+        """True if the hidden states are the only input that needs a gradient: the output depends on nothing else."""
         return len(self.call.inputs) == 1
 
     def run(self, chunk: slice, pass_name: Pass, x_i: list[Tensor]) -> tuple[list[Tensor], ChunkCache]:
-        """Compute ``z(i) = f_W(x(i), prefix)`` with the layer's own forward.
+        """Compute ``z(i) = f_W(x(i), prefix)`` on one chunk, with the layer's own forward.
 
         Return the outputs, the first ``[B, T_i, C]``, and the cache that the layer used.
         """
@@ -172,7 +172,7 @@ class LayerStream:
         return [*outputs, *sums], cache
 
     def _router_mask(self, chunk: slice, run_slice: slice) -> Tensor | None:
-        """Return a mask over the tokens ``run_slice``, nonzero for tokens in the router loss; None: all tokens."""
+        """Return a mask over the tokens ``run_slice``, nonzero where the router loss counts them; None counts all."""
         counted_BT = self.settings.counted
         if run_slice == chunk:
             return None if counted_BT is None else counted_BT[:, chunk]
@@ -182,9 +182,9 @@ class LayerStream:
 
     @contextmanager
     def pass_over_chunks(self, sums: Sequence[GradientSum] = ()) -> Iterator[None]:
-        """Context manager for one pass over all chunks: fetches weights to the device, and casts linear weights, once.
+        """Context manager for a pass over all chunks: weights are copied to the device, and linear weights cast, once.
 
-        ``sums`` are the gradient accumulators of the parameters, in a backward.
+        In a backward, ``sums`` are the gradient accumulators of the parameters.
         """
         offloaded, scopes = self.owner.parts.offloaded, self.scopes
         with nullcontext() if offloaded is None else offloaded.used(self.call.layer, prefetch=1):
@@ -238,17 +238,17 @@ class LayerStream:
         return z + shared
 
     def _end_with_rows(self) -> None:
-        """Cut this layer's chunks where packed rows begin, in this call and in later calls."""
+        """Cut this layer's chunks where packed rows begin, in this call and in all later calls."""
         if caches_keys(self.call.layer):
             self.states.on_keys_used()
         self.owner.carries_states = self.owner.parts.last_call.ends_with_rows = True
         self._choose_chunks(with_rows=True)
 
     def run_unchunked(self, inputs: Sequence[Tensor]) -> list[Tensor] | None:
-        """Compute ``z = f_W(x)`` at once with autograd's own graph, which saves all activations.
+        """Compute ``z = f_W(x)`` on the whole sequence with autograd's own graph, which saves all activations.
 
-        Shared keys and values follow the outputs. Return None if the layer has states and rows are packed or ranks
-        share the sequence: the layer must then be streamed.
+        Return the outputs, followed by keys and values that the layer shares with others. Return None if the layer has
+        states and rows are packed or ranks share the sequence: the layer must then be streamed.
         """
         random_before = RandomState.current(self.settings.device) if self.settings.rows or self.call.shards else None
         uses_states = random_before is not None and self.owner.carries_states
@@ -265,7 +265,7 @@ class LayerStream:
         return z + [cache.chunk_kv[2 * index + place] for index in self.entry_updates.values() for place in (0, 1)]
 
     def assemble_output(self, outputs: list[Tensor], sharing: Any) -> Any:
-        """Return the output as the layer returns it (tensor or tuple); add shared keys and values to ``sharing``."""
+        """Return the output in the layer's form (tensor or tuple); store shared keys and values in ``sharing``."""
         layer_output_count, output_count = len(self.outputs.along), len(self.along)
         if self.routers is not None:
             self.routers.add(outputs[layer_output_count:output_count])
@@ -293,7 +293,7 @@ class LayerStream:
         return StoredTensor(self._tier(name), like, self.hidden_along)
 
     def _save_kv_and_states(self, for_backward: bool, recomputed: bool, shared: bool = False) -> None:
-        """Free keys, values and states that the backward recomputes or does not read; offload or keep the others."""
+        """Free keys, values and states that the backward recomputes or does not read; keep or offload the others."""
         if self.chained and for_backward:
             self._save_kv_by_chunk()
             return
@@ -325,7 +325,7 @@ class LayerStream:
     # The backward.
 
     def load_input(self) -> Source:
-        """Return the layer's input; if it was not stored, recompute the segment's layers up to this one.
+        """Return the layer's input; if it was not stored, recompute the layers before it in its segment.
 
         If weights are sharded (ZeRO stage 3, FSDP2), each recomputed layer is gathered once more.
         """
@@ -352,7 +352,7 @@ class LayerStream:
         return self.saved.input(self.owner.name)
 
     def output_gradient(self, incoming: Tensor | None) -> Source | None:
-        """Return the gradient with respect to the output hidden states: autograd's plus the one the next layer left."""
+        """Return the gradient of the output hidden states: autograd's plus what the next layer's backward put here."""
         left = self.grad_from_next.take()
         if left is None or incoming is None:
             return left if incoming is None else incoming
@@ -363,10 +363,10 @@ class LayerStream:
         return grad.add_(incoming)
 
     def grad_buffer(self, z: Source, grad_after: Source | None) -> Source:
-        """Return memory in which the next layer's backward writes the gradient of this call's hidden states ``z``.
+        """Return the memory in which the next layer's backward writes the gradient of this call's output ``z``.
 
-        The memory is in a tier if layer inputs are offloaded. Otherwise it is ``grad_after`` if its shape and dtype
-        fit, else a new tensor. ``grad_after`` is the gradient of the next layer's output, if it may be overwritten.
+        The memory is on host or disk if layer inputs are offloaded. Otherwise it is ``grad_after``, the gradient of the
+        next layer's output, if that may be overwritten and has the same shape and dtype; else a new tensor.
         """
         offload, buffer = self.settings.schedule.offload, grad_after
         if offload != "device":
@@ -377,10 +377,10 @@ class LayerStream:
         return buffer
 
     def prepare_replay(self, inputs: Sequence[Source], keep_graph: bool = False) -> None:
-        """Fetch or recompute the keys, values and states that the replay of a chunk reads.
+        """Fetch or recompute the keys, values and states that later chunks' backwards read (:meth:`replay`).
 
-        If another backward may follow (``keep_graph``), shared keys and values are copied: replay overwrites them, and
-        the next backward of other layers reads them.
+        With ``keep_graph`` another backward may follow. Then keys and values shared with other layers are copied,
+        because :meth:`replay` overwrites them.
         """
         self.kv.grads.clear()  # an interrupted backward leaves sums behind
         self.states.grads.clear()
@@ -411,9 +411,10 @@ class LayerStream:
 
     @torch.no_grad()
     def project(self, inputs: Sequence[Source]) -> None:
-        """Recompute K and V: run the layer on each chunk until they are computed.
+        """Recompute keys and values: run the layer on each chunk until they are computed.
 
-        The last chunk is left out unless K and V are shared with other layers: its replay computes them.
+        The last chunk is left out, because :meth:`replay` begins with it, unless its keys and values are shared with
+        other layers.
         """
         if self.kv.pairs or not self.kv.updates:
             return
@@ -435,18 +436,18 @@ class LayerStream:
             return self.run(chunk, "recompute", x_i)[0][0]
 
     def replay(self, chunk: slice, x_i: list[Tensor]) -> tuple[list[Tensor], ChunkCache]:
-        """Run the layer on one chunk with its graph."""
+        """Run the layer again on one chunk, with a graph; return its outputs and the cache that it used."""
         with self._restored(chunk):
             return self.run(chunk, "replay", x_i)
 
     @contextmanager
     def _restored(self, chunk: slice) -> Iterator[None]:
-        """Context manager: random state, autocast settings and modes are the same as in the chunk's forward."""
+        """Context manager: random state, autocast settings and modes are as in the chunk's forward."""
         with self.random[chunk.start].replayed(), self.settings.autocast.restored(), self.settings.modes.restored():
             yield
 
     def free(self, keep_graph: bool = False) -> None:
-        """Free the tensors that the backward used; keep input and states if another backward may follow."""
+        """Free the tensors that the backward used, except input and states if another may follow (``keep_graph``)."""
         self.kv.free_all()
         self.states.end_pass()
         if keep_graph:
@@ -459,9 +460,9 @@ class LayerStream:
 
 
 class _NextLayerGradient:
-    """Gradient with respect to a call's output, written by the next layer's backward, with the id of that pass.
+    """Gradient of a call's output, written by the next layer's backward, and the id of that backward pass.
 
-    If a backward pass stops before this layer, its gradient stays here, and a later backward pass must not use it.
+    If a backward pass stops before this layer, the gradient stays here, and a later backward pass must not use it.
     """
 
     def __init__(self) -> None:
@@ -477,12 +478,12 @@ class _NextLayerGradient:
 
 
 def placeholder(like: Source) -> Tensor:
-    """Return zeros that take no memory, to return to autograd in place of a gradient that is stored elsewhere."""
+    """Return a zero tensor that takes no memory, which autograd gets instead of a gradient that is stored elsewhere."""
     return _zero_scalar(like.dtype, like.device).expand(like.shape)
 
 
 def is_placeholder(grad: Tensor) -> bool:
-    """Return True if a gradient is a :func:`placeholder` and nothing was added to it."""
+    """Return True if ``grad`` is a tensor from :func:`placeholder`, to which autograd has added nothing."""
     return grad.untyped_storage()._cdata == _zero_scalar(grad.dtype, grad.device).untyped_storage()._cdata
 
 
@@ -492,12 +493,12 @@ def _zero_scalar(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def _repeat_token(x: Tensor, along: Along) -> Tensor:
-    """Return a token followed by a detached copy of itself, along its sequence dimension."""
+    """Return ``x``, which has one token, followed by a detached copy of that token."""
     return x if along is None else torch.cat([x, x.detach()], along)
 
 
 def _empty_output(chunk_output: Tensor, along: Along, length: int) -> Tensor:
-    """Return memory for the whole sequence's output, given one chunk's; zeros if the output is a sum over chunks."""
+    """Return an output for the whole sequence, shaped after one chunk's: empty, or zeros if the chunks are summed."""
     if along is None:
         return torch.zeros_like(chunk_output)
     return chunk_output.new_empty([length if dim == along else size for dim, size in enumerate(chunk_output.shape)])

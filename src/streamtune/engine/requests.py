@@ -26,7 +26,7 @@ from streamtune.ops import TokenLoss, TopKTeacher
 
 @dataclass
 class LossRequest:
-    """Request for another loss than the cross-entropy; the call writes sums measured with the loss to ``measured``."""
+    """Asks a model call for another loss than the cross-entropy; the call stores sums for metrics in ``measured``."""
 
     loss: TokenLoss
     """Loss of each target."""
@@ -40,7 +40,7 @@ class LossRequest:
     """Sums over the targets of the call, named as in ``ops.MEASURED``, without gradient; None before the call."""
 
     def top_k_of(self, shape: torch.Size, shards: SequenceShards | None, model: str) -> TopKTeacher | None:
-        """Return the teacher's top-k tokens for this rank's targets of ``shape``; None if there are none.
+        """Return the teacher's top-k tokens for this rank's targets of ``shape``; None if the request has none.
 
         Raises:
             UnsupportedModelError: ``model`` drops tokens before its loss.
@@ -58,7 +58,7 @@ class LossRequest:
         return replace(self.top_k, index_BT=index)
 
     def weights_of(self, targets: Tensor, weights: Tensor | None, model: str) -> Tensor | None:
-        """Return ``weights`` on the device of ``targets`` ``[...]``; None if there are none.
+        """Return ``weights``, shaped like ``targets``, on the device of ``targets``; None if ``weights`` is None.
 
         Raises:
             UnsupportedModelError: ``model`` drops tokens before its loss.
@@ -75,7 +75,7 @@ class LossRequest:
 
 @dataclass
 class ScoreRequest:
-    """Request for the scores of a call's targets; the call writes its router loss to ``router_loss``."""
+    """Asks a model call for log-probabilities of ``targets``; the call stores its router loss in ``router_loss``."""
 
     targets: Tensor
     """Target ids ``[B, T]``; -100 at a position without target."""
@@ -91,7 +91,7 @@ class ScoreRequest:
     """Shards of the call, if ranks share the sequence; set by the call."""
 
     def compute(self, model: nn.Module, output: Any) -> dict[str, Tensor]:
-        """Return the scores of a call with this ``output``: ``logprobs``, and ``entropy`` and ``router_loss`` if any.
+        """Return ``logprobs``, and ``entropy`` and ``router_loss`` if any, computed from the model's ``output``.
 
         Raises:
             UnsupportedModelError: ``output`` has no lazy logits of all tokens.
@@ -107,10 +107,10 @@ class ScoreRequest:
         return {name: value for name, value in scores.items() if value is not None}
 
     def logits_of(self, model: nn.Module, output: Any) -> LazyLogits:
-        """Return the lazy logits of all tokens in a call's ``output``.
+        """Return the lazy logits of all tokens in the model's ``output``.
 
         Raises:
-            UnsupportedModelError: ``output`` has none.
+            UnsupportedModelError: ``output`` has no lazy logits, or not of all tokens.
         """
         logits = output[0] if isinstance(output, tuple) else getattr(output, "logits", None)
         if not isinstance(logits, LazyLogits) or logits.hidden.shape[:-1] != self._rank_targets().shape:
@@ -125,16 +125,16 @@ class ScoreRequest:
 
 @dataclass
 class LogitsRequest(ScoreRequest):
-    """Request for the lazy logits of a call, instead of scores."""
+    """Asks a model call for its lazy logits instead of log-probabilities."""
 
     def compute(self, model: nn.Module, output: Any) -> dict[str, Any]:
-        """Return ``{"logits": ...}``: the lazy logits of this rank's tokens."""
+        """Return ``{"logits": ...}``: the lazy logits of the tokens on this rank."""
         return {"logits": self.logits_of(model, output)}
 
 
 @dataclass(frozen=True)
 class TokenScores:
-    """Scores of target tokens from a streamed model."""
+    """Log-probabilities and entropies of target tokens from a streamed model."""
 
     logprobs: Tensor
     """Log-probabilities ``[B, T]`` in fp32 (fp64 for an fp64 model), differentiable; 0 for positions without target."""

@@ -32,14 +32,14 @@ LENGTH_DEPENDENT_TYPES = ("dynamic", "longrope")
 
 @dataclass(frozen=True)
 class RowLengths:
-    """Length of each token's row, ``[B, T]`` int64; for a token that rows share, the shortest and the longest row's."""
+    """Length of each token's row, ``[B, T]`` int64; a token that several rows share has a shortest and a longest."""
 
     shortest_BT: Tensor  # noqa: N815
     longest_BT: Tensor  # noqa: N815
 
     @classmethod
     def from_rows(cls, rows: PackedRows) -> RowLengths:
-        """Return the lengths of packed rows, or of rows that share their beginning."""
+        """Return the lengths for packed rows, or for rows that share their beginning."""
         if isinstance(rows, Branches):
             return cls._from_branches(rows)
         positions_BT = rows.positions_BT
@@ -50,7 +50,7 @@ class RowLengths:
 
     @classmethod
     def from_batch(cls, positions: Tensor) -> RowLengths:
-        """Return lengths in which every token has the length of the longest row, given positions ``[B, T]``."""
+        """Return the longest row's length for every token, given positions ``[B, T]``."""
         if positions.dim() != 2:
             raise UnsupportedModelError(
                 "rotary embeddings that depend on the longest position need position_ids [B, T], found "
@@ -76,18 +76,16 @@ class RowLengths:
         return RowLengths(self.shortest_BT.to(device), self.longest_BT.to(device))
 
     def select_tokens(self, cut: Callable[[Tensor], Tensor]) -> RowLengths:
-        """Return the lengths of the tokens that the function ``cut`` selects from a tensor ``[B, T]``."""
+        """Return the lengths of a selection of tokens; ``cut`` selects them from a tensor ``[B, T]``."""
         return RowLengths(cut(self.shortest_BT), cut(self.longest_BT))
 
 
 class LengthRotary:
-    """Replaces the forward of a rotary embedding: frequencies depend only on the row lengths of the call.
-
-    :meth:`remove` restores the module's forward.
+    """Replaces the forward of a rotary embedding, so that frequencies depend only on the row lengths of the call.
 
     Args:
         module: Rotary embedding. Its forward takes ``x``, ``position_ids`` and, in some models, a layer type.
-        lengths: Function that returns the row lengths for ``position_ids``; None uses the call's longest position.
+        lengths: Function from ``position_ids`` to row lengths; if it returns None, the call's longest position is used.
     """
 
     def __init__(self, module: nn.Module, lengths: Callable[[Tensor], RowLengths | None]) -> None:
@@ -98,7 +96,7 @@ class LengthRotary:
 
     @classmethod
     def install(cls, model: nn.Module, lengths: Callable[[Tensor], RowLengths | None]) -> list[LengthRotary]:
-        """Replace the forward of every rotary embedding in ``model`` that depends on the longest position."""
+        """Replace the forward of rotary embeddings that depend on the longest position; return the replacements."""
         installed = []
         for module in model.modules():
             kinds = getattr(module, "rope_type", None)
@@ -144,7 +142,7 @@ class LengthRotary:
 
 
 def longest_unscaled_length(config: Any) -> int | None:
-    """Return the largest row length up to which rotary frequencies are constant; None if they are always constant."""
+    """Return the row length above which rotary frequencies change; None if they never change."""
     text = config.get_text_config(decoder=True)
     parameters = getattr(text, "rope_parameters", None) or {}
     nested = bool(parameters) and all(isinstance(value, dict) for value in parameters.values())
@@ -158,9 +156,9 @@ def longest_unscaled_length(config: Any) -> int | None:
 
 @contextmanager
 def rotated_by_row(model: nn.Module, mask_BT: Tensor | None = None) -> Iterator[None]:
-    """Context manager: an unstreamed model rotates each row with the frequencies it would have alone, while active.
+    """Context manager: an unstreamed model rotates each row as if the row were alone in the call, while active.
 
-    ``mask_BT`` has ones at the tokens of each row. Without it, positions show the packed rows.
+    ``mask_BT`` is a padding mask, one row per sequence. Without a mask, positions that restart begin packed rows.
     """
 
     def lengths(position_ids: Tensor) -> RowLengths | None:
@@ -179,7 +177,7 @@ def rotated_by_row(model: nn.Module, mask_BT: Tensor | None = None) -> Iterator[
 
 
 def _type_and_limit(module: Any, layer_type: str | None) -> tuple[str, int]:
-    """Return the type of a rotary embedding, and the row length up to which its frequencies are constant."""
+    """Return the type of a rotary embedding, and the row length above which its frequencies change."""
     parameters = module.config.rope_parameters
     parameters = parameters if layer_type is None else parameters[layer_type]
     return _rope_type(parameters), _constant_length(module.config, parameters)

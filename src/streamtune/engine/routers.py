@@ -36,7 +36,7 @@ from streamtune.ops.exchange import sum_over_ranks
 
 @dataclass(frozen=True)
 class RouterLoss:
-    """Coefficients and scope of the router losses that are added to the loss.
+    """Settings of the losses on the routers of a mixture of experts, which are added to the model's loss.
 
     Args:
         balance: Coefficient of the load-balancing loss (``router_aux_loss_coef``).
@@ -67,7 +67,7 @@ class RouterLoss:
 
 @dataclass(frozen=True)
 class RouterSums:
-    """Sums of router outputs over tokens and layers."""
+    """Sums of router outputs over tokens and layers, from which the router losses are computed."""
 
     probabilities: Tensor
     """Sum of the experts' probabilities ``[E]``, with a gradient."""
@@ -80,7 +80,7 @@ class RouterSums:
 
     @classmethod
     def from_logits(cls, logits_NE: Tensor, top_k: int, mask_N: Tensor | None) -> RouterSums:
-        """Return the sums of one router's logits; tokens with 0 in ``mask_N`` are not counted."""
+        """Return the sums of one router's logits; tokens whose ``mask_N`` is 0 are not counted."""
         logits_NE = logits_NE.to(torch.promote_types(logits_NE.dtype, torch.float32))
         weight_N1 = logits_NE.new_ones(len(logits_NE), 1) if mask_N is None else mask_N.to(logits_NE)[:, None]
         p_NE = logits_NE.softmax(-1)
@@ -97,7 +97,7 @@ class RouterSums:
 
     @property
     def parts(self) -> list[Tensor]:
-        """The four sums, as a list."""
+        """The four sums, in the order of the fields."""
         return [self.probabilities, self.squares, self.routed, self.tokens]
 
     @property
@@ -108,7 +108,7 @@ class RouterSums:
 
 @dataclass(frozen=True)
 class RouterTerms:
-    """Two terms of the last call's loss, to log: scalars without a gradient."""
+    """The last call's loss without router losses, and its balance loss: scalars without a gradient, for the log."""
 
     loss: Tensor
     """Loss before the router losses are added."""
@@ -117,7 +117,7 @@ class RouterTerms:
 
 
 class RouterWatch:
-    """Collects a model's router logits during a streamed call, and computes the losses to add to the call's loss.
+    """Collects a model's router logits during a streamed call, and computes the router losses to add to its loss.
 
     Args:
         model: Streamed model.
@@ -159,7 +159,7 @@ class RouterWatch:
             hook.remove()
 
     def open(self, attention_mask: Any) -> None:
-        """Begin a call with this attention mask: clear the sums and collect router logits from now on."""
+        """Begin a model call: clear the sums and collect router logits of the tokens in ``attention_mask``."""
         self._check()
         self.active, self.call_sums = True, None
         mask = attention_mask if self.counted_BT is None else self.counted_BT
@@ -168,21 +168,21 @@ class RouterWatch:
         self.mask_BT = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
 
     def close(self) -> RouterSums | None:
-        """End the call; return the sums over its layers, or None if no router ran."""
+        """End the model call; return the sums over its layers, or None if no router ran."""
         self.active, sums, self.call_sums = False, self.call_sums, None
         return sums
 
     def silenced(self) -> AbstractContextManager[None]:
-        """Context manager: calls add no router losses, so that the loss depends on the model's predictions alone."""
+        """Context manager: calls add no router losses while active."""
         return temporary_attribute(self, "silent", True)
 
     def counting(self, tokens_BT: Tensor) -> AbstractContextManager[None]:
-        """Context manager: routers count the tokens that are nonzero in ``tokens_BT``, not in the attention mask."""
+        """Context manager: routers count the tokens where ``tokens_BT`` is nonzero, instead of the attention mask."""
         return temporary_attribute(self, "counted_BT", tokens_BT)
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Context manager: collects the logits of every router that runs while active, for :meth:`sums`."""
+        """Context manager: collects the logits of every router that runs while active; :meth:`sums` reads them."""
         self._chunk_logits = []
         try:
             yield
@@ -190,7 +190,7 @@ class RouterWatch:
             self._chunk_logits = None
 
     def sums(self, mask_BT: Tensor | None) -> list[Tensor]:
-        """Return the sums of the logits collected by :meth:`listening`; an empty list if no router ran."""
+        """Return the four sums of the logits collected in :meth:`listening`; an empty list if no router ran."""
         mask_N = None if mask_BT is None else mask_BT.flatten()
         total: RouterSums | None = None
         for logits in self._chunk_logits or ():
@@ -205,16 +205,16 @@ class RouterWatch:
         return [] if total is None else total.parts
 
     def add(self, parts: Sequence[Tensor]) -> None:
-        """Add one layer's sums over its whole sequence to the sums of the call."""
+        """Add one layer's sums over the whole sequence to the sums of the call."""
         if parts:
             sums = RouterSums(*parts)
             self.call_sums = sums if self.call_sums is None else self.call_sums + sums
 
     def losses(self, sums: RouterSums) -> tuple[Tensor, Tensor]:
-        """Return the balance loss, and the term to add to the call's loss.
+        """Return the balance loss, and the sum of router losses to add to the call's loss.
 
         Equal to ``E sum_e f_e P_e`` and ``share * (balance * L_balance + z * L_z)`` with the formulas of this module.
-        With global scope they are the call's shares of the step's losses.
+        If the scope is ``global``, both are this call's shares of the step's losses.
         """
         loss = self.loss or RouterLoss(balance=balance_coefficient(self.model))
         counts = sums.counts
@@ -232,7 +232,7 @@ class RouterWatch:
 
     @property
     def share(self) -> float:
-        """Factor on a call's router losses: ``weight``, or 1 with global scope, whose terms are shares already."""
+        """Factor on a call's router losses: the micro-batch's weight, or 1 if the scope is ``global``."""
         return 1.0 if self.loss is not None and self.loss.scope == "global" else self.weight
 
     def _collect(self, index: int, module: nn.Module, args: Any, output: Any) -> None:
@@ -256,9 +256,9 @@ class RouterWatch:
 
 
 def balances_itself(model: Any) -> bool:
-    """Return True if a model adds its balance loss by default, without ``output_router_logits`` in the call.
+    """Return True if a model adds its balance loss even if the call does not pass ``output_router_logits``.
 
-    Its configuration decides, unless its forward has a boolean default for that argument.
+    The model's configuration decides, unless its forward has a boolean default for that argument.
     """
     parameter = inspect.signature(type(model).forward).parameters.get("output_router_logits")
     if parameter is not None and isinstance(parameter.default, bool):
@@ -267,7 +267,7 @@ def balances_itself(model: Any) -> bool:
 
 
 def without_router_loss(model: Any) -> dict[str, bool]:
-    """Return call arguments with which a ``transformers`` model adds no router loss and returns no router logits."""
+    """Return arguments for a ``transformers`` model call without router loss and router logits."""
     return {"output_router_logits": False} if balances_itself(model) else {}
 
 
@@ -275,7 +275,7 @@ def balance_coefficient(model: Any) -> float:
     """Return the coefficient of a ``transformers`` model's balance loss.
 
     Raises:
-        UnsupportedModelError: Neither the model nor its configuration has a coefficient.
+        UnsupportedModelError: Neither the model nor its configuration has such a coefficient.
     """
     config = model.config.get_text_config(decoder=True)
     for owner, name in (
@@ -292,7 +292,7 @@ def balance_coefficient(model: Any) -> float:
 
 
 def summed_over_ranks(counts: Tensor) -> Tensor:
-    """Return the counts summed over all ranks, if ``torch.distributed`` is initialised."""
+    """Return the sum of ``counts`` over all ranks; ``counts`` itself if ``torch.distributed`` is not initialised."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         counts = counts.clone()
         torch.distributed.all_reduce(counts)
@@ -300,7 +300,7 @@ def summed_over_ranks(counts: Tensor) -> Tensor:
 
 
 def _routers(model: nn.Module, layer: nn.Module) -> Iterator[tuple[nn.Module, int]]:
-    """Yield each router module of a layer, and the index of the router logits in the module's output.
+    """Yield (router module, index of the router logits in its output) for each router of a layer.
 
     Routers are the modules that ``transformers`` records as ``router_logits``.
     """

@@ -41,7 +41,7 @@ from streamtune.schedule import Schedule
 
 
 def describes_packed_rows(arguments: dict[str, Any]) -> bool:
-    """Return True if the arguments for attention kernels (``cu_seq_lens``, ``seq_idx``) name more than one row."""
+    """Return True if the arguments for attention kernels (``cu_seq_lens``, ``seq_idx``) describe several rows."""
     ends, ids = arguments.get(ROW_ENDS), arguments.get(ROW_IDS)
     several = isinstance(ends, Tensor) and ends.numel() > 2
     return several or (isinstance(ids, Tensor) and bool((ids != ids.flatten()[0]).any()))
@@ -49,7 +49,7 @@ def describes_packed_rows(arguments: dict[str, Any]) -> bool:
 
 @dataclass(eq=False)
 class PackedRows:
-    """Packed rows of a batch; positions ``positions_BT`` restart where a row begins."""
+    """Packed rows of a batch; ``positions_BT`` restart where a row begins."""
 
     positions_BT: Tensor  # noqa: N815
 
@@ -75,11 +75,11 @@ class PackedRows:
 
     @cached_property
     def common_starts(self) -> frozenset[int]:
-        """Positions at which a row begins in every sequence of the batch."""
+        """Positions at which a row begins in every sequence of the batch at once."""
         return frozenset(int(place) for place in host_copy(self.begins).all(0).nonzero().flatten().tolist())
 
     def restrict_mask(self, mask: LazyMask) -> LazyMask:
-        """Return ``mask`` restricted so that no row sees another row; cached for each mask.
+        """Return ``mask`` restricted so that no packed row sees another; cached for each mask.
 
         Some models ignore positions in their masks (gpt_oss, granitemoehybrid).
         """
@@ -96,7 +96,7 @@ class PackedRows:
         return {}
 
     def chunks(self, schedule: Schedule) -> list[slice]:
-        """Return the chunks of the schedule, cut wherever a row begins."""
+        """Return the chunks of the schedule, cut also wherever a row begins."""
         chunks: list[slice] = []
         for start, stop in pairwise([*self.starts, self.positions_BT.shape[1]]):
             chunks += [slice(start + c.start, start + c.stop) for c in schedule.chunks(stop - start)]
@@ -104,10 +104,12 @@ class PackedRows:
         return chunks
 
     def refuse_single_tokens(self, parts: Iterable[slice]) -> None:
-        """Refuse parts of one token that start inside a row of another sequence of the batch.
+        """Refuse a chunk of one token that begins a row of one sequence, but is inside a row of another.
+
+        A layer with a recurrent state treats a single token as a decoding step, and would lose the state.
 
         Raises:
-            UnsupportedModelError: One of ``parts`` is such a part.
+            UnsupportedModelError: One of the slices ``parts`` is such a chunk.
         """
         for part in parts:
             if part.stop - part.start == 1 and part.start not in self.common_starts:
@@ -118,11 +120,11 @@ class PackedRows:
                 )
 
     def continues_past(self, position: int) -> bool:
-        """Return True if a row continues past ``position`` in any sequence, so that the state there is read again."""
+        """Return True if a row continues past ``position`` in any sequence, so that the next chunk reads the state."""
         return position not in self.common_starts
 
     def state_before(self, position: int) -> int | None:
-        """Return the position whose state a chunk at ``position`` starts from; None if every sequence begins a row."""
+        """Return the position of the state that a chunk starts from; None if every sequence begins a row there."""
         return None if position in self.common_starts else position
 
     def reset_begun_rows(self, state: Tensor, position: int) -> Tensor:
@@ -139,16 +141,16 @@ class PackedRows:
 
 @dataclass(eq=False)
 class Branches(PackedRows):
-    """Trees of rows that share their beginning, laid out in one sequence ``[1, T]``; build with :meth:`of`."""
+    """Rows that share a beginning, in one sequence ``[1, T]``: trees of a trunk (the beginning) and its branches."""
 
     table: BranchTable
 
     @classmethod
     def of(cls, trees: Iterable[tuple[int, Sequence[int]]]) -> Branches:
-        """Return the layout of trees with one level of branches, laid end to end.
+        """Return the layout of trees, each a trunk followed by its branches, laid end to end.
 
         Args:
-            trees: Number of tokens of the trunk (0: nothing is shared) and of each branch, for each tree.
+            trees: Pair for each tree: number of tokens of the trunk (0: nothing is shared), and of each branch.
 
         Raises:
             ArgumentError: There is no tree, a tree has no branch, or a branch has no token.
@@ -173,10 +175,10 @@ class Branches(PackedRows):
 
     @classmethod
     def of_nodes(cls, nodes: Iterable[tuple[int, int]]) -> Branches:
-        """Return the layout of trees of any depth, laid end to end, part after part.
+        """Return the layout of trees of any depth; each tree consists of parts, laid end to end.
 
         Args:
-            nodes: Index of the part that it continues (-1: rows begin with it), and number of tokens, for each part.
+            nodes: Pair for each part: index of the part that it continues (-1: it begins rows), and number of tokens.
 
         Raises:
             ArgumentError: There is no part, a part has no token, or a part comes before the part that it continues.
@@ -198,11 +200,11 @@ class Branches(PackedRows):
 
     @property
     def position_ids(self) -> Tensor:
-        """Positions ``[1, T]`` int64; a branch continues the positions of its trunk."""
+        """Positions ``[1, T]`` int64, counted in each row; a branch continues the positions of its trunk."""
         return self.positions_BT
 
     def arguments(self, input_ids: Tensor) -> dict[str, Any]:
-        """Return the arguments of the model call besides ``input_ids``: positions, and a mask of ones.
+        """Return the other arguments of a model call with ``input_ids``: positions, and a mask of ones.
 
         Without a mask, ``transformers`` would treat positions that restart as packed rows, which share nothing.
         """
@@ -219,7 +221,7 @@ class Branches(PackedRows):
 
     @cached_property
     def starts(self) -> list[int]:
-        """Places in the sequence at which a trunk or a branch begins."""
+        """Indices in the sequence at which a trunk or a branch begins."""
         return [part.start for part in self.table.parts]
 
     @cached_property
@@ -231,7 +233,7 @@ class Branches(PackedRows):
 
     @cached_property
     def common_starts(self) -> frozenset[int]:
-        """Set of all ``starts``, because there is only one sequence."""
+        """All ``starts``, because there is only one sequence."""
         return frozenset(self.starts)
 
     @cached_property
@@ -239,19 +241,19 @@ class Branches(PackedRows):
         return {part.start: part.trunk[-1][1] for part in self.table.parts if part.trunk}
 
     def continues_past(self, position: int) -> bool:
-        """Return True if the state at ``position`` is read again: inside a part, or at the end of a trunk."""
+        """Return True if a later chunk reads the state at ``position``: inside a part, or at the end of a trunk."""
         return position not in self.common_starts or position in self._trunk_ends.values()
 
     def state_before(self, position: int) -> int | None:
-        """Return the position whose state a chunk at ``position`` starts from: at a branch, the end of its trunk."""
+        """Return the position of the state that a chunk at ``position`` starts from: for a branch, its trunk's end."""
         return self._trunk_ends.get(position, super().state_before(position))
 
     def reset_begun_rows(self, state: Tensor, position: int) -> Tensor:
-        """Return the state unchanged: a branch starts from its trunk's state, and other rows start from none."""
+        """Return the state unchanged: a branch starts from its trunk's state, a new tree from none."""
         return state
 
     def restrict_mask(self, mask: LazyMask) -> LazyMask:
-        """Return the mask under which each row sees what it would see alone under ``mask``; cached for each mask."""
+        """Return the mask with which each row sees what it would see alone with ``mask``; cached for each mask."""
         cached = self._masks.get(id(mask))
         if cached is None or cached[0] is not mask:
             cached = self._masks[id(mask)] = (mask, mask.with_branches(self.table))

@@ -31,7 +31,7 @@ from streamtune.errors import ArgumentError
 
 
 class SavedTensors:
-    """Input and attention outputs of one layer call, saved from its forward for its backward."""
+    """Tensors that one layer call saves for its backward: input, attention outputs, keys and values."""
 
     def __init__(self) -> None:
         self.z_in: Source | None = None
@@ -45,11 +45,11 @@ class SavedTensors:
         """True if keys, values and states were freed after the forward and are not recomputed yet."""
 
     def keep_on_device(self, hidden: Tensor) -> None:
-        """Save the input on the device, with its version counter."""
+        """Keep the layer's input ``hidden`` on the device, with its version counter."""
         self.z_in, self._version = hidden.detach(), hidden._version
 
     def input(self, layer: str) -> Source:
-        """Return the saved input of ``layer``; raise :class:`ArgumentError` if it was changed in place since."""
+        """Return the saved input; raise :class:`ArgumentError`, which names ``layer``, if it was changed in place."""
         assert self.z_in is not None
         if isinstance(self.z_in, Tensor) and self.z_in._version != self._version:
             raise ArgumentError(
@@ -59,14 +59,14 @@ class SavedTensors:
         return self.z_in
 
     def wait_for_copies(self) -> None:
-        """Let the computation's stream wait until the saved tensors are copied to the host."""
+        """Make the current stream wait until the saved tensors are copied to the host."""
         if isinstance(self.z_in, StoredTensor):
             self.z_in.tier.wait_for_copies()
         if self.attention is not None:
             self.attention.tier.wait_for_copies()
 
     def set_read_order(self, chunks: Sequence[slice]) -> None:
-        """Set the order in which chunks will be read, so that the next chunk is prefetched."""
+        """Set the order in which chunks will be read, so that the next chunks are prefetched."""
         if isinstance(self.z_in, StoredTensor):
             self.z_in.set_read_order(chunks)
         if self.attention is not None:
@@ -86,15 +86,16 @@ MAX_COPIED_SHARE = 0.5
 def save_kv_spans(
     kv: KeysAndValues, chunks: Sequence[slice], first_key: Callable[[slice], int], tier: Tier
 ) -> SavedKV | None:
-    """Save the keys and values of a layer's forward by span, and free its buffers.
+    """Save the keys and values of a layer's forward chunk by chunk, and free their buffers.
 
-    Return None if the buffers are kept: spans would copy most of them, or they begin with keys from before the call.
+    A span has the keys of one chunk that later chunks see. Return None, and keep the buffers, if spans would copy most
+    of them, or if they begin with keys from before the call.
 
     Args:
         kv: Keys and values of the layer call.
         chunks: Key positions of each chunk, in order.
-        first_key: Function that returns the first key position that a chunk sees.
-        tier: Tier that stores the spans.
+        first_key: Function from a chunk to the first key position that the chunk sees.
+        tier: Storage tier for the spans.
     """
     spans: list[slice] = []
     lowest = chunks[-1].start
@@ -109,12 +110,14 @@ def save_kv_spans(
 
 
 class SavedKV:
-    """Saved keys and values of one layer call, by span; loads the spans that a chunk sees into the buffers.
+    """Keys and values of one layer call, saved in spans: one per chunk, with the keys that later chunks see.
+
+    :meth:`load` copies the spans that a chunk sees into the buffers of ``kv``.
 
     Args:
         kv: Keys and values of the layer call; from now on its buffers hold only the keys that one chunk sees.
         spans: Key positions of each span, by the start of its chunk.
-        tier: Tier that stores the spans.
+        tier: Storage tier for the spans.
     """
 
     def __init__(self, kv: KeysAndValues, spans: dict[int, slice], tier: Tier) -> None:
@@ -132,7 +135,7 @@ class SavedKV:
         kv.pairs.clear()
 
     def load(self, chunk: slice, first_key: int) -> None:
-        """Load the keys and values of earlier chunks that a chunk sees, followed by memory for the chunk's own."""
+        """Load the keys and values of earlier chunks that ``chunk`` sees, followed by empty memory for its own."""
         self.unload()
         if chunk.start == 0:
             return
@@ -142,13 +145,13 @@ class SavedKV:
         self._fill(self.blocks, seen_spans, self.kv.pairs)
 
     def release(self) -> None:
-        """Free the memory of the buffers, but keep the tensor objects, which the graph of a chunk holds."""
+        """Free the memory of the buffers, but keep the tensor objects, to which the graph of a chunk refers."""
         for pair in self.kv.pairs:
             for x in pair:
                 _resize(x, 0)
 
     def refill(self, chunk: slice, chunk_kv: Sequence[Tensor]) -> None:
-        """Allocate the released buffers again and fill them; ``chunk_kv`` are the chunk's own keys and values."""
+        """Allocate the released buffers again and fill them; ``chunk_kv`` are the keys and values of ``chunk``."""
         for index, pair in enumerate(self.kv.pairs):
             for place, x in enumerate(pair):
                 _resize(x, x.numel() * x.element_size())
@@ -158,14 +161,14 @@ class SavedKV:
         self._fill(self.blocks, seen_spans, self.kv.pairs)
 
     def load_sums(self, chunk: slice) -> None:
-        """Load the sums of dK, dV so far, for the loaded keys and for the chunk's own keys."""
+        """Load the sums of dK and dV so far, for the loaded keys and the keys of ``chunk``."""
         within = [start for start, span in self.spans.items() if start <= chunk.start and span.start >= self.kv.offset]
         if self.kv.pairs or (chunk.start, 0, 0) in self.sums:
             self.kv.grads = self._buffers(chunk, lambda like, shape: self.kv.new_grad_sum(like.new_empty(shape)))
             self._fill(self.sums, within, self.kv.grads)
 
     def save_sums(self, chunk: slice, keep_graph: bool) -> None:
-        """Store the sums of dK, dV of earlier chunks; free the chunk's own sums, and its keys unless ``keep_graph``."""
+        """Store earlier chunks' sums of dK, dV; free the sums of ``chunk``, and its keys unless ``keep_graph``."""
         if self.kv.grads:
             for start, span in self.spans.items():
                 if self.kv.offset <= span.start < span.stop and start < chunk.start:
@@ -195,7 +198,6 @@ class SavedKV:
         self.blocks.clear()
 
     def _seen_spans(self, chunk: slice, first_key: int) -> list[int]:
-        """Return the starts of the earlier chunks whose spans ``chunk`` sees."""
         return [
             start
             for start, span in self.spans.items()

@@ -32,19 +32,19 @@ from streamtune.engine.observe import restore_forward
 
 
 def stateless_scan_mixers(layer: nn.Module) -> list[nn.Module]:
-    """Return the modules of a layer whose forward calls the scan that has no initial state."""
+    """Return a layer's modules whose forward calls the selective scan that takes no initial state (Mamba-1)."""
     return [module for module in layer.modules() if SCAN in names_in_forward(type(module))]
 
 
 def names_in_forward(module_class: type[nn.Module]) -> tuple[str, ...]:
-    """Return the names that the code of a module's forward uses."""
+    """Return the global names and attributes that the code of a module class's forward uses."""
     code = getattr(inspect.unwrap(module_class.forward), "__code__", None)
     return () if code is None else code.co_names
 
 
 @contextmanager
 def scans_from_state(mixers: list[nn.Module], cache: ChunkCache) -> Iterator[None]:
-    """Context manager: while active, the scans of ``mixers`` start from the state that ``cache`` holds.
+    """Context manager: the selective scans of ``mixers`` start from the state that ``cache`` holds, while active.
 
     ``transformers`` is not changed: each mixer gets a copy of its class's forward in which the name of the scan refers
     to another function.
@@ -69,7 +69,7 @@ def scans_from_state(mixers: list[nn.Module], cache: ChunkCache) -> Iterator[Non
 
 
 class _ScanFromState:
-    """The scan of one mixer, started from its saved state; if the mixer scans head by head, call n is head n."""
+    """A mixer's selective scan, started from the cached state; if heads are scanned one by one, call n is head n."""
 
     def __init__(self, scan: Callable[..., Any], cache: ChunkCache, layer_idx: int) -> None:
         self.scan, self.cache, self.layer_idx = scan, cache, layer_idx
@@ -95,7 +95,7 @@ class _ScanFromState:
 
 
 def initial_state_terms(state_BDN: Tensor, dt_BDT: Tensor, A_DN: Tensor, C_BNT: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the terms that an initial state adds to a scan's output ``[B, D, T]`` and to its last state ``[B, D, N]``.
+    """Return what an initial state adds to a selective scan's output ``[B, D, T]`` and last state ``[B, D, N]``.
 
     Equal to ``y_t += C_t exp(A S_t) h_0`` and ``h_T += exp(A S_T) h_0``. The decay ``exp(A S)`` ``[B, D, T, N]`` is
     never built: forward and backward compute it for one of the N states at a time.

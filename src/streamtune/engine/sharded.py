@@ -31,7 +31,7 @@ GATHER, FREE = "pre_sub_module_forward_function", "post_sub_module_forward_funct
 
 
 class FlatParametersError(UnsupportedModelError):
-    """The model is wrapped by FSDP1: it flattens parameters, and a module has views of them in one call only."""
+    """Raised for a model wrapped by FSDP1, whose parameters are flat tensors, split into weights only during a call."""
 
     def __init__(self, where: str) -> None:
         super().__init__(
@@ -43,7 +43,7 @@ class FlatParametersError(UnsupportedModelError):
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Return True if parameters of ``module`` itself are sharded by ZeRO stage 3 or FSDP2."""
+    """Return True if the module's own parameters are sharded by ZeRO stage 3 or FSDP2."""
     if any(hasattr(parameter, "ds_id") for parameter in module.parameters(recurse=False)):  # ZeRO stage 3
         return True
     fsdp = sys.modules.get("torch.distributed.fsdp")  # without this import no module can be sharded by it
@@ -51,13 +51,13 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def flag_leaf_layers(layers: Iterable[nn.Module]) -> list[nn.Module]:
-    """Flag the layers so that ZeRO stage 3 gathers each as a whole, not module by module; return the newly flagged.
+    """Flag layers so that ZeRO stage 3 gathers each as a whole; return the layers that were not flagged before.
 
-    All chunks run inside one call of the layer, and again inside one call of its backward. ``deepspeed.initialize``
-    reads the flag. Without DeepSpeed it has no effect.
+    All chunks run inside one call of the layer, so its modules must not be gathered one by one.
+    ``deepspeed.initialize`` reads the flag. Without DeepSpeed the flag has no effect.
 
     Raises:
-        UnsupportedModelError: ``deepspeed.initialize`` was called before.
+        UnsupportedModelError: ``deepspeed.initialize`` has already prepared a layer.
     """
     flagged: list[nn.Module] = []
     for layer in layers:
@@ -77,7 +77,7 @@ def flag_leaf_layers(layers: Iterable[nn.Module]) -> list[nn.Module]:
 
 
 def require_input_gradient(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Forward pre-hook: under ZeRO stage 3, make the hidden states of a trained layer require a gradient.
+    """Forward pre-hook: under ZeRO stage 3, let the hidden states of a trained layer require a gradient.
 
     DeepSpeed attaches its backward hooks to a layer's first input. If this input needs no gradient (adapters over a
     frozen embedding), DeepSpeed frees the weights before the layer's backward.
@@ -109,7 +109,7 @@ def _is_deepspeed_hook(hook: Callable[..., Any]) -> bool:
 
 @contextmanager
 def gathered(layer: nn.Module, *, during: nn.Module, next_backward: bool) -> Iterator[None]:
-    """Context manager: gathers a layer's sharded weights, for a forward inside the backward of another layer.
+    """Context manager: gathers a layer's sharded weights, to run it forward in the backward of layer ``during``.
 
     Args:
         layer: Layer to gather.
@@ -133,7 +133,7 @@ def gathered(layer: nn.Module, *, during: nn.Module, next_backward: bool) -> Ite
 
 @contextmanager
 def _gathered_by_deepspeed(layer: nn.Module, during: nn.Module) -> Iterator[None]:
-    """Context manager: gathers a layer as ZeRO stage 3's hooks do, so that DeepSpeed's prefetch order includes it.
+    """Context manager: gathers a layer as DeepSpeed's hooks do, so that its prefetch order includes this forward.
 
     DeepSpeed's hooks that count expected backwards are left out, because this forward has no backward.
     """
@@ -157,7 +157,7 @@ def _gathered_by_deepspeed(layer: nn.Module, during: nn.Module) -> Iterator[None
 
 
 def _deepspeed_offload(layer: nn.Module) -> Any:
-    """Return the DeepSpeed object that gathers the layer; it is in the closures of the layer's hooks.
+    """Return the DeepSpeed object that gathers the layer, found in the closures of the layer's hooks.
 
     Raises:
         UnsupportedModelError: The hooks hold no such object.
@@ -181,9 +181,9 @@ def _deepspeed_offload(layer: nn.Module) -> Any:
 
 @dataclass(frozen=True)
 class Weights:
-    """The parameters and buffers of one layer at one moment.
+    """A record of one layer's parameters and buffers, to detect or undo changes.
 
-    ``tensors`` has for each its name, tensor, version counter, data address and ``requires_grad``. It is empty if the
+    ``tensors`` has name, tensor, version counter, data address and ``requires_grad`` of each. It is empty if the
     weights are sharded, because they are gathered anew for each call.
     """
 
@@ -192,7 +192,7 @@ class Weights:
 
     @classmethod
     def current(cls, layer: nn.Module) -> Weights:
-        """Return the current weights of ``layer``."""
+        """Record the parameters and buffers that ``layer`` has now."""
         if any(map(is_sharded, layer.modules())):
             return cls(layer, ())
         tensors: list[tuple[str, Tensor, int, int, bool]]
@@ -201,7 +201,7 @@ class Weights:
         return cls(layer, tuple(tensors))
 
     def check(self, between: str = "the forward and its backward") -> None:
-        """Check that the layer still has these weights, as autograd does for saved tensors.
+        """Raise an error if the layer's weights have changed since they were recorded.
 
         Args:
             between: The two events between which the weights must not change, for the message.
@@ -231,7 +231,7 @@ class Weights:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Context manager: the layer has these tensors, also after ``torch.func.functional_call`` has ended."""
+        """Context manager: the layer has the recorded tensors, also after ``torch.func.functional_call`` has ended."""
         places = [(*_table_and_key(self.layer, name), tensor) for name, tensor, *_ in self.tensors]
         swapped = [(table, key, tensor) for table, key, tensor in places if table[key] is not tensor]
         before = [table[key] for table, key, _ in swapped]
@@ -245,7 +245,7 @@ class Weights:
 
 
 def adapted_tensors(layer: nn.Module) -> tuple[Tensor, ...]:
-    """Return the weights that peft adapts with ``ParamWrapper``, such as stacked experts; none without peft."""
+    """Return the parameters that peft wraps in ``ParamWrapper``, such as stacked experts; empty without peft."""
     wrapper: Any = getattr(sys.modules.get("peft.tuners.lora.layer"), "ParamWrapper", None)
     if wrapper is None:
         return ()
@@ -256,7 +256,7 @@ def adapted_tensors(layer: nn.Module) -> tuple[Tensor, ...]:
 def preserved_versions(weights: tuple[Tensor, ...]) -> AbstractContextManager[None]:
     """Context manager: preserves the version counters of ``weights`` (see :func:`adapted_tensors`).
 
-    In each call peft parametrizes such a weight, and torch then writes the weight's own values into it. Only the
+    In each call peft parametrizes such a weight, and torch writes the weight's own values into it, so that only the
     version changes. Without this context :meth:`Weights.check` would refuse the backward.
     """
     preserve: Any = torch.autograd.grad_mode._unsafe_preserve_version_counter
@@ -265,13 +265,13 @@ def preserved_versions(weights: tuple[Tensor, ...]) -> AbstractContextManager[No
 
 
 def _data_address(parameter: Tensor) -> int:
-    """Return the data address of a tensor; 0 if it has none or may move (quantised, other types, several ranks)."""
+    """Return a tensor's data address; 0 if it may change (quantised tensors, several ranks)."""
     fixed = type(parameter) in (Tensor, nn.Parameter) and not (dist.is_available() and dist.is_initialized())
     return parameter.data_ptr() if fixed else 0
 
 
 def _table_and_key(layer: nn.Module, name: str) -> tuple[dict[str, Tensor | None], str]:
-    """Return the dictionary of parameters or buffers that holds ``name``, and the key of ``name`` in it."""
+    """Return the module dictionary (of parameters or buffers) that has the tensor ``name``, and its key there."""
     path, _, key = name.rpartition(".")
     module = layer.get_submodule(path)
     return module._buffers if key in module._buffers else module._parameters, key  # type: ignore[return-value]

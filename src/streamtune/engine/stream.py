@@ -87,7 +87,7 @@ def stream(
 
 
 class StreamHandle(StreamedCalls):
-    """Handle of a streamed model: scores tokens, checks the model, removes the streaming; also a context manager.
+    """Handle of a streamed model, to score tokens, check the model or stop streaming; also a context manager.
 
     Example:
         >>> with streamtune.stream(model, chunk_size=16) as handle:
@@ -124,8 +124,8 @@ class StreamHandle(StreamedCalls):
     ) -> TokenScores:
         """Return log-probabilities of any target tokens, streamed and differentiable, to build objectives on.
 
-        Equal to ``(model(input_ids).logits / temperature).log_softmax(-1)`` at the targets. Also streamed under
-        ``torch.no_grad()``.
+        Equal to ``(model(input_ids).logits / temperature).log_softmax(-1)`` at the targets. The call is streamed also
+        under ``torch.no_grad()``.
 
         Args:
             input_ids: Token ids ``[B, T]``.
@@ -154,11 +154,11 @@ class StreamHandle(StreamedCalls):
     def lazy_logits(
         self, input_ids: Tensor, targets: Tensor, *, branches: Branches | None = None, **arguments: Any
     ) -> LazyLogits:
-        """Return a teacher's lazy logits of all tokens, for :class:`LossRequest`.
+        """Return a teacher's logits of all tokens, not computed yet, for :class:`LossRequest`.
 
-        They hold the final hidden states ``[B, T, C]``; logits are not computed. Arguments and errors are the same as
-        for :meth:`logprobs`, but only the shape of ``targets`` is read. If ranks share a sequence, the logits cover
-        this rank's tokens.
+        The result holds the final hidden states ``[B, T, C]``. Arguments and errors are the same as for
+        :meth:`logprobs`, but only the shape of ``targets`` is read. If ranks share a sequence, the logits cover this
+        rank's tokens.
         """
         logits: LazyLogits = self._scored_call(LogitsRequest(targets, branches), self.model, input_ids, arguments)[
             "logits"
@@ -168,7 +168,7 @@ class StreamHandle(StreamedCalls):
     def _scored_call(
         self, request: ScoreRequest, called: Any, input_ids: Tensor, arguments: dict[str, Any]
     ) -> dict[str, Any]:
-        """Call the model, or its wrapper ``called``, with ``request``; return the scores that the call computes."""
+        """Call ``called`` (the model or a wrapper) with ``request``; return the dictionary that the call computes."""
         self._check_score_request(request, input_ids)
         if request.branches is not None:
             arguments = {**arguments, **request.branches.arguments(input_ids)}
@@ -202,7 +202,7 @@ class StreamHandle(StreamedCalls):
         """Context manager: while active, calls with labels return the requested loss instead of the cross-entropy.
 
         Args:
-            request: Loss, and weights of the targets. Its ``measured`` receives the sums measured with the loss.
+            request: Loss, and weights of the targets. After a call, ``request.measured`` has sums for metrics.
 
         Raises:
             ArgumentError: The head is not streamed.
@@ -212,12 +212,12 @@ class StreamHandle(StreamedCalls):
         return temporary_attribute(self.head, "loss_request", request)
 
     def check(self, length: int | None = None) -> None:
-        """Compare the model, streamed and unstreamed, on random tokens; costs a few short forwards.
+        """Raise an error if streaming changes the model's results on random tokens; costs a few short forwards.
 
         Loss and gradients are compared on a few tokens. Then one layer of each kind runs forward on a row longer than a
-        chunk, because a layer may compute differently above some length. With ``order="chunk"`` it is also checked that
-        the layers support it. If ranks share sequences, all of them must call this together; the results of the ranks
-        are compared too.
+        chunk, because a layer may compute differently above some length. The layers must also support the schedule's
+        ``order``. If ranks share sequences, all of them must call this together; the results of the ranks are compared
+        too.
 
         Args:
             length: Number of tokens of the long row, such as the longest row to train on. The plain layers run on the
@@ -241,13 +241,14 @@ class StreamHandle(StreamedCalls):
 
     @torch.no_grad()
     def count_routes(self, batches: Iterable[dict[str, Any]]) -> Tensor:
-        """Count how many tokens are routed to each expert in a step's micro-batches, for ``handle.routers.totals``.
+        """Return how many tokens a step's micro-batches route to each expert, for ``handle.routers.totals``.
 
-        Costs one forward of the decoder per batch. Random numbers (router jitter) are the same as in the training
-        calls, if these follow in the same order.
+        The cost is one forward of the decoder per batch. If the training calls follow in the same order, they draw the
+        same random numbers (router jitter).
 
         Args:
-            batches: Arguments of each model call; labels are not read. ``branches`` may be among them.
+            batches: Arguments of each model call; labels are not read. The key ``branches`` may hold a
+                :class:`Branches`.
 
         Returns:
             Counts ``[E + 1]``: tokens per expert and, last, the number of (token, router) pairs; summed over all ranks
@@ -282,7 +283,7 @@ class StreamHandle(StreamedCalls):
     def reschedule(self, schedule: Schedule) -> None:
         """Stream the model with another schedule from now on; the gradient stays the same.
 
-        A loss whose backward has not run yet is lost.
+        The backward of an earlier call can no longer run.
         """
         self.remove()
         parts = (self.streams_head, self.routers.loss, self.sequence_parallel)

@@ -30,7 +30,7 @@ Scope = Callable[[], AbstractContextManager[Any]]
 
 @dataclass
 class ModelParts:
-    """The parts of a streamed model that its layers and norms share."""
+    """Objects that the layers and norms of a streamed model share: schedule, storage, routers, offloaded weights."""
 
     schedule: Schedule
     tiers: Tiers
@@ -45,14 +45,15 @@ class ModelParts:
 
 
 class StreamedLayer:
-    """A decoder layer, and the state that its calls share.
+    """A decoder layer of a streamed model, and the state that its calls share.
 
     Args:
         layer: Decoder layer of a ``transformers`` model.
-        parts: Parts of the streamed model that all its layers share.
-        own_attention: Attention implementation of a layer with its own attention code. None uses the engine's
-            attention, or the layer's eager attention if the first call shows that the engine's cannot compute it.
-        placement: Placement of the layer's input until the backward.
+        parts: Objects that all layers of the streamed model share.
+        own_attention: Attention implementation of a layer that computes attention in its own code. None uses
+            StreamTune's attention, or the layer's eager attention if the first call shows that StreamTune's cannot
+            compute it.
+        placement: Storage of the layer's input until the backward.
     """
 
     def __init__(
@@ -78,15 +79,15 @@ class StreamedLayer:
         return type(self.layer).__name__
 
     def scopes(self, device: torch.device) -> list[Scope]:
-        """Return the contexts in which the layer runs on a chunk: its fused parts, if fusion pays on ``device``."""
+        """Return the contexts in which the layer runs: its fused operators, if they are faster on ``device``."""
         return [self.fused.replacing_functions] if self.fused is not None and is_fusion_faster(device) else []
 
     @contextmanager
     def on_device(self, parameters: Sequence[Tensor], prefetch: int | None = None) -> Iterator[list[Tensor]]:
-        """Context manager: the layer's weights are on the device while active; yields the copies of ``parameters``.
+        """Context manager: the layer's weights are on the device while active; yields device copies of ``parameters``.
 
-        ``prefetch`` is the offset of the layer to fetch next, as in :meth:`OffloadedWeights.used`. None means a
-        backward: the layer before this layer is fetched.
+        ``prefetch`` is the offset of the layer whose weights are copied next (1: the next layer, -1: the previous
+        layer, 0: none). None chooses the offset for a backward.
         """
         offloaded = self.parts.offloaded
         if offloaded is None:
@@ -102,7 +103,7 @@ class StreamedLayer:
         return grads if self.parts.offloaded is None else self.parts.offloaded.to_host(parameters, grads)
 
     def check_unchanged(self, length: int) -> None:
-        """Refuse a backward if streaming was removed, the attention was changed, or a user's hook was added inside."""
+        """Refuse a backward after streaming was removed, the attention changed, or a hook was added in the layer."""
         if self.removed:
             raise ArgumentError(
                 "streaming was removed between a forward and its backward, which must run the layers again",
@@ -113,7 +114,7 @@ class StreamedLayer:
         self.check_hooks()
 
     def check_hooks(self) -> None:
-        """Refuse hooks of the user that would be called with chunks."""
+        """Refuse hooks of the user inside the layer, which would be called once per chunk."""
         refuse_hooks(
             self.layer,
             within=True,
@@ -123,7 +124,7 @@ class StreamedLayer:
         )
 
     def check_attention(self, length: int) -> None:
-        """Refuse an attention implementation that was set after streaming: its result on chunks would be wrong.
+        """Refuse an attention implementation that was set after ``stream()``: it would compute chunks wrongly.
 
         Also refuse an attention that keeps the top-k keys by scores that do not depend on the query (doge). Repeated
         tokens have equal scores, so the choice between them depends on the number of keys, which a chunk changes.
@@ -143,16 +144,16 @@ class StreamedLayer:
             refuse_changed_attention(config, name, self.name)
 
     def check_leaves(self, z_i: Tensor, allowed: Sequence[Tensor]) -> None:
-        """Refuse a trainable tensor that is not an input of the layer's node: its gradient would be lost.
+        """Refuse a layer that reads a trainable tensor not in ``allowed``: the tensor's gradient would be lost.
 
         The graph is checked in the first call, and in each call if hooks are inside the layer.
 
         Args:
             z_i: Output of a chunk.
-            allowed: Inputs of the layer's node.
+            allowed: Inputs of the layer's autograd node: tensor arguments and parameters.
 
         Raises:
-            UnsupportedModelError: The graph of ``z_i`` has another leaf that needs a gradient.
+            UnsupportedModelError: The graph of ``z_i`` has another trainable leaf.
         """
         if self.leaves_checked and not has_chunkwise_hooks(self.layer):
             return
@@ -168,7 +169,7 @@ class StreamedLayer:
 
 
 def leaves_outside(z_out: Tensor, allowed: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Yield leaves that need a gradient in the graph of ``z_out``, except the tensors ``allowed``."""
+    """Yield the trainable leaf tensors in the graph of ``z_out``, except the tensors ``allowed``."""
     known_ids = {id(tensor) for tensor in allowed}
     todo, visited = [z_out.grad_fn], {tensor.grad_fn for tensor in allowed if tensor.grad_fn is not None}
     while todo:

@@ -40,7 +40,7 @@ from streamtune.schedule import Schedule
 
 
 class StreamedModel:
-    """A streamed model, and the parts installed in it. Arguments and errors are the same as for ``stream``."""
+    """A streamed model and what is installed in it. Arguments and errors are the same as for ``stream``."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class StreamedModel:
         self._install()
 
     def _install(self) -> None:
-        """Replace the ``forward`` of layers, norms and embedding."""
+        """Replace the ``forward`` of decoder layers, norms, embedding and rotary embeddings."""
         parts = ModelParts(self.schedule, self.tiers, self.context, self.routers, offloaded=self.offloaded)
         for layer, place in zip(self.layers, place_layers(self.schedule, len(self.layers)), strict=True):
             layer.forward = StreamedForward(layer, parts, self.own_attention, place)
@@ -113,7 +113,7 @@ class StreamedModel:
         ]
 
     def remove(self) -> None:
-        """Remove the installed parts; offloaded weights stay on the host."""
+        """Restore the model; offloaded weights stay on the host."""
         for hook in self._hooks:
             hook.remove()
         if self.head is not None:

@@ -33,17 +33,17 @@ Along = int | None
 
 
 class Boundary(Protocol):
-    """The tensors that one chunk reads from earlier chunks, and the tensors that it passes on to later chunks."""
+    """Interface: the tensors that one chunk reads from earlier chunks, and those that it passes on to later chunks."""
 
     @property
     def read_leaves(self) -> list[Tensor]:
         """Tensors that the chunk read from earlier chunks."""
 
     def tensors_for_later_chunks(self) -> Iterable[tuple[Tensor, Tensor]]:
-        """Return the tensors that later chunks read from this chunk, each with its gradient."""
+        """Return (tensor, gradient) of each tensor that later chunks read from this chunk."""
 
     def add_leaf_grads(self, grads: Iterator[Tensor | None]) -> None:
-        """Add the gradients of ``read_leaves`` to the sums that the earlier chunks' backwards will read."""
+        """Add the gradients of ``read_leaves`` to the sums that the backwards of earlier chunks will read."""
 
 
 RunChunk = Callable[[slice, list[Tensor]], tuple[list[Tensor], Boundary]]
@@ -51,7 +51,7 @@ RunChunk = Callable[[slice, list[Tensor]], tuple[list[Tensor], Boundary]]
 
 
 class LayerInput(NamedTuple):
-    """A tensor argument of a layer, in device memory or in a tier."""
+    """A tensor argument of a layer, on the device or in a storage tier."""
 
     x: Source
     along: Along
@@ -71,16 +71,16 @@ def streamed_vjp(
     """Return the gradients with respect to a layer's inputs and parameters, computed one chunk at a time.
 
     Equal to ``torch.autograd.grad(f(*inputs), [*inputs, *parameters], grad_outputs)``. A gradient is None if no chunk
-    contributes to it, or if its ``into`` is a :class:`StoredTensor`, which then holds it.
+    contributes to it, or if it was written to a :class:`StoredTensor` (``LayerInput.into``).
 
     Args:
         run_chunk: Function that runs the layer on one chunk.
         chunks: Positions of the chunks, in order; together they cover the sequence.
         inputs: Arguments of the layer; the first is ``z_in`` ``[B, T, C]``.
-        grad_outputs: (dL/dz, sequence dimension of z) for each output z, the first ``[B, T, C]``. dL/dz is None if
-            the loss does not depend on z.
+        grad_outputs: (dL/dz, sequence dimension of z) for each output z, the first ``[B, T, C]``. dL/dz is None if the
+            loss does not depend on z.
         sums: Gradient accumulators of the layer's trainable parameters; fused linears add to them directly.
-        widen: True sums the gradients of inputs in fp32 if the tensors are narrower.
+        widen: True sums gradients in fp32 if the inputs are narrower.
     """
     parameters = [cast(Tensor, total.owner) for total in sums]
     full_grads = [_allocate_gradient(layer_input) for layer_input in inputs]
@@ -117,7 +117,7 @@ def streamed_vjp(
 
 
 def _allocate_gradient(layer_input: LayerInput) -> Source | None:
-    """Return memory for an input's gradient if the input follows the sequence; None if its gradient is summed."""
+    """Return memory for the gradient of an input that is cut into chunks; None for any other input."""
     if layer_input.into is None and layer_input.needs_grad and layer_input.along is not None:
         return torch.empty(layer_input.x.shape, dtype=layer_input.x.dtype, device=layer_input.x.device)
     return layer_input.into
@@ -129,7 +129,7 @@ def chunk_vjp(
     cache: Boundary,
     parameters: Sequence[Tensor],
 ) -> Iterator[Tensor | None]:
-    """Return gradients with respect to the chunk's inputs, the K/V or states it read, and the parameters (its term).
+    """Return one chunk's gradients: of its inputs, of the K/V or states that it read, and of the parameters.
 
     Equal to ``torch.autograd.grad(outputs, [*x_i, *cache.read_leaves, *parameters], grad_outputs)``. The outputs are
     z(i) and the K/V or states that later chunks read from this chunk.
@@ -150,12 +150,12 @@ def chunk_vjp(
 
 
 def chunk_view(x: Tensor, along: Along, chunk: slice) -> Tensor:
-    """Return a view of one chunk of a tensor; the tensor itself if it does not follow the sequence."""
+    """Return a view of one chunk of a tensor; the tensor itself if it has no sequence dimension (``along`` None)."""
     return x if along is None else x.narrow(along, chunk.start, chunk.stop - chunk.start)
 
 
 def read_chunk(x: Source, along: Along, chunk: slice) -> Tensor:
-    """Return one chunk of a tensor, which may be in device memory or in a tier."""
+    """Return one chunk of a tensor, which may be on the device or in a storage tier."""
     return x.read_chunk(chunk) if isinstance(x, StoredTensor) else chunk_view(x, along, chunk)
 
 
@@ -167,7 +167,7 @@ def _write_chunk(full: Source, along: Along, chunk: slice, x: Tensor) -> None:
 
 
 class GradientSum:
-    """Sum of a gradient's terms over the chunks, cast to the tensor's dtype once at the end.
+    """Sums a gradient's terms over the chunks; :meth:`result` casts the sum to the tensor's dtype.
 
     With ``widen`` the sum is in fp32 if the tensor is narrower. The first term is stored without a copy, so a sequence
     of one chunk costs no extra memory.
@@ -180,7 +180,7 @@ class GradientSum:
         self.owns_total = False  # autograd may return one tensor twice: add in place only to a sum allocated here
 
     def add(self, part: Tensor | None) -> None:
-        """Add one chunk's term."""
+        """Add one chunk's term; None adds nothing."""
         if part is None:
             return
         if self.total is None:
@@ -200,10 +200,10 @@ class GradientSum:
         add_weight_gradient(self.total, grad_nV, hidden_nC)
 
     def result(self) -> Tensor | None:
-        """Return the sum in the dtype of the tensor; None if nothing was added."""
+        """Return the sum in the tensor's dtype; None if nothing was added."""
         return None if self.total is None else self.total.to(self.dtype)
 
 
 def sum_dtype(dtype: torch.dtype, widen: bool) -> torch.dtype:
-    """Return the dtype in which gradients of ``dtype`` are summed: at least fp32 if ``widen``."""
+    """Return the dtype in which gradients of ``dtype`` are summed; with ``widen``, fp32 or wider."""
     return torch.promote_types(dtype, torch.float32) if widen else dtype

@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class DeviceFunctions(TorchFunctionMode):
-    """Base class of modes that choose operators as the simulated device would, without changing what is computed."""
+    """Base class of function modes that choose operators as the simulated device would."""
 
 
 @contextmanager
@@ -43,27 +43,28 @@ def _set_context_variable(variable: ContextVar[T], value: T) -> Iterator[None]:
 
 @contextmanager
 def multiply_run_count(times: float) -> Iterator[None]:
-    """Context manager: in a simulation, one run of the code inside counts as ``times`` runs with the same memory."""
+    """Context manager: in a simulation, the code inside counts as run ``times`` times, with the memory of one run."""
     with _set_context_variable(_times, _times.get() * times):
         yield
 
 
 def current_run_count() -> float:
-    """Return how many runs the code that is running counts as in a simulation."""
+    """Return how many times the running code counts in a simulation (see :func:`multiply_run_count`)."""
     return _times.get()
 
 
 @contextmanager
 def run_all_iterations() -> Iterator[None]:
-    """Context manager: simulated loops run every iteration; :func:`loop_or_simulate` skips no iteration."""
+    """Context manager: :func:`loop_or_simulate` skips no iteration while active."""
     with _set_context_variable(_all_iterations, True):
         yield
 
 
 def loop_or_simulate(items: Sequence[T], device: torch.device) -> Iterator[T]:
-    """Yield the items of a loop whose iterations, except the first and the last, have equal cost and are independent.
+    """Yield ``items``; in a simulation (device ``meta``), only the first, the second and the last.
 
-    On ``meta`` the second iteration counts for all iterations between the first and the last, which are skipped.
+    The second then counts for all items between the first and the last, whose iterations must have equal cost and be
+    independent.
     """
     if device.type != "meta" or len(items) < 4 or _all_iterations.get():
         yield from items
@@ -76,18 +77,18 @@ def loop_or_simulate(items: Sequence[T], device: torch.device) -> Iterator[T]:
 
 @contextmanager
 def simulate_device_type(device_type: str) -> Iterator[None]:
-    """Context manager: tensors on ``meta`` simulate tensors on this device type, ``cpu`` or ``cuda``."""
+    """Context manager: tensors on ``meta`` stand for tensors on this device type, ``cpu`` or ``cuda``."""
     with _set_context_variable(_kind, device_type):
         yield
 
 
 def kernel_device_type(device: torch.device) -> str:
-    """Return the device type whose kernels compute with tensors on ``device``; for ``meta``, the simulated type."""
+    """Return the type of the device whose kernels run; for ``meta``, the simulated type."""
     return _kind.get() if device.type == "meta" else device.type
 
 
 def autocast_device_type(device: torch.device) -> str:
-    """Return the device type whose autocast applies to tensors on ``device``; for ``meta``, the CPU."""
+    """Return the device type to pass to ``torch.autocast``; for ``meta``, ``cpu``."""
     return "cpu" if device.type == "meta" else device.type
 
 
@@ -98,7 +99,7 @@ MAX_ELEMENTS = (1 << 31) - 1
 
 
 def block_slices(row_count: int, block_size: int) -> Iterator[slice]:
-    """Yield slices of at most ``block_size`` rows that cover ``row_count`` rows; a size below 1 counts as 1."""
+    """Yield slices of at most ``block_size`` (at least 1) that cover ``range(row_count)``."""
     block_size = max(1, block_size)
     for start in range(0, row_count, block_size):
         yield slice(start, min(start + block_size, row_count))
@@ -128,7 +129,7 @@ _copies: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def host_copy(x: Tensor) -> Tensor:
-    """Return ``x`` if it is on the host, else a host copy, made once per version of ``x``. Do not write to the copy."""
+    """Return ``x`` if it is on the CPU, else a read-only copy on the CPU, cached until ``x`` is changed in place."""
     if x.device.type == "cpu":
         return x
     known = cached_host_copy(x)
@@ -139,7 +140,7 @@ def host_copy(x: Tensor) -> Tensor:
 
 
 def cached_host_copy(x: Tensor) -> Tensor | None:
-    """Return the cached host copy of ``x``, without waiting for the device; None if its version is not cached."""
+    """Return the cached CPU copy of ``x``, without waiting for the device; None if there is none of its version."""
     if not _copies:
         return None
     version, copy = _copies.get(_source_of_view(x), (-1, None))
@@ -147,7 +148,7 @@ def cached_host_copy(x: Tensor) -> Tensor | None:
 
 
 def to_device_with_host_copy(copy: Tensor, device: torch.device) -> Tensor:
-    """Copy a host tensor to ``device`` and cache the host tensor, so that :func:`host_copy` of the result is free."""
+    """Return ``copy`` on ``device``, and cache ``copy`` as the result's :func:`host_copy`."""
     x = copy.to(device, non_blocking=True)
     if x is not copy:
         _cache_host_copy(x, copy)
@@ -155,7 +156,7 @@ def to_device_with_host_copy(copy: Tensor, device: torch.device) -> Tensor:
 
 
 def clear_host_copies() -> None:
-    """Clear the cache. Each model call does this first, because writing to ``x.data`` does not change the version."""
+    """Clear the cache of CPU copies, which does not notice writes to ``x.data``; each model call does this first."""
     _copies.clear()
 
 
@@ -165,7 +166,7 @@ def _cache_host_copy(x: Tensor, copy: Tensor) -> None:
 
 
 def _source_of_view(x: Tensor) -> Tensor:
-    """Return the base of ``x`` if ``x`` is a view with the same shape, dtype, strides and offset; else ``x``."""
+    """Return the tensor that ``x`` is a view of if shape, dtype, strides and offset are equal; else ``x``."""
     base = x._base
     if base is None or (base.shape, base.dtype) != (x.shape, x.dtype):
         return x

@@ -20,48 +20,48 @@ from streamtune.ops.first_order import first_order
 
 
 def shards_to_heads(x_BHcD: Tensor, group: Any, shard_lengths: Sequence[int]) -> Tensor:
-    """Return ``[B, h, cS, D]``: this rank's heads of all shards, in the order of the sequence.
+    """Return ``[B, h, cS, D]``: this rank's heads of the tokens of all ranks, in the order of the sequence.
 
-    Rank r gets heads ``[r h, (r + 1) h)``.
+    Rank r gets heads ``[r h, (r + 1) h)`` in exchange for the other heads of its own tokens.
 
     Args:
-        x_BHcD: All heads of this rank's shards, concatenated.
+        x_BHcD: All heads of this rank's tokens.
         group: Process group of the ranks, in the order of their shards; S divides H.
-        shard_lengths: Number of tokens of each shard: one shard per chunk, so several if several chunks are exchanged.
+        shard_lengths: Number of this rank's tokens in each chunk that is exchanged.
     """
     out: Tensor = _AllToAll.apply(x_BHcD, group, tuple(shard_lengths), True)
     return out
 
 
 def heads_to_shards(x_BhTD: Tensor, group: Any, shard_lengths: Sequence[int]) -> Tensor:
-    """Return ``[B, H, c, D]``: the inverse of :func:`shards_to_heads`."""
+    """Return ``[B, H, c, D]``, all heads of this rank's tokens: the inverse of :func:`shards_to_heads`."""
     out: Tensor = _AllToAll.apply(x_BhTD, group, tuple(shard_lengths), False)
     return out
 
 
 def sum_over_ranks(x: Tensor, group: Any) -> Tensor:
-    """Return the sum of ``x`` over the group, which is equal on every rank.
+    """Return the sum of ``x`` over the ranks of ``group``; every rank gets the sum.
 
-    The backward passes the gradient unchanged to this rank's term; summed over ranks, gradients are then complete.
+    The backward returns the gradient unchanged, so parameter gradients must be summed over the ranks afterwards.
     """
     out: Tensor = _SumOverRanks.apply(x, group)
     return out
 
 
 def gather_columns(x: Tensor, group: Any, column_positions: Sequence[Tensor], length: int) -> Tensor:
-    """Return ``[B, length]``, gathered from every rank's ``[B, c]``; a rank gets the gradient of its own columns only.
+    """Return ``[B, length]`` with the columns ``[B, c]`` of every rank; the backward returns a rank's own columns.
 
-    ``column_positions`` has the positions of each rank's columns in the result; columns from ``length`` on are dropped.
+    ``column_positions`` says for each rank where its columns are in the result; columns from ``length`` on are dropped.
     """
     out: Tensor = _GatherColumns.apply(x, group, tuple(column_positions), length)
     return out
 
 
 def start_ring_exchange(tensors: Sequence[Tensor], group: Any) -> tuple[list[Tensor], list[Any]]:
-    """Start to send tensors to the next rank of the ring and to receive tensors of equal shapes from the previous rank.
+    """Begin to send tensors to the next rank and to receive tensors of equal shapes from the previous rank.
 
     Returns:
-        Receive buffers, and the works to wait for before the buffers are read or the sent tensors are written to.
+        Buffers of the received tensors, and works whose ``wait`` must return before the buffers are read.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     to, source = (dist.get_global_rank(group, (rank + step) % size) for step in (1, size - 1))

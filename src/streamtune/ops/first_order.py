@@ -22,17 +22,17 @@ R = TypeVar("R")
 
 
 def is_graph_retained() -> bool:
-    """Return True inside a backward with ``retain_graph=True``, after which another backward may follow."""
+    """Return True during a backward with ``retain_graph=True``, after which another backward may follow."""
     keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
     return keeps_graph is not None and bool(keeps_graph())
 
 
 def first_order(backward: Callable[P, R]) -> Callable[P, R]:
-    """Wrap the ``backward`` of an ``autograd.Function`` whose gradient has no graph (decorator).
+    """Let the ``backward`` of an ``autograd.Function`` refuse to compute a second derivative (decorator).
 
-    ``torch.autograd.function.once_differentiable`` refuses a second derivative only if the incoming gradient requires
-    a gradient. The gradient of a loss does not require a gradient. So the result would count as a constant, and a
-    penalty on the result would have no effect.
+    ``torch.autograd.function.once_differentiable`` refuses a second derivative only if the incoming gradient requires a
+    gradient. The gradient of a loss does not, so the result would count as a constant, and a gradient penalty would
+    have no effect.
 
     Raises:
         UnsupportedModelError: The backward is called with ``create_graph=True`` or ``is_grads_batched=True``.
@@ -60,9 +60,9 @@ def first_order(backward: Callable[P, R]) -> Callable[P, R]:
 
 @contextmanager
 def suspend_tensor_hooks(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Context manager: no hook of these tensors runs (``Tensor.register_hook``).
+    """Context manager: hooks of these tensors (``Tensor.register_hook``) do not run while active.
 
-    The hooks are removed from the tensors' tables, which autograd reads when it runs, and restored in their order.
+    The hooks are removed from the tensors, and put back on exit in the same order.
     """
     tables = [table for tensor in tensors if (table := tensor._backward_hooks)]
     held = [(table, list(table.items())) for table in tables]

@@ -20,7 +20,7 @@ FUSION_DEVICES = {"cuda"}
 
 
 def is_fusion_faster(device: torch.device) -> bool:
-    """Return True if fusing operators saves time on a device."""
+    """Return True if one fused kernel is faster than several operators on this device (CUDA)."""
     return kernel_device_type(device) in FUSION_DEVICES
 
 
@@ -32,7 +32,7 @@ def weight_gradient(grad_nV: Tensor, hidden_nC: Tensor, dtype: torch.dtype) -> T
 
 
 def add_weight_gradient(acc_VC: Tensor, grad_nV: Tensor, hidden_nC: Tensor) -> None:
-    """Compute ``acc += grad.T @ hidden`` in place: in one matmul if the device can, else by blocks of rows."""
+    """Compute ``acc += grad.T @ hidden`` in place, in one matmul if the device can, else in blocks of rows."""
     if acc_VC.dtype == grad_nV.dtype:
         acc_VC.addmm_(grad_nV.mT, hidden_nC)
     elif _can_output_wide(grad_nV, acc_VC.dtype):
@@ -53,9 +53,9 @@ def _can_output_wide(grad: Tensor, wide: torch.dtype) -> bool:
 
 @lru_cache(maxsize=16)
 def _matmul_accumulates_wide(device: torch.device, wide: torch.dtype, narrow: torch.dtype) -> bool:
-    """Return True if a matmul of narrow matrices can add to a wide matrix on this device. The CPU has no such matmul.
+    """Return True if a matmul of narrow matrices can add to a wide matrix, rounding only the sum, on this device.
 
-    It rounds only the sum; a separate addition would round each chunk's term. True for a simulated device.
+    False on a CPU. True for a simulated device.
     """
     if device.type == "meta":
         return True
@@ -118,7 +118,7 @@ _LIBRARY.impl("rms_norm_backward", _rms_norm_backward_on_meta, "Meta")
 
 @lru_cache(maxsize=16)
 def is_norm_kernel_right(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return True if a device's norm kernel agrees with the formula in value and gradient, or is simulated."""
+    """Return True if :func:`rms_norm` agrees with the formula in fp64 on this device; True on ``meta``."""
     if device.type == "meta":
         return True
     generator = torch.Generator(device).manual_seed(0)

@@ -41,7 +41,7 @@ TensorSpec = tuple[tuple[int, ...], torch.dtype]
 
 
 class RoundSender:
-    """Sends rounds of tensors to one rank; ``rank`` is the receiver's index in the group."""
+    """Sends tensors to one rank, in rounds that each have the same tensors; ``rank`` is the receiver's group index."""
 
     def __init__(self, group: Any, rank: int, device: torch.device) -> None:
         self.group, self.device, self.to = group, device, dist.get_global_rank(group, rank)
@@ -52,7 +52,7 @@ class RoundSender:
         self._works: list[tuple[Any, Tensor]] = []
 
     def put(self, key: Key, x: Tensor) -> None:
-        """Send a tensor of the current round, after all tensors that preceded it in the first round.
+        """Send a tensor of the current round, once all that preceded it in the first round are sent.
 
         The tensor must not be written to before :meth:`wait`.
 
@@ -74,7 +74,7 @@ class RoundSender:
             self._sent += 1
 
     def close(self) -> None:
-        """End a round.
+        """End the current round.
 
         Raises:
             UnsupportedModelError: A tensor of the first round is missing in this round.
@@ -90,7 +90,7 @@ class RoundSender:
         self._works = [each for each in self._works if not each[0].is_completed()]
 
     def wait(self) -> None:
-        """Wait until all sent tensors may be written to."""
+        """Wait until all tensors are sent, so that they may be written to."""
         for work, _ in self._works:
             work.wait()
         self._works.clear()
@@ -101,11 +101,11 @@ class RoundSender:
 
 
 class RoundReceiver:
-    """Receives rounds of tensors, as the module describes, from one rank.
+    """Receives tensors from one rank's :class:`RoundSender`, in rounds that each have the same tensors.
 
     Args:
         group: Process group of both ranks.
-        rank: Index of the sender in the group.
+        rank: Index of the sending rank in the group.
         rounds: Numbers of the rounds, in the order in which they are sent.
         device: Device of the tensors.
     """
@@ -119,7 +119,7 @@ class RoundReceiver:
         self._received: dict[int, dict[Key, Tensor]] = {}
 
     def get(self, number: int, key: Key) -> Tensor | None:
-        """Wait for a tensor of a round and return it; None if the round does not contain it."""
+        """Wait for the tensor ``key`` of round ``number`` and return it; None if the round does not have it."""
         while number not in self._received:
             if number == self._pending_rounds[0] and key in self._current:
                 return self._current[key]
@@ -127,7 +127,7 @@ class RoundReceiver:
         return self._received[number].get(key)
 
     def all(self, number: int) -> dict[Key, Tensor]:
-        """Wait for all tensors of a round; return the tensors by key, and remove the round from this object."""
+        """Wait for all tensors of round ``number``; return them by key. Call it once per round."""
         while number not in self._received:
             self._receive_next()
         return self._received.pop(number)

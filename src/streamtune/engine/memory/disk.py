@@ -36,14 +36,14 @@ DEVICE_COPIES_IN_FLIGHT = 2
 
 
 class DiskTier:
-    """Tier in a file.
+    """Storage tier that keeps tensors in a file until the backward.
 
     Args:
         device: Device of the stored tensors.
         directory: Directory of the file, on a local disk.
         arena: Arena for tensors on their way to or from the file. No other tier may use it: threads fill its blocks at
             once, while copies of another tier might still read a freed block.
-        tally: Byte count of the file.
+        tally: Counter of the bytes in the file.
     """
 
     def __init__(self, device: torch.device, directory: str, arena: Arena, tally: Tally) -> None:
@@ -63,17 +63,18 @@ class DiskTier:
         return _DiskBlock(self, x)
 
     def wait_for_copies(self) -> None:
-        """Let the computation's stream wait until all stored tensors are on the host; drop the originals.
+        """Make the current stream wait until all stored tensors are on the host; release the originals.
 
         Writes to the file continue.
         """
         self.copies.wait_for_copies()
 
     def begin_write(self, span: Span, offset: int, copied: torch.cuda.Event | None) -> Future[None] | None:
-        """Begin to write a block; if too many writes are in flight, wait for the oldest and free its host memory.
+        """Begin to write a host block to the file at ``offset``, in a thread, once the event ``copied`` has passed.
 
-        Return the write, or None if tensors are simulated. An error of the write is raised when the block is read,
-        because the block may belong to a step that was abandoned.
+        If too many writes are in flight, wait for the oldest and free its host memory. Return the write's future, or
+        None in a simulation. A write error is raised when the block is read, because the block may belong to an
+        abandoned step.
         """
         job = None if self.file is None else self.threads.submit(self.file.write, span, offset, copied)
         self.writing.append((span, job))
@@ -85,7 +86,7 @@ class DiskTier:
         return job
 
     def free_after_copy(self, span: Span, copied: torch.cuda.Event | None) -> None:
-        """Free a block of host memory once it is copied to the device, without waiting for the copy."""
+        """Free a block of host memory once the event ``copied`` (copy to the device) has passed, without waiting."""
         if copied is None:
             self.arena.free(span)
             return
@@ -178,7 +179,7 @@ def _wait_for_job(job: Future[None]) -> None:
 
 
 class _File:
-    """A file without a name, open until its tier and all threads have dropped it."""
+    """An unnamed temporary file, open as long as its tier or a thread refers to it."""
 
     def __init__(self, directory: str) -> None:
         self.directory, self.length = directory, 0
@@ -186,7 +187,7 @@ class _File:
         weakref.finalize(self, os.close, self.number)
 
     def extend(self, end: int) -> None:
-        """Extend the file to ``end`` bytes and reserve the space, so that the disk does not fill up in mid-step.
+        """Extend the file to ``end`` bytes and reserve the space, so that no write finds the disk full.
 
         Raises:
             StorageError: The space cannot be reserved.
@@ -210,13 +211,13 @@ class _File:
         os.ftruncate(self.number, end)  # this file system cannot reserve space: a write may find the disk full
 
     def write(self, span: Span, offset: int, copied: torch.cuda.Event | None) -> None:
-        """Write a block to the file, in a thread, once it has been copied from the device."""
+        """Write a host block to the file at ``offset`` once the event ``copied`` (copy from the device) has passed."""
         if copied is not None:
             copied.synchronize()
         self._transfer(span, offset, os.pwrite)
 
     def read(self, span: Span, offset: int) -> None:
-        """Read a block from the file, in a thread."""
+        """Read from the file at ``offset`` into a host block."""
         self._transfer(span, offset, lambda number, data, at: os.preadv(number, [data], at))
 
     def _transfer(self, span: Span, offset: int, move: Callable[[int, memoryview, int], int]) -> None:
@@ -231,7 +232,7 @@ class _File:
             raise self.storage_error(error, self.length) from error
 
     def storage_error(self, error: OSError, wanted_bytes: int) -> StorageError:
-        """Return the error to raise for an ``OSError``, with a fix; ``wanted_bytes`` is the file's size in bytes."""
+        """Return a :class:`StorageError` with a fix for an ``OSError``; ``wanted_bytes``: length that is needed."""
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             free = shutil.disk_usage(self.directory).free
             full = "the file size limit is reached (ulimit -f)" if error.errno == errno.EFBIG else "the disk is full"
@@ -247,7 +248,7 @@ class _File:
 
 
 def _open_unnamed(directory: str) -> tuple[int, bool]:
-    """Open a file without a name in ``directory``; return its descriptor, and True if it bypasses the page cache.
+    """Open an unnamed file in ``directory``; return its descriptor, and True if it bypasses the page cache.
 
     Raises:
         StorageError: The file cannot be created.

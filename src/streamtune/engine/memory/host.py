@@ -53,13 +53,13 @@ _excluded_mappings: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
 
 
 def mark_host_storage(storage: torch.UntypedStorage) -> None:
-    """Mark a storage as belonging to an arena or a pool, until the storage is freed."""
+    """Record that a storage was allocated by an :class:`Arena` or :class:`HostPool`, until the storage is freed."""
     _host_storages.add(storage._cdata)
     weakref.finalize(storage, _host_storages.discard, storage._cdata)
 
 
 def is_host_storage(storage: torch.UntypedStorage) -> bool:
-    """Return True if a storage belongs to an arena or a pool, also for a CPU or a simulated device."""
+    """Return True if a storage was allocated by an :class:`Arena` or :class:`HostPool`, pinned or not."""
     return storage._cdata in _host_storages
 
 
@@ -67,7 +67,7 @@ def free_host_bytes(root: Path = Path("/sys/fs/cgroup")) -> int:
     """Return how many bytes of host memory can be allocated without swapping, within a container's limit.
 
     Args:
-        root: Mount point of this process's control group.
+        root: Mount point of the control groups, which limit a container's memory.
     """
     free = int(psutil.virtual_memory().available)
     for limit_name, used_name in CGROUP_FILES:
@@ -84,12 +84,12 @@ def total_host_bytes(root: Path = Path("/sys/fs/cgroup")) -> int:
 
 
 def reserved_host_bytes() -> int:
-    """Return how many bytes of host memory to leave free, because a machine that swaps is too slow to train on."""
+    """Return how many bytes of host memory are left to the system, so that it does not swap."""
     return max(RESERVE, int(SHARE * psutil.virtual_memory().total))
 
 
 def usable_host_bytes() -> int:
-    """Return how many bytes an arena may allocate: the free bytes minus the bytes to leave free."""
+    """Return how many bytes can be allocated without using the bytes left to the system."""
     return max(0, free_host_bytes() - reserved_host_bytes())
 
 
@@ -111,7 +111,7 @@ def _reclaimable_bytes(folder: Path) -> int:
 
 
 class Stack:
-    """Allocates blocks like a stack: new blocks go on top, and the top sinks below freed blocks."""
+    """Allocates offsets in a memory region like a stack: new blocks go on top, freed blocks at the top are removed."""
 
     def __init__(self) -> None:
         self.top = 0
@@ -119,7 +119,7 @@ class Stack:
         self._order: list[int] = []
 
     def take(self, nbytes: int) -> int:
-        """Return the offset of a new block of ``nbytes``, a multiple of :data:`PAGE`."""
+        """Return the offset of a new block of ``nbytes``; offsets are multiples of :data:`PAGE`."""
         offset, self.top = self.top, self.top + round_up_to_pages(nbytes)
         self._blocks[offset] = False
         self._order.append(offset)
@@ -139,7 +139,7 @@ def round_up_to_pages(nbytes: int) -> int:
 
 
 class _Region:
-    """Pages of host memory, mapped once and, for an accelerator, pinned once."""
+    """A region of host memory from which blocks are allocated, mapped once and, for an accelerator, pinned once."""
 
     def __init__(self, number: int, size: int, device: torch.device) -> None:
         self.number, self.size, self.stack = number, size, Stack()
@@ -160,12 +160,12 @@ class _Region:
             register_pages(self.bytes, owner=self.bytes.untyped_storage())
 
     def fits(self, nbytes: int) -> bool:
-        """Return True if ``nbytes`` more fit into this region."""
+        """Return True if the region has room for a block of ``nbytes``."""
         return self.stack.top + round_up_to_pages(nbytes) <= self.size
 
 
 def map_pages(nbytes: int) -> mmap.mmap:
-    """Map whole pages of zeros, which take memory once they are written.
+    """Map anonymous zeroed pages; physical memory is allocated when a page is first written.
 
     On Linux they are huge pages if the kernel has them: 512 times fewer page faults. A forked child gets its own copy
     of a page when one of the two processes writes to it.
@@ -179,9 +179,10 @@ def map_pages(nbytes: int) -> mmap.mmap:
 
 
 def exclude_from_forks(mapped: mmap.mmap) -> None:
-    """On Linux, exclude pages from forked children, which cannot use the accelerator.
+    """On Linux, hide pages from forked children, which cannot use the accelerator.
 
-    A fork would copy all pinned pages, or give one of the two processes other pages than the accelerator copies to.
+    Otherwise a fork would copy all pinned pages, or move one process's data away from the pages that the accelerator
+    reads and writes.
     """
     if sys.platform == "linux":
         mapped.madvise(mmap.MADV_DONTFORK)
@@ -189,7 +190,7 @@ def exclude_from_forks(mapped: mmap.mmap) -> None:
 
 
 def _keep_mapped() -> None:
-    """Keep the parent's mappings alive in a child: unmapping them could unmap other memory at the same addresses."""
+    """Keep the parent's mapping objects alive in a forked child: unmapping could unmap other memory of the child."""
     for mapped in _excluded_mappings:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(mapped))
 
@@ -199,7 +200,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def touch_pages(region: Tensor) -> None:
-    """Write to each page of a new mapping, uint8 ``[bytes]``, with all threads; pinning would use one thread."""
+    """Write to each page of a new mapping, uint8 ``[bytes]``, with all threads; pinning would write with one thread."""
     region.view(-1, PAGE)[:, 0].zero_()
 
 
@@ -220,39 +221,39 @@ def register_pages(region: Tensor, owner: object) -> None:
 
 
 class Span:
-    """A block of host memory in an arena."""
+    """A block of host memory allocated by an :class:`Arena`."""
 
     def __init__(self, region: _Region, offset: int, nbytes: int) -> None:
         self.region, self.offset, self.nbytes = region, offset, nbytes
 
     def tensor(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Return the block as a tensor of this shape and dtype on the host."""
+        """Return a host tensor of this shape and dtype on the block's memory."""
         return self.region.bytes[self.offset : self.offset + self.nbytes].view(dtype).view(shape)
 
     def memory(self) -> memoryview:
-        """Return the block's bytes, rounded up to whole pages, to read from or write to a file."""
+        """Return a view of the block's memory, rounded up to whole pages, to read from or write to a file."""
         assert self.region.map is not None, "simulated memory has no bytes"
         return memoryview(self.region.map)[self.offset : self.offset + round_up_to_pages(self.nbytes)]
 
 
 class Tally:
-    """Counts the bytes stored in one kind of memory, now and at the peak, and the bytes copied to and from it."""
+    """Counts the bytes stored in one kind of memory (now and at most) and the bytes copied to and from it."""
 
     def __init__(self) -> None:
         self.live_bytes = self.peak_bytes = self.moved_bytes = 0
 
     def add(self, nbytes: int) -> None:
-        """Add ``nbytes`` to the stored bytes."""
+        """Count ``nbytes`` more stored bytes."""
         self.live_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
     def subtract(self, nbytes: int) -> None:
-        """Subtract ``nbytes`` from the stored bytes."""
+        """Count ``nbytes`` fewer stored bytes."""
         self.live_bytes -= nbytes
 
 
 class Arena:
-    """Allocates blocks of host memory; ``tally`` counts their bytes."""
+    """Allocates blocks of host memory for saved tensors; ``tally`` counts the allocated bytes."""
 
     def __init__(self, tally: Tally) -> None:
         self.tally = tally
@@ -261,13 +262,13 @@ class Arena:
         """Index of the first region that may have a free page; a step allocates thousands of blocks."""
 
     def reserve(self, nbytes: int, device: torch.device) -> None:
-        """Map host memory until the arena has ``nbytes`` in total, so that a step maps none."""
+        """Map host memory until the arena has ``nbytes`` in total, so that a training step need not map any."""
         held = sum(region.size for region in self.regions)
         if nbytes > held:
             self._add_region(nbytes - held, device)
 
     def take(self, nbytes: int, device: torch.device) -> Span:
-        """Return a block of ``nbytes`` for a tensor of ``device``.
+        """Return a new block of ``nbytes`` for a tensor of ``device``.
 
         Raises:
             OutOfMemoryError: Too little host memory is free.
@@ -280,7 +281,7 @@ class Arena:
         return Span(region, region.stack.take(nbytes), nbytes)
 
     def free(self, span: Span) -> None:
-        """Free a block."""
+        """Free a block, so that its memory can be allocated again."""
         span.region.stack.free(span.offset)
         self._first_region = min(self._first_region, span.region.number)
         self.tally.subtract(span.nbytes)
@@ -307,9 +308,9 @@ class Arena:
 
 
 class _Pages:
-    """Mapped pages, pinned until this object is freed; a storage or the free list holds it.
+    """Mapped pages that a tensor's storage or the list of free pages holds; pinned until this object is freed.
 
-    A child process shares the pages, because it may read the weights.
+    A forked child shares the pages, because it may read the weights.
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
@@ -327,12 +328,11 @@ class HostPool:
         self._free: dict[int, list[_Pages]] = defaultdict(list)
 
     def take(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return an uninitialised tensor on the host.
+        """Return an uninitialised tensor in host memory; its memory is reused once the tensor is freed.
 
         Args:
-            shape: Shape of the tensor.
-            dtype: Dtype of the tensor.
-            device: Device that it is copied to and from; ``meta`` simulates the memory.
+            shape, dtype: Shape and dtype of the tensor.
+            device: Device that the tensor is copied to and from; ``meta`` simulates the memory.
 
         Raises:
             OutOfMemoryError: Too little host memory is free.

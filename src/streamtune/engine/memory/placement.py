@@ -22,14 +22,16 @@ from streamtune.schedule import Tier as TierName
 
 @dataclass(frozen=True)
 class Placement:
-    """Placement of one layer's input until the backward.
+    """Storage of one layer's input until the backward.
+
+    Layers form segments: the first layer's input is stored, and the backward recomputes the inputs of the others from
+    it.
 
     Attributes:
-        unstreamed: True if the layer is not streamed and keeps all its activations.
-        begins_segment: True if the layer begins a segment: its input is stored in the forward. The inputs of others
-            are recomputed.
-        ends_segment: True if the layer ends a segment: no later layer's input is recomputed from this layer.
-        tier: Tier that stores the input.
+        unstreamed: True if the layer runs on the whole sequence at once and keeps all its activations.
+        begins_segment: True if the layer is the first of a segment.
+        ends_segment: True if the layer is the last of a segment.
+        tier: Memory that stores the input: ``device``, ``host`` or ``disk``.
     """
 
     unstreamed: bool = False
@@ -39,7 +41,7 @@ class Placement:
 
 
 def place_layers(schedule: Schedule, count: int) -> list[Placement]:
-    """Return the placement of each of ``count`` layers, in order."""
+    """Return the :class:`Placement` of each of a model's ``count`` layers, in order."""
     unstreamed = min(schedule.keep_layers, count)
     streamed = count - unstreamed
     size = (
@@ -50,7 +52,7 @@ def place_layers(schedule: Schedule, count: int) -> list[Placement]:
 
 
 def extra_forwards(schedule: Schedule, count: int) -> list[int]:
-    """Return, for each segment of a model with ``count`` layers, how many layers the backward runs forward again."""
+    """Return, per segment of a model with ``count`` layers, how many layers the backward runs forward once more."""
     extra: list[int] = []
     for place in place_layers(schedule, count):
         if place.unstreamed:
@@ -63,7 +65,7 @@ def extra_forwards(schedule: Schedule, count: int) -> list[int]:
 
 
 def _placement(schedule: Schedule, index: int, count: int, size: int) -> Placement:
-    """Return the placement of layer ``index`` of ``count`` streamed layers.
+    """Return the placement of layer ``index`` of ``count`` streamed layers, in segments of ``size`` layers.
 
     The ``device_layers`` inputs that the backward reads first stay on the device: the last recomputed inputs of a
     segment, then the stored inputs of the last segments.
@@ -81,16 +83,16 @@ def _placement(schedule: Schedule, index: int, count: int, size: int) -> Placeme
 
 
 def best_segment_size(count: int) -> int:
-    """Return the segment size with which ``count`` layers store the fewest inputs at a time."""
+    """Return the number of layers per segment with which ``count`` layers store the fewest inputs at a time."""
     return min(range(1, max(1, count) + 1), key=lambda size: -(-count // size) + size - 1)
 
 
 class Tiers:
-    """Host memory and disk space of one streamed model.
+    """The storage tiers (device, host memory, file) of one streamed model, and their byte counts.
 
     Attributes:
-        host: Byte count of host memory, including blocks on their way to or from the file.
-        disk: Byte count of the file.
+        host: Counter of the bytes in host memory, including blocks on their way to or from the file.
+        disk: Counter of the bytes in the file.
     """
 
     def __init__(self, schedule: Schedule) -> None:
@@ -104,7 +106,7 @@ class Tiers:
         self.arena.reserve(host_bytes + host_bytes // 64, device)  # blocks are whole pages
 
     def get(self, name: TierName, device: torch.device) -> Tier:
-        """Return the tier ``name`` for tensors on ``device``; it is created at the first call."""
+        """Return the storage tier ``name`` for tensors on ``device``, created at the first call."""
         key = (name, device)
         if key not in self._tiers:
             self._tiers[key] = self._create_tier(name, device)
@@ -122,5 +124,5 @@ class Tiers:
         return Tiers, (self.schedule,)  # a copy has its own memory
 
     def close(self) -> None:
-        """Release memory and file; calls whose backward has not run keep their stored tensors."""
+        """Release host memory and file; calls whose backward has not run keep their stored tensors."""
         self._tiers, self.arena = {}, Arena(self.host)

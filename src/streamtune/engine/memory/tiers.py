@@ -27,7 +27,7 @@ IN_FLIGHT = 2
 
 
 class Block(Protocol):
-    """One tensor in a tier."""
+    """One tensor stored in a tier (device memory, host memory or a file)."""
 
     def read_ahead(self) -> None:
         """Begin to read the tensor from the file to host memory; does nothing if the tier has no file."""
@@ -49,17 +49,17 @@ class Tier(Protocol):
     """A memory in which tensors are stored until the backward."""
 
     def put(self, x: Tensor) -> Block:
-        """Store a tensor."""
+        """Store a tensor; return the block from which the tensor is read back."""
 
     def wait_for_copies(self) -> None:
-        """Let the computation's stream wait until all stored tensors are copied; drop the originals."""
+        """Make the current stream wait until all stored tensors are copied; release the originals."""
 
 
 class DeviceTier:
-    """Tier on the device: a block is the tensor itself."""
+    """Storage tier in device memory: a stored block is the tensor itself."""
 
     def put(self, x: Tensor) -> Block:
-        """Store the tensor without a copy."""
+        """Store the tensor itself, without a copy."""
         return _DeviceBlock(x)
 
     def wait_for_copies(self) -> None:
@@ -88,16 +88,16 @@ class _DeviceBlock:
 
 
 class Copies:
-    """Copies between a device and the host, on a separate stream if the device is CUDA."""
+    """Copies tensors between a device and the host, on a separate stream if the device is CUDA."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._in_flight: deque[tuple[torch.cuda.Event, Tensor]] = deque()
 
     def to_host(self, x: Tensor, host: Tensor) -> torch.cuda.Event | None:
-        """Begin to copy ``x`` to ``host``; return the event of the copy, or None if the copy is done.
+        """Begin to copy ``x`` to ``host``; return the event that ends the copy, or None if the copy is done.
 
-        ``x`` is held until the copy is done.
+        A reference to ``x`` is held until the copy is done.
         """
         if self.stream is None:
             host.copy_(x)
@@ -113,9 +113,9 @@ class Copies:
     def to_device(
         self, host: Tensor, device: torch.device, dtype: torch.dtype | None = None
     ) -> tuple[Tensor, torch.cuda.Event | None]:
-        """Begin to copy ``host`` to a new tensor on the device; return the tensor and the event to wait for.
+        """Begin to copy ``host`` to a new tensor on the device; return the tensor and the event that ends the copy.
 
-        The event is None if the tensor is ready. If ``dtype`` is given, the tensor is cast to it on the device.
+        The event is None if the copy is done. If ``dtype`` is given, the tensor is cast to ``dtype`` on the device.
         """
         x = torch.empty(host.shape, dtype=dtype or host.dtype, device=device)  # allocated on the stream that reads it
         if self.stream is None:
@@ -132,9 +132,9 @@ class Copies:
         return x, event
 
     def wait_for_copies(self, max_in_flight: int = 0) -> None:
-        """Let the computation's stream wait until at most ``max_in_flight`` copies to the host are in flight.
+        """Make the current stream wait until at most ``max_in_flight`` copies to the host are in flight.
 
-        The memory of the copied tensors may then be reused by the computation's stream.
+        The current stream may then reuse the memory of the copied tensors.
         """
         while len(self._in_flight) > max_in_flight:
             event, x = self._in_flight.popleft()
@@ -142,7 +142,7 @@ class Copies:
 
 
 class HostTier:
-    """Tier in host memory."""
+    """Storage tier in host memory."""
 
     def __init__(self, device: torch.device, arena: Arena) -> None:
         self.device, self.arena = device, arena
@@ -153,7 +153,7 @@ class HostTier:
         return _HostBlock(self, x)
 
     def wait_for_copies(self) -> None:
-        """Let the computation's stream wait until all stored tensors are on the host; drop the originals."""
+        """Make the current stream wait until all stored tensors are on the host; release the originals."""
         self.copies.wait_for_copies()
 
 
@@ -199,7 +199,7 @@ class _HostBlock:
 
 
 class StoredTensor:
-    """A tensor that follows the sequence, stored as one block per chunk; ``like`` gives its shape and dtype."""
+    """A tensor with a sequence dimension, stored as one block per chunk; ``like`` gives shape, dtype and device."""
 
     def __init__(self, tier: Tier, like: Tensor | StoredTensor, along: int) -> None:
         self.tier, self.along = tier, along
@@ -210,7 +210,7 @@ class StoredTensor:
         self._next: dict[tuple[int, int], tuple[int, int]] = {}
 
     def put(self, chunk: slice, x: Tensor) -> None:
-        """Store a chunk."""
+        """Store the values ``x`` of one chunk."""
         notify_tensors("layer input", x)
         self.blocks[chunk.start, chunk.stop] = self.tier.put(x)
 
@@ -234,7 +234,6 @@ class StoredTensor:
         return x
 
     def _assemble_chunk(self, chunk: slice) -> Tensor:
-        """Return a chunk that spans parts of several blocks."""
         parts = []
         for (start, stop), block in sorted(self.blocks.items()):
             first, last = max(start, chunk.start), min(stop, chunk.stop)

@@ -33,10 +33,10 @@ from streamtune.schedule import Schedule
 
 @contextmanager
 def checking_mode(handle: StreamedModel) -> Iterator[None]:
-    """Context manager: the model is in evaluation mode, with gradients on and the head frozen, while active.
+    """Context manager: the model is in evaluation mode, with gradients enabled and the head frozen, while active.
 
-    Afterwards these are restored: training flags, the layers' ``forward``, ``requires_grad`` of the head, precision of
-    fp32 matrix products and random state.
+    On exit, it restores the training flags, the layers' ``forward``, ``requires_grad`` of the head, the precision of
+    fp32 matrix products and the random state.
     """
     model = handle.model
     training = [(module, module.training) for module in model.modules()]
@@ -65,7 +65,7 @@ def checking_mode(handle: StreamedModel) -> Iterator[None]:
 
 @contextmanager
 def aliased_parameters(layer: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Context manager: leaves on the same storage, without hooks, replace a layer's trainable parameters while active.
+    """Context manager: a layer's trainable parameters are replaced by new leaves on the same storage, without hooks.
 
     Yields the leaves by parameter name.
     """
@@ -86,31 +86,31 @@ def aliased_parameters(layer: nn.Module) -> Iterator[dict[str, Tensor]]:
 
 
 class LayerStep:
-    """Replaces a layer's ``forward`` by ``step(index, args, kwargs)``, run with the layer's weights on the device."""
+    """A layer's ``forward`` that calls ``step(index, args, kwargs)`` instead, with the layer on the device."""
 
     def __init__(self, handle: StreamedModel, index: int, step: Callable[..., Any]) -> None:
         self.handle, self.index, self.step = handle, index, step
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the result of ``step`` for a call with these arguments."""
+        """Call ``step`` with the layer's index and these arguments; return its result."""
         with self.handle.layer_on_device(self.handle.layers[self.index]):
             return self.step(self.index, args, kwargs)
 
 
 def replace_layer_forwards(handle: StreamedModel, step: Callable[..., Any]) -> None:
-    """Replace the ``forward`` of all layers by a :class:`LayerStep`."""
+    """Make each decoder layer call ``step(index, args, kwargs)`` instead of its ``forward``."""
     for index, layer in enumerate(handle.layers):
         layer.forward = LayerStep(handle, index, step)
 
 
 def refuse_if_removed(handle: StreamedModel) -> None:
-    """Raise :class:`ArgumentError` if the streaming was removed."""
+    """Raise :class:`ArgumentError` if the model is no longer streamed."""
     if not handle.layers:
         raise ArgumentError("the model is no longer streamed", fix="call check() before .remove()")
 
 
 def hidden_states_of(out: Any) -> Tensor:
-    """Return the hidden states in the output of a layer."""
+    """Return the hidden states from the output of a layer, which may be a tuple or list."""
     return out[0] if isinstance(out, tuple | list) else out
 
 
@@ -119,7 +119,7 @@ BOUND = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 1e-2, torch.bf
 
 
 def bound_dtype(tensor: Tensor, layer: nn.Module | None = None) -> torch.dtype:
-    """Return the dtype whose ``BOUND`` applies to a tensor: of the tensor and its layer's weights, the coarsest.
+    """Return the key of ``BOUND`` for a tensor: the coarsest dtype among the tensor and its layer's parameters.
 
     Some models have an fp32 residual stream between layers that compute in bf16.
     """
@@ -128,7 +128,7 @@ def bound_dtype(tensor: Tensor, layer: nn.Module | None = None) -> torch.dtype:
 
 
 def distance(value: Tensor, reference: Tensor, valid: Tensor | None) -> float:
-    """Return ``||value - reference|| / ||reference||`` over the valid tokens; infinity if the shapes differ."""
+    """Return ``||value - reference|| / ||reference||`` where ``valid`` is True; infinity if the shapes differ."""
     if value.shape != reference.shape:
         return math.inf
     if valid is not None:
@@ -137,7 +137,7 @@ def distance(value: Tensor, reference: Tensor, valid: Tensor | None) -> float:
 
 
 def norm_of(value: Tensor | None, subtracted: Tensor | None = None) -> float:
-    """Return ``||value - subtracted||`` in fp32 or wider; a tensor that is None counts as zero."""
+    """Return ``||value - subtracted||`` in fp32 or wider; None counts as a tensor of zeros."""
     if value is None:
         value, subtracted = subtracted, None
     if value is None:
@@ -154,7 +154,7 @@ def ratio(difference: float, norm: float) -> float:
 
 
 def widen_tensors(value: Any, dtype: torch.dtype) -> Any:
-    """Return nested containers with every floating-point tensor cast to ``dtype``."""
+    """Return a copy of nested containers with every floating-point tensor cast to ``dtype`` and detached."""
     if isinstance(value, Tensor):
         return value.detach().to(dtype) if value.is_floating_point() else value
     if isinstance(value, UserDict):
@@ -173,13 +173,13 @@ SCHEDULE = Schedule(chunk_size=7, head_chunk_size=11)
 def streamed_forward(
     layer: nn.Module, own_attention: str | None, context: CallContext | None = None, schedule: Schedule = SCHEDULE
 ) -> StreamedForward:
-    """Return the streamed forward of a single layer, which shares nothing with other layers except ``context``."""
+    """Return the streamed forward of a single layer, outside of a streamed model; ``context`` holds its packed rows."""
     parts = ModelParts(schedule, Tiers(schedule), CallContext() if context is None else context)
     return StreamedForward(layer, parts, own_attention)
 
 
 def trial_batch(model: Any) -> dict[str, Any]:
-    """Return call arguments with random tokens, the second row padded on the right; torch's random state stays."""
+    """Return model arguments for a batch of random tokens, the second row padded; keeps torch's random state."""
     head = model.get_output_embeddings()
     ids = random_tokens(model, ROWS, LENGTH)
     mask = torch.ones_like(ids)
@@ -198,7 +198,7 @@ def trial_batch(model: Any) -> dict[str, Any]:
 
 
 def random_tokens(model: Any, rows: int, length: int) -> Tensor:
-    """Return random token ids ``[rows, length]`` without special tokens; torch's random state does not change."""
+    """Return random token ids ``[rows, length]`` without special tokens; keeps torch's random state."""
     table, head = model.get_input_embeddings().weight, model.get_output_embeddings()
     vocabulary = min([table.shape[0], 4096, *([head.weight.shape[0]] if hasattr(head, "weight") else [])])
     config = model.config.get_text_config(decoder=True)
@@ -219,10 +219,10 @@ Arguments = inspect.BoundArguments
 
 @dataclass
 class RecordedCall:
-    """A recorded call of layer ``index`` of a model, detached from its graph.
+    """A recorded call of the decoder layer at ``index``, detached from its graph.
 
-    ``trained_inputs`` names the ``inputs`` that need a gradient. ``outputs`` are the plain layer's outputs, the first
-    ``[B, T, C]``.
+    ``trained_inputs`` names the ``inputs`` that need a gradient. ``outputs`` are the unstreamed layer's outputs, the
+    first ``[B, T, C]``.
     """
 
     index: int
@@ -238,12 +238,12 @@ class RecordedCall:
 
 
 def bind_arguments(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    """Return the bound arguments of a call of ``layer``; the layer itself is the first argument."""
+    """Bind the arguments of a call of ``layer`` to the parameters of its forward, ``self`` included."""
     return inspect.signature(type(layer).forward).bind(layer, *args, **kwargs)
 
 
 def input_tensors(arguments: Arguments) -> dict[Name, Tensor]:
-    """Return the hidden states, other tensors that need a gradient, and all shared keys and values, by name."""
+    """Return by name: hidden states, other tensors that need a gradient, and keys and values shared between layers."""
     inputs: dict[Name, Tensor] = {}
     for position, (name, value) in enumerate(list(arguments.arguments.items())[1:]):
         if isinstance(value, Tensor) and (position == 0 or value.requires_grad):
@@ -254,7 +254,10 @@ def input_tensors(arguments: Arguments) -> dict[Name, Tensor]:
 
 
 def with_tensors(arguments: Arguments, tensors: dict[Name, Tensor], layer: nn.Module | None = None) -> Arguments:
-    """Return a copy of the arguments with other tensors, with ``layer`` if given, and with a new shared dictionary."""
+    """Return a copy of the arguments in which ``tensors`` replace the tensors of the same names.
+
+    ``layer``, if given, replaces the layer. The dictionary of keys and values shared between layers is copied.
+    """
     new = inspect.BoundArguments(arguments.signature, arguments.arguments.copy())
     if layer is not None:
         new.arguments[next(iter(new.arguments))] = layer
@@ -272,7 +275,10 @@ def with_tensors(arguments: Arguments, tensors: dict[Name, Tensor], layer: nn.Mo
 
 
 def run_recorded(forward: Callable[..., Any], arguments: Arguments) -> tuple[Any, list[Tensor]]:
-    """Call ``forward``; return its result and its outputs: tensors, then entries added to the shared dictionary."""
+    """Call ``forward`` with ``arguments``; return its result and a list of its output tensors.
+
+    The list ends with the keys and values that the call added to the dictionary shared between layers.
+    """
     sharing = _shared_dictionary(arguments)
     before = set(sharing or ())
     out = forward(*arguments.args, **arguments.kwargs)
@@ -283,10 +289,10 @@ def run_recorded(forward: Callable[..., Any], arguments: Arguments) -> tuple[Any
 
 
 def detached_outputs(arguments: Arguments, used_arguments: Arguments, out: Any, call: RecordedCall) -> Any:
-    """Return the recorded outputs in the layer's own form, as new leaves, so that one layer's graph exists at a time.
+    """Return the recorded outputs, as new leaves, in the form of ``out``, so that one layer's graph exists at a time.
 
-    Entries that the repeated call added to the shared dictionary of ``used_arguments`` are added to the shared
-    dictionary of ``arguments``.
+    Keys and values that the repeated call added to the shared dictionary in ``used_arguments`` are added to the one in
+    ``arguments``.
     """
     leaves = iter([x.clone().requires_grad_(torch.is_grad_enabled()) for x in call.outputs])
     items = [next(leaves) if _is_output(place, item) else item for place, item in enumerate(_as_list(out))]
@@ -303,7 +309,7 @@ def _as_list(out: Any) -> list[Any]:
 
 
 def _is_output(index: int, item: Any) -> bool:
-    """Return True for hidden states and other floating tensors of up to 3 dims; not attention weights, key indices."""
+    """Return True for hidden states and other floating tensors of up to 3 dims, not attention weights."""
     return index == 0 or (isinstance(item, Tensor) and item.is_floating_point() and item.dim() <= 3)
 
 
@@ -312,7 +318,7 @@ def _shared_dictionary(arguments: Arguments) -> Any:
 
 
 def layer_signature(layer: nn.Module) -> tuple[Any, ...]:
-    """Return the module classes of a layer and their settings without layer indices; equal for layers of one kind."""
+    """Return the module names, classes and settings of a layer without layer indices: equal for layers of one kind."""
     return tuple(
         (
             name,

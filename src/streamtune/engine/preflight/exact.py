@@ -45,20 +45,20 @@ from streamtune.errors import ArgumentError, StreamTuneError, UnsupportedModelEr
 
 
 class _PlainError(UnsupportedModelError):
-    """The model does not run on the trial batch without streaming."""
+    """Raised if the model does not run on the trial batch even without streaming."""
 
 
 def check_exact(handle: StreamedModel) -> None:
-    """Compare the model, streamed and unstreamed, on a few random tokens, forward and backward.
+    """Raise an error if streaming changes the loss or gradients of a few random tokens.
 
-    Costs about six forwards of 48 tokens, and the gradient of one layer of each kind at a time. Gradients, random
-    state, training flags and configuration are left as they were, also after an error. The reference is the model's
-    attention implementation outside of streaming. If the results differ, the model's eager attention is the reference
-    of a second comparison: other implementations may lack what a layer needs (softcap, sinks).
+    The cost is about six forwards of 48 tokens, and the gradient of one layer of each kind at a time. Gradients, random
+    state, training flags and configuration are restored, also after an error. The unstreamed model runs with its
+    configured attention. If the results differ, a second comparison runs it with eager attention, because other
+    implementations may lack what a layer needs (softcap, sinks).
 
     Raises:
         ArgumentError: The streaming was removed, or the model is on the meta device.
-        UnsupportedModelError: The results differ, or the model does not run on the batch.
+        UnsupportedModelError: The results differ, or the unstreamed model does not run on the batch.
     """
     refuse_if_removed(handle)
     if any(p.device.type == "meta" for p in handle.model.parameters()):
@@ -79,7 +79,7 @@ def check_exact(handle: StreamedModel) -> None:
 
 
 def check_order(handle: StreamedModel) -> None:
-    """Run a few tokens forward if the handle's schedule has ``order="chunk"``; layers that do not support it raise.
+    """Run a short forward if the schedule has ``order="chunk"``, so that layers that do not support it raise an error.
 
     Raises:
         UnsupportedModelError: The layers share keys and values.
@@ -92,7 +92,7 @@ def check_order(handle: StreamedModel) -> None:
 
 
 class _Preflight:
-    """Compares a plain and a streamed forward of a model; ``reference`` are the plain attention implementations."""
+    """Compares the streamed and the unstreamed forward of a model; the latter has the attention names ``reference``."""
 
     def __init__(self, handle: StreamedModel, reference: list[Any]) -> None:
         self.handle, self.model, self.layers = handle, handle.model, handle.layers
@@ -107,7 +107,7 @@ class _Preflight:
         """Index of the current layer; None outside of layers."""
 
     def run(self) -> None:
-        """Run the plain and the streamed forward, and compare them; raise an error for the first difference."""
+        """Run the unstreamed and the streamed forward; raise an error at the first difference."""
         try:
             self.inputs = trial_batch(self.model)
             valid = self.inputs["attention_mask"].bool()
@@ -154,10 +154,10 @@ class _Preflight:
             ) from error
 
     def _forward(self, step: Callable[..., Any]) -> tuple[Tensor, Tensor | None]:
-        """Run a forward in which ``step(index, args, kwargs)`` replaces each layer.
+        """Run the model's forward, with ``step(index, args, kwargs)`` in place of each decoder layer.
 
-        Return the loss, and its gradient with respect to the last layer's output. The gradient of the head's weight is
-        not computed, because it is as large as the head.
+        Return the loss, and its gradient with respect to the last layer's output; None if the loss has no gradient. The
+        gradient of the head's weight is not computed, because it is as large as the head.
         """
         streamed = step == self._compare_call
         self.last = None
@@ -176,7 +176,7 @@ class _Preflight:
         return loss.detach(), grad
 
     def _record_call(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a layer plainly and record the call."""
+        """Run a layer unstreamed, record the call, and return its output."""
         self.current_layer, layer = index, self.layers[index]
         arguments = bind_arguments(layer, args, kwargs)
         leaves = {name: _as_leaf(x) for name, x in input_tensors(arguments).items()}
@@ -197,7 +197,7 @@ class _Preflight:
         return self._recorded_result(arguments, used, out, call)
 
     def _compare_call(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a layer in chunks on its recorded input and compare the outputs."""
+        """Run a layer in chunks on its recorded input, compare the output with the recorded one, and return it."""
         call = self.calls[len(self.streamed)] if len(self.streamed) < len(self.calls) else None
         if call is None or call.index != index:
             raise DiffersError(f"{self._name} calls its layers in another order when it is streamed")
@@ -223,13 +223,13 @@ class _Preflight:
         return self._recorded_result(arguments, used, out, call)
 
     def _recorded_result(self, arguments: Arguments, used_arguments: Arguments, out: Any, call: RecordedCall) -> Any:
-        """Return the recorded outputs in the layer's own form, as inputs of the next layer."""
+        """Return the recorded outputs in the layer's form, as new leaves for the next layer."""
         result = detached_outputs(arguments, used_arguments, out, call)
         self.last = hidden_states_of(result)
         return result
 
     def _refuse_nan(self, loss: Tensor) -> None:
-        """Refuse a model whose loss is not finite even without streaming."""
+        """Refuse a model whose loss is not finite without streaming."""
         if bool(torch.isfinite(loss)):
             return
         bad = next((call.index for call in self.calls if not all(torch.isfinite(z).all() for z in call.outputs)), None)
@@ -243,7 +243,7 @@ class _Preflight:
     def _refuse_foreign_leaves(self, index: int, z_out: Tensor, allowed_leaves: list[Tensor]) -> None:
         """Refuse a layer whose output depends on a tensor that is neither its argument nor its parameter.
 
-        When streamed, earlier layers run without a graph, so such a tensor would lose its gradient.
+        Streaming runs layers without a graph, so such a tensor would lose its gradient.
         """
         for leaf in leaves_outside(z_out, allowed_leaves):
             raise UnsupportedModelError(
@@ -270,7 +270,7 @@ class _Preflight:
                 )
 
     def _one_call_per_kind(self) -> Iterator[tuple[RecordedCall, Arguments]]:
-        """Yield the first call of each kind of layer whose inputs need a gradient, and its streamed arguments."""
+        """Yield, for each kind of layer, the first call whose inputs need a gradient, and its streamed arguments."""
         seen = set()
         for call, streamed in zip(self.calls, self.streamed, strict=True):
             kind = layer_signature(self.layers[call.index])

@@ -53,18 +53,18 @@ FIX = (
 
 
 class DiffersError(UnsupportedModelError):
-    """The plain and the streamed model compute different results."""
+    """Raised if the streamed and the unstreamed model compute different results."""
 
 
 class LayerCheck:
-    """Compares recorded calls of a model's layers, plain and streamed.
+    """Compares recorded calls of layers with the same calls in chunks.
 
     Args:
         model: Model, named in errors.
         layers: Decoder layers of the model.
-        names: Attention names in the model's configs.
-        reference: Attention names of the plain model.
-        own_attention: Attention implementation of layers with their own attention code; None for others.
+        names: Attention names in the model's configs, with and without streaming.
+        reference: Attention names for the unstreamed layers.
+        own_attention: Attention implementation of layers that compute attention in their own code; None for others.
         valid: Mask ``[B, T]``, True where the trial batch has a token.
     """
 
@@ -81,7 +81,7 @@ class LayerCheck:
         self.names, self.reference = names, reference
 
     def check_output(self, outputs: list[Tensor], call: RecordedCall, streamed: Arguments) -> None:
-        """Raise :class:`DiffersError` if streamed and plain outputs differ by more than rounding explains."""
+        """Raise :class:`DiffersError` if the outputs in chunks differ from the recorded ones by more than rounding."""
         if len(outputs) != len(call.outputs):
             raise DiffersError(
                 f"{self.name}: a streamed layer returns {len(outputs)} tensors, the plain layer {len(call.outputs)}"
@@ -91,7 +91,7 @@ class LayerCheck:
             self._compare_in_wider_dtype(call, streamed, "output", error, bound)
 
     def check_gradients(self, call: RecordedCall, streamed: Arguments) -> None:
-        """Raise :class:`DiffersError` if streamed and plain gradients differ by more than rounding explains."""
+        """Raise :class:`DiffersError` if gradients with and without chunks differ by more than rounding."""
         bound = self.bound(call.index, call.z_in)
         what, error = self._gradient_error(self.layers[call.index], call, streamed)
         if not error <= bound:
@@ -103,7 +103,7 @@ class LayerCheck:
         return max([first, *(distance(z, z_ref, self.valid_tokens(z_ref)) for z, z_ref in others)])
 
     def _gradient_error(self, layer: nn.Module, call: RecordedCall, streamed: Arguments) -> tuple[str, float]:
-        """Return the name of the gradient that differs most, and its relative difference."""
+        """Return (name, relative difference) of the gradient that chunks change most."""
         generator = torch.Generator().manual_seed(call.index)
         grad_outputs = []
         for z in call.outputs:
@@ -138,7 +138,7 @@ class LayerCheck:
         return worst
 
     def _relative_difference(self, z: Tensor, z_ref: Tensor, z_in: Tensor) -> float:
-        """Return the difference of two outputs, minus rounding of the residual sum, relative to what the layer adds."""
+        """Return ``||z - z_ref||``, less the rounding of the residual sum, relative to what the layer adds."""
         if z.shape != z_ref.shape:
             return math.inf
         valid = self.valid_tokens(z_in)
@@ -150,7 +150,7 @@ class LayerCheck:
     def _compare_in_wider_dtype(
         self, call: RecordedCall, streamed: Arguments, tensor_name: str, error: float, bound: float
     ) -> None:
-        """Compare a copy of the layer in a wider dtype; raise :class:`DiffersError` if the copy differs too."""
+        """Repeat the comparison with a copy of the layer in a wider dtype; raise :class:`DiffersError` if it fails."""
         layer = self.layers[call.index]
         wider = WIDER_DTYPES.get(bound_dtype(call.z_in, layer))
         try:
@@ -190,21 +190,21 @@ class LayerCheck:
                 raise self.difference_error(call.index, name, value, BOUND[bound_dtype(reference[0])])
 
     def valid_tokens(self, z: Tensor) -> Tensor:
-        """Return a mask ``[B, T]``, True where the batch has a token; all True if ``z`` has another length."""
+        """Return a mask ``[B, T]``, True where the trial batch has a token; all True if ``z`` has another length."""
         return self.valid if z.shape[:2] == self.valid.shape else z.new_ones(z.shape[:2], dtype=torch.bool)
 
     def bound(self, index: int, z: Tensor) -> float:
-        """Return the largest relative difference of a layer's input or output that counts as rounding."""
+        """Return the largest relative difference that rounding explains, for the input or output ``z`` of a layer."""
         return BOUND[bound_dtype(z, self.layers[index])]
 
     def location(self, index: int | None) -> str:
-        """Return the location of layer ``index`` in the model, for messages; ``index`` None: outside the layers."""
+        """Return text for messages: where layer ``index`` is in the model; ``index`` None means outside the layers."""
         if index is None:
             return f"{self.name}, outside its decoder layers"
         return f"layer {index} of {len(self.layers)} ({type(self.layers[index]).__name__})"
 
     def difference_error(self, index: int, tensor_name: str, error: float, bound: float) -> DiffersError:
-        """Return the error for a difference that rounding does not explain."""
+        """Return the :class:`DiffersError` for a relative difference ``error`` above ``bound``."""
         return DiffersError(
             f"{self.name} is not streamed exactly: the {tensor_name} of {type(self.layers[index]).__name__} in chunks "
             f"differs from the whole sequence's by {error:.1e} (rounding explains at most {bound:.0e})",
@@ -228,9 +228,9 @@ SHORT = Schedule(chunk_size=3, head_chunk_size=5)
 
 
 def check_shared(handle: StreamedModel) -> None:
-    """Compare loss and gradient of the first trained layer between ranks that share a sequence and one rank alone.
+    """Raise an error if ranks that share a sequence compute other results than one rank alone.
 
-    All ranks of the group must call this together.
+    The loss and the gradient of the first trained layer are compared. All ranks of the group must call this together.
 
     Raises:
         UnsupportedModelError: Loss or gradient differs by more than rounding explains.
@@ -263,7 +263,7 @@ def check_shared(handle: StreamedModel) -> None:
 
 
 def _loss_and_gradient(handle: StreamedModel, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the loss of a trial batch, and the loss's gradients with respect to ``tensors``."""
+    """Return a list: the loss of the trial batch, and its gradients with respect to ``tensors``."""
     loss = handle.model(**trial_batch(handle.model)).loss
     grads = torch.autograd.grad(loss, tensors, allow_unused=True) if tensors else ()
     return [
@@ -274,7 +274,7 @@ def _loss_and_gradient(handle: StreamedModel, tensors: Sequence[Tensor]) -> list
 
 @contextmanager
 def _short_chunks(handle: StreamedModel) -> Iterator[None]:
-    """Context manager: chunks are so short that the trial batch has several; layer inputs stay on the device."""
+    """Context manager: the schedule has chunks so short that the trial batch has several; inputs stay on the device."""
     forwards = [forward for layer in handle.layers if isinstance(forward := layer.forward, StreamedForward)]
     schedule, before = handle.schedule, [(forward.schedule, forward.placement) for forward in forwards]
     try:

@@ -67,7 +67,7 @@ TREES = ((-1, 11), (0, 5), (0, 2), (2, 4), (2, 3), (0, 9), (-1, 4), (6, 7), (6, 
 
 @dataclass(frozen=True)
 class _Layout:
-    """The layout of the trial rows in one sequence, and the error text for a model that mixes rows."""
+    """The trial rows in one sequence, and the error text for a model in which one row changes another."""
 
     rows: PackedRows
     arguments: dict[str, Tensor]
@@ -82,7 +82,7 @@ class _Layout:
 
 @dataclass
 class _PackedCall:
-    """One layer call in the packed forward: its input and output ``[1, T, C]``."""
+    """A recorded call of a decoder layer on packed rows: input and output ``[1, T, C]``."""
 
     index: int
     z_in: Tensor
@@ -90,9 +90,10 @@ class _PackedCall:
 
 
 def check_packing(handle: StreamedModel) -> None:
-    """Compare packed rows with the same rows alone, layer by layer, on a few random tokens; costs seven short forwards.
+    """Raise an error if a packed row changes another: compare each layer on packed rows and on the rows alone.
 
-    Random state, training flags and the model are left as they were, also after an error.
+    The cost is seven forwards of a few random tokens. Random state, training flags and the model are restored, also
+    after an error.
 
     Raises:
         ArgumentError: The streaming was removed.
@@ -112,11 +113,11 @@ def check_packing(handle: StreamedModel) -> None:
 
 
 def check_branches(handle: StreamedModel) -> None:
-    """Compare rows that share their beginning with the same rows alone, layer by layer, as :func:`check_packing` does.
+    """Raise an error if a row that shares its beginning with others is computed differently from the row alone.
 
     Raises:
         ArgumentError: The streaming was removed.
-        UnsupportedModelError: The model does not compute a branch as it would compute the row alone.
+        UnsupportedModelError: A row differs; the message names the layer and the difference.
     """
     refuse_if_removed(handle)
     _refuse_hybrid_layers(handle, "set share_prefix: never, or sequence_parallel_size: 1")
@@ -132,7 +133,7 @@ def check_branches(handle: StreamedModel) -> None:
 
 
 def _refuse_hybrid_layers(handle: StreamedModel, fix: str) -> None:
-    """Refuse a model with attention and a recurrent state in one layer if ranks share sequences of several rows."""
+    """Refuse a model whose layers have attention and a recurrent state, if ranks share sequences of several rows."""
     if handle.sequence_parallel is not None and (kind := hybrid_layer_name(handle.model)) is not None:
         raise UnsupportedModelError(
             f"{kind} has both attention and a recurrent state, so ranks cannot share sequences of several rows",
@@ -141,7 +142,7 @@ def _refuse_hybrid_layers(handle: StreamedModel, fix: str) -> None:
 
 
 class _Trial:
-    """Runs the trial rows through the streamed layers, together and one at a time, and compares the results."""
+    """Runs the trial rows through streamed layers, together and one at a time, and compares the results."""
 
     def __init__(self, handle: StreamedModel, layout: _Layout) -> None:
         self.handle, self.model, self.layout = handle, handle.model, layout
@@ -213,7 +214,7 @@ class _Trial:
         return type(out)([z_out, *out[1:]]) if isinstance(out, tuple | list) else z_out
 
     def _record_error(self, index: int, tensor_name: str, packed: Tensor, alone: Tensor, z_in: Tensor) -> None:
-        """Record a row's error divided by the error that rounding explains; in a narrow dtype, the first token's."""
+        """Record the ratio of a row's difference to rounding; in half precision, for its first token only."""
         dtype = self._bound_dtype(index, alone)
         if torch.finfo(dtype).bits < 32:
             first = slice(self.first_token, self.first_token + 1)
@@ -240,7 +241,7 @@ class _Trial:
                 )
 
     def _bound_dtype(self, index: int, z: Tensor) -> torch.dtype:
-        """Return the dtype whose ``BOUND`` applies to layer ``index``; the head has the last layer's."""
+        """Return the key of ``BOUND`` for layer ``index``; the head, after the last layer, has the last layer's."""
         return bound_dtype(z, self.layers[min(index, len(self.layers) - 1)])
 
     @property
@@ -259,19 +260,20 @@ LONGEST = 4096
 
 
 def lengths_to_check(handle: StreamedModel) -> list[int]:
-    """Return the row lengths to check: slightly above a chunk, and not above 4,097 tokens or the model's limit."""
+    """Return row lengths for :func:`check_length`: just above a chunk, at most 4,097 tokens and the model's maximum."""
     chunk, longest = handle.schedule.chunk_size, _longest_supported_length(handle)
     lengths = [chunk + 1, *([chunk + BEYOND] if chunk < SHORT else [])]
     return [length for length in lengths if length <= LONGEST + 1 and (longest is None or length <= longest)]
 
 
 def check_length(handle: StreamedModel, length: int) -> None:
-    """Compare one layer of each kind, on the whole row and in chunks, on a random row of ``length`` tokens.
+    """Raise an error if chunks change the output of a layer on a row of ``length`` random tokens.
 
-    Costs two forwards of the decoder on that row; the plain forward needs the memory of one plain layer.
+    One layer of each kind runs on the whole row and in chunks. The cost is two forwards of the decoder on that row; the
+    forward without chunks needs the memory of one plain layer.
 
     Raises:
-        UnsupportedModelError: A layer differs; the message names it.
+        UnsupportedModelError: A layer differs; the message names the layer.
     """
     plain_names = handle.names.plain_names
     first_error: UnsupportedModelError | None = None
@@ -355,9 +357,9 @@ class _Forwards:
 
 
 def _longest_supported_length(handle: StreamedModel) -> int | None:
-    """Return the largest row length that the model supports, from its configuration; None if there is no limit.
+    """Return the model's maximum row length from its configuration; None if it has none.
 
-    Models with learned positions have a limit, and models that select among keys above some number of tokens.
+    Models with learned positions have a maximum, and models that select among keys above some number of tokens.
     """
     config = handle.model.config.get_text_config(decoder=True)
     limits = [getattr(config, name, None) for name in ("max_position_embeddings", "n_positions", KEPT_WINDOW)]

@@ -36,7 +36,7 @@ UNSHARED_FIX = "set sequence_parallel_size: 1"
 
 
 class CallSharding:
-    """Changes calls of a streamed model to calls on this rank's shards; does nothing without sequence parallelism."""
+    """Changes the arguments of model calls to this rank's tokens; does nothing without sequence parallelism."""
 
     def __init__(self, handle: StreamedModel) -> None:
         self._handle = proxy(handle)
@@ -44,7 +44,7 @@ class CallSharding:
         self._min_tokens = 2 if any(map(carries_states, handle.layers)) else 1
 
     def shard_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], with_targets: bool) -> dict[str, Any]:
-        """Return a call's arguments as keywords: cut to this rank's shards, or unchanged if the call has no targets.
+        """Return a call's arguments as keywords, cut to this rank's tokens; not cut if the call has no targets.
 
         Raises:
             UnsupportedModelError: Ranks cannot share the call, or it has gradients but no targets.
@@ -62,7 +62,7 @@ class CallSharding:
         return kwargs
 
     def shard_arguments(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments cut to this rank's shards; layers, head and routers use the shards until `end_call`.
+        """Return the arguments cut to this rank's tokens; layers, head and routers get these until :meth:`end_call`.
 
         Raises:
             ArgumentError: The call has no tokens.
@@ -113,12 +113,12 @@ class CallSharding:
         return cut_kwargs
 
     def end_call(self) -> None:
-        """End the call: reset shards, rows and row lengths."""
+        """End the call: from now on the model computes on all tokens."""
         self._set_shards(None)
         self._handle.context.rows = self._handle.context.lengths = None
 
     def open_routers(self, attention_mask: Any) -> None:
-        """Begin to collect router logits of the rows' tokens; padding after the rows is not counted."""
+        """Begin to collect router logits; padding after the rows is not counted."""
         shards = self._handle.context.shards
         if shards is not None and attention_mask is None:
             device = model_device(self._handle.model)
@@ -136,7 +136,7 @@ class CallSharding:
 
 
 def _shifted_targets(kwargs: dict[str, Any]) -> Tensor | None:
-    """Return the targets ``[B, T]``: ``shift_labels``, or the labels shifted over the whole rows."""
+    """Return targets ``[B, T]``: ``shift_labels``, or ``labels`` shifted by one token; None if the call has neither."""
     shifted: Tensor | None = kwargs.get("shift_labels")
     labels: Tensor | None = kwargs.get("labels")
     if shifted is not None or labels is None:
@@ -147,7 +147,7 @@ def _shifted_targets(kwargs: dict[str, Any]) -> Tensor | None:
 def _positions_and_mask(
     handle: StreamedModel, shards: SequenceShards, tokens: Tensor, kwargs: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return positions of the rows, and a padding mask over the whole padded sequence, equal on every rank."""
+    """Return ``position_ids`` of the rows, and an ``attention_mask`` of the padded sequence, equal on every rank."""
     mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
     padded = mask is not None and not bool(mask.bool().all())
     if positions is None:
@@ -167,7 +167,7 @@ def _positions_and_mask(
 
 
 def _refuse_arguments(handle: StreamedModel, kwargs: dict[str, Any], length: int) -> None:
-    """Refuse arguments that do not follow the tokens, or that need all tokens on one rank.
+    """Refuse call arguments that cannot be cut into tokens, or that need all tokens on one rank.
 
     Raises:
         UnsupportedModelError: The call has such an argument.
@@ -195,7 +195,7 @@ def _refuse_arguments(handle: StreamedModel, kwargs: dict[str, Any], length: int
 
 
 def _class_computing_positions(handle: StreamedModel, padded: bool) -> str | None:
-    """Return the class that computes positions from tokens, or from padding if ``padded``; None if none does."""
+    """Return the name of the module class that computes positions from tokens (or padding); None if none does."""
     inside = {id(module) for layer in handle.layers for module in layer.modules()}
     for module in handle.model.modules():
         if id(module) in inside:
@@ -213,7 +213,7 @@ def _class_computing_positions(handle: StreamedModel, padded: bool) -> str | Non
 
 @contextmanager
 def rank_random_state(ranks: SequenceParallel, device: torch.device) -> Iterator[None]:
-    """Context manager: each rank draws different random numbers while active; then the common state is restored."""
+    """Context manager: each rank draws other random numbers while active; then the state on entry is restored."""
     seed = int(torch.randint(1 << 62, ()))
     outer = RandomState.current(device)
     torch.manual_seed((seed + 0x9E3779B97F4A7C15 * (ranks.rank + 1)) % (1 << 63))

@@ -38,7 +38,7 @@ from streamtune.schedule import Schedule
 
 @dataclass(eq=False)
 class SequenceShards:
-    """Division of a call's tokens into chunks, and of each chunk into one shard per rank.
+    """Division of a sequence into chunks, and of each chunk into shards: the consecutive tokens of one rank.
 
     Args:
         group: Process group of the ranks that share the tokens.
@@ -48,7 +48,8 @@ class SequenceShards:
         length: Number of tokens T of the rows, before padding.
         rows: Packed rows; their mask is built here, because no rank's model sees where all rows begin.
         targets: Target ``[B, T]`` of each token, -100 for none; None if no loss is computed.
-        min_tokens: Smallest number of tokens per rank: 2 for layers with states, which treat one token as decoding.
+        min_tokens: Smallest number of tokens per rank: 2 for layers with states, which treat one token as a decoding
+            step.
     """
 
     group: Any
@@ -71,27 +72,27 @@ class SequenceShards:
 
     @cached_property
     def size(self) -> int:
-        """Number of ranks S."""
+        """Number S of ranks."""
         return dist.get_world_size(self.group)
 
     @cached_property
     def rank(self) -> int:
-        """Index of this rank in the group."""
+        """Index of this rank in the process group."""
         return dist.get_rank(self.group)
 
     @cached_property
     def own_length(self) -> int:
-        """Number of tokens L of each rank."""
+        """Number L of tokens on each rank, including padding."""
         return self.chunks[-1].stop
 
     @property
     def total(self) -> int:
-        """Number of tokens L S of the padded sequence."""
+        """Length L S of the padded sequence."""
         return self.own_length * self.size
 
     @cached_property
     def chunks(self) -> list[slice]:
-        """The chunks of a rank's own tokens, as slices of them; equal on all ranks."""
+        """Chunks of one rank's tokens, as slices of these tokens; equal on all ranks."""
         own_length, rows = max(self.min_tokens, -(-self.length // self.size)), self.trees or self.rows
         if rows is None or self.min_tokens < 2:
             return self.schedule.chunks(own_length)
@@ -99,42 +100,42 @@ class SequenceShards:
 
     @property
     def all_tokens(self) -> slice:
-        """The slice of all of a rank's own tokens."""
+        """Slice of all tokens of one rank."""
         return slice(0, self.own_length)
 
     def global_chunk(self, chunk: slice) -> slice:
-        """Return the positions in the sequence of all ranks' shards of a chunk of own tokens."""
+        """Return the slice of the sequence that all ranks have together in ``chunk``, a slice of one rank's tokens."""
         return slice(chunk.start * self.size, chunk.stop * self.size)
 
     def shard(self, chunk: slice, rank: int | None = None) -> slice:
-        """Return the positions in the sequence of one rank's shard of a chunk; ``rank`` None is this rank."""
+        """Return the slice of the sequence that one rank (None: this one) has in ``chunk``, a slice of its tokens."""
         length = chunk.stop - chunk.start
         start = chunk.start * self.size + (self.rank if rank is None else rank) * length
         return slice(start, start + length)
 
     def positions(self, part: slice, rank: int | None = None) -> slice:
-        """Return the positions in the sequence of ``part``, a slice of a rank's own tokens within one shard."""
+        """Return the slice of the sequence for ``part``, a slice of one rank's tokens inside a chunk."""
         chunk = next(chunk for chunk in reversed(self.chunks) if chunk.start <= part.start)
         start = self.shard(chunk, rank).start + part.start - chunk.start
         return slice(start, start + part.stop - part.start)
 
     def chunks_within(self, part: slice) -> list[slice]:
-        """Return the chunks inside ``part``, a slice of a rank's own tokens that consists of one or more chunks."""
+        """Return the chunks inside ``part``, a slice of one rank's tokens that consists of whole chunks."""
         return [chunk for chunk in self.chunks if part.start <= chunk.start and chunk.stop <= part.stop]
 
     def local_chunk_start(self, position: int) -> int:
-        """Return the index, among a rank's own tokens, of the first token of the chunk that contains ``position``."""
+        """Return where, among one rank's tokens, the chunk starts that contains ``position`` of the sequence."""
         return next(chunk.start for chunk in reversed(self.chunks) if chunk.start * self.size <= position)
 
     def token_positions(self, rank: int, device: torch.device) -> Tensor:
-        """Return the positions ``[L]`` of a rank's tokens in the sequence."""
+        """Return the positions ``[L]`` in the sequence of the tokens of one rank."""
         if rank not in self._token_positions:
             shards = [self.shard(chunk, rank) for chunk in self.chunks]
             self._token_positions[rank] = torch.cat([torch.arange(s.start, s.stop, device=device) for s in shards])
         return self._token_positions[rank].to(device)
 
     def select_tokens(self, x: Tensor, dim: int, fill: float | bool | None = None) -> Tensor:
-        """Return this rank's tokens of a tensor over the rows, padded with ``fill`` (None: with the last value)."""
+        """Return this rank's part of ``x`` along ``dim``, with padding ``fill`` (None: the last value) at the end."""
         missing = self.total - x.shape[dim]
         if missing:
             last = x.narrow(dim, x.shape[dim] - 1, 1)
@@ -143,10 +144,10 @@ class SequenceShards:
         return x.index_select(dim, self.token_positions(self.rank, x.device))
 
     def own_padding(self, mask: Tensor) -> Tensor | None:
-        """Return the padding mask ``[B, L]`` of this rank's tokens for a layer with a state, or None.
+        """Return the padding mask ``[B, L]`` of this rank's tokens for a layer with a state.
 
-        A model derives ``mask`` from the padding mask of the whole sequence: all columns, or the last L columns. Return
-        None if ``mask`` is another mask.
+        ``mask`` is the mask that the model gives the layer: the padding mask of the whole sequence, or its last L
+        columns. Return None if ``mask`` is another mask.
         """
         cached = self._paddings.get(id(mask))
         if cached is None or cached[0] is not mask:
@@ -161,15 +162,15 @@ class SequenceShards:
         return self.select_tokens(padding, 1) if torch.equal(mask, padding[:, -mask.shape[1] :]) else None
 
     def collect(self, x_BL: Tensor) -> Tensor:
-        """Return ``[B, T]``, gathered from the tokens ``[B, L]`` of all ranks."""
+        """Return ``[B, T]`` for the whole sequence, gathered from ``[B, L]`` on each rank."""
         places = [self.token_positions(rank, x_BL.device) for rank in range(self.size)]
         return gather_columns(x_BL, self.group, places, self.length)
 
     def mask(self, mask: LazyMask) -> LazyMask:
-        """Return the mask over the whole sequence, given the model's mask for this rank's queries.
+        """Return the mask over the whole sequence, given the model's mask ``mask`` for this rank's queries.
 
-        Only the number of queries and the starts of packed rows change. The other fields describe the whole sequence
-        already, because the model gets an attention mask over all of it.
+        Only the number of queries and the starts of packed rows change: the model gets an attention mask over the whole
+        sequence, so the other fields describe it already.
         """
         cached = self._masks.get(id(mask))
         if cached is None or cached[0] is not mask:
@@ -197,9 +198,9 @@ class SequenceShards:
 
 
 class ChunkExchange:
-    """Exchange with the other ranks in one run of a layer on ``part`` of this rank's tokens.
+    """Exchanges keys, values and heads with the other ranks while a layer runs on ``part``, some of this rank's tokens.
 
-    ``first_key``, the position in the cache of the first key that the chunk's attention gets, is set after creation.
+    ``first_key``, the cache position of the first key that the attention gets, is set after creation.
     """
 
     def __init__(self, shards: SequenceShards, part: slice) -> None:
@@ -213,17 +214,17 @@ class ChunkExchange:
 
     @property
     def in_ring(self) -> bool:
-        """True for ring attention, in which each rank keeps the keys and values of its own tokens."""
+        """True for ring attention, where each rank caches the keys and values of its own tokens."""
         return self.shards.form == "ring"
 
     @property
     def keys(self) -> slice:
-        """Positions in the cache of the part's keys and values."""
+        """Cache positions of the keys and values of ``part``."""
         return self.part if self.in_ring else self.shards.global_chunk(self.part)
 
     @property
     def position(self) -> int:
-        """Position of the part's first token in the sequence."""
+        """Position in the sequence of the first token of ``part``; an error if ``part`` spans several chunks."""
         if len(self.lengths) > 1:
             raise UnsupportedModelError(
                 "a layer counts positions from the length of its cache, which is undefined for several shards at once",
@@ -233,15 +234,14 @@ class ChunkExchange:
 
     @property
     def start(self) -> int:
-        """Position of the part's first token in the sequence, also if the part spans several chunks."""
+        """Position in the sequence of the first token of ``part``."""
         return self.shards.positions(self.part).start
 
     def keys_and_values(self, k_BGLD: Tensor, v_BGLD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the keys and values that the cache stores on this rank.
+        """Return the keys and values to cache on this rank, given all heads for this rank's tokens.
 
-        For ``ring`` these are the arguments: all heads of this rank's shards. For ``ulysses`` ranks exchange them:
-        this rank gets, from all shards, the heads that its query heads attend to. With fewer heads than ranks, several
-        ranks store the same head.
+        For ``ring`` they are unchanged. For ``ulysses`` ranks exchange them: this rank gets, for the tokens of all
+        ranks, the heads that its query heads attend to. With fewer heads than ranks, several ranks cache the same head.
         """
         if self.in_ring:
             return k_BGLD, v_BGLD
@@ -253,9 +253,10 @@ class ChunkExchange:
         return k.contiguous(), v.contiguous()
 
     def exchange_heads(self, q: Tensor, k: Tensor, v: Tensor, layer: str) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values of this rank's heads for all shards.
+        """Return queries, keys and values of this rank's heads, for the tokens of all ranks.
 
-        Queries are exchanged between the ranks. Keys and values already have the heads that the cache stores here.
+        Queries are exchanged between the ranks. Keys and values already have these heads, because the cache stores
+        them.
 
         Args:
             q: Queries ``[B, H, L, D]`` of this rank's tokens.
@@ -292,16 +293,16 @@ class ChunkExchange:
         return shards_to_heads(q, self.shards.group, self.lengths), k, v
 
     def rank_heads(self, sinks_H: Tensor | None) -> Tensor | None:
-        """Return the sink logits of this rank's heads, given ``[H]`` of all heads."""
+        """Return the attention-sink logits of this rank's heads, given ``[H]`` of all heads."""
         return None if sinks_H is None else sinks_H.chunk(self.shards.size)[self.shards.rank]
 
     def exchange_heads_back(self, out_BhTD: Tensor) -> Tensor:
-        """Exchange this rank's heads of the attention output; return all heads ``[B, H, L, D]`` of its own tokens."""
+        """Exchange attention outputs of this rank's heads for ``[B, H, L, D]``: all heads of this rank's tokens."""
         return heads_to_shards(out_BhTD, self.shards.group, self.lengths)
 
     @property
     def ring(self) -> Ring:
-        """Positions of the queries and of every rank's keys, for the ring attention of this chunk."""
+        """The :class:`Ring` of this chunk: where in the sequence the queries and every rank's keys are."""
         shards, base = self.shards, self.part.start
         queries = [
             (slice(chunk.start - base, chunk.stop - base), shards.shard(chunk))
@@ -320,16 +321,16 @@ class ChunkExchange:
 
 
 def _has_no_blocks(block_start: Tensor | None) -> bool:
-    """Return True if every block is one token, as in a vision model's mask without images."""
+    """Return True if no two tokens are in one block, as in a vision model's mask without images."""
     return block_start is None or bool(
         (block_start == torch.arange(block_start.shape[-1], device=block_start.device)).all()
     )
 
 
 def _is_same_tensor(x: Tensor, cached: Tensor) -> bool:
-    """Return True if ``x`` is the tensor ``cached`` that the cache returned, or equals it in shape and values.
+    """Return True if ``x`` is the tensor ``cached`` that the cache returned, or equal to it.
 
-    The two differ if the layer repeated heads: it is then unknown which query heads read which copy.
+    If a layer repeats heads, ``x`` differs; then it is unknown which query heads attend to which copy.
     """
     return x is cached or (x.shape == cached.shape and torch.equal(x, cached.to(x.dtype)))
 
@@ -339,7 +340,7 @@ EXCHANGE_FORMS = ("auto", "ulysses", "ring")
 
 @dataclass(frozen=True)
 class SequenceParallel:
-    """Ranks that share each sequence.
+    """Sequence parallelism: the ranks that share each sequence, and how they exchange keys and values.
 
     Args:
         group: Process group of ``torch.distributed``; None is all ranks. The ranks make all calls together, with the
@@ -372,12 +373,12 @@ class SequenceParallel:
 
     @property
     def size(self) -> int:
-        """Number of ranks in the group."""
+        """Number of ranks in the process group."""
         return dist.get_world_size(self.group)
 
     @property
     def rank(self) -> int:
-        """Index of this rank in the group."""
+        """Index of this rank in the process group."""
         return dist.get_rank(self.group)
 
 
@@ -400,7 +401,9 @@ class _ForbiddenBorders(NamedTuple):
 
 
 def chunks_between_rows(schedule: Schedule, min_tokens: int, size: int, rows: PackedRows) -> list[slice]:
-    """Return chunks of each rank's own tokens with which no state is lost, close to the schedule's chunks.
+    """Return chunks of each rank's tokens, close to the schedule's, at whose borders no recurrent state is lost.
+
+    A layer loses the state if a shard has a single token of a row that continues.
 
     Args:
         schedule: Schedule whose chunks are changed as little as needed.
@@ -436,7 +439,7 @@ def chunks_between_rows(schedule: Schedule, min_tokens: int, size: int, rows: Pa
 def _search_stops(
     stops: list[int], start: int, size: int, forbidden: _ForbiddenBorders, trials: Iterator[int]
 ) -> list[int] | None:
-    """Return chunk ends after ``start``, each near its entry in ``stops``, the last equal to it; None if none fit."""
+    """Return chunk ends above ``start``, each near its entry in ``stops``, the last equal; None if there are none."""
     if not stops:
         return []
     last = len(stops) == 1
@@ -453,7 +456,6 @@ def _search_stops(
 
 
 def _nearest_first(stop: int) -> Iterator[int]:
-    """Yield ``stop`` and the positions around it, the nearest first."""
     yield stop
     for distance in range(1, MAX_SHIFT + 1):
         yield stop - distance

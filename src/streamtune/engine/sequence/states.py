@@ -47,17 +47,17 @@ STATE_KINDS = ("conv", "recurrent")
 
 
 class NeedsFragments(BaseException):
-    """Raised when a layer first reads or writes a state, but its chunks are not fragments."""
+    """Raised when a layer turns out to have a state, but its chunks are not yet cut where rows begin."""
 
 
 @dataclass(frozen=True)
 class ShardFragment:
-    """A part of a rank's shard in which no row begins.
+    """A part of a rank's shard (its tokens in one chunk) in which no row begins.
 
     Args:
-        own_slice: Slice of the rank's own tokens.
-        positions: Positions in the sequence.
-        read_position: Position whose state the fragment starts from; None if all its rows begin with the fragment.
+        own_slice: Slice of the rank's tokens.
+        positions: Slice of the sequence.
+        read_position: Position of the state that the fragment starts from; None if it starts without a state.
     """
 
     own_slice: slice
@@ -66,7 +66,7 @@ class ShardFragment:
 
 
 class StateRoutes:
-    """The fragments of all ranks, and which ranks send which states to each other."""
+    """The fragments of all ranks (parts of shards in which no row begins), and the ranks that exchange each state."""
 
     def __init__(self, shards: SequenceShards, rows: PackedRows | None) -> None:
         self.fragments = [
@@ -91,7 +91,7 @@ class StateRoutes:
                     self.readers.setdefault(fragment.read_position, {}).setdefault(rank, fragment.own_slice.start)
 
     def sent_positions(self, producer: int, reader: int) -> list[int]:
-        """Return the positions of the states that rank ``producer`` sends to rank ``reader``, in order of sending."""
+        """Return the positions of the states that rank ``producer`` sends to rank ``reader``, in sending order."""
         return self._sent_by_ranks.get((producer, reader), [])
 
     @cached_property
@@ -104,7 +104,7 @@ class StateRoutes:
         return positions
 
     def returned_positions(self, producer: int, reader: int) -> list[int]:
-        """Return the positions of the state gradients that ``reader`` sends to ``producer``, in order of sending."""
+        """Return the positions of the state gradients that ``reader`` sends to ``producer``, in sending order."""
         return sorted(self.sent_positions(producer, reader), key=lambda at: -self.readers[at][reader])
 
 
@@ -113,9 +113,9 @@ def _state_position(position: int, rows: PackedRows | None) -> int | None:
 
 
 def _fragment_slices(own_slice: slice, positions: slice, rows: PackedRows | None) -> list[slice]:
-    """Return the fragments of a shard as slices of the rank's own tokens.
+    """Return the parts of a shard in which no row begins, as slices of the rank's tokens.
 
-    ``own_slice`` is the shard as a slice of these tokens; ``positions`` are the shard's positions in the sequence.
+    ``own_slice`` is the shard as a slice of these tokens, ``positions`` as a slice of the sequence.
     """
     starts = [] if rows is None else rows.starts
     inside = starts[bisect_right(starts, positions.start) : bisect_left(starts, positions.stop)]
@@ -124,11 +124,12 @@ def _fragment_slices(own_slice: slice, positions: slice, rows: PackedRows | None
 
 
 class SharedStates(States):
-    """States of one layer call on a sequence that several ranks share.
+    """Recurrent states of one layer call on a sequence that several ranks share.
 
-    ``states_after[t]`` holds the states after the first t tokens of the sequence that this rank's fragments start from,
-    computed by this or another rank. ``grads[t]`` sums their gradients over this rank's fragments. ``in_fragments`` is
-    True if the layer's chunks are this rank's fragments.
+    ``states_after[t]`` has the states after the first t tokens of the sequence, if a fragment of this rank starts from
+    them, computed by this or another rank. ``grads[t]`` sums their gradients over this rank's fragments.
+    ``in_fragments`` is True if the layer's chunks are this rank's fragments: parts of its shards in which no row
+    begins.
     """
 
     def __init__(
@@ -144,7 +145,7 @@ class SharedStates(States):
 
     @cached_property
     def routes(self) -> StateRoutes:
-        """The fragments of all ranks, computed once per model call."""
+        """Routes of the states between all ranks, computed once per model call."""
         if self.shards.routes is None:
             self.shards.routes = StateRoutes(self.shards, self.rows)
         routes: StateRoutes = self.shards.routes
@@ -156,16 +157,16 @@ class SharedStates(States):
 
     @property
     def fragments(self) -> list[slice]:
-        """Chunks of a layer with states, as slices of this rank's own tokens."""
+        """Chunks for a layer with states, cut where rows begin, as slices of this rank's tokens."""
         return [fragment.own_slice for fragment in self._fragments.values()]
 
     def on_state_used(self, unchunked: bool) -> None:
-        """Raise :class:`NeedsFragments` unless the layer runs on one of this rank's fragments."""
+        """Raise :class:`NeedsFragments` if the layer's chunks are not cut where rows begin."""
         if unchunked or not self.in_fragments:
             raise NeedsFragments
 
     def on_keys_used(self) -> None:
-        """Refuse several rows in a layer with both attention and a state: ranks would exchange different fragments."""
+        """Refuse several rows in a layer with attention and a state: ranks would exchange different chunks."""
         if self.rows is not None:
             raise UnsupportedModelError(
                 "a layer has both attention and a recurrent state, so ranks cannot share sequences of several rows",
@@ -173,16 +174,16 @@ class SharedStates(States):
             )
 
     def state_positions(self, chunk: slice) -> tuple[int | None, int]:
-        """Return the position of the states that a fragment reads (None: none), and of the states it computes."""
+        """Return (position of the state that ``chunk`` starts from, or None; position of the state after it)."""
         fragment = self._fragments[chunk.start]
         return fragment.read_position, fragment.positions.stop
 
     def tokens_to_run(self, chunk: slice) -> slice:
-        """Return the slice that a layer runs on for a fragment: the fragment, or two tokens if it has one token.
+        """Return the slice on which a layer runs for ``chunk``: the chunk itself, or two tokens if it has one token.
 
-        Layers treat a single token with a state as decoding, which may give no gradient and writes the state in place.
-        So the token runs followed by a copy of itself. The copy changes only the last state. If another fragment reads
-        that state, the slice is the fragment of one token.
+        Layers treat a single token with a state as a decoding step, which may give no gradient and writes the state in
+        place. So the token runs followed by a copy of itself. The copy changes only the last state. If another rank or
+        chunk reads that state, the single token runs alone.
         """
         if chunk.stop - chunk.start > 1 or self.rows is None or not self.in_fragments:
             return chunk
@@ -193,20 +194,20 @@ class SharedStates(States):
         return slice(start, start + 2)
 
     def begin_pass(self, backward: bool) -> None:
-        """Begin a pass over all fragments: states are sent forward, gradients backward."""
+        """Begin a pass over all chunks, which sends states (forward) or gradients of states (backward)."""
         self._backward = backward
         for messages in (self._receivers, self._senders, self._complete, self._sent_grads):
             messages.clear()
 
     def end_pass(self) -> None:
-        """Wait until the other ranks have received the messages of this rank."""
+        """Wait until the other ranks have received what this rank sent."""
         for messages in self._senders.values():
             messages.wait()
 
     # Forward.
 
     def receive_state(self, read_position: int | None, key: StateKey) -> None:
-        """Wait for the state ``key`` at ``read_position`` if another rank computes it; save it for the backward."""
+        """If another rank computes the state ``key`` at ``read_position``, wait for it and save it for the backward."""
         producer = self._other_producer(read_position)
         if (
             read_position is None
@@ -219,7 +220,7 @@ class SharedStates(States):
             self.states_after.setdefault(read_position, {})[key] = state
 
     def save_state(self, position: int, key: StateKey, state: Tensor) -> None:
-        """Save a state for this rank's later fragments, and send it to the other ranks that read it."""
+        """Save a state for this rank's later chunks, and send it to the other ranks that start from it."""
         notify_tensors("state", state)
         readers = self.routes.readers.get(position, {})
         state = state.clone() if readers else state
@@ -229,9 +230,9 @@ class SharedStates(States):
             self._sender(rank).put(_message_key(key), state)
 
     def end_chunk(self, read_position: int | None, position: int) -> None:
-        """Finish a fragment: receive the states that the layer did not read, and tell receivers that no more follow.
+        """Finish a chunk: receive the states that the layer did not read, and tell readers that no more follow.
 
-        The sender sends all states, whether they are read or not.
+        The sender sends every state, whether the layer reads it or not.
         """
         if (
             read_position is not None
@@ -247,25 +248,25 @@ class SharedStates(States):
     # Backward.
 
     def remote_gradient_tensor(self, position: int, key: StateKey, state: Tensor) -> Tensor | None:
-        """Return a tensor whose backward receives the gradient of ``state`` from other ranks; None if none reads it."""
+        """Return a tensor whose backward waits for other ranks' gradient of ``state``; None if no rank reads it."""
         if not state.requires_grad or not self._other_readers(position):
             return None
         out: Tensor = _GradFromRanks.apply(state, partial(self._await_grad, position, key))
         return out
 
     def _await_grad(self, position: int, key: StateKey) -> Tensor | None:
-        """Receive the gradient of a state that this rank computed: the sum over the other ranks that read the state."""
+        """Return the gradient of a state that this rank computed, summed over the other ranks that read it."""
         received = [self._receiver(rank).get(position, _message_key(key)) for rank in self._other_readers(position)]
         parts = [part for part in received if part is not None]
         return sum(parts[1:], parts[0]) if parts else None
 
     def on_leaf_created(self, chunk: slice, read_position: int | None, key: StateKey, leaf: Tensor) -> None:
-        """Register a hook on ``leaf`` that sends its gradient to the rank that computed the state."""
+        """Register a hook on ``leaf``, a received state, that sends its gradient to the rank that computed it."""
         if read_position is not None and self._completes_grad(chunk, read_position):
             leaf.register_hook(partial(self._send_grad, read_position, key))
 
     def _send_grad(self, read_position: int, key: StateKey, grad: Tensor | None) -> None:
-        """Send a state's gradient to the rank that computed the state; zeros if the state has no gradient."""
+        """Send the gradient of a state (the sum so far plus ``grad``) to the rank that computed the state."""
         producer, before = self.routes.producers[read_position], self.grads.get(read_position, {}).pop(key, None)
         if grad is None:
             total = torch.zeros_like(self.states_after[read_position][key]) if before is None else before
@@ -277,7 +278,7 @@ class SharedStates(States):
     def add_state_grads(
         self, chunk: slice, read_position: int | None, position: int, parts: dict[StateKey, Tensor | None]
     ) -> None:
-        """Add gradients of the states that a fragment read, send complete gradients, and end its messages."""
+        """Add gradients of the states that ``chunk`` started from, send them if complete, and end its messages."""
         if read_position is not None:
             unsent = {key: part for key, part in parts.items() if (read_position, key) not in self._sent_grads}
             super().add_state_grads(chunk, read_position, position, unsent)
@@ -293,7 +294,7 @@ class SharedStates(States):
     # Senders and receivers.
 
     def _completes_grad(self, chunk: slice, read_position: int | None) -> bool:
-        """Return True if the backward of a fragment completes this rank's gradient of another rank's state."""
+        """Return True if ``chunk``'s backward adds the last term to this rank's gradient of a received state."""
         if read_position is None or self._other_producer(read_position) is None:
             return False
         return self.routes.readers[read_position][self.shards.rank] == chunk.start
@@ -321,7 +322,7 @@ class SharedStates(States):
 
 
 class _GradFromRanks(torch.autograd.Function):
-    """A zero that depends on a state; its backward waits for the state's gradient from other ranks and returns it."""
+    """A zero that depends on a state; the backward waits for the state's gradient from other ranks and returns it."""
 
     @staticmethod
     def forward(ctx: Any, state: Tensor, gradient: Callable[[], Tensor | None]) -> Tensor:

@@ -46,7 +46,7 @@ TILE_ELEMENTS = 1 << 22
 
 
 def keys_per_block(queries: int, device: torch.device) -> int:
-    """Return the number of keys whose gradient a backward of ``queries`` queries computes at a time."""
+    """Return for how many keys at a time a backward of ``queries`` queries computes gradients."""
     return max(KEY_BLOCK, queries * (KEYS_PER_QUERY if is_fusion_faster(device) else 1))
 
 
@@ -63,7 +63,7 @@ def prefix_attention(
     memory: Memory | None = None,
     prefix: Prefix | None = None,
 ) -> Tensor:
-    """Return the attention of T queries over S keys, equal to :func:`prefix_attention_reference` with the dense mask.
+    """Return the attention of T queries over S keys without a dense mask: :func:`prefix_attention_reference`.
 
     Args:
         q_BHTD: Queries, of any floating dtype.
@@ -73,9 +73,9 @@ def prefix_attention(
         softcap: Constant c of ``c * tanh(score / c)``, which replaces the score (Gemma 2).
         sinks_H: Additional logit per head in the softmax, without a value (gpt-oss).
         dropout: Probability that an attention weight is dropped. The backward draws the dropout mask again.
-        memory: Store of outputs. If the store has this attention's output, the forward is not computed.
-        prefix: Accumulator of the gradient of the prefix. The keys and values after the prefix are the leaves
-            ``prefix.own``, which receive their gradients.
+        memory: Cache of attention outputs. If it has this call's output, the forward is not computed.
+        prefix: The keys before the chunk, which accumulates their gradient. The chunk's own keys and values are the
+            leaves ``prefix.own``, which get a gradient from autograd.
 
     Returns:
         ``[B, H, T, D]`` in the dtype of ``q_BHTD``. The output of a query that sees no key (left padding) is zero.
@@ -96,17 +96,17 @@ Place = tuple[slice, slice, slice]
 
 
 class Memory(Protocol):
-    """Store of outputs and log-sum-exps of attention calls, so that a recompute skips the forward."""
+    """Interface: a cache of attention outputs and log-sum-exps, so that a recomputed layer skips the attention."""
 
     def read_output(self) -> tuple[Tensor, Tensor] | None:
-        """Return o ``[B, H, T, D]`` and lse ``[B, H, T]`` of the current call; None if they are not stored."""
+        """Return the output ``[B, H, T, D]`` and log-sum-exp ``[B, H, T]`` of the current call; None if not stored."""
 
     def save_output(self, o: Tensor, lse: Tensor) -> None:
-        """Store o and lse of the current call."""
+        """Store the output and log-sum-exp of the current call."""
 
 
 class Prefix(Protocol):
-    """Keys and values before a chunk, with their gradients."""
+    """Interface: the keys and values before a chunk, and the accumulators of their gradients."""
 
     @property
     def length(self) -> int:
@@ -114,17 +114,17 @@ class Prefix(Protocol):
 
     @property
     def own(self) -> tuple[Tensor, Tensor]:
-        """The chunk's own keys and values ``[B, G, S - length, D]``: leaves that receive their gradients."""
+        """The chunk's own keys and values ``[B, G, S - length, D]``: leaves that get gradients from autograd."""
 
     def allocate_grads(self) -> None:
-        """Allocate the gradients of the prefix if they are not allocated yet."""
+        """Allocate the gradients of the prefix's keys and values, if they are not allocated yet."""
 
     def add_grads(self, place: Place, grad_k: Tensor, grad_v: Tensor) -> None:
-        """Add terms to the gradients of the prefix, ``[B, G, length, D]``, at the slices ``place``."""
+        """Add terms to the gradients of the prefix's keys and values, at the slices ``place``."""
 
 
 def without_autocast(backward: Callable[[Any, Tensor], R]) -> Callable[[Any, Tensor], R]:
-    """Turn autocast off in the ``backward`` of an attention (decorator), which chooses the dtypes of its matmuls."""
+    """Disable autocast in the ``backward`` of an attention, which chooses its matmul dtypes itself (decorator)."""
 
     @functools.wraps(backward)
     def wrapped(ctx: Any, grad_o: Tensor) -> R:
@@ -208,14 +208,14 @@ class _PrefixAttention(torch.autograd.Function):
 
 
 def sinks_gradient(grad_o: Tensor, sinks: Tensor, o: Tensor, lse: Tensor) -> Tensor:
-    """Return the gradient of the sinks, ``[H]``, from the merged output and log-sum-exp."""
+    """Return the gradient ``[H]`` of the attention-sink logits, given the output and log-sum-exp over all keys."""
     delta_BHT = (grad_o.to(lse.dtype) * o.to(lse.dtype)).sum(-1)
     p_BHT = (sinks.to(lse.dtype)[None, :, None] - lse).exp()
     return -(p_BHT * delta_BHT).sum((0, 2)).to(sinks.dtype)
 
 
 class _KeyGradients:
-    """Accumulator of dK and dV over segments: ``prefix`` sums the prefix's part, this object the chunk's own part."""
+    """Accumulates dK and dV: for keys of the ``prefix`` in it, for the chunk's own keys in ``k`` and ``v``."""
 
     def __init__(self, k: Tensor, v: Tensor, prefix: Prefix | None, dtype: torch.dtype) -> None:
         self.prefix, self.first = prefix, 0 if prefix is None else prefix.length
@@ -238,7 +238,7 @@ class _KeyGradients:
 def finish_attention(
     o: Tensor, lse: Tensor, sinks: Tensor | None, dtype: torch.dtype, masked: bool
 ) -> tuple[Tensor, Tensor]:
-    """Add the sinks to the merged output and log-sum-exp, and set the output of queries that see no key to zero.
+    """Return output and log-sum-exp with the sinks added, and output zero for queries that see no key.
 
     ``dtype`` is the queries' dtype; ``masked`` is True if some query may see no key.
     """
@@ -252,7 +252,7 @@ def finish_attention(
 
 
 def _merge_segments(parts: list[SegmentAttention], q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return output and log-sum-exp of all queries; segments with the same queries are merged."""
+    """Return output and log-sum-exp of all queries, merged over the segments (blocks of keys) of each query."""
     regions = [list(group) for _, group in groupby(parts, key=lambda part: part.segment.queries)]
     if len(regions) == 1:
         return _merge_same_queries(regions[0], q, k, v)
@@ -284,9 +284,9 @@ def _merge_same_queries(region: list[SegmentAttention], q: Tensor, k: Tensor, v:
 
 
 class SegmentAttention:
-    """Attention of one segment, computed by a fused kernel if one is available, else by the tiled formula.
+    """Attention of one block of queries over one block of keys, by a fused kernel or, without one, tile by tile.
 
-    ``queries`` and ``keys`` are the segment's slices of ``[B, H, T, D]`` and ``[B, G, S, D]``.
+    ``queries`` and ``keys`` are the blocks' slices of ``[B, H, T, D]`` and ``[B, G, S, D]``.
     """
 
     def __init__(self, view: MaskView, segment: Segment, rule: ScoreRule, seed: int) -> None:
@@ -296,11 +296,11 @@ class SegmentAttention:
         self.keys = (rows, slice(None), slice(segment.start, segment.stop))
 
     def key_blocks(self, device: torch.device) -> Iterator[tuple[SegmentAttention, float]]:
-        """Yield (block of keys, factor); the factor is 1 except in a simulated step.
+        """Yield (attention over a block of the keys, number of blocks that it stands for), for the backward.
 
-        With the log-sum-exp of all keys, the backward of a block does not need other blocks. In a simulated step all
-        blocks have equal cost: one block is yielded, with the number of blocks as the factor. A last, partial block
-        counts in part, so the simulated work grows linearly with the keys.
+        Each block's backward needs only the log-sum-exp of all keys, not the other blocks. In a simulation all blocks
+        have equal cost, so one block stands for all. A last, smaller block counts as a fraction, so that the simulated
+        work grows linearly with the keys.
         """
         segment = self.segment
         size = keys_per_block(segment.q_stop - segment.q_start, device)
@@ -320,9 +320,10 @@ class SegmentAttention:
         return s.row is None and (s.q_stop - s.q_start, s.stop - s.start) == (q.shape[2], k.shape[2])
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Return output ``[B, H, T, D]`` and log-sum-exp ``[B, H, T]`` of the segment's queries over its keys only.
+        """Return output ``[B, H, T, D]`` and log-sum-exp ``[B, H, T]`` of the queries over this segment's keys only.
 
-        The output of a fused kernel has the dtype of q; the output of the formula is not rounded to that dtype yet.
+        The output of a fused kernel has the dtype of q; an output computed tile by tile is not rounded to that dtype
+        yet.
         """
         q, k, v, kernel = q[self.queries], k[self.keys], v[self.keys], self._fused_kernel(q, k, v)
         if kernel is not None:
@@ -332,7 +333,7 @@ class SegmentAttention:
     def backward(
         self, grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of this segment's q, k, v, given the merged output ``o`` and log-sum-exp ``lse``."""
+        """Return the gradients of the segment's q, k, v, given output ``o`` and log-sum-exp ``lse`` over all keys."""
         q, k, v, kernel = q[self.queries], k[self.keys], v[self.keys], self._fused_kernel(q, k, v)
         grad_o, o, lse = grad_o[self.queries], o[self.queries], lse[self.queries].contiguous()
         if kernel is not None:
@@ -357,7 +358,7 @@ class SegmentAttention:
     def _scores(self, q_BGRTD: Tensor, k: Tensor, rows: slice) -> tuple[Tensor, Tensor | None]:
         """Return scores ``[B, G, R, T, S]`` after softcap and mask, and d score / d raw score, None without softcap.
 
-        Both have the dtype of ``k``, fp32 or wider, in which a fused kernel also accumulates. R is H / G.
+        Both have the dtype of ``k``: fp32 or wider. R is H / G.
         """
         tile = q_BGRTD[:, :, :, rows]
         s = (tile.flatten(2, 3).to(k.dtype) @ k.mT).mul_(self.rule.scale).unflatten(2, tile.shape[2:4])
@@ -377,7 +378,7 @@ class SegmentAttention:
         return view.mask.tile(first + rows.start, first + rows.stop, *keys, segment.row)
 
     def _dropout_factor(self, shape: torch.Size, rows: slice, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Return dropout's factor for the weights of a tile, which depends only on seed, segment and rows."""
+        """Return the dropout mask of a tile, scaled by 1 / (1 - p), equal for equal seed, segment and rows."""
         place = 1_000_003 * self.segment.start + self.segment.q_start + rows.start
         seed = (self.seed + place + (self.segment.row or 0) * (1 << 48)) % (1 << 62)
         generator = None if device.type == "meta" else torch.Generator(device).manual_seed(seed)
@@ -434,7 +435,7 @@ def prefix_attention_reference(
     softcap: float | None = None,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Return attention computed with dense scores, a dense boolean mask and one softmax: slow, for comparison."""
+    """Return attention with dense scores, the dense boolean mask and one softmax: slow, for comparison."""
     groups = q_BHTD.shape[1] // k_BGSD.shape[1]
     k, v = k_BGSD.repeat_interleave(groups, 1), v_BGSD.repeat_interleave(groups, 1)
     s = q_BHTD @ k.mT * scale

@@ -35,7 +35,7 @@ Modifier = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class FlexView:
-    """Computes a view's attention by flex attention; arguments as for ``prefix_attention``."""
+    """Computes a mask view's attention by ``flex_attention``; arguments as for ``prefix_attention``."""
 
     name = "flex"
 
@@ -44,7 +44,7 @@ class FlexView:
         self._saved: tuple[Tensor, ...] | None = None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, for_backward: bool) -> tuple[Tensor, Tensor]:
-        """Implement ``ViewKernel.forward``. With ``for_backward`` the graph is kept for :meth:`backward`."""
+        """Implement ``ViewKernel.forward``; ``for_backward`` keeps the graph for :meth:`backward`."""
         # With a graph whenever possible, so that only one function is compiled.
         graph = for_backward or not any(x.is_inference() for x in (q, k, v))
         with torch.set_grad_enabled(graph):
@@ -58,9 +58,9 @@ class FlexView:
         """Implement ``ViewKernel.backward``.
 
         Flex attention has softmax P, output ``o_own`` and log-sum-exp ``lse_own``. For the gradients ``a dO`` and ``g``
-        of these outputs, it computes ``dS = P (a dP - a rowsum(dO o_own) + g)``. With ``a = exp(lse_own - lse)``,
-        ``a P`` is the softmax for ``lse``, whose ``dS`` has the middle term ``a rowsum(dO o)``. So ``g`` is the
-        difference of the middle terms.
+        of these outputs, it computes ``dS = P (a dP - a rowsum(dO o_own) + g)``. With ``a = exp(lse_own - lse)``, ``a
+        P`` is the softmax for ``lse``, whose ``dS`` has ``a rowsum(dO o)`` in place of ``a rowsum(dO o_own)``. So ``g``
+        is the difference of these two terms.
         """
         if self._saved is None:
             self.forward(q, k, v, for_backward=True)
@@ -128,7 +128,7 @@ def _cached_block_mask(view: MaskView) -> BlockMask:
 
 
 def _make_block_mask(view: MaskView) -> BlockMask:
-    """Return the block mask of a view, built one row of blocks at a time, so that only one tile is allocated."""
+    """Return the :class:`BlockMask` of a mask view, built one row of blocks at a time to allocate only one tile."""
     mask, queries, keys = view.mask, view.q_stop - view.q_start, view.k_stop - view.k_start
     partly_visible, fully_visible = [], []
     for start in range(view.q_start, view.q_stop, BLOCK):
@@ -146,14 +146,14 @@ def _make_block_mask(view: MaskView) -> BlockMask:
 
 
 def _count_and_order_blocks(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the count of marked key blocks per query block ``[B, 1, rows]``, and key block indices, marked first."""
+    """Return (number of marked key blocks ``[B, 1, rows]`` per block of queries, key block indices, marked first)."""
     found = torch.stack(rows, dim=1)[:, None].int()
     order = found.argsort(dim=-1, descending=True, stable=True)
     return found.sum(-1, dtype=torch.int32), order.int()
 
 
 def _make_mask_mod(view: MaskView) -> Modifier:
-    """Return the mask as a function of batch row, head, and the indices of query and key in the view."""
+    """Return ``mask_mod`` of ``flex_attention``: True if a query sees a key, given their indices in the view."""
     mask = view.mask
     q_start, k_start = (_scalar_on_device(start, mask.device) for start in (view.q_start, view.k_start))
     # A mask without a window gets an unlimited window, to share a compiled function with masks that have a window.
@@ -197,7 +197,7 @@ def _value_in_row(x_BL: Tensor, b: Tensor, place: Tensor) -> Tensor:
 
 @lru_cache(maxsize=64)
 def is_flex_right(device: torch.device, dtype: torch.dtype, heads: TrialHeads, softcapped: bool) -> bool:
-    """Return True if flex attention agrees with the formula on small problems: packed rows, window, sink, gradients."""
+    """Return True if flex attention agrees with the formula on small problems with rows, a window and a sink."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the compiler's warnings

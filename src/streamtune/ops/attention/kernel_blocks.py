@@ -23,7 +23,7 @@ ROUND = 128
 
 
 def split_into_blocks(kernel: Kernel, q_BHTD: Tensor, k_BGSD: Tensor, max_elements: int = MAX_ELEMENTS) -> Kernel:
-    """Return ``kernel`` if q and k are within its limits, else a kernel that makes several calls within the limits.
+    """Return ``kernel`` if q and k are within its limits, else a kernel that calls it on blocks within the limits.
 
     A call has at most ``kernel.longest`` queries and keys. ``k``, counted at all H heads, has at most ``max_elements``
     elements, because a backward may allocate a gradient of this size.
@@ -43,7 +43,7 @@ class _BlockedKernel:
         self.kernel, self.longest = kernel, longest
 
     def _visible_key_blocks(self, queries: slice, keys: int, causal: bool) -> Iterator[tuple[slice, bool]]:
-        """Yield (block of keys, True if only the block's causal triangle is visible) for a block of queries."""
+        """Yield (block of keys, True if its causal triangle applies) for each block that a block of queries sees."""
         for block in block_slices(keys, self.longest):
             if not causal or block.start < queries.stop:
                 yield block, causal and block == queries
@@ -64,7 +64,7 @@ class _BlockedKernel:
     def backward(
         self, grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scores: Scores
     ) -> Grads:
-        """Implement ``Kernel.backward``; gradients with terms from several calls are summed in fp32."""
+        """Implement ``Kernel.backward``; gradients that several calls contribute to are summed in fp32."""
         wide = torch.promote_types(q.dtype, torch.float32)
         sums = wide if q.shape[2] > self.longest else k.dtype
         grad_q = torch.empty_like(q)
@@ -86,9 +86,9 @@ class _BlockedKernel:
 
 
 def merge_parts(parts: Iterator[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Return the merged output and log-sum-exp of several (output, log-sum-exp), each over other keys.
+    """Merge attentions of the same queries over different keys: (output, log-sum-exp) each, and as the result.
 
-    With more than one part, the output has the dtype of the log-sum-exp.
+    Unless there is only one, the merged output has the dtype of the log-sum-exp.
     """
     o, lse = next(parts)
     for o_s, lse_s in parts:
@@ -105,7 +105,7 @@ def _scores_of_block(scores: Scores, rows: slice, keys: slice, triangle: bool) -
 
 
 def pad_heads(kernel: Kernel, size: int) -> Kernel:
-    """Return ``kernel`` with zero padding of heads of at most ``size`` channels to ``size``."""
+    """Return a kernel that pads heads with zeros to ``size`` channels, and removes the padding from the results."""
     pads = _PaddedKernel(kernel, size)
     return replace(kernel, forward=pads.forward, backward=pads.backward)
 

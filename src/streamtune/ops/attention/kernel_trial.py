@@ -34,10 +34,10 @@ CALLS_OF_SHAPE = 1000
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """Parameters of a kernel's scores besides queries and keys: ``scale * q k^T + bias``.
+    """Arguments of an attention kernel for its scores ``scale * q k^T + bias``, besides queries and keys.
 
     Args:
-        scale: Factor of the products.
+        scale: Factor of ``q k^T``.
         causal: True if no query sees a later key; then the numbers of queries and keys are equal.
         bias: Additive mask ``[B or 1, 1, T, S]``, or None.
     """
@@ -49,7 +49,7 @@ class Scores:
 
 @dataclass(frozen=True)
 class ScoreRule:
-    """Rule by which ``q k^T`` becomes attention weights, apart from the mask.
+    """The rule by which ``q k^T`` becomes attention weights, apart from the mask.
 
     Args:
         scale: Factor of the scores, usually ``D ** -0.5``.
@@ -77,8 +77,8 @@ class Kernel:
     grad_v)`` with q ``[B, H, T, D]``, k and v ``[B, G, S, D]`` (G divides H), o like q, lse ``[B, H, T]`` in fp32 (fp64
     for fp64 inputs). The backward accepts any o and lse, also from a softmax over more keys than k and v have.
 
-    ``longest`` limits the number of queries and the number of keys of a call. Both numbers must be multiples of
-    ``grain``, so that a kernel with a setup for each new shape is called with few shapes.
+    A call has at most ``longest`` queries and keys, both multiples of ``grain``. A kernel that sets up each new shape
+    has a large ``grain``, so that few shapes occur.
     """
 
     name: str
@@ -89,13 +89,13 @@ class Kernel:
     grain: int = 1
 
     def fits(self, queries: int, keys: int) -> bool:
-        """Return True if both numbers are multiples of ``grain``."""
+        """Return True if the kernel accepts these numbers: multiples of ``grain``."""
         return queries % self.grain == 0 and keys % self.grain == 0
 
 
 @dataclass(frozen=True)
 class TrialHeads:
-    """Number of query heads, number of key/value heads, and head size, which determine the choice of a kernel."""
+    """Number of query heads, number of key/value heads and head size, by which a kernel is chosen."""
 
     queries: int
     groups: int
@@ -103,17 +103,17 @@ class TrialHeads:
 
 
 class ViewKernel(Protocol):
-    """Kernel for the attention of all queries of a view over all its keys."""
+    """Interface: a kernel that computes the attention of a whole mask view in one call."""
 
     @property
     def name(self) -> str:
-        """Name in logs and warnings."""
+        """Name of the kernel in logs and warnings."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, for_backward: bool) -> tuple[Tensor, Tensor]:
-        """Return the output ``[B, H, T, D]`` and log-sum-exp ``[B, H, T]``; -inf for a query that sees no key."""
+        """Return output ``[B, H, T, D]`` and log-sum-exp ``[B, H, T]``; the latter is -inf if a query sees no key."""
 
     def backward(self, grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor) -> Grads:
-        """Return the gradients of q, k, v for any output and log-sum-exp; a query with lse +inf adds nothing."""
+        """Return the gradients of q, k, v for any output and log-sum-exp; a query with ``lse`` +inf adds nothing."""
 
 
 # --- layouts ----------------------------------------------------------------------------------------------------------
@@ -123,7 +123,7 @@ VECTOR = 16
 
 
 def call_kernel(operator: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Call an operator below ``scaled_dot_product_attention``; copy tensors first whose layout it cannot read."""
+    """Call an ATen operator of ``scaled_dot_product_attention``; first copy tensors whose layout it cannot read."""
     return operator(
         *(make_readable(x) if isinstance(x, Tensor) else x for x in arguments),
         **{name: make_readable(x) if isinstance(x, Tensor) else x for name, x in options.items()},
@@ -164,10 +164,9 @@ ODD_LAYOUTS = ("channels apart", "every other channel", "odd offset", "expanded"
 
 
 def copy_to_odd_layout(x: Tensor, layout: str) -> Tensor:
-    """Return a tensor with the shape of ``x`` ``[B, H, T, D]`` in one of :data:`ODD_LAYOUTS`.
+    """Return a tensor shaped like ``x`` ``[B, H, T, D]``, laid out in memory as ``layout``, one of :data:`ODD_LAYOUTS`.
 
-    The result has all or some of the values of ``x``: an expanded tensor repeats the first batch row, and overlapping
-    tokens share values.
+    The values come from ``x``, but an expanded tensor repeats the first batch row, and overlapping tokens share values.
     """
     if layout == "channels apart":  # all heads of one channel are adjacent: a projection laid out ``(d h)``
         return x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
@@ -187,11 +186,11 @@ def copy_to_odd_layout(x: Tensor, layout: str) -> Tensor:
 def agrees_with_formula(
     kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int, biased: bool = False
 ) -> bool:
-    """Return True if a kernel agrees with the formula on small problems, given the lse of a softmax over more keys.
+    """Return True if an attention kernel agrees with the formula in fp64 on small problems.
 
-    The problems have ungrouped and grouped heads, several key blocks of the kernel, and the causal square; ``biased``
-    adds a mask. Tensors are laid out as after a projection and as parts of a longer sequence. Each tensor is also
-    tested in each of :data:`ODD_LAYOUTS`.
+    The backward gets the log-sum-exp of a softmax over more keys. The problems have ungrouped and grouped heads,
+    several key blocks of the kernel, and the causal square; ``biased`` adds a mask. Each tensor is tested in each of
+    :data:`ODD_LAYOUTS`.
     """
     sizes = [(2, 2, 40, 72, False), (2, 2, 40, 40, True), (4, 2, 136, 200, False), (4, 1, 136, 136, True)]
     if (grain := kernel.grain) > 1:  # one ungrouped and one grouped problem only: each shape needs a setup
@@ -220,9 +219,9 @@ class _ProblemShape(NamedTuple):
 
 
 class _Problem:
-    """Random inputs of one shape, and the formula's results for them in fp64.
+    """Random attention inputs of one shape, on which a kernel is compared with the formula in fp64.
 
-    ``layouts`` are odd layouts of q, k, v and the gradient; None keeps the usual layouts.
+    ``layouts`` are the memory layouts of q, k, v and the gradient, from :data:`ODD_LAYOUTS`; None keeps the usual ones.
     """
 
     def __init__(
@@ -255,7 +254,7 @@ class _Problem:
         return x[:, :, 3 : 3 + length]
 
     def _bias(self) -> Tensor:
-        """Return a mask that hides about a third of the keys from each query, and all keys from the last query."""
+        """Return an additive mask that hides about a third of the keys, and all keys from the last query."""
         shape = (2, 1, self.q.shape[2], self.k.shape[2])
         hidden = torch.rand(shape, generator=self.generator, device=self.device) < 0.3
         hidden[:, :, -1] = True
@@ -265,7 +264,7 @@ class _Problem:
     def passes(self, kernel: Kernel, biased: bool) -> bool:
         """Return True if a kernel's output, log-sum-exp and gradients agree with the formula.
 
-        The gradients are computed for a softmax over more keys than the problem has.
+        The gradients are computed for the log-sum-exp of a softmax over more keys than the problem has.
         """
         bias = self._bias() if biased and not self.causal else None
         s = self._scores(bias)
@@ -306,7 +305,7 @@ class _Problem:
 
 
 def is_close(got: Tensor, want: Tensor, dtype: torch.dtype) -> bool:
-    """Return True if the relative difference is within the rounding of ``dtype``; ``want`` is in fp64."""
+    """Return True if ``got`` differs from ``want``, which is in fp64, by no more than the rounding of ``dtype``."""
     bound = 1e-4 if dtype in (torch.float32, torch.float64) else 3e-2
     return bool((got.double() - want).norm() <= bound * want.norm())
 
@@ -321,7 +320,7 @@ def draw_token_major(generator: torch.Generator, dtype: torch.dtype, *shape: int
 def view_kernel_agrees(
     kernel: ViewKernel, tensors: Sequence[Tensor], seen: Tensor, scale: float, softcap: float | None = None
 ) -> bool:
-    """Return True if a view kernel agrees with the formula in fp64, with a sink in the log-sum-exp.
+    """Return True if a kernel for a mask view agrees with the formula in fp64; the log-sum-exp includes a sink.
 
     Args:
         kernel: Kernel to check.
@@ -345,7 +344,7 @@ def view_kernel_agrees(
 
 
 def choose_fastest(kernels: Sequence[Kernel], seconds: Callable[[Kernel], float | None]) -> Kernel | None:
-    """Return the fastest kernel; an earlier kernel is replaced only if a later kernel is faster by :data:`MARGIN`.
+    """Return the fastest kernel; a later kernel wins only if it takes less than :data:`MARGIN` of the time.
 
     Args:
         kernels: Kernels that agree with the formula, the most trusted first.
@@ -366,10 +365,10 @@ def median_seconds(
     heads: TrialHeads,
     shapes: Sequence[tuple[int, int]] = TIMED,
 ) -> float | None:
-    """Return the time of forward and backward of a chunk over its prefix in seconds, summed over ``shapes``.
+    """Return a kernel's time in seconds for forward and backward of a chunk over its prefix, summed over ``shapes``.
 
-    The time of a shape is the median of a few runs plus a fraction of the first run (:data:`CALLS_OF_SHAPE`). None if
-    the device has too little memory.
+    The time of a shape is the median of a few runs, plus 1 / :data:`CALLS_OF_SHAPE` of the first run. None if the
+    device has too little memory.
     """
     generator, scores = torch.Generator(device).manual_seed(0), Scores(heads.size**-0.5)
     total = 0.0

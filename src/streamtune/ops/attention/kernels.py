@@ -70,7 +70,7 @@ HEADS_OF_8B = TrialHeads(32, 8, 128)
 
 
 def fused_segment_kernel(q: Tensor, k: Tensor, v: Tensor, biased: bool) -> Kernel | None:
-    """Return the fused kernel for these tensors; None if only the tiled formula of ``ops.attention`` applies.
+    """Return the fused attention kernel for these tensors; None if no kernel supports them.
 
     If needed, the kernel is wrapped to split tensors with too many elements, and to pad heads to a supported size.
     """
@@ -94,7 +94,7 @@ def fused_segment_kernel(q: Tensor, k: Tensor, v: Tensor, biased: bool) -> Kerne
 
 
 def _kernel_on_meta(kind: str, dtype: torch.dtype, heads: TrialHeads, biased: bool) -> Kernel | None:
-    """Return the kernel of a simulated device: the first candidate of a real device."""
+    """Return the kernel for simulated tensors on ``meta``: a real device's first candidate."""
     if kind == "cpu":
         return CPU
     tried = _candidate_kernels(dtype, heads, biased)
@@ -105,9 +105,9 @@ def _kernel_on_meta(kind: str, dtype: torch.dtype, heads: TrialHeads, biased: bo
 def _choose_kernel(
     device: str, index: int, dtype: torch.dtype, heads: TrialHeads, biased: bool, flash: str, any_shape: bool = False
 ) -> Kernel | None:
-    """Return the kernel for a problem; ``any_shape`` restricts the choice to kernels that accept any shape.
+    """Return the fastest kernel that agrees with the formula; ``any_shape`` excludes kernels that accept few shapes.
 
-    ``flash`` is the active implementation of flash attention, an argument only as a key of the cache.
+    ``flash``, the active flash attention implementation, is only a key of the cache.
     """
     if device == "cpu":
         return CPU if dtype.is_floating_point else None
@@ -117,7 +117,7 @@ def _choose_kernel(
 
 
 def _candidate_kernels(dtype: torch.dtype, heads: TrialHeads, biased: bool) -> list[Kernel]:
-    """Return the kernels that a CUDA device may use for a problem, the most trusted first."""
+    """Return the CUDA kernels that support a dtype, heads and, if ``biased``, a mask, the most trusted first."""
     if dtype == torch.float64:
         return []
     half = dtype in (torch.float16, torch.bfloat16)
@@ -128,7 +128,7 @@ def _candidate_kernels(dtype: torch.dtype, heads: TrialHeads, biased: bool) -> l
 def _fastest_agreeing_kernel(
     candidates: list[Kernel], index: int, dtype: torch.dtype, heads: TrialHeads, biased: bool
 ) -> Kernel | None:
-    """Return the fastest candidate that agrees with the formula, and log its name; None, with a warning, if none."""
+    """Return the fastest candidate that agrees with the formula; None, with a warning, if no candidate agrees."""
     where = _cuda_device(index)
     agreeing = [kernel for kernel in candidates if agrees_with_formula(kernel, where, dtype, heads.size, biased)]
     # Timing uses no mask: with a mask there is only one candidate.
@@ -150,7 +150,7 @@ def _cuda_device(index: int) -> torch.device:
 
 
 def kernel_names(device: torch.device, dtype: torch.dtype, head_dim: int = 128) -> dict[str, str]:
-    """Return the names of the kernels that are used without a mask and with a mask, for ``streamtune env``."""
+    """Return the names of the attention kernels in use ``unmasked`` and ``masked``, for ``streamtune env``."""
     heads = TrialHeads(HEADS_OF_8B.queries, HEADS_OF_8B.groups, head_dim)
     chosen = {
         label: _choose_kernel(device.type, device.index or 0, dtype, heads, biased, active_flash_name())
@@ -240,7 +240,7 @@ def _efficient_backward(
 
 
 def _groups_as_batch_rows(x: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """Return ``[B, H or G, T, D]`` as ``[B G, H / G, T, D]``: a group becomes a batch row, whose heads share its keys.
+    """Return ``[B, H or G, T, D]`` as ``[B G, H / G, T, D]``: a key head with its query heads becomes a batch row.
 
     The kernel does not support grouped heads, but supports a stride of zero.
     """
@@ -262,7 +262,7 @@ def _split_batch_rows(*tensors: Tensor) -> list[tuple[Tensor, ...]]:
 
 
 def _align_bias(bias: Tensor | None, grouped_q: Tensor) -> Tensor | None:
-    """Return the mask for all heads, with rows that start at multiples of 16 elements, as the kernel requires."""
+    """Return the additive mask for all heads, its rows aligned to 16 elements, as the kernel requires."""
     if bias is None:
         return None
     keys = bias.shape[-1]
@@ -288,14 +288,14 @@ _attention: Any = torch.nn.attention
 
 
 def active_flash_name() -> str:
-    """Return the name of the active implementation; the default for a torch version with only one implementation."""
+    """Return the name of torch's active flash attention implementation, such as ``FA2``."""
     current = getattr(_attention, "current_flash_attention_impl", lambda: None)()
     return current or DEFAULT
 
 
 @lru_cache(maxsize=8)
 def use_fastest_flash(device: torch.device, kernel: Kernel, heads: TrialHeads) -> str:
-    """Activate the fastest implementation that agrees with the formula, and return its name.
+    """Activate torch's fastest flash attention implementation that agrees with the formula; return its name.
 
     An implementation that the user activated stays active. Without a CUDA device nothing changes.
 

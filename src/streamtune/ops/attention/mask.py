@@ -22,10 +22,10 @@ MASKED_KEYS = 2048
 
 @dataclass(frozen=True)
 class Segment:
-    """Keys ``[start, stop)`` for queries ``[q_start, q_stop)``: the work of one kernel call.
+    """The work of one kernel call: keys ``[start, stop)`` for queries ``[q_start, q_stop)``.
 
-    Positions count from the first query and the first key of the view. The outputs of segments with the same queries
-    are merged; segments with different queries have no query in common. ``row`` is the batch row; None means all rows.
+    Positions count from the view's first key and first query. Outputs of segments with the same queries are merged;
+    segments with different queries have no query in common. ``row`` is the batch row; None means all rows.
 
     ``causal`` is True if the kernel applies its own lower-triangular mask; the segment is then a square whose last key
     is the last query. ``masked`` is True if :meth:`MaskView.bias` must be added, ``only_padding`` if this bias hides
@@ -43,13 +43,13 @@ class Segment:
 
     @property
     def queries(self) -> tuple[int | None, int, int]:
-        """Batch row and range of queries; segments with equal values are merged."""
+        """Batch row and range of queries; the outputs of segments with equal values are merged."""
         return self.row, self.q_start, self.q_stop
 
 
 @dataclass(frozen=True, eq=False)
 class MaskView(NoTensor):
-    """Part of a :class:`LazyMask`: queries ``[q_start, q_stop)`` and keys ``[k_start, k_stop)``, absolute positions."""
+    """Queries ``[q_start, q_stop)`` and keys ``[k_start, k_stop)`` of a :class:`LazyMask`, absolute positions."""
 
     mask: MaskRules
     q_start: int
@@ -59,20 +59,20 @@ class MaskView(NoTensor):
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """Shape of the dense mask that the view represents."""
+        """Shape ``(B, 1, T, S)`` of the dense mask that the view stands for."""
         return (self.mask.batch_size, 1, self.q_stop - self.q_start, self.k_stop - self.k_start)
 
     def segments(self) -> list[Segment]:
-        """Return the smallest list of segments that covers the visible keys.
+        """Return the kernel calls (segments) that cover the visible keys, as few as possible.
 
-        If the mask's fields determine what is visible, no segment covers only hidden keys.
+        No segment covers only hidden keys, unless an arbitrary mask function hides them.
 
         - A causal chunk has, for each packed row, a rectangle (the prefix, no mask) and a square (lower triangle).
         - A sliding window cuts the prefix to the window and adds a masked tile at its far edge.
         - A block whose tokens see each other is a rectangle.
         - A branch has a rectangle over each run of its trunk, and a square over its own keys.
         - Keys that all precede the queries (another rank's) are one rectangle or none.
-        - Any other mask is examined block by block.
+        - Any other mask is computed and examined block by block.
         """
         key = (self.q_start, self.q_stop, self.k_start, self.k_stop)
         if key not in self.mask._segments:
@@ -86,9 +86,9 @@ class MaskView(NoTensor):
         return self.mask._segments[key]
 
     def _segments_before_queries(self, fields_suffice: bool) -> list[Segment]:
-        """Return one segment over keys that all precede the queries, masked if some are hidden; [] if all are hidden.
+        """Return one segment over keys that all precede the queries, masked if a key is hidden; [] if all are hidden.
 
-        ``fields_suffice`` is True if the mask's fields determine which keys are hidden.
+        ``fields_suffice`` is False if an arbitrary mask function must be evaluated.
         """
         mask, queries = self.mask, self.q_stop - self.q_start
         if fields_suffice:
@@ -105,7 +105,7 @@ class MaskView(NoTensor):
         return [Segment(0, keys, 0, queries, masked=cut or padded, only_padding=padded and not cut)]
 
     def _hidden_by_window_and_rows(self) -> tuple[bool, bool]:
-        """Return two flags: True if window and rows hide all keys from all queries, and True if they hide any key."""
+        """Return two flags: window and packed rows hide all keys from all queries; they hide any key from a query."""
         mask, hidden, cut = self.mask, False, False
         if mask.window is not None:
             hidden = self.q_start - (self.k_stop - 1) >= mask.window
@@ -134,7 +134,7 @@ class MaskView(NoTensor):
         ]
 
     def _segments_of_branch(self, start: int, stop: int, part: Branch) -> list[Segment]:
-        """Return the segments of queries ``[start, stop)`` of a part: over the trunk in the window, and own keys."""
+        """Return the segments of queries ``[start, stop)`` of a branch: over its trunk and over its own keys."""
         segments = []
         for run_start, run_stop, shift in part.runs[:-1]:
             first = first_common = run_start
@@ -150,7 +150,7 @@ class MaskView(NoTensor):
         return [segment for segment in segments if segment.stop > segment.start] + own_segments
 
     def _masked_segments_of_branch(self, start: int, stop: int, part: Branch) -> list[Segment]:
-        """Return the segments of a part if the mask has further rules: blocks of keys that are all masked."""
+        """Return the segments of queries of a branch, all masked, for a mask with further rules."""
         return [
             self._make_segment(None, (start, stop), (key, min(key + MASKED_KEYS, last)), masked=True)
             for first, last in (*part.trunk, (part.start, stop))
@@ -187,7 +187,7 @@ class MaskView(NoTensor):
         causal: bool = False,
         masked: bool = False,
     ) -> Segment:
-        """Return the segment for absolute positions of queries and keys, masked if its keys may include padding."""
+        """Return the segment for absolute ranges of queries and keys, masked also if a key may be padding."""
         (start, stop), (q_start, q_stop) = keys, queries
         padded = self.mask.is_padded(row, start, stop)
         return Segment(
@@ -202,7 +202,7 @@ class MaskView(NoTensor):
         )
 
     def examined_segments(self) -> list[Segment]:
-        """Return segments that cover the visible keys, computed from the dense tiles of all blocks of keys."""
+        """Return segments that cover the visible keys, found by computing the mask for all blocks of keys."""
         segments: list[Segment] = []
         queries = (0, self.q_stop - self.q_start)
         for start, stop, uniform in self.mask.examine_key_blocks(self.q_start, self.q_stop, self.k_start, self.k_stop):
@@ -216,10 +216,10 @@ class MaskView(NoTensor):
         return segments or [Segment(0, self.k_stop - self.k_start, *queries, masked=True)]
 
     def allowed(self, segment: Segment, queries: slice = slice(None)) -> Tensor:
-        """Return the boolean tile ``[B or 1, 1, T or 1, S]`` of a segment; ``queries`` counts from its first query.
+        """Return a segment's boolean mask ``[B or 1, 1, T or 1, S]``; ``queries`` counts from its first query.
 
-        If only padding is masked, T is 1 and the tile applies to all queries. The tile excludes ``causal``, which the
-        kernel applies.
+        If only padding is masked, T is 1 and the mask applies to all queries. If the kernel applies the causal
+        triangle, the mask does not include it.
         """
         start, stop = self.k_start + segment.start, self.k_start + segment.stop
         first, last, _ = queries.indices(segment.q_stop - segment.q_start)
@@ -269,12 +269,12 @@ class LazyMask(MaskRules):
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """Shape of the equivalent dense mask."""
+        """Shape ``(B, 1, T, S)`` of the dense mask that this mask stands for."""
         return (self.batch_size, 1, self.q_length, self.kv_length)
 
     @property
     def ndim(self) -> int:
-        """Number of dimensions of the dense mask, from which models infer whether a mask is in its final form."""
+        """Number of dimensions, 4, from which models infer that a mask is in its final form."""
         return 4
 
     def __getitem__(self, key: Any) -> LazyMask:
@@ -286,12 +286,12 @@ class LazyMask(MaskRules):
         return self
 
     def rows(self, start: int, stop: int) -> MaskView:
-        """Return the mask of queries ``[start, stop)``, counted from this mask's first query, over all keys."""
+        """Return the view of queries ``[start, stop)``, counted from this mask's first query, over all keys."""
         last = self.kv_offset + self.kv_length
         return MaskView(self, self.q_offset + start, self.q_offset + stop, self.kv_offset, last)
 
     def chunk(self, start: int, stop: int, first_key: int) -> MaskView:
-        """Return the mask of queries ``[start, stop)`` over the keys ``[first_key, stop)`` of a chunk."""
+        """Return the view of queries ``[start, stop)``, counted from the first query, over keys from ``first_key``."""
         return MaskView(self, self.q_offset + start, self.q_offset + stop, first_key, self.q_offset + stop)
 
     @classmethod

@@ -40,12 +40,12 @@ ShardPlaces = tuple[slice, slice]
 
 @dataclass(frozen=True)
 class Ring:
-    """The ranks of a ring, and the shards of each rank.
+    """The ranks of ring attention, and where their queries and keys are in the sequence.
 
     Args:
         group: Process group of the ranks.
-        queries: Shards of queries of this rank.
-        keys: Function that returns a rank's shards of keys, in order, which have equal lengths on all ranks.
+        queries: Places of this rank's queries.
+        keys: Function from a rank to the places of its keys, in order, with equal lengths on all ranks.
     """
 
     group: Any
@@ -53,7 +53,7 @@ class Ring:
     keys: Callable[[int], Sequence[ShardPlaces]]
 
     def source_ranks(self) -> list[int]:
-        """Return, for each step, the rank whose block this rank has; the first is this rank."""
+        """Return, for each step of the ring, the rank whose keys this rank has; the first is this rank itself."""
         rank, size = dist.get_rank(self.group), dist.get_world_size(self.group)
         return [(rank - step) % size for step in range(size)]
 
@@ -72,15 +72,15 @@ def ring_attention(
     memory: Memory | None = None,
     prefix: Prefix | None = None,
 ) -> Tensor:
-    """Return :func:`streamtune.ops.prefix_attention` of this rank's queries over the keys of all ranks.
+    """Return the attention of this rank's queries over the keys of all ranks (ring attention).
 
     Args:
-        q_BHTD: Queries of this rank's shards.
-        k_BGND, v_BGND: Keys and values of this rank's shards: prefix, then the chunk's own.
+        q_BHTD: Queries of this rank.
+        k_BGND, v_BGND: Keys and values of this rank: prefix, then the chunk's own.
         mask: Mask of the whole sequence; no query sees a later key.
-        ring: Ranks and their shards.
+        ring: Ranks, and the places of their queries and keys.
         scale, softcap, sinks_H, dropout, memory: Arguments of :func:`streamtune.ops.prefix_attention`.
-        prefix: Part of the prefix on this rank.
+        prefix: The part of the prefix that this rank has.
     """
     with torch.autocast(autocast_device_type(q_BHTD.device), enabled=False):
         own: tuple[Tensor | None, Tensor | None] = (None, None)
@@ -102,7 +102,7 @@ class _RingSettings:
     seed: int
 
     def segments_of_block(self, source_rank: int) -> Iterator[tuple[SegmentAttention, slice, slice]]:
-        """Yield (segment, slice of the queries, slice of the block) for the block of keys of a rank."""
+        """Yield (segment, slice of the queries, slice of the keys) for the keys of rank ``source_rank``."""
         for q_at, q in self.ring.queries:
             for k_at, view, segment in _visible_segments(self.mask, q, self.ring.keys(source_rank)):
                 seed = (self.seed + 1_000_033 * (view.k_start * 31 + q.start)) % (1 << 62)
@@ -112,7 +112,7 @@ class _RingSettings:
 def _visible_segments(
     mask: MaskRules, q: slice, shards: Sequence[ShardPlaces]
 ) -> Iterator[tuple[slice, MaskView, Segment]]:
-    """Yield the segments of a block that queries ``q`` see; adjacent shards that are fully visible are joined."""
+    """Yield the segments of a rank's keys that queries ``q`` see; adjacent shards without a mask are joined."""
     run: tuple[slice, MaskView, Segment] | None = None
     for k_at, k in shards:
         if k.start >= q.stop:
@@ -189,7 +189,7 @@ def _ring_forward(
 
 
 def _merge_in_place(o: Tensor, lse: Tensor, o_s: Tensor, lse_s: Tensor) -> None:
-    """Merge a segment's output and log-sum-exp into ``o`` and ``lse`` of the same queries, in place."""
+    """Merge the attention ``o_s``, ``lse_s`` over further keys into ``o``, ``lse`` of the same queries, in place."""
     total = torch.logaddexp(lse, lse_s)
     o.mul_((lse - total).exp()[..., None]).add_(o_s * (lse_s - total).exp()[..., None])
     lse.copy_(total)
@@ -198,9 +198,9 @@ def _merge_in_place(o: Tensor, lse: Tensor, o_s: Tensor, lse_s: Tensor) -> None:
 def _ring_backward(
     grad_o: Tensor, saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], settings: _RingSettings
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q and of this rank's k and v; every rank adds to dk and dv, in fp32 or wider.
+    """Return the gradients of this rank's q, k and v; all ranks contribute to dk and dv, in fp32 or wider.
 
-    ``saved`` has q, k, v, the merged output and log-sum-exp.
+    ``saved`` has q, k, v, and the output and log-sum-exp over all keys.
     """
     q, k, v, o, lse = saved
     wide = torch.promote_types(q.dtype, torch.float32)

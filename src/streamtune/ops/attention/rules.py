@@ -29,11 +29,11 @@ KEY_BLOCK = 2048
 
 
 class ForeignAttentionError(UnsupportedModelError):
-    """The engine cannot compute this attention: only the layer's code can, with a mask tensor."""
+    """Raised if only the layer's own code can compute this attention, with a mask tensor."""
 
 
 class _MaskIsNoTensorError(ForeignAttentionError, AttributeError):
-    """Error of :class:`NoTensor`; it is also an AttributeError, so ``hasattr`` returns False instead of raising."""
+    """Error of :class:`NoTensor`; an AttributeError, so that ``hasattr`` returns False instead of raising."""
 
 
 class NoTensor:
@@ -69,9 +69,9 @@ class NoTensor:
 
 @dataclass(eq=False)
 class MaskRules(NoTensor):
-    """Rules of an attention mask over ``q_length`` queries and ``kv_length`` keys; builds any tile of the mask.
+    """Rules of an attention mask, from which any tile of the mask can be computed.
 
-    Equal to the dense ``[B, 1, q_length, kv_length]`` boolean mask::
+    The dense boolean mask ``[B, 1, q_length, kv_length]`` would be::
 
         seen = (k <= q if causal) & (q - k < window if window) & (same row) & (same span) & function(b, h, q, k)
         (seen | same block) & padding[b, k]
@@ -82,7 +82,7 @@ class MaskRules(NoTensor):
         q_offset, kv_offset: Absolute positions of the first query and the first key.
         causal: True if no query sees a later key outside its block.
         window: Number of keys that a query sees, including its own key (sliding window); None means unlimited.
-        function: Part of the mask that the other fields do not express; None if there is none.
+        function: Function of the mask for what the other fields do not express; None if they express all of it.
         padding: Boolean tensor ``[B, >= kv_offset + kv_length]``, False at padding; None without padding.
         vectorize: True if ``function`` accepts only scalars; then ``torch.vmap`` maps it over a tile.
         row_start: Start of each position's packed row ``[B or 1, kv_offset + kv_length]``; needs ``causal``.
@@ -120,7 +120,7 @@ class MaskRules(NoTensor):
 
     @cached_property
     def unpadded_keys(self) -> tuple[int, int]:
-        """Largest range of keys ``[start, stop)`` without padding in any row; empty if a row has padding in between."""
+        """Largest range of keys ``[start, stop)`` without padding in any row; empty if padding is between tokens."""
         runs = self._unpadded_rows
         return max(start for start, _ in runs), min(stop for _, stop in runs)
 
@@ -138,7 +138,7 @@ class MaskRules(NoTensor):
         return list(zip(starts.tolist(), (starts + lengths).tolist(), strict=True))
 
     def is_padded(self, row: int | None, k_start: int, k_stop: int) -> bool:
-        """Return True if any of these keys may be padding, in one batch row or (None) in any row."""
+        """Return True if any of the keys may be padding, in batch row ``row`` (None: in any row)."""
         if self.padding is None:
             return False
         start, stop = self.unpadded_keys if row is None else self._unpadded_rows[row]
@@ -146,12 +146,12 @@ class MaskRules(NoTensor):
 
     @property
     def sees_future(self) -> bool:
-        """True if any query sees a later key. A mask with an unrecognised function is examined once, tile by tile."""
+        """True if any query sees a later key; a mask with an arbitrary function is computed once, tile by tile."""
         return self.cuts is not None and len(self.cuts) <= self.q_length
 
     @cached_property
     def cuts(self) -> list[int] | None:
-        """Sorted positions, from the first query, at which the sequence may be cut into chunks; None means anywhere.
+        """Sorted indices of queries at which the sequence may be cut into chunks; None means anywhere.
 
         A cut at b is allowed if no query before b sees a key at b or later. ``q_length`` is missing if a query sees
         keys after the last query.
@@ -164,7 +164,7 @@ class MaskRules(NoTensor):
         return [0, *(allowed.nonzero().flatten() + 1).tolist()]
 
     def _last_key_by_block(self) -> Tensor:
-        """Return the last key that each query sees in any batch row, at least its own key, ``[q_length]``."""
+        """Return the last key ``[q_length]`` that each query sees in any batch row; its own key or a later one."""
         assert self.block_start is not None
         length = self.block_start.shape[1]
         own = torch.arange(length, device=self.device).expand_as(self.block_start)
@@ -192,7 +192,7 @@ class MaskRules(NoTensor):
 
     @cached_property
     def first_visible_key(self) -> Tensor | None:
-        """First key that the row and span of each position allow, ``[B or 1, T]``; None if it is 0 everywhere."""
+        """First key that each query may see within its packed row and span, ``[B or 1, T]``; None if 0 for all."""
         starts = [start for start in (self.row_start, self.span_start) if start is not None]
         if len(starts) < 2:
             return starts[0] if starts else None
@@ -200,7 +200,7 @@ class MaskRules(NoTensor):
 
     @cached_property
     def stretches(self) -> list[list[Stretch]]:
-        """Positions cut wherever the first visible key or the block changes: a list for each batch row, or one list."""
+        """Ranges of queries with the same first visible key and block, per batch row; one list if rows are equal."""
         length = self.kv_offset + self.kv_length
         if self.first_visible_key is None and self.block_start is None:
             return [[Stretch(0, max(length, self.q_offset + self.q_length), 0, mutual=False)]]
@@ -221,7 +221,7 @@ class MaskRules(NoTensor):
         return first if self.window is None else max(first, q_start - self.window + 1)
 
     def _first_visible_key_of_branch(self, part: Branch, q_start: int) -> int:
-        """Return the first key that queries from ``q_start`` in ``part``, and in parts that continue it, can see."""
+        """Return the first key that queries from ``q_start`` in ``part``, and in branches of ``part``, can see."""
         if self.window is None:
             return part.root
         first = part.place_at(max(0, q_start - part.shift - self.window + 1))
@@ -234,12 +234,15 @@ class MaskRules(NoTensor):
 
     @cached_property
     def branch_tensors(self) -> tuple[Tensor, Tensor]:
-        """Row position of each place ``[T]``, and bounds of its part and trunk ``[1 + 2 R, T]``, on the device."""
+        """Tensors for rows that share a beginning, on the device.
+
+        Each token's position in its row, ``[T]``, and where its part and the runs of its trunk are, ``[1 + 2 R, T]``.
+        """
         assert self.branches is not None
         return self.branches.positions.to(self.device), self.branches.bounds.to(self.device)
 
     def tile(self, q_start: int, q_stop: int, k_start: int, k_stop: int, row: int | None = None) -> Tensor:
-        """Return the boolean tile ``[B or 1, 1, T, S]``, True if a query sees a key; ``row`` selects a batch row."""
+        """Return a tile ``[B or 1, 1, T, S]`` of the mask, True if a query sees a key; ``row`` selects a batch row."""
         q = torch.arange(q_start, q_stop, device=self.device)[None, None, :, None]
         k = torch.arange(k_start, k_stop, device=self.device)[None, None, None, :]
         batch = slice(None) if row is None else slice(row, row + 1)
@@ -282,7 +285,7 @@ class MaskRules(NoTensor):
     def examine_key_blocks(
         self, q_start: int, q_stop: int, k_start: int, k_stop: int
     ) -> Iterator[tuple[int, int, bool | None]]:
-        """Yield blocks of keys ``(start, stop, visible)``: True if all are visible, False if none, None if some."""
+        """Yield (start, stop, visible) for blocks of keys: True if all are visible, False if none, None if some."""
         for start in range(k_start, k_stop, KEY_BLOCK):
             stop = min(start + KEY_BLOCK, k_stop)
             tile = self.tile(q_start, q_stop, start, stop)

@@ -22,8 +22,8 @@ from streamtune.ops.devices import host_copy
 def row_starts(position_ids: Tensor) -> list[int]:
     """Return the starts of packed rows: 0, and every index whose position id is not the previous id plus one.
 
-    This is the rule of ``transformers.masking_utils.find_packed_sequence_indices``, for ids ``[..., T]``: a start in
-    any sequence of the batch counts.
+    ``transformers.masking_utils.find_packed_sequence_indices`` has the same rule. For ids ``[B, T]``, the starts of all
+    sequences are returned.
 
     Example:
         >>> row_starts(torch.tensor([0, 1, 2, 0, 1, 0]))
@@ -34,7 +34,7 @@ def row_starts(position_ids: Tensor) -> list[int]:
 
 
 def run_starts(ids_BT: Tensor) -> Tensor:
-    """Return the first position of each position's run of equal ids, int64 ``[B, T]``."""
+    """Return, for each position, where its run of equal ids starts, int64 ``[B, T]``."""
     positions = torch.arange(ids_BT.shape[1], device=ids_BT.device).expand_as(ids_BT)
     is_start = torch.ones_like(ids_BT, dtype=torch.bool)
     is_start[:, 1:] = ids_BT[:, 1:] != ids_BT[:, :-1]
@@ -57,7 +57,7 @@ def has_one_run_per_id(ids_BT: Tensor) -> bool:
 class Stretch:
     """Queries ``[start, stop)`` with the same first visible key, ``first``.
 
-    Among these queries attention is causal or, if ``mutual``, full: each query sees all others, including later ones.
+    Attention among these queries is causal or, if ``mutual``, full: each query sees all others, also later ones.
     """
 
     start: int
@@ -67,11 +67,12 @@ class Stretch:
 
 
 def split_into_stretches(first_BT: Tensor, block_start_BT: Tensor | None) -> list[list[Stretch]]:
-    """Return the stretches of every batch row; one list for all rows if they are equal.
+    """Return the ranges of queries with equal rules for each batch row; one list if all rows are equal.
 
     Args:
         first_BT: First visible key of each position, on the host.
-        block_start_BT: Start of each position's mutual block, or the position itself outside blocks; on the host.
+        block_start_BT: Start of each position's block of mutually visible tokens, or the position itself outside
+            blocks; on the host.
     """
     first, length = first_BT, first_BT.shape[1]
     block = torch.full_like(first, -1)
@@ -96,10 +97,10 @@ def split_into_stretches(first_BT: Tensor, block_start_BT: Tensor | None) -> lis
 
 @dataclass(frozen=True)
 class Branch:
-    """Part of a tree: places ``[start, stop)``, whose tokens also see ``trunk``, the earlier places of their row.
+    """A part of a tree of rows: tokens ``[start, stop)`` of the sequence, which also see the tokens in ``trunk``.
 
-    ``trunk`` has the runs ``[start, stop)`` of the earlier parts of the row, in order; adjacent runs are joined. The
-    trunk is empty if the part begins its row.
+    ``trunk`` has the ranges ``[start, stop)`` of the row's earlier tokens, in order. It is empty if the part begins its
+    row.
     """
 
     start: int
@@ -108,22 +109,22 @@ class Branch:
 
     @cached_property
     def trunk_length(self) -> int:
-        """Number of tokens in the row before this part, which is the position of the part's first token."""
+        """Number of tokens in the row before this part."""
         return sum(stop - start for start, stop in self.trunk)
 
     @property
     def root(self) -> int:
-        """First place of the part's row."""
+        """Index in the sequence of the first token of the part's row."""
         return self.trunk[0][0] if self.trunk else self.start
 
     @property
     def shift(self) -> int:
-        """Difference between a place in the part and its position in the row."""
+        """Difference between a token's index in the sequence and its position in the row, equal within the part."""
         return self.start - self.trunk_length
 
     @cached_property
     def runs(self) -> tuple[tuple[int, int, int], ...]:
-        """(start, stop, shift) of each run of the row up to the end of the part: runs of the trunk, then the part."""
+        """(start, stop, shift) of the trunk's ranges and of the part; ``shift`` is index minus position in the row."""
         found, position = [], 0
         for start, stop in (*self.trunk, (self.start, self.stop)):
             found.append((start, stop, start - position))
@@ -131,23 +132,22 @@ class Branch:
         return tuple(found)
 
     def place_at(self, position: int) -> int:
-        """Return the place of a position in its row."""
+        """Return the index in the sequence of the token at ``position`` in the row."""
         return next(position + shift for _, stop, shift in self.runs if position + shift < stop)
 
 
 @dataclass(frozen=True)
 class BranchTable:
-    """All parts of a sequence of trees, in order, without gaps."""
+    """The trees of rows in a sequence: all their parts, in order, without gaps."""
 
     parts: tuple[Branch, ...]
 
     @classmethod
     def of(cls, nodes: Iterable[tuple[int, int]]) -> BranchTable:
-        """Return the table of trees whose nodes are concatenated in this order.
+        """Return the table of trees whose parts are laid end to end in this order.
 
         Args:
-            nodes: Index of the part that each part continues (-1 if the part begins a row), and the number of tokens of
-                the part. A part comes after the part that it continues.
+            nodes: Pair for each part: index of the part that it continues (-1: it begins rows), and number of tokens.
         """
         parts: list[Branch] = []
         for parent, length in nodes:
@@ -161,17 +161,17 @@ class BranchTable:
 
     @property
     def length(self) -> int:
-        """Number of places, T."""
+        """Number T of tokens in the sequence."""
         return self.parts[-1].stop
 
     @cached_property
     def positions(self) -> Tensor:
-        """Position of each place in its row, int64 ``[T]``."""
+        """Position of each token in its row, int64 ``[T]``."""
         return torch.cat([torch.arange(part.start - part.shift, part.stop - part.shift) for part in self.parts])
 
     @cached_property
     def bounds(self) -> Tensor:
-        """Start of each place's part, then start and stop of the R runs of the trunk, int64 ``[1 + 2 R, T]``."""
+        """Each token's start of its part, then start and stop of its trunk's R ranges, int64 ``[1 + 2 R, T]``."""
         most = max(1, *(len(part.trunk) for part in self.parts))
         lengths = torch.tensor([part.stop - part.start for part in self.parts])
         padded = [(*part.trunk, *[(part.start, part.start)] * (most - len(part.trunk))) for part in self.parts]
@@ -179,22 +179,21 @@ class BranchTable:
         return facts.repeat_interleave(lengths, 0).T.contiguous()
 
     def at(self, place: int) -> Branch:
-        """Return the part that contains a place."""
+        """Return the part that contains the token at index ``place`` of the sequence."""
         return self.parts[self.index(place)]
 
     def index(self, place: int) -> int:
-        """Return the index of the part that contains a place."""
+        """Return the index in ``parts`` of the part that contains the token at ``place`` of the sequence."""
         return bisect_right(self.parts, place, key=_start_of) - 1
 
     @cached_property
     def leaves(self) -> list[Branch]:
-        """Last parts of the rows, which no part continues."""
+        """Parts that no other part continues: the ends of the rows."""
         continued = {part.trunk[-1][1] for part in self.parts if part.trunk}
         return [part for part in self.parts if part.stop not in continued]
 
 
 def _join_adjacent_runs(runs: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
-    """Return runs of places with adjacent runs joined."""
     out: list[tuple[int, int]] = []
     for start, stop in runs:
         if out and out[-1][1] == start:
@@ -208,7 +207,7 @@ Run = TypeVar("Run", Stretch, Branch)
 
 
 def overlapping_runs(runs: Sequence[Run], start: int, stop: int) -> list[tuple[int, int, Run]]:
-    """Return (start of the overlap, stop of the overlap, run) for each run that overlaps places ``[start, stop)``."""
+    """Return (start, stop, run) for each run that overlaps ``[start, stop)``, with the bounds of the overlap."""
     out = []
     index = max(0, bisect_right(runs, start, key=_start_of) - 1)
     while index < len(runs) and runs[index].start < stop:

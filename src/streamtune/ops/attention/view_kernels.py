@@ -60,11 +60,11 @@ They are cached because layers share a mask, and the backward uses the tensors a
 
 @dataclass(frozen=True)
 class _FlashView:
-    """Flash attention over the keys ``[first, stop)`` of a view; the last query is at the last of these keys.
+    """Flash attention over the keys ``[first, stop)`` of a mask view, whose last query is the token of the last key.
 
     Args:
         first, stop: Range of keys, counted from the view's first key.
-        window: Number of keys that a query sees, including its own key; None means all keys (of its row).
+        window: Number of keys that a query sees, including its own key; None means no window.
         scale: Factor of the scores.
     """
 
@@ -82,7 +82,7 @@ class _FlashView:
         return x[:, :, self.first : self.stop]
 
     def _pad_to_all_keys(self, grad: Tensor, like: Tensor) -> Tensor:
-        """Return the gradient in the shape of ``like``, with zeros for keys that no query sees."""
+        """Return a gradient in the shape of ``like``, with zeros for the keys that no query sees."""
         if grad.shape == like.shape:
             return grad
         whole = torch.zeros_like(like)
@@ -92,7 +92,7 @@ class _FlashView:
 
 @dataclass(frozen=True)
 class BandView(_FlashView):
-    """Attention of a causal chunk: each query sees the keys up to its own token."""
+    """Kernel for a causal chunk in one row: each query sees the keys up to its own token."""
 
     name = "cuda-flash, whole chunk"
 
@@ -122,14 +122,14 @@ class BandView(_FlashView):
 
 @dataclass(frozen=True)
 class RowsView(_FlashView):
-    """Attention of the packed rows of a chunk.
+    """Kernel for the packed rows of a chunk, in one call of variable-length flash attention.
 
     Args:
         queries: Starts of the rows among the queries, then the number of queries.
         keys: Starts of the rows among the keys, then the number of keys.
-        origins: Positions of the first query and the first key.
+        origins: Positions in the sequence of the first query and the first key.
         row: Index of the first row in the mask.
-        mask: Mask to which the view belongs.
+        mask: Mask of the sequence.
     """
 
     queries: Bounds
@@ -141,7 +141,7 @@ class RowsView(_FlashView):
     name = "cuda-flash, rows of a chunk"
 
     def _row_bounds(self, device: torch.device) -> tuple[Tensor, Tensor, int, int]:
-        """Return the row bounds of queries and keys on the device, and the longest row of queries and of keys."""
+        """Return the starts of the rows among queries and among keys, and the longest row of each."""
         longest = [max(stop - start for start, stop in pairwise(bounds)) for bounds in (self.queries, self.keys)]
         made = [
             self._bounds_on_device(bounds, at, device)
@@ -150,7 +150,7 @@ class RowsView(_FlashView):
         return made[0], made[1], longest[0], longest[1]
 
     def _bounds_on_device(self, bounds: Bounds, origin: int, device: torch.device) -> Tensor:
-        """Return bounds counted from ``origin``, computed on the device: copies from the host could wait for it."""
+        """Return the bounds counted from ``origin``, on the device, without a copy that waits for the device."""
         known = _on_device.setdefault(self.mask, {})
         if () not in known:
             stretches = self.mask.stretches[0]
@@ -190,16 +190,17 @@ def _as_token_rows(x: Tensor) -> Tensor:
 def fused_view_kernel(
     view: MaskView, q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule, needs_formula: bool = True
 ) -> ViewKernel | None:
-    """Return the kernel for a whole view, or None if its segments are to be computed one by one.
+    """Return a kernel that computes a mask view in one call; None if its segments are computed one by one.
 
-    None on CPU, with dropout, and if tensors differ in dtype or head size or their addresses exceed 32 bits. Also None
-    if the kernel does not agree with the formula on this device, or if segments are expected to be as fast.
+    The result is None on CPU, with dropout, and if tensors differ in dtype or head size or have too many elements for
+    32-bit counts. It is also None if the kernel does not agree with the formula on this device, or if segments are as
+    fast.
 
     Args:
         view, q, k, v: Arguments of ``prefix_attention``.
         rule: Scale, softcap and dropout of the scores.
-        needs_formula: True if some segment has no kernel. If all segments have kernels, segments need less memory (for
-            the gradient of a prefix). They are also as fast, except with a window or for many short rows.
+        needs_formula: True if some segment has no fused kernel. If all have one, segments need less memory (for the
+            gradient of a prefix), and are as fast except with a window or for many short rows.
     """
     scale, softcap = rule.scale, rule.softcap
     if not q.is_cuda or rule.dropout > 0 or not _are_alike(q, k, v) or _memory_span(q, k, v) > MAX_ELEMENTS:
@@ -223,14 +224,14 @@ def fused_view_kernel(
 def run_view_forward(
     kernel: ViewKernel, q: Tensor, k: Tensor, v: Tensor, for_backward: bool
 ) -> tuple[Tensor, Tensor] | None:
-    """Return the result of ``kernel.forward``; None if the kernel fails or failed before, so that segments are used."""
+    """Return the result of ``kernel.forward``; None if the kernel fails now or has failed before."""
     return _run_unless_failed(kernel, lambda: kernel.forward(q, k, v, for_backward))
 
 
 def run_view_backward(kernel: ViewKernel, grad_o: Tensor, *saved: Tensor) -> Grads | None:
-    """Return the result of ``kernel.backward``; None if the kernel fails or failed before.
+    """Return the result of ``kernel.backward``; None if the kernel fails now or has failed before.
 
-    The segments can then use the output and log-sum-exp of the kernel's forward.
+    Then a backward by segments can use the output and log-sum-exp of the kernel's forward.
     """
     return _run_unless_failed(kernel, lambda: kernel.backward(grad_o, *saved))
 
@@ -239,9 +240,9 @@ _failed_kernels: set[str] = set()
 
 
 def _run_unless_failed(kernel: ViewKernel, run: Callable[[], R]) -> R | None:
-    """Return the result of ``run``; None, with a warning, if the kernel fails, as a kernel compiled per shape may.
+    """Return the result of ``run``; None, with a warning, if it raises, as a kernel compiled for each shape may.
 
-    A failed kernel is not used again. Out-of-memory and device errors are raised.
+    The kernel is then not used again. Out-of-memory and device errors are raised.
     """
     if kernel.name in _failed_kernels:
         return None
@@ -263,7 +264,7 @@ MAX_KEYS_PER_QUERY = 2
 
 
 def as_causal_band(view: MaskView, scale: float) -> BandView | None:
-    """Return the view as a single causal band; None for any other view, such as one with queries in two rows."""
+    """Return the kernel for a view that is causal in one row; None for any other view."""
     mask = view.mask
     if mask.function is not None or not mask.causal or len(mask.stretches) > 1:
         return None
@@ -284,7 +285,7 @@ def as_causal_band(view: MaskView, scale: float) -> BandView | None:
 
 
 def as_causal_rows(view: MaskView, scale: float) -> RowsView | None:
-    """Return the view as consecutive causal rows; None if another mask applies."""
+    """Return the kernel for a view of consecutive causal rows; None for any other view."""
     mask = view.mask
     plain = mask.function is None and mask.causal and mask.branches is None and mask.batch_size == 1
     if not plain or view.k_stop < view.q_stop:
@@ -310,16 +311,16 @@ def _are_alike(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def _memory_span(q: Tensor, *others: Tensor) -> int:
-    """Return the largest number of elements: of a tensor's span in memory, or of keys repeated for all query heads."""
+    """Return the largest number of elements that a kernel must count: in a tensor's memory, or in repeated keys."""
     spans = [sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)) for x in (q, *others)]
     return max(*spans, q.shape[0] * q.shape[1] * others[0].shape[2] * q.shape[3])
 
 
 @lru_cache(maxsize=64)
 def _is_band_chosen(index: int, dtype: torch.dtype, heads: TrialHeads, windowed: bool, flash: str) -> bool:
-    """Return True if the band is right on this device and, without a window, faster than the segments.
+    """Return True if :class:`BandView` is right on this device and, without a window, faster than the segments.
 
-    ``flash`` is the active implementation of flash attention, an argument only as a key of the cache.
+    ``flash``, the active flash attention implementation, is only a key of the cache.
     """
     device = torch.device("cuda", index)
     if dtype not in (torch.float16, torch.bfloat16) or heads.size > 256:
@@ -332,7 +333,7 @@ def _is_band_chosen(index: int, dtype: torch.dtype, heads: TrialHeads, windowed:
 
 
 def is_band_right(device: torch.device, dtype: torch.dtype, head_dim: int, windowed: bool) -> bool:
-    """Return True if the band agrees with the formula in fp64 on a small problem, with another log-sum-exp."""
+    """Return True if :class:`BandView` agrees with the formula in fp64 on a small problem."""
     generator = torch.Generator(device).manual_seed(0)
     queries, keys, first, window = 136, 200, 11, 50 if windowed else None
     shapes = ((4, queries), (2, keys), (2, keys), (4, queries))
@@ -349,9 +350,9 @@ def is_band_right(device: torch.device, dtype: torch.dtype, head_dim: int, windo
 
 @lru_cache(maxsize=64)
 def is_rows_kernel_right(device: torch.device, dtype: torch.dtype, head_dim: int, windowed: bool, flash: str) -> bool:
-    """Return True if the rows agree with the formula in fp64 on a small problem, with another log-sum-exp.
+    """Return True if :class:`RowsView` agrees with the formula in fp64 on a small problem.
 
-    ``flash`` is the active implementation of flash attention, an argument only as a key of the cache.
+    ``flash``, the active flash attention implementation, is only a key of the cache.
     """
     if dtype not in (torch.float16, torch.bfloat16) or head_dim > 256:
         return False
@@ -372,7 +373,7 @@ def is_rows_kernel_right(device: torch.device, dtype: torch.dtype, head_dim: int
 
 
 def _is_band_faster(device: torch.device, dtype: torch.dtype, heads: TrialHeads) -> bool:
-    """Return True if one call for a chunk over its prefix is faster than its two segments, or cannot be timed."""
+    """Return True if one call for a chunk and its prefix is faster than two calls, or if they cannot be timed."""
     queries, keys = 2048, 16384
     generator = torch.Generator(device).manual_seed(0)
     scale = heads.size**-0.5

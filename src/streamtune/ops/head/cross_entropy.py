@@ -44,10 +44,10 @@ def linear_cross_entropy(
     num_items: Tensor | float | None = None,
     accumulate_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Return the cross entropy of ``hidden @ weight.T + bias``; loss and gradient need 3 matmuls per chunk together.
+    """Return the cross entropy of a linear head's logits, computed one chunk of tokens at a time.
 
     Equal to ``cross_entropy(transform(linear(hidden, weight, bias)).float(), targets, reduction="sum") / num_items``.
-    Only positions with a target are projected, so a masked prompt costs nothing.
+    The forward also computes the gradients: 3 matmuls per chunk together. Only positions with a target are projected.
 
     Args:
         hidden_BTC: Final hidden states ``[..., C]``.
@@ -89,9 +89,10 @@ def project_cross_entropy(
     chunk_size: int = 1024,
     num_items: Tensor | float | None = None,
 ) -> Tensor:
-    """Return :func:`linear_cross_entropy` for a head that is any module; autograd differentiates each chunk.
+    """Return the cross entropy of any head's logits, computed one chunk of tokens at a time with autograd.
 
-    ``project`` maps hidden states to logits; ``parameters`` are the tensors in ``project`` that get gradients.
+    ``project`` maps hidden states to logits; ``parameters`` are the tensors in ``project`` that get gradients. Other
+    arguments are as for :func:`linear_cross_entropy`.
     """
     rows = TargetRows(targets_BT, ignore_index, chunk_size)
     total = _ProjectCrossEntropy.apply(hidden_BTC.flatten(0, -2), rows, project, torch.is_grad_enabled(), *parameters)
@@ -113,7 +114,7 @@ def linear_cross_entropy_reference(
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Sum over tokens of -log softmax(W h)[target], computed with dh = (p - onehot) W and dW = (p - onehot)' h."""
+    """Cross entropy summed over tokens, with gradients dh = (p - onehot) W and dW = (p - onehot)' h per chunk."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, settings: HeadSettings) -> Tensor:
@@ -185,7 +186,7 @@ class _ProjectCrossEntropy(torch.autograd.Function):
 
 
 def _sweep_chunk(h: Tensor, weight: Tensor, targets: Tensor, wanted: Sequence[bool]) -> Chunk:
-    """Return the loss of a chunk and its terms of both gradients, computed without a fused kernel."""
+    """Return a chunk's loss, and its gradients of hidden states and weight, computed without a fused kernel."""
     loss, grad = loss_and_grad(torch.nn.functional.linear(h, weight), targets, None, any(wanted), reuse=True)
     sums = HeadGradients(torch.empty_like(h) if wanted[0] else None, weight, None, [*wanted, False], weight.dtype)
     if grad is not None:

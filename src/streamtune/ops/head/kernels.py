@@ -40,7 +40,7 @@ BOUNDS = {torch.bfloat16: (1e-3, 1e-2), torch.float16: (1e-3, 2e-3), torch.float
 
 @dataclass(frozen=True)
 class HeadShape:
-    """Properties that determine the kernel; ``wanted`` is True for gradients of (hidden states, weight) to compute."""
+    """Properties by which a kernel is chosen; ``wanted``: are gradients of (hidden states, weight) to compute?"""
 
     tokens: int
     vocabulary: int
@@ -51,17 +51,17 @@ class HeadShape:
 
     @property
     def sums_wide(self) -> bool:
-        """True if the weight's gradient is summed in a dtype wider than the weight's."""
+        """True if the weight's gradient is summed in a wider dtype than the weight's own."""
         return torch.promote_types(self.accumulate_dtype, self.dtype) != self.dtype
 
 
 @dataclass(frozen=True)
 class HeadKernel:
-    """A fused head: ``loss(h_nC, weight_VC, targets_n)`` is the summed loss, differentiable, in fp32 or wider.
+    """A fused cross entropy of a linear head: ``loss(h_nC, weight_VC, targets_n)`` is summed and differentiable.
 
     Args:
         name: Name in the log.
-        loss: Function that computes the loss.
+        loss: Function that computes the loss, in fp32 or wider.
         exact_sum: True if the weight's gradient is summed in fp32 within a call and rounded once. If False, the kernel
             is a candidate only for a weight that is frozen or whose gradient is summed in the weight's dtype.
         workspace: Function that returns how many bytes a call allocates in addition to its inputs, the gradient of the
@@ -74,7 +74,7 @@ class HeadKernel:
     workspace: Callable[[HeadShape], int]
 
     def fits(self, shape: HeadShape) -> bool:
-        """Return True if this kernel sums as exactly as the sweep and needs at most the memory of the sweep."""
+        """Return True if this kernel is at least as exact as torch's operators, and needs at most their memory."""
         exact = self.exact_sum or not (shape.wanted[1] and shape.sums_wide)
         return exact and self.workspace(shape) <= _sweep_workspace_bytes(shape)
 
@@ -82,13 +82,13 @@ class HeadKernel:
 def head_kernel(
     hidden_nC: Tensor, weight_VC: Tensor, targets_n: Tensor, shape: HeadShape, sweep: Callable[[], Chunk]
 ) -> HeadKernel | None:
-    """Return the fused kernel for chunks of this shape; None means the streamed sweep.
+    """Return the fused cross entropy for chunks of this shape; None if torch's operators are faster or must be used.
 
     Args:
         hidden_nC, weight_VC: Hidden states of a chunk, and the weight, in the dtype in which the head computes.
         targets_n: Target token of each position.
         shape: Shape of a full chunk; no kernel is chosen on a smaller chunk.
-        sweep: Function that runs the streamed sweep on this chunk.
+        sweep: Function that computes this chunk with torch's operators, for comparison.
     """
     plain = type(weight_VC) in (Tensor, torch.nn.Parameter) and hidden_nC.dtype == weight_VC.dtype
     if not hidden_nC.is_cuda or not plain or not any(shape.wanted) or shape.dtype not in BOUNDS:
@@ -112,7 +112,7 @@ def _fastest_agreeing_kernel(
     shape: HeadShape,
     sweep: Callable[[], Chunk],
 ) -> HeadKernel | None:
-    """Return the fastest candidate that fits and agrees with the sweep; None if the sweep is faster."""
+    """Return the fastest kernel that fits and agrees with ``sweep``, torch's operators; None if ``sweep`` is faster."""
     best: HeadKernel | None = None
     try:
         best_seconds = median_time(sweep, hidden_nC.device, RUNS)
@@ -132,7 +132,7 @@ def _fastest_agreeing_kernel(
 def run_head(
     kernel: HeadKernel, hidden_nC: Tensor, weight_VC: Tensor, targets_n: Tensor, wanted: tuple[bool, bool]
 ) -> Chunk:
-    """Return the loss and the wanted gradients of one chunk, computed by a fused kernel."""
+    """Return a chunk's loss and its wanted gradients, computed by a fused kernel."""
     leaves = [x.detach().requires_grad_(need) for x, need in zip((hidden_nC, weight_VC), wanted, strict=True)]
     with torch.enable_grad():
         loss = kernel.loss(leaves[0], leaves[1], targets_n)
@@ -149,7 +149,7 @@ def agrees_with_sweep(
     wanted: tuple[bool, bool],
     sweep: Callable[[], Chunk],
 ) -> bool:
-    """Return True if a kernel's loss and gradients equal the sweep's within rounding; False if the kernel raises."""
+    """Return True if a kernel's loss and gradients agree with ``sweep``'s; False if the kernel raises."""
     try:
         got = run_head(kernel, hidden_nC, weight_VC, targets_n, wanted)
     except Exception as error:  # another package may raise anything: compiler, missing feature, out of memory
@@ -170,13 +170,13 @@ def _is_close(got: Tensor | None, want: Tensor | None, bound: float) -> bool:
 
 
 def _sweep_workspace_bytes(shape: HeadShape) -> int:
-    """Return the bytes of the logits plus, if the logits are in half precision, of their probabilities in fp32."""
+    """Return the bytes that torch's operators need for a chunk: logits and, if these are half, fp32 probabilities."""
     size = shape.dtype.itemsize
     return shape.tokens * shape.vocabulary * (size + (4 if size < 4 else 0))
 
 
 def _weight_gradient_bytes(shape: HeadShape, wide: bool) -> int:
-    """Return the bytes of the weight's gradient in a call; ``wide`` adds the bytes of its sum in fp32."""
+    """Return the bytes of the weight's gradient; with ``wide``, also of its sum in fp32; 0 if it is not wanted."""
     size = shape.dtype.itemsize
     element_bytes = size + (4 if wide and size < 4 else 0)
     return shape.vocabulary * shape.hidden * element_bytes if shape.wanted[1] else 0
@@ -184,7 +184,7 @@ def _weight_gradient_bytes(shape: HeadShape, wide: bool) -> int:
 
 @lru_cache(maxsize=1)
 def head_candidates() -> tuple[HeadKernel, ...]:
-    """Return the fused heads of all installed packages."""
+    """Return the fused cross entropies of all installed packages."""
     found = (_torch_kernel(), _cut_cross_entropy_kernel(), _liger_kernel())
     return tuple(kernel for kernel in found if kernel is not None)
 

@@ -85,13 +85,13 @@ def token_scores(
     chunk_size: int = 1024,
     accumulate_dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return log-probabilities ``[...]`` of the targets and, with ``entropy``, entropies ``[...]``; differentiable.
+    """Return (log-probabilities of the targets, entropies), differentiable and shaped like ``targets_BT``.
 
     Other arguments are as for :func:`streamtune.ops.linear_cross_entropy`; ``transform`` may include a temperature.
     Both scores are in fp32 (fp64 for fp64 inputs), and 0 at positions without a target.
 
     Args:
-        entropy: True to return entropies, False to return None in their place.
+        entropy: False returns None instead of entropies.
     """
     rows = TargetRows(targets_BT, ignore_index, chunk_size)
     settings = HeadSettings(
@@ -112,9 +112,10 @@ def project_scores(
     ignore_index: int = IGNORE_INDEX,
     chunk_size: int = 1024,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return :func:`token_scores` for a head that is any module; autograd differentiates each chunk.
+    """Return (log-probabilities, entropies) for any head; autograd differentiates each chunk.
 
-    ``project`` maps hidden states to logits; ``parameters`` are the tensors in ``project`` that get gradients.
+    ``project`` maps hidden states to logits; ``parameters`` are the tensors in ``project`` that get gradients. Other
+    arguments and the result are as for :func:`token_scores`.
     """
     rows = TargetRows(targets_BT, ignore_index, chunk_size)
     scores = _ProjectScores.apply(hidden_BTC.flatten(0, -2), rows, project, entropy, *parameters)
@@ -196,14 +197,14 @@ class _ProjectScores(torch.autograd.Function):
 
 
 def _score_buffers(hidden: Tensor, rows: TargetRows, entropy: bool) -> tuple[Tensor, Tensor]:
-    """Return zero buffers ``[N]`` for log-probabilities and for entropies, the latter empty without ``entropy``."""
+    """Return zeros ``[N]`` for log-probabilities, and zeros ``[N]`` (``[0]`` without ``entropy``) for entropies."""
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     count = len(rows.targets)
     return hidden.new_zeros(count, dtype=dtype), hidden.new_zeros(count if entropy else 0, dtype=dtype)
 
 
 def _write_scores(scores: tuple[Tensor, Tensor], chunk: Tensor | slice, logits_nV: Tensor, targets_n: Tensor) -> None:
-    """Write a chunk's scores, in parts small enough for kernels with 32-bit counts."""
+    """Write log-probabilities and entropies of a chunk to ``scores``, in blocks within kernels' 32-bit counts."""
     logprobs, entropies = (x.new_empty(len(targets_n)) for x in scores)
     for part in block_slices(len(targets_n), MAX_ELEMENTS // logits_nV.shape[1]):
         wide = logits_nV[part].to(logprobs.dtype)
@@ -226,9 +227,9 @@ def _logits_gradient(
     grad_logprobs_n: Tensor | None,
     grad_entropy_n: Tensor | None,
 ) -> Tensor:
-    """Return the gradient of the logits before ``transform``, given the gradients of the scores.
+    """Return the gradient of the untransformed logits, given gradients of log-probabilities and entropies.
 
-    The logits may be overwritten.
+    ``logits_nV`` may be overwritten.
     """
     if grad_entropy_n is None:
         assert grad_logprobs_n is not None, "a backward has a gradient"

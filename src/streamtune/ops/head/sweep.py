@@ -38,7 +38,7 @@ Project = Callable[[Tensor], Tensor]
 
 
 class HeadGradients:
-    """Gradients of hidden states, weight and bias, summed over chunks; None for a gradient that is not wanted."""
+    """Sums of the gradients of hidden states, weight and bias over chunks; None for a gradient that is not wanted."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class HeadGradients:
         self.bias = torch.zeros_like(bias, dtype=dtype) if bias is not None and wanted[2] else None
 
     def add(self, chunk: Tensor | slice, h_nC: Tensor, weight_VC: Tensor, grad_nV: Tensor) -> None:
-        """Add a chunk's terms, computed from the gradient of its logits."""
+        """Add a chunk's terms, computed from its hidden states, the weight and the gradient of its logits."""
         if self.hidden is not None:
             self.hidden[chunk] = _matmul_over_vocabulary(grad_nV, weight_VC).to(self.hidden.dtype)
         if self.weight is not None:
@@ -63,14 +63,14 @@ class HeadGradients:
             self.bias += grad_nV.sum(0, dtype=self.bias.dtype)
 
     def put(self, chunk: Tensor | slice, grad_h_nC: Tensor | None, grad_weight_VC: Tensor | None) -> None:
-        """Add a chunk's terms that a fused kernel computed."""
+        """Add a chunk's gradients of hidden states and weight, which a fused kernel computed."""
         if self.hidden is not None and grad_h_nC is not None:
             self.hidden[chunk] = grad_h_nC.to(self.hidden.dtype)
         if self.weight is not None and grad_weight_VC is not None:
             self.weight += grad_weight_VC
 
     def all(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Return the gradients in the order of the inputs."""
+        """Return the gradients of (hidden states, weight, bias)."""
         return self.hidden, self.weight, self.bias
 
 
@@ -80,16 +80,16 @@ def gradient_buffers(parameters: Sequence[Tensor]) -> list[Tensor]:
 
 
 def gradients_or_none(grads: Sequence[Tensor | None], needed: Sequence[bool]) -> Iterator[Tensor | None]:
-    """Return an iterator over parameters in order: the next of ``grads`` if the parameter is ``needed``, else None."""
+    """Yield, for each parameter, the next of ``grads`` if the parameter is ``needed``, else None."""
     found = iter(grads)
     return (next(found) if each else None for each in needed)
 
 
 def _matmul_over_vocabulary(grad_nV: Tensor, weight_VC: Tensor) -> Tensor:
-    """Return ``grad @ weight``. For few rows on a CPU, the vocabulary is summed in blocks, then the blocks are added.
+    """Return ``grad @ weight``; for few rows on a CPU, the products are summed in blocks of the vocabulary.
 
-    There, a matmul of few rows adds all V products of an entry in one running sum, whose rounding error grows with V.
-    For 7 rows and 49,152 tokens, the error is 6 times the error of a matmul of 12 or more rows. The time is equal.
+    On a CPU, a matmul of few rows adds all V products in one running sum, whose rounding error grows with V. For 7 rows
+    and 49,152 tokens, the error is 6 times the error of a matmul of 12 or more rows. The time is equal.
     """
     n, V = grad_nV.shape
     wide = grad_nV.dtype in (torch.float32, torch.float64)
@@ -111,14 +111,14 @@ def loss_and_grad(
     factor_n: Tensor | None = None,
     max_elements: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the summed cross entropy of a chunk, and its gradient ``[n, V]`` for the logits before ``transform``.
+    """Return a chunk's summed cross entropy, and its gradient ``[n, V]`` of the untransformed logits.
 
     Args:
         logits_nV: Logits of the chunk.
         targets_n: Target token of each position.
-        transform: Function of the logits before the loss.
-        with_grad: False to return None in place of the gradient.
-        reuse: True to let the gradient overwrite the logits; allowed only if no graph has saved them.
+        transform: Function of the logits before the loss (softcap, scale); None for none.
+        with_grad: False returns None instead of the gradient.
+        reuse: True lets the gradient overwrite ``logits_nV``, which no graph may have saved.
         factor_n: Factor of each position's gradient, applied before rounding to the dtype of the logits.
         max_elements: Largest number of elements computed at a time. The default is the limit of 32-bit counts, or
             :data:`WIDENED` for logits narrower than fp32.
@@ -165,7 +165,7 @@ def _loss_and_grad(
 
 
 def _loss_and_softmax(logits_nV: Tensor, targets_n: Tensor, reuse: bool) -> tuple[Tensor, Tensor]:
-    """Return the summed loss and the probabilities, in fp32 or wider; no other tensor of their size is allocated."""
+    """Return summed loss and probabilities, in fp32 or wider; no other tensor of the logits' size is allocated."""
     scores = logits_nV.to(torch.promote_types(logits_nV.dtype, torch.float32))
     if kernel_device_type(logits_nV.device) == "cuda" and scores.dtype != logits_nV.dtype:
         logprobs = torch.log_softmax(scores, -1)  # one kernel on CUDA, instead of five
@@ -179,7 +179,7 @@ def _loss_and_softmax(logits_nV: Tensor, targets_n: Tensor, reuse: bool) -> tupl
 
 
 class TargetRows:
-    """Target tokens in chunks. A chunk is a slice if every position has a target, else a tensor of indices."""
+    """The positions with a target, in chunks: slices if every position has one, else index tensors."""
 
     def __init__(self, targets_BT: Tensor, ignore_index: int, chunk_size: int) -> None:
         self.targets, self.chunk_size = targets_BT.flatten(), chunk_size
@@ -187,18 +187,18 @@ class TargetRows:
         self.every = len(self.positions) == len(self.targets)
 
     def chunks(self) -> Iterator[Tensor | slice]:
-        """Yield chunks of the positions with a target, as indices into the flattened positions."""
+        """Yield chunks of the positions that have a target, as indices into the flattened positions."""
         count = len(self.positions)
         for start in loop_or_simulate(range(0, count, self.chunk_size), self.targets.device):
             chunk = slice(start, min(start + self.chunk_size, count))
             yield chunk if self.every else self.positions[chunk]
 
     def gradient(self, hidden_NC: Tensor) -> Tensor:
-        """Return a buffer for the gradient of the hidden states; it is zero at positions without a target."""
+        """Return memory for the gradient of the hidden states, zero at positions without a target."""
         return torch.empty_like(hidden_NC) if self.every else torch.zeros_like(hidden_NC)
 
     def divisor(self, num_items: Tensor | float | None) -> Tensor | float:
-        """Return the divisor of the summed loss: ``num_items`` or, for None, the number of targets, at least 1."""
+        """Return the divisor of the summed loss: ``num_items``, or the number of targets (at least 1) if it is None."""
         if num_items is None:
             return max(1, len(self.positions))
         return num_items.to(self.targets.device) if isinstance(num_items, Tensor) else num_items
@@ -206,10 +206,10 @@ class TargetRows:
 
 @dataclass(frozen=True)
 class HeadSettings:
-    """Settings of a linear head, apart from its weights.
+    """Targets, dtypes and logit transform for the loss of a linear head.
 
     Attributes:
-        rows: Target tokens in chunks.
+        rows: Positions with a target, in chunks.
         transform: Function of the logits, or None.
         accumulate_dtype: Dtype in which the gradients of weight and bias are summed over chunks.
         compute_dtype: Dtype of the logits; None for the dtype of the hidden states.
@@ -224,7 +224,7 @@ class HeadSettings:
 
 
 def autocast_dtype(hidden: Tensor) -> torch.dtype | None:
-    """Return autocast's dtype for the head, or None. Autocast is off inside the head, so sums keep their dtypes."""
+    """Return the autocast dtype for the head, or None; autocast is off inside the head, so that sums keep dtypes."""
     kind = autocast_device_type(hidden.device)
     if hidden.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
         return None
@@ -239,9 +239,9 @@ def cast_tensors(dtype: torch.dtype | None, *tensors: Tensor | None) -> tuple[An
 def scale_gradients(
     grads: Sequence[Tensor | None], dtypes: Sequence[torch.dtype | None], factor: Tensor
 ) -> list[Tensor | None]:
-    """Return gradients times ``factor``, the incoming gradient: multiplied in the wider dtype, then cast to ``dtypes``.
+    """Return gradients times ``factor``, the gradient of the loss, each cast to its dtype in ``dtypes``.
 
-    ``factor`` is not cast to bf16, which would change the whole gradient by up to 0.4%.
+    The product is computed in the wider dtype: ``factor`` in bf16 would change the gradient by up to 0.4%.
     """
     out: list[Tensor | None] = []
     for grad, dtype in zip(grads, dtypes, strict=True):
@@ -253,7 +253,7 @@ def scale_gradients(
 
 
 def take_gradients(ctx: Any) -> tuple[Tensor | None, ...]:
-    """Return the gradients that the forward computed. The caller may overwrite them; a retained graph keeps a copy.
+    """Return the gradients that the forward stored in ``ctx``; with ``retain_graph=True``, ``ctx`` keeps a copy.
 
     Raises:
         ArgumentError: An earlier backward without ``retain_graph=True`` freed the gradients.

@@ -59,13 +59,13 @@ MEASURED = ("nll", "kl")
 
 @dataclass(frozen=True)
 class Divergence:
-    """Divergence from a teacher's distribution, as a part of the loss of a target token.
+    """Divergence of the model from a teacher, as a term of the loss of each target token.
 
     Attributes:
         kind: Formula of the divergence: ``forward``, ``reverse`` or ``jsd``.
         beta: Weight of the teacher in the mixture of ``jsd``.
         temperature: Divisor of both models' logits.
-        hard_share: Weight of the loss of the target token; the divergence has the weight ``1 - hard_share``.
+        hard_share: Weight of the loss without a teacher; the divergence has weight ``1 - hard_share``.
 
     Example:
         >>> TokenLoss(divergence=Divergence(kind="reverse", temperature=2.0, hard_share=0.5)).divergence.kind
@@ -80,33 +80,34 @@ class Divergence:
 
 @dataclass(frozen=True)
 class TeacherHead:
-    """Computes a teacher's logits for the tokens of a call, one chunk at a time.
+    """A teacher for the divergence of a token loss, whose logits are computed one chunk at a time.
 
     Attributes:
-        hidden_BTC: Final hidden states ``[..., C]`` of the teacher, at the student's positions.
-        project: Function from hidden states ``[n, C]`` to logits ``[n, V]``; the first tokens are the student's.
+        hidden_BTC: Final hidden states ``[..., C]`` of the teacher, for the same tokens as the student's.
+        project: Function from hidden states ``[n, C]`` to logits ``[n, V]``. The vocabulary begins with the student's
+            tokens.
     """
 
     hidden_BTC: Tensor  # noqa: N815
     project: Project
 
     def logits(self, chunk: Tensor | slice) -> Tensor:
-        """Return the logits of a chunk of the flattened positions, without gradient."""
+        """Return the teacher's logits ``[n, V]`` of a chunk of the flattened positions, without gradient."""
         with torch.no_grad():
             return self.project(self.hidden_BTC.flatten(0, -2)[chunk])
 
     def known(self, chunk: Tensor | slice, device: torch.device) -> tuple[Tensor, ...]:
-        """Return the teacher's logits ``[n, V]`` of a chunk."""
+        """Return (logits ``[n, V]``,) of the teacher for a chunk of the flattened positions."""
         return (self.logits(chunk),)
 
 
 @dataclass(frozen=True)
 class TopKTeacher:
-    """Top k next tokens of a teacher for the targets of a call, on the host; chunks are copied to the device.
+    """A teacher for the divergence of a token loss, of which only the top k tokens at each target are known.
 
     Attributes:
-        index_BT: Index into the tables for each position ``[B, T]``, int64; -100 at positions without a target.
-        ids_Kk: Token ids ``[K, k]``, int32, distinct within an entry.
+        index_BT: For each position, index into the tables ``[B, T]``, int64; -100 at positions without a target.
+        ids_Kk: Token ids ``[K, k]``, int32, on the host, distinct within a row.
         logprobs_Kc: Log-probabilities of these tokens and, last, of all other tokens ``[K, k + 1]``, fp32.
     """
 
@@ -116,7 +117,7 @@ class TopKTeacher:
 
     @classmethod
     def of_targets(cls, targets_BT: Tensor, ids_Kk: Tensor, logprobs_Kc: Tensor) -> TopKTeacher:
-        """Return the teacher for tables whose entries follow the order of the targets ``[B, T]``."""
+        """Return the teacher whose tables have one row per target, in the order of the targets ``[B, T]``."""
         targets = targets_BT.cpu()
         is_target = targets != IGNORE_INDEX
         index = torch.where(is_target, is_target.flatten().cumsum(0).view(targets.shape) - 1, IGNORE_INDEX)
@@ -124,11 +125,11 @@ class TopKTeacher:
         return cls(index, ids_Kk, logprobs_Kc)
 
     def at(self, targets_BT: Tensor) -> TopKTeacher:
-        """Return the table re-indexed for the same targets in another batch layout ``[B, T]``."""
+        """Return the same teacher for the same targets in another batch layout ``[B, T]``."""
         return self.of_targets(targets_BT, self.ids_Kk, self.logprobs_Kc)
 
     def known(self, chunk: Tensor | slice, device: torch.device) -> tuple[Tensor, ...]:
-        """Return the ids ``[n, k]``, int64, and the log-probabilities ``[n, k + 1]`` for a chunk of the positions."""
+        """Return (ids ``[n, k]``, int64; log-probabilities ``[n, k + 1]``) for a chunk of the flattened positions."""
         rows = self.index_BT.flatten()[chunk.cpu() if isinstance(chunk, Tensor) else chunk]
         return self.ids_Kk[rows].to(device).long(), self.logprobs_Kc[rows].to(device)
 
@@ -144,13 +145,13 @@ def top_k_classes(logits_nV: Tensor, k: int, temperature: float = 1.0) -> tuple[
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """Loss of a target token; the module's docstring has the formulas.
+    """Formula of the loss of a target token, as in the docstring of :mod:`streamtune.ops.head.token_losses`.
 
     Attributes:
         kind: Formula of the loss: ``nll``, ``dft`` or ``focal``.
         focal_gamma: Exponent of ``focal``.
-        label_smoothing: Fraction of the target that is spread evenly over the vocabulary, with ``nll``.
-        z_loss: Factor of the squared logarithm of Z.
+        label_smoothing: Probability that is spread evenly over the vocabulary; only with ``nll``.
+        z_loss: Factor of (log Z)^2, where Z is the sum of exp(logits).
         divergence: Divergence from a teacher, with its weight in the loss; None without a teacher.
 
     Example:
@@ -178,7 +179,7 @@ class _Sweep(HeadSettings):
     teacher: TeacherHead | TopKTeacher | None
 
     def chunk(self, logits_nV: Tensor, chunk: Tensor | slice, with_grad: bool) -> tuple[Tensor, Tensor | None]:
-        """Return a chunk's sums, ``[1 + len(MEASURED)]``, and the gradient of its logits before the transform.
+        """Return a chunk's sums (loss, nll, kl), and the gradient of its untransformed logits.
 
         The gradient overwrites the logits.
         """
@@ -222,9 +223,9 @@ def _loss_and_grad(
     *,
     with_grad: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the sums of loss and :data:`MEASURED` over some tokens, and the gradient of their logits.
+    """Return (loss, nll, kl), each summed over tokens, and the gradient of the logits.
 
-    Both are in fp32 or wider. ``teacher_values`` is (logits,) or, for a top-k teacher, (ids, log-probabilities).
+    Both are in fp32 or wider. ``teacher_values`` is the result of the teacher's ``known``.
     """
     targets_n1 = targets_n[:, None]
     logprobs_nV = logits_nV.log_softmax(-1)
@@ -282,7 +283,7 @@ def _target_term(logp_n: Tensor, loss: TokenLoss) -> tuple[Tensor, Tensor]:
 def _divergence_and_grad(
     logits_nV: Tensor, teacher_nV: Tensor, divergence: Divergence, *, with_grad: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Return each token's divergence over the tokens that both vocabularies have, and the gradient of the logits."""
+    """Return each token's divergence from the teacher over the common vocabulary, and the gradient of the logits."""
     size, temperature = min(logits_nV.shape[1], teacher_nV.shape[1]), divergence.temperature
     logp = (logits_nV[:, :size] / temperature).log_softmax(-1)
     logt = (teacher_nV[:, :size] / temperature).log_softmax(-1)
@@ -308,11 +309,12 @@ def _divergence_and_grad(
 def _top_k_divergence_and_grad(
     logits_nV: Tensor, ids_nk: Tensor, logt_nc: Tensor, divergence: Divergence, *, with_grad: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Return each token's divergence over the classes of a teacher's top k tokens, and the gradient of the logits.
+    """Return each token's divergence over k + 1 classes, and the gradient of the logits.
 
-    The log-probability of a class is the log-sum-exp over its tokens. So the gradient of a token's logit is the
-    gradient of its class, as if classes had logits, times the token's share of the class. The share is 1 for a top k
-    token, and ``p_v`` over the sum of all other tokens' probabilities for the rest.
+    The classes are the teacher's top k tokens, and all other tokens. The log-probability of a class is the log-sum-exp
+    over its tokens. So the gradient of a token's logit is the gradient of its class, as if classes had logits, times
+    the token's share of the class. The share is 1 for a top k token, and ``p_v`` over the sum of all other tokens'
+    probabilities for the rest.
     """
     logp = (logits_nV / divergence.temperature).log_softmax(-1)
     top = logp.gather(-1, ids_nk)
@@ -329,14 +331,14 @@ def _top_k_divergence_and_grad(
 def _kl_of_tokens(p: Tensor, logp: Tensor, q: Tensor, logq: Tensor) -> Tensor:
     """Return ``sum p log(p / q)`` for each token.
 
-    ``q - p``, whose sum is zero, is added to each term. A rounding error of the normaliser shifts all logarithms of a
-    token equally; with the added terms, the error has only a second-order effect on the sum.
+    ``q - p``, whose sum is zero, is added to each term. Then a rounding error of the normaliser, which shifts all
+    logarithms equally, changes the sum only to second order.
     """
     return _nan_to_zero((logp - logq).mul_(p)).sub_(p).add_(q).sum(-1)
 
 
 def _nan_to_zero(x: Tensor) -> Tensor:
-    """Return ``x`` with 0 in place of NaN, the product of 0 and infinity: a token of probability 0 adds nothing."""
+    """Replace NaN, which is 0 times infinity, by 0 in place: a token of probability 0 adds nothing."""
     return x.nan_to_num_(nan=0.0, posinf=math.inf, neginf=-math.inf)
 
 
@@ -355,20 +357,20 @@ def linear_token_loss(
     num_items: Tensor | float | None = None,
     accumulate_dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
-    """Return the token loss of ``hidden @ weight.T + bias``; loss and gradient are computed together.
+    """Return the token loss of a linear head's logits, computed one chunk of tokens at a time.
 
     Equal to ``token_loss_reference(transform(linear(hidden, weight, bias)), targets, loss, weights) / num_items``.
 
-    Other arguments are as for :func:`streamtune.ops.linear_cross_entropy`.
+    The forward also computes the gradients. Other arguments are as for :func:`streamtune.ops.linear_cross_entropy`.
 
     Args:
-        loss: Loss of a token.
-        weights_BT: Factor of each token's loss ``[...]``; None means 1.
-        teacher: Teacher, if the loss has a divergence.
-        num_items: Divisor, the sum of all targets' weights in the global step. None sums the weights of this call.
+        loss: Formula of a token's loss.
+        weights_BT: Factor of each token's loss, shaped like ``targets_BT``; None means 1.
+        teacher: Teacher of the loss's divergence; None if the loss has none.
+        num_items: Divisor of the loss: the sum of the weights in the whole step. None sums the weights of this call.
 
     Returns:
-        The scalar loss in fp32 (fp64 for fp64 inputs), and the sums of :data:`MEASURED`, without gradient.
+        The scalar loss in fp32 (fp64 for fp64 inputs), and the sums of nll and kl (:data:`MEASURED`), without gradient.
     """
     rows = TargetRows(targets_BT, ignore_index, chunk_size)
     sweep = _Sweep(
@@ -399,9 +401,10 @@ def project_token_loss(
     chunk_size: int = 1024,
     num_items: Tensor | float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return :func:`linear_token_loss` for a head that is any module; autograd differentiates each chunk.
+    """Return the token loss of any head's logits, computed one chunk of tokens at a time with autograd.
 
-    ``project`` maps hidden states to logits; ``parameters`` are the tensors in it that get gradients.
+    ``project`` maps hidden states to logits; ``parameters`` are the tensors in ``project`` that get gradients. Other
+    arguments and the result are as for :func:`linear_token_loss`.
     """
     rows = TargetRows(targets_BT, ignore_index, chunk_size)
     weights = None if weights_BT is None else weights_BT.flatten()
@@ -420,7 +423,7 @@ def token_loss_reference(
     top_k: TopKTeacher | None = None,
     ignore_index: int = IGNORE_INDEX,
 ) -> Tensor:
-    """Return the loss summed over the targets, computed from all logits at once by autograd: slow, for comparison."""
+    """Return the token loss summed over the targets, from all logits at once by autograd: slow, for comparison."""
     is_target = targets_BT != ignore_index
     logits = logits_BTV[is_target]
     logprobs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
@@ -545,7 +548,7 @@ def _zero_sums(hidden: Tensor) -> Tensor:
 
 
 def _split_sums(ctx: Any, sums: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the loss, and the sums of :data:`MEASURED` marked as non-differentiable."""
+    """Return the loss, and the sums of nll and kl (:data:`MEASURED`) marked as non-differentiable."""
     total, measured = sums[0].clone(), sums[1:].clone()
     ctx.mark_non_differentiable(measured)
     return total, measured
