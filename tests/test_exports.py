@@ -30,7 +30,7 @@ PUBLIC = {
         "StreamHandle",
         "TokenScores",
         "balance_coefficient",
-        "balances_itself",
+        "adds_balance_loss",
         "check_branches",
         "check_packing",
         "chunkwise",

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from streamtune.ops import LazyMask, prefix_attention
 from streamtune.ops.attention import attention
-from streamtune.ops.attention.flex import FlexView, is_flex_right
+from streamtune.ops.attention.flex import FlexView, is_flex_correct
 from streamtune.ops.attention.kernel_blocks import split_into_blocks
 from streamtune.ops.attention.kernel_trial import Kernel, TrialHeads, agrees_with_formula, median_seconds
 from streamtune.ops.attention.kernels import CUDNN, EFFICIENT, FLASH, Scores, fused_segment_kernel, kernel_names
-from streamtune.ops.attention.view_kernels import as_causal_band, is_band_right
+from streamtune.ops.attention.view_kernels import band_kernel_of_view, is_band_correct
 from tests.precision_kit import assert_as_precise
 
 from .conftest import LARGE, needs
@@ -66,14 +66,14 @@ def test_a_kernel_runs_and_has_a_time(device: torch.device, dtype: torch.dtype) 
 def test_a_whole_chunk_in_one_flash_call(device: torch.device, dim: int, windowed: bool) -> None:
     if not modern(device):
         pytest.skip("flash attention needs compute capability 8.0")
-    assert is_band_right(device, torch.bfloat16, dim, windowed)
+    assert is_band_correct(device, torch.bfloat16, dim, windowed)
 
 
 @pytest.mark.parametrize("softcapped", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_flex_agrees(device: torch.device, dtype: torch.dtype, softcapped: bool) -> None:
     pytest.importorskip("triton")
-    assert is_flex_right.__wrapped__(device, dtype, TrialHeads(8, 2, 64), softcapped)
+    assert is_flex_correct.__wrapped__(device, dtype, TrialHeads(8, 2, 64), softcapped)
 
 
 def test_flex_is_not_compiled_again_for_each_chunk(device: torch.device) -> None:
@@ -208,4 +208,4 @@ def test_the_choice_is_kept(device: torch.device) -> None:
     k = q[:, :2]
     first = fused_segment_kernel(q, k, k, biased=False)
     assert first is fused_segment_kernel(q, k, k, biased=False)
-    assert as_causal_band(LazyMask(1, 32, 32, device=device).rows(0, 32), 0.1) is not None
+    assert band_kernel_of_view(LazyMask(1, 32, 32, device=device).rows(0, 32), 0.1) is not None

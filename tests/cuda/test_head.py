@@ -73,7 +73,7 @@ def test_a_chunk_of_more_than_32_bits_of_logits(device: torch.device) -> None:
     logits = torch.randn(1, vocabulary, device=device, dtype=torch.bfloat16).repeat(rows, 1)
     targets = torch.full((rows,), 7, device=device)
     one, grad_one = loss_and_grad(logits[-1:].clone(), targets[-1:], None, True)
-    loss, grad = loss_and_grad(logits, targets, None, True, reuse=True)  # which takes their memory
+    loss, grad = loss_and_grad(logits, targets, None, True, overwrite_logits=True)  # which takes their memory
     assert grad is not None
     assert grad_one is not None
     assert_as_precise(loss, one.repeat(rows).sum(), rows * one.double())

@@ -104,14 +104,14 @@ class AllTargets(sweep.TargetRows):
 def decide_without_values() -> None:
     """Make the choices for which values on the device would be read."""
     kernels._fastest_agreeing_kernel = lambda candidates, *_: candidates[0]  # type: ignore[assignment]
-    engine_fused.is_norm_kernel_right = lambda *_: True  # type: ignore[assignment]
+    engine_fused.is_norm_kernel_correct = lambda *_: True  # type: ignore[assignment]
     fused._matmul_accumulates_wide = lambda *_: True  # type: ignore[assignment]
-    view_kernels.is_band_right = lambda *_: True  # type: ignore[assignment]
-    view_kernels.is_rows_kernel_right = lambda *_: True  # type: ignore[assignment]
-    view_kernels.is_flex_right = lambda *_: True  # type: ignore[assignment]
+    view_kernels.is_band_correct = lambda *_: True  # type: ignore[assignment]
+    view_kernels.is_rows_kernel_correct = lambda *_: True  # type: ignore[assignment]
+    view_kernels.is_flex_correct = lambda *_: True  # type: ignore[assignment]
     view_kernels._is_band_faster = lambda *_: True  # type: ignore[assignment]
     cross_entropy.TargetRows = AllTargets  # type: ignore[misc]
-    cross_entropy.head_kernel = lambda *_, **__: None
+    cross_entropy.choose_head_kernel = lambda *_, **__: None
     outside_layers.StreamedNorm._is_pointwise = lambda *_: True  # type: ignore[method-assign,assignment]
     model_call.clear_host_copies = lambda: None  # what they are copies of cannot be read
     found = masking_utils.find_packed_sequence_indices

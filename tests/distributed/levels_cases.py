@@ -12,7 +12,7 @@ import streamtune
 from streamtune import models
 from streamtune.distributed.deepspeed import DeepSpeedBackend
 from streamtune.distributed.deepspeed_config import resolve_config
-from streamtune.engine.observe import observed
+from streamtune.engine.observe import with_observer
 from streamtune.recipe import Recipe
 from streamtune.run.model import make_optimizer
 from streamtune.run.ranks import deepspeed_values, make_backend
@@ -37,7 +37,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     shared = streamtune.stream(_model(case), schedule=schedule)
     backend = _backend(case, shared)
     for _ in range(3):  # DeepSpeed learns the order of modules in the first two
-        with observed(watch := _Gathered(shared.layers)):
+        with with_observer(watch := _Gathered(shared.layers)):
             loss = backend.model(input_ids=_ids(), labels=_ids(), use_cache=False).loss
             watch.backward = True
             backend.backward(loss / torch.distributed.get_world_size())  # all have the same row

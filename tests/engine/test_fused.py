@@ -224,7 +224,7 @@ def test_sums_of_what_is_trained(trained: str, autocast: bool) -> None:
     grad = torch.randn(2, 5, 6).to(torch.bfloat16 if autocast else torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
         want = torch.autograd.grad(linear(x), [x, *parameters], grad)
-        sums = [GradientSum(p, widen=True) for p in parameters]
+        sums = [GradientSum(p, sum_in_fp32=True) for p in parameters]
         with FusedLinears(linear, Autocast.current(x.device), sums).replacing_forwards():
             got = torch.autograd.grad(linear(x), [x, *parameters], grad, allow_unused=True)
     results = [got[0], *(total.result() for total in sums)] if sums or autocast else got

@@ -12,7 +12,7 @@ from transformers.masking_utils import create_causal_mask
 import streamtune
 from streamtune.engine.call_parts import LayerOutputs
 from streamtune.engine.inspect_model import decoder_layers
-from streamtune.engine.own_attention import DensifiedMask, mask_tile, sees_future, tiled_attention_name
+from streamtune.engine.own_attention import DensifiedMask, dense_mask_of_view, lazy_mask_attention_name, sees_future
 from streamtune.errors import UnsupportedModelError
 from streamtune.ops import LazyMask
 from tests.conformance.reducer import build
@@ -26,7 +26,7 @@ PADDING[1, 6:] = 0
 
 def mask_of(own: str, dtype: torch.dtype = torch.float32, lazy: bool = True) -> Any:
     config = AutoConfig.for_model("llama", **SMALL)
-    config._attn_implementation_internal = tiled_attention_name(own) if lazy else own
+    config._attn_implementation_internal = lazy_mask_attention_name(own) if lazy else own
     embeds = torch.zeros(2, LENGTH, 32, dtype=dtype)
     return create_causal_mask(config, embeds, attention_mask=PADDING, past_key_values=None)
 
@@ -38,7 +38,7 @@ def test_a_tile_is_a_part_of_the_models_own_mask(own: str, dtype: torch.dtype) -
     assert isinstance(lazy, DensifiedMask)
     form = torch.bool if own == "sdpa" else dtype
     for start, stop in ((0, 4), (4, 9), (8, 9)):
-        part = mask_tile(lazy.chunk(start, stop, 0), form)
+        part = dense_mask_of_view(lazy.chunk(start, stop, 0), form)
         assert part.dtype == dense.dtype
         assert torch.equal(part, dense[:, :, start:stop, :stop])
 

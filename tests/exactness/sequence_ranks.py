@@ -349,11 +349,11 @@ def check_dropout(case: Case) -> dict[str, float]:
         calm = float(model(**inputs).loss)
         model.train()
         with torch.no_grad():  # whether the numbers of the ranks differ
-            from streamtune.engine.sequence.calls import rank_random_state
+            from streamtune.engine.sequence.calls import different_random_state_per_rank
 
             torch.manual_seed(11)
             assert handle.sequence_parallel is not None
-            with rank_random_state(handle.sequence_parallel, torch.device("cpu")):
+            with different_random_state_per_rank(handle.sequence_parallel, torch.device("cpu")):
                 mine = torch.rand(4)
             outside = torch.rand(4)
     numbers = [torch.empty_like(mine) for _ in range(dist.get_world_size())]

@@ -11,7 +11,7 @@ import torch
 import streamtune
 from streamtune import Schedule
 from streamtune.engine import Branches
-from streamtune.engine.rotary import RowLengths, longest_unscaled_length, rotated_by_row
+from streamtune.engine.rotary import RowLengths, longest_unscaled_length, rotate_rows_as_if_alone
 from streamtune.engine.rows import PackedRows
 from streamtune.errors import UnsupportedModelError
 from tests.conformance.reducer import build as build_any
@@ -111,7 +111,7 @@ def test_a_call_does_not_depend_on_the_calls_before(kind: str) -> None:
     if kind == "dynamic":  # the plain model keeps the frequencies of the longest call
         gradients(model, longer)
         assert max(each.excess for each in want.compare(gradients(model, first)).values()) > 1e-4
-    with rotated_by_row(model):
+    with rotate_rows_as_if_alone(model):
         gradients(model, longer)
         want.check(gradients(model, first))
 
@@ -119,7 +119,7 @@ def test_a_call_does_not_depend_on_the_calls_before(kind: str) -> None:
 def test_the_model_is_restored() -> None:
     model = scaled("llama", "dynamic")
     rotary = model.model.rotary_emb
-    with rotated_by_row(model):
+    with rotate_rows_as_if_alone(model):
         inside = rotary.forward
         with streamtune.stream(model, chunk_size=5):
             assert rotary.forward is not inside

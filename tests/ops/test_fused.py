@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from streamtune.ops.fused import add_weight_gradient, apply_rotary, is_norm_kernel_right, rms_norm, weight_gradient
+from streamtune.ops.fused import add_weight_gradient, apply_rotary, is_norm_kernel_correct, rms_norm, weight_gradient
 from tests.precision_kit import EXACT, relative
 
 
@@ -33,7 +33,7 @@ def test_a_norm_and_its_gradient(weighted: bool) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_device_is_asked_for_value_and_gradient(dtype: torch.dtype) -> None:
-    assert is_norm_kernel_right(torch.device("cpu"), dtype)
+    assert is_norm_kernel_correct(torch.device("cpu"), dtype)
 
 
 def test_a_simulated_norm_makes_and_keeps_what_the_kernel_does() -> None:

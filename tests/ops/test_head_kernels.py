@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy, linear
 from streamtune.ops import linear_cross_entropy
 from streamtune.ops.head import cross_entropy as module
 from streamtune.ops.head import kernels as head_kernels
-from streamtune.ops.head.kernels import HeadKernel, HeadShape, agrees_with_sweep, head_candidates, run_head
+from streamtune.ops.head.kernels import HeadKernel, HeadShape, agrees_with_sweep, head_candidates, run_head_kernel
 from streamtune.ops.head.sweep import loss_and_grad
 from tests.precision_kit import ROUNDING, assert_as_precise
 
@@ -127,13 +127,13 @@ def on_a_device(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     def put(seconds: dict[str, float], *candidates: HeadKernel) -> None:
         def time_of(run: Any, device: torch.device, runs: int) -> float:
             run()
-            return seconds[run.args[0].name if run.func is run_head else "sweep"]
+            return seconds[run.args[0].name if run.func is run_head_kernel else "sweep"]
 
         def choose(h: Tensor, weight: Tensor, targets: Tensor, shape: HeadShape, sweep: Any) -> HeadKernel | None:
             return head_kernels._fastest_agreeing_kernel(candidates, h, weight, targets, shape, sweep)
 
         monkeypatch.setattr(head_kernels, "median_time", time_of)
-        monkeypatch.setattr(module, "head_kernel", choose)
+        monkeypatch.setattr(module, "choose_head_kernel", choose)
 
     return put
 
@@ -184,14 +184,16 @@ def test_the_fastest_head_is_chosen_and_said(
     on_a_device({**seconds, "wrong": 0.1}, wrong, PLAIN, replace(PLAIN, name="other"))
     h, weight, targets = problem(torch.float32)
     sweep = partial(module._sweep_chunk, h, weight, targets, (True, True))
-    chosen = module.head_kernel(h, weight, targets, shape_of(torch.float32), sweep)
+    chosen = module.choose_head_kernel(h, weight, targets, shape_of(torch.float32), sweep)
     assert (chosen.name if chosen else None) == want
     assert caplog.messages[-1] == f"head torch.float32, 24 tokens of 71 words: {want or 'streamed'}"
 
 
 def test_on_cpu_the_sweep_is_the_head() -> None:
     h, weight, targets = problem(torch.float32)
-    assert head_kernels.head_kernel(h, weight, targets, shape_of(torch.float32), lambda: pytest.fail("ran")) is None
+    assert (
+        head_kernels.choose_head_kernel(h, weight, targets, shape_of(torch.float32), lambda: pytest.fail("ran")) is None
+    )
 
 
 @pytest.mark.parametrize("most", [VOCAB, 5 * VOCAB, 5 * VOCAB + 3])
@@ -213,6 +215,6 @@ def test_the_probabilities_take_the_place_of_the_logits() -> None:
     kept = logits.clone()
     _, grad = loss_and_grad(logits, torch.arange(6), None, True)
     assert torch.equal(logits, kept)
-    _, grad = loss_and_grad(logits, torch.arange(6), None, True, reuse=True)
+    _, grad = loss_and_grad(logits, torch.arange(6), None, True, overwrite_logits=True)
     assert grad is not None
     assert grad.data_ptr() == logits.data_ptr()

@@ -12,7 +12,7 @@ from streamtune.ops import LazyMask, prefix_attention
 from streamtune.ops.attention import attention, view_kernels
 from streamtune.ops.attention.kernel_trial import view_kernel_agrees
 from streamtune.ops.attention.runs import run_starts
-from streamtune.ops.attention.view_kernels import as_causal_rows, is_rows_kernel_right
+from streamtune.ops.attention.view_kernels import is_rows_kernel_correct, rows_kernel_of_view
 from tests.ops.cuda_operators import cuda_operators
 
 __all__ = ["cuda_operators"]
@@ -38,7 +38,7 @@ def draw(heads: int, length: int, dtype: torch.dtype = torch.float32) -> Tensor:
 def test_they_are_the_formula(chunk: tuple[int, int], window: int | None) -> None:
     lazy = mask(33, 140, 141, 280, window=window)
     view = lazy.chunk(*chunk, 0)
-    rows = as_causal_rows(view, SCALE)
+    rows = rows_kernel_of_view(view, SCALE)
     assert rows is not None
     queries, keys = view.shape[2:]
     tensors = [draw(4, queries), draw(2, keys), draw(2, keys), draw(4, queries)]
@@ -46,7 +46,7 @@ def test_they_are_the_formula(chunk: tuple[int, int], window: int | None) -> Non
 
 
 def test_each_row_has_its_own_bounds() -> None:
-    rows = as_causal_rows(mask(33, 140, 141, 280).chunk(100, 250, 0), SCALE)
+    rows = rows_kernel_of_view(mask(33, 140, 141, 280).chunk(100, 250, 0), SCALE)
     assert rows is not None
     assert (rows.queries, rows.keys, rows.first, rows.stop) == ((0, 40, 41, 150), (0, 107, 108, 217), 33, 250)
     bounds = rows._row_bounds(HERE)
@@ -63,13 +63,13 @@ def test_what_are_no_such_rows() -> None:
         mask(33, block_start=run_starts(torch.arange(LENGTH)[None] // 50)),
         mask(33, function=lambda b, h, q, k: k % 3 != 1),
     ):
-        assert as_causal_rows(lazy.chunk(20, 250, 0), SCALE) is None
-    assert as_causal_rows(LazyMask(1, 10, 10, causal=False, device=HERE).rows(0, 10), SCALE) is None
+        assert rows_kernel_of_view(lazy.chunk(20, 250, 0), SCALE) is None
+    assert rows_kernel_of_view(LazyMask(1, 10, 10, causal=False, device=HERE).rows(0, 10), SCALE) is None
 
 
 def test_bounds_are_copied_to_the_device_once() -> None:
     lazy = mask(33, 140)
-    first, again = (as_causal_rows(lazy.chunk(100, 200, 0), SCALE) for _ in range(2))
+    first, again = (rows_kernel_of_view(lazy.chunk(100, 200, 0), SCALE) for _ in range(2))
     assert first is not None
     assert again is not None
     assert all(a is b for a, b in zip(first._row_bounds(HERE)[:2], again._row_bounds(HERE)[:2], strict=True))
@@ -77,7 +77,7 @@ def test_bounds_are_copied_to_the_device_once() -> None:
 
 @pytest.mark.parametrize("windowed", [False, True])
 def test_a_kernel_that_reads_the_bounds_otherwise_is_rejected(monkeypatch: pytest.MonkeyPatch, windowed: bool) -> None:
-    check = is_rows_kernel_right.__wrapped__
+    check = is_rows_kernel_correct.__wrapped__
     assert check(HERE, torch.bfloat16, 16, windowed, "FA2")
     assert not check(HERE, torch.float32, 16, windowed, "FA2")
     inner: Any = torch.ops.aten._flash_attention_forward
@@ -97,7 +97,7 @@ def test_attention_by_rows_is_attention_by_segments(monkeypatch: pytest.MonkeyPa
     found = []
     for by_rows in (False, True):
         if by_rows:
-            choose = lambda view, q, k, v, rule, *rest: as_causal_rows(view, rule.scale)  # noqa: E731
+            choose = lambda view, q, k, v, rule, *rest: rows_kernel_of_view(view, rule.scale)  # noqa: E731
             monkeypatch.setattr(attention, "fused_view_kernel", choose)
             monkeypatch.setattr(attention.SegmentAttention, "needs_formula", lambda *_: True)
         leaves = [draw(heads, length).requires_grad_() for heads, length in ((4, 150), (2, 250), (2, 250))]
@@ -109,7 +109,7 @@ def test_attention_by_rows_is_attention_by_segments(monkeypatch: pytest.MonkeyPa
 
 def test_the_module_does_not_keep_a_mask() -> None:
     lazy = mask(33)
-    rows = as_causal_rows(lazy.chunk(0, 100, 0), SCALE)
+    rows = rows_kernel_of_view(lazy.chunk(0, 100, 0), SCALE)
     assert rows is not None
     rows._row_bounds(HERE)
     assert lazy in view_kernels._on_device

@@ -47,7 +47,7 @@ def chunk_starts(size: int) -> Iterator[tuple[int, int]]:
 
 @pytest.fixture(autouse=True)
 def nothing_is_examined(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """MaskFacts answer; a mask that is looked at tile by tile fails these tests."""
+    """ParsedMask answer; a mask that is looked at tile by tile fails these tests."""
     if "unrecognised" in request.node.name:
         return
 

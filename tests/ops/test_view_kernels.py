@@ -15,10 +15,10 @@ from torch.nn.attention import flex_attention as torch_flex
 
 from streamtune.ops import LazyMask, MaskView, prefix_attention, prefix_attention_reference
 from streamtune.ops.attention import attention, flex, view_kernels
-from streamtune.ops.attention.flex import FlexView, is_flex_right
+from streamtune.ops.attention.flex import FlexView, is_flex_correct
 from streamtune.ops.attention.kernel_trial import ScoreRule, TrialHeads
 from streamtune.ops.attention.runs import run_starts
-from streamtune.ops.attention.view_kernels import as_causal_band, fused_view_kernel, is_band_right
+from streamtune.ops.attention.view_kernels import band_kernel_of_view, fused_view_kernel, is_band_correct
 from tests.ops.cuda_operators import cuda_operators
 from tests.precision_kit import assert_as_precise
 
@@ -175,7 +175,7 @@ def test_a_mask_is_cut_into_blocks_once() -> None:
 @pytest.mark.parametrize("softcapped", [False, True])
 def test_flex_passes_its_check_and_a_wrong_one_does_not(monkeypatch: pytest.MonkeyPatch, softcapped: bool) -> None:
     heads = TrialHeads(H, G, D)
-    check = is_flex_right.__wrapped__
+    check = is_flex_correct.__wrapped__
     assert check(HERE, torch.float32, heads, softcapped)
     right = FlexView.backward
 
@@ -195,24 +195,24 @@ def test_a_band_is_the_formula(name: str, sunk: bool) -> None:
     sinks = torch.linspace(-1, 3, H) if sunk else None
     for start, stop in ((0, 33), (33, 100), (150, 250)):
         view = view_of(name, start, stop)
-        band = as_causal_band(view, SCALE)
+        band = band_kernel_of_view(view, SCALE)
         assert band is not None
         precise(run(band, view, torch.float32, sinks, True), view, None, sinks)
 
 
 def test_what_is_no_band() -> None:
-    assert as_causal_band(view_of("packed", 100, 200), SCALE) is None, "two rows"
-    assert as_causal_band(view_of("padded", 160, 200), SCALE) is None
-    assert as_causal_band(view_of("blocks", 180, 200), SCALE) is None
-    assert as_causal_band(view_of("function", 0, 100), SCALE) is None
-    assert as_causal_band(view_of("both ways", 0, 100), SCALE) is None
-    assert as_causal_band(view_of("blocks", 60, 100), SCALE) is None, "row 1 has a block elsewhere: rows differ"
+    assert band_kernel_of_view(view_of("packed", 100, 200), SCALE) is None, "two rows"
+    assert band_kernel_of_view(view_of("padded", 160, 200), SCALE) is None
+    assert band_kernel_of_view(view_of("blocks", 180, 200), SCALE) is None
+    assert band_kernel_of_view(view_of("function", 0, 100), SCALE) is None
+    assert band_kernel_of_view(view_of("both ways", 0, 100), SCALE) is None
+    assert band_kernel_of_view(view_of("blocks", 60, 100), SCALE) is None, "row 1 has a block elsewhere: rows differ"
 
 
 @pytest.mark.usefixtures("cuda_operators")
 @pytest.mark.parametrize("windowed", [False, True])
 def test_a_band_with_another_alignment_is_rejected(monkeypatch: pytest.MonkeyPatch, windowed: bool) -> None:
-    assert is_band_right(HERE, torch.bfloat16, 16, windowed)
+    assert is_band_correct(HERE, torch.bfloat16, 16, windowed)
     inner: Any = torch.ops.aten._flash_attention_forward
 
     def top_left(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **how: Any) -> Any:
@@ -223,7 +223,7 @@ def test_a_band_with_another_alignment_is_rejected(monkeypatch: pytest.MonkeyPat
         return o, *more
 
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", top_left)
-    assert not is_band_right(HERE, torch.bfloat16, 16, windowed)
+    assert not is_band_correct(HERE, torch.bfloat16, 16, windowed)
 
 
 def test_on_cpu_segments_are_attended_one_by_one() -> None:
@@ -245,7 +245,7 @@ def whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every view in one call, as a device has it where these kernels are right."""
 
     def choose(view: MaskView, q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule, *rest: Any) -> Any:
-        band = None if rule.softcap is not None else as_causal_band(view, rule.scale)
+        band = None if rule.softcap is not None else band_kernel_of_view(view, rule.scale)
         return band or FlexView(view, rule.scale, rule.softcap)
 
     monkeypatch.setattr(attention, "fused_view_kernel", choose)

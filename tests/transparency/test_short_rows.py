@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import streamtune
 from streamtune import Schedule
-from streamtune.engine.observe import observed
+from streamtune.engine.observe import with_observer
 from tests.conformance.reducer import build
 from tests.precision_kit import Float64, errors, in_float64
 
@@ -30,7 +30,7 @@ class Chunks:
 
 def gradients(model: Any, ids: Tensor) -> tuple[dict[str, Tensor], Chunks]:
     model.zero_grad()
-    with observed(chunks := Chunks()):
+    with with_observer(chunks := Chunks()):
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()
     grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}

@@ -34,7 +34,7 @@ from streamtune.engine.observe import chunkwise
 from streamtune.engine.offloaded_weights import keep_on_host
 from streamtune.engine.preflight import check_branches, check_packing
 from streamtune.engine.requests import LossRequest, TokenScores
-from streamtune.engine.routers import RouterLoss, balance_coefficient, balances_itself
+from streamtune.engine.routers import RouterLoss, adds_balance_loss, balance_coefficient
 from streamtune.engine.rows import Branches
 from streamtune.engine.sequence.shards import SequenceParallel
 from streamtune.engine.stream import StreamHandle, stream
@@ -49,8 +49,8 @@ __all__ = [
     "SequenceParallel",
     "StreamHandle",
     "TokenScores",
+    "adds_balance_loss",
     "balance_coefficient",
-    "balances_itself",
     "check_branches",
     "check_packing",
     "chunkwise",

@@ -48,11 +48,11 @@ from streamtune.engine.hf_names import (
     renamed_cache,
 )
 from streamtune.engine.kv import Past, refuse_filled_cache
-from streamtune.engine.observe import temporary_attention
-from streamtune.engine.own_attention import OwnAttention, mask_tile, sees_future
+from streamtune.engine.observe import temporary_attention_names
+from streamtune.engine.own_attention import OwnAttention, dense_mask_of_view, sees_future
 from streamtune.engine.rows import PackedRows
 from streamtune.engine.sequence.shards import SequenceShards
-from streamtune.engine.sharded import adapted_tensors, preserved_versions
+from streamtune.engine.sharded import peft_wrapped_weights, preserve_version_counters
 from streamtune.engine.vjp import Along, chunk_view
 from streamtune.errors import UnsupportedModelError
 from streamtune.ops.attention.mask import LazyMask
@@ -271,7 +271,7 @@ class LayerCall:
 
     @cached_property
     def _adapted_tensors(self) -> tuple[Tensor, ...]:
-        return adapted_tensors(self.layer)
+        return peft_wrapped_weights(self.layer)
 
     @cached_property
     def _rotates_pooled_keys(self) -> bool:
@@ -346,7 +346,7 @@ class LayerCall:
         try:
             if checkpointing:
                 self.layer.gradient_checkpointing = False  # type: ignore[assignment]
-            with self._attention_names_set(), preserved_versions(self._adapted_tensors):
+            with self._attention_names_set(), preserve_version_counters(self._adapted_tensors):
                 out = type(self.layer).forward(self.layer, **arguments)
                 out = save_returned_state(self.layer, cache, arguments[STATE], out) if by_state else out
         finally:
@@ -361,8 +361,8 @@ class LayerCall:
             dtype = self.own_attention.mask_dtype(self.dtype)
             for key, value in arguments.items():
                 if isinstance(value, LazyMask):
-                    arguments[key] = mask_tile(value.rows(0, value.q_length), dtype)
-        with self._attention_names_set(), preserved_versions(self._adapted_tensors):
+                    arguments[key] = dense_mask_of_view(value.rows(0, value.q_length), dtype)
+        with self._attention_names_set(), preserve_version_counters(self._adapted_tensors):
             return type(self.layer).forward(self.layer, **arguments)
 
     def split_into_chunks(self, schedule: Schedule) -> list[slice]:
@@ -393,7 +393,7 @@ class LayerCall:
     def _attention_names_set(self) -> AbstractContextManager[None]:
         """Return a context manager in which the configs name the layer's attention: the engine's or its own."""
         name = NAME if self.own_attention is None else self.own_attention.name
-        return temporary_attention(list(self.configs), [name] * len(self.configs))
+        return temporary_attention_names(list(self.configs), [name] * len(self.configs))
 
     def _shared_kv_of_chunk(self, cache: ChunkCache, x_i: dict[str | SharedKey, Tensor]) -> ChunkSharing:
         full: dict[Any, tuple[Tensor, ...]] = {}
@@ -434,7 +434,11 @@ class LayerCall:
                 chunk = self.shards.global_chunk(chunk)
                 first_key = chunk.start if self.shards.form == "ring" else first_key
             view = value.chunk(chunk.start, chunk.stop, first_key)
-            return view if self.own_attention is None else mask_tile(view, self.own_attention.mask_dtype(self.dtype))
+            return (
+                view
+                if self.own_attention is None
+                else dense_mask_of_view(view, self.own_attention.mask_dtype(self.dtype))
+            )
         if isinstance(value, tuple | list):
             return type(value)(self._cut_to_chunk(key, item, chunk, first_key) for item in value)
         if isinstance(value, dict):

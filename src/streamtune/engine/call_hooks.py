@@ -24,7 +24,7 @@ from streamtune.engine.observe import temporary_attribute
 from streamtune.engine.outside_layers import read_embeddings
 from streamtune.engine.requests import ScoreRequest
 from streamtune.engine.rotary import RowLengths
-from streamtune.engine.routers import RouterLoss, RouterTerms, balances_itself
+from streamtune.engine.routers import RouterLoss, RouterTerms, adds_balance_loss
 from streamtune.engine.rows import Branches
 from streamtune.engine.sequence.calls import CallSharding
 from streamtune.engine.sequence.shards import SequenceParallel
@@ -146,7 +146,7 @@ class StreamedCalls(StreamedModel):
         if self.head is not None and with_labels:
             self.head.begin_call()
         if asked is None:
-            asked = balances_itself(self.model)
+            asked = adds_balance_loss(self.model)
         if self.routers.silent:
             kwargs = {**kwargs, "output_router_logits": False} if asked else kwargs
         elif asked or (self.routers.loss is not None and with_labels):
@@ -175,7 +175,7 @@ class StreamedCalls(StreamedModel):
             return True
         if torch.is_grad_enabled() or self.scored is not None or self.sequence_parallel is not None:
             return False
-        by_config = not self.routers.silent and balances_itself(self.model)
+        by_config = not self.routers.silent and adds_balance_loss(self.model)
         arguments = {"output_router_logits": by_config, **call.kwargs}
         return needs_unchunked_layers(arguments, call.cache, call.get("labels") is not None)
 

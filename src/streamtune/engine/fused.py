@@ -33,7 +33,7 @@ from streamtune.engine.observe import Autocast, function_modes, restore_forward
 from streamtune.engine.sharded import is_sharded
 from streamtune.engine.vjp import GradientSum
 from streamtune.ops.devices import autocast_device_type
-from streamtune.ops.fused import apply_rotary, is_norm_kernel_right, rms_norm
+from streamtune.ops.fused import apply_rotary, is_norm_kernel_correct, rms_norm
 
 PLAIN_TYPES = (Tensor, nn.Parameter)
 """Tensor types that are fused. Quantised and sharded tensors have other types."""
@@ -270,7 +270,7 @@ class _FusedNorm:
         form, weight = self.form, self.module._parameters.get("weight")
         plain = type(x) in PLAIN_TYPES and x.is_floating_point() and (weight is None or type(weight) in PLAIN_TYPES)
         # A gated norm has a second argument.
-        if args or kwargs or not plain or not is_norm_kernel_right(x.device, x.dtype):
+        if args or kwargs or not plain or not is_norm_kernel_correct(x.device, x.dtype):
             return self.original(self.module, x, *args, **kwargs)
         if weight is None or (weight.dtype == x.dtype and not form.offset):
             return rms_norm(x, weight, form.eps)

@@ -43,7 +43,7 @@ class StreamedForward(StreamedLayer):
         args, kwargs = tuple(map(pop_embeddings, args)), {key: pop_embeddings(value) for key, value in kwargs.items()}
         context = self.parts.context
         if context.plain:
-            with self.on_device((), prefetch=1):
+            with self.on_device((), prefetch_offset=1):
                 return type(self.layer).forward(self.layer, *args, **kwargs)
         if self.own_attention is not None or self.attention_known:
             return self._dispatch(args, kwargs)
@@ -167,7 +167,7 @@ class StreamedForward(StreamedLayer):
                 except UnsupportedModelError:  # a model that cannot be streamed may still generate
                     pass
         try:
-            with self.on_device((), prefetch=1):
+            with self.on_device((), prefetch_offset=1):
                 return call.run_unchunked()
         except ForeignAttentionError as error:
             raise UnsupportedModelError(error.what, fix="fill the cache after stream(model), not before") from error

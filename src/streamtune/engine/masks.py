@@ -48,7 +48,7 @@ HOST = "cpu"
 
 
 @dataclass(frozen=True)
-class MaskFacts:
+class ParsedMask:
     """A recognised attention mask, with the fields of :class:`~streamtune.ops.LazyMask`; starts are ``[B or 1, T]``."""
 
     causal: bool = False
@@ -71,7 +71,7 @@ class _UnknownCombinationError(Exception):
     """Raised if all functions of a mask are recognised, but their combination is not."""
 
 
-def recognise_mask(function: Function, length: int, device: torch.device) -> MaskFacts:
+def recognise_mask(function: Function, length: int, device: torch.device) -> ParsedMask:
     """Return the properties of a ``transformers`` mask function; ``function`` holds what is not recognised.
 
     Args:
@@ -79,108 +79,110 @@ def recognise_mask(function: Function, length: int, device: torch.device) -> Mas
         length: Number of positions.
         device: Device of the returned tensors; each also has a copy on the host.
     """
-    unrecognised = MaskFacts(rest=(function,))
+    unrecognised = ParsedMask(rest=(function,))
     try:
-        facts = _read_facts(function, torch.arange(length, device=HOST)[None])
+        parsed = _parse_mask(function, torch.arange(length, device=HOST)[None])
     except _UnknownCombinationError:
         return unrecognised
-    if not facts.causal:
+    if not parsed.causal:
         return unrecognised  # a window or span without causality also limits later keys: leave it to the function
-    if facts.block_start is not None and (facts.rest or _splits_blocks(facts)):
+    if parsed.block_start is not None and (parsed.rest or _has_start_inside_block(parsed)):
         return unrecognised
-    starts = (facts.row_start, facts.span_start, facts.block_start)
+    starts = (parsed.row_start, parsed.span_start, parsed.block_start)
     rows, spans, blocks = (None if x is None else to_device_with_host_copy(x, device) for x in starts)
-    return replace(facts, row_start=rows, span_start=spans, block_start=blocks)
+    return replace(parsed, row_start=rows, span_start=spans, block_start=blocks)
 
 
-def _read_facts(function: Function, position_BT: Tensor) -> MaskFacts:
+def _parse_mask(function: Function, position_BT: Tensor) -> ParsedMask:
     """Return the properties of a mask function or of one of its components, computed on the host.
 
     ``position_BT`` are the positions that the function gets; in a mask of remapped positions, they restart in each row.
     """
     if function is _causal_mask_function:
-        return MaskFacts(causal=True)
-    read = _READERS.get(getattr(function, "__qualname__", ""))
-    facts = read(function, position_BT) if read is not None else None
-    return MaskFacts(rest=(function,)) if facts is None else facts
+        return ParsedMask(causal=True)
+    read = _PARSERS.get(getattr(function, "__qualname__", ""))
+    parsed = read(function, position_BT) if read is not None else None
+    return ParsedMask(rest=(function,)) if parsed is None else parsed
 
 
-def _read_window(function: Function, position_BT: Tensor) -> MaskFacts | None:
-    (size,) = _closure_values(function, WINDOW)
-    return MaskFacts(window=size) if isinstance(size, int) else None
+def _parse_window_mask(function: Function, position_BT: Tensor) -> ParsedMask | None:
+    (size,) = _captured_variables(function, WINDOW)
+    return ParsedMask(window=size) if isinstance(size, int) else None
 
 
-def _read_packed(function: Function, position_BT: Tensor) -> MaskFacts | None:
-    (ids,) = _closure_values(function, PACKED)
-    return MaskFacts(row_start=run_starts(host_copy(ids))) if _are_contiguous_runs(ids, position_BT) else None
+def _parse_packed_rows_mask(function: Function, position_BT: Tensor) -> ParsedMask | None:
+    (ids,) = _captured_variables(function, PACKED)
+    return ParsedMask(row_start=run_starts(host_copy(ids))) if _are_contiguous_runs(ids, position_BT) else None
 
 
-def _read_span(function: Function, position_BT: Tensor) -> MaskFacts | None:
-    size, left = _closure_values(function, SPAN)
+def _parse_span_mask(function: Function, position_BT: Tensor) -> ParsedMask | None:
+    size, left = _captured_variables(function, SPAN)
     if not isinstance(size, int) or not isinstance(left, Tensor):
         return None
     rows = max(left.shape[0], position_BT.shape[0])
     ids = (position_BT.expand(rows, -1) - host_copy(left)[:, None]).div(size, rounding_mode="floor")
-    return MaskFacts(span_start=run_starts(ids))
+    return ParsedMask(span_start=run_starts(ids))
 
 
-def _read_blocks(function: Function, position_BT: Tensor) -> MaskFacts | None:
+def _parse_block_mask(function: Function, position_BT: Tensor) -> ParsedMask | None:
     """Return the blocks of a blockwise mask, valid only in an ``or`` with a causal mask; None if not contiguous."""
-    (ids,) = _closure_values(function, BLOCKS)
+    (ids,) = _captured_variables(function, BLOCKS)
     if not _are_contiguous_runs(ids, position_BT):
         return None
     ids = host_copy(ids)
     positions = torch.arange(ids.shape[1], device=HOST)
-    return MaskFacts(block_start=torch.where(ids >= 0, run_starts(ids), positions))
+    return ParsedMask(block_start=torch.where(ids >= 0, run_starts(ids), positions))
 
 
-def _read_and(function: Function, position_BT: Tensor) -> MaskFacts | None:
-    (parts,) = _closure_values(function, AND_MASKS)
+def _parse_and_mask(function: Function, position_BT: Tensor) -> ParsedMask | None:
+    (parts,) = _captured_variables(function, AND_MASKS)
     if not parts:
         return None
-    facts = MaskFacts()
-    remaps = [part for part in parts if _is_remap(part) or _is_remapped_or(part)]
+    parsed = ParsedMask()
+    remaps = [part for part in parts if _is_remapped_mask(part) or _is_or_of_remapped_mask(part)]
     for part in parts:
         if part not in remaps:
-            facts = _intersection(facts, _read_facts(part, position_BT))
+            parsed = _intersect_masks(parsed, _parse_mask(part, position_BT))
     for part in remaps:
         within = (
-            _read_remapped(part, facts.row_start) if _is_remap(part) else _read_or(part, position_BT, facts.row_start)
+            _parse_remapped_mask(part, parsed.row_start)
+            if _is_remapped_mask(part)
+            else _parse_or_mask(part, position_BT, parsed.row_start)
         )
-        facts = _intersection(facts, within or MaskFacts(rest=(part,)))
-    return facts
+        parsed = _intersect_masks(parsed, within or ParsedMask(rest=(part,)))
+    return parsed
 
 
-def _is_remapped_or(function: Function) -> bool:
+def _is_or_of_remapped_mask(function: Function) -> bool:
     """Return True for an ``or_masks`` whose first component remaps positions, as in transformers 5.24 and later."""
     if getattr(function, "__qualname__", "") != OR_MASKS:
         return False
-    (parts,) = _closure_values(function, OR_MASKS)
-    return bool(parts) and _is_remap(parts[0])
+    (parts,) = _captured_variables(function, OR_MASKS)
+    return bool(parts) and _is_remapped_mask(parts[0])
 
 
-def _read_or(function: Function, position_BT: Tensor, row_start: Tensor | None = None) -> MaskFacts | None:
+def _parse_or_mask(function: Function, position_BT: Tensor, row_start: Tensor | None = None) -> ParsedMask | None:
     """Return the properties of ``or_masks(causal mask, blocks)`` within the rows ``row_start``, None for others."""
-    (parts_held,) = _closure_values(function, OR_MASKS)
+    (parts_held,) = _captured_variables(function, OR_MASKS)
     parts: Any = parts_held or ()
     if len(parts) != 2 or getattr(parts[1], "__qualname__", "") != BLOCKS:
         return None
     first = parts[0]
-    base = _read_remapped(first, row_start) if _is_remap(first) else _read_facts(first, position_BT)
-    blocks = _read_blocks(parts[1], position_BT)
+    base = _parse_remapped_mask(first, row_start) if _is_remapped_mask(first) else _parse_mask(first, position_BT)
+    blocks = _parse_block_mask(parts[1], position_BT)
     if blocks is None or not base.causal or base.block_start is not None or base.rest:
         return None
     return replace(base, block_start=blocks.block_start)
 
 
-def _read_remapped(function: Function, row_start: Tensor | None) -> MaskFacts:
+def _parse_remapped_mask(function: Function, row_start: Tensor | None) -> ParsedMask:
     """Return the properties of a mask whose positions restart in each row.
 
     The mask is recognised if positions restart only where packed rows begin. Then two positions in a row differ by as
     much as their indices in the sequence.
     """
-    inner, positions = _closure_values(function, REMAPPED)
-    opaque = MaskFacts(rest=(function,))
+    inner, positions = _captured_variables(function, REMAPPED)
+    opaque = ParsedMask(rest=(function,))
     if row_start is None or not isinstance(positions, Tensor) or positions.shape[1] != row_start.shape[1]:
         return opaque
     positions = host_copy(positions)
@@ -188,30 +190,30 @@ def _read_remapped(function: Function, row_start: Tensor | None) -> MaskFacts:
     restarts = (positions.diff(dim=1) != 1) & (row_start[:, 1:] != places[1:])
     if bool(restarts.any()):
         return opaque
-    facts = _read_facts(inner, positions)
-    if facts.rest or facts.row_start is not None or facts.block_start is not None:
+    parsed = _parse_mask(inner, positions)
+    if parsed.rest or parsed.row_start is not None or parsed.block_start is not None:
         # The inner mask refers to positions, not to places in the sequence. Causality is the same for both.
-        return replace(opaque, causal=facts.causal and facts.block_start is None)
-    return facts
+        return replace(opaque, causal=parsed.causal and parsed.block_start is None)
+    return parsed
 
 
-def _intersection(first: MaskFacts, second: MaskFacts) -> MaskFacts:
-    if (first.block_start is not None and second.causal) or (second.block_start is not None and first.causal):
+def _intersect_masks(mask: ParsedMask, other: ParsedMask) -> ParsedMask:
+    if (mask.block_start is not None and other.causal) or (other.block_start is not None and mask.causal):
         raise _UnknownCombinationError
-    windows = [window for window in (first.window, second.window) if window is not None]
-    blocks = first.block_start if first.block_start is not None else second.block_start
-    without_blocks = second if first.block_start is not None else first  # the mask outside the ``or`` with the blocks
-    with_blocks = first if first.block_start is not None else second
+    windows = [window for window in (mask.window, other.window) if window is not None]
+    blocks = mask.block_start if mask.block_start is not None else other.block_start
+    without_blocks = other if mask.block_start is not None else mask  # the mask outside the ``or`` with the blocks
+    with_blocks = mask if mask.block_start is not None else other
     if blocks is not None and with_blocks.window is not None and without_blocks.window is not None:
         raise _UnknownCombinationError
-    return MaskFacts(
-        causal=first.causal or second.causal,
+    return ParsedMask(
+        causal=mask.causal or other.causal,
         window=min(windows, default=None),
-        row_start=_elementwise_later_start(first.row_start, second.row_start),
-        span_start=_elementwise_later_start(first.span_start, second.span_start),
+        row_start=_elementwise_later_start(mask.row_start, other.row_start),
+        span_start=_elementwise_later_start(mask.span_start, other.span_start),
         block_start=blocks,
         window_cuts_blocks=blocks is not None and (with_blocks.window_cuts_blocks or without_blocks.window is not None),
-        rest=(*first.rest, *second.rest),
+        rest=(*mask.rest, *other.rest),
     )
 
 
@@ -221,9 +223,9 @@ def _elementwise_later_start(first: Tensor | None, second: Tensor | None) -> Ten
     return torch.maximum(first, second)
 
 
-def _splits_blocks(facts: MaskFacts) -> bool:
+def _has_start_inside_block(parsed: ParsedMask) -> bool:
     """Return True if a packed row or a span begins inside a block of mutually visible tokens."""
-    starts, blocks = (facts.row_start, facts.span_start), facts.block_start
+    starts, blocks = (parsed.row_start, parsed.span_start), parsed.block_start
     return any(bool((start > blocks).any()) for start in starts if start is not None and blocks is not None)
 
 
@@ -235,25 +237,25 @@ def _are_contiguous_runs(ids: Any, position_BT: Tensor) -> bool:
     return bool((position_BT == places).all()) and has_one_run_per_id(host_copy(ids))
 
 
-def _is_remap(function: Function) -> bool:
+def _is_remapped_mask(function: Function) -> bool:
     return getattr(function, "__qualname__", "") == REMAPPED
 
 
-def _closure_values(function: Function, function_kind: str) -> tuple[Any, ...]:
+def _captured_variables(function: Function, function_kind: str) -> tuple[Any, ...]:
     """Return the variables that a mask closure captured, in the order of ``CLOSURE_VARIABLES``; None for missing."""
     names = getattr(getattr(function, "__code__", None), "co_freevars", ())
     held = dict(zip(names, (cell.cell_contents for cell in getattr(function, "__closure__", None) or ()), strict=True))
     return tuple(held.get(name) for name in CLOSURE_VARIABLES[function_kind])
 
 
-_READERS: dict[str, Callable[[Function, Tensor], MaskFacts | None]] = {
-    AND_MASKS: _read_and,
-    OR_MASKS: _read_or,
-    WINDOW: _read_window,
-    SPAN: _read_span,
-    PACKED: _read_packed,
+_PARSERS: dict[str, Callable[[Function, Tensor], ParsedMask | None]] = {
+    AND_MASKS: _parse_and_mask,
+    OR_MASKS: _parse_or_mask,
+    WINDOW: _parse_window_mask,
+    SPAN: _parse_span_mask,
+    PACKED: _parse_packed_rows_mask,
 }
-"""Readers of mask closures, by qualified name; the closures are local functions of ``transformers.masking_utils``."""
+"""Parsers of mask closures, by qualified name; the closures are local functions of ``transformers.masking_utils``."""
 
 
 @wraps(_find_packed_sequence_indices)

@@ -29,7 +29,7 @@ READ = "_streamtune_read"
 
 
 @lru_cache(maxsize=64)
-def _parameters(forward: Any) -> tuple[str, ...]:
+def _parameter_names(forward: Any) -> tuple[str, ...]:
     return tuple(parameters_of(forward))[1:]
 
 
@@ -48,12 +48,12 @@ class ModelCall:
 
     def get(self, name: str) -> Any:
         """Return an argument; None if it was not passed."""
-        names = _parameters(type(self.model).forward)[: len(self.args)]
+        names = _parameter_names(type(self.model).forward)[: len(self.args)]
         return self.kwargs.get(name, self.args[names.index(name)] if name in names else None)
 
     def put(self, name: str, value: Any) -> None:
         """Set an argument, whether or not it was passed."""
-        names = _parameters(type(self.model).forward)[: len(self.args)]
+        names = _parameter_names(type(self.model).forward)[: len(self.args)]
         if name in names:
             place = names.index(name)
             self.args = (*self.args[:place], value, *self.args[place + 1 :])
@@ -68,7 +68,7 @@ class ModelCall:
 
     def has_parameter(self, name: str) -> bool:
         """Return True if the signature of the model's forward has a parameter ``name``."""
-        return name in _parameters(type(self.model).forward)
+        return name in _parameter_names(type(self.model).forward)
 
     @property
     def size(self) -> tuple[int, int]:
@@ -93,7 +93,7 @@ class ModelCall:
             )
         return None
 
-    def keep_one_row(self, attentions: list[Any], cached: bool) -> None:
+    def keep_one_row(self, attentions: list[Any], cache_enabled: bool) -> None:
         """Add an attention mask of ones if ``position_ids`` jump inside a row that the unstreamed call keeps whole.
 
         ``transformers`` treats a jump as the start of a packed row unless there is a mask or a cache. Streaming leaves
@@ -102,13 +102,13 @@ class ModelCall:
 
         Args:
             attentions: Attention implementations of the unstreamed model.
-            cached: True if the configuration enables the cache and nothing overrides it.
+            cache_enabled: True if the configuration enables the cache and nothing overrides it.
         """
         use_cache = self.get("use_cache")
         by_positions = describes_packed_rows(self.kwargs) or any(
             str(name).startswith(BY_POSITIONS) for name in attentions
         )
-        if by_positions or not (cached if use_cache is None else use_cache):
+        if by_positions or not (cache_enabled if use_cache is None else use_cache):
             return
         if self.get("attention_mask") is None and self.has_parameter("attention_mask") and all(self.size):
             positions = self.get("position_ids")

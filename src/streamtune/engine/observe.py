@@ -121,7 +121,7 @@ def function_modes() -> tuple[TorchFunctionMode, ...]:
 
 
 @contextmanager
-def temporary_attention(configs: list[Any], names: list[Any]) -> Iterator[None]:
+def temporary_attention_names(configs: list[Any], names: list[Any]) -> Iterator[None]:
     """Context manager: the model configs use the attention implementations ``names`` while active."""
     before = [attention_name(config) for config in configs]
     try:
@@ -172,7 +172,7 @@ _observers: list[Observer] = []  # not a context variable: on an accelerator, ba
 
 
 @contextmanager
-def observed(observer: Observer) -> Iterator[None]:
+def with_observer(observer: Observer) -> Iterator[None]:
     """Context manager: ``observer`` receives the engine's events while active."""
     _observers.append(observer)
     try:
@@ -281,9 +281,9 @@ def has_chunkwise_hooks(root: nn.Module) -> bool:
     )
 
 
-def _user_hooks(tables: dict[str, Any], names: dict[str, str]) -> Iterator[tuple[str, Any]]:
-    for table, kind in names.items():
-        for hook in (tables.get(table) or {}).values():
+def _user_hooks(attributes: dict[str, Any], hook_kinds: dict[str, str]) -> Iterator[tuple[str, Any]]:
+    for table, kind in hook_kinds.items():
+        for hook in (attributes.get(table) or {}).values():
             if not (_hook_package(hook) in COMPUTING_LIBRARIES or getattr(hook, "_streamtune_chunkwise", False)):
                 yield kind, hook
 

@@ -120,7 +120,7 @@ def _embedding_and_head(model: Any) -> list[nn.Module]:
     return [module for module in candidates if not any(used_elsewhere(p) for _, _, p in _plain_parameters(module))]
 
 
-def _modules_outside(model: Any, layers: Iterable[nn.Module]) -> list[nn.Module]:
+def _modules_outside_layers(model: Any, layers: Iterable[nn.Module]) -> list[nn.Module]:
     """Return the modules outside the decoder layers that have plain parameters of their own."""
     inside = {id(module) for layer in layers for module in layer.modules()}
     return [module for module in model.modules() if id(module) not in inside and _plain_parameters(module)]
@@ -191,7 +191,7 @@ class OffloadedWeights:
             _WeightUnit.from_entries(_layer_weights(layer), place + 1) for place, layer in enumerate(layers)
         ]
         self._units = {id(layer): unit for layer, unit in zip(layers, self._layers, strict=True)}
-        outside = _embedding_and_head(model) if dtype is None else _modules_outside(model, layers)
+        outside = _embedding_and_head(model) if dtype is None else _modules_outside_layers(model, layers)
         self._units |= {id(module): _WeightUnit.from_entries(_plain_parameters(module)) for module in outside}
         self._prefetched: tuple[_WeightUnit, _Fetched] | None = None
         self._hooks: list[Any] = []
@@ -206,16 +206,16 @@ class OffloadedWeights:
         self._hooks, self._prefetched = [], None
 
     @contextmanager
-    def used(self, layer: nn.Module, prefetch: int = 0) -> Iterator[dict[int, Tensor]]:
+    def used(self, layer: nn.Module, prefetch_offset: int = 0) -> Iterator[dict[int, Tensor]]:
         """Context manager: ``layer`` holds device copies of its weights while active; yields them by parameter ``id``.
 
-        Each copy is a leaf that requires a gradient if its parameter does. ``prefetch`` 1 begins to copy the weights of
-        the next layer, -1 the weights of the previous layer, 0 none.
+        Each copy is a leaf that requires a gradient if its parameter does. ``prefetch_offset`` 1 begins to copy the
+        weights of the next layer, -1 the weights of the previous layer, 0 none.
         """
         unit = self._units[id(layer)]
         if not unit.depth:
             unit.leaves = self._copies_as_leaves(unit)
-            self._prefetch_neighbour(unit, prefetch)
+            self._prefetch_neighbour(unit, prefetch_offset)
             self._install_copies(unit, unit.leaves)
         unit.depth += 1
         try:

@@ -129,10 +129,10 @@ class Embeddings(Tensor):
     def create(value: Tensor, recompute: Callable[[], Tensor]) -> Any:
         """Return a placeholder for ``value`` ``[B, T, C]``; ``recompute`` returns the same values again."""
         content = _Content(value, recompute, value._version, torch.is_grad_enabled())
-        stand_in: Any = _StandIn.apply(value, content) if value.requires_grad else _create_stand_in(value)
-        node = _grad_fn_of(stand_in)
-        stand_in.content, content.node = content, None if node is None else weakref.ref(node)
-        return stand_in
+        embeddings: Any = _PlaceholderNode.apply(value, content) if value.requires_grad else _create_placeholder(value)
+        node = _grad_fn_of(embeddings)
+        embeddings.content, content.node = content, None if node is None else weakref.ref(node)
+        return embeddings
 
     @classmethod
     def __torch_function__(
@@ -160,13 +160,13 @@ class Embeddings(Tensor):
         return func(*map_nested(_embeddings_in, args), **map_nested(_embeddings_in, kwargs or {}))
 
 
-class _StandIn(torch.autograd.Function):
+class _PlaceholderNode(torch.autograd.Function):
     """Autograd node of a placeholder (:class:`Embeddings`); only custom autograd functions get the placeholder."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, content: _Content) -> Tensor:
         ctx.content = content
-        return _create_stand_in(value)
+        return _create_placeholder(value)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -178,7 +178,7 @@ class _StandIn(torch.autograd.Function):
         return grad, None
 
 
-def _create_stand_in(value: Tensor) -> Tensor:
+def _create_placeholder(value: Tensor) -> Tensor:
     made: Tensor = Tensor._make_wrapper_subclass(
         Embeddings, value.shape, value.stride(), dtype=value.dtype, layout=value.layout, device=value.device
     )
@@ -270,20 +270,20 @@ class StreamedNorm:
         return alone.shape == together.shape and bool(torch.allclose(alone, together, rtol=1e-2, atol=1e-3))
 
     @torch.no_grad()
-    def forward(self, x_BTC: Tensor, into: StoredTensor | None) -> Tensor:
-        """Return the norm's output for the whole sequence; if given, ``into`` stores the input chunk by chunk."""
+    def forward(self, x_BTC: Tensor, input_store: StoredTensor | None) -> Tensor:
+        """Return the norm's output for the whole sequence; ``input_store``, if given, stores the input."""
         out: Tensor | None = None
         for chunk in self.schedule.chunks(x_BTC.shape[1]):
             notify_chunk(self.norm, chunk, "store")
             x_i = x_BTC[:, chunk]
-            if into is not None:
-                into.put(chunk, x_i)
+            if input_store is not None:
+                input_store.put(chunk, x_i)
             y_i = self.run_module(x_i)
             if out is None:
                 out = y_i.new_empty((*x_BTC.shape[:2], y_i.shape[2]))
             out[:, chunk] = y_i
-        if into is not None:
-            into.tier.wait_for_copies()
+        if input_store is not None:
+            input_store.tier.wait_for_copies()
         assert out is not None
         return out
 

@@ -30,7 +30,7 @@ from transformers import AttentionMaskInterface
 
 from streamtune.engine.attention import NAME, lazy_mask
 from streamtune.engine.hf_names import attention_name, set_attention_name
-from streamtune.engine.observe import temporary_attention
+from streamtune.engine.observe import temporary_attention_names
 from streamtune.errors import UnsupportedModelError
 from streamtune.ops.attention.mask import LazyMask, MaskView
 
@@ -40,7 +40,7 @@ TILED_IMPLEMENTATIONS = ("eager", "sdpa")
 _TILED_PREFIX = f"{NAME}-over-"
 
 
-def tiled_attention_name(implementation: str) -> str:
+def lazy_mask_attention_name(implementation: str) -> str:
     """Return the name of an attention whose layers keep ``implementation``, but get StreamTune's lazy mask."""
     return _TILED_PREFIX + implementation
 
@@ -61,7 +61,9 @@ class AttentionNames:
         self.configs = list(configs)
         self.plain_names = [attention_name(config) for config in configs]
         """Names that the configs have outside of calls."""
-        self.engine_names = [NAME if own_attention is None else tiled_attention_name(own_attention)] * len(self.configs)
+        self.engine_names = [NAME if own_attention is None else lazy_mask_attention_name(own_attention)] * len(
+            self.configs
+        )
         """Names that the configs have during calls."""
         self._depth = 0
 
@@ -86,7 +88,7 @@ class AttentionNames:
         """Context manager: the configs have these attention names while active, also during calls."""
         self._depth += 1
         try:
-            with temporary_attention(self.configs, names):
+            with temporary_attention_names(self.configs, names):
                 yield
         finally:
             self._depth -= 1
@@ -115,7 +117,7 @@ def refuse_changed_attention(config: Any, name: Any, where: str) -> None:
 
 def is_engine_attention(name: Any) -> bool:
     """Return True if ``name`` is an attention implementation that StreamTune registered."""
-    return name == NAME or name in map(tiled_attention_name, TILED_IMPLEMENTATIONS)
+    return name == NAME or name in map(lazy_mask_attention_name, TILED_IMPLEMENTATIONS)
 
 
 @dataclass(frozen=True)
@@ -124,18 +126,18 @@ class OwnAttention:
 
     name: str
 
-    def mask_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the mask dtype that the layer expects for hidden states of ``dtype``.
+    def mask_dtype(self, hidden_dtype: torch.dtype) -> torch.dtype:
+        """Return the mask dtype that the layer expects for hidden states of ``hidden_dtype``.
 
         For fp64 hidden states the mask is fp32: eager attention computes its softmax in fp32, where the lowest fp64
         number would be -inf. Then a query that sees no key would give NaN.
         """
         if self.name == "sdpa":
             return torch.bool
-        return torch.float32 if dtype == torch.float64 else dtype
+        return torch.float32 if hidden_dtype == torch.float64 else hidden_dtype
 
 
-def mask_tile(view: MaskView, dtype: torch.dtype) -> Tensor:
+def dense_mask_of_view(view: MaskView, dtype: torch.dtype) -> Tensor:
     """Return the dense mask ``[B, 1, T, S]`` of a lazy mask's view: boolean, or additive if ``dtype`` is floating."""
     rows, _, queries, keys = view.shape
     allowed = view.mask.tile(view.q_start, view.q_stop, view.k_start, view.k_stop).expand(rows, 1, queries, keys)
@@ -168,7 +170,7 @@ class DensifiedMask(LazyMask):
 
     def dense(self) -> Tensor:
         """Return the dense mask ``[B, 1, T, S]``."""
-        return mask_tile(self.rows(0, self.q_length), self.dense_dtype)
+        return dense_mask_of_view(self.rows(0, self.q_length), self.dense_dtype)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -202,7 +204,7 @@ for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "and", "or", "invert"
     setattr(DensifiedMask, f"__{_name}__", _dense_operator(f"__{_name}__"))
 
 
-def _densified_mask(
+def _make_densified_mask(
     implementation: str, *args: Any, dtype: torch.dtype = torch.float32, **kwargs: Any
 ) -> DensifiedMask:
     """Return a :class:`DensifiedMask`, in the form that ``implementation`` expects; registered as a mask function."""
@@ -212,4 +214,6 @@ def _densified_mask(
 
 
 for _implementation in TILED_IMPLEMENTATIONS:
-    AttentionMaskInterface.register(tiled_attention_name(_implementation), partial(_densified_mask, _implementation))
+    AttentionMaskInterface.register(
+        lazy_mask_attention_name(_implementation), partial(_make_densified_mask, _implementation)
+    )

@@ -35,7 +35,7 @@ from streamtune.engine.saved import SavedTensors, save_kv_spans
 from streamtune.engine.scan import scans_from_state
 from streamtune.engine.sequence.shards import ChunkExchange
 from streamtune.engine.sequence.states import NeedsFragments, SharedStates
-from streamtune.engine.sharded import gathered
+from streamtune.engine.sharded import gathered_weights
 from streamtune.engine.streamed_layer import Scope, StreamedLayer
 from streamtune.engine.vjp import Along, GradientSum, chunk_view, read_chunk
 from streamtune.schedule import Schedule
@@ -187,7 +187,7 @@ class LayerStream:
         In a backward, ``sums`` are the gradient accumulators of the parameters.
         """
         offloaded, scopes = self.owner.parts.offloaded, self.scopes
-        with nullcontext() if offloaded is None else offloaded.used(self.call.layer, prefetch=1):
+        with nullcontext() if offloaded is None else offloaded.used(self.call.layer, prefetch_offset=1):
             if len(self.chunks) > 1:
                 self.scopes = [*scopes, FusedLinears(self.call.layer, self.settings.autocast, sums).replacing_forwards]
             try:
@@ -339,7 +339,7 @@ class LayerStream:
             source = stream.stored_input()
             later.saved.z_in = into = later._new_stored_tensor(later.owner.placement.tier, source)
             with (
-                gathered(stream.call.layer, during=self.call.layer, next_backward=later is self),
+                gathered_weights(stream.call.layer, during=self.call.layer, next_backward=later is self),
                 stream.pass_over_chunks(),
             ):
                 stream.recompute(source, into)
@@ -351,16 +351,16 @@ class LayerStream:
         """Return the stored input; raise :class:`ArgumentError` if it was changed in place since the forward."""
         return self.saved.input(self.owner.name)
 
-    def output_gradient(self, incoming: Tensor | None) -> Source | None:
+    def output_gradient(self, autograd_gradient: Tensor | None) -> Source | None:
         """Return the gradient of the output hidden states: autograd's plus what the next layer's backward put here."""
         left = self.grad_from_next.take()
-        if left is None or incoming is None:
-            return left if incoming is None else incoming
-        if is_placeholder(incoming):
+        if left is None or autograd_gradient is None:
+            return left if autograd_gradient is None else autograd_gradient
+        if is_placeholder(autograd_gradient):
             return left
         # Something besides the next layer read the hidden states.
         grad = torch.cat([read_chunk(left, self.hidden_along, chunk) for chunk in self.chunks], self.hidden_along)
-        return grad.add_(incoming)
+        return grad.add_(autograd_gradient)
 
     def grad_buffer(self, z: Source, grad_after: Source | None) -> Source:
         """Return the memory in which the next layer's backward writes the gradient of this call's output ``z``.
@@ -394,18 +394,18 @@ class LayerStream:
         self.saved.set_read_order(self.chunks[::-1])
 
     @torch.no_grad()
-    def recompute(self, z_in: Source, into: StoredTensor | None) -> None:
-        """Run the forward again with the same input and random numbers; store the output hidden states in ``into``."""
+    def recompute(self, z_in: Source, output_store: StoredTensor | None) -> None:
+        """Run the forward again, with the same random numbers; store the hidden states in ``output_store``."""
         if isinstance(z_in, StoredTensor):
             z_in.set_read_order(self.chunks)
         self.states.begin_pass(backward=False)
         for chunk in self.chunks:
             with self._restored(chunk):
                 z_i, _ = self.run(chunk, "store", [read_chunk(z_in, self.hidden_along, chunk)])
-            if into is not None:
-                into.put(chunk, z_i[0])
-        if into is not None:
-            into.tier.wait_for_copies()
+            if output_store is not None:
+                output_store.put(chunk, z_i[0])
+        if output_store is not None:
+            output_store.tier.wait_for_copies()
         self.states.end_pass()
         self._save_kv_and_states(for_backward=True, recomputed=True)
 
@@ -492,13 +492,15 @@ def _zero_scalar(dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.zeros((), dtype=dtype, device=device)
 
 
-def _repeat_token(x: Tensor, along: Along) -> Tensor:
+def _repeat_token(x: Tensor, sequence_dim: Along) -> Tensor:
     """Return ``x``, which has one token, followed by a detached copy of that token."""
-    return x if along is None else torch.cat([x, x.detach()], along)
+    return x if sequence_dim is None else torch.cat([x, x.detach()], sequence_dim)
 
 
-def _empty_output(chunk_output: Tensor, along: Along, length: int) -> Tensor:
+def _empty_output(chunk_output: Tensor, sequence_dim: Along, length: int) -> Tensor:
     """Return an output for the whole sequence, shaped after one chunk's: empty, or zeros if the chunks are summed."""
-    if along is None:
+    if sequence_dim is None:
         return torch.zeros_like(chunk_output)
-    return chunk_output.new_empty([length if dim == along else size for dim, size in enumerate(chunk_output.shape)])
+    return chunk_output.new_empty(
+        [length if dim == sequence_dim else size for dim, size in enumerate(chunk_output.shape)]
+    )

@@ -75,9 +75,9 @@ class RowLengths:
         """Return the lengths on ``device``."""
         return RowLengths(self.shortest_BT.to(device), self.longest_BT.to(device))
 
-    def select_tokens(self, cut: Callable[[Tensor], Tensor]) -> RowLengths:
-        """Return the lengths of a selection of tokens; ``cut`` selects them from a tensor ``[B, T]``."""
-        return RowLengths(cut(self.shortest_BT), cut(self.longest_BT))
+    def select_tokens(self, select: Callable[[Tensor], Tensor]) -> RowLengths:
+        """Return the lengths of a selection of tokens; ``select`` selects them from a tensor ``[B, T]``."""
+        return RowLengths(select(self.shortest_BT), select(self.longest_BT))
 
 
 class LengthRotary:
@@ -147,7 +147,7 @@ def longest_unscaled_length(config: Any) -> int | None:
     parameters = getattr(text, "rope_parameters", None) or {}
     nested = bool(parameters) and all(isinstance(value, dict) for value in parameters.values())
     limits = [
-        _constant_length(text, kind)
+        _longest_constant_length(text, kind)
         for kind in (parameters.values() if nested else [parameters])
         if _rope_type(kind) in LENGTH_DEPENDENT_TYPES
     ]
@@ -155,7 +155,7 @@ def longest_unscaled_length(config: Any) -> int | None:
 
 
 @contextmanager
-def rotated_by_row(model: nn.Module, mask_BT: Tensor | None = None) -> Iterator[None]:
+def rotate_rows_as_if_alone(model: nn.Module, mask_BT: Tensor | None = None) -> Iterator[None]:
     """Context manager: an unstreamed model rotates each row as if the row were alone in the call, while active.
 
     ``mask_BT`` is a padding mask, one row per sequence. Without a mask, positions that restart begin packed rows.
@@ -180,14 +180,14 @@ def _type_and_limit(module: Any, layer_type: str | None) -> tuple[str, int]:
     """Return the type of a rotary embedding, and the row length above which its frequencies change."""
     parameters = module.config.rope_parameters
     parameters = parameters if layer_type is None else parameters[layer_type]
-    return _rope_type(parameters), _constant_length(module.config, parameters)
+    return _rope_type(parameters), _longest_constant_length(module.config, parameters)
 
 
 def _rope_type(parameters: Any) -> str:
     return str(parameters.get("rope_type", "default"))
 
 
-def _constant_length(config: Any, parameters: Any) -> int:
+def _longest_constant_length(config: Any, parameters: Any) -> int:
     original = parameters.get("original_max_position_embeddings") if _rope_type(parameters) == "longrope" else None
     return int(original or config.max_position_embeddings)
 

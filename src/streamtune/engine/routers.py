@@ -148,7 +148,7 @@ class RouterWatch:
         self._hooks = [
             router.register_forward_hook(partial(self._collect, index))
             for layer in layers
-            for router, index in _routers(model, layer)
+            for router, index in _router_modules(model, layer)
         ]
         if loss is not None:
             self._check()
@@ -219,7 +219,7 @@ class RouterWatch:
         loss = self.loss or RouterLoss(balance=balance_coefficient(self.model))
         counts = sums.counts
         if loss.scope == "global":
-            counts = summed_over_ranks(counts) if self.totals is None else self.totals
+            counts = sum_counts_over_ranks(counts) if self.totals is None else self.totals
         elif self.shards is not None:
             counts = sum_over_ranks(counts, self.shards.group)
         tokens = counts[-1]
@@ -255,7 +255,7 @@ class RouterWatch:
             )
 
 
-def balances_itself(model: Any) -> bool:
+def adds_balance_loss(model: Any) -> bool:
     """Return True if a model adds its balance loss even if the call does not pass ``output_router_logits``.
 
     The model's configuration decides, unless its forward has a boolean default for that argument.
@@ -268,7 +268,7 @@ def balances_itself(model: Any) -> bool:
 
 def without_router_loss(model: Any) -> dict[str, bool]:
     """Return arguments for a ``transformers`` model call without router loss and router logits."""
-    return {"output_router_logits": False} if balances_itself(model) else {}
+    return {"output_router_logits": False} if adds_balance_loss(model) else {}
 
 
 def balance_coefficient(model: Any) -> float:
@@ -291,7 +291,7 @@ def balance_coefficient(model: Any) -> float:
     )
 
 
-def summed_over_ranks(counts: Tensor) -> Tensor:
+def sum_counts_over_ranks(counts: Tensor) -> Tensor:
     """Return the sum of ``counts`` over all ranks; ``counts`` itself if ``torch.distributed`` is not initialised."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         counts = counts.clone()
@@ -299,7 +299,7 @@ def summed_over_ranks(counts: Tensor) -> Tensor:
     return counts
 
 
-def _routers(model: nn.Module, layer: nn.Module) -> Iterator[tuple[nn.Module, int]]:
+def _router_modules(model: nn.Module, layer: nn.Module) -> Iterator[tuple[nn.Module, int]]:
     """Yield (router module, index of the router logits in its output) for each router of a layer.
 
     Routers are the modules that ``transformers`` records as ``router_logits``.

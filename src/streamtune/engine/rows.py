@@ -103,15 +103,15 @@ class PackedRows:
         self.refuse_single_tokens(chunks)
         return chunks
 
-    def refuse_single_tokens(self, parts: Iterable[slice]) -> None:
+    def refuse_single_tokens(self, chunks: Iterable[slice]) -> None:
         """Refuse a chunk of one token that begins a row of one sequence, but is inside a row of another.
 
         A layer with a recurrent state treats a single token as a decoding step, and would lose the state.
 
         Raises:
-            UnsupportedModelError: One of the slices ``parts`` is such a chunk.
+            UnsupportedModelError: One of the slices ``chunks`` is such a chunk.
         """
-        for part in parts:
+        for part in chunks:
             if part.stop - part.start == 1 and part.start not in self.common_starts:
                 raise UnsupportedModelError(
                     f"a packed row of one token at position {part.start} has a longer row next to it in the batch; "
@@ -213,9 +213,9 @@ class Branches(PackedRows):
             "attention_mask": torch.ones_like(input_ids),
         }
 
-    def followed_by(self, tokens: int) -> Branches:
-        """Return the same trees followed by a separate row of ``tokens`` tokens."""
-        stop = self.length + tokens
+    def followed_by(self, row_length: int) -> Branches:
+        """Return the same trees followed by a separate row of ``row_length`` tokens."""
+        stop = self.length + row_length
         table = BranchTable((*self.table.parts, Branch(self.length, stop)))
         return Branches(table.positions[None], table)
 

@@ -148,13 +148,13 @@ class SavedKV:
         """Free the memory of the buffers, but keep the tensor objects, to which the graph of a chunk refers."""
         for pair in self.kv.pairs:
             for x in pair:
-                _resize(x, 0)
+                _resize_storage(x, 0)
 
     def refill(self, chunk: slice, chunk_kv: Sequence[Tensor]) -> None:
         """Allocate the released buffers again and fill them; ``chunk_kv`` are the keys and values of ``chunk``."""
         for index, pair in enumerate(self.kv.pairs):
             for place, x in enumerate(pair):
-                _resize(x, x.numel() * x.element_size())
+                _resize_storage(x, x.numel() * x.element_size())
                 with _unsafe_preserve_version_counter(x):
                     x[:, :, self.kv.buffer_slice(chunk)] = chunk_kv[2 * index + place].detach()
         seen_spans = [s for s, span in self.spans.items() if s < chunk.start and span.start >= self.kv.offset]
@@ -240,6 +240,6 @@ class SavedKV:
                 pairs[index][place][:, :, self.kv.buffer_slice(self.spans[start])] = blocks[key].get()
 
 
-def _resize(x: Tensor, nbytes: int) -> None:
+def _resize_storage(x: Tensor, nbytes: int) -> None:
     x.untyped_storage().resize_(nbytes)
     notify_resized(x)

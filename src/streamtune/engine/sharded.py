@@ -3,7 +3,7 @@
 A sharded parameter is complete only inside a call of its module: hooks gather it before the call and free it after, and
 again in the backward. So the engine reads a weight only inside that call. A decoder layer's chunks run inside the
 layer's ``forward``, and the head's chunks inside the head's. The exception is a layer that runs forward again in the
-backward of a later layer (``levels: 2``): :func:`gathered` gathers its weights.
+backward of a later layer (``levels: 2``): :func:`gathered_weights` gathers its weights.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def _is_deepspeed_hook(hook: Callable[..., Any]) -> bool:
 
 
 @contextmanager
-def gathered(layer: nn.Module, *, during: nn.Module, next_backward: bool) -> Iterator[None]:
+def gathered_weights(layer: nn.Module, *, during: nn.Module, next_backward: bool) -> Iterator[None]:
     """Context manager: gathers a layer's sharded weights, to run it forward in the backward of layer ``during``.
 
     Args:
@@ -211,7 +211,7 @@ class Weights:
             FlatParametersError: A weight is no longer a parameter of the layer.
         """
         for name, parameter, version, place, trained in self.tensors:
-            table, key = _table_and_key(self.layer, name)
+            table, key = _tensor_table_and_key(self.layer, name)
             if key not in table:  # a layer may replace its own buffers
                 if not isinstance(parameter, nn.Parameter) and not trained:
                     continue
@@ -232,7 +232,7 @@ class Weights:
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Context manager: the layer has the recorded tensors, also after ``torch.func.functional_call`` has ended."""
-        places = [(*_table_and_key(self.layer, name), tensor) for name, tensor, *_ in self.tensors]
+        places = [(*_tensor_table_and_key(self.layer, name), tensor) for name, tensor, *_ in self.tensors]
         swapped = [(table, key, tensor) for table, key, tensor in places if table[key] is not tensor]
         before = [table[key] for table, key, _ in swapped]
         try:
@@ -244,7 +244,7 @@ class Weights:
                 table[key] = current
 
 
-def adapted_tensors(layer: nn.Module) -> tuple[Tensor, ...]:
+def peft_wrapped_weights(layer: nn.Module) -> tuple[Tensor, ...]:
     """Return the parameters that peft wraps in ``ParamWrapper``, such as stacked experts; empty without peft."""
     wrapper: Any = getattr(sys.modules.get("peft.tuners.lora.layer"), "ParamWrapper", None)
     if wrapper is None:
@@ -253,8 +253,8 @@ def adapted_tensors(layer: nn.Module) -> tuple[Tensor, ...]:
     return tuple(weight for module in wrapped if not (weight := module.get_param()).is_inference())
 
 
-def preserved_versions(weights: tuple[Tensor, ...]) -> AbstractContextManager[None]:
-    """Context manager: preserves the version counters of ``weights`` (see :func:`adapted_tensors`).
+def preserve_version_counters(weights: tuple[Tensor, ...]) -> AbstractContextManager[None]:
+    """Context manager: preserves the version counters of ``weights`` (see :func:`peft_wrapped_weights`).
 
     In each call peft parametrizes such a weight, and torch writes the weight's own values into it, so that only the
     version changes. Without this context :meth:`Weights.check` would refuse the backward.
@@ -270,7 +270,7 @@ def _data_address(parameter: Tensor) -> int:
     return parameter.data_ptr() if fixed else 0
 
 
-def _table_and_key(layer: nn.Module, name: str) -> tuple[dict[str, Tensor | None], str]:
+def _tensor_table_and_key(layer: nn.Module, name: str) -> tuple[dict[str, Tensor | None], str]:
     """Return the module dictionary (of parameters or buffers) that has the tensor ``name``, and its key there."""
     path, _, key = name.rpartition(".")
     module = layer.get_submodule(path)

@@ -18,9 +18,15 @@ from streamtune.engine.inspect_model import base_model
 from streamtune.engine.lazy_logits import LazyLogits
 from streamtune.engine.model_call import ModelCall
 from streamtune.engine.observe import RandomState, temporary_attribute
-from streamtune.engine.preflight import check_exact, check_length, check_order, check_shared, lengths_to_check
+from streamtune.engine.preflight import (
+    check_chunk_order,
+    check_exact,
+    check_length,
+    check_sequence_parallel,
+    lengths_to_check,
+)
 from streamtune.engine.requests import LogitsRequest, LossRequest, ScoreRequest, TokenScores
-from streamtune.engine.routers import RouterLoss, summed_over_ranks, without_router_loss
+from streamtune.engine.routers import RouterLoss, sum_counts_over_ranks, without_router_loss
 from streamtune.engine.rows import Branches
 from streamtune.engine.sequence.shards import SequenceParallel
 from streamtune.errors import ArgumentError
@@ -166,14 +172,14 @@ class StreamHandle(StreamedCalls):
         return logits
 
     def _scored_call(
-        self, request: ScoreRequest, called: Any, input_ids: Tensor, arguments: dict[str, Any]
+        self, request: ScoreRequest, model_or_wrapper: Any, input_ids: Tensor, arguments: dict[str, Any]
     ) -> dict[str, Any]:
-        """Call ``called`` (the model or a wrapper) with ``request``; return the dictionary that the call computes."""
+        """Call the model, or a wrapper, with ``request``; return the dictionary that the call computes."""
         self._check_score_request(request, input_ids)
         if request.branches is not None:
             arguments = {**arguments, **request.branches.arguments(input_ids)}
         with self.returning_scores(request):
-            answer: dict[str, Any] = called(input_ids=input_ids, **arguments)
+            answer: dict[str, Any] = model_or_wrapper(input_ids=input_ids, **arguments)
         return answer
 
     def _check_score_request(self, request: ScoreRequest, input_ids: Tensor) -> None:
@@ -232,9 +238,9 @@ class StreamHandle(StreamedCalls):
         """
         with name_untested_as_cause():
             check_exact(self)
-            check_order(self)
+            check_chunk_order(self)
             if self.sequence_parallel is not None:
-                check_shared(self)
+                check_sequence_parallel(self)
             else:
                 for tokens in lengths_to_check(self) if length is None else [length]:
                     check_length(self, tokens)
@@ -278,7 +284,7 @@ class StreamHandle(StreamedCalls):
                 assert sums is not None
                 counts = sums.counts if counts is None else counts + sums.counts
         assert counts is not None
-        return summed_over_ranks(counts)
+        return sum_counts_over_ranks(counts)
 
     def reschedule(self, schedule: Schedule) -> None:
         """Stream the model with another schedule from now on; the gradient stays the same.

@@ -83,26 +83,28 @@ class StreamedLayer:
         return [self.fused.replacing_functions] if self.fused is not None and is_fusion_faster(device) else []
 
     @contextmanager
-    def on_device(self, parameters: Sequence[Tensor], prefetch: int | None = None) -> Iterator[list[Tensor]]:
+    def on_device(self, parameters: Sequence[Tensor], prefetch_offset: int | None = None) -> Iterator[list[Tensor]]:
         """Context manager: the layer's weights are on the device while active; yields device copies of ``parameters``.
 
-        ``prefetch`` is the offset of the layer whose weights are copied next (1: the next layer, -1: the previous
-        layer, 0: none). None chooses the offset for a backward.
+        ``prefetch_offset`` is the offset of the layer whose weights are copied next (1: the next layer, -1: the
+        previous layer, 0: none). None chooses the offset for a backward.
         """
         offloaded = self.parts.offloaded
         if offloaded is None:
             yield list(parameters)
             return
-        if prefetch is None:  # below the first layer of a segment, layers of the segment before run forward again
-            prefetch = 0 if self.schedule.levels == 2 and self.placement.begins_segment else -1
-        with offloaded.used(self.layer, prefetch) as copies:
+        if (
+            prefetch_offset is None
+        ):  # below the first layer of a segment, layers of the segment before run forward again
+            prefetch_offset = 0 if self.schedule.levels == 2 and self.placement.begins_segment else -1
+        with offloaded.used(self.layer, prefetch_offset) as copies:
             yield [copies.get(id(p), p) for p in parameters]
 
     def to_host(self, parameters: Sequence[Tensor], grads: list[Tensor | None]) -> list[Tensor | None]:
         """Return the gradients of ``parameters``, copied to the host if the parameters are offloaded."""
         return grads if self.parts.offloaded is None else self.parts.offloaded.to_host(parameters, grads)
 
-    def check_unchanged(self, length: int) -> None:
+    def check_unchanged(self, sequence_length: int) -> None:
         """Refuse a backward after streaming was removed, the attention changed, or a hook was added in the layer."""
         if self.removed:
             raise ArgumentError(
@@ -110,7 +112,7 @@ class StreamedLayer:
                 where=self.name,
                 fix="call loss.backward() before handle.remove(), or inside of the with statement",
             )
-        self.check_attention(length)
+        self.check_attention(sequence_length)
         self.check_hooks()
 
     def check_hooks(self) -> None:
@@ -123,21 +125,21 @@ class StreamedLayer:
             "each token independently, register streamtune.chunkwise(hook)",
         )
 
-    def check_attention(self, length: int) -> None:
+    def check_attention(self, sequence_length: int) -> None:
         """Refuse an attention implementation that was set after ``stream()``: it would compute chunks wrongly.
 
         Also refuse an attention that keeps the top-k keys by scores that do not depend on the query (doge). Repeated
         tokens have equal scores, so the choice between them depends on the number of keys, which a chunk changes.
 
         Raises:
-            UnsupportedModelError: The attention was changed, or keeps fewer than ``length`` keys.
+            UnsupportedModelError: The attention was changed, or keeps fewer than ``sequence_length`` keys.
         """
         for config, name in zip(self.configs, self.attention, strict=True):
             kept = getattr(config, KEPT_WINDOW, None)
-            if kept is not None and length > kept:
+            if kept is not None and sequence_length > kept:
                 raise UnsupportedModelError(
-                    f"the attention keeps {KEPT_WINDOW}={kept} of {length} tokens by a score that repeated tokens "
-                    "share, so its choice depends on the chunk",
+                    f"the attention keeps {KEPT_WINDOW}={kept} of {sequence_length} tokens by a score that repeated "
+                    "tokens share, so its choice depends on the chunk",
                     where=self.name,
                     fix=f"train on rows of at most {kept} tokens",
                 )
@@ -157,7 +159,7 @@ class StreamedLayer:
         """
         if self.leaves_checked and not has_chunkwise_hooks(self.layer):
             return
-        for leaf in leaves_outside(z_i, allowed):
+        for leaf in trainable_leaves_except(z_i, allowed):
             if getattr(leaf, "_is_flat_param", False):
                 raise FlatParametersError(self.name)
             raise UnsupportedModelError(
@@ -168,7 +170,7 @@ class StreamedLayer:
         self.leaves_checked = True
 
 
-def leaves_outside(z_out: Tensor, allowed: Sequence[Tensor]) -> Iterator[Tensor]:
+def trainable_leaves_except(z_out: Tensor, allowed: Sequence[Tensor]) -> Iterator[Tensor]:
     """Yield the trainable leaf tensors in the graph of ``z_out``, except the tensors ``allowed``."""
     known_ids = {id(tensor) for tensor in allowed}
     todo, visited = [z_out.grad_fn], {tensor.grad_fn for tensor in allowed if tensor.grad_fn is not None}

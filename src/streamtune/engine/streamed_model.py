@@ -104,7 +104,7 @@ class StreamedModel:
         self._embedding = token_embedding(self.model)
         if self._embedding is not None:
             self._embedding.forward = StreamedEmbedding(self._embedding)  # type: ignore[method-assign]
-        self._rotations = LengthRotary.install(self.model, partial(_lengths_of, self.context))
+        self._rotations = LengthRotary.install(self.model, partial(_row_lengths_of_call, self.context))
         self._checkpointing: set[Any] = set()
         """Modules whose gradient checkpointing is turned off while the model is streamed."""
         self._hooks = [
@@ -153,7 +153,7 @@ class StreamedModel:
         return nullcontext() if self.offloaded is None else self.offloaded.used(layer)
 
 
-def _lengths_of(context: CallContext, position_ids: Tensor) -> RowLengths | None:
+def _row_lengths_of_call(context: CallContext, position_ids: Tensor) -> RowLengths | None:
     lengths = context.lengths
     return None if lengths is None else lengths.to(position_ids.device)
 

@@ -66,7 +66,7 @@ def streamed_vjp(
     inputs: Sequence[LayerInput],
     grad_outputs: Sequence[tuple[Source | None, Along]],
     sums: Sequence[GradientSum],
-    widen: bool = True,
+    sum_in_fp32: bool = True,
 ) -> tuple[list[Tensor | None], list[Tensor | None]]:
     """Return the gradients with respect to a layer's inputs and parameters, computed one chunk at a time.
 
@@ -80,11 +80,11 @@ def streamed_vjp(
         grad_outputs: (dL/dz, sequence dimension of z) for each output z, the first ``[B, T, C]``. dL/dz is None if the
             loss does not depend on z.
         sums: Gradient accumulators of the layer's trainable parameters; fused linears add to them directly.
-        widen: True sums gradients in fp32 if the inputs are narrower.
+        sum_in_fp32: True sums gradients in fp32 if the inputs are narrower.
     """
     parameters = [cast(Tensor, total.owner) for total in sums]
     full_grads = [_allocate_gradient(layer_input) for layer_input in inputs]
-    input_sums = [GradientSum(layer_input.x, widen) for layer_input in inputs]
+    input_sums = [GradientSum(layer_input.x, sum_in_fp32) for layer_input in inputs]
     for chunk in reversed(chunks):
         with torch.enable_grad():
             x_i = [read_chunk(x, along, chunk).detach().requires_grad_(needed) for x, along, needed, _ in inputs]
@@ -149,33 +149,33 @@ def chunk_vjp(
         return iter(torch.autograd.grad(outputs, wanted, incoming, allow_unused=True))
 
 
-def chunk_view(x: Tensor, along: Along, chunk: slice) -> Tensor:
-    """Return a view of one chunk of a tensor; the tensor itself if it has no sequence dimension (``along`` None)."""
-    return x if along is None else x.narrow(along, chunk.start, chunk.stop - chunk.start)
+def chunk_view(x: Tensor, sequence_dim: Along, chunk: slice) -> Tensor:
+    """Return a view of one chunk of a tensor; the tensor itself if ``sequence_dim`` is None."""
+    return x if sequence_dim is None else x.narrow(sequence_dim, chunk.start, chunk.stop - chunk.start)
 
 
-def read_chunk(x: Source, along: Along, chunk: slice) -> Tensor:
+def read_chunk(x: Source, sequence_dim: Along, chunk: slice) -> Tensor:
     """Return one chunk of a tensor, which may be on the device or in a storage tier."""
-    return x.read_chunk(chunk) if isinstance(x, StoredTensor) else chunk_view(x, along, chunk)
+    return x.read_chunk(chunk) if isinstance(x, StoredTensor) else chunk_view(x, sequence_dim, chunk)
 
 
-def _write_chunk(full: Source, along: Along, chunk: slice, x: Tensor) -> None:
+def _write_chunk(full: Source, sequence_dim: Along, chunk: slice, x: Tensor) -> None:
     if isinstance(full, StoredTensor):
         full.put(chunk, x)
     else:
-        chunk_view(full, along, chunk).copy_(x)
+        chunk_view(full, sequence_dim, chunk).copy_(x)
 
 
 class GradientSum:
     """Sums a gradient's terms over the chunks; :meth:`result` casts the sum to the tensor's dtype.
 
-    With ``widen`` the sum is in fp32 if the tensor is narrower. The first term is stored without a copy, so a sequence
-    of one chunk costs no extra memory.
+    With ``sum_in_fp32`` the sum is in fp32 if the tensor is narrower. The first term is stored without a copy, so a
+    sequence of one chunk costs no extra memory.
     """
 
-    def __init__(self, owner: Source, widen: bool) -> None:
-        self.owner, self.dtype = owner, owner.dtype
-        self.sum_dtype = sum_dtype(owner.dtype, widen)
+    def __init__(self, tensor: Source, sum_in_fp32: bool) -> None:
+        self.owner, self.dtype = tensor, tensor.dtype
+        self.sum_dtype = dtype_of_sum(tensor.dtype, sum_in_fp32)
         self.total: Tensor | None = None
         self.owns_total = False  # autograd may return one tensor twice: add in place only to a sum allocated here
 
@@ -204,6 +204,6 @@ class GradientSum:
         return None if self.total is None else self.total.to(self.dtype)
 
 
-def sum_dtype(dtype: torch.dtype, widen: bool) -> torch.dtype:
-    """Return the dtype in which gradients of ``dtype`` are summed; with ``widen``, fp32 or wider."""
-    return torch.promote_types(dtype, torch.float32) if widen else dtype
+def dtype_of_sum(dtype: torch.dtype, sum_in_fp32: bool) -> torch.dtype:
+    """Return the dtype in which gradients of ``dtype`` are summed; with ``sum_in_fp32``, fp32 or wider."""
+    return torch.promote_types(dtype, torch.float32) if sum_in_fp32 else dtype

@@ -117,7 +117,7 @@ _LIBRARY.impl("rms_norm_backward", _rms_norm_backward_on_meta, "Meta")
 
 
 @lru_cache(maxsize=16)
-def is_norm_kernel_right(device: torch.device, dtype: torch.dtype) -> bool:
+def is_norm_kernel_correct(device: torch.device, dtype: torch.dtype) -> bool:
     """Return True if :func:`rms_norm` agrees with the formula in fp64 on this device; True on ``meta``."""
     if device.type == "meta":
         return True

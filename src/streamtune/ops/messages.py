@@ -118,19 +118,19 @@ class RoundReceiver:
         self._current: dict[Key, Tensor] = {}
         self._received: dict[int, dict[Key, Tensor]] = {}
 
-    def get(self, number: int, key: Key) -> Tensor | None:
-        """Wait for the tensor ``key`` of round ``number`` and return it; None if the round does not have it."""
-        while number not in self._received:
-            if number == self._pending_rounds[0] and key in self._current:
+    def get(self, round_number: int, key: Key) -> Tensor | None:
+        """Wait for the tensor ``key`` of round ``round_number`` and return it; None if the round does not have it."""
+        while round_number not in self._received:
+            if round_number == self._pending_rounds[0] and key in self._current:
                 return self._current[key]
             self._receive_next()
-        return self._received[number].get(key)
+        return self._received[round_number].get(key)
 
-    def all(self, number: int) -> dict[Key, Tensor]:
-        """Wait for all tensors of round ``number``; return them by key. Call it once per round."""
-        while number not in self._received:
+    def all(self, round_number: int) -> dict[Key, Tensor]:
+        """Wait for all tensors of round ``round_number``; return them by key. Call it once per round."""
+        while round_number not in self._received:
             self._receive_next()
-        return self._received.pop(number)
+        return self._received.pop(round_number)
 
     def _receive_next(self) -> None:
         """Receive the next tensor, or the end of the current round."""

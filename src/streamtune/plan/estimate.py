@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from streamtune.engine.memory.placement import extra_forwards, place_layers
+from streamtune.engine.memory.placement import count_recomputed_layers, place_layers
 from streamtune.plan.simulate.partition import recopied_weight_bytes
 from streamtune.plan.simulate.simulate import Simulation, Work
 from streamtune.plan.simulate.workload import Workload
@@ -172,7 +172,7 @@ class Estimator:
             held = min(streamed, _max_stored_inputs(schedule, self.layers))
             forward = self._extra_forward_cost(attention=schedule.keep_attention == "no")
             total = self._device_bytes_cost(-(streamed - held) * each).plus(forward, (streamed - held) / self.layers)
-            total = total.plus(self._recopied_cost, sum(extra_forwards(schedule, self.layers)))
+            total = total.plus(self._recopied_cost, sum(count_recomputed_layers(schedule, self.layers)))
             streamed = held
         if schedule.offload != "device":
             # The gradient passed between layers is offloaded too, unless it can replace a stored input.

@@ -31,8 +31,8 @@ from torch import Tensor, nn
 
 from streamtune.engine import decoder_layers
 from streamtune.engine.inspect_model import carries_states
-from streamtune.engine.memory.placement import extra_forwards
-from streamtune.engine.observe import observed
+from streamtune.engine.memory.placement import count_recomputed_layers
+from streamtune.engine.observe import with_observer
 from streamtune.plan.rates import Rates, predict_seconds
 from streamtune.plan.simulate.cluster import HeadCounts
 from streamtune.plan.simulate.partition import bytes_outside_layers, shardable_bytes, trained_bytes
@@ -186,7 +186,7 @@ class _Messages:
         """
         if self.workload.mode != "stream":
             return 0
-        forwards = extra_forwards(schedule, self.layers)
+        forwards = count_recomputed_layers(schedule, self.layers)
         return sum(forwards) - (sum(map(bool, forwards)) if skip_gathered else 0)
 
     def _sequence_flows(self, schedule: Schedule) -> Iterator[Flow]:
@@ -277,7 +277,7 @@ def measure_carried_states(model: Any, *, autocast: bool = False) -> CarriedStat
     if not layers:
         return CarriedStates(0, 0)
     sizes = _StateByteCounter()
-    with observed(sizes):
+    with with_observer(sizes):
         trace_step(model, Schedule(chunk_size=2), Step("stream", 2 * NUM_MEASURED_CHUNKS, autocast=autocast))
     return CarriedStates(layers, sizes.stored_bytes // NUM_MEASURED_CHUNKS)
 

@@ -11,7 +11,7 @@ import torch
 
 from streamtune.base.adapters import base_of
 from streamtune.base.text import parse_size, show_size
-from streamtune.engine import RouterLoss, SequenceParallel, StreamHandle, balance_coefficient, balances_itself, stream
+from streamtune.engine import RouterLoss, SequenceParallel, StreamHandle, adds_balance_loss, balance_coefficient, stream
 from streamtune.engine.memory.host import total_host_bytes
 from streamtune.errors import ArgumentError, UnsupportedModelError
 from streamtune.plan.budget import device_name
@@ -103,7 +103,7 @@ def make_router_loss(recipe: RouterKeys, model: Any) -> RouterLoss | None:
     """
     base = base_of(model)
     balance, z = recipe.router_aux_loss_coef, recipe.router_z_loss_coef
-    has_own_loss = balances_itself(base)
+    has_own_loss = adds_balance_loss(base)
     if balance is None:
         balance = balance_coefficient(base) if has_own_loss else 0.0
     if balance or z or has_own_loss:  # a coefficient of 0 switches off the loss of the model's configuration

@@ -105,7 +105,7 @@ class _MeanAccumulator:
             earlier_value, earlier_count = self._sums.get(name, (0.0, 0.0))
             self._sums[name] = (earlier_value + value, earlier_count + count)
 
-    def summed_over_ranks(self, world: World) -> _MeanAccumulator:
+    def sum_counts_over_ranks(self, world: World) -> _MeanAccumulator:
         total = _MeanAccumulator()
         for sums in world.gather_data_ranks(self._sums):
             total.add(sums)
@@ -169,7 +169,10 @@ def accumulate_gradients(
         total_loss += value if reported is minimised else reported.item()
         metrics.add(score.metrics)
     return StepScore(
-        world.sum_over_ranks([total_loss])[0], metrics.summed_over_ranks(world).means(), not_finite, routers.aux_loss
+        world.sum_over_ranks([total_loss])[0],
+        metrics.sum_counts_over_ranks(world).means(),
+        not_finite,
+        routers.aux_loss,
     )
 
 
@@ -210,9 +213,9 @@ def evaluate(context: StepContext, held_out: HeldOut, step: int, stop: StopReque
                     metrics[prefix].add(score.metrics)
     values: dict[str, float] = {}
     for prefix in prefixes:
-        terms = losses[prefix].summed_over_ranks(world).means()
+        terms = losses[prefix].sum_counts_over_ranks(world).means()
         values |= {f"{prefix}_loss": sum(terms.values())} if terms else {}
-        means = metrics[prefix].summed_over_ranks(world).means()
+        means = metrics[prefix].sum_counts_over_ranks(world).means()
         values |= {f"{prefix}_{name}": value for name, value in means.items()}
         if not math.isfinite(loss := values.get(f"{prefix}_loss", 0.0)):
             raise NonFiniteError(f"the held-out loss {prefix}_loss is {loss} at step {step}",

@@ -69,14 +69,14 @@ class DiskTier:
         """
         self.copies.wait_for_copies()
 
-    def begin_write(self, span: Span, offset: int, copied: torch.cuda.Event | None) -> Future[None] | None:
-        """Begin to write a host block to the file at ``offset``, in a thread, once the event ``copied`` has passed.
+    def begin_write(self, span: Span, offset: int, copy_event: torch.cuda.Event | None) -> Future[None] | None:
+        """Begin to write a host block to the file at ``offset``, in a thread, once the event ``copy_event`` has passed.
 
         If too many writes are in flight, wait for the oldest and free its host memory. Return the write's future, or
         None in a simulation. A write error is raised when the block is read, because the block may belong to an
         abandoned step.
         """
-        job = None if self.file is None else self.threads.submit(self.file.write, span, offset, copied)
+        job = None if self.file is None else self.threads.submit(self.file.write, span, offset, copy_event)
         self.writing.append((span, job))
         while len(self.writing) > IN_FLIGHT:
             oldest, done = self.writing.popleft()
@@ -85,12 +85,12 @@ class DiskTier:
             self.arena.free(oldest)
         return job
 
-    def free_after_copy(self, span: Span, copied: torch.cuda.Event | None) -> None:
-        """Free a block of host memory once the event ``copied`` (copy to the device) has passed, without waiting."""
-        if copied is None:
+    def free_after_copy(self, span: Span, copy_event: torch.cuda.Event | None) -> None:
+        """Free a block of host memory once ``copy_event`` (the copy to the device) has passed, without waiting."""
+        if copy_event is None:
             self.arena.free(span)
             return
-        self.copied.append((span, copied))
+        self.copied.append((span, copy_event))
         if len(self.copied) > DEVICE_COPIES_IN_FLIGHT:
             self.copied[0][1].synchronize()
         while self.copied and self.copied[0][1].query():
@@ -183,7 +183,7 @@ class _File:
 
     def __init__(self, directory: str) -> None:
         self.directory, self.length = directory, 0
-        self.number, self.direct = _open_unnamed(directory)
+        self.number, self.direct = _open_unnamed_file(directory)
         weakref.finalize(self, os.close, self.number)
 
     def extend(self, end: int) -> None:
@@ -210,21 +210,21 @@ class _File:
                 raise
         os.ftruncate(self.number, end)  # this file system cannot reserve space: a write may find the disk full
 
-    def write(self, span: Span, offset: int, copied: torch.cuda.Event | None) -> None:
-        """Write a host block to the file at ``offset`` once the event ``copied`` (copy from the device) has passed."""
-        if copied is not None:
-            copied.synchronize()
+    def write(self, span: Span, offset: int, copy_event: torch.cuda.Event | None) -> None:
+        """Write a host block to the file at ``offset`` once ``copy_event`` (the copy from the device) has passed."""
+        if copy_event is not None:
+            copy_event.synchronize()
         self._transfer(span, offset, os.pwrite)
 
     def read(self, span: Span, offset: int) -> None:
         """Read from the file at ``offset`` into a host block."""
         self._transfer(span, offset, lambda number, data, at: os.preadv(number, [data], at))
 
-    def _transfer(self, span: Span, offset: int, move: Callable[[int, memoryview, int], int]) -> None:
+    def _transfer(self, span: Span, offset: int, read_or_write: Callable[[int, memoryview, int], int]) -> None:
         data, done = span.memory(), 0
         try:
             while done < len(data):
-                count = move(self.number, data[done:], offset + done)
+                count = read_or_write(self.number, data[done:], offset + done)
                 if count == 0:
                     raise OSError(errno.EIO, "the file is shorter than what was written to it")
                 done += count
@@ -247,7 +247,7 @@ class _File:
         )
 
 
-def _open_unnamed(directory: str) -> tuple[int, bool]:
+def _open_unnamed_file(directory: str) -> tuple[int, bool]:
     """Open an unnamed file in ``directory``; return its descriptor, and True if it bypasses the page cache.
 
     Raises:

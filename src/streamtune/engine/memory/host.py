@@ -157,7 +157,7 @@ class _Region:
             assert self.map is not None
             exclude_from_forks(self.map)
             touch_pages(self.bytes)
-            register_pages(self.bytes, owner=self.bytes.untyped_storage())
+            pin_pages(self.bytes, owner=self.bytes.untyped_storage())
 
     def fits(self, nbytes: int) -> bool:
         """Return True if the region has room for a block of ``nbytes``."""
@@ -178,25 +178,25 @@ def map_pages(nbytes: int) -> mmap.mmap:
     return mapped
 
 
-def exclude_from_forks(mapped: mmap.mmap) -> None:
+def exclude_from_forks(mapping: mmap.mmap) -> None:
     """On Linux, hide pages from forked children, which cannot use the accelerator.
 
     Otherwise a fork would copy all pinned pages, or move one process's data away from the pages that the accelerator
     reads and writes.
     """
     if sys.platform == "linux":
-        mapped.madvise(mmap.MADV_DONTFORK)
-        _excluded_mappings.add(mapped)
+        mapping.madvise(mmap.MADV_DONTFORK)
+        _excluded_mappings.add(mapping)
 
 
-def _keep_mapped() -> None:
+def _keep_mappings_in_child() -> None:
     """Keep the parent's mapping objects alive in a forked child: unmapping could unmap other memory of the child."""
     for mapped in _excluded_mappings:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(mapped))
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_keep_mapped)
+    os.register_at_fork(after_in_child=_keep_mappings_in_child)
 
 
 def touch_pages(region: Tensor) -> None:
@@ -204,7 +204,7 @@ def touch_pages(region: Tensor) -> None:
     region.view(-1, PAGE)[:, 0].zero_()
 
 
-def register_pages(region: Tensor, owner: object) -> None:
+def pin_pages(region: Tensor, owner: object) -> None:
     """Pin pages until ``owner`` is freed, so that an accelerator copies from and to them asynchronously.
 
     Raises:
@@ -318,7 +318,7 @@ class _Pages:
         if device.type == "cuda":
             flat = torch.frombuffer(self.map, dtype=torch.uint8)
             touch_pages(flat)
-            register_pages(flat, owner=self)
+            pin_pages(flat, owner=self)
 
 
 class HostPool:

@@ -40,10 +40,10 @@ class Placement:
     tier: TierName = "device"
 
 
-def place_layers(schedule: Schedule, count: int) -> list[Placement]:
-    """Return the :class:`Placement` of each of a model's ``count`` layers, in order."""
-    unstreamed = min(schedule.keep_layers, count)
-    streamed = count - unstreamed
+def place_layers(schedule: Schedule, layer_count: int) -> list[Placement]:
+    """Return the :class:`Placement` of each of a model's ``layer_count`` layers, in order."""
+    unstreamed = min(schedule.keep_layers, layer_count)
+    streamed = layer_count - unstreamed
     size = (
         1 if schedule.levels == 1 or schedule.order == "chunk" else schedule.segment_size or best_segment_size(streamed)
     )
@@ -51,10 +51,10 @@ def place_layers(schedule: Schedule, count: int) -> list[Placement]:
     return placed + [Placement(unstreamed=True)] * unstreamed
 
 
-def extra_forwards(schedule: Schedule, count: int) -> list[int]:
-    """Return, per segment of a model with ``count`` layers, how many layers the backward runs forward once more."""
+def count_recomputed_layers(schedule: Schedule, layer_count: int) -> list[int]:
+    """Return for each segment of ``layer_count`` layers how many layers the backward runs forward once more."""
     extra: list[int] = []
-    for place in place_layers(schedule, count):
+    for place in place_layers(schedule, layer_count):
         if place.unstreamed:
             continue
         if place.begins_segment:
@@ -64,27 +64,27 @@ def extra_forwards(schedule: Schedule, count: int) -> list[int]:
     return extra
 
 
-def _placement(schedule: Schedule, index: int, count: int, size: int) -> Placement:
-    """Return the placement of layer ``index`` of ``count`` streamed layers, in segments of ``size`` layers.
+def _placement(schedule: Schedule, index: int, layer_count: int, segment_size: int) -> Placement:
+    """Return the placement of layer ``index`` of ``layer_count`` streamed layers.
 
     The ``device_layers`` inputs that the backward reads first stay on the device: the last recomputed inputs of a
     segment, then the stored inputs of the last segments.
     """
-    index_in_segment = index % size
+    index_in_segment = index % segment_size
     if index_in_segment:
-        stays = index_in_segment >= size - schedule.device_layers
+        stays = index_in_segment >= segment_size - schedule.device_layers
     else:
-        stored_behind = -(-count // size) - index // size
-        stays = stored_behind <= schedule.device_layers - (size - 1)
-    ends_segment = index_in_segment == size - 1 or index == count - 1
+        stored_behind = -(-layer_count // segment_size) - index // segment_size
+        stays = stored_behind <= schedule.device_layers - (segment_size - 1)
+    ends_segment = index_in_segment == segment_size - 1 or index == layer_count - 1
     return Placement(
         begins_segment=index_in_segment == 0, ends_segment=ends_segment, tier="device" if stays else schedule.offload
     )
 
 
-def best_segment_size(count: int) -> int:
-    """Return the number of layers per segment with which ``count`` layers store the fewest inputs at a time."""
-    return min(range(1, max(1, count) + 1), key=lambda size: -(-count // size) + size - 1)
+def best_segment_size(layer_count: int) -> int:
+    """Return the number of layers per segment with which ``layer_count`` layers store the fewest inputs at a time."""
+    return min(range(1, max(1, layer_count) + 1), key=lambda size: -(-layer_count // size) + size - 1)
 
 
 class Tiers:

@@ -201,8 +201,8 @@ class _HostBlock:
 class StoredTensor:
     """A tensor with a sequence dimension, stored as one block per chunk; ``like`` gives shape, dtype and device."""
 
-    def __init__(self, tier: Tier, like: Tensor | StoredTensor, along: int) -> None:
-        self.tier, self.along = tier, along
+    def __init__(self, tier: Tier, like: Tensor | StoredTensor, sequence_dim: int) -> None:
+        self.tier, self.along = tier, sequence_dim
         self.shape: torch.Size = like.shape
         self.dtype: torch.dtype = like.dtype
         self.device: torch.device = like.device

@@ -5,16 +5,16 @@ with one rank alone. ``rows`` compares packed rows, and rows that share their be
 also compares the chunks of a long row with the row as a whole.
 """
 
-from streamtune.engine.preflight.exact import check_exact, check_order
-from streamtune.engine.preflight.layer import check_shared
+from streamtune.engine.preflight.exact import check_chunk_order, check_exact
+from streamtune.engine.preflight.layer import check_sequence_parallel
 from streamtune.engine.preflight.rows import check_branches, check_length, check_packing, lengths_to_check
 
 __all__ = [
     "check_branches",
+    "check_chunk_order",
     "check_exact",
     "check_length",
-    "check_order",
     "check_packing",
-    "check_shared",
+    "check_sequence_parallel",
     "lengths_to_check",
 ]

@@ -109,7 +109,7 @@ def refuse_if_removed(handle: StreamedModel) -> None:
         raise ArgumentError("the model is no longer streamed", fix="call check() before .remove()")
 
 
-def hidden_states_of(out: Any) -> Tensor:
+def hidden_states_in_output(out: Any) -> Tensor:
     """Return the hidden states from the output of a layer, which may be a tuple or list."""
     return out[0] if isinstance(out, tuple | list) else out
 
@@ -127,16 +127,16 @@ def bound_dtype(tensor: Tensor, layer: nn.Module | None = None) -> torch.dtype:
     return max((dtype for dtype in dtypes if dtype in BOUND), key=BOUND.__getitem__, default=torch.float32)
 
 
-def distance(value: Tensor, reference: Tensor, valid: Tensor | None) -> float:
+def relative_distance(value: Tensor, reference: Tensor, valid: Tensor | None) -> float:
     """Return ``||value - reference|| / ||reference||`` where ``valid`` is True; infinity if the shapes differ."""
     if value.shape != reference.shape:
         return math.inf
     if valid is not None:
         value, reference = value[valid], reference[valid]
-    return ratio(norm_of(value, reference), norm_of(reference))
+    return ratio(difference_norm(value, reference), difference_norm(reference))
 
 
-def norm_of(value: Tensor | None, subtracted: Tensor | None = None) -> float:
+def difference_norm(value: Tensor | None, subtracted: Tensor | None = None) -> float:
     """Return ``||value - subtracted||`` in fp32 or wider; None counts as a tensor of zeros."""
     if value is None:
         value, subtracted = subtracted, None
@@ -253,7 +253,7 @@ def input_tensors(arguments: Arguments) -> dict[Name, Tensor]:
     return inputs
 
 
-def with_tensors(arguments: Arguments, tensors: dict[Name, Tensor], layer: nn.Module | None = None) -> Arguments:
+def replace_tensors(arguments: Arguments, tensors: dict[Name, Tensor], layer: nn.Module | None = None) -> Arguments:
     """Return a copy of the arguments in which ``tensors`` replace the tensors of the same names.
 
     ``layer``, if given, replaces the layer. The dictionary of keys and values shared between layers is copied.
@@ -274,7 +274,7 @@ def with_tensors(arguments: Arguments, tensors: dict[Name, Tensor], layer: nn.Mo
     return new
 
 
-def run_recorded(forward: Callable[..., Any], arguments: Arguments) -> tuple[Any, list[Tensor]]:
+def run_and_list_outputs(forward: Callable[..., Any], arguments: Arguments) -> tuple[Any, list[Tensor]]:
     """Call ``forward`` with ``arguments``; return its result and a list of its output tensors.
 
     The list ends with the keys and values that the call added to the dictionary shared between layers.
@@ -288,7 +288,7 @@ def run_recorded(forward: Callable[..., Any], arguments: Arguments) -> tuple[Any
     return out, outputs
 
 
-def detached_outputs(arguments: Arguments, used_arguments: Arguments, out: Any, call: RecordedCall) -> Any:
+def recorded_outputs_as_leaves(arguments: Arguments, used_arguments: Arguments, out: Any, call: RecordedCall) -> Any:
     """Return the recorded outputs, as new leaves, in the form of ``out``, so that one layer's graph exists at a time.
 
     Keys and values that the repeated call added to the shared dictionary in ``used_arguments`` are added to the one in
@@ -317,7 +317,7 @@ def _shared_dictionary(arguments: Arguments) -> Any:
     return next((value for value in arguments.arguments.values() if isinstance(value, UserDict)), None)
 
 
-def layer_signature(layer: nn.Module) -> tuple[Any, ...]:
+def layer_kind(layer: nn.Module) -> tuple[Any, ...]:
     """Return the module names, classes and settings of a layer without layer indices: equal for layers of one kind."""
     return tuple(
         (

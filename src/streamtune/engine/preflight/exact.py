@@ -25,21 +25,21 @@ from streamtune.engine.preflight.common import (
     RecordedCall,
     bind_arguments,
     checking_mode,
-    detached_outputs,
-    distance,
-    hidden_states_of,
+    hidden_states_in_output,
     input_tensors,
-    layer_signature,
+    layer_kind,
+    recorded_outputs_as_leaves,
     refuse_if_removed,
+    relative_distance,
     replace_layer_forwards,
-    run_recorded,
+    replace_tensors,
+    run_and_list_outputs,
     streamed_forward,
     trial_batch,
-    with_tensors,
 )
 from streamtune.engine.preflight.layer import FIX, DiffersError, LayerCheck, with_self_argument
 from streamtune.engine.routers import without_router_loss
-from streamtune.engine.streamed_layer import leaves_outside
+from streamtune.engine.streamed_layer import trainable_leaves_except
 from streamtune.engine.streamed_model import StreamedModel
 from streamtune.errors import ArgumentError, StreamTuneError, UnsupportedModelError
 
@@ -78,7 +78,7 @@ def check_exact(handle: StreamedModel) -> None:
     raise first_error
 
 
-def check_order(handle: StreamedModel) -> None:
+def check_chunk_order(handle: StreamedModel) -> None:
     """Run a short forward if the schedule has ``order="chunk"``, so that layers that do not support it raise an error.
 
     Raises:
@@ -180,14 +180,14 @@ class _Preflight:
         self.current_layer, layer = index, self.layers[index]
         arguments = bind_arguments(layer, args, kwargs)
         leaves = {name: _as_leaf(x) for name, x in input_tensors(arguments).items()}
-        used = with_tensors(arguments, leaves)
-        out, outputs = run_recorded(type(layer).forward, used)
+        used = replace_tensors(arguments, leaves)
+        out, outputs = run_and_list_outputs(type(layer).forward, used)
         for z in outputs:
             self._refuse_foreign_leaves(index, z, [*leaves.values(), *layer.parameters()])
         inputs = {name: leaf.detach() for name, leaf in leaves.items()}
         call = RecordedCall(
             index,
-            with_tensors(arguments, inputs),
+            replace_tensors(arguments, inputs),
             inputs,
             [name for name, leaf in leaves.items() if leaf.requires_grad],
             [z.detach() for z in outputs],
@@ -212,20 +212,20 @@ class _Preflight:
             if reference is None:
                 continue
             valid = self.layer_check.valid_tokens(reference) if x.shape == call.z_in.shape else None
-            error = distance(x, reference, valid)
+            error = relative_distance(x, reference, valid)
             if not error <= bound_input:
                 raise self.layer_check.difference_error(index, "input", error, bound_input)
-        used = with_tensors(arguments, {name: _as_leaf(call.inputs[name]) for name in call.trained_inputs})
-        out, outputs = run_recorded(with_self_argument(streamed_forward(layer, self.own_attention)), used)
-        self.streamed.append(with_tensors(arguments, {}))  # a shared dictionary as it was before the call
+        used = replace_tensors(arguments, {name: _as_leaf(call.inputs[name]) for name in call.trained_inputs})
+        out, outputs = run_and_list_outputs(with_self_argument(streamed_forward(layer, self.own_attention)), used)
+        self.streamed.append(replace_tensors(arguments, {}))  # a shared dictionary as it was before the call
         self.layer_check.check_output(outputs, call, self.streamed[-1])
         self.current_layer = None
         return self._recorded_result(arguments, used, out, call)
 
     def _recorded_result(self, arguments: Arguments, used_arguments: Arguments, out: Any, call: RecordedCall) -> Any:
         """Return the recorded outputs in the layer's form, as new leaves for the next layer."""
-        result = detached_outputs(arguments, used_arguments, out, call)
-        self.last = hidden_states_of(result)
+        result = recorded_outputs_as_leaves(arguments, used_arguments, out, call)
+        self.last = hidden_states_in_output(result)
         return result
 
     def _refuse_nan(self, loss: Tensor) -> None:
@@ -245,7 +245,7 @@ class _Preflight:
 
         Streaming runs layers without a graph, so such a tensor would lose its gradient.
         """
-        for leaf in leaves_outside(z_out, allowed_leaves):
+        for leaf in trainable_leaves_except(z_out, allowed_leaves):
             raise UnsupportedModelError(
                 f"{self._name} is not streamed exactly: {type(self.layers[index]).__name__} reads a tensor with a "
                 f"gradient (leaf of shape {tuple(leaf.shape)}) that is neither argument nor parameter, such as shared "
@@ -254,17 +254,19 @@ class _Preflight:
                 fix="train this model without streaming",
             )
 
-    def _check_head(self, loss: Tensor, loss_ref: Tensor, grad: Tensor | None, grad_ref: Tensor | None) -> None:
+    def _check_head(
+        self, loss: Tensor, unstreamed_loss: Tensor, grad: Tensor | None, unstreamed_grad: Tensor | None
+    ) -> None:
         bound = self.layer_check.bound(self.calls[-1].index, self.calls[-1].outputs[0])
-        pairs = [("loss", loss, loss_ref)]
-        if grad_ref is not None:
-            grad = torch.zeros_like(grad_ref) if grad is None else grad
-            pairs.append(("gradient of the final hidden states", grad, grad_ref))
+        pairs = [("loss", loss, unstreamed_loss)]
+        if unstreamed_grad is not None:
+            grad = torch.zeros_like(unstreamed_grad) if grad is None else grad
+            pairs.append(("gradient of the final hidden states", grad, unstreamed_grad))
         for what, value, reference in pairs:
-            if not distance(value, reference, None) <= bound:
+            if not relative_distance(value, reference, None) <= bound:
                 raise DiffersError(
                     f"{self._name} is not streamed exactly: its head's {what} differs by "
-                    f"{distance(value, reference, None):.1e} (rounding explains at most {bound:.0e})",
+                    f"{relative_distance(value, reference, None):.1e} (rounding explains at most {bound:.0e})",
                     where=f"the head of {self._name}",
                     fix="use stream(model, head=False): layers are streamed, head and loss are the model's own",
                 )
@@ -273,7 +275,7 @@ class _Preflight:
         """Yield, for each kind of layer, the first call whose inputs need a gradient, and its streamed arguments."""
         seen = set()
         for call, streamed in zip(self.calls, self.streamed, strict=True):
-            kind = layer_signature(self.layers[call.index])
+            kind = layer_kind(self.layers[call.index])
             if kind not in seen and call.trained_inputs:
                 seen.add(kind)
                 yield call, streamed

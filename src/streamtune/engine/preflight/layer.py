@@ -30,14 +30,14 @@ from streamtune.engine.preflight.common import (
     aliased_parameters,
     bound_dtype,
     checking_mode,
-    distance,
-    norm_of,
+    difference_norm,
     ratio,
-    run_recorded,
+    relative_distance,
+    replace_tensors,
+    run_and_list_outputs,
     streamed_forward,
     trial_batch,
     widen_tensors,
-    with_tensors,
 )
 from streamtune.engine.streamed_model import StreamedModel
 from streamtune.errors import StreamTuneError, UnsupportedModelError
@@ -100,7 +100,7 @@ class LayerCheck:
     def _output_error(self, outputs: list[Tensor], call: RecordedCall) -> float:
         first = self._relative_difference(outputs[0], call.outputs[0], call.z_in)
         others = zip(outputs[1:], call.outputs[1:], strict=True)
-        return max([first, *(distance(z, z_ref, self.valid_tokens(z_ref)) for z, z_ref in others)])
+        return max([first, *(relative_distance(z, z_ref, self.valid_tokens(z_ref)) for z, z_ref in others)])
 
     def _gradient_error(self, layer: nn.Module, call: RecordedCall, streamed: Arguments) -> tuple[str, float]:
         """Return (name, relative difference) of the gradient that chunks change most."""
@@ -114,25 +114,25 @@ class LayerCheck:
             grads = []
             for plain in (True, False):
                 leaves = {name: call.inputs[name].detach().clone().requires_grad_() for name in call.trained_inputs}
-                arguments = with_tensors(call.arguments if plain else streamed, leaves, layer)
+                arguments = replace_tensors(call.arguments if plain else streamed, leaves, layer)
                 with self.names.using(self.reference if plain else self.names.engine_names):
                     forward = (
                         type(layer).forward
                         if plain
                         else with_self_argument(streamed_forward(layer, self.own_attention))
                     )
-                    _, outputs = run_recorded(forward, arguments)
+                    _, outputs = run_and_list_outputs(forward, arguments)
                     live = [n for n, z in enumerate(outputs) if z.requires_grad]
                     inputs = [*leaves.values(), *parameters.values()]
                     live_outputs, incoming = [outputs[n] for n in live], [grad_outputs[n] for n in live]
                     grads.append(torch.autograd.grad(live_outputs, inputs, incoming, allow_unused=True))
-        norms = [norm_of(plain_gradients) for plain_gradients in grads[0]]
+        norms = [difference_norm(plain_gradients) for plain_gradients in grads[0]]
         floor = 1e-2 * math.hypot(*norms)
         worst = ("", 0.0)
         for name, plain_gradients, streamed_gradients, norm in zip(
             [*call.trained_inputs, *parameters], *grads, norms, strict=True
         ):
-            error = ratio(norm_of(streamed_gradients, plain_gradients), max(norm, floor))
+            error = ratio(difference_norm(streamed_gradients, plain_gradients), max(norm, floor))
             if error > worst[1]:
                 worst = (f"gradient of {name}", error)
         return worst
@@ -143,9 +143,9 @@ class LayerCheck:
             return math.inf
         valid = self.valid_tokens(z_in)
         z, z_ref, z_in = z.detach()[valid], z_ref[valid], z_in[valid]
-        rounding = torch.finfo(bound_dtype(z_in)).eps * norm_of(z_ref)
-        added = norm_of(z_ref, z_in) if z_in.shape == z_ref.shape else norm_of(z_ref)
-        return ratio(max(norm_of(z, z_ref) - rounding, 0.0), added)
+        rounding = torch.finfo(bound_dtype(z_in)).eps * difference_norm(z_ref)
+        added = difference_norm(z_ref, z_in) if z_in.shape == z_ref.shape else difference_norm(z_ref)
+        return ratio(max(difference_norm(z, z_ref) - rounding, 0.0), added)
 
     def _compare_in_wider_dtype(
         self, call: RecordedCall, streamed: Arguments, tensor_name: str, error: float, bound: float
@@ -165,16 +165,16 @@ class LayerCheck:
             for module in wide.modules():
                 if hasattr(module, "compute_dtype"):  # bitsandbytes always computes in this dtype; fp32 is its widest
                     module.compute_dtype = torch.float32  # type: ignore[assignment]
-            plain, chunked = (_widen_call(arguments, wide, wider) for arguments in (call.arguments, streamed))
+            plain, chunked = (_widen_arguments(arguments, wide, wider) for arguments in (call.arguments, streamed))
             inputs = {name: widen_tensors(x, wider) for name, x in call.inputs.items()}
             with torch.no_grad():
                 with self.names.using(self.reference):
-                    _, reference = run_recorded(type(wide).forward, with_tensors(plain, inputs))
+                    _, reference = run_and_list_outputs(type(wide).forward, replace_tensors(plain, inputs))
                 with self.names.using(self.names.engine_names):
-                    _, outputs = run_recorded(
-                        with_self_argument(streamed_forward(wide, self.own_attention)), with_tensors(chunked, inputs)
+                    _, outputs = run_and_list_outputs(
+                        with_self_argument(streamed_forward(wide, self.own_attention)), replace_tensors(chunked, inputs)
                     )
-            wide_call = RecordedCall(call.index, with_tensors(plain, inputs), inputs, call.trained_inputs, reference)
+            wide_call = RecordedCall(call.index, replace_tensors(plain, inputs), inputs, call.trained_inputs, reference)
             errors = {"output": self._output_error(outputs, wide_call)}
             if tensor_name != "output":
                 name, value = self._gradient_error(wide, wide_call, chunked)
@@ -218,7 +218,7 @@ def with_self_argument(forward: Callable[..., Any]) -> Callable[..., Any]:
     return lambda _self, *args, **kwargs: forward(*args, **kwargs)
 
 
-def _widen_call(arguments: Arguments, layer: nn.Module, dtype: torch.dtype) -> Arguments:
+def _widen_arguments(arguments: Arguments, layer: nn.Module, dtype: torch.dtype) -> Arguments:
     new = inspect.BoundArguments(arguments.signature, widen_tensors(dict(arguments.arguments), dtype))
     new.arguments[next(iter(new.arguments))] = layer
     return new
@@ -227,7 +227,7 @@ def _widen_call(arguments: Arguments, layer: nn.Module, dtype: torch.dtype) -> A
 SHORT = Schedule(chunk_size=3, head_chunk_size=5)
 
 
-def check_shared(handle: StreamedModel) -> None:
+def check_sequence_parallel(handle: StreamedModel) -> None:
     """Raise an error if ranks that share a sequence compute other results than one rank alone.
 
     The loss and the gradient of the first trained layer are compared. All ranks of the group must call this together.
@@ -239,7 +239,7 @@ def check_shared(handle: StreamedModel) -> None:
     assert ranks is not None
     layer = next((layer for layer in handle.layers if any(p.requires_grad for p in layer.parameters())), None)
     trained_inputs = [] if layer is None else [p for p in layer.parameters() if p.requires_grad]
-    with checking_mode(handle), _short_chunks(handle), handle.routers.silenced():
+    with checking_mode(handle), _with_short_chunks(handle), handle.routers.silenced():
         shared = _loss_and_gradient(handle, trained_inputs)
         for tensor in shared[1:]:
             dist.all_reduce(tensor, group=ranks.group)
@@ -254,7 +254,7 @@ def check_shared(handle: StreamedModel) -> None:
         gradients = [torch.cat([x.flatten() for x in grads[1:]]) for grads in (shared, alone)]
         pairs.append((f"gradient of {type(layer).__name__}", gradients[0], gradients[1]))
     for what, value, reference in pairs:
-        if not (error := distance(value, reference, None)) <= bound:
+        if not (error := relative_distance(value, reference, None)) <= bound:
             raise UnsupportedModelError(
                 f"{type(handle.model).__name__} gives other results when {ranks.size} ranks share its sequence: the "
                 f"{what} differs by {error:.1e} (rounding explains at most {bound:.0e})",
@@ -273,7 +273,7 @@ def _loss_and_gradient(handle: StreamedModel, tensors: Sequence[Tensor]) -> list
 
 
 @contextmanager
-def _short_chunks(handle: StreamedModel) -> Iterator[None]:
+def _with_short_chunks(handle: StreamedModel) -> Iterator[None]:
     """Context manager: the schedule has chunks so short that the trial batch has several; inputs stay on the device."""
     forwards = [forward for layer in handle.layers if isinstance(forward := layer.forward, StreamedForward)]
     schedule, before = handle.schedule, [(forward.schedule, forward.placement) for forward in forwards]

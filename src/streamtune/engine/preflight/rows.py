@@ -43,9 +43,9 @@ from streamtune.engine.preflight.common import (
     bind_arguments,
     bound_dtype,
     checking_mode,
-    hidden_states_of,
-    layer_signature,
-    norm_of,
+    difference_norm,
+    hidden_states_in_output,
+    layer_kind,
     random_tokens,
     refuse_if_removed,
     replace_layer_forwards,
@@ -195,7 +195,9 @@ class _Trial:
     def _record_call(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         bound = bind_arguments(self.layers[index], args, kwargs)
         out = self._run_streamed(index, bound)
-        self.packed_calls.append(_PackedCall(index, bound.arguments[_hidden_name(bound)], hidden_states_of(out)))
+        self.packed_calls.append(
+            _PackedCall(index, bound.arguments[_hidden_argument_name(bound)], hidden_states_in_output(out))
+        )
         return out
 
     def _compare_call(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -204,13 +206,13 @@ class _Trial:
         if call is None or call.index != index:
             raise UnsupportedModelError(f"{self._name} calls other layers when rows are packed", fix=self.layout.fix)
         self.calls += 1
-        name, z_in = _hidden_name(bound), call.z_in[:, self.row]
+        name, z_in = _hidden_argument_name(bound), call.z_in[:, self.row]
         if self.calls == 1:  # learned positions are added before the first layer
             alone = bound.arguments[name]
             self._record_error(index, "input", z_in, alone, torch.zeros_like(alone))
         bound.arguments[name] = z_in
         out, z_out = self._run_streamed(index, bound), call.z_out[:, self.row]
-        self._record_error(index, "output", z_out, hidden_states_of(out), z_in)
+        self._record_error(index, "output", z_out, hidden_states_in_output(out), z_in)
         return type(out)([z_out, *out[1:]]) if isinstance(out, tuple | list) else z_out
 
     def _record_error(self, index: int, tensor_name: str, packed: Tensor, alone: Tensor, z_in: Tensor) -> None:
@@ -219,8 +221,8 @@ class _Trial:
         if torch.finfo(dtype).bits < 32:
             first = slice(self.first_token, self.first_token + 1)
             packed, alone, z_in = packed[:, first], alone[:, first], z_in[:, first]
-        explained = BOUND[dtype] * norm_of(alone, z_in) + torch.finfo(dtype).eps * norm_of(alone)
-        error = norm_of(packed, alone)
+        explained = BOUND[dtype] * difference_norm(alone, z_in) + torch.finfo(dtype).eps * difference_norm(alone)
+        error = difference_norm(packed, alone)
         self.errors.setdefault((index, tensor_name), []).append(
             error / explained if explained > 0 else float(error > 0)
         )
@@ -249,7 +251,7 @@ class _Trial:
         return type(self.model).__name__
 
 
-def _hidden_name(bound: Arguments) -> str:
+def _hidden_argument_name(bound: Arguments) -> str:
     return list(bound.arguments)[1]
 
 
@@ -320,11 +322,11 @@ class _Forwards:
     def _record_plain(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         layer = self.layers[index]
         out = type(layer).forward(layer, *args, **kwargs)
-        kind = layer_signature(layer)
+        kind = layer_kind(layer)
         if kind not in self.kinds:
             self.kinds.add(kind)
             z_in = list(bind_arguments(layer, args, kwargs).arguments.values())[1]
-            self.recorded[index] = z_in.clone(), hidden_states_of(out).clone()
+            self.recorded[index] = z_in.clone(), hidden_states_in_output(out).clone()
         return out
 
     def _compare_call(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -333,10 +335,10 @@ class _Forwards:
         recorded = self.recorded.get(index)
         arguments = bind_arguments(layer, args, kwargs)
         if recorded is not None:
-            arguments.arguments[_hidden_name(arguments)] = recorded[0]
+            arguments.arguments[_hidden_argument_name(arguments)] = recorded[0]
         out = forward(*arguments.args[1:], **arguments.kwargs)
         if recorded is not None:
-            self._check(index, hidden_states_of(out), *recorded)
+            self._check(index, hidden_states_in_output(out), *recorded)
         return out
 
     def _check(self, index: int, z: Tensor, z_in: Tensor, z_ref: Tensor) -> None:

@@ -109,7 +109,7 @@ class CallSharding:
         handle.context.rows = branches
         self._set_shards(shards)
         if handle.model.training:
-            self._random_state.enter_context(rank_random_state(ranks, model_device(handle.model)))
+            self._random_state.enter_context(different_random_state_per_rank(ranks, model_device(handle.model)))
         return cut_kwargs
 
     def end_call(self) -> None:
@@ -194,14 +194,14 @@ def _refuse_arguments(handle: StreamedModel, kwargs: dict[str, Any], length: int
         )
 
 
-def _class_computing_positions(handle: StreamedModel, padded: bool) -> str | None:
+def _class_computing_positions(handle: StreamedModel, has_padding: bool) -> str | None:
     """Return the name of the module class that computes positions from tokens (or padding); None if none does."""
     inside = {id(module) for layer in handle.layers for module in layer.modules()}
     for module in handle.model.modules():
         if id(module) in inside:
             continue
         by_mask = (
-            padded
+            has_padding
             and isinstance(module, nn.Embedding)
             and "attention_mask" in inspect.signature(module.forward).parameters
         )
@@ -212,7 +212,7 @@ def _class_computing_positions(handle: StreamedModel, padded: bool) -> str | Non
 
 
 @contextmanager
-def rank_random_state(ranks: SequenceParallel, device: torch.device) -> Iterator[None]:
+def different_random_state_per_rank(ranks: SequenceParallel, device: torch.device) -> Iterator[None]:
     """Context manager: each rank draws other random numbers while active; then the state on entry is restored."""
     seed = int(torch.randint(1 << 62, ()))
     outer = RandomState.current(device)

@@ -426,7 +426,7 @@ def chunks_between_rows(schedule: Schedule, min_tokens: int, size: int, rows: Pa
         return schedule.chunks(min_tokens)
     trials = iter(range(MAX_TRIALS))
     for length in range(min_tokens, min_tokens + MAX_SHIFT + 1):
-        stops = _search_stops([chunk.stop for chunk in schedule.chunks(length)], 0, size, forbidden, trials)
+        stops = _search_chunk_ends([chunk.stop for chunk in schedule.chunks(length)], 0, size, forbidden, trials)
         if stops is not None:
             return [slice(*each) for each in pairwise([0, *stops])]
     raise UnsupportedModelError(
@@ -436,26 +436,26 @@ def chunks_between_rows(schedule: Schedule, min_tokens: int, size: int, rows: Pa
     )
 
 
-def _search_stops(
+def _search_chunk_ends(
     stops: list[int], start: int, size: int, forbidden: _ForbiddenBorders, trials: Iterator[int]
 ) -> list[int] | None:
     """Return chunk ends above ``start``, each near its entry in ``stops``, the last equal; None if there are none."""
     if not stops:
         return []
     last = len(stops) == 1
-    for stop in [stops[0]] if last else _nearest_first(stops[0]):
+    for stop in [stops[0]] if last else _positions_near(stops[0]):
         if next(trials, None) is None:
             return None
         long_enough = stop - start >= 2 and (last or stops[-1] - stop >= 2)
         bounds = [start * size + rank * (stop - start) for rank in range(size + 1)]
         if not long_enough or forbidden.starts & set(bounds[:-1]) or forbidden.ends & set(bounds[1:]):
             continue
-        if (rest := _search_stops(stops[1:], stop, size, forbidden, trials)) is not None:
+        if (rest := _search_chunk_ends(stops[1:], stop, size, forbidden, trials)) is not None:
             return [stop, *rest]
     return None
 
 
-def _nearest_first(stop: int) -> Iterator[int]:
+def _positions_near(stop: int) -> Iterator[int]:
     yield stop
     for distance in range(1, MAX_SHIFT + 1):
         yield stop - distance

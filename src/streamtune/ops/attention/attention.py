@@ -236,16 +236,16 @@ class _KeyGradients:
 
 
 def finish_attention(
-    o: Tensor, lse: Tensor, sinks: Tensor | None, dtype: torch.dtype, masked: bool
+    o: Tensor, lse: Tensor, sinks: Tensor | None, dtype: torch.dtype, may_see_no_key: bool
 ) -> tuple[Tensor, Tensor]:
     """Return output and log-sum-exp with the sinks added, and output zero for queries that see no key.
 
-    ``dtype`` is the queries' dtype; ``masked`` is True if some query may see no key.
+    ``dtype`` is the queries' dtype; ``may_see_no_key`` is True if some query may see no key.
     """
     if sinks is not None:
         total = torch.logaddexp(lse, sinks.to(lse.dtype)[None, :, None])
         o, lse = o * (lse - total).exp()[..., None], total
-    if masked:  # a query that sees no key has output zero and passes no gradient
+    if may_see_no_key:  # a query that sees no key has output zero and passes no gradient
         blind = lse < score_of_hidden_key(lse.dtype if dtype == torch.bfloat16 else dtype) / 2
         o, lse = o.masked_fill(blind[..., None], 0.0), lse.masked_fill(blind, float("inf"))
     return o, lse
@@ -355,19 +355,19 @@ class SegmentAttention:
     def _query_tiles(self, q: Tensor, k: Tensor) -> Iterator[slice]:
         return block_slices(q.shape[2], TILE_ELEMENTS // (q.shape[0] * q.shape[1] * max(1, k.shape[2])))
 
-    def _scores(self, q_BGRTD: Tensor, k: Tensor, rows: slice) -> tuple[Tensor, Tensor | None]:
+    def _scores(self, q_BGRTD: Tensor, k: Tensor, queries: slice) -> tuple[Tensor, Tensor | None]:
         """Return scores ``[B, G, R, T, S]`` after softcap and mask, and d score / d raw score, None without softcap.
 
         Both have the dtype of ``k``: fp32 or wider. R is H / G.
         """
-        tile = q_BGRTD[:, :, :, rows]
+        tile = q_BGRTD[:, :, :, queries]
         s = (tile.flatten(2, 3).to(k.dtype) @ k.mT).mul_(self.rule.scale).unflatten(2, tile.shape[2:4])
         slope = None
         if (softcap := self.rule.softcap) is not None:
             squashed = (s / softcap).tanh()
             s, slope = squashed * softcap, 1 - squashed**2
         if self.segment.causal or self.segment.masked:
-            s = s.masked_fill(~self._allowed_tile(rows)[:, :, None], score_of_hidden_key(s.dtype))
+            s = s.masked_fill(~self._allowed_tile(queries)[:, :, None], score_of_hidden_key(s.dtype))
         return s, slope
 
     def _allowed_tile(self, rows: slice) -> Tensor:
@@ -377,9 +377,9 @@ class SegmentAttention:
         first, keys = view.q_start + segment.q_start, (view.k_start + segment.start, view.k_start + segment.stop)
         return view.mask.tile(first + rows.start, first + rows.stop, *keys, segment.row)
 
-    def _dropout_factor(self, shape: torch.Size, rows: slice, device: torch.device, dtype: torch.dtype) -> Tensor:
+    def _dropout_factor(self, shape: torch.Size, queries: slice, device: torch.device, dtype: torch.dtype) -> Tensor:
         """Return the dropout mask of a tile, scaled by 1 / (1 - p), equal for equal seed, segment and rows."""
-        place = 1_000_003 * self.segment.start + self.segment.q_start + rows.start
+        place = 1_000_003 * self.segment.start + self.segment.q_start + queries.start
         seed = (self.seed + place + (self.segment.row or 0) * (1 << 48)) % (1 << 62)
         generator = None if device.type == "meta" else torch.Generator(device).manual_seed(seed)
         not_dropped = torch.rand(shape, generator=generator, device=device) >= self.rule.dropout

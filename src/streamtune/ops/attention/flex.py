@@ -196,7 +196,7 @@ def _value_in_row(x_BL: Tensor, b: Tensor, place: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=64)
-def is_flex_right(device: torch.device, dtype: torch.dtype, heads: TrialHeads, softcapped: bool) -> bool:
+def is_flex_correct(device: torch.device, dtype: torch.dtype, heads: TrialHeads, softcapped: bool) -> bool:
     """Return True if flex attention agrees with the formula on small problems with rows, a window and a sink."""
     try:
         with warnings.catch_warnings():

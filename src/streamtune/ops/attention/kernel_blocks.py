@@ -57,7 +57,7 @@ class _BlockedKernel:
                 )
                 for keys, triangle in self._visible_key_blocks(rows, k.shape[2], scores.causal)
             )
-            done.append(merge_parts(parts))
+            done.append(merge_attentions(parts))
         o, lse = (torch.cat(each, dim=2) if len(done) > 1 else each[0] for each in zip(*done, strict=True))
         return o.to(q.dtype), lse
 
@@ -85,7 +85,7 @@ class _BlockedKernel:
         return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype)
 
 
-def merge_parts(parts: Iterator[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+def merge_attentions(parts: Iterator[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Merge attentions of the same queries over different keys: (output, log-sum-exp) each, and as the result.
 
     Unless there is only one, the merged output has the dtype of the log-sum-exp.

@@ -318,14 +318,14 @@ def draw_token_major(generator: torch.Generator, dtype: torch.dtype, *shape: int
 
 
 def view_kernel_agrees(
-    kernel: ViewKernel, tensors: Sequence[Tensor], seen: Tensor, scale: float, softcap: float | None = None
+    kernel: ViewKernel, tensors: Sequence[Tensor], visible: Tensor, scale: float, softcap: float | None = None
 ) -> bool:
     """Return True if a kernel for a mask view agrees with the formula in fp64; the log-sum-exp includes a sink.
 
     Args:
         kernel: Kernel to check.
         tensors: Tensors q, k, v and the gradient of the output.
-        seen: Boolean mask, True if a query sees a key; broadcasts to ``[B, H, T, S]``.
+        visible: Boolean mask, True if a query sees a key; broadcasts to ``[B, H, T, S]``.
         scale, softcap: Arguments of ``prefix_attention``.
     """
     q, k, v, grad = tensors
@@ -333,7 +333,7 @@ def view_kernel_agrees(
     wide_k, wide_v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in exact[1:])
     s = exact[0] @ wide_k.mT * scale
     s = s if softcap is None else softcap * (s / softcap).tanh()
-    s = s.masked_fill(~seen, -torch.inf)
+    s = s.masked_fill(~visible, -torch.inf)
     lse = torch.logaddexp(s.logsumexp(-1), torch.zeros((), dtype=torch.float64, device=q.device))  # a sink of zero
     o = (s - lse[..., None]).exp() @ wide_v
     want = torch.autograd.grad(o, exact, grad.double())
@@ -343,16 +343,16 @@ def view_kernel_agrees(
     return all(is_close(g, w, q.dtype) for g, w in pairs)
 
 
-def choose_fastest(kernels: Sequence[Kernel], seconds: Callable[[Kernel], float | None]) -> Kernel | None:
+def choose_fastest(kernels: Sequence[Kernel], measure_seconds: Callable[[Kernel], float | None]) -> Kernel | None:
     """Return the fastest kernel; a later kernel wins only if it takes less than :data:`MARGIN` of the time.
 
     Args:
         kernels: Kernels that agree with the formula, the most trusted first.
-        seconds: Function that returns the time of a kernel; None if the time could not be measured.
+        measure_seconds: Function that returns the time of a kernel; None if the time could not be measured.
     """
     best, least = None, float("inf")
     for kernel in kernels:
-        needed = seconds(kernel) if len(kernels) > 1 else 0.0
+        needed = measure_seconds(kernel) if len(kernels) > 1 else 0.0
         if best is None or (needed is not None and needed < least * MARGIN):
             best, least = kernel, float("inf") if needed is None else needed
     return best

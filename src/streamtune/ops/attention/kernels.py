@@ -103,11 +103,17 @@ def _kernel_on_meta(kind: str, dtype: torch.dtype, heads: TrialHeads, biased: bo
 
 @lru_cache(maxsize=256)
 def _choose_kernel(
-    device: str, index: int, dtype: torch.dtype, heads: TrialHeads, biased: bool, flash: str, any_shape: bool = False
+    device: str,
+    index: int,
+    dtype: torch.dtype,
+    heads: TrialHeads,
+    biased: bool,
+    flash_name: str,
+    any_shape: bool = False,
 ) -> Kernel | None:
     """Return the fastest kernel that agrees with the formula; ``any_shape`` excludes kernels that accept few shapes.
 
-    ``flash``, the active flash attention implementation, is only a key of the cache.
+    ``flash_name``, the active flash attention implementation, is only a key of the cache.
     """
     if device == "cpu":
         return CPU if dtype.is_floating_point else None

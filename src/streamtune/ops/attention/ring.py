@@ -184,7 +184,7 @@ def _ring_forward(
         for work in works:
             work.wait()
         block = next_block
-    o, lse = finish_attention(o, lse, sinks, q.dtype, masked=True)
+    o, lse = finish_attention(o, lse, sinks, q.dtype, may_see_no_key=True)
     return (o.to(q.dtype) if fused else o), lse
 
 

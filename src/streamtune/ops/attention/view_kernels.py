@@ -28,8 +28,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from streamtune.ops.attention.flex import FlexView, is_flex_right
-from streamtune.ops.attention.kernel_blocks import merge_parts
+from streamtune.ops.attention.flex import FlexView, is_flex_correct
+from streamtune.ops.attention.kernel_blocks import merge_attentions
 from streamtune.ops.attention.kernel_trial import (
     RUNS,
     Grads,
@@ -207,18 +207,22 @@ def fused_view_kernel(
         return None
     heads = TrialHeads(q.shape[1], k.shape[1], q.shape[-1])
     windowed, segments = view.mask.window is not None, view.segments()
-    if softcap is None and (needs_formula or windowed) and (band := as_causal_band(view, scale)) is not None:
+    if softcap is None and (needs_formula or windowed) and (band := band_kernel_of_view(view, scale)) is not None:
         problem = (q.device.index or 0, q.dtype, heads, windowed)
         return band if _is_band_chosen(*problem, active_flash_name()) else None
     many = len(segments) > MAX_SEGMENTS
-    if softcap is None and (needs_formula or windowed or many) and (rows := as_causal_rows(view, scale)) is not None:
+    if (
+        softcap is None
+        and (needs_formula or windowed or many)
+        and (rows := rows_kernel_of_view(view, scale)) is not None
+    ):
         near = windowed or rows.stop - rows.first <= MAX_KEYS_PER_QUERY * q.shape[2]
-        if near and is_rows_kernel_right(q.device, q.dtype, heads.size, windowed, active_flash_name()):
+        if near and is_rows_kernel_correct(q.device, q.dtype, heads.size, windowed, active_flash_name()):
             return rows
     if not needs_formula or (softcap is None and not many and not any(segment.masked for segment in segments)):
         return None
     flex = FlexView(view, scale, softcap)
-    return flex if is_flex_right(q.device, q.dtype, heads, softcap is not None) else None
+    return flex if is_flex_correct(q.device, q.dtype, heads, softcap is not None) else None
 
 
 def run_view_forward(
@@ -263,7 +267,7 @@ MAX_KEYS_PER_QUERY = 2
 """Largest number of keys per query for which one call of packed rows is used without a window."""
 
 
-def as_causal_band(view: MaskView, scale: float) -> BandView | None:
+def band_kernel_of_view(view: MaskView, scale: float) -> BandView | None:
     """Return the kernel for a view that is causal in one row; None for any other view."""
     mask = view.mask
     if mask.function is not None or not mask.causal or len(mask.stretches) > 1:
@@ -284,7 +288,7 @@ def as_causal_band(view: MaskView, scale: float) -> BandView | None:
     return BandView(first - view.k_start, view.q_stop - view.k_start, mask.window, scale)
 
 
-def as_causal_rows(view: MaskView, scale: float) -> RowsView | None:
+def rows_kernel_of_view(view: MaskView, scale: float) -> RowsView | None:
     """Return the kernel for a view of consecutive causal rows; None for any other view."""
     mask = view.mask
     plain = mask.function is None and mask.causal and mask.branches is None and mask.batch_size == 1
@@ -317,22 +321,22 @@ def _memory_span(q: Tensor, *others: Tensor) -> int:
 
 
 @lru_cache(maxsize=64)
-def _is_band_chosen(index: int, dtype: torch.dtype, heads: TrialHeads, windowed: bool, flash: str) -> bool:
+def _is_band_chosen(index: int, dtype: torch.dtype, heads: TrialHeads, windowed: bool, flash_name: str) -> bool:
     """Return True if :class:`BandView` is right on this device and, without a window, faster than the segments.
 
-    ``flash``, the active flash attention implementation, is only a key of the cache.
+    ``flash_name``, the active flash attention implementation, is only a key of the cache.
     """
     device = torch.device("cuda", index)
     if dtype not in (torch.float16, torch.bfloat16) or heads.size > 256:
         return False
-    right = is_band_right(device, dtype, heads.size, windowed)
+    right = is_band_correct(device, dtype, heads.size, windowed)
     chosen = right and (windowed or _is_band_faster(device, dtype, heads))
     problem = f"{dtype}, {heads.queries} heads of {heads.size} ({heads.groups} for keys)"
     log.info("a chunk%s, %s: %s", " in a window" if windowed else "", problem, BandView.name if chosen else "segments")
     return chosen
 
 
-def is_band_right(device: torch.device, dtype: torch.dtype, head_dim: int, windowed: bool) -> bool:
+def is_band_correct(device: torch.device, dtype: torch.dtype, head_dim: int, windowed: bool) -> bool:
     """Return True if :class:`BandView` agrees with the formula in fp64 on a small problem."""
     generator = torch.Generator(device).manual_seed(0)
     queries, keys, first, window = 136, 200, 11, 50 if windowed else None
@@ -349,10 +353,12 @@ def is_band_right(device: torch.device, dtype: torch.dtype, head_dim: int, windo
 
 
 @lru_cache(maxsize=64)
-def is_rows_kernel_right(device: torch.device, dtype: torch.dtype, head_dim: int, windowed: bool, flash: str) -> bool:
+def is_rows_kernel_correct(
+    device: torch.device, dtype: torch.dtype, head_dim: int, windowed: bool, flash_name: str
+) -> bool:
     """Return True if :class:`RowsView` agrees with the formula in fp64 on a small problem.
 
-    ``flash``, the active flash attention implementation, is only a key of the cache.
+    ``flash_name``, the active flash attention implementation, is only a key of the cache.
     """
     if dtype not in (torch.float16, torch.bfloat16) or head_dim > 256:
         return False
@@ -364,7 +370,7 @@ def is_rows_kernel_right(device: torch.device, dtype: torch.dtype, head_dim: int
     for start in (11, 90, 91, 170):  # the first has keys before the queries
         starts[:, start:] = start
     mask = LazyMask(1, keys, keys, window=window, row_start=starts.to(device), device=device)
-    rows = as_causal_rows(mask.rows(keys - queries, keys), head_dim**-0.5)
+    rows = rows_kernel_of_view(mask.rows(keys - queries, keys), head_dim**-0.5)
     assert rows is not None
     try:
         return view_kernel_agrees(rows, (q, k, v, grad), mask.tile(keys - queries, keys, 0, keys), rows.scale)
@@ -390,7 +396,7 @@ def _is_band_faster(device: torch.device, dtype: torch.dtype, heads: TrialHeads)
             band.backward(grad, q, k, v, *band.forward(q, k, v, for_backward=True))
 
         def run_segments() -> None:
-            o, lse = merge_parts(
+            o, lse = merge_attentions(
                 kernel.forward(q, k[:, :, s], v[:, :, s], Scores(scale, causal)) for s, causal in parts
             )
             for s, causal in parts:

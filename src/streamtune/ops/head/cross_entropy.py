@@ -16,7 +16,7 @@ from torch import Tensor
 from streamtune.base.model_facts import IGNORE_INDEX
 from streamtune.ops.devices import autocast_device_type
 from streamtune.ops.first_order import first_order, suspend_tensor_hooks
-from streamtune.ops.head.kernels import Chunk, HeadShape, head_kernel, run_head
+from streamtune.ops.head.kernels import Chunk, HeadShape, choose_head_kernel, run_head_kernel
 from streamtune.ops.head.sweep import (
     HeadGradients,
     HeadSettings,
@@ -27,8 +27,8 @@ from streamtune.ops.head.sweep import (
     gradient_buffers,
     gradients_or_none,
     loss_and_grad,
+    pop_stored_gradients,
     scale_gradients,
-    take_gradients,
 )
 
 
@@ -132,13 +132,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
             targets = rows.targets[chunk]
             kernel = None
             if bias is None and transform is None:
-                kernel = head_kernel(h, weight, targets, shape, partial(_sweep_chunk, h, weight, targets, shape.wanted))
+                kernel = choose_head_kernel(
+                    h, weight, targets, shape, partial(_sweep_chunk, h, weight, targets, shape.wanted)
+                )
             if kernel is not None:
-                loss, grad_h, grad_weight = run_head(kernel, h, weight, targets, shape.wanted)
+                loss, grad_h, grad_weight = run_head_kernel(kernel, h, weight, targets, shape.wanted)
                 sums.put(chunk, grad_h, grad_weight)
             else:
                 logits = torch.nn.functional.linear(h, weight, bias)
-                loss, grad = loss_and_grad(logits, targets, transform, any(wanted), reuse=transform is None)
+                loss, grad = loss_and_grad(logits, targets, transform, any(wanted), overwrite_logits=transform is None)
                 del logits
                 if grad is not None:
                     sums.add(chunk, h, weight, grad)
@@ -149,7 +151,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor | None, ...]:
-        return (*scale_gradients(take_gradients(ctx), ctx.inputs, grad_total), None)
+        return (*scale_gradients(pop_stored_gradients(ctx), ctx.inputs, grad_total), None)
 
 
 class _ProjectCrossEntropy(torch.autograd.Function):
@@ -181,13 +183,13 @@ class _ProjectCrossEntropy(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor | None, ...]:
-        grad_hidden, *rest = scale_gradients(take_gradients(ctx), ctx.inputs, grad_total)
+        grad_hidden, *rest = scale_gradients(pop_stored_gradients(ctx), ctx.inputs, grad_total)
         return (grad_hidden, None, None, None, *gradients_or_none(rest, ctx.needed))
 
 
 def _sweep_chunk(h: Tensor, weight: Tensor, targets: Tensor, wanted: Sequence[bool]) -> Chunk:
     """Return a chunk's loss, and its gradients of hidden states and weight, computed without a fused kernel."""
-    loss, grad = loss_and_grad(torch.nn.functional.linear(h, weight), targets, None, any(wanted), reuse=True)
+    loss, grad = loss_and_grad(torch.nn.functional.linear(h, weight), targets, None, any(wanted), overwrite_logits=True)
     sums = HeadGradients(torch.empty_like(h) if wanted[0] else None, weight, None, [*wanted, False], weight.dtype)
     if grad is not None:
         sums.add(slice(None), h, weight, grad)

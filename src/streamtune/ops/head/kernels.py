@@ -79,7 +79,7 @@ class HeadKernel:
         return exact and self.workspace(shape) <= _sweep_workspace_bytes(shape)
 
 
-def head_kernel(
+def choose_head_kernel(
     hidden_nC: Tensor, weight_VC: Tensor, targets_n: Tensor, shape: HeadShape, sweep: Callable[[], Chunk]
 ) -> HeadKernel | None:
     """Return the fused cross entropy for chunks of this shape; None if torch's operators are faster or must be used.
@@ -118,7 +118,7 @@ def _fastest_agreeing_kernel(
         best_seconds = median_time(sweep, hidden_nC.device, RUNS)
         for kernel in candidates:
             if kernel.fits(shape) and agrees_with_sweep(kernel, hidden_nC, weight_VC, targets_n, shape.wanted, sweep):
-                run = partial(run_head, kernel, hidden_nC, weight_VC, targets_n, shape.wanted)
+                run = partial(run_head_kernel, kernel, hidden_nC, weight_VC, targets_n, shape.wanted)
                 seconds = median_time(run, hidden_nC.device, RUNS)
                 if seconds < best_seconds:
                     best, best_seconds = kernel, seconds
@@ -129,7 +129,7 @@ def _fastest_agreeing_kernel(
     return best
 
 
-def run_head(
+def run_head_kernel(
     kernel: HeadKernel, hidden_nC: Tensor, weight_VC: Tensor, targets_n: Tensor, wanted: tuple[bool, bool]
 ) -> Chunk:
     """Return a chunk's loss and its wanted gradients, computed by a fused kernel."""
@@ -151,7 +151,7 @@ def agrees_with_sweep(
 ) -> bool:
     """Return True if a kernel's loss and gradients agree with ``sweep``'s; False if the kernel raises."""
     try:
-        got = run_head(kernel, hidden_nC, weight_VC, targets_n, wanted)
+        got = run_head_kernel(kernel, hidden_nC, weight_VC, targets_n, wanted)
     except Exception as error:  # another package may raise anything: compiler, missing feature, out of memory
         log.info("%s is not used: %s: %s", kernel.name, type(error).__name__, error)
         return False

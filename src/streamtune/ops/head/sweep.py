@@ -107,7 +107,7 @@ def loss_and_grad(
     targets_n: Tensor,
     transform: Project | None,
     with_grad: bool,
-    reuse: bool = False,
+    overwrite_logits: bool = False,
     factor_n: Tensor | None = None,
     max_elements: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
@@ -118,7 +118,7 @@ def loss_and_grad(
         targets_n: Target token of each position.
         transform: Function of the logits before the loss (softcap, scale); None for none.
         with_grad: False returns None instead of the gradient.
-        reuse: True lets the gradient overwrite ``logits_nV``, which no graph may have saved.
+        overwrite_logits: True lets the gradient overwrite ``logits_nV``, which no graph may have saved.
         factor_n: Factor of each position's gradient, applied before rounding to the dtype of the logits.
         max_elements: Largest number of elements computed at a time. The default is the limit of 32-bit counts, or
             :data:`WIDENED` for logits narrower than fp32.
@@ -127,12 +127,14 @@ def loss_and_grad(
         max_elements = MAX_ELEMENTS if logits_nV.dtype in (torch.float32, torch.float64) else WIDENED
     parts = list(block_slices(len(logits_nV), max_elements // logits_nV.shape[1]))
     if len(parts) <= 1:
-        return _loss_and_grad(logits_nV, targets_n, transform, with_grad, reuse, factor_n)
-    grad = None if not with_grad else logits_nV if reuse else torch.empty_like(logits_nV)
+        return _loss_and_grad(logits_nV, targets_n, transform, with_grad, overwrite_logits, factor_n)
+    grad = None if not with_grad else logits_nV if overwrite_logits else torch.empty_like(logits_nV)
     losses = []
     for part in parts:
         factor = None if factor_n is None else factor_n[part]
-        loss, grad_part = _loss_and_grad(logits_nV[part], targets_n[part], transform, with_grad, reuse, factor)
+        loss, grad_part = _loss_and_grad(
+            logits_nV[part], targets_n[part], transform, with_grad, overwrite_logits, factor
+        )
         losses.append(loss)
         if grad is not None and grad_part is not None:
             grad[part] = grad_part
@@ -144,7 +146,7 @@ def _loss_and_grad(
     targets_n: Tensor,
     transform: Project | None,
     with_grad: bool,
-    reuse: bool,
+    overwrite_logits: bool,
     factor_n: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
     raw = logits_nV
@@ -152,7 +154,7 @@ def _loss_and_grad(
         with torch.set_grad_enabled(with_grad):
             raw = logits_nV.detach().requires_grad_(with_grad)
             logits_nV = transform(raw)
-    loss, grad = _loss_and_softmax(logits_nV.detach(), targets_n, reuse)
+    loss, grad = _loss_and_softmax(logits_nV.detach(), targets_n, overwrite_logits)
     if not with_grad:
         return loss, None
     grad.scatter_add_(1, targets_n[:, None], grad.new_full((len(targets_n), 1), -1.0))
@@ -164,7 +166,7 @@ def _loss_and_grad(
     return loss, grad
 
 
-def _loss_and_softmax(logits_nV: Tensor, targets_n: Tensor, reuse: bool) -> tuple[Tensor, Tensor]:
+def _loss_and_softmax(logits_nV: Tensor, targets_n: Tensor, overwrite_logits: bool) -> tuple[Tensor, Tensor]:
     """Return summed loss and probabilities, in fp32 or wider; no other tensor of the logits' size is allocated."""
     scores = logits_nV.to(torch.promote_types(logits_nV.dtype, torch.float32))
     if kernel_device_type(logits_nV.device) == "cuda" and scores.dtype != logits_nV.dtype:
@@ -172,7 +174,7 @@ def _loss_and_softmax(logits_nV: Tensor, targets_n: Tensor, reuse: bool) -> tupl
         return -logprobs.gather(-1, targets_n[:, None]).sum(), logprobs.exp_()
     peak = scores.amax(-1, keepdim=True)
     picked = scores.gather(-1, targets_n[:, None])
-    owned = reuse or scores.dtype != logits_nV.dtype
+    owned = overwrite_logits or scores.dtype != logits_nV.dtype
     p = (scores.sub_(peak) if owned else scores - peak).exp_()
     total = p.sum(-1, keepdim=True)
     return (total.log() + (peak - picked)).sum(), p.div_(total)
@@ -252,7 +254,7 @@ def scale_gradients(
     return out
 
 
-def take_gradients(ctx: Any) -> tuple[Tensor | None, ...]:
+def pop_stored_gradients(ctx: Any) -> tuple[Tensor | None, ...]:
     """Return the gradients that the forward stored in ``ctx``; with ``retain_graph=True``, ``ctx`` keeps a copy.
 
     Raises:

@@ -49,8 +49,8 @@ from streamtune.ops.head.sweep import (
     cast_tensors,
     gradient_buffers,
     gradients_or_none,
+    pop_stored_gradients,
     scale_gradients,
-    take_gradients,
 )
 
 MEASURED = ("nll", "kl")
@@ -385,7 +385,7 @@ def linear_token_loss(
     )
     with torch.autocast(autocast_device_type(hidden_BTC.device), enabled=False):
         total, measured = _LinearTokenLoss.apply(hidden_BTC.flatten(0, -2), weight_VC, bias_V, sweep)
-    return total / _divisor_of_loss(rows, weights_BT, num_items), measured
+    return total / _loss_divisor(rows, weights_BT, num_items), measured
 
 
 def project_token_loss(
@@ -410,7 +410,7 @@ def project_token_loss(
     weights = None if weights_BT is None else weights_BT.flatten()
     sweep = _Sweep(rows, None, torch.float32, None, torch.is_grad_enabled(), loss, weights, teacher)
     total, measured = _ProjectTokenLoss.apply(hidden_BTC.flatten(0, -2), sweep, project, *parameters)
-    return total / _divisor_of_loss(rows, weights_BT, num_items), measured
+    return total / _loss_divisor(rows, weights_BT, num_items), measured
 
 
 def token_loss_reference(
@@ -450,7 +450,7 @@ def token_loss_reference(
 def _dense_divergence(logits_NV: Tensor, teacher_NV: Tensor, divergence: Divergence) -> Tensor:
     size, wide = min(logits_NV.shape[1], teacher_NV.shape[1]), torch.promote_types(logits_NV.dtype, torch.float32)
     p, t = ((x[:, :size].to(wide) / divergence.temperature).softmax(-1) for x in (logits_NV, teacher_NV))
-    return _dense_formula(p, t, divergence)
+    return _dense_divergence_formula(p, t, divergence)
 
 
 def _dense_class_divergence(
@@ -460,10 +460,12 @@ def _dense_class_divergence(
     ids, logt = teacher.known(is_target.flatten().nonzero().squeeze(-1), logits_NV.device)
     probabilities = (logits_NV.to(wide) / divergence.temperature).softmax(-1)
     rest = probabilities.scatter(-1, ids, 0.0).sum(-1, keepdim=True)
-    return _dense_formula(torch.cat([probabilities.gather(-1, ids), rest], -1), logt.to(wide).softmax(-1), divergence)
+    return _dense_divergence_formula(
+        torch.cat([probabilities.gather(-1, ids), rest], -1), logt.to(wide).softmax(-1), divergence
+    )
 
 
-def _dense_formula(p: Tensor, t: Tensor, divergence: Divergence) -> Tensor:
+def _dense_divergence_formula(p: Tensor, t: Tensor, divergence: Divergence) -> Tensor:
     if divergence.kind == "forward":
         return (t * (t.log() - p.log())).sum(-1)
     if divergence.kind == "reverse":
@@ -473,7 +475,7 @@ def _dense_formula(p: Tensor, t: Tensor, divergence: Divergence) -> Tensor:
     return divergence.beta * of_teacher + (1 - divergence.beta) * of_student
 
 
-def _divisor_of_loss(rows: TargetRows, weights_BT: Tensor | None, num_items: Tensor | float | None) -> Tensor | float:
+def _loss_divisor(rows: TargetRows, weights_BT: Tensor | None, num_items: Tensor | float | None) -> Tensor | float:
     if num_items is None and weights_BT is not None:
         return weights_BT.flatten()[rows.positions].sum()
     return rows.divisor(num_items)
@@ -507,7 +509,7 @@ class _LinearTokenLoss(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, grad_total: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        return (*scale_gradients(take_gradients(ctx), ctx.inputs, grad_total), None)
+        return (*scale_gradients(pop_stored_gradients(ctx), ctx.inputs, grad_total), None)
 
 
 class _ProjectTokenLoss(torch.autograd.Function):
@@ -539,7 +541,7 @@ class _ProjectTokenLoss(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, grad_total: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        grad_hidden, *rest = scale_gradients(take_gradients(ctx), ctx.inputs, grad_total)
+        grad_hidden, *rest = scale_gradients(pop_stored_gradients(ctx), ctx.inputs, grad_total)
         return (grad_hidden, None, None, *gradients_or_none(rest, ctx.needed))
 
 

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 
 from streamtune import models
 from streamtune.engine.memory.host import is_host_storage
-from streamtune.engine.observe import observed
+from streamtune.engine.observe import with_observer
 
 ACTIVATION, INPUT, GRADIENT = "activation", "layer input", "gradient"
 KEYS, ATTENTION, HEAD, OPTIMIZER = "keys and values", "attention output", "head", "optimizer"
@@ -76,7 +76,7 @@ class LiveBytes(TorchDispatchMode):
         for parameter in self._model.parameters():
             if parameter.requires_grad:
                 self._add_hook(parameter.register_post_accumulate_grad_hook(self._on_gradient))
-        self._hooks.enter_context(observed(self))
+        self._hooks.enter_context(with_observer(self))
         super().__enter__()
         return self
 

@@ -42,7 +42,7 @@ from torch import nn
 
 from streamtune.base.adapters import base_of
 from streamtune.engine import decoder_layers
-from streamtune.engine.memory.placement import extra_forwards
+from streamtune.engine.memory.placement import count_recomputed_layers
 from streamtune.engine.offloaded_weights import offloaded_parameters
 from streamtune.ops.devices import simulate_device_type
 from streamtune.plan.simulate.cluster import Cluster
@@ -186,7 +186,7 @@ class ResidentMemory:
         cluster = workload.cluster
         if not cluster.gathers_layers or workload.mode != "stream":
             return self
-        forwards = extra_forwards(schedule, len(decoder_layers(model)))
+        forwards = count_recomputed_layers(schedule, len(decoder_layers(model)))
         return replace(
             self,
             gathered=_gathered_bytes(model, cluster, max(forwards, default=0)),

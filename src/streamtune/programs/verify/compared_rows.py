@@ -32,11 +32,11 @@ from streamtune.engine import (
     LossRequest,
     RouterLoss,
     StreamHandle,
+    adds_balance_loss,
     balance_coefficient,
-    balances_itself,
     decoder_layers,
 )
-from streamtune.engine.rotary import rotated_by_row
+from streamtune.engine.rotary import rotate_rows_as_if_alone
 from streamtune.errors import DataError
 from streamtune.ops import TokenLoss, token_loss_reference
 from streamtune.plan.simulate.memory import LiveBytes
@@ -65,7 +65,7 @@ class RowLosses:
     def plain(self, model: nn.Module, bf16: bool) -> Tensor:
         """Return the loss by plain autograd, row by row, with the rotary embeddings of unpacked rows."""
         packed = self.batch is not self.alone
-        with rotated_by_row(model, self.alone.attention_mask) if packed else nullcontext():
+        with rotate_rows_as_if_alone(model, self.alone.attention_mask) if packed else nullcontext():
             return self._loss(self.alone, None, model, bf16)
 
     def streamed(self, handle: StreamHandle) -> Callable[[nn.Module, bool], Tensor]:
@@ -117,7 +117,7 @@ def _balance_loss_arguments(
     batch: train.MicroBatch, router_loss: RouterLoss | None, model: nn.Module
 ) -> tuple[dict[str, Any], float]:
     """Return the arguments that make a model return its balance loss, and its factor; ``({}, 0)`` without one."""
-    if router_loss is None or not (router_loss.balance or balances_itself(base_of(model))):
+    if router_loss is None or not (router_loss.balance or adds_balance_loss(base_of(model))):
         return {}, 0.0
     # The balance loss counts the tokens of the mask: padded rows need it, and packed rows must do without.
     padded = batch.position_ids is None and batch.num_tokens < batch.attention_mask.numel()
