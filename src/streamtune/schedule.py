@@ -229,9 +229,9 @@ class Schedule:
 
         Args:
             length: Tokens of the sequence.
-            cuts: Sorted positions of allowed cuts (``LazyMask.cuts``), ``length`` among them; None allows any position.
-                A chunk then ends at the allowed cut nearest to its ideal end. It exceeds ``chunk_size`` only if the
-                next allowed cut is further away.
+            cuts: Sorted positions of allowed cuts (``LazyMask.allowed_cuts``), ``length`` among them; None allows any
+                position. A chunk then ends at the allowed cut nearest to its ideal end. It exceeds ``chunk_size`` only
+                if the next allowed cut is further away.
         """
         if cuts is None:
             size = max(2, self.chunk_size)

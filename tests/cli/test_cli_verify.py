@@ -230,14 +230,14 @@ def test_a_dropped_prefix_gradient(
 def test_the_lost_terms_of_one_chunk(
     verify: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    right = vjp.GradientSum.add
+    right = vjp.GradientSum.add_term
 
     def wrong(self: Any, part: Tensor | None) -> None:
         self.parts = getattr(self, "parts", 0) + 1
         if self.parts != 2:
             right(self, part)
 
-    monkeypatch.setattr(vjp.GradientSum, "add", wrong)
+    monkeypatch.setattr(vjp.GradientSum, "add_term", wrong)
     assert verify("--length", "128", "--set", "bf16=true") == 1
     shown = capsys.readouterr().out
     assert "NOT exact: model.layers." in shown

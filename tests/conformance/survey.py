@@ -268,17 +268,17 @@ def _widened(model: PreTrainedModel) -> Iterator[None]:
 def _squares() -> Iterator[list[Tensor]]:
     """Collects the dense masks that the model asks for before its layers."""
     built: list[Tensor] = []
-    dense = DensifiedMask.dense
+    dense = DensifiedMask.to_dense
 
     def remembered(mask: DensifiedMask) -> Tensor:
         built.append(dense(mask))
         return built[-1]
 
-    DensifiedMask.dense = remembered
+    DensifiedMask.to_dense = remembered
     try:
         yield built
     finally:
-        DensifiedMask.dense = dense
+        DensifiedMask.to_dense = dense
 
 
 def _attention_of(handle: StreamHandle, squares: bool) -> str:

@@ -84,7 +84,7 @@ def test_flex_is_not_compiled_again_for_each_chunk(device: torch.device) -> None
     mask = LazyMask(1, 4096, 4096, row_start=(torch.arange(4096, device=device) // 300 * 300)[None], device=device)
     compiled = []
     for chunk in range(8):
-        view = mask.chunk(512 * chunk, 512 * chunk + 512, 0)
+        view = mask.view_chunk(512 * chunk, 512 * chunk + 512, 0)
         q = torch.randn(1, 8, 512, 64, device=device, dtype=torch.bfloat16)
         k = torch.randn(1, 2, view.shape[3], 64, device=device, dtype=torch.bfloat16)
         flex = FlexView(view, 0.125, None)
@@ -178,7 +178,7 @@ def test_prefix_attention(
     padding = torch.ones(2, length, dtype=torch.bool, device=device)
     padding[1, :120] = False
     mask = LazyMask(2, length, length, window=window, padding=padding if padded else None, device=device)
-    view = mask.chunk(start, length, 0)
+    view = mask.view_chunk(start, length, 0)
     generator = torch.Generator(device).manual_seed(0)
     q, k, v, grad = (
         torch.randn(2, heads, n, 64, generator=generator, device=device, dtype=dtype)

@@ -139,7 +139,7 @@ def expected_of(trees: list[Tree]) -> tuple[list[tuple[int, int, int, int]], lis
 def seen(batch: CollatedTrees) -> list[list[int]]:
     """For each target the tokens that are before it in its row, itself included."""
     assert batch["nodes"] is not None
-    table = BranchTable.of(batch["nodes"])
+    table = BranchTable.from_nodes(batch["nodes"])
     ids, found = batch["input_ids"][0].tolist(), []
     for place in batch["flat_index_K"].tolist():
         part = table.at(place)

@@ -156,7 +156,7 @@ def test_writes_under_way_outlive_their_tier(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(os, "pwrite", slow)
     tier = disk(tmp_path)
     for _ in range(3):
-        tier.begin_write(tier.arena.take(MIB, CPU), 0, None)
+        tier.begin_write(tier.arena.allocate(MIB, CPU), 0, None)
     del tier
     gc.collect()
     assert files_open_in(tmp_path)

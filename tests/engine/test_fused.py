@@ -206,7 +206,7 @@ def test_autocast_casts_a_weight_once_for_a_walk_over_the_chunks() -> None:
 def test_autocast_that_the_model_switches_off_is_off() -> None:
     linear, x = nn.Linear(8, 8), torch.randn(3, 8)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        linears = FusedLinears(linear, Autocast.current(x.device))
+        linears = FusedLinears(linear, Autocast.capture(x.device))
         with linears.replacing_forwards():
             assert linear(x).dtype == torch.bfloat16
             with torch.autocast("cpu", enabled=False):
@@ -225,7 +225,7 @@ def test_sums_of_what_is_trained(trained: str, autocast: bool) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
         want = torch.autograd.grad(linear(x), [x, *parameters], grad)
         sums = [GradientSum(p, sum_in_fp32=True) for p in parameters]
-        with FusedLinears(linear, Autocast.current(x.device), sums).replacing_forwards():
+        with FusedLinears(linear, Autocast.capture(x.device), sums).replacing_forwards():
             got = torch.autograd.grad(linear(x), [x, *parameters], grad, allow_unused=True)
     results = [got[0], *(total.result() for total in sums)] if sums or autocast else got
     bound = 2e-2 if autocast else 1e-6

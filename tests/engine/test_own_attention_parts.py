@@ -38,7 +38,7 @@ def test_a_tile_is_a_part_of_the_models_own_mask(own: str, dtype: torch.dtype) -
     assert isinstance(lazy, DensifiedMask)
     form = torch.bool if own == "sdpa" else dtype
     for start, stop in ((0, 4), (4, 9), (8, 9)):
-        part = dense_mask_of_view(lazy.chunk(start, stop, 0), form)
+        part = dense_mask_of_view(lazy.view_chunk(start, stop, 0), form)
         assert part.dtype == dense.dtype
         assert torch.equal(part, dense[:, :, start:stop, :stop])
 
@@ -186,7 +186,7 @@ def test_what_cannot_be_streamed_may_still_fill_a_cache() -> None:
 
 def test_lazy_masks_of_other_models_stay_no_tensors() -> None:
     lazy = LazyMask(1, 4, 4)
-    for mask in (lazy, lazy.rows(0, 2)):
+    for mask in (lazy, lazy.view_queries(0, 2)):
         with pytest.raises(UnsupportedModelError, match="computes with its attention mask"):
             mask[:, :, :, 1:]
         with pytest.raises(UnsupportedModelError, match="computes with its attention mask"):

@@ -59,7 +59,7 @@ def test_every_state_that_is_taken_up_is_made_by_a_piece_before() -> None:
         rows = Branches.of_nodes(DEEP)
         call = shards(size, rows.length)
         call.trees = rows
-        whole = rows.followed_by(call.total - rows.length) if call.total > rows.length else rows
+        whole = rows.with_row_appended(call.padded_length - rows.length) if call.padded_length > rows.length else rows
         routes = StateRoutes(call, whole)
         pieces = sorted(
             (fragment for of_rank in routes.fragments for fragment in of_rank),
@@ -95,8 +95,8 @@ def test_a_row_of_one_token_beside_a_longer_one_is_refused() -> None:
 
 def test_a_row_behind_a_trunk_of_another_begins_anew() -> None:
     rows = Branches.of_nodes([(-1, 4), (-1, 5), (0, 3)])
-    assert rows.state_before(4) is None
-    assert rows.state_before(9) == 4
+    assert rows.start_state_position(4) is None
+    assert rows.start_state_position(9) == 4
     assert rows.continues_past(4)
 
 

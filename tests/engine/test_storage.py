@@ -45,7 +45,7 @@ TIERS = ("device", "host", "disk")
 def tier(name: Any, directory: Path) -> tuple[Tier, Tiers]:
     """A tier for tensors of the CPU, and what counts its bytes."""
     tiers = Tiers(Schedule(offload="disk", offload_dir=str(directory)))
-    return tiers.get(name, CPU), tiers
+    return tiers.get_tier(name, CPU), tiers
 
 
 # --- the stack and the arena ----------------------------------------------------------------------------------------
@@ -53,7 +53,7 @@ def tier(name: Any, directory: Path) -> tuple[Tier, Tiers]:
 
 def test_a_stack_is_whole_pages_and_sinks_past_what_was_freed() -> None:
     stack = Stack()
-    assert [stack.take(nbytes) for nbytes in (1, PAGE, PAGE + 1, 0)] == [0, PAGE, 2 * PAGE, 4 * PAGE]
+    assert [stack.allocate(nbytes) for nbytes in (1, PAGE, PAGE + 1, 0)] == [0, PAGE, 2 * PAGE, 4 * PAGE]
     assert stack.top == 5 * PAGE
     stack.free(PAGE)
     assert stack.top == 5 * PAGE, "there are blocks above it"
@@ -61,7 +61,7 @@ def test_a_stack_is_whole_pages_and_sinks_past_what_was_freed() -> None:
     assert stack.top == 4 * PAGE
     stack.free(2 * PAGE)
     assert stack.top == PAGE, "it sinks past the block in the middle that was freed before"
-    assert stack.take(5) == PAGE
+    assert stack.allocate(5) == PAGE
     stack.free(0)
     stack.free(PAGE)
     assert stack.top == 0
@@ -77,7 +77,7 @@ def test_blocks_that_are_held_never_overlap() -> None:
             del held[offset]
         else:
             nbytes = choose.randrange(0, 5 * PAGE)
-            held[stack.take(nbytes)] = nbytes
+            held[stack.allocate(nbytes)] = nbytes
         ends = sorted((offset, offset + nbytes) for offset, nbytes in held.items())
         assert all(end <= start for (_, end), (start, _) in pairwise(ends))
         assert stack.top >= (ends[-1][1] if ends else 0)
@@ -89,19 +89,19 @@ def test_blocks_that_are_held_never_overlap() -> None:
 def test_an_arena_uses_its_memory_again_and_counts() -> None:
     tally = Tally()
     arena = Arena(tally)
-    first, second = arena.take(100, CPU), arena.take(3 * PAGE, CPU)
+    first, second = arena.allocate(100, CPU), arena.allocate(3 * PAGE, CPU)
     assert (tally.live_bytes, tally.peak_bytes) == (100 + 3 * PAGE, 100 + 3 * PAGE)
     assert second.offset == PAGE
     arena.free(second)
-    third = arena.take(10, CPU)
+    third = arena.allocate(10, CPU)
     assert third.offset == second.offset
     assert third.region is first.region
     assert (tally.live_bytes, tally.peak_bytes, tally.moved_bytes) == (110, 100 + 3 * PAGE, 0)
     assert [region.size for region in arena.regions] == [REGION]
-    large = arena.take(REGION + 1, CPU)
+    large = arena.allocate(REGION + 1, CPU)
     assert [region.size for region in arena.regions] == [REGION, REGION + PAGE], "no larger than is wanted"
-    assert large.tensor(torch.Size([REGION + 1]), torch.uint8).data_ptr() % PAGE == 0
-    assert arena.take(10, CPU).region is first.region
+    assert large.as_tensor(torch.Size([REGION + 1]), torch.uint8).data_ptr() % PAGE == 0
+    assert arena.allocate(10, CPU).region is first.region
 
 
 def test_what_is_reserved_is_mapped_once() -> None:
@@ -109,8 +109,8 @@ def test_what_is_reserved_is_mapped_once() -> None:
     arena.reserve(2 * REGION, CPU)
     arena.reserve(REGION, CPU)
     assert [region.size for region in arena.regions] == [2 * REGION]
-    arena.take(REGION, CPU)
-    arena.take(REGION, CPU)
+    arena.allocate(REGION, CPU)
+    arena.allocate(REGION, CPU)
     assert len(arena.regions) == 1
     assert arena.tally.live_bytes == 2 * REGION
 
@@ -118,10 +118,10 @@ def test_what_is_reserved_is_mapped_once() -> None:
 def test_a_host_that_has_no_room_says_so_and_is_not_made_to_swap(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arena_module, "free_host_bytes", lambda: reserved_host_bytes() + REGION)
     arena = Arena(Tally())
-    arena.take(GIB // 64, CPU)
+    arena.allocate(GIB // 64, CPU)
     monkeypatch.setattr(arena_module, "free_host_bytes", lambda: reserved_host_bytes() + GIB // 4)
     with pytest.raises(OutOfMemoryError) as caught:
-        arena.take(3 * GIB, CPU)
+        arena.allocate(3 * GIB, CPU)
     assert "0.02 GiB are offloaded, 3.00 GiB more are needed, 0.25 GiB are free" in caught.value.what
     assert "device_layers" in caught.value.fix
     monkeypatch.setattr(arena_module, "free_host_bytes", lambda: 0)
@@ -129,20 +129,20 @@ def test_a_host_that_has_no_room_says_so_and_is_not_made_to_swap(monkeypatch: py
         arena.reserve(3 * GIB, CPU)
     assert len(arena.regions) == 1
     assert arena.tally.live_bytes == GIB // 64, "what was refused is not counted"
-    arena.take(1 << 50, META)  # simulated memory takes none
+    arena.allocate(1 << 50, META)  # simulated memory takes none
 
 
 def test_regions_grow_with_the_arena_as_far_as_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arena_module, "REGION", PAGE)
     arena = Arena(Tally())
-    arena.take(320 * PAGE, CPU)
-    arena.take(PAGE, CPU)
+    arena.allocate(320 * PAGE, CPU)
+    arena.allocate(PAGE, CPU)
     assert [region.size for region in arena.regions] == [320 * PAGE, 20 * PAGE], "mapped ahead"
     monkeypatch.setattr(arena_module, "free_host_bytes", lambda: reserved_host_bytes() + 22 * PAGE - 1)
-    arena.take(20 * PAGE, CPU)
+    arena.allocate(20 * PAGE, CPU)
     assert arena.regions[-1].size == 21 * PAGE, "what is left is given, to the last page"
     with pytest.raises(OutOfMemoryError):
-        arena.take(22 * PAGE, CPU)
+        arena.allocate(22 * PAGE, CPU)
 
 
 def test_a_step_on_a_host_without_room_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +174,7 @@ def test_free_memory_is_that_of_the_container(tmp_path: Path) -> None:
 def test_host_memory_is_told_from_the_device_where_both_are_the_cpu() -> None:
     for device in (CPU, META):
         arena, mine = Arena(Tally()), torch.empty(8, device=device)
-        block = arena.take(100, device).tensor(torch.Size([25]), torch.float32)
+        block = arena.allocate(100, device).as_tensor(torch.Size([25]), torch.float32)
         assert is_host_storage(block.untyped_storage())
         assert is_host_storage(block[3:].view(2, 11).untyped_storage())
         assert not is_host_storage(mine.untyped_storage())
@@ -254,7 +254,7 @@ def test_what_was_put_may_change_and_be_read_twice(name: str, tmp_path: Path) ->
 @pytest.mark.parametrize("name", ["host", "disk"])
 def test_simulated_tensors_count_and_copy_nothing(name: str, tmp_path: Path) -> None:
     tiers = Tiers(Schedule(offload="disk", offload_dir=str(tmp_path / "not made")))
-    place = tiers.get(name, META)  # type: ignore[arg-type]
+    place = tiers.get_tier(name, META)  # type: ignore[arg-type]
     x = torch.empty(1 << 20, 1 << 20, dtype=torch.bfloat16, device=META)
     block = place.put(x)
     counted = tiers.host if name == "host" else tiers.disk
@@ -269,8 +269,8 @@ def test_simulated_tensors_count_and_copy_nothing(name: str, tmp_path: Path) -> 
 def test_memory_on_its_way_to_the_disk_is_not_the_host_tier_s(tmp_path: Path) -> None:
     """Threads fill blocks at once, whereas a copy to a device may still read one that was freed."""
     tiers = Tiers(Schedule(offload="disk", offload_dir=str(tmp_path)))
-    host: Any = tiers.get("host", CPU)
-    disk: Any = tiers.get("disk", CPU)
+    host: Any = tiers.get_tier("host", CPU)
+    disk: Any = tiers.get_tier("disk", CPU)
     assert host.arena is not disk.arena
     assert host.arena.tally is disk.arena.tally is tiers.host
 

@@ -47,12 +47,12 @@ def test_fp64_leaves_no_doubt(family: str) -> None:
     assert worst(got, want) <= EXACT
 
 
-@pytest.mark.parametrize("part", ["add", "add_weight_gradient"])
+@pytest.mark.parametrize("part", ["add_term", "add_weight_gradient"])
 @pytest.mark.parametrize("size", [1e-3, 3e-5])
 def test_a_small_mistake_is_found(size: float, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one chunk's term of each sum a part is left out; a bare bound of 2e-5 let 3e-5 of a term pass."""
     model, inputs = build("llama"), batch("plain")
-    add, add_outer = vjp.GradientSum.add, vjp.GradientSum.add_weight_gradient
+    add, add_outer = vjp.GradientSum.add_term, vjp.GradientSum.add_weight_gradient
 
     def less(total: Any, term: Tensor | None) -> None:
         add(total, term if term is None or total.total is not None else term * (1 - size))
@@ -61,6 +61,6 @@ def test_a_small_mistake_is_found(size: float, part: str, monkeypatch: pytest.Mo
         add_outer(total, grad if total.total is not None else grad * (1 - size), hidden)
 
     want = reference(model, inputs)
-    monkeypatch.setattr(vjp.GradientSum, part, less if part == "add" else less_outer)
+    monkeypatch.setattr(vjp.GradientSum, part, less if part == "add_term" else less_outer)
     with streamtune.stream(model, chunk_size=8), pytest.raises(AssertionError, match="off by"):
         want.check(gradients(model, inputs))

@@ -162,8 +162,8 @@ def test_counting_draws_what_training_will_draw() -> None:
         torch.manual_seed(5)
         counts = handle.count_routes([inputs])
         found = []
-        keep = handle.routers.losses
-        handle.routers.losses = lambda sums: (found.append(sums.counts), keep(sums))[1]  # type: ignore[method-assign]
+        keep = handle.routers.compute_losses
+        handle.routers.compute_losses = lambda sums: (found.append(sums.counts), keep(sums))[1]  # type: ignore[method-assign]
         model(**inputs)
     torch.testing.assert_close(found[0], counts, rtol=0, atol=0)
 
@@ -174,8 +174,8 @@ def test_counting_keeps_packed_rows_apart_as_training_does() -> None:
     inputs |= {"position_ids": torch.cat([torch.arange(11), torch.arange(26)])[None], "use_cache": False}
     seen: list[Tensor] = []
     with Float64(), streamtune.stream(model, chunk_size=8, router_loss=RouterLoss(1.0, scope="global")) as handle:
-        close = handle.routers.close
-        handle.routers.close = lambda: (found := close(), seen.append(found.probabilities))[0]  # type: ignore
+        close = handle.routers.end_call
+        handle.routers.end_call = lambda: (found := close(), seen.append(found.probabilities))[0]  # type: ignore
         handle.count_routes(
             [{key: value if key == "use_cache" else value[:, part] for key, value in inputs.items()} for part in PARTS]
         )
@@ -236,7 +236,7 @@ def test_silenced_the_loss_is_the_cross_entropy() -> None:
     model, inputs = routed("mixtral"), batch("right")
     plain = evaluation(model, {**inputs, "output_router_logits": False})
     with streamtune.stream(model, chunk_size=8, router_loss=RouterLoss(5.0, 0.1)) as handle:
-        with handle.routers.silenced():
+        with handle.routers.without_losses():
             output = model(**inputs)
         added = model(**inputs).loss
         terms = handle.routers.terms
@@ -252,7 +252,7 @@ def test_padding_can_be_told_without_a_mask() -> None:
     model, inputs = routed("mixtral"), dict(batch("right"))
     want = reference(model, inputs)
     mask = inputs.pop("attention_mask")
-    with streamtune.stream(model, chunk_size=8) as handle, handle.routers.counting(mask):
+    with streamtune.stream(model, chunk_size=8) as handle, handle.routers.counting_tokens(mask):
         want.check(gradients(model, inputs))
 
 

@@ -62,7 +62,7 @@ def make(
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
 
     lazy = LazyMask(ROWS, TOTAL, TOTAL, **mask)
-    view = lazy.chunk(start, stop, lazy.first_key(start))
+    view = lazy.view_chunk(start, stop, lazy.first_key(start))
     q, k, v = leaf(ROWS, heads, stop - start, dim), leaf(ROWS, groups, stop, dim), leaf(ROWS, groups, stop, v_dim)
     return Problem(q, k, v, leaf(heads) if sinks else None, view, lazy.tile(start, stop, 0, stop))
 
@@ -339,7 +339,7 @@ def test_dropout_draws_differ_between_segments_and_rows(monkeypatch: pytest.Monk
     for key in range(marked):
         v[0, 0, key, key] = v[0, 0, start + key, marked + key] = 1
     torch.manual_seed(0)
-    out = prefix_attention(q, k, v, LazyMask(1, length, length).chunk(start, length, 0), scale=1.0, dropout=0.5)
+    out = prefix_attention(q, k, v, LazyMask(1, length, length).view_chunk(start, length, 0), scale=1.0, dropout=0.5)
     visible = torch.arange(start + 1, length + 1)[:, None]
     kept = (out[0, 0] * visible * 0.5)[marked:]  # rows that see all the marked keys
     torch.testing.assert_close(kept, kept.round(), rtol=0, atol=1e-4)

@@ -78,5 +78,5 @@ def test_packages_are_looked_for_by_the_device(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_kernel_that_prepares_for_each_shape_is_given_few() -> None:
     shapes = [(2048, 14336), (2048, 2048), (1821, 2048), (2048, 1000)]
-    assert [CUDNN.fits(*shape) for shape in shapes] == [True, True, False, False]
-    assert all(replace(CPU, grain=1).fits(*shape) for shape in shapes)
+    assert [CUDNN.accepts_lengths(*shape) for shape in shapes] == [True, True, False, False]
+    assert all(replace(CPU, grain=1).accepts_lengths(*shape) for shape in shapes)

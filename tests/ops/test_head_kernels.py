@@ -99,25 +99,25 @@ def test_torchs_own_is_right_in_fp32_and_no_candidate_in_half() -> None:
 def test_a_sum_that_is_not_exact_serves_what_is_not_summed_wide(dtype: torch.dtype) -> None:
     kernel = replace(PLAIN, exact_sum=False)
     half = dtype == torch.bfloat16
-    assert kernel.fits(shape_of(dtype)) == (not half)
-    assert kernel.fits(shape_of(dtype, accumulate=dtype))
-    assert kernel.fits(shape_of(dtype, weight=False))
-    assert PLAIN.fits(shape_of(dtype))
+    assert kernel.is_eligible(shape_of(dtype)) == (not half)
+    assert kernel.is_eligible(shape_of(dtype, accumulate=dtype))
+    assert kernel.is_eligible(shape_of(dtype, weight=False))
+    assert PLAIN.is_eligible(shape_of(dtype))
 
 
 def test_more_memory_than_the_sweeps_is_too_much() -> None:
     shape = shape_of(torch.bfloat16)
     sweep = TOKENS * VOCAB * 6
-    assert replace(PLAIN, workspace=lambda shape: sweep).fits(shape)
-    assert not replace(PLAIN, workspace=lambda shape: sweep + 1).fits(shape)
+    assert replace(PLAIN, workspace=lambda shape: sweep).is_eligible(shape)
+    assert not replace(PLAIN, workspace=lambda shape: sweep + 1).is_eligible(shape)
 
 
 def test_workspaces_of_an_8b_head() -> None:
     """With a frozen head, all of them fit; with a trained one, the gradient of a call's weight is one too many."""
     for kernel in head_candidates():
         frozen = HeadShape(1024, 151_936, 4096, torch.bfloat16, (True, False), torch.float32)
-        assert kernel.fits(frozen)
-        assert not kernel.fits(replace(frozen, wanted=(True, True)))
+        assert kernel.is_eligible(frozen)
+        assert not kernel.is_eligible(replace(frozen, wanted=(True, True)))
 
 
 @pytest.fixture

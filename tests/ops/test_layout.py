@@ -85,7 +85,7 @@ def test_what_an_accelerator_cannot_read_is_copied() -> None:
 def test_a_chunk_of_attention_in_each_layout(layout: str) -> None:
     """A window and a prefix, in fp64 and against tensors that are contiguous."""
     generator = torch.Generator().manual_seed(0)
-    view = LazyMask(2, 40, 40, window=9).rows(24, 40)
+    view = LazyMask(2, 40, 40, window=9).view_queries(24, 40)
     shapes = ((4, 16), (2, 40), (2, 40), (4, 16))
     q, k, v, grad = (
         copy_to_odd_layout(torch.randn(2, *s, 8, generator=generator, dtype=torch.float64), layout) for s in shapes

@@ -84,14 +84,14 @@ def from_segments(view: MaskView) -> Tensor:
         place = (rows, slice(None), slice(segment.q_start, segment.q_stop), slice(segment.start, segment.stop))
         assert not covered[place].any(), "segments overlap"
         covered[place], answered[rows, place[2]] = True, True
-        bias = view.bias(segment, torch.float32)
+        bias = view.additive_mask(segment, torch.float32)
         let = torch.ones(size, 1, asked, segment.stop - segment.start, dtype=torch.bool)
         assert (bias is None) == (not segment.masked)
         if bias is not None:
             assert bias.shape[2:] == let.shape[2:]
             assert set(bias.unique().tolist()) <= {0.0, mask_module.score_of_hidden_key(torch.float32)}
             let &= bias == 0
-            part = view.allowed(segment, slice(asked // 3, asked)).expand(size, 1, asked - asked // 3, -1)
+            part = view.segment_mask(segment, slice(asked // 3, asked)).expand(size, 1, asked - asked // 3, -1)
             assert torch.equal(part, (bias == 0)[:, :, asked // 3 :].expand(size, 1, -1, -1))
         if segment.causal:
             assert asked == segment.stop - segment.start
@@ -121,7 +121,7 @@ def test_segments_of_every_chunk(maker: str, pad: str, block: int, monkeypatch: 
             stop = min(start + size, LENGTH)
             first = lazy.first_key(start)
             assert not dense[:, :, start:stop, :first].any(), "a visible key was cut off"
-            view = lazy.chunk(start, stop, first)
+            view = lazy.view_chunk(start, stop, first)
             want = dense[:, :, start:stop, first:stop].expand(ROWS, -1, -1, -1)
             assert torch.equal(from_segments(view), want), (start, stop)
 
@@ -142,7 +142,7 @@ def test_a_decoding_step_sees_its_cache(pad: str) -> None:
         made.append(create(config=config, inputs_embeds=embeds, attention_mask=mask, past_key_values=cache))
     lazy, dense = made[0], (made[1] == 0).expand(ROWS, -1, -1, -1)
     assert torch.equal(whole(lazy), dense)
-    assert torch.equal(from_segments(lazy.rows(0, LENGTH - past)), dense)
+    assert torch.equal(from_segments(lazy.view_queries(0, LENGTH - past)), dense)
 
 
 @pytest.mark.parametrize("row", ["first", "last"])
@@ -168,7 +168,7 @@ def test_a_dense_mask_of_the_callers_own(kind: str, monkeypatch: pytest.MonkeyPa
     lazy = lazy_mask_from_dense(given)
     assert torch.equal(whole(lazy), allowed)
     for start in range(0, LENGTH, 13):
-        view = lazy.chunk(start, min(start + 13, LENGTH), 0)
+        view = lazy.view_chunk(start, min(start + 13, LENGTH), 0)
         assert torch.equal(from_segments(view), allowed[:, :, view.q_start : view.q_stop, : view.q_stop])
 
 
@@ -179,7 +179,7 @@ def test_blocks_that_are_all_or_nothing_are_not_masked(monkeypatch: pytest.Monke
     def function(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return (k <= q) & ((k < 32) | (k >= 48))
 
-    segments = LazyMask(1, 80, 80, causal=False, function=function).chunk(64, 80, 0).segments()
+    segments = LazyMask(1, 80, 80, causal=False, function=function).view_chunk(64, 80, 0).segments()
     assert [(s.start, s.stop, s.masked) for s in segments] == [(0, 32, False), (48, 64, False), (64, 80, True)]
 
 
@@ -204,22 +204,24 @@ def test_unpadded_where_rows_share_no_token() -> None:
     start, stop = LazyMask(2, 10, 10, padding=mask).unpadded_keys
     assert start >= stop
     lazy = LazyMask(2, 10, 10, padding=mask)
-    assert torch.equal(from_segments(lazy.chunk(5, 10, 0)), whole(lazy)[:, :, 5:])
+    assert torch.equal(from_segments(lazy.view_chunk(5, 10, 0)), whole(lazy)[:, :, 5:])
 
 
 def test_padding_that_pads_nothing_is_forgotten() -> None:
     lazy = LazyMask(2, 8, 8, padding=torch.ones(2, 8, dtype=torch.bool))
     assert lazy.padding is None
-    assert not any(segment.masked for segment in lazy.chunk(4, 8, 0).segments())
+    assert not any(segment.masked for segment in lazy.view_chunk(4, 8, 0).segments())
 
 
 def test_causal_chunks_take_two_unmasked_kernel_calls() -> None:
     lazy = LazyMask(1, 64, 64)
-    assert [(s.start, s.stop, s.causal, s.masked) for s in lazy.chunk(32, 64, 0).segments()] == [
+    assert [(s.start, s.stop, s.causal, s.masked) for s in lazy.view_chunk(32, 64, 0).segments()] == [
         (0, 32, False, False),
         (32, 64, True, False),
     ]
-    assert [(s.start, s.stop, s.causal, s.masked) for s in lazy.chunk(0, 32, 0).segments()] == [(0, 32, True, False)]
+    assert [(s.start, s.stop, s.causal, s.masked) for s in lazy.view_chunk(0, 32, 0).segments()] == [
+        (0, 32, True, False)
+    ]
 
 
 TREES = {
@@ -268,7 +270,7 @@ def test_rows_that_share_their_beginning(
         stop = min(start + size, LENGTH)
         first = min(shared.first_key(start), start)
         assert not want[start:stop, :first].any(), "a key before the first is seen"
-        assert torch.equal(from_segments(shared.chunk(start, stop, first))[0, 0], want[start:stop, first:stop])
+        assert torch.equal(from_segments(shared.view_chunk(start, stop, first))[0, 0], want[start:stop, first:stop])
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def draw(heads: int, length: int, dtype: torch.dtype = torch.float32) -> Tensor:
 @pytest.mark.parametrize("chunk", [(0, 300), (0, 33), (33, 140), (100, 250), (141, 142), (250, 300)])
 def test_they_are_the_formula(chunk: tuple[int, int], window: int | None) -> None:
     lazy = mask(33, 140, 141, 280, window=window)
-    view = lazy.chunk(*chunk, 0)
+    view = lazy.view_chunk(*chunk, 0)
     rows = rows_kernel_of_view(view, SCALE)
     assert rows is not None
     queries, keys = view.shape[2:]
@@ -46,7 +46,7 @@ def test_they_are_the_formula(chunk: tuple[int, int], window: int | None) -> Non
 
 
 def test_each_row_has_its_own_bounds() -> None:
-    rows = rows_kernel_of_view(mask(33, 140, 141, 280).chunk(100, 250, 0), SCALE)
+    rows = rows_kernel_of_view(mask(33, 140, 141, 280).view_chunk(100, 250, 0), SCALE)
     assert rows is not None
     assert (rows.queries, rows.keys, rows.first, rows.stop) == ((0, 40, 41, 150), (0, 107, 108, 217), 33, 250)
     bounds = rows._row_bounds(HERE)
@@ -63,13 +63,13 @@ def test_what_are_no_such_rows() -> None:
         mask(33, block_start=run_starts(torch.arange(LENGTH)[None] // 50)),
         mask(33, function=lambda b, h, q, k: k % 3 != 1),
     ):
-        assert rows_kernel_of_view(lazy.chunk(20, 250, 0), SCALE) is None
-    assert rows_kernel_of_view(LazyMask(1, 10, 10, causal=False, device=HERE).rows(0, 10), SCALE) is None
+        assert rows_kernel_of_view(lazy.view_chunk(20, 250, 0), SCALE) is None
+    assert rows_kernel_of_view(LazyMask(1, 10, 10, causal=False, device=HERE).view_queries(0, 10), SCALE) is None
 
 
 def test_bounds_are_copied_to_the_device_once() -> None:
     lazy = mask(33, 140)
-    first, again = (rows_kernel_of_view(lazy.chunk(100, 200, 0), SCALE) for _ in range(2))
+    first, again = (rows_kernel_of_view(lazy.view_chunk(100, 200, 0), SCALE) for _ in range(2))
     assert first is not None
     assert again is not None
     assert all(a is b for a, b in zip(first._row_bounds(HERE)[:2], again._row_bounds(HERE)[:2], strict=True))
@@ -101,7 +101,7 @@ def test_attention_by_rows_is_attention_by_segments(monkeypatch: pytest.MonkeyPa
             monkeypatch.setattr(attention, "fused_view_kernel", choose)
             monkeypatch.setattr(attention.SegmentAttention, "needs_formula", lambda *_: True)
         leaves = [draw(heads, length).requires_grad_() for heads, length in ((4, 150), (2, 250), (2, 250))]
-        o = prefix_attention(*leaves, lazy.chunk(100, 250, 0), scale=SCALE, sinks_H=sinks)
+        o = prefix_attention(*leaves, lazy.view_chunk(100, 250, 0), scale=SCALE, sinks_H=sinks)
         found.append([o.detach(), *torch.autograd.grad(o, leaves, draw(4, 150))])
     for a, b in zip(*found, strict=True):
         assert (a - b).norm() <= 1e-5 * b.norm()
@@ -109,7 +109,7 @@ def test_attention_by_rows_is_attention_by_segments(monkeypatch: pytest.MonkeyPa
 
 def test_the_module_does_not_keep_a_mask() -> None:
     lazy = mask(33)
-    rows = rows_kernel_of_view(lazy.chunk(0, 100, 0), SCALE)
+    rows = rows_kernel_of_view(lazy.view_chunk(0, 100, 0), SCALE)
     assert rows is not None
     rows._row_bounds(HERE)
     assert lazy in view_kernels._on_device

@@ -76,7 +76,7 @@ def test_packed_position_ids(maker: str, packing: str, size: int) -> None:
         first = lazy.first_key(start)
         assert not dense[:, :, start:stop, :first].any(), "a visible key was cut off"
         assert dense[:, :, start, first].any(), "keys no row sees were kept"
-        view = lazy.chunk(start, stop, first)
+        view = lazy.view_chunk(start, stop, first)
         assert torch.equal(from_segments(view), dense[:, :, start:stop, first:stop])
 
 
@@ -85,7 +85,7 @@ def test_packed_rows_take_no_masked_kernel_call(packing: str) -> None:
     """Not for one sequence, and not for several that are packed differently either."""
     lengths = PACKINGS[packing]
     lazy, _ = packed("causal", lengths)
-    segments = lazy.chunk(0, LENGTH, 0).segments()
+    segments = lazy.view_chunk(0, LENGTH, 0).segments()
     assert not any(segment.masked for segment in segments)
     alike = all(row == lengths[0] for row in lengths)
     assert len(segments) == sum(len(row) for row in (lengths[:1] if alike else lengths))
@@ -99,7 +99,7 @@ def test_a_packed_sequence_costs_the_sum_of_its_rows() -> None:
     for size in (5, 8, 13, LENGTH):
         scores = 0.0
         for start, stop in chunk_starts(size):
-            for s in lazy.chunk(start, stop, lazy.first_key(start)).segments():
+            for s in lazy.view_chunk(start, stop, lazy.first_key(start)).segments():
                 queries, keys = s.q_stop - s.q_start, s.stop - s.start
                 scores += queries * (keys + 1) / 2 if s.causal else queries * keys
         assert scores == dense.sum()
@@ -185,21 +185,23 @@ def test_blocks(kind: str, blocks: str, pad: str) -> None:
     unpadded = brute_force(function, 3)
     allowed = [b for b in range(LENGTH + 1) if not unpadded[:, :, :b, b:].any()]
     if kind == "full":
-        assert lazy.cuts == allowed
+        assert lazy.allowed_cuts == allowed
         assert lazy.sees_future == (blocks != "none")
-    assert lazy.cuts is not None
-    assert set(lazy.cuts) <= set(allowed)
+    assert lazy.allowed_cuts is not None
+    assert set(lazy.allowed_cuts) <= set(allowed)
     for size in (8, 20):
-        for chunk in Schedule(chunk_size=size).chunks(LENGTH, lazy.cuts):
+        for chunk in Schedule(chunk_size=size).chunks(LENGTH, lazy.allowed_cuts):
             first = lazy.first_key(chunk.start)
             assert not dense[:, :, chunk, :first].any(), "a visible key was cut off"
-            view = lazy.chunk(chunk.start, chunk.stop, first)
+            view = lazy.view_chunk(chunk.start, chunk.stop, first)
             assert torch.equal(from_segments(view), dense[:, :, chunk, first : chunk.stop])
 
 
 def test_an_image_takes_no_masked_kernel_call() -> None:
     lazy = made(composed("full", block_ids(BLOCKS["two images"])[None]), 1)
-    found = [(s.q_start, s.q_stop, s.start, s.stop, s.causal, s.masked) for s in lazy.chunk(0, LENGTH, 0).segments()]
+    found = [
+        (s.q_start, s.q_stop, s.start, s.stop, s.causal, s.masked) for s in lazy.view_chunk(0, LENGTH, 0).segments()
+    ]
     assert found == [
         (0, 5, 0, 5, True, False),
         (5, 14, 0, 14, False, False),
@@ -261,9 +263,9 @@ def test_unrecognised_combinations_are_evaluated(name: str) -> None:
     assert lazy.function is not None
     assert torch.equal(whole(lazy), dense)
     allowed = [b for b in range(LENGTH + 1) if not dense[:, :, :b, b:].any()]
-    assert allowed == (list(range(LENGTH + 1)) if lazy.cuts is None else lazy.cuts)
-    for chunk in Schedule(chunk_size=8).chunks(LENGTH, lazy.cuts):
-        view = lazy.chunk(chunk.start, chunk.stop, lazy.first_key(chunk.start))
+    assert allowed == (list(range(LENGTH + 1)) if lazy.allowed_cuts is None else lazy.allowed_cuts)
+    for chunk in Schedule(chunk_size=8).chunks(LENGTH, lazy.allowed_cuts):
+        view = lazy.view_chunk(chunk.start, chunk.stop, lazy.first_key(chunk.start))
         assert torch.equal(from_segments(view), dense[:, :, chunk, view.k_start : chunk.stop])
 
 
@@ -288,7 +290,7 @@ def test_unrecognised_keys_behind_the_last_query_allow_no_end() -> None:
     """Five queries over eight keys: the last query sees three tokens that no chunk computes."""
     lazy = LazyMask(1, 5, 8, causal=False, function=lambda b, h, q, k: k <= q + 3)
     assert lazy.sees_future
-    assert lazy.cuts == [0]
+    assert lazy.allowed_cuts == [0]
 
 
 # --- cutting --------------------------------------------------------------------------------------------------------

@@ -81,7 +81,7 @@ def mask_of(name: str) -> LazyMask:
 
 def view_of(name: str, start: int, stop: int) -> MaskView:
     mask = mask_of(name)
-    return mask.rows(start, stop) if mask.sees_future or not mask.causal else mask.chunk(start, stop, 0)
+    return mask.view_queries(start, stop) if mask.sees_future or not mask.causal else mask.view_chunk(start, stop, 0)
 
 
 def run(kernel: Any, view: MaskView, dtype: torch.dtype, sinks: Tensor | None, keep: bool) -> list[Tensor]:
@@ -168,8 +168,10 @@ def test_the_blocks_flex_skips_are_those_no_query_sees() -> None:
 
 def test_a_mask_is_cut_into_blocks_once() -> None:
     mask = mask_of("packed")
-    assert flex._cached_block_mask(mask.chunk(0, 100, 0)) is flex._cached_block_mask(mask.chunk(0, 100, 0))
-    assert flex._cached_block_mask(mask.chunk(0, 100, 0)) is not flex._cached_block_mask(mask.chunk(100, 300, 0))
+    assert flex._cached_block_mask(mask.view_chunk(0, 100, 0)) is flex._cached_block_mask(mask.view_chunk(0, 100, 0))
+    assert flex._cached_block_mask(mask.view_chunk(0, 100, 0)) is not flex._cached_block_mask(
+        mask.view_chunk(100, 300, 0)
+    )
 
 
 @pytest.mark.parametrize("softcapped", [False, True])

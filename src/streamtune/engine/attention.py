@@ -119,17 +119,17 @@ def _attend_across_ranks(
     options: dict[str, Any],
 ) -> Tensor:
     """Return the attention output ``[B, H, L, D]`` of this rank's L tokens of a sequence that several ranks share."""
-    if not exchange.in_ring:
+    if not exchange.uses_ring:
         query, key, value = exchange.exchange_heads(*qkv, module_name)
-        options["sinks_H"] = exchange.rank_heads(options["sinks_H"])
+        options["sinks_H"] = exchange.sinks_of_rank(options["sinks_H"])
         return exchange.exchange_heads_back(
             prefix_attention(query, key, value, _as_mask_view(mask, query, key, True), **options)
         )
     rules = mask.mask if isinstance(mask, MaskView) else mask
     if rules is None:
-        query, length = qkv[0], exchange.shards.total
+        query, length = qkv[0], exchange.shards.padded_length
         rules = LazyMask(query.shape[0], length, length, device=query.device)
-    return ring_attention(*qkv, rules, exchange.ring, **options)
+    return ring_attention(*qkv, rules, exchange.ring_layout, **options)
 
 
 class BiasError(ForeignAttentionError):
@@ -143,11 +143,11 @@ def _as_mask_view(mask: MaskView | LazyMask | Tensor | None, query: Tensor, key:
     if isinstance(mask, MaskView):
         return mask
     if isinstance(mask, LazyMask):
-        return mask.rows(0, mask.q_length)
+        return mask.view_queries(0, mask.q_length)
     if isinstance(mask, Tensor):
-        return lazy_mask_from_dense(mask).rows(0, queries)
+        return lazy_mask_from_dense(mask).view_queries(0, queries)
     lazy = LazyMask(batch, queries, keys, q_offset=keys - queries, causal=causal, device=query.device)
-    return lazy.rows(0, queries)
+    return lazy.view_queries(0, queries)
 
 
 def lazy_mask_from_dense(mask: Tensor) -> LazyMask:

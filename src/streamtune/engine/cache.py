@@ -146,7 +146,7 @@ class ChunkCache(hf_internal(CACHE_CLASS)):  # type: ignore[misc]
         if self.exchange is not None:
             if self.uses_states:
                 self.states.on_keys_used()
-            key_states, value_states = self.exchange.keys_and_values(key_states, value_states)
+            key_states, value_states = self.exchange.kv_to_cache(key_states, value_states)
         if self.pass_name in ("store", "project", "recompute"):
             self.kv.write(index, self.chunk, key_states, value_states)
             if self.pass_name == "project" and self.updates == self.kv.updates:

@@ -247,7 +247,7 @@ class LayerCall:
                 f"{name} pools keys, which sequence parallelism does not support", fix="set sequence_parallel_size: 1"
             )
         self.shards = shards
-        self._change_masks(shards.mask, shards.own_padding)
+        self._change_masks(shards.whole_mask, shards.own_padding)
 
     def _change_masks(
         self,
@@ -361,7 +361,7 @@ class LayerCall:
             dtype = self.own_attention.mask_dtype(self.dtype)
             for key, value in arguments.items():
                 if isinstance(value, LazyMask):
-                    arguments[key] = dense_mask_of_view(value.rows(0, value.q_length), dtype)
+                    arguments[key] = dense_mask_of_view(value.view_queries(0, value.q_length), dtype)
         with self._attention_names_set(), preserve_version_counters(self._adapted_tensors):
             return type(self.layer).forward(self.layer, **arguments)
 
@@ -374,7 +374,7 @@ class LayerCall:
         """
         if self.shards is not None:  # the masks of shards are causal
             return self.shards.chunks
-        cuts = None if self.lazy_mask is None else self.lazy_mask.cuts
+        cuts = None if self.lazy_mask is None else self.lazy_mask.allowed_cuts
         complete = cuts is None or cuts[-1] == self.length  # else a token sees tokens beyond the end of the call
         chunks = schedule.chunks(self.length, cuts if complete else [0, self.length])
         longest = max(chunk.stop - chunk.start for chunk in chunks)
@@ -433,7 +433,7 @@ class LayerCall:
             if self.shards is not None:
                 chunk = self.shards.global_chunk(chunk)
                 first_key = chunk.start if self.shards.form == "ring" else first_key
-            view = value.chunk(chunk.start, chunk.stop, first_key)
+            view = value.view_chunk(chunk.start, chunk.stop, first_key)
             return (
                 view
                 if self.own_attention is None

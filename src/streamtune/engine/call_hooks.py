@@ -132,11 +132,11 @@ class StreamedCalls(StreamedModel):
         self._refuse_outputs(kwargs)
         self._stop_checkpointing()
         call = ModelCall(self.model, args, kwargs)
-        with_labels = call.get("labels") is not None or self.scored is not None  # a scored call counts as one
+        with_labels = call.get_argument("labels") is not None or self.scored is not None  # a scored call counts as one
         mark_cache_read(call)
         self._disable_cache(call, with_labels)
         self._set_call_context(call, with_labels)
-        padding, takes_positions = call.get("attention_mask"), call.has_parameter("position_ids")
+        padding, takes_positions = call.get_argument("attention_mask"), call.has_parameter("position_ids")
         args, kwargs = call.args, call.kwargs
         asked = kwargs.get("output_router_logits")
         if self.sequence_parallel is not None:
@@ -177,7 +177,7 @@ class StreamedCalls(StreamedModel):
             return False
         by_config = not self.routers.silent and adds_balance_loss(self.model)
         arguments = {"output_router_logits": by_config, **call.kwargs}
-        return needs_unchunked_layers(arguments, call.cache, call.get("labels") is not None)
+        return needs_unchunked_layers(arguments, call.cache, call.get_argument("labels") is not None)
 
     def _refuse_outputs(self, arguments: dict[str, Any]) -> None:
         """Raise an error for outputs that a streamed call cannot return; warn that router logits are left out."""
@@ -208,15 +208,15 @@ class StreamedCalls(StreamedModel):
 
     def _disable_cache(self, call: ModelCall, with_labels: bool) -> None:
         """Turn ``use_cache`` off in a training call, as ``transformers`` does under gradient checkpointing."""
-        by_default = call.get("use_cache") is None and (with_labels or self.model.training)
+        by_default = call.get_argument("use_cache") is None and (with_labels or self.model.training)
         if call.cache is None and (torch.is_grad_enabled() or by_default):
             if self.scored is None:
                 self._add_mask_for_one_row(call)
-            call.put("use_cache", False)
+            call.set_argument("use_cache", False)
 
     def _set_call_context(self, call: ModelCall, with_labels: bool) -> None:
         """Set what the layers read during the call: packed rows, row lengths, schedule, one chunk or several."""
-        rows, self._length = call.size
+        rows, self._length = call.batch_and_length
         self.context.one_chunk = with_labels and self._needs_one_chunk(call)
         self.context.schedule = self._short_schedule if 0 < rows * self._length <= SHORT.chunk_size else None
         branches = self._branch_layout if self.scored is None else self.scored.branches
@@ -246,7 +246,7 @@ class StreamedCalls(StreamedModel):
         """
         if "eager" not in {self.own_attention, *self.names.plain_names}:
             return False
-        mixes = call.pads_left() and any("CrossAttention" in type(m).__name__ for m in self.model.modules())
+        mixes = call.has_left_padding() and any("CrossAttention" in type(m).__name__ for m in self.model.modules())
         if not mixes and not call.has_labelled_padding(None if self.scored is None else self.scored.targets):
             return False
         if self.sequence_parallel is not None:
@@ -301,22 +301,22 @@ class StreamedCalls(StreamedModel):
     def _score_output(self, scored: ScoreRequest, output: Any) -> Any:
         if self.head is not None:
             self.head.end_call()
-        sums = self.routers.close()
+        sums = self.routers.end_call()
         if sums is not None and output is not None:
-            balance, scored.router_loss = self.routers.losses(sums)
-            share = self.routers.share * balance.detach()
+            balance, scored.router_loss = self.routers.compute_losses(sums)
+            share = self.routers.loss_factor * balance.detach()
             self.routers.terms = RouterTerms(torch.zeros_like(share), share)
-        return None if output is None else scored.compute(self.model, output)
+        return None if output is None else scored.compute_result(self.model, output)
 
     def _add_router_loss(self, output: Any) -> Any:
-        sums = self.routers.close()
+        sums = self.routers.end_call()
         if sums is None or output is None:
             return output
-        balance, added = self.routers.losses(sums)
+        balance, added = self.routers.compute_losses(sums)
         if isinstance(output, tuple):  # the first item is the loss if the call has one
             return (output[0] + added, *output[1:]) if output and output[0].dim() == 0 else output
         if output.loss is not None:
-            self.routers.terms = RouterTerms(output.loss.detach(), self.routers.share * balance.detach())
+            self.routers.terms = RouterTerms(output.loss.detach(), self.routers.loss_factor * balance.detach())
             output.loss = output.loss + added
         if "aux_loss" in {field.name for field in fields(output)}:
             output.aux_loss = balance

@@ -45,7 +45,7 @@ from streamtune.ops import first_order, is_graph_retained
 
 def run_in_chain(owner: StreamedLayer, call: LayerCall, parameters: Sequence[Tensor]) -> Any:
     """Run a layer's forward as the next layer of the current chain, or the first of a new chain; return its output."""
-    weights = Weights.current(owner.layer)
+    weights = Weights.capture(owner.layer)
     _check_chainable(owner.layer, [name for name in call.shared if name[0] != PAST], weights)
     last_call = owner.parts.last_call
     before = last_call.call_for_gradient(call.hidden, owner.layer)
@@ -72,7 +72,7 @@ def run_in_chain(owner: StreamedLayer, call: LayerCall, parameters: Sequence[Ten
     if stream.routers is not None and len(results) > layer_output_count:
         # These sums cover all layers of the chain so far.
         stream.routers.call_sums = chain.sums_before
-        stream.routers.add(results[layer_output_count:])
+        stream.routers.add_layer_sums(results[layer_output_count:])
     return stream.outputs.rebuild_output(results[:layer_output_count])
 
 
@@ -123,7 +123,7 @@ class _Link:
         stream.kv.grads.clear()
         stream.states.grads.clear()
         if self.saved.kv is not None:
-            self.saved.kv.free_sums()
+            self.saved.kv.free_gradient_sums()
         if self.saved.attention is not None:
             self.saved.attention.set_read_order(stream.chunks[::-1])
         self.sums = [GradientSum(p, stream.widen) for p in self.parameters]
@@ -134,25 +134,25 @@ class _Link:
         if self.saved.kv is not None:
             call = self.stream.call
             notify_chunk(self.layer, chunk, "load")
-            self.saved.kv.load(call.key_positions(chunk), call.first_key_position(chunk))
+            self.saved.kv.load_kv(call.key_positions(chunk), call.first_key_position(chunk))
 
     def recompute_output(self, chunk: slice, x_i: list[Tensor]) -> Tensor:
         """Return the layer's output hidden states on one chunk, computed without a graph."""
         self.load_prefix(chunk)
         z = self.stream.recompute_chunk(chunk, x_i)
         if self.saved.kv is not None:
-            self.saved.kv.unload()
+            self.saved.kv.free_buffers()
         return z
 
     def run_with_graph(self, chunk: slice, x_i: list[Tensor]) -> _ChunkGraph:
         """Run the layer on one chunk with gradients on; return the graph."""
         self.load_prefix(chunk)
         with torch.enable_grad():
-            z_i, cache = self.stream.replay(chunk, x_i)
+            z_i, cache = self.stream.replay_chunk(chunk, x_i)
         self.owner.check_leaves(z_i[0], [*x_i, *cache.read_leaves, *self.parameters])
         if self.frees_kv_early:
             assert self.saved.kv is not None
-            self.saved.kv.release()
+            self.saved.kv.release_buffers()
         return _ChunkGraph(self, x_i, z_i, cache)
 
     def free(self, keep_graph: bool) -> None:
@@ -184,9 +184,9 @@ class _ChunkGraph:
         if kept_kv is not None:
             if link.frees_kv_early:
                 notify_chunk(link.layer, chunk, "refill")
-                kept_kv.refill(keys, self.cache.chunk_kv)
+                kept_kv.refill_buffers(keys, self.cache.chunk_kv)
             notify_chunk(link.layer, chunk, "load sums")
-            kept_kv.load_sums(keys)
+            kept_kv.load_gradient_sums(keys)
         notify_chunk(link.layer, chunk, "vjp")
         output_grads = [(z, grad) for z, grad in zip(self.z_i, grads_z, strict=True) if grad is not None]
         leaves = [x for x in self.x_i if x.requires_grad]
@@ -194,10 +194,10 @@ class _ChunkGraph:
         grads_x = [next(grads) if x.requires_grad else None for x in self.x_i]
         self.cache.add_leaf_grads(grads)
         for total, grad in zip(link.sums, grads, strict=True):
-            total.add(grad)
+            total.add_term(grad)
         if kept_kv is not None:
             notify_chunk(link.layer, chunk, "save sums")
-            kept_kv.save_sums(keys, keep_graph)
+            kept_kv.save_gradient_sums(keys, keep_graph)
         return grads_x
 
 
@@ -332,8 +332,8 @@ class _ChainedLayers(torch.autograd.Function):
                 fix="pass retain_graph=True to the first backward",
             )
         for link in chain.links[: ctx.count]:
-            link.owner.check_unchanged(link.stream.call.length)
-            link.weights.check()
+            link.owner.check_before_backward(link.stream.call.length)
+            link.weights.check_unchanged()
         other_inputs = list(ctx.saved_tensors)
         needs_input, *needs_extras = ctx.needs_input_grad[3 : 4 + len(other_inputs)]
         keep_graph = is_graph_retained() or chain.has_other_pending_nodes(ctx.count)
@@ -459,7 +459,7 @@ class _ChainBackward:
         """Add a layer's gradients of its other inputs to their sums, or to this chunk's gradients ``chunk_grads``."""
         for place, grad in zip(link.other_inputs, grads, strict=True):
             if self.full_grads[place] is None:
-                self.extra_sums[place].add(grad)
+                self.extra_sums[place].add_term(grad)
             elif grad is not None:
                 chunk_grads[place] = chunk_grads[place] + grad if place in chunk_grads else grad
 

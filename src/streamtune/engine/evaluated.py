@@ -191,12 +191,12 @@ class _LogitsSource:
 
     def __init__(self, head: nn.Module, hidden: Tensor, transform: Callable[[Tensor], Tensor], chunk_size: int) -> None:
         self.head, self.hidden, self.transform, self.chunk_size = head, hidden, transform, chunk_size
-        self.weights, self.autocast = Weights.current(head), Autocast.current(hidden.device)
+        self.weights, self.autocast = Weights.capture(head), Autocast.capture(hidden.device)
 
     @torch.no_grad()
     def iter_chunks(self) -> Iterator[Tensor]:
         """Yield the logits of ``chunk_size`` tokens at a time, without a graph."""
-        self.weights.check("the model call and the reading of its logits")
+        self.weights.check_unchanged("the model call and the reading of its logits")
         for part in self.hidden.split(self.chunk_size, dim=-2):
             with self.autocast.restored(), self.weights.restored():
                 logits = self.transform(self.head(part))
@@ -204,7 +204,7 @@ class _LogitsSource:
 
     def compute_with_graph(self) -> Tensor:
         """Return the logits of all tokens with their graph."""
-        self.weights.check("the model call and the reading of its logits")
+        self.weights.check_unchanged("the model call and the reading of its logits")
         with self.autocast.restored(), self.weights.restored():
             return self.transform(self.head(self.hidden))
 

@@ -116,7 +116,7 @@ class _FusedLinear:
         if _inside_saved_tensors_hooks() or not is_linear_unpatched():
             return nn.Linear.forward(self.module, input)
         parameters = [p for p in (self.module.weight, self.module.bias) if p is not None]
-        x, now = input, Autocast.current(input.device)
+        x, now = input, Autocast.capture(input.device)
         weight: Tensor = self.module.weight
         bias: Tensor | None = self.module.bias
         if self.weight is not None and now == self.autocast and x.is_floating_point() and x.dtype != torch.float64:
@@ -155,7 +155,7 @@ class _SummingLinear(torch.autograd.Function):
         if weight_sum is not None:
             weight_sum.add_weight_gradient(grad_nV, x.reshape(-1, x.shape[-1]))
         if bias_sum is not None:
-            bias_sum.add(grad_nV.sum(0, dtype=bias_sum.sum_dtype))
+            bias_sum.add_term(grad_nV.sum(0, dtype=bias_sum.sum_dtype))
         grad_x = grad @ ctx.weight if ctx.needs_input_grad[0] else None
         return (grad_x, *[None] * ctx.others)
 

@@ -154,7 +154,7 @@ class StreamedHead:
         ``compute`` then runs inside such a call.
         """
         if not self.sharded:
-            with nullcontext() if self.offloaded is None else self.offloaded.with_graph(self.module):
+            with nullcontext() if self.offloaded is None else self.offloaded.weights_on_device_with_graph(self.module):
                 return compute(logits)
         returns_lazy, head = self.module.__dict__.pop("_call_impl", None), self.module
         before = head.__dict__.get("forward")
@@ -228,10 +228,10 @@ class StreamedHead:
             weights = self.shards.select_tokens(weights.to(targets.device), 1, 1.0)
         options |= {
             "loss": loss_request.loss,
-            "weights_BT": loss_request.weights_of(targets, weights, type(self.model).__name__),
+            "weights_BT": loss_request.device_weights(targets, weights, type(self.model).__name__),
         }
         lazy = loss_request.teacher
-        top_k = loss_request.top_k_of(targets.shape, self.shards, type(self.model).__name__)
+        top_k = loss_request.rank_top_k(targets.shape, self.shards, type(self.model).__name__)
         with nullcontext(top_k) if lazy is None else lazy.head.teacher_head(lazy, targets) as teacher:
             options["teacher"] = teacher
             loss, measured = self._apply_loss_operator(logits, targets, linear_token_loss, project_token_loss, options)
@@ -251,7 +251,7 @@ class StreamedHead:
             what = "its head is sharded" if self.sharded else "it drops tokens before its head"
             raise UnsupportedModelError(f"{type(self.model).__name__} cannot be a teacher: {what}")
         hidden = logits.hidden.detach()
-        with nullcontext() if self.offloaded is None else self.offloaded.with_graph(self.module):
+        with nullcontext() if self.offloaded is None else self.offloaded.weights_on_device_with_graph(self.module):
             if not self._is_plain_linear:
                 yield TeacherHead(hidden, self._projection_function(logits))
                 return

@@ -170,7 +170,7 @@ class States:
 
     def state_positions(self, chunk: slice) -> tuple[int | None, int]:
         """Return the positions (number of tokens before) of the states that a chunk reads (None: none) and computes."""
-        before = (chunk.start or None) if self.rows is None else self.rows.state_before(chunk.start)
+        before = (chunk.start or None) if self.rows is None else self.rows.start_state_position(chunk.start)
         return before, chunk.stop
 
     def tokens_to_run(self, chunk: slice) -> slice:

@@ -43,12 +43,12 @@ class StreamedForward(StreamedLayer):
         args, kwargs = tuple(map(pop_embeddings, args)), {key: pop_embeddings(value) for key, value in kwargs.items()}
         context = self.parts.context
         if context.plain:
-            with self.on_device((), prefetch_offset=1):
+            with self.weights_on_device((), prefetch_offset=1):
                 return type(self.layer).forward(self.layer, *args, **kwargs)
         if self.own_attention is not None or self.attention_known:
             return self._dispatch(args, kwargs)
         hidden = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
-        before = RandomState.current(torch.device("cpu") if hidden is None else hidden.device)
+        before = RandomState.capture(torch.device("cpu") if hidden is None else hidden.device)
         try:
             result = self._dispatch(args, kwargs)
         except ForeignAttentionError as error:
@@ -157,7 +157,7 @@ class StreamedForward(StreamedLayer):
         """
         unknown = self.own_attention is None and not self.attention_known
         if unknown and call.lazy_mask is not None and call.lazy_mask.q_offset == 0:
-            with RandomState.current(call.hidden.device).replayed():
+            with RandomState.capture(call.hidden.device).replayed():
                 try:
                     stream = LayerStream(call, self)
                     with stream.pass_over_chunks():
@@ -167,7 +167,7 @@ class StreamedForward(StreamedLayer):
                 except UnsupportedModelError:  # a model that cannot be streamed may still generate
                     pass
         try:
-            with self.on_device((), prefetch_offset=1):
+            with self.weights_on_device((), prefetch_offset=1):
                 return call.run_unchunked()
         except ForeignAttentionError as error:
             raise UnsupportedModelError(error.what, fix="fill the cache after stream(model), not before") from error
@@ -226,7 +226,7 @@ class _StreamedLayer(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.stream, ctx.owner = stream, owner
         ctx.parameters = inputs[count:]
-        ctx.weights = Weights.current(owner.layer)
+        ctx.weights = Weights.capture(owner.layer)
         stream.call.drop_input_tensors()
         return tuple(outputs)
 
@@ -240,23 +240,23 @@ class _StreamedLayer(torch.autograd.Function):
                 fix="pass retain_graph=True to the first backward",
             )
         owner: StreamedLayer = ctx.owner
-        owner.check_unchanged(stream.call.length)
-        ctx.weights.check()
+        owner.check_before_backward(stream.call.length)
+        ctx.weights.check_unchanged()
         saved = ctx.saved_tensors  # read first: load_input() may recompute the input and the keys shared with it
         inputs, keep_graph = [stream.load_input(), *saved], is_graph_retained()
-        count = len(stream.along)
+        count = len(stream.output_sequence_dims)
 
         notify_chunk(owner.layer, slice(0, 0), "prepare")
         with ExitStack() as stack:
             stack.enter_context(ctx.weights.restored())
-            parameters = stack.enter_context(owner.on_device(ctx.parameters))
+            parameters = stack.enter_context(owner.weights_on_device(ctx.parameters))
             sums = [GradientSum(p, stream.widen) for p in parameters]
             for total, parameter in zip(sums, ctx.parameters, strict=True):
                 total.dtype = parameter.dtype  # of the parameter, not of its narrower copy
             stack.enter_context(stream.pass_over_chunks(sums))
 
             def run_chunk(chunk: slice, x_i: list[Tensor]) -> tuple[list[Tensor], ChunkCache]:
-                z_i, cache = stream.replay(chunk, x_i)
+                z_i, cache = stream.replay_chunk(chunk, x_i)
                 owner.check_leaves(z_i[0], [*x_i, *cache.read_leaves, *parameters])
                 return z_i, cache
 
@@ -267,15 +267,17 @@ class _StreamedLayer(torch.autograd.Function):
             if isinstance(grad_z, StoredTensor):
                 grad_z.set_read_order(stream.chunks[::-1])
             ours, grad_target = grad_z is not grad_outputs[0], stream.grad_target
-            into = None if grad_target is None else grad_target.grad_buffer(inputs[0], grad_z if ours else None)
+            into = (
+                None if grad_target is None else grad_target.allocate_grad_buffer(inputs[0], grad_z if ours else None)
+            )
             needed = ctx.needs_input_grad[2 : 2 + len(inputs)]
             leaves = [LayerInput(*each) for each in zip(inputs, stream.call.inputs.values(), needed, strict=True)]
             leaves[0] = leaves[0]._replace(into=into)
-            grads_z = list(zip([grad_z, *grad_outputs[1:count]], stream.along, strict=True))
+            grads_z = list(zip([grad_z, *grad_outputs[1:count]], stream.output_sequence_dims, strict=True))
             grad_inputs, grad_parameters = streamed_vjp(run_chunk, stream.chunks, leaves, grads_z, sums, stream.widen)
             for total in sums:
                 total.total = None  # free the sums before their casts are copied to the host
-            grad_parameters = owner.to_host(ctx.parameters, grad_parameters)
+            grad_parameters = owner.gradients_to_host(ctx.parameters, grad_parameters)
         if grad_target is not None:
             grad_inputs[0] = placeholder(inputs[0])
         for position, name in enumerate(stream.call.inputs):

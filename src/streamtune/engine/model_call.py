@@ -46,12 +46,12 @@ class ModelCall:
         if (name := cache_argument(type(self.model).forward, state=False)) is not None:
             self.kwargs = renamed_cache(self.kwargs, name)
 
-    def get(self, name: str) -> Any:
+    def get_argument(self, name: str) -> Any:
         """Return an argument; None if it was not passed."""
         names = _parameter_names(type(self.model).forward)[: len(self.args)]
         return self.kwargs.get(name, self.args[names.index(name)] if name in names else None)
 
-    def put(self, name: str, value: Any) -> None:
+    def set_argument(self, name: str, value: Any) -> None:
         """Set an argument, whether or not it was passed."""
         names = _parameter_names(type(self.model).forward)[: len(self.args)]
         if name in names:
@@ -64,16 +64,16 @@ class ModelCall:
     def cache(self) -> Any:
         """The key/value cache passed under any of its argument names, or None."""
         name = cache_argument(type(self.model).forward, state=False)
-        return None if name is None else self.get(name)
+        return None if name is None else self.get_argument(name)
 
     def has_parameter(self, name: str) -> bool:
         """Return True if the signature of the model's forward has a parameter ``name``."""
         return name in _parameter_names(type(self.model).forward)
 
     @property
-    def size(self) -> tuple[int, int]:
+    def batch_and_length(self) -> tuple[int, int]:
         """(number of rows B, number of tokens T per row); (0, 0) if no tokens were passed."""
-        tokens = next((x for name in TOKENS if isinstance(x := self.get(name), Tensor)), None)
+        tokens = next((x for name in TOKENS if isinstance(x := self.get_argument(name), Tensor)), None)
         return (0, 0) if tokens is None else (tokens.shape[0], tokens.shape[1])
 
     def packed_rows(self) -> PackedRows | None:
@@ -82,8 +82,8 @@ class ModelCall:
         Raises:
             UnsupportedModelError: Kernel arguments describe packed rows, but positions do not restart.
         """
-        if self.get("attention_mask") is None and self.cache is None:
-            rows = PackedRows.from_positions(self.get("position_ids"))
+        if self.get_argument("attention_mask") is None and self.cache is None:
+            rows = PackedRows.from_positions(self.get_argument("position_ids"))
             if rows is not None:
                 return rows
         if describes_packed_rows(self.kwargs):
@@ -104,20 +104,26 @@ class ModelCall:
             attentions: Attention implementations of the unstreamed model.
             cache_enabled: True if the configuration enables the cache and nothing overrides it.
         """
-        use_cache = self.get("use_cache")
+        use_cache = self.get_argument("use_cache")
         by_positions = describes_packed_rows(self.kwargs) or any(
             str(name).startswith(BY_POSITIONS) for name in attentions
         )
         if by_positions or not (cache_enabled if use_cache is None else use_cache):
             return
-        if self.get("attention_mask") is None and self.has_parameter("attention_mask") and all(self.size):
-            positions = self.get("position_ids")
+        if (
+            self.get_argument("attention_mask") is None
+            and self.has_parameter("attention_mask")
+            and all(self.batch_and_length)
+        ):
+            positions = self.get_argument("position_ids")
             if PackedRows.from_positions(positions) is not None:
-                self.put("attention_mask", torch.ones(self.size, dtype=torch.long, device=positions.device))
+                self.set_argument(
+                    "attention_mask", torch.ones(self.batch_and_length, dtype=torch.long, device=positions.device)
+                )
 
-    def pads_left(self) -> bool:
+    def has_left_padding(self) -> bool:
         """Return True if the attention mask has padding at the beginning of any row."""
-        mask = self.get("attention_mask")
+        mask = self.get_argument("attention_mask")
         return isinstance(mask, Tensor) and mask.dim() == 2 and bool((mask[:, 0] == 0).any())
 
     def has_labelled_padding(self, targets: Tensor | None) -> bool:
@@ -126,10 +132,10 @@ class ModelCall:
         ``targets`` are shifted targets ``[B, T]``; None uses the call's ``shift_labels`` or ``labels``.
         """
         targets = self.kwargs.get("shift_labels") if targets is None else targets
-        labels, mask = self.get("labels"), self.get("attention_mask")
+        labels, mask = self.get_argument("labels"), self.get_argument("attention_mask")
         if isinstance(mask, Tensor) and mask.dim() == 2 and self.cache is not None:
             is_token = mask.cumsum(1) > 0  # padding behind a token of the cache sees that token
-            mask = is_token[:, is_token.shape[1] - self.size[1] :]
+            mask = is_token[:, is_token.shape[1] - self.batch_and_length[1] :]
         if targets is None and labels is not None:
             targets = nn.functional.pad(labels, (0, 1), value=IGNORE_INDEX)[..., 1:]
         if targets is None or not isinstance(mask, Tensor) or mask.shape != targets.shape:

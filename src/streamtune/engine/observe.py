@@ -38,7 +38,7 @@ class RandomState:
     accelerator: Tensor | None
 
     @classmethod
-    def current(cls, device: torch.device) -> RandomState:
+    def capture(cls, device: torch.device) -> RandomState:
         """Return the current state of the CPU's and the device's random generators."""
         accelerator = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         return cls(torch.get_rng_state(), device, accelerator)
@@ -46,7 +46,7 @@ class RandomState:
     @contextmanager
     def replayed(self) -> Iterator[None]:
         """Context manager: applies this random state, so that the same numbers are drawn; restores it on exit."""
-        outer = RandomState.current(self.device)
+        outer = RandomState.capture(self.device)
         self.restore()
         try:
             yield
@@ -69,7 +69,7 @@ class Autocast:
     dtype: torch.dtype
 
     @classmethod
-    def current(cls, device: torch.device) -> Autocast:
+    def capture(cls, device: torch.device) -> Autocast:
         """Return the autocast settings now active for ``device``."""
         kind = device.type if device.type in ("cpu", "cuda") else "cpu"
         return cls(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
@@ -92,7 +92,7 @@ class Modes:
     functions: tuple[TorchFunctionMode, ...]
 
     @classmethod
-    def current(cls, layer: nn.Module) -> Modes:
+    def capture(cls, layer: nn.Module) -> Modes:
         """Return the training flags of ``layer``'s modules and the active function modes."""
         return cls(tuple((module, module.training) for module in layer.modules()), function_modes())
 

@@ -76,7 +76,7 @@ def keep_on_host(model: Any, device: torch.device, pool: HostPool | None = None)
             if device.type == "meta":
                 mark_host_storage(parameter.untyped_storage())
                 continue
-            host = pool.take(parameter.shape, parameter.dtype, device)
+            host = pool.allocate(parameter.shape, parameter.dtype, device)
             parameter.data = host.copy_(parameter.data)
         for module in model.modules():
             for table in (module._parameters, module._buffers):
@@ -167,7 +167,7 @@ class _WeightUnit:
         index = {key: place for place, key in enumerate(order)}
         return cls(list(order.values()), [(m, key, index[id(p)]) for m, key, p in entries], next_layer)
 
-    def versions(self) -> list[tuple[int, int]]:
+    def weight_versions(self) -> list[tuple[int, int]]:
         return [(p._version, p.data_ptr()) for p in self.parameters]
 
 
@@ -206,7 +206,7 @@ class OffloadedWeights:
         self._hooks, self._prefetched = [], None
 
     @contextmanager
-    def used(self, layer: nn.Module, prefetch_offset: int = 0) -> Iterator[dict[int, Tensor]]:
+    def weights_on_device(self, layer: nn.Module, prefetch_offset: int = 0) -> Iterator[dict[int, Tensor]]:
         """Context manager: ``layer`` holds device copies of its weights while active; yields them by parameter ``id``.
 
         Each copy is a leaf that requires a gradient if its parameter does. ``prefetch_offset`` 1 begins to copy the
@@ -228,26 +228,26 @@ class OffloadedWeights:
                 unit.leaves = None
 
     @contextmanager
-    def with_graph(self, module: nn.Module) -> Iterator[None]:
+    def weights_on_device_with_graph(self, module: nn.Module) -> Iterator[None]:
         """Context manager: ``module`` (the head) holds device copies; autograd returns their gradients to the host."""
         unit = self._units.get(id(module))
         if unit is None or unit.depth:
             yield
             return
-        self._swap_in(module)
+        self._install_device_copies(module)
         try:
             yield
         finally:
-            self._swap_out(module)
+            self._restore_host_weights(module)
 
-    def to_host(self, parameters: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def gradients_to_host(self, parameters: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return the gradients, copied to the host if the parameter is offloaded; the copies are complete."""
         on_host, events = list(grads), []
         for place, (parameter, grad) in enumerate(zip(parameters, grads, strict=True)):
             if grad is None or not is_host_storage(parameter.untyped_storage()):
                 continue
             grad = grad.to(parameter.dtype)
-            host = self.pool.take(grad.shape, grad.dtype, self.device)
+            host = self.pool.allocate(grad.shape, grad.dtype, self.device)
             events.append(self.copies.to_host(grad, host))
             self.tiers.host.moved_bytes += grad.nbytes
             on_host[place] = host
@@ -261,7 +261,7 @@ class OffloadedWeights:
 
     def _copies_as_leaves(self, unit: _WeightUnit) -> list[Tensor]:
         ahead, self._prefetched = self._prefetched, None
-        if ahead is None or ahead[0] is not unit or ahead[1].versions != unit.versions():
+        if ahead is None or ahead[0] is not unit or ahead[1].versions != unit.weight_versions():
             del ahead
             fetched = self._fetch(unit)
         else:
@@ -275,7 +275,7 @@ class OffloadedWeights:
         with torch.no_grad():
             for parameter in unit.parameters:
                 copies.append(self._begin_copy(parameter))
-        return _Fetched(unit.versions(), copies)
+        return _Fetched(unit.weight_versions(), copies)
 
     def _prefetch_neighbour(self, unit: _WeightUnit, prefetch: int) -> None:
         if not prefetch or unit.next_layer is None:
@@ -301,13 +301,13 @@ class OffloadedWeights:
 
     def _before_call(self, module: nn.Module, *_: Any) -> None:
         if not isinstance(module.__dict__.get("forward"), LazyForward):
-            self._swap_in(module)
+            self._install_device_copies(module)
 
     def _after_call(self, module: nn.Module, *_: Any) -> None:
         if not isinstance(module.__dict__.get("forward"), LazyForward):
-            self._swap_out(module)
+            self._restore_host_weights(module)
 
-    def _swap_in(self, module: nn.Module) -> None:
+    def _install_device_copies(self, module: nn.Module) -> None:
         unit = self._units[id(module)]
         if not unit.depth:
             self._install_copies(unit, [self._copy_with_graph(p) for p in unit.parameters])
@@ -320,7 +320,7 @@ class OffloadedWeights:
         narrow = parameter.is_floating_point() and id(parameter) not in self._fp32_ids
         return parameter.to(self.dtype) if narrow and self.dtype is not None else parameter
 
-    def _swap_out(self, module: nn.Module) -> None:
+    def _restore_host_weights(self, module: nn.Module) -> None:
         unit = self._units[id(module)]
         unit.depth -= 1
         if not unit.depth:
@@ -357,4 +357,4 @@ class _OnDevice(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
-        return ctx.weights.to_host([ctx.parameter], [grad])[0], None
+        return ctx.weights.gradients_to_host([ctx.parameter], [grad])[0], None

@@ -62,7 +62,7 @@ class StreamedEmbedding:
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the embeddings ``[B, T, C]`` in a placeholder (:class:`Embeddings`); as is if the module has hooks."""
         value: Tensor = type(self.module).forward(self.module, *args, **kwargs)
-        if value.dim() != 3 or torch.compiler.is_compiling() or self._is_watched():
+        if value.dim() != 3 or torch.compiler.is_compiling() or self._must_return_tensor():
             return value
         read_from = [self.table, *(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))]
         if any(x.is_inference() for x in (value, *read_from)):  # inference tensors have no version counter
@@ -80,7 +80,7 @@ class StreamedEmbedding:
 
         return Embeddings.create(value, recompute)
 
-    def _is_watched(self) -> bool:
+    def _must_return_tensor(self) -> bool:
         """Return True if the module has hooks that StreamTune did not register, or its weight was replaced."""
         module = self.module
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
@@ -109,7 +109,7 @@ class _Content:
     node: weakref.ref[Any] | None = None
     """Autograd node of the stand-in, or None. The reference is weak, because the node holds this object."""
 
-    def is_own_node(self, node: Any) -> bool:
+    def is_original_node(self, node: Any) -> bool:
         """Return True if ``node``, the placeholder's current ``grad_fn``, is still the one that it was created with."""
         return node is None if self.node is None else node is not None and node is self.node()
 
@@ -189,7 +189,7 @@ def read_embeddings(x: Any) -> Any:
     """Return the embeddings if ``x`` is an :class:`Embeddings` placeholder, else ``x`` itself."""
     if not isinstance(x, Embeddings):
         return x
-    if not x.content.is_own_node(_grad_fn_of(x)):
+    if not x.content.is_original_node(_grad_fn_of(x)):
         with torch._C.DisableTorchFunctionSubclass():
             return x.clone()  # keeps the graph that the custom function gave it
     return _embeddings_in(x)
@@ -298,9 +298,9 @@ class _StreamedNorm(torch.autograd.Function):
         if schedule.offload == "device" or schedule.device_layers:
             ctx.save_for_backward(x)
         else:
-            ctx.stored = StoredTensor(norm.parts.tiers.get(schedule.offload, x.device), x, 1)
-        ctx.norm, ctx.parameters, ctx.autocast = norm, parameters, Autocast.current(x.device)
-        ctx.weights = Weights.current(norm.norm)
+            ctx.stored = StoredTensor(norm.parts.tiers.get_tier(schedule.offload, x.device), x, 1)
+        ctx.norm, ctx.parameters, ctx.autocast = norm, parameters, Autocast.capture(x.device)
+        ctx.weights = Weights.capture(norm.norm)
         ctx.grad_target = producer if schedule.stream_grads and x.requires_grad else None
         return norm.forward(x, ctx.stored)
 
@@ -312,7 +312,7 @@ class _StreamedNorm(torch.autograd.Function):
             raise ArgumentError(
                 "backward ran a second time through a streamed norm", fix="pass retain_graph=True to the first backward"
             )
-        ctx.weights.check()
+        ctx.weights.check_unchanged()
         source = ctx.stored if ctx.stored is not None else ctx.saved_tensors[0]
         run_module, chunks = norm.run_module, norm.schedule.chunks(source.shape[1])
         if isinstance(source, StoredTensor):
@@ -324,7 +324,7 @@ class _StreamedNorm(torch.autograd.Function):
                 return [run_module(x_i[0])], _EmptyBoundary()
 
         grad_target: LayerStream | None = ctx.grad_target
-        into = None if grad_target is None else grad_target.grad_buffer(source, None)
+        into = None if grad_target is None else grad_target.allocate_grad_buffer(source, None)
         widen = norm.schedule.grad_dtype == "float32"
         sums = [GradientSum(p, widen) for p in ctx.parameters]
         z_in = LayerInput(source, 1, ctx.needs_input_grad[2], into)

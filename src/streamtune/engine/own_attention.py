@@ -84,7 +84,7 @@ class AttentionNames:
                 self._set_names(self.plain_names)
 
     @contextmanager
-    def using(self, names: list[Any]) -> Iterator[None]:
+    def using_names(self, names: list[Any]) -> Iterator[None]:
         """Context manager: the configs have these attention names while active, also during calls."""
         self._depth += 1
         try:
@@ -168,23 +168,23 @@ class DensifiedMask(LazyMask):
 
     dense_dtype: torch.dtype = torch.bool
 
-    def dense(self) -> Tensor:
+    def to_dense(self) -> Tensor:
         """Return the dense mask ``[B, 1, T, S]``."""
-        return dense_mask_of_view(self.rows(0, self.q_length), self.dense_dtype)
+        return dense_mask_of_view(self.view_queries(0, self.q_length), self.dense_dtype)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        return getattr(self.dense(), name)
+        return getattr(self.to_dense(), name)
 
     def __getitem__(self, key: Any) -> Any:
-        return self.dense()[key]
+        return self.to_dense()[key]
 
     def __eq__(self, other: object) -> Any:
-        return self.dense() == other if isinstance(other, int | float | Tensor) else self is other
+        return self.to_dense() == other if isinstance(other, int | float | Tensor) else self is other
 
     def __ne__(self, other: object) -> Any:
-        return self.dense() != other if isinstance(other, int | float | Tensor) else self is not other
+        return self.to_dense() != other if isinstance(other, int | float | Tensor) else self is not other
 
     __hash__ = object.__hash__
 

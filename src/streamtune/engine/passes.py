@@ -56,13 +56,13 @@ class CallSettings:
     """Mask ``[B, T]``, nonzero at the tokens that the router loss counts; None counts all."""
 
     @classmethod
-    def current(cls, call: LayerCall, owner: StreamedLayer) -> CallSettings:
+    def capture(cls, call: LayerCall, owner: StreamedLayer) -> CallSettings:
         """Return the settings with which ``call`` would run now."""
         context, routers, device = owner.parts.context, owner.parts.routers, call.hidden.device
         rows = call.shards.rows if call.shards is not None and context.rows is None else context.rows
         counted_BT = routers.mask_BT if routers is not None and routers.active else None
         schedule, batch = context.schedule or owner.schedule, call.hidden.shape[0]
-        return cls(schedule, device, batch, rows, Autocast.current(device), Modes.current(call.layer), counted_BT)
+        return cls(schedule, device, batch, rows, Autocast.capture(device), Modes.capture(call.layer), counted_BT)
 
 
 class LayerStream:
@@ -73,7 +73,7 @@ class LayerStream:
 
     def __init__(self, call: LayerCall, owner: StreamedLayer, producer: LayerStream | None = None) -> None:
         self.call, self.owner, self.producer = call, owner, producer
-        self.settings, self.saved = CallSettings.current(call, owner), SavedTensors()
+        self.settings, self.saved = CallSettings.capture(call, owner), SavedTensors()
         self.widen = self.settings.schedule.grad_dtype == "float32"
         self.chain: weakref.ref[Any] | None = None
         """Chain that this call belongs to, with ``order="chunk"``."""
@@ -85,9 +85,9 @@ class LayerStream:
         self.outputs, self.sums = LayerOutputs(owner.name, call.inputs[call.hidden_name]), 0
         routers = owner.parts.routers
         self.routers = routers if routers is not None and routers.active else None
-        listening: list[Scope] = [] if self.routers is None else [self.routers.listening]
-        self.scopes = [*owner.scopes(self.settings.device), *listening]
-        self._choose_chunks(owner.carries_states or (self.chained and owner.parts.last_call.ends_with_rows))
+        listening: list[Scope] = [] if self.routers is None else [self.routers.collecting_logits]
+        self.scopes = [*owner.chunk_contexts(self.settings.device), *listening]
+        self._choose_chunks(owner.carries_states or (self.is_chunk_order and owner.parts.last_call.ends_with_rows))
 
     def _choose_chunks(self, with_rows: bool) -> None:
         """Set the chunks of this call, and create empty stores for its states, keys and values.
@@ -109,26 +109,26 @@ class LayerStream:
         if shards is None:
             kv_length = self.call.key_positions(slice(0, self.call.length)).stop
         else:
-            kv_length = self.call.length if shards.form == "ring" else shards.total
+            kv_length = self.call.length if shards.form == "ring" else shards.padded_length
         self.kv = KeysAndValues(kv_length, self.widen, self.call.past)
         self.entry_updates: dict[Any, int] = {}
         """Index of the key/value update that each entry of the shared dictionary holds, for entries this layer adds."""
         self.random: dict[int, RandomState] = {}
 
     @property
-    def chained(self) -> bool:
+    def is_chunk_order(self) -> bool:
         """True if the schedule has ``order="chunk"``."""
         return self.settings.schedule.order == "chunk"
 
     @property
-    def hidden_along(self) -> int:
+    def hidden_sequence_dim(self) -> int:
         """Sequence dimension of the hidden states."""
         along = self.outputs.hidden_sequence_dim
         assert along is not None
         return along
 
     @property
-    def along(self) -> list[Along]:
+    def output_sequence_dims(self) -> list[Along]:
         """Sequence dimension of each output; None for the sums of router logits, which have none."""
         return [*self.outputs.along, *[None] * self.sums]
 
@@ -137,7 +137,7 @@ class LayerStream:
         """True if the hidden states are the only input that needs a gradient: the output depends on nothing else."""
         return len(self.call.inputs) == 1
 
-    def run(self, chunk: slice, pass_name: Pass, x_i: list[Tensor]) -> tuple[list[Tensor], ChunkCache]:
+    def run_chunk(self, chunk: slice, pass_name: Pass, x_i: list[Tensor]) -> tuple[list[Tensor], ChunkCache]:
         """Compute ``z(i) = f_W(x(i), prefix)`` on one chunk, with the layer's own forward.
 
         Return the outputs, the first ``[B, T_i, C]``, and the cache that the layer used.
@@ -148,7 +148,7 @@ class LayerStream:
             x_i = [_repeat_token(x, along) for x, along in zip(x_i, self.call.inputs.values(), strict=True)]
         shards = self.call.shards
         exchange = None if shards is None else ChunkExchange(shards, chunk)
-        keys = self.call.key_positions(chunk) if exchange is None else exchange.keys
+        keys = self.call.key_positions(chunk) if exchange is None else exchange.cache_slice
         cache = ChunkCache(self.kv, self.states, keys, self.call.first_key_position(chunk), pass_name, exchange)
         if exchange is not None:
             exchange.first_key = cache.first_key
@@ -162,7 +162,9 @@ class LayerStream:
             for scope in (*self.scopes, *chunk_scopes):
                 stack.enter_context(scope())
             out, entry_updates = self.call.run_chunk(run_slice, cache, dict(zip(self.call.inputs, x_i, strict=True)))
-            sums = [] if self.routers is None else self.routers.sums(self._router_mask(chunk, run_slice))
+            sums = (
+                [] if self.routers is None else self.routers.sum_collected_logits(self._router_mask(chunk, run_slice))
+            )
         cache.end_chunk()
         self.entry_updates |= entry_updates
         self.sums = len(sums)
@@ -187,7 +189,7 @@ class LayerStream:
         In a backward, ``sums`` are the gradient accumulators of the parameters.
         """
         offloaded, scopes = self.owner.parts.offloaded, self.scopes
-        with nullcontext() if offloaded is None else offloaded.used(self.call.layer, prefetch_offset=1):
+        with nullcontext() if offloaded is None else offloaded.weights_on_device(self.call.layer, prefetch_offset=1):
             if len(self.chunks) > 1:
                 self.scopes = [*scopes, FusedLinears(self.call.layer, self.settings.autocast, sums).replacing_forwards]
             try:
@@ -204,31 +206,34 @@ class LayerStream:
         Return the outputs, the first ``[B, T, C]``, followed by the keys and values that the layer shares with others.
         """
         z: list[Tensor] = []
-        random_before = RandomState.current(self.settings.device) if self.settings.rows else None
+        random_before = RandomState.capture(self.settings.device) if self.settings.rows else None
         if for_backward:
             self._save_input(inputs[0])
-        if for_backward and self.chained and self.settings.schedule.keep_kv == "host" and len(self.chunks) > 1:
+        if for_backward and self.is_chunk_order and self.settings.schedule.keep_kv == "host" and len(self.chunks) > 1:
             self.states.tier = self._tier("host")
         self.states.begin_pass(backward=False)
         for chunk in self.chunks:
             if for_backward:
-                self.random[chunk.start] = RandomState.current(self.settings.device)
+                self.random[chunk.start] = RandomState.capture(self.settings.device)
             x_i = [chunk_view(x, along, chunk) for x, along in zip(inputs, self.call.inputs.values(), strict=True)]
             if isinstance(self.saved.z_in, StoredTensor):
                 self.saved.z_in.put(chunk, x_i[0])
             # The first chunk shows if the layer has states. Then it starts over, with chunks that end where rows do.
             try:
-                z_i, cache = self.run(chunk, "store", x_i)
+                z_i, cache = self.run_chunk(chunk, "store", x_i)
                 uses_states = cache.uses_states and not self.owner.carries_states
             except NeedsFragments:
                 uses_states = True
             if random_before is not None and uses_states:
                 random_before.restore()
-                self._end_with_rows()
+                self._cut_chunks_at_rows()
                 return self.forward(inputs, for_backward)
             if not z:
-                z = [_empty_output(out, along, self.call.length) for out, along in zip(z_i, self.along, strict=True)]
-            for full, out, along in zip(z, z_i, self.along, strict=True):
+                z = [
+                    _empty_output(out, along, self.call.length)
+                    for out, along in zip(z_i, self.output_sequence_dims, strict=True)
+                ]
+            for full, out, along in zip(z, z_i, self.output_sequence_dims, strict=True):
                 full.add_(out) if along is None else chunk_view(full, along, chunk).copy_(out)
         self.saved.wait_for_copies()
         self.owner.narrow_states = self.states.has_state_narrower_than(inputs[0].dtype)
@@ -237,7 +242,7 @@ class LayerStream:
         self._save_kv_and_states(for_backward, recomputed=False, shared=bool(shared))
         return z + shared
 
-    def _end_with_rows(self) -> None:
+    def _cut_chunks_at_rows(self) -> None:
         """Cut this layer's chunks where packed rows begin, in this call and in all later calls."""
         if caches_keys(self.call.layer):
             self.states.on_keys_used()
@@ -250,25 +255,25 @@ class LayerStream:
         Return the outputs, followed by keys and values that the layer shares with others. Return None if the layer has
         states and rows are packed or ranks share the sequence: the layer must then be streamed.
         """
-        random_before = RandomState.current(self.settings.device) if self.settings.rows or self.call.shards else None
+        random_before = RandomState.capture(self.settings.device) if self.settings.rows or self.call.shards else None
         uses_states = random_before is not None and self.owner.carries_states
         if not uses_states:
             try:
-                z, cache = self.run(slice(0, self.call.length), "whole", list(inputs))
+                z, cache = self.run_chunk(slice(0, self.call.length), "whole", list(inputs))
                 uses_states = random_before is not None and cache.uses_states
             except NeedsFragments:
                 uses_states = True
         if random_before is not None and uses_states:
             random_before.restore()
-            self._end_with_rows()
+            self._cut_chunks_at_rows()
             return None
         return z + [cache.chunk_kv[2 * index + place] for index in self.entry_updates.values() for place in (0, 1)]
 
     def assemble_output(self, outputs: list[Tensor], sharing: Any) -> Any:
         """Return the output in the layer's form (tensor or tuple); store shared keys and values in ``sharing``."""
-        layer_output_count, output_count = len(self.outputs.along), len(self.along)
+        layer_output_count, output_count = len(self.outputs.along), len(self.output_sequence_dims)
         if self.routers is not None:
-            self.routers.add(outputs[layer_output_count:output_count])
+            self.routers.add_layer_sums(outputs[layer_output_count:output_count])
         for place, key in enumerate(self.entry_updates):
             sharing[key] = tuple(outputs[output_count + 2 * place : output_count + 2 * place + 2])
         return self.outputs.rebuild_output(outputs[:layer_output_count])
@@ -276,7 +281,7 @@ class LayerStream:
     # Tensors that are saved for the backward.
 
     def _tier(self, name: TierName) -> Tier:
-        return self.owner.parts.tiers.get(name, self.settings.device)
+        return self.owner.parts.tiers.get_tier(name, self.settings.device)
 
     def _save_input(self, hidden: Tensor) -> None:
         place, keep_attention = self.owner.placement, self.settings.schedule.keep_attention
@@ -290,11 +295,11 @@ class LayerStream:
             self.saved.z_in = self._new_stored_tensor(place.tier, hidden)
 
     def _new_stored_tensor(self, name: TierName, like: Source) -> StoredTensor:
-        return StoredTensor(self._tier(name), like, self.hidden_along)
+        return StoredTensor(self._tier(name), like, self.hidden_sequence_dim)
 
     def _save_kv_and_states(self, for_backward: bool, recomputed: bool, shared: bool = False) -> None:
         """Free keys, values and states that the backward recomputes or does not read; keep or offload the others."""
-        if self.chained and for_backward:
+        if self.is_chunk_order and for_backward:
             self._save_kv_by_chunk()
             return
         keep_kv = self.settings.schedule.keep_kv
@@ -342,14 +347,14 @@ class LayerStream:
                 gathered_weights(stream.call.layer, during=self.call.layer, next_backward=later is self),
                 stream.pass_over_chunks(),
             ):
-                stream.recompute(source, into)
+                stream.recompute_forward(source, into)
             later.producer = None
             stream = later
         return self.stored_input()
 
     def stored_input(self) -> Source:
         """Return the stored input; raise :class:`ArgumentError` if it was changed in place since the forward."""
-        return self.saved.input(self.owner.name)
+        return self.saved.checked_input(self.owner.name)
 
     def output_gradient(self, autograd_gradient: Tensor | None) -> Source | None:
         """Return the gradient of the output hidden states: autograd's plus what the next layer's backward put here."""
@@ -359,10 +364,12 @@ class LayerStream:
         if is_placeholder(autograd_gradient):
             return left
         # Something besides the next layer read the hidden states.
-        grad = torch.cat([read_chunk(left, self.hidden_along, chunk) for chunk in self.chunks], self.hidden_along)
+        grad = torch.cat(
+            [read_chunk(left, self.hidden_sequence_dim, chunk) for chunk in self.chunks], self.hidden_sequence_dim
+        )
         return grad.add_(autograd_gradient)
 
-    def grad_buffer(self, z: Source, grad_after: Source | None) -> Source:
+    def allocate_grad_buffer(self, z: Source, grad_after: Source | None) -> Source:
         """Return the memory in which the next layer's backward writes the gradient of this call's output ``z``.
 
         The memory is on host or disk if layer inputs are offloaded. Otherwise it is ``grad_after``, the gradient of the
@@ -377,31 +384,31 @@ class LayerStream:
         return buffer
 
     def prepare_replay(self, inputs: Sequence[Source], keep_graph: bool = False) -> None:
-        """Fetch or recompute the keys, values and states that later chunks' backwards read (:meth:`replay`).
+        """Fetch or recompute the keys, values and states that later chunks' backwards read (:meth:`replay_chunk`).
 
         With ``keep_graph`` another backward may follow. Then keys and values shared with other layers are copied,
-        because :meth:`replay` overwrites them.
+        because :meth:`replay_chunk` overwrites them.
         """
         self.kv.grads.clear()  # an interrupted backward leaves sums behind
         self.states.grads.clear()
         if self.saved.must_recompute_kv and (self.states.has_states or self.settings.schedule.keep_kv != "no"):
-            self.recompute(inputs[0], None)
+            self.recompute_forward(inputs[0], None)
         self.states.begin_pass(backward=True)
         self.kv.fetch()
         if keep_graph and self.entry_updates:
             self.kv.copy_buffers()
-        self.project(inputs)
+        self.recompute_kv(inputs)
         self.saved.set_read_order(self.chunks[::-1])
 
     @torch.no_grad()
-    def recompute(self, z_in: Source, output_store: StoredTensor | None) -> None:
+    def recompute_forward(self, z_in: Source, output_store: StoredTensor | None) -> None:
         """Run the forward again, with the same random numbers; store the hidden states in ``output_store``."""
         if isinstance(z_in, StoredTensor):
             z_in.set_read_order(self.chunks)
         self.states.begin_pass(backward=False)
         for chunk in self.chunks:
-            with self._restored(chunk):
-                z_i, _ = self.run(chunk, "store", [read_chunk(z_in, self.hidden_along, chunk)])
+            with self._restored_state(chunk):
+                z_i, _ = self.run_chunk(chunk, "store", [read_chunk(z_in, self.hidden_sequence_dim, chunk)])
             if output_store is not None:
                 output_store.put(chunk, z_i[0])
         if output_store is not None:
@@ -410,11 +417,11 @@ class LayerStream:
         self._save_kv_and_states(for_backward=True, recomputed=True)
 
     @torch.no_grad()
-    def project(self, inputs: Sequence[Source]) -> None:
+    def recompute_kv(self, inputs: Sequence[Source]) -> None:
         """Recompute keys and values: run the layer on each chunk until they are computed.
 
-        The last chunk is left out, because :meth:`replay` begins with it, unless its keys and values are shared with
-        other layers.
+        The last chunk is left out, because :meth:`replay_chunk` begins with it, unless its keys and values are shared
+        with other layers.
         """
         if self.kv.pairs or not self.kv.updates:
             return
@@ -423,25 +430,25 @@ class LayerStream:
         chunks = self.chunks if self.entry_updates else self.chunks[:-1]  # gradients of shared K, V come before replay
         for chunk in chunks:
             x_i = [read_chunk(x, along, chunk) for x, along in zip(inputs, self.call.inputs.values(), strict=True)]
-            with self._restored(chunk):
+            with self._restored_state(chunk):
                 try:
-                    self.run(chunk, "project", x_i)
+                    self.run_chunk(chunk, "project", x_i)
                 except ProjectionDone:
                     continue
 
     @torch.no_grad()
     def recompute_chunk(self, chunk: slice, x_i: list[Tensor]) -> Tensor:
         """Return the output hidden states of one chunk, recomputed without a graph."""
-        with self._restored(chunk):
-            return self.run(chunk, "recompute", x_i)[0][0]
+        with self._restored_state(chunk):
+            return self.run_chunk(chunk, "recompute", x_i)[0][0]
 
-    def replay(self, chunk: slice, x_i: list[Tensor]) -> tuple[list[Tensor], ChunkCache]:
+    def replay_chunk(self, chunk: slice, x_i: list[Tensor]) -> tuple[list[Tensor], ChunkCache]:
         """Run the layer again on one chunk, with a graph; return its outputs and the cache that it used."""
-        with self._restored(chunk):
-            return self.run(chunk, "replay", x_i)
+        with self._restored_state(chunk):
+            return self.run_chunk(chunk, "replay", x_i)
 
     @contextmanager
-    def _restored(self, chunk: slice) -> Iterator[None]:
+    def _restored_state(self, chunk: slice) -> Iterator[None]:
         """Context manager: random state, autocast settings and modes are as in the chunk's forward."""
         with self.random[chunk.start].replayed(), self.settings.autocast.restored(), self.settings.modes.restored():
             yield

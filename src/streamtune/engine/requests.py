@@ -39,7 +39,7 @@ class LossRequest:
     measured: dict[str, Tensor] | None = None
     """Sums over the targets of the call, named as in ``ops.MEASURED``, without gradient; None before the call."""
 
-    def top_k_of(self, shape: torch.Size, shards: SequenceShards | None, model: str) -> TopKTeacher | None:
+    def rank_top_k(self, shape: torch.Size, shards: SequenceShards | None, model: str) -> TopKTeacher | None:
         """Return the teacher's top-k tokens for this rank's targets of ``shape``; None if the request has none.
 
         Raises:
@@ -57,7 +57,7 @@ class LossRequest:
             )
         return replace(self.top_k, index_BT=index)
 
-    def weights_of(self, targets: Tensor, weights: Tensor | None, model: str) -> Tensor | None:
+    def device_weights(self, targets: Tensor, weights: Tensor | None, model: str) -> Tensor | None:
         """Return ``weights``, shaped like ``targets``, on the device of ``targets``; None if ``weights`` is None.
 
         Raises:
@@ -90,23 +90,23 @@ class ScoreRequest:
     shards: SequenceShards | None = None
     """Shards of the call, if ranks share the sequence; set by the call."""
 
-    def compute(self, model: nn.Module, output: Any) -> dict[str, Tensor]:
+    def compute_result(self, model: nn.Module, output: Any) -> dict[str, Tensor]:
         """Return ``logprobs``, and ``entropy`` and ``router_loss`` if any, computed from the model's ``output``.
 
         Raises:
             UnsupportedModelError: ``output`` has no lazy logits of all tokens.
         """
-        logits, targets = self.logits_of(model, output), self._rank_targets()
+        logits, targets = self.lazy_logits_in(model, output), self._rank_targets()
         if self.temperature != 1.0:
             logits = logits / self.temperature
         logprobs, entropy = logits.head.token_log_probs(logits, targets.to(logits.hidden.device), entropy=self.entropy)
         if self.shards is not None:
-            logprobs = self.shards.collect(logprobs)
-            entropy = None if entropy is None else self.shards.collect(entropy)
+            logprobs = self.shards.gather_tokens(logprobs)
+            entropy = None if entropy is None else self.shards.gather_tokens(entropy)
         scores = {"logprobs": logprobs, "entropy": entropy, "router_loss": self.router_loss}
         return {name: value for name, value in scores.items() if value is not None}
 
-    def logits_of(self, model: nn.Module, output: Any) -> LazyLogits:
+    def lazy_logits_in(self, model: nn.Module, output: Any) -> LazyLogits:
         """Return the lazy logits of all tokens in the model's ``output``.
 
         Raises:
@@ -127,9 +127,9 @@ class ScoreRequest:
 class LogitsRequest(ScoreRequest):
     """Asks a model call for its lazy logits instead of log-probabilities."""
 
-    def compute(self, model: nn.Module, output: Any) -> dict[str, Any]:
+    def compute_result(self, model: nn.Module, output: Any) -> dict[str, Any]:
         """Return ``{"logits": ...}``: the lazy logits of the tokens on this rank."""
-        return {"logits": self.logits_of(model, output)}
+        return {"logits": self.lazy_logits_in(model, output)}
 
 
 @dataclass(frozen=True)

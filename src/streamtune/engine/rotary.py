@@ -64,7 +64,7 @@ class RowLengths:
     def _from_branches(cls, rows: Branches) -> RowLengths:
         longest_1T = torch.zeros_like(rows.positions_BT)
         shortest_1T = torch.full_like(longest_1T, torch.iinfo(torch.int64).max)
-        for leaf in rows.table.leaves:
+        for leaf in rows.table.last_parts:
             length = leaf.trunk_length + leaf.stop - leaf.start
             for start, stop, _ in leaf.runs:
                 longest_1T[:, start:stop] = longest_1T[:, start:stop].clamp(min=length)

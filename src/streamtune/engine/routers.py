@@ -93,10 +93,10 @@ class RouterSums:
         )
 
     def __add__(self, other: RouterSums) -> RouterSums:
-        return RouterSums(*(own_sum + its for own_sum, its in zip(self.parts, other.parts, strict=True)))
+        return RouterSums(*(own_sum + its for own_sum, its in zip(self.as_list, other.as_list, strict=True)))
 
     @property
-    def parts(self) -> list[Tensor]:
+    def as_list(self) -> list[Tensor]:
         """The four sums, in the order of the fields."""
         return [self.probabilities, self.squares, self.routed, self.tokens]
 
@@ -151,46 +151,46 @@ class RouterWatch:
             for router, index in _router_modules(model, layer)
         ]
         if loss is not None:
-            self._check()
+            self._check_supported()
 
     def remove(self) -> None:
         """Remove the hooks from the routers."""
         for hook in self._hooks:
             hook.remove()
 
-    def open(self, attention_mask: Any) -> None:
+    def begin_call(self, attention_mask: Any) -> None:
         """Begin a model call: clear the sums and collect router logits of the tokens in ``attention_mask``."""
-        self._check()
+        self._check_supported()
         self.active, self.call_sums = True, None
         mask = attention_mask if self.counted_BT is None else self.counted_BT
         if self.shards is not None and isinstance(mask, Tensor):
             mask = self.shards.select_tokens(mask, 1, 0)
         self.mask_BT = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
 
-    def close(self) -> RouterSums | None:
+    def end_call(self) -> RouterSums | None:
         """End the model call; return the sums over its layers, or None if no router ran."""
         self.active, sums, self.call_sums = False, self.call_sums, None
         return sums
 
-    def silenced(self) -> AbstractContextManager[None]:
+    def without_losses(self) -> AbstractContextManager[None]:
         """Context manager: calls add no router losses while active."""
         return temporary_attribute(self, "silent", True)
 
-    def counting(self, tokens_BT: Tensor) -> AbstractContextManager[None]:
+    def counting_tokens(self, tokens_BT: Tensor) -> AbstractContextManager[None]:
         """Context manager: routers count the tokens where ``tokens_BT`` is nonzero, instead of the attention mask."""
         return temporary_attribute(self, "counted_BT", tokens_BT)
 
     @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Context manager: collects the logits of every router that runs while active; :meth:`sums` reads them."""
+    def collecting_logits(self) -> Iterator[None]:
+        """Context manager: collects the logits of every router that runs, for :meth:`sum_collected_logits`."""
         self._chunk_logits = []
         try:
             yield
         finally:
             self._chunk_logits = None
 
-    def sums(self, mask_BT: Tensor | None) -> list[Tensor]:
-        """Return the four sums of the logits collected in :meth:`listening`; an empty list if no router ran."""
+    def sum_collected_logits(self, mask_BT: Tensor | None) -> list[Tensor]:
+        """Return the four sums of the logits collected in :meth:`collecting_logits`; an empty list if no router ran."""
         mask_N = None if mask_BT is None else mask_BT.flatten()
         total: RouterSums | None = None
         for logits in self._chunk_logits or ():
@@ -202,15 +202,15 @@ class RouterWatch:
                 )
             sums = RouterSums.from_logits(logits_NE, self._top_k, mask_N)
             total = sums if total is None else total + sums
-        return [] if total is None else total.parts
+        return [] if total is None else total.as_list
 
-    def add(self, parts: Sequence[Tensor]) -> None:
+    def add_layer_sums(self, parts: Sequence[Tensor]) -> None:
         """Add one layer's sums over the whole sequence to the sums of the call."""
         if parts:
             sums = RouterSums(*parts)
             self.call_sums = sums if self.call_sums is None else self.call_sums + sums
 
-    def losses(self, sums: RouterSums) -> tuple[Tensor, Tensor]:
+    def compute_losses(self, sums: RouterSums) -> tuple[Tensor, Tensor]:
         """Return the balance loss, and the sum of router losses to add to the call's loss.
 
         Equal to ``E sum_e f_e P_e`` and ``share * (balance * L_balance + z * L_z)`` with the formulas of this module.
@@ -228,10 +228,10 @@ class RouterWatch:
         squares = sums.squares / tokens
         if self.shards is not None:  # every rank has the whole sequence's value; its gradient is the rank's share
             balance, squares = (sum_over_ranks(x, self.shards.group) for x in (balance, squares))
-        return balance, self.share * (loss.balance * balance + loss.z * squares)
+        return balance, self.loss_factor * (loss.balance * balance + loss.z * squares)
 
     @property
-    def share(self) -> float:
+    def loss_factor(self) -> float:
         """Factor on a call's router losses: the micro-batch's weight, or 1 if the scope is ``global``."""
         return 1.0 if self.loss is not None and self.loss.scope == "global" else self.weight
 
@@ -243,7 +243,7 @@ class RouterWatch:
     def _top_k(self) -> int:
         return int(getattr(self.model, "num_experts_per_tok", None) or self.model.config.num_experts_per_tok)
 
-    def _check(self) -> None:
+    def _check_supported(self) -> None:
         name = type(self.model).__name__
         if not self._hooks:
             raise UnsupportedModelError(f"{name} has no router in its decoder layers, so it has no router loss")

@@ -100,10 +100,10 @@ class PackedRows:
         chunks: list[slice] = []
         for start, stop in pairwise([*self.starts, self.positions_BT.shape[1]]):
             chunks += [slice(start + c.start, start + c.stop) for c in schedule.chunks(stop - start)]
-        self.refuse_single_tokens(chunks)
+        self.refuse_single_token_chunks(chunks)
         return chunks
 
-    def refuse_single_tokens(self, chunks: Iterable[slice]) -> None:
+    def refuse_single_token_chunks(self, chunks: Iterable[slice]) -> None:
         """Refuse a chunk of one token that begins a row of one sequence, but is inside a row of another.
 
         A layer with a recurrent state treats a single token as a decoding step, and would lose the state.
@@ -123,7 +123,7 @@ class PackedRows:
         """Return True if a row continues past ``position`` in any sequence, so that the next chunk reads the state."""
         return position not in self.common_starts
 
-    def state_before(self, position: int) -> int | None:
+    def start_state_position(self, position: int) -> int | None:
         """Return the position of the state that a chunk starts from; None if every sequence begins a row there."""
         return None if position in self.common_starts else position
 
@@ -190,7 +190,7 @@ class Branches(PackedRows):
             raise ArgumentError(
                 f"a part must have 1 or more tokens and come after the part that it continues, found {what}"
             )
-        table = BranchTable.of(parts)
+        table = BranchTable.from_nodes(parts)
         return cls(table.positions[None], table)
 
     @property
@@ -213,7 +213,7 @@ class Branches(PackedRows):
             "attention_mask": torch.ones_like(input_ids),
         }
 
-    def followed_by(self, row_length: int) -> Branches:
+    def with_row_appended(self, row_length: int) -> Branches:
         """Return the same trees followed by a separate row of ``row_length`` tokens."""
         stop = self.length + row_length
         table = BranchTable((*self.table.parts, Branch(self.length, stop)))
@@ -244,9 +244,9 @@ class Branches(PackedRows):
         """Return True if a later chunk reads the state at ``position``: inside a part, or at the end of a trunk."""
         return position not in self.common_starts or position in self._trunk_ends.values()
 
-    def state_before(self, position: int) -> int | None:
+    def start_state_position(self, position: int) -> int | None:
         """Return the position of the state that a chunk at ``position`` starts from: for a branch, its trunk's end."""
-        return self._trunk_ends.get(position, super().state_before(position))
+        return self._trunk_ends.get(position, super().start_state_position(position))
 
     def reset_begun_rows(self, state: Tensor, position: int) -> Tensor:
         """Return the state unchanged: a branch starts from its trunk's state, a new tree from none."""

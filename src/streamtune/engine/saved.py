@@ -48,7 +48,7 @@ class SavedTensors:
         """Keep the layer's input ``hidden`` on the device, with its version counter."""
         self.z_in, self._version = hidden.detach(), hidden._version
 
-    def input(self, layer: str) -> Source:
+    def checked_input(self, layer: str) -> Source:
         """Return the saved input; raise :class:`ArgumentError`, which names ``layer``, if it was changed in place."""
         assert self.z_in is not None
         if isinstance(self.z_in, Tensor) and self.z_in._version != self._version:
@@ -112,7 +112,7 @@ def save_kv_spans(
 class SavedKV:
     """Keys and values of one layer call, saved in spans: one per chunk, with the keys that later chunks see.
 
-    :meth:`load` copies the spans that a chunk sees into the buffers of ``kv``.
+    :meth:`load_kv` copies the spans that a chunk sees into the buffers of ``kv``.
 
     Args:
         kv: Keys and values of the layer call; from now on its buffers hold only the keys that one chunk sees.
@@ -130,27 +130,27 @@ class SavedKV:
         """Gradient sums of ``blocks``, by the same keys."""
         for start, span in spans.items():
             if span.start < span.stop:
-                self._store(self.blocks, start, span, kv.pairs)
+                self._store_spans(self.blocks, start, span, kv.pairs)
         tier.wait_for_copies()
         kv.pairs.clear()
 
-    def load(self, chunk: slice, first_key: int) -> None:
+    def load_kv(self, chunk: slice, first_key: int) -> None:
         """Load the keys and values of earlier chunks that ``chunk`` sees, followed by empty memory for its own."""
-        self.unload()
+        self.free_buffers()
         if chunk.start == 0:
             return
         seen_spans = self._seen_spans(chunk, first_key)
         self.kv.offset = min([self.spans[start].start for start in seen_spans], default=chunk.start)
-        self.kv.pairs = self._buffers(chunk, lambda like, shape: like.new_empty(shape))
-        self._fill(self.blocks, seen_spans, self.kv.pairs)
+        self.kv.pairs = self._allocate_buffers(chunk, lambda like, shape: like.new_empty(shape))
+        self._fill_buffers(self.blocks, seen_spans, self.kv.pairs)
 
-    def release(self) -> None:
+    def release_buffers(self) -> None:
         """Free the memory of the buffers, but keep the tensor objects, to which the graph of a chunk refers."""
         for pair in self.kv.pairs:
             for x in pair:
                 _resize_storage(x, 0)
 
-    def refill(self, chunk: slice, chunk_kv: Sequence[Tensor]) -> None:
+    def refill_buffers(self, chunk: slice, chunk_kv: Sequence[Tensor]) -> None:
         """Allocate the released buffers again and fill them; ``chunk_kv`` are the keys and values of ``chunk``."""
         for index, pair in enumerate(self.kv.pairs):
             for place, x in enumerate(pair):
@@ -158,32 +158,32 @@ class SavedKV:
                 with _unsafe_preserve_version_counter(x):
                     x[:, :, self.kv.buffer_slice(chunk)] = chunk_kv[2 * index + place].detach()
         seen_spans = [s for s, span in self.spans.items() if s < chunk.start and span.start >= self.kv.offset]
-        self._fill(self.blocks, seen_spans, self.kv.pairs)
+        self._fill_buffers(self.blocks, seen_spans, self.kv.pairs)
 
-    def load_sums(self, chunk: slice) -> None:
+    def load_gradient_sums(self, chunk: slice) -> None:
         """Load the sums of dK and dV so far, for the loaded keys and the keys of ``chunk``."""
         within = [start for start, span in self.spans.items() if start <= chunk.start and span.start >= self.kv.offset]
         if self.kv.pairs or (chunk.start, 0, 0) in self.sums:
-            self.kv.grads = self._buffers(chunk, lambda like, shape: self.kv.new_grad_sum(like.new_empty(shape)))
-            self._fill(self.sums, within, self.kv.grads)
+            self.kv.grads = self._allocate_buffers(chunk, lambda like, shape: self.kv.new_grad_sum(like.new_empty(shape)))
+            self._fill_buffers(self.sums, within, self.kv.grads)
 
-    def save_sums(self, chunk: slice, keep_graph: bool) -> None:
+    def save_gradient_sums(self, chunk: slice, keep_graph: bool) -> None:
         """Store earlier chunks' sums of dK, dV; free the sums of ``chunk``, and its keys unless ``keep_graph``."""
         if self.kv.grads:
             for start, span in self.spans.items():
                 if self.kv.offset <= span.start < span.stop and start < chunk.start:
-                    self._store(self.sums, start, span, self.kv.grads)
+                    self._store_spans(self.sums, start, span, self.kv.grads)
             self.tier.wait_for_copies()
         for blocks in (self.sums,) if keep_graph else (self.sums, self.blocks):
             for key in [key for key in blocks if key[0] == chunk.start]:
                 blocks.pop(key).free()
-        self.unload()
+        self.free_buffers()
 
-    def unload(self) -> None:
+    def free_buffers(self) -> None:
         """Free the buffers."""
         self.kv.pairs, self.kv.grads, self.kv.offset = [], [], 0
 
-    def free_sums(self) -> None:
+    def free_gradient_sums(self) -> None:
         """Free the gradient sums, for example after an interrupted backward."""
         for block in self.sums.values():
             block.free()
@@ -191,8 +191,8 @@ class SavedKV:
 
     def free(self) -> None:
         """Free buffers, gradient sums and saved keys and values."""
-        self.unload()
-        self.free_sums()
+        self.free_buffers()
+        self.free_gradient_sums()
         for block in self.blocks.values():
             block.free()
         self.blocks.clear()
@@ -204,7 +204,7 @@ class SavedKV:
             if start < chunk.start and span.start < span.stop and span.stop > first_key
         ]
 
-    def _buffers(
+    def _allocate_buffers(
         self, chunk: slice, make_buffer: Callable[[Tensor, tuple[int, ...]], Tensor]
     ) -> list[tuple[Tensor, Tensor]]:
         length = chunk.stop - self.kv.offset
@@ -215,7 +215,7 @@ class SavedKV:
             buffers.append((k, v))
         return buffers
 
-    def _store(
+    def _store_spans(
         self, blocks: dict[tuple[int, int, int], Block], start: int, span: slice, pairs: list[tuple[Tensor, Tensor]]
     ) -> None:
         for index, pair in enumerate(pairs):
@@ -227,7 +227,7 @@ class SavedKV:
                 else:
                     blocks[start, index, place] = self.tier.put(x_BGSD)
 
-    def _fill(
+    def _fill_buffers(
         self, blocks: dict[tuple[int, int, int], Block], starts: Sequence[int], pairs: list[tuple[Tensor, Tensor]]
     ) -> None:
         keys = [(start, index, place) for start in starts for index in range(len(pairs)) for place in (0, 1)]

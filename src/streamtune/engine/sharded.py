@@ -191,7 +191,7 @@ class Weights:
     tensors: tuple[tuple[str, Tensor, int, int, bool], ...]
 
     @classmethod
-    def current(cls, layer: nn.Module) -> Weights:
+    def capture(cls, layer: nn.Module) -> Weights:
         """Record the parameters and buffers that ``layer`` has now."""
         if any(map(is_sharded, layer.modules())):
             return cls(layer, ())
@@ -200,7 +200,7 @@ class Weights:
         tensors += [(name, buffer, buffer._version, 0, False) for name, buffer in layer.named_buffers()]
         return cls(layer, tuple(tensors))
 
-    def check(self, between: str = "the forward and its backward") -> None:
+    def check_unchanged(self, between: str = "the forward and its backward") -> None:
         """Raise an error if the layer's weights have changed since they were recorded.
 
         Args:
@@ -257,7 +257,7 @@ def preserve_version_counters(weights: tuple[Tensor, ...]) -> AbstractContextMan
     """Context manager: preserves the version counters of ``weights`` (see :func:`peft_wrapped_weights`).
 
     In each call peft parametrizes such a weight, and torch writes the weight's own values into it, so that only the
-    version changes. Without this context :meth:`Weights.check` would refuse the backward.
+    version changes. Without this context :meth:`Weights.check_unchanged` would refuse the backward.
     """
     preserve: Any = torch.autograd.grad_mode._unsafe_preserve_version_counter
     context: AbstractContextManager[None] = preserve(weights) if weights else nullcontext()

@@ -262,7 +262,7 @@ class StreamHandle(StreamedCalls):
         """
         decoder: Any = getattr(self.model, self.model.base_model_prefix)
         counts: Tensor | None = None
-        with RandomState.current(model_device(self.model)).replayed():
+        with RandomState.capture(model_device(self.model)).replayed():
             for batch in batches:
                 unread = ("labels", "shift_labels", "num_items_in_batch", "output_router_logits")
                 read = {key: value for key, value in batch.items() if key not in unread}
@@ -279,7 +279,7 @@ class StreamHandle(StreamedCalls):
                     self._sharing.open_routers(batch.get("attention_mask"))
                     decoder(**{**read, "use_cache": False, **without_router_loss(self.model)})
                 finally:
-                    sums = self.routers.close()
+                    sums = self.routers.end_call()
                     self._sharing.end_call()
                 assert sums is not None
                 counts = sums.counts if counts is None else counts + sums.counts

@@ -78,12 +78,14 @@ class StreamedLayer:
         """Class name of the layer, for errors."""
         return type(self.layer).__name__
 
-    def scopes(self, device: torch.device) -> list[Scope]:
+    def chunk_contexts(self, device: torch.device) -> list[Scope]:
         """Return the contexts in which the layer runs: its fused operators, if they are faster on ``device``."""
         return [self.fused.replacing_functions] if self.fused is not None and is_fusion_faster(device) else []
 
     @contextmanager
-    def on_device(self, parameters: Sequence[Tensor], prefetch_offset: int | None = None) -> Iterator[list[Tensor]]:
+    def weights_on_device(
+        self, parameters: Sequence[Tensor], prefetch_offset: int | None = None
+    ) -> Iterator[list[Tensor]]:
         """Context manager: the layer's weights are on the device while active; yields device copies of ``parameters``.
 
         ``prefetch_offset`` is the offset of the layer whose weights are copied next (1: the next layer, -1: the
@@ -97,14 +99,14 @@ class StreamedLayer:
             prefetch_offset is None
         ):  # below the first layer of a segment, layers of the segment before run forward again
             prefetch_offset = 0 if self.schedule.levels == 2 and self.placement.begins_segment else -1
-        with offloaded.used(self.layer, prefetch_offset) as copies:
+        with offloaded.weights_on_device(self.layer, prefetch_offset) as copies:
             yield [copies.get(id(p), p) for p in parameters]
 
-    def to_host(self, parameters: Sequence[Tensor], grads: list[Tensor | None]) -> list[Tensor | None]:
+    def gradients_to_host(self, parameters: Sequence[Tensor], grads: list[Tensor | None]) -> list[Tensor | None]:
         """Return the gradients of ``parameters``, copied to the host if the parameters are offloaded."""
-        return grads if self.parts.offloaded is None else self.parts.offloaded.to_host(parameters, grads)
+        return grads if self.parts.offloaded is None else self.parts.offloaded.gradients_to_host(parameters, grads)
 
-    def check_unchanged(self, sequence_length: int) -> None:
+    def check_before_backward(self, sequence_length: int) -> None:
         """Refuse a backward after streaming was removed, the attention changed, or a hook was added in the layer."""
         if self.removed:
             raise ArgumentError(

@@ -150,7 +150,7 @@ class StreamedModel:
 
     def layer_on_device(self, layer: nn.Module) -> AbstractContextManager[Any]:
         """Context manager: the layer's weights are on the device while active, also if they are offloaded."""
-        return nullcontext() if self.offloaded is None else self.offloaded.used(layer)
+        return nullcontext() if self.offloaded is None else self.offloaded.weights_on_device(layer)
 
 
 def _row_lengths_of_call(context: CallContext, position_ids: Tensor) -> RowLengths | None:

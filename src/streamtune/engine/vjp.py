@@ -100,12 +100,12 @@ def streamed_vjp(
                 continue
             grad = next(grads)
             if full_grad is None:
-                total.add(grad)
+                total.add_term(grad)
             else:
                 _write_chunk(full_grad, layer_input.along, chunk, torch.zeros_like(x) if grad is None else grad)
         cache.add_leaf_grads(grads)
         for total, grad in zip(sums, grads, strict=True):
-            total.add(grad)
+            total.add_term(grad)
     for full_grad in full_grads:
         if isinstance(full_grad, StoredTensor):
             full_grad.tier.wait_for_copies()
@@ -179,7 +179,7 @@ class GradientSum:
         self.total: Tensor | None = None
         self.owns_total = False  # autograd may return one tensor twice: add in place only to a sum allocated here
 
-    def add(self, part: Tensor | None) -> None:
+    def add_term(self, part: Tensor | None) -> None:
         """Add one chunk's term; None adds nothing."""
         if part is None:
             return

@@ -51,10 +51,10 @@ class RoundSender:
         self._out_of_order: dict[Key, Tensor] = {}
         self._works: list[tuple[Any, Tensor]] = []
 
-    def put(self, key: Key, x: Tensor) -> None:
+    def send(self, key: Key, x: Tensor) -> None:
         """Send a tensor of the current round, once all that preceded it in the first round are sent.
 
-        The tensor must not be written to before :meth:`wait`.
+        The tensor must not be written to before :meth:`wait_until_sent`.
 
         Raises:
             UnsupportedModelError: The first round had no tensor with this key, or another shape or dtype.
@@ -73,7 +73,7 @@ class RoundSender:
             self._send(self._out_of_order.pop(order[self._sent]))
             self._sent += 1
 
-    def close(self) -> None:
+    def end_round(self) -> None:
         """End the current round.
 
         Raises:
@@ -89,7 +89,7 @@ class RoundSender:
         self._sent = 0
         self._works = [each for each in self._works if not each[0].is_completed()]
 
-    def wait(self) -> None:
+    def wait_until_sent(self) -> None:
         """Wait until all tensors are sent, so that they may be written to."""
         for work, _ in self._works:
             work.wait()
@@ -118,7 +118,7 @@ class RoundReceiver:
         self._current: dict[Key, Tensor] = {}
         self._received: dict[int, dict[Key, Tensor]] = {}
 
-    def get(self, round_number: int, key: Key) -> Tensor | None:
+    def receive(self, round_number: int, key: Key) -> Tensor | None:
         """Wait for the tensor ``key`` of round ``round_number`` and return it; None if the round does not have it."""
         while round_number not in self._received:
             if round_number == self._pending_rounds[0] and key in self._current:
@@ -126,7 +126,7 @@ class RoundReceiver:
             self._receive_next()
         return self._received[round_number].get(key)
 
-    def all(self, round_number: int) -> dict[Key, Tensor]:
+    def receive_round(self, round_number: int) -> dict[Key, Tensor]:
         """Wait for all tensors of round ``round_number``; return them by key. Call it once per round."""
         while round_number not in self._received:
             self._receive_next()

@@ -324,7 +324,7 @@ def _measure_attention(clock: _Clock, dtype: torch.dtype) -> tuple[float, float]
         shapes = ((heads[0], queries), (heads[1], keys), (heads[1], keys))
         q, k, v = (torch.randn(1, *shape, HEAD_DIM, device=clock.device).to(dtype).requires_grad_() for shape in shapes)
         mask = LazyMask(1, queries, keys, q_offset=keys - queries, device=clock.device)
-        forward = partial(prefix_attention, q, k, v, mask.rows(0, queries), scale=HEAD_DIM**-0.5)
+        forward = partial(prefix_attention, q, k, v, mask.view_queries(0, queries), scale=HEAD_DIM**-0.5)
         with torch.no_grad():
             seconds = clock.time_fastest_run(forward)
         if seconds > MIN_TIMED_SECONDS:

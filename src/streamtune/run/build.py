@@ -210,7 +210,7 @@ def _init_adapters(recipe: ModelSettings, task: Task[Any], model: Any, handle: S
     try:
         with (
             explain_out_of_memory("the gradient to start the adapters from", rows, fix),
-            handle.routers.silenced(),
+            handle.routers.without_losses(),
         ):
             losses: list[Callable[[], Tensor]] = [partial(row_loss, batch) for batch in rows]
             factors = models.factors_from_gradients(model, losses, gamma=recipe.lora_ga_gamma, seed=recipe.seed)

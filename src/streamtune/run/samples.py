@@ -69,7 +69,9 @@ def make_samples(
                 written.append(_complete_row(model, tokenizer, prompt, synced_gpus=on_all_ranks))
         return written
 
-    routers: AbstractContextManager[Any] = built.handle.routers.silenced() if built.handle.layers else nullcontext()
+    routers: AbstractContextManager[Any] = (
+        built.handle.routers.without_losses() if built.handle.layers else nullcontext()
+    )
     with train.preserve_rng(), train.evaluation_mode(built.model), routers:
         samples = world.run_on_all_ranks(write) if on_all_ranks else world.run_on_rank_0(write)
     if samples is None:

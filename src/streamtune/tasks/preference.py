@@ -310,7 +310,7 @@ class UnpairedObjective:
         if not self.loss.needs_baseline:
             return None
         policy, reference = [], []
-        with train.evaluation_mode(self.handle.model), self.handle.routers.silenced():
+        with train.evaluation_mode(self.handle.model), self.handle.routers.without_losses():
             for batch in batches:
                 assert batch.mismatched is not None
                 mismatched = batch.mismatched.to(self.device)

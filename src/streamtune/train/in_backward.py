@@ -312,7 +312,7 @@ class HostOptimizer(torch.optim.Optimizer):
             cpu_parameter.data, cpu_parameter.grad = empty_data, None
 
     def _copy_to_host(self, x: Tensor) -> Tensor:
-        return self.pool.take(x.shape, x.dtype, x.device).copy_(x, non_blocking=True)
+        return self.pool.allocate(x.shape, x.dtype, x.device).copy_(x, non_blocking=True)
 
     def _synchronize(self, parameter: Tensor) -> None:
         if parameter.device.type == "cuda":

@@ -214,7 +214,7 @@ class ModelReference:
     def logprobs(self, batch: TreeBatch) -> Tensor:
         """Return log-probabilities of the batch's targets, fp32 ``[K]``, computed under the caller's autocast."""
         without = nullcontext() if self.adapters else _disabled_adapters(self.model)
-        with torch.no_grad(), evaluation_mode(self.model), without, self.handle.routers.silenced():
+        with torch.no_grad(), evaluation_mode(self.model), without, self.handle.routers.without_losses():
             scores = self.handle.logprobs(
                 targets=batch.shift_labels, temperature=self.temperature, model=self.model, **batch.inputs
             )
@@ -223,7 +223,7 @@ class ModelReference:
     def lazy_logits(self, batch: MicroBatch) -> LazyLogits:
         """Return the reference's logits, computed from its final hidden states when they are read; no gradient."""
         branches = batch.branches if isinstance(batch, PrefixBatch) else None
-        with torch.no_grad(), evaluation_mode(self.model), self.handle.routers.silenced():
+        with torch.no_grad(), evaluation_mode(self.model), self.handle.routers.without_losses():
             return self.handle.lazy_logits(targets=batch.shift_labels, branches=branches, **batch.inputs)
 
 

@@ -184,7 +184,7 @@ class CompletionGradient:
 
 def _weight_gradients(model: Any, handle: StreamHandle, weights: Weights, loss: Callable[[], Tensor]) -> list[Tensor]:
     """Return the gradients of a loss for ``weights`` only; zeros for a weight that the loss does not depend on."""
-    with preserve_rng(), evaluation_mode(model), handle.routers.silenced(), _train_only(model, weights):
+    with preserve_rng(), evaluation_mode(model), handle.routers.without_losses(), _train_only(model, weights):
         grads = torch.autograd.grad(loss(), list(weights.values()), allow_unused=True)
     pairs = zip(weights.values(), grads, strict=True)
     return [torch.zeros_like(weight) if grad is None else grad for weight, grad in pairs]

@@ -195,7 +195,7 @@ def evaluate(context: StepContext, held_out: HeldOut, step: int, stop: StopReque
     prefixes = ["eval", *(f"eval_{name}" for name in held_out if name)]
     losses, metrics = ({prefix: _MeanAccumulator() for prefix in prefixes} for _ in range(2))
     model.eval()
-    silenced = nullcontext() if context.handle is None else context.handle.routers.silenced()
+    silenced = nullcontext() if context.handle is None else context.handle.routers.without_losses()
     with torch.no_grad(), preserve_rng(), silenced:
         for name, make_batches in held_out.items():
             for batch in make_batches():
@@ -349,7 +349,7 @@ class StepRouterLoss:
         routers = self._routers
         routers.totals, routers.weight = self._totals, 0.0 if batch.filler else batch.num_tokens / self._tokens
         try:
-            with routers.counting(batch.attention_mask):
+            with routers.counting_tokens(batch.attention_mask):
                 yield
         finally:
             routers.totals, routers.weight = None, 1.0
@@ -362,5 +362,5 @@ class StepRouterLoss:
         assert self._routers is not None
         for batch in self._batches:
             moved = batch.to(device)
-            with self._routers.counting(moved.attention_mask):
+            with self._routers.counting_tokens(moved.attention_mask):
                 yield moved.inputs

@@ -25,7 +25,7 @@ WIDE = {"vocab_size": 20_011}
 def measured(model: Any, mode: Mode) -> int:
     """Return weight bytes and live bytes of a real CPU step with the same chunks and buffers."""
     tiers = Tiers(Schedule(offload="host"))
-    host = tiers.get("host", torch.device("cpu"))
+    host = tiers.get_tier("host", torch.device("cpu"))
 
     def kept(function: Any, *args: Any) -> Any:
         with ExitStack() as stack:

@@ -198,14 +198,14 @@ def prefix_gradient_dropped(monkeypatch: pytest.MonkeyPatch, model: nn.Module) -
 
 
 def terms_of_one_chunk_lost(monkeypatch: pytest.MonkeyPatch, model: nn.Module) -> None:
-    right = vjp.GradientSum.add
+    right = vjp.GradientSum.add_term
 
     def wrong(self: Any, part: Tensor | None) -> None:
         self.parts = getattr(self, "parts", 0) + 1
         if self.parts != 2:
             right(self, part)
 
-    monkeypatch.setattr(vjp.GradientSum, "add", wrong)
+    monkeypatch.setattr(vjp.GradientSum, "add_term", wrong)
 
 
 def a_thousandth_in_one_parameter(monkeypatch: pytest.MonkeyPatch, model: nn.Module) -> None:

@@ -103,17 +103,17 @@ class _DiskBlock:
         self.reading: tuple[Span, Future[None] | None] | None = None
         self.written: Future[None] | None = None
         self.fetched: tuple[Tensor, torch.cuda.Event | None] | None = None
-        self.offset, self.freed = tier.space.take(self.nbytes), False
+        self.offset, self.freed = tier.space.allocate(self.nbytes), False
         tier.tally.add(self.nbytes)
         if tier.file is not None:
-            tier.file.extend(self.offset + round_up_to_pages(self.nbytes))
+            tier.file.extend_to(self.offset + round_up_to_pages(self.nbytes))
         self._write(x)
 
     def _write(self, x: Tensor) -> None:
         tier = self.tier
         tier.tally.moved_bytes += self.nbytes
-        span = tier.arena.take(self.nbytes, x.device)
-        copied = tier.copies.to_host(x, span.tensor(self.shape, self.dtype))
+        span = tier.arena.allocate(self.nbytes, x.device)
+        copied = tier.copies.to_host(x, span.as_tensor(self.shape, self.dtype))
         self.written = tier.begin_write(span, self.offset, copied)
 
     def read_ahead(self) -> None:
@@ -123,7 +123,7 @@ class _DiskBlock:
         if self.written is not None:
             _wait_for_job(self.written)
         tier.tally.moved_bytes += self.nbytes
-        span = tier.arena.take(self.nbytes, tier.device)
+        span = tier.arena.allocate(self.nbytes, tier.device)
         job = None if tier.file is None else tier.threads.submit(tier.file.read, span, self.offset)
         self.reading = span, job
 
@@ -137,7 +137,7 @@ class _DiskBlock:
         try:
             if job is not None:
                 _wait_for_job(job)
-            self.fetched = self.tier.copies.to_device(span.tensor(self.shape, self.dtype), self.tier.device)
+            self.fetched = self.tier.copies.to_device(span.as_tensor(self.shape, self.dtype), self.tier.device)
             copied = self.fetched[1]
         finally:
             self.tier.free_after_copy(span, copied)
@@ -186,7 +186,7 @@ class _File:
         self.number, self.direct = _open_unnamed_file(directory)
         weakref.finalize(self, os.close, self.number)
 
-    def extend(self, end: int) -> None:
+    def extend_to(self, end: int) -> None:
         """Extend the file to ``end`` bytes and reserve the space, so that no write finds the disk full.
 
         Raises:
@@ -214,14 +214,14 @@ class _File:
         """Write a host block to the file at ``offset`` once ``copy_event`` (the copy from the device) has passed."""
         if copy_event is not None:
             copy_event.synchronize()
-        self._transfer(span, offset, os.pwrite)
+        self._transfer_bytes(span, offset, os.pwrite)
 
     def read(self, span: Span, offset: int) -> None:
         """Read from the file at ``offset`` into a host block."""
-        self._transfer(span, offset, lambda number, data, at: os.preadv(number, [data], at))
+        self._transfer_bytes(span, offset, lambda number, data, at: os.preadv(number, [data], at))
 
-    def _transfer(self, span: Span, offset: int, read_or_write: Callable[[int, memoryview, int], int]) -> None:
-        data, done = span.memory(), 0
+    def _transfer_bytes(self, span: Span, offset: int, read_or_write: Callable[[int, memoryview, int], int]) -> None:
+        data, done = span.as_memoryview(), 0
         try:
             while done < len(data):
                 count = read_or_write(self.number, data[done:], offset + done)

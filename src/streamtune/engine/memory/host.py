@@ -118,7 +118,7 @@ class Stack:
         self._blocks: dict[int, bool] = {}  # by offset: is the block freed?
         self._order: list[int] = []
 
-    def take(self, nbytes: int) -> int:
+    def allocate(self, nbytes: int) -> int:
         """Return the offset of a new block of ``nbytes``; offsets are multiples of :data:`PAGE`."""
         offset, self.top = self.top, self.top + round_up_to_pages(nbytes)
         self._blocks[offset] = False
@@ -159,7 +159,7 @@ class _Region:
             touch_pages(self.bytes)
             pin_pages(self.bytes, owner=self.bytes.untyped_storage())
 
-    def fits(self, nbytes: int) -> bool:
+    def has_room_for(self, nbytes: int) -> bool:
         """Return True if the region has room for a block of ``nbytes``."""
         return self.stack.top + round_up_to_pages(nbytes) <= self.size
 
@@ -226,11 +226,11 @@ class Span:
     def __init__(self, region: _Region, offset: int, nbytes: int) -> None:
         self.region, self.offset, self.nbytes = region, offset, nbytes
 
-    def tensor(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    def as_tensor(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """Return a host tensor of this shape and dtype on the block's memory."""
         return self.region.bytes[self.offset : self.offset + self.nbytes].view(dtype).view(shape)
 
-    def memory(self) -> memoryview:
+    def as_memoryview(self) -> memoryview:
         """Return a view of the block's memory, rounded up to whole pages, to read from or write to a file."""
         assert self.region.map is not None, "simulated memory has no bytes"
         return memoryview(self.region.map)[self.offset : self.offset + round_up_to_pages(self.nbytes)]
@@ -267,18 +267,18 @@ class Arena:
         if nbytes > held:
             self._add_region(nbytes - held, device)
 
-    def take(self, nbytes: int, device: torch.device) -> Span:
+    def allocate(self, nbytes: int, device: torch.device) -> Span:
         """Return a new block of ``nbytes`` for a tensor of ``device``.
 
         Raises:
             OutOfMemoryError: Too little host memory is free.
         """
-        while self._first_region < len(self.regions) and not self.regions[self._first_region].fits(PAGE):
+        while self._first_region < len(self.regions) and not self.regions[self._first_region].has_room_for(PAGE):
             self._first_region += 1
-        candidates = (region for region in self.regions[self._first_region :] if region.fits(nbytes))
+        candidates = (region for region in self.regions[self._first_region :] if region.has_room_for(nbytes))
         region = next(candidates, None) or self._add_region(nbytes, device)
         self.tally.add(nbytes)
-        return Span(region, region.stack.take(nbytes), nbytes)
+        return Span(region, region.stack.allocate(nbytes), nbytes)
 
     def free(self, span: Span) -> None:
         """Free a block, so that its memory can be allocated again."""
@@ -327,7 +327,7 @@ class HostPool:
     def __init__(self) -> None:
         self._free: dict[int, list[_Pages]] = defaultdict(list)
 
-    def take(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def allocate(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return an uninitialised tensor in host memory; its memory is reused once the tensor is freed.
 
         Args:

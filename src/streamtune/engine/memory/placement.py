@@ -105,7 +105,7 @@ class Tiers:
         """Map ``host_bytes`` of host memory before the first step, pinned if ``device`` is an accelerator."""
         self.arena.reserve(host_bytes + host_bytes // 64, device)  # blocks are whole pages
 
-    def get(self, name: TierName, device: torch.device) -> Tier:
+    def get_tier(self, name: TierName, device: torch.device) -> Tier:
         """Return the storage tier ``name`` for tensors on ``device``, created at the first call."""
         key = (name, device)
         if key not in self._tiers:

@@ -162,8 +162,8 @@ class _HostBlock:
 
     def __init__(self, tier: HostTier, x: Tensor) -> None:
         self.tier, self.nbytes = tier, x.nbytes
-        self.span = tier.arena.take(x.nbytes, x.device)
-        self.host = self.span.tensor(x.shape, x.dtype)
+        self.span = tier.arena.allocate(x.nbytes, x.device)
+        self.host = self.span.as_tensor(x.shape, x.dtype)
         self.fetched: tuple[Tensor, torch.cuda.Event | None] | None = None
         tier.copies.to_host(x, self.host)
         tier.arena.tally.moved_bytes += self.nbytes

@@ -46,7 +46,7 @@ def checking_mode(handle: StreamedModel) -> Iterator[None]:
     precision = torch.get_float32_matmul_precision()
     device = model_device(model)
     try:
-        with RandomState.current(device).replayed(), torch.enable_grad():
+        with RandomState.capture(device).replayed(), torch.enable_grad():
             torch.set_float32_matmul_precision("highest")
             for module, _ in training:
                 module.training = False

@@ -113,24 +113,27 @@ class _Preflight:
             valid = self.inputs["attention_mask"].bool()
             names, reference = self.handle.names, self.reference
             self.layer_check = LayerCheck(self.model, self.layers, names, reference, self.own_attention, valid)
-            loss_ref, grad_ref = self._forward(self._record_call)
+            loss_ref, grad_ref = self._run_forward(self._record_call)
             self._refuse_nan(loss_ref)
         except (StreamTuneError, torch.OutOfMemoryError):
             raise
         except Exception as error:
             raise _PlainError(
-                f"{self._name} cannot be checked: without streaming it fails to compute a loss from {ROWS} x {LENGTH} "
-                "tokens of text",
+                f"{self._model_name} cannot be checked: without streaming it fails to compute a loss from {ROWS} x "
+                f"{LENGTH} tokens of text",
                 where=f"{type(error).__name__}: {error}",
                 fix="find out why the plain model fails; a model that needs more than text (images) is not supported",
             ) from error
         if not self.calls:
-            raise UnsupportedModelError(f"{self._name} never calls its decoder layers, so nothing can be streamed")
+            raise UnsupportedModelError(
+                f"{self._model_name} never calls its decoder layers, so nothing can be streamed"
+            )
         try:
-            loss, grad = self._forward(self._compare_call)
+            loss, grad = self._run_forward(self._compare_call)
             if len(self.streamed) != len(self.calls):
                 raise DiffersError(
-                    f"{self._name} made {len(self.streamed)} layer calls streamed, but {len(self.calls)} unstreamed"
+                    f"{self._model_name} made {len(self.streamed)} layer calls streamed, but {len(self.calls)} "
+                    "unstreamed"
                 )
             self._check_head(loss, loss_ref, grad, grad_ref)
             for call, streamed in self._one_call_per_kind():
@@ -140,20 +143,20 @@ class _Preflight:
         except torch.OutOfMemoryError:
             raise
         except UnsupportedModelError as error:
-            if self._name not in error.what:
+            if self._model_name not in error.what:
                 error.what, error.where = (
-                    f"{self._name}: {error.what}",
-                    self.layer_check.location(self.current_layer),
+                    f"{self._model_name}: {error.what}",
+                    self.layer_check.layer_location(self.current_layer),
                 )
             raise
         except Exception as error:
             raise UnsupportedModelError(
-                f"{self._name} does not run in chunks ({type(error).__name__}: {error})",
-                where=self.layer_check.location(self.current_layer),
+                f"{self._model_name} does not run in chunks ({type(error).__name__}: {error})",
+                where=self.layer_check.layer_location(self.current_layer),
                 fix=FIX,
             ) from error
 
-    def _forward(self, step: Callable[..., Any]) -> tuple[Tensor, Tensor | None]:
+    def _run_forward(self, step: Callable[..., Any]) -> tuple[Tensor, Tensor | None]:
         """Run the model's forward, with ``step(index, args, kwargs)`` in place of each decoder layer.
 
         Return the loss, and its gradient with respect to the last layer's output; None if the loss has no gradient. The
@@ -163,7 +166,7 @@ class _Preflight:
         self.last = None
         with ExitStack() as stack:
             names = self.handle.names
-            stack.enter_context(names.using(names.engine_names if streamed else self.reference))
+            stack.enter_context(names.using_names(names.engine_names if streamed else self.reference))
             replace_layer_forwards(self.handle, step)
             if streamed and self.head is not None:
                 self.head.begin_call()
@@ -200,13 +203,13 @@ class _Preflight:
         """Run a layer in chunks on its recorded input, compare the output with the recorded one, and return it."""
         call = self.calls[len(self.streamed)] if len(self.streamed) < len(self.calls) else None
         if call is None or call.index != index:
-            raise DiffersError(f"{self._name} calls its layers in another order when it is streamed")
+            raise DiffersError(f"{self._model_name} calls its layers in another order when it is streamed")
         self.current_layer, layer = index, self.layers[index]
         LayerCall.bind(
             layer, args, kwargs, OwnAttention(self.own_attention) if self.own_attention else None
         )  # refuses by name
         arguments = bind_arguments(layer, args, kwargs)
-        bound_input = self.layer_check.bound(index, call.z_in)
+        bound_input = self.layer_check.rounding_bound(index, call.z_in)
         for name, x in input_tensors(arguments).items():
             reference = call.inputs.get(name)
             if reference is None:
@@ -234,9 +237,9 @@ class _Preflight:
             return
         bad = next((call.index for call in self.calls if not all(torch.isfinite(z).all() for z in call.outputs)), None)
         raise _PlainError(
-            f"{self._name} computes a loss of {loss.item()} from text, even without streaming: its weights, or values "
-            "in its configuration (epsilons, rope_theta, scales), overflow",
-            where="the head" if bad is None else self.layer_check.location(bad),
+            f"{self._model_name} computes a loss of {loss.item()} from text, even without streaming: its weights, or "
+            "values in its configuration (epsilons, rope_theta, scales), overflow",
+            where="the head" if bad is None else self.layer_check.layer_location(bad),
             fix="use another copy of the checkpoint, or correct its config.json; for float16 set dtype: bfloat16",
         )
 
@@ -247,17 +250,17 @@ class _Preflight:
         """
         for leaf in trainable_leaves_except(z_out, allowed_leaves):
             raise UnsupportedModelError(
-                f"{self._name} is not streamed exactly: {type(self.layers[index]).__name__} reads a tensor with a "
-                f"gradient (leaf of shape {tuple(leaf.shape)}) that is neither argument nor parameter, such as shared "
-                "keys and values",
-                where=self.layer_check.location(index),
+                f"{self._model_name} is not streamed exactly: {type(self.layers[index]).__name__} reads a tensor with "
+                f"a gradient (leaf of shape {tuple(leaf.shape)}) that is neither argument nor parameter, such as "
+                "shared keys and values",
+                where=self.layer_check.layer_location(index),
                 fix="train this model without streaming",
             )
 
     def _check_head(
         self, loss: Tensor, unstreamed_loss: Tensor, grad: Tensor | None, unstreamed_grad: Tensor | None
     ) -> None:
-        bound = self.layer_check.bound(self.calls[-1].index, self.calls[-1].outputs[0])
+        bound = self.layer_check.rounding_bound(self.calls[-1].index, self.calls[-1].outputs[0])
         pairs = [("loss", loss, unstreamed_loss)]
         if unstreamed_grad is not None:
             grad = torch.zeros_like(unstreamed_grad) if grad is None else grad
@@ -265,9 +268,9 @@ class _Preflight:
         for what, value, reference in pairs:
             if not relative_distance(value, reference, None) <= bound:
                 raise DiffersError(
-                    f"{self._name} is not streamed exactly: its head's {what} differs by "
+                    f"{self._model_name} is not streamed exactly: its head's {what} differs by "
                     f"{relative_distance(value, reference, None):.1e} (rounding explains at most {bound:.0e})",
-                    where=f"the head of {self._name}",
+                    where=f"the head of {self._model_name}",
                     fix="use stream(model, head=False): layers are streamed, head and loss are the model's own",
                 )
 
@@ -281,7 +284,7 @@ class _Preflight:
                 yield call, streamed
 
     @property
-    def _name(self) -> str:
+    def _model_name(self) -> str:
         return type(self.model).__name__
 
 

@@ -86,13 +86,13 @@ class LayerCheck:
             raise DiffersError(
                 f"{self.name}: a streamed layer returns {len(outputs)} tensors, the plain layer {len(call.outputs)}"
             )
-        error, bound = self._output_error(outputs, call), self.bound(call.index, call.outputs[0])
+        error, bound = self._output_error(outputs, call), self.rounding_bound(call.index, call.outputs[0])
         if not error <= bound:
             self._compare_in_wider_dtype(call, streamed, "output", error, bound)
 
     def check_gradients(self, call: RecordedCall, streamed: Arguments) -> None:
         """Raise :class:`DiffersError` if gradients with and without chunks differ by more than rounding."""
-        bound = self.bound(call.index, call.z_in)
+        bound = self.rounding_bound(call.index, call.z_in)
         what, error = self._gradient_error(self.layers[call.index], call, streamed)
         if not error <= bound:
             self._compare_in_wider_dtype(call, streamed, what, error, bound)
@@ -115,7 +115,7 @@ class LayerCheck:
             for plain in (True, False):
                 leaves = {name: call.inputs[name].detach().clone().requires_grad_() for name in call.trained_inputs}
                 arguments = replace_tensors(call.arguments if plain else streamed, leaves, layer)
-                with self.names.using(self.reference if plain else self.names.engine_names):
+                with self.names.using_names(self.reference if plain else self.names.engine_names):
                     forward = (
                         type(layer).forward
                         if plain
@@ -168,9 +168,9 @@ class LayerCheck:
             plain, chunked = (_widen_arguments(arguments, wide, wider) for arguments in (call.arguments, streamed))
             inputs = {name: widen_tensors(x, wider) for name, x in call.inputs.items()}
             with torch.no_grad():
-                with self.names.using(self.reference):
+                with self.names.using_names(self.reference):
                     _, reference = run_and_list_outputs(type(wide).forward, replace_tensors(plain, inputs))
-                with self.names.using(self.names.engine_names):
+                with self.names.using_names(self.names.engine_names):
                     _, outputs = run_and_list_outputs(
                         with_self_argument(streamed_forward(wide, self.own_attention)), replace_tensors(chunked, inputs)
                     )
@@ -193,11 +193,11 @@ class LayerCheck:
         """Return a mask ``[B, T]``, True where the trial batch has a token; all True if ``z`` has another length."""
         return self.valid if z.shape[:2] == self.valid.shape else z.new_ones(z.shape[:2], dtype=torch.bool)
 
-    def bound(self, index: int, z: Tensor) -> float:
+    def rounding_bound(self, index: int, z: Tensor) -> float:
         """Return the largest relative difference that rounding explains, for the input or output ``z`` of a layer."""
         return BOUND[bound_dtype(z, self.layers[index])]
 
-    def location(self, index: int | None) -> str:
+    def layer_location(self, index: int | None) -> str:
         """Return text for messages: where layer ``index`` is in the model; ``index`` None means outside the layers."""
         if index is None:
             return f"{self.name}, outside its decoder layers"
@@ -208,7 +208,7 @@ class LayerCheck:
         return DiffersError(
             f"{self.name} is not streamed exactly: the {tensor_name} of {type(self.layers[index]).__name__} in chunks "
             f"differs from the whole sequence's by {error:.1e} (rounding explains at most {bound:.0e})",
-            where=self.location(index),
+            where=self.layer_location(index),
             fix=FIX,
         )
 
@@ -239,7 +239,7 @@ def check_sequence_parallel(handle: StreamedModel) -> None:
     assert ranks is not None
     layer = next((layer for layer in handle.layers if any(p.requires_grad for p in layer.parameters())), None)
     trained_inputs = [] if layer is None else [p for p in layer.parameters() if p.requires_grad]
-    with checking_mode(handle), _with_short_chunks(handle), handle.routers.silenced():
+    with checking_mode(handle), _with_short_chunks(handle), handle.routers.without_losses():
         shared = _loss_and_gradient(handle, trained_inputs)
         for tensor in shared[1:]:
             dist.all_reduce(tensor, group=ranks.group)

@@ -122,7 +122,7 @@ def check_branches(handle: StreamedModel) -> None:
     refuse_if_removed(handle)
     _refuse_hybrid_layers(handle, "set share_prefix: never, or sequence_parallel_size: 1")
     branches = Branches.of_nodes(TREES)
-    parts = [part for part in branches.table.leaves if part.trunk]
+    parts = [part for part in branches.table.last_parts if part.trunk]
     places = [torch.cat([torch.arange(start, stop) for start, stop, _ in part.runs]) for part in parts]
     first_tokens = [part.trunk_length for part in parts]
     fault = "does not compute rows that share their beginning as if alone: the {what} for a row differs"
@@ -161,15 +161,15 @@ class _Trial:
         layout, device = self.layout, self.ids.device
         positions = layout.rows.positions_BT
         arguments = {name: value.to(device) for name, value in layout.arguments.items()}
-        packed = self._forward(self._record_call, self.ids, layout.rows, arguments)
+        packed = self._run_forward(self._record_call, self.ids, layout.rows, arguments)
         for places, first_token in zip(layout.places, layout.first_tokens, strict=True):
             self.calls, self.row, self.first_token = 0, places.to(device), first_token
             arguments_alone = {"position_ids": positions[:, places].to(device)}
-            alone = self._forward(self._compare_call, self.ids[:, self.row], None, arguments_alone)
+            alone = self._run_forward(self._compare_call, self.ids[:, self.row], None, arguments_alone)
             self._record_error(len(self.layers), "logits", packed[:, self.row], alone, torch.zeros_like(alone))
         self._check_errors()
 
-    def _forward(
+    def _run_forward(
         self, step: Callable[..., Any], ids: Tensor, rows: PackedRows | None, arguments: dict[str, Tensor]
     ) -> Tensor:
         replace_layer_forwards(self.handle, step)
@@ -183,7 +183,7 @@ class _Trial:
             raise
         except Exception as error:
             raise UnsupportedModelError(
-                f"{self._name} fails on packed rows ({type(error).__name__}: {error})", fix=self.layout.fix
+                f"{self._model_name} fails on packed rows ({type(error).__name__}: {error})", fix=self.layout.fix
             ) from error
         logits: Tensor = out[0] if isinstance(out, tuple) else out.logits
         return logits
@@ -204,7 +204,9 @@ class _Trial:
         bound = bind_arguments(self.layers[index], args, kwargs)
         call = self.packed_calls[self.calls] if self.calls < len(self.packed_calls) else None
         if call is None or call.index != index:
-            raise UnsupportedModelError(f"{self._name} calls other layers when rows are packed", fix=self.layout.fix)
+            raise UnsupportedModelError(
+                f"{self._model_name} calls other layers when rows are packed", fix=self.layout.fix
+            )
         self.calls += 1
         name, z_in = _hidden_argument_name(bound), call.z_in[:, self.row]
         if self.calls == 1:  # learned positions are added before the first layer
@@ -237,8 +239,10 @@ class _Trial:
                 kind = type(self.layers[index]).__name__ if layer else "the head"
                 fault = self.layout.fault.format(what=f"{what} of {kind}")
                 raise UnsupportedModelError(
-                    f"{self._name} {fault}, by {error:.0f} times what rounding explains",
-                    where=f"layer {index} of {len(self.layers)} ({kind})" if layer else f"the head of {self._name}",
+                    f"{self._model_name} {fault}, by {error:.0f} times what rounding explains",
+                    where=f"layer {index} of {len(self.layers)} ({kind})"
+                    if layer
+                    else f"the head of {self._model_name}",
                     fix=self.layout.fix,
                 )
 
@@ -247,7 +251,7 @@ class _Trial:
         return bound_dtype(z, self.layers[min(index, len(self.layers) - 1)])
 
     @property
-    def _name(self) -> str:
+    def _model_name(self) -> str:
         return type(self.model).__name__
 
 
@@ -316,7 +320,7 @@ class _Forwards:
         if "use_cache" in inspect.signature(type(decoder).forward).parameters:
             arguments["use_cache"] = False
         names = self.handle.names
-        with names.using(self.reference if plain else names.engine_names), self.handle.routers.silenced():
+        with names.using_names(self.reference if plain else names.engine_names), self.handle.routers.without_losses():
             decoder(**arguments)
 
     def _record_plain(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -338,10 +342,10 @@ class _Forwards:
             arguments.arguments[_hidden_argument_name(arguments)] = recorded[0]
         out = forward(*arguments.args[1:], **arguments.kwargs)
         if recorded is not None:
-            self._check(index, hidden_states_in_output(out), *recorded)
+            self._check_output(index, hidden_states_in_output(out), *recorded)
         return out
 
-    def _check(self, index: int, z: Tensor, z_in: Tensor, z_ref: Tensor) -> None:
+    def _check_output(self, index: int, z: Tensor, z_in: Tensor, z_ref: Tensor) -> None:
         layer = self.layers[index]
         dtype = bound_dtype(z_ref, layer)
         error, added, norm = ((x.double().norm(dim=-1)) for x in (z - z_ref, z_ref - z_in, z_ref))

@@ -104,8 +104,8 @@ class CallSharding:
         for name, dim in (TOKENS | dict.fromkeys(TOKEN_TYPES, 1)).items():
             if isinstance(value := cut_kwargs.get(name), Tensor):
                 cut_kwargs[name] = shards.select_tokens(value, dim, IGNORE_INDEX if name == "labels" else None)
-        if branches is not None and shards.total > length:  # the padding behind the rows is a row of its own
-            branches = branches.followed_by(shards.total - length)
+        if branches is not None and shards.padded_length > length:  # the padding behind the rows is a row of its own
+            branches = branches.with_row_appended(shards.padded_length - length)
         handle.context.rows = branches
         self._set_shards(shards)
         if handle.model.training:
@@ -123,7 +123,7 @@ class CallSharding:
         if shards is not None and attention_mask is None:
             device = model_device(self._handle.model)
             attention_mask = torch.ones(shards.batch, shards.length, device=device)
-        self._handle.routers.open(attention_mask)
+        self._handle.routers.begin_call(attention_mask)
 
     def _set_shards(self, shards: SequenceShards | None) -> None:
         self._random_state.close()
@@ -162,7 +162,7 @@ def _positions_and_mask(
     # No row sees the padding behind its end, masked or not; a mask of ones is not built as a dense mask.
     return {
         "position_ids": positions,
-        "attention_mask": nn.functional.pad(mask, (0, shards.total - shards.length), value=int(not padded)),
+        "attention_mask": nn.functional.pad(mask, (0, shards.padded_length - shards.length), value=int(not padded)),
     }
 
 
@@ -215,7 +215,7 @@ def _class_computing_positions(handle: StreamedModel, has_padding: bool) -> str 
 def different_random_state_per_rank(ranks: SequenceParallel, device: torch.device) -> Iterator[None]:
     """Context manager: each rank draws other random numbers while active; then the state on entry is restored."""
     seed = int(torch.randint(1 << 62, ()))
-    outer = RandomState.current(device)
+    outer = RandomState.capture(device)
     torch.manual_seed((seed + 0x9E3779B97F4A7C15 * (ranks.rank + 1)) % (1 << 63))
     try:
         yield

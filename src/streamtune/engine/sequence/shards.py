@@ -86,7 +86,7 @@ class SequenceShards:
         return self.chunks[-1].stop
 
     @property
-    def total(self) -> int:
+    def padded_length(self) -> int:
         """Length L S of the padded sequence."""
         return self.own_length * self.size
 
@@ -107,16 +107,16 @@ class SequenceShards:
         """Return the slice of the sequence that all ranks have together in ``chunk``, a slice of one rank's tokens."""
         return slice(chunk.start * self.size, chunk.stop * self.size)
 
-    def shard(self, chunk: slice, rank: int | None = None) -> slice:
+    def shard_positions(self, chunk: slice, rank: int | None = None) -> slice:
         """Return the slice of the sequence that one rank (None: this one) has in ``chunk``, a slice of its tokens."""
         length = chunk.stop - chunk.start
         start = chunk.start * self.size + (self.rank if rank is None else rank) * length
         return slice(start, start + length)
 
-    def positions(self, part: slice, rank: int | None = None) -> slice:
+    def sequence_slice(self, part: slice, rank: int | None = None) -> slice:
         """Return the slice of the sequence for ``part``, a slice of one rank's tokens inside a chunk."""
         chunk = next(chunk for chunk in reversed(self.chunks) if chunk.start <= part.start)
-        start = self.shard(chunk, rank).start + part.start - chunk.start
+        start = self.shard_positions(chunk, rank).start + part.start - chunk.start
         return slice(start, start + part.stop - part.start)
 
     def chunks_within(self, part: slice) -> list[slice]:
@@ -130,13 +130,13 @@ class SequenceShards:
     def token_positions(self, rank: int, device: torch.device) -> Tensor:
         """Return the positions ``[L]`` in the sequence of the tokens of one rank."""
         if rank not in self._token_positions:
-            shards = [self.shard(chunk, rank) for chunk in self.chunks]
+            shards = [self.shard_positions(chunk, rank) for chunk in self.chunks]
             self._token_positions[rank] = torch.cat([torch.arange(s.start, s.stop, device=device) for s in shards])
         return self._token_positions[rank].to(device)
 
     def select_tokens(self, x: Tensor, dim: int, fill: float | bool | None = None) -> Tensor:
         """Return this rank's part of ``x`` along ``dim``, with padding ``fill`` (None: the last value) at the end."""
-        missing = self.total - x.shape[dim]
+        missing = self.padded_length - x.shape[dim]
         if missing:
             last = x.narrow(dim, x.shape[dim] - 1, 1)
             last = last if fill is None else torch.full_like(last, fill)
@@ -156,17 +156,17 @@ class SequenceShards:
 
     def _cut_padding(self, mask: Tensor) -> Tensor | None:
         padding = self.padding
-        if padding is None or mask.dim() != 2 or mask.shape[1] not in (self.own_length, self.total):
+        if padding is None or mask.dim() != 2 or mask.shape[1] not in (self.own_length, self.padded_length):
             return None
         padding = padding.to(mask.dtype)
         return self.select_tokens(padding, 1) if torch.equal(mask, padding[:, -mask.shape[1] :]) else None
 
-    def collect(self, x_BL: Tensor) -> Tensor:
+    def gather_tokens(self, x_BL: Tensor) -> Tensor:
         """Return ``[B, T]`` for the whole sequence, gathered from ``[B, L]`` on each rank."""
         places = [self.token_positions(rank, x_BL.device) for rank in range(self.size)]
         return gather_columns(x_BL, self.group, places, self.length)
 
-    def mask(self, mask: LazyMask) -> LazyMask:
+    def whole_mask(self, mask: LazyMask) -> LazyMask:
         """Return the mask over the whole sequence, given the model's mask ``mask`` for this rank's queries.
 
         Only the number of queries and the starts of packed rows change: the model gets an attention mask over the whole
@@ -191,10 +191,10 @@ class SequenceShards:
                     "cannot compute this mask",
                     fix="set packing: false, or sequence_parallel_size: 1",
                 )
-            begins = torch.nn.functional.pad(self.rows.begins, (0, self.total - self.length))
+            begins = torch.nn.functional.pad(self.rows.begins, (0, self.padded_length - self.length))
             begins[:, self.length :] = True
             row_start = run_starts(begins.cumsum(1)).to(mask.device)
-        return replace(mask, q_length=self.total, row_start=row_start, block_start=None)
+        return replace(mask, q_length=self.padded_length, row_start=row_start, block_start=None)
 
 
 class ChunkExchange:
@@ -213,14 +213,14 @@ class ChunkExchange:
         """Keys and values that the cache returned in the layer's last update."""
 
     @property
-    def in_ring(self) -> bool:
+    def uses_ring(self) -> bool:
         """True for ring attention, where each rank caches the keys and values of its own tokens."""
         return self.shards.form == "ring"
 
     @property
-    def keys(self) -> slice:
+    def cache_slice(self) -> slice:
         """Cache positions of the keys and values of ``part``."""
-        return self.part if self.in_ring else self.shards.global_chunk(self.part)
+        return self.part if self.uses_ring else self.shards.global_chunk(self.part)
 
     @property
     def position(self) -> int:
@@ -235,15 +235,15 @@ class ChunkExchange:
     @property
     def start(self) -> int:
         """Position in the sequence of the first token of ``part``."""
-        return self.shards.positions(self.part).start
+        return self.shards.sequence_slice(self.part).start
 
-    def keys_and_values(self, k_BGLD: Tensor, v_BGLD: Tensor) -> tuple[Tensor, Tensor]:
+    def kv_to_cache(self, k_BGLD: Tensor, v_BGLD: Tensor) -> tuple[Tensor, Tensor]:
         """Return the keys and values to cache on this rank, given all heads for this rank's tokens.
 
         For ``ring`` they are unchanged. For ``ulysses`` ranks exchange them: this rank gets, for the tokens of all
         ranks, the heads that its query heads attend to. With fewer heads than ranks, several ranks cache the same head.
         """
-        if self.in_ring:
+        if self.uses_ring:
             return k_BGLD, v_BGLD
         heads = k_BGLD.shape[1]
         self.has_one_head = heads == 1
@@ -292,7 +292,7 @@ class ChunkExchange:
             )
         return shards_to_heads(q, self.shards.group, self.lengths), k, v
 
-    def rank_heads(self, sinks_H: Tensor | None) -> Tensor | None:
+    def sinks_of_rank(self, sinks_H: Tensor | None) -> Tensor | None:
         """Return the attention-sink logits of this rank's heads, given ``[H]`` of all heads."""
         return None if sinks_H is None else sinks_H.chunk(self.shards.size)[self.shards.rank]
 
@@ -301,11 +301,11 @@ class ChunkExchange:
         return heads_to_shards(out_BhTD, self.shards.group, self.lengths)
 
     @property
-    def ring(self) -> Ring:
+    def ring_layout(self) -> Ring:
         """The :class:`Ring` of this chunk: where in the sequence the queries and every rank's keys are."""
         shards, base = self.shards, self.part.start
         queries = [
-            (slice(chunk.start - base, chunk.stop - base), shards.shard(chunk))
+            (slice(chunk.start - base, chunk.stop - base), shards.shard_positions(chunk))
             for chunk in shards.chunks_within(self.part)
         ]
         seen = shards.chunks_within(slice(self.first_key, self.part.stop))
@@ -313,7 +313,7 @@ class ChunkExchange:
 
         def keys(rank: int) -> list[tuple[slice, slice]]:
             return [
-                (slice(start, start + c.stop - c.start), shards.shard(c, rank))
+                (slice(start, start + c.stop - c.start), shards.shard_positions(c, rank))
                 for start, c in zip(starts, seen, strict=False)
             ]
 
@@ -416,11 +416,11 @@ def chunks_between_rows(schedule: Schedule, min_tokens: int, size: int, rows: Pa
     """
     borders = frozenset(rows.starts)
     intervals = list(pairwise([*rows.starts, max(min_tokens * size, rows.starts[-1] + 1)]))
-    rows.refuse_single_tokens(slice(*each) for each in intervals[:-1])
+    rows.refuse_single_token_chunks(slice(*each) for each in intervals[:-1])
     parts = [(start, stop) for start, stop in intervals if stop - start > 1]
     forbidden = _ForbiddenBorders(
         frozenset(stop - 1 for _, stop in parts if stop in borders and rows.continues_past(stop)),
-        frozenset(start + 1 for start, _ in parts if start and rows.state_before(start) is not None),
+        frozenset(start + 1 for start, _ in parts if start and rows.start_state_position(start) is not None),
     )
     if not any(forbidden):
         return schedule.chunks(min_tokens)

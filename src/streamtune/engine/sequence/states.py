@@ -72,10 +72,12 @@ class StateRoutes:
         self.fragments = [
             [
                 ShardFragment(
-                    own_slice, positions := shards.positions(own_slice, rank), _state_position(positions.start, rows)
+                    own_slice,
+                    positions := shards.sequence_slice(own_slice, rank),
+                    _state_position(positions.start, rows),
                 )
                 for chunk in shards.chunks
-                for own_slice in _fragment_slices(chunk, shards.shard(chunk, rank), rows)
+                for own_slice in _fragment_slices(chunk, shards.shard_positions(chunk, rank), rows)
             ]
             for rank in range(shards.size)
         ]
@@ -109,7 +111,7 @@ class StateRoutes:
 
 
 def _state_position(position: int, rows: PackedRows | None) -> int | None:
-    return (position or None) if rows is None or position == 0 else rows.state_before(position)
+    return (position or None) if rows is None or position == 0 else rows.start_state_position(position)
 
 
 def _fragment_slices(own_slice: slice, positions: slice, rows: PackedRows | None) -> list[slice]:
@@ -202,7 +204,7 @@ class SharedStates(States):
     def end_pass(self) -> None:
         """Wait until the other ranks have received what this rank sent."""
         for messages in self._senders.values():
-            messages.wait()
+            messages.wait_until_sent()
 
     # Forward.
 
@@ -216,7 +218,7 @@ class SharedStates(States):
             or key in self.states_after.get(read_position, {})
         ):
             return
-        if (state := self._receiver(producer).get(read_position, _message_key(key))) is not None:
+        if (state := self._receiver_from(producer).receive(read_position, _message_key(key))) is not None:
             self.states_after.setdefault(read_position, {})[key] = state
 
     def save_state(self, position: int, key: StateKey, state: Tensor) -> None:
@@ -227,7 +229,7 @@ class SharedStates(States):
         if self.shards.rank in readers:
             self.states_after.setdefault(position, {})[key] = state
         for rank in self._other_readers(position):
-            self._sender(rank).put(_message_key(key), state)
+            self._sender_to(rank).send(_message_key(key), state)
 
     def end_chunk(self, read_position: int | None, position: int) -> None:
         """Finish a chunk: receive the states that the layer did not read, and tell readers that no more follow.
@@ -240,10 +242,10 @@ class SharedStates(States):
             and (producer := self._other_producer(read_position)) is not None
         ):
             self._complete.add(read_position)
-            for number, state in self._receiver(producer).all(read_position).items():
+            for number, state in self._receiver_from(producer).receive_round(read_position).items():
                 self.states_after.setdefault(read_position, {}).setdefault(_state_key(number), state)
         for rank in self._other_readers(position):
-            self._sender(rank).close()
+            self._sender_to(rank).end_round()
 
     # Backward.
 
@@ -256,7 +258,9 @@ class SharedStates(States):
 
     def _await_grad(self, position: int, key: StateKey) -> Tensor | None:
         """Return the gradient of a state that this rank computed, summed over the other ranks that read it."""
-        received = [self._receiver(rank).get(position, _message_key(key)) for rank in self._other_readers(position)]
+        received = [
+            self._receiver_from(rank).receive(position, _message_key(key)) for rank in self._other_readers(position)
+        ]
         parts = [part for part in received if part is not None]
         return sum(parts[1:], parts[0]) if parts else None
 
@@ -273,7 +277,7 @@ class SharedStates(States):
         else:
             total = grad if before is None else before + grad
         self._sent_grads.add((read_position, key))
-        self._sender(producer).put(_message_key(key), total)
+        self._sender_to(producer).send(_message_key(key), total)
 
     def add_state_grads(
         self, chunk: slice, read_position: int | None, position: int, parts: dict[StateKey, Tensor | None]
@@ -286,10 +290,10 @@ class SharedStates(States):
             for key, state in self.states_after.get(read_position, {}).items():
                 if state.is_floating_point() and (read_position, key) not in self._sent_grads:
                     self._send_grad(read_position, key, None)
-            self._sender(self.routes.producers[read_position]).close()
+            self._sender_to(self.routes.producers[read_position]).end_round()
             self.grads.pop(read_position, None)
         for rank in self._other_readers(position):
-            self._receiver(rank).all(position)
+            self._receiver_from(rank).receive_round(position)
 
     # Senders and receivers.
 
@@ -306,7 +310,7 @@ class SharedStates(States):
     def _other_readers(self, position: int) -> list[int]:
         return [rank for rank in self.routes.readers.get(position, {}) if rank != self.shards.rank]
 
-    def _receiver(self, rank: int) -> RoundReceiver:
+    def _receiver_from(self, rank: int) -> RoundReceiver:
         if rank not in self._receivers:
             this_rank, routes = self.shards.rank, self.routes
             rounds = (
@@ -315,7 +319,7 @@ class SharedStates(States):
             self._receivers[rank] = RoundReceiver(self.shards.group, rank, rounds, self.device)
         return self._receivers[rank]
 
-    def _sender(self, rank: int) -> RoundSender:
+    def _sender_to(self, rank: int) -> RoundSender:
         if rank not in self._senders:
             self._senders[rank] = RoundSender(self.shards.group, rank, self.device)
         return self._senders[rank]

@@ -177,7 +177,7 @@ class _PrefixAttention(torch.autograd.Function):
         q, k, v, sinks, o, lse = ctx.saved_tensors
         prefix: Prefix | None = ctx.prefix
         parts: list[tuple[SegmentAttention, float]] = [
-            block for part in ctx.parts for block in part.key_blocks(q.device)
+            block for part in ctx.parts for block in part.split_keys(q.device)
         ]
         grads = None if ctx.whole is None else run_view_backward(ctx.whole, grad_o, q, k, v, o, lse)
         if grads is not None:
@@ -295,7 +295,7 @@ class SegmentAttention:
         self.queries = (rows, slice(None), slice(segment.q_start, segment.q_stop))
         self.keys = (rows, slice(None), slice(segment.start, segment.stop))
 
-    def key_blocks(self, device: torch.device) -> Iterator[tuple[SegmentAttention, float]]:
+    def split_keys(self, device: torch.device) -> Iterator[tuple[SegmentAttention, float]]:
         """Yield (attention over a block of the keys, number of blocks that it stands for), for the backward.
 
         Each block's backward needs only the log-sum-exp of all keys, not the other blocks. In a simulation all blocks
@@ -350,7 +350,7 @@ class SegmentAttention:
         return fused_segment_kernel(q, k, v, self.segment.masked)
 
     def _kernel_scores(self, dtype: torch.dtype) -> Scores:
-        return Scores(self.rule.scale, self.segment.causal, self.view.bias(self.segment, dtype))
+        return Scores(self.rule.scale, self.segment.causal, self.view.additive_mask(self.segment, dtype))
 
     def _query_tiles(self, q: Tensor, k: Tensor) -> Iterator[slice]:
         return block_slices(q.shape[2], TILE_ELEMENTS // (q.shape[0] * q.shape[1] * max(1, k.shape[2])))
@@ -373,7 +373,7 @@ class SegmentAttention:
     def _allowed_tile(self, rows: slice) -> Tensor:
         segment, view = self.segment, self.view
         if not segment.causal:
-            return view.allowed(segment, rows)
+            return view.segment_mask(segment, rows)
         first, keys = view.q_start + segment.q_start, (view.k_start + segment.start, view.k_start + segment.stop)
         return view.mask.tile(first + rows.start, first + rows.stop, *keys, segment.row)
 

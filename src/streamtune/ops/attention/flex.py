@@ -218,5 +218,5 @@ def _flex_agrees(
     offset, softcap, scale = keys - queries, 5.0 if softcapped else None, heads.size**-0.5
     starts = torch.arange(keys, device=device) // 90 * 90
     mask = LazyMask(2, queries, keys, q_offset=offset, window=70, row_start=starts[None], device=device)
-    flex = FlexView(mask.rows(0, queries), scale, softcap)
+    flex = FlexView(mask.view_queries(0, queries), scale, softcap)
     return view_kernel_agrees(flex, (q, k, v, grad), mask.tile(offset, keys, 0, keys), scale, softcap)

@@ -88,7 +88,7 @@ class Kernel:
     longest: int = 1 << 30
     grain: int = 1
 
-    def fits(self, queries: int, keys: int) -> bool:
+    def accepts_lengths(self, queries: int, keys: int) -> bool:
         """Return True if the kernel accepts these numbers: multiples of ``grain``."""
         return queries % self.grain == 0 and keys % self.grain == 0
 
@@ -202,7 +202,8 @@ def agrees_with_formula(
     with torch.no_grad():
         try:
             return all(
-                _Problem(device, dtype, head_dim, shape, layouts).passes(kernel, biased) for shape, layouts in tried
+                _Problem(device, dtype, head_dim, shape, layouts).kernel_agrees(kernel, biased)
+                for shape, layouts in tried
             )
         except (RuntimeError, NotImplementedError, ValueError, TypeError):
             # The kernel is missing or has another signature. torch's out-of-memory error is also a RuntimeError: a
@@ -236,15 +237,21 @@ class _Problem:
         self.generator = torch.Generator(device).manual_seed(0)
         self.device, self.dtype, self.causal, self.scale = device, dtype, causal, head_dim**-0.5
         # Queries and keys of a packed row are slices of a sequence; a projection puts a token's heads side by side.
-        self.q, self.grad = self._draw(heads, queries, head_dim), self._draw(heads, queries, head_dim, together=True)
-        self.k, self.v = self._draw(groups, keys, head_dim, together=True), self._draw(groups, keys, head_dim)
+        self.q, self.grad = (
+            self._draw_tensor(heads, queries, head_dim),
+            self._draw_tensor(heads, queries, head_dim, together=True),
+        )
+        self.k, self.v = (
+            self._draw_tensor(groups, keys, head_dim, together=True),
+            self._draw_tensor(groups, keys, head_dim),
+        )
         if layouts is not None:
             self.q, self.k, self.v, self.grad = (
                 copy_to_odd_layout(x, layout)
                 for x, layout in zip((self.q, self.k, self.v, self.grad), layouts, strict=False)
             )
 
-    def _draw(self, heads: int, length: int, size: int, together: bool = False) -> Tensor:
+    def _draw_tensor(self, heads: int, length: int, size: int, together: bool = False) -> Tensor:
         if together:
             x = draw_token_major(self.generator, self.dtype, 2, heads, length + 8, size)
         else:
@@ -253,7 +260,7 @@ class _Problem:
             )
         return x[:, :, 3 : 3 + length]
 
-    def _bias(self) -> Tensor:
+    def _random_mask(self) -> Tensor:
         """Return an additive mask that hides about a third of the keys, and all keys from the last query."""
         shape = (2, 1, self.q.shape[2], self.k.shape[2])
         hidden = torch.rand(shape, generator=self.generator, device=self.device) < 0.3
@@ -261,12 +268,12 @@ class _Problem:
         low = torch.finfo(self.dtype).min / 4
         return torch.zeros(shape, dtype=self.dtype, device=self.device).masked_fill_(hidden, low)
 
-    def passes(self, kernel: Kernel, biased: bool) -> bool:
+    def kernel_agrees(self, kernel: Kernel, biased: bool) -> bool:
         """Return True if a kernel's output, log-sum-exp and gradients agree with the formula.
 
         The gradients are computed for the log-sum-exp of a softmax over more keys than the problem has.
         """
-        bias = self._bias() if biased and not self.causal else None
+        bias = self._random_mask() if biased and not self.causal else None
         s = self._scores(bias)
         own_lse = s.logsumexp(-1)
         lse = own_lse + 0.5  # as if further keys took part in the softmax

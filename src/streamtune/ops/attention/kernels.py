@@ -85,7 +85,7 @@ def fused_segment_kernel(q: Tensor, k: Tensor, v: Tensor, biased: bool) -> Kerne
     else:
         index, name = q.device.index or 0, active_flash_name()
         kernel = _choose_kernel(kind, index, q.dtype, heads, biased, name)
-        if kernel is not None and not kernel.fits(q.shape[2], k.shape[2]):
+        if kernel is not None and not kernel.accepts_lengths(q.shape[2], k.shape[2]):
             kernel = _choose_kernel(kind, index, q.dtype, heads, biased, name, any_shape=True)
     if kernel is None:
         return None

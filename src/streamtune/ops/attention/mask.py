@@ -28,8 +28,8 @@ class Segment:
     segments with different queries have no query in common. ``row`` is the batch row; None means all rows.
 
     ``causal`` is True if the kernel applies its own lower-triangular mask; the segment is then a square whose last key
-    is the last query. ``masked`` is True if :meth:`MaskView.bias` must be added, ``only_padding`` if this bias hides
-    only padding.
+    is the last query. ``masked`` is True if :meth:`MaskView.additive_mask` must be added, ``only_padding`` if this mask
+    hides only padding.
     """
 
     start: int
@@ -215,7 +215,7 @@ class MaskView(NoTensor):
         # If no query of a chunk sees any key, one kernel call is still needed to define its (unread) output.
         return segments or [Segment(0, self.k_stop - self.k_start, *queries, masked=True)]
 
-    def allowed(self, segment: Segment, queries: slice = slice(None)) -> Tensor:
+    def segment_mask(self, segment: Segment, queries: slice = slice(None)) -> Tensor:
         """Return a segment's boolean mask ``[B or 1, 1, T or 1, S]``; ``queries`` counts from its first query.
 
         If only padding is masked, T is 1 and the mask applies to all queries. If the kernel applies the causal
@@ -230,7 +230,7 @@ class MaskView(NoTensor):
             return self.mask.padding[batch, None, None, start:stop]
         return self.mask.tile(base + first, base + last, start, stop, segment.row)
 
-    def bias(self, segment: Segment, dtype: torch.dtype) -> Tensor | None:
+    def additive_mask(self, segment: Segment, dtype: torch.dtype) -> Tensor | None:
         """Return the additive mask ``[B or 1, 1, T, S]`` of a segment in ``dtype``; None if nothing is masked.
 
         Hidden keys get a large negative finite number, not -inf. So a query that sees no key in this segment has a
@@ -238,7 +238,7 @@ class MaskView(NoTensor):
         """
         if not segment.masked:
             return None
-        allowed = self.allowed(segment)
+        allowed = self.segment_mask(segment)
         bias = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
         bias.masked_fill_(~allowed, score_of_hidden_key(dtype))
         return bias.expand(-1, -1, segment.q_stop - segment.q_start, -1)
@@ -285,12 +285,12 @@ class LazyMask(MaskRules):
             raise self._refuse("slicing")
         return self
 
-    def rows(self, start: int, stop: int) -> MaskView:
+    def view_queries(self, start: int, stop: int) -> MaskView:
         """Return the view of queries ``[start, stop)``, counted from this mask's first query, over all keys."""
         last = self.kv_offset + self.kv_length
         return MaskView(self, self.q_offset + start, self.q_offset + stop, self.kv_offset, last)
 
-    def chunk(self, start: int, stop: int, first_key: int) -> MaskView:
+    def view_chunk(self, start: int, stop: int, first_key: int) -> MaskView:
         """Return the view of queries ``[start, stop)``, counted from the first query, over keys from ``first_key``."""
         return MaskView(self, self.q_offset + start, self.q_offset + stop, first_key, self.q_offset + stop)
 

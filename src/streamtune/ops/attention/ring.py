@@ -213,7 +213,7 @@ def _ring_backward(
         for whole, q_at, k_at in settings.segments_of_block(source_rank):
             grad_o_here, q_here, o_here, lse_here = (x[:, :, q_at] for x in (grad_o, q, o, lse))
             k_here, v_here = (x[:, :, k_at] for x in block)
-            for part, _ in whole.key_blocks(q.device):
+            for part, _ in whole.split_keys(q.device):
                 terms = part.backward(grad_o_here, q_here, k_here, v_here, o_here, lse_here)
                 grad_q[:, :, q_at][part.queries] += terms[0]
                 for total, term in zip(grads, terms[1:], strict=True):

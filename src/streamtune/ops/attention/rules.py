@@ -147,10 +147,10 @@ class MaskRules(NoTensor):
     @property
     def sees_future(self) -> bool:
         """True if any query sees a later key; a mask with an arbitrary function is computed once, tile by tile."""
-        return self.cuts is not None and len(self.cuts) <= self.q_length
+        return self.allowed_cuts is not None and len(self.allowed_cuts) <= self.q_length
 
     @cached_property
-    def cuts(self) -> list[int] | None:
+    def allowed_cuts(self) -> list[int] | None:
         """Sorted indices of queries at which the sequence may be cut into chunks; None means anywhere.
 
         A cut at b is allowed if no query before b sees a key at b or later. ``q_length`` is missing if a query sees
@@ -213,7 +213,7 @@ class MaskRules(NoTensor):
     def first_key(self, q_start: int) -> int:
         """Return the first key that any of the queries from ``q_start`` on can see."""
         if self.branches is not None:
-            return self._first_visible_key_of_branch(self.branches.at(q_start), q_start)
+            return self._first_visible_key_of_branch(self.branches.part_at(q_start), q_start)
         first = self.kv_offset
         if self.first_visible_key is not None:
             found = [overlapping_runs(row, q_start, q_start + 1) for row in self.stretches]
@@ -223,13 +223,13 @@ class MaskRules(NoTensor):
     def _first_visible_key_of_branch(self, part: Branch, q_start: int) -> int:
         """Return the first key that queries from ``q_start`` in ``part``, and in branches of ``part``, can see."""
         if self.window is None:
-            return part.root
-        first = part.place_at(max(0, q_start - part.shift - self.window + 1))
+            return part.row_start
+        first = part.index_at_position(max(0, q_start - part.shift - self.window + 1))
         assert self.branches is not None
-        for later in self.branches.parts[self.branches.index(q_start) + 1 :]:
-            if later.root != part.root:
+        for later in self.branches.parts[self.branches.part_index_at(q_start) + 1 :]:
+            if later.row_start != part.row_start:
                 break
-            first = min(first, later.place_at(max(0, later.trunk_length - self.window + 1)))
+            first = min(first, later.index_at_position(max(0, later.trunk_length - self.window + 1)))
         return first
 
     @cached_property

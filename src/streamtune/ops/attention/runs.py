@@ -113,7 +113,7 @@ class Branch:
         return sum(stop - start for start, stop in self.trunk)
 
     @property
-    def root(self) -> int:
+    def row_start(self) -> int:
         """Index in the sequence of the first token of the part's row."""
         return self.trunk[0][0] if self.trunk else self.start
 
@@ -131,7 +131,7 @@ class Branch:
             position += stop - start
         return tuple(found)
 
-    def place_at(self, position: int) -> int:
+    def index_at_position(self, position: int) -> int:
         """Return the index in the sequence of the token at ``position`` in the row."""
         return next(position + shift for _, stop, shift in self.runs if position + shift < stop)
 
@@ -143,7 +143,7 @@ class BranchTable:
     parts: tuple[Branch, ...]
 
     @classmethod
-    def of(cls, nodes: Iterable[tuple[int, int]]) -> BranchTable:
+    def from_nodes(cls, nodes: Iterable[tuple[int, int]]) -> BranchTable:
         """Return the table of trees whose parts are laid end to end in this order.
 
         Args:
@@ -178,16 +178,16 @@ class BranchTable:
         facts = torch.tensor([[part.start, *sum(runs, ())] for part, runs in zip(self.parts, padded, strict=True)])
         return facts.repeat_interleave(lengths, 0).T.contiguous()
 
-    def at(self, place: int) -> Branch:
+    def part_at(self, place: int) -> Branch:
         """Return the part that contains the token at index ``place`` of the sequence."""
-        return self.parts[self.index(place)]
+        return self.parts[self.part_index_at(place)]
 
-    def index(self, place: int) -> int:
+    def part_index_at(self, place: int) -> int:
         """Return the index in ``parts`` of the part that contains the token at ``place`` of the sequence."""
         return bisect_right(self.parts, place, key=_start_of) - 1
 
     @cached_property
-    def leaves(self) -> list[Branch]:
+    def last_parts(self) -> list[Branch]:
         """Parts that no other part continues: the ends of the rows."""
         continued = {part.trunk[-1][1] for part in self.parts if part.trunk}
         return [part for part in self.parts if part.stop not in continued]

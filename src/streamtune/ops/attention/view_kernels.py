@@ -277,7 +277,7 @@ def band_kernel_of_view(view: MaskView, scale: float) -> BandView | None:
         return None
     first = max(view.k_start, stretch.first)
     if mask.branches is not None:
-        part = mask.branches.at(view.q_start)
+        part = mask.branches.part_at(view.q_start)
         if part.trunk or part.stop < view.q_stop or mask.span_start is not None:
             return None
         first = max(first, part.start)
@@ -370,7 +370,7 @@ def is_rows_kernel_correct(
     for start in (11, 90, 91, 170):  # the first has keys before the queries
         starts[:, start:] = start
     mask = LazyMask(1, keys, keys, window=window, row_start=starts.to(device), device=device)
-    rows = rows_kernel_of_view(mask.rows(keys - queries, keys), head_dim**-0.5)
+    rows = rows_kernel_of_view(mask.view_queries(keys - queries, keys), head_dim**-0.5)
     assert rows is not None
     try:
         return view_kernel_agrees(rows, (q, k, v, grad), mask.tile(keys - queries, keys, 0, keys), rows.scale)

@@ -76,7 +76,7 @@ def linear_cross_entropy(
     )
     with torch.autocast(autocast_device_type(hidden_BTC.device), enabled=False):
         total = _LinearCrossEntropy.apply(hidden_BTC.flatten(0, -2), weight_VC, bias_V, settings)
-    return total / rows.divisor(num_items)
+    return total / rows.loss_divisor(num_items)
 
 
 def project_cross_entropy(
@@ -96,7 +96,7 @@ def project_cross_entropy(
     """
     rows = TargetRows(targets_BT, ignore_index, chunk_size)
     total = _ProjectCrossEntropy.apply(hidden_BTC.flatten(0, -2), rows, project, torch.is_grad_enabled(), *parameters)
-    return total / rows.divisor(num_items)
+    return total / rows.loss_divisor(num_items)
 
 
 def linear_cross_entropy_reference(
@@ -122,7 +122,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         wanted = [settings.grad_enabled and needed for needed in ctx.needs_input_grad[:3]]
         ctx.inputs = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
         weight, bias = cast_tensors(settings.compute_dtype, weight, bias)
-        sums = HeadGradients(rows.gradient(hidden) if wanted[0] else None, weight, bias, wanted, accumulate_dtype)
+        sums = HeadGradients(
+            rows.gradient_buffer(hidden) if wanted[0] else None, weight, bias, wanted, accumulate_dtype
+        )
         total = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
         shape = HeadShape(
             rows.chunk_size, weight.shape[0], weight.shape[1], weight.dtype, (wanted[0], wanted[1]), accumulate_dtype
@@ -137,15 +139,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 )
             if kernel is not None:
                 loss, grad_h, grad_weight = run_head_kernel(kernel, h, weight, targets, shape.wanted)
-                sums.put(chunk, grad_h, grad_weight)
+                sums.add_gradients(chunk, grad_h, grad_weight)
             else:
                 logits = torch.nn.functional.linear(h, weight, bias)
                 loss, grad = loss_and_grad(logits, targets, transform, any(wanted), overwrite_logits=transform is None)
                 del logits
                 if grad is not None:
-                    sums.add(chunk, h, weight, grad)
+                    sums.add_chunk(chunk, h, weight, grad)
             total += loss
-        ctx.grads = sums.all()
+        ctx.grads = sums.as_tuple()
         return total
 
     @staticmethod
@@ -161,7 +163,7 @@ class _ProjectCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         wanted = [p for p in params if p.requires_grad] if grad_enabled else []
         backward = grad_enabled and (bool(wanted) or ctx.needs_input_grad[0])
-        grad_hidden = rows.gradient(hidden) if backward else None
+        grad_hidden = rows.gradient_buffer(hidden) if backward else None
         sums = gradient_buffers(wanted)
         total = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
         for chunk in rows.chunks():
@@ -192,5 +194,5 @@ def _sweep_chunk(h: Tensor, weight: Tensor, targets: Tensor, wanted: Sequence[bo
     loss, grad = loss_and_grad(torch.nn.functional.linear(h, weight), targets, None, any(wanted), overwrite_logits=True)
     sums = HeadGradients(torch.empty_like(h) if wanted[0] else None, weight, None, [*wanted, False], weight.dtype)
     if grad is not None:
-        sums.add(slice(None), h, weight, grad)
+        sums.add_chunk(slice(None), h, weight, grad)
     return loss, sums.hidden, sums.weight

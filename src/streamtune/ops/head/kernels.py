@@ -50,7 +50,7 @@ class HeadShape:
     accumulate_dtype: torch.dtype
 
     @property
-    def sums_wide(self) -> bool:
+    def sums_in_wider_dtype(self) -> bool:
         """True if the weight's gradient is summed in a wider dtype than the weight's own."""
         return torch.promote_types(self.accumulate_dtype, self.dtype) != self.dtype
 
@@ -73,9 +73,9 @@ class HeadKernel:
     exact_sum: bool
     workspace: Callable[[HeadShape], int]
 
-    def fits(self, shape: HeadShape) -> bool:
+    def is_eligible(self, shape: HeadShape) -> bool:
         """Return True if this kernel is at least as exact as torch's operators, and needs at most their memory."""
-        exact = self.exact_sum or not (shape.wanted[1] and shape.sums_wide)
+        exact = self.exact_sum or not (shape.wanted[1] and shape.sums_in_wider_dtype)
         return exact and self.workspace(shape) <= _sweep_workspace_bytes(shape)
 
 
@@ -117,7 +117,9 @@ def _fastest_agreeing_kernel(
     try:
         best_seconds = median_time(sweep, hidden_nC.device, RUNS)
         for kernel in candidates:
-            if kernel.fits(shape) and agrees_with_sweep(kernel, hidden_nC, weight_VC, targets_n, shape.wanted, sweep):
+            if kernel.is_eligible(shape) and agrees_with_sweep(
+                kernel, hidden_nC, weight_VC, targets_n, shape.wanted, sweep
+            ):
                 run = partial(run_head_kernel, kernel, hidden_nC, weight_VC, targets_n, shape.wanted)
                 seconds = median_time(run, hidden_nC.device, RUNS)
                 if seconds < best_seconds:

@@ -149,15 +149,15 @@ class _TokenScores(torch.autograd.Function):
         hidden, weight, bias = ctx.saved_tensors
         weight, bias = cast_tensors(settings.compute_dtype, weight, bias)
         wanted = ctx.needs_input_grad[:3]
-        grad_hidden = rows.gradient(hidden) if wanted[0] else None
+        grad_hidden = rows.gradient_buffer(hidden) if wanted[0] else None
         sums = HeadGradients(grad_hidden, weight, bias, wanted, settings.accumulate_dtype)
         for chunk in rows.chunks():
             (h,) = cast_tensors(settings.compute_dtype, hidden[chunk])
             logits = torch.nn.functional.linear(h, weight, bias)
             given = [None if grad is None else grad[chunk] for grad in (grad_logprobs, grad_entropy)]
-            sums.add(chunk, h, weight, _logits_gradient(logits, rows.targets[chunk], settings.transform, *given))
+            sums.add_chunk(chunk, h, weight, _logits_gradient(logits, rows.targets[chunk], settings.transform, *given))
         one = torch.ones((), device=hidden.device)
-        return (*scale_gradients(sums.all(), ctx.inputs, one), None, None)
+        return (*scale_gradients(sums.as_tuple(), ctx.inputs, one), None, None)
 
 
 class _ProjectScores(torch.autograd.Function):
@@ -181,7 +181,7 @@ class _ProjectScores(torch.autograd.Function):
         needed = ctx.needs_input_grad[4:]
         wanted = [p for p, each in zip(params, needed, strict=True) if each]
         sums = gradient_buffers(wanted)
-        grad_hidden = rows.gradient(hidden)
+        grad_hidden = rows.gradient_buffer(hidden)
         for chunk in rows.chunks():
             given = [None if grad is None else grad[chunk] for grad in (grad_logprobs, grad_entropy)]
             with torch.enable_grad():

@@ -53,7 +53,7 @@ class HeadGradients:
         self.weight = torch.zeros_like(weight, dtype=dtype) if wanted[1] else None
         self.bias = torch.zeros_like(bias, dtype=dtype) if bias is not None and wanted[2] else None
 
-    def add(self, chunk: Tensor | slice, h_nC: Tensor, weight_VC: Tensor, grad_nV: Tensor) -> None:
+    def add_chunk(self, chunk: Tensor | slice, h_nC: Tensor, weight_VC: Tensor, grad_nV: Tensor) -> None:
         """Add a chunk's terms, computed from its hidden states, the weight and the gradient of its logits."""
         if self.hidden is not None:
             self.hidden[chunk] = _matmul_over_vocabulary(grad_nV, weight_VC).to(self.hidden.dtype)
@@ -62,14 +62,14 @@ class HeadGradients:
         if self.bias is not None:
             self.bias += grad_nV.sum(0, dtype=self.bias.dtype)
 
-    def put(self, chunk: Tensor | slice, grad_h_nC: Tensor | None, grad_weight_VC: Tensor | None) -> None:
+    def add_gradients(self, chunk: Tensor | slice, grad_h_nC: Tensor | None, grad_weight_VC: Tensor | None) -> None:
         """Add a chunk's gradients of hidden states and weight, which a fused kernel computed."""
         if self.hidden is not None and grad_h_nC is not None:
             self.hidden[chunk] = grad_h_nC.to(self.hidden.dtype)
         if self.weight is not None and grad_weight_VC is not None:
             self.weight += grad_weight_VC
 
-    def all(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def as_tuple(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Return the gradients of (hidden states, weight, bias)."""
         return self.hidden, self.weight, self.bias
 
@@ -195,11 +195,11 @@ class TargetRows:
             chunk = slice(start, min(start + self.chunk_size, count))
             yield chunk if self.every else self.positions[chunk]
 
-    def gradient(self, hidden_NC: Tensor) -> Tensor:
+    def gradient_buffer(self, hidden_NC: Tensor) -> Tensor:
         """Return memory for the gradient of the hidden states, zero at positions without a target."""
         return torch.empty_like(hidden_NC) if self.every else torch.zeros_like(hidden_NC)
 
-    def divisor(self, num_items: Tensor | float | None) -> Tensor | float:
+    def loss_divisor(self, num_items: Tensor | float | None) -> Tensor | float:
         """Return the divisor of the summed loss: ``num_items``, or the number of targets (at least 1) if it is None."""
         if num_items is None:
             return max(1, len(self.positions))

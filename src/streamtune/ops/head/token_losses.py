@@ -96,7 +96,7 @@ class TeacherHead:
         with torch.no_grad():
             return self.project(self.hidden_BTC.flatten(0, -2)[chunk])
 
-    def known(self, chunk: Tensor | slice, device: torch.device) -> tuple[Tensor, ...]:
+    def teacher_values(self, chunk: Tensor | slice, device: torch.device) -> tuple[Tensor, ...]:
         """Return (logits ``[n, V]``,) of the teacher for a chunk of the flattened positions."""
         return (self.logits(chunk),)
 
@@ -124,11 +124,11 @@ class TopKTeacher:
         assert int(is_target.sum()) == len(ids_Kk) == len(logprobs_Kc), "the tables have an entry for each target"
         return cls(index, ids_Kk, logprobs_Kc)
 
-    def at(self, targets_BT: Tensor) -> TopKTeacher:
+    def reindexed_for(self, targets_BT: Tensor) -> TopKTeacher:
         """Return the same teacher for the same targets in another batch layout ``[B, T]``."""
         return self.of_targets(targets_BT, self.ids_Kk, self.logprobs_Kc)
 
-    def known(self, chunk: Tensor | slice, device: torch.device) -> tuple[Tensor, ...]:
+    def teacher_values(self, chunk: Tensor | slice, device: torch.device) -> tuple[Tensor, ...]:
         """Return (ids ``[n, k]``, int64; log-probabilities ``[n, k + 1]``) for a chunk of the flattened positions."""
         rows = self.index_BT.flatten()[chunk.cpu() if isinstance(chunk, Tensor) else chunk]
         return self.ids_Kk[rows].to(device).long(), self.logprobs_Kc[rows].to(device)
@@ -178,7 +178,9 @@ class _Sweep(HeadSettings):
     weights_N: Tensor | None  # noqa: N815
     teacher: TeacherHead | TopKTeacher | None
 
-    def chunk(self, logits_nV: Tensor, chunk: Tensor | slice, with_grad: bool) -> tuple[Tensor, Tensor | None]:
+    def chunk_loss_and_grad(
+        self, logits_nV: Tensor, chunk: Tensor | slice, with_grad: bool
+    ) -> tuple[Tensor, Tensor | None]:
         """Return a chunk's sums (loss, nll, kl), and the gradient of its untransformed logits.
 
         The gradient overwrites the logits.
@@ -187,7 +189,7 @@ class _Sweep(HeadSettings):
         weights = None if self.weights_N is None else self.weights_N[chunk]
         wide = torch.promote_types(logits_nV.dtype, torch.float32)
         sums = logits_nV.new_zeros(1 + len(MEASURED), dtype=wide)
-        teacher_values = () if self.teacher is None else self.teacher.known(chunk, logits_nV.device)
+        teacher_values = () if self.teacher is None else self.teacher.teacher_values(chunk, logits_nV.device)
         max_elements = WIDENED // 4 if teacher_values else WIDENED
         for part in block_slices(len(targets), max(1, max_elements // logits_nV.shape[1])):
             raw = logits = logits_nV[part]
@@ -457,7 +459,7 @@ def _dense_class_divergence(
     logits_NV: Tensor, is_target: Tensor, teacher: TopKTeacher, divergence: Divergence
 ) -> Tensor:
     wide = torch.promote_types(logits_NV.dtype, torch.float32)
-    ids, logt = teacher.known(is_target.flatten().nonzero().squeeze(-1), logits_NV.device)
+    ids, logt = teacher.teacher_values(is_target.flatten().nonzero().squeeze(-1), logits_NV.device)
     probabilities = (logits_NV.to(wide) / divergence.temperature).softmax(-1)
     rest = probabilities.scatter(-1, ids, 0.0).sum(-1, keepdim=True)
     return _dense_divergence_formula(
@@ -478,7 +480,7 @@ def _dense_divergence_formula(p: Tensor, t: Tensor, divergence: Divergence) -> T
 def _loss_divisor(rows: TargetRows, weights_BT: Tensor | None, num_items: Tensor | float | None) -> Tensor | float:
     if num_items is None and weights_BT is not None:
         return weights_BT.flatten()[rows.positions].sum()
-    return rows.divisor(num_items)
+    return rows.loss_divisor(num_items)
 
 
 class _LinearTokenLoss(torch.autograd.Function):
@@ -488,7 +490,7 @@ class _LinearTokenLoss(torch.autograd.Function):
         ctx.inputs = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
         rows = sweep.rows
         weight, bias = cast_tensors(sweep.compute_dtype, weight, bias)
-        grad_hidden = rows.gradient(hidden) if wanted[0] else None
+        grad_hidden = rows.gradient_buffer(hidden) if wanted[0] else None
         gradients = HeadGradients(grad_hidden, weight, bias, wanted, sweep.accumulate_dtype)
 
         def head_logits(chunk: Tensor | slice) -> tuple[Tensor, Tensor]:
@@ -498,12 +500,12 @@ class _LinearTokenLoss(torch.autograd.Function):
         sums = _zero_sums(hidden)
         for chunk in rows.chunks():
             h, logits = head_logits(chunk)
-            found, grad = sweep.chunk(logits, chunk, any(wanted))
+            found, grad = sweep.chunk_loss_and_grad(logits, chunk, any(wanted))
             sums += found
             if grad is not None:
-                gradients.add(chunk, h, weight, grad)
+                gradients.add_chunk(chunk, h, weight, grad)
             del logits, grad
-        ctx.grads = gradients.all()
+        ctx.grads = gradients.as_tuple()
         return _split_sums(ctx, sums)
 
     @staticmethod
@@ -519,14 +521,14 @@ class _ProjectTokenLoss(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         wanted = [p for p in params if p.requires_grad] if sweep.grad_enabled else []
         backward = sweep.grad_enabled and (bool(wanted) or ctx.needs_input_grad[0])
-        grad_hidden = sweep.rows.gradient(hidden) if backward else None
+        grad_hidden = sweep.rows.gradient_buffer(hidden) if backward else None
         gradients = gradient_buffers(wanted)
         sums = _zero_sums(hidden)
         for chunk in sweep.rows.chunks():
             with torch.set_grad_enabled(backward):
                 h = hidden[chunk].detach().requires_grad_(backward)
                 logits = project(h)
-            found, grad = sweep.chunk(logits.detach().clone(), chunk, backward)
+            found, grad = sweep.chunk_loss_and_grad(logits.detach().clone(), chunk, backward)
             sums += found
             if grad_hidden is not None and grad is not None:
                 with suspend_tensor_hooks(wanted):

@@ -115,7 +115,7 @@ def trace_step(model: Any, schedule: Schedule, step: Step) -> Trace:
                     continue
                 trace.begin_earlier_gradients(parameter)
                 if id(parameter) in offloaded_ids:
-                    parameter.grad = HostPool().take(parameter.shape, parameter.dtype, parameter.device)
+                    parameter.grad = HostPool().allocate(parameter.shape, parameter.dtype, parameter.device)
                 else:
                     parameter.grad = torch.empty_like(parameter)
                     trace.set_kind(GRADIENT, parameter.grad)
@@ -292,7 +292,7 @@ def _checkpoint(autocast: MetaAutocast, function: Callable[..., Any], *args: Any
 
 
 def _checkpoint_on_host(autocast: MetaAutocast, tiers: Tiers, function: Callable[..., Any], *args: Any) -> Any:
-    host = tiers.get("host", torch.device("meta"))
+    host = tiers.get_tier("host", torch.device("meta"))
     with saved_tensors_hooks(host.put, lambda block: block.get()):
         return _checkpoint(autocast, function, *args)
 

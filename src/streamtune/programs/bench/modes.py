@@ -105,7 +105,7 @@ def _offload_layer_inputs(model: Any) -> Iterator[Tiers | None]:
     here = model_device(model)
 
     def on_host(function: Callable[..., Any], *args: Any) -> Any:
-        host = tiers.get("host", here)
+        host = tiers.get_tier("host", here)
         copied = saved_tensors_hooks(host.put, lambda block: block.get())
         with save_on_cpu(pin_memory=True) if here.type == "cuda" else copied:
             return recompute(function, *args)

@@ -180,7 +180,7 @@ def score_rows(
     """
     sums = LossSums()
     model = streamed.model
-    with train.evaluation_mode(model), streamed.handle.routers.silenced(), streamed.autocast():
+    with train.evaluation_mode(model), streamed.handle.routers.without_losses(), streamed.autocast():
         for start in range(0, len(rows), batch_size):
             part = rows[start : start + batch_size]
             batch = _collate_rows(part, pad_token_id).to(streamed.device)
@@ -299,7 +299,7 @@ def _measure_batches(
     """Yield each batch's metrics (with the loss) and number of rows."""
     training = task.make_training(built)
     (make_batches,) = training.held_out.values()  # all rows are of one set
-    with train.evaluation_mode(built.model), train.preserve_rng(), built.handle.routers.silenced():
+    with train.evaluation_mode(built.model), train.preserve_rng(), built.handle.routers.without_losses():
         for batch in make_batches():
             moved = batch.to(built.device)
             with train.autocast(built.device, bf16):

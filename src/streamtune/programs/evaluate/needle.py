@@ -221,7 +221,7 @@ def probe_needles(
     )
     cells: list[dict[str, Any]] = []
     total = len(fitting) * len(options.depths)
-    with torch.no_grad(), train.evaluation_mode(model), train.preserve_rng(), handle.routers.silenced():
+    with torch.no_grad(), train.evaluation_mode(model), train.preserve_rng(), handle.routers.without_losses():
         for length, trials in fitting.items():
             without = []
             for each in trials:

@@ -163,7 +163,11 @@ class TreeLosses:
         task = type(self.task)(self.task.recipe.model_copy(update={"bf16": bf16}))
         device = batch.input_ids.device
         dtype = _parameter_dtype(model) if self.own_reference is not None and not bf16 else None
-        with widening_weights(self.own_reference or model, dtype), autocast(device, bf16), scorer.routers.silenced():
+        with (
+            widening_weights(self.own_reference or model, dtype),
+            autocast(device, bf16),
+            scorer.routers.without_losses(),
+        ):
             batch = task.with_reference(batch, reference)
             objective: Any = task.make_objective(scorer, reference, device)
             loss: Tensor = objective.score(model, batch, objective.step_totals([batch])).loss

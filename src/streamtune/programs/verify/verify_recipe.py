@@ -216,7 +216,7 @@ def _choose_rows(
         taught = RandomTokens(recipe, model).draw_top_k(alone, top_k)
         packed = batch is not alone
         alone = replace(alone, top_k=taught)
-        batch = replace(batch, top_k=taught.at(batch.shift_labels)) if packed else alone
+        batch = replace(batch, top_k=taught.reindexed_for(batch.shift_labels)) if packed else alone
     return _ChosenBatch(
         windows=tuple(windows),
         batch=batch,

@@ -370,7 +370,7 @@ def _make_writer(recipe: GrpoRecipe, built: BuiltRun) -> rollout.Writer:
     def compute_context() -> Iterator[None]:
         # Adapters are around the model that writes; so are the hooks of FSDP2 that gather what is outside of layers.
         weights_context = built.backend.allow_direct_calls() if built.shares_weights else nullcontext()
-        with weights_context, built.handle.routers.silenced(), autocast(built.device, bool(recipe.bf16)):
+        with weights_context, built.handle.routers.without_losses(), autocast(built.device, bool(recipe.bf16)):
             yield
 
     if recipe.use_vllm:
