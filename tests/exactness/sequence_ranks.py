@@ -465,7 +465,7 @@ def check_refused(case: Case) -> dict[str, float]:
     model, inputs = build("llama"), batch("plain")
     square = torch.ones(3, 1, 37, 37, dtype=torch.bool).tril()
     with shared(model, case):
-        refused("the logits of one shard", lambda: model(input_ids=inputs["input_ids"]))
+        refused("would return only this rank's logits", lambda: model(input_ids=inputs["input_ids"]))
         refused("attention_mask must be a padding mask [B, T]", lambda: model(**inputs, attention_mask=square))
         refused("'token_type_ids'", lambda: model(**inputs, token_type_ids=inputs["input_ids"]))
         refused("output_hidden_states", lambda: model(**inputs, output_hidden_states=True))

@@ -186,7 +186,7 @@ def test_the_fastest_head_is_chosen_and_said(
     sweep = partial(module._sweep_chunk, h, weight, targets, (True, True))
     chosen = module.choose_head_kernel(h, weight, targets, shape_of(torch.float32), sweep)
     assert (chosen.name if chosen else None) == want
-    assert caplog.messages[-1] == f"head torch.float32, 24 tokens of 71 words: {want or 'streamed'}"
+    assert caplog.messages[-1] == f"head in torch.float32, 24 tokens, vocabulary of 71: {want or 'streamed'}"
 
 
 def test_on_cpu_the_sweep_is_the_head() -> None:

@@ -108,7 +108,7 @@ def test_a_wrong_kernel_is_not_chosen_however_fast(
         chosen = kernels._fastest_agreeing_kernel([FLASH, cudnn, EFFICIENT], 0, torch.bfloat16, heads, biased=False)
         assert chosen is not None
         assert chosen.name == want
-        assert caplog.messages[-1] == f"attention torch.bfloat16, 4 heads of 16 (2 for keys): {want}"
+        assert caplog.messages[-1] == f"attention torch.bfloat16, 4 query heads, 2 key heads of 16: {want}"
 
 
 def test_where_nothing_works_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -158,8 +158,8 @@ def mark_cache_read(call: ModelCall) -> None:
             "the cache that was passed lacks the tokens of an earlier call with gradients, which read it without "
             "writing to it",
             where=CACHE,
-            fix="pass copy.deepcopy(cache) to each call that trains; pass segments of one row that attend to each "
-            "other as one call",
+            fix="pass copy.deepcopy(cache) to each call that trains; pass all tokens that attend to each other in "
+            "one call",
         )
     if cache is not None and torch.is_grad_enabled():
         with contextlib.suppress(AttributeError):  # caches of old releases are tuples
@@ -177,13 +177,13 @@ def refuse_unsupported_modes(model: nn.Module) -> None:
         raise UnsupportedModelError(
             "a streamed model was called under a transform of torch.func (grad, vmap, jvp, jacrev), which cannot trace "
             "its backward",
-            fix="use loss.backward() or torch.autograd.grad; torch.func.functional_call alone is supported",
+            fix="use loss.backward() or torch.autograd.grad; of torch.func, only functional_call is supported",
         )
     if parametrize._cache_enabled:
         raise UnsupportedModelError(
             "a streamed model was called inside torch.nn.utils.parametrize.cached(), which would cache weights that "
             "the streamed forward computes without a graph",
-            fix="remove the context: each chunk computes its parametrised weights again",
+            fix="call the model outside parametrize.cached()",
         )
     parameter = next(model.parameters(), None)
     if parameter is not None and parameter.device.type == "meta" and not is_in_torch_dispatch_mode():

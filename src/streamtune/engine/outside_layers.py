@@ -310,7 +310,7 @@ class _StreamedNorm(torch.autograd.Function):
         norm: StreamedNorm | None = ctx.norm
         if norm is None:
             raise ArgumentError(
-                "backward ran a second time through a streamed norm", fix="pass retain_graph=True to the first backward"
+                "backward ran a second time on a streamed model", fix="pass retain_graph=True to the first backward"
             )
         ctx.weights.check_unchanged()
         source = ctx.stored if ctx.stored is not None else ctx.saved_tensors[0]

@@ -109,9 +109,9 @@ def refuse_changed_attention(config: Any, name: Any, where: str) -> None:
     now = attention_name(config)
     if now != name and not is_engine_attention(now):
         raise UnsupportedModelError(
-            f"the attention was set to {now!r} while the model is streamed",
+            f"the attention implementation was set to {now!r} while the model is streamed",
             where=where,
-            fix="call set_attn_implementation before stream(model), or .remove() the stream first",
+            fix="call set_attn_implementation before stream(model), or call handle.remove() first",
         )
 
 

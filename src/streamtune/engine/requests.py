@@ -53,7 +53,7 @@ class LossRequest:
         if index.shape != shape:
             raise UnsupportedModelError(
                 f"{model} drops tokens before its loss, but the teacher's top-k tokens cover all tokens",
-                fix="use a model as teacher",
+                fix="use a teacher model instead of recorded top-k tokens",
             )
         return replace(self.top_k, index_BT=index)
 

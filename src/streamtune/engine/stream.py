@@ -214,7 +214,9 @@ class StreamHandle(StreamedCalls):
             ArgumentError: The head is not streamed.
         """
         if self.head is None:
-            raise ArgumentError("another loss needs a streamed head; this model's head is not streamed")
+            raise ArgumentError(
+                "a loss other than cross-entropy needs a streamed head; this model's head is not streamed"
+            )
         return temporary_attribute(self.head, "loss_request", request)
 
     def check(self, length: int | None = None) -> None:

@@ -112,7 +112,7 @@ class StreamedLayer:
             raise ArgumentError(
                 "streaming was removed between a forward and its backward, which must run the layers again",
                 where=self.name,
-                fix="call loss.backward() before handle.remove(), or inside of the with statement",
+                fix="call loss.backward() before handle.remove(), or inside the with statement",
             )
         self.check_attention(sequence_length)
         self.check_hooks()
@@ -140,8 +140,8 @@ class StreamedLayer:
             kept = getattr(config, KEPT_WINDOW, None)
             if kept is not None and sequence_length > kept:
                 raise UnsupportedModelError(
-                    f"the attention keeps {KEPT_WINDOW}={kept} of {sequence_length} tokens by a score that repeated "
-                    "tokens share, so its choice depends on the chunk",
+                    f"the attention keeps {KEPT_WINDOW}={kept} of {sequence_length} tokens by a score that is equal "
+                    "for repeated tokens, so its choice depends on the chunk",
                     where=self.name,
                     fix=f"train on rows of at most {kept} tokens",
                 )

@@ -155,7 +155,7 @@ class RoundReceiver:
     def _receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         x = torch.empty(shape, dtype=dtype, device=self.device)
         work = dist.irecv(x, self.source, group=self.group, tag=TAG)
-        assert work is not None, "this rank belongs to the group"
+        assert work is not None, "this rank is not in the process group"
         work.wait()
         return x
 

@@ -242,8 +242,8 @@ class _File:
         return StorageError(
             what,
             where=self.directory,
-            fix="free space, set another offload_dir, or use levels: 2 or a shorter max_length; the file is gone, no "
-            "weight was changed, and the run resumes from its last checkpoint",
+            fix="free space, set another offload_dir, or use levels: 2 or a shorter max_length; no weight was "
+            "changed, and the run resumes from its last checkpoint",
         )
 
 

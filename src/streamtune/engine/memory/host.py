@@ -215,7 +215,7 @@ def pin_pages(region: Tensor, owner: object) -> None:
     if int(code) != 0:
         raise OutOfMemoryError(
             f"the driver refused to pin {region.nbytes / GIB:.1f} GiB of host memory (error {int(code)})",
-            fix="raise the limit on locked memory (ulimit -l), or offload less: device_layers, levels: 2",
+            fix="raise the limit on locked memory (ulimit -l), or offload less: raise device_layers, or set levels: 2",
         )
     weakref.finalize(owner, runtime.cudaHostUnregister, region.data_ptr())
 

@@ -132,8 +132,8 @@ class _Preflight:
             loss, grad = self._run_forward(self._compare_call)
             if len(self.streamed) != len(self.calls):
                 raise DiffersError(
-                    f"{self._model_name} made {len(self.streamed)} layer calls streamed, but {len(self.calls)} "
-                    "unstreamed"
+                    f"{self._model_name} calls its layers {len(self.streamed)} times with streaming, but "
+                    f"{len(self.calls)} times without"
                 )
             self._check_head(loss, loss_ref, grad, grad_ref)
             for call, streamed in self._one_call_per_kind():

@@ -125,7 +125,7 @@ def check_branches(handle: StreamedModel) -> None:
     parts = [part for part in branches.table.last_parts if part.trunk]
     places = [torch.cat([torch.arange(start, stop) for start, stop, _ in part.runs]) for part in parts]
     first_tokens = [part.trunk_length for part in parts]
-    fault = "does not compute rows that share their beginning as if alone: the {what} for a row differs"
+    fault = "computes rows that share their beginning differently from the rows alone: the {what} for a row differs"
     arguments = branches.arguments(torch.zeros(1, branches.length, dtype=torch.long))
     layout = _Layout(branches, arguments, places, first_tokens, fault, "set share_prefix: never")
     with checking_mode(handle), torch.no_grad():

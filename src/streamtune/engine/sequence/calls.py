@@ -56,7 +56,7 @@ class CallSharding:
             return self.shard_arguments(kwargs)
         if torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters()):
             raise UnsupportedModelError(
-                "ranks share this model's sequences, so a call without labels would return the logits of one shard",
+                "ranks share this model's sequences, so a call without labels would return only this rank's logits",
                 fix="pass labels, use handle.logprobs, or call it under torch.no_grad(), where ranks do not share",
             )
         return kwargs
@@ -75,7 +75,7 @@ class CallSharding:
         self._set_shards(None)
         tokens = next((kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None), None)
         if tokens is None:
-            raise ArgumentError("pass input_ids or inputs_embeds: ranks share this call")
+            raise ArgumentError("a call that ranks share needs input_ids or inputs_embeds, found neither")
         batch, length = tokens.shape[:2]
         _refuse_arguments(handle, kwargs, length)
         branches = rows if isinstance(rows, Branches) else None
@@ -153,7 +153,7 @@ def _positions_and_mask(
     if positions is None:
         if kind := _class_computing_positions(handle, padded):
             raise UnsupportedModelError(
-                f"{kind} computes positions from all tokens or padding, and a rank has only its shards",
+                f"{kind} computes positions from all tokens or padding, but a rank has only its own tokens",
                 fix="pass position_ids",
             )
         positions = torch.arange(shards.length, device=tokens.device)[None]

@@ -227,7 +227,7 @@ class ChunkExchange:
         """Position in the sequence of the first token of ``part``; an error if ``part`` spans several chunks."""
         if len(self.lengths) > 1:
             raise UnsupportedModelError(
-                "a layer counts positions from the length of its cache, which is undefined for several shards at once",
+                "a layer counts positions from the length of its cache, but this rank's tokens are not consecutive",
                 fix="set keep_layers: 0",
             )
         return self.start
@@ -430,8 +430,8 @@ def chunks_between_rows(schedule: Schedule, min_tokens: int, size: int, rows: Pa
         if stops is not None:
             return [slice(*each) for each in pairwise([0, *stops])]
     raise UnsupportedModelError(
-        f"short rows cannot be divided among {size} ranks: a rank whose state a later part of a row reads needs two or "
-        "more tokens of that row",
+        f"rows this short cannot be divided among {size} ranks: if a row continues on another rank, a rank needs two "
+        "or more tokens of that row",
         fix="set share_prefix: never, pack with per_device_train_batch_size: 1, or sequence_parallel_size: 1",
     )
 

@@ -139,11 +139,11 @@ def _fastest_agreeing_kernel(
     agreeing = [kernel for kernel in candidates if agrees_with_formula(kernel, where, dtype, heads.size, biased)]
     # Timing uses no mask: with a mask there is only one candidate.
     chosen = choose_fastest(agreeing, lambda kernel: median_seconds(kernel, where, dtype, heads))
-    problem = f"{dtype}, {heads.queries} heads of {heads.size} ({heads.groups} for keys)"
+    problem = f"{dtype}, {heads.queries} query heads, {heads.groups} key heads of {heads.size}"
     if chosen is None:
         names = " and ".join(kernel.name for kernel in candidates)
         warnings.warn(
-            f"{names} failed the self-check for {problem}; attention runs tiled, slower",
+            f"{names} failed the self-check for {problem}; attention is computed in tiles, which is slower",
             stacklevel=2,
         )
     else:

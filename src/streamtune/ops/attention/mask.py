@@ -262,7 +262,7 @@ class LazyMask(MaskRules):
         offsets = (self.q_offset, self.kv_offset, self.q_length, self.kv_length)
         if not alone or offsets != (0, 0, table.length, table.length):
             raise UnsupportedModelError(
-                "rows cannot share a prefix: this model's attention mask has padding, packed rows or mutual blocks",
+                "rows cannot share a prefix: this model's attention mask has padding, packed rows or image blocks",
                 fix="set share_prefix: never",
             )
         return replace(self, branches=table)

@@ -331,7 +331,7 @@ def _is_band_chosen(index: int, dtype: torch.dtype, heads: TrialHeads, windowed:
         return False
     right = is_band_correct(device, dtype, heads.size, windowed)
     chosen = right and (windowed or _is_band_faster(device, dtype, heads))
-    problem = f"{dtype}, {heads.queries} heads of {heads.size} ({heads.groups} for keys)"
+    problem = f"{dtype}, {heads.queries} query heads, {heads.groups} key heads of {heads.size}"
     log.info("a chunk%s, %s: %s", " in a window" if windowed else "", problem, BandView.name if chosen else "segments")
     return chosen
 

@@ -125,9 +125,9 @@ def _fastest_agreeing_kernel(
                 if seconds < best_seconds:
                     best, best_seconds = kernel, seconds
     except torch.OutOfMemoryError:  # the comparison allocates two gradients of the weight
-        log.info("not enough device memory to compare fused heads; the streamed head is used")
+        log.info("not enough device memory to compare fused heads; torch's operators are used")
     name = best.name if best else "streamed"
-    log.info("head %s, %d tokens of %d words: %s", shape.dtype, shape.tokens, shape.vocabulary, name)
+    log.info("head in %s, %d tokens, vocabulary of %d: %s", shape.dtype, shape.tokens, shape.vocabulary, name)
     return best
 
 

@@ -232,7 +232,7 @@ def _logits_gradient(
     ``logits_nV`` may be overwritten.
     """
     if grad_entropy_n is None:
-        assert grad_logprobs_n is not None, "a backward has a gradient"
+        assert grad_logprobs_n is not None, "backward got no gradient"
         # the loss is -log p, hence the sign
         _, grad = loss_and_grad(logits_nV, targets_n, transform, True, overwrite_logits=True, factor_n=-grad_logprobs_n)
         assert grad is not None

@@ -121,7 +121,7 @@ class TopKTeacher:
         targets = targets_BT.cpu()
         is_target = targets != IGNORE_INDEX
         index = torch.where(is_target, is_target.flatten().cumsum(0).view(targets.shape) - 1, IGNORE_INDEX)
-        assert int(is_target.sum()) == len(ids_Kk) == len(logprobs_Kc), "the tables have an entry for each target"
+        assert int(is_target.sum()) == len(ids_Kk) == len(logprobs_Kc), "the tables must have one row per target"
         return cls(index, ids_Kk, logprobs_Kc)
 
     def reindexed_for(self, targets_BT: Tensor) -> TopKTeacher:
