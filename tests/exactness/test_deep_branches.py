@@ -55,7 +55,7 @@ def rows(nodes: tuple[tuple[int, int], ...], seed: int = 5) -> Rows:
     targets = torch.full_like(ids, -100)
     alone, begins = [], []
     for leaf in branches.table.last_parts:
-        alone.append(torch.cat([ids[start:stop] for start, stop, _ in leaf.runs]))
+        alone.append(torch.cat([ids[start:stop] for start, stop, _ in leaf.row_ranges]))
         begins.append(leaf.trunk_length)
         targets[leaf.start : leaf.stop - 1] = ids[leaf.start + 1 : leaf.stop]
     return Rows(alone, begins, ids[None], targets[None], branches)

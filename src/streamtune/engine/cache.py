@@ -282,7 +282,7 @@ class ChunkCache(hf_internal(CACHE_CLASS)):  # type: ignore[misc]
             state = self.state_leaves[key] = state.detach().requires_grad_()
             self.states.on_leaf_created(self._own_tokens, read_position, key, state)
         start = self.chunk.start if self.exchange is None else self.exchange.start
-        return state if rows is None or start not in rows.starts else rows.reset_begun_rows(state, start)
+        return state if rows is None or start not in rows.row_starts else rows.reset_begun_rows(state, start)
 
     def _save_state(self, key: StateKey, state: Tensor) -> None:
         self._report_state_use()

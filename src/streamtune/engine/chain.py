@@ -380,7 +380,7 @@ class _ChainBackward:
             for link in self.links:
                 notify_chunk(link.layer, slice(0, 0), "prepare")
                 link.prepare_backward()
-                stack.enter_context(link.weights.restored())
+                stack.enter_context(link.weights.applied())
                 stack.enter_context(link.stream.pass_over_chunks(link.sums))
             grads_z = [last.output_gradient(grad_outputs[0]), *grad_outputs[1:layer_output_count]]
             for stored in (source, grads_z[0]):

@@ -198,14 +198,14 @@ class _LogitsSource:
         """Yield the logits of ``chunk_size`` tokens at a time, without a graph."""
         self.weights.check_unchanged("the model call and the reading of its logits")
         for part in self.hidden.split(self.chunk_size, dim=-2):
-            with self.autocast.restored(), self.weights.restored():
+            with self.autocast.applied(), self.weights.applied():
                 logits = self.transform(self.head(part))
             yield logits
 
     def compute_with_graph(self) -> Tensor:
         """Return the logits of all tokens with their graph."""
         self.weights.check_unchanged("the model call and the reading of its logits")
-        with self.autocast.restored(), self.weights.restored():
+        with self.autocast.applied(), self.weights.applied():
             return self.transform(self.head(self.hidden))
 
 

@@ -248,7 +248,7 @@ class _StreamedLayer(torch.autograd.Function):
 
         notify_chunk(owner.layer, slice(0, 0), "prepare")
         with ExitStack() as stack:
-            stack.enter_context(ctx.weights.restored())
+            stack.enter_context(ctx.weights.applied())
             parameters = stack.enter_context(owner.weights_on_device(ctx.parameters))
             sums = [GradientSum(p, stream.widen) for p in parameters]
             for total, parameter in zip(sums, ctx.parameters, strict=True):

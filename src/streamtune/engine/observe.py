@@ -74,7 +74,7 @@ class Autocast:
         kind = device.type if device.type in ("cpu", "cuda") else "cpu"
         return cls(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
 
-    def restored(self) -> AbstractContextManager[None]:
+    def applied(self) -> AbstractContextManager[None]:
         """Context manager: applies these autocast settings, without the weight cache, which would outlive the graph."""
         return torch.autocast(self.device_type, dtype=self.dtype, enabled=self.enabled, cache_enabled=False)
 
@@ -97,7 +97,7 @@ class Modes:
         return cls(tuple((module, module.training) for module in layer.modules()), function_modes())
 
     @contextmanager
-    def restored(self) -> Iterator[None]:
+    def applied(self) -> Iterator[None]:
         """Context manager: applies these modes; on exit, training flags are what they were on entry."""
         entered = function_modes()
         missing = [mode for mode in self.functions if not any(mode is other for other in entered)]

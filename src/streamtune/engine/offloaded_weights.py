@@ -277,10 +277,10 @@ class OffloadedWeights:
                 copies.append(self._begin_copy(parameter))
         return _Fetched(unit.weight_versions(), copies)
 
-    def _prefetch_neighbour(self, unit: _WeightUnit, prefetch: int) -> None:
-        if not prefetch or unit.next_layer is None:
+    def _prefetch_neighbour(self, unit: _WeightUnit, offset: int) -> None:
+        if not offset or unit.next_layer is None:
             return
-        place = unit.next_layer if prefetch > 0 else unit.next_layer - 2
+        place = unit.next_layer if offset > 0 else unit.next_layer - 2
         if 0 <= place < len(self._layers):
             self._prefetched = self._layers[place], self._fetch(self._layers[place])
 

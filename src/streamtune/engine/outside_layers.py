@@ -145,10 +145,10 @@ class Embeddings(Tensor):
             and isinstance(args[0], Embeddings)
             and is_scalar(args[1])
         ):
-            return args[0].scale(func, args[1])
+            return args[0].scaled_by(func, args[1])
         return func(*map_nested(read_embeddings, args), **map_nested(read_embeddings, kwargs or {}))
 
-    def scale(self, func: Callable[[Tensor, Any], Tensor], factor: Any) -> Any:
+    def scaled_by(self, func: Callable[[Tensor, Any], Tensor], factor: Any) -> Any:
         """Return a placeholder for ``func(self, factor)``, and free the unscaled embeddings."""
         scaled = func(pop_embeddings(self), factor)
         return Embeddings.create(scaled, lambda: func(read_embeddings(self), factor))
@@ -320,7 +320,7 @@ class _StreamedNorm(torch.autograd.Function):
 
         def run_chunk(chunk: slice, x_i: list[Tensor]) -> tuple[list[Tensor], _EmptyBoundary]:
             notify_chunk(norm.norm, chunk, "replay")
-            with ctx.autocast.restored(), ctx.weights.restored():
+            with ctx.autocast.applied(), ctx.weights.applied():
                 return [run_module(x_i[0])], _EmptyBoundary()
 
         grad_target: LayerStream | None = ctx.grad_target

@@ -210,7 +210,7 @@ class LayerStream:
         if for_backward:
             self._save_input(inputs[0])
         if for_backward and self.is_chunk_order and self.settings.schedule.keep_kv == "host" and len(self.chunks) > 1:
-            self.states.tier = self._tier("host")
+            self.states.tier = self._get_tier("host")
         self.states.begin_pass(backward=False)
         for chunk in self.chunks:
             if for_backward:
@@ -280,13 +280,13 @@ class LayerStream:
 
     # Tensors that are saved for the backward.
 
-    def _tier(self, name: TierName) -> Tier:
+    def _get_tier(self, name: TierName) -> Tier:
         return self.owner.parts.tiers.get_tier(name, self.settings.device)
 
     def _save_input(self, hidden: Tensor) -> None:
         place, keep_attention = self.owner.placement, self.settings.schedule.keep_attention
         if keep_attention != "no":
-            self.saved.attention = SavedAttention(self._tier(keep_attention))
+            self.saved.attention = SavedAttention(self._get_tier(keep_attention))
         if self.producer is not None or self.follows_in_chain:
             self.saved.z_in = None
         elif place.tier == "device":
@@ -295,7 +295,7 @@ class LayerStream:
             self.saved.z_in = self._new_stored_tensor(place.tier, hidden)
 
     def _new_stored_tensor(self, name: TierName, like: Source) -> StoredTensor:
-        return StoredTensor(self._tier(name), like, self.hidden_sequence_dim)
+        return StoredTensor(self._get_tier(name), like, self.hidden_sequence_dim)
 
     def _save_kv_and_states(self, for_backward: bool, recomputed: bool, shared: bool = False) -> None:
         """Free keys, values and states that the backward recomputes or does not read; keep or offload the others."""
@@ -309,7 +309,7 @@ class LayerStream:
         if not (for_backward and shared) and not (wanted and keep_kv != "no"):
             self.kv.free_kv()
         elif keep_kv == "host" and not shared:
-            self.kv.offload(self._tier("host"))
+            self.kv.offload(self._get_tier("host"))
         if not wanted:
             self.states.free_states()
 
@@ -323,7 +323,7 @@ class LayerStream:
             own_keys.start: self.call.first_key_position(chunk)
             for own_keys, chunk in zip(keys, self.chunks, strict=True)
         }
-        tier = self._tier("host" if self.settings.schedule.keep_kv == "host" else "device")
+        tier = self._get_tier("host" if self.settings.schedule.keep_kv == "host" else "device")
         notify_chunk(self.call.layer, self.chunks[-1], "keep")
         self.saved.kv = save_kv_spans(self.kv, keys, lambda own_keys: first_keys[own_keys.start], tier)
 
@@ -450,7 +450,7 @@ class LayerStream:
     @contextmanager
     def _restored_state(self, chunk: slice) -> Iterator[None]:
         """Context manager: random state, autocast settings and modes are as in the chunk's forward."""
-        with self.random[chunk.start].replayed(), self.settings.autocast.restored(), self.settings.modes.restored():
+        with self.random[chunk.start].replayed(), self.settings.autocast.applied(), self.settings.modes.applied():
             yield
 
     def free(self, keep_graph: bool = False) -> None:

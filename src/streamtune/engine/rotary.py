@@ -43,7 +43,7 @@ class RowLengths:
         if isinstance(rows, Branches):
             return cls._from_branches(rows)
         positions_BT = rows.positions_BT
-        row_BT = rows.begins.long().cumsum(-1) - 1
+        row_BT = rows.is_row_start.long().cumsum(-1) - 1
         lengths = torch.zeros_like(positions_BT).scatter_reduce(-1, row_BT, positions_BT + 1, "amax")
         each_BT = lengths.gather(-1, row_BT)
         return cls(each_BT, each_BT)
@@ -66,7 +66,7 @@ class RowLengths:
         shortest_1T = torch.full_like(longest_1T, torch.iinfo(torch.int64).max)
         for leaf in rows.table.last_parts:
             length = leaf.trunk_length + leaf.stop - leaf.start
-            for start, stop, _ in leaf.runs:
+            for start, stop, _ in leaf.row_ranges:
                 longest_1T[:, start:stop] = longest_1T[:, start:stop].clamp(min=length)
                 shortest_1T[:, start:stop] = shortest_1T[:, start:stop].clamp(max=length)
         return cls(shortest_1T, longest_1T)
@@ -95,7 +95,7 @@ class LengthRotary:
         module.forward = self
 
     @classmethod
-    def install(cls, model: nn.Module, lengths: Callable[[Tensor], RowLengths | None]) -> list[LengthRotary]:
+    def install_in_model(cls, model: nn.Module, lengths: Callable[[Tensor], RowLengths | None]) -> list[LengthRotary]:
         """Replace the forward of rotary embeddings that depend on the longest position; return the replacements."""
         installed = []
         for module in model.modules():
@@ -168,7 +168,7 @@ def rotate_rows_as_if_alone(model: nn.Module, mask_BT: Tensor | None = None) -> 
         each_BT = mask_BT.long().sum(-1, keepdim=True).expand_as(mask_BT)
         return RowLengths(each_BT, each_BT)
 
-    rotations = LengthRotary.install(model, lengths)
+    rotations = LengthRotary.install_in_model(model, lengths)
     try:
         yield
     finally:

@@ -59,15 +59,15 @@ class PackedRows:
         if not isinstance(position_ids, Tensor) or position_ids.dim() not in (1, 2):
             return None
         rows = cls(torch.atleast_2d(position_ids))
-        return rows if len(rows.starts) > 1 else None
+        return rows if len(rows.row_starts) > 1 else None
 
     @cached_property
-    def starts(self) -> list[int]:
+    def row_starts(self) -> list[int]:
         """Sorted positions, including 0, at which a row begins in any sequence of the batch."""
         return row_starts(self.positions_BT)
 
     @cached_property
-    def begins(self) -> Tensor:
+    def is_row_start(self) -> Tensor:
         """Boolean ``[B, T]``: True where a row begins."""
         begins = torch.ones_like(self.positions_BT, dtype=torch.bool)
         begins[:, 1:] = self.positions_BT.diff(dim=-1) != 1
@@ -76,7 +76,7 @@ class PackedRows:
     @cached_property
     def common_starts(self) -> frozenset[int]:
         """Positions at which a row begins in every sequence of the batch at once."""
-        return frozenset(int(place) for place in host_copy(self.begins).all(0).nonzero().flatten().tolist())
+        return frozenset(int(place) for place in host_copy(self.is_row_start).all(0).nonzero().flatten().tolist())
 
     def restrict_mask(self, mask: LazyMask) -> LazyMask:
         """Return ``mask`` restricted so that no packed row sees another; cached for each mask.
@@ -87,7 +87,7 @@ class PackedRows:
             return mask
         cached = self._masks.get(id(mask))
         if cached is None or cached[0] is not mask:
-            starts = run_starts(host_copy(self.begins).cumsum(1)).to(mask.device)
+            starts = run_starts(host_copy(self.is_row_start).cumsum(1)).to(mask.device)
             cached = self._masks[id(mask)] = (mask, replace(mask, row_start=starts))
         return cached[1]
 
@@ -98,7 +98,7 @@ class PackedRows:
     def chunks(self, schedule: Schedule) -> list[slice]:
         """Return the chunks of the schedule, cut also wherever a row begins."""
         chunks: list[slice] = []
-        for start, stop in pairwise([*self.starts, self.positions_BT.shape[1]]):
+        for start, stop in pairwise([*self.row_starts, self.positions_BT.shape[1]]):
             chunks += [slice(start + c.start, start + c.stop) for c in schedule.chunks(stop - start)]
         self.refuse_single_token_chunks(chunks)
         return chunks
@@ -135,7 +135,7 @@ class PackedRows:
                 "positions",
                 fix="pack with per_device_train_batch_size: 1",
             )
-        begun = self.begins[:, position]
+        begun = self.is_row_start[:, position]
         return state.masked_fill(begun.reshape(-1, *[1] * (state.dim() - 1)), 0.0)
 
 
@@ -220,21 +220,21 @@ class Branches(PackedRows):
         return Branches(table.positions[None], table)
 
     @cached_property
-    def starts(self) -> list[int]:
+    def row_starts(self) -> list[int]:
         """Indices in the sequence at which a trunk or a branch begins."""
         return [part.start for part in self.table.parts]
 
     @cached_property
-    def begins(self) -> Tensor:
+    def is_row_start(self) -> Tensor:
         """Boolean ``[1, T]``: True where a trunk or a branch begins."""
         begins = torch.zeros_like(self.positions_BT, dtype=torch.bool)
-        begins[:, self.starts] = True
+        begins[:, self.row_starts] = True
         return begins
 
     @cached_property
     def common_starts(self) -> frozenset[int]:
         """All ``starts``, because there is only one sequence."""
-        return frozenset(self.starts)
+        return frozenset(self.row_starts)
 
     @cached_property
     def _trunk_ends(self) -> dict[int, int]:

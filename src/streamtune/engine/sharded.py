@@ -230,7 +230,7 @@ class Weights:
                 )
 
     @contextmanager
-    def restored(self) -> Iterator[None]:
+    def applied(self) -> Iterator[None]:
         """Context manager: the layer has the recorded tensors, also after ``torch.func.functional_call`` has ended."""
         places = [(*_tensor_table_and_key(self.layer, name), tensor) for name, tensor, *_ in self.tensors]
         swapped = [(table, key, tensor) for table, key, tensor in places if table[key] is not tensor]

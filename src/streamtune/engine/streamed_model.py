@@ -104,7 +104,7 @@ class StreamedModel:
         self._embedding = token_embedding(self.model)
         if self._embedding is not None:
             self._embedding.forward = StreamedEmbedding(self._embedding)  # type: ignore[method-assign]
-        self._rotations = LengthRotary.install(self.model, partial(_row_lengths_of_call, self.context))
+        self._rotations = LengthRotary.install_in_model(self.model, partial(_row_lengths_of_call, self.context))
         self._checkpointing: set[Any] = set()
         """Modules whose gradient checkpointing is turned off while the model is streamed."""
         self._hooks = [

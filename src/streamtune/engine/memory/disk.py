@@ -104,7 +104,7 @@ class _DiskBlock:
         self.written: Future[None] | None = None
         self.fetched: tuple[Tensor, torch.cuda.Event | None] | None = None
         self.offset, self.freed = tier.space.allocate(self.nbytes), False
-        tier.tally.add(self.nbytes)
+        tier.tally.add_bytes(self.nbytes)
         if tier.file is not None:
             tier.file.extend_to(self.offset + round_up_to_pages(self.nbytes))
         self._write(x)
@@ -166,7 +166,7 @@ class _DiskBlock:
             self.tier.arena.free(self.reading[0])
             self.reading = None
         self.tier.space.free(self.offset)
-        self.tier.tally.subtract(self.nbytes)
+        self.tier.tally.subtract_bytes(self.nbytes)
 
     __del__ = free  # a forward whose backward never comes
 
@@ -197,7 +197,7 @@ class _File:
         try:
             self._reserve_space(end)
         except OSError as error:
-            raise self.storage_error(error, end) from error
+            raise self.make_storage_error(error, end) from error
         self.length = end
 
     def _reserve_space(self, end: int) -> None:
@@ -229,9 +229,9 @@ class _File:
                     raise OSError(errno.EIO, "the file is shorter than what was written to it")
                 done += count
         except OSError as error:
-            raise self.storage_error(error, self.length) from error
+            raise self.make_storage_error(error, self.length) from error
 
-    def storage_error(self, error: OSError, wanted_bytes: int) -> StorageError:
+    def make_storage_error(self, error: OSError, wanted_bytes: int) -> StorageError:
         """Return a :class:`StorageError` with a fix for an ``OSError``; ``wanted_bytes``: length that is needed."""
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             free = shutil.disk_usage(self.directory).free

@@ -242,12 +242,12 @@ class Tally:
     def __init__(self) -> None:
         self.live_bytes = self.peak_bytes = self.moved_bytes = 0
 
-    def add(self, nbytes: int) -> None:
+    def add_bytes(self, nbytes: int) -> None:
         """Count ``nbytes`` more stored bytes."""
         self.live_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
-    def subtract(self, nbytes: int) -> None:
+    def subtract_bytes(self, nbytes: int) -> None:
         """Count ``nbytes`` fewer stored bytes."""
         self.live_bytes -= nbytes
 
@@ -277,14 +277,14 @@ class Arena:
             self._first_region += 1
         candidates = (region for region in self.regions[self._first_region :] if region.has_room_for(nbytes))
         region = next(candidates, None) or self._add_region(nbytes, device)
-        self.tally.add(nbytes)
+        self.tally.add_bytes(nbytes)
         return Span(region, region.stack.allocate(nbytes), nbytes)
 
     def free(self, span: Span) -> None:
         """Free a block, so that its memory can be allocated again."""
         span.region.stack.free(span.offset)
         self._first_region = min(self._first_region, span.region.number)
-        self.tally.subtract(span.nbytes)
+        self.tally.subtract_bytes(span.nbytes)
 
     def _add_region(self, nbytes: int, device: torch.device) -> _Region:
         ahead = sum(region.size for region in self.regions) // 16

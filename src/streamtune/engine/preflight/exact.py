@@ -68,7 +68,7 @@ def check_exact(handle: StreamedModel) -> None:
     for reference in (plain_names, ["eager"] * len(plain_names)):
         try:
             with checking_mode(handle):
-                _Preflight(handle, reference).run()
+                _Preflight(handle, reference).compare_forwards()
             return
         except (DiffersError, _PlainError) as error:
             first_error = first_error or error
@@ -106,7 +106,7 @@ class _Preflight:
         self.current_layer: int | None = None
         """Index of the current layer; None outside of layers."""
 
-    def run(self) -> None:
+    def compare_forwards(self) -> None:
         """Run the unstreamed and the streamed forward; raise an error at the first difference."""
         try:
             self.inputs = trial_batch(self.model)

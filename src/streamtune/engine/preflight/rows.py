@@ -109,7 +109,7 @@ def check_packing(handle: StreamedModel) -> None:
     fault = "does not keep packed rows apart: the {what} for a row changes with the rows before it"
     layout = _Layout(rows, {"position_ids": positions}, places, [0] * len(ROWS), fault, "set packing: false")
     with checking_mode(handle), torch.no_grad():
-        _Trial(handle, layout).run()
+        _Trial(handle, layout).compare_rows()
 
 
 def check_branches(handle: StreamedModel) -> None:
@@ -123,13 +123,13 @@ def check_branches(handle: StreamedModel) -> None:
     _refuse_hybrid_layers(handle, "set share_prefix: never, or sequence_parallel_size: 1")
     branches = Branches.of_nodes(TREES)
     parts = [part for part in branches.table.last_parts if part.trunk]
-    places = [torch.cat([torch.arange(start, stop) for start, stop, _ in part.runs]) for part in parts]
+    places = [torch.cat([torch.arange(start, stop) for start, stop, _ in part.row_ranges]) for part in parts]
     first_tokens = [part.trunk_length for part in parts]
     fault = "computes rows that share their beginning differently from the rows alone: the {what} for a row differs"
     arguments = branches.arguments(torch.zeros(1, branches.length, dtype=torch.long))
     layout = _Layout(branches, arguments, places, first_tokens, fault, "set share_prefix: never")
     with checking_mode(handle), torch.no_grad():
-        _Trial(handle, layout).run()
+        _Trial(handle, layout).compare_rows()
 
 
 def _refuse_hybrid_layers(handle: StreamedModel, fix: str) -> None:
@@ -156,7 +156,7 @@ class _Trial:
         self.row, self.first_token = torch.arange(0), 0
         self.errors: dict[tuple[int, str], list[float]] = {}
 
-    def run(self) -> None:
+    def compare_rows(self) -> None:
         """Raise :class:`UnsupportedModelError` if a row depends on another row."""
         layout, device = self.layout, self.ids.device
         positions = layout.rows.positions_BT
@@ -289,9 +289,9 @@ def check_length(handle: StreamedModel, length: int) -> None:
     ):  # as in check_exact: an implementation may lack what a layer needs
         with checking_mode(handle), torch.no_grad():
             forwards = _Forwards(handle, reference)
-            forwards.run(length, plain=True)
+            forwards.run_decoder(length, plain=True)
             try:
-                forwards.run(length, plain=False)
+                forwards.run_decoder(length, plain=False)
             except UnsupportedModelError as error:
                 first_error = first_error or error
             else:
@@ -310,7 +310,7 @@ class _Forwards:
         self.kinds: set[Any] = set()
         self.recorded: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def run(self, length: int, plain: bool) -> None:
+    def run_decoder(self, length: int, plain: bool) -> None:
         step = self._record_plain if plain else self._compare_call
         replace_layer_forwards(self.handle, step)
         decoder: Any = getattr(self.model, self.model.base_model_prefix, self.model)

@@ -191,7 +191,7 @@ class SequenceShards:
                     "cannot compute this mask",
                     fix="set packing: false, or sequence_parallel_size: 1",
                 )
-            begins = torch.nn.functional.pad(self.rows.begins, (0, self.padded_length - self.length))
+            begins = torch.nn.functional.pad(self.rows.is_row_start, (0, self.padded_length - self.length))
             begins[:, self.length :] = True
             row_start = run_starts(begins.cumsum(1)).to(mask.device)
         return replace(mask, q_length=self.padded_length, row_start=row_start, block_start=None)
@@ -414,8 +414,8 @@ def chunks_between_rows(schedule: Schedule, min_tokens: int, size: int, rows: Pa
     Raises:
         UnsupportedModelError: No such chunks were found.
     """
-    borders = frozenset(rows.starts)
-    intervals = list(pairwise([*rows.starts, max(min_tokens * size, rows.starts[-1] + 1)]))
+    borders = frozenset(rows.row_starts)
+    intervals = list(pairwise([*rows.row_starts, max(min_tokens * size, rows.row_starts[-1] + 1)]))
     rows.refuse_single_token_chunks(slice(*each) for each in intervals[:-1])
     parts = [(start, stop) for start, stop in intervals if stop - start > 1]
     forbidden = _ForbiddenBorders(

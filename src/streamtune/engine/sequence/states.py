@@ -119,7 +119,7 @@ def _fragment_slices(own_slice: slice, positions: slice, rows: PackedRows | None
 
     ``own_slice`` is the shard as a slice of these tokens, ``positions`` as a slice of the sequence.
     """
-    starts = [] if rows is None else rows.starts
+    starts = [] if rows is None else rows.row_starts
     inside = starts[bisect_right(starts, positions.start) : bisect_left(starts, positions.stop)]
     places = [own_slice.start, *(own_slice.start + at - positions.start for at in inside), own_slice.stop]
     return [slice(*each) for each in pairwise(places)]
@@ -266,7 +266,7 @@ class SharedStates(States):
 
     def on_leaf_created(self, chunk: slice, read_position: int | None, key: StateKey, leaf: Tensor) -> None:
         """Register a hook on ``leaf``, a received state, that sends its gradient to the rank that computed it."""
-        if read_position is not None and self._completes_grad(chunk, read_position):
+        if read_position is not None and self._adds_last_grad_term(chunk, read_position):
             leaf.register_hook(partial(self._send_grad, read_position, key))
 
     def _send_grad(self, read_position: int, key: StateKey, grad: Tensor | None) -> None:
@@ -286,7 +286,7 @@ class SharedStates(States):
         if read_position is not None:
             unsent = {key: part for key, part in parts.items() if (read_position, key) not in self._sent_grads}
             super().add_state_grads(chunk, read_position, position, unsent)
-        if read_position is not None and self._completes_grad(chunk, read_position):
+        if read_position is not None and self._adds_last_grad_term(chunk, read_position):
             for key, state in self.states_after.get(read_position, {}).items():
                 if state.is_floating_point() and (read_position, key) not in self._sent_grads:
                     self._send_grad(read_position, key, None)
@@ -297,7 +297,7 @@ class SharedStates(States):
 
     # Senders and receivers.
 
-    def _completes_grad(self, chunk: slice, read_position: int | None) -> bool:
+    def _adds_last_grad_term(self, chunk: slice, read_position: int | None) -> bool:
         """Return True if ``chunk``'s backward adds the last term to this rank's gradient of a received state."""
         if read_position is None or self._other_producer(read_position) is None:
             return False

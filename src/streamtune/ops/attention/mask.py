@@ -136,7 +136,7 @@ class MaskView(NoTensor):
     def _segments_of_branch(self, start: int, stop: int, part: Branch) -> list[Segment]:
         """Return the segments of queries ``[start, stop)`` of a branch: over its trunk and over its own keys."""
         segments = []
-        for run_start, run_stop, shift in part.runs[:-1]:
+        for run_start, run_stop, shift in part.row_ranges[:-1]:
             first = first_common = run_start
             if self.mask.window is not None:
                 offset = shift - part.shift - self.mask.window + 1  # from a query's place to the place of its first key
@@ -280,9 +280,9 @@ class LazyMask(MaskRules):
     def __getitem__(self, key: Any) -> LazyMask:
         """Return this mask if the slices select the whole mask; refuse any other index."""
         if not isinstance(key, tuple) or len(key) != 4 or not all(isinstance(part, slice) for part in key):
-            raise self._refuse("indexing")
+            raise self._make_error("indexing")
         if any(part.indices(size) != (0, size, 1) for part, size in zip(key, self.shape, strict=True)):
-            raise self._refuse("slicing")
+            raise self._make_error("slicing")
         return self
 
     def view_queries(self, start: int, stop: int) -> MaskView:

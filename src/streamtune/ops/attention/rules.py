@@ -42,24 +42,24 @@ class NoTensor:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        raise self._refuse(name)
+        raise self._make_error(name)
 
     def __getitem__(self, key: Any) -> Any:
-        raise self._refuse("indexing")
+        raise self._make_error("indexing")
 
     def __eq__(self, other: object) -> Any:
         if isinstance(other, int | float | Tensor):  # Python would return False, and the layer would continue with that
-            raise self._refuse("==")
+            raise self._make_error("==")
         return self is other
 
     __hash__ = object.__hash__
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
-        raise cls._refuse(getattr(func, "__name__", str(func)))
+        raise cls._make_error(getattr(func, "__name__", str(func)))
 
     @staticmethod
-    def _refuse(operation: str) -> _MaskIsNoTensorError:
+    def _make_error(operation: str) -> _MaskIsNoTensorError:
         return _MaskIsNoTensorError(
             f"a layer of this model computes with its attention mask ({operation}), but a streamed mask is not a "
             "tensor",

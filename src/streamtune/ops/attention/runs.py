@@ -123,7 +123,7 @@ class Branch:
         return self.start - self.trunk_length
 
     @cached_property
-    def runs(self) -> tuple[tuple[int, int, int], ...]:
+    def row_ranges(self) -> tuple[tuple[int, int, int], ...]:
         """(start, stop, shift) of the trunk's ranges and of the part; ``shift`` is index minus position in the row."""
         found, position = [], 0
         for start, stop in (*self.trunk, (self.start, self.stop)):
@@ -133,7 +133,7 @@ class Branch:
 
     def index_at_position(self, position: int) -> int:
         """Return the index in the sequence of the token at ``position`` in the row."""
-        return next(position + shift for _, stop, shift in self.runs if position + shift < stop)
+        return next(position + shift for _, stop, shift in self.row_ranges if position + shift < stop)
 
 
 @dataclass(frozen=True)
