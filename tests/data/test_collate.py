@@ -142,7 +142,7 @@ def seen(batch: CollatedTrees) -> list[list[int]]:
     table = BranchTable.from_nodes(batch["nodes"])
     ids, found = batch["input_ids"][0].tolist(), []
     for place in batch["flat_index_K"].tolist():
-        part = table.at(place)
+        part = table.part_at(place)
         runs = [*part.trunk, (part.start, place + 1)]
         found.append([token for start, stop in runs for token in ids[start:stop]])
     return found

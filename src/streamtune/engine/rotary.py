@@ -32,7 +32,7 @@ LENGTH_DEPENDENT_TYPES = ("dynamic", "longrope")
 
 @dataclass(frozen=True)
 class RowLengths:
-    """Length of each token's row, ``[B, T]`` int64; a token that several rows share has a shortest and a longest."""
+    """Length of each token's row, ``[B, T]`` int64: of the shortest and the longest row, if rows share a token."""
 
     shortest_BT: Tensor  # noqa: N815
     longest_BT: Tensor  # noqa: N815

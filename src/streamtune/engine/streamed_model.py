@@ -113,7 +113,7 @@ class StreamedModel:
         ]
 
     def remove(self) -> None:
-        """Restore the model; offloaded weights stay on the host."""
+        """Undo everything that ``stream`` installed in the model; offloaded weights stay on the host."""
         for hook in self._hooks:
             hook.remove()
         if self.head is not None:

@@ -124,5 +124,5 @@ class Tiers:
         return Tiers, (self.schedule,)  # a copy has its own memory
 
     def close(self) -> None:
-        """Release host memory and file; calls whose backward has not run keep their stored tensors."""
+        """Release the host memory and the file; calls whose backward has not run keep their stored tensors."""
         self._tiers, self.arena = {}, Arena(self.host)

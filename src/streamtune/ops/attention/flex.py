@@ -44,7 +44,7 @@ class FlexView:
         self._saved: tuple[Tensor, ...] | None = None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, for_backward: bool) -> tuple[Tensor, Tensor]:
-        """Implement ``ViewKernel.forward``; ``for_backward`` keeps the graph for :meth:`backward`."""
+        """Return output and log-sum-exp; ``for_backward`` keeps the graph for :meth:`backward`."""
         # With a graph whenever possible, so that only one function is compiled.
         graph = for_backward or not any(x.is_inference() for x in (q, k, v))
         with torch.set_grad_enabled(graph):
@@ -55,7 +55,7 @@ class FlexView:
         return o.detach(), lse.detach()
 
     def backward(self, grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor) -> Grads:
-        """Implement ``ViewKernel.backward``.
+        """Return the gradients of q, k and v for another log-sum-exp (``ViewKernel.backward``).
 
         Flex attention has softmax P, output ``o_own`` and log-sum-exp ``lse_own``. For the gradients ``a dO`` and ``g``
         of these outputs, it computes ``dS = P (a dP - a rowsum(dO o_own) + g)``. With ``a = exp(lse_own - lse)``, ``a

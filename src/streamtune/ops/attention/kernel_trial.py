@@ -186,7 +186,7 @@ def copy_to_odd_layout(x: Tensor, layout: str) -> Tensor:
 def agrees_with_formula(
     kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int, biased: bool = False
 ) -> bool:
-    """Return True if an attention kernel agrees with the formula in fp64 on small problems.
+    """Return True if an attention kernel agrees with the attention formula in fp64 on small problems.
 
     The backward gets the log-sum-exp of a softmax over more keys. The problems have ungrouped and grouped heads,
     several key blocks of the kernel, and the causal square; ``biased`` adds a mask. Each tensor is tested in each of
@@ -269,7 +269,7 @@ class _Problem:
         return torch.zeros(shape, dtype=self.dtype, device=self.device).masked_fill_(hidden, low)
 
     def kernel_agrees(self, kernel: Kernel, biased: bool) -> bool:
-        """Return True if a kernel's output, log-sum-exp and gradients agree with the formula.
+        """Return True if a kernel's output, log-sum-exp and gradients agree with the attention formula.
 
         The gradients are computed for the log-sum-exp of a softmax over more keys than the problem has.
         """
@@ -354,7 +354,7 @@ def choose_fastest(kernels: Sequence[Kernel], measure_seconds: Callable[[Kernel]
     """Return the fastest kernel; a later kernel wins only if it takes less than :data:`MARGIN` of the time.
 
     Args:
-        kernels: Kernels that agree with the formula, the most trusted first.
+        kernels: Kernels that agree with the attention formula, the most trusted first.
         measure_seconds: Function that returns the time of a kernel; None if the time could not be measured.
     """
     best, least = None, float("inf")

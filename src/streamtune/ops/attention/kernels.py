@@ -301,7 +301,7 @@ def active_flash_name() -> str:
 
 @lru_cache(maxsize=8)
 def use_fastest_flash(device: torch.device, kernel: Kernel, heads: TrialHeads) -> str:
-    """Activate torch's fastest flash attention implementation that agrees with the formula; return its name.
+    """Activate torch's fastest flash attention implementation that agrees with the attention formula; return its name.
 
     An implementation that the user activated stays active. Without a CUDA device nothing changes.
 

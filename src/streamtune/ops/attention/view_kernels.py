@@ -97,7 +97,7 @@ class BandView(_FlashView):
     name = "cuda-flash, whole chunk"
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, for_backward: bool) -> tuple[Tensor, Tensor]:
-        """Implement ``ViewKernel.forward``."""
+        """Return output and log-sum-exp of the view (``ViewKernel.forward``)."""
         q, k, v = (x.transpose(1, 2) for x in (q, self._visible_keys(k), self._visible_keys(v)))
         o, lse, *_ = call_kernel(
             torch.ops.aten._flash_attention_forward,
@@ -106,7 +106,7 @@ class BandView(_FlashView):
         return o.transpose(1, 2), lse
 
     def backward(self, grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor) -> Grads:
-        """Implement ``ViewKernel.backward``."""
+        """Return the gradients of q, k and v (``ViewKernel.backward``)."""
         grad_o, q, k_seen, v_seen, o = (
             x.transpose(1, 2) for x in (grad_o, q, self._visible_keys(k), self._visible_keys(v), o)
         )
@@ -162,7 +162,7 @@ class RowsView(_FlashView):
         return known[key]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, for_backward: bool) -> tuple[Tensor, Tensor]:
-        """Implement ``ViewKernel.forward``."""
+        """Return output and log-sum-exp of the view (``ViewKernel.forward``)."""
         q, k, v = (_as_token_rows(x) for x in (q, self._visible_keys(k), self._visible_keys(v)))
         o, lse, *_ = call_kernel(
             torch.ops.aten._flash_attention_forward,
@@ -171,7 +171,7 @@ class RowsView(_FlashView):
         return o.transpose(0, 1)[None], lse[None]
 
     def backward(self, grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor) -> Grads:
-        """Implement ``ViewKernel.backward``."""
+        """Return the gradients of q, k and v (``ViewKernel.backward``)."""
         rows = [_as_token_rows(x) for x in (grad_o, q, self._visible_keys(k), self._visible_keys(v), o)]
         unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # the random state of a dropout of zero
         grads = call_kernel(
@@ -337,7 +337,7 @@ def _is_band_chosen(index: int, dtype: torch.dtype, heads: TrialHeads, windowed:
 
 
 def is_band_correct(device: torch.device, dtype: torch.dtype, head_dim: int, windowed: bool) -> bool:
-    """Return True if :class:`BandView` agrees with the formula in fp64 on a small problem."""
+    """Return True if :class:`BandView` agrees with the attention formula in fp64 on a small problem."""
     generator = torch.Generator(device).manual_seed(0)
     queries, keys, first, window = 136, 200, 11, 50 if windowed else None
     shapes = ((4, queries), (2, keys), (2, keys), (4, queries))
@@ -356,7 +356,7 @@ def is_band_correct(device: torch.device, dtype: torch.dtype, head_dim: int, win
 def is_rows_kernel_correct(
     device: torch.device, dtype: torch.dtype, head_dim: int, windowed: bool, flash_name: str
 ) -> bool:
-    """Return True if :class:`RowsView` agrees with the formula in fp64 on a small problem.
+    """Return True if :class:`RowsView` agrees with the attention formula in fp64 on a small problem.
 
     ``flash_name``, the active flash attention implementation, is only a key of the cache.
     """
