@@ -67,8 +67,7 @@ class ParsedMask:
         return lambda b, h, q, k: reduce(and_, (part(b, h, q, k) for part in self.rest))
 
 
-class _UnknownCombinationError(Exception):
-    """Raised if all functions of a mask are recognised, but their combination is not."""
+class _UnknownCombinationError(Exception): ...
 
 
 def recognise_mask(function: Function, length: int, device: torch.device) -> ParsedMask:
@@ -94,10 +93,7 @@ def recognise_mask(function: Function, length: int, device: torch.device) -> Par
 
 
 def _parse_mask(function: Function, position_BT: Tensor) -> ParsedMask:
-    """Return the properties of a mask function or of one of its components, computed on the host.
-
-    ``position_BT`` are the positions that the function gets; in a mask of remapped positions, they restart in each row.
-    """
+    """Return the properties of a mask function, or of a component, at these positions, computed on the host."""
     if function is _causal_mask_function:
         return ParsedMask(causal=True)
     read = _PARSERS.get(getattr(function, "__qualname__", ""))
@@ -154,7 +150,6 @@ def _parse_and_mask(function: Function, position_BT: Tensor) -> ParsedMask | Non
 
 
 def _is_or_of_remapped_mask(function: Function) -> bool:
-    """Return True for an ``or_masks`` whose first component remaps positions, as in transformers 5.24 and later."""
     if getattr(function, "__qualname__", "") != OR_MASKS:
         return False
     (parts,) = _captured_variables(function, OR_MASKS)
@@ -224,7 +219,6 @@ def _elementwise_later_start(first: Tensor | None, second: Tensor | None) -> Ten
 
 
 def _has_start_inside_block(parsed: ParsedMask) -> bool:
-    """Return True if a packed row or a span begins inside a block of mutually visible tokens."""
     starts, blocks = (parsed.row_start, parsed.span_start), parsed.block_start
     return any(bool((start > blocks).any()) for start in starts if start is not None and blocks is not None)
 

@@ -90,19 +90,16 @@ def keep_on_host(model: Any, device: torch.device, pool: HostPool | None = None)
 
 
 def _layer_weights(layer: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
-    """Return (module, name, parameter) of each weight of a layer that is offloaded."""
     entries = [entry for module in layer.modules() for entry in _plain_parameters(module)]
     frozen = [entry for entry in entries if not entry[2].requires_grad]
     return frozen or entries  # trained weights in a layer with frozen weights are adapters
 
 
 def _plain_parameters(module: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
-    """Return (module, name, parameter) of each plain (not quantised, not sharded) parameter of the module itself."""
     return [(module, key, p) for key, p in module._parameters.items() if p is not None and type(p) in PLAIN_TYPES]
 
 
 def _embedding_and_head(model: Any) -> list[nn.Module]:
-    """Return embedding and head, without a module of a special type or one that shares weights with a third module."""
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
     candidates: list[nn.Module] = []
     if isinstance(table, nn.Embedding) and not any(True for _ in table.children()):
@@ -121,21 +118,17 @@ def _embedding_and_head(model: Any) -> list[nn.Module]:
 
 
 def _modules_outside_layers(model: Any, layers: Iterable[nn.Module]) -> list[nn.Module]:
-    """Return the modules outside the decoder layers that have plain parameters of their own."""
     inside = {id(module) for layer in layers for module in layer.modules()}
     return [module for module in model.modules() if id(module) not in inside and _plain_parameters(module)]
 
 
 def _fp32_weight_ids(model: Any) -> set[int]:
-    """Return the ids of the parameters that the model keeps in float32 even if it is loaded in a narrower dtype."""
     names = fp32_weight_names(model)
     return {id(p) for name, p in model.named_parameters() if any(each in name for each in names)}
 
 
 @dataclass
 class _Fetched:
-    """Weight copies on their way to the device, and the version and address that each copied weight had."""
-
     versions: list[tuple[int, int]]
     copies: list[tuple[Tensor, torch.cuda.Event | None]]
 
@@ -348,8 +341,6 @@ class OffloadedWeights:
 
 
 class _OnDevice(torch.autograd.Function):
-    """Copies a weight to the device; the backward copies the weight's gradient back to the host."""
-
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, weights: OffloadedWeights) -> Tensor:
         ctx.weights, ctx.parameter = weights, parameter

@@ -92,14 +92,11 @@ class StreamedEmbedding:
 
 
 def _versions_and_addresses(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """Return (version counter, data address) of each tensor, to detect changes of its values."""
     return [(x._version, x.data_ptr()) for x in tensors]
 
 
 @dataclass
 class _Content:
-    """The embeddings that a placeholder tensor holds, and a function that recomputes them."""
-
     value: Tensor | None
     """Embeddings ``[B, T, C]``; None once they were taken."""
     recompute: Callable[[], Tensor]
@@ -110,7 +107,6 @@ class _Content:
     """Autograd node of the stand-in, or None. The reference is weak, because the node holds this object."""
 
     def is_original_node(self, node: Any) -> bool:
-        """Return True if ``node``, the placeholder's current ``grad_fn``, is still the one that it was created with."""
         return node is None if self.node is None else node is not None and node is self.node()
 
 
@@ -289,8 +285,6 @@ class StreamedNorm:
 
 
 class _StreamedNorm(torch.autograd.Function):
-    """Autograd function of a norm; its backward computes the gradients chunk by chunk (``streamed_vjp``)."""
-
     @staticmethod
     def forward(ctx: Any, norm: StreamedNorm, producer: LayerStream | None, x: Tensor, *parameters: Tensor) -> Tensor:
         schedule = norm.schedule
@@ -337,8 +331,6 @@ class _StreamedNorm(torch.autograd.Function):
 
 
 class _EmptyBoundary:
-    """Implements ``vjp.Boundary`` for a norm, whose chunks are independent: no tensors pass between them."""
-
     def __init__(self) -> None:
         self.read_leaves: list[Tensor] = []
 

@@ -207,7 +207,6 @@ for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "and", "or", "invert"
 def _make_densified_mask(
     implementation: str, *args: Any, dtype: torch.dtype = torch.float32, **kwargs: Any
 ) -> DensifiedMask:
-    """Return a :class:`DensifiedMask`, in the form that ``implementation`` expects; registered as a mask function."""
     mask = lazy_mask(*args, **kwargs)
     values = {item.name: getattr(mask, item.name) for item in fields(mask)}
     return DensifiedMask(**values, dense_dtype=torch.bool if implementation == "sdpa" else dtype)

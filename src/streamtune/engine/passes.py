@@ -90,10 +90,7 @@ class LayerStream:
         self._choose_chunks(owner.carries_states or (self.is_chunk_order and owner.parts.last_call.ends_with_rows))
 
     def _choose_chunks(self, with_rows: bool) -> None:
-        """Set the chunks of this call, and create empty stores for its states, keys and values.
-
-        ``with_rows`` also cuts the chunks where packed rows begin.
-        """
+        """Set the chunks, also cut at packed rows if ``with_rows``; create empty stores for states, keys, values."""
         settings, shards = self.settings, self.call.shards
         self.states = States(settings.rows)
         if shards is not None:
@@ -243,7 +240,6 @@ class LayerStream:
         return z + shared
 
     def _cut_chunks_at_rows(self) -> None:
-        """Cut this layer's chunks where packed rows begin, in this call and in all later calls."""
         if caches_keys(self.call.layer):
             self.states.on_keys_used()
         self.owner.carries_states = self.owner.parts.last_call.ends_with_rows = True
@@ -314,7 +310,6 @@ class LayerStream:
             self.states.free_states()
 
     def _save_kv_by_chunk(self) -> None:
-        """Save the keys and values that later chunks read, for the backward with ``order="chunk"``."""
         keys = [self.call.key_positions(chunk) for chunk in self.chunks]
         if len(keys) == 1:
             self.kv.free_kv()
@@ -449,7 +444,6 @@ class LayerStream:
 
     @contextmanager
     def _restored_state(self, chunk: slice) -> Iterator[None]:
-        """Context manager: random state, autocast settings and modes are as in the chunk's forward."""
         with self.random[chunk.start].replayed(), self.settings.autocast.applied(), self.settings.modes.applied():
             yield
 
@@ -500,7 +494,6 @@ def _zero_scalar(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def _repeat_token(x: Tensor, sequence_dim: Along) -> Tensor:
-    """Return ``x``, which has one token, followed by a detached copy of that token."""
     return x if sequence_dim is None else torch.cat([x, x.detach()], sequence_dim)
 
 

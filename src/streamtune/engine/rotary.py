@@ -177,7 +177,6 @@ def rotate_rows_as_if_alone(model: nn.Module, mask_BT: Tensor | None = None) -> 
 
 
 def _type_and_limit(module: Any, layer_type: str | None) -> tuple[str, int]:
-    """Return the type of a rotary embedding, and the row length above which its frequencies change."""
     parameters = module.config.rope_parameters
     parameters = parameters if layer_type is None else parameters[layer_type]
     return _rope_type(parameters), _longest_constant_length(module.config, parameters)

@@ -300,10 +300,7 @@ def sum_counts_over_ranks(counts: Tensor) -> Tensor:
 
 
 def _router_modules(model: nn.Module, layer: nn.Module) -> Iterator[tuple[nn.Module, int]]:
-    """Yield (router module, index of the router logits in its output) for each router of a layer.
-
-    Routers are the modules that ``transformers`` records as ``router_logits``.
-    """
+    """Yield (router, index of the router logits in its output) for the modules recorded as ``router_logits``."""
     recorded = [spec for module in model.modules() for spec in recorded_modules(module, "router_logits")]
     for name, module in layer.named_modules():
         for kind, where, index in recorded:

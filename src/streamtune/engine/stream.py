@@ -174,7 +174,6 @@ class StreamHandle(StreamedCalls):
     def _scored_call(
         self, request: ScoreRequest, model_or_wrapper: Any, input_ids: Tensor, arguments: dict[str, Any]
     ) -> dict[str, Any]:
-        """Call the model, or a wrapper, with ``request``; return the dictionary that the call computes."""
         self._check_score_request(request, input_ids)
         if request.branches is not None:
             arguments = {**arguments, **request.branches.arguments(input_ids)}

@@ -94,7 +94,6 @@ class StreamedModel:
         self._install()
 
     def _install(self) -> None:
-        """Replace the ``forward`` of decoder layers, norms, embedding and rotary embeddings."""
         parts = ModelParts(self.schedule, self.tiers, self.context, self.routers, offloaded=self.offloaded)
         for layer, place in zip(self.layers, place_layers(self.schedule, len(self.layers)), strict=True):
             layer.forward = StreamedForward(layer, parts, self.own_attention, place)

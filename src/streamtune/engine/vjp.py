@@ -117,7 +117,6 @@ def streamed_vjp(
 
 
 def _allocate_gradient(layer_input: LayerInput) -> Source | None:
-    """Return memory for the gradient of an input that is cut into chunks; None for any other input."""
     if layer_input.into is None and layer_input.needs_grad and layer_input.along is not None:
         return torch.empty(layer_input.x.shape, dtype=layer_input.x.dtype, device=layer_input.x.device)
     return layer_input.into

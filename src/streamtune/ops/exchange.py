@@ -73,8 +73,6 @@ def start_ring_exchange(tensors: Sequence[Tensor], group: Any) -> tuple[list[Ten
 
 
 class _SentTensors:
-    """Keeps references to the tensors that are being sent until ``wait``."""
-
     def __init__(self, tensors: list[Tensor]) -> None:
         self.tensors = tensors
 
@@ -109,7 +107,6 @@ def _exchange_to_shards(x_BhTD: Tensor, group: Any, shard_lengths: tuple[int, ..
 
 
 def _all_to_all(x: Tensor, group: Any) -> Tensor:
-    """Send slice s of the first dimension to rank s; return the slices from all ranks, in rank order."""
     x = x.contiguous()
     out = torch.empty_like(x)
     dist.all_to_all_single(out, x, group=group)

@@ -53,10 +53,7 @@ def _can_output_wide(grad: Tensor, wide: torch.dtype) -> bool:
 
 @lru_cache(maxsize=16)
 def _matmul_accumulates_wide(device: torch.device, wide: torch.dtype, narrow: torch.dtype) -> bool:
-    """Return True if a matmul of narrow matrices can add to a wide matrix, rounding only the sum, on this device.
-
-    False on a CPU. True for a simulated device.
-    """
+    """Return True if a matmul of narrow matrices can add to a wide matrix and round once; False on a CPU."""
     if device.type == "meta":
         return True
     generator = torch.Generator(device).manual_seed(0)

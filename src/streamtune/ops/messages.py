@@ -133,7 +133,6 @@ class RoundReceiver:
         return self._received.pop(round_number)
 
     def _receive_next(self) -> None:
-        """Receive the next tensor, or the end of the current round."""
         if not self._announced:
             header = self._receive((HEADER,), torch.int64).tolist()
             if header[0]:

@@ -179,19 +179,12 @@ def _wait_for_job(job: Future[None]) -> None:
 
 
 class _File:
-    """An unnamed temporary file, open as long as its tier or a thread refers to it."""
-
     def __init__(self, directory: str) -> None:
         self.directory, self.length = directory, 0
         self.number, self.direct = _open_unnamed_file(directory)
         weakref.finalize(self, os.close, self.number)
 
     def extend_to(self, end: int) -> None:
-        """Extend the file to ``end`` bytes and reserve the space, so that no write finds the disk full.
-
-        Raises:
-            StorageError: The space cannot be reserved.
-        """
         if end <= self.length:
             return
         try:
@@ -211,13 +204,11 @@ class _File:
         os.ftruncate(self.number, end)  # this file system cannot reserve space: a write may find the disk full
 
     def write(self, span: Span, offset: int, copy_event: torch.cuda.Event | None) -> None:
-        """Write a host block to the file at ``offset`` once ``copy_event`` (the copy from the device) has passed."""
         if copy_event is not None:
             copy_event.synchronize()
         self._transfer_bytes(span, offset, os.pwrite)
 
     def read(self, span: Span, offset: int) -> None:
-        """Read from the file at ``offset`` into a host block."""
         self._transfer_bytes(span, offset, lambda number, data, at: os.preadv(number, [data], at))
 
     def _transfer_bytes(self, span: Span, offset: int, read_or_write: Callable[[int, memoryview, int], int]) -> None:
@@ -232,7 +223,6 @@ class _File:
             raise self.make_storage_error(error, self.length) from error
 
     def make_storage_error(self, error: OSError, wanted_bytes: int) -> StorageError:
-        """Return a :class:`StorageError` with a fix for an ``OSError``; ``wanted_bytes``: length that is needed."""
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             free = shutil.disk_usage(self.directory).free
             full = "the file size limit is reached (ulimit -f)" if error.errno == errno.EFBIG else "the disk is full"

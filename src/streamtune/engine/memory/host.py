@@ -101,7 +101,6 @@ def _read_number(file: Path) -> int | None:
 
 
 def _reclaimable_bytes(folder: Path) -> int:
-    """Return how many bytes of cached file pages the system can free when memory is needed."""
     try:
         lines = (folder / "memory.stat").read_text().splitlines()
     except OSError:
@@ -160,7 +159,6 @@ class _Region:
             pin_pages(self.bytes, owner=self.bytes.untyped_storage())
 
     def has_room_for(self, nbytes: int) -> bool:
-        """Return True if the region has room for a block of ``nbytes``."""
         return self.stack.top + round_up_to_pages(nbytes) <= self.size
 
 

@@ -44,8 +44,7 @@ from streamtune.engine.streamed_model import StreamedModel
 from streamtune.errors import ArgumentError, StreamTuneError, UnsupportedModelError
 
 
-class _PlainError(UnsupportedModelError):
-    """Raised if the model does not run on the trial batch even without streaming."""
+class _PlainError(UnsupportedModelError): ...
 
 
 def check_exact(handle: StreamedModel) -> None:
@@ -107,7 +106,6 @@ class _Preflight:
         """Index of the current layer; None outside of layers."""
 
     def compare_forwards(self) -> None:
-        """Run the unstreamed and the streamed forward; raise an error at the first difference."""
         try:
             self.inputs = trial_batch(self.model)
             valid = self.inputs["attention_mask"].bool()
@@ -179,7 +177,6 @@ class _Preflight:
         return loss.detach(), grad
 
     def _record_call(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a layer unstreamed, record the call, and return its output."""
         self.current_layer, layer = index, self.layers[index]
         arguments = bind_arguments(layer, args, kwargs)
         leaves = {name: _as_leaf(x) for name, x in input_tensors(arguments).items()}
@@ -200,7 +197,6 @@ class _Preflight:
         return self._recorded_result(arguments, used, out, call)
 
     def _compare_call(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a layer in chunks on its recorded input, compare the output with the recorded one, and return it."""
         call = self.calls[len(self.streamed)] if len(self.streamed) < len(self.calls) else None
         if call is None or call.index != index:
             raise DiffersError(f"{self._model_name} calls its layers in another order when it is streamed")
@@ -226,13 +222,11 @@ class _Preflight:
         return self._recorded_result(arguments, used, out, call)
 
     def _recorded_result(self, arguments: Arguments, used_arguments: Arguments, out: Any, call: RecordedCall) -> Any:
-        """Return the recorded outputs in the layer's form, as new leaves for the next layer."""
         result = recorded_outputs_as_leaves(arguments, used_arguments, out, call)
         self.last = hidden_states_in_output(result)
         return result
 
     def _refuse_nan(self, loss: Tensor) -> None:
-        """Refuse a model whose loss is not finite without streaming."""
         if bool(torch.isfinite(loss)):
             return
         bad = next((call.index for call in self.calls if not all(torch.isfinite(z).all() for z in call.outputs)), None)
@@ -244,10 +238,7 @@ class _Preflight:
         )
 
     def _refuse_foreign_leaves(self, index: int, z_out: Tensor, allowed_leaves: list[Tensor]) -> None:
-        """Refuse a layer whose output depends on a tensor that is neither its argument nor its parameter.
-
-        Streaming runs layers without a graph, so such a tensor would lose its gradient.
-        """
+        """Refuse a layer that reads a tensor, neither argument nor parameter, whose gradient would be lost."""
         for leaf in trainable_leaves_except(z_out, allowed_leaves):
             raise UnsupportedModelError(
                 f"{self._model_name} is not streamed exactly: {type(self.layers[index]).__name__} reads a tensor with "

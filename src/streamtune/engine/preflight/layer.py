@@ -103,7 +103,6 @@ class LayerCheck:
         return max([first, *(relative_distance(z, z_ref, self.valid_tokens(z_ref)) for z, z_ref in others)])
 
     def _gradient_error(self, layer: nn.Module, call: RecordedCall, streamed: Arguments) -> tuple[str, float]:
-        """Return (name, relative difference) of the gradient that chunks change most."""
         generator = torch.Generator().manual_seed(call.index)
         grad_outputs = []
         for z in call.outputs:
@@ -263,7 +262,6 @@ def check_sequence_parallel(handle: StreamedModel) -> None:
 
 
 def _loss_and_gradient(handle: StreamedModel, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return a list: the loss of the trial batch, and its gradients with respect to ``tensors``."""
     loss = handle.model(**trial_batch(handle.model)).loss
     grads = torch.autograd.grad(loss, tensors, allow_unused=True) if tensors else ()
     return [

@@ -67,8 +67,6 @@ TREES = ((-1, 11), (0, 5), (0, 2), (2, 4), (2, 3), (0, 9), (-1, 4), (6, 7), (6, 
 
 @dataclass(frozen=True)
 class _Layout:
-    """The trial rows in one sequence, and the error text for a model in which one row changes another."""
-
     rows: PackedRows
     arguments: dict[str, Tensor]
     """Arguments for the model call; those that the model's forward lacks are left out."""
@@ -82,8 +80,6 @@ class _Layout:
 
 @dataclass
 class _PackedCall:
-    """A recorded call of a decoder layer on packed rows: input and output ``[1, T, C]``."""
-
     index: int
     z_in: Tensor
     z_out: Tensor
@@ -133,7 +129,6 @@ def check_branches(handle: StreamedModel) -> None:
 
 
 def _refuse_hybrid_layers(handle: StreamedModel, fix: str) -> None:
-    """Refuse a model whose layers have attention and a recurrent state, if ranks share sequences of several rows."""
     if handle.sequence_parallel is not None and (kind := hybrid_layer_name(handle.model)) is not None:
         raise UnsupportedModelError(
             f"{kind} has both attention and a recurrent state, so ranks cannot share sequences of several rows",
@@ -142,8 +137,6 @@ def _refuse_hybrid_layers(handle: StreamedModel, fix: str) -> None:
 
 
 class _Trial:
-    """Runs the trial rows through streamed layers, together and one at a time, and compares the results."""
-
     def __init__(self, handle: StreamedModel, layout: _Layout) -> None:
         self.handle, self.model, self.layout = handle, handle.model, layout
         self.layers, self.own_attention = handle.layers, handle.own_attention
@@ -157,7 +150,6 @@ class _Trial:
         self.errors: dict[tuple[int, str], list[float]] = {}
 
     def compare_rows(self) -> None:
-        """Raise :class:`UnsupportedModelError` if a row depends on another row."""
         layout, device = self.layout, self.ids.device
         positions = layout.rows.positions_BT
         arguments = {name: value.to(device) for name, value in layout.arguments.items()}
@@ -247,7 +239,6 @@ class _Trial:
                 )
 
     def _bound_dtype(self, index: int, z: Tensor) -> torch.dtype:
-        """Return the key of ``BOUND`` for layer ``index``; the head, after the last layer, has the last layer's."""
         return bound_dtype(z, self.layers[min(index, len(self.layers) - 1)])
 
     @property
@@ -301,8 +292,6 @@ def check_length(handle: StreamedModel, length: int) -> None:
 
 
 class _Forwards:
-    """Two forwards of a decoder: the first records the layers' inputs and outputs, the second compares with them."""
-
     def __init__(self, handle: StreamedModel, reference: list[Any]) -> None:
         self.handle, self.model, self.layers = handle, handle.model, handle.layers
         self.schedule = Schedule(chunk_size=handle.schedule.chunk_size)
@@ -363,10 +352,7 @@ class _Forwards:
 
 
 def _longest_supported_length(handle: StreamedModel) -> int | None:
-    """Return the model's maximum row length from its configuration; None if it has none.
-
-    Models with learned positions have a maximum, and models that select among keys above some number of tokens.
-    """
+    """Return the maximum row length from the model's configuration (positions, key selection), or None."""
     config = handle.model.config.get_text_config(decoder=True)
     limits = [getattr(config, name, None) for name in ("max_position_embeddings", "n_positions", KEPT_WINDOW)]
     return min((limit for limit in limits if isinstance(limit, int) and limit > 0), default=None)

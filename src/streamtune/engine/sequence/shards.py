@@ -321,17 +321,13 @@ class ChunkExchange:
 
 
 def _has_no_blocks(block_start: Tensor | None) -> bool:
-    """Return True if no two tokens are in one block, as in a vision model's mask without images."""
     return block_start is None or bool(
         (block_start == torch.arange(block_start.shape[-1], device=block_start.device)).all()
     )
 
 
 def _is_same_tensor(x: Tensor, cached: Tensor) -> bool:
-    """Return True if ``x`` is the tensor ``cached`` that the cache returned, or equal to it.
-
-    If a layer repeats heads, ``x`` differs; then it is unknown which query heads attend to which copy.
-    """
+    """Return True if ``x`` equals the tensor that the cache returned; if not, the layer may have repeated heads."""
     return x is cached or (x.shape == cached.shape and torch.equal(x, cached.to(x.dtype)))
 
 
@@ -394,8 +390,6 @@ MAX_TRIALS = 20_000
 
 
 class _ForbiddenBorders(NamedTuple):
-    """Positions at which no shard may start, and positions at which no shard may end."""
-
     starts: frozenset[int]
     ends: frozenset[int]
 

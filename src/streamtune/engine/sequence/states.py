@@ -115,10 +115,7 @@ def _state_position(position: int, rows: PackedRows | None) -> int | None:
 
 
 def _fragment_slices(own_slice: slice, positions: slice, rows: PackedRows | None) -> list[slice]:
-    """Return the parts of a shard in which no row begins, as slices of the rank's tokens.
-
-    ``own_slice`` is the shard as a slice of these tokens, ``positions`` as a slice of the sequence.
-    """
+    """Return the parts of a shard in which no row begins; ``own_slice`` and ``positions`` both are the shard."""
     starts = [] if rows is None else rows.row_starts
     inside = starts[bisect_right(starts, positions.start) : bisect_left(starts, positions.stop)]
     places = [own_slice.start, *(own_slice.start + at - positions.start for at in inside), own_slice.stop]

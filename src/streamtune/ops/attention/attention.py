@@ -252,7 +252,6 @@ def finish_attention(
 
 
 def _merge_segments(parts: list[SegmentAttention], q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return output and log-sum-exp of all queries, merged over the segments (blocks of keys) of each query."""
     regions = [list(group) for _, group in groupby(parts, key=lambda part: part.segment.queries)]
     if len(regions) == 1:
         return _merge_same_queries(regions[0], q, k, v)

@@ -93,7 +93,6 @@ def _compiled_flex_attention() -> Any:
 
 
 def _call_compiled(*args: Any, **kwargs: Any) -> Any:
-    """Call flex attention, compiled for tensors of any size."""
     # Sizes that are equal by chance, as for a first chunk's queries and keys, are not compiled as one size.
     distinct: Any = shapes.patch(use_duck_shape=False)  # type: ignore[attr-defined]
     limit = torch._dynamo.config.patch(recompile_limit=MAX_LAYOUTS)
@@ -128,7 +127,6 @@ def _cached_block_mask(view: MaskView) -> BlockMask:
 
 
 def _make_block_mask(view: MaskView) -> BlockMask:
-    """Return the :class:`BlockMask` of a mask view, built one row of blocks at a time to allocate only one tile."""
     mask, queries, keys = view.mask, view.q_stop - view.q_start, view.k_stop - view.k_start
     partly_visible, fully_visible = [], []
     for start in range(view.q_start, view.q_stop, BLOCK):
@@ -187,7 +185,6 @@ def _make_mask_mod(view: MaskView) -> Modifier:
 
 
 def _scalar_on_device(number: int, device: torch.device) -> Tensor:
-    """Return a number as a scalar tensor, filled on the device: a copy from the host would wait for the device."""
     return torch.full((), number, device=device)
 
 

@@ -43,7 +43,6 @@ class _BlockedKernel:
         self.kernel, self.longest = kernel, longest
 
     def _visible_key_blocks(self, queries: slice, keys: int, causal: bool) -> Iterator[tuple[slice, bool]]:
-        """Yield (block of keys, True if its causal triangle applies) for each block that a block of queries sees."""
         for block in block_slices(keys, self.longest):
             if not causal or block.start < queries.stop:
                 yield block, causal and block == queries
@@ -64,7 +63,6 @@ class _BlockedKernel:
     def backward(
         self, grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scores: Scores
     ) -> Grads:
-        """Implement ``Kernel.backward``; gradients that several calls contribute to are summed in fp32."""
         wide = torch.promote_types(q.dtype, torch.float32)
         sums = wide if q.shape[2] > self.longest else k.dtype
         grad_q = torch.empty_like(q)

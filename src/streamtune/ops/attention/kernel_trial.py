@@ -141,12 +141,10 @@ def make_readable(x: Tensor) -> Tensor:
 
 
 def _token_strides(x: Tensor) -> list[int]:
-    """Return the strides of the dimensions with more than one entry, except the last dimension."""
     return [step for length, step in zip(x.shape[:-1], x.stride()[:-1], strict=True) if length > 1]
 
 
 def _has_adjacent_channels(x: Tensor) -> bool:
-    """Return True if the channels of a token are adjacent, and no two tokens overlap partially."""
     channels = x.shape[-1]
     return channels <= 1 or (x.stride(-1) == 1 and all(step == 0 or step >= channels for step in _token_strides(x)))
 
@@ -220,10 +218,7 @@ class _ProblemShape(NamedTuple):
 
 
 class _Problem:
-    """Random attention inputs of one shape, on which a kernel is compared with the formula in fp64.
-
-    ``layouts`` are the memory layouts of q, k, v and the gradient, from :data:`ODD_LAYOUTS`; None keeps the usual ones.
-    """
+    """Random attention inputs in the memory layouts ``layouts``, and the results of the formula in fp64."""
 
     def __init__(
         self,
@@ -261,7 +256,6 @@ class _Problem:
         return x[:, :, 3 : 3 + length]
 
     def _random_mask(self) -> Tensor:
-        """Return an additive mask that hides about a third of the keys, and all keys from the last query."""
         shape = (2, 1, self.q.shape[2], self.k.shape[2])
         hidden = torch.rand(shape, generator=self.generator, device=self.device) < 0.3
         hidden[:, :, -1] = True
@@ -269,10 +263,6 @@ class _Problem:
         return torch.zeros(shape, dtype=self.dtype, device=self.device).masked_fill_(hidden, low)
 
     def kernel_agrees(self, kernel: Kernel, biased: bool) -> bool:
-        """Return True if a kernel's output, log-sum-exp and gradients agree with the attention formula.
-
-        The gradients are computed for the log-sum-exp of a softmax over more keys than the problem has.
-        """
         bias = self._random_mask() if biased and not self.causal else None
         s = self._scores(bias)
         own_lse = s.logsumexp(-1)

@@ -94,7 +94,6 @@ def fused_segment_kernel(q: Tensor, k: Tensor, v: Tensor, biased: bool) -> Kerne
 
 
 def _kernel_on_meta(kind: str, dtype: torch.dtype, heads: TrialHeads, biased: bool) -> Kernel | None:
-    """Return the kernel for simulated tensors on ``meta``: a real device's first candidate."""
     if kind == "cpu":
         return CPU
     tried = _candidate_kernels(dtype, heads, biased)
@@ -111,10 +110,7 @@ def _choose_kernel(
     flash_name: str,
     any_shape: bool = False,
 ) -> Kernel | None:
-    """Return the fastest kernel that agrees with the formula; ``any_shape`` excludes kernels that accept few shapes.
-
-    ``flash_name``, the active flash attention implementation, is only a key of the cache.
-    """
+    """Return the fastest correct kernel (grain 1 if ``any_shape``); ``flash_name`` is only a key of the cache."""
     if device == "cpu":
         return CPU if dtype.is_floating_point else None
     candidates = _candidate_kernels(dtype, heads, biased) if device == "cuda" else []
@@ -246,10 +242,6 @@ def _efficient_backward(
 
 
 def _groups_as_batch_rows(x: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """Return ``[B, H or G, T, D]`` as ``[B G, H / G, T, D]``: a key head with its query heads becomes a batch row.
-
-    The kernel does not support grouped heads, but supports a stride of zero.
-    """
     split = make_readable(x).unflatten(1, (k.shape[1], -1)).flatten(0, 1)
     return split.expand(-1, q.shape[1] // k.shape[1], -1, -1)
 
@@ -268,7 +260,6 @@ def _split_batch_rows(*tensors: Tensor) -> list[tuple[Tensor, ...]]:
 
 
 def _align_bias(bias: Tensor | None, grouped_q: Tensor) -> Tensor | None:
-    """Return the additive mask for all heads, its rows aligned to 16 elements, as the kernel requires."""
     if bias is None:
         return None
     keys = bias.shape[-1]

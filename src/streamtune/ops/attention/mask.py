@@ -134,7 +134,6 @@ class MaskView(NoTensor):
         ]
 
     def _segments_of_branch(self, start: int, stop: int, part: Branch) -> list[Segment]:
-        """Return the segments of queries ``[start, stop)`` of a branch: over its trunk and over its own keys."""
         segments = []
         for run_start, run_stop, shift in part.row_ranges[:-1]:
             first = first_common = run_start
@@ -187,7 +186,6 @@ class MaskView(NoTensor):
         causal: bool = False,
         masked: bool = False,
     ) -> Segment:
-        """Return the segment for absolute ranges of queries and keys, masked also if a key may be padding."""
         (start, stop), (q_start, q_stop) = keys, queries
         padded = self.mask.is_padded(row, start, stop)
         return Segment(

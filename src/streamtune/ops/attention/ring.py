@@ -102,7 +102,6 @@ class _RingSettings:
     seed: int
 
     def segments_of_block(self, source_rank: int) -> Iterator[tuple[SegmentAttention, slice, slice]]:
-        """Yield (segment, slice of the queries, slice of the keys) for the keys of rank ``source_rank``."""
         for q_at, q in self.ring.queries:
             for k_at, view, segment in _visible_segments(self.mask, q, self.ring.keys(source_rank)):
                 seed = (self.seed + 1_000_033 * (view.k_start * 31 + q.start)) % (1 << 62)
@@ -189,7 +188,6 @@ def _ring_forward(
 
 
 def _merge_in_place(o: Tensor, lse: Tensor, o_s: Tensor, lse_s: Tensor) -> None:
-    """Merge the attention ``o_s``, ``lse_s`` over further keys into ``o``, ``lse`` of the same queries, in place."""
     total = torch.logaddexp(lse, lse_s)
     o.mul_((lse - total).exp()[..., None]).add_(o_s * (lse_s - total).exp()[..., None])
     lse.copy_(total)
@@ -198,10 +196,7 @@ def _merge_in_place(o: Tensor, lse: Tensor, o_s: Tensor, lse_s: Tensor) -> None:
 def _ring_backward(
     grad_o: Tensor, saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], settings: _RingSettings
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of this rank's q, k and v; all ranks contribute to dk and dv, in fp32 or wider.
-
-    ``saved`` has q, k, v, and the output and log-sum-exp over all keys.
-    """
+    """Return the gradients of this rank's q, k, v; ``saved`` is q, k, v, and output and log-sum-exp over all keys."""
     q, k, v, o, lse = saved
     wide = torch.promote_types(q.dtype, torch.float32)
     grad_q = torch.zeros_like(q, dtype=wide)

@@ -32,8 +32,7 @@ class ForeignAttentionError(UnsupportedModelError):
     """Raised if only the layer's own code can compute this attention, with a mask tensor."""
 
 
-class _MaskIsNoTensorError(ForeignAttentionError, AttributeError):
-    """Error of :class:`NoTensor`; an AttributeError, so that ``hasattr`` returns False instead of raising."""
+class _MaskIsNoTensorError(ForeignAttentionError, AttributeError): ...
 
 
 class NoTensor:

@@ -82,7 +82,6 @@ class _FlashView:
         return x[:, :, self.first : self.stop]
 
     def _pad_to_all_keys(self, grad: Tensor, like: Tensor) -> Tensor:
-        """Return a gradient in the shape of ``like``, with zeros for the keys that no query sees."""
         if grad.shape == like.shape:
             return grad
         whole = torch.zeros_like(like)
@@ -141,7 +140,6 @@ class RowsView(_FlashView):
     name = "cuda-flash, rows of a chunk"
 
     def _row_bounds(self, device: torch.device) -> tuple[Tensor, Tensor, int, int]:
-        """Return the starts of the rows among queries and among keys, and the longest row of each."""
         longest = [max(stop - start for start, stop in pairwise(bounds)) for bounds in (self.queries, self.keys)]
         made = [
             self._bounds_on_device(bounds, at, device)
@@ -150,7 +148,6 @@ class RowsView(_FlashView):
         return made[0], made[1], longest[0], longest[1]
 
     def _bounds_on_device(self, bounds: Bounds, origin: int, device: torch.device) -> Tensor:
-        """Return the bounds counted from ``origin``, on the device, without a copy that waits for the device."""
         known = _on_device.setdefault(self.mask, {})
         if () not in known:
             stretches = self.mask.stretches[0]
@@ -183,7 +180,6 @@ class RowsView(_FlashView):
 
 
 def _as_token_rows(x: Tensor) -> Tensor:
-    """Return ``[1, H, T, D]`` as ``[T, H, D]``."""
     return x[0].transpose(0, 1)
 
 
@@ -322,10 +318,7 @@ def _memory_span(q: Tensor, *others: Tensor) -> int:
 
 @lru_cache(maxsize=64)
 def _is_band_chosen(index: int, dtype: torch.dtype, heads: TrialHeads, windowed: bool, flash_name: str) -> bool:
-    """Return True if :class:`BandView` is right on this device and, without a window, faster than the segments.
-
-    ``flash_name``, the active flash attention implementation, is only a key of the cache.
-    """
+    """Return True if :class:`BandView` is correct and not slower; ``flash_name`` is only a key of the cache."""
     device = torch.device("cuda", index)
     if dtype not in (torch.float16, torch.bfloat16) or heads.size > 256:
         return False

@@ -190,7 +190,6 @@ class _ProjectCrossEntropy(torch.autograd.Function):
 
 
 def _sweep_chunk(h: Tensor, weight: Tensor, targets: Tensor, wanted: Sequence[bool]) -> Chunk:
-    """Return a chunk's loss, and its gradients of hidden states and weight, computed without a fused kernel."""
     loss, grad = loss_and_grad(torch.nn.functional.linear(h, weight), targets, None, any(wanted), overwrite_logits=True)
     sums = HeadGradients(torch.empty_like(h) if wanted[0] else None, weight, None, [*wanted, False], weight.dtype)
     if grad is not None:

@@ -172,13 +172,11 @@ def _is_close(got: Tensor | None, want: Tensor | None, bound: float) -> bool:
 
 
 def _sweep_workspace_bytes(shape: HeadShape) -> int:
-    """Return the bytes that torch's operators need for a chunk: logits and, if these are half, fp32 probabilities."""
     size = shape.dtype.itemsize
     return shape.tokens * shape.vocabulary * (size + (4 if size < 4 else 0))
 
 
 def _weight_gradient_bytes(shape: HeadShape, wide: bool) -> int:
-    """Return the bytes of the weight's gradient; with ``wide``, also of its sum in fp32; 0 if it is not wanted."""
     size = shape.dtype.itemsize
     element_bytes = size + (4 if wide and size < 4 else 0)
     return shape.vocabulary * shape.hidden * element_bytes if shape.wanted[1] else 0
@@ -244,7 +242,6 @@ def _liger_kernel() -> HeadKernel | None:
 
 
 def _import_function(module: str, name: str) -> Any:
-    """Return a function of a package; None if the package is missing or does not load on this machine."""
     try:
         return getattr(importlib.import_module(module), name, None)
     except Exception:  # importing may raise anything if the package's compiler or device is missing

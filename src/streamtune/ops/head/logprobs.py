@@ -197,7 +197,6 @@ class _ProjectScores(torch.autograd.Function):
 
 
 def _score_buffers(hidden: Tensor, rows: TargetRows, entropy: bool) -> tuple[Tensor, Tensor]:
-    """Return zeros ``[N]`` for log-probabilities, and zeros ``[N]`` (``[0]`` without ``entropy``) for entropies."""
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     count = len(rows.targets)
     return hidden.new_zeros(count, dtype=dtype), hidden.new_zeros(count if entropy else 0, dtype=dtype)
@@ -227,10 +226,7 @@ def _logits_gradient(
     grad_logprobs_n: Tensor | None,
     grad_entropy_n: Tensor | None,
 ) -> Tensor:
-    """Return the gradient of the untransformed logits, given gradients of log-probabilities and entropies.
-
-    ``logits_nV`` may be overwritten.
-    """
+    """Return the gradient of the untransformed logits, which may be overwritten, given the scores' gradients."""
     if grad_entropy_n is None:
         assert grad_logprobs_n is not None, "backward got no gradient"
         # the loss is -log p, hence the sign

@@ -268,7 +268,6 @@ def _loss_and_grad(
 
 
 def _target_term(logp_n: Tensor, loss: TokenLoss) -> tuple[Tensor, Tensor]:
-    """Return the loss ``f(log p_y)`` of each token, and ``-f'(log p_y)``, both ``[n]``."""
     if loss.kind == "nll":
         return -logp_n, torch.ones_like(logp_n)
     if loss.kind == "dft":
@@ -552,7 +551,6 @@ def _zero_sums(hidden: Tensor) -> Tensor:
 
 
 def _split_sums(ctx: Any, sums: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the loss, and the sums of nll and kl (:data:`MEASURED`) marked as non-differentiable."""
     total, measured = sums[0].clone(), sums[1:].clone()
     ctx.mark_non_differentiable(measured)
     return total, measured
