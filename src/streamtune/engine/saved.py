@@ -164,7 +164,9 @@ class SavedKV:
         """Load the sums of dK and dV so far, for the loaded keys and the keys of ``chunk``."""
         within = [start for start, span in self.spans.items() if start <= chunk.start and span.start >= self.kv.offset]
         if self.kv.pairs or (chunk.start, 0, 0) in self.sums:
-            self.kv.grads = self._allocate_buffers(chunk, lambda like, shape: self.kv.new_grad_sum(like.new_empty(shape)))
+            self.kv.grads = self._allocate_buffers(
+                chunk, lambda like, shape: self.kv.new_grad_sum(like.new_empty(shape))
+            )
             self._fill_buffers(self.sums, within, self.kv.grads)
 
     def save_gradient_sums(self, chunk: slice, keep_graph: bool) -> None:
