@@ -129,10 +129,10 @@ class Schedule:
         for name in ("chunk_size", "head_chunk_size", "segment_size"):
             value = getattr(self, name)
             if (value is not None or name != "segment_size") and not _is_whole_number(value, least=1):
-                raise ArgumentError(f"{name} must be a number of {_field_unit(name)} from 1; found {value!r}")
+                raise ArgumentError(f"{name} must be a number of {_field_unit(name)}, at least 1; found {value!r}")
         for name in ("device_layers", "keep_layers"):
             if not _is_whole_number(getattr(self, name), least=0):
-                raise ArgumentError(f"{name} must be a number of layers from 0; found {getattr(self, name)!r}")
+                raise ArgumentError(f"{name} must be a number of layers, at least 0; found {getattr(self, name)!r}")
         for name, words in CHOICES.items():
             if getattr(self, name) not in words:
                 known = ", ".join(map(repr, words[:-1])) + f" or {words[-1]!r}"

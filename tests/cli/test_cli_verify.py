@@ -310,7 +310,7 @@ def test_the_balance_loss_is_part_of_the_proof(verify: Callable[..., int], capsy
     assert verify_mixture(verify, "--length", "256", router_z_loss_coef=0.1) == 0
     shown = capsys.readouterr().out
     assert (
-        "routers  3 times the balance loss of transformers; the z-loss is left out, because transformers has none"
+        "routers  3 times transformers' load-balancing loss; the z-loss is left out, because transformers has none"
         in shown
     )
     assert "the first 2, padded" in shown

@@ -59,7 +59,7 @@ def test_a_wide_sum_of_narrow_products(device: torch.device) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_fused_heads_agree_or_are_not_used(device: torch.device, dtype: torch.dtype, wanted: tuple[bool, bool]) -> None:
     h, weight, targets = problem(device, dtype)
-    sweep = partial(module._sweep_chunk, h, weight, targets, wanted)
+    sweep = partial(module._chunk_loss_and_grads, h, weight, targets, wanted)
     verdicts = {k.name: agrees_with_sweep(k, h, weight, targets, wanted, sweep) for k in head_candidates()}
     print(verdicts)
     if dtype == torch.float32 and "torch linear_cross_entropy" in verdicts:

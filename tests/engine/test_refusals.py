@@ -110,7 +110,7 @@ def test_streamed_twice_and_contradicting_arguments() -> None:
 
 @pytest.mark.parametrize("bad", [0, -1, 1.5, True, "8"])
 def test_schedule_rejects_what_is_no_chunk(bad: Any) -> None:
-    with pytest.raises(ArgumentError, match="chunk_size must be a number of tokens from 1"):
+    with pytest.raises(ArgumentError, match="chunk_size must be a number of tokens, at least 1"):
         Schedule(chunk_size=bad)
 
 

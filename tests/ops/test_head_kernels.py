@@ -46,7 +46,7 @@ def shape_of(
 def agrees(kernel: HeadKernel, dtype: torch.dtype, wanted: tuple[bool, bool] = (True, True)) -> bool:
     h, weight, targets = problem(dtype)
     return agrees_with_sweep(
-        kernel, h, weight, targets, wanted, partial(module._sweep_chunk, h, weight, targets, wanted)
+        kernel, h, weight, targets, wanted, partial(module._chunk_loss_and_grads, h, weight, targets, wanted)
     )
 
 
@@ -183,7 +183,7 @@ def test_the_fastest_head_is_chosen_and_said(
     wrong = replace(PLAIN, name="wrong", loss=scaled)
     on_a_device({**seconds, "wrong": 0.1}, wrong, PLAIN, replace(PLAIN, name="other"))
     h, weight, targets = problem(torch.float32)
-    sweep = partial(module._sweep_chunk, h, weight, targets, (True, True))
+    sweep = partial(module._chunk_loss_and_grads, h, weight, targets, (True, True))
     chosen = module.choose_head_kernel(h, weight, targets, shape_of(torch.float32), sweep)
     assert (chosen.name if chosen else None) == want
     assert caplog.messages[-1] == f"head in torch.float32, 24 tokens, vocabulary of 71: {want or 'streamed'}"

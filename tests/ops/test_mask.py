@@ -264,7 +264,7 @@ def test_rows_that_share_their_beginning(
         places = torch.cat([trunk, own])
         row = alone[: len(places), : len(places)]
         want[own[:, None], places] = row[len(trunk) :]
-    shared = lazy.with_branches(table)
+    shared = lazy.with_shared_prefixes(table)
     assert torch.equal(whole(shared)[0, 0], want)
     for start in range(0, LENGTH, size):
         stop = min(start + size, LENGTH)
@@ -287,4 +287,4 @@ def test_rows_that_share_their_beginning(
 def test_masks_that_are_not_of_one_row(facts: dict[str, Any]) -> None:
     sizes = {"batch_size": 1, "q_length": LENGTH, "kv_length": LENGTH}
     with pytest.raises(UnsupportedModelError, match="rows cannot share a prefix"):
-        LazyMask(**{**sizes, **facts}).with_branches(TREES["one level"].table)
+        LazyMask(**{**sizes, **facts}).with_shared_prefixes(TREES["one level"].table)

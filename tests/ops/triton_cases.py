@@ -34,7 +34,7 @@ def main() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         h, w = hidden.to(dtype), weight.to(dtype)
         for wanted in ((True, True), (True, False)):
-            sweep = partial(module._sweep_chunk, h, w, targets, wanted)
+            sweep = partial(module._chunk_loss_and_grads, h, w, targets, wanted)
             found[f"{dtype} {wanted}"] = [
                 agrees_with_sweep(liger, h, w, targets, wanted, sweep),
                 agrees_with_sweep(liger, h, 1.05 * w, targets, wanted, sweep),

@@ -66,7 +66,7 @@ def test_what_is_right(tmp_path: Path) -> None:
         ),
         ("sft", CHOSEN + "sequence_parallel_size: 2\n", 6, "a part of a row", "sequence_parallel_size: 1"),
         ("sft", CHOSEN + "optim: mezo\n", 6, "this optimizer computes none", "optim: adamw"),
-        ("sft", CHOSEN + "optim: badam\n", 6, "in only one of many blocks", "optim: adamw"),
+        ("sft", CHOSEN + "optim: badam\n", 6, "computed only while its block is active", "optim: adamw"),
         ("dpo", CHOSEN, 5, "a pair has two completions", "delete the line"),
         ("grpo", CHOSEN, 8, "the model writes the rows it trains on", "delete the line"),
     ],

@@ -176,7 +176,7 @@ def test_another_division_is_another_run(folder: Path, capsys: pytest.CaptureFix
             "delete 'deepspeed'",
         ),
         ({"sequence_parallel_size": 2}, "each rank has a part", "sequence_parallel_size: 1"),
-        ({"optim": "badam"}, "only one of many blocks", "optim: adamw"),
+        ({"optim": "badam"}, "trains it only while its block is active", "optim: adamw"),
         (
             {"loss_type": "gkd", "teacher": "some/model", "num_generations": 4},
             "learns from its teacher",

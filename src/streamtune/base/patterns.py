@@ -71,7 +71,7 @@ def find_matches(
         names: Names of modules or parameters.
         where: Key that has the patterns, for errors.
         match_function: Name of the function of ``re`` that matches.
-        template: Expression that a library makes from a pattern, which replaces ``{}``: ``(.*\\.)?({})$``.
+        template: Regular expression, such as ``(.*\\.)?({})$``, that a library builds; each pattern replaces ``{}``.
 
     Raises:
         ArgumentError: A pattern is not a regular expression, or takes more than :data:`SECONDS` of CPU time.

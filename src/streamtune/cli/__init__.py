@@ -12,7 +12,7 @@ from streamtune.base.libraries import pip_install_command, quiet_imports, untest
 from streamtune.base.patterns import tokenizer_panic_error
 from streamtune.base.privacy import disable_telemetry, go_offline, is_offline
 from streamtune.base.streams import lost_output_error, reader_is_gone, replace_standard_streams
-from streamtune.cli.console import is_output_needed, print_note, set_output_needed
+from streamtune.cli.console import command_needs_stdout, print_note, set_command_needs_stdout
 from streamtune.cli.machine import (
     add_locale_to_fix,
     check_current_directory,
@@ -53,7 +53,7 @@ def _run_command(arguments_with_globals: list[str]) -> None:
     if not debug:
         quiet_imports()
     save_arguments(arguments_with_globals)
-    set_output_needed(True)
+    set_command_needs_stdout(True)
     if "--offline" in arguments_with_globals or is_offline():
         go_offline()
     arguments = [argument for argument in arguments_with_globals if argument not in ("--debug", "--offline")]
@@ -102,7 +102,7 @@ def _check_output_written() -> None:
     """
     sys.stdout.flush()
     error = lost_output_error()
-    if error is not None and not reader_is_gone() and is_output_needed():
+    if error is not None and not reader_is_gone() and command_needs_stdout():
         raise RunError(
             f"the output cannot be written: {error.strerror}",
             where="standard output",

@@ -37,7 +37,7 @@ MIN_TABLE_WIDTH = 40
 SCREEN_WIDTH = 80
 """Width in columns within which the right part of a title is aligned."""
 
-_output_needed = [True]
+_stdout_needed = [True]
 
 
 @contextmanager
@@ -59,14 +59,14 @@ def loading_libraries() -> Iterator[Status]:
             gc.enable()
 
 
-def set_output_needed(is_needed: bool) -> None:
+def set_command_needs_stdout(needs_stdout: bool) -> None:
     """Set whether the running command fails if its output cannot be written; False if its results are files."""
-    _output_needed[:] = [is_needed]
+    _stdout_needed[:] = [needs_stdout]
 
 
-def is_output_needed() -> bool:
+def command_needs_stdout() -> bool:
     """Return True if the running command fails when its output cannot be written."""
-    return _output_needed[0]
+    return _stdout_needed[0]
 
 
 def print_json(document: Any) -> None:

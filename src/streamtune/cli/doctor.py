@@ -58,7 +58,7 @@ class CheckResult:
     found: str
     fix: str = ""
 
-    def document(self) -> dict[str, str]:
+    def to_json(self) -> dict[str, str]:
         """Return the entry of ``doctor --json``."""
         return {"check": self.check, "status": self.status, "found": self.found, "mend": self.fix}
 
@@ -84,7 +84,7 @@ def doctor(
             print_check_result(finding)
     problems = sum(finding.status == "problem" for finding in findings)
     if json:
-        print_json({"checks": [finding.document() for finding in findings], "problems": problems})
+        print_json({"checks": [finding.to_json() for finding in findings], "problems": problems})
     else:
         accelerators = sum(device["name"] != "cpu" for device in found["devices"])
         print_readiness(findings, accelerators)

@@ -13,7 +13,7 @@ from streamtune.base.privacy import is_offline
 from streamtune.errors import ArgumentError
 from streamtune.recipe import LoadedRecipe
 
-from .console import err, loading_libraries, out, print_note, print_title, set_output_needed
+from .console import err, loading_libraries, out, print_note, print_title, set_command_needs_stdout
 from .options import AllowCodeOption, HostfileOption, NprocOption, RecipeArgument, SetOption, read_recipe, recipe_name
 from .programs import PARTS, import_object
 from .rank_process import command_arguments, launch_ranks, make_watchdog, report_activity, set_up_rank
@@ -77,7 +77,7 @@ def _make_training_command(objective: str, help_text: str) -> Callable[..., None
         settings = [*(set_ or []), *(["allow_code=true"] if allow_code else [])]
         settings += [f"output_dir={json.dumps(str(output_dir))}"] if output_dir else []
         loaded = read_recipe(recipe, settings, objective)
-        set_output_needed(dry_run)  # a training run writes its results to files
+        set_command_needs_stdout(dry_run)  # a training run writes its results to files
         _check_trackers(loaded)
         if nproc is not None or hostfile is not None:
             raise typer.Exit(launch_ranks(nproc, hostfile, loaded.recipe.device))

@@ -297,7 +297,7 @@ def _model_loading_call(run: Run) -> str:
     if models.loftq_file_tensors(base_of(run.model)):
         return "merge the adapters first: the base was quantised from weights that LoftQ changed (loftq_iter)"
     if run.recipe.finetuning_type != "full" and run.recipe.model is not None:
-        return "merge the adapters first: the base was made from a configuration, so adapters cannot name its folder"
+        return "merge the adapters first: the base was made from a configuration, so it has no folder to refer to"
     if run.recipe.finetuning_type != "full" and _describe_rope_extension(run):
         return "merge the adapters first: they were trained at other positions than the base's configuration has"
     loader = "AutoPeftModelForCausalLM" if run.recipe.finetuning_type != "full" else "AutoModelForCausalLM"

@@ -19,8 +19,8 @@ from streamtune.base.model_facts import IGNORE_INDEX
 from streamtune.data.fit import Prepared
 from streamtune.data.options import ChatOptions
 from streamtune.data.record_table import Example, Prompt, Record, Tree
+from streamtune.data.rendering.chat_variants import common_prefix_length
 from streamtune.data.rendering.render import RowRenderer
-from streamtune.data.rendering.renderings import common_prefix_length
 from streamtune.data.row_types import Conversation
 from streamtune.errors import StreamTuneError
 

@@ -33,7 +33,7 @@ from streamtune.data.reading.cells import (
     wrap_tools,
 )
 from streamtune.data.reading.readers import Row
-from streamtune.data.rendering.renderings import common_prefix_length
+from streamtune.data.rendering.chat_variants import common_prefix_length
 from streamtune.data.row_types import Conversation, PromptCompletion
 from streamtune.errors import DataError, did_you_mean
 

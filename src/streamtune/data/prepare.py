@@ -42,10 +42,10 @@ from streamtune.data.reading.cells import TextOrMessages, message_texts
 from streamtune.data.reading.readers import Row
 from streamtune.data.reading.sources import BUILT_IN, Source, typed_rows, with_progress
 from streamtune.data.record_table import Example, Prompt, Record, Stored, TableWriter, Tree
+from streamtune.data.rendering.chat_variants import require_template
 from streamtune.data.rendering.counts import RenderLog
 from streamtune.data.rendering.pool import Item, Notify, RenderedItems, Renderer, open_renderer
 from streamtune.data.rendering.render import PromptRenderer, RowRenderer, TreeRenderer, TurnRenderer
-from streamtune.data.rendering.renderings import require_template
 from streamtune.data.rendering.tokens import Rendered
 from streamtune.data.row_cache import RowInputs, load_or_prepare_rows
 from streamtune.data.row_types import (

@@ -392,7 +392,7 @@ def _identify_tokenizer(tokenizer: PreTrainedTokenizerBase) -> list[Any] | None:
 
 @cache
 def _code_hash() -> str:
-    """Return a hash of the source code that prepares rows; cached rows of other code are not used."""
+    """Return a hash of the source code that prepares rows; rows cached by another version of it are not used."""
     package = Path(__file__).parent
     digest = hashlib.sha256()
     for file in sorted(package.rglob("*.py")):

@@ -15,7 +15,7 @@ from streamtune.data.preferences import PREFERENCE_TYPES, normalise_preference
 from streamtune.data.reading.cells import TextOrMessages, has_system, message_texts, read_chat_kwargs, read_tools
 from streamtune.data.reading.readers import Row
 from streamtune.data.reading.sources import Source, typed_rows
-from streamtune.data.rendering.renderings import REASONING_FIELDS
+from streamtune.data.rendering.chat_variants import REASONING_FIELDS
 from streamtune.data.row_types import (
     PROMPT_TYPES,
     ROW_TYPES,

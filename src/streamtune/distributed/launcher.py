@@ -79,7 +79,7 @@ def launch(arguments: Sequence[str], *, nproc: int | None, hostfile: Path | None
         raise ArgumentError(
             f"--nproc must be at most {MAX_SLOTS:,}, found {str(nproc)[:40]}",
             where="--nproc",
-            fix="set the number of devices of a machine",
+            fix="set --nproc to the number of devices per machine",
         )
     hosts = read_hostfile(hostfile, nproc) if hostfile is not None else [Host("localhost", nproc or 1)]
     ranks = without_launch_options(arguments)

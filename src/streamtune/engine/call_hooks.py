@@ -293,8 +293,8 @@ class StreamedCalls(StreamedModel):
         ]
         if partial_states:
             raise UnsupportedModelError(
-                f"{type(self.model).__name__} records hidden states inside its decoder layers, which run on chunks "
-                f"({partial_states[0].shape[-2]} of {self._length} tokens)",
+                f"{type(self.model).__name__} records hidden states inside its decoder layers, which run on chunks: "
+                f"a state has {partial_states[0].shape[-2]} of {self._length} tokens",
                 fix="leave output_hidden_states out, or call the model without streaming",
             )
 

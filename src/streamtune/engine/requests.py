@@ -58,10 +58,10 @@ class LossRequest:
         return replace(self.top_k, index_BT=index)
 
     def device_weights(self, targets: Tensor, weights: Tensor | None, model: str) -> Tensor | None:
-        """Return ``weights``, shaped like ``targets``, on the device of ``targets``; None if ``weights`` is None.
+        """Return the loss weights of the targets on the device of ``targets``; None if ``weights`` is None.
 
         Raises:
-            UnsupportedModelError: ``model`` drops tokens before its loss.
+            UnsupportedModelError: The shapes differ, because the model named ``model`` drops tokens before its loss.
         """
         if weights is None:
             return None

@@ -256,5 +256,5 @@ class Branches(PackedRows):
         """Return the mask with which each row sees what it would see alone with ``mask``; cached for each mask."""
         cached = self._masks.get(id(mask))
         if cached is None or cached[0] is not mask:
-            cached = self._masks[id(mask)] = (mask, mask.with_branches(self.table))
+            cached = self._masks[id(mask)] = (mask, mask.with_shared_prefixes(self.table))
         return cached[1]

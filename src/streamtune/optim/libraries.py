@@ -135,9 +135,9 @@ def _weight_average(weight: Tensor, state: Mapping[str, Any], options: Options) 
     return weight.to(z.dtype).lerp(z, 1 - 1 / options["betas"][0])
 
 
-def _adopt_clip_bound(step: int) -> float:
+def _clip_bound_of_adopt(step_number: int) -> float:
     """Return ADOPT's bound on an update, ``t ** 0.25``: the library's second step is the authors' first (t = 1)."""
-    return max(step - 1, 1) ** 0.25
+    return max(step_number - 1, 1) ** 0.25
 
 
 _CODE_TABLES = ("qmap1", "qmap2")
@@ -165,7 +165,7 @@ RULES: dict[str, Rule] = {
     "adamw_torch_fp8": _torchao_rule("AdamWFp8", "fp8"),
     "adamw_coat": Rule(_class_maker(ExpandedFp8AdamW), has_other_shapes=True),
     "adafactor": Rule(_make_adafactor, runs_on_meta=False, has_other_shapes=True),
-    "adopt": Rule(_pytorch_optimizer_maker("ADOPT", weight_decouple=True, clip_lambda=_adopt_clip_bound), _STEP),
+    "adopt": Rule(_pytorch_optimizer_maker("ADOPT", weight_decouple=True, clip_lambda=_clip_bound_of_adopt), _STEP),
     "apollo": Rule(
         _make_apollo,
         runs_on_meta=False,

@@ -144,7 +144,7 @@ def read_yaml(text: str, file: str) -> tuple[Any, KeyOrigins, list[Mistake]]:
 
     Returns:
         The values (``dict``, ``list``, ``str``, ``int``, ``float``, ``bool``, ``None``; ``None`` for an empty
-        document), the origins, and the duplicate keys. Of duplicate keys the first is kept.
+        document), the line of each key, and an error for each duplicate key. Of duplicate keys the first is kept.
 
     Raises:
         RecipeError: The text is not YAML, or uses a feature of YAML that a recipe may not use.

@@ -573,7 +573,7 @@ def row_cache(recipe: CacheKeys) -> data.RowCache | None:
 
 @contextmanager
 def delay_messages(notify: Notify) -> Iterator[Notify]:
-    """Context manager: collect messages, and pass them to ``notify`` at the end, also after an error."""
+    """Context manager: yield a function that collects messages; on exit or error, pass them to ``notify``."""
     messages: list[str] = []
     try:
         yield messages.append

@@ -339,12 +339,12 @@ def check_shared_folder(folder: Path, world: World) -> None:
     """
     probe = folder / f".probe-{world.run_on_rank_0(lambda: secrets.token_hex(8))}"
 
-    def make() -> None:
+    def make_folder_and_probe() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         probe.touch(exist_ok=False)
 
     try:
-        world.run_on_rank_0(make)
+        world.run_on_rank_0(make_folder_and_probe)
     except OSError as error:
         raise CheckpointError(f"cannot write to {folder}: {error}") from error
     try:

@@ -245,10 +245,10 @@ def test_a_wrong_engine_is_caught_and_named(
     plant(monkeypatch, model)
     report = check(model, bf16=bf16, why_too_large=lambda dtype: "" if truth else "no memory")
     assert not report.exact
-    assert report.worst.excess > 1
+    assert report.worst.error_over_bound > 1
     assert any(name in report.worst.parameter for name in names or ("model",))
     if truth or not bf16 or not loss_is_off:  # a mean over other tokens may be the same mean to three digits
-        assert (report.loss.worst.excess > 1) == loss_is_off
+        assert (report.loss.worst.error_over_bound > 1) == loss_is_off
     if planted == "thousandth":
         assert report.worst.error == pytest.approx(1e-3, rel=1e-2)
         wrong = [row.module for row in report.modules if row.exact_error > 2e-5]

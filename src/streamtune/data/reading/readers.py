@@ -432,7 +432,7 @@ _NULLS_TRAINED = (
 
 
 def _call_arguments(columns: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the arguments of each tool call of a row that are an object, not JSON text."""
+    """Yield the arguments of each tool call in a row, except arguments that are JSON text, not an object."""
     for messages in columns.values():
         for message in messages if isinstance(messages, list) else ():
             calls = message.get("tool_calls") if isinstance(message, dict) else None

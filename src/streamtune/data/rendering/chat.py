@@ -31,7 +31,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from streamtune.data.options import DEFAULT_CHAT, ChatOptions
-from streamtune.data.rendering.renderings import (
+from streamtune.data.rendering.chat_variants import (
     Message,
     Renderings,
     answers_without_printed_reasoning,

@@ -32,16 +32,16 @@ from streamtune.data.reading.cells import TextOrMessages, has_system, prompt_dig
 from streamtune.data.reading.readers import Row
 from streamtune.data.record_table import Prompt, Tree
 from streamtune.data.rendering.chat import ChatRenderer, ChatTurn, RenderedChat
-from streamtune.data.rendering.counts import RenderLog
-from streamtune.data.rendering.long_text import LongTextTokenizer
-from streamtune.data.rendering.pool import Item
-from streamtune.data.rendering.renderings import (
+from streamtune.data.rendering.chat_variants import (
     Message,
     check_unicode,
     reasoning_of,
     render_messages,
     require_template,
 )
+from streamtune.data.rendering.counts import RenderLog
+from streamtune.data.rendering.long_text import LongTextTokenizer
+from streamtune.data.rendering.pool import Item
 from streamtune.data.rendering.specials import SpecialText
 from streamtune.data.rendering.tokens import MarkedText, MaskTokenizer, Rendered, TextTokens
 from streamtune.data.row_types import Content, Conversation, Document, PromptCompletion, count_characters

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from streamtune.data.options import RowPolicy
 from streamtune.data.reading.cells import FLAGS
-from streamtune.data.rendering.renderings import Message, special_names
+from streamtune.data.rendering.chat_variants import Message, special_names
 from streamtune.data.rendering.tokens import MaskTokenizer, TextTokens
 from streamtune.errors import ArgumentError, DataError
 

@@ -198,7 +198,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def touch_pages(region: Tensor) -> None:
-    """Write to each page of a new mapping, uint8 ``[bytes]``, with all threads; pinning would write with one thread."""
+    """Allocate the pages of a new mapping, uint8 ``[bytes]``, by writing on all threads; pinning would use one."""
     region.view(-1, PAGE)[:, 0].zero_()
 
 

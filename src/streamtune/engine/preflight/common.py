@@ -118,7 +118,7 @@ BOUND = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 1e-2, torch.bf
 """Largest relative difference of norms that counts as rounding, by dtype; fp64 models compute some parts in fp32."""
 
 
-def bound_dtype(tensor: Tensor, layer: nn.Module | None = None) -> torch.dtype:
+def error_bound_dtype(tensor: Tensor, layer: nn.Module | None = None) -> torch.dtype:
     """Return the key of ``BOUND`` for a tensor: the coarsest dtype among the tensor and its layer's parameters.
 
     Some models have an fp32 residual stream between layers that compute in bf16.

@@ -28,9 +28,9 @@ from streamtune.engine.preflight.common import (
     Arguments,
     RecordedCall,
     aliased_parameters,
-    bound_dtype,
     checking_mode,
     difference_norm,
+    error_bound_dtype,
     ratio,
     relative_distance,
     replace_tensors,
@@ -142,7 +142,7 @@ class LayerCheck:
             return math.inf
         valid = self.valid_tokens(z_in)
         z, z_ref, z_in = z.detach()[valid], z_ref[valid], z_in[valid]
-        rounding = torch.finfo(bound_dtype(z_in)).eps * difference_norm(z_ref)
+        rounding = torch.finfo(error_bound_dtype(z_in)).eps * difference_norm(z_ref)
         added = difference_norm(z_ref, z_in) if z_in.shape == z_ref.shape else difference_norm(z_ref)
         return ratio(max(difference_norm(z, z_ref) - rounding, 0.0), added)
 
@@ -151,7 +151,7 @@ class LayerCheck:
     ) -> None:
         """Repeat the comparison with a copy of the layer in a wider dtype; raise :class:`DiffersError` if it fails."""
         layer = self.layers[call.index]
-        wider = WIDER_DTYPES.get(bound_dtype(call.z_in, layer))
+        wider = WIDER_DTYPES.get(error_bound_dtype(call.z_in, layer))
         try:
             if wider is None:
                 raise self.difference_error(call.index, tensor_name, error, bound)
@@ -185,8 +185,8 @@ class LayerCheck:
                 return
             raise self.difference_error(call.index, tensor_name, error, bound) from None
         for name, value in errors.items():
-            if not value <= BOUND[bound_dtype(reference[0])]:
-                raise self.difference_error(call.index, name, value, BOUND[bound_dtype(reference[0])])
+            if not value <= BOUND[error_bound_dtype(reference[0])]:
+                raise self.difference_error(call.index, name, value, BOUND[error_bound_dtype(reference[0])])
 
     def valid_tokens(self, z: Tensor) -> Tensor:
         """Return a mask ``[B, T]``, True where the trial batch has a token; all True if ``z`` has another length."""
@@ -194,7 +194,7 @@ class LayerCheck:
 
     def rounding_bound(self, index: int, z: Tensor) -> float:
         """Return the largest relative difference that rounding explains, for the input or output ``z`` of a layer."""
-        return BOUND[bound_dtype(z, self.layers[index])]
+        return BOUND[error_bound_dtype(z, self.layers[index])]
 
     def layer_location(self, index: int | None) -> str:
         """Return text for messages: where layer ``index`` is in the model; ``index`` None means outside the layers."""
@@ -247,7 +247,7 @@ def check_sequence_parallel(handle: StreamedModel) -> None:
             alone = _loss_and_gradient(handle, trained_inputs)
         finally:
             handle.sequence_parallel = ranks
-    bound = max(BOUND[bound_dtype(tensor, handle.layers[-1])] for tensor in alone)
+    bound = max(BOUND[error_bound_dtype(tensor, handle.layers[-1])] for tensor in alone)
     pairs = [("loss", shared[0], alone[0])]
     if trained_inputs:
         gradients = [torch.cat([x.flatten() for x in grads[1:]]) for grads in (shared, alone)]

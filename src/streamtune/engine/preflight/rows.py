@@ -41,9 +41,9 @@ from streamtune.engine.preflight.common import (
     BOUND,
     Arguments,
     bind_arguments,
-    bound_dtype,
     checking_mode,
     difference_norm,
+    error_bound_dtype,
     hidden_states_in_output,
     layer_kind,
     random_tokens,
@@ -210,8 +210,9 @@ class _Trial:
         return type(out)([z_out, *out[1:]]) if isinstance(out, tuple | list) else z_out
 
     def _record_error(self, index: int, tensor_name: str, packed: Tensor, alone: Tensor, z_in: Tensor) -> None:
-        """Record the ratio of a row's difference to rounding; in half precision, for its first token only."""
-        dtype = self._bound_dtype(index, alone)
+        """Record the difference of a row's packed and separate values, divided by the largest difference that rounding
+        explains. In half precision only the row's first token is compared."""
+        dtype = self._error_bound_dtype(index, alone)
         if torch.finfo(dtype).bits < 32:
             first = slice(self.first_token, self.first_token + 1)
             packed, alone, z_in = packed[:, first], alone[:, first], z_in[:, first]
@@ -224,7 +225,7 @@ class _Trial:
     def _check_errors(self) -> None:
         for (index, what), errors in self.errors.items():
             behind = errors[1:]  # no row precedes the first
-            narrow = torch.finfo(self._bound_dtype(index, self.packed_calls[0].z_out)).bits < 32
+            narrow = torch.finfo(self._error_bound_dtype(index, self.packed_calls[0].z_out)).bits < 32
             error = statistics.median(behind) if narrow else max(behind)
             if not error <= 1:
                 layer = index < len(self.layers)
@@ -238,8 +239,8 @@ class _Trial:
                     fix=self.layout.fix,
                 )
 
-    def _bound_dtype(self, index: int, z: Tensor) -> torch.dtype:
-        return bound_dtype(z, self.layers[min(index, len(self.layers) - 1)])
+    def _error_bound_dtype(self, index: int, z: Tensor) -> torch.dtype:
+        return error_bound_dtype(z, self.layers[min(index, len(self.layers) - 1)])
 
     @property
     def _model_name(self) -> str:
@@ -336,7 +337,7 @@ class _Forwards:
 
     def _check_output(self, index: int, z: Tensor, z_in: Tensor, z_ref: Tensor) -> None:
         layer = self.layers[index]
-        dtype = bound_dtype(z_ref, layer)
+        dtype = error_bound_dtype(z_ref, layer)
         error, added, norm = ((x.double().norm(dim=-1)) for x in (z - z_ref, z_ref - z_in, z_ref))
         excess = error / (BOUND[dtype] * added + torch.finfo(dtype).eps * norm).clamp_min(1e-30)
         for chunk in self.schedule.chunks(z.shape[-2]):

@@ -250,20 +250,20 @@ def score_of_hidden_key(dtype: torch.dtype) -> float:
 class LazyMask(MaskRules):
     """Attention mask that is never built as a whole; arguments as for :class:`MaskRules`."""
 
-    def with_branches(self, table: BranchTable) -> LazyMask:
-        """Return a mask under which each row of ``table`` sees the same keys as it sees alone under this mask.
+    def with_shared_prefixes(self, branches: BranchTable) -> LazyMask:
+        """Return a mask under which each row of ``branches`` sees the same keys as it sees alone under this mask.
 
         Raises:
             UnsupportedModelError: This mask has padding, packed rows or blocks whose tokens see each other.
         """
         alone = self.batch_size == 1 and self.padding is None and self.row_start is None and self.block_start is None
         offsets = (self.q_offset, self.kv_offset, self.q_length, self.kv_length)
-        if not alone or offsets != (0, 0, table.length, table.length):
+        if not alone or offsets != (0, 0, branches.length, branches.length):
             raise UnsupportedModelError(
                 "rows cannot share a prefix: this model's attention mask has padding, packed rows or image blocks",
                 fix="set share_prefix: never",
             )
-        return replace(self, branches=table)
+        return replace(self, branches=branches)
 
     @property
     def shape(self) -> tuple[int, int, int, int]:

@@ -90,7 +90,7 @@ class MaskRules(NoTensor):
             ``row_start``. A token outside blocks is its own block.
         window_cuts_blocks: True if the window also hides tokens of the query's block.
         branches: Table of rows with a shared prefix. All other fields then refer to positions in a row, and a query
-            sees only keys of its own row (:meth:`LazyMask.with_branches`).
+            sees only keys of its own row (:meth:`LazyMask.with_shared_prefixes`).
     """
 
     batch_size: int

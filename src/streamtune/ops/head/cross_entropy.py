@@ -135,7 +135,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             kernel = None
             if bias is None and transform is None:
                 kernel = choose_head_kernel(
-                    h, weight, targets, shape, partial(_sweep_chunk, h, weight, targets, shape.wanted)
+                    h, weight, targets, shape, partial(_chunk_loss_and_grads, h, weight, targets, shape.wanted)
                 )
             if kernel is not None:
                 loss, grad_h, grad_weight = run_head_kernel(kernel, h, weight, targets, shape.wanted)
@@ -189,9 +189,13 @@ class _ProjectCrossEntropy(torch.autograd.Function):
         return (grad_hidden, None, None, None, *gradients_or_none(rest, ctx.needed))
 
 
-def _sweep_chunk(h: Tensor, weight: Tensor, targets: Tensor, wanted: Sequence[bool]) -> Chunk:
-    loss, grad = loss_and_grad(torch.nn.functional.linear(h, weight), targets, None, any(wanted), overwrite_logits=True)
-    sums = HeadGradients(torch.empty_like(h) if wanted[0] else None, weight, None, [*wanted, False], weight.dtype)
+def _chunk_loss_and_grads(h: Tensor, weight: Tensor, targets: Tensor, needs_grad: Sequence[bool]) -> Chunk:
+    loss, grad = loss_and_grad(
+        torch.nn.functional.linear(h, weight), targets, None, any(needs_grad), overwrite_logits=True
+    )
+    sums = HeadGradients(
+        torch.empty_like(h) if needs_grad[0] else None, weight, None, [*needs_grad, False], weight.dtype
+    )
     if grad is not None:
         sums.add_chunk(slice(None), h, weight, grad)
     return loss, sums.hidden, sums.weight

@@ -69,9 +69,9 @@ def write_results(folder: Path, results: dict[str, Any], *, title: str) -> list[
     Raises:
         RunError: A file cannot be written.
     """
-    pictures = {POSITIONS: draw_positions(results["splits"], title=title)}
+    pictures = {POSITIONS: plot_loss_by_position(results["splits"], title=title)}
     if results.get("needle") is not None:
-        pictures[NEEDLES] = draw_needles(results["needle"], title=title)
+        pictures[NEEDLES] = plot_needle_test(results["needle"], title=title)
     drawn = {name: picture for name, picture in pictures.items() if picture is not None}
     stale = _earlier_file_names(folder) - {DOCUMENT, *drawn}
     results["files"] = [DOCUMENT, *drawn]
@@ -98,12 +98,12 @@ WHITE_TEXT_ABOVE = 0.55
 
 
 @with_default_style
-def draw_positions(splits: Mapping[str, Any], *, title: str) -> bytes | None:
+def plot_loss_by_position(split_results: Mapping[str, Any], *, title: str) -> bytes | None:
     """Return a PNG of loss by position, with a band of two standard errors; None if no split has positions."""
     # Slow to import, and only needed here. Figures made without pyplot need no display.
     from matplotlib.figure import Figure
 
-    drawn = {name: part["positions"] for name, part in splits.items() if part.get("positions")}
+    drawn = {name: part["positions"] for name, part in split_results.items() if part.get("positions")}
     if not drawn:
         return None
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
@@ -129,7 +129,7 @@ def draw_positions(splits: Mapping[str, Any], *, title: str) -> bytes | None:
 
 
 @with_default_style
-def draw_needles(needle_results: Mapping[str, Any], *, title: str) -> bytes:
+def plot_needle_test(needle_results: Mapping[str, Any], *, title: str) -> bytes:
     """Return a PNG of the needle-in-a-haystack test: a row for each depth, a column for each length.
 
     A cell shows how many answers were right, and by how many nats per answer token the needle raises the

@@ -155,7 +155,7 @@ def measure_trained(
     new_tokens: int = 24,
     doing: Doing = lambda text: nullcontext(),
 ) -> AsTrained:
-    """Compute logits and greedy text of the trained model, and how much rounding its weights changes them.
+    """Compute logits and greedy text of the trained model, and how much the logits change if weights are rounded.
 
     Args:
         model: Trained model with its adapters, in evaluation mode; it is not changed.

@@ -194,7 +194,7 @@ FIELDS: dict[str, FieldRule] = field_table(
         "StreamTune reads no folder of a dataset on the hub": "data_dir",
     },
     lost_beside_training={
-        "StreamTune's evaluation generates no completions: write sample": "generate_during_eval",
+        "StreamTune's evaluation generates no completions: set the key sample": "generate_during_eval",
         "StreamTune supports only the reverse KL": "f_alpha_divergence_coef",
         "of the loss discopop": "discopop_tau",
         "StreamTune's reference is the base model without its adapters": "force_use_ref_model",

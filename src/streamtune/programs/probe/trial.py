@@ -282,7 +282,7 @@ def serve_trial(connection: Connection, prepare: PrepareStep, shape: Shape, budg
 def _run_trial_on_cpu(
     step: TrainingStep, budget: Budget, notify_phase: Callable[[str], None], result: dict[str, Any]
 ) -> None:
-    """Run the steps and count every storage; ``result`` is filled even if a step fails."""
+    """Run the steps and measure the bytes of all tensor storages; ``result`` is filled even if a step fails."""
     result["env"] = _environment_facts("cpu", budget.device_bytes)
     watch = _BudgetWatch(step, budget)
     try:

@@ -74,7 +74,7 @@ class Finding:
     overall: bool = False
 
     @property
-    def excess(self) -> float:
+    def error_over_bound(self) -> float:
         """The error divided by the allowed error; above 1 the run is not exact."""
         if math.isinf(self.error):
             return math.inf

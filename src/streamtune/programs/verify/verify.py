@@ -334,12 +334,12 @@ class _Runs:
             same = run.dtype == truth.dtype
             findings += judge_run(run, plain, is_same_function=same, has_routers=self.routed)
             losses.append(judge_loss(run, plain, truth.loss, is_same_function=same, has_routers=self.routed))
-        worst = max(findings, key=lambda finding: (finding.excess > 1, not finding.overall, finding.excess))
-        worst_loss = max(losses, key=lambda finding: finding.excess)
+        worst = max(findings, key=lambda each: (each.error_over_bound > 1, not each.overall, each.error_over_bound))
+        worst_loss = max(losses, key=lambda each: each.error_over_bound)
         trained = [run for run in runs if run.schedule is not None and run.dtype == plain.dtype]
         streamed = max(trained, key=lambda run: abs(run.loss - plain.loss))
         return VerifyReport(
-            exact=worst.excess <= 1 and worst_loss.excess <= 1,
+            exact=worst.error_over_bound <= 1 and worst_loss.error_over_bound <= 1,
             dtype=self._run_label(self.bf16, self.computed),
             truth=_dtype_name(truth.dtype) if truth.dtype != self.computed else None,
             why_no_truth=self.why_no_truth,

@@ -127,7 +127,7 @@ def _describe_model(subject: VerifySubject) -> str:
 
 
 def _describe_routers(loss: RouterLoss) -> str:
-    balance = f"{loss.balance:g} times the balance loss of transformers"
+    balance = f"{loss.balance:g} times transformers' load-balancing loss"
     return f"{balance}; the z-loss is left out, because transformers has none" if loss.z else balance
 
 
@@ -237,8 +237,8 @@ def _describe_verdict(report: VerifyReport) -> Text:
         if not report.truth and worst.allowed > COARSE_BOUND:
             where += f", to within {worst.allowed:.0e}: no wider dtype was compared"
         return Text.assemble(("exact", "bold green"), f": streamed loss and gradients equal plain autograd's{where}")
-    wrong = [worst.describe()] if worst.excess > 1 else []
-    wrong += [loss.describe()] if loss.excess > 1 else []
+    wrong = [worst.describe()] if worst.error_over_bound > 1 else []
+    wrong += [loss.describe()] if loss.error_over_bound > 1 else []
     return Text.assemble(("NOT exact", "bold red"), ": ", "; ".join(wrong))
 
 

@@ -79,9 +79,9 @@ class BatchKeys(Spec):
 
     select_rows: Literal["colm"] | None = None
     """Only for `sft`: method that chooses the rows of each step. `colm` (arXiv 2407.19580) draws `select_from` times as
-    many rows as a step trains on, and runs all of them forward. In each dataset it selects the rows whose gradients
-    best represent the drawn rows. If a dataset has fewer rows than the average dataset, all its drawn rows are
-    selected. `selected.jsonl` lists the selected rows. Default: all rows are trained on."""
+    many rows as a step trains on, and computes the forward pass of all of them. In each dataset it selects the
+    rows whose gradients best represent the drawn rows. If a dataset has fewer rows than the average dataset, all its
+    drawn rows are selected. `selected.jsonl` lists the selected rows. Default: all rows are trained on."""
 
     select_from: Annotated[int, Field(ge=2), at_most(10**4)] = 2
     """Only for `sft` with `select_rows`: number of drawn rows for each trained row. With 4, an epoch draws every row
@@ -275,7 +275,7 @@ SELECTION_RULES: Rules = (
         ),
         Clash(
             {"optim": ONE_BLOCK},
-            "'optim: {optim}': the weight whose gradient compares rows is trained in only one of many blocks",
+            "'optim: {optim}': one weight's gradient compares rows, but is computed only while its block is active",
             ADAMW,
         ),
         text="'select_rows: {select_rows}' does not combine with {}",

@@ -220,8 +220,8 @@ class EngineKeys(Spec):
     """Group of keys that decide how a step is streamed, and how much memory it may use. The defaults suit most runs."""
 
     bf16: bool | None = None
-    """Compute in bfloat16 (autocast); the weights keep their `dtype`. Default: true if `dtype: auto` makes the trained
-    weights of a bfloat16 or float16 checkpoint float32, else false."""
+    """Compute in bfloat16 (autocast); the weights keep their `dtype`. Default: true if the checkpoint is
+    bfloat16 or float16 and `dtype: auto` makes its trained weights float32, else false."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to train on: `cpu`, `cuda`, or `auto` for an accelerator if one exists, else the CPU."""

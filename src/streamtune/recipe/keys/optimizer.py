@@ -254,8 +254,8 @@ FORWARD_RULES = Where(
     *(
         Clash(
             {"loss_type": loss},
-            f"the gradient of 'loss_type: {loss}' treats {number} as a constant, and it changes between the losses "
-            "that 'optim: {optim}' compares",
+            f"the gradient of 'loss_type: {loss}' treats {number} as a constant, but this number differs "
+            "between the losses that 'optim: {optim}' compares",
             "write another loss_type, or optim: adamw",
         )
         for loss, number in (

@@ -276,7 +276,7 @@ ALLOCATION_RULES: Rules = (
         ),
         Clash(
             {"optim": ONE_BLOCK},
-            "computes gradients of one weight in every step, and the optimizer trains it in only one of many blocks",
+            "computes one weight's gradients in every step, and the optimizer trains it only while its block is active",
             "write optim: adamw",
         ),
         text="'allocation: {allocation}' {}",

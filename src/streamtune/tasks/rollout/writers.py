@@ -315,9 +315,9 @@ class VllmWriter:
 
     Args:
         model: Policy. vLLM gets its weights at each call, with adapters merged into a copy.
-        folder: Folder with configuration and tokenizer in Hugging Face format. The configuration sets the positions.
+        folder: Folder with configuration and tokenizer in Hugging Face format; vLLM reads the RoPE settings there.
         end_token_ids: Ids of the tokens that end a completion.
-        max_length: Most tokens of a prompt plus its completion.
+        max_length: Maximum number of tokens of a prompt plus its completion.
         memory_fraction: Fraction of the device memory that vLLM may use; the rest is for training.
 
     Raises:
