@@ -51,7 +51,7 @@ def test_validate_says_what_a_recipe_does(tmp_path, capsys):
         "  training   LoRA of rank 16 on all-linear; weights in bfloat16",
         "  data       a (at most 1,000 rows), b",
         "  length     131,072 tokens; longer rows are refused",
-        "  loss on    assistant turns; every token of plain text",
+        "  loss on    assistant turns; in plain text, every token",
         "  batch      8 rows a step (1 at a time)",
         "  optimizer  adamw, learning rate 0.0001, cosine, 10 steps warm-up",
         "  duration   1,500 steps",

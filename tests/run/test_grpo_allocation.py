@@ -169,10 +169,14 @@ def test_another_division_is_another_run(folder: Path, capsys: pytest.CaptureFix
         ({"allocation": "more"}, "'equal', 'gvm' or 'neyman'", ""),
         ({"num_generations": 2}, "'num_generations: 2' leaves none to divide", "num_generations: 8"),
         ({"beta": 0.1}, "'beta' adds a divergence that has no advantage", "loss_type: rloo"),
-        ({"fsdp": True}, "gradients of single completions with whole weights, and 'fsdp' shards them", "delete 'fsdp'"),
+        (
+            {"fsdp": True},
+            "the gradient of each completion, which needs unsharded weights, but 'fsdp' shards them",
+            "delete 'fsdp'",
+        ),
         (
             {"deepspeed": "zero2"},
-            "gradients of single completions with whole weights, and 'deepspeed' shards them",
+            "the gradient of each completion, which needs unsharded weights, but 'deepspeed' shards them",
             "delete 'deepspeed'",
         ),
         ({"sequence_parallel_size": 2}, "each rank has a part", "sequence_parallel_size: 1"),

@@ -217,9 +217,9 @@ OVERLENGTH = {"error": "refused", "truncate": "truncated", "drop": "dropped", "s
 ADAPTERS = {"lora": "LoRA", "qlora": "QLoRA"}
 OBJECTIVES = {"sft": "supervised fine-tuning", "dpo": "preferences", "grpo": "rewards"}
 TRAIN_ON = {
-    "assistant": "assistant turns; every token of plain text",
+    "assistant": "assistant turns; in plain text, every token",
     "completion": "the completion",
-    "last": "the last assistant turn; every token of plain text",
+    "last": "the last assistant turn; in plain text, every token",
     "all": "every token",
 }
 

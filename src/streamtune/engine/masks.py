@@ -80,7 +80,7 @@ def recognise_mask(function: Function, length: int, device: torch.device) -> Par
     """
     unrecognised = ParsedMask(rest=(function,))
     try:
-        parsed = _parse_mask(function, torch.arange(length, device=HOST)[None])
+        parsed = _detect_mask(function, torch.arange(length, device=HOST)[None])
     except _UnknownCombinationError:
         return unrecognised
     if not parsed.causal:
@@ -92,27 +92,27 @@ def recognise_mask(function: Function, length: int, device: torch.device) -> Par
     return replace(parsed, row_start=rows, span_start=spans, block_start=blocks)
 
 
-def _parse_mask(function: Function, position_BT: Tensor) -> ParsedMask:
+def _detect_mask(mask_function: Function, position_BT: Tensor) -> ParsedMask:
     """Return the properties of a mask function, or of a component, at these positions, computed on the host."""
-    if function is _causal_mask_function:
+    if mask_function is _causal_mask_function:
         return ParsedMask(causal=True)
-    read = _PARSERS.get(getattr(function, "__qualname__", ""))
-    parsed = read(function, position_BT) if read is not None else None
-    return ParsedMask(rest=(function,)) if parsed is None else parsed
+    detect = _DETECTORS.get(getattr(mask_function, "__qualname__", ""))
+    parsed = detect(mask_function, position_BT) if detect is not None else None
+    return ParsedMask(rest=(mask_function,)) if parsed is None else parsed
 
 
-def _parse_window_mask(function: Function, position_BT: Tensor) -> ParsedMask | None:
-    (size,) = _captured_variables(function, WINDOW)
+def _detect_window_mask(mask_function: Function, position_BT: Tensor) -> ParsedMask | None:
+    (size,) = _captured_variables(mask_function, WINDOW)
     return ParsedMask(window=size) if isinstance(size, int) else None
 
 
-def _parse_packed_rows_mask(function: Function, position_BT: Tensor) -> ParsedMask | None:
-    (ids,) = _captured_variables(function, PACKED)
+def _detect_packed_rows_mask(mask_function: Function, position_BT: Tensor) -> ParsedMask | None:
+    (ids,) = _captured_variables(mask_function, PACKED)
     return ParsedMask(row_start=run_starts(host_copy(ids))) if _are_contiguous_runs(ids, position_BT) else None
 
 
-def _parse_span_mask(function: Function, position_BT: Tensor) -> ParsedMask | None:
-    size, left = _captured_variables(function, SPAN)
+def _detect_span_mask(mask_function: Function, position_BT: Tensor) -> ParsedMask | None:
+    size, left = _captured_variables(mask_function, SPAN)
     if not isinstance(size, int) or not isinstance(left, Tensor):
         return None
     rows = max(left.shape[0], position_BT.shape[0])
@@ -120,9 +120,9 @@ def _parse_span_mask(function: Function, position_BT: Tensor) -> ParsedMask | No
     return ParsedMask(span_start=run_starts(ids))
 
 
-def _parse_block_mask(function: Function, position_BT: Tensor) -> ParsedMask | None:
+def _detect_block_mask(mask_function: Function, position_BT: Tensor) -> ParsedMask | None:
     """Return the blocks of a blockwise mask, valid only in an ``or`` with a causal mask; None if not contiguous."""
-    (ids,) = _captured_variables(function, BLOCKS)
+    (ids,) = _captured_variables(mask_function, BLOCKS)
     if not _are_contiguous_runs(ids, position_BT):
         return None
     ids = host_copy(ids)
@@ -130,20 +130,20 @@ def _parse_block_mask(function: Function, position_BT: Tensor) -> ParsedMask | N
     return ParsedMask(block_start=torch.where(ids >= 0, run_starts(ids), positions))
 
 
-def _parse_and_mask(function: Function, position_BT: Tensor) -> ParsedMask | None:
-    (parts,) = _captured_variables(function, AND_MASKS)
+def _detect_and_mask(mask_function: Function, position_BT: Tensor) -> ParsedMask | None:
+    (parts,) = _captured_variables(mask_function, AND_MASKS)
     if not parts:
         return None
     parsed = ParsedMask()
     remaps = [part for part in parts if _is_remapped_mask(part) or _is_or_of_remapped_mask(part)]
     for part in parts:
         if part not in remaps:
-            parsed = _intersect_masks(parsed, _parse_mask(part, position_BT))
+            parsed = _intersect_masks(parsed, _detect_mask(part, position_BT))
     for part in remaps:
         within = (
-            _parse_remapped_mask(part, parsed.row_start)
+            _detect_remapped_mask(part, parsed.row_start)
             if _is_remapped_mask(part)
-            else _parse_or_mask(part, position_BT, parsed.row_start)
+            else _detect_or_mask(part, position_BT, parsed.row_start)
         )
         parsed = _intersect_masks(parsed, within or ParsedMask(rest=(part,)))
     return parsed
@@ -156,28 +156,28 @@ def _is_or_of_remapped_mask(function: Function) -> bool:
     return bool(parts) and _is_remapped_mask(parts[0])
 
 
-def _parse_or_mask(function: Function, position_BT: Tensor, row_start: Tensor | None = None) -> ParsedMask | None:
+def _detect_or_mask(mask_function: Function, position_BT: Tensor, row_start: Tensor | None = None) -> ParsedMask | None:
     """Return the properties of ``or_masks(causal mask, blocks)`` within the rows ``row_start``, None for others."""
-    (parts_held,) = _captured_variables(function, OR_MASKS)
+    (parts_held,) = _captured_variables(mask_function, OR_MASKS)
     parts: Any = parts_held or ()
     if len(parts) != 2 or getattr(parts[1], "__qualname__", "") != BLOCKS:
         return None
     first = parts[0]
-    base = _parse_remapped_mask(first, row_start) if _is_remapped_mask(first) else _parse_mask(first, position_BT)
-    blocks = _parse_block_mask(parts[1], position_BT)
+    base = _detect_remapped_mask(first, row_start) if _is_remapped_mask(first) else _detect_mask(first, position_BT)
+    blocks = _detect_block_mask(parts[1], position_BT)
     if blocks is None or not base.causal or base.block_start is not None or base.rest:
         return None
     return replace(base, block_start=blocks.block_start)
 
 
-def _parse_remapped_mask(function: Function, row_start: Tensor | None) -> ParsedMask:
+def _detect_remapped_mask(mask_function: Function, row_start: Tensor | None) -> ParsedMask:
     """Return the properties of a mask whose positions restart in each row.
 
     The mask is recognised if positions restart only where packed rows begin. Then two positions in a row differ by as
     much as their indices in the sequence.
     """
-    inner, positions = _captured_variables(function, REMAPPED)
-    opaque = ParsedMask(rest=(function,))
+    inner, positions = _captured_variables(mask_function, REMAPPED)
+    opaque = ParsedMask(rest=(mask_function,))
     if row_start is None or not isinstance(positions, Tensor) or positions.shape[1] != row_start.shape[1]:
         return opaque
     positions = host_copy(positions)
@@ -185,7 +185,7 @@ def _parse_remapped_mask(function: Function, row_start: Tensor | None) -> Parsed
     restarts = (positions.diff(dim=1) != 1) & (row_start[:, 1:] != places[1:])
     if bool(restarts.any()):
         return opaque
-    parsed = _parse_mask(inner, positions)
+    parsed = _detect_mask(inner, positions)
     if parsed.rest or parsed.row_start is not None or parsed.block_start is not None:
         # The inner mask refers to positions, not to places in the sequence. Causality is the same for both.
         return replace(opaque, causal=parsed.causal and parsed.block_start is None)
@@ -242,14 +242,14 @@ def _captured_variables(function: Function, function_kind: str) -> tuple[Any, ..
     return tuple(held.get(name) for name in CLOSURE_VARIABLES[function_kind])
 
 
-_PARSERS: dict[str, Callable[[Function, Tensor], ParsedMask | None]] = {
-    AND_MASKS: _parse_and_mask,
-    OR_MASKS: _parse_or_mask,
-    WINDOW: _parse_window_mask,
-    SPAN: _parse_span_mask,
-    PACKED: _parse_packed_rows_mask,
+_DETECTORS: dict[str, Callable[[Function, Tensor], ParsedMask | None]] = {
+    AND_MASKS: _detect_and_mask,
+    OR_MASKS: _detect_or_mask,
+    WINDOW: _detect_window_mask,
+    SPAN: _detect_span_mask,
+    PACKED: _detect_packed_rows_mask,
 }
-"""Parsers of mask closures, by qualified name; the closures are local functions of ``transformers.masking_utils``."""
+"""Detectors of mask closures, by qualified name; the closures are local functions of ``transformers.masking_utils``."""
 
 
 @wraps(_find_packed_sequence_indices)

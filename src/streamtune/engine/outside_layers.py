@@ -81,7 +81,7 @@ class StreamedEmbedding:
         return Embeddings.create(value, recompute)
 
     def _must_return_tensor(self) -> bool:
-        """Return True if the module has hooks that StreamTune did not register, or its weight was replaced."""
+        """Return True if the output must be an ordinary tensor: the module has foreign hooks or a replaced weight."""
         module = self.module
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
         ours = [isinstance(getattr(hook, "__self__", None), OffloadedWeights) for hook in hooks]

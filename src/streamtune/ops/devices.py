@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 _kind: ContextVar[str] = ContextVar("device type that meta tensors simulate", default="cpu")
-_times: ContextVar[float] = ContextVar("runs that the current run counts as", default=1)
+_times: ContextVar[float] = ContextVar("number of runs that the simulated run stands for", default=1)
 _all_iterations: ContextVar[bool] = ContextVar("every iteration of a loop runs", default=False)
 
 T = TypeVar("T")

@@ -189,26 +189,28 @@ def find_best_chunk_order(
     The variants differ in ``levels`` and in the tensors that are offloaded; later variants need less device memory.
     """
     sizes = search_space.candidate_values("chunk_size")
-    for form in _chunk_order_variants(search_space.limits, search_space.fixed):
+    for variant in _chunk_order_variants(search_space.limits, search_space.fixed):
         steps: dict[int, SimulatedSchedule] = {}
 
-        def excess(size: int, form: Mapping[str, Any] = form, steps: dict[int, SimulatedSchedule] = steps) -> float:
-            found = _simulate_variant(workload, {**form, "chunk_size": size, **search_space.fixed}, simulate)
+        def simulated_excess_bytes(
+            chunk_size: int, variant: Mapping[str, Any] = variant, steps: dict[int, SimulatedSchedule] = steps
+        ) -> float:
+            found = _simulate_variant(workload, {**variant, "chunk_size": chunk_size, **search_space.fixed}, simulate)
             if found is None:
                 return float("inf")
-            steps[size] = found
+            steps[chunk_size] = found
             return excess_bytes(found[1], search_space.limits)
 
-        smallest_excess = excess(sizes[0])
+        smallest_excess = simulated_excess_bytes(sizes[0])
         if smallest_excess > 0:
             continue
-        largest_excess = excess(sizes[-1]) if len(sizes) > 1 else smallest_excess
+        largest_excess = simulated_excess_bytes(sizes[-1]) if len(sizes) > 1 else smallest_excess
         if largest_excess > 0:
             largest = _interpolate_chunk_size(
                 sizes[0], steps[sizes[0]], sizes[-1], steps.get(sizes[-1]), search_space.limits
             )
             for size in sorted((s for s in sizes[1:-1] if s <= largest), reverse=True):
-                if excess(size) <= 0:
+                if simulated_excess_bytes(size) <= 0:
                     break
         return steps[max(size for size, found in steps.items() if excess_bytes(found[1], search_space.limits) <= 0)]
     return None

@@ -385,7 +385,11 @@ def _parse_override_value(text: str, setting: str) -> Any:
 
 
 def _find_key_path(name: str, tree: dict[str, Any], setting: str, recipe_type: type[Recipe]) -> KeyPath:
-    """Return the path of the key ``name``: a full path, a key at the top level, or a last component that is unique."""
+    """Return the full path of a key.
+
+    ``name`` is a full path, a top-level key, or the last component of exactly one path. Errors cite ``setting``, the
+    command-line setting with the key.
+    """
     parts = tuple(int(part) if part.isdecimal() else part for part in re.sub(r"\[(\d+)\]", r".\1", name).split("."))
     leaves = leaf_key_paths(recipe_type)
     if len(parts) > 1 or (name,) in leaves.get(name, []) or name in {*INSTEAD, *SWITCHES}:

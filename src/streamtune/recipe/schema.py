@@ -51,7 +51,7 @@ from streamtune.recipe.settings import (
 
 def _refuse_unshardable_choices(recipe: Any) -> Iterator[Refusal]:
     if recipe.shards_weights:
-        yield from recipe.refusals_if_sharded()
+        yield from recipe.find_sharding_conflicts()
 
 
 class Recipe(
@@ -109,7 +109,7 @@ class Recipe(
     """Rules about choices that are refused if ranks shard the weights. Sharding is set by a key, or by a DeepSpeed
     configuration, whose stage is read at the start of a run."""
 
-    def refusals_if_sharded(self) -> Iterator[Refusal]:
+    def find_sharding_conflicts(self) -> Iterator[Refusal]:
         """Yield the choices of this recipe that are refused if ranks shard the weights."""
         return find_refusals(self, self.whole_weights)
 

@@ -181,7 +181,7 @@ class StepFlops:
         self.step = step
         self.flop_count = FlopCount.from_model(model)
 
-    def __call__(self, micro_batches: Sequence[train.MicroBatch]) -> int:
+    def count_flops(self, micro_batches: Sequence[train.MicroBatch]) -> int:
         return self.flop_count.step_flops(
             (span for batch in micro_batches for span in _attention_spans(batch)), self.step
         )

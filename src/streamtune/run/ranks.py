@@ -89,7 +89,7 @@ def check_rank_layout(recipe: Recipe, size: int, *, shares_weights: bool) -> tra
             fix="start one rank, or delete the line and write deepspeed: zero3_offload",
         )
     if shares_weights:  # known from a DeepSpeed file; presets are checked when the recipe is read
-        for key, problem, fix in recipe.refusals_if_sharded():
+        for key, problem, fix in recipe.find_sharding_conflicts():
             raise ArgumentError(problem, where=key, fix=fix)
     world = train.World(0, size, sequence_size)
     count_micro_batches(recipe, world)

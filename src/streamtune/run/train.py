@@ -246,7 +246,9 @@ def _run_training_loop(
         settings = replace(
             train_settings(recipe, plan, run.handle.schedule),
             # Training one block at a time, each block has its own backward.
-            step_flops=None if recipe.step_kind.gradients == "block" else StepFlops(run.model, recipe.step_kind),
+            step_flops=None
+            if recipe.step_kind.gradients == "block"
+            else StepFlops(run.model, recipe.step_kind).count_flops,
             peak_flops=known_peak_flops(recipe, run.device),
         )
         return train.train(job, settings, progress, stop, listeners)

@@ -303,9 +303,9 @@ class StepRouterLoss:
         global    coefficient * balance + z_coefficient * z                            the whole step is balanced
 
     As in the cross-entropy, every token has the same weight in any micro-batch, and padding has none. With one
-    micro-batch both forms are equal, and equal to the loss in ``transformers``. With several, ``global`` needs an extra
-    forward per micro-batch, without gradient. This forward counts how often each expert is chosen in the whole step,
-    because the first backward needs these counts.
+    micro-batch both forms are equal, and without the z-loss they equal the auxiliary loss of ``transformers``. With
+    several, ``global`` needs an extra forward per micro-batch, without gradient. This forward counts how often each
+    expert is chosen in the whole step, because the first backward needs these counts.
 
     Args:
         handle: Handle of the streamed model; without a router loss this class does nothing.

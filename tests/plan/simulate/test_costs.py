@@ -126,8 +126,8 @@ def test_packed_rows_and_padding() -> None:
     ids = torch.zeros(1, 8, dtype=torch.long)
     mask = torch.tensor([[1, 1, 1, 1, 1, 1, 0, 0]])
     packed = MicroBatch(ids, mask, ids, ("a:1",), torch.tensor([[0, 1, 2, 3, 0, 1, 0, 0]]))
-    assert flops([packed]) == flops.flop_count.step_flops([(0, 4), (0, 2)])
-    assert flops([MicroBatch(ids, mask, ids, ("a:1",))]) == flops.flop_count.step_flops([(0, 6)])
+    assert flops.count_flops([packed]) == flops.flop_count.step_flops([(0, 4), (0, 2)])
+    assert flops.count_flops([MicroBatch(ids, mask, ids, ("a:1",))]) == flops.flop_count.step_flops([(0, 6)])
 
 
 def test_devices_are_known_by_the_names_that_drivers_give() -> None:

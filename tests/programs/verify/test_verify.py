@@ -18,7 +18,7 @@ from streamtune import Schedule
 from streamtune.engine import StreamHandle, cache, decoder_layers, head, vjp
 from streamtune.errors import ArgumentError, NonFiniteError, UnsupportedModelError
 from streamtune.programs.verify.report import VerifyReport, module_of
-from streamtune.programs.verify.restore import prepare_model, widening_weights
+from streamtune.programs.verify.restore import prepared_for_comparison, widening_weights
 from streamtune.programs.verify.verify import Comparison, LossOf, compare_gradients, verify_schedules
 from tests.conformance.reducer import build as build_any
 from tests.exactness.families import batch, build
@@ -395,7 +395,7 @@ def test_no_gradient_outlives_its_comparison() -> None:
 def test_widening_and_narrowing_loses_no_bit() -> None:
     model = build("gemma2", dtype=torch.bfloat16)
     before = copy.deepcopy(model.state_dict())
-    with prepare_model(model), widening_weights(model, torch.float64):
+    with prepared_for_comparison(model), widening_weights(model, torch.float64):
         assert model.dtype == torch.float64
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 

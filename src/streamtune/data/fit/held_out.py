@@ -137,7 +137,7 @@ def find_eval_sets(held_out: Numbers, starts: Sequence[SourceStart]) -> tuple[Ev
     """Return the eval sets as ranges of the held-out records; empty if no source belongs to an eval set.
 
     Args:
-        held_out: [held out] record numbers, ascending.
+        held_out: Numbers of the held-out records, ascending.
         starts: Counts at the start of every source; the sources of eval sets come last.
     """
     sets: list[EvalSet] = []

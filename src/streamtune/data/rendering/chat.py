@@ -348,14 +348,16 @@ class ChatRenderer:
             earlier = (each[1] for each in text_ranges[:index] if each is not None and each[1] <= text_range[0])
             floor = max(turns[-1].end if turns else 0, *earlier, 0)
             turn = ChatTurn(
-                self._find_changed_turn_start(chat, index, text_range, floor),
-                self._find_changed_turn_end(chat, index, text_range),
+                self._find_turn_start_by_comparison(chat, index, text_range, floor),
+                self._find_turn_end_by_comparison(chat, index, text_range),
             )
             _check_no_overlap(chat, text_ranges, index, turn)
             turns.append(turn)
         return turns
 
-    def _find_changed_turn_start(self, chat: Renderings, index: int, text_range: tuple[int, int], floor: int) -> int:
+    def _find_turn_start_by_comparison(
+        self, chat: Renderings, index: int, text_range: tuple[int, int], floor: int
+    ) -> int:
         """Return the position after the header before ``text_range``; the header begins at ``floor`` or later.
 
         Raises:
@@ -404,7 +406,7 @@ class ChatRenderer:
         common = next((header[:size] for size in sizes if text.endswith(header[:size], floor, position)), "")
         return common if common.strip() else ""
 
-    def _find_changed_turn_end(self, chat: Renderings, index: int, text_range: tuple[int, int]) -> int:
+    def _find_turn_end_by_comparison(self, chat: Renderings, index: int, text_range: tuple[int, int]) -> int:
         through = chat.render_through_message(index)
         text_range_in_prefix = chat.text_range_in_prefix(index)
         if through is not None and text_range_in_prefix is not None:

@@ -215,7 +215,10 @@ class RowRenderer:
         return content if same else replace(content, messages=messages, tools=tools)
 
     def _count_special_names(self, origin: str, messages: Sequence[Message]) -> None:
-        """Count the messages with names of special tokens; a message of a row that is rendered twice counts once."""
+        """Count the messages that contain a special token as text, such as ``<|im_end|>``.
+
+        If a row is rendered twice, each of its messages is counted once.
+        """
         now, (row, seen) = self.log.current, self._counted
         if row != origin:
             self._counted = row, seen = origin, set()
@@ -228,7 +231,7 @@ class RowRenderer:
     def _tokenise_text(
         self, text: str, origin: str, *, turns: list[ChatTurn] | None = None, border: int | None = None
     ) -> Any:
-        """Tokenise a plain text (no conversation), and count the names of special tokens in the text."""
+        """Tokenise a plain text (no conversation), and count it if it names a special token such as ``<|im_end|>``."""
         names = self._specials.find_names(text.removeprefix(self._tokenizer.bos_token or ""))
         if names:
             self.log.current.add_special_names("text", names, new_row=True)

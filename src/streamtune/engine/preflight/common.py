@@ -173,7 +173,7 @@ SCHEDULE = Schedule(chunk_size=7, head_chunk_size=11)
 def streamed_forward(
     layer: nn.Module, own_attention: str | None, context: CallContext | None = None, schedule: Schedule = SCHEDULE
 ) -> StreamedForward:
-    """Return the streamed forward of a single layer, outside of a streamed model; ``context`` holds its packed rows."""
+    """Return the streamed forward of one layer alone; ``context`` describes the packed rows of the layer's input."""
     parts = ModelParts(schedule, Tiers(schedule), CallContext() if context is None else context)
     return StreamedForward(layer, parts, own_attention)
 

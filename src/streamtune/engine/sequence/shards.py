@@ -311,13 +311,13 @@ class ChunkExchange:
         seen = shards.chunks_within(slice(self.first_key, self.part.stop))
         starts = list(accumulate((c.stop - c.start for c in seen), initial=0))
 
-        def keys(rank: int) -> list[tuple[slice, slice]]:
+        def key_slices(rank: int) -> list[tuple[slice, slice]]:
             return [
                 (slice(start, start + c.stop - c.start), shards.shard_positions(c, rank))
                 for start, c in zip(starts, seen, strict=False)
             ]
 
-        return Ring(shards.group, queries, keys)
+        return Ring(shards.group, queries, key_slices)
 
 
 def _has_no_blocks(block_start: Tensor | None) -> bool:
@@ -433,7 +433,10 @@ def chunks_between_rows(schedule: Schedule, min_tokens: int, size: int, rows: Pa
 def _search_chunk_ends(
     stops: list[int], start: int, size: int, forbidden: _ForbiddenBorders, trials: Iterator[int]
 ) -> list[int] | None:
-    """Return chunk ends above ``start``, each near its entry in ``stops``, the last equal; None if there are none."""
+    """Return allowed chunk ends after ``start``, one near each entry of ``stops``; the last one equals the last entry.
+
+    None if there are no such ends, or ``trials``, an iterator with an item per end to try, is exhausted.
+    """
     if not stops:
         return []
     last = len(stops) == 1

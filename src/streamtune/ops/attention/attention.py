@@ -124,7 +124,7 @@ class Prefix(Protocol):
 
 
 def without_autocast(backward: Callable[[Any, Tensor], R]) -> Callable[[Any, Tensor], R]:
-    """Disable autocast in the ``backward`` of an attention, which chooses its matmul dtypes itself (decorator)."""
+    """Disable autocast in the decorated ``backward`` of an attention, because it chooses its own matmul dtypes."""
 
     @functools.wraps(backward)
     def wrapped(ctx: Any, grad_o: Tensor) -> R:

@@ -233,12 +233,12 @@ class _Problem:
         self.device, self.dtype, self.causal, self.scale = device, dtype, causal, head_dim**-0.5
         # Queries and keys of a packed row are slices of a sequence; a projection puts a token's heads side by side.
         self.q, self.grad = (
-            self._draw_tensor(heads, queries, head_dim),
-            self._draw_tensor(heads, queries, head_dim, together=True),
+            self._random_tensor(heads, queries, head_dim),
+            self._random_tensor(heads, queries, head_dim, token_major=True),
         )
         self.k, self.v = (
-            self._draw_tensor(groups, keys, head_dim, together=True),
-            self._draw_tensor(groups, keys, head_dim),
+            self._random_tensor(groups, keys, head_dim, token_major=True),
+            self._random_tensor(groups, keys, head_dim),
         )
         if layouts is not None:
             self.q, self.k, self.v, self.grad = (
@@ -246,12 +246,12 @@ class _Problem:
                 for x, layout in zip((self.q, self.k, self.v, self.grad), layouts, strict=False)
             )
 
-    def _draw_tensor(self, heads: int, length: int, size: int, together: bool = False) -> Tensor:
-        if together:
-            x = draw_token_major(self.generator, self.dtype, 2, heads, length + 8, size)
+    def _random_tensor(self, num_heads: int, length: int, head_dim: int, token_major: bool = False) -> Tensor:
+        if token_major:
+            x = draw_token_major(self.generator, self.dtype, 2, num_heads, length + 8, head_dim)
         else:
             x = torch.randn(
-                (2, heads, length + 8, size), generator=self.generator, device=self.device, dtype=self.dtype
+                (2, num_heads, length + 8, head_dim), generator=self.generator, device=self.device, dtype=self.dtype
             )
         return x[:, :, 3 : 3 + length]
 

@@ -175,7 +175,7 @@ class IntegerValues:
         return func(*(self._get_value(item, func) for item in args), **given)
 
     def _defer_value(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DeferredValue:
-        """Return the deferred value of an operator's result.
+        """Return the value of an operator's result, which is computed when it is first read.
 
         Raises:
             ArgumentError, UnsupportedModelError: An argument has no value.
@@ -221,15 +221,15 @@ class IntegerValues:
 
 
 def _compute_attached_value(x: Tensor) -> Tensor | None:
-    """Return the value attached to a tensor, computed now if it was deferred; None without a value."""
+    """Return the known value of a ``meta`` tensor, computed now if needed; None if the value is unknown."""
     value = _attached_value(x)
     return value.value() if isinstance(value, DeferredValue) else value
 
 
 def _attached_value(x: Any) -> Tensor | DeferredValue | None:
-    """Return the value or deferred value attached to a tensor; None without a value.
+    """Return the known value of a ``meta`` tensor, perhaps not yet computed; None if the value is unknown.
 
-    A floating-point constant has a value until an operator writes to it.
+    The value of a floating-point constant is unknown once an operator has written to the tensor.
     """
     value: Tensor | DeferredValue | None = getattr(x, "_value", None)
     constant, version = getattr(x, "_constant", (None, None))

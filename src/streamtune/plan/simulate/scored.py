@@ -63,8 +63,8 @@ class Scored:
         within = zip(self.common, self.trees, strict=False)
         if self.common and (len(self.common) != len(self.trees) or any(not 0 <= c <= t for c, (t, _) in within)):
             raise ArgumentError(
-                f"common must have a number of tokens, at most the prompt's, for each of {len(self.trees)} trees, "
-                f"found {self.common}"
+                f"common must have one number of tokens for each of the {len(self.trees)} trees, from 0 to the length "
+                f"of the tree's prompt, found {self.common}"
             )
 
     @property

@@ -137,10 +137,10 @@ def _make_liger_loss(model: Any) -> Loss:
     return loss
 
 
-def _prepare_loss(prepared: Callable[[Any], AbstractContextManager[Loss]]) -> PrepareMode:
+def _prepare_with_loss(open_loss: Callable[[Any], AbstractContextManager[Loss]]) -> PrepareMode:
     @contextmanager
     def prepare(model: Any, schedule: Schedule) -> Iterator[Ready]:
-        with prepared(model) as loss:
+        with open_loss(model) as loss:
             yield Ready(loss)
 
     return prepare
@@ -277,9 +277,11 @@ MODE_SETUPS: dict[Mode, ModeSetup] = {
     "liger-loss-offload": ModeSetup(
         _make_prepare(_offload_layer_inputs, _make_liger_loss), "liger_kernel", "Liger's kernels need an accelerator"
     ),
-    "liger": ModeSetup(_prepare_loss(liger), "liger_kernel", "Liger's kernels need an accelerator"),
-    "trl": ModeSetup(_prepare_loss(trl), "trl", "TRL's offloading needs an accelerator"),
-    "unsloth": ModeSetup(_prepare_loss(unsloth), "unsloth", "Unsloth's offloading needs an accelerator", UNSLOTH_ALONE),
+    "liger": ModeSetup(_prepare_with_loss(liger), "liger_kernel", "Liger's kernels need an accelerator"),
+    "trl": ModeSetup(_prepare_with_loss(trl), "trl", "TRL's offloading needs an accelerator"),
+    "unsloth": ModeSetup(
+        _prepare_with_loss(unsloth), "unsloth", "Unsloth's offloading needs an accelerator", UNSLOTH_ALONE
+    ),
     "stream": ModeSetup(_prepare_streaming),
     "stream-keep-attention": ModeSetup(_prepare_streaming_keeping_attention),
 }

@@ -180,7 +180,7 @@ FIELDS: dict[str, FieldRule] = field_table(
         "`streamtune export` merges": "merge_lora merge_method",
         "chunks need no padding": "pad_to_multiple_of dpo_padding_free",
         "metrics.jsonl has every step": "include_tkps",
-        "StreamTune finds the end-of-turn token by the chat template": "eot_tokens",
+        "StreamTune takes the end-of-turn token from the chat template": "eot_tokens",
         "only reward models use this field": "center_rewards_coefficient",
         "only optimizers that StreamTune lacks use this field": """dion_lr dion_momentum dion_rank_fraction
             dion_rank_multiple_of qgalore_cos_threshold qgalore_gamma_proj qgalore_proj_bits qgalore_rank

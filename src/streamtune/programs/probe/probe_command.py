@@ -263,7 +263,7 @@ def _print_report(report: ProbeReport, folder: Path) -> None:
             terms = limit.trial.outcome.terms.items()
             rows.append(("device peak", ", ".join(f"{name} {show_size(size)}" for name, size in terms if size)))
     for limit in report.limits.values():
-        rows.append(("limited by" if limit.mode == "stream" else "", _describe_failure(limit)))
+        rows.append(("limited by" if limit.mode == "stream" else "", _describe_limit_cause(limit)))
     if report.env:
         rows.append(("device", _describe_device(report)))
     if "cluster" in report.env:
@@ -345,7 +345,7 @@ def _show_limit(limit: Limit) -> Text:
     return Text(f"{limit.fits:,}" if limit.complete else f">= {limit.fits:,}")
 
 
-def _describe_failure(limit: Limit) -> str:
+def _describe_limit_cause(limit: Limit) -> str:
     if limit.failed is None:
         return f"{NAMES[limit.mode]}: no trial failed up to the end of the search"
     return f"{NAMES[limit.mode]} fails at {limit.fails:,}: {limit.failed.outcome.reason}"

@@ -65,7 +65,7 @@ class Outcome:
         peak_bytes: Peak bytes on the device; for a stopped trial, up to the stop.
         host_bytes, disk_bytes: Peak bytes offloaded to host and disk, summed over the ranks of a node.
         rss_bytes: Peak resident memory of the process, in bytes.
-        step_seconds: Seconds of the second step; on a CPU, counting storages is included.
+        step_seconds: Seconds of the second step; on a CPU, this includes measuring the memory of all tensors.
         terms: Device bytes at the peak, by purpose.
         host_terms: Host bytes, by purpose.
         traffic: Bytes that a rank sends in a step; None with one rank.

@@ -73,7 +73,7 @@ class RowLosses:
         return partial(self._loss, self.batch, handle)
 
     def _loss(self, batch: train.MicroBatch, handle: StreamHandle | None, model: nn.Module, bf16: bool) -> Tensor:
-        """Return the loss of ``batch``, streamed if ``handle`` is given; without ``bf16``, in the model's dtype."""
+        """Return the loss of ``batch``, streamed if ``handle`` is given; ``bf16`` turns on bf16 autocast."""
         router_loss, token_loss, teacher = self.router_loss, self.token_loss, self.teacher
         if token_loss.is_plain and batch.weights is None:
             return model_cross_entropy(batch, router_loss, model, bf16)
@@ -159,7 +159,7 @@ class TreeLosses:
     def _loss(
         self, scorer: Any, reference: train.Reference, batch: train.TreeBatch, model: nn.Module, bf16: bool
     ) -> Tensor:
-        """Return the loss of ``batch``; without ``bf16``, a separate reference computes in the model's dtype too."""
+        """Return the loss of ``batch``; without ``bf16``, policy and reference compute in the policy's dtype."""
         task = type(self.task)(self.task.recipe.model_copy(update={"bf16": bf16}))
         device = batch.input_ids.device
         dtype = _parameter_dtype(model) if self.own_reference is not None and not bf16 else None

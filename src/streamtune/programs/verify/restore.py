@@ -18,7 +18,7 @@ FILL_STD = 1e-2
 
 
 @contextmanager
-def prepare_model(model: nn.Module) -> Iterator[int]:
+def prepared_for_comparison(model: nn.Module) -> Iterator[int]:
     """Context manager: prepare a model for the comparison, and restore it on exit.
 
     While active, the model is in evaluation mode, ``grad`` is cleared, float32 products have full precision, and the

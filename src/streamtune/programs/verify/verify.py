@@ -44,7 +44,7 @@ from streamtune.programs.verify.report import (
 from streamtune.programs.verify.restore import (
     computing_wide_loss,
     has_experts,
-    prepare_model,
+    prepared_for_comparison,
     using_attention,
     why_not_widened,
     widening_weights,
@@ -132,7 +132,7 @@ def compare_gradients(comparison: Comparison) -> VerifyReport:
     if not any(p.requires_grad for p in model.parameters()):
         raise ArgumentError("the model has no trainable parameter, so there is no gradient to compare")
     stream(model, schedule=comparison.schedules[0]).remove()  # refuses unsupported models before anything is computed
-    with prepare_model(model) as filled, widening_weights(model, comparison.dtype):
+    with prepared_for_comparison(model) as filled, widening_weights(model, comparison.dtype):
         report = _compare_attentions(comparison)
         refusal = "" if report.exact else _preflight_error(model, comparison.schedules[0])
         return replace(report, filled=filled, refusal=refusal)

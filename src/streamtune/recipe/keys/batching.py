@@ -85,7 +85,7 @@ class BatchKeys(Spec):
 
     select_from: Annotated[int, Field(ge=2), at_most(10**4)] = 2
     """Only for `sft` with `select_rows`: number of drawn rows for each trained row. With 4, an epoch draws every row
-    once and trains a quarter of the rows."""
+    once and trains on a quarter of the rows."""
 
     val_size: Annotated[float, Field(ge=0), at_most(10**12)] = 0.0
     """Number of rows of `datasets` (1 or more), or fraction of the rows (below 1), to hold out for evaluation. 0: none.
@@ -160,7 +160,7 @@ def _refuse_weights_with_buckets(recipe: Any) -> Iterator[Refusal]:
         yield Refusal(
             f"datasets.{weighted[0]}.weight",
             "'batching: buckets' visits every piece once an epoch, and 'weight' visits some rows more often",
-            "write batching: tokens, or delete the weights; repeat: N visits the rows of a dataset N times",
+            "write batching: tokens, or replace each weight by repeat: N, which visits that dataset's rows N times",
         )
 
 

@@ -100,8 +100,8 @@ class OptimizerKeys(Spec):
 
     clip_norm: Literal["exact", "lagged"] = "exact"
     """With `optim_in_backward`: gradient norm that is compared with `max_grad_norm`. `exact`: the norm of this step's
-    gradient, which takes a first backward. `lagged`: the norm of the previous step's gradient (in the first step, of
-    its own), which takes half the time but changes the updates. With `lagged`, `metrics.jsonl` has `clip_norm`, the
+    gradient, which takes an extra backward. `lagged`: the norm of the previous step's gradient (the first step uses its
+    own norm); this takes half the time but changes the updates. With `lagged`, `metrics.jsonl` has `clip_norm`, the
     compared norm, and `grad_norm`, the norm of this step."""
 
 

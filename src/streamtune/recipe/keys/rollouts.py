@@ -263,7 +263,8 @@ ALLOCATION_RULES: Rules = (
         *(
             Clash(
                 {"sharding_key": key},
-                "computes gradients of single completions with whole weights, and '{sharding_key}' shards them",
+                "computes the gradient of each completion, which needs unsharded weights, but '{sharding_key}' shards "
+                "them",
                 f"delete '{key}'",
                 key,
             )
@@ -271,7 +272,7 @@ ALLOCATION_RULES: Rules = (
         ),
         Clash(
             {"sequence_parallel_size": GIVEN},
-            "computes gradients of single completions, and here each rank has a part of one",
+            "computes the gradient of each completion, but here each rank has a part of a completion",
             "write sequence_parallel_size: 1",
         ),
         Clash(

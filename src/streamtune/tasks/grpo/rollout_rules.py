@@ -89,7 +89,7 @@ class RolloutTools:
     def write(
         self, prompts: Sequence[data.Prompt], count: int | Sequence[int], sampling: rollout.Sampling
     ) -> list[list[rollout.Completion]]:
-        """Sample completions and return a list of them for each prompt; ``count`` is their number, perhaps per prompt.
+        """Sample ``count`` completions of each prompt (a list: one number per prompt), and return a list per prompt.
 
         Raises:
             OutOfMemoryError: The keys and values do not fit into memory.
