@@ -309,8 +309,8 @@ def test_an_unknown_key_is_answered_with_those_there_are(zygotes: Zygotes, tmp_p
     assert done.status == 0
     shown = " ".join(done.output.replace("│", " ").split())
     named = (
-        "data: the rows. base: files of model_name_or_path. adapter: the base model recorded in model_name_or_path, if "
-        "that contains adapters. start: files of adapter_name_or_path. reference: files of the reference model, or a "
+        "data: the rows. base: files of model_name_or_path. adapter: files of the base model, if model_name_or_path "
+        "contains adapters. start: files of adapter_name_or_path. reference: files of the reference model, or a "
         "teacher's file. rewards: source code of reward functions."
     )
     assert named in shown.replace("`", "")

@@ -191,13 +191,13 @@ class DensifiedMask(LazyMask):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(
-            *(arg.dense() if isinstance(arg, DensifiedMask) else arg for arg in args),
-            **{key: arg.dense() if isinstance(arg, DensifiedMask) else arg for key, arg in (kwargs or {}).items()},
+            *(arg.to_dense() if isinstance(arg, DensifiedMask) else arg for arg in args),
+            **{key: arg.to_dense() if isinstance(arg, DensifiedMask) else arg for key, arg in (kwargs or {}).items()},
         )
 
 
 def _dense_operator(name: str) -> Any:
-    return lambda mask, *others: getattr(mask.dense(), name)(*others)
+    return lambda mask, *others: getattr(mask.to_dense(), name)(*others)
 
 
 for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "and", "or", "invert", "lt", "le", "gt", "ge"):

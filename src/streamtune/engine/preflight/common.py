@@ -127,7 +127,7 @@ def error_bound_dtype(tensor: Tensor, layer: nn.Module | None = None) -> torch.d
     return max((dtype for dtype in dtypes if dtype in BOUND), key=BOUND.__getitem__, default=torch.float32)
 
 
-def relative_distance(value: Tensor, reference: Tensor, valid: Tensor | None) -> float:
+def relative_difference(value: Tensor, reference: Tensor, valid: Tensor | None) -> float:
     """Return ``||value - reference|| / ||reference||`` where ``valid`` is True; infinity if the shapes differ."""
     if value.shape != reference.shape:
         return math.inf

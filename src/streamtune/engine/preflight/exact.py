@@ -30,7 +30,7 @@ from streamtune.engine.preflight.common import (
     layer_kind,
     recorded_outputs_as_leaves,
     refuse_if_removed,
-    relative_distance,
+    relative_difference,
     replace_layer_forwards,
     replace_tensors,
     run_and_list_outputs,
@@ -211,7 +211,7 @@ class _Preflight:
             if reference is None:
                 continue
             valid = self.layer_check.valid_tokens(reference) if x.shape == call.z_in.shape else None
-            error = relative_distance(x, reference, valid)
+            error = relative_difference(x, reference, valid)
             if not error <= bound_input:
                 raise self.layer_check.difference_error(index, "input", error, bound_input)
         used = replace_tensors(arguments, {name: _as_leaf(call.inputs[name]) for name in call.trained_inputs})
@@ -257,10 +257,10 @@ class _Preflight:
             grad = torch.zeros_like(unstreamed_grad) if grad is None else grad
             pairs.append(("gradient of the final hidden states", grad, unstreamed_grad))
         for what, value, reference in pairs:
-            if not relative_distance(value, reference, None) <= bound:
+            if not relative_difference(value, reference, None) <= bound:
                 raise DiffersError(
                     f"{self._model_name} is not streamed exactly: its head's {what} differs by "
-                    f"{relative_distance(value, reference, None):.1e} (rounding explains at most {bound:.0e})",
+                    f"{relative_difference(value, reference, None):.1e} (rounding explains at most {bound:.0e})",
                     where=f"the head of {self._model_name}",
                     fix="use stream(model, head=False): layers are streamed, head and loss are the model's own",
                 )

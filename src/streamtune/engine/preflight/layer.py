@@ -32,7 +32,7 @@ from streamtune.engine.preflight.common import (
     difference_norm,
     error_bound_dtype,
     ratio,
-    relative_distance,
+    relative_difference,
     replace_tensors,
     run_and_list_outputs,
     streamed_forward,
@@ -100,7 +100,7 @@ class LayerCheck:
     def _output_error(self, outputs: list[Tensor], call: RecordedCall) -> float:
         first = self._relative_difference(outputs[0], call.outputs[0], call.z_in)
         others = zip(outputs[1:], call.outputs[1:], strict=True)
-        return max([first, *(relative_distance(z, z_ref, self.valid_tokens(z_ref)) for z, z_ref in others)])
+        return max([first, *(relative_difference(z, z_ref, self.valid_tokens(z_ref)) for z, z_ref in others)])
 
     def _gradient_error(self, layer: nn.Module, call: RecordedCall, streamed: Arguments) -> tuple[str, float]:
         generator = torch.Generator().manual_seed(call.index)
@@ -253,7 +253,7 @@ def check_sequence_parallel(handle: StreamedModel) -> None:
         gradients = [torch.cat([x.flatten() for x in grads[1:]]) for grads in (shared, alone)]
         pairs.append((f"gradient of {type(layer).__name__}", gradients[0], gradients[1]))
     for what, value, reference in pairs:
-        if not (error := relative_distance(value, reference, None)) <= bound:
+        if not (error := relative_difference(value, reference, None)) <= bound:
             raise UnsupportedModelError(
                 f"{type(handle.model).__name__} gives other results when {ranks.size} ranks share its sequence: the "
                 f"{what} differs by {error:.1e} (rounding explains at most {bound:.0e})",

@@ -178,7 +178,7 @@ class PlainScores:
         self.routers = self
 
     @contextmanager
-    def silenced(self) -> Iterator[None]:
+    def without_losses(self) -> Iterator[None]:
         yield
 
     def logprobs(
