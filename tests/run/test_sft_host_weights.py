@@ -216,7 +216,7 @@ def test_weights_in_float32_fetched_in_bfloat16_learn(folder: Path) -> None:
         ({**HOST, "deepspeed": "zero2"}, "'engine.weights: host' needs a single device", "zero3_offload"),
         ({**HOST, "finetuning_type": "qlora"}, "does not move quantised weights", "finetuning_type: lora"),
         (NARROW, "weights on the device are bfloat16 already", "bf16: false"),
-        ({"engine": {**FIXED, "optimizer": "host"}, "deepspeed": "zero2"}, "'engine.optimizer' is for", "zero3_offload"),
+        ({"engine": {**FIXED, "optimizer": "host"}, "deepspeed": "zero2"}, "engine.optimizer' is for", "zero3_offload"),
         ({"engine": {**HOST["engine"], "optimizer": "device"}}, "optimizer: device' updates", "optimizer: auto"),
         ({"engine": {"fetch_dtype": "bfloat16"}}, "needs 'weights: host'", "weights: host"),
         (
