@@ -81,7 +81,9 @@ def interleaved(
 
 
 def spread(ratios: Sequence[float], digits: int = 2, ends: int = 2) -> str:
-    """Return the median, the smallest and the largest: ``0.98 (0.95 to 1.02)``."""
+    """Return the median, the smallest and the largest: ``0.98 (0.95 to 1.02)``; a single ratio alone."""
+    if len(ratios) == 1:
+        return f"{ratios[0]:.{digits}f}"
     return f"{statistics.median(ratios):.{digits}f} ({min(ratios):.{ends}f} to {max(ratios):.{ends}f})"
 
 

@@ -261,7 +261,7 @@ def facts_of(options: argparse.Namespace) -> Mapping[str, Any]:
     return {
         "command": f"python -m benchmarks.turns {options.what} {' '.join(given)}",
         "versions": f"torch {torch.__version__}, transformers {transformers.__version__}, {platform.machine()}",
-        "pairs": options.pairs,
+        "times": "once" if options.pairs == 1 else f"{options.pairs} times: median (smallest to largest)",
     }
 
 
@@ -309,7 +309,7 @@ at inference. The conversation has {turns} turns, and the model is a small Qwen3
 - *operations*: matrix products and attention, together relative to apart, by the
   [count](../guide/plan.md#flop-and-mfu) of `plan`.
 - *time*: processor time of forward and backward, together relative to apart, in chunks of 1,024 tokens. Measured
-  {pairs} times: median (smallest to largest).
+  {times}.
 
 {table}
 
@@ -332,7 +332,7 @@ This page shows how much time `dpo` and `grpo` save by computing the common begi
 Versions: {versions}; one thread, fp32.
 
 The two completions of a pair begin with the same turns. A group of eight is four such pairs after one prompt. The
-prompt is a quarter of the tokens of prompt and one completion.
+prompt is a quarter of one row (the prompt and one completion).
 
 - *tokens of one*: tokens of the prompt and one completion.
 - *shared*: share of a completion's tokens that the pair has in common.
@@ -340,7 +340,7 @@ prompt is a quarter of the tokens of prompt and one completion.
 - *prompt once*: computed tokens if every completion is a branch of one prompt.
 - *together*: computed tokens if the common beginning of completions is computed once, too.
 - *time of together*: processor time of forward and backward, relative to the layout *prompt once* or *apart*, in
-  chunks of 1,024 tokens. Measured {pairs} times: median (smallest to largest). The models have {model}.
+  chunks of 1,024 tokens. Measured {times}. The models have {model}.
 
 {table}
 

@@ -221,9 +221,10 @@ def _time_note(report: TableReport) -> str:
 
 def _memory_note(report: TableReport) -> str:
     return (
-        f"All figures are measured, in {report.unit[0]}. The columns by purpose are memory at the peak of the step. "
-        "Activations alone may peak at another time: the column most activ. has that peak (beyond weights, gradients "
-        "and layer inputs). The column no head has that peak without the LM head."
+        f"Memory is measured, in {report.unit[0]}. 'peak' is the peak of the step. The columns between 'peak' and "
+        "'most activ.' are its parts, by purpose. Activations may have their own peak at another time. The column "
+        "'most activ.' is the peak of activations, keys, values and LM head together. The column 'no head' is this "
+        "peak in a step without the LM head."
     )
 
 
@@ -258,7 +259,8 @@ def table_markdown(report: TableReport) -> str:
     env, shown = report.env, table_columns(report)
     lines = [f"# {TABLES[report.table].title}", "", "```", report.command, "```", "", f"{report.describe()}."]
     lines += [f"transformers {env['transformers']}, Python {env['python']}."]
-    lines += [f"The recipe's schedule: {report.asked['schedule_in_words']}.", ""]
+    schedule = report.asked["schedule_in_words"]
+    lines += [f"The recipe's schedule (head: tokens of a chunk in the LM head): {schedule}.", ""]
     lines += ["| " + " | ".join(column.name for column in shown) + " |"]
     lines += ["|" + "|".join("---:" if column.right else "---" for column in shown) + "|"]
     section = ""
