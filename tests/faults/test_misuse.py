@@ -150,10 +150,10 @@ MODELS: dict[str, Fault] = {
     "nan in the head": (weights(lambda found: found["model.embed_tokens.weight"][3].fill_(float("nan"))), (), 2,
                         ("not finite", "model.embed_tokens.weight contains 16 NaN", "model.safetensors")),
     "inf in a layer": (weights(lambda found: found["model.layers.1.mlp.up_proj.weight"][0, 0].fill_(float("inf"))), (),
-                       2, ("layers.1.mlp.up_proj.weight holds 1 infinite", "model.safetensors")),
+                       2, ("layers.1.mlp.up_proj.weight contains 1 infinite", "model.safetensors")),
     "a layer more": (weights(lambda found: found.update({
         name.replace("layers.1", "layers.2"): x.clone() for name, x in found.items() if "layers.1" in name})),
-        (), 2, ("weights of 3 layers", "says 2", "config.json:")),
+        (), 2, ("weights of 3 layers", "num_hidden_layers: 2", "config.json:")),
     "a bias more": (weights(lambda found: found.update({
         "model.layers.0.mlp.up_proj.bias": torch.zeros(found["model.layers.0.mlp.up_proj.weight"].shape[0])})), (), 2,
         ("has model.layers.0.mlp.up_proj.bias", "with this configuration would leave out")),
@@ -162,7 +162,7 @@ MODELS: dict[str, Fault] = {
         ("lora_A.default.weight and 1 more", "merge_and_unload()")),
     "whole numbers": (weights(lambda found: found.update({
         "model.layers.0.mlp.up_proj.weight": found["model.layers.0.mlp.up_proj.weight"].int()})), (), 2,
-        ("up_proj.weight holds I32", "model.safetensors")),
+        ("up_proj.weight has dtype I32", "model.safetensors")),
     "a shard missing": (lambda folder: sharded(folder).unlink(), (), 2,
                         ("model.safetensors.index.json names files that do not exist in its folder: model-0000",)),
     "no weights": (lambda folder: (folder / "m/model.safetensors").unlink(), (), 2, ("the folder has no weights",)),
