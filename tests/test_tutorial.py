@@ -36,6 +36,7 @@ IN_FULL = ("README", "01-first-run", "02-own-data", "05-preferences")
 """Pages that `make test-all` runs, shortened; the others are slow."""
 
 NOT_RUN = {
+    ("README", "git clone ADDRESS-OF-THIS-REPOSITORY streamtune && cd streamtune"): "the tests run in a clone",
     ("README", "make setup"): "makes a virtual environment from a package index",
     ("README", "source .venv/bin/activate"): "there is none: see `make setup`",
     ("README", "make quickstart"): "makes a virtual environment, then trains a shipped recipe for minutes",
