@@ -31,7 +31,7 @@ class BucketSpec(Spec):
     """Keys of the recipe key ``buckets``: the smallest piece length, and the order of lengths in an epoch."""
 
     curriculum: Literal["uniform", "grow-linear", "grow-p2"] = "grow-p2"
-    """How strongly short pieces come first within a cycle. Each batch is drawn from the remaining batches of the cycle.
+    """Preference for short pieces early in a cycle. Each batch is drawn from the remaining batches of the cycle.
     The odds of the longest length are 1. A half, a quarter and an eighth of this length have odds of 2, 4, 8
     (`grow-p2`), 2, 3, 4 (`grow-linear`) or 1, 1, 1 (`uniform`)."""
 

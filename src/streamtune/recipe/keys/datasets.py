@@ -119,7 +119,7 @@ class DataKeys(Spec):
     """List of the sources of training rows. `[data/train.jsonl]` is short for `[{path: data/train.jsonl}]`."""
 
     mix_by: Literal["rows", "tokens"] = "rows"
-    """Whether the `weight` of a dataset sets its share of the `rows` or of the `tokens` of an epoch. The two shares
+    """Unit of a dataset's `weight`: its share of the `rows` or of the `tokens` of an epoch. The two shares
     differ if some datasets have longer rows than others. Not for `grpo`."""
 
     eval_datasets: Annotated[

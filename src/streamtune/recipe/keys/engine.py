@@ -73,7 +73,7 @@ class EngineSpec(Spec):
     differ in memory and time."""
 
     schedule: Literal["auto", "fixed"] = "auto"
-    """How the keys of this group that are `auto` get their values. `auto`: the planner chooses the fastest values that
+    """Source of the values of keys of this group that are `auto`. `auto`: the planner chooses the fastest values that
     fit in memory. `fixed`: each key gets the constant that its description gives as the default with `schedule:
     fixed`."""
 
@@ -152,7 +152,7 @@ class EngineSpec(Spec):
     with `schedule: fixed`: param."""
 
     optimizer: Literal[Auto, "device", "host"] = "auto"
-    """Where the optimizer runs and stores its states: `device`, `host`, or `auto` for the memory that stores the
+    """Memory where the optimizer runs and stores its states: `device`, `host`, or `auto` for the memory that stores the
     weights (key `weights`). With `host` and weights on the device, each gradient is copied to host memory, and the
     updated weight is copied back; with `optim_in_backward` these copies overlap with the computation. One device only.
     In full fine-tuning, `auto` may become `host` if nothing else fits. With `weights: host`, adapters are still updated

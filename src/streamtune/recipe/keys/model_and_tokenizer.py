@@ -211,7 +211,7 @@ class ModelKeys(Spec):
     configuration is float32."""
 
     weight_rounding: Literal["nearest", "stochastic"] = "nearest"
-    """How a bfloat16 weight is rounded after an optimizer step, which is computed in float32. `nearest`: to the nearest
+    """Rounding of a bfloat16 weight after an optimizer step, which is computed in float32. `nearest`: to the nearest
     bfloat16 number; a change of less than half the distance between two such numbers is lost. `stochastic`: up or down
     at random (with `seed`), so that the mean is the unrounded weight. `stochastic` needs `dtype: bfloat16`, or
     `modules_to_save` of a bfloat16 checkpoint."""

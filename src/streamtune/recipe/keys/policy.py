@@ -77,9 +77,9 @@ class PolicyKeys(LossKeys):
     """Exclude from training the completions that were cut off at `max_completion_length`."""
 
     share_prefix: Literal["auto", "always", "never"] = "auto"
-    """Whether the tokens that several completions in a micro-batch have in common (the prompt, or more) are computed
-    once instead of once for each completion. The gradient is the same, in less time and memory. `auto`: once, if the
-    model allows it. `always`: end with an error if it does not. `never`: once for each completion."""
+    """Sharing of the tokens that several completions in a micro-batch have in common (the prompt, or more). Shared
+    tokens are computed once instead of once for each completion. The gradient is the same, in less time and memory.
+    `auto`: shared, if the model allows it. `always`: end with an error if it does not. `never`: not shared."""
 
     @field_validator("scale_rewards", mode="before")
     @classmethod

@@ -173,9 +173,9 @@ class PreferenceKeys(LossKeys):
     leaves the pair out and counts such pairs."""
 
     share_prefix: Literal["auto", "always", "never"] = "auto"
-    """Whether the tokens that the completions of a pair have in common (the prompt, or more) are computed once instead
-    of once for each completion. The gradient is the same, in less time and memory. `auto`: once, if the model allows
-    it. `always`: end with an error if it does not. `never`: once for each completion."""
+    """Sharing of the tokens that the completions of a pair have in common (the prompt, or more). Shared tokens
+    are computed once instead of once for each completion. The gradient is the same, in less time and memory. `auto`:
+    shared, if the model allows it. `always`: end with an error if it does not. `never`: not shared."""
 
     @property
     def is_unpaired(self) -> bool:

@@ -111,7 +111,7 @@ class RolloutKeys(StepKeys):
     """With `use_vllm`: fraction of the device memory that vLLM uses, for its copy of the model, keys and values."""
 
     prompts: Literal["uniform", "pass_rate", "middle"] = "uniform"
-    """How the next prompts are chosen. `uniform`: each prompt once per epoch. `pass_rate`: prompts that the model
+    """Rule that chooses the next prompts. `uniform`: each prompt once per epoch. `pass_rate`: prompts that the model
     solves only sometimes are drawn more often. `middle`: mostly prompts of which 25% to 75% of the completions passed
     (arXiv 2504.03380). A completion passes, or solves its prompt, if its reward is at least `pass_reward`."""
 

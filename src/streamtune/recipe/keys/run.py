@@ -65,7 +65,7 @@ class RunKeys(Spec):
     `save_steps`. Default: only the newest checkpoints are kept."""
 
     greater_is_better: bool | None = None
-    """Whether a higher value of `metric_for_best_model` is better. Default: true unless the name of the metric ends in
+    """True if a higher value of `metric_for_best_model` is better. Default: true unless the name of the metric ends in
     `loss`."""
 
     early_stopping_patience: Steps = 0

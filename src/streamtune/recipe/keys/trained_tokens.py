@@ -90,9 +90,8 @@ class TrainedTokenKeys(Spec):
     `chat_template_kwargs` of a row takes precedence."""
 
     split_special_tokens: bool = False
-    """Whether special tokens that are written in a row's text, such as `<|im_end|>` in an answer, are tokenised as
-    plain text. With `false` they become special tokens, as in a request to an inference server; the run reports how
-    many rows contain them."""
+    """True to tokenise special tokens in a row's text, such as `<|im_end|>` in an answer, as plain text. With `false`
+    they become special tokens, as in a request to an inference server; the run reports how many rows contain them."""
 
 
 def _refuse_reserved_variables(recipe: Any) -> Iterator[Refusal]:
