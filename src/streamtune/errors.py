@@ -1,18 +1,18 @@
-"""Every error a user can meet, one tree.
+"""The exceptions that StreamTune raises, as one class tree.
 
     StreamTuneError               what went wrong, where, and how to fix it
-    ├── UserError                 exit 2: the input is wrong, nothing was trained
+    ├── UserError                 exit code 2: the input is wrong
     │   ├── RecipeError           a recipe key, value or file
     │   ├── DataError             a dataset file or row
     │   ├── ArgumentError         a command-line or Python argument
-    │   ├── UnsupportedModelError a model the engine cannot stream exactly
-    │   └── VersionError          a library version that lacks what the engine needs
-    └── RunError                  exit 1: the run started and failed
+    │   ├── UnsupportedModelError a model that cannot be streamed exactly, or lacks what a setting needs
+    │   └── VersionError          a library version that lacks a name that StreamTune needs
+    └── RunError                  exit code 1: the run started and failed
         ├── OutOfMemoryError      device or host memory ran out
         ├── StorageError          a file of layer inputs, prepared rows or teacher tokens is unusable
         ├── CheckpointError       a checkpoint cannot be written or read
-        ├── DistributedError      a rank exited, hangs, is unreachable or differs from the others
-        └── NonFiniteError        a loss or gradient is NaN or Inf
+        ├── DistributedError      a rank (process) exited, hangs, or cannot be reached
+        └── NonFiniteError        a loss or gradient is NaN or infinite
 
 This module imports only the standard library.
 """
@@ -41,12 +41,12 @@ __all__ = [
 
 
 class StreamTuneError(Exception):
-    """Base class of all errors: what happened, where, and how to fix it.
+    """Base class of all exceptions of StreamTune: what happened, where, and how to fix it.
 
     Args:
         what: Sentence about what is wrong.
         where: ``file:line``, row, key or module; may be empty.
-        fix: Advice to the user; may be empty. JSON documents call it ``mend``.
+        fix: Advice to the user; may be empty. In JSON output its key is ``mend``.
 
     Example:
         >>> error = RecipeError("unknown key 'chunksize'", where="recipe.yaml:7", fix="did you mean 'chunk_size'?")
@@ -72,7 +72,7 @@ class StreamTuneError(Exception):
 
 
 class UserError(StreamTuneError):
-    """The input is wrong. Nothing was trained, and nothing was lost."""
+    """Base class of errors in the user's input. The command exits with code 2."""
 
     exit_code = 2
 
@@ -90,15 +90,15 @@ class ArgumentError(UserError):
 
 
 class UnsupportedModelError(UserError):
-    """The engine cannot stream this model exactly, so the model is not trained."""
+    """The model cannot be streamed with an exact gradient, or does not work with a setting of the run."""
 
 
 class VersionError(UserError):
-    """An installed library has a version that lacks what the engine needs."""
+    """The installed version of a library lacks a function or class that StreamTune needs."""
 
 
 class RunError(StreamTuneError):
-    """The run started and failed."""
+    """Base class of errors that end a run after its start. The command exits with code 1."""
 
 
 class OutOfMemoryError(RunError):
@@ -106,7 +106,7 @@ class OutOfMemoryError(RunError):
 
 
 class StorageError(RunError):
-    """A file of layer inputs, prepared rows or a teacher's top-k tokens cannot be written or read."""
+    """A file of offloaded layer inputs, tokenized rows or a teacher's top-k tokens cannot be written or read."""
 
 
 class CheckpointError(RunError):
@@ -114,7 +114,7 @@ class CheckpointError(RunError):
 
 
 class DistributedError(RunError):
-    """A rank exited, hangs, is unreachable, or differs from the others."""
+    """A rank (one process of the run) exited, hangs, cannot be reached, or sent an invalid message."""
 
 
 class NonFiniteError(RunError):
@@ -124,7 +124,7 @@ class NonFiniteError(RunError):
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return ``"did you mean 'x'?"`` for the most similar known name, or an empty string.
 
-    Case is ignored. Of equally similar names, one with the same first letter is preferred.
+    Case is ignored. If several names are equally similar, a name with the same first letter is preferred.
 
     Example:
         >>> did_you_mean("chunksize", ["chunk_size", "head_chunk_size"])

@@ -1,4 +1,4 @@
-"""Streaming in other trainers: a callback for the Hugging Face ``Trainer`` and for TRL's trainers."""
+"""Trainer callback that streams the model in the Hugging Face ``Trainer`` and in TRL's trainers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["StreamTuneCallback"]
 
 
 class StreamTuneCallback(TrainerCallback):
-    """Streams the model of a ``Trainer``, or of a TRL trainer, while it trains.
+    """Trainer callback that streams the model during training: its layers run chunk by chunk, with the exact gradient.
 
     A model that is already streamed stays streamed. When training begins, one line is printed with the schedule and the
     predicted memory peak. Every log of a training step gets ``peak_mem_gib``, ``stream_chunk_size`` and, if predicted,
@@ -36,7 +36,8 @@ class StreamTuneCallback(TrainerCallback):
 
     Attributes:
         handle: Handle of the streamed model during training; None before and after.
-        plan: Plan of the step, with its simulation; None for a model that was already streamed.
+        plan: Planned schedule and simulated memory of a training step. None if the model was already streamed, or if a
+            schedule was given and the longest row is unknown.
     """
 
     def __init__(
@@ -49,16 +50,18 @@ class StreamTuneCallback(TrainerCallback):
         device_memory: int | str | None = None,
         head: bool = True,
     ) -> None:
-        """Choose how the model is streamed.
+        """Set how the model is streamed and how its memory is planned.
 
         Args:
-            schedule: Schedule of the step; None lets the planner choose.
-            chunk_size: Number of tokens of a chunk, short for ``schedule=Schedule(chunk_size=...)``.
-            max_length: Number of tokens of the longest row, for the plan. None: ``max_length`` of TRL's configurations.
-            rows: Number of rows of one forward, for the plan. None: ``per_device_train_batch_size``, doubled for TRL's
-                DPO.
-            device_memory: Memory to plan with, in bytes or as ``"80GiB"``. None: the free memory.
-            head: Whether to stream the head too, as in :func:`streamtune.stream`.
+            schedule: Chunk sizes, and where activations are stored; None lets the planner choose.
+            chunk_size: Number of tokens per chunk, short for ``schedule=Schedule(chunk_size=...)``.
+            max_length: Number of tokens of the longest row, for the planner. None: read from the arguments of TRL's
+                trainers.
+            rows: Number of rows per forward pass, for the planner. None: ``per_device_train_batch_size``, doubled for
+                TRL's DPO.
+            device_memory: Device memory that training may use, in bytes or as ``"80GiB"``. None: the free memory plus
+                the memory of the model.
+            head: Whether the language-model head runs in chunks too, as in :func:`streamtune.stream`.
 
         Raises:
             ArgumentError: Both ``schedule`` and ``chunk_size`` are given.
@@ -74,11 +77,10 @@ class StreamTuneCallback(TrainerCallback):
         self._device = torch.device("cpu")
 
     def attach(self, trainer: Trainer) -> StreamTuneCallback:
-        """Add this callback to ``trainer`` before all other callbacks, so that experiment trackers get the memory
-        figures too; return this callback.
+        """Insert this callback before all other callbacks of ``trainer``, and return this callback.
 
-        A callback that is passed as ``callbacks=[...]`` runs after the experiment trackers (``report_to``): only the
-        trainer's log history and progress bar get the figures.
+        Experiment trackers (``report_to``) then get the memory figures too. A callback that is passed as
+        ``callbacks=[...]`` runs after the trackers, so only the trainer's log history and progress bar get the figures.
         """
         trainer.callback_handler.callbacks.insert(0, self)
         return self
@@ -86,7 +88,7 @@ class StreamTuneCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
-        """Plan the step, stream the model, and print one line with the schedule."""
+        """Choose a schedule, stream the model, and print the schedule in one line."""
         model: nn.Module = given["model"]
         self.remove()  # after a training that ended with an error
         self.plan = None
@@ -113,7 +115,7 @@ class StreamTuneCallback(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **given: Any,
     ) -> None:
-        """Add the memory figures to the log of a training step, and to the trainer's history."""
+        """Add peak memory and chunk size to the log of a training step and to the trainer's log history."""
         if self.handle is None or not logs or "loss" not in logs:
             return
         figures: dict[str, float] = {"peak_mem_gib": peak_memory_bytes(self._device) / GIB}
@@ -125,17 +127,17 @@ class StreamTuneCallback(TrainerCallback):
             state.log_history[-1].update(figures)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
-        """Restore the model, if this callback streamed it."""
+        """Restore the model's original forward, if this callback replaced it."""
         self.remove()
 
     def remove(self) -> None:
-        """Restore the model, if this callback streamed it. Call this method if training ended with an error."""
+        """Restore the model's original forward, if this callback replaced it. Call this if training raised an error."""
         if self.handle is not None and self._streamed_here:
             self.handle.remove()
         self.handle, self._streamed_here = None, False
 
     def _plan_step(self, model: nn.Module, args: TrainingArguments) -> Plan | None:
-        """Return the plan of a step; None if a schedule is given and the length of the longest row is unknown."""
+        """Return the plan of a training step; None if a schedule is given and the longest row's length is unknown."""
         length = self.max_length or _max_row_tokens(args)
         if length is None:
             if self.schedule is not None:
@@ -161,21 +163,20 @@ class StreamTuneCallback(TrainerCallback):
         words = f"StreamTune: {self.handle.schedule.describe(len(self.handle.layers))}"
         if self.plan is None:
             return words + ("" if self._streamed_here else "; streamed before training began")
-        counted = " of tensors only, without Python and libraries" if self._device.type == "cpu" else ""
-        return f"{words}; predicted peak {show_size(self.plan.simulation.peak_bytes)}{counted}"
+        counted = " (tensors only, without Python and libraries)" if self._device.type == "cpu" else ""
+        return f"{words}; predicted peak memory {show_size(self.plan.simulation.peak_bytes)}{counted}"
 
 
 def _rounding_note(model: nn.Module, args: TrainingArguments) -> str | None:
-    """Return a note if trained weights are bfloat16 or float16: the trainer's optimizer rounds each step to this
-    dtype."""
+    """Return a warning if trained weights are bfloat16 or float16, which rounds small updates away; else None."""
     narrow = {p.dtype for p in model.parameters() if p.requires_grad} & {torch.bfloat16, torch.float16}
     if args.deepspeed is not None or not narrow:  # DeepSpeed keeps float32 weights
         return None
     dtype = str(narrow.pop()).removeprefix("torch.")
     return (
-        f"StreamTune: trained weights are {dtype}, so each step is rounded to the nearest number. At a learning rate "
-        f"of {args.learning_rate:g} most small steps are lost. Load the model with dtype=torch.float32, and compute in "
-        "bfloat16 with TrainingArguments(bf16=True)"
+        f"StreamTune: trained weights are {dtype}, so each updated weight is rounded to the nearest {dtype} number. At "
+        f"a learning rate of {args.learning_rate:g} most small updates are lost. Load the model with "
+        "dtype=torch.float32, and compute in bfloat16 with TrainingArguments(bf16=True)"
     )
 
 
@@ -187,19 +188,18 @@ def _find_stream_handle(model: nn.Module) -> StreamHandle | None:
 
 
 def _refuse_sharded(model: nn.Module, args: TrainingArguments) -> None:
-    """Raise an error if DeepSpeed or FSDP has already sharded the model's weights."""
     by_deepspeed = args.deepspeed is not None or any(hasattr(weight, "ds_id") for weight in model.parameters())
     by_fsdp = bool(args.fsdp) or any(isinstance(weight, DTensor) for weight in model.parameters())
     if by_deepspeed or by_fsdp:
         raise UnsupportedModelError(
             f"{'DeepSpeed' if by_deepspeed else 'FSDP'} has already sharded the weights, and a model must be streamed "
-            "before that",
-            fix="call streamtune.stream(model, ...) before creating the trainer; the callback then adds its figures",
+            "before its weights are sharded",
+            fix="call streamtune.stream(model, ...) before creating the trainer; the callback then logs its figures",
         )
 
 
 def _max_row_tokens(args: TrainingArguments) -> int | None:
-    """Return the maximum number of tokens of a row in TRL's arguments; None if the arguments have no such limit."""
+    """Return the maximum number of tokens of a row in TRL's arguments; None if they set no limit."""
     completion = getattr(args, "max_completion_length", None)
     prompt = getattr(args, "max_prompt_length", None)
     if completion is not None:
@@ -208,15 +208,14 @@ def _max_row_tokens(args: TrainingArguments) -> int | None:
 
 
 def _rows_per_forward(args: TrainingArguments) -> int:
-    """Return how many rows one forward has: TRL's DPO passes chosen and rejected rows together."""
+    """Return the number of rows of one forward pass: TRL's DPO passes chosen and rejected rows together."""
     paired = hasattr(args, "precompute_ref_log_probs")
     return args.per_device_train_batch_size * (2 if paired else 1)
 
 
 @contextmanager
 def _with_original_forwards(model: nn.Module) -> Iterator[None]:
-    """Context manager: while active, modules have the ``forward`` of their class and not accelerate's replacement,
-    which a copy of the model would share."""
+    """Remove accelerate's replacements of ``forward`` from all modules inside the ``with`` block."""
     replaced: list[tuple[nn.Module, dict[str, Any]]] = []
     for module in model.modules():
         names = [name for name in ("forward", "_original_forward") if name in module.__dict__]

@@ -79,7 +79,7 @@ def test_the_screen_is_plain_in_a_file(folder: Path, capfd: pytest.CaptureFixtur
         "  total",
         "  problems",
         "max_length 120",
-        "with another max_length: longer rows and lost tokens",
+        "other values of max_length: longer rows and lost tokens",
         "> 120",
         "row 1  chats.jsonl:1",
         "⟦It is 1, for the number before it is 0.<|im_end|>⟧",
@@ -136,7 +136,7 @@ def test_the_page(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert any("What is <b>1</b> & why?<|im_end|>" in row for row in page.rows)
     assert Path("lengths.png").read_bytes().startswith(b"\x89PNG")
     assert data("rows.yaml", "--html", "chats.jsonl") == 2
-    assert "is not a page of this command; it is not overwritten" in capfd.readouterr().err
+    assert "is not a StreamTune page; it is not overwritten" in capfd.readouterr().err
     assert Path("chats.jsonl").read_text().startswith('{"messages"')
 
 

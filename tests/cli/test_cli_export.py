@@ -41,7 +41,7 @@ def test_the_screen_and_the_document(run: Path, capsys: pytest.CaptureFixture[st
     assert streamtune("export", "run", "merged") == 2
     assert "not empty; nothing is overwritten" in capsys.readouterr().err
     card = (run / "merged/README.md").read_text()
-    assert "one rounding of the weights allows" in card
+    assert "allowed for rounding the weights" in card
     assert str(run) not in card  # who trained it, and where, is nobody's business
 
 

@@ -163,7 +163,7 @@ def test_a_pair_that_fits_nowhere(run: Callable[..., int], capfd: pytest.Capture
     )
     assert run("plan", "dpo.yaml", *small, "--length", "4096", "--set", "finetuning_type=lora") == 2
     said = " ".join(capfd.readouterr().err.split())
-    assert "no schedule fits 2 completions of 1 prompt of up to 4,096 tokens, 6,145 in total" in said
+    assert "no schedule fits 2 completions of 1 prompt, up to 4,096 tokens each with prompt, 6,145 in total" in said
     assert "set max_length: " in said
 
 
@@ -226,7 +226,7 @@ def test_the_longest_with_its_rollout(run: Callable[..., int], capsys: pytest.Ca
     shown, said = capsys.readouterr()
     assert shown.splitlines()[0] == "Longest sequence: 256 tokens in 64.0 MiB of device memory (grpo, measured)"
     assert "tokens of a prompt plus its longest completion; 4 completions in a batch" in shown
-    assert "; a trial also runs the end of a rollout" in shown
+    assert "; a trial also generates the end of each completion" in shown
     assert "mode=stream length=256 batch_size=4 fits=true" in said
     document = json.loads(Path("out/probe.json").read_text())
     assert (document["objective"], document["unit"], document["max_length"]) == ("grpo", "completion", 256)

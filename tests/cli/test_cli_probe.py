@@ -219,7 +219,7 @@ def test_files_of_the_user_are_not_written_through_links(
         assert left.value.code == 2
         said = " ".join(capsys.readouterr().err.split())
         kind = "folder" if place.is_dir() else "symbolic link"
-        assert f"{place} is a {kind}, but a result file gets this name" in said
+        assert f"{place} is a {kind}, but a result file is written to this path" in said
         assert Path("mine").read_text() == "mine"
 
 

@@ -353,7 +353,7 @@ def test_packed_rows_are_compared_with_each_alone(verify: Callable[..., int], ca
     assert document["packed"]
     assert len(document["rows"]) > 1
     assert packed(verify)() == 0
-    assert "packed into one sequence, compared with each alone" in capsys.readouterr().out
+    assert "packed into one sequence, compared with each row alone" in capsys.readouterr().out
 
 
 @pytest.mark.full

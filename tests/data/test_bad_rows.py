@@ -148,7 +148,7 @@ def test_columns_are_renamed(write: Write, tokenizer: Any) -> None:
         columns={"prompt": "completion", "completion": "prompt"},
     )
     assert texts(prepare([swapped], tokenizer, max_length=64), tokenizer) == ["a? b"]
-    with pytest.raises(DataError, match="'columns' names 'quesion', but the row has") as caught:
+    with pytest.raises(DataError, match="'columns' refers to 'quesion', but the row has") as caught:
         prepare([Source(path, columns={"prompt": "quesion"}, where="r.yaml:4")], tokenizer, max_length=64)
     assert "'question'" in caught.value.what
     assert caught.value.where == "r.yaml:4"

@@ -136,7 +136,7 @@ def test_a_flag_takes_a_message_out_and_brings_no_role_in(write: Write) -> None:
     told: list[str] = []
     prepare([Source(write("a.jsonl", [{"messages": messages}]))], fixed_tokenizer("chatml"), max_length=99,
             notify=told.append)  # fmt: skip
-    assert told[-1].endswith("1 'user' message has a flag to train them, but roles_to_train is assistant: not trained")
+    assert told[-1].endswith("1 'user' message is flagged for training, but roles_to_train is assistant: not trained")
     assert pieces({"messages": messages}, roles_to_train=("user", "assistant"))[0] == ["q1<|im_end|>", "a1<|im_end|>"]
     messages[0]["train"] = False
     assert pieces({"messages": messages}, roles_to_train=("user", "assistant"))[0] == ["a1<|im_end|>"]

@@ -120,7 +120,7 @@ def test_nulls_are_left_out_where_all_calls_have_the_same_keys(write: Write, cal
     assert ("null" in json.dumps(found)) is kept
     (note,) = told
     assert note.startswith(f"{path}: ")
-    assert ("are trained as null" in note) is kept
+    assert ("are kept as null" in note) is kept
 
 
 def test_a_null_in_arguments_that_are_json_text_is_what_the_call_says(write: Write) -> None:

@@ -127,7 +127,7 @@ def test_held_out_prompts_are_not_trained_on(
     train, held_out = ({decoded(tokenizer, tree)[0] for tree in part} for part in (data.training, data.validation))
     assert (len(data.training), len(data.validation)) == (40, 10)
     assert not train & held_out
-    with pytest.raises(DataError, match=re.escape("would hold out all 5 rows (1 different)")):
+    with pytest.raises(DataError, match=re.escape("would hold out all 5 rows (1 distinct)")):
         prepared(write("b.jsonl", [pair("same?", f" good {n}") for n in range(5)]), val_size=1)
 
 
@@ -292,7 +292,7 @@ def test_unknown_types(write: Write, tokenizer: PreTrainedTokenizerFast) -> None
         DataError, match="rows of type 'messages' are for streamtune sft and grpo, not for this command"
     ) as caught:
         prepare_preferences([Source(path, type="messages")], tokenizer, max_length=8)
-    assert caught.value.fix == "here use auto, preference, unpaired"
+    assert caught.value.fix == "with this command, use auto, preference, unpaired"
     with pytest.raises(DataError, match="rows of type 'preference' are for streamtune dpo"):
         prepare([Source(path, type="preference")], tokenizer, max_length=8)
     assert set(READ_BY) == {*ROW_TYPES, *PREFERENCE_TYPES, *PROMPT_TYPES}

@@ -58,7 +58,7 @@ THOUGHTS: Rows = [
 
 def test_dropped_reasoning_is_counted(write: Write) -> None:
     made = Made(write("a.jsonl", THOUGHTS), fixed_tokenizer("qwen3"))
-    assert made.told == ["the chat template drops the reasoning of 2 of 5 answers; reasoning: keep would train it"]
+    assert made.told == ["the chat template drops the reasoning of 2 of 5 answers; reasoning: keep would train on it"]
     assert "first" not in made.texts[0]
     assert "second" in made.texts[0]
     assert Made(write("b.jsonl", THOUGHTS), fixed_tokenizer("chatml")).told == []
@@ -68,7 +68,7 @@ def test_reasoning_is_kept_as_the_template_prints_the_last_answer(write: Write) 
     made = Made(write("a.jsonl", THOUGHTS), fixed_tokenizer("qwen3"), reasoning="keep")
     assert made.trained[0] == "<think>\nfirst\n</think>\n\na1<|im_end|><think>\nsecond\n</think>\n\na2<|im_end|>"
     assert made.trained[2] == "<think>\nfourth\n</think>\n\na5<|im_end|>"
-    assert made.told == ["reasoning of 2 of 5 answers restored, which the chat template drops (reasoning: keep)"]
+    assert made.told == ["reasoning that the chat template drops was restored in 2 of 5 answers (reasoning: keep)"]
 
 
 def test_reasoning_that_is_an_error(write: Write) -> None:
@@ -113,7 +113,7 @@ def test_a_system_message_that_is_printed_with_the_last_question(write: Write) -
     assert made.texts[0] == f"{asked} 2</s>", "as the template asks for the last answer"
     assert made.trained[0] == " a1</s> 2</s>"
     assert made.told == [
-        "the chat template prints the system message only before the user's last message: 2 rows rendered so, with 2 "
+        "the chat template prints the system message only before the user's last message: 2 rows affected, with 2 "
         "earlier answers trained without a system message"
     ]
 

@@ -88,7 +88,7 @@ def test_marks_in_text_are_control_tokens_unless_asked_for_and_counted(make_toke
     assert specials_in(tokenizer, [label for label in made.labels if label >= 0]) == ["<|im_end|>"] * 3
     assert told == [
         "the text of 1 row contains special tokens (<|im_end|>, <|im_start|>; user: 1, assistant: 1): tokenized as "
-        "special tokens, as an inference server does; split_special_tokens: true keeps them text"
+        "special tokens, as an inference server does; split_special_tokens: true keeps them as text"
     ]
 
 

@@ -249,7 +249,7 @@ def test_ranks_that_wait_for_a_judge_are_not_ended(tmp_path: Path) -> None:
     [
         (("all_reduce (x.py:1)", "all_reduce (x.py:1)"), "", "a connection between them is blocked"),
         (("all_reduce (x.py:1)", "broadcast (x.py:2)"), "10.0.0.2:41234", "a connection between them is blocked"),
-        (("all_reduce (x.py:1)", "broadcast (x.py:2)"), "", "find out why one rank took another path"),
+        (("all_reduce (x.py:1)", "broadcast (x.py:2)"), "", "find out why one rank took another code path"),
     ],
 )
 def test_a_blocked_connection_is_told_from_a_rank_that_left_the_path(

@@ -178,7 +178,7 @@ def test_a_model_that_shares_is_told_from_one_that_does_not(family: str) -> None
         check_branches(handle)
     with (
         streamtune.stream(build_any("bloom")) as handle,
-        pytest.raises(UnsupportedModelError, match="computes rows that share their beginning differently"),
+        pytest.raises(UnsupportedModelError, match="computes rows that share a prefix differently"),
     ):
         check_branches(handle)
 

@@ -95,7 +95,7 @@ def test_a_beginning_of_rows_with_other_frequencies_is_refused(kind: str) -> Non
     model, given = scaled("llama", kind), trees(((6, (2, 9)),))
     with (
         streamtune.stream(model, chunk_size=6) as handle,
-        pytest.raises(UnsupportedModelError, match="share their beginning with longer rows"),
+        pytest.raises(UnsupportedModelError, match="share a prefix with longer rows"),
     ):
         together(model, {"rows": given, "handle": handle})
 

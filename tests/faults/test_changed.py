@@ -297,7 +297,9 @@ def test_a_final_model_that_the_run_has_left_behind_is_said_to_be_so(zygotes: Zy
     (run / "events.jsonl").write_text("".join(line for line in lines if '"step": 8' not in line))
     find_trained(str(run), notify=notes.append)
     final = run / "final"
-    assert notes == [f"{final} is the model after step 4, but the run has a newer checkpoint: --checkpoint 6"]
+    assert notes == [
+        f"{final} is the model after step 4, but the run has a newer checkpoint; to use it, add --checkpoint 6"
+    ]
 
 
 def test_an_unknown_key_is_answered_with_those_there_are(zygotes: Zygotes, tmp_path: Path) -> None:

@@ -156,7 +156,7 @@ MODELS: dict[str, Fault] = {
         (), 2, ("weights of 3 layers", "num_hidden_layers: 2", "config.json:")),
     "a bias more": (weights(lambda found: found.update({
         "model.layers.0.mlp.up_proj.bias": torch.zeros(found["model.layers.0.mlp.up_proj.weight"].shape[0])})), (), 2,
-        ("has model.layers.0.mlp.up_proj.bias", "with this configuration would leave out")),
+        ("has model.layers.0.mlp.up_proj.bias", "with this configuration would not load")),
     "adapters not merged": (weights(lambda found: found.update({
         f"model.layers.0.mlp.up_proj.lora_{part}.default.weight": torch.zeros(2, 2) for part in "AB"})), (), 2,
         ("lora_A.default.weight and 1 more", "merge_and_unload()")),
@@ -201,7 +201,7 @@ NUMBERS: dict[str, Fault] = {
     "rows": (recipe(per_device_train_batch_size=10**9), (), 2, ("'per_device_train_batch_size' must be at most",)),
     "max_rows": (recipe(datasets=[{"path": "rows.jsonl", "max_rows": 10**23}]), (), 2, ("must be at most",)),
     "vocabulary": (recipe(tokenizer={"train": {"vocab_size": 10**10}}), (), 2, ("must be at most 2,000,000",)),
-    "rate": (recipe(learning_rate=1e300), (), 2, ("a learning rate of 1e+300 overflows the weights", "tiny.yaml:")),
+    "rate": (recipe(learning_rate=1e300), (), 2, ("a learning rate of 1e+300 is too large for float32", "tiny.yaml:")),
     "nproc": (nothing, ("--nproc", "1" + "0" * 23), 2, ("--nproc must be at most 1,024",)),
     "slots 10^23": (written("hosts", b"a slots=1" + b"0" * 23), ("--hostfile", "hosts"), 2,
                     ("at most 1,024 are allowed", "hosts:1")),

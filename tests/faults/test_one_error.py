@@ -89,13 +89,13 @@ def test_a_folder_of_the_user_is_left_alone(tmp_path: Path) -> None:
     for name in ("config.json", "model.safetensors"):
         (tmp_path / "out.partial").mkdir(exist_ok=True)
         (tmp_path / "out.partial" / name).write_text("mine")
-    with pytest.raises(ArgumentError, match="exists, and no export wrote it"):
+    with pytest.raises(ArgumentError, match="exists and was not written by an export"):
         check_export_folder(tmp_path / "out")
     with pytest.raises(ArgumentError, match="another export"), staging_export(tmp_path / "out", 0):
         raise AssertionError("never here")
     assert (tmp_path / "out.partial/model.safetensors").read_text() == "mine"
     (tmp_path / "other.partial").symlink_to(tmp_path / "out.partial")
-    with pytest.raises(ArgumentError, match="exists, and no export wrote it"):
+    with pytest.raises(ArgumentError, match="exists and was not written by an export"):
         check_export_folder(tmp_path / "other")
 
 

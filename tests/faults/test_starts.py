@@ -60,7 +60,7 @@ def test_of_many_starts_one_trains_and_the_others_change_nothing(
 
     again = zygotes.run(tmp_path)  # as if it had begun after that one
     assert again.status == 0, again.output
-    assert "Done before" in again.output
+    assert "Already finished" in again.output
     assert differences(state_of(run), whole[1]) == []
 
 

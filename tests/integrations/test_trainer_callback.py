@@ -135,7 +135,7 @@ def test_weights_that_would_lose_small_steps_are_told(
     callback = StreamTuneCallback(chunk_size=CHUNK, max_length=64)
     trained(hf_trainer(model_for(tokenizer).bfloat16(), tokenizer, tmp_path, max_steps=1), callback)
     said = capsys.readouterr().out
-    assert "trained weights are bfloat16, so each step is rounded to the nearest number" in said
+    assert "trained weights are bfloat16, so each updated weight is rounded to the nearest bfloat16 number" in said
     assert "TrainingArguments(bf16=True)" in said
     trained(hf_trainer(model_for(tokenizer), tokenizer, tmp_path, max_steps=1, bf16=True), callback)
     assert "rounded to the nearest" not in capsys.readouterr().out

@@ -80,7 +80,7 @@ def test_experts_that_are_one_tensor(family: str) -> None:
     model = add_adapters(build(family, **MIXTURES[family]), AdapterSpec(r=2, target=["q_proj", "mlp.gate.weight"]))
     assert names_of(model) == {"self_attn.q_proj", "mlp.gate"}
     for choices in ({"kind": "dora"}, {"kind": "pissa"}, {"dropout": 0.1}):
-        with pytest.raises(ArgumentError, match="cannot be used on experts that are one tensor"):
+        with pytest.raises(ArgumentError, match="cannot be used on experts stacked in one tensor"):
             add_adapters(build(family, **MIXTURES[family]), AdapterSpec(r=2, **choices))
     model = add_adapters(build(family, **MIXTURES[family]), AdapterSpec(kind="ia3"))
     assert not any(".experts." in name for name, x in model.named_parameters() if x.requires_grad)

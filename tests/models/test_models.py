@@ -293,7 +293,7 @@ def test_rows_longer_than_the_models_positions(tokenizer: Any) -> None:
     gpt2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 64}
     learnt = init_model(gpt2, vocab_size=len(tokenizer), token_ids={}, seed=0)
     assert check_positions(learnt, 64) is None
-    with pytest.raises(ArgumentError, match=r"table of positions .* ends at 64"):
+    with pytest.raises(ArgumentError, match=r"position embeddings .* end at 64"):
         check_positions(learnt, 65)
 
 

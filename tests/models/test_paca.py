@@ -167,7 +167,7 @@ def test_ranks_by_pattern_have_a_scale_of_one() -> None:
 def test_what_is_refused() -> None:
     with pytest.raises(ArgumentError, match="larger than the matrix"):
         add_adapters(build("llama"), AdapterSpec(kind="paca", r=40))
-    with pytest.raises(ArgumentError, match="cannot be used on experts that are one tensor"):
+    with pytest.raises(ArgumentError, match="cannot be used on experts stacked in one tensor"):
         add_adapters(build("mixtral"), SPEC)
     pytest.importorskip("torchao")
     base: nn.Module = build("llama")

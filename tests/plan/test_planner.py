@@ -231,8 +231,8 @@ def test_a_length_nothing_fits_names_the_longest_that_does(workload: Workload, k
     error = caught.value
     assert error.where == "max_length"
     assert f"no schedule fits a row of {8 * LENGTH:,} tokens" in error.what
-    assert "of the device's" in error.what
-    assert "longer chunks never help" in error.fix
+    assert "of device memory in the" in error.what
+    assert "larger chunks do not help" in error.fix
     longest = int(error.fix.partition("set max_length: ")[2].partition(",")[0])
     assert LENGTH / 2 <= longest < 8 * LENGTH
     assert choose(replace(workload, length=longest), limits, RATES, simulate=known).fits

@@ -138,7 +138,7 @@ def test_a_beginning_of_adapters_that_is_not_here(refused):
 @pytest.mark.parametrize("key", ["finetuning_type", "adapter"])
 def test_a_kind_of_adapters_is_sent_to_its_key(refused, write, key, kind):
     error = refused(f"{key}: {kind}\n")
-    assert "is a kind of adapters" in error.what
+    assert "is an adapter type" in error.what
     written = error.fix.removeprefix("write ").replace(" and ", "\n")
     recipe = load_recipe(write(f"{written}\n")).recipe
     assert recipe.adapter_type == kind

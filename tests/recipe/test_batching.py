@@ -89,7 +89,7 @@ def test_what_is_right(tmp_path: Path) -> None:
             "delete one of the two",
         ),
         ("dpo", "batching: buckets\ntokens_per_batch: 4096\n", 5, "dpo compares whole completions", "tokens or rows"),
-        ("dpo", "batching: tokens\ntokens_per_batch: 1024\n", 6, "allows a pair of two answers of 2,048", "2048"),
+        ("dpo", "batching: tokens\ntokens_per_batch: 1024\n", 6, "allows a pair of completions of 2,048", "2048"),
         (
             "grpo",
             "batching: tokens\ntokens_per_batch: 4096\n",

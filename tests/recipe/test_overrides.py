@@ -105,7 +105,7 @@ def test_a_name_that_could_be_two_keys(refused):
     text = INIT.replace("hidden_size: 64", "hidden_size: 64, vocab_size: 600")
     error = refused(text, before="", overrides=("vocab_size=700",))
     assert error.what == "'vocab_size' is ambiguous: tokenizer.train.vocab_size or model.init.vocab_size"
-    assert error.fix == "write it in full, such as --set tokenizer.train.vocab_size=..."
+    assert error.fix == "write the full key, such as --set tokenizer.train.vocab_size=..."
 
 
 def test_a_name_that_stands_in_a_list(refused):

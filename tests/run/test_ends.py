@@ -81,7 +81,7 @@ def test_the_end_of_trained_turns_is_in_all_that_is_written(
     assert run() == 0
     shown = " ".join(capsys.readouterr().out.split())
     number = tokenizer.convert_tokens_to_ids(TURN_END)
-    assert f"{TURN_END} ({number}), which end the trained turns; in addition to {TEXT_END}" in shown
+    assert f"{TURN_END} ({number}), which end the turns that are trained on; in addition to {TEXT_END}" in shown
     for place in ("run/final", "run/checkpoints/step-000001/model"):
         assert written_ends(place) == [TEXT_END, TURN_END]
     own = json.loads(Path("run/final/generation_config.json").read_text())
@@ -212,6 +212,6 @@ def test_adapters_at_other_positions_are_merged_first(folder: Path, capsys: pyte
     scaled = {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "max_steps": 1}
     write_recipe(folder, {**RECIPE, **KINDS["lora"], **scaled})
     assert run() == 0
-    assert "merge the adapters first: they were trained at other positions than the base's" in " ".join(
+    assert "merge the adapters first: they were trained with RoPE settings that the base's" in " ".join(
         capsys.readouterr().out.split()
     )

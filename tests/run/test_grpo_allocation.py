@@ -167,7 +167,7 @@ def test_another_division_is_another_run(folder: Path, capsys: pytest.CaptureFix
     ("changes", "said", "fix"),
     [
         ({"allocation": "more"}, "'equal', 'gvm' or 'neyman'", ""),
-        ({"num_generations": 2}, "'num_generations: 2' leaves none to divide", "num_generations: 8"),
+        ({"num_generations": 2}, "'num_generations: 2' leaves none to distribute", "num_generations: 8"),
         ({"beta": 0.1}, "'beta' adds a divergence that has no advantage", "loss_type: rloo"),
         (
             {"fsdp": True},

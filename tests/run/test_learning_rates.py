@@ -122,7 +122,7 @@ def test_a_preset_sets_what_the_recipe_does_not(folder: Path) -> None:
         ({"lr_scheduler_type": "wsd", "lr_scheduler_kwargs": {"decay_type": "Cosine"}}, "did you mean 'cosine'?"),
         ({"lr_scheduler_type": "wsd", "lr_scheduler_kwargs": {"decay_ratio": 1.5}}, "from 0 to 1"),
         ({"lr_scheduler_type": "power"}, "needs 'batch_size'"),
-        ({"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"lr_end": 0.5}}, "ends above 'learning_rate'"),
+        ({"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"lr_end": 0.5}}, "is above 'learning_rate'"),
         ({"lr_scaling": "sqrt"}, "write both"),
         ({"lr_scaling_base": 8}, "write both"),
         ({"early_stopping_patience": 2}, "add metric_for_best_model: eval_loss"),

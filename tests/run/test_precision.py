@@ -100,7 +100,7 @@ def test_bfloat16_that_is_written_is_kept_and_noted(folder: Path, capsys: pytest
     out = capsys.readouterr()
     said = out.out + out.err
     assert "rounding to nearest, which loses most small steps at a learning rate of 1e-05" in said
-    assert "of the trained weights: most updates are smaller than the rounding of 16-bit weights" in said
+    assert "of the trained weights: most updates are lost in rounding of 16-bit weights" in said
     assert {x.dtype for x in weights(folder / "out" / "final").values()} == {torch.bfloat16}
     assert moved("out") < 0.2
     assert all(each["moved"] < 0.2 for each in records(folder / "out")[:10])
@@ -222,7 +222,7 @@ def test_a_run_on_too_small_a_device_says_what_it_takes_and_what_it_costs(folder
     assert start.identity["recipe"]["weight_rounding"] == "stochastic"
     note = next(each for each in said if "do not fit" in each)
     assert "(they take 280 KiB more)" in note  # 8 bytes of each weight
-    assert "right on average, but noisier" in note
+    assert "unbiased, but noisier" in note
 
 
 def test_a_run_that_was_begun_keeps_the_precision_it_was_begun_with(folder: Path):

@@ -151,7 +151,7 @@ def test_a_finished_run_is_not_trained_again(sft: Callable[..., int], capsys: py
     capsys.readouterr()
     assert sft("--set", "max_steps=2") == 0
     assert records("runs/tiny", timings=True) == before
-    assert "Done before: no step is left to train" in capsys.readouterr().out
+    assert "Already finished: no step is left to train" in capsys.readouterr().out
 
 
 def test_resume_goes_on_from_a_checkpoint_of_full_and_of_adapter_training(sft: Callable[..., int]) -> None:

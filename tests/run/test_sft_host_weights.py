@@ -101,7 +101,7 @@ def test_a_run_that_clips_by_the_last_norm_says_so_and_goes_on_to_the_same_bits(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     want, shown = trained(folder, "whole", **HOST, **LAGGED)
-    assert "adamw, clipped by the previous step's norm" in " ".join(capsys.readouterr().out.split())
+    assert "adamw, clipped by the previous step's gradient norm" in " ".join(capsys.readouterr().out.split())
     records = [json.loads(line) for line in (folder / "whole" / "metrics.jsonl").read_text().splitlines()]
     steps = [each for each in records if "loss" in each]
     assert steps[0]["clip_norm"] == steps[0]["grad_norm"]

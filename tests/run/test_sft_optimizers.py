@@ -323,7 +323,7 @@ def test_a_group_at_rate_zero_is_not_trained_in_the_backward_either(folder: Path
         ({"optim": "muon", "fsdp": True}, "needs whole matrices", "delete 'fsdp'"),
         ({"optim": "paged_adamw_8bit", "engine": {"optimizer": "host"}}, "steps on the host", "adamw_8bit"),
         ({"optim": "schedule_free"}, "'lr_scheduler_type' is cosine", "lr_scheduler_type: constant"),
-        ({"lr_groups": [{"match": "norm"}]}, "sets nothing", "add learning_rate"),
+        ({"lr_groups": [{"match": "norm"}]}, "has neither learning_rate nor weight_decay", "add learning_rate"),
         ({"learning_rate": 0.0, "lr_groups": [{"match": "norm", "learning_rate": 1.0}]}, "which is 0", "above 0"),
         ({"lr_layer_decay": 1.5}, "'lr_layer_decay' must be a number", ""),
     ],

@@ -70,7 +70,7 @@ def test_a_budget_nothing_fits_is_told_with_its_line(folder: Path, capfd: pytest
     err = " ".join(capfd.readouterr().err.split())
     assert "no schedule fits a row of" in err
     assert "tiny.yaml:" in err
-    assert "longer chunks never help" in err
+    assert "larger chunks do not help" in err
     assert not (folder / "runs").exists()
 
 

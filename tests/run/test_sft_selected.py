@@ -101,7 +101,7 @@ def test_a_step_is_on_the_rows_that_plain_autograd_would_choose(folder: Path) ->
 def test_trains_and_resumes_to_the_same_choices(folder: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     write_recipe(folder, {**COMMON, **KINDS[kind]})
     assert run("--output-dir", "whole") == 0
-    assert " x 4 rows (chosen from 12, which costs a forward of each)" in capsys.readouterr().out
+    assert " x 4 rows (chosen from 12, which takes a forward pass of each)" in capsys.readouterr().out
     settings = ("--set", "save_steps=1", "--set", "save_total_limit=99", "--output-dir", "split")
     assert run(*settings) == 0
     whole = lines("whole/selected.jsonl")
@@ -189,6 +189,6 @@ def test_the_plan_tells_the_time_of_choosing(folder: Path, capsys: pytest.Captur
     assert second["select_seconds"] == pytest.approx(2 * first["select_seconds"])
     assert 0.5 * first["step_seconds"] < first["select_seconds"] < 3 * first["step_seconds"]
     assert run("--device", "h100", command="plan") == 0
-    assert " of it selects 1 of 3 drawn rows" in capsys.readouterr().out
+    assert " of it for selecting 1 of 3 drawn rows" in capsys.readouterr().out
     assert run("--device", "h100", "--set", "select_rows=null", "--set", "select_from=2", "--json", command="plan") == 0
     assert "select_seconds" not in json.loads(capsys.readouterr().out)

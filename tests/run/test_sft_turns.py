@@ -85,7 +85,7 @@ def test_runs_resume_and_evaluate(folder: Path, capsys: pytest.CaptureFixture[st
 def test_it_is_verified_and_planned(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe(folder)
     assert run(command="verify") == 0
-    assert "in one sequence that shares prefixes, compared with each alone" in " ".join(capsys.readouterr().out.split())
+    assert "sequence that shares prefixes, compared with each row alone" in " ".join(capsys.readouterr().out.split())
     assert run("--dry-run", "--set", "engine.schedule=auto") == 0
 
 

@@ -210,7 +210,7 @@ def test_running_out_of_memory_while_writing_says_what_to_lower(tmp_path: Path) 
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     stream.tools.writer.write = write  # type: ignore[method-assign]
-    with pytest.raises(OutOfMemoryError, match="writing 6 completions at a time, with up to 514 tokens each") as raised:
+    with pytest.raises(OutOfMemoryError, match="generating 6 completions at a time, with up to 514 tokens") as raised:
         stream.next_step()
     assert "per_device_generation_batch_size" in raised.value.fix
 

@@ -1,1 +1,1 @@
-"""Small helpers that every room may use: paths, sizes, names, secrets, caches, signals. Nothing here imports torch."""
+"""Helpers for all other packages: paths, sizes, names, secrets, caches, signals. Nothing here imports torch."""

@@ -1,16 +1,23 @@
-"""The kinds of adapters that a recipe can name, and the model inside peft's wrapper.
+"""The adapter types that a recipe can select with ``adapter_type``.
 
-    lora    rslora    dora     low-rank terms; scaled by alpha / sqrt(r); with a trained norm of each row (DoRA)
-    pissa   olora              LoRA that starts from the leading part of each weight: of its SVD, or of its QR
-    lora_ga                    LoRA that starts from the leading part of each weight's gradient
-    loftq                      LoRA that starts from the quantisation error of each weight
-    vera    ia3                trained vectors: on shared random matrices; on the outputs of layers
-    oft     hra                a trained rotation of the input: in blocks; of r reflections
-    loha    lokr    miss       Hadamard products; Kronecker products; sums over blocks of the input
-    paca                       some columns of each weight, drawn at random
+    lora      low-rank adapters (LoRA)
+    rslora    LoRA scaled by alpha / sqrt(r)
+    dora      LoRA with a trained norm of each weight row
+    pissa     LoRA initialised from the largest singular values of each weight
+    olora     LoRA initialised from the QR decomposition of each weight
+    lora_ga   LoRA initialised from the gradient of each weight
+    loftq     LoRA initialised from the quantisation error of each weight
+    vera      trained vectors that scale frozen random matrices, shared by all layers
+    ia3       trained vectors that scale the outputs of layers
+    oft       trained block-diagonal rotation of a layer's input
+    hra       r trained Householder reflections of a layer's input
+    loha      Hadamard product of low-rank matrices
+    lokr      Kronecker product of matrices
+    miss      one trained matrix, applied to the sum of the input's blocks
+    paca      training of some columns of each weight, drawn at random
 
-Every kind is a row of :data:`ADAPTERS`, against which recipes are checked, so neither torch nor peft is imported.
-``streamtune.models.adapters`` adds, starts, saves and loads adapters.
+Recipes are checked against :data:`ADAPTERS` before torch and peft are imported. ``streamtune.models.adapters`` adds,
+initialises, saves and loads the adapters.
 """
 
 from __future__ import annotations
@@ -25,59 +32,62 @@ from streamtune.base.text import Status
 
 @dataclass(frozen=True)
 class AdapterKind:
-    """A kind of adapter, such as LoRA or DoRA, that a recipe can name."""
+    """An adapter type, such as LoRA or DoRA."""
 
     peft: str
-    """Name of the type in peft."""
+    """Name of the type in ``peft.PeftType``."""
     options: Mapping[str, str]
-    """Option of peft's configuration -> attribute of :class:`AdapterSpec` that sets it, or ``seed``."""
+    """Option of the peft configuration -> attribute of :class:`AdapterSpec` with its value, or ``seed``."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    """Options of peft's configuration that have a fixed value for this kind."""
+    """Options of the peft configuration whose value is the same in every recipe."""
     start: Literal["peft", "weights", "quantisation", "gradient"] = "peft"
-    """Initial values: peft's default, or the leading part of each weight, of its quantisation error, or of its
-    gradient. With ``weights`` and ``gradient`` a second, constant adapter subtracts these values."""
+    """Source of the initial adapter weights. ``peft``: peft's default. ``weights``, ``quantisation``, ``gradient``: a
+    low-rank approximation of each weight, of its quantisation error, or of its gradient."""
     start_keys: tuple[str, ...] = ()
     """Recipe keys that configure the initialisation."""
     columns: bool = False
-    """True if some columns of each weight are trained, by ``PacaLinear`` instead of peft's layer."""
+    """True if columns of the weight itself are trained, by ``PacaLinear``, in place of a peft layer."""
     largest_rank: Literal["any", "largest", "named", "each", "half", "columns"] = "any"
-    """Upper bound of the rank: ``any`` (none), ``largest`` (the largest size of all layers), or per layer ``each`` (the
-    number of singular values), ``half`` (half of them) or ``columns`` (the number of columns). ``named`` is ``each``,
-    but only for layers that a recipe names; with ``all-linear`` smaller layers are accepted."""
+    """Upper bound of the rank. ``any``: none. ``largest``: the largest number of rows or columns of all adapted
+    weights. Bounds for each weight are ``each`` (the smaller of its two dimensions), ``half`` (half of that) and
+    ``columns`` (its columns). ``named`` is ``each``, but with ``all-linear`` only layers in ``lora_rank_pattern`` are
+    checked."""
     even_rank: bool = False
-    """True if the rank must be even, because terms start in pairs that cancel."""
+    """True if the rank must be even, because initial Householder reflections come in equal pairs, which cancel."""
     divides_by_rows: bool = False
-    """True if rows of the weight are divided by their norm, which a row of zeros does not allow."""
+    """True if each weight row is divided by its norm, so that a row of zeros is an error."""
     on_quantised: bool = True
-    """False if the base cannot be quantised: its weights are changed, read unquantised, or have gradients."""
+    """False if the base model cannot be quantised: its weights are changed, read unquantised, or need gradients."""
     on_shared: bool = False
-    """True if ranks can shard the weights: the adapters do not need whole weights, and only parameters are saved."""
+    """True if the base model's weights can be sharded (ZeRO-3, FSDP2)."""
     on_experts: bool = False
-    """True if experts stored as one tensor can have adapters."""
+    """True if mixture-of-experts weights that are stored as one tensor (``gate_up_proj``) can have adapters."""
     prefix: str = ""
-    """Prefix of the parameters' names, if it is not peft's name of the type."""
+    """Prefix of the adapter parameters' names; empty: ``peft`` in lower case, with an underscore (``lora_``)."""
     switches: tuple[str, ...] = ()
-    """Switches with which other trainers select this kind."""
+    """Options of other training tools that select this adapter type, such as ``use_dora``; accepted as aliases."""
     status: Status = "stable"
 
     @property
     def is_lora(self) -> bool:
-        """True if peft's type is LoRA, which also adapts parameter tensors and trains the rows of new tokens."""
+        """True if peft's type is ``LORA``, which alone supports ``target_parameters`` and
+        ``trainable_token_indices``."""
         return self.peft == "LORA"
 
     @property
     def subtracts_initial_values(self) -> bool:
-        """True if a second, constant adapter subtracts the initial values, so that outputs start unchanged."""
+        """True if a second, frozen adapter subtracts the initial weights, so that the model's outputs start
+        unchanged."""
         return self.start in ("weights", "gradient")
 
     @property
     def written_as_lora(self) -> bool:
-        """True if saving converts the adapters to a LoRA with other weights than the trained ones."""
+        """True if the adapters are converted to a plain LoRA when they are saved."""
         return self.subtracts_initial_values or self.columns
 
     @property
     def own_recipe_keys(self) -> tuple[str, ...]:
-        """Keys of a recipe that this kind of adapter reads and some other kinds do not."""
+        """Recipe keys that this adapter type reads, but not every adapter type, such as ``lora_r``."""
         return (*dict.fromkeys(KEYS[value] for value in self.options.values() if value in KEYS), *self.start_keys)
 
 
@@ -150,7 +160,7 @@ NAME_PARTS = (
 
 @dataclass(frozen=True)
 class AdapterSpec:
-    """Adapters to add to a model.
+    """Type, size and target layers of the adapters to add to a model.
 
     Attributes:
         kind: Key of :data:`ADAPTERS`.
@@ -162,10 +172,10 @@ class AdapterSpec:
             ``all-linear`` is every linear layer except head and routers, and experts stored as one tensor if peft
             supports them.
         exclude: Name endings of modules without adapters.
-        ranks: Pattern of name endings -> rank.
-        alphas: Pattern of name endings -> alpha.
+        ranks: Regular expression for name endings -> rank.
+        alphas: Regular expression for name endings -> alpha.
         modules_to_save: Name endings of modules whose full weights are trained and saved with the adapters.
-        block_size: Size of the rotated blocks (``oft``).
+        block_size: Number of rows of each rotated block (``oft``).
     """
 
     kind: str = "lora"
@@ -185,11 +195,11 @@ class AdapterSpec:
 
     @property
     def scale(self) -> float:
-        """``alpha``, or its default ``2 * r``."""
+        """``alpha``, or ``2 * r`` if it is None."""
         return 2 * self.r if self.alpha is None else self.alpha
 
     def peft_options(self, seed: int) -> dict[str, Any]:
-        """Return the options with which peft's configuration of these adapters is made."""
+        """Return the keyword arguments of the peft configuration, with ``peft_type``."""
         kind = self.adapter_kind
         options = {name: seed if value == "seed" else getattr(self, value) for name, value in kind.options.items()}
         mappings = {name: dict(value) for name, value in options.items() if isinstance(value, Mapping)}
@@ -197,10 +207,10 @@ class AdapterSpec:
 
 
 def base_of(model: Any) -> Any:
-    """Return the model inside peft's wrapper; a model without a wrapper is returned unchanged."""
+    """Return the model inside a ``PeftModel``; any other model is returned unchanged."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def is_adapter_name(name: str) -> bool:
-    """Return True if a parameter or buffer of this name is a part of the adapters that peft has added to a model."""
+    """Return True if peft added the parameter or buffer of this name to the model."""
     return any(part in name for part in NAME_PARTS)

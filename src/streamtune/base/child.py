@@ -1,4 +1,4 @@
-"""A child process for a measurement, so that only this process can run out of memory or be killed."""
+"""A child process in which a measurement runs, so that running out of memory kills only the child."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from streamtune.base.safe_path import SafeChildren
 class Child:
     """A new process (spawned, not forked) that runs a function, with a pipe between both processes.
 
-    The child ignores Ctrl-C, which a terminal sends to parent and child. The parent decides when the child ends; when
-    the parent exits, it ends the child.
+    The child ignores Ctrl-C, which a terminal sends to parent and child. The child is a daemon process: it ends when
+    its parent exits.
 
     Args:
         function: Function called in the child with its end of the pipe and ``args``; all must be picklable.
-        args: Further arguments.
+        args: Further arguments of ``function``.
     """
 
     def __init__(self, function: Callable[..., None], *args: Any) -> None:
@@ -36,7 +36,7 @@ class Child:
         child_end.close()
 
     def close(self, *, seconds: float) -> None:
-        """Close the pipe, wait up to ``seconds`` for the process to end, then kill it."""
+        """Close the pipe, wait up to ``seconds`` for the process to end, and kill it if it still runs."""
         self.connection.close()
         self.process.join(timeout=seconds)
         if self.process.is_alive():
@@ -57,14 +57,14 @@ def _ignore_interrupts() -> Iterator[None]:
 
 
 def pickle_call(function: Callable[..., None], *args: Any) -> tuple[bytes, bool]:
-    """Return the last two arguments of :func:`run_pickled_call`: the call as bytes, and True if imports are quiet."""
+    """Return the arguments ``pickled_call`` and ``with_quiet_imports`` of :func:`run_pickled_call`."""
     return pickle.dumps((function, args)), imports_are_quiet()
 
 
 def run_pickled_call(first_argument: Any, pickled_call: bytes, with_quiet_imports: bool) -> None:
-    """Unpickle a call and make it, with ``first_argument`` before the other arguments.
+    """Unpickle a function with its arguments, and call it with ``first_argument`` in front of them.
 
-    The function's modules are imported only now.
+    The modules of the function are imported only here.
     """
     if with_quiet_imports:
         quiet_imports()

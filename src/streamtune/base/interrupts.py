@@ -1,15 +1,15 @@
-"""Ctrl-C, SIGTERM and SIGHUP outside of training: the command ends at once and cleans up.
+"""Handlers that end the command at once after Ctrl-C, SIGTERM or SIGHUP, and clean up.
 
-A signal raises no exception: inside a callback of a C++ library an exception would end the process with SIGABRT, or be
-lost in a destructor. Instead the handler kills the command's children, removes its temporary folders, restores the
-terminal, and leaves with ``os._exit``.
+The handler raises no exception: inside a callback of a C++ library, an exception would abort the process or be lost.
+Instead the handler kills the command's children, removes its temporary folders, restores the terminal, and calls
+``os._exit``.
 
-Python runs a handler between two instructions of the main thread. If the main thread does not return from a library in
-time, a second thread, which the signal wakes too, does the same.
+Python runs a handler only between two instructions of the main thread. If the main thread stays inside a library call,
+a second thread, which the signal also wakes, does the same after :data:`PATIENCE_SECONDS`.
 
 During training, ``train.StopRequest`` installs its own handlers, which save a checkpoint first.
 
-This module imports almost nothing: the command line installs the handlers before it imports anything else.
+This module imports almost nothing, because the command line installs the handlers before its other imports.
 """
 
 from __future__ import annotations
@@ -53,11 +53,13 @@ _state = _State()
 
 
 def exit_on_signals(*, for_good: bool = False) -> Callable[[], None]:
-    """Make Ctrl-C, SIGTERM and SIGHUP end this process at once; return a function that undoes this.
+    """Make Ctrl-C, SIGTERM and SIGHUP end this process at once; return a function that restores the earlier handlers.
 
-    A SIGHUP that is already ignored, as under ``nohup``, stays ignored. Nothing happens outside the main thread, where
-    Python accepts no handlers, or if the handlers are already installed. With ``for_good`` the handlers stay installed,
-    and Ctrl-C has no effect once the interpreter shuts down.
+    An ignored SIGHUP, as under ``nohup``, stays ignored. Nothing happens if the handlers are already installed, or
+    outside the main thread, where Python accepts no handlers.
+
+    Args:
+        for_good: True to never restore the earlier handlers, and to ignore Ctrl-C while the interpreter shuts down.
     """
     if threading.current_thread() is not threading.main_thread() or _state.owner == os.getpid():
         return lambda: None
@@ -90,13 +92,13 @@ def exit_on_signals(*, for_good: bool = False) -> Callable[[], None]:
 
 
 def is_ignored(signum: int) -> bool:
-    """Return True if the process was started with this signal ignored and must keep it so: SIGHUP under ``nohup``."""
+    """Return True if the process ignores this signal, and it is neither SIGINT nor SIGTERM: SIGHUP under ``nohup``."""
     return signum not in (signal.SIGINT, signal.SIGTERM) and signal.getsignal(signum) == signal.SIG_IGN
 
 
 @contextmanager
 def print_on_signal(text: str) -> Iterator[None]:
-    """Context manager: print ``text`` in place of ``Stopped.`` if a signal ends the process."""
+    """Context manager that sets the text printed if a signal ends the process; the default is ``Stopped.``"""
     before, _state.text = _state.text, text
     try:
         yield
@@ -105,13 +107,13 @@ def print_on_signal(text: str) -> Iterator[None]:
 
 
 def remove_on_signal(folder: str) -> None:
-    """Register a folder to delete if a signal ends the process; it may already be gone by then."""
+    """Register a folder that is deleted if a signal ends the process; the folder may be missing by then."""
     _state.folders.append(folder)
 
 
 @contextmanager
 def temporary_directory(**options: Any) -> Iterator[str]:
-    """Context manager: a ``tempfile.TemporaryDirectory`` that a signal removes too."""
+    """Context manager like ``tempfile.TemporaryDirectory``, but the directory is also removed on a signal."""
     import tempfile
 
     with tempfile.TemporaryDirectory(**options) as folder:
@@ -124,8 +126,10 @@ def temporary_directory(**options: Any) -> Iterator[str]:
 
 @contextmanager
 def postpone_ctrl_c() -> Iterator[None]:
-    """Context manager: while active, the first Ctrl-C has no effect until :func:`raise_if_postponed` is called, for two
-    seconds at most."""
+    """Context manager that postpones the first Ctrl-C until :func:`raise_if_postponed` is called.
+
+    Two seconds after Ctrl-C, the process ends.
+    """
     _state.postponed, _state.asked = True, False
     try:
         yield
@@ -134,7 +138,7 @@ def postpone_ctrl_c() -> Iterator[None]:
 
 
 def raise_if_postponed() -> None:
-    """Raise ``KeyboardInterrupt`` if a Ctrl-C was postponed. Call it where only Python code runs."""
+    """Raise ``KeyboardInterrupt`` if Ctrl-C was postponed. Do not call it inside a callback of a C++ library."""
     if _state.asked:
         _state.asked = _state.postponed = False
         raise KeyboardInterrupt
@@ -142,9 +146,9 @@ def raise_if_postponed() -> None:
 
 @contextmanager
 def use_other_handlers() -> Iterator[None]:
-    """Context manager: while active, the caller's own signal handlers run; each calls :func:`record_handled_signal`.
+    """Context manager for code that installs its own signal handlers; each handler calls :func:`record_handled_signal`.
 
-    Two signals without such a call end the process.
+    The process ends if two signals arrive and no handler records either of them.
     """
     _state.stopping = True
     try:
@@ -154,14 +158,16 @@ def use_other_handlers() -> Iterator[None]:
 
 
 def record_handled_signal() -> None:
-    """Record that the main thread has run a signal handler, so that the watching thread does not end the process."""
+    """Record that the main thread has run a signal handler, so that the second thread does not end the process."""
     _state.handled += 1
 
 
 @contextmanager
 def block_signals() -> Iterator[None]:
-    """Context manager: while active, signals are blocked; they arrive at its end. In a process started inside, they
-    arrive when that process unblocks them."""
+    """Context manager that blocks signals with ``pthread_sigmask``; they are delivered on exit.
+
+    A process started inside the context inherits the blocked signals.
+    """
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
@@ -191,7 +197,7 @@ def _exit_on_signal(signum: int, frame: FrameType | None) -> None:
 
 
 def remove_folder(folder: str) -> None:
-    """Delete a folder, hidden files last: one names the owner, and must remain if deleting is interrupted."""
+    """Delete a folder. Hidden files come last, because one of them names the folder's owner."""
     import shutil
 
     with suppress(OSError):
@@ -203,7 +209,7 @@ def remove_folder(folder: str) -> None:
 
 
 def _exit_if_late(read_end: int) -> None:
-    """End the process after a signal if the main thread, inside a library call, runs no handler in time."""
+    """End the process after a signal if the main thread runs no handler in time."""
     while signal_byte := os.read(read_end, 1):
         signum = signal_byte[0]
         if signum not in SIGNALS:
@@ -225,7 +231,6 @@ def _exit_if_late(read_end: int) -> None:
 
 
 def _clean_up() -> None:
-    """Kill the children, remove temporary folders, restore the terminal, and print the final message."""
     _kill_children()
     for folder in _state.folders:
         remove_folder(folder)
@@ -238,7 +243,6 @@ def _clean_up() -> None:
 
 
 def _kill_children() -> None:
-    """Kill every descendant of this process (Linux). On other systems they end with their pipes."""
     stopped: set[int] = set()
     while new := _descendants() - stopped:  # stopped first: the children of a killed process could not be found
         for process in new:
@@ -270,7 +274,6 @@ def _descendants() -> set[int]:
 
 
 def _resource_tracker_pid() -> int | None:
-    """Return the id of multiprocessing's resource tracker, which removes semaphores and ends after this process; None
-    without one."""
+    """Return the process id of multiprocessing's resource tracker, which must end after this process."""
     module = sys.modules.get("multiprocessing.resource_tracker")
     return getattr(getattr(module, "_resource_tracker", None), "_pid", None)

@@ -1,6 +1,6 @@
-"""Installed libraries: tested versions, messages about other versions, and quiet imports.
+"""Versions of installed libraries, and settings of their imports.
 
-No library is imported here. Call :func:`quiet_imports` and :func:`hide_quantisers` before the first import.
+No library is imported here. Call :func:`quiet_imports` and :func:`hide_quantisers` before importing torch.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ def installed_version(package: str) -> str:
 
 
 def untested_versions_note() -> str:
-    """Return a note that names installed libraries newer than the tested versions; empty if there are none."""
+    """Return a note that names libraries newer than the newest tested version; empty if there are none."""
     newer = _newer_than_tested()
     return f"not tested with {' and '.join(map(_describe_version, newer))}" if newer else ""
 
 
 def pip_install_command() -> str:
-    """Return the pip command that replaces untested newer versions by tested versions."""
+    """Return the pip command that replaces libraries newer than the newest tested version."""
     return " ".join(
         ["pip install", *(f"'{name}<{_next_minor_version(TESTED[name][1])}'" for name in _newer_than_tested())]
     )
 
 
 def missing_name_error(package: str, missing_name: str) -> VersionError:
-    """Return the error that the installed ``package`` lacks ``missing_name``; the fix installs a tested version."""
+    """Return an error for a name that the installed ``package`` lacks; its fix installs a tested version."""
     oldest, newest = TESTED[package]
     version = installed_version(package)
     older = bool(version) and _minor_version(version) < _minor_version(oldest)
@@ -53,8 +53,8 @@ def missing_name_error(package: str, missing_name: str) -> VersionError:
 
 @contextmanager
 def name_untested_as_cause() -> Iterator[None]:
-    """Context manager: if an untested version is installed, an ``UnsupportedModelError`` raised inside also names it as
-    the likely cause."""
+    """Context manager that adds a note to an ``UnsupportedModelError`` if a library is newer than its tested
+    versions."""
     try:
         yield
     except UnsupportedModelError as error:
@@ -82,7 +82,6 @@ def _minor_version(version: str) -> tuple[int, ...]:
 
 
 def _next_minor_version(newest: str) -> str:
-    """Return the minor version after ``newest``: ``2.15`` after ``2.14``."""
     major, minor = _minor_version(newest)
     return f"{major}.{minor + 1}"
 
@@ -94,13 +93,12 @@ LOGGERS = (*QUANTISERS, "torch.utils._pytree")
 
 
 def quiet_imports() -> None:
-    """Silence messages below ERROR from libraries that peft and transformers import."""
+    """Set the log level of bitsandbytes, torchao and ``torch.utils._pytree`` to ERROR."""
     for name in LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def imports_are_quiet() -> bool:
-    """Return True if :func:`quiet_imports` was called."""
     return logging.getLogger(LOGGERS[0]).level == logging.ERROR  # torch resets the levels of its own loggers
 
 
@@ -108,21 +106,20 @@ _own = False
 
 
 def mark_command_process() -> None:
-    """Record that this process runs one command and then ends."""
+    """Record that this process runs one command of the command line and then ends."""
     global _own
     _own = True
 
 
 def is_command_process() -> bool:
-    """Return True if :func:`mark_command_process` was called."""
     return _own
 
 
 def hide_quantisers() -> None:
-    """Make later imports find no quantiser, as if none were installed.
+    """Make later imports of bitsandbytes and torchao fail, as if neither were installed.
 
-    peft and transformers import every quantiser that they find, which takes a quarter of the total import time. They
-    remember the result, so call this only in a separate process that quantises nothing.
+    Importing them takes a quarter of the import time of peft and transformers. Both remember that the import failed, so
+    call this only in a process that quantises nothing.
     """
     for name in QUANTISERS:
         sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # as documented, None marks a missing module

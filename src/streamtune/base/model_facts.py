@@ -1,4 +1,4 @@
-"""The label of untrained tokens, and the device of a model. Imports nothing from this package."""
+"""The label of tokens that are not trained on, and the device of a model. Imports nothing from this package."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ IGNORE_INDEX = -100
 def model_device(model: nn.Module) -> torch.device:
     """Return the device on which a model computes: the first device of its weights other than the CPU, else the CPU.
 
-    Offloaded weights are on the CPU although the model computes on an accelerator.
+    A model with offloaded weights has weights on the CPU, but computes on an accelerator.
     """
     first = next(model.parameters()).device
     if first.type != "cpu":

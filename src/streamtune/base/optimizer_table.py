@@ -1,4 +1,4 @@
-"""The optimizers that a recipe can name: library, options, bytes of state, and what each does not combine with.
+"""The optimizers that a recipe can select: library, options and bytes of optimizer state.
 
 Recipes are checked against this table, and ``streamtune optim ls`` prints it, so this module does not import torch.
 ``streamtune.optim`` builds the optimizers.
@@ -36,20 +36,16 @@ States = Literal["device", "host", "none"]
 
 @dataclass(frozen=True)
 class StepKind:
-    """Work and storage of an optimizer step: forwards and backwards per micro-batch, gradients that exist at once, and
-    the memory of the optimizer states.
-
-    Each entry of :data:`OPTIMIZERS` has one, and a recipe's keys change it (``Recipe.step_kind``). Plan, simulation,
-    operation count and training loop use it.
+    """Forward and backward passes of an optimizer step, and where its gradients and states are.
 
     Attributes:
-        forwards: Number of forwards per micro-batch.
-        backwards: Number of backwards per micro-batch; 0 for an optimizer that only compares losses.
-        gradients: Gradients that exist at once. ``all``: of all trained weights. ``layer``: each weight is updated in
-            the backward, and its gradient freed. ``block``: one block of weights is trained, all others are frozen.
-            ``none``: no backward.
-        states: Memory of the optimizer states. ``device``: with the weights. ``host``: host memory, where the
-            optimizer runs, wherever the weights are. ``none``: the optimizer has no state.
+        forwards: Number of forward passes per micro-batch.
+        backwards: Number of backward passes per micro-batch; 0 for a zeroth-order optimizer.
+        gradients: Gradients that exist at the same time. ``all``: of all trained weights. ``layer``: of one layer,
+            because each weight is updated in the backward pass and its gradient freed. ``block``: of the one block of
+            layers that is being trained. ``none``: no backward pass.
+        states: Place of the optimizer states. ``device``: the device of the weights. ``host``: host memory, where the
+            optimizer runs too. ``none``: the optimizer has no state.
     """
 
     forwards: int = 1
@@ -58,15 +54,15 @@ class StepKind:
     states: States = "device"
 
     def with_step_in_backward(self, *, norm_first: bool = False) -> StepKind:
-        """Return a copy for an optimizer that updates each weight in the backward, as soon as its gradient exists.
+        """Return a copy for an optimizer that updates each weight in the backward pass, as soon as its gradient exists.
 
-        With ``norm_first`` a first forward and backward measure the norm for clipping.
+        Args:
+            norm_first: True if an additional forward and backward pass measures the gradient norm for clipping.
         """
         times = 2 if norm_first else 1
         return replace(self, forwards=times, backwards=times, gradients="layer")
 
     def with_host_states(self) -> StepKind:
-        """Return a copy whose optimizer states are in host memory."""
         return replace(self, states="host")
 
 
@@ -76,42 +72,42 @@ PLAIN_STEP = StepKind()
 
 @dataclass(frozen=True)
 class OptimizerEntry:
-    """An optimizer that a recipe can name."""
+    """An optimizer that a recipe can select with ``optim``."""
 
     text: str
-    """One-line description."""
+    """Description in one line."""
     library: str
-    """Package that has the optimizer."""
+    """Package that implements the optimizer."""
     size: Callable[[Shape, int, Mapping[str, Any]], int]
-    """Function that returns a weight's bytes of state, from its shape, bytes per value, and options."""
+    """Function that returns a weight's bytes of optimizer state, from shape, bytes per value, and ``optim_args``."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Options in ``optim_args`` -> default."""
+    """Option of ``optim_args`` -> default."""
     made_by: str = ""
-    """Class of the library, if it takes the options unchanged (``optim.libraries.LIBRARIES``); empty if another rule
-    builds the optimizer."""
+    """Name of the library's class, if it takes the options unchanged; empty if ``streamtune.optim`` has code for it."""
     extra: str = ""
-    """Extra of this package that installs the library; empty if the library is always installed."""
+    """Extra of this package that installs the library (``streamtune[optim]``); empty if it is always installed."""
     is_adam: bool = False
-    """True if its moments are AdamW's: it reads ``adam_beta1``, ``adam_beta2`` and ``adam_epsilon``."""
+    """True if it reads the recipe keys ``adam_beta1``, ``adam_beta2`` and ``adam_epsilon``."""
     adamw_for_rest: bool = False
-    """True if it steps only the matrices of decoder layers; AdamW steps all other weights."""
+    """True if it updates only the matrices of decoder layers; AdamW updates all other weights."""
     averages: bool = False
-    """True if an average of the trained weights is evaluated and saved."""
+    """True if it averages the trained weights over steps, and the average is evaluated and saved."""
     scratch: Callable[[Shape, int], int] | None = None
-    """Function that returns bytes of temporaries in a weight's step, for a library that cannot run on meta tensors."""
+    """Function that returns the temporary bytes of a weight's update, from shape and bytes per value. None: they are
+    measured by running the optimizer on meta tensors."""
     only_on: str = ""
-    """The only device type that it supports; empty if it supports all."""
+    """The only supported device type, such as ``cuda``; empty if all are supported."""
     step: StepKind = PLAIN_STEP
-    """Work and storage of its step, unless a recipe key changes them."""
+    """Passes, gradients and states of a step, unless other recipe keys change them."""
     repeated_by: str = ""
-    """Option in ``optim_args`` that multiplies the forwards of a step; empty without one."""
+    """Option of ``optim_args`` that multiplies the forward passes of a step; empty if there is none."""
     not_divided: str = ""
-    """Reason why ranks cannot shard its states (DeepSpeed, FSDP2); empty if they can."""
+    """Reason why the optimizer states cannot be sharded (DeepSpeed, FSDP2); empty if they can."""
     status: Status = "stable"
 
     @property
     def install_command(self) -> str:
-        """pip command that installs the optimizer's library; empty if the library is always installed."""
+        """Command that installs the library with pip; empty if it is always installed."""
         return f"pip install 'streamtune[{self.extra}]'" if self.extra else ""
 
     @property
@@ -124,7 +120,6 @@ def _value_count(shape: Shape) -> int:
 
 
 def _moments_size(num_tensors: int, *, num_scalars: int = 0) -> Callable[[Shape, int, Mapping[str, Any]], int]:
-    """Return a function that computes a weight's bytes of state: ``num_tensors`` copies and ``num_scalars`` values."""
     return lambda shape, value_bytes, _: (num_tensors * _value_count(shape) + num_scalars) * value_bytes
 
 
@@ -137,7 +132,6 @@ def _sgd_size(shape: Shape, value_bytes: int, args: Mapping[str, Any]) -> int:
 
 
 def _mean_value_count(shape: Shape) -> int:
-    """Return the number of values in the row means and column means of the last two dimensions."""
     return _value_count(shape[:-1]) + _value_count((*shape[:-2], shape[-1]))
 
 
@@ -151,7 +145,7 @@ def _came_size(shape: Shape, value_bytes: int, _: Mapping[str, Any]) -> int:
 
 
 def _apollo_size(shape: Shape, value_bytes: int, args: Mapping[str, Any]) -> int:
-    """Return Apollo's bytes of state: two moments of the projected gradient, the projection, and a norm."""
+    """Count two moments of the projected gradient, the projection matrix, and a norm."""
     long, short = max(shape), min(shape)
     return (args["rank"] * (2 * long + short) + 1) * value_bytes
 
@@ -161,7 +155,7 @@ SMALLEST_QUANTISED = 4096
 
 
 def _bitsandbytes_size(num_states: int) -> Callable[[Shape, int, Mapping[str, Any]], int]:
-    """Return a function that computes a weight's bytes of bitsandbytes state: 8-bit values, scales, and a table."""
+    """Return a function that counts the bytes of 8-bit states, with a float32 scale per 256 values and a table."""
 
     def state_size(shape: Shape, value_bytes: int, _: Mapping[str, Any]) -> int:
         count = _value_count(shape)
@@ -173,7 +167,7 @@ def _bitsandbytes_size(num_states: int) -> Callable[[Shape, int, Mapping[str, An
 
 
 def _torchao_size(bits: int, table_values: int) -> Callable[[Shape, int, Mapping[str, Any]], int]:
-    """Return a function that computes a weight's bytes of torchao state: two moments, with scales and a table."""
+    """Return a function that counts the bytes of two quantised moments, with a float32 scale per block and a table."""
 
     def state_size(shape: Shape, value_bytes: int, args: Mapping[str, Any]) -> int:
         count, block = _value_count(shape), args["block_size"]
@@ -185,7 +179,7 @@ def _torchao_size(bits: int, table_values: int) -> Callable[[Shape, int, Mapping
 
 
 def _badam_size(shape: Shape, value_bytes: int, _: Mapping[str, Any]) -> int:
-    """Return BAdam's bytes of state for a weight in training: two moments, and a float32 copy of a narrower weight."""
+    """Count two float32 moments, and a float32 copy of a 16-bit weight."""
     return STEP + 4 * _value_count(shape) * (2 + (value_bytes < 4))
 
 
@@ -211,13 +205,14 @@ def _natural_galore_size(shape: Shape, value_bytes: int, args: Mapping[str, Any]
 
 
 def _badam_ratio_size(shape: Shape, value_bytes: int, args: Mapping[str, Any]) -> int:
-    """Return BAdam's bytes of state for the trained part of a weight: two moments, a float32 copy of a narrower one."""
+    """Count two float32 moments of the trained values; for a 16-bit weight, also a float32 copy of the trained
+    values."""
     count = _value_count(shape)
     return STEP + 4 * min(count, max(1, round(args["update_ratio"] * count))) * (2 + (value_bytes < 4))
 
 
 def _coat_size(shape: Shape, value_bytes: int, args: Mapping[str, Any]) -> int:
-    """Return COAT's bytes of state: two moments, whose groups have one byte per value and two float32 numbers."""
+    """Count two moments, with one byte per value and two float32 numbers per group."""
     return STEP + 2 * -(-_value_count(shape) // args["group_size"]) * (args["group_size"] + 8)
 
 
@@ -359,14 +354,14 @@ assert set(get_args(OptimizerName)) == set(OPTIMIZERS)
 
 
 def state_bytes(name: str, shape: Shape, value_bytes: int, args: Mapping[str, Any], *, in_layer: bool = True) -> int:
-    """Return how many bytes of state an optimizer keeps for a weight.
+    """Return how many bytes of optimizer state a weight has.
 
     Args:
         name: Key of :data:`OPTIMIZERS`.
         shape: Shape of the weight.
-        value_bytes: Bytes of a value of the weight.
+        value_bytes: Bytes per value of the weight, or of the states if their dtype is set.
         args: ``optim_args``; missing options have their defaults.
-        in_layer: Whether the weight is in a decoder layer.
+        in_layer: True if the weight is in a decoder layer.
     """
     entry = OPTIMIZERS[name]
     if entry.adamw_for_rest and not (in_layer and len(shape) == 2):
@@ -375,14 +370,14 @@ def state_bytes(name: str, shape: Shape, value_bytes: int, args: Mapping[str, An
 
 
 def step_kind(name: str, args: Mapping[str, Any]) -> StepKind:
-    """Return the work and storage of an optimizer step: forwards, backwards, gradients and states."""
+    """Return the passes, gradients and states of a step of the optimizer ``name`` with these ``optim_args``."""
     entry = OPTIMIZERS[name]
     times = int({**entry.options, **args}[entry.repeated_by]) if entry.repeated_by else 1
     return replace(entry.step, forwards=entry.step.forwards * times)
 
 
 def find_argument_mistake(name: str, args: Mapping[str, Any]) -> tuple[str, str, str] | None:
-    """Return the first mistake in ``optim_args`` as option, error and fix; None if there is none."""
+    """Return the first invalid option in ``optim_args`` as (option, error, fix); None if all are valid."""
     options = OPTIMIZERS[name].options
     for key, value in args.items():
         if key not in options:
@@ -496,10 +491,10 @@ def _describe_type(default: Any) -> str:
 
 
 def check_installed(name: str) -> None:
-    """Check that an optimizer's library is installed.
+    """Check that the library of an optimizer is installed.
 
     Raises:
-        ArgumentError: It is not; the error has the command that installs it.
+        ArgumentError: The library is not installed; the error has the command that installs it.
     """
     entry = OPTIMIZERS[name]
     if not entry.is_installed:

@@ -1,4 +1,4 @@
-"""Colours of modes, and helpers for plots over sequence length."""
+"""Colours of the curves in benchmark plots, and helpers for plots over sequence length."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ INK = "#1f2430"
 
 
 def with_default_style(draw: Callable[Given, Drawn]) -> Callable[Given, Drawn]:
-    """Return the drawing function with matplotlib's default settings; the user's settings are restored after each call.
+    """Decorate a drawing function to use matplotlib's default settings; other settings are restored after each call.
 
-    matplotlib reads a ``matplotlibrc`` in the working directory, which may come from someone else: with ``text.usetex``
-    it would run LaTeX.
+    matplotlib reads a ``matplotlibrc`` in the working directory, which may be untrusted: ``text.usetex`` would run
+    LaTeX.
     """
 
     @wraps(draw)
@@ -47,7 +47,7 @@ def with_default_style(draw: Callable[Given, Drawn]) -> Callable[Given, Drawn]:
 
 
 def to_png(figure: Any, title: str) -> bytes:
-    """Add a title to a figure and return it as PNG."""
+    """Add a title to a matplotlib figure, and return the figure as PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     figure.suptitle(title, x=0.01, ha="left", color=INK, fontsize=12, fontweight="bold")
@@ -56,13 +56,13 @@ def to_png(figure: Any, title: str) -> bytes:
 
 
 def draw_line(axes: Any, points: list[tuple[int, float | None]], style: dict[str, Any]) -> None:
-    """Plot a line through those points whose value is known."""
+    """Plot a line through the points (length, value); points without a value are left out."""
     if measured := [(x, y) for x, y in points if y]:
         axes.plot(*zip(*measured, strict=True), **style)
 
 
 def style_axes(axes: Any, title: str) -> None:
-    """Set title, logarithmic axes and ticks of a plot over length; the y-axis ends at ticks outside the data."""
+    """Set title, logarithmic axes and ticks of a plot over sequence length."""
     axes.set_title(title, loc="left", color=INK, fontsize=11)
     axes.set_xlabel("tokens", color=INK)
     axes.set_xscale("log", base=2)

@@ -1,4 +1,4 @@
-"""The cache folder, an opener for user files, and a check of file names that come from files."""
+"""The cache folder, opening of files without blocking, and a check of untrusted file names."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _DRIVE = re.compile(r"[A-Za-z]:|[A-Za-z][A-Za-z0-9+.-]*://")
 
 
 def cache_folder() -> Path:
-    """Return the folder of all caches, as the XDG base directory specification defines it. It may not exist yet.
+    """Return the folder of all caches: ``$XDG_CACHE_HOME/streamtune``, else ``~/.cache/streamtune``. It may not exist.
 
-    Without a home directory it is a folder that cannot be created: results are then not cached, which only costs time.
+    Without a home directory, return a folder that cannot be created, so that nothing is cached.
     """
     home = os.environ.get("XDG_CACHE_HOME", "")
     if home.startswith("/"):
@@ -27,7 +27,7 @@ def cache_folder() -> Path:
 
 
 def has_home() -> bool:
-    """Return True if the user has a home directory: from ``HOME``, or in the user database."""
+    """Return True if ``HOME`` or the user database has a home directory of the user."""
     try:
         return Path.home().is_absolute()
     except (RuntimeError, KeyError, OSError):
@@ -35,7 +35,7 @@ def has_home() -> bool:
 
 
 def raise_if_too_many_open_files(error: OSError) -> None:
-    """Raise ``RunError`` if the process, or the system, has reached its limit of open files."""
+    """Raise ``RunError`` if ``error`` is ``EMFILE`` or ``ENFILE``: too many open files."""
     if error.errno in (errno.EMFILE, errno.ENFILE):
         raise RunError(
             f"{os.strerror(error.errno).lower()}: the limit of open files is reached",
@@ -45,10 +45,10 @@ def raise_if_too_many_open_files(error: OSError) -> None:
 
 
 def unsafe_name_reason(name: object) -> str | None:
-    """Return why a name from a file may not name a file below a folder; None if it may.
+    """Return the reason why an untrusted relative file name must not be used; None if it is safe.
 
-    Refused on every system: absolute names, ``..``, backslashes, drives, addresses, ``~``, control characters, empty
-    parts and long names. A dot or blank at the end is refused because some systems drop it.
+    Refused are absolute names, ``..``, backslashes, drives, URLs, ``~``, control characters, empty parts, and names of
+    more than 1024 characters. Parts that end with a dot or space are refused because Windows drops these characters.
     """
     if not isinstance(name, str) or not name:
         return "is not a name"
@@ -60,10 +60,11 @@ def unsafe_name_reason(name: object) -> str | None:
     if ".." in PurePosixPath(name).parts or any(part in ("", ".", "..") for part in parts):
         return "leads out of its folder"
     if any(part != part.rstrip(" .") for part in parts):
-        return "ends with a dot or a blank"
+        return "ends with a dot or a space"
     return "is too long" if len(name) > 1024 else None
 
 
 def open_nonblocking(path: str, flags: int) -> int:
-    """Open a file without waiting, as an opener for ``open``: a pipe without a writer would block forever."""
+    """Open a file with ``O_NONBLOCK``, as ``opener`` of ``open()``, so that a named pipe without a writer does not
+    block."""
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))

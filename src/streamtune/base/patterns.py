@@ -1,8 +1,8 @@
-"""Regular expressions from a recipe or a downloaded folder, matched within a time limit.
+"""Matching of untrusted regular expressions within a time limit.
 
-Python's ``re`` backtracks through every way to split a text: ``(a+)+b`` takes minutes on a name of forty letters.
-Libraries match patterns themselves, so each pattern is first tried on the same names in a process with a limit of CPU
-time. Texts of any length are searched with the library ``regex``, which supports a time limit.
+Regular expressions come from recipes and downloaded models. ``re`` may backtrack exponentially: ``(a+)+b`` takes
+minutes on a name of forty letters. Libraries such as peft match without a limit, so each pattern is first tried on the
+same names, in a child process with a limit of CPU time. Long texts are searched with ``regex``, which has a time limit.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PATIENCE = 120.0
 """Limit of seconds to wait on a busy machine."""
 MEBIBYTES = 1024
 """Limit of the address space of the process."""
-FIX = "write the end of a name, such as q_proj, or remove the nested repetition"
+FIX = "write the end of a name, such as q_proj, or remove the nested quantifier"
 PLAIN = re.compile(r"[\w.\-/ ]*")
 PROGRAM = f"""
 import json, re, sys
@@ -42,11 +42,11 @@ for pattern in patterns:
 
 
 class PatternError(ValueError):
-    """A pattern that is not a regular expression, or takes too long on a text."""
+    """A text is not a regular expression, or matching it takes too long."""
 
 
 def pattern_error(pattern: str) -> str | None:
-    """Return the reason why a text is not a regular expression; None if it is one."""
+    """Return the reason why ``re`` cannot compile a pattern; None if it can."""
     try:
         re.compile(pattern)
     except re.error as error:
@@ -69,12 +69,12 @@ def find_matches(
     Args:
         patterns: Regular expressions.
         names: Names of modules or parameters.
-        where: Key that has the patterns, for errors.
+        where: Recipe key that has the patterns, for errors.
         match_function: Name of the function of ``re`` that matches.
-        template: Regular expression, such as ``(.*\\.)?({})$``, that a library builds; each pattern replaces ``{}``.
+        template: Regular expression around each pattern, which replaces ``{}``, such as ``.*({})$``.
 
     Raises:
-        ArgumentError: A pattern is not a regular expression, or takes more than :data:`SECONDS` of CPU time.
+        ArgumentError: A pattern is not a regular expression, or matching takes more than :data:`SECONDS` of CPU time.
     """
     for pattern in patterns:
         if reason := pattern_error(pattern):
@@ -92,7 +92,7 @@ def find_matches(
     if not ended:
         raise ArgumentError(
             f"the pattern '{patterns[len(answers)][:80]}' takes more than {SECONDS} s on the {len(names):,} names of "
-            "this model: it backtracks",
+            "this model: catastrophic backtracking",
             where=where,
             fix=FIX,
         )
@@ -100,7 +100,7 @@ def find_matches(
 
 
 def _run_with_input(command: Sequence[str], message: object, env: Mapping[str, str] | None = None) -> tuple[str, bool]:
-    """Run a command with ``message`` on stdin; return its output, and True if it ended without an error."""
+    """Run a command with ``message`` as JSON on stdin; return its output, and True if its exit code is 0."""
     try:
         done = subprocess.run(
             command,
@@ -138,11 +138,16 @@ SAMPLE_TEXTS = [piece * 120 + end for piece in FRAGMENTS for end in ("", "\0", "
 
 
 def check_split_patterns(patterns: Sequence[str], *, where: str) -> None:
-    """Check that the (Oniguruma) patterns with which a tokenizer splits texts end in time, because its library has no
-    time limit.
+    """Check that a tokenizer's pre-tokenization patterns match short texts in time.
+
+    The patterns are Oniguruma regular expressions, which ``tokenizers`` matches without a time limit.
+
+    Args:
+        patterns: Patterns of the pre-tokenizer.
+        where: Recipe key, for errors.
 
     Raises:
-        ArgumentError: A pattern takes more than :data:`SECONDS` of CPU time on short texts, or is not a pattern.
+        ArgumentError: A pattern is invalid, or takes more than :data:`SECONDS` of CPU time.
     """
     tried = [pattern for pattern in patterns if REPEATED.search(pattern)]
     if not tried:
@@ -152,28 +157,35 @@ def check_split_patterns(patterns: Sequence[str], *, where: str) -> None:
     if not ended:
         pattern = tried[output.count("\n")]
         raise ArgumentError(
-            f"the tokenizer's pattern '{pattern[:80]}' takes more than {SECONDS} s on short texts: it backtracks",
+            f"the tokenizer's pattern '{pattern[:80]}' takes more than {SECONDS} s on short texts: catastrophic "
+            "backtracking",
             where=where,
-            fix="remove the nested repetition, or name another tokenizer",
+            fix="remove the nested quantifier, or name another tokenizer",
         )
 
 
 def tokenizer_panic_error(error: BaseException) -> ArgumentError | None:
-    """Return the error to show if a tokenizer's library failed (``PanicException``); None for other errors."""
+    """Return an ArgumentError for a ``PanicException`` of the library ``tokenizers``; None for other errors."""
     if type(error).__name__ != "PanicException":
         return None
     return ArgumentError(
         f"the tokenizer failed on a text: {error}",
         where="tokenizer",
-        fix="its pattern backtracks too long: correct it in tokenizer.json, or name another tokenizer",
+        fix="its pattern causes catastrophic backtracking: correct it in tokenizer.json, or name another tokenizer",
     )
 
 
 def search_within_limit(pattern: str, text: str, *, whole: bool = False, seconds: float = 2.0) -> bool:
-    """Return True if a regular expression of Python's ``re`` matches in a text, or with ``whole`` matches all of it.
+    """Return True if a regular expression is found in a text.
+
+    Args:
+        pattern: Regular expression in the syntax of Python's ``re``.
+        text: Text to search.
+        whole: True to match the whole text.
+        seconds: Time limit.
 
     Raises:
-        PatternError: The pattern is not a regular expression, or takes too long.
+        PatternError: The pattern is not a regular expression, or the time limit is exceeded.
     """
     if reason := pattern_error(pattern):
         raise PatternError(f"the pattern {pattern[:60]!r} is not a regular expression: {reason}")

@@ -1,4 +1,4 @@
-"""Facts about policy-gradient losses, against which recipes are checked. torch is not imported.
+"""Properties of the policy-gradient losses, against which recipes are checked. torch is not imported.
 
 ``streamtune.tasks.objectives.policy`` has the formulas.
 """
@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class PolicyLossFacts:
-    """Facts about a policy-gradient loss that recipes are checked against, without importing torch."""
+    """Properties of a policy-gradient loss."""
 
     kl_in_reward: bool = False
-    """True if the KL divergence from the reference is subtracted from the reward, as published. False if it is added to
-    the loss."""
+    """True if the KL divergence from the reference model is subtracted from the reward; False if it is added to the
+    loss."""
 
 
 POLICY_LOSS_FACTS: Mapping[str, PolicyLossFacts] = {

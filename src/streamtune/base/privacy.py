@@ -1,11 +1,11 @@
-"""Removal of secrets from everything that a run writes or prints, and refusal of connections with ``--offline``.
+"""Redaction of secrets in everything that a run writes or prints, and refusal of connections with ``--offline``.
 
-Recognised secrets are tokens in the formats of known services, credentials in a URL, and the values of environment
-variables that are named like secrets. A removed secret is replaced by its kind: ``[a Hugging Face token]``.
+Secrets are tokens in the formats of known services, credentials in a URL, and values of environment variables with
+names such as ``API_KEY``. Each is replaced by its kind: ``[a Hugging Face token]``.
 
-There is no telemetry, and no kernel is loaded from a hub. Libraries read their environment when they are imported, so
-call :func:`disable_telemetry`, :func:`use_hub_caches_only`, :func:`use_hub_caches_if_unreachable` and
-:func:`go_offline` before. This module imports no heavy library.
+Libraries read their environment variables when they are imported, so call :func:`disable_telemetry`,
+:func:`use_hub_caches_only`, :func:`use_hub_caches_if_unreachable` and :func:`go_offline` before. This module imports no
+heavy library.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ _SHORTEST = 8
 
 
 def find_secret(text: str) -> str | None:
-    """Return the kind of the first secret in a text, such as ``a Hugging Face token``; None without one."""
+    """Return the kind of the first secret in a text, such as ``a Hugging Face token``; None if there is no secret."""
     if _HINT.search(text):
         for kind, form in _COMPILED.items():
             if form.search(text):
@@ -85,7 +85,7 @@ def find_secret(text: str) -> str | None:
 
 
 def redact(text: str) -> str:
-    """Return the text with each secret replaced by its kind in brackets."""
+    """Return the text with each secret replaced by its kind in brackets, such as ``[a Hugging Face token]``."""
     for name, value in _secrets_in_environment().items():
         if value in text:
             text = text.replace(value, f"[the value of ${name}]")
@@ -96,7 +96,7 @@ def redact(text: str) -> str:
 
 
 def redact_values(value: Any) -> Any:
-    """Return JSON values in which every text, keys included, is redacted."""
+    """Return JSON values with secrets redacted in every string, dictionary keys included."""
     if isinstance(value, str):
         return redact(value)
     if isinstance(value, Mapping):
@@ -107,7 +107,7 @@ def redact_values(value: Any) -> Any:
 
 
 def _secrets_in_environment() -> dict[str, str]:
-    """Return variables that may be secrets: name -> value, longest first, so that each is redacted whole."""
+    """Return environment variables that may be secrets, as name -> value, the longest value first."""
     secrets = {
         name: value
         for name, value in os.environ.items()
@@ -117,31 +117,34 @@ def _secrets_in_environment() -> dict[str, str]:
 
 
 def is_named_like_secret(name: str, value: str) -> bool:
-    """Return True if a variable or key is named like a secret (``HF_TOKEN``), and its value may be a secret."""
+    """Return True if the name of a variable or JSON key means a secret, such as ``HF_TOKEN``.
+
+    Other names with ``KEY``, such as ``SORT_KEY``, also count, unless the value consists of plain words.
+    """
     if _NAMED_LIKE_SECRETS.search(name):
         return True
     return _NAMED_KEY.search(name) is not None and _WORD.fullmatch(value) is None
 
 
 def _is_path_or_switch(value: str) -> bool:
-    """Return True if a value is a number, the path of a file with the secret, or a switch such as ``disabled``."""
     return (
         value.isdecimal() or value.startswith(("/", "~", "./")) or value.lower() in ("disabled", "required", "optional")
     )
 
 
 def escape_terminal_controls(text: str) -> str:
-    """Return the text with terminal control characters escaped; every letter stays unchanged."""
+    """Return the text with terminal control characters escaped, except tab, newline and carriage return."""
     return _ORDERS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def safe_text(text: str) -> str:
-    """Return a text that is safe to show: without secrets and terminal controls (escapes, changes of direction)."""
+    """Return the text without secrets, and with the characters of :func:`escape_invisible` escaped."""
     return escape_invisible(redact(text))
 
 
 def escape_invisible(text: str) -> str:
-    """Return the text with terminal controls and lone surrogates escaped."""
+    """Return the text with lone surrogates, bidirectional formatting and control characters except tab and newline
+    escaped."""
     return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
@@ -166,13 +169,13 @@ _thread = threading.local()
 
 
 class OfflineError(RunError):
-    """A connection was attempted, and ``--offline`` forbids it."""
+    """A connection was refused because of ``--offline``."""
 
 
 def disable_telemetry() -> None:
-    """Switch off telemetry and hub kernels, in this process and its children.
+    """Disable telemetry of libraries and kernels from the Hugging Face Hub, in this process and its children.
 
-    A variable that the user has set stays unchanged: ``USE_HUB_KERNELS=1`` enables the kernels.
+    Variables that the user has set do not change: ``USE_HUB_KERNELS=1`` enables the kernels.
     """
     for name, value in _PRIVATE.items():
         os.environ.setdefault(name, value)
@@ -182,15 +185,14 @@ def disable_telemetry() -> None:
 
 
 def use_hub_caches_only() -> None:
-    """Make the hub's libraries read only their caches, for a recipe that names nothing on a hub."""
+    """Set ``HF_HUB_OFFLINE`` and similar variables, so that Hugging Face libraries read only their local caches."""
     os.environ.update(_OFF_THE_HUB)
 
 
 def use_hub_caches_if_unreachable() -> None:
-    """Make the hub's libraries read only their caches if the hub's host name cannot be resolved: they would retry for a
-    minute.
+    """Call :func:`use_hub_caches_only` if the Hub's host name cannot be resolved; libraries would retry for a minute.
 
-    Behind a proxy, names are resolved elsewhere, and the libraries may connect.
+    With a proxy nothing happens, because the proxy resolves names.
     """
     from urllib.request import getproxies  # 50 ms
 
@@ -206,8 +208,8 @@ def use_hub_caches_if_unreachable() -> None:
 def go_offline() -> None:
     """Refuse connections to other machines, in this process and its children.
 
-    Connections made by Python code raise :class:`OfflineError`. Connections of compiled libraries, such as between
-    ranks, are not checked; no compiled library fetches anything here.
+    Connections made by Python code raise :class:`OfflineError`. Connections made by compiled libraries, such as NCCL,
+    are not checked.
     """
     global _guarded
     use_hub_caches_only()
@@ -218,13 +220,12 @@ def go_offline() -> None:
 
 
 def is_offline() -> bool:
-    """Return True if this process must stay offline."""
     return os.environ.get(OFFLINE) == "1"
 
 
 @contextmanager
 def allow_rank_connections() -> Iterator[None]:
-    """Context manager: let this thread, which connects to other ranks, open connections despite ``--offline``."""
+    """Context manager that lets the current thread connect to other ranks despite ``--offline``."""
     before = getattr(_thread, "to_ranks", False)
     _thread.to_ranks = True
     try:
@@ -234,7 +235,7 @@ def allow_rank_connections() -> Iterator[None]:
 
 
 def _refuse_connection(event: str, arguments: tuple[Any, ...]) -> None:
-    """Audit hook that raises :class:`OfflineError` for a connection to another machine while the process is offline."""
+    """Audit hook that raises :class:`OfflineError` for a connection to another machine while offline."""
     if not event.startswith("socket.") or not is_offline() or getattr(_thread, "to_ranks", False):
         return
     if event in ("socket.connect", "socket.sendto", "socket.sendmsg"):
@@ -246,7 +247,6 @@ def _refuse_connection(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 def _is_local(address: Any) -> bool:
-    """Return True for an address on this machine: a Unix socket, the loopback, or no host."""
     if not isinstance(address, tuple):
         return True  # a path, or an address family without hosts
     host = address[0]

@@ -1,19 +1,17 @@
-"""Cache results on disk between runs, under a key made from everything they depend on, with checksums, locks and atomic
-writes.
+"""A cache of results on disk, with checksums, locks and atomic writes.
 
-    CacheFile      a small file: rates, simulations, plans, hashes of files, tokenizers, reference log-probs
-    checksum_of    checksum of a large file (rows), which a CacheFile in the same folder stores
-    WatchedFile    a file that is read during training; an error names it if it shrinks or changes
-    file_lock      a lock between processes, which ends with its process
+    CacheFile      a small file: measured speeds, simulations, plans, file hashes, tokenizers, reference log-probs
+    checksum_of    checksum of a large file, such as tokenized rows
+    WatchedFile    a file that is read during training; an error is raised if it shrinks or changes
+    file_lock      a lock between processes, which is released when its process ends
 
 The first line of a cache file has its key, and the checksum of key and content::
 
     streamtune-cache 1 simulations/5f2c... 9e107d9d372bb6826bd81d3542a419d6
     {"peak_bytes": ...
 
-If a file is truncated, changed, of another version or copied from another entry, its first line does not match. The
-result is computed again, and a message says so. The checksum detects damage, not intent: whoever can write to the cache
-can write a checksum.
+If the first line does not match, because the file is truncated, changed or copied from another entry, the result is
+computed again, and a message says so. Checksums detect damage, not tampering.
 """
 
 from __future__ import annotations
@@ -64,7 +62,7 @@ new_checksum = xxhash.xxh3_128
 
 
 def checksum_of(file: IO[bytes]) -> str:
-    """Return the checksum of a whole open file, without moving its position."""
+    """Return the checksum of a whole open file; the file position does not change."""
     return _checksum(file.fileno(), os.fstat(file.fileno()).st_size)
 
 
@@ -89,11 +87,11 @@ def _read_at(descriptor: int, size: int, offset: int) -> bytes:
 
 @dataclass(frozen=True)
 class CacheFile:
-    """A small file in the cache, which is read whole, checked, and replaced atomically.
+    """A small file in the cache, read as a whole and replaced atomically.
 
     Attributes:
         path: Path of the file.
-        key: Kind and key of the content. A file with another key, such as a copied one, is not read.
+        key: Key of the content, such as ``simulations/5f2c...``. A file with another key counts as damaged.
     """
 
     path: Path
@@ -113,6 +111,7 @@ class CacheFile:
         """Return the content.
 
         Raises:
+            OSError: The file cannot be read.
             ValueError: The file is damaged.
         """
         with open(self.path, "rb", opener=open_nonblocking) as file:
@@ -125,10 +124,10 @@ class CacheFile:
         return content
 
     def write(self, content: bytes, *, durably: bool = False) -> None:
-        """Replace the file atomically; with ``durably`` wait until it is on disk.
+        """Replace the file atomically; with ``durably``, wait until it is on disk.
 
         Raises:
-            OSError: The file cannot be written; the old one is unchanged.
+            OSError: The file cannot be written; the old file is unchanged.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         staged = self.path.with_name(f".{self.path.name}.{secrets.token_hex(6)}.tmp")
@@ -151,9 +150,10 @@ class CacheFile:
         return value if isinstance(value, dict) else {}
 
     def update_json(self, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-        """Change a JSON object under a lock, so that concurrent processes keep each other's changes.
+        """Change the JSON object in the file under a lock, so that changes of concurrent processes are not lost.
 
-        ``change`` gets the old object (empty if the file is damaged) and returns the new one.
+        Args:
+            change: Function from the old object (empty if the file is missing or damaged) to the new object.
         """
         with file_lock(self.path):
             self.write(json.dumps(change(self.read_json(lambda message: None)), indent=1).encode() + b"\n")
@@ -167,7 +167,14 @@ class CacheFile:
 def cached_result(
     kind: str, key: str, compute: Callable[[], dict[str, Any]], notify: Notify = log.warning
 ) -> dict[str, Any]:
-    """Return the result (a dict of JSON values) cached on disk under a key, or compute and cache it."""
+    """Return the result that is cached on disk, a dict of JSON values; if there is none, compute and cache it.
+
+    Args:
+        kind: Name of the cache folder, such as ``simulations``.
+        key: Hash of everything that the result depends on.
+        compute: Function that computes the result.
+        notify: Function called with a message if the cached file is damaged.
+    """
     result = read_cached(kind, key, notify)
     if result is None:
         result = compute()
@@ -176,24 +183,24 @@ def cached_result(
 
 
 def read_cached(kind: str, key: str, notify: Notify = log.warning) -> dict[str, Any] | None:
-    """Return the result (a dict of JSON values) cached on disk under a key; None if it is missing or damaged."""
+    """Return the result that is cached on disk, a dict of JSON values; None if it is missing, empty or damaged."""
     return _cache_file(kind, key).read_json(notify) or None
 
 
 def write_cached(kind: str, key: str, result: dict[str, Any]) -> None:
-    """Cache a result (a dict of JSON values) on disk under a key; nothing happens if its file cannot be written."""
+    """Cache a result, a dict of JSON values, on disk; errors in writing are ignored."""
     with suppress(OSError):
         _cache_file(kind, key).write(json.dumps(result).encode())
 
 
 def json_hash(value: Any) -> str:
-    """Return a hash, used as a cache key, of values that JSON can represent."""
+    """Return a hash of JSON values, for use as a cache key."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:40]
 
 
 @cache
 def code_versions() -> list[str]:
-    """Return versions of packages and a hash of StreamTune's code, for keys of results that depend on them."""
+    """Return package versions and a hash of StreamTune's source code, for cache keys."""
     names = []
     for name in _PACKAGES:
         with suppress(metadata.PackageNotFoundError):
@@ -214,18 +221,17 @@ def _cache_file(kind: str, key: str) -> CacheFile:
 
 
 class WatchedFile:
-    """A file that is read, or memory-mapped, during training; it is an error if it shrinks or changes.
+    """A file that is read or memory-mapped during training and must not change.
 
-    If a mapped file is truncated, the operating system kills a process that reads beyond its end (SIGBUS); if it is
-    changed, the process sees new bytes. So call :meth:`check` before and after each read. It compares size and times of
-    the open file, in about a microsecond, and the checksum if a time differs: the file may be linked, renamed, deleted
-    or touched.
+    If a memory-mapped file is truncated, reading beyond its end kills the process (SIGBUS). So call :meth:`check`
+    before and after each read. It compares size and times of the file, in about a microsecond, and the checksum if a
+    time differs.
 
     Args:
-        path: Name of the file in the error.
-        file: File, open for reading. It may be closed afterwards.
-        checksum: Checksum of the content.
-        fix: Fix for a changed file.
+        path: Path of the file, for errors.
+        file: The open file. It may be closed afterwards.
+        checksum: Checksum of the content, from :func:`checksum_of`.
+        fix: Advice in the error.
     """
 
     def __init__(self, path: Path, file: IO[bytes], checksum: str, fix: str) -> None:
@@ -236,7 +242,7 @@ class WatchedFile:
         self.size = self._state[0]
 
     def check(self) -> None:
-        """Check that the file has not changed since this object was made.
+        """Check that the file has not changed since this object was created.
 
         Raises:
             StorageError: The file is shorter, or its content has changed.
@@ -262,9 +268,9 @@ class WatchedFile:
 
 @contextmanager
 def file_lock(path: Path) -> Iterator[None]:
-    """Context manager: while active, this process holds the lock of a cache file.
+    """Context manager that holds the lock of a cache file, stored in a hidden file next to it.
 
-    If the file system has no locks, or the lock is not free within ten seconds, the block runs without it.
+    If the file system has no locks, or the lock is not free within ten seconds, the block runs without the lock.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path.with_name(f".{path.name}.lock"), os.O_RDWR | os.O_CREAT, 0o666)
@@ -301,7 +307,7 @@ def try_lock(descriptor: int) -> bool:
 
 
 def is_open_at(descriptor: int, path: Path) -> bool:
-    """Return True if ``path`` is the file that is open as ``descriptor``."""
+    """Return True if ``path`` is the file open as ``descriptor``, and has not been replaced since."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.lstat())
     except FileNotFoundError:

@@ -1,10 +1,10 @@
-"""Exclusion of the working directory from the paths that code is loaded from, here and in child processes.
+"""Removal of the working directory from the search paths of code, in this process and its children.
 
-``python -m`` and ``python -c`` put the working directory first on the module path. An empty entry of ``PYTHONPATH``,
-``PATH`` or ``LD_LIBRARY_PATH`` (as in ``:/opt/lib``) means the working directory too. So a ``types.py`` next to a
+``python -m`` and ``python -c`` put the working directory first on ``sys.path``. An empty entry of ``PYTHONPATH``,
+``PATH`` or ``LD_LIBRARY_PATH`` (as in ``:/opt/lib``) also means the working directory. So a ``types.py`` next to a
 downloaded recipe would be executed. A directory that ``PYTHONPATH`` names, ``.`` included, is kept.
 
-This module is imported before all others, and imports only modules that Python loads at its start.
+This module is imported before all others, and imports only modules that Python loads at startup.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LISTS = ("PYTHONPATH", "PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")
 
 
 def safe_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return an environment for a process that loads no code from its working directory.
+    """Return the environment of a child process that must not load code from its working directory.
 
     >>> safe_environment({"PYTHONPATH": ":/opt/mine"})
     {'PYTHONPATH': '/opt/mine', 'PYTHONSAFEPATH': '1'}
@@ -32,9 +32,9 @@ def safe_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def remove_working_directory_from_path() -> None:
-    """Remove the working directory from the module path of this process and its children.
+    """Remove the working directory from ``sys.path`` and from the search paths of child processes.
 
-    It stays if ``PYTHONPATH`` or an installed ``.pth`` file names it, or if StreamTune itself is in it.
+    The directory stays if ``PYTHONPATH`` or an installed ``.pth`` file names it, or if it contains StreamTune itself.
     """
     try:
         working_directory = os.path.realpath(os.getcwd())  # noqa: PTH109 - pathlib is not loaded yet
@@ -53,8 +53,7 @@ def remove_working_directory_from_path() -> None:
 
 
 class SafeChildren:
-    """Context manager: processes started while it is active load no code from their working directory. The environment
-    of this process is restored afterwards."""
+    """Context manager: child processes started inside it load no code from their working directory."""
 
     def __enter__(self) -> None:
         changed = {name: value for name, value in safe_environment().items() if os.environ.get(name) != value}

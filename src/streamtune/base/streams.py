@@ -1,8 +1,7 @@
-"""Standard output and error that may be closed, full or gone: writing never raises, and lost output is recorded.
+"""Replacements of ``sys.stdout`` and ``sys.stderr`` whose writes never raise; the first error is recorded.
 
-Output is lost in three ways: the descriptor is closed (``>&-``), the target is full (``>/dev/full``), or its reader has
-exited (``| head``). The first two are the user's choice or a fault of the target. The third stops a training run, as
-SIGTERM would.
+Writing fails if the descriptor is closed (``>&-``), the device is full (``>/dev/full``), or the reader of a pipe has
+exited (``| head``). The last of these also stops a training run, like SIGTERM.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Any, TextIO
 
 
 class _Descriptor(io.FileIO):
-    """A file descriptor whose writes never raise; ``error`` is the first error by which output was lost."""
+    """A file descriptor whose writes never raise; ``error`` is the first error."""
 
     error: OSError | None = None
 
@@ -43,10 +42,9 @@ _output: _Descriptor | None = None
 
 
 def replace_standard_streams() -> Callable[[], None]:
-    """Replace standard output and error if they are the interpreter's own. Return a function that undoes this.
+    """Replace ``sys.stdout`` and ``sys.stderr``, unless other code has; return a function that restores them.
 
-    Closed descriptors are opened first. Otherwise the next opened file would get their number, and with it the output
-    of libraries.
+    Closed standard descriptors are opened as ``/dev/null`` first, so that no file opened later gets their number.
     """
     global _output
     _open_closed_descriptors()
@@ -69,12 +67,12 @@ def replace_standard_streams() -> Callable[[], None]:
 
 
 def lost_output_error() -> OSError | None:
-    """Return the error by which standard output was lost; None if all output was written so far."""
+    """Return the first error in writing to standard output; None if there was none."""
     return None if _output is None else _output.error
 
 
 def reader_is_gone() -> bool:
-    """Return True if standard output was a pipe whose reader has closed it."""
+    """Return True if a write to standard output failed because the reader has closed the pipe."""
     error = lost_output_error()
     return error is not None and error.errno == errno.EPIPE
 
@@ -88,7 +86,7 @@ def _open_closed_descriptors() -> None:
 
 
 def _replace_stream(name: str, descriptor: int) -> _Descriptor | None:
-    """Replace ``sys.NAME`` by a stream that never raises, and return its file; None if other code has replaced it."""
+    """Replace ``sys.NAME`` by a stream that never raises; return its file, or None if other code has replaced it."""
     stream: TextIO | None = getattr(sys, name)
     if stream is not getattr(sys, f"__{name}__"):
         return None

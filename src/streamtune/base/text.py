@@ -1,4 +1,4 @@
-"""Lookup of names in tables, and sizes as people write them. Imports nothing heavy."""
+"""Look-up of names in tables, and formatting of sizes."""
 
 from __future__ import annotations
 
@@ -17,8 +17,14 @@ Status = Literal["stable", "experimental"]
 def look_up(name: str, table: Mapping[str, T], noun: str, *, where: str) -> T:
     """Return ``table[name]``.
 
+    Args:
+        name: Key to look up.
+        table: Table of known names.
+        noun: Noun for the error, such as ``optimizer``.
+        where: Recipe key or option that has the name, for the error.
+
     Raises:
-        ArgumentError: ``table`` lacks this name. ``noun`` says what is named, and ``where`` is the key that names it.
+        ArgumentError: ``table`` lacks this name.
     """
     if name not in table:
         fix = did_you_mean(name, table) or f"choose one of: {', '.join(table)}"
@@ -27,7 +33,7 @@ def look_up(name: str, table: Mapping[str, T], noun: str, *, where: str) -> T:
 
 
 def eval_set_names(records: Iterable[Mapping[str, Any]], metric: str) -> list[str]:
-    """Return the names of the eval sets that have ``metric`` in records, whose keys are ``eval_NAME_METRIC``."""
+    """Return the names of the evaluation sets that have ``metric``, from record keys such as ``eval_NAME_METRIC``."""
     pattern = re.compile(rf"eval_(.+)_{re.escape(metric)}")
     keys = dict.fromkeys(key for record in records for key in record)
     candidates = [match[1] for key in keys if (match := pattern.fullmatch(key))]
@@ -45,10 +51,10 @@ SIZE_PATTERN = r"^[0-9]+(\.[0-9]+)? ?([KMGT]i?B?|B)$"
 
 
 def parse_size(text: str, *, where: str = "") -> int:
-    """Return the bytes of a size such as ``80GiB``. ``GiB`` and ``G`` are 1024^3, ``GB`` is 1000^3.
+    """Return the number of bytes of a size such as ``80GiB``. ``GiB`` and ``G`` are 1024^3 bytes, ``GB`` is 1000^3.
 
     Raises:
-        ArgumentError: The text is not a size; ``where`` is the key or option that has it.
+        ArgumentError: The text is not a size; ``where`` is the recipe key or option that has the text.
 
     Example:
         >>> parse_size("24GiB")
@@ -65,7 +71,7 @@ def parse_size(text: str, *, where: str = "") -> int:
 
 
 def show_size(size: float) -> str:
-    """Return bytes as text with three digits: ``24 KiB``, ``1.50 GiB``, ``139 GiB``.
+    """Return a number of bytes as text with a unit, rounded to three digits: ``24 KiB``, ``1.50 GiB``, ``139 GiB``.
 
     Example:
         >>> show_size(3 << 30)

@@ -1,12 +1,10 @@
-"""Start, watch and end several ranks together. Importing this package loads no torch.
+"""Start, watch and end the ranks (processes) of a distributed run. Importing this package does not import torch.
 
-environment   rank and world size of this process, from its launcher's variables
-launcher      --nproc and --hostfile: ranks on this machine (local_ranks) and over ssh on others (remote, agent)
-failure       errors of ranks, and which rank failed first
-agree         checks before training: equal versions, recipe and data, and machines that reach each other
-watchdog      while training, ends all ranks if one is dead, hangs or cannot be reached
-pytorch       process group, DDP and FSDP2
-deepspeed     ZeRO
+environment   rank and world size of this process, from its launcher's environment variables launcher      ``--nproc``
+and ``--hostfile``: start ranks on this machine (local_ranks) and over ssh (remote_ranks) failure       errors of ranks,
+and which rank failed first agree         checks before training: equal versions, recipe and data, and machines that can
+connect to each other watchdog      during training, ends all ranks if one is dead, hangs or is unreachable pytorch
+process group, DDP and FSDP2 deepspeed     ZeRO
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """``python -m streamtune.distributed.agent``: start the ranks of this machine for a launcher on another machine.
 
-The launcher starts the agent over ssh and exchanges JSON documents with the agent, one per line. The agent reads
+The launcher starts the agent over ssh. Both exchange JSON documents, one per line. The launcher sends
 
     {"start": {...}}  {"signal": 2}  {"kill": true}  {"ping": true}
 
-The agent first writes ``{"hello": {...}}``, then ``{"end": {...}}`` for each rank that ends, or ``{"refused": {...}}``
-if the ranks cannot be started. The output of rank 0, if it runs here, is ``{"out": text, "to": 1 or 2}``. The launcher
-sends ``ping`` regularly. If no message arrives for a while, or the connection is closed, the agent ends its ranks.
+The agent first sends ``{"hello": {...}}``, then ``{"end": {...}}`` for each rank that ends, or ``{"refused": {...}}``
+if the ranks cannot be started. If rank 0 runs here, ``{"out": text, "to": 1 or 2}`` has text that it wrote to file
+descriptor 1 or 2. The agent ends its ranks if the connection is closed, or if no message, such as a ``ping``, arrives
+for :data:`SILENCE_SECONDS`.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ SILENCE_SECONDS = 20.0
 
 
 def main() -> None:
-    """Start and stop ranks on this machine as the launcher says, until all ranks have ended or the launcher is gone."""
+    """Execute messages of the launcher until all ranks of this machine have ended or the connection is lost."""
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, lambda number, frame: sys.exit(128 + number))
     messages: queue.Queue[dict[str, Any] | None] = queue.Queue()
@@ -89,7 +90,6 @@ class _Agent:
                 return
 
     def _report_ends(self) -> bool:
-        """Tell the launcher which ranks have ended, and how; return True if all have ended."""
         assert self._ranks is not None
         ends = self._ranks.poll()
         if any(end.rank == 0 for end in ends):
@@ -134,7 +134,6 @@ class _Agent:
             self.write_message({"out": data.decode("utf-8", errors="replace"), "to": output_number})
 
     def close(self) -> None:
-        """End all running ranks, and report how they ended if the launcher still listens."""
         if self._ranks is not None:
             for end in self._ranks.close():
                 self.write_message({"end": asdict(end)})

@@ -1,10 +1,10 @@
-"""Check before training that all ranks have the same versions, recipe and data, and that all machines are connected.
+"""Checks before training that all ranks have equal versions, recipe and data, and that all machines can connect.
 
-    1. Each rank sends its facts (name and value) to rank 0; each machine's first rank also sends an address to test.
-    2. Rank 0 compares the facts and sends the result to all ranks.
-    3. The first ranks connect to each other, as the process group will, and rank 0 sends the result to all ranks.
+    1. Each rank sends its values, by name, to rank 0. The first rank of each machine also sends an address to test.
+    2. Rank 0 compares the values and sends the result to all ranks.
+    3. The first ranks connect to each other, as the process group will. Rank 0 sends the result to all ranks.
 
-The checks use separate connections, because different versions can break the process group before it reports an error.
+The checks do not use the process group, because different versions can break it without a clear error.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ MAX_SHOWN_CHARACTERS = 40
 
 
 def package_versions() -> dict[str, str]:
-    """Return package -> version for packages whose version must be equal on all ranks; nothing is imported."""
+    """Return name -> version of Python, StreamTune and packages that must have equal versions on all ranks.
+
+    The packages are not imported. A missing package has the version ``not installed``.
+    """
     versions_by_name = {"python": platform.python_version(), "streamtune": __version__}
     for package in PACKAGES:
         try:
@@ -51,17 +54,17 @@ def package_versions() -> dict[str, str]:
 def check_ranks_agree(
     values: Mapping[str, str], environment: RankEnvironment | None = None, seconds: float = SLOWEST_RANK_SECONDS
 ) -> None:
-    """Check that values such as the recipe's hash and :func:`package_versions` are equal on all ranks.
+    """Check that ``values`` and :func:`package_versions` are equal on all ranks, and that machines can connect.
 
-    Called by all ranks; does nothing with one rank.
+    All ranks must call this function. With one rank nothing is checked.
 
     Args:
-        values: Values to compare, by name.
-        environment: Environment of this rank; None: the environment from the launcher's variables.
+        values: Name -> value, such as the hash of the recipe.
+        environment: Environment of this rank; None: read from the launcher's variables.
         seconds: Seconds to wait for the slowest rank.
 
     Raises:
-        DistributedError: Ranks differ, are late or cannot reach each other. Every rank raises the same error.
+        DistributedError: Values differ, a rank is late, or machines cannot connect. Every rank raises the same error.
     """
     env = read_environment() if environment is None else environment
     if env.world_size == 1:
@@ -73,10 +76,8 @@ def check_ranks_agree(
 
 
 class _ReachablePort:
-    """Context in which the first rank of each machine listens at a port, so that other machines can test connecting.
-
-    Does nothing if all ranks are on one machine.
-    """
+    """Context manager that listens at a port in the first rank of each machine, for connection tests by other
+    machines."""
 
     def __init__(self, env: RankEnvironment, address: str) -> None:
         self._server: socket.socket | None = None
@@ -104,7 +105,7 @@ class _ReachablePort:
 
 
 def _report_to_rank_0(env: RankEnvironment, message: dict[str, Any], seconds: float) -> dict[str, Any] | None:
-    """Send ``message`` to rank 0, which compares the ranks; return the failure that it found as a dict, or None."""
+    """Send ``message`` to rank 0; return the failure that rank 0 found (:class:`Failure` as a dict), or None."""
     channel = connect_to_rank_0(env, PURPOSE, {}, seconds)
     try:
         address = channel.connection.getsockname()[0]
@@ -125,7 +126,7 @@ def _report_to_rank_0(env: RankEnvironment, message: dict[str, Any], seconds: fl
 
 
 def _compare_on_rank_0(env: RankEnvironment, message: dict[str, Any], seconds: float) -> dict[str, Any] | None:
-    """On rank 0: compare the messages of all ranks, send the failure or None to all ranks, and return it as a dict."""
+    """Compare the messages of all ranks, send the result to all ranks, and return the failure as a dict, or None."""
     callers: dict[int, tuple[Channel, dict[str, Any]]] = {}
     hosts = {0: env.host}
     try:
@@ -153,7 +154,7 @@ def _compare_on_rank_0(env: RankEnvironment, message: dict[str, Any], seconds: f
 def _collect_messages(
     env: RankEnvironment, callers: dict[int, tuple[Channel, dict[str, Any]]], hosts: dict[int, str], seconds: float
 ) -> Failure | None:
-    """Collect a message from every rank; return a failure that names the ranks that sent none in time, else None."""
+    """Add the messages of all ranks to ``callers`` and ``hosts``; return a failure if a rank sent none in time."""
     deadline = time.monotonic() + seconds
     with (
         selectors.DefaultSelector() as selector,
@@ -180,7 +181,6 @@ def _receive_message(
     callers: dict[int, tuple[Channel, dict[str, Any]]],
     hosts: dict[int, str],
 ) -> None:
-    """Add the message of a connected rank to ``callers`` and ``hosts``; without a message, close its connection."""
     try:
         message = channel.receive(5.0)
         checked = {name: message[name] for name in ("facts", "leads", "address", "port")}
@@ -200,9 +200,9 @@ def _send_outcome(callers: Mapping[int, tuple[Channel, Any]], outcome: Failure |
 
 
 def _find_unreachable_leaders(leaders: Sequence[dict[str, Any]], rank: int) -> list[str]:
-    """Connect to the leaders (first ranks of other machines); return a description of each that cannot be reached.
+    """Return a description of each leader (first rank of a machine) that cannot be reached from ``rank``.
 
-    The list is empty if ``rank`` is not a leader.
+    The list is empty if ``rank`` itself is not a leader.
     """
     if rank not in [leader["rank"] for leader in leaders]:
         return []
@@ -225,7 +225,6 @@ def _check_connections(
     hosts: Mapping[int, str],
     leaders: Sequence[dict[str, Any]],
 ) -> Failure | None:
-    """Return a failure that names ranks that cannot reach each other; None if all connections work."""
     unreached = {0: _find_unreachable_leaders(leaders, 0)}
     for rank, (channel, _) in callers.items():
         try:
@@ -242,7 +241,7 @@ def _check_connections(
 
 
 def find_differing_values(values_by_rank: Mapping[int, Mapping[str, str]], hosts: Mapping[int, str]) -> Failure | None:
-    """Return a failure that lists each value that differs between ranks, with its ranks; None if all are equal."""
+    """Return a failure that lists the values that differ between ranks; None if all are equal."""
     differences = []
     for name in dict.fromkeys(name for values in values_by_rank.values() for name in values):
         ranks_by_value: dict[str, list[int]] = {}
@@ -262,7 +261,7 @@ def find_differing_values(values_by_rank: Mapping[int, Mapping[str, str]], hosts
 
 
 def describe_ranks(ranks: Sequence[int]) -> str:
-    """Return a short description of ranks, such as ``rank 3`` or ``ranks 0-6, 8``."""
+    """Return a text such as ``rank 3`` or ``ranks 0-6, 8``."""
     parts: list[list[int]] = []
     for rank in sorted(ranks):
         if parts and rank == parts[-1][-1] + 1:

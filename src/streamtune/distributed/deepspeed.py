@@ -1,11 +1,12 @@
-"""Train with DeepSpeed: ZeRO stages 1, 2 and 3, with the same traffic as without streaming.
+"""Training with DeepSpeed ZeRO stages 1, 2 and 3, with as much communication as without chunked computation.
 
-A streamed layer is one autograd node, which returns each parameter's gradient once per micro-batch, for any number of
-chunks. So ZeRO reduces each gradient once. Under stage 3 a decoder layer is a *leaf module*: hooks around the layer's
-call gather all its weights together, once for the forward and once for the backward. No DeepSpeed function is patched.
+Each decoder layer is one autograd node, which returns each parameter's gradient once per micro-batch, however many
+chunks a sequence has. So ZeRO reduces each gradient once. In stage 3 a decoder layer is a ZeRO leaf module: hooks
+gather all its weights together, once for the forward pass and once for the backward pass. No DeepSpeed function is
+patched.
 
-DeepSpeed averages gradients over ranks, but here the ranks' gradients must be summed. So each loss is multiplied by the
-number of ranks.
+DeepSpeed averages gradients over ranks, but here they must be summed. So each loss is multiplied by the number of
+ranks.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ NO_MICRO_STEP = -1
 
 
 class _OptimizerRange(NamedTuple):
-    """Range of a parameter that this rank's optimizer updates, as a range of a flat fp32 tensor of DeepSpeed."""
+    """Range of a parameter that this rank updates, stored in a flat fp32 tensor of DeepSpeed."""
 
     flat: Tensor
     start: int
-    """Offset in ``flat``."""
+    """Offset of the range in ``flat``."""
     offset: int
-    """Offset in the flattened parameter."""
+    """Offset of the range in the flattened parameter."""
     length: int
 
     @property
@@ -43,7 +44,7 @@ class _OptimizerRange(NamedTuple):
 
 
 def check_deepspeed() -> None:
-    """Raise an ArgumentError with the install command if DeepSpeed is not installed."""
+    """Raise an ArgumentError if DeepSpeed is not installed."""
     try:
         import deepspeed  # noqa: F401
     except ImportError as error:
@@ -63,12 +64,12 @@ def _init_deepspeed() -> None:
 
 
 class DeepSpeedBackend(Backend):
-    """Training backend with DeepSpeed ZeRO: shards the optimizer state, from stage 2 gradients, in stage 3 weights.
+    """Training backend with DeepSpeed ZeRO.
 
     Args:
-        module: Streamed model on this rank's device; offloaded weights are on the host.
+        module: Model changed by :func:`streamtune.stream`, on this rank's device; offloaded weights are on the host.
         optimizer: Optimizer of the module's parameters.
-        config: Resolved DeepSpeed configuration.
+        config: DeepSpeed configuration without ``auto`` values.
         layers: Decoder layers; all weights of a layer are gathered together.
 
     Raises:
@@ -115,7 +116,7 @@ class DeepSpeedBackend(Backend):
         self.engine.backward(loss * self.size, scale_wrt_gas=False)
 
     def clip_gradients(self, max_norm: float) -> float:
-        """Return the gradient norm; DeepSpeed clips in its own step, to ``gradient_clipping`` of the configuration."""
+        """Return the gradient norm over all ranks; DeepSpeed clips the gradients in :meth:`step`."""
         assert max_norm == self.engine.gradient_clipping()
         local = sum(
             (part.detach().double().square().sum() for part in self._gradient_shards()),
@@ -223,7 +224,7 @@ class DeepSpeedBackend(Backend):
         return self.engine.optimizer.optimizer.state.get(flat, {})
 
     def _optimizer_range(self, parameter: Any) -> _OptimizerRange | None:
-        """Return the range of a parameter that this rank updates, without padding; None if this rank updates none."""
+        """Return the range of a parameter that this rank updates, without padding; None if there is none."""
         optimizer = self.engine.optimizer
         if self.stage == 3:
             group, start, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
@@ -249,7 +250,7 @@ class DeepSpeedBackend(Backend):
 def shard_module(module: nn.Module, config: Mapping[str, Any]) -> None:
     """Shard a module with ZeRO-3: rank 0 broadcasts its weights, and each rank keeps its shard.
 
-    Tensors of other ranks may be uninitialised. Parameters that are already sharded do not change.
+    On other ranks the weights may be uninitialised. Parameters that are already sharded do not change.
     """
     _init_deepspeed()
     import deepspeed
@@ -258,7 +259,8 @@ def shard_module(module: nn.Module, config: Mapping[str, Any]) -> None:
 
 
 def gather_frozen_weights_on_call(model: nn.Module, config: Mapping[str, Any], layers: Iterable[nn.Module]) -> Any:
-    """Let ZeRO-3 gather the weights of a frozen model, sharded by :func:`shard_module`, when its modules are called.
+    """Add ZeRO-3 hooks to a frozen model sharded by :func:`shard_module`; they gather a module's weights when it is
+    called.
 
     Args:
         model: The frozen model.
@@ -266,7 +268,7 @@ def gather_frozen_weights_on_call(model: nn.Module, config: Mapping[str, Any], l
         layers: Decoder layers; all weights of a layer are gathered together.
 
     Returns:
-        The DeepSpeed engine. The caller must keep a reference to it as long as the model is called.
+        The DeepSpeed engine. Keep a reference to it as long as the model is called.
     """
     _init_deepspeed()
     import deepspeed
@@ -277,7 +279,10 @@ def gather_frozen_weights_on_call(model: nn.Module, config: Mapping[str, Any], l
 
 
 def gather_weights(model: nn.Module, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor | None]]:
-    """Yield (name, full tensor) of parameters; the tensor is None on ranks other than 0. All ranks must iterate."""
+    """Yield (name, full tensor on the CPU) of each parameter; the tensor is None on ranks other than 0.
+
+    All ranks must iterate to the end, because each tensor is gathered.
+    """
     import deepspeed
 
     main = distributed.get_rank() == 0

@@ -1,11 +1,11 @@
-"""The DeepSpeed configuration of a recipe: a preset, or a JSON file. The recipe fills in values that are ``auto``.
+"""The DeepSpeed configuration of a run, from a preset or a JSON file.
 
-    zero1          shards the optimizer state
+    zero1          shards the optimizer states
     zero2          also shards gradients
-    zero3          also shards weights; all weights of a decoder layer are gathered once forward and once backward
-    zero3_offload  as zero3, with CPU offload of weights and optimizer state
+    zero3          also shards weights
+    zero3_offload  as zero3, with weights and optimizer states in host memory
 
-If both the recipe and the file set a value, the two values must be equal.
+The recipe sets the values that are ``auto``. If both the recipe and the file set a value, the values must be equal.
 """
 
 from __future__ import annotations
@@ -61,16 +61,16 @@ AUTO = "auto"
 
 
 def resolve_config(name: str, values: Mapping[str, Any], *, where: str = "deepspeed") -> dict[str, Any]:
-    """Return the configuration of a preset or JSON file, with all ``auto`` values filled in.
+    """Return the configuration of a preset or JSON file, with all ``auto`` values replaced.
 
     Args:
         name: Name of a preset, or path of a JSON file.
-        values: Values of the recipe by dotted key, such as ``{"bf16.enabled": True}``.
+        values: Values from the recipe by dotted key, such as ``{"bf16.enabled": True}``.
         where: Recipe key, for errors.
 
     Raises:
-        ArgumentError: The file cannot be read or contradicts the recipe. Or the file has an ``auto`` without a value in
-            the recipe, an optimizer, a scheduler, or a stage other than 1 to 3.
+        ArgumentError: The file cannot be read, contradicts ``values``, has an ``auto`` that ``values`` lacks, sets an
+            optimizer or scheduler, or has a ZeRO stage other than 1 to 3.
     """
     config = read_config(name, where=where)
     source = f"the preset {name}" if name in PRESETS else name
@@ -110,7 +110,7 @@ def resolve_config(name: str, values: Mapping[str, Any], *, where: str = "deepsp
 
 
 def filled_auto_values(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of the resolved ``config`` that are ``auto`` in the preset or file ``name``, by dotted key."""
+    """Return the entries of ``config`` that are ``auto`` in the preset or file ``name``, by dotted key."""
     values = {}
     for key in _auto_keys(read_config(name)):
         section, last = _find_section(dict(config), key)
@@ -120,7 +120,7 @@ def filled_auto_values(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_config(name: str, *, where: str = "deepspeed") -> dict[str, Any]:
-    """Return the configuration of a preset or JSON file; ``auto`` values are not filled in.
+    """Return the configuration of a preset or JSON file; ``auto`` values are not replaced.
 
     Raises:
         ArgumentError: The file cannot be read, is not a JSON object, or contains a secret.
@@ -166,7 +166,7 @@ def _read_file(name: str, where: str) -> dict[str, Any]:
 
 
 def _find_secret(value: Any, path: str = "") -> tuple[str, str] | None:
-    """Return the kind and dotted key of the first token or password in a JSON value; None without a secret."""
+    """Return kind and dotted key of the first token or password in a JSON value; None if there is none."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             place = f"{path}.{key}" if path else str(key)
@@ -185,7 +185,7 @@ def _find_secret(value: Any, path: str = "") -> tuple[str, str] | None:
 
 
 def _find_section(config: dict[str, Any], key: str) -> tuple[dict[str, Any] | None, str]:
-    """Return the section that contains a dotted key (None if the section is missing), and the key's last part."""
+    """Return the dict that contains a dotted key (None if it is missing), and the last part of the key."""
     *path, last = key.split(".")
     section: Any = config
     for name in path:

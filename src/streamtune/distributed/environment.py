@@ -1,11 +1,10 @@
-"""Read rank and world size of this process from the variables of its launcher. Loads no torch.
+"""Rank and world size of this process, from the environment variables of its launcher. Does not import torch.
 
     streamtune --nproc, torchrun, deepspeed   RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT
     srun                                      SLURM_PROCID, SLURM_LOCALID, SLURM_STEP_NUM_TASKS ...
     mpirun                                    OMPI_COMM_WORLD_RANK ..., or PMI_RANK, MPI_LOCALRANKID ...
 
-PyTorch and DeepSpeed read the variables of the first line. So :meth:`RankEnvironment.export` sets these from the other
-variables.
+PyTorch and DeepSpeed read only the variables of the first line, so :meth:`RankEnvironment.export_variables` sets them.
 """
 
 from __future__ import annotations
@@ -43,29 +42,26 @@ class RankEnvironment:
     """Address of rank 0."""
     master_port: int = DEFAULT_PORT
     launcher: str = "none"
-    """Launcher of this process: ``streamtune``, ``torchrun``, ``deepspeed``, ``srun``, ``mpirun`` or ``another
-    launcher``; ``none`` for a single process.
-    """
+    """``streamtune``, ``torchrun``, ``deepspeed``, ``srun``, ``mpirun`` or ``another launcher``; ``none`` if this
+    process is not a rank."""
     run_id: str = ""
-    """Id of the run: equal on all its ranks, and different in other runs."""
+    """Id that all ranks of a run share, and that differs between runs."""
     one_machine: bool = False
     """True if all ranks are known to be on this machine."""
 
     @property
     def is_main(self) -> bool:
-        """True on rank 0, which prints for all ranks."""
+        """True on rank 0."""
         return self.rank == 0
 
     @property
     def host(self) -> str:
-        """Name of this machine, as messages show it."""
+        """Name of this machine in messages."""
         return os.environ.get("STREAMTUNE_HOST") or socket.gethostname()
 
     def export_variables(self, environ: MutableMapping[str, str] = os.environ) -> None:
-        """Set the variables that PyTorch, DeepSpeed and their libraries read; existing variables are not changed.
-
-        Called before torch is imported, because torch reads the number of threads only once.
-        """
+        """Set variables that PyTorch, DeepSpeed and OpenMP read, unless they are set. Call this before torch is
+        imported."""
         if self.launcher == "none":
             return
         variables = {
@@ -83,10 +79,10 @@ class RankEnvironment:
             self.choose_network_interface(environ)
 
     def choose_network_interface(self, environ: MutableMapping[str, str] = os.environ) -> None:
-        """Set gloo's network interface to the interface to rank 0; on one machine use the loopback, also for NCCL.
+        """Set ``GLOO_SOCKET_IFNAME`` to the network interface towards rank 0; on one machine use the loopback, also for
+        NCCL.
 
-        By default gloo uses the address of the machine's own name, which other machines often cannot reach. By default
-        NCCL uses an external interface, which is not needed on one machine.
+        Otherwise gloo uses the address of the machine's own host name, which other machines often cannot reach.
         """
         if (interface := network_interface_to("127.0.0.1" if self.one_machine else self.master_addr)) is None:
             return
@@ -96,10 +92,10 @@ class RankEnvironment:
 
 
 def read_environment(environ: Mapping[str, str] = os.environ) -> RankEnvironment:
-    """Return rank, world size and address of rank 0 from the launcher's variables; without a launcher, rank 0 of 1.
+    """Return rank, world size and address of rank 0 from environment variables; without a launcher, rank 0 of 1.
 
     Raises:
-        ArgumentError: A launcher variable is missing, not a number, or contradicts another variable.
+        ArgumentError: A variable is missing, not a number, or contradicts another variable.
     """
     if "RANK" in environ and "WORLD_SIZE" in environ:
         environment = _environment_from_torchrun(environ)
@@ -186,7 +182,8 @@ def _environment_from_mpi(
 
 
 def _add_address(environment: RankEnvironment, environ: Mapping[str, str], job: str) -> RankEnvironment:
-    """Return ``environment`` with rank 0's address and port, from variables or the job's id, and with the run's id."""
+    """Return ``environment`` with address and port of rank 0, from variables or a hash of ``job``, and with the run's
+    id."""
     address = environ.get("MASTER_ADDR") or environment.master_addr
     check_host_name(address, "MASTER_ADDR" if environ.get("MASTER_ADDR") else "environment")
     if environ.get(SECRET_VARIABLE):
@@ -238,7 +235,7 @@ def _missing_variable_error(name: str, launcher: str) -> ArgumentError:
 
 
 def expand_nodes(text: str) -> list[str]:
-    """Return the hosts in Slurm's host list: ``n[01-03,7],gpu2`` -> ``n01, n02, n03, n7, gpu2``."""
+    """Return the host names in a Slurm node list: ``n[01-03,7],gpu2`` -> ``n01, n02, n03, n7, gpu2``."""
     nodes: list[str] = []
     for entry in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
         nodes += _expand_node_entry(entry)
@@ -257,7 +254,7 @@ def _expand_node_entry(entry: str) -> list[str]:
 
 
 def expand_tasks(text: str) -> list[int]:
-    """Return the number of tasks of each node from Slurm's list: ``2(x3),1`` -> ``2, 2, 2, 1``."""
+    """Return the number of tasks of each node from Slurm's ``TASKS_PER_NODE``: ``2(x3),1`` -> ``2, 2, 2, 1``."""
     tasks: list[int] = []
     for entry in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", entry.strip())
@@ -271,7 +268,7 @@ def count_usable_cpus() -> int:
 
 
 def network_interface_to(host: str) -> str | None:
-    """Return the name of the network interface through which this machine reaches ``host``; None if unknown."""
+    """Return the name of the network interface by which this machine reaches ``host``; None if it is unknown."""
     import psutil  # 20 ms
 
     try:

@@ -1,8 +1,7 @@
-"""Failures of ranks: how a rank passes its error to the launcher, and which rank failed first.
+"""Failures of ranks: how a rank reports its error to the launcher, and which rank failed first.
 
-With ``streamtune --nproc`` a rank does not print its error. It writes the error as JSON into a file whose path the
-launcher has set. The launcher prints the error of the rank that failed first. A rank that ends only because another
-rank failed writes a failure that names the other rank.
+With ``streamtune --nproc`` a rank does not print its error, but writes the error as JSON into a file whose path the
+launcher has set. The launcher prints only the error of the rank that failed first.
 """
 
 from __future__ import annotations
@@ -46,12 +45,13 @@ class Failure:
     where: str = ""
     fix: str = ""
     kind: str = "DistributedError"
-    """Name of the error's class."""
+    """Name of the error class in ``streamtune.errors``."""
     exit_code: int = 1
     own: bool = True
-    """True if the rank reported its own error."""
+    """True if the failed rank reported the error itself; False if another rank noticed the failure."""
     seen: str = ""
-    """Observation of other ranks: ``died``, ``silent``, ``still`` (it hangs) or ``missing``; empty for an own error."""
+    """How another rank noticed the failure: ``died``, ``silent``, ``still`` (hangs) or ``missing``; empty if
+    ``own``."""
     time: float = field(default_factory=time.time)
 
     @classmethod
@@ -63,14 +63,14 @@ class Failure:
 
     @classmethod
     def from_dict(cls, document: dict[str, Any]) -> Failure:
-        """Return the failure from the dict of :func:`dataclasses.asdict`; unknown keys are ignored."""
+        """Return the failure from the result of :func:`dataclasses.asdict`; unknown keys are ignored."""
         return cls(**{name: document[name] for name in cls.__dataclass_fields__ if name in document})
 
     def to_error(self, *, with_rank: bool = True) -> StreamTuneError:
-        """Return the error with its original class; StreamTuneError if the class is not defined in ``errors``.
+        """Return the error in its original class; StreamTuneError if ``errors`` has no such class.
 
         Args:
-            with_rank: True to put rank and host before a message that the rank itself reported.
+            with_rank: True to name rank and host in front of a message that the failed rank reported itself.
         """
         kind = getattr(errors, self.kind, None)
         if not (isinstance(kind, type) and issubclass(kind, StreamTuneError)):
@@ -80,9 +80,8 @@ class Failure:
 
 
 def write_failure(failure: Failure, path: str | Path | None = None) -> bool:
-    """Write a failure for the launcher atomically; return True if a launcher will print a failure.
-
-    Only the first failure is written.
+    """Write a failure for the launcher, unless this rank has written one; return True if the launcher will print a
+    failure.
 
     Args:
         failure: The failure.
@@ -112,34 +111,34 @@ def read_failure(path: Path) -> Failure | None:
 
 @dataclass(frozen=True)
 class RankEnd:
-    """End of a rank's process: exit code or signal, the error that the rank reported, and the end of its log."""
+    """How the process of a rank ended."""
 
     rank: int
     host: str
     code: int
-    """Exit code, or the negative number of the signal that killed the process."""
+    """Exit code; negative: number of the signal that killed the process."""
     failure: Failure | None = None
     tail: tuple[str, ...] = ()
     """Last lines of the rank's log."""
     log: str = ""
     time: float = field(default_factory=time.monotonic)
-    """Monotonic time at which the launcher noticed the end."""
+    """Monotonic time in seconds at which the launcher noticed the end."""
     sent_signals: tuple[int, ...] = ()
     """Signals that the launcher had sent to the rank."""
 
     @property
     def was_stopped(self) -> bool:
-        """True if the rank was stopped, by SIGINT, SIGTERM or a signal of its launcher."""
+        """True if the process ended because of SIGINT, SIGTERM or a signal from the launcher."""
         return self.code in (128 + signal.SIGINT, 128 + signal.SIGTERM) or -self.code in self.sent_signals
 
     @property
     def exit_code(self) -> int:
-        """Exit code as a shell would report it."""
+        """Exit code as a shell reports it: 128 plus the signal number for a killed process."""
         return self.code if self.code >= 0 else 128 - self.code
 
 
 def error_of_first_failed_rank(ends: Sequence[RankEnd]) -> tuple[StreamTuneError, int] | None:
-    """Return the error of the rank that failed first, and the exit code; None if no rank failed."""
+    """Return the error and exit code of the rank that failed first; None if no rank failed."""
     failed = sorted((end for end in ends if end.code != 0 and not end.was_stopped), key=lambda end: end.time)
     if not failed:
         return None
@@ -168,7 +167,6 @@ def error_of_first_failed_rank(ends: Sequence[RankEnd]) -> tuple[StreamTuneError
 
 
 def _error_of_unreported_end(end: RankEnd, other_failure: Failure | None) -> StreamTuneError:
-    """Return an error for a rank that reported none, with the step that ``other_failure`` of another rank names."""
     what, fix = f"rank {end.rank} on {end.host} ended with exit code {end.code}", ""
     if end.code < 0:
         name = _signal_name(-end.code)
@@ -188,7 +186,7 @@ def _signal_name(signum: int) -> str:
 
 
 def last_log_lines(path: Path, max_lines: int = TAIL_LINES) -> tuple[str, ...]:
-    """Return at most ``max_lines`` last non-blank lines of a log, without colour codes."""
+    """Return the last ``max_lines`` non-blank lines of a log, without colour codes."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - 16384))

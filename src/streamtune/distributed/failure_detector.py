@@ -1,4 +1,4 @@
-"""Decide from the heartbeats of all ranks which rank has failed. The functions receive the time as an argument."""
+"""Decide from the heartbeats of all ranks which rank has failed."""
 
 from __future__ import annotations
 
@@ -24,85 +24,85 @@ CLOCK_TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
 @dataclass(frozen=True)
 class WatchLimits:
-    """Time limits in seconds after which a rank counts as failed."""
+    """Time limits, in seconds, after which a rank counts as failed."""
 
     silence: float = 15.0
-    """Seconds without a message from a rank, after which the rank counts as stopped or unreachable."""
+    """Time without a message from a rank, after which the rank counts as stopped or unreachable."""
     no_progress: float = 16.0
-    """Seconds without progress on any rank (plus the window of ``process_activity``, 4 s): a deadlock."""
+    """Time without progress on any rank, after which the ranks count as deadlocked."""
     same_place: float = 1800.0
-    """Seconds with every main thread at the same line, even if the threads compute, as in a wait for an accelerator."""
+    """Time in which all main threads stay at the same line of code, even if they use the CPU."""
     external_wait: float = 7200.0
-    """Seconds in which a rank waits for something outside the process, such as a reward function or a disk."""
+    """Time that a rank may wait for something outside the process, such as a reward function or a disk."""
     start: float = 900.0
-    """Seconds until the slowest rank has connected."""
+    """Time until the slowest rank must have connected."""
     straggler_window: float = 30.0
-    """Shortest time in seconds over which a slow rank is measured."""
+    """Shortest time over which the speed of a rank is measured, to find stragglers."""
 
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """Message about a rank's activity, which the rank sends about once a second."""
+    """Activity of a rank, which the rank sends about once a second."""
 
     step: int = 0
     phase: str = "starting"
     waits_outside: bool = False
-    """True if the rank may wait for something outside the process, such as a reward function or a slow disk."""
+    """True if the rank may wait for something outside the process, such as a reward function or a disk."""
     idle_seconds: float = 0.0
-    """Seconds since the rank last computed, read, wrote or sent."""
+    """Seconds since the process last used the CPU, files or network."""
     same_place_seconds: float = 0.0
-    """Seconds since the main thread last moved to another line of the code."""
+    """Seconds since the main thread last moved to another line of code."""
     place: str = ""
     """Function and line of the main thread, such as ``all_reduce (train/step.py:88)``."""
     in_collective: bool = False
     busy_seconds: float = 0.0
-    """Seconds since the start in which the main thread did not wait for other ranks."""
+    """Total seconds in which the main thread did not wait for other ranks."""
     broken_connection: str = ""
-    """Remote address of a connection that does not acknowledge data; empty if all connections do."""
+    """Remote address of a TCP connection whose data is not acknowledged; empty if there is none."""
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> Heartbeat:
-        """Return the heartbeat from the dict of :func:`dataclasses.asdict`; unknown keys are ignored."""
+        """Return the heartbeat from the result of :func:`dataclasses.asdict`; unknown keys are ignored."""
         return cls(**{name: document[name] for name in cls.__dataclass_fields__ if name in document})
 
     @property
     def step_text(self) -> str:
-        """Step and phase as text, such as ``in step 3, batch 1/2``."""
+        """Text such as ``in step 3, batch 1/2``."""
         return f"in step {self.step}, {self.phase}" if self.step else "before the first step"
 
     @property
     def line_text(self) -> str:
-        """Code line of the main thread as text, such as ``waits in all_reduce (train/step.py:88)``."""
+        """Text such as ``waits in all_reduce (train/step.py:88)``."""
         return f"{'waits' if self.in_collective else 'is'} in {self.place}"
 
 
 @dataclass
 class Peer:
-    """Last known state of a rank, from its messages and, for a rank on this machine, from ``/proc``."""
+    """Last known state of a rank."""
 
     rank: int
     host: str
     last_heard: float
-    """Monotonic time of the rank's last message."""
+    """Monotonic time in seconds of the rank's last message."""
     process: tuple[str, int] = ("", 0)
-    """The rank's :func:`process_identity`."""
+    """Machine and process id of the rank, from :func:`process_identity`."""
     beat: Heartbeat = field(default_factory=Heartbeat)
     has_finished: bool = False
-    """True if the rank has reported that it is done."""
+    """True if the rank has reported that it finished."""
     has_died: bool = False
-    """True if the rank's connection was closed without a goodbye."""
+    """True if the connection was closed although the rank had not finished."""
     cpu_times: tuple[float, float] = (0.0, 0.0)
-    """CPU seconds of the process, and seconds that it waited for a core, at the last check; 0 on other machines."""
+    """Seconds that the process ran, and waited for a CPU core, at the last check; 0 for a rank on another machine."""
     checked_at: float = float("-inf")
-    """Time of the last check of CPU seconds."""
+    """Monotonic time in seconds at which ``cpu_times`` was read."""
     computed_at: float = float("-inf")
-    """Time of the last check after which the process counted as computing."""
+    """Monotonic time in seconds at which the process was last seen to use the CPU."""
     was_stopped: bool = False
-    """True if the process was stopped by a signal at a check since its last message; it may have been killed since."""
+    """True if the process was stopped by a signal (SIGSTOP) since its last message."""
 
 
 def process_identity() -> tuple[str, int]:
-    """Return an id of the machine (boot id and the process's namespaces; empty if unknown) and the process id."""
+    """Return an id of the machine (boot id and Linux namespaces; empty if unknown), and the process id."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         spaces = [str(Path(f"/proc/self/ns/{space}").readlink()) for space in ("pid", "net")]
@@ -112,7 +112,7 @@ def process_identity() -> tuple[str, int]:
 
 
 def find_unresponsive_rank(peers: Iterable[Peer], now: float, limits: WatchLimits) -> Failure | None:
-    """Return the failure of a rank that is dead, stopped or unreachable; None if all ranks respond or have finished."""
+    """Return the failure of a rank that is dead, stopped or unreachable; None if there is none."""
     peers = [peer for peer in peers if not peer.has_finished]
     for peer in peers:
         if peer.has_died:
@@ -145,7 +145,7 @@ def find_unresponsive_rank(peers: Iterable[Peer], now: float, limits: WatchLimit
 
 
 def _check_silent_process(peer: Peer, now: float) -> None:
-    """Record whether a rank on this machine that sends nothing is computing (a library holds the GIL) or stopped."""
+    """Record whether a rank on this machine that sends nothing still uses the CPU, or is stopped by a signal."""
     state, (ran, waited) = _process_state(peer), _cpu_seconds(peer)
     # Stays True, because a stopped rank that is killed runs for a moment. A rank that continues sends messages again.
     peer.was_stopped = peer.was_stopped or state in ("T", "t")
@@ -157,7 +157,7 @@ def _check_silent_process(peer: Peer, now: float) -> None:
 
 
 def kill_stopped_process(peer: Peer) -> None:
-    """Kill a rank on this machine that a signal has stopped, because it cannot notice that other ranks ended."""
+    """Kill a rank on this machine that is stopped by a signal, because it cannot notice that other ranks ended."""
     if _process_state(peer) in ("T", "t"):
         with suppress(OSError):
             os.kill(peer.process[1], signal.SIGKILL)
@@ -182,7 +182,7 @@ def _process_state(peer: Peer) -> str:
 
 
 def _cpu_seconds(peer: Peer) -> tuple[float, float]:
-    """Return how many seconds a rank's threads ran, and how many seconds they waited for a core; 0 if unknown."""
+    """Return the seconds that a rank's threads ran, and waited for a CPU core; 0 if unknown."""
     fields = _proc_stat_fields(peer)
     if not fields:
         return 0.0, 0.0
@@ -195,9 +195,9 @@ def _cpu_seconds(peer: Peer) -> tuple[float, float]:
 
 
 def find_deadlock(peers: Iterable[Peer], limits: WatchLimits) -> Failure | None:
-    """Return a failure if no remaining rank makes progress; None if any rank does.
+    """Return a failure if no unfinished rank makes progress; None if at least one does.
 
-    While one rank computes, other ranks may wait for any time: this is not a deadlock.
+    Other ranks may wait for a rank that computes, for any time.
     """
     left = [peer for peer in peers if not peer.has_finished]
     if not left or any(peer.beat.phase == "starting" for peer in left):
@@ -227,7 +227,7 @@ def find_deadlock(peers: Iterable[Peer], limits: WatchLimits) -> Failure | None:
         elif outside:
             fix = "see the lines of code where they hang"
         else:
-            fix = "they wait in different collectives: find out why one rank took another path"
+            fix = "they wait in different collectives: find out why one rank took another code path"
     return Failure(first.rank, first.host, "\n".join([head, *lines]), fix=fix, own=False, seen="still")
 
 
@@ -245,13 +245,13 @@ def _group_by_code_line(peers: Sequence[Peer]) -> list[tuple[str, str]]:
 
 
 class Stragglers:
-    """Finds ranks whose seconds per step, without waiting for other ranks, are far above the median of other ranks.
+    """Finds slow ranks: their seconds per step, without waiting for other ranks, are far above the other ranks' median.
 
     Args:
-        window_seconds: Shortest time in seconds over which a rank is measured; long, because waiting is only sampled.
+        window_seconds: Shortest time over which a rank is measured.
         ratio: Multiple of the median above which a rank is slow.
-        min_steps: Smallest number of steps that are measured.
-        min_excess: Seconds per step by which a slow rank exceeds the median.
+        min_steps: Smallest number of steps over which a rank is measured.
+        min_excess: Seconds per step above the median from which on a rank is slow.
     """
 
     def __init__(
@@ -263,7 +263,7 @@ class Stragglers:
         self._reported: set[int] = set()
 
     def add_heartbeat(self, rank: int, step: int, busy_seconds: float, now: float) -> None:
-        """Add the step and the busy seconds of a heartbeat that arrived at the monotonic time ``now``."""
+        """Add step and busy seconds of a heartbeat that arrived at the monotonic time ``now``."""
         reports = self._reports.setdefault(rank, deque())
         if reports and step < reports[-1][0]:
             reports.clear()
@@ -277,7 +277,7 @@ class Stragglers:
         return last[0] - first[0] >= self._min_steps and last[2] - first[2] >= self._window_seconds
 
     def new_stragglers(self) -> list[tuple[int, float, float]]:
-        """Return slow ranks not returned before, each with its seconds per step and the median of other ranks."""
+        """Return (rank, seconds per step, median of the other ranks) of each slow rank that was not returned before."""
         step_seconds = {
             rank: (reports[-1][1] - reports[0][1]) / (reports[-1][0] - reports[0][0])
             for rank, reports in self._reports.items()

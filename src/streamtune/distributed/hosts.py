@@ -1,4 +1,4 @@
-"""Host names, hostfiles, and the ports on which ranks connect to rank 0 outside the process group.
+"""Host names, hostfiles, and the ports of rank 0.
 
 A hostfile has DeepSpeed's format:
 
@@ -6,7 +6,7 @@ A hostfile has DeepSpeed's format:
     node-a slots=8
     node-b slots=8    # another comment
 
-Host names are checked before they are passed to ssh: letters, digits, dots and dashes, and no leading dash.
+Host names are checked before they are passed to ssh, which must not read them as options.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NUM_RANK_0_PORTS = 8
 
 
 def free_port() -> int:
-    """Return a free port, if possible outside the system's range for outgoing connections."""
+    """Return a free port, if possible outside the system's range of ephemeral ports."""
     for _ in range(100):  # random, so that two runs that start at the same time use different ports
         port = 25000 + secrets.randbelow(7000)
         if is_port_free(port):
@@ -50,9 +50,9 @@ def is_port_free(port: int) -> bool:
 
 
 def listen_at(host: str, port: int) -> socket.socket:
-    """Return a socket that listens only at the address of ``host`` (on one machine, the loopback).
+    """Return a socket that listens only at the address of ``host``.
 
-    If the address does not belong to this machine (network address translation), the socket listens on all interfaces.
+    If that address is not one of this machine's (network address translation), the socket listens on all interfaces.
 
     Raises:
         OSError: The port is in use.
@@ -78,10 +78,9 @@ def listen_at(host: str, port: int) -> socket.socket:
 
 
 def rank_0_ports(master_port: int) -> list[int]:
-    """Return the ports of rank 0 outside the process group, derived from the process group's port.
+    """Return the ports that rank 0 tries for connections outside the process group, derived from ``MASTER_PORT``.
 
-    Rank 0 listens at the first free port. Neighbouring process-group ports have disjoint lists, so two runs on one
-    machine rarely try the same ports.
+    Neighbouring values of ``MASTER_PORT`` have disjoint lists, so two runs on one machine rarely try the same ports.
     """
     first = master_port * NUM_RANK_0_PORTS % 10000
     return [15000 + (first + index) % 10000 for index in range(NUM_RANK_0_PORTS)]
@@ -100,7 +99,7 @@ def check_host_name(name: str, where: str, *, user: bool = False) -> None:
 
     Args:
         name: Name to check.
-        where: Source of the name for the error: ``file:line`` or a variable.
+        where: Source of the name, for the error: ``file:line`` or a variable.
         user: True to allow ``user@host``.
     """
     *users, host = name.split("@") if user else [name]
@@ -125,17 +124,17 @@ MAX_FILE_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Host:
-    """A machine, and the number of ranks that it can run."""
+    """A machine, and the number of ranks to start on it."""
 
     name: str
-    """Name for ssh: ``node-a``, ``user@10.0.0.1``."""
+    """Name for ssh, such as ``node-a`` or ``user@10.0.0.1``."""
     slots: int
     where: str = ""
-    """``file:line``."""
+    """Line in the hostfile, as ``file:line``."""
 
     @property
     def address(self) -> str:
-        """Name or address on the network, without the user."""
+        """Host name or address, without the user."""
         return self.name.rpartition("@")[2]
 
 
@@ -169,11 +168,6 @@ def read_hostfile(path: Path, ranks_per_host: int | None = None) -> list[Host]:
 
 
 def _read_hostfile_text(path: Path) -> str:
-    """Return the text of a hostfile.
-
-    Raises:
-        ArgumentError: The file cannot be read, is too large or not UTF-8, or is a pipe or device, which may block.
-    """
     try:
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0))) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):

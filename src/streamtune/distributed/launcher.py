@@ -1,7 +1,7 @@
 """``--nproc`` and ``--hostfile``: start the ranks of a command, wait for them, and report one error for all.
 
-The launcher is the process that the user started. It loads no torch. Rank 0 writes to its terminal, the other ranks to
-log files.
+The launcher is the process that the user started. It does not import torch. Rank 0 writes to the launcher's terminal,
+the other ranks to log files.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ POLL_SECONDS = 0.03
 
 
 class RankGroup(Protocol):
-    """The running ranks of one machine, local or remote."""
+    """Ranks of one machine, started by the launcher."""
 
     host: str
 
@@ -56,12 +56,12 @@ def launch(arguments: Sequence[str], *, nproc: int | None, hostfile: Path | None
 
     Args:
         arguments: Arguments of the command; ``--nproc`` and ``--hostfile`` are removed from them.
-        nproc: Number of ranks on each host; None: the host's slots in the hostfile, or 1 without a hostfile.
+        nproc: Number of ranks per host; None: the slots in the hostfile, or 1 without a hostfile.
         hostfile: Path of the hostfile; None: only this machine.
-        device: ``cpu``, ``cuda`` or ``auto``, as in the recipe.
+        device: Recipe key ``device``: ``cpu``, ``cuda`` or ``auto``.
 
     Raises:
-        ArgumentError: The number of ranks or a host is not valid, or this process is already a rank.
+        ArgumentError: The number of ranks or a host is invalid, or this process is already a rank.
         DistributedError: A host cannot be reached, or a rank ended without reporting an error.
         StreamTuneError: Error of the rank that failed first.
     """
@@ -105,7 +105,8 @@ def launch(arguments: Sequence[str], *, nproc: int | None, hostfile: Path | None
 
 
 def _mark_caused_errors_as_stops(ends: Sequence[RankEnd]) -> list[RankEnd]:
-    """Return ``ends``; if a rank was stopped on request, errors that this caused in other ranks also count as stops."""
+    """Return ``ends``; if a rank was stopped on request, errors of other ranks caused by this stop count as stops
+    too."""
     if not any(end.was_stopped for end in ends):
         return list(ends)
     kinds = ("DistributedError", "StreamTuneError")
@@ -118,7 +119,6 @@ def _mark_caused_errors_as_stops(ends: Sequence[RankEnd]) -> list[RankEnd]:
 
 
 def without_launch_options(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments of a command without ``--nproc`` and ``--hostfile``."""
     remaining: list[str] = []
     skip = False
     for argument in arguments:
@@ -134,10 +134,7 @@ def without_launch_options(arguments: Sequence[str]) -> list[str]:
 def _start_ranks(
     hosts: Sequence[Host], arguments: Sequence[str], device: str, groups: list[Any], *, single_machine: bool
 ) -> None:
-    """Start all ranks of all hosts and append them to ``groups``.
-
-    Ranks are started after all remote hosts have answered.
-    """
+    """Start all ranks and append them to ``groups``; all remote hosts must answer before the first rank is started."""
     remotes: dict[str, RemoteRanks] = {}
     is_local = [single_machine or _is_this_machine(host) for host in hosts]
     for host, local in zip(hosts, is_local, strict=True):
@@ -187,7 +184,6 @@ def _is_this_machine(host: Host) -> bool:
 
 
 def _check_devices(host: Host, devices: int) -> None:
-    """Raise an ArgumentError if the host has fewer devices than ranks; without devices the ranks run on the CPU."""
     if 0 < devices < host.slots:
         raise ArgumentError(
             f"{host.slots} ranks need {host.slots} devices, but {host.address} has {devices}",
@@ -197,7 +193,7 @@ def _check_devices(host: Host, devices: int) -> None:
 
 
 def _choose_port(*, is_local: bool, remote_port: int | None) -> int:
-    """Return the port of the process group on rank 0's machine: ``MASTER_PORT``, or a free port."""
+    """Return the port of the process group: ``MASTER_PORT``, or a free port on rank 0's machine."""
     requested_port = os.environ.get("MASTER_PORT")
     if not requested_port:
         return free_port() if is_local or remote_port is None else remote_port
@@ -252,7 +248,7 @@ def _send_signal_to_all(groups: Sequence[RankGroup], signum: int) -> None:
 
 
 class _Signals:
-    """Context manager that records signals for :func:`_wait_for_ends`, which sends the signals to every rank."""
+    """Context manager that records signals, which :func:`_wait_for_ends` sends to every rank."""
 
     def __init__(self) -> None:
         self.started = False

@@ -1,7 +1,8 @@
-"""Start, watch and end the ranks of one machine as processes, so that no process remains.
+"""Start, watch and end the ranks of this machine as child processes.
 
-Each rank has its own process group. So Ctrl-C in a terminal reaches only the launcher, which sends the signal to each
-rank once. Processes that a rank has started end with the rank. If the launcher dies, the kernel ends its ranks.
+Each rank has its own process group, so Ctrl-C in a terminal reaches only the launcher, which sends the signal to each
+rank once. Processes that a rank has started are killed when the rank ends. If the launcher dies, the kernel kills its
+ranks.
 """
 
 from __future__ import annotations
@@ -34,15 +35,15 @@ Output = tuple[IO[bytes] | int | None, IO[bytes] | int | None]
 
 
 class LocalRanks:
-    """Starts the ranks on this machine as processes, watches and ends them.
+    """Starts the ranks of this machine as processes, watches and ends them.
 
     Args:
         command: Command that each rank runs.
         first_rank: Lowest rank on this machine.
         count: Number of ranks on this machine.
-        environment: Variables, with ``WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT`` and the run's id.
+        environment: Environment variables, with ``WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT`` and the run's id.
         host: Name of this machine in messages.
-        main_output: Standard output and error of rank 0; None: the same as of this process.
+        main_output: Standard output and error of rank 0; None: inherited from this process.
 
     Raises:
         ArgumentError: A process cannot be started.
@@ -113,7 +114,7 @@ class LocalRanks:
         return self._running[rank]
 
     def poll(self) -> list[RankEnd]:
-        """Return the ranks that ended since the last call; kill processes that such a rank left running."""
+        """Return how ranks ended since the last call, and kill the processes that these ranks had started."""
         ends = []
         for rank, process in list(self._running.items()):
             # WNOWAIT does not reap the process, so the process id still names the process group.
@@ -144,7 +145,7 @@ class LocalRanks:
                 os.killpg(process.pid, signal.SIGKILL)
 
     def close(self) -> list[RankEnd]:
-        """Kill all running ranks, wait at most 10 s, remove temporary files, and return how the ranks ended."""
+        """Kill all running ranks, wait up to 10 s, remove temporary files, and return how the ranks ended."""
         self.kill()
         ends: list[RankEnd] = []
         deadline = time.monotonic() + 10
@@ -156,7 +157,7 @@ class LocalRanks:
 
 
 def die_with_launcher() -> None:
-    """Let the kernel kill this process when its launcher ends for any reason; no-op if this process is not a rank."""
+    """Let the kernel kill this process when its launcher ends (Linux); no-op in a process without a launcher."""
     launcher = os.environ.pop(PARENT_VARIABLE, None)
     if launcher is None or sys.platform != "linux":
         return
@@ -168,7 +169,7 @@ def die_with_launcher() -> None:
 
 
 def count_devices() -> int:
-    """Return the number of CUDA devices, as torch counts them, without loading torch; 0 without a driver."""
+    """Return the number of CUDA devices without importing torch; 0 without a driver."""
     import ctypes
 
     count = ctypes.c_int(0)
@@ -186,10 +187,10 @@ def rank_log_path(directory: Path, rank: int) -> Path:
 
 
 def redirect_rank_output(environment: RankEnvironment) -> int | None:
-    """Redirect the output of a rank other than 0 to a temporary log; no-op if ``streamtune --nproc`` has done so.
+    """Redirect the output of a rank other than 0 to a temporary log file; no-op if the launcher has redirected it.
 
     Returns:
-        A file descriptor of the previous standard error; None if nothing was redirected.
+        File descriptor of the previous standard error; None if nothing was redirected.
     """
     if environment.is_main or os.environ.get(LOG_FILE_VARIABLE):
         return None
@@ -202,9 +203,9 @@ def redirect_rank_output(environment: RankEnvironment) -> int | None:
 
 
 def move_log_to_run(directory: Path, environment: RankEnvironment) -> None:
-    """Move the log of a rank other than 0 into the run directory, and write further output there.
+    """Move the log of a rank other than 0 into the run directory, and continue it there.
 
-    If the log cannot be moved, output continues in its current file.
+    If the log cannot be moved, it stays where it is.
     """
     current = os.environ.get(LOG_FILE_VARIABLE)
     if environment.is_main or not current or Path(current).is_symlink():

@@ -1,6 +1,6 @@
-"""Sample the activity of this process from a thread: CPU time, file access, network, and the main thread's line.
+"""Measurement of this process's activity from a thread: CPU time, file access, network, line of the main thread.
 
-For a sample the main thread loses the GIL for only some tens of microseconds.
+Taking a sample stops the main thread (holds the GIL) for only some tens of microseconds.
 """
 
 from __future__ import annotations
@@ -47,22 +47,22 @@ BACKWARD_FUNCTION = "_engine_run_backward"
 
 @dataclass(frozen=True)
 class CodeLine:
-    """Line of the code that the main thread executes."""
+    """Line of code that the main thread executes."""
 
     text: str
     """Function and line, such as ``all_reduce (train/step.py:88)``."""
     frames: tuple[tuple[str, int], ...]
-    """Files and lines of the innermost frames; a change means progress."""
+    """File and line number of each of the six innermost frames."""
     in_collective: bool
-    """True in a call that may wait for other ranks, including a backward."""
+    """True in a call that may wait for other ranks, such as a collective or a backward pass."""
 
 
 def is_computing(cpu_seconds: float, core_wait_seconds: float, elapsed_seconds: float) -> bool:
-    """Return True if a process computes, and does not only wait for other processes.
+    """Return True if a process uses more than :data:`CPU_SHARE` of a CPU core.
 
     Args:
-        cpu_seconds: CPU seconds of the process.
-        core_wait_seconds: Seconds that the process's threads waited for a core.
+        cpu_seconds: CPU time of the process.
+        core_wait_seconds: Time that the process's threads waited for a core, which also counts on a busy machine.
         elapsed_seconds: Duration of the measurement.
     """
     return cpu_seconds + min(core_wait_seconds, MAX_WAIT_RATIO * cpu_seconds) > CPU_SHARE * elapsed_seconds
@@ -105,18 +105,18 @@ def _file_and_line(frame: FrameType) -> str:
 class _Sample:
     time: float
     cpu_seconds: float
-    """CPU seconds, including child processes."""
+    """CPU time, including child processes."""
     wait_seconds: float
-    """Seconds that threads waited for a core."""
+    """Time that threads waited for a CPU core."""
     file_bytes: int
     net_bytes: int
 
 
 class ProcessActivity:
-    """Activity of this process. A thread samples the main thread ten times a second, and the process once a second.
+    """Activity of this process, measured by a thread that calls :meth:`sample_main_thread` and :meth:`sample_process`.
 
     Args:
-        ignored_descriptors: File descriptors of the watchdog's own connections, whose traffic does not count.
+        ignored_descriptors: File descriptors of sockets whose traffic does not count as activity.
     """
 
     def __init__(self, ignored_descriptors: frozenset[int] = frozenset()) -> None:
@@ -135,7 +135,7 @@ class ProcessActivity:
         self._child_seconds = 0.0
 
     def sample_main_thread(self) -> None:
-        """Record the main thread's current line, and the time in which it did not wait for other ranks."""
+        """Record the line of the main thread, and the time in which it did not wait for other ranks."""
         now, cpu, place = time.monotonic(), self._read_main_thread_cpu_seconds(), main_thread_line()
         elapsed = now - self._sampled_at
         waits = place.in_collective and cpu - self._main_thread_cpu_seconds < WAITING_SHARE * elapsed
@@ -146,7 +146,7 @@ class ProcessActivity:
         self.place, self._sampled_at, self._main_thread_cpu_seconds = place, now, cpu
 
     def sample_process(self) -> None:
-        """Record the CPU time, file access and network traffic of the whole process so far."""
+        """Record the CPU time, file access and network traffic of the process."""
         now = time.monotonic()
         self._samples.append(_Sample(now, *self._read_cpu_seconds(), self._read_file_bytes(), self._read_net_bytes()))
         while len(self._samples) > 2 and self._samples[1].time <= now - WINDOW_SECONDS:
@@ -162,22 +162,22 @@ class ProcessActivity:
             self._active_at = now
 
     def discard_samples(self) -> None:
-        """Discard all samples, because the process was suspended."""
+        """Discard all samples, after the process was suspended."""
         self._samples.clear()
         self._active_at = self._moved_at = time.monotonic()
 
     @property
     def idle_seconds(self) -> float:
-        """Seconds since the process last computed, read, wrote or sent, or its main thread reached another line."""
+        """Seconds since the process last used the CPU, files or network, or its main thread moved to another line."""
         return time.monotonic() - max(self._active_at, self._moved_at)
 
     def record_progress(self) -> None:
-        """Record that the main thread has started another phase; earlier waiting then no longer counts."""
+        """Reset ``idle_seconds`` and ``same_place_seconds`` to 0, when the main thread starts another phase."""
         self._active_at = self._moved_at = time.monotonic()
 
     @property
     def same_place_seconds(self) -> float:
-        """Seconds since the main thread last reached another line."""
+        """Seconds since the main thread last moved to another line of code."""
         return time.monotonic() - self._moved_at
 
     @staticmethod
@@ -188,7 +188,8 @@ class ProcessActivity:
             return time.process_time()
 
     def _read_cpu_seconds(self) -> tuple[float, float]:
-        """Return CPU seconds of the process and its children, and seconds that its threads waited for a core."""
+        """Return the CPU seconds of the process and its children, and the seconds that its threads waited for a
+        core."""
         waited = 0
         children: list[int] = []
         with suppress(OSError):
@@ -218,7 +219,7 @@ class ProcessActivity:
         return 0
 
     def _read_net_bytes(self) -> int:
-        """Return how many bytes the process's connections received, or sent with acknowledgement, since the start."""
+        """Return the total bytes that TCP connections of the process have received, or sent with acknowledgement."""
         bytes_by_socket: dict[str, int] = {}
         self.broken_connection = ""
         with suppress(OSError):
@@ -236,7 +237,7 @@ class ProcessActivity:
 
 
 def _read_tcp_bytes(descriptor: int) -> tuple[int, str]:
-    """Return how many bytes a TCP connection carried, and its remote address if the connection is broken.
+    """Return the bytes that a TCP connection carried, and its remote address if the connection is broken.
 
     Raises:
         OSError: The socket is not TCP.

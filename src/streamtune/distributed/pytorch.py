@@ -1,12 +1,12 @@
-"""Train several ranks with PyTorch: the process group, sharded loading of weights, DDP and FSDP2.
+"""Training of several ranks with PyTorch: process group, sharded loading of weights, DDP and FSDP2.
 
-The process group uses gloo for CPU tensors and NCCL for CUDA tensors, so that messages of the training loop never wait
-for a kernel. A process joins the group before the model is created, and leaves the group before the process ends.
+The process group uses gloo for CPU tensors and NCCL for CUDA tensors, so small messages of the training loop do not
+wait for GPU kernels.
 
-DDP keeps the whole model and optimizer on every rank and averages gradients once per step. FSDP2 shards weights,
-gradients and optimizer state by decoder layer. ``fully_shard`` puts hooks around a decoder layer's call, and the
-streamed layer's autograd node runs inside this call. So a layer's weights are gathered once for the forward and once
-for the backward, and the layer's gradient is reduced once, for any number of chunks.
+DDP keeps the whole model and optimizer on every rank. FSDP2 shards weights, gradients and optimizer states by decoder
+layer: ``fully_shard`` puts hooks around a layer's call, and all chunks of a sequence are computed inside this call. So
+the weights of a layer are gathered once in the forward pass and once in the backward pass, and its gradient is reduced
+once.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ TIMEOUT = timedelta(hours=2)
 
 
 def join_process_group(device: torch.device) -> None:
-    """Join the default process group, from ``RANK``, ``WORLD_SIZE`` and ``MASTER_ADDR``; no-op if already joined.
+    """Initialise the default process group from the launcher's environment variables, unless it is initialised.
 
     Raises:
         DistributedError: Rank 0 cannot listen at ``MASTER_PORT``.
@@ -66,10 +66,10 @@ def join_process_group(device: torch.device) -> None:
 
 
 def _make_store(environment: RankEnvironment) -> Store:
-    """Return the store with the ranks' addresses: a server in rank 0 that listens only at the address of rank 0.
+    """Return the key-value store of the process group; its server, in rank 0, listens only at the address of rank 0.
 
-    PyTorch's own server would listen on all interfaces. The store has no authentication. So keys begin with a hash of
-    the run's id; runs that connect to each other by mistake do not read each other's keys.
+    By default PyTorch's server would listen on all interfaces. The store has no authentication, so its keys begin with
+    a hash of the run's id. Runs that connect to each other by mistake do not read each other's keys.
 
     Raises:
         DistributedError: The port is in use, or listening fails.
@@ -103,9 +103,9 @@ def _make_store(environment: RankEnvironment) -> Store:
 
 
 def sequence_group(sequence_size: int) -> distributed.ProcessGroup | None:
-    """Return the process group of the consecutive ranks that share this rank's sequences; None for size 1.
+    """Return the process group of the ``sequence_size`` consecutive ranks that share a sequence; None for size 1.
 
-    All ranks call it.
+    All ranks must call this function.
     """
     if sequence_size == 1:
         return None
@@ -117,7 +117,7 @@ def sequence_group(sequence_size: int) -> distributed.ProcessGroup | None:
 
 
 def leave_process_group() -> None:
-    """Destroy the process group when all ranks are done, because its threads can abort a process that ends."""
+    """Wait for all ranks and destroy the process group, whose threads could otherwise abort a process that exits."""
     if not distributed.is_initialized():
         return
     gc.collect()
@@ -126,14 +126,15 @@ def leave_process_group() -> None:
 
 
 class LayerSource(Protocol):
-    """Reads the weights of a model on ``meta``, such as ``streamtune.models.DeferredWeights``."""
+    """Loads the weights of a model that was created on the ``meta`` device, such as
+    ``streamtune.models.DeferredWeights``."""
 
     def parameter_names_in(self, module: nn.Module, recurse: bool = True) -> list[str]:
         """Return the names of a module's parameters that this source loads."""
         ...
 
     def is_deferred(self, name: str) -> bool:
-        """Return True if a parameter is not loaded yet; parameters that are tied together are loaded once."""
+        """Return True if a parameter is not loaded yet; tied parameters are loaded once."""
         ...
 
     def parameter(self, name: str) -> nn.Parameter:
@@ -164,16 +165,15 @@ def load_sharded_weights(
 ) -> None:
     """Load the weights of ``model`` layer by layer, sharded over the ranks.
 
-    Decoder layers are loaded one by one, then the other modules that have weights. Rank 0 reads or initialises the
-    weights, and the other ranks allocate tensors. Then ``shard`` distributes the weights, and each rank keeps its
-    shard. So ``device`` contains at most the rank's shards of loaded layers and one whole layer.
+    For each decoder layer, rank 0 reads or initialises the weights, the other ranks allocate tensors, and ``shard``
+    distributes the weights. So ``device`` never contains more than one whole layer. The other modules follow.
 
     Args:
         model: Model on the ``meta`` device, with buffers on the CPU.
         layers: Decoder layers of the model.
         source: Source of the weights.
         device: Device of this rank.
-        run_on_rank_0: Function that calls another function on rank 0 and raises its error on all ranks.
+        run_on_rank_0: Function that calls another function on rank 0, and raises its error on all ranks.
         shard: Function that shards a module, called by all ranks; the module has weights on rank 0 and uninitialised
             tensors on other ranks.
     """
@@ -201,7 +201,7 @@ def load_sharded_weights(
 def _load_parameters(
     source: LayerSource, names: list[str], device: torch.device, run_on_rank_0: Callable[[Callable[[], Any]], Any]
 ) -> None:
-    """Set parameters to their values on rank 0, and to uninitialised tensors on the other ranks."""
+    """Set parameters to their values on rank 0, and to uninitialised tensors on other ranks."""
     values_by_name: dict[str, Tensor] = {}
     run_on_rank_0(lambda: values_by_name.update(source.read(names)))
     for name in names:
@@ -215,7 +215,6 @@ def _load_parameters(
 
 
 def _move_unsharded(module: nn.Module, device: torch.device) -> None:
-    """Move parameters that are loaded but not sharded, such as adapters, to ``device``."""
     for parameter in module.parameters():
         sharded = hasattr(parameter, "ds_id") or isinstance(parameter, DTensor)
         if not sharded and parameter.device.type not in (device.type, "meta"):
@@ -223,7 +222,7 @@ def _move_unsharded(module: nn.Module, device: torch.device) -> None:
 
 
 class DdpBackend(TorchBackend):
-    """Training backend with PyTorch's ``DistributedDataParallel``; the streamed module is equal on every rank."""
+    """Training backend with PyTorch's ``DistributedDataParallel``."""
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(module, optimizer)
@@ -248,7 +247,7 @@ class DdpBackend(TorchBackend):
         (loss * self.size).backward()
 
     def optimizer_slices(self) -> Iterator[Slice]:
-        """Yield this rank's share of the optimizer state to save; every rank has the whole state."""
+        """Yield this rank's share of the optimizer state; every rank has the whole state."""
         return slices_of_replicated_state(self.optimizer_tensors(), distributed.get_rank(), self.size)
 
 
@@ -259,9 +258,9 @@ def _shard_offset(parameter: Tensor) -> int:
 
 
 def shard_layer(module: nn.Module, layers: Iterable[nn.Module]) -> None:
-    """Broadcast rank 0's weights of a module; if the module is a decoder layer, each rank keeps only its shard.
+    """Broadcast rank 0's weights of a module; if the module is a decoder layer, also shard it with FSDP2.
 
-    Modules outside the layers are one FSDP group, which :class:`FsdpBackend` shards after all modules are loaded.
+    Modules outside the decoder layers are sharded together, by :class:`FsdpBackend`.
     """
     for parameter in module.parameters():
         if not isinstance(parameter, DTensor):
@@ -271,7 +270,10 @@ def shard_layer(module: nn.Module, layers: Iterable[nn.Module]) -> None:
 
 
 def gather_weights(model: Any, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor | None]]:
-    """Yield (name, full tensor) of parameters; the tensor is None on ranks other than 0. All ranks must iterate."""
+    """Yield (name, full tensor on the CPU) of each parameter; the tensor is None on ranks other than 0.
+
+    All ranks must iterate to the end, because each tensor is gathered.
+    """
     model.reshard()  # weights stay gathered after a forward without backward
     for name, parameter in model.named_parameters():
         if names is None or name in names:
@@ -284,9 +286,9 @@ class FsdpBackend(TorchBackend):
     """Training backend with FSDP2 over all ranks.
 
     Args:
-        module: Streamed model, equal on every rank.
-        make_optimizer: Function that makes the optimizer of a model; called after the parameters are sharded.
-        layers: Decoder layers, each of which is one FSDP group.
+        module: Model changed by :func:`streamtune.stream`, equal on every rank.
+        make_optimizer: Function that creates the optimizer, called after the parameters are sharded.
+        layers: Decoder layers, each sharded as one FSDP group.
     """
 
     module: Any  # fully_shard changes its class to FSDPModule
@@ -302,7 +304,8 @@ class FsdpBackend(TorchBackend):
         self.size = distributed.get_world_size()
 
     def backward(self, loss: Tensor) -> None:
-        """Run the backward; gradients are reduced in every micro-batch, because unsharded gradients may not fit."""
+        """Run the backward pass; gradients are reduced in every micro-batch, because whole gradients may not fit in
+        memory."""
         (loss * self.size).backward()
 
     def _to_float(self, norm: Tensor) -> float:
@@ -344,7 +347,7 @@ class FsdpBackend(TorchBackend):
 
     @contextmanager
     def allow_direct_calls(self) -> Iterator[None]:
-        """Context manager that gathers the weights outside the decoder layers, as a call of the model does."""
+        """Context manager that gathers the weights outside the decoder layers, so that submodules can be called."""
         self.module.unshard()
         try:
             yield

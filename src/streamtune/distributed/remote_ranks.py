@@ -1,4 +1,4 @@
-"""Start, watch and end the ranks of another machine over ssh; ``local_ranks`` is the counterpart for this machine."""
+"""Start, watch and end the ranks of another machine over ssh; ``local_ranks`` does the same on this machine."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ EXPORTED_PREFIXES = (
 
 
 def exported_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the environment variables that ranks on other machines get too, selected by name or prefix."""
+    """Return the environment variables that are passed to ranks on other machines, selected by name or prefix."""
     additional_names = {name.strip() for name in environ.get("STREAMTUNE_EXPORT", "").split(",")}
     return {
         name: value
@@ -55,7 +55,7 @@ def exported_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str
 
 
 class RemoteRanks:
-    """Starts the ranks on another machine over ssh, watches and ends them.
+    """Starts the ranks of another machine over ssh, watches and ends them.
 
     Raises:
         DistributedError: The ssh command cannot be run.
@@ -92,7 +92,10 @@ class RemoteRanks:
             thread.start()
 
     def wait_for_hello(self, deadline: float) -> dict[str, Any]:
-        """Wait for the agent's first message until a monotonic time; return its version, devices and a free port.
+        """Return the first message of the agent, a dict with its ``version``, ``devices`` and a free ``port``.
+
+        Args:
+            deadline: Monotonic time in seconds until which the message must arrive.
 
         Raises:
             DistributedError: No message arrived in time, or the connection was closed.
@@ -120,7 +123,6 @@ class RemoteRanks:
         return DistributedError(f"{what}: {reason}", where=self._host.where, fix=fix)
 
     def _last_error_lines(self, count: int) -> list[str]:
-        """Return the last ``count`` lines of standard error; if the command has ended, first read the rest."""
         if self._process.poll() is not None:
             self._threads[1].join(2)  # a child process may keep the pipe open
         return self._error_lines[-count:]
@@ -138,11 +140,14 @@ class RemoteRanks:
 
     @property
     def running_ranks(self) -> list[int]:
-        """Ranks whose end has not been reported yet."""
+        """Ranks whose end has not been reported."""
         return sorted(self._running)
 
     def poll(self) -> list[RankEnd]:
-        """Return the ranks that ended since the last call (all, if the connection was lost); print rank 0's output."""
+        """Return how ranks ended since the last call, and print new output of rank 0.
+
+        If the connection is lost, all running ranks count as ended.
+        """
         ends: list[RankEnd] = []
         while True:
             try:
@@ -188,7 +193,8 @@ class RemoteRanks:
         self._send({"kill": True})
 
     def close(self) -> list[RankEnd]:
-        """Kill the remaining ranks and close the connection; if it is broken, the agent kills them after a timeout."""
+        """Kill the remaining ranks and close the connection; if it is broken, the agent kills its ranks after a
+        timeout."""
         self.kill()
         self._closed.set()
         with suppress(OSError, ValueError), self._write_lock:

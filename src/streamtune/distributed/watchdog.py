@@ -1,9 +1,9 @@
-"""End all ranks when one is dead, stopped, unreachable or hangs, and name that rank.
+"""Ending of all ranks when one is dead, stopped, unreachable or hangs, with an error that names the rank.
 
 Once a second, a thread of each rank sends a heartbeat with its step and activity to rank 0, over a separate connection.
-Rank 0 decides from the heartbeats whether a rank has failed (:mod:`.failure_detector`), and sends the failure to all
-other ranks. Each rank then ends its process at once, because a thread that waits in a collective cannot be woken. If
-rank 0 is silent, the other ranks conclude that rank 0 has failed.
+Rank 0 finds failed ranks (:mod:`.failure_detector`), and sends the failure to all other ranks. Each rank then ends its
+process at once, because a thread that waits in a collective cannot be interrupted. Other ranks detect a failure of rank
+0 by its missing heartbeats.
 
     with Watchdog(environment) as watchdog:
         watchdog.record_phase(step, "batch 1/2")     # only an assignment
@@ -63,15 +63,15 @@ def _print_error(error: StreamTuneError) -> None:
 
 
 class Watchdog:
-    """Context manager that watches all ranks; a no-op with one rank.
+    """Context manager that watches all ranks, and ends this process if a rank fails; a no-op with one rank.
 
-    ``STREAMTUNE_WATCHDOG=off`` disables the watchdog; a number sets the seconds without progress until the run ends.
+    ``STREAMTUNE_WATCHDOG=off`` disables it. A number sets the seconds without progress after which the run ends.
 
     Args:
         environment: Environment of this rank.
-        show: Function that prints an error, called if no launcher prints the error.
-        event: Function that logs an event by name and details; called on rank 0 from another thread.
-        limits: Time limits; None: the limits from ``STREAMTUNE_WATCHDOG``, or the defaults.
+        show: Function that prints an error, called if no launcher prints it.
+        event: Function that logs an event, given its name and details; called on rank 0, from another thread.
+        limits: Time limits; None: from ``STREAMTUNE_WATCHDOG``, or the defaults.
     """
 
     def __init__(
@@ -103,8 +103,8 @@ class Watchdog:
 
         Args:
             step: Step, counted from 1.
-            phase: Description of the phase.
-            waits_outside: True if the main thread may wait for something outside this process without computing.
+            phase: Description of the phase, such as ``batch 1/2``.
+            waits_outside: True if the main thread may wait for something outside this process, such as a disk.
         """
         self._phase = (step, phase, waits_outside)
 
@@ -137,7 +137,8 @@ class Watchdog:
         self._thread.join(FAILURE_WAIT_SECONDS)
 
     def _kill_this_process_later(self) -> None:
-        """Start a timer that kills the process, because leaving the process group may hang if a rank is missing."""
+        """Kill the process after :data:`EXIT_SECONDS`, because leaving the process group may hang without the failed
+        rank."""
         timer = threading.Timer(EXIT_SECONDS, os._exit, (1,))
         timer.daemon = True
         timer.start()
@@ -150,7 +151,6 @@ class Watchdog:
             writing.join(2.0)
 
     def _run_thread(self) -> None:
-        """Watch until a rank fails, then end the process unless the main thread is already leaving the context."""
         assert self._endpoint is not None
         try:
             failure = self._watch(self._endpoint)
@@ -160,7 +160,7 @@ class Watchdog:
             self._end_process(failure)
 
     def _watch(self, endpoint: _Hub | _Client) -> Failure | None:
-        """Return the failure as soon as a rank has failed; None when this rank leaves the context."""
+        """Return the failure as soon as a rank has failed; None if the main thread leaves the context."""
         activity = ProcessActivity(endpoint.socket_descriptors)
         phase = sent_phase = self._phase
         last_loop_at = time.monotonic()
@@ -216,11 +216,7 @@ class Watchdog:
 
 
 def _read_limits() -> WatchLimits | None:
-    """Return the time limits from ``STREAMTUNE_WATCHDOG``; None for ``off``.
-
-    Raises:
-        ArgumentError: The variable is neither ``off`` nor a valid number.
-    """
+    """Return the time limits from ``STREAMTUNE_WATCHDOG``; None if the watchdog is off."""
     text = os.environ.get(VARIABLE, "")
     if text == "off":
         return None
@@ -242,7 +238,6 @@ def _read_limits() -> WatchLimits | None:
 
 
 def _is_communication_error(error: BaseException) -> bool:
-    """Return True if an error was raised by a collective, as when another rank has ended."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, StreamTuneError):
@@ -260,7 +255,7 @@ def _is_communication_error(error: BaseException) -> bool:
 
 
 class _Hub:
-    """Rank 0's side of the watchdog: receives all heartbeats, and sends the failure of a rank to all other ranks."""
+    """Watchdog connections of rank 0: receives all heartbeats, and sends failures to all other ranks."""
 
     def __init__(self, environment: RankEnvironment, limits: WatchLimits, event: LogEvent) -> None:
         self._env, self._limits, self._event = environment, limits, event
@@ -282,7 +277,7 @@ class _Hub:
         )
 
     def process_messages(self, seconds: float) -> None:
-        """Process messages and new connections; wait at most ``seconds`` for the first."""
+        """Process messages and new connections, after waiting up to ``seconds`` for the first."""
         for key, _ in self._selector.select(seconds):
             if key.data is not self._admission:
                 self._receive(key.data)
@@ -327,7 +322,7 @@ class _Hub:
                 self._received_failure = Failure.from_dict(message["failed"])
 
     def send_heartbeat(self, beat: Heartbeat, now: float) -> None:
-        """Record rank 0's heartbeat, send it to all other ranks, and log slow ranks."""
+        """Send rank 0's heartbeat to all other ranks, and log slow ranks."""
         self._peers[0].beat, self._peers[0].last_heard = beat, now
         self._stragglers.add_heartbeat(0, beat.step, beat.busy_seconds, now)
         for rank, channel in self._channels.items():
@@ -339,12 +334,12 @@ class _Hub:
             self._event("straggler", {**details, "median_of_others": round(median, 3)})
 
     def reset_last_heard(self, now: float) -> None:
-        """Treat all ranks as heard just now, because this process was suspended and could receive nothing."""
+        """Count all ranks as heard at ``now``, because this process was suspended and could receive nothing."""
         for peer in self._peers.values():
             peer.last_heard = now
 
     def find_failure(self, now: float) -> Failure | None:
-        """Return the first failure that a rank has sent, or that the heartbeats show; None if all ranks are well."""
+        """Return a failure that a rank has sent or that the heartbeats show; None if there is none."""
         if self._received_failure is not None:
             return self._received_failure
         missing = [rank for rank in range(self._env.world_size) if rank not in self._peers]
@@ -358,7 +353,7 @@ class _Hub:
         )
 
     def close(self, own_failure: Failure | None, other_failure: Failure | None) -> None:
-        """Send the failure or a goodbye to all other ranks; wait at most 1 s until a failure is received."""
+        """Send the failure, if any, or the end of this rank to all other ranks, and close all connections."""
         failure = own_failure or other_failure
         message = {"verdict": asdict(failure)} if failure is not None else {"bye": True}
         for rank, channel in self._channels.items():
@@ -380,7 +375,7 @@ class _Hub:
 
 
 class _Client:
-    """Watchdog side of a rank other than 0: sends heartbeats to rank 0, and receives heartbeats and failures."""
+    """Watchdog connection of a rank other than 0: sends heartbeats to rank 0, and receives heartbeats and failures."""
 
     def __init__(self, environment: RankEnvironment, limits: WatchLimits, event: LogEvent) -> None:
         self._env, self._limits = environment, limits
@@ -395,7 +390,7 @@ class _Client:
         return frozenset({self._channel.connection.fileno()})
 
     def process_messages(self, seconds: float) -> None:
-        """Process messages from rank 0; wait at most ``seconds`` for the first."""
+        """Process messages from rank 0, after waiting up to ``seconds`` for the first."""
         if self._main.has_died or self._main.has_finished:
             time.sleep(seconds)
             return
@@ -422,11 +417,11 @@ class _Client:
             self._channel.send({"beat": asdict(beat)}, seconds=0.5)
 
     def reset_last_heard(self, now: float) -> None:
-        """Treat rank 0 as heard just now, because this process was suspended and could receive nothing."""
+        """Count rank 0 as heard at ``now``, because this process was suspended and could receive nothing."""
         self._main.last_heard = now
 
     def find_failure(self, now: float) -> Failure | None:
-        """Return the failure that rank 0 has sent, or the failure of rank 0 itself; None without a failure."""
+        """Return a failure that rank 0 has sent, or the failure of rank 0 itself; None if there is none."""
         return self._received_failure or find_unresponsive_rank([self._main], now, self._limits)
 
     def close(self, own_failure: Failure | None, other_failure: Failure | None) -> None:

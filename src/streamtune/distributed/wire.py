@@ -1,17 +1,14 @@
-"""Connections between rank 0 and the other ranks outside the process group: JSON documents, one per line.
+"""Connections between rank 0 and other ranks outside the process group, which exchange JSON documents, one per line.
 
-The process group is unsuitable: its connections report no reason for a hang, and a store's connections block the thread
-that waits.
+Rank 0 accepts only connections that prove to be from ranks of its run (:class:`Admission`)::
 
-Rank 0 admits only callers that prove to be ranks of its run (:class:`Admission`). Other callers delay no rank.
-
-    caller                                   rank 0
+    other rank                               rank 0
     {"nonce": a}                    ->
                                     <-       {"nonce": b, "proof": HMAC(run's id, "rank 0", a, b)}
     {"proof": HMAC(..., "caller", a, b), "rank": 3, ...}  ->
                                     <-       {"welcome": true, ...}
 
-The run's id itself is never sent. So a program that has bound rank 0's port receives nothing that it could use.
+The run's id itself is never sent, so another program that listens at rank 0's port cannot learn it.
 """
 
 from __future__ import annotations
@@ -39,11 +36,11 @@ ANSWER_SECONDS = 3.0
 
 
 class Channel:
-    """A connection for JSON documents in both directions, used by one thread; calls block up to their time limit.
+    """A socket that sends and receives JSON documents; not thread-safe.
 
     Args:
         connection: The connected socket.
-        max_bytes: Largest document that is read, in bytes.
+        max_bytes: Size of the largest document that is read.
     """
 
     def __init__(self, connection: socket.socket, max_bytes: int = MAX_DOCUMENT_BYTES) -> None:
@@ -54,24 +51,24 @@ class Channel:
         self._pending = b""
 
     def allow_large_documents(self) -> None:
-        """Accept documents of up to ``MAX_DOCUMENT_BYTES`` bytes, because the other side has proved to be a rank."""
+        """Accept documents of up to :data:`MAX_DOCUMENT_BYTES`; called after the other side has proved to be a rank."""
         self._max_bytes = MAX_DOCUMENT_BYTES
 
     def send(self, document: dict[str, Any], seconds: float = 2.0) -> None:
         """Send a document.
 
         Raises:
-            OSError: The document could not be sent within ``seconds``, or the connection is closed.
+            OSError: Sending takes more than ``seconds``, or the connection is closed.
         """
         self.connection.settimeout(seconds)
         self.connection.sendall(json.dumps(document).encode() + b"\n")
 
     def receive(self, seconds: float) -> dict[str, Any]:
-        """Return the next document, waiting at most ``seconds``.
+        """Return the next document, after waiting up to ``seconds``.
 
         Raises:
             TimeoutError: No document arrived in time.
-            OSError: The connection is closed, or the other side does not send documents.
+            OSError: The connection is closed, or the other side does not send JSON documents.
         """
         deadline = time.monotonic() + seconds
         while b"\n" not in self._pending:
@@ -80,10 +77,11 @@ class Channel:
         return self.pop_received(1)[0]
 
     def receive_all(self, max_count: int = -1) -> list[dict[str, Any]]:
-        """Return the documents that have arrived (at most ``max_count``; -1: all), without waiting.
+        """Return up to ``max_count`` documents that have arrived (-1: all), without waiting.
 
         Raises:
-            OSError: As in :meth:`receive`. :meth:`pop_received` then returns documents that arrived earlier.
+            OSError: The connection is closed or invalid. :meth:`pop_received` then returns documents that arrived
+                before.
         """
         self.connection.settimeout(0)
         with suppress(BlockingIOError):
@@ -92,7 +90,7 @@ class Channel:
         return self.pop_received(max_count)
 
     def pop_received(self, max_count: int = -1) -> list[dict[str, Any]]:
-        """Return documents that were read but not returned yet (at most ``max_count``; -1: all)."""
+        """Return up to ``max_count`` documents that were read from the socket but not returned yet (-1: all)."""
         *lines, self._pending = self._pending.split(b"\n", max_count)
         try:
             return [dict(json.loads(line)) for line in lines]
@@ -113,23 +111,23 @@ class Channel:
 
 
 def make_proof(environment: RankEnvironment, purpose: str, side: str, nonces: str) -> str:
-    """Return an HMAC that only a rank of this run can compute.
+    """Return an HMAC, keyed with the run's id, by which one side proves that it belongs to the run.
 
     Args:
         environment: Environment of this rank, with the run's id.
-        purpose: Purpose of the connection.
-        side: The side that proves itself: ``rank 0`` or ``caller``.
-        nonces: Random numbers of both sides, used once.
+        purpose: Purpose of the connection, part of the signed text.
+        side: Side that proves itself: ``rank 0`` or ``caller``.
+        nonces: Nonces of both sides.
     """
     signed_text = f"{purpose}/{environment.world_size}/{side}/{nonces}"
     return hmac.new(environment.run_id.encode(), signed_text.encode(), "sha256").hexdigest()
 
 
 def listen_for_ranks(environment: RankEnvironment, purpose: str) -> socket.socket:
-    """Return rank 0's listening socket, to which other ranks connect with :func:`connect_to_rank_0`.
+    """Return a listening socket of rank 0, to which other ranks connect with :func:`connect_to_rank_0`.
 
     Raises:
-        DistributedError: All ports are in use.
+        DistributedError: All ports of :func:`rank_0_ports` are in use.
     """
     ports = rank_0_ports(environment.master_port)
     for port in ports:
@@ -142,9 +140,13 @@ def listen_for_ranks(environment: RankEnvironment, purpose: str) -> socket.socke
 
 
 def connect_to_rank_0(environment: RankEnvironment, purpose: str, entries: dict[str, Any], seconds: float) -> Channel:
-    """Connect to rank 0 and prove that this rank is in the run; return the connection. Retry for ``seconds``.
+    """Connect to rank 0, prove that this rank belongs to the run, and return the connection.
 
-    The first message of this rank has its rank and host, and the additional ``entries``.
+    Args:
+        environment: Environment of this rank.
+        purpose: Purpose of the connection.
+        entries: Entries to send to rank 0, in addition to this rank and its host.
+        seconds: Time limit of the attempts.
 
     Raises:
         DistributedError: Rank 0 cannot be reached.
@@ -202,19 +204,19 @@ class _Caller:
     channel: Channel
     deadline: float
     nonces: str = ""
-    """Random numbers of both sides; empty until rank 0 has sent its number."""
+    """Nonces of both sides; empty until rank 0 has sent its nonce."""
     nonce: str = field(default_factory=lambda: secrets.token_hex(16))
 
 
 class Admission:
-    """Accepts connections to rank 0 that prove to be from ranks of this run; closes all others. Never blocks.
+    """Accepts connections that prove to be from ranks of this run, and closes all others; never blocks.
 
     Args:
-        server: Listening socket, which :meth:`close` closes.
+        server: Listening socket.
         environment: Environment of rank 0.
         purpose: Purpose of the connections.
-        answer_entries: Additional entries of rank 0's answer to an accepted rank.
-        selector: Selector that watches the sockets; each is registered with this object as its ``data``.
+        answer_entries: Additional entries of the answer to an accepted rank.
+        selector: Selector in which the sockets are registered, with this object as their ``data``.
     """
 
     def __init__(
@@ -240,10 +242,10 @@ class Admission:
         yield from (connection.fileno() for connection in self._callers)
 
     def process_ready_socket(self, ready_socket: Any) -> tuple[Channel, dict[str, Any]] | None:
-        """Accept a connection or read from a connection, after ``ready_socket`` has become readable.
+        """Accept a connection from ``ready_socket`` or read from it, after the selector has found it readable.
 
         Returns:
-            The connection and first message of a rank that was accepted, with ``rank`` and ``host`` checked; else None.
+            The connection of a rank that has proved to belong to the run, and its first message; None if there is none.
         """
         if ready_socket is self._server:
             self._accept_caller()
@@ -261,7 +263,7 @@ class Admission:
         return None
 
     def close_overdue_callers(self) -> None:
-        """Close connections that have not proved in time to be from ranks of this run."""
+        """Close connections that have not sent a valid proof in time."""
         now = time.monotonic()
         for caller in [caller for caller in self._callers.values() if caller.deadline < now]:
             self._close_caller(caller)

@@ -1,4 +1,4 @@
-"""Choose the schedule of a step, by simulated memory and predicted time."""
+"""Choose the fastest schedule (chunk sizes, offloading, recomputation) of a training step that fits in memory."""
 
 from streamtune.plan.budget import Limits
 from streamtune.plan.planner import Plan, as_fixed_fields, choose, evaluate_schedule, plan_step

@@ -1,4 +1,4 @@
-"""Memory budgets of a step, the memory that is free now, and the search for the largest number that fits a budget."""
+"""Define memory limits of a training step, measure free memory, and search for the largest number that fits."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import torch
 
 @dataclass(frozen=True)
 class Budget:
-    """Bytes that a step may use on each tier.
+    """Bytes that a training step may use on each tier: device, host and disk.
 
     None means all the memory of a tier, or no limit if the step is simulated.
 
     Attributes:
-        device_bytes: Bytes on the device.
-        host_bytes, disk_bytes: Bytes that the engine may offload to host and disk.
+        device_bytes: Bytes of device memory.
+        host_bytes, disk_bytes: Bytes of host memory and disk for offloaded tensors.
         margin: Fraction of an accelerator's memory that stays free if ``device_bytes`` is None.
     """
 
@@ -35,11 +35,13 @@ class Budget:
     def used_fraction(
         self, device: int | None, host: int | None, disk: int | None, *, usable: float = 1.0
     ) -> float | None:
-        """Return used bytes / budget of the fullest tier; None if both numbers are known for no tier.
+        """Return used bytes divided by budget, of the tier where this ratio is largest.
+
+        Tiers with an unknown usage or budget are left out; the result is None if no tier remains.
 
         Args:
             device, host, disk: Bytes that the step uses on each tier; None if unknown.
-            usable: Fraction of each budget that may be used; used bytes are divided by this fraction of the budget.
+            usable: Factor between 0 and 1 by which each budget is multiplied first.
         """
         pairs = ((device, self.device_bytes), (host, self.host_bytes), (disk, self.disk_bytes))
         return max((used / (usable * limit) for used, limit in pairs if used is not None and limit), default=None)
@@ -47,13 +49,13 @@ class Budget:
 
 @dataclass(frozen=True)
 class Limits(Budget):
-    """Memory that a plan may use: a :class:`Budget` in which every tier has a number.
+    """Memory that a plan may use on each tier (device, host, disk), in bytes.
 
     Attributes:
         device_bytes: Total bytes that the step may use on the device, weights included.
         host_bytes: Bytes of host memory for offloading.
         disk_bytes: Bytes of disk space for offloading.
-        margin: Fraction of each tier that stays free.
+        margin: Fraction of each of these numbers that stays free.
         shared: True if device and host are the same memory, as on the CPU.
 
     Example:
@@ -81,7 +83,7 @@ class Limits(Budget):
         return int((1 - self.margin) * self.disk_bytes)
 
     def usage_and_limits(self, device: float, host: float, disk: float) -> tuple[tuple[float, int], ...]:
-        """Return one pair per tier: the bytes that a step uses, and the bytes that it may use (margin subtracted)."""
+        """Return ``(used bytes, limit in bytes)`` of each tier; if device and host share memory, they are one tier."""
         memory = (
             ((device + host, self.device_limit),)
             if self.shared
@@ -90,17 +92,16 @@ class Limits(Budget):
         return *memory, (disk, self.disk_limit)
 
     def excess_bytes(self, device: float, host: float, disk: float) -> float:
-        """Return the most bytes by which a step exceeds the limit of any tier; 0 or less if the step fits."""
+        """Return the largest number of bytes by which the usage of a tier exceeds its limit; 0 or less if all fit."""
         return max(used - limit for used, limit in self.usage_and_limits(device, host, disk))
 
     def fullest_tier_fraction(self, device: float, host: float, disk: float) -> float | None:
-        """Return used bytes / limit of the fullest tier in use; None if the step needs a tier without memory."""
+        """Return the largest ratio of used bytes to limit of any tier; None if a used tier has a limit of 0."""
         wanted = [(used, limit) for used, limit in self.usage_and_limits(device, host, disk) if used > 0]
         return None if any(limit == 0 for _, limit in wanted) else max((u / limit for u, limit in wanted), default=0.0)
 
 
 def _format_bytes(size: int) -> str:
-    """Return a size as text: four significant digits in GiB or MiB, or the exact number of bytes below 1 MiB."""
     for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB")):
         if size >= unit:
             return f"{size / unit:.4g} {name}"
@@ -108,7 +109,7 @@ def _format_bytes(size: int) -> str:
 
 
 def free_device_bytes(device: torch.device) -> int:
-    """Return how many bytes of an accelerator are free, including unused memory that torch's allocator reserves."""
+    """Return the free bytes of a CUDA device, including memory that PyTorch has reserved but does not use."""
     free, _ = torch.cuda.mem_get_info(device)
     return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
 
@@ -126,16 +127,16 @@ def device_name(device: torch.device) -> str:
 
 
 MAX_SLOPE_RATIO = 0.8
-"""Largest ratio of two attempted numbers from which the slope of memory is estimated; closer numbers mislead."""
+"""Largest ratio of two tried numbers from which the slope of memory use is estimated; closer numbers are unreliable."""
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """Result of an attempt with one number, such as a row length, in :func:`search_largest`.
+    """Result of trying one number, such as a row length, in a search for the largest number that fits.
 
     Attributes:
         fits: True if a step with this number fits the memory budget.
-        filled: Used fraction of the budget, above 1 if the step does not fit; None if unknown (attempt aborted).
+        filled: Used fraction of the budget, above 1 if the step does not fit; None if the attempt was aborted.
     """
 
     fits: bool
@@ -144,16 +145,15 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Range:
-    """The range and tolerance of :func:`search_largest`.
+    """Range and tolerance of a search for the largest number that fits.
 
     Attributes:
         first: Number to try first.
         least, most: Smallest and largest number that may be tried.
-        step: Absolute tolerance: the search stops if the smallest failing number is at most this far above the largest
-            fitting number.
+        step: Absolute tolerance: distance between the largest fitting and the smallest failing number at the end.
         share: Relative tolerance, as a fraction of the largest fitting number. The larger of the two tolerances
             applies.
-        grain: Attempted numbers are multiples of this number where possible.
+        grain: Granularity: tried numbers are multiples of it, where possible.
     """
 
     first: int
@@ -164,25 +164,30 @@ class Range:
     grain: int = 1
 
     def tolerance(self, fitting_number: int) -> int:
-        """Return how far the smallest failing number may be above ``fitting_number`` for the search to stop."""
+        """Return the tolerance that applies when ``fitting_number`` is the largest number that fits."""
         return max(self.step, int(self.share * fitting_number))
 
 
 @dataclass(frozen=True)
 class Bracket:
-    """The result of a search: largest number that fits (0: none) and smallest number that fails (None: none)."""
+    """Result of a search for the largest number that fits.
+
+    Attributes:
+        fits: Largest number that fits; 0 if none fits.
+        fails: Smallest number that does not fit; None if none was found.
+    """
 
     fits: int
     fails: int | None
 
 
 def search_largest(attempt: Callable[[int], Attempt], search_range: Range) -> Bracket:
-    """Return the largest number that fits, in few attempts: double until a number fails, then narrow the bracket.
+    """Find the largest number that fits, within a tolerance.
 
-    Memory is nearly linear in the length if a row has several chunks. So a line through two attempts predicts where the
-    budget is exhausted. The search tries a number half a tolerance below this point, then a number half a tolerance
-    above. If both results are as predicted, the search ends. Otherwise the search bisects, with at most twice the
-    attempts of plain bisection.
+    The search doubles the number until it fails. Then it interpolates, because memory is nearly linear in the length of
+    a row with several chunks: a line through two attempts predicts where the budget is exhausted. The search tries a
+    number half a tolerance below this point, then a number half a tolerance above. If the prediction is wrong, the
+    search bisects, with at most twice the attempts of plain bisection.
 
     Args:
         attempt: Function that tries a number. If a number fits, every smaller number is assumed to fit.
@@ -210,7 +215,7 @@ def search_largest(attempt: Callable[[int], Attempt], search_range: Range) -> Br
 def _next_number(
     low: int, high: int | None, used_by_number: dict[int, float], search_range: Range
 ) -> tuple[int | None, bool]:
-    """Return the next number to try, and whether :func:`_predict_budget_end` chose it; None ends the search."""
+    """Return the next number to try (None ends the search), and True if the number comes from a prediction."""
     if low == search_range.most or (high is not None and low and high - low <= search_range.tolerance(low)):
         return None, False
     if not low:  # nothing has fitted yet
@@ -227,9 +232,10 @@ def _next_number(
 
 
 def _predict_budget_end(low: int, used_by_number: dict[int, float], search_range: Range) -> int | None:
-    """Predict the largest number that fits, from a line through two attempts; None if the line does not rise.
+    """Return the next number to try, predicted by a line through two attempts; None if the line does not rise.
 
-    The returned number is half a tolerance below the prediction, or above it if ``low`` is already that close.
+    The number is half a tolerance below the point where the line reaches the budget. It is half a tolerance above this
+    point if ``low`` is already within a tolerance of the point.
     """
     below = sorted(number for number in used_by_number if number <= low)
     above = sorted(number for number in used_by_number if number > low)

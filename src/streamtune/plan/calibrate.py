@@ -1,10 +1,10 @@
-"""Measure the rates of the local device in a few seconds, and cache them on disk.
+"""Measure how fast the local device computes and copies, in a few seconds, and cache these rates on disk.
 
-Each rate is the fastest of several runs of one kind of operator, on tensors with the size of a chunk. The fastest run
-counts, because other work on the machine can only slow a run down. All rates are measured in two rounds, and the faster
-round counts. Rates are measured again if they are old, or if the two rounds differed much.
+Each rate is the throughput of one kind of operator, on tensors with the size of a chunk of a sequence. The fastest of
+several runs counts, because other work on the machine can only slow a run down. All rates are measured twice, and the
+faster measurement counts. Rates are measured again if they are old, or if the two measurements differed much.
 
-Real steps correct the rates: :func:`correct_rates` caches a factor that multiplies every predicted time.
+:func:`correct_rates` caches a factor that multiplies every predicted time; the factor is measured in real steps.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from streamtune.plan.simulate import Workload, simulate
 from streamtune.schedule import Schedule
 
 MIN_TIMED_SECONDS = 8e-3
-"""Seconds from which on clock resolution and launch overhead of a run are negligible."""
+"""Shortest time of a run, in seconds, for which clock resolution and launch overhead are negligible."""
 MAX_RUNS_TIMED_TOGETHER = 64
 """Largest number of runs that are timed together."""
 
@@ -46,18 +46,18 @@ MEASUREMENT_VERSION = "rates of a chunk, runs in a row, the better of two rounds
 """Version of the measurement, part of the cache key. Change it with the measurement, so that old rates are not used."""
 
 MAX_AGE, MAX_AGE_IF_BUSY = timedelta(days=30), timedelta(hours=1)
-"""Ages from which on rates are measured again: in general, and if the machine was busy."""
+"""Ages at which rates are measured again: in general, and if the machine was busy during the measurement."""
 
 BUSY_SPREAD = 0.25
-"""Relative difference between the two rounds of a rate above which the machine counts as busy."""
+"""Relative difference between two measurements of a rate above which the machine counts as busy."""
 
 MIN_FACTOR, MAX_FACTOR = 0.1, 10.0
-"""Bounds of the correction factor: a deviation beyond them has another cause than the rates."""
+"""Bounds of the correction factor; a larger deviation has another cause than wrong rates."""
 
 
 @dataclass(frozen=True)
 class CachedRates:
-    """The rates of a device in the cache file, with the time and the quality of their measurement.
+    """Measured rates of a device as an entry of the cache file.
 
     Attributes:
         rates: Measured rates.
@@ -75,10 +75,10 @@ class CachedRates:
 
     @classmethod
     def from_json(cls, entry: dict[str, Any]) -> CachedRates:
-        """Return the entry read from the JSON object ``entry``.
+        """Return the rates in a JSON object of the cache file.
 
         Raises:
-            TypeError, ValueError, KeyError: Another version wrote the entry.
+            TypeError, ValueError, KeyError: Another version wrote the object.
         """
         cached = cls(**{**entry, "rates": Rates(**entry["rates"])})
         datetime.fromisoformat(cached.measured)
@@ -88,12 +88,12 @@ class CachedRates:
 
     @property
     def is_current(self) -> bool:
-        """True if the rates are less than 30 days old, or less than an hour if they were measured on a busy machine."""
+        """True if the rates are less than 30 days old, or less than 1 hour if measured on a busy machine."""
         age = datetime.now(UTC) - datetime.fromisoformat(self.measured)
         return age < (MAX_AGE_IF_BUSY if self.spread > BUSY_SPREAD else MAX_AGE)
 
     def corrected_rates(self) -> Rates:
-        """Return the measured rates, corrected by ``factor`` so that predicted step times equal measured ones."""
+        """Return the rates with all times multiplied by ``factor``, so that predicted step times match real ones."""
         if self.factor == 1.0:
             return self.rates
         slower = {name: getattr(self.rates, name) / self.factor for name in _throughput_fields(self.rates)}
@@ -106,15 +106,14 @@ class CachedRates:
 
 
 def load_rates(device: torch.device, dtype: torch.dtype, *, notify: Callable[[str], None] = lambda text: None) -> Rates:
-    """Return the rates of ``device`` in ``dtype``, from the cache or measured now and cached.
+    """Return the rates of ``device`` for computation in ``dtype``, from the cache or measured now and cached.
 
-    The cache key is device, machine, processor, number of threads, torch version and dtype. If the cache file cannot be
-    read or written, the rates are measured each time.
+    If the cache file cannot be read or written, the rates are measured each time.
 
     Args:
         device: Device to measure.
         dtype: Dtype of matrix products and attention.
-        notify: Function that takes a message; called before a measurement.
+        notify: Function that takes a message: a measurement begins, or the cache file is damaged.
     """
     cached = _read_cached_rates(device, dtype, notify)
     if cached is None or not cached.is_current:
@@ -129,7 +128,7 @@ def load_rates(device: torch.device, dtype: torch.dtype, *, notify: Callable[[st
 
 
 def correct_rates(device: torch.device, dtype: torch.dtype, time_ratio: float) -> None:
-    """Record in the cache that steps needed ``time_ratio`` times the time predicted from the cached rates.
+    """Record in the cache that training steps took ``time_ratio`` times as long as predicted.
 
     Nothing is recorded if no rates are cached, or if the cache file cannot be written.
     """
@@ -157,7 +156,6 @@ def _faster_rates(one: Rates, other: Rates) -> Rates:
 
 
 def _throughput_fields(rates: Rates) -> list[str]:
-    """Return the names of the fields that are throughputs: the higher, the faster the device."""
     return [f.name for f in fields(rates) if f.name.endswith(("_flops", "_bandwidth"))]
 
 
@@ -180,9 +178,9 @@ def _read_entry(entries: dict[str, Any], key: str) -> CachedRates | None:
 def _update_cache(
     device: torch.device, dtype: torch.dtype, make_entry: Callable[[CachedRates | None], CachedRates | None]
 ) -> None:
-    """Replace the cache entry by the result of ``make_entry``, a function of the present entry (None: no entry).
+    """Replace the cache entry by the result of ``make_entry``, a function of the current entry (None: no entry).
 
-    The entry is read again first, because another process may have written it. A failed write is ignored.
+    If the result is None, the cache is not changed. A failed write is ignored.
     """
     key = _cache_key(device, dtype)
 
@@ -195,7 +193,7 @@ def _update_cache(
 
 
 def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:
-    """Return the measured rates of ``device``, with an assumed rate of the disk.
+    """Return the measured rates of ``device``; the disk is not measured, and its bandwidth is :data:`DISK_BANDWIDTH`.
 
     A measurement needs about 2 seconds on a CPU core and less on an accelerator.
     """
@@ -216,10 +214,7 @@ def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:
 
 
 def measure_disk(directory: Path, size: int = 64 << 20) -> float:
-    """Return the bytes/s measured by writing ``size`` bytes to the disk of ``directory``.
-
-    Reading is assumed to be at least as fast.
-    """
+    """Return the write bandwidth in bytes/s of the disk of ``directory``, measured with ``size`` bytes."""
     import tempfile
 
     block = os.urandom(1 << 20)
@@ -252,7 +247,7 @@ def _cache_key(device: torch.device, dtype: torch.dtype) -> str:
 
 
 def _processor_name() -> str:
-    """Return the model name of the CPU, because a container keeps its host name when it moves to another machine."""
+    # The host name does not identify the CPU: a container keeps its host name when it moves to another machine.
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines():
             if line.startswith("model name"):
@@ -270,10 +265,10 @@ class _Clock:
         self.device = device
 
     def time_fastest_run(self, run: Callable[[], object], *, budget_seconds: float = 0.15) -> float:
-        """Return the seconds of the fastest run, after one warm-up run.
+        """Return the seconds of the fastest of several runs, after one warm-up run.
 
         Runs are repeated for about ``budget_seconds``, and at least three times. On an accelerator short runs are
-        queued back to back and timed together, as in a step, so that the host's overhead per run is not counted.
+        launched back to back and timed together, so that the time to launch a run is not counted.
         """
         self.time_runs(run)
         count = 1
@@ -285,7 +280,7 @@ class _Clock:
         return min(times)
 
     def time_runs(self, run: Callable[[], object], count: int = 1) -> float:
-        """Return the total seconds of ``count`` runs, until the device has finished.
+        """Return the total seconds of ``count`` runs, including the time until the device has finished.
 
         On a CPU the result is at most the CPU time of this process, because on a busy machine runs wait for a core.
         """
@@ -303,7 +298,7 @@ class _Clock:
 
 
 def _measure_matmul(clock: _Clock, dtype: torch.dtype) -> float:
-    """Return the FLOP/s of a square matrix product large enough to run for :data:`MIN_TIMED_SECONDS` seconds."""
+    """Return the FLOP/s of the smallest square matrix product that takes over :data:`MIN_TIMED_SECONDS`."""
     for size in (512, 1024, 2048, 4096, 8192):
         x = torch.randn(size, size, device=clock.device).to(dtype)
         seconds = clock.time_fastest_run(partial(torch.matmul, x, x))
@@ -313,7 +308,7 @@ def _measure_matmul(clock: _Clock, dtype: torch.dtype) -> float:
 
 
 def _measure_attention(clock: _Clock, dtype: torch.dtype) -> tuple[float, float]:
-    """Return the forward and backward FLOP/s of a chunk's attention to itself and to its prefix, as the engine runs it.
+    """Return the FLOP/s of causal attention, forward and backward, for a chunk of queries and the keys up to its end.
 
     For head dimension D, a query-key pair counts 4 D FLOPs forward and 10 D backward.
     """
@@ -337,7 +332,7 @@ def _measure_attention(clock: _Clock, dtype: torch.dtype) -> tuple[float, float]
 
 
 def _measure_elementwise(clock: _Clock, dtype: torch.dtype) -> float:
-    """Return the bytes/s of element-wise operators: sum, product, activation, cast and copy."""
+    """Return the bytes/s that element-wise operators (sum, product, SiLU, cast, copy) read and write."""
     elements = 1 << (20 if clock.device.type == "cpu" else 26)
     x = torch.randn(elements, device=clock.device).to(dtype)
     size, wide = x.element_size(), 4
@@ -346,7 +341,7 @@ def _measure_elementwise(clock: _Clock, dtype: torch.dtype) -> float:
 
 
 def _measure_copy(clock: _Clock) -> float:
-    """Return the bandwidth in bytes/s between device and host, in the slower direction; on a CPU, within memory."""
+    """Return the bytes/s of copies between device and host, in the slower direction; on a CPU, within memory."""
     size = (16 << 20) if clock.device.type == "cpu" else (256 << 20)
     host_tensor = torch.empty(size, dtype=torch.uint8, pin_memory=clock.device.type == "cuda")
     device_tensor = torch.zeros(size, dtype=torch.uint8, device=clock.device)
@@ -356,7 +351,7 @@ def _measure_copy(clock: _Clock) -> float:
 
 
 def _measure_launch_overhead(clock: _Clock) -> float:
-    """Return the engine's overhead per operator in seconds: step time of a tiny model divided by its operators."""
+    """Return the seconds to launch one operator: the step time of a tiny model divided by its number of operators."""
     sizes = {"hidden_size": 16, "intermediate_size": 32, "vocab_size": 32, "num_hidden_layers": 2}
     config = LlamaConfig(**sizes, num_attention_heads=1, num_key_value_heads=1, head_dim=16)
     schedule = Schedule(chunk_size=16, head_chunk_size=128)

@@ -1,10 +1,12 @@
 """Generate the schedules from which the planner chooses.
 
-With ``order: layer`` the planner considers every allowed combination of choices, sized to the available memory. With
-``order: chunk`` the planner considers a few forms, and sizes each form by simulations. ``order: chunk`` stores keys,
-values and their gradients instead of layer inputs. It does the same work, but reads all weights once per chunk. So it
-is faster only if ``order: layer`` runs out of memory, recomputes layers or waits for copies. ``order: chunk`` is tried
-only in these cases, or if the user sets it.
+With ``order: layer`` the backward processes all chunks of a layer, then the layer below. The planner considers every
+allowed combination of the other choices. Numbers of layers in a schedule are the largest that fit the memory.
+
+With ``order: chunk`` the backward processes all layers of a chunk, then the chunk before. It stores keys, values and
+their gradients instead of layer inputs, and reads all weights once per chunk. So it is faster only if ``order: layer``
+runs out of memory, recomputes layers or waits for copies. The planner tries it only in these cases, or if the user sets
+it. The planner simulates a few variants, with several chunk sizes.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ class Candidate:
     cost: StepCost
 
     def excess_bytes(self, limits: Limits) -> float:
-        """Return the most bytes by which the estimate exceeds the limit of a tier; 0 or less if it should fit."""
+        """Return the largest excess of estimated bytes over the limit of a tier; 0 or less if all bytes fit."""
         cost = self.cost
         return limits.excess_bytes(cost.device_bytes, cost.host_bytes, cost.disk_bytes)
 
@@ -51,13 +53,13 @@ class Candidate:
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """The values that the planner may choose for the fields of a schedule.
+    """Values that the planner may choose for the fields of a schedule.
 
     Args:
         layers: Number of decoder layers of the model.
         length: Number of tokens of a row, or of one rank's shard of a row.
-        limits: Memory to plan with; a tier without memory is not used.
-        fixed: Fields of the schedule that the user set, by name.
+        limits: Memory limits; host or disk is not used if its limit is 0.
+        fixed: Schedule fields that the user set, by name; the planner does not change them.
     """
 
     layers: int
@@ -66,7 +68,7 @@ class SearchSpace:
     fixed: Mapping[str, Any]
 
     def candidate_values(self, name: str) -> tuple[Any, ...]:
-        """Return the values to try for a schedule's field, always with the value that needs the least device memory."""
+        """Return the values to try for the field ``name``, including the value with the least device memory."""
         if name in self.fixed:
             return (self.fixed[name],)
         host = not self.limits.shared and self.limits.host_bytes > 0
@@ -94,7 +96,7 @@ class SearchSpace:
         return {name: self.fixed.get(name, DEFAULTS[name]) for name in GIVEN}
 
     def allowed_schedules(self) -> Iterator[Schedule]:
-        """Yield every allowed schedule; ``device_layers`` and ``keep_layers`` still have their defaults."""
+        """Yield a schedule for every allowed combination, with default ``device_layers`` and ``keep_layers``."""
         names = ("chunk_size", "head_chunk_size", "offload", "levels", "keep_kv", "keep_attention", "stream_grads")
         for values in product(*(self.candidate_values(name) for name in names)):
             chosen = dict(zip(names, values, strict=True))
@@ -111,11 +113,10 @@ class SearchSpace:
 def enumerate_candidates(
     search_space: SearchSpace, estimator: Estimator, limits: Limits, reduced_limits: Mapping[int, Limits] | None = None
 ) -> Iterator[Candidate]:
-    """Yield every schedule to consider with its estimated bytes and work.
+    """Yield every schedule to consider, with its estimated bytes and work; schedules that do not fit are included.
 
-    Schedules that do not fit are included, so that an error can list them. If device memory is left, some schedules use
-    it to keep the activations of whole layers, or to store layer inputs that would otherwise be offloaded.
-    ``reduced_limits`` replaces ``limits`` for chunk sizes whose estimates were too low.
+    If device memory is left, some schedules use it to keep the activations of whole layers, or to store layer inputs
+    that would otherwise be offloaded. ``reduced_limits`` maps chunk sizes whose estimates were too low to other limits.
     """
     all_limits = limits
     for schedule in search_space.allowed_schedules():
@@ -131,7 +132,7 @@ def enumerate_candidates(
 def _vary_device_layers(
     candidate: Candidate, search_space: SearchSpace, estimator: Estimator, limits: Limits
 ) -> Iterator[Candidate]:
-    """Yield the candidate with the fewest and the most layer inputs on the device, or with the user's number."""
+    """Yield the candidate with the smallest and the largest ``device_layers`` that fit, or with the user's."""
     schedule, cost = candidate.schedule, candidate.cost
     layer_cost = estimator.device_layer_cost(schedule)
     max_count = math.floor(min(search_space.layers, cost.max_additions(layer_cost, limits.device_limit)))
@@ -150,7 +151,7 @@ def _vary_device_layers(
 def _vary_kept_layers(
     candidate: Candidate, search_space: SearchSpace, estimator: Estimator, limits: Limits
 ) -> Iterator[Candidate]:
-    """Yield the candidate without ``keep_layers`` and with the most that fit, or only with the user's number."""
+    """Yield the candidate with ``keep_layers`` 0 and the largest that fits, or only with the user's number."""
     schedule, cost = candidate.schedule, candidate.cost
     fixed_count = search_space.fixed.get("keep_layers")
     # levels: 2 recomputes layers that keep_layers would not recompute
@@ -171,20 +172,19 @@ def _sizes_up_to(sizes: tuple[int, ...], length: int) -> tuple[int, ...]:
 
 
 LARGE_CHUNK = 8192
-"""Tokens of a large chunk, with which a row has few chunk borders."""
+"""Number of tokens of a large chunk, with which a row has few chunks."""
 
 SimulatedSchedule = tuple[Schedule, Simulation]
 
 
 def allows_chunk_order(fixed: Mapping[str, Any], cluster: Cluster) -> bool:
-    """Return True if ``order: chunk`` is possible with the user's fields and this cluster."""
     return fixed.get("order") != "layer" and not cluster.gathers_layers and cluster.sequence_size == 1
 
 
 def find_best_chunk_order(
     workload: Workload, search_space: SearchSpace, simulate: Simulate
 ) -> SimulatedSchedule | None:
-    """Return the first variant of ``order: chunk`` that fits, with the largest chunks that fit; None if none fits.
+    """Return the first variant of ``order: chunk`` that fits, with the largest chunk size that fits; None if none fits.
 
     The variants differ in ``levels`` and in the tensors that are offloaded; later variants need less device memory.
     """
@@ -219,14 +219,15 @@ def find_best_chunk_order(
 def _interpolate_chunk_size(
     low: int, fits: SimulatedSchedule, high: int, exceeds: SimulatedSchedule | None, limits: Limits
 ) -> float:
-    """Return the largest chunk size that should fit, by linear interpolation of each tier's bytes between two steps.
+    """Return the largest chunk size that should fit, interpolated linearly between two simulated steps.
 
     Args:
         low: Chunk size that fits.
         fits: Simulated step with chunk size ``low``.
         high: Larger chunk size that does not fit.
-        exceeds: Simulated step with chunk size ``high``; None, if the model does not allow this size, returns ``high``.
-        limits: Memory to plan with.
+        exceeds: Simulated step with chunk size ``high``. If the model does not allow this size, it is None, and the
+            result is ``high``.
+        limits: Memory limits.
     """
     found = float(high)
     if exceeds is None:
@@ -242,9 +243,9 @@ def find_least_memory_chunk_order(
 ) -> SimulatedSchedule | None:
     """Return the first variant of ``order: chunk`` that fits; variants with the least device memory are tried first.
 
-    If no variant fits, return the variant with the smallest excess. Each variant is tried with large chunks first,
-    because each chunk border stores states and windows. Return None if ``order: chunk`` does not support the model, or
-    if the user's fields exclude all variants.
+    If no variant fits, return the variant with the smallest excess. Large chunks are tried first, because recurrent
+    states and sliding windows are stored at the end of each chunk. Return None if ``order: chunk`` does not support the
+    model, or if the user's fields exclude all variants.
     """
     found: SimulatedSchedule | None = None
     forms = list(_chunk_order_variants(limits, fixed))[::-1]
@@ -277,7 +278,6 @@ def _chunk_order_variants(limits: Limits, fixed: Mapping[str, Any]) -> Iterator[
 
 
 def _without_unused_offload_dir(fixed: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the user's fields, without ``offload_dir`` unless the user offloads to disk."""
     disk = fixed.get("offload") == "disk"
     return {name: value for name, value in fixed.items() if disk or name != "offload_dir"}
 
@@ -290,7 +290,7 @@ def _simulate_variant(workload: Workload, chosen: dict[str, Any], simulate: Simu
 
 
 def excess_bytes(step: Simulation, limits: Limits) -> float:
-    """Return the most bytes by which a simulated step exceeds the limit of any tier; 0 or less if the step fits."""
+    """Return the largest excess of a simulated step over the limit of a tier, in bytes; 0 or less if the step fits."""
     return limits.excess_bytes(step.peak_bytes, step.host_bytes, step.disk_bytes)
 
 

@@ -1,11 +1,12 @@
-"""Estimate bytes and work of hundreds of schedules from five simulations.
+"""Estimate memory and work of hundreds of schedules from five simulated steps.
 
-Five steps are simulated at the planned length: a plain step, and four steps that differ from the plain step in one
-choice. The choices are another chunk size, and keeping keys and values, attention outputs or one layer. The
-differences of several choices are added, because each choice keeps other tensors. For chunk size c, bytes are linear in
-c, and work is ``a + b / c``, because weights and prefix are read once per chunk. All other figures are computed.
+The steps have the planned length. The first step keeps nothing that can be recomputed, except layer inputs. Each other
+step changes one choice: another chunk size, or keeping keys and values, attention outputs, or all activations of one
+layer. The differences of several choices are added, because each choice keeps other tensors. For chunk size c, bytes
+are linear in c, and work is ``a + b / c``, because weights and earlier keys are read once per chunk. All other figures
+are computed from tensor sizes.
 
-Estimates are used to choose. The planner then simulates the chosen schedule itself.
+The estimates rank schedules. The planner then simulates the chosen schedule itself.
 """
 
 from __future__ import annotations
@@ -27,19 +28,22 @@ Simulate = Callable[[Workload, Schedule], Simulation]
 DEVICE, WORK, HOST, DISK = "device:", "work:", "host", "disk"
 ATTENTION = f"{WORK}attention_flops"
 FORWARD_SHARE = 2 / 9
-"""Fraction of a step's attention FLOPs in one forward: per tile 2 matrix products in each of two forwards, and 5 in the
-backward."""
+"""Fraction of a step's attention FLOPs in one forward: 2 matrix products in each of two forwards, 5 in the backward."""
 
 IN_FLIGHT = 4
 """Number of chunks of an offloaded tensor that are on the device at a time: being copied out, or prefetched."""
 
 HEAD_COPIES = 2
-"""Number of fp32 copies of a head chunk's logits that exist at a time."""
+"""Number of fp32 copies of a head chunk's logits that are in memory at a time."""
 
 
 @dataclass(frozen=True)
 class StepCost:
-    """Bytes and work of a step by name (device bytes by phase, host and disk bytes, work), to be added and scaled."""
+    """Bytes and work of a step as named numbers, which can be added and scaled.
+
+    ``values`` has device bytes as ``device:PHASE``, bytes of ``host`` and ``disk``, and the fields of :class:`Work` as
+    ``work:FIELD``.
+    """
 
     values: dict[str, float]
 
@@ -63,7 +67,7 @@ class StepCost:
 
     @property
     def work(self) -> Work:
-        """The work of the step, rounded to integers and at least 0."""
+        """Work of the step, rounded to integers of at least 0."""
         return Work(**{f.name: max(0, round(self.values.get(f"{WORK}{f.name}", 0.0))) for f in fields(Work)})
 
     def plus(self, other: StepCost, times: float = 1.0) -> StepCost:
@@ -82,14 +86,14 @@ class StepCost:
 
 
 class Estimator:
-    """Estimates bytes and work of a workload's step under any schedule.
+    """Estimates bytes and work of a training step with any schedule.
 
     Args:
-        workload: Step to train.
+        workload: Training step without its schedule.
         layers: Number of decoder layers of the model.
         simulate: Function that simulates a step.
         chunks: Chunk sizes of the schedules to estimate.
-        head_chunk: Head chunk size of the simulated steps, the largest of the schedules to estimate.
+        head_chunk: Largest head chunk size of the schedules to estimate.
         common_fields: Fields that have the same value in every schedule.
     """
 
@@ -120,12 +124,12 @@ class Estimator:
         self._kv_cost = simulate_added_cost(keep_kv="device")
         self._attention_cost = simulate_added_cost(keep_attention="device")
         self.kept_layer_cost = simulate_added_cost(keep_layers=1) if plain.weights == "device" else StepCost({})
-        """Bytes and work that one layer kept whole adds."""
+        """Bytes and work that are added by keeping all activations of one layer."""
         self.forwards = 0.0 if workload.scored is None else workload.scored.forwards
         model: Any = workload.make_model()
         embedding: Tensor = model.get_input_embeddings().weight
         self._recopied_cost = StepCost({f"{WORK}moved_bytes": float(recopied_weight_bytes(model, workload, 1))})
-        """Work that one extra forward adds by copying weights from the host; 0 if weights are on the device."""
+        """Work of copying the weights of one recomputed layer from the host; 0 if weights are on the device."""
         self.vocabulary = embedding.shape[0]
         element = 2 if plain.fetch_dtype == "bfloat16" else embedding.element_size()
         self.input_bytes = embedding.shape[1] * element * self.rows * self.length
@@ -151,10 +155,7 @@ class Estimator:
     # --- parts --------------------------------------------------------------------------------------------------------
 
     def _plain_cost(self, chunk: int) -> StepCost:
-        """Return bytes and work of the plain schedule with this chunk size.
-
-        The plain schedule has ``levels: 1``, stores all layer inputs on the device, and keeps nothing else.
-        """
+        """Return the cost of a step that stores all layer inputs on the device and keeps nothing else."""
         if self.wide_chunk == self.chunk:
             return self.plain_cost
         chunk = min(chunk, self.length)
@@ -164,7 +165,7 @@ class Estimator:
         return self.plain_cost.plus(StepCost(more))
 
     def _layer_input_cost(self, schedule: Schedule) -> StepCost:
-        """Return the bytes and work that storing layer inputs as in ``schedule`` adds to storing all on the device."""
+        """Return the extra cost of storing layer inputs as in ``schedule`` instead of all on the device."""
         each = self.input_bytes
         streamed = self.layers - min(schedule.keep_layers, self.layers)
         total = StepCost({})
@@ -185,9 +186,9 @@ class Estimator:
         return total
 
     def _extra_forward_cost(self, *, attention: bool) -> StepCost:
-        """Return the work of one extra forward of all layers.
+        """Return the work of one more forward of all layers, without attention if ``attention`` is False.
 
-        That is a fourth of a step's matrix products and two ninths of its attention; less if the step has reference
+        This forward is 1/4 of a step's matrix products and 2/9 of its attention FLOPs; less if the step has reference
         forwards.
         """
         work = self.plain_cost.values
@@ -196,16 +197,16 @@ class Estimator:
         return StepCost({**forward, ATTENTION: work[ATTENTION] * share if attention else 0.0})
 
     def _kept_tensors_cost(self, kept: StepCost, tier: str) -> StepCost:
-        """Return what keeping tensors on ``tier`` adds to a step; ``kept`` is what keeping them on the device adds."""
+        """Return the cost of keeping tensors on ``tier``; ``kept`` is the cost of keeping them on the device."""
         if tier == "device":
             return kept
         size = max(value for name, value in kept.values.items() if name.startswith(DEVICE))
         return kept.plus(self._offload_cost(size, tier))
 
     def _offload_cost(self, size: float, tier: str, times: float = 1.0, *, extra_reads: int = 0) -> StepCost:
-        """Return what moving ``size`` bytes from the device to host or disk adds to a step; device bytes are negative.
+        """Return the cost of storing ``size`` bytes on host or disk instead of the device, multiplied by ``times``.
 
-        The bytes are copied out once and back ``1 + extra_reads`` times.
+        The bytes are copied out once, and back ``1 + extra_reads`` times.
         """
         name = f"{WORK}moved_bytes" if tier == "host" else f"{WORK}disk_moved_bytes"
         away = StepCost({HOST if tier == "host" else DISK: size, name: (2 + extra_reads) * size})
@@ -218,7 +219,7 @@ class Estimator:
 
 
 def _max_stored_inputs(schedule: Schedule, layers: int) -> int:
-    """Return how many layer inputs exist at a time: the inputs stored in the forward, plus one segment's inputs."""
+    """Return the peak number of layer inputs in memory: all that the forward stores, plus the inputs of one segment."""
     places = place_layers(schedule, layers)
     stored = sum(place.begins_segment and not place.unstreamed for place in places)
     longest = current = 0

@@ -1,9 +1,9 @@
-"""Choose the fastest exact schedule that fits the available memory.
+"""Choose the fastest schedule of a training step that fits in memory.
 
-1. A few simulations show how much memory and work each choice adds to a step (``estimate``).
-2. All combinations are sized to the available memory (``choices``) and sorted by predicted time (``rates``).
-3. The fastest combination that should fit is simulated at the real length. If it does not fit, the planner subtracts
-   the error of the estimate from the memory for this chunk size, and repeats step 2.
+1. A few simulated steps show how much memory and work each choice adds (``estimate``).
+2. All combinations of choices are generated (``choices``) and sorted by predicted time (``rates``).
+3. The fastest combination that should fit is simulated. If it does not fit, the planner subtracts the error of the
+   estimate from the memory for this chunk size, and repeats step 2.
 
 The returned schedule has been simulated; its alternatives are estimates.
 """
@@ -44,10 +44,10 @@ from streamtune.plan.traffic import StepTimeModel, Traffic
 from streamtune.schedule import GIVEN, Schedule
 
 MAX_TRIED = 6
-"""Largest number of candidates that are simulated before the planner tries the smallest schedule."""
+"""Largest number of candidates that are simulated before the planner tries the schedule with the least memory."""
 
 MIN_SAVING = 0.003
-"""Fraction of the step time that each deviation from the default schedule must save; predictions are not more exact."""
+"""Fraction of the step time that each changed default must save, because predictions are not more accurate."""
 
 MIN_SLOWDOWN = 1.1
 """Step time, relative to the same step without copies to host and disk, above which ``order: chunk`` is tried."""
@@ -64,12 +64,12 @@ KEEPS_NOTHING: dict[str, Any] = {
     "keep_layers": 0,
     "stream_grads": False,
 }
-"""Choices for a step without a backward: nothing is stored."""
+"""Schedule fields of a step without a backward, which stores nothing."""
 
 
 @dataclass(frozen=True)
 class Alternative:
-    """A schedule that was not chosen, with its estimated bytes and seconds. ``why_not`` is the reason as text."""
+    """Schedule that was not chosen, with estimated bytes and step time; ``why_not`` is the reason as text."""
 
     schedule: Schedule
     peak_bytes: int
@@ -82,20 +82,20 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Plan:
-    """The schedule to train with, its simulated memory and its predicted time.
+    """Schedule to train with, its simulated memory and its predicted time.
 
     Attributes:
         schedule: Fastest schedule that fits, or the user's schedule.
         simulation: Simulated step with ``schedule``, at the planned length.
         step_seconds: Predicted seconds of the step.
         alternatives: Other schedules with estimated figures, the fastest first.
-        binds: Largest memory term on the fullest tier.
-        limits: Memory that was planned with.
+        binds: Largest part of the memory of the fullest tier, such as ``weights``.
+        limits: Memory limits.
         rates: Rates from which the time is predicted.
-        traffic: Messages between ranks in the step.
+        traffic: Messages that a rank sends in the step.
         seconds: Seconds that planning took.
         simulations: Number of simulations, including the simulations behind the estimates.
-        flops: FLOPs of the model in the step, summed over the ranks that share a sequence (``simulate.workload``).
+        flops: FLOPs of the model in the step, as in MFU, summed over the ranks that share a sequence.
     """
 
     schedule: Schedule
@@ -112,7 +112,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """True if the simulated step is within the limits. A chosen schedule always fits; the user's may not fit."""
+        """True if the simulated step is within the limits; always true for a schedule that the planner chose."""
         return excess_bytes(self.simulation, self.limits) <= 0
 
     def to_json(self) -> dict[str, Any]:
@@ -145,21 +145,22 @@ def choose(
     simulate: Simulate = simulate,
     explain: bool = True,
 ) -> Plan:
-    """Return the plan with the fastest exact schedule for ``workload`` within ``limits``.
+    """Return the plan with the fastest schedule for ``workload`` that fits ``limits``.
 
-    ``order: chunk`` is tried if the user sets it, if no other schedule fits, or if the fastest schedule with ``order:
-    layer`` recomputes layers or waits for copies.
+    ``order: chunk`` (all layers of a chunk, then the chunk before) is tried if the user sets it, or if no other
+    schedule fits. It is also tried if the fastest schedule with ``order: layer`` recomputes layers or waits for copies.
 
     Args:
-        workload: Step to train, at the length to plan for.
-        limits: Memory to plan with.
+        workload: Training step to plan, without its schedule.
+        limits: Memory limits.
         rates: Rates of the device.
-        fixed: Fields of the schedule that the user set, by name.
+        fixed: Schedule fields that the user set, by name.
         simulate: Function that simulates a step.
         explain: True to run more simulations if no schedule fits, for advice in the error.
 
     Raises:
-        NothingFitsError: No schedule fits; the error names the largest memory terms and changes that would help.
+        NothingFitsError: No schedule fits; the error names the largest parts of the memory, and changes that would
+            help.
     """
     fixed_fields, plan = dict(fixed or {}), None
     refuse = make_nothing_fits_error if explain else _make_short_error
@@ -187,14 +188,13 @@ def choose(
 
 
 def _is_slowed(plan: Plan, workload: Workload) -> bool:
-    """Return True if the plan recomputes layers, or if waiting for copies to host or disk notably slows the step."""
+    """Return True if the plan has ``levels: 2``, or if copies make its step :data:`MIN_SLOWDOWN` times as long."""
     work = replace(plan.simulation.work, moved_bytes=0, disk_moved_bytes=0)
     undelayed = StepTimeModel(workload, plan.rates).seconds(work, plan.schedule)
     return plan.schedule.levels == 2 or plan.step_seconds > MIN_SLOWDOWN * undelayed
 
 
 def _make_short_error(*_: Any) -> NothingFitsError:
-    """Return the error of ``choose(explain=False)``, without memory terms and advice."""
     return NothingFitsError("no schedule fits", where="max_length")
 
 
@@ -283,14 +283,14 @@ def _make_plan(
 def evaluate_schedule(
     workload: Workload, schedule: Schedule, limits: Limits, rates: Rates, *, simulate: Simulate = simulate
 ) -> Plan:
-    """Return the plan of the user's schedule, with simulated memory and predicted time. The schedule need not fit."""
+    """Return the plan of a given schedule, with simulated memory and predicted time. The schedule need not fit."""
     started = time.perf_counter()
     simulation = simulate(workload, schedule)
     return _make_plan(schedule, simulation, limits, StepTimeModel(workload, rates), started)
 
 
 def as_fixed_fields(schedule: Schedule) -> dict[str, Any]:
-    """Return all fields of a schedule by name, for the argument ``fixed`` of :func:`choose`."""
+    """Return the fields of a schedule by name, for the argument ``fixed`` of :func:`choose`."""
     return {f.name: getattr(schedule, f.name) for f in fields(schedule)}
 
 
@@ -298,14 +298,14 @@ def as_fixed_fields(schedule: Schedule) -> dict[str, Any]:
 
 
 SIZE_FIELDS = {"chunk_size", "head_chunk_size", "offload_dir", "order", *GIVEN}
-"""Fields that the user may set without excluding ``keep_layers`` for all layers."""
+"""Schedule fields that the user may set while the planner still tries to keep the activations of all layers."""
 
 MIN_LAYER_BYTES_RATIO = 8
 """Lower bound of a layer's activation bytes, as a multiple of the bytes of its hidden states."""
 
 
 def _may_keep_every_layer(search_space: SearchSpace, workload: Workload, embedding: Tensor) -> bool:
-    """Return True if the activations of all layers could fit on the device, by a lower bound of their size."""
+    """Return True if a lower bound of the activation bytes of all layers fits on the device."""
     if not set(search_space.fixed) <= SIZE_FIELDS:
         return False
     token_bytes = embedding.shape[-1] * (2 if workload.autocast else embedding.element_size())
@@ -333,10 +333,7 @@ def _rank_candidates(
     time_model: StepTimeModel,
     reduced_limits: Mapping[int, Limits] | None = None,
 ) -> list[Candidate]:
-    """Return all candidates, the fastest first; each changed default of a schedule counts as a slightly longer time.
-
-    ``reduced_limits`` is the memory to plan with for chunk sizes whose estimates were too low.
-    """
+    """Return all candidates, the fastest first; each changed default counts as :data:`MIN_SAVING` more time."""
     found = enumerate_candidates(search_space, estimator, limits, reduced_limits)
     return sorted(found, key=lambda candidate: _score(candidate, time_model))
 
@@ -378,7 +375,7 @@ def _simulate_least_excess(
     simulate: Simulate,
     tried: dict[Schedule, Simulation],
 ) -> Candidate | None:
-    """Simulate the candidate whose estimate exceeds the limits by the fewest bytes; return it if it fits, else None."""
+    """Simulate the candidate with the smallest estimated excess; return the candidate if it fits, else None."""
     best = min(ranked, key=lambda candidate: candidate.excess_bytes(limits))
     if best.schedule not in tried:
         tried[best.schedule] = simulate(workload, best.schedule)
@@ -389,7 +386,7 @@ def _simulate_least_excess(
 
 
 def _schedule_kind(schedule: Schedule) -> tuple[object, ...]:
-    """Return the choices that distinguish alternatives (no sizes): at most one alternative of each kind is shown."""
+    """Return the choices of which two shown alternatives must differ in at least one."""
     return schedule.offload, schedule.levels, schedule.keep_attention, bool(schedule.keep_layers)
 
 
@@ -402,8 +399,8 @@ def _choose_alternatives(
 ) -> tuple[Alternative, ...]:
     """Return up to :data:`MAX_SHOWN` alternatives, the fastest first, at most one of each :func:`_schedule_kind`.
 
-    Preferred are: the fastest that does not fit (if faster than the chosen schedule), the fastest that fits, and the
-    alternative with the least device memory. Others that fit follow.
+    The fastest alternative that does not fit is taken first, if it is faster than the chosen schedule. Then follow the
+    fastest that fits, the alternative with the least device memory, and others that fit.
     """
     chosen_seconds = _predict_seconds(chosen, time_model)
     # The factor between the simulated and the estimated time of the chosen schedule also corrects alternatives.
@@ -432,7 +429,7 @@ def _make_alternative(
     seconds = _predict_seconds(candidate, time_model)
     reason = f"{seconds / chosen_seconds:.2f}x the time"
     if excess > 0:
-        reason = f"does not fit: exceeds the {candidate.most_exceeded_tier(limits)} by {show_size(excess)}"
+        reason = f"does not fit: exceeds the {candidate.most_exceeded_tier(limits)} memory by {show_size(excess)}"
     return Alternative(
         schedule=candidate.schedule,
         peak_bytes=round(cost.device_bytes),
@@ -459,7 +456,7 @@ def _limiting_term(simulation: Simulation, limits: Limits) -> str:
 
 
 def plan_schedule(model: nn.Module, **arguments: Any) -> Schedule:
-    """Plan a step and return its schedule; :meth:`streamtune.Schedule.plan` describes the arguments."""
+    """Return the schedule of the plan that :func:`plan_step` makes with the same arguments."""
     return plan_step(model, **arguments).schedule
 
 
@@ -477,10 +474,12 @@ def plan_step(
     schedule: Schedule | None = None,
     **fixed: Any,
 ) -> Plan:
-    """Return the plan of a step of ``model``; :meth:`streamtune.Schedule.plan` describes the other arguments.
+    """Return the plan of a training step of ``model``.
+
+    Arguments other than ``schedule`` are the same as in :meth:`streamtune.Schedule.plan`.
 
     Args:
-        schedule: Schedule to simulate; None: choose the fastest that fits.
+        schedule: Schedule to evaluate; None chooses the fastest schedule that fits.
 
     Raises:
         ArgumentError: No schedule fits, the model is already streamed, a field is unknown, or the model is on ``meta``
@@ -530,8 +529,8 @@ def plan_step(
 def add_offloaded_weights(limits: Limits, model: nn.Module, *, device_given: bool, host_given: bool) -> Limits:
     """Return the limits, raised by the bytes of ``model``'s weights that are already offloaded to the host.
 
-    A step's figures include these weights, but the measured free memory does not. Memory sizes that the user set are
-    not raised.
+    The memory of a simulated step includes these weights, but the measured free memory does not. Limits that the user
+    set are not raised.
     """
     away = host_model_bytes(model)
     if limits.shared:

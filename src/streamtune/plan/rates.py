@@ -1,27 +1,26 @@
-"""Predict the time of a step, and list devices with the rates of their data sheets.
+"""Predict the time of a training step, and list devices with the figures of their data sheets.
 
-The time is the simulated work divided by rates that were measured or come from a data sheet:
+Operators run one after another, so the time of the computation is
 
-    device = matmul / r_m + attention / r_a + touched / r_t
+    FLOPs of matrix products / matmul rate + attention FLOPs / attention rate + bytes of other operators / bandwidth
 
-Operators run one after another. Matrix products and attention are limited by FLOPs. All other operators are limited by
-the bytes that they read and write. Matrix products of few rows are limited by the bytes of their matrices.
+A matrix product of few rows also counts as bytes, because memory bandwidth limits it.
 
-On an accelerator other work overlaps with the computation: operator launches, copies, and an optimizer that steps on
-the host during the backward. So a step takes the longest of five times: the device's work, ``operators * t_o``, ``moved
-/ r_c``, ``disk / r_d`` and the optimizer. On the CPU the same cores do all of this, so a step takes the sum.
+On an accelerator four activities overlap with the computation: operator launches, copies to the host, copies to disk,
+and an optimizer that steps on the host during the backward. So a step takes as long as the longest of the five. On the
+CPU the same cores do all of this, so a step takes the sum.
 
-The list of devices allows planning without the device. Its figures come from the makers' data sheets. Memory is the
-size that a program can use (the driver reserves part of the nominal size). Rates are for bfloat16 without sparsity,
-bandwidths are peaks, and ``host_bandwidth`` is one direction of the link (PCIe 4 and 5 x16). A real step is slower:
-``SHEET_EFFICIENCY`` has the assumed fractions.
+The list of devices allows planning without the device. Memory is the size that a program can use (the driver reserves
+part of the nominal size). FLOP/s are for bfloat16 without sparsity. Bandwidths are peaks, in one direction of one
+device. A real step is slower: ``SHEET_EFFICIENCY`` has the assumed fractions.
 
-A link's bandwidth is one direction of one device. NVLink 3, 4 and 5 have 600, 900 and 1,800 GB/s in both directions
-together (data sheets of A100, H100 and B200). The seven links of an MI300X have 64 GB/s per direction each. Devices
-without such links, or with a bridge that joins only two devices, use PCIe.
+NVLink 3, 4 and 5 have 600, 900 and 1,800 GB/s in both directions together (data sheets of A100, H100 and B200). The
+seven links of an MI300X have 64 GB/s per direction each. Devices without such links, or with a bridge that joins only
+two devices, use PCIe (4 or 5, x16).
 
-The network is the network of the maker's own machine: eight ports of 200 Gb/s (DGX A100) or of 400 Gb/s (DGX H100, H200
-and B200, and MI300X platforms). For other devices 100 Gb/s (server cards) or 10 Gb/s (workstation cards) are assumed.
+Network bandwidths are taken from the maker's own machine: eight ports of 200 Gb/s (DGX A100) or of 400 Gb/s (DGX H100,
+H200 and B200, and MI300X platforms). For other devices 100 Gb/s (server cards) or 10 Gb/s (workstation cards) are
+assumed.
 """
 
 from __future__ import annotations
@@ -44,11 +43,11 @@ INFINITY = ("Infinity Fabric", 7 * 64e9)
 
 @dataclass(frozen=True)
 class Device:
-    """A device by its data sheet.
+    """Figures of a device from its data sheet.
 
     Attributes:
-        name: Value of ``--device``.
-        title: Name on screens.
+        name: Name on the command line, such as ``h100-80gb``.
+        title: Product name, such as ``NVIDIA H100 SXM``.
         memory_bytes: Bytes of memory that a program can use.
         matmul_flops: FLOP/s of dense bfloat16 matrix products.
         memory_bandwidth: Bytes/s of the device's memory.
@@ -107,7 +106,7 @@ def find_device(name: str) -> Device:
     """Return the device with this name, or with this unique part of its name (``h100``, ``4090``).
 
     Raises:
-        ArgumentError: No device, or more than one, has this name.
+        ArgumentError: No device matches, or more than one.
     """
     wanted = name.strip().lower().replace("_", "-").replace(" ", "-")
     if wanted in DEVICES:
@@ -173,8 +172,7 @@ SHEET_EFFICIENCY = {
 }
 """Fraction of each data-sheet figure that a step is assumed to reach. Large matrix products reach 60 to 75% of the
 dense rate, flash-attention kernels about half forward and less backward. Collectives of a few MB or more reach 70 to
-85% of a link's bandwidth.
-"""
+85% of a link's bandwidth."""
 
 DISK_BANDWIDTH = 2e9
 """Bytes/s of one NVMe disk with O_DIRECT; used if the disk was not measured."""
@@ -190,7 +188,7 @@ LAUNCH_SECONDS = 8e-6
 
 @dataclass(frozen=True)
 class Rates:
-    """Rates of a device, from which step times are predicted.
+    """Throughputs of a device, from which step times are predicted.
 
     Attributes:
         source: Origin of the figures: the device on which they were measured, or a data sheet.
@@ -217,12 +215,12 @@ class Rates:
 
     @property
     def seconds_per_attention_flop(self) -> float:
-        """Mean seconds per attention FLOP of a step: two forwards (2 products per tile each), one backward (5)."""
+        """Mean seconds per attention FLOP of a step: 2 matrix products in each of two forwards, 5 in the backward."""
         return (4 / self.attention_flops + 5 / self.attention_backward_flops) / 9
 
 
 def spec_rates(device: Device) -> Rates:
-    """Return the rates of a device: its data sheet's figures times :data:`SHEET_EFFICIENCY`."""
+    """Return the figures of the device's data sheet, multiplied by :data:`SHEET_EFFICIENCY`."""
     efficiency = SHEET_EFFICIENCY
     return Rates(
         source=f"data sheet of {device.title} times {efficiency['matmul']:.0%} (matmul), "

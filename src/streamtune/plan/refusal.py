@@ -1,4 +1,4 @@
-"""Build the error if no schedule fits: which memory is too small, its largest terms, and which changes would help."""
+"""Build the error for a step that no schedule fits: exceeded memory, its largest parts, and changes that would help."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ STREAMED_TERMS = ("layer inputs", "keys and values")
 
 
 class NothingFitsError(ArgumentError):
-    """No schedule fits the memory budget."""
+    """No schedule of the training step fits in memory."""
 
 
 def make_nothing_fits_error(
@@ -45,14 +45,14 @@ def make_nothing_fits_error(
     limits: Limits,
     simulate: Simulate,
 ) -> NothingFitsError:
-    """Return the error for a workload that fits with no schedule; ``tried`` has the schedule with the least memory."""
+    """Return the error for a step that does not fit; ``tried`` contains the schedule with the least memory."""
     simulation = min(tried.values(), key=lambda simulation: excess_bytes(simulation, limits))
     if (error := _host_too_small_error(workload, simulation, limits)) is not None:
         return error
     fixed_bytes = sum(simulation.terms.get(name, 0) for name in FIXED_TERMS)
     largest = _largest_terms(simulation)
     what = (
-        f"no schedule fits {_describe_rows(workload)}: {_describe_excess(simulation, limits)}; largest terms: {largest}"
+        f"no schedule fits {_describe_rows(workload)}: {_describe_excess(simulation, limits)}; largest parts: {largest}"
     )
     advice: list[str] = []
     reference = ", reference weights" if workload.reference_bytes else ""
@@ -77,14 +77,14 @@ def make_nothing_fits_error(
     if workload.cluster.ranks > workload.cluster.sequence_size:
         ranks = workload.cluster.ranks
         advice.append(f"sequence_parallel_size: {ranks} divides each row among all {ranks} ranks")
-    advice.append("longer chunks never help: each needs more memory at a time")
+    advice.append("larger chunks do not help, because they take more memory")
     return NothingFitsError(what, where="max_length", fix="; ".join(advice))
 
 
 def _offload_advice(
     workload: Workload, search_space: SearchSpace, limits: Limits, simulation: Simulation, fixed_bytes: int
 ) -> str:
-    """Return advice to offload the optimizer state or all weights, gradients and state, if the step would then fit."""
+    """Return advice to offload optimizer state, or also weights and gradients, if the step would then fit."""
     advice = []
     state = simulation.terms.get("optimizer", 0)
     if (
@@ -99,7 +99,6 @@ def _offload_advice(
 
 
 def _may_offload(workload: Workload, search_space: SearchSpace, limits: Limits, size: int) -> bool:
-    """Return True if ``size`` bytes of weights, gradients and optimizer state may be offloaded to the host."""
     alone = workload.cluster.ranks == 1 and workload.cluster.engine == "none"
     return alone and not limits.shared and search_space.fixed.get("weights") != "host" and size <= limits.host_limit
 
@@ -114,7 +113,7 @@ def _host_too_small_error(workload: Workload, simulation: Simulation, limits: Li
     place = "engine.weights" if "weights" in fixed else "engine.optimizer"
     gradient_advice = ""
     if single_device and workload.step.gradients != "layer":
-        gradient_advice = "set optim_in_backward: true, which holds few gradients at a time; "
+        gradient_advice = "set optim_in_backward: true, so that few gradients are in memory at a time; "
     return NothingFitsError(
         f"no row length fits: the step needs {show_size(sum(fixed.values()))} of host memory ({largest}), and "
         f"{show_size(limits.host_limit)} are usable ({show_size(limits.host_bytes)} less {limits.margin:.0%})",
@@ -125,7 +124,7 @@ def _host_too_small_error(workload: Workload, simulation: Simulation, limits: Li
 
 
 def fixed_terms_exceed_host(simulation: Simulation, limits: Limits) -> bool:
-    """Return True if offloaded weights, gradients and optimizer state exceed the host's memory at any row length."""
+    """Return True if offloaded weights, gradients and optimizer state alone exceed the host's memory."""
     return not limits.shared and sum(_fixed_host_terms(simulation).values()) > limits.host_limit
 
 
@@ -137,30 +136,31 @@ def _describe_rows(workload: Workload) -> str:
     scored = workload.scored
     if scored is None:
         return f"a row of {workload.length:,} tokens"
-    return f"{scored.describe()} of up to {workload.length:,} tokens, {scored.num_rows * scored.length:,} in total"
+    total = scored.num_rows * scored.length
+    return f"{scored.describe()}, up to {workload.length:,} tokens each with prompt, {total:,} in total"
 
 
 def _describe_excess(simulation: Simulation, limits: Limits) -> str:
-    """Return a clause about the tier whose limit is exceeded by the most bytes.
+    """Return a clause about the tier with the largest excess over its limit.
 
-    Example: ``the smallest schedule needs 95 GiB, in the backward, and 75 GiB of the device are usable (79 GiB less
-    5%)``.
+    Example: ``the schedule with the least memory needs 95 GiB of device memory in the backward, and 75 GiB are usable
+    (79 GiB less 5%)``.
     """
     tiers = [
         (
-            "device",
+            "device memory",
             simulation.peak_bytes + (simulation.host_bytes if limits.shared else 0),
             limits.device_limit,
             limits.device_bytes,
         ),
-        ("host", 0 if limits.shared else simulation.host_bytes, limits.host_limit, limits.host_bytes),
-        ("disk", simulation.disk_bytes, limits.disk_limit, limits.disk_bytes),
+        ("host memory", 0 if limits.shared else simulation.host_bytes, limits.host_limit, limits.host_bytes),
+        ("disk space", simulation.disk_bytes, limits.disk_limit, limits.disk_bytes),
     ]
     name, used, usable, whole = max(tiers, key=lambda tier: tier[1] - tier[2])
-    when = f", in the {simulation.phase}" if name == "device" else ""
+    when = f" in the {simulation.phase}" if name == "device memory" else ""
     return (
-        f"the smallest schedule needs {show_size(used)}{when}, and {show_size(usable)} of the {name} are usable "
-        f"({show_size(whole)} less {limits.margin:.0%})"
+        f"the schedule with the least memory needs {show_size(used)} of {name}{when}, and {show_size(usable)} are "
+        f"usable ({show_size(whole)} less {limits.margin:.0%})"
     )
 
 
@@ -173,7 +173,7 @@ MAX_LENGTH = 1 << 30
 """Longest row that is tried, in tokens."""
 
 COARSE_TOLERANCE = 0.05
-"""Relative tolerance of the length that another number of ranks would allow."""
+"""Relative tolerance of :func:`longest_row_from`."""
 
 MIN_LENGTH, MULTIPLE = 64, 64
 """Shortest row length that is suggested, and the multiple to which lengths are rounded down, in tokens."""
@@ -206,7 +206,8 @@ def simulate_one_level_step(
 ) -> Simulation | None:
     """Simulate :func:`least_memory_schedule` with ``levels: 1``; return None if the step does not fit the limits.
 
-    ``levels: 2`` needs less memory, but takes several times as long to simulate: a segment's layers cannot be left out.
+    ``levels: 2`` needs less memory, but takes several times as long to simulate, because the simulation cannot leave
+    out layers of a segment.
     """
     if fixed.get("levels", 1) != 1:
         return None
@@ -247,9 +248,9 @@ def simulate_least_memory_step(
 
 
 def longest_row_from(workload: Workload, limits: Limits, fixed: Mapping[str, Any]) -> int:
-    """Return the length in tokens of the longest row that fits, with a tolerance of 5%.
+    """Return the length in tokens of the longest row that fits, from the workload's length upwards.
 
-    The search begins at the workload's length; the result is 0 if the workload's length does not fit.
+    The tolerance is 5%. The result is 0 if the workload's length does not fit.
     """
     least = workload.length
     search_range = Range(first=least, least=least, most=MAX_LENGTH, step=1, share=COARSE_TOLERANCE, grain=1024)

@@ -1,4 +1,4 @@
-"""Predict the messages between ranks in a step: their bytes, links and time, without running the step.
+"""Predict the communication between ranks in a training step (bytes, links and time) without running the step.
 
 A streamed layer is one autograd node. So ZeRO gathers a layer once forward and once backward, and reduces its gradient
 once, for any number of chunks. The traffic follows from sizes alone. Let W ranks run on n nodes with g ranks each, and
@@ -12,10 +12,10 @@ let the model have P bytes of weights and G bytes of gradients. In a step of M m
 With zero3 and fsdp a layer whose forward is recomputed (``levels: 2``) is gathered again. FSDP2 does not gather the
 last layer of a segment again, because this layer is already gathered for its backward.
 
-Of a collective of G bytes, G (n - 1) / (n g) crosses to another node, as in a ring that leaves a node once through each
-device. With ``ulysses``, ranks that share a sequence exchange every chunk's queries, keys, values, outputs and their
-gradients. With ``ring`` these ranks pass the keys and values of all earlier chunks around. A recurrent layer sends each
-chunk's state to the next rank, and the state's gradient back.
+In a collective of G bytes each rank sends G (n - 1) / (n g) to another node: a ring leaves a node once through each
+device. With ``ulysses``, ranks that share a sequence exchange every chunk's queries, keys, values, outputs
+and their gradients. With ``ring`` these ranks pass the keys and values of all earlier chunks around. A recurrent layer
+sends each chunk's state to the next rank, and the state's gradient back.
 
 The two links of one collective are assumed to work at the same time. Collectives are assumed not to overlap with
 computation; if they overlap, a step is faster than predicted.
@@ -49,7 +49,7 @@ FP32 = 4
 
 @dataclass(frozen=True)
 class Flow:
-    """The messages of one kind that a rank sends in a step, such as the all-reduce of gradients.
+    """Messages of one kind that a rank sends in a step, such as the all-reduce of gradients.
 
     Attributes:
         what: Description of the messages.
@@ -68,7 +68,7 @@ class Flow:
 
 @dataclass(frozen=True)
 class Traffic:
-    """The messages that a rank sends in a step, by kind, and the names of the links."""
+    """Messages that a rank sends in a step, by kind, and the names of the links within and between nodes."""
 
     flows: tuple[Flow, ...]
     node_name: str
@@ -87,7 +87,6 @@ class Traffic:
         return sum(flow.network_bytes for flow in self.flows)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the bytes and seconds of one rank in a step, as JSON values."""
         return {
             "node_link": self.node_name,
             "network_link": self.network_name,
@@ -99,7 +98,7 @@ class Traffic:
 
 
 class StepTimeModel:
-    """Predicts the step time of one workload under any schedule: computation of a rank, plus its messages."""
+    """Predicts the step time of a workload with any schedule: computation of a rank, plus its messages."""
 
     def __init__(self, workload: Workload, rates: Rates) -> None:
         self.rates, self.workload, self.cluster = rates, workload, workload.cluster
@@ -115,7 +114,7 @@ class StepTimeModel:
 
 
 class _Messages:
-    """Computes the messages of a step, from model sizes that are read once."""
+    """Computes the messages that a rank sends in a step, from the sizes of the model."""
 
     def __init__(self, workload: Workload) -> None:
         model: Any = workload.make_model()
@@ -137,7 +136,7 @@ class _Messages:
         self.reference_forwards = 0.0 if scored is None else scored.forwards
 
     def flows(self, schedule: Schedule) -> Iterator[Flow]:
-        """Yield one :class:`Flow` for each kind of message with bytes that a rank sends in a step."""
+        """Yield a :class:`Flow` for each kind of message that a rank sends in a step, unless it has no bytes."""
         for flow in (*self._weight_flows(schedule), *self._sequence_flows(schedule)):
             if flow.node_bytes or flow.network_bytes:
                 yield flow
@@ -227,11 +226,11 @@ class _Messages:
         return Flow(what, count, round(inside), round(crossing), seconds)
 
     def _state_flows(self, row_chunks: int, forwards: float) -> Iterator[Flow]:
-        """Yield the messages of recurrent states: after each chunk a rank sends its state to the waiting next rank."""
+        """Yield the messages with recurrent states, which a rank sends to the waiting next rank after each chunk."""
         cluster, states = self.cluster, self.states
         size = row_chunks * states.row_bytes
         chunks = row_chunks // self.workload.num_rows * states.layers
-        for what, times in (("states passed on", forwards), ("their gradients passed back", 1.0)):
+        for what, times in (("states passed on", forwards), ("gradients of states passed back", 1.0)):
             flow = self._hop_flow(what, times, size, chunks)
             yield replace(flow, seconds=flow.seconds * cluster.sequence_size)
 
@@ -245,10 +244,11 @@ class _Messages:
         """
         hops, visits = self.cluster.sequence_size - 1, (chunks // self.workload.micro_batches + 1) / 2
         yield self._hop_flow("keys and values passed on", (forwards + layers) * hops, kv_bytes * visits, chunks)
-        yield self._hop_flow("their gradients passed on", layers * (hops + 1), grad_bytes * visits, chunks)
+        yield self._hop_flow("gradients of keys and values passed on", layers * (hops + 1), grad_bytes * visits, chunks)
 
     def _hop_flow(self, what: str, hops: float, size: float, chunks: int) -> Flow:
-        """Return bytes and seconds of passing on ``size`` bytes (the sum over all chunks) ``hops`` times."""
+        """Return bytes and seconds of sending ``size`` bytes (summed over all chunks) ``hops`` times to the next
+        rank."""
         cluster, links = self.cluster, self.cluster.links
         sent, network_share = size * hops, 1 / cluster.ranks_per_node if cluster.spans_nodes else 0.0
         count = round(chunks * hops)
@@ -260,12 +260,12 @@ class _Messages:
 # --- recurrent states -------------------------------------------------------------------------------------------------
 
 NUM_MEASURED_CHUNKS = 2
-"""Number of chunks in the step that measures states."""
+"""Number of chunks of the simulated step in which recurrent states are measured."""
 
 
 @dataclass(frozen=True)
 class CarriedStates:
-    """The recurrent states of a model: number of layers with a state, and bytes of all states per row."""
+    """Recurrent states of a model: number of layers with a state, and bytes of all states per row."""
 
     layers: int
     row_bytes: int

@@ -1,4 +1,4 @@
-"""Recipes: their types, the strict reader, aliases of other trainers' keys, and writing recipes as YAML.
+"""Read, check and write recipes, the YAML files that describe a run.
 
 Importing this package loads neither torch nor transformers.
 """

@@ -1,8 +1,7 @@
-"""Keys and values of other trainers. Names with the same meaning here are accepted; other names are refused, and the
-fix says what to write.
+"""Translate keys and values of other trainers to StreamTune's.
 
-Each dict below lists the names of one kind. A note tells the user which names were accepted, and so which values a run
-uses. It is a mistake to give the same key under two names.
+A name with an equivalent is accepted, and a note tells the user. A name without an equivalent is refused, and the fix
+says what to write. A key that is given under two names is a mistake. Each dict below lists the names of one kind.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ ALIASES: dict[str, str] = {
     "random_seed": "seed",
     "torch_dtype": "dtype",
 }
-"""Another trainer's key -> the key here with the same meaning."""
+"""Another trainer's key -> StreamTune's key with the same meaning."""
 
 DATASET_ALIASES: dict[str, str] = {
     "config_name": "name",
@@ -91,7 +90,7 @@ DATASET_ALIASES: dict[str, str] = {
     "num_samples": "max_rows",
     "subset": "name",
 }
-"""Another trainer's key in an entry of ``datasets`` -> the key here."""
+"""Another trainer's key in an entry of ``datasets`` -> StreamTune's key with the same meaning."""
 
 DATASET_INSTEAD: dict[str, str] = {
     "data_files": "write the path of each file",
@@ -106,13 +105,13 @@ DATASET_INSTEAD: dict[str, str] = {
     "formatting": "write type: messages, sharegpt or alpaca",
     "message_property_mappings": "write type: sharegpt for turns with 'from' and 'value'",
     "ranking": "write type: preference",
-    "roles_to_train": "write it at the top level; it applies to all datasets",
-    "streaming": "write it at the top level; it applies to all datasets",
+    "roles_to_train": "write this key at the top level; it applies to all datasets",
+    "streaming": "write this key at the top level; it applies to all datasets",
     "tags": "write type: sharegpt for turns with 'from' and 'value'",
     "text_column": "write columns: {text: NAME}",
-    "train_on_eos": "write it at the top level; it applies to all datasets",
+    "train_on_eos": "write this key at the top level; it applies to all datasets",
 }
-"""Another trainer's key in an entry of ``datasets`` that has no equivalent here -> what to write instead."""
+"""Another trainer's key in an entry of ``datasets`` that has no equivalent -> what to write instead."""
 
 CHOICES: dict[str, dict[str, tuple[str, str] | None]] = {
     name: {
@@ -122,15 +121,14 @@ CHOICES: dict[str, dict[str, tuple[str, str] | None]] = {
     }
     for name in ("init_lora_weights", "peft_init_lora_weights", "init_weights")
 }
-"""Another library's key -> its values -> the key and value that are used here; None for a value without effect."""
+"""Another library's key -> its values -> StreamTune's key and value; None for a value without effect."""
 
 SWITCHES: dict[str, tuple[str, str]] = {
     "load_in_4bit": ("quantization", "nf4"),
     "load_in_8bit": ("quantization", "int8"),
     **{switch: ("adapter_type", name) for name, kind in ADAPTERS.items() for switch in kind.switches},
 }
-"""Another trainer's boolean key -> the key and value that are used here if it is true. If it is false, it has no
-effect."""
+"""Another trainer's boolean key -> StreamTune's key and value if it is true. If it is false, it has no effect."""
 
 VALUES: dict[str, dict[str, Any]] = {
     "lora_target": {"all": "all-linear"},
@@ -153,7 +151,7 @@ VALUES: dict[str, dict[str, Any]] = {
     "report_to": {"none": []},
     "dtype": {"bf16": "bfloat16", "fp32": "float32"},
 }
-"""Key here -> values of other trainers with the same meaning."""
+"""StreamTune's key -> values of other trainers -> StreamTune's value with the same meaning."""
 
 INSTEAD: dict[str, str] = {
     "attn_implementation": "delete the line; the engine picks the attention kernel, see `streamtune env`",
@@ -168,7 +166,7 @@ INSTEAD: dict[str, str] = {
     "load_best_model_at_end": "write metric_for_best_model: eval_loss, which keeps the best checkpoint",
     "lora_target_linear": "write lora_target: all-linear",
     "loraplus_lr_ratio": "write lr_groups: [{match: lora_B, learning_rate: ...}], with 16 times learning_rate",
-    "neat_packing": "write packing: true; rows of a packed sequence never see each other",
+    "neat_packing": "write packing: true; packed rows do not attend to each other",
     "packing_strategy": "write packing: true, and overlength: truncate or split",
     "truncation_mode": "write overlength: truncate, and truncate_side: left or right",
     "truncation_strategy": "write overlength: error, truncate, drop or split",
@@ -181,7 +179,7 @@ INSTEAD: dict[str, str] = {
     "flash_attention": "delete the line; the engine picks the attention kernel, see `streamtune env`",
     "fp16": "write bf16: true; on a device without bfloat16 (V100, T4) bf16: false, which computes in float32",
     "group_by_length": "write packing: true, or batching: tokens with tokens_per_batch: N",
-    "gradient_checkpointing": "delete the line; streaming replaces it",
+    "gradient_checkpointing": "delete the line; the keys under engine: decide what the backward recomputes",
     "output_router_logits": "write router_aux_loss_coef: 0.001, or the value in the model's card",
     "assistant_only_loss": "write train_on: assistant",
     "completion_only_loss": "write train_on: completion",
@@ -194,23 +192,23 @@ INSTEAD: dict[str, str] = {
     "new_special_tokens": "write special_tokens: {additional_special_tokens: [...]}",
     "pad_token": "write special_tokens: {pad_token: ...}",
     "resize_vocab": "delete the line; the embedding gets a row for each new token",
-    "stopping_strategy": "delete the line; an epoch of weighted datasets has as many visits as there are rows",
+    "stopping_strategy": "delete the line; an epoch of weighted datasets visits as many rows as all datasets have",
     "logging_dir": "delete the line; a run writes everything to output_dir",
     "overwrite_output_dir": "delete the line; use another output_dir, or --resume",
     "shuffle_merged_datasets": "delete the line; each epoch has a new order of rows unless shuffle is false",
     "save_strategy": "write save_steps: N",
     "saves_per_epoch": "write save_steps: N",
     "max_samples": "write max_rows: N in each entry of datasets",
-    "stage": "delete the line; the command decides, as in `streamtune sft`",
+    "stage": "delete the line; the command sets the objective, as in `streamtune sft`",
     "strict": "write on_bad_row: error, or on_bad_row: skip",
     "template": "delete the line; the tokenizer's own template is used, or write chat_template",
     "train_on_inputs": "write train_on: all, or train_on: assistant",
     "test_datasets": "write eval_datasets: {NAME: PATH}",
     "train_on_prompt": "write train_on: all, or train_on: assistant",
     "val_dataset": "write eval_datasets: {NAME: PATH}",
-    "use_liger_kernel": "delete the line; the head is streamed too",
+    "use_liger_kernel": "delete the line; logits and loss are always computed in chunks",
 }
-"""Another trainer's key that has no equivalent here -> what to write instead."""
+"""Another trainer's key that has no equivalent -> what to write instead."""
 
 REFUSED_VALUES: dict[tuple[str, Any], tuple[str, str]] = {
     ("finetuning_type", "freeze"): (
@@ -223,7 +221,7 @@ REFUSED_VALUES: dict[tuple[str, Any], tuple[str, str]] = {
     ),
     **{
         ("finetuning_type", name): (
-            "is a kind of adapters, and 'finetuning_type' must be 'full', 'lora' or 'qlora'",
+            "is an adapter type, and 'finetuning_type' must be 'full', 'lora' or 'qlora'",
             f"write finetuning_type: {'qlora' if kind.start == 'quantisation' else 'lora'} and adapter_type: {name}",
         )
         for name, kind in ADAPTERS.items()
@@ -234,15 +232,15 @@ REFUSED_VALUES: dict[tuple[str, Any], tuple[str, str]] = {
 
 
 def apply_aliases(tree: dict[str, Any], origins: KeyOrigins) -> tuple[list[str], list[Mistake]]:
-    """Replace the names that other trainers use for keys and values by StreamTune's, in place.
+    """Replace other trainers' keys and values in a recipe by StreamTune's, in place.
 
     Args:
-        tree: Recipe as read; its top level is changed.
+        tree: Recipe as read.
         origins: Lines of the keys; changed with the tree.
 
     Returns:
-        Notes on the accepted names, and the mistakes: a key under two names, or a key or value without an equivalent
-        here. A mistaken key is removed, so that it is reported once.
+        Notes on the accepted names, and the mistakes: a key under two names, or a key or value without an equivalent. A
+        mistaken key is removed, so that it is reported once.
     """
     notes: list[str] = []
     mistakes: list[Mistake] = []
@@ -294,7 +292,6 @@ def apply_aliases(tree: dict[str, Any], origins: KeyOrigins) -> tuple[list[str],
 
 
 def _rename_choices(tree: dict[str, Any], origins: KeyOrigins, notes: list[str], mistakes: list[Mistake]) -> None:
-    """Replace the keys of :data:`CHOICES` by the StreamTune keys and values with the same meaning."""
     for key in [key for key in tree if key in CHOICES]:
         given = tree.pop(key)
         value = str(given).lower().replace("-", "_")
@@ -325,8 +322,10 @@ def _expand_datasets(tree: dict[str, Any], origins: KeyOrigins, notes: list[str]
 
 
 def _expand_eval_sets(tree: dict[str, Any], origins: KeyOrigins, mistakes: list[Mistake]) -> None:
-    """Rewrite ``eval_datasets`` as a mapping from names to lists of entries. It may be a list of named entries, or have
-    one entry in place of a list."""
+    """Rewrite ``eval_datasets`` as a mapping from names to lists of entries.
+
+    It may also be a list of named entries, or have one entry in place of a list.
+    """
     given = tree.get("eval_datasets")
     if isinstance(given, list):
         named: dict[str, list[Any]] = {}
@@ -357,7 +356,7 @@ def _expand_eval_sets(tree: dict[str, Any], origins: KeyOrigins, mistakes: list[
 def _expand_entries(
     entries: Any, where: KeyPath, origins: KeyOrigins, notes: list[str], mistakes: list[Mistake]
 ) -> None:
-    """Rewrite entries that are only a path as ``{path: ...}``, and rename other trainers' keys in the other entries."""
+    """Rewrite entries that are only a path as ``{path: ...}``, and rename other trainers' keys in other entries."""
     for index, entry in enumerate(entries if isinstance(entries, list) else ()):
         if isinstance(entry, str):
             entries[index] = {"path": entry}

@@ -1,4 +1,4 @@
-"""Load a recipe file as a ``Recipe``: read, rename, override, check, and report each mistake with its line.
+"""Load a recipe file: apply aliases and command-line settings, check the values, and report each mistake with its line.
 
 ``--set key=value`` changes any key of a recipe on the command line. A key is written in full
 (``engine.chunk_size=4096``, ``datasets.0.path=other.jsonl``), or by its last name if that is unique
@@ -33,7 +33,7 @@ from .schema import RECIPES, Recipe, objectives_with
 from .shipped import read_shipped, shipped_names
 
 BUILT_IN = ("python-stdlib", "demo-preferences", "demo-arithmetic", "demo-passkey")
-"""Built-in datasets. A folder of the same name is not read."""
+"""Names of built-in datasets, which take precedence over local folders."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class LoadedRecipe:
     origins: KeyOrigins
 
     def key_origin(self, *path: str | int) -> str:
-        """Return ``file:line`` of a key, as in ``where("datasets", 0, "path")``, or the ``--set`` that set it."""
+        """Return where a key was set: ``file:line`` or ``--set``. Example: ``key_origin("datasets", 0, "path")``."""
         return self.origins.key_origin(*path)
 
 
@@ -63,12 +63,12 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), objective: str 
     Args:
         path: YAML file, or the name of a shipped recipe if no such file exists.
         overrides: ``key=value`` settings, which take precedence over the file.
-        objective: Objective of the command. A recipe without an objective gets it; a recipe with another objective is
-            refused. None: the objective in the recipe, or sft.
+        objective: Objective of the command, which a recipe without an objective gets. A recipe with another objective
+            is refused. None: the objective in the recipe, or sft.
 
     Returns:
-        The recipe. Local paths in it (``datasets[].path``, ``chat_template``, ``tokenizer.path``,
-        ``model_name_or_path``) are relative to the recipe's folder, then to the working directory; ``output_dir`` is
+        Recipe with resolved local paths. ``datasets[].path``, ``chat_template``, ``tokenizer.path`` and
+        ``model_name_or_path`` are searched in the recipe's folder, then in the working directory. ``output_dir`` is
         relative to the working directory.
 
     Raises:
@@ -82,7 +82,9 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), objective: str 
     path = _resolve_recipe_path(Path(path))
     tree, origins, mistakes = read_yaml(read_recipe_text(path), str(path))
     if tree is None:
-        raise RecipeError("the recipe is empty", where=str(path), fix="start from one of `streamtune recipes ls`")
+        raise RecipeError(
+            "the recipe is empty", where=str(path), fix="`streamtune recipes ls` lists recipes to start from"
+        )
     if not isinstance(tree, dict):
         what = "a list" if isinstance(tree, list) else "text"
         raise RecipeError(f"a recipe must have keys and values; found {what}", where=f"{path}:1",
@@ -109,8 +111,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), objective: str 
 
 
 def _recipe_class(tree: dict[str, Any], overrides: Sequence[str], objective: str | None) -> type[Recipe]:
-    """Return the recipe type for the objective, which ``tree`` or ``overrides`` may set. The type defines which keys
-    exist."""
+    """Return the recipe class of the objective in ``overrides`` or ``tree``, else of ``objective``."""
     named = tree.get("objective")
     for override in overrides:
         name, _, value = override.partition("=")
@@ -130,7 +131,7 @@ def _check_objective(tree: dict[str, Any], origins: KeyOrigins, objective: str |
 
 
 def _refuse_secrets(value: Any, path: KeyPath, origins: KeyOrigins) -> None:
-    """Refuse a recipe with a token or password: every run keeps a copy of its recipe, and people share them."""
+    """Raise RecipeError if a recipe contains a token or password, because every run keeps a copy of its recipe."""
     if isinstance(value, dict):
         for key, item in value.items():
             if kind := find_secret(str(key)):
@@ -147,13 +148,12 @@ def _secret_error(kind: str, what: str, where: str) -> RecipeError:
     return RecipeError(
         f"{what} contains {kind}, and every run keeps a copy of its recipe",
         where=redact(where),
-        fix="remove it, and revoke it if others have seen it; set a hub token with HF_TOKEN or `hf auth login`",
+        fix="remove the secret, and revoke it if others have seen it; set a hub token with HF_TOKEN or `hf auth login`",
     )
 
 
 def _resolve_recipe_path(path: Path) -> Path:
-    """Return the path of the shipped recipe with this name. If a file with this name exists, or no recipe has it,
-    return the path unchanged."""
+    """Return ``path`` if it exists, else the file of the shipped recipe with this name, else ``path``."""
     name = path.as_posix()
     try:
         is_name = name in shipped_names() and not os.path.lexists(path)
@@ -205,13 +205,11 @@ def _missing_file_fix(path: Path) -> str:
 
 
 def _notes_on_unread_keys(recipe: Recipe) -> list[str]:
-    """Return notes on keys that have no effect with the other values of the recipe. They are not errors, because
-    ``--set`` may have changed these other values."""
     return [f"'{key}' has no effect with {setting}" for key, setting in unread_adapter_keys(recipe).items()]
 
 
 def _resolve_local_paths(recipe: Recipe, folder: Path, origins: KeyOrigins) -> Recipe:
-    """Return the recipe with its local paths resolved; other names stay unchanged."""
+    """Return the recipe with resolved local paths; names that are not local files stay unchanged."""
 
     def local_path(value: str, *key: str | int) -> str:
         beside = folder / _expand_home(value, origins.key_origin(*key))
@@ -283,8 +281,7 @@ def _resolve_code_path(spec: str, folder: Path, origins: KeyOrigins, key: str) -
 
 
 def path_exists(path: Path, *, broken_links: bool = False) -> bool:
-    """Return True if a file or folder exists; with ``broken_links`` also for a link without a target, which is reported
-    later."""
+    """Return True if a file or folder exists; with ``broken_links`` also for a symbolic link without a target."""
     try:
         return path.exists() or (broken_links and path.is_symlink())
     except (OSError, ValueError):  # an inline template is no file name: too long, or with a NUL
@@ -292,8 +289,7 @@ def path_exists(path: Path, *, broken_links: bool = False) -> bool:
 
 
 def user_reward_functions(recipe: RunKeys) -> list[str]:
-    """Return the reward functions that are the user's own code, without their options: ``path.py:function``,
-    ``module:function``."""
+    """Return the reward functions from the user's own code, such as ``path.py:function``, without their options."""
     return [spec.partition("(")[0].strip() for spec in getattr(recipe, "reward_funcs", ()) if ":" in spec.split("(")[0]]
 
 
@@ -320,7 +316,7 @@ def _names_remote_code(path: Path) -> bool:
 
 
 def third_party_code_of(recipe: Recipe) -> list[str]:
-    """Return one description for each kind of third-party code that a run executes; empty for most recipes."""
+    """Return one description for each kind of code from outside StreamTune that a run executes."""
     found = []
     tokenizer = recipe.tokenizer.path if recipe.tokenizer is not None else None
     models = (recipe.model_name_or_path, tokenizer, getattr(recipe, "ref_model_name_or_path", None))
@@ -344,9 +340,9 @@ def apply_overrides(
 
     Args:
         tree: Recipe, with aliases already renamed.
-        origins: Places of its keys. A key that a setting writes is marked with the setting.
+        origins: Line or setting of each key; keys that a setting writes get this setting.
         overrides: Settings as given after ``--set``.
-        recipe_type: Type of the recipe, which decides which keys exist.
+        recipe_type: Class of the recipe, which decides which keys exist.
 
     Returns:
         Notes on accepted names of other trainers.
@@ -404,7 +400,7 @@ def _find_key_path(name: str, tree: dict[str, Any], setting: str, recipe_type: t
         raise RecipeError(
             f"'{name}' is ambiguous: {' or '.join(show_path(place) for place in places)}",
             where=setting,
-            fix=f"write it in full, such as --set {'.'.join(map(str, places[0]))}=...",
+            fix=f"write the full key, such as --set {'.'.join(map(str, places[0]))}=...",
         )
     if entries := [
         i for i, entry in enumerate(tree.get("datasets") or []) if isinstance(entry, dict) and name in entry
@@ -428,7 +424,7 @@ def _model_configuration(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def _set_value(tree: dict[str, Any], path: KeyPath, value: Any, origins: KeyOrigins, setting: str) -> None:
-    """Set the value at a path, and create missing mappings. Each new key is marked as set by ``setting``."""
+    """Set the value at a path, and create missing mappings. Each new key gets ``setting`` as its origin."""
     here: Any = tree
     for depth, part in enumerate(path):
         last = depth == len(path) - 1

@@ -1,7 +1,7 @@
-"""Find the mistakes in a recipe, by pydantic and by the rules, and report all of them in one error.
+"""Find all mistakes in a recipe, and report them in one error.
 
-The text about the values that a key accepts is made from its JSON schema, so text and schema agree. In all functions
-``recipe_type`` is the class of the recipe.
+Mistakes are found by pydantic and by the rules on combinations of keys. The text about the values that a key accepts is
+made from its JSON schema. In all functions ``recipe_type`` is the class of the recipe.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ def _suggest_fix(fragment: dict[str, Any], value: Any) -> str:
     if "array" in takes and isinstance(value, dict):
         return "start each entry with '- '"
     if takes == {"string"} and not accepted_words(fragment) and isinstance(value, (bool, int, float)):
-        return "put it in quotes"
+        return "put the value in quotes"
     return ""
 
 
@@ -243,7 +243,7 @@ def _drop_null_option(fragment: Fragment) -> Fragment:
 
 
 def schema_at(path: KeyPath, recipe_type: type[Recipe] = Recipe) -> tuple[KeyPath, Fragment]:
-    """Return the longest beginning of ``path`` that exists in the schema, and the schema of the value there.
+    """Return the longest prefix of ``path`` that exists in the schema, and the schema of the value there.
 
     Pydantic also adds to a path the branch of a union that it tried; such parts are dropped.
     """
@@ -262,12 +262,11 @@ def schema_at(path: KeyPath, recipe_type: type[Recipe] = Recipe) -> tuple[KeyPat
 
 
 def allowed_keys_at(path: KeyPath, recipe_type: type[Recipe] = Recipe) -> list[str]:
-    """Return the keys allowed at ``path``."""
     return list(schema_at(path, recipe_type)[1].get("properties", {}))
 
 
 def accepted_words(fragment: Fragment) -> list[str]:
-    """Return the words that a key accepts; empty if it accepts other values."""
+    """Return the strings that a key accepts, if it accepts only certain strings; otherwise an empty list."""
     fragment = _drop_null_option(fragment)
     if "anyOf" in fragment:
         return [word for choice in fragment["anyOf"] for word in accepted_words(choice)]
@@ -276,7 +275,7 @@ def accepted_words(fragment: Fragment) -> list[str]:
 
 
 def describe_accepted_values(fragment: Fragment) -> str:
-    """Describe the values that a key accepts: ``a whole number of at least 1, or 'auto'``."""
+    """Describe the values that a key accepts, such as ``a whole number of at least 1, or 'auto'``."""
     fragment = _drop_null_option(fragment)
     if "anyOf" in fragment:
         return ", or ".join(dict.fromkeys(describe_accepted_values(choice) for choice in fragment["anyOf"]))
@@ -303,7 +302,10 @@ def describe_accepted_values(fragment: Fragment) -> str:
 @cache
 def leaf_key_paths(recipe_type: type[Recipe] = Recipe) -> dict[str, list[KeyPath]]:
     """Return a mapping from the last component of a key to the paths that end with it, such as ``levels`` ->
-    ``engine.levels``. Groups, and keys inside lists, are left out."""
+    ``engine.levels``.
+
+    Groups, and keys inside lists, are left out.
+    """
     found: dict[str, list[KeyPath]] = {}
 
     def collect_leaves(fragment: Fragment, path: KeyPath) -> None:

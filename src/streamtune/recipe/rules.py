@@ -1,4 +1,4 @@
-"""Rule tables that refuse combinations of keys, their evaluation, and the base class and value ranges of all keys.
+"""Define rules that refuse combinations of recipe keys, and the base class and value types of keys.
 
 A rule table is a tuple of rules, in the same file of ``keys/`` as the keys that it checks. A condition maps keys to
 values, and holds if every key has the value::
@@ -55,8 +55,10 @@ class OneOf:
 
 
 def names_meeting(table: Mapping[str, object], condition: Condition) -> OneOf:
-    """Return the test that the value of a key is the name of a table entry that meets a condition:
-    ``names_meeting(OPTIMIZERS, {"averages": True})``."""
+    """Return the test that a key's value is the name of a table entry that meets a condition.
+
+    Example: ``names_meeting(OPTIMIZERS, {"averages": True})``.
+    """
     return OneOf(*(name for name, row in table.items() if condition_holds(row, condition)))
 
 
@@ -69,16 +71,16 @@ class Refusal(NamedTuple):
 
 
 class KeyRule(Protocol):
-    """Base class of rules, which find mistakes in a recipe or in a group of keys."""
+    """Protocol of a rule, which finds mistakes in a recipe or in a group of keys."""
 
     def refusals(self, spec: Any) -> Iterator[Refusal]:
-        """Yield the mistakes that this rule finds in a recipe or a group of keys."""
+        """Yield the mistakes in a recipe or a group of keys."""
         ...
 
 
 @dataclass(frozen=True)
 class Clash:
-    """Settings that exclude each other.
+    """Rule: settings exclude each other.
 
     Args:
         when: Condition under which the settings are refused.
@@ -93,7 +95,6 @@ class Clash:
     key: str = ""
 
     def refusals(self, spec: Any) -> Iterator[Refusal]:
-        """Yield the mistake if the condition holds."""
         if condition_holds(spec, self.when):
             yield Refusal(
                 self.key or next(iter(self.when)), fill_placeholders(self.what, spec), fill_placeholders(self.fix, spec)
@@ -102,7 +103,7 @@ class Clash:
 
 @dataclass(frozen=True)
 class Reads:
-    """A key that is read only with one value of another key.
+    """Rule: a key is read only with one value of another key, and refused otherwise.
 
     Args:
         key: Key that is read.
@@ -119,7 +120,6 @@ class Reads:
     fix: str = ""
 
     def refusals(self, spec: Any) -> Iterator[Refusal]:
-        """Yield a refusal if ``key`` is given and ``other`` is not ``value``."""
         found = key_value(spec, self.other)
         if is_given(spec, self.key) and found != self.value:
             setting = f"{self.other}: {show_value(self.value)}"
@@ -132,7 +132,7 @@ class Reads:
 
 
 class OnlyFor:
-    """Keys that only one objective reads.
+    """Rule: only one objective reads some keys, and recipes of other objectives must not set them.
 
     Args:
         objective: Objective that reads the keys.
@@ -144,7 +144,6 @@ class OnlyFor:
         self.objective, self.keys, self.what = objective, keys, what
 
     def refusals(self, recipe: Any) -> Iterator[Refusal]:
-        """Yield a mistake for each of the keys that a recipe of another objective gives."""
         if recipe.objective != self.objective:
             for key in self.keys:
                 if is_given(recipe, key):
@@ -152,7 +151,7 @@ class OnlyFor:
 
 
 class Where:
-    """Rules that are evaluated only if a condition holds.
+    """Rule: other rules are evaluated only if a condition holds.
 
     Args:
         when: Condition.
@@ -164,7 +163,6 @@ class Where:
         self.when, self.rows, self.text = when, rows, text
 
     def refusals(self, spec: Any) -> Iterator[Refusal]:
-        """Yield the mistakes that the rules find, each inserted into ``text``."""
         if condition_holds(spec, self.when):
             head, tail = (fill_placeholders(part, spec) for part in self.text.split("{}"))
             for key, what, fix in find_refusals(spec, self.rows):
@@ -173,27 +171,25 @@ class Where:
 
 @dataclass(frozen=True)
 class Custom:
-    """A rule that calls a function, for conditions that depend on sums, list entries or names."""
+    """Rule that calls a function, for conditions that depend on sums, list entries or names."""
 
     function: Callable[[Any], Iterator[Refusal]]
 
     def refusals(self, spec: Any) -> Iterator[Refusal]:
-        """Yield the mistakes that the function yields."""
         return self.function(spec)
 
 
 Rules = tuple[KeyRule, ...]
-"""A rule table."""
+"""Rule table: rules in the order in which they are evaluated."""
 
 
 def find_refusals(spec: Any, rules: Iterable[KeyRule]) -> Iterator[Refusal]:
-    """Yield the mistakes that the rules find, in their order."""
     for rule in rules:
         yield from rule.refusals(spec)
 
 
 def condition_holds(spec: Any, condition: Condition) -> bool:
-    """Return True if every key of a condition has the value, or passes the test."""
+    """Return True if in ``spec`` every key of ``condition`` has the given value or passes the given test."""
     return all(_meets_test(spec, key, wanted) for key, wanted in condition.items())
 
 
@@ -240,14 +236,13 @@ def show_value(value: object) -> str:
 
 
 TOO_LARGE = "too_large"
-"""Type of the error about a number larger than any run needs."""
+"""Type of pydantic's error about a number above the limit of :func:`at_most`."""
 
 
 def at_most(limit: int) -> AfterValidator:
-    """Return a validator that refuses numbers above ``limit``, with which a run would overflow, or exhaust memory or
-    time.
+    """Return a pydantic validator that refuses numbers above ``limit``.
 
-    The limit is not part of the schema: an error about text in place of a number is clearer without it.
+    The limit is not part of the JSON schema: an error about text in place of a number is clearer without it.
     """
 
     def check(value: float) -> float:
@@ -272,8 +267,11 @@ Size = Annotated[str, Field(pattern=SIZE_PATTERN, json_schema_extra={"examples":
 
 
 class Spec(BaseModel):
-    """Base class of recipes and groups of keys. Types are strict, instances are frozen, and unknown keys and NaN are
-    refused. The class variable ``rules`` checks combinations of keys."""
+    """Base class of recipes and groups of keys.
+
+    Types are strict, instances are frozen, and unknown keys and NaN are refused. The class variable ``rules`` checks
+    combinations of keys.
+    """
 
     rules: ClassVar[Rules] = ()
     """Rule table of these keys."""
@@ -295,7 +293,7 @@ class Spec(BaseModel):
         return self
 
     def refusals(self) -> Iterator[Refusal]:
-        """Yield the mistakes that the rules of this class find, in the order of ``rules``."""
+        """Yield the mistakes that ``rules`` finds, in order."""
         return find_refusals(self, self.rules)
 
 

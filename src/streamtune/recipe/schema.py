@@ -1,4 +1,4 @@
-"""The recipes of all objectives: their keys, the order of their rules, and their JSON schema.
+"""Define the recipe class of each objective, with the order of its rules, and the JSON schema of recipes.
 
 Keys are at the top level, with the same names, if the Hugging Face Trainer has them as arguments. The docstring of a
 field, here and in ``keys/``, is the only description of a key. The JSON schema, the editor's hover text and the
@@ -106,8 +106,8 @@ class Recipe(
         *loss.NEEDS_WHOLE_WEIGHTS,
         *engine.NEEDS_WHOLE_WEIGHTS,
     )
-    """Rules about choices that are refused if ranks shard the weights. Sharding is set by a key, or by a DeepSpeed
-    configuration, whose stage is read at the start of a run."""
+    """Rules that apply if ranks shard the weights. A recipe key or the stage in a DeepSpeed configuration decides this;
+    the configuration is read at the start of a run."""
 
     def find_sharding_conflicts(self) -> Iterator[Refusal]:
         """Yield the choices of this recipe that are refused if ranks shard the weights."""
@@ -115,7 +115,6 @@ class Recipe(
 
     @property
     def has_evaluation_rows(self) -> bool:
-        """True if the recipe has rows for evaluation."""
         return self.val_size > 0 or bool(self.eval_datasets)
 
 
@@ -150,7 +149,7 @@ class GrpoRecipe(RolloutSettings, Recipe):
 
 
 RECIPES: dict[str, type[Recipe]] = {"sft": Recipe, "dpo": DpoRecipe, "grpo": GrpoRecipe}
-"""Value of ``objective`` -> type of the recipe. The command with the same name trains recipes of this type."""
+"""Value of ``objective`` -> class of the recipe. The command with the same name trains recipes of this class."""
 
 
 def objectives_with(key: str) -> list[str]:
@@ -187,8 +186,11 @@ def json_schema() -> dict[str, Any]:
 
 
 def _drop_titles(node: Any, *, names: bool = False) -> Any:
-    """Return a JSON schema without the titles that pydantic derives from names. With ``names``, the keys of ``node``
-    are names of recipe keys or definitions, so a key ``title`` is not dropped."""
+    """Return a JSON schema without the titles that pydantic derives from names.
+
+    ``names`` is True if the keys of ``node`` are names of recipe keys or definitions; then a key ``title`` is not
+    dropped.
+    """
     if isinstance(node, list):
         return [_drop_titles(item) for item in node]
     if not isinstance(node, dict):

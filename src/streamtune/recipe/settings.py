@@ -1,5 +1,4 @@
-"""Groups of recipe keys, one for each part of a run. A recipe has all keys; a function takes only the group that it
-reads.
+"""Define groups of recipe keys, one for each part of a run, as types of function arguments.
 
     TokenizerSettings  a tokenizer, loaded or trained on the rows
     RowSettings        rows -> token ids
@@ -11,9 +10,9 @@ reads.
     PolicySettings     the loss on completions that the model writes
     RolloutSettings    PolicySettings, and the completions with their rewards
 
-Each class inherits from classes in ``keys/`` and adds no key, so a key is defined once. A recipe is an instance of
-every class that its objective needs. ``mypy`` rejects a function that reads a key outside the class that annotates its
-argument.
+A recipe has all keys; a function takes only the group that it reads. Each class inherits from classes in ``keys/`` and
+adds no key. A recipe is an instance of every class that its objective needs. ``mypy`` rejects a function that reads a
+key outside the class that annotates its argument.
 """
 
 from __future__ import annotations
@@ -36,8 +35,7 @@ from streamtune.recipe.keys.trained_tokens import TrainedTokenKeys
 
 
 class RowSettings(RunKeys, BatchKeys, TrainedTokenKeys, CacheKeys, DataKeys):
-    """Recipe keys that decide the token ids of rows. ``data/`` reads no recipe; it gets ``DataOptions``, which
-    ``Task.data_options`` makes from these keys."""
+    """Recipe keys that decide the token ids of rows; ``Task.data_options`` makes ``DataOptions`` from these keys."""
 
 
 class TokenizerSettings(CacheKeys, DataKeys, ModelKeys):
@@ -45,8 +43,7 @@ class TokenizerSettings(CacheKeys, DataKeys, ModelKeys):
 
 
 class BatchSettings(RunKeys, LearningRateKeys, StepKeys, DeviceKeys, BatchKeys, TrainedTokenKeys):
-    """Recipe keys that decide the micro-batches and the rows of an optimizer step. The learning rate can depend on the
-    number of rows, so its keys are included."""
+    """Recipe keys that decide the micro-batches and the rows of an optimizer step, including the learning rate."""
 
 
 class ModelSettings(RunKeys, RouterKeys, DeviceKeys, EngineKeys, LossKeys, TrainedTokenKeys, AdapterKeys, ModelKeys):
@@ -58,8 +55,7 @@ class OptimizerSettings(RunKeys, OptimizerKeys, LearningRateKeys, DeviceKeys, En
 
     @property
     def step_kind(self) -> StepKind:
-        """Work and storage of an optimizer step: number of forwards and backwards, gradients that exist at once, memory
-        of the states."""
+        """Kind of optimizer step: number of forwards and backwards, gradients in memory, memory of the states."""
         kind = step_kind(self.optim, self.optim_args)
         if self.optim_in_backward:
             kind = kind.with_step_in_backward(norm_first=self.max_grad_norm > 0 and self.clip_norm == "exact")
@@ -97,8 +93,7 @@ class PolicySettings(PolicyKeys, RolloutKeys, StepKeys, LossKeys):
 
     @property
     def needs_old_logprobs(self) -> bool:
-        """True if the loss needs log-probs under the policy that wrote the completions, because the policy changes
-        while it trains on them."""
+        """True if the loss needs log-probs under the policy that wrote the completions."""
         return not self.is_distillation and self.num_iterations * self.steps_per_rollout > 1
 
 

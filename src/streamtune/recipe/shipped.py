@@ -1,4 +1,4 @@
-"""The recipes that come with StreamTune: in the installed package, or in the source tree."""
+"""List and read the recipes that come with StreamTune, in the installed package or in the source tree."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ HEADER = "# yaml-language-server: $schema="
 
 
 DEVICE = re.compile(r"-(?:(\d+)x)?(\d+)gb$")
-"""Suffix of the name of a recipe for one kind of device: ``-80gb``, ``-8x80gb``."""
+"""Suffix of the name of a recipe for one kind of device, such as ``-80gb`` or ``-8x80gb``."""
 
 
 @dataclass(frozen=True)
 class ShippedRecipe:
-    """A recipe that comes with StreamTune.
+    """Recipe that comes with StreamTune.
 
     Args:
         name: Name in ``streamtune recipes show``: path below the folder of recipes, without suffix.
@@ -54,7 +54,7 @@ def shipped_recipes() -> list[ShippedRecipe]:
 
 
 def shipped_names() -> list[str]:
-    """Return the names of the shipped recipes: ``quickstart``, ``qwen3/8b-lora-80gb``.
+    """Return the names of the shipped recipes, such as ``quickstart`` and ``qwen3/8b-lora-80gb``.
 
     Recipes outside the folders of models come first. Numbers in names are sorted by value: 8b before 14b.
     """
@@ -78,8 +78,11 @@ def read_shipped(name: str) -> ShippedRecipe:
 
 
 def with_schema_header(text: str, folder: Path) -> str:
-    """Return the text of a shipped recipe, with the path of this installation's schema in its first line. The path is
-    relative if the schema is below ``folder``, where the recipe is written. Without a schema the line is dropped."""
+    """Return the text of a shipped recipe, with the path of this installation's schema in its first line.
+
+    The path is relative if the schema is below ``folder``, where the recipe is written. Without a schema the line is
+    dropped.
+    """
     first, _, rest = text.partition("\n")
     if not first.startswith(HEADER):
         return text

@@ -1,10 +1,11 @@
 """Read YAML text as plain values, with the line of every key, and write a recipe as YAML.
 
-A recipe is read by stricter rules than YAML 1.1, so that a value means what it shows:
+A recipe is read by stricter rules than YAML 1.1:
 
-- Scalars follow the YAML 1.2 core schema. ``1e-5`` and ``012`` (twelve) are numbers; ``no`` and ``on`` are text. - A
-key may occur only once in a mapping. - Anchors, aliases, merge keys, tags and second documents are refused. - Size,
-depth and number of values are limited, so that a hostile file cannot exhaust time or memory.
+- Scalars follow the YAML 1.2 core schema. ``1e-5`` and ``012`` (twelve) are numbers; ``no`` and ``on`` are text.
+- A key may occur only once in a mapping.
+- Anchors, aliases, merge keys, tags and second documents are refused.
+- Size, depth and number of values are limited, so that a hostile file cannot exhaust time or memory.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from streamtune.errors import RecipeError
 from .schema import Recipe
 
 KeyPath = tuple[str | int, ...]
-"""Path of a value: ``("datasets", 0, "path")``."""
+"""Path of a value, such as ``("datasets", 0, "path")``."""
 
 MAX_BYTES = 64 * 1024
 MAX_DEPTH = 32
@@ -43,10 +44,10 @@ _INFINITE = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 
 @dataclass(frozen=True)
 class Mistake:
-    """One mistake in a recipe.
+    """Mistake in a recipe.
 
     Args:
-        path: Path of the key. A missing key has no line, so the line of its nearest parent is shown.
+        path: Path of the key. For a missing key, the line of its nearest parent is shown.
         what: Sentence of the error.
         fix: Fix of the error; may be empty.
         line: Line in the file, if the path alone does not give it (a duplicate key).
@@ -73,8 +74,7 @@ class KeyOrigins:
     settings: dict[KeyPath, str] = field(default_factory=dict)
 
     def key_origin(self, *path: str | int) -> str:
-        """Return ``file:line`` of a key, or the setting that set it. For a missing key, return the place of its nearest
-        parent."""
+        """Return ``file:line`` of a key or of its nearest parent, or the setting that set it."""
         for end in range(len(path), 0, -1):
             if path[:end] in self.settings:
                 return self.settings[path[:end]]
@@ -83,7 +83,7 @@ class KeyOrigins:
         return f"{self.file}:1"
 
     def rename_key(self, old: KeyPath, new: KeyPath) -> None:
-        """Rename a key: move its origins, and the origins of all keys below it, to the new path."""
+        """Move the origins of a key, and of all keys below it, to a new path."""
 
         def renamed_path(path: KeyPath) -> KeyPath:
             return (*new, *path[len(old) :]) if path[: len(old)] == old else path
@@ -98,8 +98,7 @@ class KeyOrigins:
         self.settings[path] = setting
 
     def key_line(self, path: KeyPath) -> int:
-        """Return the line of a key or of its nearest parent, by which mistakes are sorted. Keys of settings are sorted
-        last."""
+        """Return the line of a key or of its nearest parent; a number above all lines for a key from a setting."""
         for end in range(len(path), 0, -1):
             if path[:end] in self.settings:
                 break
@@ -161,7 +160,7 @@ def read_yaml(text: str, file: str) -> tuple[Any, KeyOrigins, list[Mistake]]:
 
 
 class _Reader:
-    """Builds values from PyYAML's events, which are read one by one, so that reading stops at a limit."""
+    """Builds values from PyYAML's events one by one, so that reading stops at a limit."""
 
     def __init__(self, text: str, file: str) -> None:
         self.file = file
@@ -196,7 +195,7 @@ class _Reader:
             )
         if len(path) > MAX_DEPTH:
             raise self.error_at(
-                event, f"a recipe has at most {MAX_DEPTH} levels", "recipes are nearly flat; see `streamtune schema`"
+                event, f"a recipe has at most {MAX_DEPTH} levels", "`streamtune schema` lists every key"
             )
         if isinstance(event, yaml.MappingStartEvent):
             return self.read_mapping(path)
@@ -246,7 +245,6 @@ def _line_number(mark: Any) -> int:
 
 
 def _syntax_error(error: yaml.MarkedYAMLError, file: str) -> RecipeError:
-    """Return PyYAML's error as a recipe error, with a fix for common mistakes."""
     problem = error.problem or error.context or "cannot be read"
     where = f"{file}:{_line_number(error.problem_mark or error.context_mark)}"
     if "'\\t'" in problem:
@@ -269,10 +267,12 @@ def _syntax_error(error: yaml.MarkedYAMLError, file: str) -> RecipeError:
     opened = f"{file}:{_line_number(error.context_mark)}" if error.context_mark else where
     if error.context == "while scanning a quoted scalar":
         return RecipeError(
-            "the quote opened here is not closed", where=opened, fix="close it; write '' for a quote inside"
+            "the quote opened here is not closed", where=opened, fix="close the quote; write '' for a quote inside"
         )
     if (error.context or "").startswith("while parsing a flow"):
-        return RecipeError("the bracket or brace opened here is not closed", where=opened, fix="close it")
+        return RecipeError(
+            "the bracket or brace opened here is not closed", where=opened, fix="close the bracket or brace"
+        )
     return RecipeError(
         f"the file is not YAML: {problem}", where=where, fix="quote the value, or see `streamtune recipes`"
     )
@@ -305,7 +305,7 @@ def dump_yaml(values: dict[str, Any]) -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    """A YAML dumper that quotes text which the reader would take for another type."""
+    """YAML dumper that quotes text which would be read as another type."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True

@@ -1,1 +1,1 @@
-"""Build a run from a recipe, and train it."""
+"""Build a training run from a recipe, and train it."""

@@ -1,4 +1,4 @@
-"""Build a run of any objective from a recipe, or only prepare and measure its rows, without a model."""
+"""Build a training run from a recipe, or only prepare and measure its dataset rows, without a model."""
 
 from __future__ import annotations
 
@@ -54,17 +54,17 @@ def build_run(
     notify: Notify = lambda message: None,
     doing: Doing = nullcontext,
 ) -> Run:
-    """Return a run with data, model, engine, reference and steps, ready to train.
+    """Return a run with data, model, reference model and training steps, ready to train.
 
-    Nothing is written except the reference's log-probs, if the recipe sets precompute_ref_log_probs.
+    Only reference log-probs are written to disk, if the recipe sets ``precompute_ref_log_probs``.
 
     Args:
         loaded: Recipe with the lines of its keys.
         resume: ``auto`` (resume the run in ``output_dir``), ``never``, or the path of a checkpoint.
-        allow_change: Keys that may differ from the resumed run.
-        dry_run: True to plan a fixed schedule too, and to compute no log-probs of the reference.
-        notify: Called with messages for the user.
-        doing: Context manager that shows a message during a slow activity.
+        allow_change: Recipe keys that may differ from the resumed run.
+        dry_run: True to plan memory and time even with a fixed schedule, and to compute no reference log-probs.
+        notify: Function called with messages for the user.
+        doing: Function that returns a context manager, which shows a message during a slow activity.
 
     Raises:
         UserError: The recipe or an input is wrong; ``where`` is the line of the recipe.
@@ -87,7 +87,7 @@ def build_run(
         prepared = prepare_on_all_ranks(task, start.world, sources, tokenizer, notify)
         start.record_data(prepared.fingerprint)
         longest_row = task.longest_row_tokens(prepared)
-        with doing("choosing the precision and the memory of the weights"):
+        with doing("choosing the precision and placement of the weights"):
             start = with_chosen_placement(start, prepared, longest_row, notify)
         recipe, task = start.recipe, start.task
         with doing("loading the model"):
@@ -111,7 +111,7 @@ def build_run(
 
         def start_adapters(handle: StreamHandle) -> None:
             if recipe.starts_from_gradients and start.checkpoint is None and not dry_run:
-                with doing("computing gradients to start the adapters from"):
+                with doing("computing gradients to initialise the adapters"):
                     init_adapters_from_gradient(recipe, task, model, handle, batches, start.world)
 
         completions = task.make_measured_shape_function(prepared, longest_row, share=share)
@@ -162,22 +162,21 @@ def init_adapters_from_gradient(
 ) -> None:
     """Initialise the adapters from the gradient of the mean loss of ``lora_ga_rows`` random rows (LoRA-GA).
 
-    Rank 0 computes the gradient in layer order and sends the factors to the other ranks. Each row is a micro-batch.
-    It needs the memory of a training step without adapter gradients and optimizer states, plus the gradients of the
-    weights of one layer.
+    Rank 0 computes the gradient, and sends the resulting adapter weights to the other ranks. The gradients of one layer
+    at a time are in memory.
 
     Args:
-        recipe: Settings of the adapters; the seed draws the rows.
+        recipe: Settings of the adapters; the seed chooses the rows.
         task: Task of the run.
-        model: Model with adapters that are still zero, not sharded or wrapped by a backend.
-        handle: Handle of the streamed model.
-        batches: Batches of the rows to train on.
+        model: Model with new adapters, not sharded or wrapped by a backend.
+        handle: Handle of the model, returned by :func:`streamtune.stream`.
+        batches: Batches of the training rows.
         world: Ranks of the run.
 
     Raises:
-        ArgumentError: The host has too little memory for the sums of the gradients.
+        ArgumentError: The sum of the gradients of several rows does not fit in host memory.
         NonFiniteError: A gradient is not finite.
-        OutOfMemoryError: A row does not fit.
+        OutOfMemoryError: A row does not fit in device memory.
     """
     world.run_on_rank_0(partial(_init_adapters, recipe, task, model, handle, batches))
     if world.size > 1:
@@ -209,7 +208,7 @@ def _init_adapters(recipe: ModelSettings, task: Task[Any], model: Any, handle: S
     fix = "lower max_length, or write adapter_type: lora"
     try:
         with (
-            explain_out_of_memory("the gradient to start the adapters from", rows, fix),
+            explain_out_of_memory("the gradient that initialises the adapters", rows, fix),
             handle.routers.without_losses(),
         ):
             losses: list[Callable[[], Tensor]] = [partial(row_loss, batch) for batch in rows]
@@ -235,7 +234,7 @@ def _check_host_memory(recipe: ModelSettings, model: Any) -> None:
 
 @dataclass(frozen=True)
 class Inspection:
-    """Prepared rows of a recipe, with their lengths, batches and counts, for ``streamtune data``."""
+    """Prepared dataset rows of a recipe, with statistics of lengths and batches, for ``streamtune data``."""
 
     loaded: LoadedRecipe
     tokenizer: PreTrainedTokenizerBase
@@ -247,7 +246,7 @@ class Inspection:
     histogram: list[LengthBin]
     choices: list[LengthChoice]
     batches: BatchFacts | None
-    """Statistics of the batches; None for trees and prompts, whose batches depend on the model and its completions."""
+    """Statistics of the batches; None for preference data and prompts, whose batches depend on the model."""
 
     def to_json(self) -> dict[str, Any]:
         recipe = self.loaded.recipe
@@ -267,7 +266,7 @@ class Inspection:
 def inspect_recipe(
     loaded: LoadedRecipe, notify: Notify = lambda message: None, doing: Doing = nullcontext
 ) -> Inspection:
-    """Read, render and measure the rows of a recipe, with its length limit applied; no model is loaded."""
+    """Read, tokenize and measure the dataset rows of a recipe; no model is loaded."""
     recipe, task = loaded.recipe, task_of(loaded.recipe)
     with locate_errors(loaded):
         prepare_libraries(torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""Describe the ranks of a recipe's step for a plan: how many ranks and nodes, what they share, and by which backend.
+"""The cluster that a plan is made for: number of ranks and nodes, their bandwidths, and what the ranks share.
 
 The command line sets the numbers of ranks and nodes. The recipe sets the rest: ``deepspeed``, ``fsdp``,
 ``sequence_parallel_size``, ``sequence_parallel``, ``train_batch_size``.
@@ -36,7 +36,8 @@ PREFETCH = 50_000_000
 
 @dataclass(frozen=True)
 class SharedLimit:
-    """Longest row that fits in memory (within a few percent) if ``sequence_size`` ranks share each sequence."""
+    """Tokens of the longest row that fits in memory (within a few percent) if ``sequence_size`` ranks share each
+    sequence."""
 
     sequence_size: int
     form: Form
@@ -45,23 +46,23 @@ class SharedLimit:
 
 @dataclass(frozen=True)
 class RequestedRanks:
-    """Numbers of ranks and nodes from the command line; None for an option that is not set."""
+    """Numbers of ranks and nodes from the command line; None if an option is not set."""
 
     ranks: int | None = None
     nodes: int | None = None
 
 
 def cluster_of(recipe: TrainingSettings, model: nn.Module, requested: RequestedRanks, links: Links) -> Cluster:
-    """Return the cluster of ranks that a recipe is planned for.
+    """Return the cluster that a recipe is planned for.
 
     Args:
         recipe: Recipe; its keys decide what the ranks share.
         model: Model on ``meta``, whose attention heads are counted.
         requested: Numbers of ranks and nodes; the default number of ranks is ``sequence_parallel_size``.
-        links: Bandwidths between the devices.
+        links: Bandwidths between devices.
 
     Raises:
-        ArgumentError: The requested ranks cannot be laid out; ``where`` names the key or option.
+        ArgumentError: The recipe cannot run on these ranks; ``where`` names the key or option.
     """
     size = recipe.sequence_parallel_size
     if requested.nodes is not None and requested.ranks is None:
@@ -90,7 +91,7 @@ def cluster_of(recipe: TrainingSettings, model: nn.Module, requested: RequestedR
 
 
 def cluster_of_run(recipe: TrainingSettings, model: nn.Module, world: train.World, device: torch.device) -> Cluster:
-    """Return how this run's ranks are spread over machines and what they share, for the planner."""
+    """Return the ranks of the current run, their machines and what they share, for the planner."""
     if world.size == 1:
         return Cluster()
     ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
@@ -100,7 +101,7 @@ def cluster_of_run(recipe: TrainingSettings, model: nn.Module, world: train.Worl
 
 
 def micro_batches_per_step(recipe: BatchSettings, cluster: Cluster) -> int:
-    """Return how many micro-batches a rank computes in one optimizer step."""
+    """Return the number of micro-batches per rank in an optimizer step."""
     return count_micro_batches(recipe, train.World(0, cluster.ranks, cluster.sequence_size))
 
 
@@ -108,9 +109,9 @@ def link_bandwidths(table_device: Device | None, local_device: torch.device) -> 
     """Return the bandwidths between devices of a machine and between machines.
 
     Args:
-        table_device: Device of the table; None for the local device.
-        local_device: Local device. An accelerator gets the links of the nearest device in the table. CPU ranks get an
-            assumed 5 GB/s within a machine (loopback) and 1 GB/s between machines.
+        table_device: Device from the table of devices; None for the local device.
+        local_device: Local device. An accelerator gets the bandwidths of the device in the table with the nearest
+            memory size. CPU ranks get an assumed 5 GB/s within a machine and 1 GB/s between machines.
     """
     if table_device is not None:
         return spec_links(table_device)
@@ -125,10 +126,10 @@ def longest_rows_if_shared(
     """Yield the longest row that fits if all ranks of a node share each sequence, then if all ranks do.
 
     Args:
-        recipe: Recipe; schedule fields that it sets are not changed.
-        workload: Workload whose ranks do not share sequences.
+        recipe: Recipe; schedule fields that it sets are kept.
+        workload: Training step whose ranks do not share sequences.
         limits: Memory of a rank.
-        notify: Called with the name of each search before it starts.
+        notify: Function called with a message before each search.
     """
     cluster, heads = workload.cluster, count_heads(workload.make_model())
     for size in sorted({cluster.ranks_per_node, cluster.ranks} - {1}):
@@ -140,7 +141,7 @@ def longest_rows_if_shared(
 
 
 def _one_rank_cluster(recipe: TrainingSettings, model: nn.Module, world: train.World) -> Cluster:
-    """Return a cluster of one rank whose engine is the recipe's: DDP, FSDP2 or a ZeRO stage."""
+    """Return a cluster of one rank that uses the recipe's DDP, FSDP2 or ZeRO stage."""
     if recipe.fsdp:
         return Cluster(engine="fsdp")
     if recipe.deepspeed is None:

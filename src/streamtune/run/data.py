@@ -1,15 +1,14 @@
-"""Make the row sources and the tokenizer of a recipe, and fingerprint the other files that a run reads.
+"""Dataset sources and tokenizer of a recipe, and fingerprints (hashes) of the other files that a run reads.
 
-Files that a run reads again at each start are fingerprinted:
+When a run is resumed, the fingerprints must be unchanged:
 
-    base        model_name_or_path: configuration and weights of a folder, or the commit of a model on a hub
+    base        model_name_or_path: configuration and weights of a folder, or the commit of a model on the Hub
     adapter     base model recorded in model_name_or_path, if that folder contains adapters
     start       adapter_name_or_path: adapters that training starts from
-    reference   ref_model_name_or_path or teacher: a model or a teacher's file
+    reference   ref_model_name_or_path or teacher: a model, or a file of teacher probabilities
     rewards     source code of the user's reward functions
 
-A new model depends on ``model.init`` and ``seed``, and a trained tokenizer on the data; these are compared directly. A
-resumed run keeps the tokenizer of its checkpoint, so a change of the tokenizer's files is only reported in a note.
+A resumed run keeps the tokenizer of its checkpoint, so a changed tokenizer file is only reported.
 """
 
 from __future__ import annotations
@@ -44,13 +43,13 @@ def make_tokenizer(
     *,
     set_template: bool = True,
 ) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of the checkpoint or of the recipe, or train a new one on the rows if the recipe says so.
+    """Load the tokenizer of the checkpoint or recipe, or train a new tokenizer on the rows.
 
     Args:
         recipe: Settings of the tokenizer.
         sources: Sources of the rows.
         checkpoint: Checkpoint that is resumed; None for a new run.
-        notify: Called with messages for the user.
+        notify: Function called with messages for the user.
         set_template: True to set the recipe's chat template.
     """
     if checkpoint is not None:
@@ -84,7 +83,7 @@ def make_tokenizer(
 def _train_tokenizer(
     recipe: TokenizerSettings, sources: Sequence[data.Source], vocab_size: int, notify: Callable[[str], None]
 ) -> tuple[PreTrainedTokenizerBase, bool]:
-    """Return a tokenizer trained on the rows, and True if it came from the cache."""
+    """Return a tokenizer trained on the rows, and True if it was cached."""
     cache = row_cache(recipe)
     settings = {
         "vocab_size": vocab_size,
@@ -115,7 +114,7 @@ def prepare_on_all_ranks(
     tokenizer: PreTrainedTokenizerBase,
     notify: Callable[[str], None],
 ) -> PreparedRows:
-    """Return the prepared rows; with a cache, one rank per machine fills it first. Called by all ranks."""
+    """Return the tokenized rows. Called by all ranks; with a cache, the first rank of each machine fills it."""
     prepared_rows: list[PreparedRows] = []
 
     def prepare() -> PreparedRows:
@@ -155,7 +154,7 @@ def _notify_split_markers(recipe: ModelKeys, tokenizer: PreTrainedTokenizerBase,
 
 
 def new_token_ids(recipe: ModelKeys, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the ids of the tokens that the recipe adds to a loaded model's tokenizer, in ascending order."""
+    """Return the ids of tokens that the recipe adds to the tokenizer of a pretrained model, in ascending order."""
     special = recipe.special_tokens.model_dump(exclude_defaults=True)
     trains = recipe.tokenizer is not None and recipe.tokenizer.train is not None
     if trains or recipe.model_name_or_path is None or not (special or recipe.added_tokens):
@@ -173,8 +172,8 @@ def make_shared_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """Return the same tokenizer on every rank. Called by all ranks.
 
-    Rank 0 trains a new tokenizer and sends it as JSON. An existing tokenizer is loaded by rank 0 first, then by the
-    other ranks, from the files of their own machines. All ranks use the chat template of rank 0.
+    Rank 0 trains a new tokenizer and sends it to the other ranks. Existing tokenizers are loaded from the files of each
+    machine, with the chat template of rank 0.
     """
     loaded: list[PreTrainedTokenizerBase] = []
     is_trained = checkpoint is None and recipe.tokenizer is not None and recipe.tokenizer.train is not None
@@ -210,11 +209,11 @@ def fingerprint_inputs(
         task: Task of the run.
         folder: Folder of the recipe, for relative paths of reward functions.
         resumed: True if the run resumes from a checkpoint.
-        include_hubs: True to include the commits of models on a hub, which are known once the models are loaded.
-        times: Modification times of files from earlier calls; new files are added, changed times are an error.
+        include_hubs: True to include the commits of models on the Hub, which are known once the models are loaded.
+        times: Modification times of files from earlier calls; files that are read for the first time are added.
 
     Raises:
-        ArgumentError: A file cannot be read, or was changed after it was read before.
+        ArgumentError: A file cannot be read, or its modification time differs from ``times``.
     """
     fingerprints: dict[str, str | None] = {}
     recipe = task.recipe
@@ -238,7 +237,7 @@ def fingerprint_inputs(
 
 
 def fingerprint_tokenizer_files(recipe: ModelKeys) -> str | None:
-    """Return the fingerprint of the tokenizer's local files and of a chat template file; None if there are none."""
+    """Return the fingerprint of the tokenizer's local files and the chat template file; None if there are none."""
     name = recipe.tokenizer.path if recipe.tokenizer is not None else recipe.model_name_or_path
     parts = [models.fingerprint_tokenizer(name)] if name is not None else []
     template = recipe.chat_template
@@ -250,9 +249,9 @@ def fingerprint_tokenizer_files(recipe: ModelKeys) -> str | None:
 
 
 def reads_base_weights(task: Task[Any], *, resumed: bool) -> bool:
-    """Return True if starting the run loads the base model's weights.
+    """Return True if starting the run loads the weights of the base model.
 
-    False only for a resumed full fine-tuning run whose reference, if any, is another model.
+    A resumed full fine-tuning run does not load them, unless the base model is the reference.
     """
     if not resumed or task.recipe.finetuning_type != "full":
         return True
@@ -265,7 +264,10 @@ def _can_fingerprint(name: str, include_hubs: bool) -> bool:
 
 @contextmanager
 def locate_errors(loaded: LoadedRecipe) -> Iterator[None]:
-    """Context manager that adds the recipe's line to errors that name a key, and explains out-of-memory errors."""
+    """Context manager that adds the line of the recipe to errors that name a recipe key.
+
+    An out-of-memory error of torch becomes an OutOfMemoryError.
+    """
     try:
         yield
     except UserError as error:
@@ -284,11 +286,11 @@ def locate_errors(loaded: LoadedRecipe) -> Iterator[None]:
 
 
 def make_sources(loaded: LoadedRecipe, *, include_eval_sets: bool = True) -> list[data.Source]:
-    """Return the sources of the rows, each with the line of the recipe that names it.
+    """Return the dataset sources of a recipe, each with the line of the recipe that names it.
 
     Args:
         loaded: Recipe with the lines of its keys.
-        include_eval_sets: True to append the sources of the eval sets.
+        include_eval_sets: True to append the sources of the evaluation sets.
     """
     recipe = loaded.recipe
 

@@ -1,4 +1,4 @@
-"""Choose the device, configure the libraries, and stream a model with its schedule."""
+"""Choice of the device, settings of libraries, and :func:`streamtune.stream` with the settings of a recipe."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from streamtune.schedule import Schedule
 
 
 def choose_device(name: str) -> torch.device:
-    """Return the device for ``cpu``, ``cuda`` or ``auto``; ``auto`` is CUDA if there is a CUDA device.
+    """Return the device for ``cpu``, ``cuda`` or ``auto``; ``auto`` is CUDA if a CUDA device exists.
 
     Raises:
         ArgumentError: ``cuda`` is requested, and there is no CUDA device.
@@ -38,11 +38,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def check_host_memory(spec: EngineSpec) -> None:
-    """Check that ``engine.host_memory`` does not exceed the machine's memory, before anything is loaded.
-
-    Raises:
-        ArgumentError: ``engine.host_memory`` exceeds the machine's memory.
-    """
+    """Raise an ArgumentError if ``engine.host_memory`` exceeds the machine's memory."""
     total = total_host_bytes()
     if spec.host_memory == "auto" or parse_size(spec.host_memory, where="engine.host_memory") <= total:
         return
@@ -55,10 +51,8 @@ def check_host_memory(spec: EngineSpec) -> None:
 
 
 def prepare_libraries(device: torch.device) -> None:
-    """Turn off progress bars and warnings of libraries, and choose the fastest installed flash attention.
-
-    Their output would overwrite the progress line of the run.
-    """
+    """Turn off progress bars and warnings of libraries, and select an installed flash attention package for
+    ``device``."""
     import transformers
 
     from streamtune.ops.attention.kernels import use_installed_flash
@@ -81,10 +75,10 @@ def prepare_libraries(device: torch.device) -> None:
 
 
 def make_schedule(spec: EngineSpec) -> Schedule:
-    """Return the schedule that a recipe sets without the planner, with defaults for fields that it leaves out.
+    """Return the schedule that a recipe sets, with defaults for missing fields; nothing is planned.
 
-    With ``schedule: auto`` a recipe may set ``device_layers`` without ``offload``. Then ``offload`` is ``disk`` if
-    there is an ``offload_dir``, else ``host``.
+    If ``device_layers`` is set without ``offload``, ``offload`` is ``disk`` if there is an ``offload_dir``, else
+    ``host``.
     """
     fields = spec.schedule_fields()
     if fields.get("device_layers") and "offload" not in fields:
@@ -95,11 +89,11 @@ def make_schedule(spec: EngineSpec) -> Schedule:
 
 
 def make_router_loss(recipe: RouterKeys, model: Any) -> RouterLoss | None:
-    """Return the router loss that the recipe or the model's configuration sets; None if neither sets a router loss.
+    """Return the router loss that the recipe or the model's configuration sets; None if neither does.
 
     Raises:
         ArgumentError: ``moe_balance`` is set, but the router loss is off.
-        UnsupportedModelError: The model's configuration sets a balance loss but has no coefficient for the loss.
+        UnsupportedModelError: The model's configuration enables a balance loss but has no coefficient.
     """
     base = base_of(model)
     balance, z = recipe.router_aux_loss_coef, recipe.router_z_loss_coef
@@ -120,13 +114,13 @@ def make_router_loss(recipe: RouterKeys, model: Any) -> RouterLoss | None:
 def stream_model(
     recipe: ModelSettings, model: Any, schedule: Schedule | None = None, ranks: SequenceParallel | None = None
 ) -> StreamHandle:
-    """Stream a model, with the router loss that the recipe adds, and return its handle.
+    """Call :func:`streamtune.stream` with the recipe's settings, and return the handle.
 
     Args:
         recipe: Settings of the engine and of the router loss.
-        model: Model to stream; changed in place.
-        schedule: Schedule of the planner; None: the recipe's schedule, with defaults.
-        ranks: Ranks that share each sequence; None if none do.
+        model: Model, changed in place.
+        schedule: Schedule from the planner; None: the recipe's schedule, with defaults.
+        ranks: Ranks that share each sequence; None if each rank has its own sequences.
     """
     schedule, router_loss = schedule or make_schedule(recipe.engine), make_router_loss(recipe, model)
     handle = stream(model, schedule=schedule, sequence_parallel=ranks)
@@ -143,7 +137,7 @@ def stream_model(
 
 
 def known_peak_flops(recipe: EngineKeys, device: torch.device) -> float | None:
-    """Return the peak FLOP/s that the recipe sets, or the device's data-sheet value; None if neither exists."""
+    """Return the peak FLOP/s that the recipe sets, or that the device's data sheet states; None if unknown."""
     if recipe.peak_flops is not None:
         return recipe.peak_flops
     return peak_flops(device_name(device)) if device.type == "cuda" else None

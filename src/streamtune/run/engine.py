@@ -1,4 +1,4 @@
-"""Make a model ready to train: choose its precision, place its weights, plan, stream, check, and make its backend."""
+"""Prepare a model for training: precision, placement (device or host), plan, streaming, checks and backend."""
 
 from __future__ import annotations
 
@@ -39,28 +39,30 @@ TIERS = "tiers"
 
 @dataclass(frozen=True)
 class TrainableModel:
-    """A streamed model with its backend, ready to train."""
+    """A model changed by :func:`streamtune.stream`, with its training backend."""
 
     handle: StreamHandle
     backend: train.Backend
     memory: Plan | None
-    """Plan of the schedule, with memory and time of a step of the longest rows; None if nothing was planned."""
+    """Plan of a step with the longest rows: schedule, memory and time; None if nothing was planned."""
     baseline_bytes: Mapping[str, int]
-    """Peak bytes of that step by ``plain`` autograd and by gradient ``checkpoint``; empty if nothing was planned."""
+    """Peak bytes of a step with the longest rows without streaming, by ``plain`` (autograd) and ``checkpoint``
+    (gradient checkpointing); empty if nothing was planned."""
     plan_smaller: Callable[[Schedule], Plan]
-    """Function from a schedule that ran out of memory to the plan of a smaller one; the model must not be streamed."""
+    """Function from a schedule that ran out of memory to the plan of a smaller schedule; call it after
+    ``handle.remove()``."""
 
 
 def with_chosen_placement(start: Start, prepared: PreparedRows, longest_row: int, notify: Notify) -> Start:
-    """Return the start with a precision chosen, and with optimizer or weights on the host if nothing fits otherwise.
+    """Return ``start`` with a precision, and with optimizer or weights in host memory if they do not fit on the device.
 
     A resumed run keeps its precision and placement.
 
     Args:
         start: Start of the run; its model is not loaded yet.
-        prepared: Prepared rows.
+        prepared: Tokenized rows.
         longest_row: Tokens of the longest row, or of the longest prompt with its completion.
-        notify: Called with notes on the choices.
+        notify: Function called with notes on the choices.
     """
     recipe, task, world = start.recipe, start.task, start.world
     resumed = start.checkpoint is not None or bool(start.resumed_identities)
@@ -107,35 +109,35 @@ BASELINES: tuple[Mode, ...] = ("plain", "checkpoint")
 
 @dataclass(frozen=True)
 class PlannedSchedule:
-    """The planned schedule of a run, before the model is streamed."""
+    """The planned schedule of a run."""
 
     plan_smaller: Callable[[Schedule], Plan]
-    """Function from a schedule that ran out of memory to the plan of a smaller one."""
+    """Function from a schedule that ran out of memory to the plan of a smaller schedule."""
     schedule: Schedule | None = None
-    """Schedule of all ranks; None if the recipe fixes it."""
+    """Schedule of all ranks; None if the recipe fixes the schedule."""
     reserved_host_bytes: int | None = None
-    """Bytes of host memory to reserve for tensors of the engine; None if it stores nothing there."""
+    """Bytes of host memory to reserve for offloaded tensors; None if nothing is offloaded to the host."""
     memory: Plan | None = None
-    """Plan, on rank 0; None on other ranks or if nothing was planned."""
+    """Plan, on rank 0; None on other ranks, or if nothing was planned."""
     baseline_bytes: Mapping[str, int] = field(default_factory=dict)
-    """Peak bytes of the longest step without streaming, by mode; on rank 0."""
+    """Peak bytes of a step with the longest rows without streaming, by mode (``plain``, ``checkpoint``); on rank 0."""
 
 
 def plan_schedule(
     start: Start, model: Any, longest_step: LongestStep, *, dry_run: bool, notify: Notify, doing: Doing
 ) -> PlannedSchedule:
-    """Plan the schedule of a run. If the recipe fixes the schedule, nothing is planned, except in a dry run.
+    """Plan the schedule of a run, unless the recipe fixes the schedule.
 
     Args:
         start: Start of the run.
-        model: Model on its device, with its adapters, not yet streamed.
+        model: Model on its device, with its adapters, before :func:`streamtune.stream`.
         longest_step: Longest micro-batch of the run.
-        dry_run: True to plan a fixed schedule too, because a dry run shows its memory.
-        notify: Called with messages for the user.
-        doing: Context manager that shows a message during a slow activity.
+        dry_run: True to plan memory and time even with a fixed schedule.
+        notify: Function called with messages for the user.
+        doing: Function that returns a context manager, which shows a message during a slow activity.
 
     Raises:
-        ArgumentError: No schedule fits.
+        ArgumentError: No schedule fits in memory.
     """
     recipe, world, device = start.recipe, start.world, start.device
     # Chunk order would gather the weights of every layer once per chunk.
@@ -162,9 +164,8 @@ def plan_schedule(
 
 
 def _baseline_bytes(workload: Workload) -> Mapping[str, int]:
-    """Return the simulated peak bytes of a step by plain autograd (``plain``) and gradient checkpointing
-    (``checkpoint``); empty if a mode cannot be simulated.
-    """
+    """Return the simulated peak bytes of a step by mode (``plain``, ``checkpoint``); empty if it cannot be
+    simulated."""
     try:
         return {mode: simulate(replace(workload, mode=mode), Schedule()).peak_bytes for mode in BASELINES}
     except (UserError, NotImplementedError):
@@ -180,15 +181,15 @@ def stream_and_make_backend(
     notify: Notify,
     doing: Doing,
 ) -> TrainableModel:
-    """Stream the model with the planned schedule or the recipe's, check it, and make its backend.
+    """Stream the model with the planned schedule or the recipe's, check its gradients, and create the training backend.
 
     Args:
         start: Start of the run.
         model: Model on its device, with its adapters; changed in place.
         planned: Planned schedule.
-        before_backend: Called with the handle of the streamed model, before the backend wraps the model.
-        notify: Called with messages for the user.
-        doing: Context manager that shows a message during a slow activity.
+        before_backend: Function called with the handle of the streamed model, before the backend wraps the model.
+        notify: Function called with messages for the user.
+        doing: Function that returns a context manager, which shows a message during a slow activity.
     """
     recipe, world = start.recipe, start.world
     handle = stream_model(recipe, model, planned.schedule, sequence_ranks(recipe, world))
@@ -206,7 +207,8 @@ def stream_and_make_backend(
 
 
 def _check_exact_streaming(start: Start, model: Any, handle: StreamHandle, notify: Notify) -> None:
-    """Check that streaming this model is exact; if its weights are not loaded yet, check a small copy instead."""
+    """Check that streaming does not change gradients; if the weights are not loaded yet, check a small copy of the
+    model."""
     recipe = start.recipe
     deferred = models.find_deferred_weights(model)
     if deferred is None:

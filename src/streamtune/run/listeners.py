@@ -1,6 +1,6 @@
-"""Listeners of a run: the user's callbacks, and a comparison of step times with the prediction.
+"""Listeners of a run: the user's callbacks, and a comparison of step times with the plan.
 
-A callback is a class of the user whose methods are called during the run.
+A callback is a user's class whose methods are called during the run:
 
     class Audit:                                # callbacks: [audit.py:Audit]
         def on_start(self, run): ...            # before the first step
@@ -11,11 +11,9 @@ A callback is a class of the user whose methods are called during the run.
 Each method is optional and gets a copy of one dictionary. Random state, grad mode, working directory and standard
 streams are restored after each call.
 
-If step times and prediction differ by a third, the run prints a note and corrects the rates for later plans. The plan
-is for the longest rows, so the prediction of a step is the planned time multiplied by the step's share of the planned
-operations (``simulate.workload``). Not compared are the first step after a start, steps with less than a fourth of the
-planned operations, and short steps, which Python's overhead dominates. The fastest of several steps counts, and on a
-CPU at most its processor time, because other work on the machine can only make a step slower.
+If measured and planned step times differ by a third, the run prints a note and corrects later plans. The prediction of
+a step is the planned time of the longest rows, scaled by the FLOPs of the step. The first step and short steps are not
+compared. Of several steps the fastest counts, because other work on the machine only makes steps slower.
 """
 
 from __future__ import annotations
@@ -49,7 +47,7 @@ class Callback(Listener):
 
     Args:
         name: Name of the callback in the recipe, for messages.
-        target: Object with some of :data:`EVENTS` as methods.
+        target: Object with some of the methods :data:`EVENTS`.
     """
 
     def __init__(self, name: str, target: Any) -> None:
@@ -84,17 +82,16 @@ class Callback(Listener):
 
 
 def load_callbacks(specs: Sequence[str], *, allow_code: bool, directory: Path, is_main: bool) -> list[Listener]:
-    """Return a listener for each callback of a recipe; an empty list on other ranks than 0.
+    """Return a listener for each callback of a recipe; an empty list on ranks other than 0.
 
     Args:
         specs: ``file.py:Name`` or ``module:Name`` of each callback.
         allow_code: True if code that the recipe names may run.
-        directory: Folder that relative paths and modules are looked up in.
-        is_main: True on rank 0. Other ranks import the code without calling it, so that all ranks fail alike.
+        directory: Folder in which relative paths and modules are looked up.
+        is_main: True on rank 0. Other ranks only import the code, so that all ranks raise the same errors.
 
     Raises:
-        ArgumentError: The class does not exist, it has none of the four methods, or code may not run. ``where`` is
-            ``callbacks.N``.
+        ArgumentError: A class does not exist or has none of the four methods, or code may not run.
     """
     listeners: list[Listener] = []
     for index, spec in enumerate(specs):
@@ -157,7 +154,7 @@ def _make_callback(spec: str, target: Any, where: str) -> Any:
 
 
 def _callback_line(error: BaseException) -> str:
-    """Return ``file:line`` of the last traceback frame in the callback's code, outside StreamTune and libraries."""
+    """Return ``file:line`` of the last traceback frame in the user's code."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
     own = [frame for frame in frames if "site-packages" not in frame.filename and "/lib/python" not in frame.filename]
     last = (own or frames)[-1:]
@@ -175,7 +172,7 @@ SHORTEST_SECONDS = 0.25
 
 
 class StepFlops:
-    """Counts the FLOPs of optimizer steps, as :mod:`streamtune.plan.simulate.workload` defines them."""
+    """Counts the model FLOPs of optimizer steps, without recomputation."""
 
     def __init__(self, model: Any, step: StepKind = PLAIN_STEP) -> None:
         self.step = step
@@ -202,12 +199,13 @@ def _attention_spans(batch: train.MicroBatch) -> Iterator[Span]:
 
 @dataclass
 class StepTimes(train.Listener):
-    """Listener that compares the step times of a run on one rank with the plan, and corrects the rates.
+    """Listener that compares measured step times with the plan, and corrects later plans; for runs on one rank.
 
     Args:
-        plan: Plan of the longest rows, with rates measured on the device.
-        device, dtype: Device and dtype of the measured rates.
-        report: Function called at most once, if measured and predicted time differ, with step number, message, figures.
+        plan: Plan of a step with the longest rows.
+        device: Device whose measured speeds the plan uses.
+        dtype: Dtype of the measured speeds.
+        report: Function called with step, message and values, at most once, if measured and planned times differ.
     """
 
     plan: Plan
@@ -217,10 +215,10 @@ class StepTimes(train.Listener):
     _ratios: list[float] = field(default_factory=list, init=False)
     _steps: int = field(default=0, init=False)
     _processor_seconds: float = field(default=0.0, init=False)
-    """Processor time in seconds at the end of the previous step."""
+    """``time.process_time()`` at the end of the previous step."""
 
     def step(self, record: dict[str, Any]) -> None:
-        """Record a step; after :data:`COMPARED_STEPS` steps, compare the fastest with the prediction."""
+        """Record a step; after :data:`COMPARED_STEPS` steps, compare the fastest with the plan."""
         self._steps += 1
         processor_seconds, self._processor_seconds = time.process_time() - self._processor_seconds, time.process_time()
         flops = record.get("flops", 0)
@@ -247,6 +245,6 @@ class StepTimes(train.Listener):
         self.report(
             record["step"],
             f"a step takes {ratio * predicted:.3g} s instead of the predicted {predicted:.3g} s; later plans on this "
-            "device use corrected rates",
+            "device are corrected by this ratio",
             {"seconds": ratio * predicted, "predicted": predicted, "ratio": round(ratio, 4)},
         )

@@ -1,10 +1,10 @@
-"""Make the model of a recipe, and its optimizer.
+"""Create the model and the optimizer of a recipe.
 
-make_model        for a run: loads the weights to train, for the tokenizer of the data
-make_model_without_data  for a measurement: without tokenizer or data
-make_blueprint    for a plan: on ``meta``, without weights
+make_model                 for training: loads weights, for the tokenizer of the data make_model_without_data    for
+measurements: loads weights, without tokenizer or data make_blueprint             for planning: on the ``meta`` device
 
-There are the same three functions for a reference model.
+For a reference model there are ``make_reference_model``, ``make_reference_without_data`` and
+``make_reference_blueprint``.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ def make_model(
     *,
     shard_world: train.World | None = None,
 ) -> Any:
-    """Return the model to train, with the weights of the checkpoint or else the base model, and with the adapters.
+    """Return the model to train, with the weights of the checkpoint or of the base model, and with adapters.
 
     Args:
         recipe: Recipe of the run.
         tokenizer: Tokenizer of the data.
         checkpoint: Checkpoint that is resumed; None for a new run.
         device: Device of this rank.
-        shard_world: Ranks that will shard the weights; the model is then on ``meta`` and its weights are loaded later.
+        shard_world: Ranks that will shard the weights; the model is then on ``meta``, and its weights are loaded later.
     """
     if "host" in (recipe.engine.weights, recipe.engine.optimizer):
         _check_host_memory(recipe, device)
@@ -103,7 +103,7 @@ def make_reference_model(
     shard_world: train.World | None = None,
     change: models.LayerQuantizer | None = None,
 ) -> Any:
-    """Return the model ``name``, or the recipe's base model if None, without adapters and without a checkpoint."""
+    """Return the model ``name``, or the recipe's base model if None, without adapters."""
     is_own_model = name in (None, recipe.model_name_or_path)
     new_tokens = new_token_ids(recipe, tokenizer) if is_own_model else []
     if new_tokens and shard_world is not None:
@@ -126,11 +126,6 @@ def make_reference_model(
 
 
 def _check_host_memory(recipe: TrainingSettings, device: torch.device) -> None:
-    """Check that weights or optimizer fit the host memory, before anything is loaded.
-
-    Raises:
-        ArgumentError: Weights or optimizer do not fit the host memory.
-    """
     model = base_of(make_blueprint(recipe, device))
     offloads_weights = recipe.engine.weights == "host"
     host_weights = offloaded_parameters(model, decoder_layers(model)) if offloads_weights else []
@@ -173,7 +168,6 @@ def _loading_device(recipe: ModelSettings, device: torch.device) -> torch.device
 
 
 def _move_to_device(recipe: ModelSettings, model: Any, device: torch.device) -> Any:
-    """Return the model on the device, with its weights in host memory if the recipe sets ``engine.weights: host``."""
     if recipe.engine.weights == "host":
         keep_on_host(model, device)
     return model
@@ -191,9 +185,9 @@ def _refuse_new_tokens(recipe: ModelSettings, tokenizer: PreTrainedTokenizerBase
 
 
 def make_trial_model(recipe: ModelSettings, model: Any, device: torch.device) -> Any:
-    """Return a small copy of a model whose weights are not loaded yet, for checks; a loaded ``model`` itself.
+    """Return a small copy of a model whose weights are not loaded yet; return a loaded ``model`` itself.
 
-    The copy has random weights and the same configuration, but only one layer of each kind. It is not streamed.
+    The copy is used in checks. It has random weights, and only one layer of each type.
     """
     if models.find_deferred_weights(model) is None:
         return model
@@ -201,7 +195,7 @@ def make_trial_model(recipe: ModelSettings, model: Any, device: torch.device) ->
 
 
 def make_model_without_data(recipe: ModelSettings, device: torch.device) -> Any:
-    """Return the recipe's model without tokenizer or data; the recipe has the size of a tokenizer to train."""
+    """Return the recipe's model without tokenizer or data."""
     base = _make_base_without_data(
         recipe, _loading_device(recipe, device), recipe.model_name_or_path, _make_loftq_quantizer(recipe)
     )
@@ -225,12 +219,12 @@ def _make_base_without_data(
 
 
 def make_reference_blueprint(recipe: ModelSettings, device: torch.device, name: str | None) -> Any:
-    """Return the reference model on ``meta``: the model ``name``, or the recipe's model."""
+    """Return the reference model on the ``meta`` device: the model ``name``, or the recipe's model."""
     return _make_blueprint(recipe, device, name).requires_grad_(False)
 
 
 def make_blueprint(recipe: ModelSettings, device: torch.device) -> Any:
-    """Return the model on ``meta``, with its adapters; ``device`` decides its quantisation."""
+    """Return the recipe's model with its adapters on the ``meta`` device, quantised as on ``device``."""
     model = _make_blueprint(recipe, device, None)
     size, num_added = model.get_input_embeddings().weight.shape[0], _count_added_tokens(recipe)
     new_tokens = range(size - num_added, size) if recipe.model_name_or_path is not None else range(0)
@@ -254,7 +248,7 @@ def _make_blueprint(recipe: ModelSettings, device: torch.device, name: str | Non
 
 
 def weights_dtype(recipe: ModelSettings, *, frozen: bool = False) -> str:
-    """Return the dtype in which the weights of a base model are loaded, or ``auto``: the checkpoint's dtype.
+    """Return the dtype of the base model's weights, or ``auto`` for the checkpoint's dtype.
 
     Args:
         recipe: Recipe with the key ``dtype``.
@@ -266,10 +260,10 @@ def weights_dtype(recipe: ModelSettings, *, frozen: bool = False) -> str:
 
 
 def make_optimizer(recipe: OptimizerSettings, model: nn.Module) -> torch.optim.Optimizer:
-    """Return the optimizer of the trainable weights of a model.
+    """Return the optimizer of a model's trainable weights.
 
     Raises:
-        ArgumentError: The learning rate overflows the weights, a library is missing, or an ``lr_groups`` pattern
+        ArgumentError: The learning rate is too large for float32, a library is missing, or an ``lr_groups`` pattern
             matches nothing.
     """
     rates = {"learning_rate": recipe.learning_rate}
@@ -277,7 +271,7 @@ def make_optimizer(recipe: OptimizerSettings, model: nn.Module) -> torch.optim.O
     for key, rate in rates.items():
         if rate > LARGEST_RATE:
             raise ArgumentError(
-                f"a learning rate of {rate:g} overflows the weights",
+                f"a learning rate of {rate:g} is too large for float32",
                 where=key,
                 fix="use a rate such as 1e-5 (full) or 1e-4 (lora)",
             )
@@ -315,7 +309,7 @@ def make_optimizer(recipe: OptimizerSettings, model: nn.Module) -> torch.optim.O
 
 
 def train_largest_block(recipe: OptimizerSettings, model: nn.Module) -> None:
-    """For an optimizer that trains one block at a time, freeze all weights except the most expensive block."""
+    """Make only the most expensive block of layers trainable, if the optimizer trains one block at a time."""
     if recipe.step_kind.gradients == "block":
         if recipe.finetuning_type == "full":
             model.requires_grad_(True)  # in a resumed run only one block is trainable
@@ -323,7 +317,7 @@ def train_largest_block(recipe: OptimizerSettings, model: nn.Module) -> None:
 
 
 def choose_quantization(recipe: ModelSettings, device: torch.device) -> str | None:
-    """Return ``nf4`` or ``int8`` for a QLoRA recipe on this device; None for other recipes."""
+    """Return ``nf4`` or ``int8`` for a QLoRA recipe; None for other recipes."""
     if recipe.finetuning_type != "qlora":
         return None
     kind = recipe.quantization
@@ -333,7 +327,7 @@ def choose_quantization(recipe: ModelSettings, device: torch.device) -> str | No
 
 
 def shares_weights(recipe: ModelSettings) -> bool:
-    """Return True if the ranks shard the weights (ZeRO-3 or FSDP2)."""
+    """Return True if the weights are sharded over ranks (ZeRO-3 or FSDP2)."""
     if recipe.deepspeed is None:
         return recipe.fsdp
     from streamtune.distributed.deepspeed_config import read_config, zero_stage
@@ -352,7 +346,7 @@ def _make_base_model(
     change: models.LayerQuantizer | None = None,
     frozen: bool = False,
 ) -> Any:
-    """Return the pretrained model ``name``, or a new model if None, without adapters; ``frozen``: it is not trained."""
+    """Return the pretrained model ``name``, or a new model if None, without adapters."""
     dtype, quantization = weights_dtype(recipe, frozen=frozen), choose_quantization(recipe, device)
     options, remote = (models.ModelOptions(dtype, quantization, _rope_change(recipe), change), recipe.trust_remote_code)
     if shard_world is not None and quantization is None:
@@ -385,7 +379,6 @@ def _make_base_model(
 
 
 def _make_loftq_quantizer(recipe: ModelSettings) -> models.LayerQuantizer | None:
-    """Return the quantizer whose error LoftQ adapters start from; None if adapters do not start from quantisation."""
     if not recipe.starts_from_quantisation:
         return None
     return models.make_loftq_quantizer(_adapter_spec(recipe), iterations=recipe.loftq_iter, seed=recipe.seed)
@@ -400,7 +393,8 @@ def _token_ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
 
 
 def _add_adapters(recipe: ModelSettings, model: Any, new_tokens: Sequence[int] = ()) -> Any:
-    """Return ``model`` with new adapters and trained embeddings of ``new_tokens``; unchanged for full fine-tuning."""
+    """Return ``model`` with new adapters and trained embedding rows of ``new_tokens``; unchanged for full
+    fine-tuning."""
     if recipe.finetuning_type == "full":
         if kind := models.quantization_kind(model):
             raise ArgumentError(
@@ -448,7 +442,7 @@ def _trained_vocabulary_size(recipe: ModelSettings) -> int | None:
 
 
 def _count_added_tokens(recipe: ModelSettings) -> int:
-    """Return how many tokens the recipe adds at most: a tokenizer may already have some of them."""
+    """Return the largest number of tokens that the recipe may add; the tokenizer may already have some of them."""
     special = recipe.special_tokens.model_dump(exclude_none=True)
     return len(special) - 1 + len(special["additional_special_tokens"]) + len(recipe.added_tokens)
 

@@ -1,8 +1,8 @@
-"""Plan the schedule of a recipe's steps, from its model and rows, the available memory, and the rates of the device.
+"""Plan the schedule of a recipe's steps from model, row lengths, available memory, and speeds of the device.
 
-plan_recipe   for ``streamtune plan``: reads only the model's configuration; for this machine or another device
-choose_placement  for a run, before its model is loaded: decides whether weights or optimizer are kept on the host
-plan_model    for a run, with the loaded model: within the memory that is free next to the model
+plan_recipe        for ``streamtune plan``: reads only the model's configuration; for this machine or another device
+choose_placement   for a run, before its model is loaded: decides whether weights or optimizer states are offloaded
+plan_model         for a run, after its model is loaded: within the remaining memory
 """
 
 from __future__ import annotations
@@ -72,22 +72,23 @@ USUAL_STEPS = 6
 
 @dataclass(frozen=True)
 class RecipePlan:
-    """A plan with its recipe, model and devices.
+    """Result of ``streamtune plan``.
 
     Attributes:
-        loaded: Recipe, with weights or optimizer on the host if nothing fits otherwise.
+        loaded: Recipe, with weights or optimizer states in host memory if nothing fits otherwise.
         model_name: Class of the model.
         parameters: Number of parameters.
         length: Tokens of a row, or of a prompt with its longest completion.
         is_local_device: True if the plan is for the local device.
-        scored: Completions of a micro-batch; None if the objective scores none.
+        scored: Completions of a micro-batch, for preference and reinforcement learning; else None.
         cluster: Ranks of the step. The bytes of the plan are per rank.
-        micro_batches: Number of micro-batches of a rank in an optimizer step.
-        longest_rows: Longest rows if more ranks share each sequence; empty if the recipe sets this number of ranks.
-        flops: FLOPs of the model in a step, of all ranks (``simulate.workload``).
-        peak_flops: FLOP/s of one device, from the recipe or its data sheet; None if unknown.
-        row_selection_flops: FLOPs of a rank to choose the rows of a step; 0 if rows are not chosen.
-        position_advice: Advice if rows exceed the model's positions; None if they do not.
+        micro_batches: Number of micro-batches per rank in an optimizer step.
+        longest_rows: Longest rows if more ranks share each sequence; empty if the recipe sets
+            ``sequence_parallel_size``.
+        flops: Model FLOPs of a step on all ranks, without recomputation.
+        peak_flops: Peak FLOP/s of one device, from the recipe or its data sheet; None if unknown.
+        row_selection_flops: FLOPs per rank of selecting the rows of a step (``select_rows``).
+        position_advice: Advice if rows are longer than the model's positions; None if they are not.
     """
 
     loaded: LoadedRecipe
@@ -110,29 +111,26 @@ class RecipePlan:
 
     @property
     def row_selection_seconds(self) -> float:
-        """Predicted seconds of choosing the rows of a step, at the FLOP/s of the rest of the step."""
+        """Predicted seconds of selecting the rows of a step (``select_rows``)."""
         work = self.plan.simulation.work
         return self.plan.step_seconds * self.row_selection_flops / max(1, work.matmul_flops + work.attention_flops)
 
     @property
     def computed_flops(self) -> int:
-        """FLOPs of matrix products and attention that a step computes, of all ranks.
-
-        They include recomputation and forward passes of a reference.
-        """
+        """FLOPs of matrix products and attention in a step on all ranks, with recomputation and reference models."""
         work = self.plan.simulation.work
         return self.cluster.ranks * (work.matmul_flops + work.attention_flops)
 
     @property
     def mfu(self) -> float | None:
-        """Predicted model FLOPs utilisation, relative to ``peak_flops``; None if the peak is unknown."""
+        """Predicted model FLOPs utilisation; None if ``peak_flops`` is unknown."""
         if self.peak_flops is None or not self.plan.step_seconds:
             return None
         return self.flops / self.plan.step_seconds / self.peak_flops / self.cluster.ranks
 
     @property
     def tokens(self) -> int:
-        """Number of tokens in an optimizer step, of all ranks."""
+        """Number of tokens in an optimizer step on all ranks."""
         times = self.micro_batches * self.cluster.data_size
         if self.scored is not None:
             return self.scored.num_rows * self.scored.length * times
@@ -141,11 +139,11 @@ class RecipePlan:
 
 @dataclass(frozen=True)
 class LongestStep:
-    """The longest micro-batch of a run, and the bytes of a second model in addition to the trained model.
+    """The longest micro-batch of a run.
 
     Attributes:
-        length: Tokens of the longest row, or of the longest completion with its prompt.
-        completions: Completions of a micro-batch; None if the objective scores none.
+        length: Tokens of the longest row, or of the longest prompt with its completion.
+        completions: Completions of a micro-batch, for preference and reinforcement learning; else None.
         reference_bytes: Bytes of a reference model on the device.
     """
 
@@ -156,14 +154,13 @@ class LongestStep:
 
 @dataclass(frozen=True)
 class PlanInputs:
-    """Inputs of a run's plan in addition to its recipe and model.
+    """Additional inputs of :func:`plan_model`.
 
     Attributes:
         cluster: Ranks of the run.
-        resumed_schedule: Schedule of the resumed run. It is used again, for bit-equal losses, if it fits and the recipe
-            allows it.
+        resumed_schedule: Schedule of the resumed run, which is used again if it fits and the recipe allows it.
         failed_schedule: Schedule that ran out of memory. The new schedule uses less, even if the recipe fixes one.
-        fixed: Fields of the schedule that the planner must not choose, in addition to the fields that the recipe sets.
+        fixed: Schedule fields that the planner must not choose, in addition to the fields that the recipe sets.
     """
 
     cluster: Cluster = field(default_factory=Cluster)
@@ -175,15 +172,15 @@ class PlanInputs:
 def plan_recipe(
     loaded: LoadedRecipe, options: PlanOptions, *, notify: Callable[[str], None] = lambda message: None
 ) -> RecipePlan:
-    """Return the plan of a recipe from its model's configuration; neither weights nor data are read.
+    """Return the plan of a recipe; neither weights nor data are read.
 
     Args:
         loaded: Recipe with the lines of its keys.
         options: Options of the command line.
-        notify: Called with the name of each long activity before it starts.
+        notify: Function called with a message before each slow activity.
 
     Raises:
-        UserError: A name is unknown, or no schedule fits; ``where`` is the line of the recipe.
+        UserError: A name is unknown, or no schedule fits in memory; ``where`` is the line of the recipe.
     """
     recipe = loaded.recipe
     with locate_errors(loaded):
@@ -238,7 +235,6 @@ def plan_recipe(
 
 
 def _row_selection_flops(recipe: BatchKeys, workload: Workload) -> int:
-    """Return the FLOPs with which a rank scores its candidate rows of a step for ``select_rows``; 0 without it."""
     if recipe.select_rows is None:
         return 0
     return recipe.draws_per_row * workload.batch_size * workload.micro_batches * sketch_flops(workload)
@@ -251,7 +247,7 @@ def _plan_first_that_fits(
     rates: Rates,
     simulate: Simulate,
 ) -> tuple[Settings, Workload, Plan]:
-    """Return the first choice for which a schedule fits, with its workload and the plan of its fastest schedule."""
+    """Return the first choice for which a schedule fits in memory, with its workload and its plan."""
     first, workload = choices[0], workload_of(choices[0])
     if first.engine.schedule == "fixed":
         choice = first_fitting_choice(choices, workload_of, limits, simulate=simulate)
@@ -279,19 +275,20 @@ def choose_placement(
     resumed: bool = False,
     cluster_of: Callable[[Any], Cluster] | None = None,
 ) -> Settings:
-    """Return the recipe of a run with its precision chosen, and with weights or optimizer on the host if necessary.
+    """Return the recipe with a precision, and with weights or optimizer in host memory if they do not fit on the
+    device.
 
     Called before the model is loaded, while all memory is free.
 
     Args:
         recipe: Recipe of the run.
-        length: Tokens of the longest row, or of the longest completion with its prompt.
+        length: Tokens of the longest row, or of the longest prompt with its completion.
         device: Device of this rank.
-        completions: Function that returns the completions of a micro-batch, given the model on ``meta``.
+        completions: Function from the model on ``meta`` to the completions of a micro-batch.
         memory_spec: Memory sizes to plan with; None: the recipe's.
         batch_size: Number of rows in a micro-batch; None: the recipe's.
-        resumed: True for a resumed run, whose precision the recipe already has.
-        cluster_of: Function that returns the ranks of the run, given the model on ``meta``; None for one rank.
+        resumed: True for a resumed run, whose precision is already in the recipe.
+        cluster_of: Function from the model on ``meta`` to the ranks of the run; None for one rank.
     """
     model_of = blueprint_cache(device)
     first = recipe if resumed else with_best_precision(recipe)
@@ -312,7 +309,7 @@ def choose_placement(
 
 
 def blueprint_cache(device: torch.device) -> Callable[[ModelSettings], Any]:
-    """Return a function that makes the model of a recipe on ``meta`` and caches it by dtype."""
+    """Return a function that creates the model of a recipe on ``meta``, and caches one model per dtype."""
     models_by_dtype: dict[str, Any] = {}
 
     def model_of(recipe: ModelSettings) -> Any:
@@ -332,18 +329,18 @@ def plan_model(
     *,
     notify: Callable[[str], None] = lambda message: None,
 ) -> Plan:
-    """Return the plan of a run with its loaded model, within the memory that is free next to the model.
+    """Return the plan of a run after its model is loaded, within the remaining memory.
 
     Args:
         recipe: Recipe of the run.
-        model: Model on its device, with its adapters, not yet streamed.
-        longest_step: Longest micro-batch, with whole rows even if ranks share them. Its reference model is loaded.
+        model: Model on its device, with its adapters, before :func:`streamtune.stream`.
+        longest_step: Longest micro-batch, with whole rows even if ranks share them.
         device: Device of this rank.
         inputs: Ranks of the run and an earlier schedule; None for one rank and no schedule.
-        notify: Called with the name of each long activity before it starts.
+        notify: Function called with a message before each slow activity.
 
     Raises:
-        ArgumentError: No schedule fits.
+        ArgumentError: No schedule fits in memory.
     """
     meta_model = meta_copy(model)
     inputs = inputs or PlanInputs()
@@ -380,7 +377,6 @@ def plan_model(
 def _plan_smaller_schedule(
     workload: Workload, failed_schedule: Schedule, limits: Limits, rates: Rates, written_fields: dict[str, Any]
 ) -> Plan:
-    """Return the plan of the fastest schedule that needs less memory than ``failed_schedule``."""
     simulation = evaluate_schedule(workload, failed_schedule, limits, rates).simulation
     fixed_bytes = sum(simulation.terms.get(name, 0) for name in ("weights", "gradients", "optimizer"))
     fixed_fields = {name: value for name, value in written_fields.items() if name in ("offload_dir", *GIVEN)}
@@ -396,7 +392,7 @@ def _plan_smaller_schedule(
 
 
 def announce_simulations(notify: Callable[[str], None]) -> Simulate:
-    """Return a function that simulates a step, and first tells ``notify`` how many were simulated."""
+    """Return a function that simulates a step, after calling ``notify`` with the number of the simulation."""
     count = 0
 
     def notify_and_simulate(workload: Workload, schedule: Schedule) -> Simulation:
@@ -416,7 +412,7 @@ def make_workload(
     device: torch.device,
     cluster: Cluster | None = None,
 ) -> Workload:
-    """Return the workload of a step of the recipe, for a simulation.
+    """Return the description of a training step that the planner simulates.
 
     Args:
         recipe: Recipe of the step.
@@ -446,7 +442,7 @@ def make_workload(
 
 
 def _teacher_shape(recipe: ModelSettings, device: torch.device) -> TeacherShape | None:
-    """Return sizes of the recipe's teacher model; None without a teacher, or if a file has its probabilities."""
+    """Return the sizes of the recipe's teacher model; None if no teacher model is loaded."""
     if recipe.teacher is None or recipe.teacher_file is not None:
         return None
     model: Any = make_reference_blueprint(recipe, device, recipe.teacher).requires_grad_(True)
@@ -465,7 +461,7 @@ def _teacher_shape(recipe: ModelSettings, device: torch.device) -> TeacherShape 
 def recipe_workload(
     recipe: TrainingSettings, model: nn.Module, length: int, device: torch.device, *, cluster: Cluster | None = None
 ) -> Workload:
-    """Return the workload of a step with rows of ``length`` tokens; other arguments as in :func:`make_workload`."""
+    """Return the description of a training step with rows of ``length`` tokens, as in :func:`make_workload`."""
     task = task_of(recipe)
     completions = task.make_shape_function(share=shares_prompts(task, model, device))
     longest_step = LongestStep(length, completions, reference_bytes(task, device))
@@ -473,10 +469,10 @@ def recipe_workload(
 
 
 def shares_prompts(task: Task[Any], model: nn.Module, device: torch.device) -> bool:
-    """Return True if completions can share their prompt in this model, found by simulating a few tokens on ``meta``.
+    """Return True if several completions of a prompt can be computed with the prompt only once in this model.
 
     Raises:
-        UnsupportedModelError: Prompts cannot be shared, but the recipe has ``share_prefix: always``.
+        UnsupportedModelError: The model does not support this, but the recipe has ``share_prefix: always``.
     """
     if not task.may_share_prompts:
         return False
@@ -493,7 +489,7 @@ def shares_prompts(task: Task[Any], model: nn.Module, device: torch.device) -> b
 
 
 def reference_bytes(task: Task[Any], device: torch.device) -> int:
-    """Return the device bytes of the reference model's weights, from its configuration; 0 without a reference."""
+    """Return the bytes of the reference model's weights on the device; 0 without a second model."""
     if not task.has_second_model:
         return 0
     model = make_reference_blueprint(task.recipe, device, task.reference_name)
@@ -505,13 +501,13 @@ def reference_bytes(task: Task[Any], device: torch.device) -> int:
 def device_to_simulate(
     recipe: EngineKeys, device_name_option: str | None, device_bytes: int | None, local_device: torch.device
 ) -> Device | None:
-    """Return the device of the table to plan for; None for the local device.
+    """Return the device to plan for, from the table of devices; None for the local device.
 
     Args:
         recipe: Recipe with the key ``device``.
         device_name_option: Name of the device on the command line; None if not set.
-        device_bytes: Device memory on the command line. If no device is named and there is no local accelerator, the
-            accelerator of the table with the nearest memory size is returned.
+        device_bytes: Bytes of device memory on the command line; None if not set. Without a name and a local
+            accelerator, the device in the table with the nearest memory size is returned.
         local_device: Local device.
     """
     if device_name_option is not None:
@@ -522,7 +518,8 @@ def device_to_simulate(
 
 
 def device_memory_bytes(device: Device | None, local_device: torch.device) -> int:
-    """Return the bytes of device memory to plan with: all memory of ``device``, or free memory of the local device."""
+    """Return the device memory to plan with, in bytes: all memory of ``device``, or the free memory of the local
+    device."""
     if device is not None:
         return device.memory_bytes
     return usable_host_bytes() if local_device.type == "cpu" else free_device_bytes(local_device)
@@ -532,7 +529,7 @@ def device_memory_bytes(device: Device | None, local_device: torch.device) -> in
 
 
 def _planned_device(recipe: EngineKeys, options: PlanOptions) -> tuple[Device | None, torch.device]:
-    """Return the device of the table to plan for (None for the local device), and the local device."""
+    """Return the device from the table of devices to plan for (None: the local device), and the local device."""
     local_device = torch.device("cpu") if options.device else choose_device(recipe.device)
     size = options.device_memory
     device_bytes = parse_size(size, where="--device-memory") if size is not None else None
@@ -542,11 +539,7 @@ def _planned_device(recipe: EngineKeys, options: PlanOptions) -> tuple[Device | 
 def _memory_limits(
     spec: EngineSpec, options: PlanOptions, target: Device | None, local_device: torch.device, cluster: Cluster
 ) -> Limits:
-    """Return the memory to plan with, per rank: from the command line, else the recipe, else the device.
-
-    If no device size is set: all memory of a device from the table, or the free memory of the local device. The ranks
-    of a machine share its host memory and disk.
-    """
+    """Return the memory to plan with, per rank: from the command line, else the recipe, else the device."""
     on_cpu = target is None and local_device.type == "cpu"
     device_bytes = _parse_size(options.device_memory, spec.device_memory, "device_memory")
     if device_bytes is None:
@@ -573,7 +566,8 @@ def _parse_size(option: str | None, key: str, name: str) -> int | None:
 
 
 def local_rates(recipe: EngineKeys, model: Any, device: torch.device, notify: Callable[[str], None]) -> Rates:
-    """Return measured speeds of the local device in the recipe's compute dtype, and of its offload directory's disk."""
+    """Return measured speeds of the local device in the recipe's compute dtype, and of the disk of
+    ``engine.offload_dir``."""
     base = base_of(model)
     rates = load_rates(device, torch.bfloat16 if recipe.bf16 else base.dtype, notify=notify)
     directory = recipe.engine.offload_dir

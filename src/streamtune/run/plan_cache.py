@@ -1,9 +1,7 @@
-"""Options of ``plan`` on the command line, and the cache key of a finished plan. Imports no torch.
+"""Options of ``streamtune plan``, and the cache key of its result. Does not import torch.
 
-A plan depends on the recipe, the options, the model's configuration, library versions, StreamTune's code and the
-available memory. It is cached if all of these are known beforehand: the device is given by name, the host's memory is
-given (and the disk's, if the disk is used), and the model is in the recipe or in a folder. Other plans are computed
-again from cached simulations of steps (``simulate.simulation_cache``).
+A result is cached only if everything that it depends on is known without planning: the device is named, the sizes of
+host memory (and of the disk, if used) are set, and the model is in the recipe or in a local folder.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ FOLDER_KEYS = ("model_name_or_path", "ref_model_name_or_path", "teacher", "adapt
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """Options of ``plan`` on the command line; None for an option that is not set."""
+    """Options of ``streamtune plan``; None if an option is not set."""
 
     device: str | None = None
     device_memory: str | None = None
@@ -44,7 +42,7 @@ class PlanOptions:
 
 
 def plan_key(loaded: LoadedRecipe, options: PlanOptions) -> str | None:
-    """Return a hash of all that the plan depends on; None if that includes something unknown, such as free memory."""
+    """Return a hash of all inputs of a plan; None if an input is unknown, such as free memory."""
     recipe = loaded.recipe
     engine = recipe.engine
     if not recipe.cache or options.device is None:
@@ -72,7 +70,7 @@ def plan_key(loaded: LoadedRecipe, options: PlanOptions) -> str | None:
 
 
 def _describe_folder(folder: Path) -> list[Any]:
-    """Return, for each file in a folder, its hash if plans read files of its type, else its size and date."""
+    """Return, for each file in a folder, its hash if a plan may read the file, else its size and modification time."""
     facts_of_files: list[Any] = []
     for path in sorted(folder.iterdir()):
         try:

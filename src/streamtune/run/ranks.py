@@ -1,9 +1,4 @@
-"""Resolve a recipe for the ranks of the run, join the process group, and make the training backend.
-
-make_world     joins the process group, and returns the rank of this process
-check_rank_layout   checks that the number of ranks suits the recipe
-make_backend   DDP, FSDP2 or DeepSpeed, as the recipe sets; or a backend for one device
-"""
+"""Ranks of a run: check their number, join the process group, and create the training backend."""
 
 from __future__ import annotations
 
@@ -33,14 +28,14 @@ from streamtune.tasks.task import Notify
 
 
 def device_of_rank(device: torch.device) -> torch.device:
-    """Return the accelerator that ``LOCAL_RANK`` names; ``device`` itself on a CPU or without this variable."""
+    """Return the accelerator with index ``LOCAL_RANK``; ``device`` itself on a CPU or without this variable."""
     if device.type != "cuda" or "LOCAL_RANK" not in os.environ:
         return device
     return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
 
 
 def leave_ranks() -> None:
-    """Leave the process group when all ranks are done; does nothing without a process group."""
+    """Leave the process group when all ranks are done; no-op without a process group."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         from streamtune.distributed.pytorch import leave_process_group
 
@@ -48,7 +43,7 @@ def leave_ranks() -> None:
 
 
 def make_world(recipe: Recipe, device: torch.device, *, shares_weights: bool) -> train.World:
-    """Join the ranks of this run from the launcher's environment variables; without them there is one rank."""
+    """Join the process group that the launcher's environment variables describe; without them there is one rank."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     check_rank_layout(recipe, size, shares_weights=shares_weights)
     if size == 1 and recipe.deepspeed is None and not recipe.fsdp:
@@ -64,10 +59,10 @@ def make_world(recipe: Recipe, device: torch.device, *, shares_weights: bool) ->
 
 
 def check_rank_layout(recipe: Recipe, size: int, *, shares_weights: bool) -> train.World:
-    """Check that the recipe can run on ``size`` ranks, and return the world as rank 0 sees it; no group is joined.
+    """Check that the recipe can run on ``size`` ranks, and return the ranks as seen by rank 0.
 
     Raises:
-        ArgumentError: The recipe cannot run on this number of ranks; ``where`` is the key.
+        ArgumentError: The recipe cannot run on this number of ranks; ``where`` is the recipe key.
     """
     sequence_size = recipe.sequence_parallel_size
     if size % sequence_size:
@@ -112,17 +107,18 @@ def make_backend(
     world: train.World,
     device: torch.device | None = None,
 ) -> train.Backend:
-    """Return the backend that computes gradients and updates the weights.
+    """Return the training backend: DDP, FSDP2 or DeepSpeed, as the recipe sets, or a backend for one device.
 
     Args:
         recipe: Recipe of the run.
-        model: Streamed model, the same on every rank, or on ``meta`` if its weights are loaded later.
+        model: Model changed by :func:`streamtune.stream`; on ``meta`` if its weights are loaded later.
         layers: Decoder layers of the model.
         world: Ranks of the run.
         device: Device of this rank; None if the weights are already loaded.
 
     Raises:
-        ArgumentError: DeepSpeed is not installed or rejects its configuration, or the optimizer needs one device.
+        ArgumentError: DeepSpeed is not installed or rejects its configuration, or the optimizer supports only one
+            device.
     """
     layers = list(layers)
     if shares_weights(recipe) and models.quantization_kind(model) == "nf4":
@@ -157,13 +153,13 @@ def make_backend(
 
 
 def local_optimizer(recipe: OptimizerSettings, model: nn.Module) -> torch.optim.Optimizer:
-    """Return the optimizer of a run on one device; its states are on the host with ``engine.optimizer: host``."""
+    """Return the optimizer of a run on one device, with states in host memory if ``engine.optimizer`` is ``host``."""
     optimizer = make_optimizer(recipe, model)
     return train.HostOptimizer(optimizer) if recipe.step_kind.states == "host" else optimizer
 
 
 def local_backend(recipe: OptimizerSettings, model: nn.Module, optimizer: torch.optim.Optimizer) -> train.Backend:
-    """Return the backend of a run on one device that suits the optimizer."""
+    """Return the training backend for one device that fits the optimizer."""
     if isinstance(optimizer, optim.BlockAdamW):
         return train.BlockBackend(model, optimizer)
     if isinstance(optimizer, optim.ZerothOrderSGD):
@@ -180,14 +176,14 @@ def load_weights_by_layer(
     device: torch.device | None,
     shard: Callable[[nn.Module], None],
 ) -> None:
-    """Load the weights of a model on ``meta``, one layer at a time; do nothing for a model with weights.
+    """Load the weights of a model on ``meta``, one layer at a time; no-op for a loaded model.
 
     Args:
-        model: Streamed model.
+        model: Model changed by :func:`streamtune.stream`.
         layers: Decoder layers of the model.
-        world: Ranks that share the weights.
+        world: Ranks that shard the weights.
         device: Device of this rank.
-        shard: Function that shards the weights of a module between the ranks.
+        shard: Function that shards the weights of a module over the ranks.
     """
     source = models.find_deferred_weights(model)
     if source is None:
@@ -201,11 +197,11 @@ def load_weights_by_layer(
 def shard_reference(
     recipe: TrainingSettings, model: Any, layers: Iterable[nn.Module], world: train.World, device: torch.device
 ) -> Any:
-    """Load the weights of a reference on ``meta``, sharded like the trained model's; do nothing for a loaded one.
+    """Load the weights of a reference model on ``meta``, sharded like the trained model; no-op for a loaded model.
 
     Returns:
-        The DeepSpeed engine that gathers the weights: keep it while the reference is called, then destroy it. None if
-        hooks gather them.
+        The DeepSpeed engine that gathers the weights: keep it while the reference is called, then destroy it. None
+            without DeepSpeed.
     """
     layers = list(layers)
     if models.find_deferred_weights(model) is None:
@@ -227,7 +223,7 @@ def shard_reference(
 
 
 def gather_weights(recipe: DeviceKeys, model: Any) -> Iterator[tuple[str, Tensor | None]]:
-    """Yield (name, full tensor) of sharded parameters; None in place of the tensor on ranks other than 0."""
+    """Yield (name, full tensor) of sharded parameters; the tensor is None on ranks other than 0."""
     if recipe.fsdp:
         from streamtune.distributed import pytorch
 
@@ -238,9 +234,9 @@ def gather_weights(recipe: DeviceKeys, model: Any) -> Iterator[tuple[str, Tensor
 
 
 def deepspeed_values(recipe: TrainingSettings, model: Any, world: train.World) -> dict[str, Any]:
-    """Return the values of a DeepSpeed configuration that follow from the recipe, by dotted key.
+    """Return the values of a DeepSpeed configuration that the recipe sets, by dotted key.
 
-    DeepSpeed counts batches per rank, also if several ranks share the same rows.
+    DeepSpeed counts batches per rank, even if several ranks share the same rows.
     """
     layers = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     steps = count_micro_batches(recipe, world)
@@ -261,7 +257,7 @@ def deepspeed_values(recipe: TrainingSettings, model: Any, world: train.World) -
 
 @dataclass(frozen=True)
 class RunSetup:
-    """A recipe with its task, device, ranks, quantisation and batches per step."""
+    """A recipe with its task, device, ranks, quantisation and micro-batches per step."""
 
     loaded: LoadedRecipe
     task: Task[Any]
@@ -270,16 +266,16 @@ class RunSetup:
     quantization: str | None
     """Quantisation of frozen linear layers and experts: ``nf4``, ``int8`` or None."""
     shares_weights: bool
-    """True if the ranks shard the weights."""
+    """True if the weights are sharded over ranks."""
     micro_batches: int
-    """Number of micro-batches of a rank in an optimizer step."""
+    """Number of micro-batches per rank in an optimizer step."""
 
     @property
     def recipe(self) -> Recipe:
         return self.loaded.recipe
 
     def with_recipe(self, recipe: Recipe) -> Self:
-        """Return the setup with another recipe, which may differ only in ``engine`` and in precision."""
+        """Return a copy with another recipe, which may differ only in ``engine`` and in precision."""
         return replace(self, loaded=replace(self.loaded, recipe=recipe), task=self.task.with_recipe(recipe))
 
     @property
@@ -289,16 +285,16 @@ class RunSetup:
 
     @property
     def rows_per_step(self) -> int:
-        """Number of rows, pairs or completions in an optimizer step, of all ranks."""
+        """Number of rows, pairs or completions in an optimizer step on all ranks."""
         return self.recipe.per_device_train_batch_size * self.micro_batches * self.world.data_size
 
 
 def resolve_setup(loaded: LoadedRecipe, notify: Notify) -> RunSetup:
-    """Check the settings of the objective, choose the device, join the ranks, and return the setup of the run.
+    """Check the recipe for this machine, choose the device, and join the ranks of the run.
 
     Raises:
-        ArgumentError: The objective rejects a setting, a device or library is missing, or the ranks cannot be laid out.
-        DistributedError: The ranks differ in versions or recipe, or cannot reach each other.
+        ArgumentError: The objective rejects a setting, a device or library is missing, or the number of ranks is wrong.
+        DistributedError: Versions or recipe differ between ranks, or ranks cannot reach each other.
     """
     recipe = loaded.recipe
     task = TASKS[recipe.objective].for_run(recipe, loaded.path.parent, notify)
@@ -318,11 +314,11 @@ def resolve_setup(loaded: LoadedRecipe, notify: Notify) -> RunSetup:
 def check_reference_start(task: Task[Any]) -> None:
     """Check that the reference is the model that training starts from.
 
-    Without a name, the reference is the trained model without its adapters. That is another model if training starts
-    from trained adapters or from LoftQ adapters.
+    By default the reference is the trained model without its adapters. This is wrong if training starts from trained
+    adapters or from LoftQ adapters.
 
     Raises:
-        ArgumentError: No reference is named, and training starts from such adapters.
+        ArgumentError: Training starts from such adapters, and the recipe names no reference.
     """
     if not task.uses_reference or task.reference_name is not None:
         return
@@ -345,6 +341,6 @@ def check_reference_start(task: Task[Any]) -> None:
 
 
 def _shared_settings(recipe: Recipe) -> dict[str, str]:
-    """Return the settings that must be the same on all ranks: all except file paths."""
+    """Return all settings except file paths; they must be equal on all ranks."""
     settings = recipe.model_dump(mode="json", exclude={"output_dir", "datasets", "eval_datasets"})
     return {f"recipe {name}": json.dumps(value) for name, value in settings.items()}

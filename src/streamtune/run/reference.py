@@ -1,14 +1,14 @@
-"""Make the reference of a recipe: the trained model without its adapters, a second model, or cached log-probs.
+"""Create the reference model of a recipe, or compute and cache its log-probs.
 
-    key of the recipe           reference                                       extra memory
-    adapters, no name           the trained model with adapters switched off    none
-    full fine-tuning, no name   the model as it is when training starts         a second copy of the weights
+    recipe                      reference                                       extra memory
+    adapters                    the trained model with adapters disabled        none
+    full fine-tuning            the model as it is when training starts         a second copy of the weights
     ref_model_name_or_path      the named model                                 its weights
     teacher (sft)               the named model                                 its weights
     precompute_ref_log_probs    any of these, run once before training          none while training
 
-Precomputed log-probs are cached in the user's cache directory. Their key is a hash of the reference's weights and
-configuration, the device, precision and versions, and every token of the rows.
+Precomputed log-probs are cached on disk. Their key is a hash of the reference's weights and configuration, the device,
+precision, versions, and all tokens of the rows.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ def load_reference(
 
     Args:
         task: Task of the run.
-        model: Trained model; None if it is not loaded and a reference is named.
+        model: Trained model; None if it is not loaded and the recipe names a reference.
         tokenizer: Tokenizer of the data.
         device: Device of this rank.
-        shard_world: Ranks that will shard its weights; it is then on ``meta`` and its weights are loaded later.
+        shard_world: Ranks that will shard its weights; it is then on ``meta``, and its weights are loaded later.
 
     Raises:
         ArgumentError: The model does not exist, or its vocabulary differs.
@@ -79,14 +79,14 @@ def load_reference(
 def make_reference(
     start: Start, model: Any, handle: StreamHandle, second_model: Any | None, closing: ExitStack
 ) -> train.Reference | None:
-    """Return the reference that objectives call; None if the objective has no reference.
+    """Return the reference for the objective; None if the objective needs none.
 
     Args:
         start: Start of the run.
         model: Trained model.
-        handle: Handle of the trained model.
+        handle: Handle of the trained model, returned by :func:`streamtune.stream`.
         second_model: Second model from :func:`load_reference`; None for the trained model without its adapters.
-        closing: Exit stack; if DeepSpeed shards the reference, its engine is destroyed when the stack closes.
+        closing: Exit stack; when it closes, the DeepSpeed engine of a sharded reference is destroyed.
     """
     if not start.task.uses_reference:
         return None
@@ -102,7 +102,7 @@ def wrap_reference(
     second_model: Any | None,
     load_shards: Callable[[Any, Any], None] | None = None,
 ) -> train.ModelReference:
-    """Return the reference ``second_model``, or the model without its adapters; streamed if the model is streamed."""
+    """Return ``second_model``, or the model without its adapters, as a reference; streamed if ``handle`` is given."""
     if handle is not None and second_model is not None:
         return stream_reference(second_model, handle, temperature=task.temperature, load_shards=load_shards)
     called = model if second_model is None else second_model
@@ -119,7 +119,7 @@ def load_or_compute_logps(
     closing: ExitStack,
     doing: Doing,
 ) -> CachedLogps:
-    """Return the reference's log-probs of all completions of the data: from the cache, or computed now."""
+    """Return the reference's log-probs of all completions: cached, or computed now."""
     recipe, world, notify = start.recipe, start.world, start.notify
     # A resumed run has the cache key in its checkpoint, because its model has changed since the start.
     # If the reference was allowed to change, its log-probs are computed again.
@@ -160,8 +160,6 @@ def load_or_compute_logps(
 
 
 def _shard_loader(start: Start, closing: ExitStack) -> Callable[[Any, Any], None]:
-    """Return a function that loads this rank's shard of the reference's weights, if they are still on ``meta``."""
-
     def load_shards(model: Any, layers: Any) -> None:
         engine = shard_reference(start.recipe, model, layers, start.world, start.device)
         if engine is not None:
@@ -177,13 +175,13 @@ def stream_reference(
     temperature: float = 1.0,
     load_shards: Callable[[Any, Any], None] | None = None,
 ) -> train.ModelReference:
-    """Return a second model as a streamed reference, with the chunk sizes and sequence ranks of the trained model.
+    """Return a second model as a reference, streamed with the chunk sizes and sequence ranks of the trained model.
 
     Args:
-        model: Model of the reference.
-        trained_handle: Handle of the trained model.
-        temperature: Temperature that logits are divided by.
-        load_shards: Called with the reference and its decoder layers; loads the weights if they are still on ``meta``.
+        model: Reference model.
+        trained_handle: Handle of the trained model, returned by :func:`streamtune.stream`.
+        temperature: Divisor of the logits.
+        load_shards: Function called with the model and its decoder layers; loads weights that are on ``meta``.
     """
     schedule = trained_handle.schedule
     chunks = Schedule(
@@ -203,10 +201,10 @@ def _freeze(model: Any) -> Any:
 def _check_vocabulary(
     task: Task[Any], name: str, reference: Any, model: Any, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Check that the reference has the token ids of the model; otherwise its log-probs would be meaningless.
+    """Check that the reference has the same token ids as the model.
 
-    Without a tokenizer of the reference, only the embedding sizes are compared. With one, the sizes may differ, because
-    families pad embeddings differently.
+    Embedding sizes are compared only if the reference has no tokenizer, because models pad their embeddings
+    differently.
 
     Raises:
         ArgumentError: The vocabularies differ.

@@ -1,4 +1,4 @@
-"""Predict the time of a whole run from the predicted time of its longest step."""
+"""Prediction of the time of a whole run from the planned time of its longest step."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ if TYPE_CHECKING:
 
 
 def predict_run_seconds(run: Run) -> float | None:
-    """Return the predicted seconds of the training steps that the run still has to do.
+    """Return the predicted seconds of the remaining training steps.
 
-    The planner predicts the seconds of the longest step. The other steps are scaled by their operations:
-    ``seconds = step_seconds * epochs * sum(cost of all rows) / (rows per step * cost of the longest row)``, divided by
-    the share of positions that are not padding.
+    The planned seconds of the longest step are scaled by the cost of all rows: ``seconds = step_seconds * epochs *
+    sum(cost of all rows) / (rows per step * cost of the longest row)``, divided by the share of positions that are not
+    padding.
 
     Returns:
-        Seconds, without evaluations, samples and checkpoints. None if no step was planned, or if the rows of a step
-        are not known before the run (streamed, weighted or selected rows; GRPO; weights that ranks share).
+        Seconds, without evaluations, samples and checkpoints. None if no step was planned, if the rows of a step are
+            not known before the run (streamed, weighted or selected rows; GRPO), or if the weights are sharded.
     """
     memory, plan, recipe = run.streamed.memory, run.plan, run.recipe
     if memory is None or plan.steps_per_epoch is None or run.shares_weights:

@@ -1,8 +1,8 @@
-"""Complete sample prompts and prompts of held-out rows during and after training, and choose the stop tokens.
+"""Sample completions during and after training, and stop tokens of the model.
 
-While it trains, the model stays streamed: a call without gradients uses its cache. Training mode and random state are
-restored, so the following steps are bit-identical to a run without samples. If ranks shard the weights, all ranks
-compute each token together and draw the same token. Otherwise rank 0 generates and the other ranks wait.
+Completions are generated for the recipe's prompts and for prompts of held-out rows. Training mode and random state are
+restored, so training continues bit-identically. If the weights are sharded, all ranks generate together. Otherwise rank
+0 generates and the other ranks wait.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ def make_samples(
 ) -> list[dict[str, Any]] | None:
     """Complete the sample prompts; return the lines for ``samples.jsonl``, or None if a stop was requested.
 
-    Called by all ranks. The model and the random state are not changed.
+    Called by all ranks. The model and the random state do not change.
 
     Args:
         built: Model, tokenizer and rows of the run.
         recipe: Recipe with the key ``sample``.
         step: Number of the step, written to each line.
-        stop: Request to stop, checked before each prompt; None never stops.
+        stop: Stop request, checked before each prompt; None: not checked.
     """
     sample, world, on_all_ranks = recipe.sample, built.world, built.shares_weights
     assert sample is not None
@@ -85,7 +85,8 @@ def _longest_answered_rows(rows: Sequence[data.Example], count: int) -> list[dat
 
 
 def _answer_span(row: data.Example) -> tuple[int, int]:
-    """Return start and end of the first span of trained tokens; (0, 0) for a row without a prompt or an answer."""
+    """Return start and end of the first span of tokens that are trained on; (0, 0) for a row without prompt or
+    answer."""
     labels = np.asarray(row.labels)
     trained = np.flatnonzero(labels != IGNORE_INDEX)
     if len(trained) == 0 or trained[0] == 0:
@@ -95,7 +96,7 @@ def _answer_span(row: data.Example) -> tuple[int, int]:
 
 
 def _complete_row(model: Any, tokenizer: Any, row: data.Example, *, synced_gpus: bool) -> dict[str, Any]:
-    """Return the greedy completion of a row's prompt as a line of ``samples.jsonl``, compared with the answer."""
+    """Return a line of ``samples.jsonl`` with the greedy completion of a row's prompt and the expected answer."""
     begin, end = _answer_span(row)
     ids = [int(token) for token in row.input_ids]
     expected = ids[begin:end]
@@ -119,18 +120,18 @@ def _complete_row(model: Any, tokenizer: Any, row: data.Example, *, synced_gpus:
 def add_stop_tokens(
     task: Task[Any], prepared: PreparedRows, tokenizer: PreTrainedTokenizerBase, model: Any
 ) -> list[int]:
-    """Add the tokens that end trained turns to the model's stop tokens; return the added tokens.
+    """Add the end tokens of the training data to the model's generation config; return the added tokens.
 
-    They become part of the generation config: in checkpoints, in the final model and in its exports.
+    They are saved with checkpoints, the final model and exports.
     """
     return models.add_eos_token_ids(model, task.trained_end_tokens(prepared, tokenizer))
 
 
 def describe_stop_tokens(added: list[int], tokenizer: PreTrainedTokenizerBase, model: Any) -> str:
-    """Return one line that names the added stop tokens and those that the model had before."""
+    """Return one line that names the added stop tokens and the model's earlier stop tokens."""
     earlier = [token for token in models.eos_token_ids(base_of(model).generation_config) if token not in added]
     rest = f"in addition to {_token_names(earlier, tokenizer)}" if earlier else "the model had no stop token"
-    return f"{_token_names(added, tokenizer)}, which end the trained turns; {rest} (generation_config.json)"
+    return f"{_token_names(added, tokenizer)}, which end the turns that are trained on; {rest} (generation_config.json)"
 
 
 def _token_names(tokens: list[int], tokenizer: PreTrainedTokenizerBase) -> str:

@@ -1,7 +1,7 @@
-"""Start a run: lock its directory, and find the checkpoint to resume from.
+"""Start a run: lock its directory, find the checkpoint to resume from, and compare the settings of the resumed run.
 
-The settings of the resumed run are compared with the recipe. A difference that would change the training is an error
-that names the key. The directory is locked before it is read, so that its files do not change until the run is over.
+A changed setting that would change the training is an error that names the recipe key. The directory is locked before
+it is read, so that its files do not change during the run.
 """
 
 from __future__ import annotations
@@ -78,32 +78,32 @@ KEYS_ADDED_LATER = ("roles_to_train", "train_on_eos", "reasoning", "on_empty", "
 
 @dataclass(frozen=True)
 class Start(RunSetup):
-    """A run that is starting: its setup, its locked directory, and the identity of the run that it resumes."""
+    """A run that is being started: setup, locked directory, and settings of the run that it resumes."""
 
     directory: train.RunDirectory
     checkpoint: train.Checkpoint | None
-    """Checkpoint to resume from; None starts at the beginning."""
+    """Checkpoint to resume from; None to train from the first step."""
     identity: dict[str, Any]
-    """Settings and fingerprints of the run. Fingerprints of files, data and model are added as they become known."""
+    """Settings of the run, and fingerprints (hashes) of its files and data; compared when the run is resumed."""
     replaces_run: bool
-    """True if ``directory`` contains another run, which is moved aside before this run starts."""
+    """True if ``directory`` contains another run, which is renamed before this run starts."""
     resumed_identities: Mapping[Path, dict[str, Any]]
-    """Path of the resumed run directory or checkpoint -> the identity recorded there."""
+    """Path of the resumed run directory or checkpoint -> ``identity`` recorded there."""
     allow: frozenset[str]
-    """Keys that may differ from the resumed run: recipe keys, ``data``, and keys of ``train.FILES``."""
+    """Names that may differ from the resumed run: recipe keys, ``data``, and keys of ``train.FILES``."""
     notify: Notify
     fingerprint: Callable[[bool], dict[str, str]]
-    """Function that returns the fingerprints of the files that are read; with True, also of models on a hub."""
+    """Function that returns the fingerprints of the files that are read; with True, also of models on the Hub."""
     changes: list[str] = field(default_factory=list)
-    """Allowed differences from the resumed run, as text; they are written to ``events.jsonl``."""
+    """Allowed differences from the resumed run, as text, for ``events.jsonl``."""
     lock: train.DirectoryLock | None = None
-    """Lock of ``directory`` against other processes; None in a dry run, and on other ranks than 0."""
+    """Lock of ``directory``; None in a dry run, and on ranks other than 0."""
 
     def __enter__(self) -> Start:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Release the lock of the directory if building the run failed."""
+        """Release the lock of the directory if an error was raised."""
         if kind is not None:
             self.release()
 
@@ -112,7 +112,8 @@ class Start(RunSetup):
             self.lock.release()
 
     def move_aside(self) -> Path | None:
-        """If the directory has another run, rename it and lock a new one; return the new path of that run, or None.
+        """If the directory contains another run, rename it and lock a new directory; return the new path of that run,
+        or None.
 
         Raises:
             ArgumentError: Another process locked the new directory first.
@@ -132,10 +133,8 @@ class Start(RunSetup):
     def record_data(self, fingerprint: str) -> None:
         """Record the fingerprint of the data, and compare it with the other ranks and the resumed run.
 
-        Settings were compared before the data was read, because reading may need minutes.
-
         Raises:
-            DistributedError: The data differs from the data of the other ranks.
+            DistributedError: The data differs between ranks.
             RecipeError: The data differs from the data of the resumed run.
         """
         earlier_changes = self._compare_with_resumed()
@@ -148,14 +147,16 @@ class Start(RunSetup):
             self.notify("the data changed, which --allow-change data permits: it is read again from its beginning")
 
     def record_files(self, *, include_hubs: bool = False) -> None:
-        """Record the fingerprints of files other than the data. Called before and after the model is loaded.
+        """Record the fingerprints of files other than the data, and compare them with the resumed run.
+
+        Called before and after the model is loaded.
 
         Args:
-            include_hubs: True to include models on a hub, whose commits are known after loading.
+            include_hubs: True to include models on the Hub, whose commits are known after loading.
 
         Raises:
-            ArgumentError: A file changed while it was read, or cannot be read.
-            RecipeError: A file differs from the resumed run.
+            ArgumentError: A file cannot be read, or changed between the two calls.
+            RecipeError: A file differs from the file of the resumed run.
         """
         earlier_changes = self._compare_with_resumed()
         earlier_fingerprints = self.identity.get("files", {})
@@ -180,7 +181,8 @@ class Start(RunSetup):
 
     @property
     def resets_optimizer(self) -> bool:
-        """True if a resumed run has another optimizer or other optimizer options, so that saved states do not fit."""
+        """True if the resumed run had another optimizer or other optimizer options, so that its states cannot be
+        loaded."""
         if self.checkpoint is None:
             return False
         saved, current = (identity.get("recipe", {}) for identity in (self.checkpoint.state["identity"], self.identity))
@@ -188,7 +190,7 @@ class Start(RunSetup):
         return pairs[0] != pairs[1]
 
     def changed_file_keys(self) -> set[str]:
-        """Return the keys of ``train.FILES`` whose files differ from the resumed run's files."""
+        """Return the keys of ``train.FILES`` whose files differ from the files of the resumed run."""
         now = self.identity.get("files", {})
         return {
             key
@@ -198,12 +200,12 @@ class Start(RunSetup):
         }
 
     def copy_unread_fingerprints(self) -> None:
-        """Copy from the resumed run the fingerprints of files that this start does not read."""
+        """Copy the fingerprints of files that this process does not read from the resumed run."""
         for started_as in self.resumed_identities.values():  # the checkpoint comes last, so its fingerprints win
             self.identity["files"] = {**started_as.get("files", {}), **self.identity["files"]}
 
     def _compare_with_resumed(self) -> list[str]:
-        """Check that this run may resume; return the allowed differences from the resumed run, as text."""
+        """Raise an error unless this run may resume; return the allowed differences from the resumed run, as text."""
         for where, started_as in self.resumed_identities.items():
             self._check_rows_per_step(started_as, where)
         changes = (
@@ -215,11 +217,7 @@ class Start(RunSetup):
         return list(dict.fromkeys(text for texts in changes for text in texts))
 
     def _check_rows_per_step(self, started_as: Mapping[str, Any], where: Path) -> None:
-        """Check that a different number of ranks does not change how many rows a step has.
-
-        The identity counts the micro-batches of all ranks as ``gradient_accumulation_steps``, a key that the recipe may
-        lack. The error therefore names ``train_batch_size``.
-        """
+        """Check that another number of ranks does not change how many rows a step has."""
         key = "gradient_accumulation_steps"
         ranks = started_as.get("world_size", 1)
         saved, current = started_as.get("recipe", {}), self.identity["recipe"]
@@ -253,22 +251,22 @@ def start_run(
 ) -> Start:
     """Return the start of a run, and notify the user of differences from the run that it resumes.
 
-    The directory is created and locked before it is read; a directory created in vain is removed again. Use the result
-    as the context manager of the code that builds the run.
+    The run directory is created and locked. Use the result as a context manager around building the run: an error
+    releases the lock.
 
     Args:
         loaded: Recipe with the lines of its keys.
         resume: ``auto`` (resume the run in ``output_dir``), ``never``, or the path of a checkpoint.
-        notify: Called with messages for the user.
-        allow_change: Keys that may differ: recipe keys, ``data``, and keys of ``train.FILES``.
+        notify: Function called with messages for the user.
+        allow_change: Names that may differ from the resumed run: recipe keys, ``data``, and keys of ``train.FILES``.
         dry_run: True to write nothing, and to ignore a lock of another process.
-        doing: Context manager that shows a message during a slow activity.
+        doing: Function that returns a context manager, which shows a message during a slow activity.
 
     Raises:
         ArgumentError: A device or quantisation is not available, ``allow_change`` names an unknown key, or another
             process has locked the directory.
         CheckpointError: The checkpoint named by ``resume``, or every checkpoint of the directory, is unusable.
-        DistributedError: The ranks differ in versions or recipe, or cannot reach each other.
+        DistributedError: Versions or recipe differ between ranks, or ranks cannot reach each other.
         RecipeError: The resumed run has other settings.
     """
     recipe = loaded.recipe
@@ -292,7 +290,9 @@ def start_run(
             if not dry_run:
                 lock = lock_stack.enter_context(directory.lock())
                 if not lock.is_effective:
-                    notify(f"{directory.path} is not protected from a second start: its file system has no locks")
+                    notify(
+                        f"the file system of {directory.path} has no locks: start no other process that trains there"
+                    )
                 locks.append(lock)
             identity = directory.read_identity()
             if identity is not None and resume != "never":
@@ -348,11 +348,7 @@ def start_run(
 
 
 def _refuse_own_inputs(task: Task[Any], folder: Path, output: Path) -> None:
-    """Check that the new run reads nothing from ``output``, the directory that would be moved aside.
-
-    Raises:
-        ArgumentError: The run reads a model or file in ``output``; ``where`` is the key.
-    """
+    """Raise an ArgumentError if a new run reads a model or file in ``output``, the directory that would be renamed."""
     recipe = task.recipe
     names_by_key = {"model_name_or_path": recipe.model_name_or_path}
     names_by_key[task.reference_key] = task.reference_name
@@ -377,14 +373,12 @@ def _refuse_own_inputs(task: Task[Any], folder: Path, output: Path) -> None:
 
 
 def _make_identity(setup: RunSetup, resumed_identity: Mapping[str, Any] | None, date_text: str) -> dict[str, Any]:
-    """Return the identity of a run: settings that a resumed run must share, and settings whose changes are reported.
-
-    Rows of a step are counted over all ranks, because the number of ranks changes only rounding.
+    """Return the settings of a run that are compared when it is resumed (key ``recipe``) or reported (``free``).
 
     Args:
         setup: Setup of the run.
         resumed_identity: Identity of the resumed run; None for a new run.
-        date_text: Date that chat templates print, also if the run is resumed on another day.
+        date_text: Date that chat templates print, even if the run is resumed on another day.
     """
     recipe = setup.recipe
     compared_settings = recipe.model_dump(mode="json", exclude={*FREE_KEYS, "quantization"})
@@ -437,11 +431,11 @@ def notify_model_warnings(model: Any, longest_row: int, start: Start, notify: No
         model: Loaded model.
         longest_row: Tokens of the longest row.
         start: Start of the run.
-        notify: Called with the warnings.
+        notify: Function called with the warnings.
 
     Raises:
-        ArgumentError: The model's table of positions is shorter than the rows, or a file changed while it was read.
-        RecipeError: The model's files differ from the resumed run.
+        ArgumentError: Rows are longer than the model's position table, or a file changed while it was read.
+        RecipeError: The model's files differ from the files of the resumed run.
     """
     notes = [
         models.check_positions(model, longest_row),

@@ -1,8 +1,4 @@
-"""Train a built run, save its model, and complete the sample prompts.
-
-build.build_run   recipe -> directory, checkpoint, data, model, engine, reference, steps
-train_run         training loop and end of the run
-"""
+"""Train a run that ``run.build`` has built, save its model, and complete the sample prompts."""
 
 from __future__ import annotations
 
@@ -45,7 +41,7 @@ SLOW_ACTIVITIES = ("saving", "scoring", "sampling")
 
 @dataclass(kw_only=True)
 class Run(BuiltRun):
-    """A built and checked run of any objective: data, model, engine, backend, steps."""
+    """A run that is ready to train: data, model, backend and training steps."""
 
     start: Start
     parameters: models.ParameterCount
@@ -53,7 +49,7 @@ class Run(BuiltRun):
     batch_facts: data.BatchFacts | None
     """Statistics of the batches; None if the batches depend on the model."""
     added_stop_tokens: list[int] = field(default_factory=list)
-    """Stop tokens that were added because they end trained turns."""
+    """End tokens of the training data that were added to the model's stop tokens."""
     watchdog: Watchdog = field(default_factory=lambda: Watchdog(RankEnvironment()))
     """Watchdog of the ranks; the default is for one rank and does nothing."""
 
@@ -75,21 +71,21 @@ class RunOutcome:
     progress: train.RunProgress
     finished: bool
     exit_code: int
-    """0; 1 if most steps were skipped; 130 or 143 if a signal stopped the run."""
+    """0: finished; 1: most steps were skipped; 130 or 143: stopped by a signal."""
     checkpoint: Path | None
     """Path of the checkpoint of the last step; None if there is none."""
     moved_aside: Path | None
     """New path of an earlier run that was in the run directory; None if there was none."""
     samples: Sequence[Mapping[str, Any]]
-    """Lines of ``samples.jsonl`` of the trained model; empty without sample prompts."""
+    """Lines of ``samples.jsonl`` written after training; empty without sample prompts."""
     records: Sequence[Mapping[str, Any]]
-    """Lines of ``metrics.jsonl``, including the steps before a resume."""
+    """Lines of ``metrics.jsonl``, including steps before the run was resumed."""
     tokens: int
-    """Number of tokens trained on since the run was started or resumed."""
+    """Number of tokens trained on since the process started."""
     seconds: float
-    """Seconds of the training loop since the run was started or resumed."""
+    """Seconds of the training loop in this process."""
     failure: NonFiniteError | None = None
-    """Error of a finished run if most of its steps were skipped; its model is saved."""
+    """Error of a finished run most of whose steps were skipped; its model is saved."""
 
     @property
     def losses(self) -> list[float]:
@@ -106,7 +102,7 @@ def train_run(run: Run, console: Console, listeners: train.Listeners | None = No
     """Train a run, save its model, complete the sample prompts, and return the outcome.
 
     Args:
-        run: Built run; it can be trained once.
+        run: Run from ``build_run``; it can be trained once.
         console: Console for progress.
         listeners: Trackers and callbacks, called on rank 0; None for no listeners.
 
@@ -128,7 +124,7 @@ def train_run(run: Run, console: Console, listeners: train.Listeners | None = No
 
 
 def _train_run(run: Run, console: Console, listeners: train.Listeners, outcome: dict[str, Any]) -> RunOutcome:
-    """Train, and return the run's results; ``outcome`` is updated so that listeners get it even after an error."""
+    """Train, and return the outcome; ``outcome`` is updated so that listeners get it even after an error."""
     training = run.start.task.make_training(run)
     directory = run.directory
     tokens_before = run.checkpoint.state["progressed"].get("tokens", 0) if run.checkpoint else 0
@@ -179,7 +175,7 @@ def _train_run(run: Run, console: Console, listeners: train.Listeners, outcome: 
 
 @contextmanager
 def _claim_directory(run: Run) -> Iterator[Path | None]:
-    """Context in which the run directory is locked for this run; yields the path to which an earlier run was moved."""
+    """Context manager that locks the run directory; yields the path to which an earlier run was renamed, or None."""
     start, world = run.start, run.world
     with ExitStack() as exit_stack:
         exit_stack.callback(start.release)
@@ -293,9 +289,11 @@ def _run_facts(run: Run) -> train.RunFacts:
 
 
 def _schedule_with_less_memory(run: Run, install: bool) -> Schedule | None:
-    """Return a schedule that needs less memory than the current one, which ran out of memory; None if none fits.
+    """Return a schedule that needs less memory than the current schedule; None if none fits.
 
-    ``install`` sets the new schedule in the engine.
+    Args:
+        run: Run whose current schedule ran out of memory.
+        install: True to use the new schedule from now on.
     """
     failed_schedule = run.handle.schedule
     run.handle.remove()  # the planner needs the model without streaming
@@ -321,7 +319,6 @@ def _activity_reporter(watchdog: Watchdog) -> Callable[[int, str], None]:
 def _write_final_model_and_samples(
     run: Run, step: int, writer: train.ModelWriter, listeners: train.Listeners
 ) -> list[dict[str, Any]]:
-    """Write ``final/`` and return the trained model's lines of ``samples.jsonl``; empty without sample prompts."""
     world, backend = run.world, run.backend
     with backend.use_averaged_weights():
         train.write_final_model(run.directory.final, writer, world)
@@ -369,11 +366,11 @@ def _make_model_writer(run: Run) -> train.ModelWriter:
 
 
 def train_settings(recipe: TrainingSettings, plan: StepPlan, schedule: Schedule) -> train.TrainSettings:
-    """Return the settings of the training loop, including the advice for out-of-memory errors."""
+    """Return the settings of the training loop, with advice for out-of-memory errors."""
     fix = _schedule_advice(recipe, schedule)
     if recipe.per_device_train_batch_size > 1:
-        fix += "; then per_device_train_batch_size, with more gradient_accumulation_steps"
-    fix += f"; then max_length (now {recipe.max_length:,})"
+        fix += "; then lower per_device_train_batch_size, with more gradient_accumulation_steps"
+    fix += f"; then lower max_length (now {recipe.max_length:,})"
     if recipe.finetuning_type == "full":
         fix += "; or train adapters with finetuning_type: lora"
     elif recipe.finetuning_type == "lora":
@@ -416,7 +413,6 @@ def _greater_is_better(recipe: RunKeys) -> bool:
 
 
 def _schedule_advice(recipe: EngineKeys, schedule: Schedule) -> str:
-    """Return advice on the schedule for out-of-memory errors; following it changes no result."""
     if recipe.engine.schedule == "auto":
         return (
             "the planner predicted that this step fits in memory: lower engine.device_memory or raise engine.margin "

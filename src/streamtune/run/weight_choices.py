@@ -1,13 +1,13 @@
-"""Choose precision and placement (device or host) of trained weights and optimizer, if the recipe leaves them open.
+"""Choose precision and placement (device or host) of trained weights and optimizer states, if the recipe does not.
 
 A fine-tuning step changes a weight by about the learning rate. bfloat16 has 8 significant bits: near 0.02, neighbouring
 numbers are 1.2e-4 apart, so rounding to nearest loses a step of 1e-5. Therefore weights of a bfloat16 checkpoint are
-trained in float32 and computed in bfloat16 (``dtype: mixed``). If float32 does not fit, weights stay bfloat16 and each
-step is rounded stochastically, which is right on average.
+trained in float32, with computation in bfloat16 (``dtype: mixed``). If float32 does not fit in memory, weights stay
+bfloat16, and updates are rounded stochastically, which is unbiased.
 
-A step is fastest with everything on the device, so host memory is used only if no schedule fits otherwise. Optimizer
-states go to the host first, because they are copied once per step; then weights, which are copied at least twice per
-step. Each placement is tried in every precision that the recipe leaves open, the best first.
+Host memory is used only if nothing fits on the device, because copies make a step slower. Optimizer states are moved
+first: they are copied once per step, but weights at least twice. Each placement is tried in every precision that the
+recipe allows, the best first.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PRECISION_KEYS = ("dtype", "bf16", "weight_rounding", "optim_states")
 
 
 def recipes_by_precision(recipe: Settings) -> list[Settings]:
-    """Return a copy of the recipe for each precision to try, the best first; one recipe if it sets the precision.
+    """Return a copy of the recipe for each precision to try, the best first; one copy if the recipe sets the precision.
 
     Raises:
         ArgumentError: The checkpoint's configuration cannot be read.
@@ -74,7 +74,8 @@ def recipes_by_precision(recipe: Settings) -> list[Settings]:
 def with_best_precision(recipe: Settings) -> Settings:
     """Return the recipe with the best precision that it allows, whether it fits in memory or not.
 
-    If the checkpoint cannot be read, the recipe is returned as it is, and loading the checkpoint raises the error.
+    If the checkpoint's configuration cannot be read, the recipe is returned unchanged; loading the model raises the
+    error.
     """
     try:
         return recipes_by_precision(recipe)[0]
@@ -83,7 +84,7 @@ def with_best_precision(recipe: Settings) -> Settings:
 
 
 def has_precision_choice(recipe: TrainingSettings) -> bool:
-    """Return True if the recipe allows several precisions, of which the best that fits in memory is used."""
+    """Return True if the recipe allows several precisions."""
     try:
         return len(recipes_by_precision(recipe)) > 1
     except UserError:
@@ -95,7 +96,7 @@ def with_saved_precision(recipe: Settings, saved_settings: Mapping[str, Any]) ->
 
     Args:
         recipe: Recipe of the run.
-        saved_settings: Compared settings of the resumed run. Without a precision, the run has the checkpoint's dtype.
+        saved_settings: Recipe keys saved by the resumed run; missing keys have their defaults.
     """
     fields = type(recipe).model_fields
     saved_values = {key: saved_settings.get(key, fields[key].default) for key in PRECISION_KEYS}
@@ -104,17 +105,17 @@ def with_saved_precision(recipe: Settings, saved_settings: Mapping[str, Any]) ->
 
 
 def changed_precision_keys(recipe: TrainingSettings, chosen: TrainingSettings) -> dict[str, Any]:
-    """Return the precision keys (:data:`PRECISION_KEYS`) that differ, with the values of ``chosen``."""
+    """Return the keys of :data:`PRECISION_KEYS` that differ, with the values of ``chosen``."""
     return {key: getattr(chosen, key) for key in PRECISION_KEYS if getattr(recipe, key) != getattr(chosen, key)}
 
 
 def describe_precision(recipe: TrainingSettings, chosen: TrainingSettings, model: Any) -> str | None:
-    """Return the chosen precision, its reason and its cost in one line; None if nothing was chosen.
+    """Return a note on the chosen precision, its reason and its memory; None if there is nothing to say.
 
     Args:
         recipe: Recipe as it was read.
         chosen: Recipe with the chosen precision.
-        model: Model of the recipe, on ``meta`` or loaded; its trained weights are counted.
+        model: Model of the recipe, loaded or on ``meta``, for the number of trained weights.
     """
     changed = changed_precision_keys(recipe, chosen)
     if not changed:
@@ -136,7 +137,7 @@ def describe_precision(recipe: TrainingSettings, chosen: TrainingSettings, model
             texts.append("modules_to_save are bfloat16: their steps are rounded stochastically (weight_rounding)")
         return "; ".join(texts) or None
     if chosen.weight_rounding == "stochastic":
-        reason = "each step is rounded stochastically (weight_rounding: stochastic): right on average, but noisier"
+        reason = "each step is rounded stochastically (weight_rounding: stochastic): unbiased, but noisier"
     else:
         reason = f"'optim: {chosen.optim}' rounds to nearest, which loses small steps"
     if chosen.step_kind.gradients == "block":
@@ -145,7 +146,7 @@ def describe_precision(recipe: TrainingSettings, chosen: TrainingSettings, model
 
 
 def rounding_warning(recipe: TrainingSettings, model: Any) -> str | None:
-    """Return a warning if steps of 16-bit trained weights are rounded to nearest; None if they are not."""
+    """Return a warning if updates of 16-bit weights are rounded to nearest; None if they are not."""
     keeps_float32 = recipe.deepspeed is not None or recipe.step_kind.gradients == "block"
     if keeps_float32 or recipe.weight_rounding == "stochastic":
         return None
@@ -178,16 +179,17 @@ def _copy_with(recipe: Settings, **values: Any) -> Settings:
 
 
 def placement_choices(recipe: Settings, limits: Limits, cluster: Cluster, *, resumed: bool = False) -> list[Settings]:
-    """Return copies of the recipe: as it is, then with the optimizer on the host, then with the weights on the host.
+    """Return copies of the recipe: unchanged, then with optimizer states in host memory, then with weights in host
+    memory.
 
     Each placement comes in every precision that the recipe allows. Placements that the recipe excludes are left out.
-    Nothing goes to the host if the device is the CPU, or if several ranks or DeepSpeed share the work.
+    There are no host placements if the device is the CPU, or with several ranks or DeepSpeed.
 
     Args:
         recipe: Recipe of the run.
         limits: Memory to plan with.
         cluster: Ranks of the run.
-        resumed: True for a resumed run, whose precision the recipe already has.
+        resumed: True for a resumed run, whose precision is already in the recipe.
 
     Raises:
         ArgumentError: The checkpoint's configuration cannot be read.
@@ -198,7 +200,8 @@ def placement_choices(recipe: Settings, limits: Limits, cluster: Cluster, *, res
 
 
 def _host_placements(recipe: Settings, limits: Limits, cluster: Cluster) -> list[Settings]:
-    """Return copies of the recipe with optimizer or weights on the host; none if the recipe excludes this."""
+    """Return copies of the recipe with optimizer states or weights in host memory; empty if the recipe excludes
+    this."""
     spec, is_full_fine_tuning = recipe.engine, recipe.finetuning_type == "full"
     is_single_rank = cluster.ranks == 1 and cluster.engine == "none"
     if spec.schedule == "fixed" or limits.shared or not limits.host_bytes or not is_single_rank:
@@ -218,11 +221,11 @@ def _host_placements(recipe: Settings, limits: Limits, cluster: Cluster) -> list
 
 
 def with_saved_placement(recipe: Settings, tiers: Mapping[str, str] | None) -> Settings | None:
-    """Return the recipe with ``tiers``, the host placement of the resumed run; None if the recipe contradicts them.
+    """Return the recipe with the placement of the resumed run; None if there is none or the recipe contradicts it.
 
     Args:
         recipe: Recipe of the run.
-        tiers: Values of ``engine.weights`` and ``engine.optimizer`` in the resumed run; None if it moved neither.
+        tiers: ``engine.weights`` and ``engine.optimizer`` of the resumed run; None if neither was in host memory.
     """
     spec = recipe.engine
     if tiers is None or spec.schedule == "fixed":
@@ -239,15 +242,15 @@ def first_fitting_choice(
     *,
     simulate: Simulate = simulate,
 ) -> Settings:
-    """Return the first of the :func:`placement_choices` whose step fits with some schedule.
+    """Return the first of the :func:`placement_choices` for which a schedule fits in memory.
 
-    If no step fits, return the last choice that fits the host, which allows the longest rows.
+    If none fits, return the last choice whose weights and optimizer states fit in host memory.
 
     Args:
         choices: Placements to try, in order.
-        workload_of: Returns the workload of a choice.
+        workload_of: Function from a choice to its training step.
         limits: Memory to plan with.
-        simulate: Simulates a step; called with the schedules of least memory.
+        simulate: Function that simulates a step.
     """
     if len(choices) == 1:
         return choices[0]
@@ -277,10 +280,10 @@ def first_fitting_choice(
 
 
 def exceeds_device_at_any_length(workload: Workload, written_fields: Mapping[str, Any], limits: Limits) -> bool:
-    """Return True if weights, gradients and optimizer exceed the device at any row length; nothing is simulated.
+    """Return True if weights, gradients and optimizer states alone exceed the device memory.
 
     Args:
-        workload: Workload of the step.
+        workload: Training step.
         written_fields: Fields of the schedule that the recipe sets.
         limits: Memory to plan with.
     """
@@ -288,7 +291,7 @@ def exceeds_device_at_any_length(workload: Workload, written_fields: Mapping[str
 
 
 def describe_placement(recipe: TrainingSettings, chosen: TrainingSettings) -> str | None:
-    """Return a note on what was moved to the host, with its recipe key; None if nothing was moved."""
+    """Return a note on what was moved to host memory; None if nothing was moved."""
     before, now = recipe.engine, chosen.engine
     if now.weights != before.weights:
         key, noun = "weights", "the weights and their optimizer"

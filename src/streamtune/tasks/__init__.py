@@ -1,4 +1,4 @@
-"""One task for each objective: all that it adds to a run, a plan, a probe and a verification."""
+"""The kinds of training: supervised fine-tuning (``sft``), preferences (``dpo``), reinforcement learning (``grpo``)."""
 
 from typing import Any
 
@@ -15,5 +15,5 @@ TASKS: dict[str, type[Task[Any]]] = {"sft": Sft, "dpo": Dpo, "grpo": Grpo}
 
 
 def task_of(recipe: ObjectiveKeys) -> Task[Any]:
-    """Return the :class:`Task` for a recipe's ``objective``, without checking settings or loading reward functions."""
+    """Return the task for the recipe key ``objective``, without checking settings or loading reward functions."""
     return TASKS[recipe.objective](recipe)

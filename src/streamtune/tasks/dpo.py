@@ -1,7 +1,8 @@
-"""Preference training: losses of pairs of completions (DPO), or of single labelled completions (KTO).
+"""Preference training: losses on pairs of completions (DPO), or on single labelled completions (KTO).
 
-In a plan, a micro-batch has ``per_device_train_batch_size`` prompts. A prompt has ``max_prompt_length`` tokens, by
-default half the length. The rest of the length is for its two completions, or its single one if the loss is unpaired.
+Memory and time are planned for a micro-batch of ``per_device_train_batch_size`` prompts. A prompt has
+``max_prompt_length`` tokens, by default half of the row's length, and each of its completions has the remaining tokens.
+A prompt has two completions if the loss is on pairs, else one.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class Dpo(ScoringTask[DpoRecipe]):
 
     @property
     def has_baseline(self) -> bool:
-        """True if the loss subtracts a baseline (kto), estimated on prompts with the completions of other prompts."""
+        """True if the loss subtracts a KL estimate (kto), computed on prompts with the completions of other prompts."""
         return self.recipe.is_unpaired and objectives.UNPAIRED_LOSSES[self.recipe.loss_type].needs_baseline
 
     def prepare(
@@ -102,9 +103,10 @@ class Dpo(ScoringTask[DpoRecipe]):
         return self._make_shape(share, ((prompt - 1, branches),) * batch_size)
 
     def make_measured_shape_function(self, prepared: PreparedRows, longest_row: int, *, share: bool) -> Completions:
-        """Return a function (length, batch size) -> micro-batch shape: copies of the run's longest tree.
+        """Return a function (length, batch size) -> token counts of a micro-batch, based on the longest training row.
 
-        A tree is a prompt with completions. Without ``share``, each completion fills a row of ``longest_row`` tokens.
+        Every prompt of the micro-batch has the token counts of this row, scaled down in proportion to the length.
+        Without ``share``, each prompt plus completion has ``longest_row`` tokens before scaling.
         """
         tree = prepared.training[int(prepared.training.lengths().argmax())]  # type: ignore[attr-defined]
         common = tree.num_common_tokens if share else 0
@@ -182,15 +184,17 @@ def make_scaled_shape_function(
     longest_row: int,
     common: tuple[int, ...] = (),
 ) -> Completions:
-    """Return a function (length, batch size) -> shape of a micro-batch, with which memory and time are planned.
+    """Return a function (length, batch size) -> token counts of a micro-batch, from which memory and time are
+    predicted.
 
-    The shape is ``trees`` with token counts multiplied by ``length / longest_row``, at most 1, for any batch size.
+    Each token count is multiplied by ``length / longest_row``, at most 1. The batch size does not change the result.
 
     Args:
-        make_shape: Makes the shape from token counts like ``trees`` and ``common``.
-        trees: Token counts of each prompt and of its completions, in a micro-batch at the length ``longest_row``.
+        make_shape: Function that makes the shape from token counts like ``trees`` and ``common``.
+        trees: Number of tokens of each prompt without its last token, and of each of its completions plus this token.
         longest_row: Number of tokens of the longest prompt plus completion.
-        common: Number of first tokens that all completions of a prompt have in common, for each prompt.
+        common: Number of first tokens that a prompt's completions share, per prompt; ``trees`` counts them in the
+            prompt.
     """
 
     def shape_at(length: int, batch_size: int) -> Scored:

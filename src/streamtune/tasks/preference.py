@@ -1,4 +1,4 @@
-"""Micro-batches of prompts with rated completions, and the objectives that compute preference losses on them.
+"""Micro-batches for preference training, and the objectives that compute preference losses on them.
 
     data.Tree --collate--> PreferenceBatch --handle.logprobs--> logp_K --objectives.pairs--> a loss for each pair
                                            --reference--------> ref_K  /
@@ -28,19 +28,19 @@ from streamtune.tasks.reference import CachedLogps
 
 @dataclass(frozen=True, kw_only=True)
 class PreferenceBatch(train.TreeBatch):
-    """Completions to compare, with labels or margins and, if precomputed, the reference's log-probs."""
+    """A micro-batch of preference pairs or labelled completions, possibly with precomputed reference log-probs."""
 
     reference_K: Tensor | None = None  # noqa: N815
-    """fp32 ``[K]``: precomputed log-probs of the reference; None if they are computed in the step"""
+    """fp32 ``[K]``: precomputed log-probs of the reference; None if the training step computes them"""
     margin_P: Tensor | None = None  # noqa: N815
-    """fp64 ``[P]``: by how much the chosen completion is better; None unless the data has a margin for every pair"""
+    """fp64 ``[P]``: margin of each pair in the data, such as chosen minus rejected score; None if a pair has none"""
     desirable_N: Tensor | None = None  # noqa: N815
     """bool ``[N]``: True for a desirable completion; None for pairs"""
     mismatched: PreferenceBatch | None = None
-    """The prompts with completions of other prompts, on which a loss estimates its baseline; None without one."""
+    """The same prompts with completions of other prompts, from which KTO estimates a KL; None for other losses."""
 
     def to(self, device: torch.device) -> PreferenceBatch:
-        """Return a copy on ``device``. Mismatched completions, which have no gradient, are not moved."""
+        """Return a copy on ``device``, except for :attr:`mismatched`, which is not moved."""
         moved = super().to(device)
         assert isinstance(moved, PreferenceBatch)
         names = ("reference_K", "margin_P", "desirable_N")
@@ -49,7 +49,7 @@ class PreferenceBatch(train.TreeBatch):
 
 
 class PrecomputedReference:
-    """Reference whose log-probs are not computed but come with each batch."""
+    """Reference model whose log-probs were computed before training and are part of each batch."""
 
     def logprobs(self, batch: train.TreeBatch) -> Tensor:
         assert isinstance(batch, PreferenceBatch)
@@ -60,7 +60,7 @@ class PrecomputedReference:
 def batch_trees(
     trees: Sequence[data.Tree], *, pad_token_id: int, share: bool, padding_side: Literal["right", "left"] = "right"
 ) -> dict[str, Any]:
-    """Return ``trees`` as the fields of a :class:`streamtune.train.TreeBatch`; see ``data.collate_trees``."""
+    """Return the fields of a :class:`streamtune.train.TreeBatch` with these trees (prompts with completions)."""
     collated: dict[str, Any] = {
         **data.collate_trees(trees, pad_token_id=pad_token_id, share=share, padding_side=padding_side)
     }
@@ -73,7 +73,7 @@ def batch_trees(
 
 
 def preference_batch(trees: Sequence[data.Tree], *, pad_token_id: int, share: bool) -> PreferenceBatch:
-    """Return a batch of prompts with completions, and the margins of pairs or the labels of completions."""
+    """Return a batch with the completions of ``trees``, and margins (of pairs) or labels (of single completions)."""
     margins = [tree.margin for tree in trees if tree.margin is not None]
     labels = [label for tree in trees for label in tree.labels or []]
     return PreferenceBatch(
@@ -84,13 +84,12 @@ def preference_batch(trees: Sequence[data.Tree], *, pad_token_id: int, share: bo
 
 
 def mismatched_tree(tree: data.Tree, donors: Sequence[data.Tree], start: int, max_length: int) -> data.Tree:
-    """Return the prompt of ``tree`` with the completions of another tree, whose prompt differs.
+    """Return a tree with the prompt of ``tree`` and the completions of another prompt.
 
     Args:
-        tree: Tree whose prompt is used.
         donors: Trees whose completions may be used. At least one tree has another prompt.
         start: Index in ``donors`` at which the search for another prompt begins.
-        max_length: Most tokens of the prompt plus a completion; longer completions are cut.
+        max_length: Maximum number of tokens of the prompt plus a completion; longer completions are cut.
     """
     candidates = (donors[(start + distance) % len(donors)] for distance in range(len(donors)))
     donor = next(candidate for candidate in candidates if candidate.prompt != tree.prompt)
@@ -102,14 +101,12 @@ def mismatched_tree(tree: data.Tree, donors: Sequence[data.Tree], start: int, ma
 
 
 class PreferenceBatches:
-    """Makes micro-batches of prompts with completions, and the reference's log-probs if they were precomputed.
+    """Makes micro-batches of prompts with completions, and adds precomputed reference log-probs if there are any.
 
     Args:
         prepared: Trees (prompts with completions) to train on, and held-out trees.
-        recipe: Settings of the run.
-        pad_token_id: Token id that pads rows.
-        share: True if the completions of a prompt share its tokens.
-        has_baseline: True to add completions of other prompts, on which the loss estimates its baseline.
+        share: True if the common prefix of a prompt's completions is computed once.
+        has_baseline: True to add each prompt with completions of other prompts, for the KL estimate of KTO.
     """
 
     def __init__(
@@ -132,14 +129,14 @@ class PreferenceBatches:
 
     @property
     def buckets(self) -> None:
-        """None: prompts with completions are not cut into pieces that would be grouped by length."""
+        """None, because prompts with completions are not grouped by length."""
 
     def lengths(self) -> npt.NDArray[np.int64]:
-        """Return each training tree's number of tokens, ``[trees]``; an unshared prompt counts once per completion."""
+        """Return the number of tokens of each training tree (prompt with completions); a shared prefix counts once."""
         return self._lengths_and_squares[0]
 
     def squared_lengths(self) -> npt.NDArray[np.int64]:
-        """Return each training tree's sum of squared row lengths, int64 ``[trees]``; a shared prompt counts once."""
+        """Return the sum of squared row lengths of each training tree; the square of a shared prefix counts once."""
         return self._lengths_and_squares[1]
 
     @cached_property
@@ -161,14 +158,14 @@ class PreferenceBatches:
         return self._collate(self.prepared.training, units, 0)
 
     def held_out_batches(self, batch_size: int, eval_set: data.EvalSet | None = None) -> Iterator[PreferenceBatch]:
-        """Iterate over batches of the held-out trees, in order; only of ``eval_set`` if it is given."""
         first, stop = (0, len(self.prepared.validation)) if eval_set is None else (eval_set.start, eval_set.stop)
         for start in range(first, stop, batch_size):
             units = range(start, min(start + batch_size, stop))
             yield self._collate(self.prepared.validation, units, self.num_training_units)
 
     def reference_trees(self) -> Iterator[data.Tree]:
-        """Iterate over all trees that a reference scores: training trees, held-out trees, then mismatched trees."""
+        """Yield all trees that the reference scores: training and held-out trees, then both with mismatched
+        completions."""
         splits = (self.prepared.training, self.prepared.validation)
         for split in splits:
             yield from split
@@ -180,7 +177,8 @@ class PreferenceBatches:
         return train.TreeBatch(**batch_trees([tree], pad_token_id=self.pad_token_id, share=self.share))
 
     def _collate(self, split: Sequence[data.Tree], units: Sequence[int], first_index: int) -> PreferenceBatch:
-        """Return the batch of the trees with indices ``units`` in ``split``, the training or the held-out trees.
+        """Return a batch of the trees with indices ``units`` in ``split``, which has the training or the held-out
+        trees.
 
         ``first_index`` is the index of the split's first tree in :meth:`reference_trees`.
         """
@@ -205,19 +203,18 @@ class PreferenceBatches:
 
 
 def _policy_logps(handle: StreamHandle, model: nn.Module, batch: train.TreeBatch) -> tuple[Tensor, Tensor | None]:
-    """Return the policy's log-probs at the targets, ``[K]`` with graph, and the router loss."""
+    """Return differentiable log-probs of the target tokens, ``[K]``, and the router loss of a mixture of experts."""
     scores = handle.logprobs(targets=batch.shift_labels, model=model, **batch.inputs)
     return batch.gather_targets(scores.logprobs), scores.router_loss
 
 
 class PairObjective:
-    """Objective of preference losses on pairs (``objectives.pairs``): their mean over the pairs of a step."""
+    """Loss on preference pairs for the training loop: the mean over all pairs of an optimizer step."""
 
     def __init__(self, handle: StreamHandle, recipe: PreferenceSettings, reference: train.Reference | None) -> None:
         self.handle, self.recipe, self.reference = handle, recipe, reference
 
     def step_totals(self, micro_batches: Sequence[train.MicroBatch], world: train.World = train.WORLD) -> int:
-        """Return the number of pairs of the step, over all ranks."""
         return world.sum_count_over_ranks(
             sum(_as_preference_batch(batch).num_rows // 2 for batch in train.counted_batches(micro_batches))
         )
@@ -255,11 +252,11 @@ class _UnpairedTotals:
 
 
 class UnpairedObjective:
-    """Objective of losses on single completions (``objectives.unpaired``): their mean over the completions of a step.
+    """Loss on single labelled completions for the training loop: the mean over all completions of an optimizer step.
 
-    A baseline comes from the log-ratios of policy and reference on completions put after other prompts, for the whole
-    step on all ranks. They are scored before the first backward of the step, without gradient and without dropout. In
-    evaluation each batch has its own baseline.
+    KTO subtracts a baseline: an estimate of the KL with the reference, from each prompt with completions of other
+    prompts. The baseline is computed once per step over all ranks, before the first backward, without gradient and
+    dropout. In evaluation each batch has its own baseline.
     """
 
     def __init__(
@@ -271,7 +268,7 @@ class UnpairedObjective:
     def step_totals(
         self, micro_batches: Sequence[train.MicroBatch], world: train.World = train.WORLD
     ) -> _UnpairedTotals:
-        """Return the number of completions of the step, and its baseline, over all ranks."""
+        """Return the number of completions and the KL baseline of an optimizer step, computed over all ranks."""
         batches = [_as_preference_batch(batch) for batch in micro_batches]
         with self._autocast():
             baseline = self._compute_baseline(batches, world)
@@ -306,7 +303,8 @@ class UnpairedObjective:
 
     @torch.no_grad()
     def _compute_baseline(self, batches: Sequence[PreferenceBatch], world: train.World = train.WORLD) -> Tensor | None:
-        """Return the loss's baseline over the batches of all ranks, a scalar; None if the loss has none."""
+        """Return the KL estimate that the loss subtracts, a scalar over the batches of all ranks; None if it subtracts
+        none."""
         if not self.loss.needs_baseline:
             return None
         policy, reference = [], []
@@ -341,7 +339,6 @@ class UnpairedObjective:
 
 
 def pair_options(recipe: PreferenceSettings) -> objectives.PairOptions:
-    """Return the parameters of the losses on pairs, from the recipe's keys of the same names."""
     keys = [field.name for field in fields(objectives.PairOptions) if field.name in type(recipe).model_fields]
     return objectives.PairOptions(**{key: getattr(recipe, key) for key in keys})
 

@@ -1,6 +1,6 @@
-"""Micro-batches of random tokens in a recipe's shape, with all else that its objective reads.
+"""Random tokens to measure memory and time of a training step, and short rows to verify gradients.
 
-Memory and time of a step depend on shapes only, so neither a tokenizer nor data is needed.
+Memory and time depend only on shapes, so their measurement needs neither a tokenizer nor data.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class RandomTokens:
 
     Args:
         recipe: Settings: the seed, and whether rows are packed.
-        model: Model that gets the tokens, which are in its vocabulary.
-        second_model: Second model that gets the same tokens, such as a teacher; they are in its vocabulary too.
+        model: Model whose vocabulary the tokens are drawn from.
+        second_model: Second model that gets the same tokens, such as a teacher. All tokens are in its vocabulary too.
     """
 
     def __init__(self, recipe: RowSettings, model: Any, second_model: Any = None) -> None:
@@ -43,10 +43,9 @@ class RandomTokens:
         self._generator = torch.Generator().manual_seed(recipe.seed)
 
     def draw_row_batch(self, rows: int, length: int) -> train.MicroBatch:
-        """Return a batch of ``rows`` rows of ``length`` random tokens; the loss includes every token.
+        """Return a batch of ``rows`` random rows, in which all tokens but the first of each row are targets.
 
-        With packing, each sequence is a single row with position ids: of all packings of that length, it has the most
-        attention work.
+        With packing, a sequence is a single row with position ids. No other packing has more attention cost.
         """
         positions = torch.arange(length).expand(rows, length) if self.recipe.packing else None
         ids = torch.randint(0, self._vocabulary, (rows, length), generator=self._generator)
@@ -55,15 +54,16 @@ class RandomTokens:
         return train.MicroBatch(ids, torch.ones_like(ids), labels, (ORIGIN,) * rows, positions)
 
     def draw_top_k(self, batch: train.MicroBatch, k: int) -> TopKTeacher:
-        """Return random top-k tokens with log-probs, as if from a teacher, at the targets of a batch."""
+        """Return random teacher predictions at the targets of a batch: ``k`` tokens with their log-probs."""
         logits = torch.randn(batch.num_targets, self._vocabulary, generator=self._generator)
         ids, logprobs = top_k_classes(logits, k)
         return TopKTeacher.of_targets(batch.shift_labels, ids.int(), logprobs)
 
     def draw_preference_batch(self, recipe: PreferenceKeys, scored: Scored) -> PreferenceBatch:
-        """Return random completions to compare, with the token counts of ``scored``.
+        """Return a preference batch of random tokens with the token counts of ``scored``.
 
-        The first completion of a pair is the chosen one. Of unpaired completions every second one is desirable.
+        The first completion of a pair is the chosen completion. Unpaired completions are alternately desirable and
+        undesirable.
         """
         batch = self._draw_preferences(recipe, scored)
         if recipe.is_unpaired and objectives.UNPAIRED_LOSSES[recipe.loss_type].needs_baseline:
@@ -71,7 +71,7 @@ class RandomTokens:
         return batch
 
     def draw_policy_batch(self, recipe: RolloutSettings, scored: Scored) -> PolicyBatch:
-        """Return random completions with the token counts of ``scored`` and advantages 1, -1, 1, -1, ..."""
+        """Return random completions with the token counts of ``scored`` and alternating advantages 1 and -1."""
         signs = [1.0 - 2.0 * (number % 2) for number in range(scored.num_completions)]
         return PolicyBatch(**self._draw_trees(scored), advantages_N=torch.tensor(signs))
 
@@ -97,19 +97,19 @@ class RandomTokens:
 
 
 MAX_TREES = 2
-"""Most prompts in a batch."""
+"""Maximum number of prompts in a batch that verifies gradients."""
 
 MAX_COMPLETIONS = 4
-"""Most random completions of a prompt."""
+"""Maximum number of random completions per prompt."""
 
 
 def choose_trees(trees: Sequence[data.Tree], length: int, *, distinct_prompts: bool) -> tuple[list[data.Tree], bool]:
-    """Return the first one or two trees, cut to about ``length`` tokens in total, and True if any was cut.
+    """Return at most two trees (prompts with completions), and True if any of them was shortened.
 
     Args:
-        trees: Prompts with completions.
-        length: Number of tokens, in which each completion counts with its own copy of the prompt.
-        distinct_prompts: True if two different prompts are needed.
+        trees: Trees to choose from. The first one is always chosen.
+        length: Approximate number of tokens in total. Each completion counts with its own copy of the prompt.
+        distinct_prompts: True to choose two trees with different prompts.
 
     Raises:
         DataError: Two different prompts are needed, and all trees have the same prompt.
@@ -130,9 +130,9 @@ def choose_trees(trees: Sequence[data.Tree], length: int, *, distinct_prompts: b
 
 
 def _cut_tree(tree: data.Tree, length: int) -> data.Tree:
-    """Return a tree cut to about ``length`` tokens: the end of its prompt, and a stretch of each completion.
+    """Return the tree shortened to about ``length`` tokens: the end of its prompt, and a part of each completion.
 
-    The stretch contains the first token at which the first two completions differ.
+    The part includes the first token at which the first two completions differ.
     """
     row_tokens = max(4, length // len(tree.completions))
     longest_completion = max(len(completion) for completion in tree.completions)
@@ -155,7 +155,7 @@ def _cut_tree(tree: data.Tree, length: int) -> data.Tree:
 def make_random_trees(
     recipe: RolloutSettings, prompts: Sequence[data.Prompt], length: int, vocabulary: int
 ) -> list[data.Tree]:
-    """Return the first prompts, each with random completions of different lengths: about ``length`` tokens in total."""
+    """Return one or two prompts with random completions of different lengths, about ``length`` tokens in total."""
     generator = torch.Generator().manual_seed(recipe.seed)
     chosen_prompts = prompts[:MAX_TREES] if len(prompts) > 1 else [prompts[0]]
     count = max(2, min(recipe.num_generations, MAX_COMPLETIONS))

@@ -1,8 +1,8 @@
-"""Log-probs of a reference, computed once and cached on disk.
+"""Log-probs of the reference model, computed once and cached on disk.
 
-The cache key has three parts: the computation (versions, device, precision, temperature), the configuration, and the
-weights and rows. A resumed run checks the first part, and the second if its model has the reference's configuration. It
-cannot check the third, because its weights have changed since the start.
+The cache key has three hashes: of the computation (versions, device, precision, temperature), of the model's
+configuration, and of weights and rows. A resumed run compares the first hash with its own. If the reference is the
+model before training, it also compares the second. It cannot compute the third, because the weights have changed.
 """
 
 from __future__ import annotations
@@ -25,39 +25,39 @@ from streamtune.base.result_cache import CacheFile, Notify, code_versions, json_
 from streamtune.base.text import show_size
 
 UNHASHED_SETTINGS = ("_name_or_path", "transformers_version", "architectures", "use_cache", "dtype", "torch_dtype")
-"""Settings of a configuration that are not hashed: they change no log-probs, or the key has them in another part.
-Settings that end in ``_token_id`` are not hashed either."""
+"""Settings of a model configuration that are not hashed: they do not affect log-probs, or another hash includes them.
+Settings that end in ``_token_id`` are not hashed either.
+"""
 KEY_PART_LENGTH = 20
-"""Number of characters of the first and of the second part of a key."""
+"""Number of characters of the first and of the second hash in a cache key."""
 
 
 @dataclass(frozen=True)
 class CachedLogps:
-    """Precomputed log-probs of a reference, for each tree (prompt with completions) in order."""
+    """Precomputed log-probs of the reference model for a list of trees (prompts with completions)."""
 
     logps: Tensor
-    """fp32 ``[sum of K]``: log-probs of all trees, one tree after another"""
+    """fp32 ``[K]``: log-probs of the target tokens of all trees, in the order of the trees"""
     offsets: Tensor
-    """int64 ``[trees + 1]``: index in ``logps`` at which each tree begins, and the end"""
+    """int64 ``[trees + 1]``: index in ``logps`` at which each tree begins, then the length of ``logps``"""
 
     def concatenate_logps(self, trees: Iterable[int]) -> Tensor:
-        """Return the log-probs of the trees with these indices, one tree after another: fp32 ``[K]``."""
+        """Return the log-probs of the trees with these indices, in this order: fp32, one value per target token."""
         parts = [self.logps[self.offsets[tree] : self.offsets[tree + 1]] for tree in trees]
         return torch.cat(parts)
 
 
 def computation_hash(device: torch.device, *, bf16: bool, temperature: float) -> str:
-    """Return a hash of how log-probs are computed: versions and code, device, precision, temperature."""
+    """Return a hash of all that affects how log-probs are computed: code, versions, device, precision, temperature."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     precision = [torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.allow_tf32, str(torch.version.cuda)]
     return json_hash([code_versions(), name, precision, bf16, temperature])[:KEY_PART_LENGTH]
 
 
 def configuration_hash(model: nn.Module, *, adapters: bool) -> str:
-    """Return a hash of a model's resolved configuration, its buffers, and its custom code if it has any.
+    """Return a hash of a model's configuration, its buffers, and its custom code if it has any.
 
     Args:
-        model: The reference.
         adapters: True if adapters are part of the reference; their settings are then hashed too.
     """
     config: Any = getattr(model, "config", None)
@@ -79,18 +79,17 @@ def configuration_hash(model: nn.Module, *, adapters: bool) -> str:
 
 
 def _sort_keys(value: Any) -> Any:
-    """Return ``value`` with every dict replaced by a list of its items, sorted by key."""
     if isinstance(value, dict):
         return sorted((str(key), _sort_keys(item)) for key, item in value.items())
     return [_sort_keys(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def reference_hash(weights: Iterable[tuple[str, Tensor | None]], trees: Iterable[data.Tree], *, adapters: bool) -> str:
-    """Return a hash of the reference's weights and of the rows that it scores; every weight is read once.
+    """Return a hash of the reference model's weights and of the rows whose log-probs it computes.
 
     Args:
         weights: Names and tensors of the reference. A tensor is None if another rank hashes it.
-        trees: Rows that the reference scores.
+        trees: Rows whose log-probs the reference computes.
         adapters: True if adapters are part of the reference; False if it is the trained model without its adapters.
     """
     digest = hashlib.blake2b(digest_size=20)
@@ -105,7 +104,6 @@ def reference_hash(weights: Iterable[tuple[str, Tensor | None]], trees: Iterable
 
 
 def _hash_tensor(update: Callable[[bytes], None], tensor: Any) -> None:
-    """Pass the bytes of a tensor to ``update``; of a quantised tensor, the bytes of its components."""
     state = getattr(tensor, "quant_state", None)  # of bitsandbytes: the scales
     for part in state.as_dict(packed=True).values() if state is not None else ():
         _hash_tensor(update, part)
@@ -122,7 +120,7 @@ def cache_directory() -> Path:
 
 
 def read_logps(key: str, notify: Notify) -> CachedLogps | None:
-    """Return the log-probs cached under ``key``; None if there are none, or the file is damaged."""
+    """Return the log-probs cached under ``key``; None if nothing is cached or the file is damaged."""
     content = _cache_file(key).read(notify)
     if content is None:
         return None
@@ -143,15 +141,12 @@ def compute_logps(
     bf16: bool,
     notify: Callable[[str], None],
 ) -> CachedLogps:
-    """Return the reference's log-probs of every tree, and cache them under ``key``.
+    """Compute the reference's log-probs of every tree, cache them under ``key``, and return them.
 
     Args:
         key: Cache key: hashes of the computation, of the configuration, and of weights and rows.
-        reference: Reference that computes the log-probs.
-        batches: Batches of a single tree each, in the order of the trees.
-        device: Device of the reference.
-        bf16: True to compute under bf16 autocast.
-        notify: Called with the path of the file, or with the reason why it cannot be written.
+        batches: Batches with one tree each.
+        notify: Function called with the path of the cache file, or with the reason why it cannot be written.
     """
     logps_of_batches: list[Tensor] = []
     for batch in batches:

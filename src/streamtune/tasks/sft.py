@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 END_TOKEN_ROWS = 64
-"""Number of streamed rows that are searched for end tokens before the first step."""
+"""Number of streamed rows that are searched for end-of-turn tokens before the first step."""
 
 
 class Sft(Task[Recipe]):
@@ -57,7 +57,7 @@ class Sft(Task[Recipe]):
         *,
         val_size: float | None = None,
     ) -> data.PreparedData:
-        """Return the prepared rows; with ``streaming: true`` only a sample of them, which is not trained on."""
+        """Return the tokenized rows; with ``streaming: true`` only the first rows of each dataset, as a sample."""
         recipe = self.recipe
         if recipe.streaming:
             notify(f"streaming: true: at most the first {SAMPLE_ROWS:,} rows of each dataset are read, as a sample")
@@ -124,7 +124,7 @@ class Sft(Task[Recipe]):
         )
 
     def _cut_into_pieces(self, prepared: data.PreparedData) -> data.PreparedData:
-        """Return ``prepared`` with its training rows cut into pieces; the fingerprint then depends on the pieces."""
+        """Return ``prepared`` with training rows cut into pieces (``batching: buckets``) and with a new fingerprint."""
         recipe = self.recipe
         min_length = (recipe.buckets or BucketSpec()).min_length
         pieces = data.cut_rows_into_pieces(
@@ -188,12 +188,11 @@ class Sft(Task[Recipe]):
         )
 
     def planned_length(self, longest_row: int) -> int:
-        """Return the length to plan for: ``max_length`` if a sequence may have several rows, else ``longest_row``."""
         return self.recipe.max_length if self.recipe.packing or self.splits_turns else longest_row
 
     @property
     def splits_turns(self) -> bool:
-        """True if each turn of a conversation is a row, and these rows share their common beginning."""
+        """True with ``reasoning: per_turn``: each turn is a row, and common prefixes of rows are computed once."""
         return self.recipe.reasoning == "per_turn"
 
     def check_model(self, handle: StreamHandle) -> None:
@@ -205,11 +204,14 @@ class Sft(Task[Recipe]):
             value_projection_weights(handle.layers)
 
     def _check_shared_beginnings(self, handle: StreamHandle) -> None:
-        """Check that the model gives rows with a shared beginning the same results as separate rows."""
+        """Raise ``UnsupportedModelError`` if rows that share a prefix would give other results than separate rows."""
         fix = "write reasoning: keep, which trains all turns in one row"
         limit = longest_unscaled_length(handle.model.config)
         if limit is not None and limit < self.recipe.max_length:
-            what = f"rotary embeddings change above {limit:,} tokens, so turns with a shared beginning may need others"
+            what = (
+                f"the model's rotary embeddings change above {limit:,} tokens, so turns that share a prefix may need "
+                "different ones"
+            )
             raise UnsupportedModelError(what, where="reasoning", fix=f"{fix}, or set max_length: {limit}")
         try:
             check_branches(handle)
@@ -231,7 +233,6 @@ class Sft(Task[Recipe]):
         return Batches(prepared_rows, tokenizer, teacher)
 
     def count_steps(self, batches: Batches, micro_batches: int, world: train.World) -> StepPlan:
-        """Return the numbers of optimizer steps: ``max_steps`` for streamed rows, whose number is unknown."""
         recipe = self.recipe
         if not recipe.streaming:
             return super().count_steps(batches, micro_batches, world)
@@ -279,7 +280,6 @@ class Sft(Task[Recipe]):
         )
 
     def trained_end_tokens(self, prepared: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-        """Return the ids of tokens that end trained turns or texts; of streamed rows, only the first are searched."""
         rows = prepared.first_examples(END_TOKEN_ROWS) if isinstance(prepared, StreamedRows) else prepared.training
         return data.trained_end_tokens(rows, tokenizer, chat_options(self.recipe))
 
@@ -347,7 +347,7 @@ class Sft(Task[Recipe]):
 
 
 def collate_prefix_batch(examples: Sequence[data.Example]) -> train.PrefixBatch:
-    """Return a batch of one sequence in which rows with the same beginning share its tokens."""
+    """Return a batch of one sequence, in which common prefixes of the rows occur once."""
     collated = data.collate_prefixes(examples)
     branches = Branches.of_nodes(collated["nodes"])
     return train.PrefixBatch(
@@ -369,17 +369,15 @@ class Batches:
     tokenizer: PreTrainedTokenizerBase | None
     """Tokenizer with the padding token; None if batches are only counted."""
     teacher: TeacherFile | None = None
-    """Top-k tokens of a teacher for the training rows, from ``teacher_file``; None without this file."""
+    """File with a teacher's top-k tokens for the training rows; None without ``teacher_file``."""
 
     @property
     def is_packed(self) -> bool:
-        """True if a sequence may have several rows."""
         pieces = self.prepared.pieces
         return self.prepared.packs is not None or (pieces is not None and pieces.sequence_length is not None)
 
     @property
     def is_padded(self) -> bool:
-        """True unless sequences are packed: padding would be another row of a packed sequence."""
         return not self.is_packed
 
     @property
@@ -387,7 +385,7 @@ class Batches:
         return None if self.prepared.pieces is None else self.prepared.pieces.buckets
 
     def collate(self, sequences: Sequence[Sequence[data.Example]], *, packed: bool) -> train.MicroBatch:
-        """Return a batch of sequences, each of one example or, if ``packed``, of several."""
+        """Return a batch of sequences, each with one row or, if ``packed``, with several rows."""
         examples = [example for sequence in sequences for example in sequence]
         assert self.tokenizer is not None, "padding needs a tokenizer"
         origins, pad = tuple(example.origin for example in examples), self.tokenizer.pad_token_id
@@ -399,7 +397,6 @@ class Batches:
 
     @property
     def num_training_units(self) -> int:
-        """Number of training units: rows, packs of rows, or pieces of rows."""
         prepared = self.prepared
         return len(prepared.pieces or prepared.packs or prepared.training)
 
@@ -447,7 +444,6 @@ class Batches:
         return None if self.prepared.pieces is None else self.prepared.pieces.pieces_per_sequence()
 
     def held_out_batches(self, batch_size: int, eval_set: data.EvalSet | None = None) -> Iterator[train.MicroBatch]:
-        """Iterate over batches of the held-out sequences, in order; only of ``eval_set`` if it is given."""
         examples, packs = self.prepared.validation, self.prepared.validation_packs
         rows = range(len(examples)) if eval_set is None else range(eval_set.start, eval_set.stop)
         units = rows if packs is None else packs.packs_of_rows(rows.start, rows.stop)

@@ -1,14 +1,14 @@
 """Micro-batches of each optimizer step, divided among the ranks.
 
-A recipe with ``select_rows`` draws a large batch for each step and trains on a few rows that represent it:
+With ``select_rows`` each step draws many rows and trains on a few rows that represent them:
 
-    next_step()   N times the rows of a step are drawn, in the order of the sampler
-                  each rank computes gradient sketches of its share of these rows      (``train.sketch``)
-                  rank 0 chooses rows among all of them, for all ranks                 (``data.batches.choose_medoids``)
+    next_step()   the sampler draws ``select_from`` times as many rows as the step trains on
+                  each rank computes random projections of the gradients of its rows   (``train.sketch``)
+                  rank 0 chooses rows from these projections, for all ranks            (``data.batches.choose_medoids``)
                   the chosen rows are divided among the ranks, as in any other step
 
-The choice depends only on the rows, the weights and the optimizer state, so checkpoints do not contain it. A resumed
-run draws the same rows again and makes the same choice. ``selected.jsonl`` has the choice of each step.
+The choice depends only on rows, weights and optimizer state, so a resumed run makes the same choice again. It is
+recorded in ``selected.jsonl``, not in checkpoints.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from streamtune.train.sketch import RowSketch
 from streamtune.train.step import explain_out_of_memory
 
 LAYERS_WITHOUT_SCORES = ("linear_attention", "mamba", "conv", "moe", "mlp")
-"""Types of layers without attention scores: their work is linear in the number of tokens."""
+"""Types of layers without attention scores, whose cost is linear in the number of tokens."""
 
 
 @dataclass(frozen=True)
 class RowCost:
-    """Predicted number of operations for a row: a term linear in its length plus a quadratic one.
+    """Predicted number of floating-point operations of a row, with a linear and a quadratic term in its length.
 
     Only the forward of a row with T tokens is counted. The backward multiplies both terms by about the same factor:
 
@@ -57,7 +57,7 @@ class RowCost:
     """Number of operations per squared length of a row."""
 
     def __call__(self, tokens: int, squares: int) -> float:
-        """Return the cost of rows that have ``tokens`` tokens in total and the sum of squared lengths ``squares``."""
+        """Return the cost of rows with ``tokens`` tokens in total, whose squared lengths sum to ``squares``."""
         return self.per_token * tokens + self.per_square * squares
 
     @classmethod
@@ -84,7 +84,7 @@ class RowCost:
 
 
 def _weights_per_token(name: str, parameter: nn.Parameter, config: Any) -> float:
-    """Return how many of a parameter's weights one token is multiplied with: of experts, only those chosen for it."""
+    """Return how many weights of a parameter one token uses; of expert weights, only the fraction of chosen experts."""
     experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
     chosen = getattr(config, "num_experts_per_tok", None)
     share = chosen / experts if ".experts." in name and experts and chosen else 1.0
@@ -92,7 +92,7 @@ def _weights_per_token(name: str, parameter: nn.Parameter, config: Any) -> float
 
 
 def divide_among_ranks(batches: Iterable[train.MicroBatch], world: train.World) -> Iterator[train.MicroBatch]:
-    """Iterate over this rank's share of the batches; a rank with one less also gets a filler, which is not counted."""
+    """Yield this rank's batches. If another rank has one more, also yield a filler that does not count in the loss."""
     iterator = iter(batches)
     while group := list(islice(iterator, world.data_size)):
         filler = replace(group[0], filler=True)
@@ -100,18 +100,18 @@ def divide_among_ranks(batches: Iterable[train.MicroBatch], world: train.World) 
 
 
 class Units(Protocol):
-    """Protocol of objects with numbered training units: rows, pairs or completions."""
+    """Protocol of objects that have a number of training units (rows, pairs or completions)."""
 
     @property
     def num_training_units(self) -> int: ...
 
 
 class BatchMaker(Units, Protocol):
-    """Protocol of objects that make micro-batches of numbered training units."""
+    """Protocol of objects that make micro-batches from indices of training units."""
 
     @property
     def mixture(self) -> data.Mixture | None:
-        """Visits per epoch to the units of each dataset, if datasets have weights; None: each unit once."""
+        """Visits per epoch to the units of each dataset, if datasets have weights; None: one visit to each unit."""
         ...
 
     @property
@@ -121,36 +121,35 @@ class BatchMaker(Units, Protocol):
 
     @property
     def buckets(self) -> npt.NDArray[np.int64] | None:
-        """Bucket of each training unit, a length in tokens, ``[units]``; None if units are not grouped by length."""
+        """Length in tokens of each unit's bucket, ``[units]``; None if units are not grouped by length."""
         ...
 
     def lengths(self) -> npt.NDArray[np.int64]:
-        """Return how many tokens each unit has, [units]."""
+        """Return the number of tokens of each unit, ``[units]``."""
         ...
 
     def squared_lengths(self) -> npt.NDArray[np.int64]:
-        """Return the sum of the squared lengths of each unit's rows, [units]."""
+        """Return the sum of the squared row lengths of each unit, ``[units]``."""
         ...
 
     def units_per_sequence(self, unit: int) -> int:
-        """Return how many training units in the bucket of ``unit``, a length, are joined in one sequence of a batch."""
+        """Return how many units of the same length as ``unit`` are concatenated into one sequence of a batch."""
         ...
 
     def training_batch(self, units: Sequence[int]) -> train.MicroBatch: ...
 
 
 class Steps:
-    """Makes the micro-batches of one optimizer step after another, from the training units in the recipe's order.
+    """Makes the micro-batches of each optimizer step from training units (rows, pairs or completions).
 
-    During a step, ``dataloader_num_workers`` threads prepare the next steps. The position that is saved is after the
-    last returned step, not after the last prepared one.
+    During a step, ``dataloader_num_workers`` threads prepare the next steps. A checkpoint has the position after the
+    last step that was returned, not after the last step that was prepared.
 
     Args:
         batches: Object that makes a micro-batch of the requested units.
-        recipe: Settings of the batches.
-        world: Ranks that share a step. The units of a step depend on the number of ranks only if the recipe counts the
+        world: All ranks of the run. The units of a step depend on the number of ranks only if the recipe counts the
             micro-batches of one rank (``batching: rows`` without ``train_batch_size``).
-        cost: Predicted cost of a unit, by which units are assigned to ranks.
+        cost: Function that predicts the cost of a unit, so that ranks get units of similar total cost.
     """
 
     def __init__(
@@ -167,7 +166,7 @@ class Steps:
         self._position = self.sampler.state_dict()
 
     def next_step(self) -> list[train.MicroBatch]:
-        """Return this rank's micro-batches of the next step. A step never spans two epochs."""
+        """Return this rank's micro-batches of the next step. A step never contains units of two epochs."""
         if self._pool is None:
             step = self._make_batches(self._draw_units())
             self._position = self.sampler.state_dict()
@@ -207,7 +206,6 @@ class Steps:
         return self.cost(int(self._lengths[unit]), int(self._squares[unit]))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of the sampler after the last returned step."""
         return self._position
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -217,7 +215,7 @@ class Steps:
 
 
 def make_sampler(batches: BatchMaker, recipe: BatchSettings) -> data.ResumableSampler | data.StepSampler:
-    """Return a sampler of training units, or of whole optimizer steps if their size is counted in tokens."""
+    """Return a sampler of training units, or of whole optimizer steps if ``tokens_per_batch`` is set."""
     if batches.buckets is None or recipe.tokens_per_batch is None:
         rows = data.ResumableSampler(
             batches.num_training_units, seed=recipe.seed, shuffle=recipe.shuffle, mixture=batches.mixture
@@ -242,7 +240,7 @@ def first_epoch_steps(batches: BatchMaker, recipe: BatchSettings) -> data.EpochS
 
 @dataclass(frozen=True)
 class StepPlan:
-    """Numbers of optimizer steps of a run, of its first epoch, and of its warm-up."""
+    """Numbers of optimizer steps of a run, of its first epoch, and of its learning-rate warm-up."""
 
     total_steps: int
     steps_per_epoch: int | None
@@ -253,7 +251,7 @@ class StepPlan:
 
     @property
     def unfinished_warmup_warning(self) -> str | None:
-        """Warning that the run ends before its warm-up does; None if the warm-up ends in time."""
+        """Warning if the run ends before the learning-rate warm-up does, else None."""
         steps = self.total_steps - self.supervised_steps
         if self.warmup_steps < max(1, steps):
             return None
@@ -264,7 +262,7 @@ class StepPlan:
 
 
 def peak_learning_rate(recipe: BatchSettings, world: train.World) -> float:
-    """Return the peak learning rate: the recipe's, scaled by the size of a step if ``lr_scaling_base`` is set."""
+    """Return the recipe's learning rate; with ``lr_scaling_base`` it is scaled by the size of an optimizer step."""
     if recipe.lr_scaling_base is None:
         return recipe.learning_rate
     size = recipe.tokens_per_batch
@@ -277,9 +275,9 @@ def peak_learning_rate(recipe: BatchSettings, world: train.World) -> float:
 def count_micro_batches(recipe: BatchSettings, world: train.World) -> int:
     """Return how many micro-batches one rank computes in an optimizer step.
 
-    If the size of a step is counted in tokens, the number is for rows of ``max_length`` tokens. Shorter rows make more
-    micro-batches, so the number is at least two, unless buckets are packed. With two, gradients of the first
-    micro-batch occupy memory during the second.
+    With ``tokens_per_batch`` the number is computed for rows of ``max_length`` tokens. It is then at least two (one if
+    buckets are packed), because shorter rows make more micro-batches. From two micro-batches on, gradients of the first
+    occupy memory during the second.
 
     Raises:
         ArgumentError: ``train_batch_size`` is not a multiple of the rows that all ranks compute at a time.
@@ -304,23 +302,20 @@ def count_micro_batches(recipe: BatchSettings, world: train.World) -> int:
 
 
 SKETCH_SIZE = 512
-"""Number of values of a gradient sketch: preserves the distances between a few hundred rows to about 10%."""
+"""Number of values of a projected gradient. Distances between a few hundred rows are preserved to about 10%."""
 
 
 class SelectedSteps(Steps):
-    """Optimizer steps that draw more rows than they train on, and choose representative ones (``select_rows``).
+    """Makes optimizer steps that train on a few rows, chosen to represent many drawn rows (``select_rows``).
 
     Args:
-        batches: Makes micro-batches: of single rows for their sketches, and of the chosen rows.
+        batches: Object that makes micro-batches: of single rows to compare them, and of the chosen rows.
         recipe: Settings of :class:`Steps`. For each step, the rows of ``select_from`` steps are drawn.
-        world: Ranks that share a step.
-        cost: Predicted cost of a row.
-        sketch: Computes the gradient sketch of a row, a random projection of its gradient.
-        source_bounds: First row of each source, then the number of all rows, [sources + 1].
-        source_sizes: Number of rows of each source that an epoch visits, [sources].
-        origin_of_row: Returns the name of a row, ``file:row``.
-        record_path: File that records the choices.
-        steps_taken: Number of steps already taken.
+        sketch: Function that returns a random projection (sketch) of a row's gradient.
+        source_bounds: Index of the first row of each source, then the number of all rows, ``[sources + 1]``.
+        source_sizes: Number of rows of each source that an epoch visits, ``[sources]``.
+        origin_of_row: Function that returns ``file:row`` for the index of a row.
+        record_path: JSON-lines file that records the choices.
     """
 
     def __init__(
@@ -347,10 +342,11 @@ class SelectedSteps(Steps):
         self.show_activity: Callable[[str], None] = lambda text: None
         """Function called with a short description of the current computation."""
         self.is_stopped: Callable[[], bool] = lambda: False
-        """Function that returns True if a stop was requested. The step then has arbitrary rows, and is not trained."""
+        """Function that returns True if a stop was requested. The next step's rows are then arbitrary, and not
+        trained on."""
 
     def before_first_step(self, backend: train.Backend, progress: train.Progress, stop: train.StopRequest) -> None:
-        """Take the run's optimizer, progress display and stop request; delete records of steps that are repeated."""
+        """Store the run's optimizer, progress display and stop request; delete records of steps that are repeated."""
         assert isinstance(backend, TorchBackend), "select_rows needs a backend with optimizer moments of whole weights"
         self.sketch.optimizer, self.show_activity = backend.optimizer, progress.show_activity
         self.is_stopped = lambda: stop.requested
@@ -358,7 +354,7 @@ class SelectedSteps(Steps):
             delete_after_step(self.record_path, self.steps_taken)
 
     def next_step(self) -> list[train.MicroBatch]:
-        """Return this rank's micro-batches of chosen rows; in the last step of an epoch, fewer rows are drawn."""
+        """Return this rank's micro-batches of chosen rows. At the end of an epoch, fewer rows are drawn and chosen."""
         drawn = self._draw_units()
         count = -(-len(drawn) // self.draws_per_row)
         sketches = self._sketch_rows(drawn)
@@ -386,7 +382,7 @@ class SelectedSteps(Steps):
         return step
 
     def _sketch_rows(self, drawn: Sequence[int]) -> np.ndarray | None:
-        """Return projected gradients of the drawn rows, ``[rows, k]``, equal on all ranks; None if asked to stop."""
+        """Return gradient projections of the rows, ``[rows, k]``, equal on all ranks; None after a stop request."""
         positions = range(len(drawn))
         shares = data.assign_to_ranks(
             positions, lambda position: self._cost_of(drawn[position]), ranks=self.world.data_size, batch_size=1

@@ -1,7 +1,7 @@
-"""Micro-batches of streamed rows, which are read, rendered and cut to length during training.
+"""Micro-batches of streamed rows, which are read and tokenized during training (``streaming: true``).
 
-Each rank reads and renders all rows of a step and computes its share of them, so ranks do not exchange rows. The order
-of the rows does not depend on the number of ranks.
+Every rank reads and tokenizes all rows of a step and trains on its part of them, so ranks do not exchange rows. The
+order of the rows does not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from streamtune.tasks.steps import RowCost, count_micro_batches
 from streamtune.train.staging import replace_file
 
 SAMPLE_ROWS = 1000
-"""Number of rows that are read from each streamed dataset as a sample, for screens and comparisons."""
+"""Maximum number of rows that commands other than training read from each streamed dataset."""
 
 
 @dataclass(frozen=True)
 class StreamReport:
-    """Report on streamed rows before they are read: their files, shuffle buffer, length limit and held-out rows."""
+    """Report on streamed rows before they are read: files, shuffle buffer, length limit and held-out rows."""
 
     paths: Sequence[str]
     """paths of the datasets to train on"""
@@ -35,11 +35,10 @@ class StreamReport:
     """size of the shuffle buffer in rows; 1 keeps the order"""
     max_length: int
     held_out: data.DataReport | None
-    """report on the held-out rows; None without any"""
 
     @property
     def length_percentiles(self) -> dict[str, int]:
-        """The maximum only, which is ``max_length``: the lengths of the rows are unknown before they are read."""
+        """Only ``{"max": max_length}``, because the lengths of streamed rows are unknown before they are read."""
         return {"max": self.max_length}
 
     def describe(self) -> str:
@@ -54,13 +53,13 @@ class StreamReport:
 
 @dataclass(frozen=True)
 class StreamedRows:
-    """The rows of a run with ``streaming: true``: a stream to train on, and held-out rows prepared in advance."""
+    """The rows of a run with ``streaming: true``: a stream of training rows, and held-out rows tokenized in advance."""
 
     stream: data.RowStream
     held_out: data.PreparedData | None
     report: StreamReport
     fingerprint: str
-    """hash of the contents of the files, and of the held-out rows"""
+    """hash of the contents of the dataset files, and of the held-out rows"""
 
     @property
     def bad_rows(self) -> Sequence[Any]:
@@ -69,7 +68,7 @@ class StreamedRows:
 
     @property
     def training(self) -> Sequence[data.Example]:
-        """Empty: rows to train on are read from :attr:`stream` during training."""
+        """Empty, because training rows are read from :attr:`stream` during training."""
         return ()
 
     def first_examples(self, count: int) -> list[data.Example]:
@@ -94,20 +93,18 @@ class StreamedRows:
 
 
 class StreamSteps:
-    """Makes the micro-batches of one optimizer step after another from a stream.
+    """Makes the micro-batches of each optimizer step from a stream of rows.
 
-    A step never spans two passes over the data. During a step, one thread prepares the next ``dataloader_num_workers``
-    steps. The position that is saved is after the last returned step, not after the last prepared one.
+    A step never contains rows of two epochs. During a step, a background thread prepares the next
+    ``dataloader_num_workers`` steps. A checkpoint has the position after the last step that was returned, not after the
+    last step that was prepared.
 
     Args:
-        stream: Rows to train on.
-        collate: Makes a micro-batch of examples.
-        recipe: Settings of the batches.
-        world: Ranks that share a step.
-        cost: Predicted cost of a row, by which rows are assigned to ranks.
+        collate: Function that makes a micro-batch of tokenized rows.
+        cost: Function that predicts the cost of a row, so that ranks get rows of similar total cost.
 
     Attributes:
-        report_messages: Function called by the training thread with messages of the stream and errors of skipped rows.
+        report_messages: Function called in the training thread with messages of the stream and errors of skipped rows.
     """
 
     def __init__(
@@ -128,24 +125,23 @@ class StreamSteps:
         self._errors: deque[DataError] = deque()
         stream.notify, stream.left_out = self._messages.append, self._errors.append
         self.steps_taken = 0
-        """number of returned steps"""
         self._pool = ThreadPoolExecutor(1, "batches") if self.num_prefetched else None
         self._prefetched: list[Future[tuple[list[train.MicroBatch], data.StreamPosition]]] = []
         self._start_at(data.StreamPosition())
 
     def _start_at(self, position: data.StreamPosition) -> None:
         self._position = self._drawn_position = position
-        """positions after the last returned step, and after the last drawn step"""
+        """stream positions after the last returned step, and after the last step that was read"""
         self._examples: Generator[tuple[data.Example | None, data.StreamPosition]] = self.stream.examples(position)
         self._leftover: tuple[data.Example, data.StreamPosition] | None = None
-        """an example that did not fit into the last drawn step, and the position after it"""
+        """a row that did not fit into the last step that was read, and the stream position after the row"""
         self._has_started = False
 
     def next_step(self) -> list[train.MicroBatch]:
         """Return this rank's micro-batches of the next step.
 
         Raises:
-            DataError: A row is faulty, or a file was replaced; see :meth:`streamtune.data.RowStream.examples`.
+            DataError: A row is faulty, or a dataset file was replaced during training.
         """
         if self._pool is None or not self._has_started:  # processes are started by this thread, which handles signals
             self._has_started = True
@@ -202,14 +198,17 @@ class StreamSteps:
         return self.cost(example.num_tokens, example.num_tokens**2)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position after the last returned step, and the seed and buffer size that determine the order."""
         return {**self._order_settings(), **self._position.to_json()}
 
     def _order_settings(self) -> dict[str, Any]:
         return {"seed": self.stream.options.seed, "shuffle_buffer": self.stream.options.shuffle_buffer}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from the position saved by ``state_dict``, if the rows have the same order."""
+        """Continue at a position from :meth:`state_dict`.
+
+        Raises:
+            CheckpointError: The seed or the size of the shuffle buffer differs, or the position is invalid.
+        """
         for key, mine in self._order_settings().items():
             if state.get(key) != mine:
                 raise CheckpointError(
@@ -221,7 +220,7 @@ class StreamSteps:
         position = {name: state[name] for name in fields}
         if any(type(count) is not int or count < 0 for name, count in position.items() if name != "counts"):
             raise CheckpointError(
-                f"the checkpoint has an invalid position: row {position['rows']} of pass {position['epoch']}",
+                f"the checkpoint has an invalid position: row {position['rows']} of epoch {position['epoch']}",
                 fix="use another checkpoint: --resume PATH",
             )
         self._start_at(data.StreamPosition(**position))
@@ -235,14 +234,14 @@ class StreamSteps:
         self._examples.close()
 
     def close(self) -> None:
-        """Stop the thread that prepares steps, and the processes that render rows."""
+        """Stop the thread that prepares steps, and the processes that tokenize rows."""
         self._cancel_prefetch()
         if self._pool is not None:
             self._pool.shutdown()
 
 
 def record_bad_rows(path: Path, errors: Sequence[DataError]) -> None:
-    """Add faulty rows that were left out to the file ``path``, each once, although every pass reads them again."""
+    """Add faulty rows that were left out to the JSON file ``path``. Rows that the file already has are not repeated."""
     rows: dict[str, dict[str, str]] = {}
     with suppress(OSError, ValueError, KeyError, TypeError):
         rows = {each["row"]: each for each in json.loads(path.read_text("utf-8"))["bad_rows"]}

@@ -1,12 +1,12 @@
-"""Base classes of the tasks: what an objective adds to a run, a plan, a probe and a verification.
+"""Base classes of the tasks: a task is the code for one value of the recipe key ``objective``.
 
-    for_run, check_ranks          checks of its settings, before anything is loaded
-    prepare, longest_row_tokens  its rows as token ids, and the length of the longest row
-    completions, reference ...   the shape of its micro-batches, and the model that it compares with
-    batches, count_steps         its micro-batches, and the number of optimizer steps
-    objective, make_training     its loss, and all that it passes to the training loop
+    for_run, check_ranks                     check settings, before anything is loaded
+    prepare, longest_row_tokens              tokenize rows, and measure the longest row
+    make_shape_function, uses_reference      describe micro-batches and reference model, to plan memory and time
+    make_batch_maker, count_steps            make micro-batches, and count optimizer steps
+    make_objective, make_training            make the loss, and all inputs of the training loop
 
-:data:`streamtune.tasks.TASKS` has one class for each ``objective`` of a recipe.
+:data:`streamtune.tasks.TASKS` has the class for each ``objective``.
 """
 
 from __future__ import annotations
@@ -53,17 +53,17 @@ R_co = TypeVar("R_co", bound=Recipe, covariant=True)
 ScoringR_co = TypeVar("ScoringR_co", bound=DpoRecipe | GrpoRecipe, covariant=True)
 
 Notify = Callable[[str], None]
-"""Function called with each message for the user: one sentence."""
+"""Function called with each message for the user, which is one sentence."""
 
 BeforeFirstStep = Callable[[train.Backend, train.Progress, train.StopRequest], None]
 """Function called before the first step with the backend, the progress display and the stop request."""
 
 RandomStep = tuple[train.Objective, Callable[[], Sequence[train.MicroBatch]]]
-"""An objective, and a function that returns the micro-batches of one step of random tokens."""
+"""An objective, and a function that returns the micro-batches of one training step on random tokens."""
 
 
 class PreparedRows(Protocol):
-    """Protocol of a run's rows, rendered to token ids, for any objective."""
+    """Protocol of the tokenized rows of a run."""
 
     @property
     def fingerprint(self) -> str:
@@ -99,24 +99,24 @@ class BuiltRun:
     device: torch.device
     world: train.World
     shares_weights: bool
-    """True if the ranks shard the weights."""
+    """True if the weights are sharded over the ranks."""
     directory: train.RunDirectory
     first_step: int
     """Number of steps that the run has already taken: the checkpoint's step, or 0 for a new run."""
     tokenizer: PreTrainedTokenizerBase
     prepared: Any
-    """The task's own data, from :meth:`Task.prepare`."""
+    """Result of the task's :meth:`Task.prepare_training`."""
     batches: Any
-    """The task's own batches, from :meth:`Task.make_batch_maker`."""
+    """Result of the task's :meth:`Task.make_batch_maker`."""
     model: Any
     handle: StreamHandle
     reference: train.Reference | None
-    """The reference or teacher; None if the loss uses none."""
+    """The reference or teacher model; None if the loss needs neither."""
     share: bool
-    """True if completions share their prompts."""
+    """True if the common prefix of a prompt's completions is computed once."""
     plan: StepPlan
     closing: ExitStack = field(default_factory=ExitStack)
-    """Exit stack of the run's open resources, such as processes that render rows and engines that gather weights."""
+    """Exit stack that closes the run's resources at its end, such as worker processes."""
 
     @property
     def backend(self) -> train.Backend:
@@ -125,13 +125,12 @@ class BuiltRun:
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """Loss, steps, held-out batches and learning rate that an objective passes to the training loop."""
+    """Inputs of the training loop: loss, steps, held-out batches and learning rate."""
 
     objective: train.Objective
     steps: train.StepStream
     held_out: train.HeldOut
-    """Name of a held-out set -> function that iterates over its micro-batches, from the first one at each call. Empty
-    without held-out rows."""
+    """Name of a held-out set -> function that returns a new iterator over its micro-batches; empty without sets."""
     learning_rate_at: Callable[[int], float]
     """Function that returns the learning rate of a step, counted from 0."""
     before_first_step: BeforeFirstStep = lambda backend, progress, stop: None
@@ -139,7 +138,7 @@ class Training:
 
 @dataclass(frozen=True, kw_only=True)
 class TrialStep:
-    """Model, reference and batch shape of a step of random tokens, whose memory and time are measured."""
+    """Inputs of a training step on random tokens, which is run to measure its memory and time."""
 
     model: Any
     handle: StreamHandle | None
@@ -150,7 +149,7 @@ class TrialStep:
     length: int
     batch_size: int
     share: bool
-    """True if completions share their prompts."""
+    """True if the common prefix of a prompt's completions is computed once."""
 
     @property
     def device(self) -> torch.device:
@@ -159,10 +158,10 @@ class TrialStep:
 
 
 class Task(ABC, Generic[R_co]):
-    """An objective with its recipe: data, micro-batches, loss and steps. Defaults suit a next-token loss on rows."""
+    """Base class of tasks: data, micro-batches, loss and steps of an ``objective``. Defaults suit a next-token loss."""
 
     min_row_tokens: ClassVar[int] = 2
-    """Minimum number of tokens of a row: 2; for completions 4, two of the prompt and two of the completion."""
+    """Minimum number of tokens of a row or, in tasks that score completions, of a prompt plus its completion."""
     scores_completions: ClassVar[bool] = False
     """True if the objective reads the log-prob of each token of a completion; False for a next-token loss on rows."""
 
@@ -179,15 +178,18 @@ class Task(ABC, Generic[R_co]):
 
     @classmethod
     def for_run(cls, recipe: Any, folder: Path, notify: Notify) -> Self:
-        """Return the task of a run, after checking its settings and loading the code that the recipe names.
+        """Return the task of a run, after checking its settings and loading its reward functions.
 
         Raises:
-            ArgumentError: The loss does not read a setting, or does not accept its value.
+            ArgumentError: The loss does not use a setting, or does not accept its value.
         """
         return cls(recipe)
 
     def check_ranks(self, device: torch.device, world: train.World) -> None:
-        """Raise ``ArgumentError`` if these ranks cannot compute the objective. Called before anything is loaded."""
+        """Raise ``ArgumentError`` if the objective cannot be trained on this device or with this number of ranks.
+
+        Called before models and data are loaded.
+        """
 
     @property
     def unit_noun(self) -> str:
@@ -196,7 +198,7 @@ class Task(ABC, Generic[R_co]):
 
     @property
     def step_unit_noun(self) -> str:
-        """Noun for the units in which the size of an optimizer step is shown."""
+        """Noun that screens use for the training units of an optimizer step."""
         return self.unit_noun
 
     # --- data --------------------------------------------------------------------------------------------------
@@ -210,12 +212,10 @@ class Task(ABC, Generic[R_co]):
         *,
         val_size: float | None = None,
     ) -> PreparedRows:
-        """Return the rows as token ids.
+        """Return the tokenized rows.
 
         Args:
-            sources: Data sources to read.
-            tokenizer: Tokenizer of the model.
-            notify: Called with messages after all rows are read, so as not to interrupt the progress display.
+            notify: Function called with each message, after all rows are read.
             val_size: Held-out fraction, or number of held-out rows; None: the recipe's value.
 
         Raises:
@@ -255,15 +255,15 @@ class Task(ABC, Generic[R_co]):
 
     @property
     def row_limit(self) -> tuple[str, int]:
-        """Recipe key that limits the number of tokens of a row (or prompt) when it is prepared, and its value."""
+        """Recipe key that limits the number of tokens of a row (for grpo: of a prompt), and its value."""
         return "max_length", self.recipe.max_length
 
     def first_epoch_statistics(self, prepared: Any, *, try_packing: bool = True) -> data.BatchFacts | None:
-        """Return statistics of the first epoch's batches on one rank; None if they depend on the model.
+        """Return statistics of the first epoch's batches on one rank; None if they are unknown before training.
 
         Args:
-            prepared: The rows, from :meth:`prepare`.
-            try_packing: Also compute how unpacked rows would pack; needs some seconds per million rows.
+            prepared: Result of :meth:`prepare`.
+            try_packing: True to compute also how well unpacked rows would pack, which takes seconds per million rows.
         """
         return None
 
@@ -307,7 +307,7 @@ class Task(ABC, Generic[R_co]):
 
     @property
     def may_share_prompts(self) -> bool:
-        """True if the recipe allows the completions of a prompt to share its tokens in a batch."""
+        """True if the recipe allows the common prefix of a prompt's completions to be computed once."""
         return self.share_prefix != "never"
 
     @property
@@ -320,11 +320,13 @@ class Task(ABC, Generic[R_co]):
         return ()
 
     def can_share_prompts(self, model: Any, notify: Notify = lambda message: None, *, second_model: Any = None) -> bool:
-        """Return True if the recipe allows completions to share their prompts, and a test shows that the model can.
+        """Return True if the common prefix of a prompt's completions can be computed once.
+
+        The recipe must allow this sharing, and the model must pass a test.
 
         Args:
-            model: The unstreamed model on its device; it is not changed.
-            notify: Called with the reason if prompts cannot be shared.
+            model: Unstreamed model on its device; it is not changed.
+            notify: Function called with the reason if prompts cannot be shared.
             second_model: Reference model, which gets the same sequences; None without a second model. It is tested only
                 if the recipe names it.
 
@@ -348,7 +350,9 @@ class Task(ABC, Generic[R_co]):
             )
             fix = f"max_length: {limit}"
         elif self.recipe.sequence_parallel_size > 1 and (kind := hybrid_layer_name(model)) is not None:
-            problem = f"{kind} has both attention and a recurrent state, and ranks share its sequences"
+            problem = (
+                f"{kind} has both attention and a recurrent state, which ranks that share a sequence do not support"
+            )
             fix = "sequence_parallel_size: 1"
         if problem:
             if self.share_prefix == "always":
@@ -369,24 +373,24 @@ class Task(ABC, Generic[R_co]):
         return True
 
     def make_shape_function(self, *, share: bool = True) -> Completions | None:
-        """Return a function (length, batch size) -> shape of a micro-batch of completions; None for a next-token loss.
+        """Return a function (length, batch size) -> token counts of a micro-batch; None for a next-token loss.
 
-        With ``share`` the completions of a prompt share its tokens, unless the recipe forbids it.
+        With ``share``, the common prefix of a prompt's completions counts once, unless the recipe forbids sharing.
         """
         return None
 
     def make_measured_shape_function(
         self, prepared: PreparedRows, longest_row: int, *, share: bool
     ) -> Completions | None:
-        """Return the function of :meth:`make_shape_function`, with shapes measured on the run's own rows."""
+        """Return the same function as :meth:`make_shape_function`, but with token counts of the run's own rows."""
         return self.make_shape_function(share=share)
 
     def planned_length(self, longest_row: int) -> int:
-        """Return the most tokens of a sequence in a micro-batch, if the longest row has ``longest_row`` tokens."""
+        """Return the maximum number of tokens of a sequence in a micro-batch, given the length of the longest row."""
         return longest_row
 
     def check_model(self, handle: StreamHandle) -> None:
-        """Raise ``UnsupportedModelError`` if the model lacks a part that the objective needs."""
+        """Raise ``UnsupportedModelError`` if the objective does not support the model."""
 
     # --- training ----------------------------------------------------------------------------------------------
 
@@ -396,24 +400,22 @@ class Task(ABC, Generic[R_co]):
 
     @abstractmethod
     def make_objective(self, scorer: Any, reference: train.Reference | None, device: torch.device) -> train.Objective:
-        """Return the objective that computes the loss of each micro-batch.
+        """Return the objective, which computes the loss of each micro-batch.
 
         Args:
             scorer: Handle of the streamed model, or another object that computes log-probs.
-            reference: Reference or teacher; None if the loss uses none.
-            device: Device of the micro-batches.
+            reference: Reference or teacher model; None if the loss needs neither.
         """
 
     def count_steps(self, batches: Any, micro_batches: int, world: train.World) -> StepPlan:
         """Return the numbers of optimizer steps of the run, its first epoch and its warm-up.
 
-        The last step of an epoch may have fewer micro-batches. If the size of a step is counted in tokens, epochs may
-        differ in their numbers of steps.
+        The last step of an epoch may have fewer micro-batches. With ``tokens_per_batch``, epochs may differ in their
+        numbers of steps.
 
         Args:
-            batches: The task's batches, from :meth:`make_batch_maker`.
+            batches: Result of :meth:`make_batch_maker`.
             micro_batches: Number of micro-batches of one rank in a step.
-            world: Ranks that share a step.
         """
         recipe = self.recipe
         sampler = make_sampler(batches, recipe)
@@ -437,11 +439,11 @@ class Task(ABC, Generic[R_co]):
         return Steps(built.batches, self.recipe, built.world, RowCost.from_model(built.model))
 
     def trained_end_tokens(self, prepared: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-        """Return the ids of the tokens that end trained turns or texts: generation must stop at them."""
+        """Return the ids of tokens that end a trained turn or text, at which generation must stop."""
         return data.trained_end_tokens(prepared.training, tokenizer, chat_options(self.recipe))
 
     def make_training(self, built: BuiltRun) -> Training:
-        """Return loss, steps, held-out batches and learning rate for the training loop."""
+        """Return the inputs of the training loop: loss, steps, held-out batches and learning rate."""
         recipe = self.recipe
         held_out = partial(built.batches.held_out_batches, recipe.per_device_eval_batch_size)
         return Training(
@@ -464,17 +466,17 @@ class Task(ABC, Generic[R_co]):
 
     @property
     def teacher_top_k(self) -> int:
-        """Number of top-k tokens that the teacher file has for each target; 0 without a teacher file."""
+        """Number of top-k tokens per target in the teacher file; 0 without a teacher file."""
         return 0
 
     # --- trials and comparisons --------------------------------------------------------------------------------
 
     @abstractmethod
     def make_random_step(self, trial: TrialStep) -> RandomStep:
-        """Return the objective and the micro-batches of a training step of random tokens, in the recipe's shape.
+        """Return the objective and the micro-batches of a training step on random tokens, with the recipe's shapes.
 
-        If the recipe accumulates gradients, the step has two micro-batches. Gradients of the first occupy memory
-        during the second; further micro-batches would add nothing to the peak.
+        With gradient accumulation the step has only two micro-batches. Gradients of the first occupy memory during the
+        second, and further micro-batches would not raise the peak.
         """
 
     def _trial_micro_batches(self) -> range:
@@ -489,11 +491,10 @@ def held_out_sets(
 ) -> train.HeldOut:
     """Return a mapping from the name of each held-out set to a function that iterates over its batches.
 
-    Without held-out rows the mapping is empty. Without named sets its only key is an empty text.
+    Without held-out rows the mapping is empty. Without named sets its only key is an empty string.
 
     Args:
-        prepared: The rows of the run.
-        make_batches: Iterates over the batches of a set, or of all held-out rows if the set is None.
+        make_batches: Function that iterates over the batches of a set, or of all held-out rows if the set is None.
     """
     if prepared.eval_sets:
         return {each.name: partial(make_batches, each) for each in prepared.eval_sets}
@@ -501,7 +502,7 @@ def held_out_sets(
 
 
 class ScoringTask(Task[ScoringR_co]):
-    """Base class of tasks whose loss reads the log-probs of completions (``dpo``, ``grpo``)."""
+    """Base class of tasks whose loss uses the log-probs of completions (``dpo``, ``grpo``)."""
 
     min_row_tokens = 4
     scores_completions = True
@@ -519,17 +520,19 @@ class ScoringTask(Task[ScoringR_co]):
 
     @abstractmethod
     def micro_batch_shape(self, share: bool, length: int, batch_size: int) -> Scored:
-        """Return the shape of a micro-batch: token counts of prompts and completions, as the recipe's keys set them.
+        """Return the token counts of a micro-batch's prompts and completions, as the recipe's keys set them.
 
         Args:
-            share: True if completions share their prompts.
+            share: True if the common prefix of a prompt's completions is computed once.
             length: Number of tokens of the longest prompt plus completion.
             batch_size: The value of ``per_device_train_batch_size``.
         """
 
     @abstractmethod
     def verification_trees(self, rows: Sequence[Any], length: int, vocabulary: int) -> tuple[list[data.Tree], bool]:
-        """Return a few trees (prompts with completions), about ``length`` tokens in total, and True if any was cut.
+        """Return trees (prompts with completions) to verify gradients on, and True if any of them was shortened.
+
+        All trees together have about ``length`` tokens.
 
         Raises:
             DataError: The loss needs different prompts, and all prompts are the same.
@@ -542,11 +545,10 @@ class ScoringTask(Task[ScoringR_co]):
         """Return two batches of the same trees: one in the recipe's layout, and one with a row for each completion.
 
         Args:
-            trees: Prompts with completions, on which results are compared.
+            trees: Prompts with completions, on which the results of both batches are compared.
             model: The unstreamed model.
-            plain_scorer: Computes log-probs of ``model`` from full logits.
-            pad_token_id: Token id that pads rows.
-            share: True if the completions of a prompt share its tokens in the first batch.
+            plain_scorer: Object that computes log-probs of ``model`` from full logits.
+            share: True if the first batch computes the common prefix of a prompt's completions once.
         """
 
     def with_reference(self, batch: train.TreeBatch, reference: train.Reference) -> train.TreeBatch:
@@ -567,13 +569,13 @@ def chat_options(recipe: TrainedTokenKeys) -> data.ChatOptions:
 
 
 def row_cache(recipe: CacheKeys) -> data.RowCache | None:
-    """Return the cache on disk of prepared rows; None if the recipe disables it."""
+    """Return the cache on disk of tokenized rows; None if the recipe disables it."""
     return data.RowCache(cache_folder() / "rows") if recipe.cache else None
 
 
 @contextmanager
 def delay_messages(notify: Notify) -> Iterator[Notify]:
-    """Context manager: yield a function that collects messages; on exit or error, pass them to ``notify``."""
+    """Collect messages inside the ``with`` block, and pass them to ``notify`` at its end, even after an error."""
     messages: list[str] = []
     try:
         yield messages.append

@@ -1,6 +1,6 @@
-"""The file that ``streamtune teach`` writes: a teacher's top-k next tokens at each target of the rows.
+"""Teacher files, written by ``streamtune teach``: a teacher model's top-k next tokens at each target of the rows.
 
-It is a safetensors file with four tensors, for R rows that have N targets together:
+A teacher file is a safetensors file with four tensors, for R rows that have N targets together:
 
     keys       uint8 [R, 16]      hash of a row's tokens, and of which of them are trained
     starts     int64 [R + 1]      index of the row's first target
@@ -10,8 +10,8 @@ It is a safetensors file with four tensors, for R rows that have N targets toget
 The metadata has k, the vocabulary size, the temperature, the teacher's name, and hashes of the tokenizer and of the
 whole file. Rows are written one by one and read when they are needed, so the file is never in memory as a whole.
 
-A partial file is ``.NAME.writing/rows``, under a lock; a complete file is renamed to its name. When a run starts, it
-reads the whole file once and compares the hash. If the file changes after that, an error names it.
+The file is written as ``.NAME.writing/rows``, under a lock, and renamed to ``NAME`` when it is complete. When a run
+starts, it reads the whole file once and compares the hash. If the file changes after that, an error names it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 FORMAT = "streamtune teacher 1"
 RUN_TEACH_AGAIN = "run `streamtune teach` with this recipe again"
 ATTEMPTS = 100
-"""Number of attempts to lock a file. An attempt fails if another process removes the folder of the lock meanwhile."""
+"""Maximum number of attempts to lock a file. An attempt fails if another process removes the lock file meanwhile."""
 
 
 def row_hash(row: data.Example) -> bytes:
@@ -56,12 +56,12 @@ def row_hash(row: data.Example) -> bytes:
 
 
 def num_targets(row: data.Example) -> int:
-    """Return how many tokens of a row are targets: trained tokens, except for the row's first token."""
+    """Return the number of a row's targets: its trained tokens, except for the first token of the row."""
     return int((np.asarray(row.labels)[1:] != IGNORE_INDEX).sum())
 
 
 def distinct_row_indices(rows: Iterable[data.Example]) -> Iterator[int]:
-    """Yield the index of each distinct row: of equal rows, only the first one's."""
+    """Yield the index of each row that differs from all earlier rows in its tokens or its trained tokens."""
     seen = set()
     for number, row in enumerate(rows):
         if (key := row_hash(row)) not in seen:
@@ -85,8 +85,7 @@ class TeacherFile:
         """Open a teacher file for reading.
 
         Args:
-            path: Path of the file.
-            temperature: Temperature with which its log-probs must have been computed.
+            temperature: Temperature with which the file's log-probs must have been computed.
 
         Raises:
             ArgumentError: The file does not exist, has another format, or was written with another temperature.
@@ -103,7 +102,6 @@ class TeacherFile:
 
     @property
     def top_k_size(self) -> int:
-        """Number of top-k tokens that the file has for each target token."""
         return int(self.metadata["k"])
 
     @cached_property
@@ -127,11 +125,7 @@ class TeacherFile:
         return starts
 
     def check_rows(self, rows: Iterable[data.Example], tokenizer: PreTrainedTokenizerBase) -> None:
-        """Check that the file is intact and has all of these rows.
-
-        Args:
-            rows: All rows to train on.
-            tokenizer: Tokenizer that made their tokens.
+        """Check that the file is intact and has an entry for each row.
 
         Raises:
             ArgumentError: The file does not match its hash, was written with another tokenizer, or lacks a row.
@@ -144,7 +138,7 @@ class TeacherFile:
             if row_hash(row) not in self._row_numbers:
                 raise ArgumentError(
                     f"{self.path} has no entry for the row {row.origin}: it was written for other rows, or with other "
-                    "values of keys that choose trained tokens or held-out rows",
+                    "recipe keys for trained tokens or held-out rows",
                     where="teacher",
                     fix=RUN_TEACH_AGAIN,
                 )
@@ -153,7 +147,6 @@ class TeacherFile:
         """Return the teacher's top-k tokens and their log-probs at the targets of a batch.
 
         Args:
-            rows: Rows of the batch, in order.
             targets_BT: Target token ids ``[B, T]``; -100 where there is no target.
         """
         slices: dict[str, list[torch.Tensor]] = {"ids": [], "logprobs": []}
@@ -184,12 +177,12 @@ class TeacherFile:
             raise ArgumentError(
                 f"{self.path} does not match its hash: it was changed or damaged after it was written",
                 where="teacher",
-                fix=f"use an intact copy of it, or {RUN_TEACH_AGAIN}",
+                fix=f"use an intact copy of the file, or {RUN_TEACH_AGAIN}",
             )
 
 
 def _start_digest(metadata: dict[str, str]) -> Any:
-    """Return a SHA-256 object that has hashed the metadata, with zeros as ``digest``; rows are hashed next."""
+    """Return a SHA-256 object that has hashed the metadata, with zeros in place of the metadata's own ``digest``."""
     return hashlib.sha256(json.dumps({**metadata, "digest": "0" * 64}).encode())
 
 
@@ -229,7 +222,7 @@ def _read_metadata(path: Path) -> dict[str, str]:
 
 
 def teacher_file_digest(path: Path) -> str:
-    """Return the hash of a teacher file's content that its metadata states.
+    """Return the content hash that is stored in a teacher file's metadata.
 
     Raises:
         ArgumentError: The file does not exist, or has another format.
@@ -239,12 +232,12 @@ def teacher_file_digest(path: Path) -> str:
 
 @contextmanager
 def lock_output(path: Path) -> Iterator[Path]:
-    """Context manager: lock ``path`` against other processes, and yield the path of a partial file to write.
+    """Lock ``path`` against other processes inside the ``with`` block, and yield the path of a partial file to write.
 
     Both paths are on the same file system. The partial file is removed at the end, or if a signal ends the process.
 
     Raises:
-        ArgumentError: Another process is writing the file, or it already exists.
+        ArgumentError: Another process is writing the file, or the file already exists.
         StorageError: The folder cannot be written to.
     """
     folder = path.with_name(f".{path.name}.writing")
@@ -252,7 +245,7 @@ def lock_output(path: Path) -> Iterator[Path]:
     interrupts.remove_on_signal(str(folder))
     try:
         if os.path.lexists(path):
-            raise ArgumentError(f"{path} already exists", where="OUT", fix="give another name, or remove it")
+            raise ArgumentError(f"{path} already exists", where="OUT", fix="give another name, or remove the file")
         yield folder / "rows"
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -273,7 +266,7 @@ def _lock_folder(folder: Path, path: Path) -> int:
         except BlockingIOError:
             os.close(descriptor)
             raise ArgumentError(
-                f"another process is writing {path}", where="OUT", fix="wait for it, or give another name"
+                f"another process is writing {path}", where="OUT", fix="wait for the process, or give another name"
             ) from None
         except OSError as error:
             what = f"{folder.parent} cannot be written to: {error.strerror}"
@@ -284,7 +277,7 @@ def _lock_folder(folder: Path, path: Path) -> int:
 
 
 def _allocate_file(path: Path, header: bytes, size: int) -> None:
-    """Allocate a file of ``size`` bytes that begins with ``header``.
+    """Create a file that begins with ``header``, and reserve ``size`` bytes on the disk for it.
 
     If the file were sparse, writing to its memory map on a full disk would end the process.
     """
@@ -308,9 +301,9 @@ class TeacherFileWriter:
     """Writes a teacher file row by row.
 
     Args:
-        path: Path of the partial file, see :func:`lock_output`.
-        counts: Number of targets of each of R rows.
-        metadata: Metadata of the file, with the number ``k`` of top-k tokens.
+        path: Path of the partial file, from :func:`lock_output`.
+        counts: Number of targets of each row.
+        metadata: Metadata of the file, including the number ``k`` of top-k tokens.
     """
 
     def __init__(self, path: Path, counts: Sequence[int], metadata: dict[str, str]) -> None:
@@ -371,10 +364,10 @@ class TeacherFileWriter:
 
     @contextmanager
     def renamed_on_success(self, path: Path) -> Iterator[TeacherFileWriter]:
-        """Context manager: on success, write the hash and rename the partial file to ``path``.
+        """Write the file's hash and rename the partial file to ``path``, if the ``with`` block ends without an error.
 
         Raises:
-            ArgumentError: A file of this name exists by then; it is not overwritten.
+            ArgumentError: Another program has created ``path`` meanwhile; it is not overwritten.
         """
         try:
             yield self
@@ -392,6 +385,8 @@ class TeacherFileWriter:
             os.fsync(file.fileno())
         if os.path.lexists(path):
             raise ArgumentError(
-                f"another program has created {path} meanwhile", where="OUT", fix="give another name, or remove it"
+                f"another program has created {path} meanwhile",
+                where="OUT",
+                fix="give another name, or remove the file",
             )
         self.path.replace(path)

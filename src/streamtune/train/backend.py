@@ -1,7 +1,6 @@
-"""Backends turn a loss into new weights: a backend owns the weights, gradients and optimizer.
+"""Training backends, which run the backward pass and the optimizer step.
 
-This module has the backends for one device; ``streamtune.distributed`` has the backends for several ranks. The
-gradients of all ranks add up to the gradient of the step.
+This module has the backends for one device; ``streamtune.distributed`` has the backends for several ranks.
 """
 
 from __future__ import annotations
@@ -40,8 +39,10 @@ TRAINED = "trained"
 class Backend(ABC):
     """Base class of training backends. A backend owns the weights, gradients and optimizer of a run.
 
+    The gradient of a step is the sum over all ranks, not the mean.
+
     Args:
-        module: The streamed model.
+        module: Model changed by :func:`streamtune.stream`.
         config: Full configuration of the backend's library, such as DeepSpeed; empty if the library has none.
     """
 
@@ -49,18 +50,18 @@ class Backend(ABC):
     """True if this rank has the whole optimizer state; its slices, also in a checkpoint, are then whole tensors."""
 
     clip_norm: float | None = None
-    """Norm with which this step's gradient is clipped; None if it is the gradient's own norm."""
+    """Gradient norm by which this step is clipped; None if it is the step's own norm."""
 
     def __init__(self, module: nn.Module, config: Mapping[str, Any] = MappingProxyType({})) -> None:
         self.module, self.config = module, config
 
     @property
     def model(self) -> Any:
-        """Module to call in training steps: the streamed model, or the wrapper of DDP or DeepSpeed around it."""
+        """Module to call in training steps: ``module``, or the wrapper of DDP or DeepSpeed around it."""
         return self.module
 
     def begin_step(self, learning_rate: float, recompute: Callable[[], object]) -> None:  # noqa: B027 (most need nothing)
-        """Prepare the backend for an optimizer step. Called before the first forward of the step.
+        """Prepare an optimizer step. Called before the first forward pass of the step.
 
         Args:
             learning_rate: Learning rate of the step.
@@ -68,80 +69,87 @@ class Backend(ABC):
         """
 
     def compute_gradients(self, run_micro_batches: Callable[[], StepScore | None]) -> StepScore | None:
-        """Compute the gradients of a step; return its score, or None if it was stopped.
+        """Compute the gradients of a step; return its score, or None if the step was interrupted.
 
         Args:
-            run_micro_batches: Function that runs forward and backward of all micro-batches; may be called several
-                times.
+            run_micro_batches: Function that runs forward and backward passes of all micro-batches; may be called
+                several times.
         """
         return run_micro_batches()
 
     def micro_batch_context(self, *, last: bool) -> AbstractContextManager[Any]:
-        """Return a context for forward and backward of one micro-batch; ``last``: it is the last of the step."""
+        """Return a context manager for the forward and backward pass of one micro-batch.
+
+        Args:
+            last: True for the last micro-batch of the step.
+        """
         return nullcontext()
 
     @abstractmethod
     def backward(self, loss: Tensor) -> None:
-        """Run the backward of ``loss``, a scalar with a graph, and add its gradient to the step's gradient."""
+        """Compute the gradients of ``loss``, a scalar, and add them to the gradients of the step."""
 
     @abstractmethod
     def clip_gradients(self, max_norm: float) -> float:
-        """Return the gradient norm; the gradient is clipped to ``max_norm`` (0: not at all) now or in :meth:`step`."""
+        """Clip the gradients to ``max_norm`` (0: no clipping), now or in :meth:`step`; return the norm before
+        clipping."""
 
     @abstractmethod
     def step(self, learning_rate: float) -> None:
-        """Take the optimizer step and free the gradients."""
+        """Update the weights and free the gradients."""
 
     @abstractmethod
     def drop_gradients(self) -> None:
-        """Drop all gradients since the last step."""
+        """Free the gradients without an update."""
 
     @abstractmethod
     def reset_optimizer(self) -> None:
-        """Delete the optimizer's state, as before the first step."""
+        """Reset the optimizer states to the states before the first step."""
 
     def state(self) -> dict[str, Any]:
-        """Return the backend's state that is not in tensors, as JSON values, equal on all ranks; often empty."""
+        """Return JSON values, equal on all ranks, to save in a checkpoint in addition to the optimizer states."""
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:  # noqa: B027 (most have none)
-        """Restore a state that :meth:`state` returned; ``{}`` if the checkpoint has no state of the backend."""
+        """Restore the result of :meth:`state`; empty if the checkpoint has none."""
 
     @abstractmethod
     def updated_weights(self) -> Iterator[Tensor]:
-        """Iterate over the weights that the optimizer updates; under sharding, over this rank's shards."""
+        """Iterate over the trained weights; if they are sharded, over this rank's shards."""
 
     @abstractmethod
     def optimizer_slices(self) -> Iterator[Slice]:
-        """Iterate over the optimizer state that this rank saves; all ranks together save each value once."""
+        """Iterate over the optimizer states that this rank saves; all ranks together save each value once."""
 
     @abstractmethod
     def load_optimizer_slices(self, saved: SliceReader) -> None:
-        """Load the optimizer state of this rank; another number of ranks may have saved it.
+        """Load the optimizer states of this rank, which any number of ranks may have saved.
 
         Raises:
-            CheckpointError: The state does not belong to this model.
+            CheckpointError: The states do not belong to this model.
         """
 
     @abstractmethod
     def full_weights(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor | None]]:
-        """Iterate over parameter names with the full tensor on rank 0 and None on other ranks.
+        """Iterate over (parameter name, full tensor); the tensor is None on ranks other than 0.
 
-        All ranks must iterate to the end, because each tensor may be gathered. A tensor is valid until the next one.
+        All ranks must iterate to the end, because each tensor may be gathered. A tensor is valid only until the next
+        iteration.
 
         Args:
             names: Names of the parameters; None: all.
         """
 
     def allow_direct_calls(self) -> AbstractContextManager[Any]:
-        """Return a context in which all ranks may call submodules of the model without gradients, as in generation."""
+        """Return a context manager in which all ranks may call submodules of the model without gradients, as in
+        generation."""
         return nullcontext()
 
     def use_averaged_weights(self) -> AbstractContextManager[Any]:
-        """Return a context in which the model has the weights to evaluate and save.
+        """Return a context manager in which the model has the weights to evaluate and save.
 
-        With an averaging optimizer these are the averaged weights. On exit the trained weights are restored bit for
-        bit.
+        If the optimizer averages weights, these are the averaged weights. On exit the trained weights are restored
+        exactly.
         """
         return nullcontext()
 
@@ -150,7 +158,7 @@ class Backend(ABC):
 
 
 class TorchBackend(Backend):
-    """A backend with a torch optimizer over the model's parameters: one device, DDP or FSDP2."""
+    """Backend with a ``torch.optim.Optimizer``: on one device, with DDP or FSDP2."""
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(module)
@@ -187,9 +195,9 @@ class TorchBackend(Backend):
         self.optimizer.state.clear()  # loading replaces the dictionary, so it is looked up here
 
     def optimizer_tensors(self) -> Mapping[str, Tensor]:
-        """Return the optimizer's state by ``PARAMETER/KEY``, not copied.
+        """Return the tensors of the optimizer states by ``NAME/KEY`` (parameter name and state key), not copied.
 
-        With an averaging optimizer it includes the trained weights.
+        If the optimizer averages weights, the trained weights are included.
         """
         names = {id(parameter): name for name, parameter in self.module.named_parameters()}
         trained = {
@@ -202,7 +210,6 @@ class TorchBackend(Backend):
 
     @contextmanager
     def use_averaged_weights(self) -> Iterator[None]:
-        """Context in which the model has the averaged weights; meanwhile the trained weights are in host memory."""
         if self._trained_weights or not any(map(uses_averaged_weights, self.optimizer.param_groups)):
             yield
             return
@@ -238,15 +245,15 @@ class TorchBackend(Backend):
 
 
 class LocalBackend(TorchBackend):
-    """A backend of one device, which has the whole optimizer state."""
+    """Backend for one device, which has the whole optimizer state."""
 
     has_whole_state = True
 
 
 class BlockBackend(LocalBackend):
-    """A backend of one device for ``BlockAdamW``: gradients and moments exist for one block of layers at a time.
+    """Backend for ``BlockAdamW`` on one device; gradients and moments exist for one block of layers at a time.
 
-    A checkpoint has the number of steps, which determines the block, and the block's moments if they exist.
+    A checkpoint has the number of steps, which determines the block, and the moments of that block.
     """
 
     optimizer: BlockAdamW
@@ -266,10 +273,7 @@ class BlockBackend(LocalBackend):
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
-    """Return the optimizer's state by ``PARAMETER/KEY``, not copied.
-
-    Unlike torch's numbering, names do not depend on the order of the optimizer's groups.
-    """
+    """Return the tensors of the optimizer states by ``NAME/KEY`` (parameter name and state key), not copied."""
     return {
         f"{name}/{key}": value
         for name, parameter in model.named_parameters()
@@ -278,10 +282,10 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dic
 
 
 def load_optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Load an optimizer state whose tensors are named ``PARAMETER/KEY``.
+    """Load optimizer states from tensors named ``NAME/KEY`` (parameter name and state key).
 
     Raises:
-        CheckpointError: The state does not belong to this model or optimizer.
+        CheckpointError: The states do not belong to this model or optimizer.
     """
     by_parameter: dict[str, dict[str, Any]] = defaultdict(dict)
     for full_name, value in tensors.items():
@@ -304,13 +308,8 @@ QUANTIZED_BLOCK_SIZE = 256
 
 
 def _check_state_shapes(name: str, parameter: Tensor, entry: Mapping[str, Tensor], group: Mapping[str, Any]) -> None:
-    """Check that the saved state of one parameter has the shapes and dtypes that the optimizer expects.
-
-    Fused kernels derive sizes from the weight alone, so they would read beyond the end of a state that is too small.
-
-    Raises:
-        CheckpointError: An entry is missing or has a wrong shape or dtype.
-    """
+    """Check the shapes and dtypes of a saved optimizer state: fused kernels would read beyond the end of a smaller
+    state."""
 
     def mismatch_error(problem: str) -> CheckpointError:
         return CheckpointError(
@@ -342,17 +341,16 @@ MIN_MOVED_SHARE = 0.5
 
 
 class ZerothOrderBackend(TorchBackend):
-    """A backend for zeroth-order optimization: steps from losses at perturbed weights, without a backward.
+    """Backend for zeroth-order optimization (MeZO): losses at perturbed weights, without a backward pass.
 
-    All ranks have the same weights and draw the same directions. They exchange only the loss of each forward, and then
-    take the same step. The loss of a step is the mean of the measured losses, which equals the loss at the unperturbed
-    weights up to second order in eps. Dropout uses the same random numbers in all forwards.
+    All ranks have equal weights and draw the same random directions. They exchange only the losses, and then take the
+    same step. The reported loss is the mean over all perturbations.
 
     Args:
-        module: The streamed model.
-        optimizer: Optimizer over its parameters (``optim.zeroth_order``).
+        module: Model changed by :func:`streamtune.stream`.
+        optimizer: Optimizer of the model's parameters.
         layers: Decoder layers of the model.
-        world: Ranks that share the step.
+        world: Ranks of the run.
 
     Raises:
         ArgumentError: Rounding absorbs the perturbation in most weights.
@@ -374,7 +372,8 @@ class ZerothOrderBackend(TorchBackend):
         self._check_perturbation_size()
 
     def compute_gradients(self, run_micro_batches: Callable[[], StepScore | None]) -> StepScore | None:
-        """Call ``run_micro_batches`` with weights perturbed both ways along each direction; return the mean score."""
+        """Call ``run_micro_batches`` with weights perturbed by +eps and -eps along each direction; return the mean
+        score."""
         optimizer, rng, scores = self.optimizer, capture_rng(), list[StepScore]()
         self._slopes = []
         for direction in range(optimizer.directions):
@@ -392,11 +391,11 @@ class ZerothOrderBackend(TorchBackend):
         return StepScore.mean(scores)
 
     def backward(self, loss: Tensor) -> None:
-        """Add a micro-batch's loss to the total loss at the perturbed weights; no gradient is computed."""
+        """Add the loss of a micro-batch to the total at the perturbed weights; no gradient is computed."""
         self._loss += loss.item()
 
     def clip_gradients(self, max_norm: float) -> float:
-        """Estimate the gradient norm as the root mean square of the slopes along the directions; clip the slopes."""
+        """Return the root mean square of the directional derivatives as gradient norm, and clip the derivatives."""
         norm = math.sqrt(sum(slope * slope for slope in self._slopes) / max(1, len(self._slopes)))
         if 0 < max_norm < norm < math.inf:
             self._slopes = [slope * max_norm / norm for slope in self._slopes]
@@ -417,7 +416,6 @@ class ZerothOrderBackend(TorchBackend):
         self.optimizer.steps_taken = state.get("steps_taken", 0)
 
     def optimizer_slices(self) -> Iterator[Slice]:
-        """Return an empty iterator: the optimizer has no tensors as state."""
         return iter(())
 
     def load_optimizer_slices(self, saved: SliceReader) -> None:

@@ -1,13 +1,13 @@
-"""Read and verify checkpoints. A checkpoint is complete or absent, and resuming from it is exact.
+"""Reading and verification of checkpoints.
 
     checkpoints/step-000100/
       model/                       model and tokenizer in Hugging Face format; `from_pretrained` loads it
       optimizer-00001.safetensors  optimizer tensors by parameter name; in slices if slices.json exists (``slices``)
       rng.safetensors              torch's random states of rank 0; rank 3 has rng-r00003.safetensors and .json
-      state.json                   step, position in the data, other random states, identity of the run
+      state.json                   step, position in the data, other random states, settings of the run
       manifest.json                size and SHA-256 of every other file, written last
 
-Checkpoints contain no pickle, so reading one runs no code. ``saver`` writes checkpoints, ``staging`` commits them.
+Checkpoints contain no pickle, so reading one runs no code. ``saver`` writes checkpoints.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ STEP_NAME = re.compile(r"step-(\d{6,})")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A verified checkpoint on disk: its files match its manifest.
+    """A checkpoint on disk whose files match its manifest.
 
     Attributes:
         path: Folder of the checkpoint.
@@ -52,7 +52,7 @@ class Checkpoint:
 
     @property
     def model_dir(self) -> Path:
-        """Folder of the model's files, which ``from_pretrained`` loads."""
+        """Folder of the model and tokenizer, for ``from_pretrained``."""
         return self.path / "model"
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
@@ -64,7 +64,6 @@ class Checkpoint:
         return int(self.state.get("ranks", 1))
 
     def random_state(self, rank: int = 0) -> RngState:
-        """Return the saved random state of a rank."""
         path = self.path / f"{rng_file_stem(rank)}.safetensors"
         plain = json.loads(path.with_suffix(".json").read_text(encoding="utf-8")) if rank else self.state["rng"]
         return RngState(_read_tensors([path]), plain)
@@ -76,12 +75,12 @@ def rng_file_stem(rank: int) -> str:
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
-    """Return the path of the checkpoint of ``step``, such as ``folder/step-000100``."""
+    """Return the path of the checkpoint of a step, such as ``folder/step-000100``."""
     return folder / f"step-{step:06d}"
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Return the checkpoint at ``path`` after verifying every byte of it.
+    """Return the checkpoint at ``path``, after verifying the hashes of all its files.
 
     Raises:
         CheckpointError: The checkpoint is incomplete or damaged.
@@ -120,11 +119,6 @@ _RECIPE_TYPES: dict[str, tuple[type, ...]] = {
 
 
 def _check_state_types(value: Any) -> dict[str, Any]:
-    """Return the content of ``state.json`` after checking its types.
-
-    Raises:
-        ValueError: An entry is missing or has a wrong type.
-    """
     state = _check_types(value, _STATE_TYPES, required_names=("step", "identity"))
     ranks = state.get("ranks", 1)
     if state["step"] < 0 or not isinstance(ranks, int) or ranks < 1:
@@ -137,7 +131,7 @@ def _check_state_types(value: Any) -> dict[str, Any]:
 
 
 def check_identity(value: Any, required_names: Iterable[str] = ()) -> dict[str, Any]:
-    """Return the identity of a run (recipe, versions, hashes of data and files) after checking its types.
+    """Return ``value``, the settings and hashes that identify a run, if its entries have the right types.
 
     Args:
         value: Parsed JSON from ``run.json`` or a checkpoint.
@@ -172,7 +166,7 @@ def _check_types(
 
 @contextmanager
 def explain_restore_errors(path: Path, part: str) -> Iterator[None]:
-    """Context manager that turns an error into a CheckpointError: ``part`` of the checkpoint cannot be restored.
+    """Context manager that turns errors into a CheckpointError: ``part`` of the checkpoint cannot be restored.
 
     StreamTune's own errors and out-of-memory errors are not changed.
     """
@@ -193,7 +187,7 @@ def newest_checkpoint(folder: Path, notify: Callable[[str], None]) -> Checkpoint
 
     Args:
         folder: Folder of the run's checkpoints.
-        notify: Function called with a message for each damaged checkpoint that is skipped.
+        notify: Function called with a message about each damaged checkpoint.
 
     Raises:
         CheckpointError: All checkpoints are damaged; the message names each.
@@ -220,10 +214,7 @@ def newest_checkpoint(folder: Path, notify: Callable[[str], None]) -> Checkpoint
 
 
 def set_aside_later_checkpoints(folder: Path, step: int) -> None:
-    """Rename the checkpoints after ``step`` to ``step-000200.superseded``, because the run resumes from ``step``.
-
-    These checkpoints are damaged, or the user resumed from an earlier one. Their steps are trained again.
-    """
+    """Rename the checkpoints after ``step`` (to ``step-000200.superseded``), when a run resumes from ``step``."""
     later = [path for path in list_checkpoints(folder) if checkpoint_step(path) > step]
     for path in later:
         renamed = path.with_name(f"{path.name}.superseded")
@@ -234,7 +225,7 @@ def set_aside_later_checkpoints(folder: Path, step: int) -> None:
 
 
 def checkpoint_step(path: Path) -> int:
-    """Return the step number in the name of a checkpoint."""
+    """Return the step number in the folder name of a checkpoint."""
     return int(path.name.removeprefix("step-"))
 
 
@@ -265,29 +256,28 @@ MAX_MANIFEST_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class Manifest:
-    """Content of ``manifest.json``: size and SHA-256 of every file of a checkpoint, and a digest of the list.
+    """Content of ``manifest.json``: size and SHA-256 of every file of a checkpoint.
 
-    A checkpoint consists of exactly the files in its manifest. A changed, missing or additional file is refused, and so
-    is a symbolic link. The manifest's own bytes must equal the bytes that :func:`write_manifest` writes for its values,
-    so every changed byte is detected.
+    A checkpoint consists of exactly the files in its manifest. Changed, missing or additional files and symbolic links
+    are errors. So is any change of the manifest itself.
     """
 
     run: str
     step: int
     metric: float | None
-    """Value of ``metric_for_best_model`` by which checkpoints are ranked; None if they are not."""
+    """Value by which checkpoints are ranked (``metric_for_best_model``); None if there is none."""
     files: Mapping[str, Mapping[str, Any]]
-    """Path with ``/`` -> ``{"bytes": n, "sha256": hex}``"""
+    """Relative path with ``/`` -> ``{"bytes": n, "sha256": hex}``"""
 
 
 def write_manifest(folder: Path, *, run: str, step: int, metric: float | None) -> None:
-    """Write the manifest of all files below ``folder``; their hashes are computed from disk."""
+    """Write a manifest of all files below ``folder``, after computing their hashes."""
     files = {name: _size_and_hash(folder / name) for name in sorted(_files_below(folder))}
     (folder / MANIFEST).write_text(_manifest_text(Manifest(run, step, metric, files)), encoding="utf-8")
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Return the manifest of the checkpoint at ``path``, without reading its other files.
+    """Return the manifest of the checkpoint at ``path``; other files are not read.
 
     Raises:
         CheckpointError: The manifest is missing or damaged, or has another format.
@@ -373,7 +363,6 @@ def _raise_walk_error(error: OSError) -> None:
 
 
 def _is_safe_relative_path(name: str) -> bool:
-    """Return True if ``name`` is a normalised relative path that stays inside the checkpoint."""
     path = PurePosixPath(name)
     safe = not path.is_absolute() and ".." not in path.parts and path.as_posix() == name
     return safe and name not in ("", ".", MANIFEST) and not any(mark in name for mark in ("\\", "\0", ":"))

@@ -1,11 +1,9 @@
-"""The lock on a run directory: taken before a process reads the directory, released when its run is over.
+"""A lock on a run directory, taken before a process reads the directory and released at the end of its run.
 
     output_dir/.lock    locked by the process that trains in the directory; has its process id and host
 
-Under the lock a process decides whether the run is new or resumed, and from which checkpoint. So two processes cannot
-start the same run. The system releases the lock when the process ends, even if it is killed. The file stays, because
-removing it would let two processes lock two different files of that name. The lock is on a file, not on the directory,
-because NFS locks only files that are open for writing.
+Two processes can therefore not start the same run. The operating system releases the lock when the process ends, even
+if it is killed. The lock file is not deleted, because two processes could then lock two different files of that name.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ _open_locks: set[int] = set()
 
 
 def _close_locks_in_child() -> None:
-    """Close the lock files in a forked child, which would otherwise keep the locks after its parent has ended."""
+    """Close the lock files in a forked child, which would otherwise hold the locks after its parent has ended."""
     for descriptor in _open_locks:
         with suppress(OSError):
             os.close(descriptor)
@@ -60,7 +58,7 @@ class _Lock:
     pid: int
 
     def release(self, *, remove_unused: bool = True) -> None:
-        """Release the lock; with ``remove_unused``, remove its file and the created folders if no run has started."""
+        """Release the lock; with ``remove_unused``, also remove its file and created folders if no run has started."""
         if os.getpid() != self.pid:
             return
         if remove_unused and not os.path.lexists(self.path / IDENTITY):
@@ -74,10 +72,10 @@ class _Lock:
 
 
 class DirectoryLock:
-    """Locks a run directory against other processes, until :meth:`release` or the end of the process.
+    """Lock of a run directory against other processes, until :meth:`release` or the end of the process.
 
     Args:
-        path: The run directory; it is created if it does not exist.
+        path: Run directory; created if it does not exist.
 
     Raises:
         ArgumentError: Another process has locked the directory, or a symbolic link in its path has no target.
@@ -183,7 +181,6 @@ class DirectoryLock:
 
 
 def _write_holder(descriptor: int) -> None:
-    """Write process id, host and time into the lock file; they only appear in another process's error message."""
     if os.fstat(descriptor).st_nlink != 1:
         return  # a hard link: writing would change another file
     since = datetime.now(UTC).isoformat(timespec="seconds")
@@ -195,7 +192,6 @@ def _write_holder(descriptor: int) -> None:
 
 
 def _read_holder(descriptor: int) -> str:
-    """Return a description of the process that has the lock; empty if the file does not name it."""
     deadline = time.monotonic() + HOLDER_SECONDS
     while True:
         try:

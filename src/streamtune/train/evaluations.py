@@ -1,4 +1,4 @@
-"""Track the progress of a run and its best evaluations, for early stopping and for keeping the best checkpoints."""
+"""Progress of a run, early stopping, and the steps with the best evaluations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from streamtune.train.step import TrainSettings
 
 @dataclass(frozen=True)
 class RunProgress:
-    """The progress of a run, saved in every checkpoint and returned at the end."""
+    """Progress of a run, saved in every checkpoint and returned at the end."""
 
     step: int = 0
     """Number of optimizer steps taken."""
@@ -25,31 +25,31 @@ class RunProgress:
     first_loss: float | None = None
     last_loss: float | None = None
     eval_loss: float | None = None
-    """Latest held-out loss."""
+    """Latest evaluation loss."""
     eval_due: bool = False
-    """True if the evaluation at this step has not finished."""
+    """True if the evaluation after this step has not finished."""
     sample_due: bool = False
-    """True if the sample prompts have not been completed at this step."""
+    """True if the sample prompts have not been completed after this step."""
     skipped: int = 0
     """Number of steps without an update, because a loss or gradient was not finite."""
     best: float | None = None
-    """Best value so far of the metric for early stopping."""
+    """Best value so far of ``metric_for_best_model``, for early stopping."""
     not_better: int = 0
-    """Number of consecutive evaluations that were not better than ``best``."""
+    """Number of consecutive evaluations that did not improve ``best``."""
     ended_early: bool = False
     best_evaluations: Sequence[Sequence[float]] = ()
-    """Pairs of metric value and step, the best first, for ``metric_for_best_model`` (default: ``eval_loss``)."""
+    """(metric value, step) of the best evaluations, best first, by ``metric_for_best_model`` or ``eval_loss``."""
 
     @property
     def save_key(self) -> tuple[int, bool, bool]:
-        """Step, and whether its evaluation and samples are still due. Progress with an equal key is not saved twice."""
+        """(``step``, ``eval_due``, ``sample_due``); a checkpoint is saved once per key."""
         return self.step, self.eval_due, self.sample_due
 
 
 def update_early_stopping(
     state: RunProgress, metrics: Mapping[str, Any], settings: TrainSettings, progress: Progress
 ) -> RunProgress:
-    """Return the state after an evaluation, with the fields for early stopping updated.
+    """Return ``state`` with the fields for early stopping updated after an evaluation.
 
     Args:
         state: State before the evaluation.
@@ -77,10 +77,9 @@ def update_early_stopping(
 def update_best_evaluations(
     state: RunProgress, metrics: Mapping[str, Any], settings: TrainSettings
 ) -> tuple[RunProgress, bool]:
-    """Return the state with ``best_evaluations`` updated, and True if this evaluation's checkpoint must be saved.
+    """Return ``state`` with ``best_evaluations`` updated, and True if this evaluation's checkpoint must be saved now.
 
-    The checkpoint must be saved at once if ``metric_for_best_model`` is set and this evaluation is among the best,
-    whatever ``save_steps`` is: later steps overwrite these weights.
+    It must be saved if ``metric_for_best_model`` is set and this evaluation is among the best.
     """
     value = metrics.get(settings.metric_for_best_model or "eval_loss")
     if value is None:
@@ -93,7 +92,7 @@ def update_best_evaluations(
 
 
 def note_unsaved_best(state: RunProgress, settings: TrainSettings, run: RunDirectory, progress: Progress) -> None:
-    """Show a note if an earlier evaluation was better than the last, and no checkpoint has its weights."""
+    """Show a note if an earlier evaluation was better than the last, and its checkpoint was not saved."""
     if settings.metric_for_best_model is not None or not state.best_evaluations or state.eval_loss is None:
         return
     value, step = state.best_evaluations[0]

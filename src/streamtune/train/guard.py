@@ -1,8 +1,4 @@
-"""Watch training steps for non-finite numbers, out of memory, spikes, and updates lost in rounding.
-
-:class:`StepGuard` decides before the weights are changed. All ranks must decide alike, so all of them call
-:meth:`StepGuard.should_skip` at the same place, which combines their findings.
-"""
+"""Checks of training steps: non-finite numbers, out of memory, spikes, and updates lost in rounding."""
 
 from __future__ import annotations
 
@@ -55,7 +51,7 @@ MAX_FULLY_COMPARED_VALUES = 4096
 
 
 def mostly_skipped_error(steps: int, skipped: int, run: RunDirectory, dtype: torch.dtype) -> NonFiniteError | None:
-    """Return an error that names the first skipped step if most steps of a run were skipped; else None.
+    """Return an error that names the first skipped step if most steps were skipped; else None.
 
     Args:
         steps: Number of steps of the run.
@@ -83,15 +79,15 @@ def mostly_skipped_error(steps: int, skipped: int, run: RunDirectory, dtype: tor
 
 
 class StepGuard:
-    """Decides if a step is skipped or repeated with a schedule of less memory; logs spikes of loss and gradient norm.
+    """Decides if a step is skipped or repeated with less memory, and logs spikes of loss and gradient norm.
 
     Args:
         settings: Settings of the run.
         run: Directory of the run.
         device: Device whose memory is measured.
-        next_schedule: Function that returns another schedule, see :data:`NextSchedule`.
-        world: Ranks that train together. With several, out of memory ends the run: if one rank repeated a step, the
-            others would wait in a collective.
+        next_schedule: Function that returns a schedule with less memory; called with True, it also installs the
+            schedule.
+        world: Ranks of the run. With several ranks, out of memory ends the run.
     """
 
     def __init__(
@@ -120,7 +116,7 @@ class StepGuard:
         self._unreported: Counter[str] = Counter()
 
     def should_skip(self, not_finite: NonFiniteError | None, step: int, skipped: int) -> bool:
-        """Return True if ``step`` is skipped: its gradients are dropped, and the learning-rate schedule continues.
+        """Return True on all ranks if ``step`` must be skipped. Called by all ranks.
 
         Args:
             not_finite: Error of this rank if its loss or gradient is not finite; else None.
@@ -128,14 +124,16 @@ class StepGuard:
             skipped: Number of steps that the run has skipped so far.
 
         Raises:
-            NonFiniteError: A loss or gradient is not finite, and the settings stop the run. This step changed nothing.
+            NonFiniteError: A loss or gradient is not finite, and ``on_nan`` or ``max_skips`` ends the run.
         """
         if not self.world.any_rank(not_finite is not None):
             return False
         reports = self.world.gather_data_ranks(
             None if not_finite is None else (not_finite.what, not_finite.where, not_finite.fix)
         )
-        what, where, fix = next((each for each in reports if each), (f"a number of step {step} is not finite", "", ""))
+        what, where, fix = next(
+            (each for each in reports if each), (f"a loss or gradient of step {step} is not finite", "", "")
+        )
         not_finite = NonFiniteError(what, where=where, fix=fix)
         if self.settings.on_nan == "stop":
             not_finite.fix += "; or set on_nan: skip to skip such steps"
@@ -148,10 +146,9 @@ class StepGuard:
         return True
 
     def run_or_replan(self, compute: Callable[[], T], drop_gradients: Callable[[], None], step: int) -> T:
-        """Return ``compute()``; with ``on_oom: replan``, repeat it with another schedule when memory runs out.
+        """Return ``compute()``; with ``on_oom: replan``, repeat it with less memory if memory runs out.
 
-        Every schedule gives the same gradient. A repetition draws the same random numbers, as far as the schedule does
-        not change how they are drawn.
+        All schedules give the same gradient, up to rounding. Each repetition starts from the same random state.
 
         Args:
             compute: Function that computes the gradients of the step.
@@ -159,7 +156,7 @@ class StepGuard:
             step: Number of the step, counted from 1.
 
         Raises:
-            OutOfMemoryError: Memory ran out; the error has the peak and the schedule that the planner would try next.
+            OutOfMemoryError: Memory ran out; the error has the peak memory and a schedule with less memory.
         """
         alone = self.world.size == 1
         can_replan = self.settings.on_oom == "replan" and alone
@@ -195,11 +192,8 @@ class StepGuard:
         raise AssertionError("unreachable: the last attempt returns or raises an error")
 
     def record_spikes(self, step: int, loss: float, grad_norm: float, micro_batches: Sequence[MicroBatch]) -> None:
-        """Write an event with this rank's rows if the loss or the gradient norm spiked.
-
-        At most one event per metric is written in a window of steps, because with rewards they spike in most steps. The
-        next event has the number of spikes since.
-        """
+        """Write an event if the loss or the gradient norm spiked, at most one per metric in :data:`SPIKE_WINDOW`
+        steps."""
         for name, value in (("loss", loss), ("grad_norm", grad_norm)):
             recent = self._recent_values[name]
             if len(recent) >= MIN_WINDOW_STEPS:
@@ -226,14 +220,13 @@ class StepGuard:
 
 
 class MovedWeights:
-    """Measures the share of trained weights that a step changes; an update smaller than the rounding changes nothing.
+    """Measures the fraction of trained weights that a step changes; updates smaller than the rounding change nothing.
 
-    Values before a step are copied to the host and compared after it. Models of up to 4 million trained values are
-    compared completely. In a larger model every n-th value of each weight is compared, always the same values; weights
-    of up to 4,096 values are compared completely. Each weight's share counts by its size.
+    Values before the step are copied to the host. Of models with more than 4 million trained values only every n-th
+    value is compared, except in weights of up to 4,096 values.
 
     Args:
-        weights: Weights (or this rank's shards) that the optimizer updates.
+        weights: Trained weights, or this rank's shards.
     """
 
     def __init__(self, weights: Iterable[Tensor]) -> None:
@@ -243,7 +236,7 @@ class MovedWeights:
         self._before = [_every_nth_value(x, n) for x, n in zip(self._weights, self._strides, strict=True)]
 
     def moved_share(self, world: World) -> float:
-        """Return the share (0 to 1) of the weights of all ranks that changed since this object was created."""
+        """Return the fraction (0 to 1) of values on all ranks that changed since this object was created."""
         moved = 0.0
         for x, n, before in zip(self._weights, self._strides, self._before, strict=True):
             changed = int((_every_nth_value(x, n) != before).sum())
@@ -257,9 +250,9 @@ def _every_nth_value(x: Tensor, stride: int) -> Tensor:
 
 
 def describe_unmoved_weights(share: float, dtypes: Iterable[torch.dtype], learning_rate: float) -> str:
-    """Return a note that a step changed only ``share`` of the trained weights, which have these dtypes."""
+    """Return a note that a step changed only the fraction ``share`` of the trained weights."""
     narrow = any(dtype in (torch.bfloat16, torch.float16) for dtype in dtypes)
-    why = f"most updates are smaller than the rounding{' of 16-bit weights' if narrow else ''}"
+    why = f"most updates are lost in rounding{' of 16-bit weights' if narrow else ''}"
     fix = "delete 'dtype' to train float32 weights, or set weight_rounding: stochastic" if narrow else (
         "raise learning_rate, or check grad_norm: a gradient of 0 changes nothing"
     )  # fmt: skip

@@ -1,19 +1,19 @@
-"""Update weights during the backward, or on the host.
+"""Weight updates during the backward pass, or in host memory.
 
-During the backward a weight is updated as soon as its gradient is complete, and the gradient is freed. So gradients
-need the memory of one layer. With ``max_grad_norm`` there are two backwards with the same random numbers. The first
-measures the gradient norm and stores nothing. The second scales the gradients by this norm and updates the weights.
-Without ``max_grad_norm`` there is one backward. Both ways equal the ordinary step bit for bit.
+A weight is updated as soon as its gradient is complete, and the gradient is freed, so only the gradients of one layer
+exist at a time. With ``max_grad_norm`` there are two backward passes with the same random numbers. The first measures
+the gradient norm. The second clips the gradients by this norm and updates the weights. Without ``max_grad_norm`` there
+is one backward pass. Results equal an ordinary step bit for bit.
 
-With ``lagged`` there is one backward, and gradients are scaled by the norm of the previous step:
+With ``lagged`` there is one backward pass, and gradients are clipped by the norm of the previous step:
 
-    g_t <- g_t * min(1, max_norm / (|g_(t-1)| + 1e-6))        the first step has a first backward for its own norm
+    g_t <- g_t * min(1, max_norm / (|g_(t-1)| + 1e-6))
 
-This differs from the ordinary step: a gradient that is suddenly large is not clipped until the next step. With several
-micro-batches gradients accumulate as usual, and weights are updated in the backward of the last one.
+So a sudden large gradient is not clipped. The first step still has two passes. With several micro-batches, weights are
+updated in the backward pass of the last micro-batch.
 
-A thread updates the weights that are offloaded to the host, and the weights whose optimizer is on the host
-(:class:`HostOptimizer`). Meanwhile the device computes the gradients of the next layer in the backward.
+A worker thread updates weights in host memory, and weights whose optimizer states are there (:class:`HostOptimizer`),
+while the device continues the backward pass.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from streamtune.train.backend import LocalBackend
 
 
 class InBackwardBackend(LocalBackend):
-    """A backend of one device whose optimizer updates weights during the backward.
+    """Backend for one device that updates weights during the backward pass.
 
     Args:
-        module: The streamed model.
-        optimizer: Optimizer over its parameters that updates each weight independently of the others, as AdamW does.
-        max_norm: Norm to which gradients are clipped; 0: no clipping, and one backward per step.
-        lagged: True to clip by the norm of the previous step, with one backward per step.
+        module: Model changed by :func:`streamtune.stream`.
+        optimizer: Optimizer that updates each weight independently of other weights, as AdamW does.
+        max_norm: Norm to which gradients are clipped; 0: no clipping, and one backward pass per step.
+        lagged: True to clip by the norm of the previous step, with one backward pass per step.
     """
 
     def __init__(
@@ -85,17 +85,18 @@ class InBackwardBackend(LocalBackend):
             self._is_last_micro_batch = False
 
     def backward(self, loss: Tensor) -> None:
-        """Run the backward, unless it would update weights and the loss is not finite; the loop then ends the run."""
+        """Compute the gradients of ``loss``; nothing is computed if weights would be updated and the loss is not
+        finite."""
         if self._updates_weights and not math.isfinite(loss.item()):
             self._is_non_finite = True
         else:
             loss.backward()
 
     def clip_gradients(self, max_norm: float) -> float:
-        """Return the norm of this step's gradients, which the second backward uses to clip.
+        """Return the gradient norm of this step; gradients are clipped in the backward pass that updates the weights.
 
         Raises:
-            NonFiniteError: The norm is not finite, and this backward has already updated weights.
+            NonFiniteError: The norm is not finite, and weights have already been updated.
         """
         self._wait_for_thread()
         if not self._norms:
@@ -121,7 +122,7 @@ class InBackwardBackend(LocalBackend):
         return torch.clamp(self.max_norm / (norm + 1e-6), max=1.0)
 
     def step(self, learning_rate: float) -> None:
-        """Run the second backward if the first one only measured the norm; wait until all weights are updated."""
+        """Run the second backward pass if the first only measured the norm, and wait until all weights are updated."""
         if not self._updates_weights:
             set_learning_rate(self.optimizer, learning_rate)
             self._updates_weights, self._measures_norms = True, False
@@ -132,10 +133,10 @@ class InBackwardBackend(LocalBackend):
             self._previous_norm = self._current_norm
 
     def drop_gradients(self) -> None:
-        """Drop the gradients.
+        """Free the gradients.
 
         Raises:
-            OutOfMemoryError: Some weights were already updated, so the step cannot be repeated.
+            OutOfMemoryError: Some weights have already been updated, so the step cannot be repeated.
         """
         self._wait_for_thread()
         if self._updates_weights and self._has_updated_weights:
@@ -171,7 +172,7 @@ class InBackwardBackend(LocalBackend):
         return super().allow_direct_calls()
 
     def _on_gradient(self, parameter: Tensor) -> None:
-        """Measure the norm of a weight's complete gradient, or update the weight with it; then free the gradient."""
+        """Measure the norm of a complete gradient or update its weight, and free the gradient."""
         if not self._is_last_micro_batch:  # gradients of later micro-batches are still missing
             return
         grad, parameter.grad = parameter.grad, None
@@ -190,11 +191,9 @@ class InBackwardBackend(LocalBackend):
                 self._pending_updates.pop(0).result()
 
     def _is_updated_in_thread(self, parameter: Tensor) -> bool:
-        """Return True if a worker thread updates this weight on the CPU while the device continues the backward."""
         return parameter.device.type == "cpu" or isinstance(self.optimizer, HostOptimizer)
 
     def _update_in_thread(self, parameter: Tensor, grad: Tensor, event: torch.cuda.Event | None) -> None:
-        """Update one weight in the worker thread, after ``event``, at which its gradient on the device is complete."""
         stream = self.optimizer.stream if isinstance(self.optimizer, HostOptimizer) else None
         if stream is None or event is None:
             self._update_weight(parameter, grad)
@@ -206,7 +205,7 @@ class InBackwardBackend(LocalBackend):
 
     @torch.no_grad()
     def _update_weight(self, parameter: Tensor, grad: Tensor) -> None:
-        """Update one weight with ``grad``, by an optimizer step whose parameter groups contain only this weight."""
+        """Update one weight by an optimizer step whose parameter groups contain only this weight."""
         if self._gradient_scale is not None:
             grad.mul_(self._gradient_scale.to(grad.device))
         own_group_index = self._group_of[id(parameter)]
@@ -233,15 +232,14 @@ MAX_PENDING_UPDATES = 16
 
 
 class HostOptimizer(torch.optim.Optimizer):
-    """An optimizer that stores its states on the host, and updates the device's weights on the host.
+    """Optimizer with states in host memory that updates weights of a device on the CPU.
 
     Weights are updated one after another: weight and gradient are copied to the host, and the updated weight is copied
-    back. So the host stores the states of all weights, and two tensors of one weight. On a CPU the step is
-    bit-identical to the wrapped optimizer's step; an accelerator's kernels may round differently.
+    back. For weights on the CPU, results equal the wrapped optimizer's bit for bit; an accelerator may round
+    differently.
 
     Args:
-        optimizer: Optimizer over the weights, without states yet. An optimizer of the same class and options is made
-            over CPU parameters, each of which has data only while its weight is updated.
+        optimizer: Optimizer of the weights, without states yet; an equal optimizer of CPU copies replaces it.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -294,7 +292,7 @@ class HostOptimizer(torch.optim.Optimizer):
             group.update({key: value for key, value in inner.items() if key != "params"})
 
     def _update_on_host(self, parameter: nn.Parameter) -> None:
-        """Update one weight by a step of the inner optimizer over its CPU parameter, the only one in the groups."""
+        """Update one weight on the CPU; the optimizer's parameter groups must contain only its CPU copy."""
         cpu_parameter, grad = self._cpu_parameters[parameter], parameter.grad
         assert grad is not None
         is_on_host = is_host_storage(parameter.untyped_storage())  # weight and gradient are already on the host
@@ -320,7 +318,7 @@ class HostOptimizer(torch.optim.Optimizer):
 
 
 class _StatesByWeight(Mapping[Any, Any]):
-    """Maps a weight on the device to the optimizer state of its CPU parameter."""
+    """Mapping from a weight on the device to the optimizer state of its CPU copy."""
 
     def __init__(self, cpu_parameters: Mapping[nn.Parameter, nn.Parameter], inner: torch.optim.Optimizer) -> None:
         self._cpu_parameters, self._inner = cpu_parameters, inner

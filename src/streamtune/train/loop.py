@@ -1,7 +1,4 @@
-"""The training loop: :func:`train` takes optimizer steps, and evaluates, samples and saves between them.
-
-Gradients of one step and evaluation are in ``step``.
-"""
+"""The training loop: takes optimizer steps, and evaluates, samples and saves between them."""
 
 from __future__ import annotations
 
@@ -52,39 +49,38 @@ from streamtune.train.world import WORLD, World
 
 @dataclass(frozen=True, kw_only=True)
 class TrainJob:
-    """Backend, objective, data, directory and ranks of a run, as the training loop gets them."""
+    """Objects that the training loop works with."""
 
     backend: Backend
-    """Model, gradients and optimizer. In a resumed run the model already has the checkpoint's weights."""
+    """Training backend. In a resumed run its model already has the checkpoint's weights."""
     objective: Objective
     learning_rate_at: Callable[[int], float]
     """Function that returns the learning rate of a step, counted from 0."""
     steps: StepStream
     held_out: HeldOut
-    """Functions that make the held-out batches, by name of the set; empty without held-out rows."""
+    """Name of an evaluation set -> function that returns its batches; empty without evaluation."""
     directory: RunDirectory
     identity: Mapping[str, Any]
-    """Identity of the run, saved in each checkpoint."""
+    """Settings and hashes of the run, saved in each checkpoint and compared when the run is resumed."""
     writer: ModelWriter
     handle: StreamHandle | None = None
-    """Handle of the streamed model. Its router loss is in the gradient, but not in ``loss``."""
+    """Handle returned by :func:`streamtune.stream`. Its router loss is in the gradient, but not in ``loss``."""
     world: World = WORLD
-    """Ranks that train together. Each calls :func:`train` with its share of the rows; rank 0 writes the files."""
+    """Ranks of the run. Each calls :func:`train` with its own rows; rank 0 writes the files."""
     resume_from: Checkpoint | None = None
-    """Checkpoint to resume from. On the CPU all later losses equal the uninterrupted run's bit for bit."""
+    """Checkpoint to resume from. On the CPU, training then continues bit-identically."""
     fresh_optimizer: bool = False
-    """True if the optimizer starts without states, because the checkpoint is from another optimizer."""
+    """True to start without optimizer states, because the checkpoint is from another optimizer."""
     next_schedule: NextSchedule = lambda install: None
-    """Function that returns a schedule with less memory when memory runs out."""
+    """Function that returns a schedule with less memory after memory ran out."""
     sample: Callable[[int, StopRequest], list[dict[str, Any]] | None] | None = None
-    """Function that completes the sample prompts at a step; returns None if it was stopped. All ranks call it. It does
-    not change the model or the random state.
-    """
+    """Function that completes the sample prompts after a step; returns None if a stop was requested. All ranks call it.
+    The model and the random state do not change."""
 
 
 @dataclass(frozen=True)
 class ResumePosition:
-    """Random state and data position before the next step, from which an interrupted step is repeated."""
+    """Random state and data position after a step, saved in a checkpoint."""
 
     rng: RngState
     stream: dict[str, Any]
@@ -96,15 +92,14 @@ def train(
     """Train until ``settings.total_steps`` or until ``stop`` is requested; return the progress.
 
     Args:
-        job: Objects of the run: backend, objective, data, directory.
+        job: Backend, objective, data and directory of the run.
         settings: Numbers and intervals of the run.
         progress: Output to the user.
-        stop: Stop request, checked after each micro-batch. An interrupted step is not in the checkpoint.
-        listeners: Listeners, called by rank 0. An error in a listener stops the run, as ``stop`` does.
+        stop: Stop request, checked before each micro-batch. An interrupted step has no effect.
+        listeners: Listeners, called on rank 0. An error in a listener stops the run.
 
     Raises:
-        NonFiniteError: A loss or gradient is NaN or infinite, and the settings stop the run. The weights have not been
-            changed by this step.
+        NonFiniteError: A loss or gradient is NaN or infinite, and ``settings`` stop the run.
         OutOfMemoryError: Memory ran out; the error names the batch and what to change.
         CheckpointError: A checkpoint cannot be written. Earlier checkpoints are intact.
     """
@@ -138,7 +133,7 @@ class _Loop:
         )
 
     def run(self) -> RunProgress:
-        """Run the loop: before each step evaluate, sample and save if due; return the progress at the end."""
+        """Run the loop, and return the progress at the end."""
         with self.saver:  # on exit it waits for a save in flight
             while True:
                 is_best = self._evaluate_if_due()
@@ -151,7 +146,6 @@ class _Loop:
                 self._take_step()
 
     def _restore_or_seed(self) -> RunProgress:
-        """Restore the checkpoint and delete records of later steps, or seed a new run; return the progress."""
         job, settings, directory, state = self.job, self.settings, self.directory, RunProgress()
         seed_everything(settings.seed, self.world.rank)
         if job.resume_from is not None:
@@ -167,7 +161,7 @@ class _Loop:
         return state
 
     def _evaluate_if_due(self) -> bool:
-        """Evaluate if due; return True if a checkpoint must be saved because the metric is among the best."""
+        """Evaluate if due; return True if a checkpoint must be saved because this evaluation is among the best."""
         if not (self.state.eval_due and self.job.held_out):
             return False
         self.progress.show_activity("evaluating")
@@ -204,7 +198,7 @@ class _Loop:
         self.progress.show_activity("")
 
     def _is_over(self) -> bool:
-        """Return True on all ranks if the run has ended or a rank was stopped.
+        """Return True on all ranks if the run has ended, or one rank was asked to stop.
 
         Raises:
             CheckpointError: A rank cannot save a checkpoint.
@@ -216,7 +210,6 @@ class _Loop:
         return stopped or self.state.step >= self.settings.total_steps or self.state.ended_early
 
     def _save_if_due(self, is_best: bool, is_over: bool) -> None:
-        """Start to save a checkpoint if one is due, or if a resumed run just completed an interrupted evaluation."""
         state, position, settings = self.state, self.position, self.settings
         if state.save_key == self.saved_key or not (is_over or is_due(state.step, settings.save_steps) or is_best):
             return
@@ -235,7 +228,7 @@ class _Loop:
         self.saved_key = state.save_key
 
     def _report_saved(self, is_over: bool) -> None:
-        """Report the checkpoints committed since the last call; at the end of the run wait for the last one."""
+        """Report the checkpoints completed since the last call; at the end of the run, wait for the last one."""
         committed = self.saver.wait_and_pop_committed() if is_over else self.saver.pop_committed()
         if not self.world.is_main:
             return
@@ -278,7 +271,6 @@ class _Loop:
         self._record_step(_StepResult(started, batches, learning_rate, score, grad_norm, skip, moved))
 
     def _record_step(self, taken: _StepResult) -> None:
-        """Update the progress after a step, write its record and show it."""
         state, settings, skip = self.state, self.settings, taken.is_skipped
         step, tokens = state.step + 1, self.world.sum_count_over_ranks(sum(batch.num_tokens for batch in taken.batches))
         loss = taken.score.loss
@@ -336,16 +328,16 @@ class _Loop:
 @dataclass(frozen=True)
 class _StepResult:
     started: float
-    """``time.perf_counter()`` at its start."""
+    """``time.perf_counter()`` at the start of the step."""
     batches: Sequence[MicroBatch]
-    """Micro-batches of this rank, without the fillers that keep ranks in step."""
+    """Micro-batches of this rank, without dummy micro-batches (``MicroBatch.filler``)."""
     learning_rate: float
     score: StepScore
     grad_norm: float
     is_skipped: bool
     """True if the weights were not updated, because a loss or gradient was not finite."""
     moved: float | None
-    """Share of the weights that the step changed; None if not measured."""
+    """Fraction of the trained weights that the step changed; None if not measured."""
 
 
 def _epoch_entry(settings: TrainSettings, step: int) -> dict[str, float]:
@@ -357,7 +349,8 @@ def _epoch_entry(settings: TrainSettings, step: int) -> dict[str, float]:
 def flops_entries(
     settings: TrainSettings, batches: Sequence[MicroBatch], seconds: float, world: World
 ) -> dict[str, Any]:
-    """Return ``flops``, the model FLOPs of a step on all ranks, and ``mfu``, model FLOPs utilisation, if known."""
+    """Return ``flops``, the model FLOPs of a step on all ranks, and ``mfu``, model FLOPs utilisation, if they are
+    known."""
     if settings.step_flops is None:
         return {}
     # Ranks that share a sequence have the same rows, so only one of these ranks counts.
@@ -368,7 +361,7 @@ def flops_entries(
 
 
 def make_replay(compute: Callable[..., object]) -> Callable[[], object]:
-    """Capture the random state now; return a function that restores it, calls ``compute`` and ignores stop requests."""
+    """Return a function that calls ``compute`` with the present random state and without stop requests."""
     rng = capture_rng()
 
     def replay() -> object:
@@ -381,15 +374,14 @@ def make_replay(compute: Callable[..., object]) -> Callable[[], object]:
 def compute_step_gradients(
     context: StepContext, micro_batches: Sequence[MicroBatch], step: int, stop: StopRequest
 ) -> StepScore | None:
-    """Compute the gradients of a step; return its score, or None if it was interrupted."""
+    """Compute the gradients of a step; return its score, or None if the step was interrupted."""
     return context.backend.compute_gradients(partial(accumulate_gradients, context, micro_batches, step, stop))
 
 
 def restore_from_checkpoint(job: TrainJob, checkpoint: Checkpoint, seed: int) -> RunProgress:
     """Restore optimizer, data position and random state from ``checkpoint``; return the saved progress.
 
-    Each rank restores its own random state. If another number of ranks wrote the checkpoint, each rank is seeded anew
-    from seed, step and rank.
+    If another number of ranks wrote the checkpoint, each rank is seeded anew from seed, step and rank.
 
     Raises:
         CheckpointError: A part of the checkpoint cannot be restored.
@@ -421,5 +413,5 @@ def restore_from_checkpoint(job: TrainJob, checkpoint: Checkpoint, seed: int) ->
 
 
 def is_due(step: int, interval: int) -> bool:
-    """Return True if an action that is repeated every ``interval`` steps is due after ``step``; 0 means never."""
+    """Return True if an action repeated every ``interval`` steps is due after ``step``; 0 means never."""
     return interval > 0 and step % interval == 0

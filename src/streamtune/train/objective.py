@@ -1,12 +1,8 @@
 """Micro-batches, and the objectives that compute their loss.
 
 The loss of an optimizer step is a mean over the whole step (over tokens, pairs or completions), however many
-micro-batches the step has. The loop calls :meth:`Objective.step_totals` once for all micro-batches. The
-:class:`Score` of each micro-batch is divided by these totals, so scores add up to the step's loss.
-
-A :class:`Reference` is the model whose log-probabilities are compared with the trained model's. It is streamed, runs in
-evaluation mode (without dropout) and has no gradients. A model with adapters is its own reference, with the adapters
-disabled.
+micro-batches the step has. Therefore :meth:`Objective.step_totals` is called once with all micro-batches, and the loss
+of each micro-batch (:class:`Score`) is a sum divided by these totals.
 """
 
 from __future__ import annotations
@@ -37,41 +33,40 @@ PLAIN = TokenLoss()
 
 @dataclass(frozen=True)
 class Score:
-    """The result of an objective for one micro-batch."""
+    """Loss and metrics of one micro-batch."""
 
     loss: Tensor
-    """Scalar with a graph: the micro-batch's share of the step's loss."""
+    """Scalar that requires a gradient: the micro-batch's share of the step's loss."""
     router_loss: Tensor | None = None
-    """Scalar with a graph, added to the minimised loss but not to the reported loss."""
+    """Scalar that requires a gradient, added to the minimised loss but not to the reported loss."""
     reported: Tensor | None = None
-    """Scalar: the loss to report, if it differs from ``loss``. None: ``loss`` is reported."""
+    """Scalar to report in place of ``loss``; None: ``loss`` is reported."""
     metrics: Mapping[str, SumAndCount] = field(default_factory=dict)
     """Name -> (sum, count). The record of a step has the sums of all micro-batches divided by their counts."""
     held_out: Sequence[SumAndCount] = ()
-    """Terms of the held-out loss, as (sum, count) over this batch; used only in evaluation. Each term is averaged over
-    all batches, and the means are added. Empty for an objective without a held-out loss.
-    """
+    """Terms of the evaluation loss, as (sum, count) over this micro-batch. Each term is averaged over all
+    micro-batches, and the means are added. Empty without an evaluation loss."""
 
     @property
     def total_loss(self) -> Tensor:
-        """Loss plus router loss: a scalar with a graph, whose backward gives the gradients."""
+        """``loss`` plus ``router_loss``: a scalar that requires a gradient."""
         return self.loss if self.router_loss is None else self.loss + self.router_loss
 
 
 @dataclass(frozen=True)
 class StepScore:
-    """The loss of a whole optimizer step, and the objective's metrics."""
+    """Loss and metrics of an optimizer step."""
 
     loss: float
     metrics: dict[str, float]
     not_finite: NonFiniteError | None = None
-    """Error if the loss of a micro-batch was NaN or infinite. It is not raised here, because all ranks decide alike."""
+    """Error if the loss of a micro-batch was NaN or infinite, which all ranks handle together later."""
     aux_loss: float | None = None
-    """This rank's share of the routers' balance loss, without its coefficient; None without routers."""
+    """This rank's share of the balance loss of routers, without its coefficient; None without router loss."""
 
     @classmethod
     def mean(cls, scores: Sequence[StepScore]) -> StepScore:
-        """Return the mean of several scores for the same micro-batches."""
+        """Return the mean of several scores of the same micro-batches."""
         auxiliary = [score.aux_loss for score in scores if score.aux_loss is not None]
         return cls(
             fmean(score.loss for score in scores),
@@ -82,38 +77,37 @@ class StepScore:
 
 
 class Objective(Protocol):
-    """Computes, one micro-batch at a time, a loss that is a mean over a whole optimizer step."""
+    """Computes the loss of one micro-batch at a time, as a share of a mean over the optimizer step."""
 
     def step_totals(self, micro_batches: Sequence[MicroBatch], world: World = WORLD) -> Any:
-        """Return the divisors of the step, summed over all ranks of ``world``; never None.
+        """Return the divisors of the step's loss, summed over all ranks of ``world``; never None.
 
-        Called before the first backward of the step. Filler batches, which give all ranks equally many, do not count.
+        Called before the first backward pass of the step. Dummy micro-batches (``MicroBatch.filler``) do not count.
         """
         ...
 
     def score(self, model: nn.Module, batch: MicroBatch, totals: Any) -> Score:
-        """Return the score of one micro-batch; called under the loop's autocast.
+        """Return loss and metrics of one micro-batch; called under autocast.
 
         Args:
-            model: The model to call.
-            batch: The micro-batch.
-            totals: Divisors of its step. None in evaluation, which has no gradients and reads only ``held_out`` and
-                ``metrics``.
+            model: Model to call.
+            batch: Micro-batch.
+            totals: Result of :meth:`step_totals`; None in evaluation, which reads only ``held_out`` and ``metrics``.
         """
         ...
 
 
 class SupervisedObjective:
-    """The objective of supervised fine-tuning: the mean of a per-token loss over all targets of a step.
+    """Objective of supervised fine-tuning: the mean of a per-token loss over all targets of a step.
 
-    With row weights the mean is weighted: a row of weight 2 counts like two rows. The held-out loss is always
-    ``-log p(target)``, unweighted.
+    With row weights the mean is weighted: a row of weight 2 counts like two rows. The evaluation loss is always ``-log
+    p(target)``, unweighted.
 
     Args:
-        handle: Handle of the streamed model, whose reported loss excludes the router loss; None if it is not streamed.
+        handle: Handle returned by :func:`streamtune.stream`; None for a model that is not streamed.
         loss: Per-token loss; by default the cross-entropy.
-        teacher: Streamed teacher of a distillation loss. None: without distillation, or batches have the teacher's
-            saved top-k probabilities.
+        teacher: Teacher model for distillation; None: no distillation, or batches have the teacher's top-k
+            probabilities.
     """
 
     def __init__(
@@ -161,7 +155,7 @@ def supervised_loss(model: nn.Module, batch: MicroBatch, *, num_targets: float, 
 def unstreamed_token_loss(
     model: nn.Module, batch: MicroBatch, loss: TokenLoss, teacher: ModelReference | None = None
 ) -> Tensor:
-    """Return the sum of a per-token loss over the targets of ``batch``, from full logits of unstreamed models."""
+    """Return the sum of a per-token loss over the targets of ``batch``, computed from all logits at once."""
     teacher_logits = None
     if teacher is not None:
         with torch.no_grad(), evaluation_mode(teacher.model):
@@ -186,33 +180,34 @@ def call_model(model: nn.Module, batch: MicroBatch, *, num_targets: float, **ext
 
 
 def autocast(device: torch.device, bf16: bool) -> torch.autocast:
-    """Return an autocast context for bfloat16, enabled if ``bf16``; uncached: a cache would hold all cast weights."""
+    """Return a bfloat16 autocast context, enabled if ``bf16``, without a cache of cast weights."""
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=bf16, cache_enabled=False)
 
 
 class Reference(Protocol):
-    """A source of the reference model's log-probabilities."""
+    """Source of the reference model's log-probabilities."""
 
     def logprobs(self, batch: TreeBatch) -> Tensor:
-        """Return log-probabilities of the batch's targets: fp32 ``[K]``, no gradient, ordered as ``batch.row_K``."""
+        """Return the log-probabilities of the batch's targets: fp32 ``[K]``, no gradient, ordered as
+        ``batch.row_K``."""
         ...
 
 
 class ModelReference:
-    """A streamed model as reference; its adapters are disabled unless ``adapters`` is True.
+    """A model as reference, in evaluation mode; its adapters are disabled unless ``adapters`` is True.
 
     Args:
-        model: Model to call: the trained model itself if it has adapters, else another model.
-        handle: Handle of the model.
+        model: Model to call: the trained model if it has adapters, else another model.
+        handle: Handle of the model, returned by :func:`streamtune.stream`.
         temperature: Divisor of the logits.
-        adapters: True to keep its adapters enabled.
+        adapters: True to keep adapters enabled.
     """
 
     def __init__(self, model: Any, handle: StreamHandle, *, temperature: float = 1.0, adapters: bool = False) -> None:
         self.model, self.handle, self.temperature, self.adapters = model, handle, temperature, adapters
 
     def logprobs(self, batch: TreeBatch) -> Tensor:
-        """Return log-probabilities of the batch's targets, fp32 ``[K]``, computed under the caller's autocast."""
+        """Return the log-probabilities of the batch's targets: fp32 ``[K]``, computed under the caller's autocast."""
         without = nullcontext() if self.adapters else _disabled_adapters(self.model)
         with torch.no_grad(), evaluation_mode(self.model), without, self.handle.routers.without_losses():
             scores = self.handle.logprobs(
@@ -221,7 +216,8 @@ class ModelReference:
         return batch.gather_targets(scores.logprobs)
 
     def lazy_logits(self, batch: MicroBatch) -> LazyLogits:
-        """Return the reference's logits, computed from its final hidden states when they are read; no gradient."""
+        """Return the reference's logits, which are computed from its final hidden states when they are read; no
+        gradient."""
         branches = batch.branches if isinstance(batch, PrefixBatch) else None
         with torch.no_grad(), evaluation_mode(self.model), self.handle.routers.without_losses():
             return self.handle.lazy_logits(targets=batch.shift_labels, branches=branches, **batch.inputs)
@@ -229,7 +225,7 @@ class ModelReference:
 
 @contextmanager
 def evaluation_mode(model: Any) -> Iterator[None]:
-    """Context in which the model is in evaluation mode; on exit its previous mode is restored."""
+    """Context manager in which the model is in evaluation mode; its previous mode is restored on exit."""
     training = model.training
     model.eval()
     try:
@@ -252,7 +248,7 @@ Batch = TypeVar("Batch", bound="MicroBatch")
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The rows of one forward and backward, padded to the same length: B rows, T positions.
+    """The rows of one forward and backward pass, padded to the same length: B rows, T positions.
 
     Labels are already shifted: ``shift_labels[b, t]`` is the token that position t predicts, or :data:`IGNORE_INDEX`.
     """
@@ -266,13 +262,14 @@ class MicroBatch:
     origins: tuple[str, ...]
     """Source of each row as ``file:row``, for messages."""
     position_ids: Tensor | None = None
-    """[B, T] int64, starting at 0 for each packed row; None if every sequence is one row"""
+    """[B, T] int64, starting at 0 for each packed row; None if rows are not packed"""
     weights: Tensor | None = None
-    """[B, T] floats, loss weight of the target of position t; None if all are 1"""
+    """[B, T] floating point, loss weight of the target of position t; None if all are 1"""
     top_k: TopKTeacher | None = None
-    """Saved top-k probabilities of a teacher at the trained positions, in host memory"""
+    """Top-k probabilities of a teacher at the positions with a target, in host memory"""
     filler: bool = False
-    """True if the batch does not count; it runs only because other ranks have a batch at this point."""
+    """True for a dummy micro-batch, which only gives all ranks the same number of forward passes; its loss does not
+    count."""
 
     _tensor_fields: ClassVar[tuple[str, ...]] = (
         "input_ids",
@@ -284,12 +281,12 @@ class MicroBatch:
 
     @property
     def num_targets(self) -> int:
-        """Number of trained positions."""
+        """Number of positions with a target."""
         return int((self.shift_labels != IGNORE_INDEX).sum())
 
     @property
     def target_weight(self) -> float:
-        """Sum of the weights of all trained positions; without weights, the number of positions."""
+        """Sum of the weights of all targets; without weights, their number."""
         if self.weights is None:
             return self.num_targets
         return float(self.weights[self.shift_labels != IGNORE_INDEX].double().sum())
@@ -320,7 +317,8 @@ class MicroBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class PrefixBatch(MicroBatch):
-    """Rows packed into a sequence ``[1, T]`` in which common prefixes occur once. Loss and gradient are unchanged."""
+    """Rows packed into one sequence ``[1, T]``, in which common prefixes occur once. Loss and gradient do not
+    change."""
 
     branches: Branches
 
@@ -336,8 +334,8 @@ class TreeBatch(MicroBatch):
         shared      one sequence ``[1, T]`` in which prompts and other common prefixes occur once (``branches``)
         separate    one row per completion ``[N, L]`` with its prompt, padded on the right or on the left
 
-    In both layouts an objective gets values ``[K]``, ordered by completion, then by position. A target in a common
-    prefix occurs once per completion, and its gradients add up.
+    In both layouts values ``[K]`` are ordered by completion, then by position. A target in a common prefix occurs once
+    per completion, and its gradients add up.
     """
 
     flat_index_K: Tensor  # noqa: N815
@@ -347,7 +345,7 @@ class TreeBatch(MicroBatch):
     num_rows: int
     """Number of completions, N"""
     branches: Branches | None = None
-    """Layout of the tree if beginnings are shared: which tokens each token sees"""
+    """Which tokens each token attends to, if prefixes are shared"""
 
     _tensor_fields: ClassVar[tuple[str, ...]] = (
         "input_ids",
@@ -379,7 +377,7 @@ def counted_batches(batches: Sequence[Batch]) -> list[Batch]:
 
 
 class StepStream(Protocol):
-    """An endless source of optimizer steps over epochs, whose position can be saved."""
+    """Endless iterator over optimizer steps, whose position can be saved."""
 
     def next_step(self) -> Sequence[MicroBatch]:
         """Return the micro-batches of the next optimizer step; at the end of an epoch there may be fewer."""

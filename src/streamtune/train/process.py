@@ -22,23 +22,21 @@ from streamtune.base.streams import reader_is_gone
 
 @dataclass(frozen=True)
 class RngState:
-    """The states of all random generators: of torch as tensors, of ``random`` and numpy as JSON values."""
+    """States of all random generators: of torch as tensors, of ``random`` and numpy as JSON values."""
 
     tensors: dict[str, Tensor]
-    """``cpu`` and ``cuda:0`` ... -> uint8"""
+    """``cpu``, ``cuda:0``, ... -> random state as uint8 tensor"""
     json_states: dict[str, Any]
     """``python`` and ``numpy`` -> nested lists of numbers and strings"""
 
 
 def seed_everything(seed: int, rank: int = 0, step: int = 0) -> None:
-    """Seed ``random``, numpy and torch on every device.
-
-    Each rank gets a different seed, so that ranks do not share dropout masks.
+    """Seed ``random``, numpy and torch on every device, with a different seed on each rank.
 
     Args:
         seed: Seed below 2**32, numpy's limit.
         rank: Rank of this process.
-        step: Step at which the process starts, if it has no saved random state to restore.
+        step: Step from which the run resumes without a saved random state.
     """
     if rank > 0 or step > 0:
         seed = int(np.random.SeedSequence((seed, rank, step) if step else (seed, rank)).generate_state(1)[0])
@@ -48,14 +46,14 @@ def seed_everything(seed: int, rank: int = 0, step: int = 0) -> None:
 
 
 def use_deterministic_kernels() -> None:
-    """Make torch raise an error for nondeterministic kernels. Call this before a device is used."""
+    """Make torch raise an error in nondeterministic kernels. Call this before a device is used."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
 
 
 def capture_rng() -> RngState:
-    """Return the state of every random generator, without drawing."""
+    """Return the state of every random generator; nothing is drawn."""
     tensors = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         tensors |= {f"cuda:{i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())}
@@ -69,7 +67,7 @@ def capture_rng() -> RngState:
 
 
 def restore_rng(state: RngState) -> None:
-    """Restore the state of every random generator. Saved devices that no longer exist are ignored."""
+    """Restore the state of every random generator; saved devices that do not exist are ignored."""
     torch.set_rng_state(state.tensors["cpu"])
     for index in range(torch.cuda.device_count()):
         if f"cuda:{index}" in state.tensors:
@@ -91,14 +89,14 @@ def preserve_rng() -> Iterator[None]:
 
 
 class StopRequest:
-    """Context manager that records the first signal in :attr:`signum`; the loop checks it and stops cleanly.
+    """Context manager that records SIGINT, SIGTERM and SIGHUP in :attr:`signum`, so that the training loop stops
+    cleanly.
 
-    A second SIGINT or SIGTERM has the system's default effect: the process ends at once, even inside a kernel or while
-    a checkpoint is written. No data is lost, because a checkpoint is valid only after it is renamed into place.
-    SIGHUP never counts as the second signal, because a closing terminal sends it several times, also after SIGTERM.
-    Under ``nohup`` SIGHUP stays ignored.
+    A second SIGINT or SIGTERM ends the process at once. No checkpoint is lost, because a checkpoint is valid only after
+    it is renamed into place. SIGHUP does not count as the second signal, because a closing terminal sends it several
+    times.
 
-    A stop is also requested if the reader of standard output has closed the pipe (``| head``, a closed viewer).
+    A stop is also requested if the reader of standard output has closed the pipe (``| head``).
 
     Outside the main thread Python accepts no handlers, so signals have their usual effect.
     """
@@ -115,14 +113,14 @@ class StopRequest:
 
     @property
     def reason(self) -> str:
-        """Reason of the stop: the signal's name, or that the reader of the output has gone; empty without a stop."""
+        """Name of the signal, or a text about the closed output; empty without a stop."""
         if self.signum is not None:
             return signal.Signals(self.signum).name
         return "the reader of the output has gone" if reader_is_gone() else ""
 
     @property
     def exit_code(self) -> int:
-        """Exit code of the process: 130 for Ctrl-C, 143 for SIGTERM and all others, 0 without a stop."""
+        """Exit code of the process: 0 without a stop, 130 for Ctrl-C, 143 in all other cases."""
         if self.signum is None and not reader_is_gone():
             return 0
         return 128 + (signal.SIGINT if self.signum == signal.SIGINT else signal.SIGTERM)

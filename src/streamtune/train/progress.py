@@ -1,7 +1,6 @@
-"""Output of a run while it trains: console, ``loss.png`` and listeners.
+"""Output of a run during training: console, ``loss.png``, and listeners (experiment trackers and callbacks).
 
-A terminal shows a live line; other outputs get ``key=value`` lines. Listeners are experiment trackers and the user's
-callbacks.
+A terminal shows a progress line that is redrawn; other outputs get ``key=value`` lines.
 """
 
 from __future__ import annotations
@@ -38,13 +37,13 @@ SAMPLE_PROMPT_WIDTH, SAMPLE_WIDTH = 24, 80
 
 @dataclass
 class Progress:
-    """Context manager around the loop that reports a run on ``console``.
+    """Context manager that reports a run on ``console``.
 
     Args:
         console: Console of the output; a terminal shows a progress line that is redrawn.
         total_steps: Number of optimizer steps of the whole run.
-        first_step: Number of steps before a resume; the time left is estimated from later steps only.
-        logging_steps: Number of steps between two lines without a terminal.
+        first_step: Step from which the run resumes, or 0.
+        logging_steps: Number of steps between two lines on an output that is not a terminal.
         on_activity: Function called with the current step (counted from 1) and the current activity.
     """
 
@@ -71,7 +70,7 @@ class Progress:
         self._live.stop()
 
     def report_step(self, record: dict[str, Any]) -> None:
-        """Report a finished step; ``record`` is its line of ``metrics.jsonl``."""
+        """Report a step; ``record`` is its line of ``metrics.jsonl``."""
         self._record = record
         self.show_activity("")
         step = record["step"]
@@ -93,12 +92,12 @@ class Progress:
             )
 
     def show_activity(self, text: str) -> None:
-        """Show ``text`` as the current activity, at the end of the terminal's progress line; empty text shows none."""
+        """Show ``text`` as the current activity in the progress line; an empty text shows none."""
         self._activity = text
         self.on_activity(self._record["step"] + 1, text or "training")
 
     def report_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Report the metrics of the evaluation after ``step`` steps, overall and of each held-out set."""
+        """Report the metrics of the evaluation after ``step``, overall and for each evaluation set."""
         self.show_activity("")
         names = {"eval_loss": "loss", **{f"eval_{name}": shown_name for name, shown_name in SHOWN_METRICS.items()}}
         for metric in ("loss", "reward"):
@@ -115,7 +114,7 @@ class Progress:
             self._print_values(step=f"{step}/{self.total_steps}", **{f"eval_{name}": v for name, v in shown.items()})
 
     def report_sample(self, step: int, prompt: str, completion: str) -> None:
-        """Report a completion of a sample prompt, shortened to one line; ``samples.jsonl`` has the full text."""
+        """Report the completion of a sample prompt, shortened to one line."""
         prompt_text, shown = shorten(prompt, SAMPLE_PROMPT_WIDTH), " ".join(completion.split())
         if self.console.is_terminal:
             left = self.console.width - cell_len(prompt_text) - len(str(self.total_steps)) - 20
@@ -158,7 +157,7 @@ class Progress:
         return (time.monotonic() - self._started) / done * (self.total_steps - self._record["step"])
 
     def _live_line(self) -> Text:
-        """Return the terminal's progress line; if it is too wide, the least important fields are left out."""
+        """Return the progress line for a terminal; the least important fields are left out if it is too wide."""
         record, width = self._record, self.console.width
         step = Text(f"step {record['step']}/{self.total_steps}", style="bold")
         # (text, priority: fields with the highest number are left out first)
@@ -197,7 +196,7 @@ def _progress_bar(done: int, total: int, width: int) -> Text:
 
 
 def shorten(text: str, width: int) -> str:
-    """Return a text as one line of at most ``width`` columns; a shortened text ends with dots."""
+    """Return a text as one line of at most ``width`` columns; a shortened text ends with ``...``."""
     text = " ".join(text.split())
     return text if cell_len(text) <= width else set_cell_size(text, width - 3).rstrip() + "..."
 
@@ -236,12 +235,12 @@ Records = Sequence[dict[str, Any]]
 
 @dataclass(frozen=True)
 class _Panel:
-    """One set of axes of the plot, drawn if the run has the first of the panel's metrics."""
+    """Axes of the plot for one or two metrics, drawn if the run has the first metric."""
 
     label: str
     """Label of the vertical axis."""
     metrics: tuple[str, ...]
-    """Metrics to draw, at most two; each has one curve, and a second curve if held-out values exist."""
+    """Metrics to draw, at most two; each has a training curve, and an evaluation curve if it was evaluated."""
     legend_prefixes: tuple[str, ...] = ("",)
     """Prefix of each metric's labels in the legend."""
     limits: tuple[float, float] | None = None
@@ -258,13 +257,13 @@ PANELS = (
 
 @dataclass
 class LossPlot:
-    """Draws ``loss.png`` of a run. Drawing takes at most about 1/50 of the run's time."""
+    """Plot ``loss.png`` of a run. Drawing takes at most about 1/50 of the run's time."""
 
     run: RunDirectory
     _next_time: float = field(default=0.0, init=False)
 
     def draw(self, *, last: bool = False) -> None:
-        """Draw the plot, unless the last drawing was a short time ago and ``last`` is False."""
+        """Draw the plot, unless ``last`` is False and it was drawn a short time ago."""
         began = time.monotonic()
         if began < self._next_time and not last:
             return
@@ -287,7 +286,7 @@ def moving_average(values: Sequence[float], window: float) -> list[float]:
 
 @with_default_style
 def draw_loss(records: Records, path: Path, *, title: str) -> None:
-    """Write a plot of training loss, its moving average and held-out loss; below, the metrics of :data:`PANELS`.
+    """Write a plot of training loss, its moving average and evaluation loss; below, the metrics of :data:`PANELS`.
 
     Nothing is written if no record has a loss.
 
@@ -363,21 +362,22 @@ def _read_series(records: Records, metric: str) -> tuple[list[int], list[float]]
 
 @dataclass(frozen=True)
 class RunFacts:
-    """Name, recipe, versions and plan of a run, known before its first step; secrets are removed from texts."""
+    """Description of a run before its first step; secrets are removed from texts."""
 
     run: str
-    """Id of the run; a resumed run keeps it."""
+    """Id of the run, also after it is resumed."""
     name: str
-    """Name of the run's directory."""
+    """Name of the run directory."""
     directory: Path
     step: int
-    """Step of the checkpoint from which the run resumes, or 0."""
+    """Step from which the run resumes, or 0."""
     total_steps: int
     recipe: Mapping[str, Any]
-    """All keys of the recipe."""
+    """Key -> value of the recipe, with defaults."""
     versions: Mapping[str, str]
     plan: Mapping[str, Any]
-    """The schedule. If it was planned, also ``peak_bytes``, ``step_seconds``, and ``terms``: bytes by memory term."""
+    """``schedule``; if it was planned, also ``peak_bytes``, ``step_seconds``, and ``terms`` (bytes by kind of
+    memory)."""
 
 
 class Listener:
@@ -385,13 +385,12 @@ class Listener:
 
         started -> (step | evaluated | sampled | saved | event)* -> finished
 
-    Only rank 0 calls listeners, in its training thread. Their arguments are copies, so changes do not affect the run.
-    If a listener raises an error, the loop saves a checkpoint at the next boundary between steps, ends, and raises the
-    error.
+    Only rank 0 calls listeners, in the thread that trains. Arguments are copies, so changes do not affect the run. If a
+    listener raises an error, the loop saves a checkpoint after the current step, ends, and raises the error.
     """
 
     def started(self, facts: RunFacts) -> None:
-        """Receive the name, recipe and plan of a new or resumed run, before its first step."""
+        """Receive the description of a new or resumed run, before its first step."""
 
     def step(self, record: dict[str, Any]) -> None:
         """Receive the line of ``metrics.jsonl`` of a finished step."""
@@ -400,7 +399,7 @@ class Listener:
         """Receive the line of ``metrics.jsonl`` of an evaluation: ``step``, ``eval_loss`` and other metrics."""
 
     def sampled(self, samples: list[dict[str, Any]]) -> None:
-        """Receive new lines of ``samples.jsonl``: ``step``, ``prompt``, ``completion``."""
+        """Receive new lines of ``samples.jsonl``, with ``step``, ``prompt`` and ``completion``."""
 
     def saved(self, step: int, path: Path) -> None:
         """Receive the step and folder of a checkpoint that is complete on disk."""
@@ -418,11 +417,11 @@ class Listener:
 
 @dataclass
 class Listeners(Listener):
-    """Calls several listeners, each with its own copy of the arguments. Ranks other than 0 have no listeners."""
+    """Calls several listeners, each with its own copy of the arguments."""
 
     listeners: Sequence[Listener] = ()
     error: Exception | None = field(default=None, init=False)
-    """First error that a listener raised; that listener is no longer called."""
+    """First error that a listener raised; this listener is no longer called."""
     _failed: Listener | None = field(default=None, init=False)
 
     def started(self, facts: RunFacts) -> None:
@@ -444,7 +443,6 @@ class Listeners(Listener):
         self._call_each(lambda listener: listener.event(name, copy.deepcopy(details)))
 
     def finished(self, outcome: dict[str, Any]) -> None:
-        """Call all listeners, except a listener that has raised an error."""
         self._call_each(lambda listener: listener.finished(copy.deepcopy(outcome)))
 
     def raise_first_error(self) -> None:

@@ -1,7 +1,6 @@
-"""Read and write the records of a run: ``metrics.jsonl`` and ``events.jsonl``, one JSON object per line.
+"""Read and write ``metrics.jsonl`` and ``events.jsonl`` of a run, with one JSON object (record) per line.
 
-A long run has hundreds of thousands of lines, and a resumed run needs only the last ones. So files are read from the
-end and truncated at the first line to delete.
+Files of long runs have hundreds of thousands of lines, so they are read from the end, and truncated in place.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ MAX_ROTATED_FILES = 3
 
 
 def append_record(path: Path, record: dict[str, Any]) -> None:
-    """Append a record as one line of JSON. Floats are written with all digits, so runs can be compared exactly.
+    """Append a record as one line of JSON. Floats are written with all digits.
 
     Raises:
         CheckpointError: The file cannot be written.
@@ -41,7 +40,7 @@ def append_record(path: Path, record: dict[str, Any]) -> None:
 
 
 def append_records(path: Path, records: Sequence[dict[str, Any]]) -> None:
-    """Append several records in one write; after a crash the file may have only the first of them.
+    """Append several records in one write; after a crash, the file may have only some of them.
 
     Raises:
         CheckpointError: The file cannot be written.
@@ -54,13 +53,13 @@ def append_records(path: Path, records: Sequence[dict[str, Any]]) -> None:
 
 
 def append_event(path: Path, event: str, **details: Any) -> None:
-    """Append an event to ``events.jsonl``: one line with its name, details and time (UTC)."""
+    """Append an event to ``events.jsonl``: one line with its name, details and UTC time."""
     redacted = redact_values(details)  # the text of an error may contain secrets
     append_record(path, {"time": datetime.now(UTC).isoformat(timespec="seconds"), "event": event, **redacted})
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """Return all records of a JSON-lines file; empty if it does not exist. A last line truncated by a crash is ignored.
+    """Return all records of a file; empty if it does not exist. A last line truncated by a crash is ignored.
 
     Raises:
         ArgumentError: The file cannot be read, or a line is not a JSON object; the error names ``file:line``.
@@ -70,11 +69,11 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class _Line:
-    """A line of a records file, with its position for error messages."""
+    """A line of a records file, with its position for errors."""
 
     path: Path
     start: int
-    """Offset of the line's first byte."""
+    """Offset of the line in the file, in bytes."""
     text: bytes
     is_last: bool
     """True for the last line, which a crash may have truncated."""
@@ -94,7 +93,6 @@ class _Line:
         return record
 
     def invalid_error(self, reason: str) -> ArgumentError:
-        """Return an ArgumentError that names this line and the reason why it is invalid."""
         with self.path.open("rb") as file:
             number, left = 1, self.start
             while left and (block := file.read(min(left, BLOCK_BYTES))):
@@ -107,7 +105,7 @@ BLOCK_BYTES = 1 << 16
 
 
 def _read_records_from(path: Path, start: int) -> Iterator[tuple[_Line, dict[str, Any]]]:
-    """Yield lines with their records from byte ``start``, the start of a line; nothing if the file does not exist."""
+    """Yield lines with their records from the byte offset ``start``, where a line begins."""
     if not path.exists():
         return
     try:
@@ -146,21 +144,21 @@ def _read_lines_backwards(path: Path) -> Iterator[_Line]:
 
 
 def _split_lines_reversed(text: bytes, is_start_complete: bool) -> list[bytes]:
-    """Return the lines of a text from the last to the first; ``is_start_complete``: the first line is complete."""
+    """Return the lines of a text from last to first; the first line is included only if ``is_start_complete``."""
     *lines, last = text.split(b"\n")
     complete = [line + b"\n" for line in lines] + [last] * bool(last)
     return [*reversed(complete), b""] if is_start_complete else complete[::-1]
 
 
 def read_records_backwards(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records of a file from the last to the first; the file is read only as far as the caller iterates."""
+    """Yield the records of a file from last to first; the file is read in blocks, as far as needed."""
     for line in _read_lines_backwards(path):
         if (record := line.record()) is not None:
             yield record
 
 
 def check_records(step_files: Sequence[Path], events: Path) -> None:
-    """Check the records of a run before it resumes; of a long file only the last :data:`CHECKED_BYTES` bytes.
+    """Check the record files of a run before it resumes; of a long file, only the last :data:`CHECKED_BYTES` bytes.
 
     Args:
         step_files: Paths of files in which each line must have a step.
@@ -202,12 +200,12 @@ def _invalid_records_error(path: Path, number: int, reason: str) -> ArgumentErro
 
 
 def delete_after_step(path: Path, step: int, *, keep_evaluation: bool = True) -> None:
-    """Delete the lines of steps after ``step``, which the resumed run repeats.
+    """Delete the lines of steps after ``step``, which a resumed run repeats.
 
     Args:
         path: Records file; nothing happens if it does not exist.
         step: Last step whose lines are kept.
-        keep_evaluation: False to delete the evaluation of ``step`` too, which is also repeated.
+        keep_evaluation: False to also delete the evaluation of ``step``.
     """
     if not path.is_file():
         return
@@ -229,7 +227,7 @@ def delete_after_step(path: Path, step: int, *, keep_evaluation: bool = True) ->
 
 
 def delete_events_after_step(path: Path, step: int) -> None:
-    """Delete the events after ``step``, the last step before a resume, and a last line truncated by a crash."""
+    """Delete the events after ``step``, and a last line truncated by a crash."""
     if path.is_file():
         records = read_records(path)
         kept = [r for r in records if r.get("event") not in STEP_EVENTS or r.get("step", 0) <= step]
@@ -258,12 +256,13 @@ def _replace_records(path: Path, content: bytes) -> None:
 
 
 def rotated_paths(path: Path) -> list[Path]:
-    """Return the paths of a text file and of its rotated files, the newest first; they need not exist."""
+    """Return the paths of a JSON-lines file and its rotated files, newest first; they need not exist."""
     return [path, *(path.with_name(f"{path.stem}.{number}{path.suffix}") for number in range(1, MAX_ROTATED_FILES + 1))]
 
 
 def rotate_file(path: Path) -> None:
-    """Rotate a long text file: ``name.jsonl`` becomes ``name.1.jsonl``, and the oldest rotated file is deleted."""
+    """Rotate a long JSON-lines file: ``name.jsonl`` becomes ``name.1.jsonl``, and the oldest rotated file is
+    deleted."""
     if not path.is_file() or path.stat().st_size < ROTATE_BYTES:
         return
     names = rotated_paths(path)
@@ -276,7 +275,7 @@ def rotate_file(path: Path) -> None:
 
 
 def delete_rotated_after_step(path: Path, step: int) -> None:
-    """Delete the lines of steps after ``step`` in a text file and its rotated files."""
+    """Delete the lines of steps after ``step`` in a JSON-lines file and its rotated files."""
     for file in rotated_paths(path):
         if not file.is_file():
             return
@@ -291,7 +290,7 @@ def _is_evaluation(record: dict[str, Any]) -> bool:
 
 @contextmanager
 def record_failure(path: Path) -> Iterator[None]:
-    """Context manager that writes an event ``failure`` if the block raises an error, and raises the error again."""
+    """Context manager that writes an event ``failure`` if an error is raised inside."""
     try:
         yield
     except Exception as error:

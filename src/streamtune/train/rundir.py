@@ -1,12 +1,12 @@
-"""The directory of a run, and the rules for starting or resuming a run in it.
+"""The directory of a run, and checks before a run starts or resumes in it.
 
 output_dir/
-  run.json        identity of the run
+  run.json        settings and hashes by which a resumed run is compared
   recipe.yaml     recipe with every default filled in
   metrics.jsonl   one line per step
   events.jsonl    events with their times
   samples.jsonl   completed sample prompts
-  trackers.json   ids of this run at its trackers
+  trackers.json   ids of this run at its experiment trackers
   loss.png
   checkpoints/
   final/          trained model in Hugging Face format
@@ -16,7 +16,7 @@ output_dir/
   selected.jsonl  rows selected for each step
   report.html     report of the run, written at the end
   deepspeed.json  DeepSpeed's configuration with every default filled in
-  .lock           lock of the process that trains, see ``directory_lock``
+  .lock           lock of the process that trains
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ MEASUREMENT_FILES = {"probe.json", "probe.png", "bench.json", "bench.png"}
 
 
 class _PathInRun:
-    """Descriptor that returns the path of a file or folder of a run."""
+    """Descriptor that returns the path of a file or folder in the run directory."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -63,7 +63,7 @@ class _PathInRun:
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """The paths of the files of a run."""
+    """Paths of the files of a run."""
 
     path: Path
 
@@ -87,10 +87,10 @@ class RunDirectory:
     final = _PathInRun("final")
 
     def read_identity(self) -> dict[str, Any] | None:
-        """Return the identity of the run in this directory; None if there is no run.
+        """Return the content of ``run.json``: settings and hashes of the run; None if there is no run.
 
         Raises:
-            ArgumentError: The directory cannot be read, or it has files that are not a run's.
+            ArgumentError: The directory cannot be read, or contains files that do not belong to a run.
         """
         self._check_entry_types()
         # List the folder first: another process may write run.json, and more files after it, in between.
@@ -128,13 +128,7 @@ class RunDirectory:
         return None
 
     def _check_entry_types(self) -> None:
-        """Check that each existing entry with a name that a run uses has the right type and is not a link.
-
-        A named pipe would block, a folder would be replaced, and a link leads out of the directory.
-
-        Raises:
-            ArgumentError: An entry is a symbolic link or has another type.
-        """
+        """Raise an ArgumentError if a name that a run uses is a symbolic link or has the wrong file type."""
         text_files = [self.identity, self.recipe, self.deepspeed, self.metrics, self.events, self.loss_plot]
         text_files += [self.plan, self.data, self.bad_rows, self.report, self.samples, self.trackers, self.selected]
         text_files += [self.path / LOCK, *rotated_paths(self.path / "completions.jsonl")]
@@ -161,11 +155,11 @@ class RunDirectory:
                 )
 
     def lock(self) -> DirectoryLock:
-        """Lock the directory and return the lock; the directory is created if it does not exist.
+        """Lock the directory, and return the lock; the directory is created if it does not exist.
 
         Raises:
-            ArgumentError: Another process is training in it, or it has files that are not a run's.
-            CheckpointError: It cannot be written to.
+            ArgumentError: Another process is training in it, or it contains files that do not belong to a run.
+            CheckpointError: The directory cannot be written to.
         """
         self.read_identity()
         return DirectoryLock(self.path)
@@ -179,14 +173,14 @@ class RunDirectory:
         lock: DirectoryLock | None = None,
         documents: Mapping[Path, Mapping[str, Any]] = MappingProxyType({}),
     ) -> Iterator[None]:
-        """Context manager that locks the directory and writes the identity and recipe of the run into it.
+        """Context manager that locks the directory and writes the settings of the run into it.
 
         Args:
-            identity: Identity of the run.
+            identity: Content of ``run.json``.
             recipe_yaml: Recipe with every default filled in.
             deepspeed: Configuration of DeepSpeed; empty without DeepSpeed.
             lock: Lock that this process already has; None: the directory is locked here.
-            documents: Further JSON documents to write, by path, such as plan and data.
+            documents: Further JSON documents to write, by path.
 
         Raises:
             ArgumentError: Another process is training in the directory.
@@ -217,7 +211,7 @@ class RunDirectory:
         fsync_path(self.path)
 
     def move_aside(self) -> Path:
-        """Rename the directory of a run to the first free ``NAME.old-N``, and return the new path."""
+        """Rename the run directory to the first free ``NAME.old-N``, and return the new path."""
         return self.lock().move_aside()
 
 
@@ -231,7 +225,7 @@ def find_checkpoint(run: RunDirectory, resume: str, notify: Callable[[str], None
 
     Raises:
         ArgumentError: The path does not exist.
-        CheckpointError: The checkpoint is damaged, or all checkpoints of the run are damaged or gone.
+        CheckpointError: The checkpoint is damaged, or all checkpoints of the run are damaged or missing.
     """
     if resume == "never":
         return None
@@ -251,7 +245,7 @@ def find_checkpoint(run: RunDirectory, resume: str, notify: Callable[[str], None
 
 
 def _refuse_lost_checkpoints(run: RunDirectory) -> None:
-    """Raise a CheckpointError if the run has saved checkpoints that are gone; a new start would overwrite its files."""
+    """Raise a CheckpointError if all checkpoints that the run has saved are missing."""
     saved = [record for record in read_records(run.events) if record.get("event") == "checkpoint"]
     if saved and run.identity.is_file():
         raise CheckpointError(
@@ -270,14 +264,14 @@ def check_same_run(
     allowed_keys: Container[str] = (),
     never_allowed_keys: Container[str] = (),
 ) -> list[str]:
-    """Check that a run resumes with the settings and data of its start; return descriptions of allowed differences.
+    """Compare the settings and data of a resumed run with its start; return descriptions of allowed differences.
 
     Args:
-        old_identity: Identity at the run's start: ``{"recipe": {key: value}, "data": hash, "files": {key: hash}}``.
-        new_identity: Identity of this start; missing parts are not compared.
+        old_identity: Content of ``run.json``: ``{"recipe": {key: value}, "data": hash, "files": {key: hash}}``.
+        new_identity: The same for the resumed run; missing parts are not compared.
         where: Path of the run, for the error.
         allowed_keys: Keys that may differ: recipe keys, ``data``, and keys of :data:`FILES`.
-        never_allowed_keys: Keys that --allow-change does not accept, so that the error does not suggest it.
+        never_allowed_keys: Keys for which the error does not suggest ``--allow-change``.
 
     Raises:
         RecipeError: Other keys differ; the message names each key with both values.
@@ -311,7 +305,7 @@ def check_same_run(
 
 
 def describe_harmless_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Describe changes that do not prevent a resume: of some recipe keys, library versions and number of ranks."""
+    """Describe differences that do not prevent a resume: some recipe keys, library versions, number of ranks."""
     parts = [_describe_changes(old[part], new.get(part, {})) for part in ("free", "versions") if part in old]
     parts.append(_describe_changes(*({"world_size": each.get("world_size", 1)} for each in (old, new))))
     return [text for part in parts for text in part.values()]
@@ -326,12 +320,11 @@ def _describe_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[st
 
 
 def _short_json(value: Any) -> str:
-    """Return a setting as JSON; of a dict, without the keys whose value is None."""
     return json.dumps({k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value)
 
 
 def check_shared_folder(folder: Path, world: World) -> None:
-    """Check that all ranks see the same directory; otherwise their checkpoint files would be in different places.
+    """Check that all ranks see the same directory, so that they write their checkpoint files to one place.
 
     Raises:
         ArgumentError: A rank does not see a file that rank 0 wrote.

@@ -1,17 +1,14 @@
-"""Write checkpoints, in a worker thread if possible, and delete old ones.
+"""Write checkpoints, if possible in a worker thread, and delete old checkpoints.
 
     training thread    copy to the host     step   step   step            wait at the end
-    worker                        write, hash, fsync, rename, read back, delete old ones
+    worker                        write, hash, fsync, rename, verify, delete old checkpoints
 
-At most one save is in flight; a second save waits for the first. Its copy has trained weights, buffers and optimizer
-tensors. The save runs in the training thread if the model cannot be copied, or the copy would exceed half of the free
-host memory. The training thread then copies only 2 GiB at a time.
+A save waits for the previous save. Trained weights, buffers and optimizer tensors are copied to the host first. If the
+copy would need more than half of the free host memory, the training thread itself writes the checkpoint, 2 GiB at a
+time.
 
-With several ranks, each rank's worker writes the rank's part into one staging directory that all ranks must see.
-The workers have their own process group. Rank 0 writes the model, the index of slices and the manifest. An error on
-one rank is raised on all ranks, and the directory is deleted.
-
-Errors of the worker are raised at the next boundary between steps.
+With several ranks, each rank writes its part into one staging directory, which all ranks must see. Rank 0 writes the
+model, the index of slices and the manifest. An error on one rank is raised on all ranks, after the current step.
 """
 
 from __future__ import annotations
@@ -63,10 +60,10 @@ class ModelWriter:
     Attributes:
         write: Function that writes the model into a folder.
         num_bytes: Approximate size of the written files, in bytes.
-        snapshot: Function that copies weights that training changes to the host, and returns a function that writes
-            the copy, from any thread. None: the model cannot be copied.
-        needs_all_ranks: True if no rank has the whole model. Then all ranks call ``write`` or ``snapshot``, and an
-            error on one rank is raised on all ranks. Rank 0 has the snapshot and writes the snapshot alone.
+        snapshot: Function that copies the trained weights to the host, and returns a function that writes the copy into
+            a folder, from any thread. None: the model cannot be copied.
+        needs_all_ranks: True if no rank has the whole model. Then all ranks call ``write`` or ``snapshot``, and only
+            rank 0 gets the copy.
     """
 
     write: Callable[[Path], None]
@@ -75,7 +72,8 @@ class ModelWriter:
     needs_all_ranks: bool = False
 
     def snapshot_writer(self, world: World) -> ModelWriter:
-        """Copy the model to the host; return a writer of the copy, for any thread of rank 0. Called by all ranks."""
+        """Copy the model to the host, and return a writer of the copy for use in another thread. Called by all
+        ranks."""
         if self.snapshot is None or not (self.needs_all_ranks or world.is_main):
             return self
         return ModelWriter(self.snapshot(), self.num_bytes)
@@ -83,7 +81,7 @@ class ModelWriter:
 
 @dataclass(frozen=True)
 class KeepPolicy:
-    """Numbers of checkpoints that are not deleted when a new checkpoint is saved."""
+    """Numbers of checkpoints to keep when a new checkpoint is saved."""
 
     newest: int
     """Number of newest checkpoints to keep; 0 keeps all."""
@@ -93,9 +91,9 @@ class KeepPolicy:
 
 
 def delete_old_checkpoints(folder: Path, keep: KeepPolicy, *, run: str = "") -> list[Path]:
-    """Delete the checkpoints of ``run`` that the policy ``keep`` does not keep, and return the deleted paths.
+    """Delete the checkpoints that ``keep`` does not keep, and return their paths.
 
-    A directory without a manifest of this run is never deleted, whatever its name.
+    Directories without a manifest of the run with id ``run`` are never deleted.
     """
     if keep.newest <= 0:
         return []
@@ -119,16 +117,16 @@ def _read_manifest_of_run(path: Path, run: str) -> Manifest | None:
 
 
 class CheckpointSaver:
-    """Context manager around the loop that saves checkpoints; on exit it waits for a save in the background.
+    """Context manager that saves checkpoints; on exit it waits for a save in the background.
 
     Args:
         folder: Folder of the checkpoints.
         writer: Writer of the model.
-        keep: Numbers of checkpoints that are kept after a new one is verified.
-        world: Ranks that save; if ``asynchronous``, with a process group that nothing else uses.
+        keep: Numbers of checkpoints to keep.
+        world: Ranks that save; if ``asynchronous``, with their own process group.
         run: Id of the run.
         asynchronous: True to write in a worker thread.
-        before_write: Function called in the writing thread before each save; flushes records to disk.
+        before_write: Function called before each save, in the writing thread.
     """
 
     def __init__(
@@ -155,10 +153,10 @@ class CheckpointSaver:
         self._join_worker()
 
     def save(self, backend: Backend, *, state: Mapping[str, Any], rng: RngState, metric: float | None = None) -> None:
-        """Save the current state of the run; when this returns, training may continue. Called by all ranks.
+        """Save a checkpoint, or start to save it in the background. Called by all ranks.
 
         Args:
-            backend: Backend with the optimizer's state.
+            backend: Backend with the optimizer states.
             state: JSON values, equal on all ranks, including ``step``; must not be changed later.
             rng: This rank's random state before the next step.
             metric: Value by which :class:`KeepPolicy` ranks the checkpoint; None if there is none.
@@ -193,7 +191,7 @@ class CheckpointSaver:
         self._worker = worker  # set after start(): an unstarted thread cannot be joined
 
     def check_disk_space(self, backend: Backend) -> None:
-        """Raise a CheckpointError if the disk has no space for a checkpoint. Called by all ranks."""
+        """Raise a CheckpointError if a checkpoint does not fit on the disk. Called by all ranks."""
         needed_bytes = self.writer.num_bytes + sum(self.world.gather_all_ranks(_optimizer_state_bytes(backend)))
         explain = _explain_write_errors(self.folder, needed_bytes, list_checkpoints(self.folder))
         self.world.run_on_rank_0(explain(lambda: _check_free_bytes(self.folder, needed_bytes)))
@@ -203,7 +201,7 @@ class CheckpointSaver:
         delete_old_checkpoints(self.folder, self.keep, run=self.run)
 
     def wait_for_save(self) -> None:
-        """Wait for the save that is running in the background, and raise its error if it failed."""
+        """Wait for the save in the background, and raise its error if it failed."""
         self._join_worker()
         error, self._error = self._error, None
         if error is not None:
@@ -211,16 +209,16 @@ class CheckpointSaver:
 
     @property
     def has_failed(self) -> bool:
-        """True if the last save failed; :meth:`wait_and_pop_committed` raises its error."""
+        """True if the last save failed."""
         return self._error is not None
 
     def pop_committed(self) -> list[Path]:
-        """Return the paths of the checkpoints committed since the last call."""
+        """Return the paths of the checkpoints completed since the last call."""
         saved, self._saved = self._saved, []
         return saved
 
     def wait_and_pop_committed(self) -> list[Path]:
-        """Wait for the running save, raise its error if it failed, and return the result of :meth:`pop_committed`."""
+        """Wait for the save in the background, raise its error if it failed, and return :meth:`pop_committed`."""
         self.wait_for_save()
         return self.pop_committed()
 
@@ -238,16 +236,16 @@ class CheckpointSaver:
 
 @dataclass(frozen=True)
 class CheckpointContent:
-    """Content of a checkpoint except the model: run state, random state and optimizer state."""
+    """Content of a checkpoint except the model."""
 
     state: Mapping[str, Any]
-    """JSON values, including ``step``."""
+    """JSON values for ``state.json``, including ``step``."""
     rng: RngState
     """Random state of this rank before the next step."""
     slices: Iterable[Slice]
-    """Optimizer state that this rank writes; copied to the host in parts."""
+    """Optimizer states that this rank writes."""
     has_whole_state: bool
-    """True if the slices are whole tensors and this rank has all of them."""
+    """True if this rank has all optimizer states as whole tensors."""
     needed_bytes: int
     """Approximate size of the checkpoint in bytes, model included."""
     run: str = ""
@@ -265,7 +263,7 @@ def save_checkpoint(
     before_write: Callable[[], None] = lambda: None,
     after_commit: Callable[[Path], None] = lambda path: None,
 ) -> Path:
-    """Write the checkpoint ``folder/step-N``, commit it, and return its path. Called by all ranks.
+    """Write the checkpoint ``folder/step-N`` atomically, and return its path. Called by all ranks.
 
     Args:
         folder: Folder of the checkpoints.
@@ -273,7 +271,7 @@ def save_checkpoint(
         writer: Writer of the model.
         world: Ranks that write.
         before_write: Function that rank 0 calls before anything is written.
-        after_commit: Function that rank 0 calls with the path of the committed checkpoint.
+        after_commit: Function that rank 0 calls with the path of the complete checkpoint.
 
     Raises:
         CheckpointError: The checkpoint cannot be written. Earlier checkpoints are intact.
@@ -309,7 +307,7 @@ def save_checkpoint(
 
 
 def write_final_model(target: Path, writer: ModelWriter, world: World = WORLD) -> None:
-    """Write the trained model to ``target`` atomically, replacing an earlier one. Called by all ranks.
+    """Write the trained model to ``target`` atomically, replacing an earlier model. Called by all ranks.
 
     Raises:
         CheckpointError: The model cannot be written.
@@ -322,7 +320,6 @@ def write_final_model(target: Path, writer: ModelWriter, world: World = WORLD) -
 
 
 def _write_model(writer: ModelWriter, folder: Path, world: World, explain: ContextDecorator) -> None:
-    """Write the model, by rank 0 if it has the whole model, else by all ranks."""
     (world.run_on_all_ranks if writer.needs_all_ranks else world.run_on_rank_0)(explain(lambda: writer.write(folder)))
 
 
@@ -347,12 +344,7 @@ def _optimizer_state_bytes(backend: Backend) -> int:
 
 
 def _copies_fit_in_host_memory(world: World, num_bytes: int) -> bool:
-    """Return True if the copies of all ranks need at most half of the free memory on every host.
-
-    Args:
-        world: Ranks that copy.
-        num_bytes: Number of bytes that this rank copies.
-    """
+    """Return True if the copies of all ranks need at most half of the free memory on every host."""
     host = socket.gethostname()
     needed_bytes = sum(size for other, size in world.gather_all_ranks((host, num_bytes)) if other == host)
     return not world.any_rank(2 * needed_bytes > psutil.virtual_memory().available)
@@ -365,13 +357,7 @@ def _check_free_bytes(folder: Path, needed_bytes: int) -> None:
 
 @contextmanager
 def _explain_write_errors(target: Path, needed_bytes: int, previous_checkpoints: Sequence[Path]) -> Iterator[None]:
-    """Context manager that turns an error while ``target`` is written into a CheckpointError.
-
-    Args:
-        target: Path that is written.
-        needed_bytes: Size of ``target`` in bytes.
-        previous_checkpoints: Existing checkpoints, of which the error names the last.
-    """
+    """Context manager that turns an error in writing ``target`` into a CheckpointError."""
     safe = f"{previous_checkpoints[-1]} is intact" if previous_checkpoints else "there is no earlier checkpoint"
     try:
         yield

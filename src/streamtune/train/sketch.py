@@ -1,18 +1,14 @@
-"""Sketch the gradient of one row in a few hundred numbers, to compare rows for selection (``tasks.steps``).
+"""Random projections (count sketches) of the gradients of dataset rows, to select rows (``select_rows``).
 
-A sketch is computed from the gradient of the row's mean loss for one weight, the value projection of the last layer
-that has one. CoLM (arXiv 2407.19580, section 4.3) estimates this gradient from two forwards. Only this weight requires
-a gradient. So the layers below it run forward without a graph, chunk by chunk, and the backward ends at the weight.
-Logits exist for one chunk of tokens at a time.
+Only the gradient of one weight is computed: the value projection of the last layer that has one. So the layers below it
+run without an autograd graph. CoLM (arXiv 2407.19580, section 4.3) uses the same weight.
 
-If the weight has Adam's moments m and v, the gradient g is replaced by the step that Adam would take for this row alone
-(section 4.2):
+If the weight has Adam's moments m and v, its gradient g is replaced by Adam's step for this row alone (section 4.2):
 
     ((b1 m + (1 - b1) g) / (1 - b1^t))  /  (sqrt((b2 v + (1 - b2) g^2) / (1 - b2^t)) + eps)
 
-A count sketch projects the n numbers of a gradient: the numbers are divided into k random groups, and each group is
-summed with random signs. In expectation, the dot product and the squared distance of two sketches equal the dot product
-and the squared distance of the two gradients.
+A count sketch divides the n values of a gradient into k random groups, and sums each group with random signs. In
+expectation, dot products and squared distances of gradients are preserved.
 """
 
 from __future__ import annotations
@@ -37,7 +33,7 @@ Weights = Mapping[str, nn.Parameter]
 
 
 def value_projection_weights(layers: Sequence[nn.Module], recipe_key: str = "select_rows") -> dict[str, nn.Parameter]:
-    """Return the trained weights of the value projection, by name, of the last layer that has any.
+    """Return name -> parameter of the trained value projection in the last layer that has one.
 
     Args:
         layers: Decoder layers.
@@ -63,11 +59,11 @@ def value_projection_weights(layers: Sequence[nn.Module], recipe_key: str = "sel
 
 
 class CountSketch:
-    """A random projection (count sketch), stored on the host; the same seed gives the same projection.
+    """A random projection (count sketch) of vectors; the same seed gives the same projection.
 
     Args:
-        count: Number of values to project.
-        size: Largest number of values of the projection.
+        num_values: Number of values of a vector.
+        max_size: Largest number of values of its projection.
         seed: Random seed.
     """
 
@@ -78,7 +74,7 @@ class CountSketch:
         self.signs_n = torch.randint(0, 2, (num_values,), generator=generator, dtype=torch.int8) * 2 - 1
 
     def __call__(self, values_n: Tensor) -> Tensor:
-        """Return the projection ``[k]`` of ``values_n`` ``[n]``, on their device and in their dtype."""
+        """Return the projection ``[k]`` of ``values_n`` ``[n]``, on the same device and in the same dtype."""
         order_n, signs_n = self.order_n.to(values_n.device), self.signs_n.to(values_n.device)
         signed_n = values_n.index_select(0, order_n) * signs_n
         missing = -len(signed_n) % self.size
@@ -86,16 +82,16 @@ class CountSketch:
 
 
 class RowSketch:
-    """Computes a random projection (sketch) of each row's gradient, with the streamed model in evaluation mode.
+    """Computes a random projection of the gradient of a row's loss, with the model in evaluation mode.
 
     Args:
-        model: Streamed model to call.
-        handle: Handle of the model.
-        objective: Objective that computes the loss of a row.
+        model: Model changed by :func:`streamtune.stream`.
+        handle: Handle of the model, returned by :func:`streamtune.stream`.
+        objective: Objective that computes the loss.
         device: Device of the model.
-        size: Number of values of a sketch.
+        size: Number of values of a projection.
         seed: Seed of the projection.
-        bf16: True to run the forward under bfloat16 autocast.
+        bf16: True to run the forward pass under bfloat16 autocast.
     """
 
     def __init__(
@@ -118,8 +114,7 @@ class RowSketch:
     def __call__(self, batch: MicroBatch) -> Tensor:
         """Return the projected gradient ``[k]`` of a one-row batch, on the host: fp32, or fp64 for fp64 weights.
 
-        Dropout is off, no router loss is added, and the random state is restored. Accumulated gradients do not change,
-        and gradient hooks are not called.
+        Dropout and router loss are off. Random state, accumulated gradients and gradient hooks are not affected.
         """
         batch = batch.to(self.device)
         totals = self.objective.step_totals([batch])
@@ -147,14 +142,14 @@ class RowSketch:
 
 
 class CompletionGradient:
-    """Computes the gradient norm of ``-log p`` of a completion, for the weights that :class:`RowSketch` uses.
+    """Computes the norm of the gradient of ``-log p`` of a completion, for the weights that :class:`RowSketch` uses.
 
     Args:
-        model: Streamed model to call.
-        handle: Handle of the model.
+        model: Model changed by :func:`streamtune.stream`.
+        handle: Handle of the model, returned by :func:`streamtune.stream`.
         temperature: Divisor of the logits.
         device: Device of the model.
-        bf16: True to run the forward under bfloat16 autocast.
+        bf16: True to run the forward pass under bfloat16 autocast.
     """
 
     def __init__(
@@ -164,11 +159,11 @@ class CompletionGradient:
 
     @cached_property
     def weights(self) -> Weights:
-        """Weights whose gradient is measured, by name; looked up on first use, because evaluation may train none."""
+        """Name -> weight whose gradient is measured."""
         return value_projection_weights(self.handle.layers, "allocation")
 
     def __call__(self, batch: TreeBatch) -> float:
-        """Return the gradient norm of a batch with one completion; gradients and random state do not change."""
+        """Return the gradient norm for a batch with one completion; gradients and random state do not change."""
         batch = batch.to(self.device)
 
         def loss() -> Tensor:
@@ -183,7 +178,7 @@ class CompletionGradient:
 
 
 def _weight_gradients(model: Any, handle: StreamHandle, weights: Weights, loss: Callable[[], Tensor]) -> list[Tensor]:
-    """Return the gradients of a loss for ``weights`` only; zeros for a weight that the loss does not depend on."""
+    """Return the gradients of a loss for ``weights`` only; zeros if the loss does not depend on a weight."""
     with preserve_rng(), evaluation_mode(model), handle.routers.without_losses(), _train_only(model, weights):
         grads = torch.autograd.grad(loss(), list(weights.values()), allow_unused=True)
     pairs = zip(weights.values(), grads, strict=True)
@@ -211,7 +206,6 @@ def adam_step(grad: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) 
 
 @contextmanager
 def _train_only(model: nn.Module, weights: Weights) -> Iterator[None]:
-    """Context in which only ``weights`` require a gradient."""
     kept_ids = {id(weight) for weight in weights.values()}
     others: Iterable[nn.Parameter] = [p for p in model.parameters() if p.requires_grad and id(p) not in kept_ids]
     for parameter in others:

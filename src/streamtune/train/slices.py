@@ -1,9 +1,7 @@
-"""Save optimizer state in slices: each rank writes its own slices, and any rank can read the slices that it needs.
+"""Saving of optimizer states in slices: each rank writes its own slices, and any rank can read any slice.
 
-A slice is a range of a flattened tensor: ``(parameter, key, offset, values)``. Ranks that shard the state have
-different slices of the same tensors. FSDP2 shards by rows, ZeRO-3 by a range of each parameter, and ZeRO-1 and 2 by a
-range of all parameters joined. Offsets are relative to the parameter, so any layout can read files of any other layout.
-A rank reads only the ranges that overlap its own.
+A slice is a range of a flattened tensor. Ranks that shard the states have different slices of the same tensors. Offsets
+are relative to the parameter, so a run can resume with another number of ranks or another way of sharding.
 
     optimizer-00001.safetensors         rank 0; "lm_head.weight/exp_avg@4096" has the values from offset 4096, flattened
     optimizer-r00003-00001.safetensors  rank 3
@@ -35,11 +33,11 @@ FILE_BYTES = 2 << 30
 
 
 class Slice(NamedTuple):
-    """A range of one tensor of the optimizer state, on this rank."""
+    """A range of one flattened tensor of the optimizer states."""
 
     parameter: str
     key: str
-    """``exp_avg``, ``step`` ..., or :data:`MASTER`."""
+    """Name of the state, such as ``exp_avg``, or :data:`MASTER` for fp32 master weights."""
     shape: tuple[int, ...]
     """Shape of the whole tensor; ``()`` for a scalar."""
     offset: int
@@ -57,13 +55,13 @@ Entry = tuple[str, tuple[int, ...], int, int, str]
 
 
 def write_slices(folder: Path, slices: Iterable[Slice], rank: int, *, has_whole_tensors: bool = False) -> list[Entry]:
-    """Write this rank's slices of the optimizer state; return (name, shape, offset, count, file) of each for the index.
+    """Write this rank's slices; return (name, shape, offset, count, file) of each for the index.
 
     Args:
         folder: Folder of the files, which have about :data:`FILE_BYTES` bytes each.
         slices: Slices of this rank.
         rank: This rank.
-        has_whole_tensors: True if each slice is a whole tensor; it is then written with its shape and plain name.
+        has_whole_tensors: True if each slice is a whole tensor, to write it in its shape without offset.
     """
     entries: list[Entry] = []
     pending: dict[str, Tensor] = {}
@@ -91,7 +89,7 @@ def write_slices(folder: Path, slices: Iterable[Slice], rank: int, *, has_whole_
 
 
 def write_index(folder: Path, entries: Iterable[Entry]) -> None:
-    """Write the index of the slices of all ranks.
+    """Write ``slices.json``, the index of the slices of all ranks.
 
     Raises:
         CheckpointError: Ranks disagree on a shape, or their slices do not cover a tensor exactly.
@@ -107,7 +105,9 @@ def write_index(folder: Path, entries: Iterable[Entry]) -> None:
         end = 0
         for offset, count, _ in entry["slices"]:
             if offset != end:
-                raise CheckpointError(f"slices of {name} do not join: one ends at {end}, the next begins at {offset}")
+                raise CheckpointError(
+                    f"slices of {name} have a gap or overlap: one ends at {end}, the next begins at {offset}"
+                )
             end = offset + count
         if end != math.prod(entry["shape"]):
             raise CheckpointError(f"slices of {name} have only {end} of its {math.prod(entry['shape'])} values")
@@ -119,11 +119,11 @@ def _slice_file_name(rank: int, number: int) -> str:
 
 
 class SliceReader:
-    """Reads ranges of the optimizer state of a checkpoint.
+    """Reads ranges of the optimizer states in a checkpoint.
 
     Args:
         folder: Folder of a verified checkpoint.
-        only_masters: True to read only fp32 master weights, not the optimizer's states.
+        only_masters: True to read only fp32 master weights.
     """
 
     def __init__(self, folder: Path, *, only_masters: bool = False) -> None:
@@ -157,15 +157,15 @@ class SliceReader:
         return {name.rpartition("/")[0] for name in self._shapes}
 
     def check_parameters(self, trained: Iterable[str]) -> None:
-        """Raise a CheckpointError unless the saved optimizer state is for exactly the parameters ``trained``."""
+        """Raise a CheckpointError unless the checkpoint has optimizer states for exactly the parameters ``trained``."""
         check_same_parameters(self.parameter_names(), trained)
 
     def shape(self, parameter: str, key: str) -> tuple[int, ...]:
-        """Return the shape of the state tensor ``key`` (such as ``exp_avg``) of a parameter; ``()`` for a scalar."""
+        """Return the shape of the state ``key`` (such as ``exp_avg``) of a parameter; ``()`` for a scalar."""
         return self._shapes[f"{parameter}/{key}"]
 
     def read(self, parameter: str, key: str, offset: int, count: int) -> Tensor:
-        """Return ``count`` values from ``offset`` of the flattened state tensor ``key``, as a CPU tensor ``[count]``.
+        """Return ``count`` values from ``offset`` of the flattened state ``key``, as a CPU tensor ``[count]``.
 
         Raises:
             CheckpointError: Some of the values are missing.
@@ -186,7 +186,7 @@ class SliceReader:
 
 
 def check_same_parameters(saved: Iterable[str], trained: Iterable[str]) -> None:
-    """Raise a CheckpointError unless an optimizer state is for exactly the parameters ``trained``."""
+    """Raise a CheckpointError unless ``saved`` and ``trained`` have the same parameter names."""
     if differing := sorted({*saved} ^ {*trained}):
         raise CheckpointError(
             f"the checkpoint's optimizer state is for another model: {len(differing)} parameter names differ, such as "
@@ -196,7 +196,7 @@ def check_same_parameters(saved: Iterable[str], trained: Iterable[str]) -> None:
 
 
 def _read_range(path: Path, name: str, first: int, last: int) -> Tensor:
-    """Return values ``first`` to ``last`` (excluded) of the flattened tensor ``name`` in a safetensors file."""
+    """Return the values ``first`` to ``last`` (excluded) of the flattened tensor ``name`` in a safetensors file."""
     with safe_open(path, framework="pt") as file:
         tensor_slice = file.get_slice(name)
         shape = tensor_slice.get_shape()
@@ -212,10 +212,10 @@ def _read_range(path: Path, name: str, first: int, last: int) -> Tensor:
 
 
 def slices_of_replicated_state(tensors: Mapping[str, Tensor], rank: int, size: int) -> Iterator[Slice]:
-    """Divide an optimizer state that every rank has completely; yield the tensors that this rank writes.
+    """Yield the tensors that this rank writes, if every rank has all optimizer states.
 
     Args:
-        tensors: ``PARAMETER/KEY`` -> tensor, in the same order on every rank.
+        tensors: Tensors by ``NAME/KEY`` (parameter name and state key), in the same order on every rank.
         rank: This rank.
         size: Number of ranks, each of which writes about as many bytes.
     """

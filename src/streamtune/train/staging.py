@@ -1,13 +1,12 @@
-"""Write files and directories atomically and durably.
+"""Atomic and durable writing of files and directories.
 
     with commit_directory(Path("final")) as staged:      # ./.tmp-final
         write_files_into(staged)
     # here: every file fsynced, the directory renamed to ./final, the rename fsynced
 
-If the process is killed at any moment, the directory is either the old one or the complete new one.
+If the process is killed, the directory is either the old one or the complete new one.
 
-Another user may have created names in a run directory, so nothing is written through a symbolic link. Files are created
-with ``O_EXCL`` in a directory that is opened once. Only regular files without other hard links are appended to.
+Another user may have created names in a run directory, so nothing is written through a symbolic or hard link.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ NONBLOCK_FLAG = getattr(os, "O_NONBLOCK", 0)
 
 
 class OpenFolder:
-    """Context manager for an open directory; names are looked up in this directory even if its path changes later.
+    """Context manager for an open directory; names are looked up in this directory even if it is renamed.
 
-    The path may contain symbolic links, but the entries must not be links.
+    The path may contain symbolic links, but entries of the directory must not be symbolic links.
     """
 
     def __init__(self, path: Path) -> None:
@@ -79,7 +78,7 @@ class OpenFolder:
         return os.fdopen(self.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb")
 
     def rename(self, old: str, new: str) -> None:
-        """Rename a file of this directory, replacing ``new``; if ``new`` is a link, the link itself is replaced."""
+        """Rename a file of this directory; an existing ``new`` is replaced, even if it is a symbolic link."""
         os.replace(
             self._relative_name(old), self._relative_name(new), src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor
         )
@@ -103,12 +102,12 @@ class OpenFolder:
 
 @contextmanager
 def commit_directory(target: Path) -> Iterator[Path]:
-    """Context manager that yields a staging directory and renames it to ``target`` if the block succeeds.
+    """Context manager that yields a staging directory, and renames it to ``target`` if no error is raised.
 
-    An existing ``target`` is removed after the new one is complete on disk.
+    An existing ``target`` is removed after the new directory is complete on disk.
 
     Raises:
-        OSError: The directory cannot be written, or another process replaced it meanwhile.
+        OSError: The directory cannot be written, or another process has replaced it.
     """
     make_directory(target.parent)
     discard_leftovers(target.parent)
@@ -134,7 +133,7 @@ def commit_directory(target: Path) -> Iterator[Path]:
 
 
 def make_directory(path: Path) -> None:
-    """Create ``path`` and its parents, and wait until each is on disk, so that a crash cannot remove them."""
+    """Create ``path`` and its parents, and wait until they are on disk."""
     missing = [folder for folder in (path, *path.absolute().parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for folder in reversed(missing):
@@ -150,7 +149,7 @@ def remove_directory(path: Path) -> None:
 
 
 def write_text_durably(path: Path, text: str) -> None:
-    """Write a small text file atomically; when this returns, it is on disk."""
+    """Write a text file atomically, and wait until it is on disk."""
     replace_file(path, text.encode("utf-8"))
 
 
@@ -177,7 +176,7 @@ def replace_file(path: Path, content: bytes, *, durably: bool = True) -> None:
 
 
 def check_output_files(folder: Path, names: Iterable[str], *, option: str = "--output-dir") -> None:
-    """Create a folder for results and check that files can be written to it, before the results are computed.
+    """Create a folder, and check that result files can be written to it before they are computed.
 
     Args:
         folder: The folder.
@@ -193,7 +192,7 @@ def check_output_files(folder: Path, names: Iterable[str], *, option: str = "--o
             if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
                 kind = "a symbolic link" if path.is_symlink() else "a folder" if path.is_dir() else "not a regular file"
                 raise ArgumentError(
-                    f"{path} is {kind}, but a result file gets this name",
+                    f"{path} is {kind}, but a result file is written to this path",
                     where=option,
                     fix=f"move it away, or use another {option}",
                 )
@@ -255,7 +254,7 @@ def _last_line_end(file: IO[bytes], end: int) -> int:
 
 
 def truncate_file(path: Path, size: int) -> None:
-    """Truncate a regular file to ``size`` bytes; when this returns, the change is on disk."""
+    """Truncate a regular file to ``size`` bytes, and wait until the change is on disk."""
     _break_hard_links(path)
     with OpenFolder(path.parent) as folder:
         descriptor = folder.open(path.name, os.O_RDWR)
@@ -278,7 +277,7 @@ def refuse_symlink(folder: Path) -> None:
 
 
 def discard_leftovers(folder: Path) -> None:
-    """Remove temporary entries that a killed process left in ``folder``; restore those that it moved away."""
+    """Remove temporary entries that a killed process left in ``folder``; restore directories that it was replacing."""
     for leftover in folder.glob(f"{REPLACED_PREFIX}*"):
         original = leftover.with_name(leftover.name.removeprefix(REPLACED_PREFIX))
         if leftover.is_symlink() or original.exists():  # this module never renames links
@@ -298,7 +297,7 @@ def remove_path(path: Path) -> None:
 
 
 def fsync_tree(folder: Path) -> None:
-    """Wait until all files and directory entries below ``folder`` are on disk."""
+    """Wait until all files and directories below ``folder`` are on disk."""
     for directory, _, files in os.walk(folder, topdown=False):
         for name in files:
             fsync_path(Path(directory, name))
@@ -320,7 +319,7 @@ def fsync_path(path: Path) -> None:
 
 
 def failed_write_error(error: Exception, target: Path, *, needed_bytes: int, intact: str) -> CheckpointError:
-    """Return the error that ``target`` could not be written.
+    """Return an error for a failed write, which explains a full disk or a limit on file size.
 
     Args:
         error: Error of the operating system or of safetensors.
@@ -347,6 +346,6 @@ def failed_write_error(error: Exception, target: Path, *, needed_bytes: int, int
 
 
 def free_bytes(path: Path) -> int:
-    """Return the number of free bytes on the disk of ``path``, which need not exist."""
+    """Return the number of free bytes on the file system of ``path``, which need not exist."""
     existing = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
     return shutil.disk_usage(existing).free

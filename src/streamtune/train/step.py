@@ -1,13 +1,12 @@
-"""Compute the gradients of an optimizer step over its micro-batches, and evaluate.
+"""Gradients of an optimizer step over its micro-batches, and evaluation.
 
 The loss of a step is a sum over its G micro-batches. For supervised fine-tuning it is
 
     loss = 1/N  sum_{g=1..G}  sum_{t in targets of micro-batch g}  -log p(target_t)        N = targets in all G
 
 Each micro-batch contributes its sum divided by N, and gradients accumulate. So every token has the same weight, however
-a step is split, and also in a shorter step at the end of an epoch. Other objectives have other divisors
-(``objective``). With several ranks, N counts the targets of all ranks, and their contributions add up. The router loss
-of a mixture of experts (:class:`StepRouterLoss`) is in the gradient, but not in the reported loss.
+a step is split. Other objectives have other divisors. With several ranks, N counts the targets of all ranks, and their
+contributions add up. The router loss of a mixture of experts is in the gradient, but not in the reported loss.
 """
 
 from __future__ import annotations
@@ -36,38 +35,38 @@ GIB = 1 << 30
 @dataclass(frozen=True)
 class TrainSettings:
     total_steps: int
-    """Number of optimizer steps of the whole run, including steps before a resume."""
+    """Number of optimizer steps of the whole run, including steps before it was resumed."""
     steps_per_epoch: int | None
-    """Number of steps of an epoch; None: records have no ``epoch``."""
+    """Number of steps of an epoch; None: ``epoch`` is not recorded."""
     max_grad_norm: float
     """Norm to which gradients are clipped; 0: no clipping."""
     eval_steps: int
-    """Number of steps between evaluations; 0: only at the end. The end is always evaluated."""
+    """Number of steps between evaluations; 0: only at the end, which is always evaluated."""
     save_steps: int
-    """Number of steps between checkpoints; 0: none. The end and a stop are always saved."""
+    """Number of steps between checkpoints; 0: only at the end or a stop, which are always saved."""
     save_total_limit: int
     bf16: bool
-    """True to run the forward under bfloat16 autocast."""
+    """True to run the forward pass under bfloat16 autocast."""
     seed: int
     out_of_memory_fix: str
-    """Fix in the error when memory runs out."""
+    """Advice in the error when memory runs out."""
     supervised_steps: int = 0
-    """Number of steps at the start that do not count in epochs."""
+    """Number of supervised steps at the start, which do not count in epochs."""
     on_nan: Literal["stop", "skip"] = "stop"
     max_skips: int = 0
-    """Largest number of steps of the whole run that may be skipped."""
+    """Largest number of steps of the run that may be skipped."""
     on_oom: Literal["stop", "replan"] = "stop"
     save_async: bool = True
     metric_for_best_model: str | None = None
     """Name of a metric in ``metrics.jsonl``."""
     greater_is_better: bool = False
     early_stopping_patience: int = 0
-    """Number of consecutive evaluations without a better metric after which the run ends; 0: no early stopping."""
+    """Number of consecutive evaluations without improvement after which the run ends; 0: no early stopping."""
     early_stopping_threshold: float = 0.0
     save_best_limit: int = 0
-    """Number of checkpoints to keep for their metric, in addition to the newest."""
+    """Number of checkpoints with the best metric to keep, in addition to the newest."""
     min_moved_share: float = 0.0
-    """Share of the trained weights that a step should change; below it a note is shown."""
+    """Smallest fraction of trained weights that a step should change; a note is shown below it."""
     sample_steps: int = 0
     """Number of steps between completions of the sample prompts; 0: never."""
     step_flops: Callable[[Sequence[MicroBatch]], int] | None = None
@@ -78,13 +77,14 @@ class TrainSettings:
 
 @dataclass(frozen=True)
 class StepContext:
-    """Backend, objective, settings and ranks of a run, which its steps and evaluations share."""
+    """Objects that the steps and evaluations of a run share."""
 
     backend: Backend
     objective: Objective
     settings: TrainSettings
     handle: StreamHandle | None = None
-    """Handle of the streamed model. Its router loss is in the gradient, but not in the reported loss."""
+    """Handle returned by :func:`streamtune.stream`. Its router loss is in the gradient, but not in the reported
+    loss."""
     world: World = WORLD
     show_activity: Callable[[str], None] = lambda doing: None
     """Function called with a description of the current activity."""
@@ -95,7 +95,7 @@ HeldOut = Mapping[str, Callable[[], Iterable[MicroBatch]]]
 
 
 class _MeanAccumulator:
-    """Accumulates sums and counts by name over micro-batches."""
+    """Accumulates sums and counts of metrics over micro-batches."""
 
     def __init__(self) -> None:
         self._sums: dict[str, SumAndCount] = {}
@@ -119,16 +119,16 @@ class _MeanAccumulator:
 def accumulate_gradients(
     context: StepContext, micro_batches: Sequence[MicroBatch], step: int, stop: StopRequest
 ) -> StepScore | None:
-    """Compute the gradients of all micro-batches of a step; return the step's score, without router loss.
+    """Compute the gradients of all micro-batches of a step; return loss and metrics, without router loss.
 
     Args:
         context: Backend, objective and ranks of the run.
         micro_batches: This rank's micro-batches of the step; every rank has the same number.
         step: Number of the step, counted from 1, for messages.
-        stop: Stop request, checked after each micro-batch. If one rank is stopped, all ranks stop.
+        stop: Stop request, checked before each micro-batch; all ranks stop together.
 
     Returns:
-        The score, or None if a stop was requested before the last micro-batch; gradients are then incomplete.
+        The score; None if a stop was requested before the last micro-batch, so that gradients are incomplete.
 
     Raises:
         OutOfMemoryError: Memory ran out.
@@ -145,7 +145,7 @@ def accumulate_gradients(
     total_loss, metrics, not_finite = 0.0, _MeanAccumulator(), None
     model.train()
     if routers.needs_expert_counts:
-        context.show_activity("counting routes")
+        context.show_activity("counting expert choices")
         with explain_out_of_memory(f"step {step}", micro_batches, fix), autocast(device, settings.bf16):
             routers.count_expert_choices(device)
     for index, batch in enumerate(micro_batches):
@@ -177,17 +177,16 @@ def accumulate_gradients(
 
 
 def evaluate(context: StepContext, held_out: HeldOut, step: int, stop: StopRequest) -> dict[str, float] | None:
-    """Score all held-out batches without gradients; return the metrics, or None if ``stop`` was requested.
+    """Evaluate all evaluation sets; return the metrics, or None if ``stop`` was requested.
 
-    Every rank has the same number of batches. No router loss is added, so recipes with different router losses can be
-    compared. The random state is restored afterwards.
+    Every rank has the same number of batches. The router loss is not included. The random state is restored afterwards.
 
     Returns:
-        ``eval_loss``, a mean over all batches, if the objective has a held-out loss, and ``eval_METRIC`` for each
-        metric of the objective. For each named set also ``eval_NAME_loss`` and ``eval_NAME_METRIC``.
+        ``eval_loss``, a mean over all batches, if the objective has an evaluation loss, and ``eval_METRIC`` for each
+            metric of the objective. For each named set also ``eval_NAME_loss`` and ``eval_NAME_METRIC``.
 
     Raises:
-        NonFiniteError: A held-out loss is not finite.
+        NonFiniteError: An evaluation loss is not finite.
         OutOfMemoryError: Memory ran out.
     """
     model, objective, settings, world = context.backend.model, context.objective, context.settings, context.world
@@ -224,7 +223,7 @@ def evaluate(context: StepContext, held_out: HeldOut, step: int, stop: StopReque
 
 
 def non_finite_error(name: str, value: float, step: int, micro_batches: Sequence[MicroBatch]) -> NonFiniteError | None:
-    """Return an error if ``value`` is NaN or infinite, because such a step would ruin all weights; else None.
+    """Return an error if ``value`` is NaN or infinite; else None.
 
     Args:
         name: Name of the value, such as ``loss``.
@@ -243,12 +242,12 @@ def non_finite_error(name: str, value: float, step: int, micro_batches: Sequence
 
 @contextmanager
 def explain_out_of_memory(activity: str, micro_batches: Sequence[MicroBatch], fix: str) -> Iterator[None]:
-    """Context manager: when memory runs out, raise an OutOfMemoryError that names the largest batch and its rows.
+    """Context manager that turns out-of-memory errors into an OutOfMemoryError with the largest batch and its rows.
 
     Args:
         activity: Activity for the message, such as ``step 3``.
         micro_batches: Micro-batches of the activity.
-        fix: Fix for the message.
+        fix: Advice for the message.
     """
     try:
         yield
@@ -261,20 +260,20 @@ def explain_out_of_memory(activity: str, micro_batches: Sequence[MicroBatch], fi
 
 
 def describe_rows(micro_batches: Sequence[MicroBatch], max_rows: int = 4) -> str:
-    """Return the sources of the rows as text; of many rows only the first ``max_rows`` are named."""
+    """Return the sources of the rows as text; only the first ``max_rows`` are named."""
     origins = [origin for batch in micro_batches for origin in batch.origins]
     remainder = f" and {len(origins) - max_rows} more" if len(origins) > max_rows else ""
     return ", ".join(origins[:max_rows]) + remainder
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Reset the peak memory of an accelerator; the CPU peak of a process cannot be reset."""
+    """Reset the peak memory of an accelerator; on a CPU nothing happens."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the peak memory in bytes: on an accelerator since the last reset, on a CPU since the process started."""
+    """Return the peak memory in bytes: of an accelerator since the last reset, of a CPU process since its start."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     if sys.platform == "win32":
@@ -294,23 +293,21 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 class StepRouterLoss:
-    """Weights the router loss of each micro-batch of a step, and sums it.
+    """Router loss of a mixture-of-experts model over the micro-batches of a step.
 
-    The router loss of a step (``streamtune.engine.routers``) has two forms; micro-batch g has n_g of the step's n
-    tokens:
+    The router loss of a step has two forms; micro-batch g has n_g of the step's n tokens:
 
         micro     sum_g  n_g / n  (coefficient * balance_g + z_coefficient * z_g)      each micro-batch is balanced
         global    coefficient * balance + z_coefficient * z                            the whole step is balanced
 
-    As in the cross-entropy, every token has the same weight in any micro-batch, and padding has none. With one
-    micro-batch both forms are equal, and without the z-loss they equal the auxiliary loss of ``transformers``. With
-    several, ``global`` needs an extra forward per micro-batch, without gradient. This forward counts how often each
-    expert is chosen in the whole step, because the first backward needs these counts.
+    Padding does not count. With one micro-batch both forms are equal; without the z-loss they equal the auxiliary loss
+    of ``transformers``. With several, ``global`` needs an additional forward pass per micro-batch without gradient, to
+    count how often each expert is chosen in the step.
 
     Args:
-        handle: Handle of the streamed model; without a router loss this class does nothing.
+        handle: Handle returned by :func:`streamtune.stream`; nothing happens if it has no router loss.
         batches: Micro-batches of the step.
-        world: Ranks that share the step.
+        world: Ranks of the run.
     """
 
     def __init__(
@@ -331,7 +328,7 @@ class StepRouterLoss:
 
     @property
     def needs_expert_counts(self) -> bool:
-        """True if expert choices are counted before the step: the router loss is ``global``, with several batches."""
+        """True if :meth:`count_expert_choices` must be called: ``global``, with several micro-batches or ranks."""
         loss = None if self._routers is None else self._routers.loss
         return loss is not None and loss.scope == "global" and len(self._batches) * self._world.size > 1
 
@@ -342,7 +339,8 @@ class StepRouterLoss:
 
     @contextmanager
     def weigh_micro_batch(self, batch: MicroBatch) -> Iterator[None]:
-        """Context for one micro-batch's forward and backward: weights its router loss by its share of the tokens."""
+        """Context manager for the forward and backward pass of a micro-batch: multiplies its router loss by its share
+        of tokens."""
         if self._routers is None:
             yield
             return
@@ -358,7 +356,6 @@ class StepRouterLoss:
             self.aux_loss = (self.aux_loss or 0.0) + routers.terms.balance.item()
 
     def _yield_call_arguments(self, device: torch.device) -> Iterator[dict[str, Any]]:
-        """Yield the call arguments of each micro-batch; during the call, routers ignore padding."""
         assert self._routers is not None
         for batch in self._batches:
             moved = batch.to(device)

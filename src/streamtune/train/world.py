@@ -1,10 +1,10 @@
-"""The ranks that train one model together, and the small values that they exchange in addition to gradients.
+"""The ranks of a run, and the exchange of small values between them.
 
-W ranks are laid out as DP x SP: ``sequence_size`` consecutive ranks share a sequence. Each such group is one *data
-rank* with its own rows. Ranks of a group have the same targets and losses, so sums over all ranks are divided by
+W ranks are laid out as DP x SP: ``sequence_size`` consecutive ranks share a sequence (sequence parallelism), and have
+the same data-parallel rank. They have the same targets and losses, so sums over all ranks are divided by
 ``sequence_size``.
 
-Values are sent through the CPU as JSON and decoded exactly. Received bytes are never executed. The encoding is:
+Values are sent as JSON and decoded exactly. Received bytes are never executed. The encoding is:
 
     null, true, 3, 0.1, "text", [...]     None, bool, int, finite float, str, list
     {"d": {"key": value}}                 a dict whose keys are strings
@@ -13,8 +13,6 @@ Values are sent through the CPU as JSON and decoded exactly. Received bytes are 
     {"b": "base64"}  {"p": "path"}        bytes, a path
     {"f": "7ff0000000000000"}             a float that is not finite, by its bits
     {"i": "0x..."}                        an int of more than 64 bits
-
-An error is sent as the names of its classes and its text, and made again from them (:func:`describe_error`).
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ T = TypeVar("T")
 class World:
     """Rank of this process and number of ranks of the run. ``World()`` is a run with one rank.
 
-    With several ranks the default process group must exist. Values are exchanged as CPU tensors.
+    With several ranks the process group must exist.
     """
 
     rank: int = 0
@@ -57,12 +55,12 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """True on rank 0, which alone writes files and console output."""
+        """True on rank 0."""
         return self.rank == 0
 
     @property
     def data_rank(self) -> int:
-        """Data-parallel rank; ranks that share a sequence have the same data-parallel rank."""
+        """Data-parallel rank; ranks that share a sequence have the same."""
         return self.rank // self.sequence_size
 
     @property
@@ -83,15 +81,15 @@ class World:
         return round(self.sum_over_ranks([value])[0])
 
     def any_rank(self, flag: bool) -> bool:
-        """Return True on all ranks if the flag is set on any of them."""
+        """Return True on all ranks if ``flag`` is True on any rank."""
         return flag if self.size == 1 else self.sum_over_ranks([float(flag)])[0] > 0
 
     def gather_data_ranks(self, value: T) -> list[T]:
-        """Return the values of all data-parallel ranks, in order; each must be small and a type of ``encode_value``."""
+        """Return the values of all data-parallel ranks, in order; each of a type that :func:`encode_value` accepts."""
         return [value] if self.size == 1 else self.gather_all_ranks(value)[:: self.sequence_size]
 
     def gather_all_ranks(self, value: T) -> list[T]:
-        """Return the values of all ranks, in order; each must be small and a type of ``encode_value``."""
+        """Return the values of all ranks, in order; each of a type that :func:`encode_value` accepts."""
         if self.size == 1:
             return [value]
         data, encode_error = _encode_or_error({"value": value})
@@ -112,10 +110,10 @@ class World:
         ]
 
     def run_on_all_ranks(self, work: Callable[[], T]) -> T:
-        """Return ``work()``, called on every rank; if it fails on one rank, all ranks raise an error.
+        """Call ``work()`` on every rank and return its result; if it fails on one rank, all ranks raise an error.
 
-        A rank that failed raises its own error. The other ranks raise the error of the first rank that failed, with the
-        number of that rank. ``work`` must not wait for other ranks if one rank alone can fail in ``work``.
+        A rank that failed raises its own error. The other ranks raise the error of the first failed rank, with its
+        number. ``work`` must not wait for other ranks if it can fail on a single rank.
         """
         if self.size == 1:
             return work()
@@ -137,10 +135,10 @@ class World:
         return max(self.gather_data_ranks(value))
 
     def run_on_rank_0(self, work: Callable[[], T]) -> T:
-        """Call ``work()`` on rank 0 only, and return its result, an encodable value, on every rank.
+        """Call ``work()`` on rank 0 only, and return its result on every rank.
 
-        If ``work`` raises a StreamTuneError, every rank raises this error. Any other error of rank 0 becomes a RunError
-        on the other ranks.
+        A StreamTuneError is raised on every rank; any other error becomes a RunError on the other ranks. The result
+        must have a type that :func:`encode_value` accepts.
         """
         if self.size == 1:
             return work()
@@ -175,7 +173,7 @@ WORLD = World()
 
 
 def _encode_or_error(document: dict[str, Any]) -> tuple[bytes, Exception | None]:
-    """Return (encoded document, None), or (encoded error, error) if the document cannot be encoded or is too large."""
+    """Return (encoded document, None), or (encoded error, error) if the document cannot be encoded."""
     try:
         data = encode_value(document)
         if len(data) <= MAX_MESSAGE_BYTES:
@@ -189,7 +187,6 @@ def _encode_or_error(document: dict[str, Any]) -> tuple[bytes, Exception | None]
 
 
 def _decode_or_raise(sent: Tensor, rank: int) -> Any:
-    """Return the value that ``rank`` sent; if ``rank`` sent an error, raise the error."""
     document = decode_value(sent.numpy().tobytes(), rank)
     if isinstance(document, dict) and "error" in document:
         raise rebuild_error(document["error"], rank, has_rank_prefix=False)
@@ -199,11 +196,6 @@ def _decode_or_raise(sent: Tensor, rank: int) -> Any:
 
 
 def _check_message_size(size: int, rank: int) -> int:
-    """Return ``size``, the message size that ``rank`` announced.
-
-    Raises:
-        DistributedError: The size is not between 1 and :data:`MAX_MESSAGE_BYTES`.
-    """
     if not 0 < size <= MAX_MESSAGE_BYTES:
         raise DistributedError(
             f"rank {rank} announced a message with an impossible size ({size} bytes)",
@@ -303,7 +295,8 @@ def _refuse_constant(constant: str) -> Any:
 
 
 def describe_error(error: BaseException) -> dict[str, Any]:
-    """Return an error as a dict of class names and text, from which :func:`rebuild_error` makes it on another rank."""
+    """Return class names and text of an error as a dict, from which :func:`rebuild_error` creates it on another
+    rank."""
     described: dict[str, Any] = {"kinds": [kind.__name__ for kind in type(error).__mro__], "text": str(error)}
     if isinstance(error, StreamTuneError):
         described |= {"what": error.what, "where": error.where, "fix": error.fix, "exit_code": error.exit_code}
@@ -311,13 +304,14 @@ def describe_error(error: BaseException) -> dict[str, Any]:
 
 
 def rebuild_error(described: Any, rank: int, *, has_rank_prefix: bool) -> StreamTuneError:
-    """Return the error that ``rank`` described, with the nearest class in ``errors``.
+    """Return the error that :func:`describe_error` described on ``rank``, in the nearest class of
+    ``streamtune.errors``.
 
     An error that is not StreamTune's becomes a RunError, which names the rank.
 
     Args:
         described: Result of :func:`describe_error`.
-        rank: Rank on which it was raised.
+        rank: Rank on which the error was raised.
         has_rank_prefix: True to put the rank before the message of a StreamTune error.
     """
     try:

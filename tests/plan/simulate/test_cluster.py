@@ -191,7 +191,7 @@ def test_states_are_passed_on_with_every_chunk(levels: Any) -> None:
     sent = {flow.what: flow for flow in time_model.traffic(Schedule(chunk_size=128, levels=levels)).flows}
     chunks = LENGTH // 4 // 128
     state = 3 * 3 * config["hidden_size"] * 2
-    assert sent["their gradients passed back"].node_bytes == 2 * 3 * chunks * state
+    assert sent["gradients of states passed back"].node_bytes == 2 * 3 * chunks * state
     # Of two levels every second input is computed again.
     assert sent["states passed on"].node_bytes == 2 * 3 * chunks * state * (1 if levels == 1 else 1.5)
     assert sent["states passed on"].count == 3 * chunks * 3 * (1 if levels == 1 else 1.5)

@@ -50,7 +50,7 @@ def test_a_run_keeps_the_result_and_the_next_one_replaces_it(
     assert "█" in shown
     assert "ontext" in shown  # the sentence
     assert shown.startswith("held-out: loss ")
-    assert "codes found by greedy decoding, in prompts of " in shown
+    assert " prompts by greedy decoding; lengths " in shown
     assert shown.splitlines()[-1] == "Next: streamtune generate runs/tiny"
     assert names("runs/tiny/eval") == {"eval.json", "position.png", "needle.png"}
     before = json.loads(Path("runs/tiny/eval/eval.json").read_text())
@@ -76,7 +76,7 @@ def test_a_run_keeps_the_result_and_the_next_one_replaces_it(
     Path("runs/tiny/eval/eval.json").write_text("[]")
     code, _, shown = evaluated(capsys, "runs/tiny")
     assert code == 2
-    assert "no evaluation wrote it" in shown
+    assert "was not written by `streamtune eval`" in shown
 
 
 def sums(*rows: list[float], start: int = 10) -> dict[str, Any]:
@@ -155,7 +155,7 @@ def test_adapters_are_evaluated_on_the_base_they_were_trained_on(
     for model in ("runs/lora", "bare"):
         code, shown, notes = evaluated(capsys, model, "tiny.yaml", "--json")
         assert code == 0
-        assert "the recipe's model is another one" in " ".join(notes.split())
+        assert "the recipe names a different model" in " ".join(notes.split())
         assert json.loads(shown)["splits"] == expected
 
     shutil.move("base", "moved")

@@ -135,7 +135,7 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     (tmp_path / "out/mine.txt").unlink()
     (tmp_path / "out.partial").mkdir()
     (tmp_path / "out.partial/model.safetensors").touch()  # of the user's: no mark of an export is there
-    with pytest.raises(ArgumentError, match="exists, and no export wrote it"):
+    with pytest.raises(ArgumentError, match="exists and was not written by an export"):
         export(tmp_path)
 
 
@@ -150,4 +150,4 @@ def test_adapters_that_the_rounding_swallows_are_told_of(tmp_path: Path) -> None
     model.save_pretrained(tmp_path / "run/final")
     notes: list[str] = []
     export_model(str(tmp_path / "run"), tmp_path / "out", ExportOptions(), notify=notes.append)
-    assert any("merging in this dtype loses the adapters" in note for note in notes)
+    assert any("merging in this dtype loses the effect of the adapters" in note for note in notes)

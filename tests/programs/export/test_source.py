@@ -91,7 +91,7 @@ def test_another_base_that_is_named_is_said_to_be_another(folder: Path) -> None:
         str(folder / "run"), folder / "b", ExportOptions(base=str(folder / "other")), notify=notes.append
     )
     assert report.trained_base is False
-    assert any("is not the base model that these adapters trained on" in note for note in notes)
+    assert any("is not the base model that these adapters were trained on" in note for note in notes)
 
 
 def test_a_damaged_file_of_adapters_is_named(folder: Path) -> None:
@@ -147,7 +147,7 @@ def test_what_is_no_model_is_refused(folder: Path) -> None:
 def test_options_that_do_not_go_together(folder: Path) -> None:
     refused(folder / "base", "--no-merge needs adapters", merge=False)
     refused(folder / "run", "--dtype: unknown dtype 'int4'", dtype="int4")
-    refused(folder / "run", "--no-merge excludes --dtype, --gguf and --onto", merge=False, dtype="bfloat16")
+    refused(folder / "run", "--no-merge cannot be used with --dtype, --gguf or --onto", merge=False, dtype="bfloat16")
 
 
 def test_code_that_comes_with_a_model_is_refused(folder: Path) -> None:
@@ -181,8 +181,8 @@ def test_onto_the_base_before_it_was_quantised(tmp_path: Path) -> None:
     notes: list[str] = []
     report = export_model(str(tmp_path / "run"), tmp_path / "out", ExportOptions(onto="original"), notify=notes.append)
     assert report.onto == "original"
-    assert "a different model than the trained one" in report.weights
-    assert any("a different model, for which no loss of the run holds" in note for note in notes)
+    assert "not the trained model" in report.weights
+    assert any("a different model, to which the losses of the run do not apply" in note for note in notes)
 
 
 def test_damaged_records_are_named(folder: Path) -> None:

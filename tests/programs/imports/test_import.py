@@ -313,7 +313,7 @@ def test_a_mistake_has_their_file_and_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("trainer", "text", "what", "line"),
     [
-        ("llamafactory", "model_name_or_path: a\nstage: ppo\n", "StreamTune has no 'stage: ppo'", 2),
+        ("llamafactory", "model_name_or_path: a\nstage: ppo\n", "StreamTune does not support 'stage: ppo'", 2),
         ("axolotl", "base_model: a\nrl: gdpo\n", "StreamTune has no objective for 'rl: gdpo'", 2),
         ("axolotl", "base_model: a\nreward_model: true\n", "trains a reward model", 2),
         ("swift", "model: a\nrlhf_type: ppo\n", "StreamTune has no objective for 'rlhf_type: ppo'", 2),
@@ -784,9 +784,9 @@ def test_pairs_of_sharegpt_are_read(tmp_path: Path) -> None:
         ("sft", {}, {"instruction": "", "output": "", "history": [["a", "b"]]}, "'history'"),
         ("sft", {"formatting": "sharegpt"}, {"conversations": [], "tools": "[{}]"}, "'tools'"),
         ("sft", {"formatting": "sharegpt", "tags": {"role_tag": "who"}}, {}, "'from' and 'value'"),
-        ("dpo", {"ranking": True, "columns": {"prompt": "prompt"}}, {"prompt": "a"}, "makes texts chat messages"),
+        ("dpo", {"ranking": True, "columns": {"prompt": "prompt"}}, {"prompt": "a"}, "texts to chat messages"),
         ("dpo", {"ranking": True, "columns": {"prompt": "q", "query": "x"}}, {"q": [], "x": "a"}, "'x'"),
-        ("kto", {"columns": {"prompt": "q", "response": "a", "kto_tag": "l"}}, {"q": "a"}, "makes texts chat messages"),
+        ("kto", {"columns": {"prompt": "q", "response": "a", "kto_tag": "l"}}, {"q": "a"}, "texts to chat messages"),
         ("kto", {"formatting": "sharegpt", "columns": {"messages": "m", "kto_tag": "l"}}, {}, "last message"),
     ],
 )
@@ -838,8 +838,8 @@ def test_columns_of_swift(
 @pytest.mark.parametrize(
     ("template", "more", "reasoning", "said"),
     [
-        ("qwen3", "", "keep", "gives every answer a think block, maybe empty"),
-        ("qwen3", "mask_history: true\n", None, "gives every answer a think block"),
+        ("qwen3", "", "keep", "adds a think block, maybe empty, to every answer"),
+        ("qwen3", "mask_history: true\n", None, "adds a think block, maybe empty, to every answer"),
         ("qwen3", "enable_thinking: false\n", None, "removes reasoning"),
         ("llama3", "", None, "without the tokenizer template's system message or date"),
         ("vicuna", "", None, "StreamTune uses the tokenizer's own template"),

@@ -214,7 +214,7 @@ def test_kl_is_zero_at_the_reference_and_positive_elsewhere() -> None:
         ("grpo", {"beta": -0.1}, "beta", "not negative"),
         ("grpo", {"importance_level": "sequnce"}, "importance_sampling_level", "did you mean 'sequence'"),
         ("gspo", {"importance_level": "token"}, "importance_sampling_level", "is not defined for the importance level"),
-        ("rloo", {"beta": 0.1}, "beta", "has its KL in the reward"),
+        ("rloo", {"beta": 0.1}, "beta", "subtracts its KL from the reward"),
         ("dr_grpo", {"max_completion_length": 0}, "max_completion_length", "divides by"),
     ],
 )

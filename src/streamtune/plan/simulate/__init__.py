@@ -1,4 +1,4 @@
-"""Simulate memory, work and traffic of a training step from its configuration, on ``meta`` tensors."""
+"""Simulate the memory and work of a training step on ``meta`` tensors, which have shapes but no values."""
 
 from streamtune.plan.simulate.memory import LiveBytes
 from streamtune.plan.simulate.simulate import Simulation, simulate

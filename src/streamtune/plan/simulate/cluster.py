@@ -1,9 +1,9 @@
-"""Describe several devices: their number, nodes and links, and one device's share of a step.
+"""Describe the devices of a run: their number, nodes and links, and one device's share of a step.
 
 W ranks are DP x SP. SP consecutive ranks share each sequence, DP such groups share the batch, and all W ranks form one
 ZeRO, FSDP or DDP group. One rank has:
 
-    sequence   T / SP tokens; in attention all T tokens of heads / SP
+    sequence   T / SP tokens; in attention all T tokens, but only 1 / SP of the heads
     batch      1 / DP of the rows of a step
     weights, gradients, optimizer state
                all, or 1 / W, depending on the engine (``simulate.partition``)
@@ -28,7 +28,7 @@ STAGES: dict[Engine, int] = {"none": 0, "ddp": 0, "zero1": 1, "zero2": 2, "zero3
 
 @dataclass(frozen=True)
 class Links:
-    """The links between devices, with reachable (not nominal) rates per device and direction.
+    """Bandwidths between devices, as reached in practice, per device and direction.
 
     Attributes:
         node: Bytes/s between devices of a node.
@@ -49,7 +49,7 @@ class Buckets:
     """Buffer sizes of a ZeRO or FSDP engine, in elements.
 
     Attributes:
-        reduce: Elements of one buffer from which gradients are reduced.
+        reduce: Elements of one buffer (bucket) of gradients that are reduced together.
         buffers: Number of such buffers.
         prefetch: Elements of weights that are gathered before their layer runs.
         sub_group: Elements of a rank's shard that ZeRO-3 updates at a time, with fp32 gradients.
@@ -65,18 +65,19 @@ class Buckets:
 
 @dataclass(frozen=True)
 class Cluster:
-    """The devices that train together.
+    """Devices that train together.
 
     Args:
         ranks: Number of devices, W.
         nodes: Number of machines, each with the same number of devices.
         engine: Engine that shards weights, gradients and optimizer state, or replicates them.
         sequence_size: Number of devices that share a sequence, SP.
-        form: Way to share a sequence: ``ulysses`` exchanges heads for tokens, ``ring`` passes keys and values around.
+        form: Kind of sequence parallelism: ``ulysses`` exchanges attention heads for tokens, ``ring`` passes keys and
+            values from rank to rank.
         links: Links between the devices.
         buckets: Sizes of the engine's communication buffers.
-        optimizer_offload, weights_offload: ZeRO's offload of optimizer state or weights to the host; ``zero3_offload``
-            has both.
+        optimizer_offload, weights_offload: True if ZeRO offloads optimizer state or weights to the host;
+            ``zero3_offload`` offloads both.
 
     Raises:
         ArgumentError: A number is below 1, the ranks cannot be divided evenly, or the engine is unknown.
@@ -175,7 +176,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class HeadCounts:
-    """The numbers and sizes of a model's attention heads; all 0 if no layer has attention.
+    """Numbers and sizes of a model's attention heads; all 0 if no layer has attention.
 
     Attributes:
         queries: Number of query heads, H.
@@ -189,7 +190,7 @@ class HeadCounts:
     value_dim: int
 
     def kv_copies(self, cluster: Cluster) -> float:
-        """Return how many copies of a sequence's keys and values exist on its ranks together."""
+        """Return how many copies of a sequence's keys and values exist, summed over the sequence's ranks."""
         size = cluster.sequence_size
         if cluster.form == "ring" or size == 1 or self.keys == 0:
             return 1.0
@@ -197,7 +198,7 @@ class HeadCounts:
 
 
 def choose_sequence_split(requested: str, num_ranks: int, heads: HeadCounts) -> Form:
-    """Return how ``num_ranks`` ranks share a sequence; ``auto`` is ulysses if they divide the number of query heads.
+    """Return ``ulysses`` or ``ring``; ``auto`` chooses ``ulysses`` if ``num_ranks`` divides the number of query heads.
 
     Raises:
         ArgumentError: ``ulysses`` was requested, and ``num_ranks`` does not divide the number of query heads.

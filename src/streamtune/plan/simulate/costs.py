@@ -1,4 +1,4 @@
-"""Count the work of an operator: FLOPs of matrix products and attention, bytes of all other operators."""
+"""Count the work of an operator: FLOPs of matrix products and attention, bytes read and written by other operators."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ ALLOCATING = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_st
 
 
 def cost_kind(func: Any) -> Cost:
-    """Return which kind of work an operator does; views and operators without tensor results do no work."""
+    """Return the kind of an operator's work. Operators without a tensor result count as views, which do no work."""
     name = func._schema.name.removeprefix("aten::")
     if name in CAUSAL_ARGUMENT:
         return "attention"
@@ -96,7 +96,7 @@ def _packed_product_flops(x: Tensor, packed: Tensor, shape: Sequence[int], *rest
 
 
 def _grouped_product_flops(a: Tensor, b: Tensor, *rest: Any, **other: Any) -> int:
-    """Return the FLOPs of a grouped product; each row (or column) belongs to one group."""
+    """Return the FLOPs of a grouped matrix product, in which each row (or column) belongs to one group."""
     if a.dim() == 3 and b.dim() == 2:  # [g, m, k] times columns of [k, n]
         return 2 * a.shape[1] * b.numel()
     return 2 * a.numel() * b.shape[-1]
@@ -121,10 +121,10 @@ FLOPS_PER_BYTE = {"cuda": 200, "cpu": 5}
 
 
 def bandwidth_bound_bytes(func: Any, flops: int, args: tuple[Any, ...], out: Any, device: str) -> int:
-    """Return how many bytes a matrix product moves beyond those that can be moved while it computes.
+    """Return how many bytes of a matrix product cannot be read or written in the time of its FLOPs.
 
-    A product of few rows is limited by memory bandwidth, not by FLOPs (Williams et al., Roofline, Communications of
-    the ACM 52(4), 2009).
+    A product of few rows is limited by memory bandwidth, not by FLOPs (Williams et al., Roofline, Communications of the
+    ACM 52(4), 2009).
     """
     if func._schema.name.removeprefix("aten::") not in MATRIX_PRODUCTS:
         return 0
@@ -132,7 +132,7 @@ def bandwidth_bound_bytes(func: Any, flops: int, args: tuple[Any, ...], out: Any
 
 
 def attention_flops(func: Any, args: tuple[Any, ...]) -> int:
-    """Return the FLOPs of a fused attention operator; of causal square attention only the computed half counts."""
+    """Return the FLOPs of a fused attention operator; of causal square attention only unmasked pairs count."""
     name = func._schema.name.removeprefix("aten::")
     backward = name.endswith("_backward")
     q, k, v = args[1:4] if backward else args[:3]
@@ -152,7 +152,7 @@ def queries_and_keys(func: Any, args: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class EmbeddingSums:
-    """Sizes of the sums from which a kernel computes an embedding's gradient.
+    """Sizes of the fp32 sums from which a CUDA kernel computes an embedding's gradient.
 
     Attributes:
         rows: Vocabulary size.
@@ -163,7 +163,7 @@ class EmbeddingSums:
     row_bytes: int
 
     def bound_scratch_bytes(self, func: Any, scratch: int) -> int:
-        """Return the scratch bytes of an operator: ``scratch``, or less in an embedding's backward."""
+        """Return ``scratch``, or fewer bytes if ``func`` is an embedding's backward."""
         if func is None or func._schema.name != EMBEDDING_BACKWARD:
             return scratch
         tokens = scratch // self.row_bytes
@@ -194,7 +194,7 @@ def scratch_bytes(func: Any, args: tuple[Any, ...], device: str) -> int:
 
     The gradient of an embedding has at most one fp32 sum per ten tokens and one per distinct token, in rows padded to
     32 (``embedding_backward_cuda_kernel`` in torch's ``EmbeddingBackwardKernel.cu``). Here one sum per token is
-    counted, which is linear in the length. :meth:`EmbeddingSums.bound_scratch_bytes` applies the bounds.
+    counted, which is linear in the length. :meth:`EmbeddingSums.bound_scratch_bytes` applies the bound.
 
     A 4-bit product of bitsandbytes dequantises the weight and the scales of its blocks, except for few rows on some
     devices. On a CPU the 8-bit optimizer step allocates five fp32 tensors, and an fp32 copy of a narrower weight. On a
@@ -232,9 +232,9 @@ SCATTERS = {"index_put": 2, "index_put_": 2, "scatter_add_": 3, "index_add_": 3,
 
 
 def touched_tensors(func: Any) -> TouchedTensors:
-    """Return which bytes an operator reads and writes.
+    """Return how the bytes that an operator reads and writes are counted.
 
-    ``all``: all arguments and the result. ``result``: twice the bytes of the result. ``filled``: the bytes of the
+    ``all``: bytes of all arguments and the result. ``result``: twice the bytes of the result. ``filled``: bytes of the
     result. A number: twice the bytes of the argument with this index.
     """
     name = func._schema.name.removeprefix("aten::")

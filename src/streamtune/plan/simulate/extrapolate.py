@@ -1,15 +1,16 @@
-"""Compute bytes and work of a long, deep step exactly from short, shallow steps.
+"""Compute the memory and work of a long step with many layers exactly, from short steps with few layers.
 
-At a fixed chunk size every tensor of a step has a fixed size, or the size of a chunk, of the prefix or of the sequence,
-for one or every layer. So at a moment of layer l of L on chunk c of D, the bytes of each kind are linear in L, l, D and
-c. Two rules follow.
+At a fixed chunk size every tensor of a step has a fixed size, or the size of a chunk, of the chunks before it or of the
+sequence. So while layer l of L processes chunk c of D, the bytes of each kind are linear in L, l, D and c. Two rules
+follow for layers, and likewise for chunks:
 
-1. From two short steps follow the first and the last chunks (layers) of a long step, moment by moment. The first step
-   has the fewest possible chunks (layers), the second has one more.
-2. The bytes of the chunks (layers) between are largest at one of the two ends, and their mean is the mean of the ends.
+1. The bytes of the first and the last layers are extrapolated linearly from two short steps. One step has the fewest
+   possible layers, the other step has one more.
+2. The bytes of the layers between them are largest at one of the two ends, and their mean is the mean of the ends.
 
-Layers repeat in periods (such as sliding, sliding, full). A zone is a run of equal periods (such as inputs on the host,
-then on the device). The rules are checked: if two steps did not run the same operators, :class:`UnlikeError` is raised.
+Layers may repeat in periods, such as sliding, sliding, full attention. A zone is a run of equal periods; layers whose
+inputs are stored on the host and on the device are in different zones. The rules are checked: :class:`UnlikeError` is
+raised if two steps did not run the same operators.
 """
 
 from __future__ import annotations
@@ -36,9 +37,7 @@ from streamtune.plan.simulate.trace import COLUMNS, EARLIER_GRADIENTS, WORK, Cel
 from streamtune.schedule import Schedule
 
 MIN_PERIODS = 5
-"""Smallest number of periods of which some can be omitted: first, middle and last, one more in the longer step, and at
-least one omitted period.
-"""
+"""Smallest number of periods of which some can be omitted: first, middle, last, an extra period, an omitted period."""
 
 MAX_PERIOD = 64
 """Longest period that is searched for, in layers."""
@@ -52,15 +51,15 @@ Coordinates = tuple[Hashable, ...]
 
 
 class UnlikeError(Exception):
-    """Two shorter steps differ, for example in their operators, so the whole step cannot be computed from them."""
+    """Two short steps differ, for example in their operators, so the whole step cannot be computed from them."""
 
 
 @dataclass(frozen=True)
 class Axis:
-    """Items of a step (chunks, or periods of layers) that are equal, except for the first few and the last few.
+    """Chunks of a step, or periods of its layers, which are equal except for the first few and the last few.
 
     Attributes:
-        count: Number of items in the whole step.
+        count: Number of items (chunks or periods) in the whole step.
         num_first: Number of items at the start that differ from all later items.
         num_last: Number of items at the end that differ from all earlier items.
         base: Number of items in a shorter step, which omits equal items; None if no item is omitted.
@@ -73,12 +72,12 @@ class Axis:
 
     @classmethod
     def with_omissions(cls, count: int, num_first: int = 1, num_last: int = 1) -> Axis:
-        """Return the axis of ``count`` items; the shorter step omits as many items as possible."""
+        """Return an axis of ``count`` items, of which the shorter step omits as many as possible."""
         base = num_first + 1 + num_last
         return cls(count, num_first, num_last, base if count > base + 1 else None)
 
     def item_names(self, index: int, count: int) -> list[tuple[str, int]]:
-        """Return the names of item ``index`` of ``count``; a name means the same item in shorter and longer steps."""
+        """Return the names of item ``index`` of ``count``. Items of different steps with the same name correspond."""
         if self.base is None or index < self.num_first:
             return [("start", index)]
         if index >= count - self.num_last:
@@ -86,14 +85,13 @@ class Axis:
         return [("first", 0)] * (index == self.num_first) + [("last", 0)] * (index == count - self.num_last - 1)
 
     def item_weight(self, name: tuple[str, int]) -> float:
-        """Return how many items of the whole step are represented by the item with this name."""
+        """Return the number of items of the whole step that the item with this name represents."""
         if self.base is None or name[0] in ("start", "end"):
             return 1.0
         return (self.count - self.num_first - self.num_last) / 2
 
     @property
     def num_omitted_items(self) -> int:
-        """Number of items that the shorter step omits."""
         return 0 if self.base is None else self.count - self.base
 
 
@@ -118,7 +116,7 @@ class Zone:
 
 
 def find_layer_zones(kinds: Sequence[Hashable]) -> list[Zone]:
-    """Divide the layers into zones whose kinds repeat; each zone has the period that covers the most layers."""
+    """Divide layers into runs in which their kinds repeat; each run has the period that covers the most layers."""
     found: list[Zone] = []
     at = 0
     while at < len(kinds):
@@ -136,7 +134,7 @@ def find_layer_zones(kinds: Sequence[Hashable]) -> list[Zone]:
 
 @dataclass(frozen=True)
 class ShorterStep:
-    """A step with fewer layers or chunks; bytes and work of the whole step are weighted sums over shorter steps.
+    """Step with fewer layers or chunks; bytes and work of the whole step are weighted sums over shorter steps.
 
     Attributes:
         layers: Indices of the layers that the shorter step runs.
@@ -165,7 +163,7 @@ class Combined:
     Attributes:
         cells: Place and bytes ``[n, COLUMNS]`` (one row per allocation) of each cell that may have the peak. A cell is
             one pass of a layer over a chunk, or the operators between such passes.
-        work: Work of all cells, one sum per name in ``WORK``, by phase and by True for work in layers.
+        work: Mapping from (phase, True for work in layers) to the work, one sum per name in ``WORK``.
     """
 
     cells: list[tuple[CellPlace, Tensor]]
@@ -201,7 +199,7 @@ def combine_steps(steps: list[tuple[ShorterStep, Cells]], zones: list[Zone], chu
 
 
 def _bound_embedding_scratch(moments: Tensor, cells: list[Cell]) -> None:
-    """Bound the scratch column of ``moments`` in place, because only few tokens of a vocabulary are distinct."""
+    """Reduce the scratch bytes in ``moments`` in place to the upper bound of an embedding's backward."""
     if (sums := cells[0].embedding) is not None:
         operators = min((cell.operators for cell in cells), key=len)
         column = zip(operators, moments[:, SCRATCH].tolist(), strict=True)
@@ -278,7 +276,7 @@ def _common_prefix_length(one: list[Any], other: list[Any]) -> int:
 
 @dataclass(frozen=True)
 class StepLayout:
-    """The layers and chunks of a step, and which of them a shorter step omits.
+    """Layers and chunks of a step, and which of them a shorter step omits.
 
     Attributes:
         layers: Zones of the layers: runs of layers whose kinds repeat with a period.
@@ -293,7 +291,7 @@ class StepLayout:
     length: int
 
     def middle_period_layers(self, zone_index: int) -> range:
-        """Return the indices, in the shorter step, of the layers of the period that the longer step runs twice."""
+        """Return the indices, in the shorter step, of the layers of a zone that the longer step runs twice."""
         zone = self.layers[zone_index]
         before = sum(len(each.layer_indices(with_extra_period=False)) for each in self.layers[:zone_index])
         first = before + zone.axis.num_first * zone.period
@@ -320,7 +318,8 @@ def make_step_layout(
 ) -> StepLayout:
     """Return how a step is divided into layers and chunks, and which of them a shorter step can omit.
 
-    ``layers`` and ``chunks`` are True if these may be omitted. A step that is not ``streamed`` has one chunk.
+    ``layers`` and ``chunks`` are True if layers or chunks may be omitted. If ``streamed`` is False, the whole row is
+    one chunk.
     """
     chunks_of = schedule.chunks(length) if streamed else [slice(0, length)]
     count, size = len(chunks_of), chunks_of[0].stop
@@ -343,7 +342,7 @@ def make_step_layout(
 
 
 def layer_kinds(model: nn.Module, schedule: Schedule | None) -> list[Hashable]:
-    """Return the kind of each layer: a number for its structure, and its tensors' tiers (None without a schedule)."""
+    """Return each layer's kind: a number for its structure, and where its tensors are stored (None: no schedule)."""
     structures = cached_model_property(model, "structures of layers", lambda: _layer_structure_numbers(model))
     places = place_layers(schedule, len(structures)) if schedule is not None else [None] * len(structures)
     return list(zip(structures, places, strict=True))
@@ -379,7 +378,7 @@ def _layer_structure(layer: nn.Module) -> Hashable:
 
 
 def _count_special_first_chunks(model: nn.Module, size: int, length: int) -> int | None:
-    """Return how many chunks at the start attend to fewer keys than all later chunks; None if later chunks differ."""
+    """Return how many chunks at the start attend to fewer keys than all later chunks; None if later ones differ."""
     settings = [vars(config) for config in model_configs(all_modules(model))]
 
     def window_sizes(names: tuple[str, ...]) -> list[int]:
@@ -392,7 +391,7 @@ def _count_special_first_chunks(model: nn.Module, size: int, length: int) -> int
 
 
 def _shorten_schedule(schedule: Schedule, kinds: list[Hashable], layer_indices: list[int]) -> Schedule:
-    """Return the schedule that stores the tensors of ``layer_indices`` on the same tiers as the whole step's schedule.
+    """Return a schedule for only ``layer_indices`` that stores their tensors on the same tiers as ``schedule``.
 
     Raises:
         UnlikeError: No such schedule exists.
@@ -419,7 +418,7 @@ Run = list[tuple[CellPlace, Cell]]
 
 
 def repeat_layer_period(cells: Mapping[CellPlace, Cell], middle: range) -> dict[CellPlace, Cell] | None:
-    """Return the cells of a step in which the period ``middle`` runs twice; None if the longer step has to be run.
+    """Return the cells of a step in which the layers ``middle`` run twice; None if this longer step has to be run.
 
     The layers of a zone are equal, except in its first and last period, and a step visits them in order, forward and
     backward. So the longer step equals the shorter step with the cells of ``middle`` repeated. Each visit of the period
@@ -454,7 +453,7 @@ def _first_layer_index(cells: Iterable[tuple[CellPlace, Cell]]) -> int | None:
 
 
 def _shift_cells(run: Run, added_bytes: Bytes, first_layer: int, added_layers: int) -> Iterator[tuple[CellPlace, Cell]]:
-    """Yield the cells with ``added_bytes``; layer numbers from ``first_layer`` on rise by ``added_layers``."""
+    """Yield the cells with ``added_bytes`` added, and layer numbers from ``first_layer`` on raised."""
     for place, cell in run:
         number = place.layer
         moved = replace(place, layer=number + added_layers) if number is not None and number >= first_layer else place

@@ -1,4 +1,4 @@
-"""Count live bytes, storage by storage: exact on any device, including ``meta``.
+"""Count the bytes of live tensor storages, on any device, including ``meta``.
 
 A dispatch mode sees every tensor that an operator returns, and a weak reference reports when the tensor's storage is
 freed. Scratch memory that a kernel frees before it returns is not counted.
@@ -23,16 +23,16 @@ KEYS, ATTENTION, HEAD, OPTIMIZER = "keys and values", "attention output", "head"
 FETCHED = "fetched weights"
 KINDS = (INPUT, KEYS, ATTENTION, ACTIVATION, HEAD, GRADIENT, OPTIMIZER, FETCHED)
 TEMPORARY = (KEYS, ACTIVATION, HEAD)
-"""Kinds that make up :attr:`LiveBytes.activation_peak`."""
+"""Kinds of bytes that make up :attr:`LiveBytes.activation_peak`."""
 
 
 class LiveBytes(TorchDispatchMode):
-    """Context manager that counts live bytes by kind: bytes of storages allocated inside it that are not freed.
+    """Context manager that counts, by kind, the bytes of storages that were allocated inside it and not yet freed.
 
     A new storage counts as an *activation* until its kind is set. Other kinds are *layer input* (hidden states passed
-    to a decoder layer), *gradient* (``parameter.grad``), *optimizer* (state, by :meth:`set_kind`), and the kinds that
-    the engine reports (:meth:`on_new_tensors`). Weights are not counted. Host memory is not counted if the model is on
-    an accelerator. Older storages are counted only if an operator returns a view of them.
+    to a decoder layer), *gradient* (``parameter.grad``), *optimizer* (optimizer state, by :meth:`set_kind`), and the
+    kinds that the engine reports (:meth:`on_new_tensors`). Weights are not counted. Host memory is not counted if the
+    model is on an accelerator. Older storages are counted only if an operator returns a view of them.
 
     Args:
         model: Model that runs.
@@ -61,7 +61,7 @@ class LiveBytes(TorchDispatchMode):
         self.total = self.peak = self.activation_peak = 0
         self.at_peak = dict(self.live)
         self.new_kind = ACTIVATION
-        """Kind as which a new storage is counted."""
+        """Kind of new storages."""
         self._model, self._layers = model, list(layers)
         self._storages: dict[int, tuple[str, int, Any]] = {}
         existing = [tensor for each in (model, other_model) if each is not None for tensor in model_tensors(each)]
@@ -108,12 +108,11 @@ class LiveBytes(TorchDispatchMode):
     def on_chunk(self, layer: nn.Module, chunk: slice, pass_name: str) -> None: ...
 
     def on_new_tensors(self, kind: str, tensors: Iterable[Tensor]) -> None:
-        """Count tensors as the kind that the engine reports; tensors with recurrent states keep their kind."""
+        """Count ``tensors`` as ``kind``, unless ``kind`` is ``state`` (recurrent states)."""
         if kind != "state":
             self.set_kind(kind, *tensors)
 
     def on_resize(self, x: Tensor) -> None:
-        """Count the storage of a tensor with its new size."""
         storage_id = _storage_id(x)
         if storage_id in self._storages:
             kind, size, reference = self._storages[storage_id]
@@ -132,7 +131,7 @@ class LiveBytes(TorchDispatchMode):
         return out
 
     def count_tensors(self, *tensors: Tensor) -> None:
-        """Count tensors that are not the result of an operator inside the context."""
+        """Count the storages of tensors that no operator inside the context returned."""
         for tensor in tensors:
             self._count_tensor(tensor)
 
@@ -218,7 +217,7 @@ def model_bytes(model: nn.Module) -> int:
 
 
 def device_model_bytes(model: nn.Module) -> int:
-    """Return the bytes of a model's weights and buffers on the device."""
+    """Return the bytes of a model's weights and buffers that are not offloaded to the host."""
     return model_bytes(model) - host_model_bytes(model)
 
 

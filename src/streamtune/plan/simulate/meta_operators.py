@@ -1,13 +1,13 @@
-"""Run models on ``meta`` tensors: values of integer tensors, cached result shapes, and autocast.
+"""Run models on ``meta`` tensors, with values of integer tensors, cached result shapes, and autocast.
 
 Tensors on ``meta`` have no values, but models and the engine need some: whether positions restart, whether a mask hides
-tokens, which tokens have a target. These values are integers, booleans or constants, which are small compared
-with activations. So each such tensor has an attribute with its value on the CPU, computed by the same operator. Values
-of large masks are computed on demand. The choices of a router are unknown; tokens are assumed to be spread evenly over
+tokens, which tokens have a target. These values are integers, booleans or constants, which are small compared with
+activations. So each such tensor has an attribute with its value on the CPU, computed by the same operator. Values of
+large masks are computed on demand. The choices of a router are unknown; tokens are assumed to be spread evenly over
 experts.
 
-Shape functions of many operators are written in Python and are slower than the kernels. A step calls them with the same
-shapes for every chunk and layer. So results are cached by the shapes of the arguments, as in torch's fake tensor cache.
+Shape functions of many operators are written in Python and are slow. A step calls them with the same shapes for every
+chunk and layer. So results are cached by the shapes of the arguments, as in torch's fake tensor cache.
 
 torch has no autocast on ``meta``, so this module casts the arguments of operators. It uses torch's lists of operators
 (``aten/src/ATen/autocast_mode.h``) and the rule of ``cached_cast``. A trainable fp32 weight is cast once and kept until
@@ -50,7 +50,8 @@ VALUE_DEPENDENT = {
 
 
 CONSTANTS = (aten.ones.default, aten.zeros.default, aten.full.default)
-"""Operators that fill a tensor with one number. Their values are stored in floating point too; some masks need them."""
+"""Operators that fill a tensor with one number. Values of floating-point results are stored too; some masks need
+them."""
 
 
 def needs_values(func: Any) -> bool:
@@ -64,7 +65,7 @@ def meta_tensor_with_value(value: Tensor) -> Tensor:
 
 
 MAX_EAGER_ELEMENTS = 1 << 14
-"""Largest number of elements of a value that is computed immediately. Most masks are larger, and not read."""
+"""Largest number of elements of a value that is computed immediately. Most masks are larger, and are never read."""
 
 
 class DeferredValue:
@@ -89,7 +90,6 @@ class DeferredValue:
 
 @lru_cache(maxsize=1024)
 def _can_defer_result(func: Any) -> bool:
-    """Return True if an operator's result may be computed later: the operator is elementwise or fills a constant."""
     if func._schema.is_mutable or len(func._schema.returns) != 1:
         return False
     return torch.Tag.pointwise in func.tags or func in CONSTANTS
@@ -175,7 +175,7 @@ class IntegerValues:
         return func(*(self._get_value(item, func) for item in args), **given)
 
     def _defer_value(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DeferredValue:
-        """Return the value of an operator's result, which is computed when it is first read.
+        """Return the value of an operator's result, to be computed when it is first read.
 
         Raises:
             ArgumentError, UnsupportedModelError: An argument has no value.
@@ -323,7 +323,6 @@ def _result_layouts(out: Any, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
 
 
 def classify_result(func: Any) -> ResultKind:
-    """Return the kind of an operator's result, which decides how :class:`ResultShapes` creates the result."""
     if func is torch.ops.aten._grouped_mm.default:
         return "grouped"
     schema = func._schema
@@ -513,7 +512,6 @@ class MetaAutocast:
     def cast_arguments(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments, cast as autocast would cast them for ``func``."""
         rule = autocast_rule(func, self.device)
         if rule is None or not torch.is_autocast_enabled(self.switch):
             return args, kwargs

@@ -23,7 +23,7 @@ extra forwards without gradient, each of W ranks copies
                  4 n / W             in fp32, for the optimizer step
     weights      M x (2 + f) P / W   from the host, forward and backward; without ``offload_param`` instead b n / W
                                      once, the updated weights
-                 M x a P_l / W       for a recomputed layer forwards of P_l bytes each
+                 M x r P_l / W       for r recomputed layer forwards, with P_l bytes of weights each
 
 ``DeepSpeedCPUAdam`` touches ``4 + 2 x (4 + s) + 4 + b`` bytes per parameter. It reads the gradient. It reads and writes
 the fp32 weight and s bytes of state (8 for Adam in fp32). It reads the fp32 weight again and writes the b bytes of the
@@ -100,7 +100,8 @@ class ResidentMemory:
 
     @classmethod
     def from_model(cls, model: nn.Module, workload: Workload, weights_tier: WeightTier = "device") -> ResidentMemory:
-        """Return the memory for a model on ``meta``, with ``levels: 1`` and weights stored on tier ``weights_tier``."""
+        """Return the memory for a model on ``meta`` and a schedule with ``levels: 1`` and weights on
+        ``weights_tier``."""
         if weights_tier == "host":
             return _resident_memory_with_host_weights(model, workload)
         cluster = workload.cluster
@@ -156,7 +157,7 @@ class ResidentMemory:
         return resident.with_optimizer_on_host(model, workload, [p for p in model.parameters() if p.requires_grad])
 
     def with_optimizer_on_host(self, model: Any, workload: Workload, trained: Sequence[nn.Parameter]) -> ResidentMemory:
-        """Return the memory if the optimizer of ``trained`` is on the host, and the weights are on the device.
+        """Return the memory if the optimizer of the weights ``trained`` runs on the host.
 
         For each weight, gradient and weight are copied to the host, and the updated weight is copied back. With
         ``optim_in_backward`` the optimizer overlaps with the backward, and gradients of two layers may wait for it.
@@ -182,7 +183,7 @@ class ResidentMemory:
         )
 
     def adapted_to_schedule(self, model: nn.Module, workload: Workload, schedule: Schedule) -> ResidentMemory:
-        """Return the memory of a streamed step with ``schedule``, which may gather layers again to recompute them."""
+        """Return the memory of a step with ``schedule``, which may gather the weights of recomputed layers again."""
         cluster = workload.cluster
         if not cluster.gathers_layers or workload.mode != "stream":
             return self
@@ -258,7 +259,7 @@ def _adamw_touched_bytes(trained: int, state: int) -> int:
 
 
 def _largest_gradient_bytes(model: Any, trained: Sequence[nn.Parameter]) -> int:
-    """Return the larger of two sizes: gradient bytes of the largest layer, and of the largest weight outside layers."""
+    """Return the gradient bytes of the largest layer, or of the largest weight outside layers if it is larger."""
     known = {id(p) for p in trained}
     layers = [sum(p.nbytes for p in layer.parameters() if id(p) in known) for layer in decoder_layers(model)]
     inside = {id(p) for layer in decoder_layers(model) for p in layer.parameters()}
@@ -271,7 +272,7 @@ def trained_bytes(model: nn.Module) -> int:
 
 
 def shardable_bytes(model: nn.Module) -> int:
-    """Return the bytes of weights and buffers that may be sharded, which are all except the scales of 4-bit weights."""
+    """Return the bytes of all weights and buffers except quantisation scales, which ranks never shard."""
     return model_bytes(model) - quantization_scale_bytes(model)
 
 
@@ -314,8 +315,8 @@ def _gathered_bytes(model: nn.Module, cluster: Cluster, recomputed_layers: int) 
 def _bytes_kept_gathered(layer_bytes: int, head_bytes: int, num_layers: int, reuse_distance: int) -> int:
     """Return the bytes of the last layers that DeepSpeed keeps gathered after their forward.
 
-    DeepSpeed keeps a layer if fewer bytes than the reuse distance are used before the layer's backward: the head and
-    each later layer, twice.
+    DeepSpeed keeps a layer if fewer bytes than the reuse distance are used before the layer's backward. The head and
+    each later layer count twice, forward and backward.
     """
     if 2 * head_bytes >= reuse_distance:
         return 0
@@ -323,7 +324,6 @@ def _bytes_kept_gathered(layer_bytes: int, head_bytes: int, num_layers: int, reu
 
 
 def _gradient_bytes(model: nn.Module, workload: Workload, trained: int) -> tuple[int, int]:
-    """Return the bytes of a rank's gradients, and of the buckets from which gradients are reduced."""
     cluster, buckets = workload.cluster, 0
     if cluster.engine == "fsdp":
         buckets = max(sum(p.nbytes for p in layer.parameters() if p.requires_grad) for layer in decoder_layers(model))

@@ -1,8 +1,8 @@
-"""Describe steps that score completions token by token, and run the baselines that streamed steps are compared with.
+"""Describe steps that compute log-probabilities of completions, as in DPO and GRPO, and run unstreamed baselines.
 
-DPO, GRPO and similar objectives compute their loss from log-probabilities. The head's logits are computed twice, final
-hidden states are stored until the loss is computed, and a reference may run first. The memory of such a step depends on
-the layout of prompts and completions in the sequence, and hardly on the objective.
+In such a step the head's logits are computed twice, final hidden states are stored until the loss is computed, and a
+reference may run first. The memory depends on the layout of prompts and completions in the sequence, and hardly on the
+loss.
 
 The baselines train without streaming: checkpointing of every layer, log-probabilities from full logits, and Liger's
 fused loss. Shape suffixes: B rows, T tokens.
@@ -26,27 +26,28 @@ from streamtune.engine.hf_names import set_checkpointing
 from streamtune.errors import ArgumentError
 
 Trees = tuple[tuple[int, tuple[int, ...]], ...]
-"""Numbers of tokens of each prompt's trunk and of each branch, the argument of ``Branches.of``.
+"""Numbers of tokens ``(trunk, branches)`` for each prompt, the argument of ``Branches.of``.
 
-The last token of a prompt is the first token of every branch. The other tokens of a branch are scored.
+The trunk is the prompt without its last token. A branch is this last token and one completion.
 """
 
 
 @dataclass(frozen=True)
 class Scored:
-    """The completions that a micro-batch scores, such as in DPO and GRPO.
+    """Completions of a micro-batch whose log-probabilities are computed, as in DPO and GRPO.
 
     Attributes:
-        trees: Numbers of tokens of each prompt (the trunk) and of its completions (the branches).
+        trees: For each prompt, number of tokens of the trunk (the prompt without its last token), and of each branch
+            (this token and a completion).
         share: True for one sequence in which each prompt occurs once; False for one row per prompt and completion.
-        entropy: True if entropies at the targets are computed too.
+        entropy: True if the entropy at each scored token is computed too.
         forwards: Number of extra forwards of the same tokens without gradient, by a reference or the model itself; a
             fraction if one forward is used in several steps.
-        common: Number of tokens at the end of each trunk that belong to the completions, which all begin with them, and
-            are scored. Empty if completions begin differently.
+        common: For each prompt, number of tokens at the end of the trunk that are scored, because all completions begin
+            with them. Empty if completions begin differently.
 
     Raises:
-        ArgumentError: A tree is empty, a branch has fewer than 2 tokens, or ``common`` does not match the trees.
+        ArgumentError: There are no trees, a branch has fewer than 2 tokens, or ``common`` does not match the trees.
     """
 
     trees: Trees
@@ -58,7 +59,7 @@ class Scored:
     def __post_init__(self) -> None:
         if not self.trees or any(trunk < 0 or not branches or min(branches) < 2 for trunk, branches in self.trees):
             raise ArgumentError(
-                f"each tree must be a prompt of 0 or more tokens with completions of 2 or more, found {self.trees}"
+                f"each tree must have a prompt of 0 or more tokens and completions of 2 or more, found {self.trees}"
             )
         within = zip(self.common, self.trees, strict=False)
         if self.common and (len(self.common) != len(self.trees) or any(not 0 <= c <= t for c, (t, _) in within)):
@@ -116,7 +117,6 @@ class Scored:
         )
 
     def as_separate_rows(self) -> Scored:
-        """Return the same completions as one row per prompt and completion."""
         return replace(self, share=False)
 
     def random_batch(self, vocabulary: int, device: torch.device) -> dict[str, Any]:
@@ -168,7 +168,7 @@ Completions = Callable[[int, int], Scored]
 
 
 class PlainScores:
-    """An unstreamed model with the method ``logprobs`` of ``StreamHandle``, so that objectives accept both.
+    """Computes log-probabilities with a model that is not streamed, by the same method as ``StreamHandle``.
 
     All logits of a batch exist at once and are saved for the backward. Router losses are not included.
     """
@@ -244,7 +244,8 @@ def checkpointing(model: Any, function: Callable[..., Any] = recompute) -> Itera
 
 
 def fused_loss(model: Any, ids_BT: Tensor) -> Tensor:
-    """Return the loss of a model on ``meta`` with the memory of Liger's fused loss; all tokens have a target.
+    """Return the loss of a model on ``meta``, with the same allocations as Liger's fused loss; all tokens have a
+    target.
 
     Liger (``LigerFusedLinearCrossEntropyLoss``, version 0.8.5) computes the loss and the head's gradients together, in
     chunks of tokens, and stores the gradients until the backward. Chunks and buffers here have the same sizes. Liger's

@@ -1,17 +1,16 @@
-"""Describe one rank's part of a step whose sequences SP ranks share, so that it can be simulated on one rank.
+"""Describe one rank's part of a step with sequence parallelism, so that the step can be simulated on one rank.
 
-The schedule divides a rank's own T / SP tokens into chunks. The chunks of all ranks together are a chunk of the
-sequence, and each rank has one shard of this chunk. Outside attention a rank computes its own tokens. In attention it
-has all tokens and 1 / SP of the heads (ulysses), or receives the keys of other ranks one after another (ring). So a
-rank has the bytes and operations of a step whose sequence is SP times shorter and whose windows are SP times narrower,
-except for five points:
+SP ranks share each sequence of T tokens. The schedule divides a rank's own T / SP tokens into chunks. Chunk i of the
+sequence consists of chunk i of every rank. Outside attention a rank computes its own tokens. In attention it has all
+tokens and 1 / SP of the heads (ulysses), or receives the keys of other ranks one after another (ring). So a rank has
+the bytes and operations of a step whose sequence is SP times shorter and whose windows are SP times narrower, except
+for five points:
 
 - Attention does SP times the work. The simulated step has H heads, T / SP queries and T / SP keys. A rank really
-  computes H / SP heads with T queries and T keys (ulysses), or H heads with T / SP queries and T keys (ring). A
-  kernel's inputs have the same number of bytes.
-- If SP does not divide the key/value heads, ranks replicate heads: keys and values exist lcm(G, SP) / G times.
+  computes H / SP heads with T queries and T keys (ulysses), or H heads with T / SP queries and T keys (ring).
+- If SP does not divide the G key/value heads, ranks replicate heads: keys and values exist lcm(G, SP) / G times.
 - Send and receive buffers have twice the size of a chunk's queries, keys, values or outputs. In a ring they have twice
-  the size of a rank's keys and values, and of their gradients in fp32.
+  the size of a rank's keys and values, and in the backward also of their fp32 gradients.
 - Every rank stores the token ids, labels, positions and row starts of the whole sequence.
 - The ranks scan a recurrent layer's shards one after another. Time in which a rank waits for its state is not counted.
 """
@@ -32,19 +31,19 @@ from streamtune.schedule import Schedule
 
 WINDOWS = ("sliding_window", "local_attention", "attention_window", "window_size")
 CHUNKED_ATTENTION = ("attention_chunk_size",)
-"""Settings of chunked attention, which restarts after a number of tokens; memory is then not linear in the chunks."""
+"""Configuration keys of chunked attention, which restarts after some tokens, so memory is not linear in the chunks."""
 
 ID_BYTES, FP32 = 8, 4
 
 
 @dataclass(frozen=True)
 class RankShard:
-    """The differences between a rank's shard of a row and a whole row with the same number of tokens.
+    """One rank's shard of a row, compared with a whole row of the same number of tokens.
 
     Attributes:
         size: Number of ranks that share the sequence; 1: a whole row.
-        form: Way to share the sequence.
-        kv_copies: Number of copies of keys and values that exist on all ranks together.
+        form: Kind of sequence parallelism, ``ulysses`` or ``ring``.
+        kv_copies: Number of copies of a sequence's keys and values on all ranks together.
     """
 
     size: int = 1
@@ -52,18 +51,18 @@ class RankShard:
     kv_copies: float = 1.0
 
     def shard_tokens(self, length: int) -> int:
-        """Return the largest number of tokens of a row with ``length`` tokens that any rank has."""
+        """Return the largest number of tokens that a rank has of a row with ``length`` tokens."""
         return max(2, -(-length // self.size)) if self.size > 1 else length
 
     def all_to_all_buffer_bytes(self, q: Tensor, k: Tensor) -> int:
-        """Return the bytes of the all-to-all buffers for an attention of ``q`` [B, H, T, D] with keys ``k``."""
+        """Return the bytes of the all-to-all buffers of attention with queries ``q`` [B, H, T, D] and keys ``k``."""
         if self.size == 1 or self.form == "ring":
             return 0
         own = q.nbytes * k.shape[1] // q.shape[1]  # the chunk's keys, or its values
         return int(2 * q.nbytes + 2 * 2 * own * self.kv_copies)
 
     def ring_buffer_bytes(self, model: Any, length: int, rows: int, *, backward: bool) -> int:
-        """Return the bytes of ring buffers at the last chunk: two copies of a rank's keys and values.
+        """Return the bytes of the ring buffers at the last chunk: two copies of a rank's keys and values.
 
         In the backward the buffers also have two copies of the fp32 gradients of keys and values.
         """

@@ -1,14 +1,13 @@
-"""Simulate the memory and work of a training step: run the engine itself on ``meta`` tensors.
+"""Simulate the memory and work of a training step by running the real step on ``meta`` tensors.
 
-No separate memory model exists. The simulated step is the real step, on tensors that have a shape and a lifetime but
-no values. A dispatch mode does not see the scratch memory of kernels, so ``costs.scratch_bytes`` adds the scratch
-memory of some kernels. Of equal layers and equal chunks only a few are run, and the others are extrapolated
-(``extrapolate``); ``full=True`` runs all layers and chunks.
+Such tensors have a shape and a lifetime, but no values. A dispatch mode does not see the scratch memory of kernels, so
+``costs.scratch_bytes`` adds the scratch memory of some kernels. Of equal layers and equal chunks only a few are run,
+and the others are extrapolated (``extrapolate``); ``full=True`` runs all layers and chunks.
 
 Chunks of completions that share a prompt are not equal. If the chunks are few, each chunk is run. If they are many, an
 ordinary row with the same number of tokens is run instead, in which every token is scored. Its memory is the same,
-except for some masks and copies. Its head and attention work is scaled to the real number of targets and query-key
-pairs.
+except for some masks and copies. The work of its head and attention is scaled to the real number of targets and
+query-key pairs.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ from streamtune.schedule import Schedule, WeightTier
 MASTER = "master"
 
 MAX_CHUNKS_RUN = 24
-"""Largest number of chunks of completions that are all run."""
+"""Largest number of chunks for which a step that scores completions runs every chunk."""
 
 TERMS = {
     "weights": "weights",
@@ -64,20 +63,20 @@ TERMS = {
     HEAD: "head",
     "scratch": "kernel workspace",
 }
-"""Name of the memory term of each column of a moment, in the order of terms."""
+"""Name of the memory term of each column of recorded bytes, in the order in which terms are listed."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """The FLOPs of a step and the bytes it moves; how long they take depends on the device.
+    """FLOPs of a step and the bytes it moves.
 
     Attributes:
         matmul_flops: FLOPs of matrix products and convolutions.
         attention_flops: FLOPs of fused attention.
         moved_bytes: Bytes copied to the host and back.
         disk_moved_bytes: Bytes written to disk and read back.
-        touched_bytes: Bytes that other operators read and write on the device, and excess bytes of products of few rows
-            (``costs.bandwidth_bound_bytes``).
+        touched_bytes: Bytes that other operators read and write on the device. For products of few rows,
+            ``costs.bandwidth_bound_bytes`` is added.
         operators: Number of operators that compute.
         host_touched_bytes: Bytes that an optimizer reads and writes in host memory, after the backward.
         host_overlapped_bytes: Bytes that an optimizer reads and writes in host memory during the backward.
@@ -95,7 +94,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Simulation:
-    """The peak memory of a step on each tier, and its work.
+    """Peak memory of a step on each tier, and its work.
 
     Attributes:
         peak_bytes: Peak bytes on the device.
@@ -128,7 +127,7 @@ def simulate(workload: Workload, schedule: Schedule, *, full: bool = False) -> S
     Args:
         workload: Step to simulate.
         schedule: Schedule with which the step is streamed; ignored in the modes without streaming.
-        full: Run all layers and chunks, even if fewer give the same result.
+        full: True to run all layers and chunks, even if fewer give the same result.
 
     Raises:
         UnsupportedModelError: The model cannot be streamed, or its step depends on values other than integers.
@@ -205,7 +204,7 @@ def _trace_micro_batch(
 ) -> Combined:
     """Return bytes and work of the forward and the backward of a step's last micro-batch, on one rank.
 
-    With ``layers`` or ``chunks``, equal layers or chunks may be left out.
+    ``layers`` and ``chunks`` allow leaving out equal layers and equal chunks.
 
     Raises:
         UnlikeError: The shorter steps ran different operators.
@@ -268,7 +267,6 @@ def _make_perturbation(workload: Workload, model: Any) -> Callable[[Any], Abstra
 def _scale_work_to_completions(
     scored: Scored, step: Combined, uses_scored_layout: bool
 ) -> dict[tuple[str, bool], list[float]]:
-    """Return the work for scored completions, computed from the work of an ordinary row and its reference forward."""
     targets, pairs = 1.0, 1.0
     if not uses_scored_layout:
         targets = scored.num_targets / (scored.num_rows * scored.length)
@@ -340,7 +338,6 @@ def _phase_peaks(
 
 
 def _step_work(workload: Workload, resident: ResidentMemory, step: Combined) -> Work:
-    """Return the work of all micro-batches, the teacher and the optimizer."""
     sums = (sum(each) for each in zip(*step.work.values(), strict=True))
     times = workload.micro_batches
     work = dict(zip(WORK, (round(each * times * workload.step.forwards) for each in sums), strict=True))

@@ -1,12 +1,11 @@
 """Cache results of simulations, on disk and in memory.
 
-*On disk*, results are stored under a hash of everything they depend on, so that a second start simulates nothing. A
-simulation runs the engine itself, so the hash covers the code of this package, library versions, the structure of the
-model, and all options of the step. A model with custom code, hooks or quantised weights is not cached.
+*On disk*, results are stored under a hash of everything they depend on. A simulation runs the engine itself, so the
+hash covers the code of this package, library versions, the structure of the model, and all options of the step. A model
+with custom code, hooks or quantised weights is not cached.
 
-*In memory*, properties of a model that every simulation needs are cached, such as the bytes of its optimizer, because
-a plan simulates one model with several schedules. A property is computed again only if the model's tensors or
-configuration have changed.
+*In memory*, properties of a model that every simulation needs are cached, such as the bytes of its optimizer. A
+property is computed again only if the model's tensors or configuration have changed.
 """
 
 from __future__ import annotations

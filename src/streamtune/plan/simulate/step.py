@@ -42,17 +42,17 @@ FLASH = 1
 
 @dataclass(frozen=True)
 class Step:
-    """A step to run and record.
+    """Options of a training step that is run on ``meta`` and recorded.
 
     Attributes:
-        mode: Way to compute the gradient.
+        mode: Method to compute the gradient: ``stream`` or a baseline.
         length: Number of tokens of a row.
         batch_size: Number of rows.
         accumulating: True if gradients of a previous micro-batch are already allocated.
         autocast: True to compute in bf16 autocast.
         device: Type of the simulated device.
         targets: Number of tokens with a target in each row; None: all tokens.
-        scored: Completions to score instead of ordinary rows; with ``token_loss`` the loss replaces their scores.
+        scored: Completions to score instead of ordinary rows; ``token_loss`` replaces their log-probabilities.
         uses_scored_layout: True if tokens are laid out as in ``scored``; False: ordinary rows in which every token is
             scored.
         shard: One rank's part of each row, if ranks share rows.
@@ -60,7 +60,7 @@ class Step:
         token_loss: Per-token loss, if not cross-entropy.
         teacher: Teacher of a distillation loss; None without one.
         teacher_top_k: Number of saved teacher tokens per target, for a distillation loss; 0 without saved tokens.
-        perturb: Function whose result is a context with perturbed weights, for a step without a backward.
+        perturb: Function that returns a context manager with perturbed weights, for a step without a backward.
     """
 
     mode: Mode
@@ -160,7 +160,7 @@ def _use_step_loss(
 ) -> Iterator[Callable[[Tensor, Tensor], dict[str, Any]]]:
     """Context manager in which calls of the streamed model compute the step's loss.
 
-    Yields a function ``(ids, targets)`` that returns additional arguments for such a call.
+    It yields a function ``(ids, targets)`` that returns additional arguments for such a call.
     """
     branches = None
     if step.scored is not None and step.scored.has_hidden_tokens and step.uses_scored_layout:
@@ -191,11 +191,11 @@ def _use_step_loss(
 
 
 class _MetaTopK(TopKTeacher):
-    """Saved top-k tokens of a teacher; chunks of them are ``meta`` tensors."""
+    """Saved top-k tokens of a teacher, read in chunks as ``meta`` tensors."""
 
     @classmethod
     def from_step(cls, step: Step) -> _MetaTopK:
-        """Return the top-k tokens of a step, in empty tensors because saved tokens are stored on the host."""
+        """Return the top-k tokens of a step; their tensors are empty, because saved tokens are on the host."""
         index = torch.empty(step.batch_size, step.length, dtype=torch.long, device="meta")
         width = step.teacher_top_k
         return cls(index, torch.empty(0, width, device="meta"), torch.empty(0, width + 1, device="meta"))
@@ -266,7 +266,7 @@ def _run_backward(loss: Tensor) -> None:
 def _enter_mode(
     stack: ExitStack, model: Any, schedule: Schedule, mode: Mode, autocast: MetaAutocast
 ) -> tuple[Any, Callable[[], tuple[int, int, int, int]]]:
-    """Run the model in a mode until the stack closes.
+    """Put the model into a mode (``stream`` or a baseline) until the stack closes.
 
     Returns:
         Object with the method ``logprobs``, and the argument ``tiers`` of :class:`Trace`.
@@ -408,6 +408,6 @@ def _fused_attention(
 
 
 def shorten_step(step: Step, length: int, head_chunk_size: int) -> Step:
-    """Return the step with ``length`` tokens; its last head chunk has as many targets as the whole step's."""
+    """Return the step with ``length`` tokens. Its last head chunk has as many targets as in ``step``."""
     targets = length - (length - step.length) % head_chunk_size
     return replace(step, length=length, targets=targets, uses_scored_layout=False)

@@ -1,4 +1,4 @@
-"""Record a step on ``meta`` tensors: live bytes at each moment, by layer, chunk and pass of the engine.
+"""Record a step on ``meta`` tensors: live bytes after each allocation, by layer, chunk and pass of the engine.
 
 The record, a :class:`Trace`, is divided into *cells*: one pass of a layer over one chunk, a layer's own backward, the
 head, and the operators between them. A cell has one *moment* per operator that allocates bytes. So the moments of steps
@@ -42,7 +42,7 @@ from streamtune.plan.simulate.meta_operators import (
 from streamtune.plan.simulate.shard import WHOLE_ROW, RankShard
 
 COLUMNS = (*KINDS, "scratch", "host", "disk")
-"""Columns of a moment: live device bytes by kind, scratch bytes inside the operator, host bytes and disk bytes."""
+"""Columns of a recorded moment: live device bytes by kind, scratch bytes of the operator, host bytes and disk bytes."""
 
 WORK = ("matmul_flops", "attention_flops", "touched_bytes", "moved_bytes", "disk_moved_bytes", "operators")
 MOVED = WORK.index("moved_bytes")
@@ -50,14 +50,14 @@ MOVED = WORK.index("moved_bytes")
 
 @dataclass(frozen=True, slots=True)
 class _OperatorProperties:
-    """The properties of an operator that follow from its schema.
+    """Properties of an operator that follow from its schema.
 
     Attributes:
         func: The operator, referenced so that its id is not reused.
         cost: Kind of the operator's work.
         needs_values: True if the operator may need the values of its arguments.
         result: Kind of the result.
-        touched_tensors: Bytes that the operator reads and writes.
+        touched_tensors: Tensors that the operator reads and writes.
         scratch: True if the kernel may allocate scratch memory.
         fills: True if the operator fills a tensor with one number.
     """
@@ -90,7 +90,7 @@ def _compute_properties(func: Any) -> _OperatorProperties:
 
 @dataclass(frozen=True)
 class CellPlace:
-    """Identifies a cell, the operators of one pass of a layer over one chunk, or those between such passes.
+    """Place of a cell in a step; a cell is one pass of a layer over one chunk, or the operators between such passes.
 
     Attributes:
         phase: Phase: ``reference`` (forward without gradient, head included), ``forward``, ``head`` or ``backward``.
@@ -109,7 +109,7 @@ class CellPlace:
 
 @dataclass
 class Cell:
-    """The record of one pass of a layer over one chunk, or of the operators between such passes.
+    """Record of one pass of a layer over one chunk, or of the operators between such passes.
 
     Attributes:
         operators: Operator after which each of ``moments`` was recorded; None for the first, recorded at the beginning.
@@ -173,7 +173,6 @@ class Trace(LiveBytes):
         return self
 
     def begin_cell(self, phase: str, pass_name: str = "", layer: int | None = None, chunk: int | None = None) -> None:
-        """Begin a new cell of the record, for the operators that follow, such as a pass of a layer over a chunk."""
         self._count_moved_bytes()
         turn = 0
         while (place := CellPlace(phase, pass_name, layer, chunk, turn)) in self.cells:
@@ -185,13 +184,13 @@ class Trace(LiveBytes):
         self._record_moment(None, 0)
 
     def begin_earlier_gradients(self, parameter: Tensor) -> None:
-        """Begin to record gradients of earlier micro-batches, of the layer with ``parameter``, unless already begun."""
+        """Begin a cell for gradients of earlier micro-batches, of ``parameter``'s layer, unless it has begun."""
         layer = self._param_layers.get(id(parameter))
         if (self._place.pass_name, self._place.layer) != (EARLIER_GRADIENTS, layer):
             self.begin_cell("forward", EARLIER_GRADIENTS, layer)
 
     def finish(self) -> None:
-        """End the record: count the bytes copied to and from host and disk since the last :meth:`begin_cell`."""
+        """End the record: count the bytes copied to and from host and disk since the last cell began."""
         self._count_moved_bytes()
 
     def _count_moved_bytes(self) -> None:

@@ -79,7 +79,7 @@ DEVICES = ("cpu", "cuda")
 
 @dataclass(frozen=True)
 class TeacherShape:
-    """Sizes of a distillation teacher, whose forward runs before the model's, and whose logits the loss computes too.
+    """Sizes of a distillation teacher, whose forward runs before the forward of the trained model.
 
     Attributes:
         hidden: Dimension of the hidden states.
@@ -100,7 +100,7 @@ class TeacherShape:
 
 @dataclass(frozen=True)
 class Workload:
-    """A training step without its schedule.
+    """Training step to simulate, without its schedule (chunk sizes, offloading, recomputation).
 
     Args:
         make_model: Function that returns the model on ``meta``, in its dtype and with adapters.
@@ -110,10 +110,11 @@ class Workload:
             memory.
         make_optimizer: Function that builds the optimizer of a model; None: no optimizer.
         autocast: True to compute in bf16 autocast.
-        mode: Mode ``stream``, or a baseline: ``plain`` autograd, ``checkpoint`` for every layer, checkpointing with
-            Liger's fused loss (``liger-loss``), or also with layer inputs on the host (``liger-loss-offload``).
-        cluster: Devices that train. ``length`` and ``batch_size`` are for all ranks that share a sequence together; one
-            rank is simulated.
+        mode: Method to compute the gradient: ``stream``, ``plain`` autograd, ``checkpoint`` for every layer,
+            checkpointing with Liger's fused loss (``liger-loss``), or also with layer inputs on the host
+            (``liger-loss-offload``).
+        cluster: Devices that train; one rank is simulated. ``length`` and ``batch_size`` count whole rows, which
+            several ranks may share.
         device_type: Type of the device whose kernels are simulated: ``cuda`` or ``cpu``.
         completions: Function that returns the completions to score for a length and batch size; None for next-token
             loss. Baselines have one row per completion.
@@ -185,7 +186,7 @@ class Workload:
 
     @property
     def shard_tokens(self) -> int:
-        """Number of tokens of a sequence that one rank has."""
+        """Largest number of tokens of a sequence that one rank has."""
         return RankShard(self.cluster.sequence_size).shard_tokens(self.num_tokens)
 
 
@@ -200,7 +201,7 @@ PICKED_COUNT_KEYS = ("num_experts_per_tok", "moe_topk", "num_selected_experts")
 
 @dataclass(frozen=True)
 class FlopCount:
-    """The numbers from which a model's FLOPs are counted.
+    """Numbers from which a model's FLOPs are counted.
 
     Attributes:
         weights: N, number of weights with which a token is multiplied.
@@ -257,7 +258,7 @@ def workload_flops(workload: Workload) -> int:
 
 
 def sketch_flops(workload: Workload) -> int:
-    """Return the FLOPs of the gradient sketch of one row of the workload's length (``train.sketch``).
+    """Return the FLOPs to compute a gradient sketch of one row, by which training rows are compared (``train.sketch``).
 
     A sketch needs a forward of the model (and of a teacher model), the head's gradient for hidden states, and the
     recomputed forward and the backward of the last layer.

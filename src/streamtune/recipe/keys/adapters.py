@@ -1,5 +1,4 @@
-"""Keys that choose the trained weights: all of them, or adapters of some kind. Rules refuse other keys that do not work
-with this choice."""
+"""Recipe keys that choose full fine-tuning or adapters, and rules that refuse combinations with other keys."""
 
 from __future__ import annotations
 
@@ -126,7 +125,7 @@ class AdapterKeys(Spec):
 def _refuse_keys_of_adapter_folder(recipe: Any) -> Iterator[Refusal]:
     for key in ADAPTER_KEYS:
         if key in recipe.model_fields_set and key != "adapter_name_or_path":
-            what = f"'{key}' has no effect: the adapters in {recipe.adapter_name_or_path} decide it"
+            what = f"'{key}' has no effect: the adapters in {recipe.adapter_name_or_path} set it"
             yield Refusal(key, what, "delete one of the two lines")
 
 
@@ -142,9 +141,9 @@ ADAPTER_RULES: Rules = (
     ),
     Clash(
         {"adapter_type": names_meeting(ADAPTERS, {"start": "quantisation"}), "finetuning_type": "lora"},
-        "'adapter_type: {adapter_type}' starts from the quantisation error of the weights, and 'finetuning_type: lora' "
-        "does not quantise them",
-        "write finetuning_type: qlora, or adapter_type: pissa, which starts from the weights",
+        "'adapter_type: {adapter_type}' is initialised from the quantisation error, and 'finetuning_type: lora' "
+        "does not quantise the weights",
+        "write finetuning_type: qlora, or adapter_type: pissa, which is initialised from the weights",
     ),
     Where(
         {"finetuning_type": Not("full"), "adapter_type": names_meeting(ADAPTERS, {"start": "gradient"})},

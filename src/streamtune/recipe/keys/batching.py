@@ -1,4 +1,4 @@
-"""Keys of batches: packing, steps counted in rows or tokens, buckets, and selection of rows."""
+"""Recipe keys of batches: packing, steps counted in rows or tokens, buckets, and selection of rows."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class StepKeys(Spec):
 def _refuse_small_token_budget(recipe: Any) -> Iterator[Refusal]:
     tokens, rows = recipe.tokens_per_batch, 2 if recipe.objective == "dpo" else 1
     if tokens < rows * recipe.max_length:
-        what = "a pair of two answers" if rows == 2 else "a row"
+        what = "a pair of completions" if rows == 2 else "a row"
         yield Refusal(
             "tokens_per_batch",
             f"'max_length' allows {what} of {rows * recipe.max_length:,} tokens, and 'tokens_per_batch' is {tokens:,}",
@@ -247,7 +247,9 @@ SELECTION_RULES: Rules = (
             "'batching: {batching}': a step must have a fixed number of whole rows",
             "write batching: rows",
         ),
-        Clash({"packing": True}, f"'packing': {ONE_BY_ONE}, and packs are made before training", DELETE_EITHER),
+        Clash(
+            {"packing": True}, f"'packing': {ONE_BY_ONE}, and packed sequences are made before training", DELETE_EITHER
+        ),
         Clash(
             {"reasoning": "per_turn"},
             f"'reasoning: per_turn': {ONE_BY_ONE}, and turns share a sequence",
@@ -260,7 +262,7 @@ SELECTION_RULES: Rules = (
             "write dataloader_num_workers: 0",
         ),
         *(
-            Clash({key: GIVEN}, f"'{key}': {DIVIDED}", f"delete '{key}'; with DDP, ranks share the choice")
+            Clash({key: GIVEN}, f"'{key}': {DIVIDED}", f"delete '{key}'; select_rows works with DDP")
             for key in ("fsdp", "deepspeed")
         ),
         Clash(

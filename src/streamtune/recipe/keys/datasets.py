@@ -1,4 +1,4 @@
-"""Keys of the data: entries of ``datasets``, named eval sets, and streaming."""
+"""Recipe keys of the data: entries of ``datasets``, named eval sets, and streaming."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys of streaming (the ``engine:`` group), of the device, and of several devices: choices and memory budgets."""
+"""Recipe keys of the engine (how a step is streamed, memory budgets), of the device, and of several devices."""
 
 from __future__ import annotations
 
@@ -40,8 +40,10 @@ Auto = Literal["auto"]
 
 
 def _schedule_fields_with_defaults(spec: Any) -> dict[str, Any]:
-    """Return schedule field -> value. A field that the recipe does not set has its default with ``schedule: fixed``,
-    and None with ``schedule: auto``."""
+    """Return the values of all schedule fields, by name.
+
+    A field that the recipe does not set has its default with ``schedule: fixed``, and None with ``schedule: auto``.
+    """
     return {**(DEFAULTS if spec.schedule == "fixed" else dict.fromkeys(DEFAULTS)), **spec.written_fields()}
 
 
@@ -209,7 +211,7 @@ class EngineSpec(Spec):
         return fields
 
     def written_fields(self) -> dict[str, Any]:
-        """Return the schedule choices in the recipe, with the values as they are written there."""
+        """Return the schedule fields that the recipe sets, by name, with the values as they are written there."""
         return {name: value for name in DEFAULTS if (value := getattr(self, name)) not in ("auto", None)}
 
 
@@ -266,8 +268,8 @@ ENGINE_RULES: Rules = (
 NEEDS_WHOLE_WEIGHTS: Rules = (
     Clash(
         {"engine.order": "chunk"},
-        "'order: chunk' reads the weights of all layers once for every chunk, and ranks that shard them would send "
-        "them each time",
+        "'order: chunk' reads the weights of all layers once for every chunk, and ranks that shard the weights would "
+        "gather them each time",
         "write order: layer, or deepspeed: zero2",
     ),
 )

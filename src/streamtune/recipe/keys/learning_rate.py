@@ -1,4 +1,4 @@
-"""Keys of the learning rate: its schedule, and the options of each schedule."""
+"""Recipe keys of the learning rate: its schedule, and the options of each schedule."""
 
 from __future__ import annotations
 
@@ -135,11 +135,11 @@ def _refuse_wrong_scheduler_options(recipe: Any) -> Iterator[Refusal]:
                 "add lr_scheduler_kwargs: {batch_size: ROWS_OF_A_STEP, tokens_per_step: TOKENS_OF_A_STEP}",
             )
     if given.get("min_lr", 0) > recipe.learning_rate or given.get("lr_end", 0) > recipe.learning_rate:
-        yield Refusal(KEY, "the schedule ends above 'learning_rate'", "lower min_lr or lr_end")
+        yield Refusal(KEY, "the final rate of the schedule is above 'learning_rate'", "lower min_lr or lr_end")
 
 
-NEED_EACH_OTHER = "'lr_scaling' and 'lr_scaling_base' need each other: the base is the batch size of 'learning_rate'"
-WRITE_BOTH = "write both, such as lr_scaling: sqrt and lr_scaling_base: 32, or none"
+NEED_EACH_OTHER = "'lr_scaling' and 'lr_scaling_base' need each other: the base is the batch size for 'learning_rate'"
+WRITE_BOTH = "write both, such as lr_scaling: sqrt and lr_scaling_base: 32, or delete both"
 
 LEARNING_RATE_RULES: Rules = (
     Custom(_refuse_wrong_scheduler_options),

@@ -1,4 +1,4 @@
-"""Keys of the loss: of a row's tokens, of distillation from a teacher, and of the routers of a mixture of experts."""
+"""Recipe keys of the loss per token, of distillation from a teacher, and of the routers of a mixture of experts."""
 
 from __future__ import annotations
 
@@ -71,8 +71,7 @@ class LossKeys(Spec):
 
     @property
     def teacher_file(self) -> str | None:
-        """Path of the file with the teacher's top-k tokens; None if the teacher is a model, or if there is no
-        teacher."""
+        """Path of the file with a teacher's top-k tokens; None if the teacher is a model or missing."""
         return self.teacher if self.teacher is not None and self.teacher.endswith(TEACHER_FILE) else None
 
 
@@ -163,7 +162,7 @@ LOSS_RULES: Rules = (
 NEEDS_WHOLE_WEIGHTS: Rules = (
     Clash(
         {"teacher": Not(None), "teacher_file": None},
-        "distillation reads the heads of teacher and model together, and ranks that shard weights gather one at a time",
+        "distillation needs the heads of teacher and model together, and ranks that shard weights gather one at a time",
         "write deepspeed: zero2, or train on completions that the teacher wrote",
     ),
 )

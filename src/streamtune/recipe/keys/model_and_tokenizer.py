@@ -1,4 +1,4 @@
-"""Keys of the model: its weights, tokenizer, special tokens and rotary positions."""
+"""Recipe keys of the model: its weights, tokenizer, special tokens and rotary positions."""
 
 from __future__ import annotations
 

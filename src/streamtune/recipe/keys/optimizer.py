@@ -1,5 +1,4 @@
-"""Keys of the optimizer: its options, groups of learning rates, and clipping. Rules refuse other keys that do not work
-with it."""
+"""Recipe keys of the optimizer: its options, learning rates by parameter, and gradient clipping."""
 
 from __future__ import annotations
 
@@ -45,7 +44,7 @@ class LearningRateGroup(Spec):
     rules = (
         Clash(
             {"learning_rate": None, "weight_decay": None},
-            "the group of '{match}' sets nothing",
+            "the group of '{match}' has neither learning_rate nor weight_decay",
             "add learning_rate: ... or weight_decay: ...",
             key="lr_groups",
         ),
@@ -195,7 +194,7 @@ ROUNDING_RULES: Rules = (
     ),
     Clash(
         {"weight_rounding": GIVEN, "optim": ONE_BLOCK},
-        "'optim: {optim}' keeps the trained block in float32 and rounds it once",
+        "'weight_rounding' has no effect: 'optim: {optim}' keeps the trained block in float32 and rounds it once",
         DELETE,
     ),
     Clash(

@@ -1,5 +1,7 @@
-"""Keys of the loss on completions that the model writes: a policy gradient from rewards, or a divergence from a
-teacher. Names are TRL's."""
+"""Recipe keys of the loss on completions that the model writes: a policy gradient or a divergence from a teacher.
+
+Keys that also exist in TRL have the same names there.
+"""
 
 from __future__ import annotations
 
@@ -98,7 +100,7 @@ def _refuse_small_delta(recipe: Any) -> Iterator[Refusal]:
     if recipe.delta is not None and recipe.delta <= 1 + high:
         yield Refusal(
             "delta",
-            f"'delta' must be above 1 + epsilon_high, {1 + high:g}; found {recipe.delta:g}",
+            f"'delta' must be above 1 + epsilon_high = {1 + high:g}; found {recipe.delta:g}",
             "write a larger value, such as delta: 4.0",
         )
 
@@ -140,7 +142,7 @@ NEEDS_WHOLE_WEIGHTS: Rules = (
     ),
     Clash(
         {"repetition_penalty": GIVEN},
-        "'repetition_penalty' would count padding, which ranks with sharded weights add to stay in step",
+        "'repetition_penalty' would count padding, which ranks with sharded weights add to run equally many forwards",
         "write deepspeed: zero2, or repetition_penalty: 1.0",
     ),
 )

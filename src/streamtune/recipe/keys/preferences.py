@@ -1,4 +1,4 @@
-"""Keys of preference training. Keys that also exist in TRL have the same names there."""
+"""Recipe keys of preference training. Keys that also exist in TRL have the same names there."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _refuse_long_prompt_limit(recipe: Any) -> Iterator[Refusal]:
         what = (
             f"'max_prompt_length' must be below 'max_length' ({recipe.max_length:,}): no token is left for a completion"
         )
-        yield Refusal("max_prompt_length", what, "lower it, or raise max_length")
+        yield Refusal("max_prompt_length", what, "lower max_prompt_length, or raise max_length")
 
 
 DPO_RULES: Rules = (

@@ -1,4 +1,4 @@
-"""Keys ``objective`` and ``preset``. A preset is a set of key values that apply unless the recipe sets these keys."""
+"""Recipe keys ``objective`` and ``preset``, a set of key values that apply unless the recipe sets these keys."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ REPLACED_BY = {
     "warmup_ratio": ("warmup_steps",),
     "warmup_steps": ("warmup_ratio",),
 }
-"""Key of a preset -> keys that decide the same thing. If the recipe gives one of these, the preset's key does not
-apply."""
+"""Key of a preset -> keys that replace it. If the recipe gives one of these, the preset's key does not apply."""
 
 
 def add_preset_keys(recipe_keys: Any) -> Any:
-    """Return the keys of a recipe, completed with the keys of its preset. Keys of the recipe take precedence. A value
-    that is not a recipe with a preset is returned unchanged."""
+    """Return the keys of a recipe, completed with the keys of its preset. Keys of the recipe take precedence.
+
+    A value that is not a recipe with a preset is returned unchanged.
+    """
     name = recipe_keys.get("preset") if isinstance(recipe_keys, dict) else None
     if not isinstance(name, str) or name not in PRESETS:
         return recipe_keys

@@ -1,4 +1,4 @@
-"""Keys of completions that the model writes, and of their rewards. Names are TRL's."""
+"""Recipe keys of generated completions and their rewards. Keys that also exist in TRL have the same names there."""
 
 from __future__ import annotations
 
@@ -177,14 +177,14 @@ def _refuse_weighted_datasets(recipe: Any) -> Iterator[Refusal]:
         yield Refusal(
             "datasets.0.weight",
             "'weight' is not read by grpo; 'prompts' decides how prompts are chosen",
-            "delete it; max_rows limits a dataset, and repeat visits it more often",
+            "delete the line; max_rows limits a dataset, and repeat visits its rows more often",
         )
 
 
 def _refuse_mismatched_weights(recipe: Any) -> Iterator[Refusal]:
     weights, rewards = recipe.reward_weights, recipe.reward_funcs
     if weights is not None and len(weights) != len(rewards):
-        what = f"'reward_weights' must have a weight for each of 'reward_funcs': {len(rewards)}; found {len(weights)}"
+        what = f"'reward_weights' must have {len(rewards)} weights, as many as 'reward_funcs'; found {len(weights)}"
         yield Refusal("reward_weights", what, "add or delete weights")
 
 
@@ -234,13 +234,13 @@ def _refuse_partial_groups_or_steps(recipe: Any) -> Iterator[Refusal]:
     if written % group:
         yield Refusal(
             "num_generations",
-            f"completions written at once must be a multiple of 'num_generations', {group}; found {written}",
+            f"the completions of one generation must be a multiple of 'num_generations', {group}; found {written}",
             "change per_device_train_batch_size, gradient_accumulation_steps or steps_per_generation",
         )
     if written % a_step or written // group < written // a_step:
         yield Refusal(
             "generation_batch_size" if recipe.generation_batch_size is not None else "steps_per_generation",
-            f"{written} completions of {written // group} prompts do not make whole optimizer steps of {a_step}",
+            f"{written} completions of {written // group} prompts cannot be divided into optimizer steps of {a_step}",
             "an optimizer step has per_device_train_batch_size x gradient_accumulation_steps completions, of at least "
             "one prompt",
         )
@@ -252,7 +252,7 @@ ALLOCATION_RULES: Rules = (
         Clash(
             {"num_generations": OneOf(1, 2)},
             "gives each prompt at least two completions, and 'num_generations: {num_generations}' leaves none to "
-            "divide",
+            "distribute",
             "write num_generations: 8",
         ),
         Clash(

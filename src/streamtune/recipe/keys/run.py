@@ -1,4 +1,4 @@
-"""Keys of the run: seed, checkpoints, evaluation, early stopping, samples, and user code."""
+"""Recipe keys of the run: seed, checkpoints, evaluation, early stopping, samples, and user code."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ class SampleSpec(Spec):
 
     @property
     def prompts(self) -> tuple[str, ...]:
-        """The given prompts, as a tuple; empty without prompts."""
         if self.prompt is None:
             return ()
         return (self.prompt,) if isinstance(self.prompt, str) else self.prompt
@@ -146,7 +145,7 @@ def _refuse_patience_without_metric(recipe: Any) -> Iterator[Refusal]:
     elif recipe.eval_steps == 0:
         yield Refusal(
             "early_stopping_patience",
-            "'early_stopping_patience' counts evaluations, and the only one is at the end",
+            "'early_stopping_patience' counts evaluations, and the only evaluation is at the end",
             "add eval_steps: 100",
         )
 
@@ -182,7 +181,7 @@ EVALUATION_RULES: Rules = (
     ),
     Clash(
         {"sample.held_out": Not(None, 0), "objective": Not("sft")},
-        "'held_out' compares with the answers of rows, and the rows of {objective} have none",
+        "'held_out' compares completions with the answers in rows, and rows of {objective} have no answers",
         "write prompt: ...",
     ),
     Clash(

@@ -1,4 +1,4 @@
-"""Keys of a row's length, of its tokens that count in the loss, and of the chat template that renders it."""
+"""Recipe keys of a row's length, of its tokens that count in the loss, and of its chat template."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class TrainedTokenKeys(Spec):
 def _refuse_reserved_variables(recipe: Any) -> Iterator[Refusal]:
     given = [name for name in RESERVED_VARIABLES if name in recipe.chat_template_kwargs]
     if given:
-        what = f"'chat_template_kwargs' cannot set '{given[0]}': rendering sets it"
+        what = f"'chat_template_kwargs' cannot set '{given[0]}': StreamTune sets it"
         yield Refusal("chat_template_kwargs", what, "delete it")
 
 
@@ -119,7 +119,7 @@ CHAT_RULES: Rules = (
 def _refuse_long_overlap(recipe: Any) -> Iterator[Refusal]:
     if recipe.split_overlap >= recipe.max_length:
         what = f"'split_overlap' must be below 'max_length' ({recipe.max_length:,}): no token is left after the overlap"
-        yield Refusal("split_overlap", what, "lower it, or raise max_length")
+        yield Refusal("split_overlap", what, "lower split_overlap, or raise max_length")
 
 
 LENGTH_RULES: Rules = (

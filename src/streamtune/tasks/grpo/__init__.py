@@ -1,1 +1,1 @@
-"""Reinforcement learning from rewards: rollouts, groups, advantages, micro-batches."""
+"""Reinforcement learning from rewards: sampling and scoring of completions, advantages, micro-batches."""

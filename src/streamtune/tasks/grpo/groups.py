@@ -1,8 +1,8 @@
 """Groups of completions, their micro-batches, and the division of a rollout among ranks.
 
-Each rank completes and scores a part of the prompts, and all ranks get all results. So all ranks make the same later
-decisions: advantages, completions that are left out, rollouts that are repeated. The micro-batches of a step are then
-divided among the ranks again. Each rank draws its own random numbers.
+Each rank generates and scores completions for a part of the prompts, with its own random numbers, and sends the results
+to all ranks. So all ranks compute the same advantages and leave out the same completions. The micro-batches of a step
+are then divided among the ranks.
 """
 
 from __future__ import annotations
@@ -45,23 +45,22 @@ class Group:
     completions: list[list[int]]
     """Token ids of each completion."""
     truncated: list[bool]
-    """True for each completion that was cut off at the largest length."""
+    """True for each completion that reached the maximum length without an end token."""
     rewards: list[float | None]
     """Weighted sum of the scores of each completion; None if no reward function scored it."""
     scores: dict[str, list[float | None]]
-    """Reward function -> its score of each completion, without weights."""
+    """Name of a reward function -> its score of each completion, without weights."""
     advantages: list[float] = field(default_factory=list)
     flat: bool = False
-    """True if all advantages are 0, so that the group teaches nothing."""
+    """True if all advantages are 0."""
     std: float = 0.0
-    """Standard deviation of its rewards."""
+    """Standard deviation of the group's rewards."""
     old: list[list[float]] | None = None
-    """Log-probs of each completion's tokens under the policy that wrote it; an empty list if nothing reads them."""
+    """Log-probs of each completion's tokens under the policy that sampled it; [] for a completion in no micro-batch."""
     ref: list[list[float]] | None = None
-    """The same log-probs under the reference."""
+    """Log-probs of each completion's tokens under the reference; [] for a completion in no micro-batch."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return all fields as a dict, without copying lists: a group does not change while its rollout is in use."""
         return dict(vars(self))
 
 
@@ -70,19 +69,18 @@ class BatchLayout:
     """Settings for dividing completions into micro-batches."""
 
     batch_size: int
-    """Most completions in a micro-batch."""
+    """Maximum number of completions in a micro-batch."""
     pad_token_id: int
     share: bool
-    """True if the completions of a prompt share its tokens."""
+    """True if the common prefix of a prompt's completions is computed once."""
     leave_out: bool
     """True to leave out completions without a gradient; False if the loss is a mean over a micro-batch (bnpo)."""
     mask_truncated: bool
-    """True if completions that were cut off are not trained on."""
+    """True to exclude truncated completions from the loss."""
     zero_advantage_has_gradient: bool
     """True if a completion whose advantage is 0 still has a gradient, from a KL in the loss or from a teacher."""
     max_prompts: int | None = None
-    """Most prompts in a micro-batch; None: no limit. If completions are left out, more prompts would fit, and the
-    micro-batch would need more memory than was planned."""
+    """Maximum number of prompts in a micro-batch; None: no limit. More prompts would exceed the planned memory."""
 
     def is_trained(self, group: Group, index: int) -> bool:
         return not (self.mask_truncated and group.truncated[index])
@@ -103,7 +101,7 @@ def passing_completion_batch(
 ) -> PolicyBatch | None:
     """Return a batch with the first completion that is trained on and has ``pass_reward`` or more; None without one.
 
-    Advantages of the group must be set. ``prompts`` are all training prompts.
+    The group's advantages must be set. ``prompts`` are all training prompts.
     """
     for index, reward in enumerate(group.rewards):
         if reward is not None and reward >= pass_reward and layout.is_trained(group, index):
@@ -116,7 +114,7 @@ def make_micro_batches(
 ) -> list[PolicyBatch]:
     """Return the micro-batches of one optimizer step; an empty list if no completion has a gradient.
 
-    Advantages of the groups must be set. ``prompts`` are all training prompts.
+    The advantages of all groups must be set. ``prompts`` are all training prompts.
     """
     if not has_gradient(groups, layout):
         return []
@@ -137,14 +135,13 @@ def store_logprobs(
     prompts: Sequence[data.Prompt],
     layout: BatchLayout,
 ) -> None:
-    """Set ``group.old`` or ``group.ref`` of each group: the log-probs of its completions that are in micro-batches.
+    """Compute log-probs of all completions in micro-batches, and store them in ``group.old`` or ``group.ref``.
 
     Args:
         field_name: Field of :class:`Group` to set, ``old`` or ``ref``.
-        compute_logprobs: (number of micro-batches, function that makes micro-batch i) -> log-probs of each micro-batch.
-        groups: Groups of an optimizer step.
+        compute_logprobs: Function (number of micro-batches, function that makes micro-batch i) -> log-probs of each
+            micro-batch.
         prompts: All training prompts.
-        layout: Settings of the micro-batches.
     """
     values_by_group: list[list[list[float]]] = [[[] for _ in group.completions] for group in groups]
     parts = _split_into_batches(groups, _completion_indices(groups, layout)[1], layout)
@@ -161,7 +158,6 @@ def store_logprobs(
 def _completion_indices(
     groups: Sequence[Group], layout: BatchLayout
 ) -> tuple[list[CompletionIndex], list[CompletionIndex]]:
-    """Return the indices of all completions, and of those that go into micro-batches."""
     rows = [(place, index) for place, group in enumerate(groups) for index in range(len(group.completions))]
     return rows, [row for row in rows if not (layout.leave_out and layout.has_no_gradient(groups[row[0]], row[1]))]
 
@@ -169,7 +165,6 @@ def _completion_indices(
 def _split_into_batches(
     groups: Sequence[Group], rows: Sequence[CompletionIndex], layout: BatchLayout
 ) -> list[list[CompletionIndex]]:
-    """Return the completions of each micro-batch; a micro-batch without any target token is dropped."""
     parts: list[list[CompletionIndex]] = []
     for row in rows:
         part = parts[-1] if parts else []
@@ -194,7 +189,7 @@ def _make_batch(
 
 
 def _join_token_values(values: Sequence[list[float] | None]) -> torch.Tensor | None:
-    """Return the token values of all completions, one after another: fp32 ``[K]``; None if any completion has none."""
+    """Concatenate per-token values of all completions, fp32 ``[K]``; return None if any completion has none."""
     if any(row is None for row in values):
         return None
     return torch.tensor([value for row in values if row is not None for value in row], dtype=torch.float32)
@@ -203,7 +198,7 @@ def _join_token_values(values: Sequence[list[float] | None]) -> torch.Tensor | N
 def _make_trees(
     groups: Sequence[Group], prompts: Sequence[data.Prompt], rows: Sequence[CompletionIndex], layout: BatchLayout
 ) -> Iterator[data.Tree]:
-    """Yield trees: each has a prompt, and its completions that are adjacent in ``rows``."""
+    """Yield a tree (a prompt with completions) for each group of adjacent completions in ``rows``."""
     start = 0
     while start < len(rows):
         place = rows[start][0]
@@ -220,7 +215,7 @@ def _make_trees(
 
 
 def group_metrics(groups: Sequence[Group]) -> Metrics:
-    """Return metrics of the completions of a step: TRL's name -> (sum, count). Metrics of rewards need scores."""
+    """Return metrics of a step's completions: TRL's name -> (sum, count). Reward metrics exist only with scores."""
     rewards = [reward for group in groups for reward in group.rewards if reward is not None]
     lengths = [len(completion) for group in groups for completion in group.completions]
     truncated = [cut for group in groups for cut in group.truncated]
@@ -243,11 +238,11 @@ def group_metrics(groups: Sequence[Group]) -> Metrics:
 
 
 ScoreCompletions = Callable[[Sequence[data.Prompt], Sequence[list[int]]], rewards.RewardScores]
-"""Returns the scores of completions. Each completion belongs to the prompt of the same index."""
+"""Function (prompts, token ids of completions) -> scores. Each completion belongs to the prompt of the same index."""
 
 
 class RewardScorer:
-    """Decodes completions and calls the reward functions: on messages if the prompt has messages, else on text."""
+    """Decodes completions and passes them to reward functions: as messages if the prompt has messages, else as text."""
 
     def __init__(self, functions: rewards.Rewards, tokenizer: PreTrainedTokenizerBase) -> None:
         self.functions, self.tokenizer = functions, tokenizer
@@ -264,7 +259,6 @@ class RewardScorer:
         return self.functions([prompt.prompt for prompt in prompts], decoded, columns, origins=origins)
 
     def check_columns(self, prompts: Sequence[data.Prompt]) -> None:
-        """Raise ``ArgumentError`` if the rows lack a column that a reward function reads."""
         self.functions.check_columns([*data.gather_columns(prompts), "completion_ids"])
 
 
@@ -275,8 +269,8 @@ def load_reward_functions(
 
     Args:
         recipe: Recipe with ``reward_funcs``, ``reward_weights`` and ``allow_code``.
-        folder: Folder that has the user's own modules, and that relative paths start from.
-        notify: Called once with the names of the user's own functions, before their code runs.
+        folder: Folder of the user's own modules, to which file paths are relative.
+        notify: Function called once with the names of the user's own functions, before their code runs.
 
     Raises:
         ArgumentError: A function does not exist, or is Python code and ``allow_code`` is not set.
@@ -316,15 +310,15 @@ def single_rank_recipe(recipe: Settings, world: train.World) -> Settings:
             f"rank{'s' * (world.data_size > 1)}) and of num_generations ({joint.num_generations}), found "
             f"{per_rollout}",
             where="generation_batch_size" if recipe.generation_batch_size is not None else "num_generations",
-            fix="change per_device_train_batch_size x gradient_accumulation_steps x ranks, the completions per step",
+            fix="change the completions per step: per_device_train_batch_size x gradient_accumulation_steps x ranks",
         )
     return joint
 
 
 def _compute_over_ranks(world: train.World, count: int, work: Callable[[list[int]], list[T]]) -> list[T]:
-    """Divide the numbers below ``count`` among the ranks, call ``work`` on each share, and return all results.
+    """Divide the indices 0 to ``count - 1`` among the ranks, call ``work`` on each part, and return all results.
 
-    A rank with one number less computes number 0 again: if ranks share the weights, all of them must compute.
+    A rank with one index less computes index 0 again, because ranks with sharded weights must compute together.
     """
     size = world.data_size
     numbers = list(range(world.data_rank, count, size))
@@ -334,7 +328,7 @@ def _compute_over_ranks(world: train.World, count: int, work: Callable[[list[int
 
 
 class DistributedWriter:
-    """Writes completions on several ranks: each rank completes a part of the prompts, and all get all completions."""
+    """Generates completions on several ranks: each rank for a part of the prompts. All ranks get all completions."""
 
     def __init__(self, writer: rollout.Writer, world: train.World) -> None:
         self.writer, self.world = writer, world
@@ -365,7 +359,7 @@ class DistributedWriter:
 
 
 class DistributedRewards:
-    """Scores each completion on one rank and sends the score to all, so that a random reward is equal on all ranks."""
+    """Scores each completion on one rank and sends the score to all ranks, which then agree even on random rewards."""
 
     def __init__(self, score: ScoreCompletions, world: train.World) -> None:
         self.score, self.world = score, world

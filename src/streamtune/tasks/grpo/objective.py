@@ -1,6 +1,6 @@
-"""Objectives on completions for the training loop: a policy gradient, or the divergence from a teacher.
+"""Losses on sampled completions for the training loop: a policy gradient, or the divergence from a teacher.
 
-Shape suffixes: N completions of a micro-batch, K their target tokens, B and T as in ``train.objective``.
+Shape suffixes: B rows, T positions, N completions of a micro-batch, K their target tokens.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ Metrics = Mapping[str, tuple[float, float]]
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyBatch(train.TreeBatch):
-    """Completions that the policy wrote, with their advantages and the log-probs of old policy and reference."""
+    """A micro-batch of completions from the policy, with advantages and log-probs of old policy and reference."""
 
     advantages_N: Tensor  # noqa: N815
     """fp32 ``[N]``: advantage of each completion"""
     old_K: Tensor | None = None  # noqa: N815
-    """fp32 ``[K]``: log-probs under the policy that wrote the completions; None if it is the trained policy itself"""
+    """fp32 ``[K]``: log-probs under the policy that sampled the completions; None if it is the current policy"""
     ref_K: Tensor | None = None  # noqa: N815
-    """fp32 ``[K]``: log-probs under the reference"""
+    """fp32 ``[K]``: log-probs under the reference; None without a reference"""
     left_out_rows: int = 0
-    """Number of completions without a gradient that are in no micro-batch of the step. The loss divides by them too,
-    so that leaving them out does not change it."""
+    """Number of completions of the step that are in no micro-batch because their gradient is 0. The loss is divided by
+    their number too."""
     left_out_tokens: int = 0
-    """Number of target tokens of these completions."""
+    """Number of target tokens of the completions that are in no micro-batch."""
     metrics: Metrics = field(default_factory=dict)
-    """Metrics of the whole step; only its first micro-batch has them."""
+    """Metrics of the whole step, name -> (sum, count); empty except in the step's first micro-batch."""
 
     def to(self, device: torch.device) -> PolicyBatch:
         moved = super().to(device)
@@ -57,7 +57,7 @@ class PolicyBatch(train.TreeBatch):
         return replace(moved, **{name: x.to(device) for name, x in tensors.items() if x is not None})
 
     def as_supervised(self, completion_weight: float) -> train.MicroBatch:
-        """Return the sequences as a batch for a next-token loss; each completion has the weight ``completion_weight``.
+        """Return a batch for a next-token loss, in which each completion has the weight ``completion_weight``.
 
         The weight is divided evenly among the targets of a completion. A target that several completions share has the
         sum of their weights.
@@ -80,7 +80,7 @@ class PolicyBatch(train.TreeBatch):
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredBatch(train.MicroBatch):
-    """Batch that only carries metrics of held-out completions, which are already computed; its tokens are unused."""
+    """A batch of held-out completions whose metrics are already computed; its tensors are unused."""
 
     metrics: Metrics
 
@@ -89,7 +89,7 @@ class MeasuredBatch(train.MicroBatch):
 
 
 class RolloutObjective(ABC):
-    """Base class of losses on sampled completions. Supervised batches (``sft_steps``) get the next-token loss.
+    """Base class of losses on sampled completions. Supervised batches (``sft_steps``) have the next-token loss.
 
     ``handle`` belongs to the streamed policy; None if the model is not streamed.
     """
@@ -103,7 +103,7 @@ class RolloutObjective(ABC):
     ) -> StepTotals | float:
         """Return how many completions and target tokens the step has, including completions without a gradient.
 
-        For a supervised step, return how many targets it has.
+        For a supervised step, return its number of targets.
         """
         policy = [batch for batch in train.counted_batches(micro_batches) if isinstance(batch, PolicyBatch)]
         if not world.any_rank(bool(policy)):
@@ -161,13 +161,12 @@ class DistillationObjective(RolloutObjective):
 
         loss = 1 / N  sum_n  1 / |o_n|  sum_t  D(teacher, model)(. | prompt, o_n,<t)
 
-    D is a divergence between distributions of the next token, o_n one of N completions. Sampling has no gradient.
-    Logits of both models are computed for one chunk of tokens at a time (``ops.head.token_losses``).
+    D is a divergence between next-token distributions, and o_n is one of N completions. Sampling has no gradient.
+    Logits of both models are computed for one chunk of tokens at a time.
 
     Args:
         handle: Handle of the streamed policy; None computes the divergence from full logits.
-        recipe: Settings of the loss.
-        loss: The divergence at one token.
+        loss: Loss of one token, whose ``divergence`` is set.
         teacher: Teacher model, which is streamed if the policy is.
     """
 
@@ -187,29 +186,25 @@ class DistillationObjective(RolloutObjective):
 
 
 class CompletionLoss(ABC):
-    """Base class of the kinds of losses on completions: each states the reference, log-probs and forwards it needs."""
+    """Base class that describes a loss on sampled completions: models, log-probs and forward passes that it needs."""
 
     reference_key: ClassVar[str]
     """Recipe key that names the reference or the teacher."""
     reads_logprobs: ClassVar[bool]
-    """True if the loss reads the reference's log-probs from its batches; False if it calls a teacher."""
+    """True if batches must have log-probs of the reference; False if the loss runs a teacher model."""
     needs_entropy: ClassVar[bool]
-    """True if entropies are computed at the targets."""
+    """True if the entropy of the next-token distribution is computed at each target."""
     scores_held_out: ClassVar[bool]
     """True if the loss is computed on held-out completions too."""
     no_gradient: ClassVar[tuple[str, str]]
-    """Reason why a rollout has no gradient, and the fix if several in a row have none."""
+    """Message after several rollouts in a row without a gradient: the reason, and a fix."""
 
     def __init__(self, recipe: PolicySettings) -> None:
         self.recipe = recipe
 
     @abstractmethod
     def check_settings(self) -> None:
-        """Check that the recipe's settings of the loss are compatible.
-
-        Raises:
-            ArgumentError: They are not; ``where`` is the recipe key.
-        """
+        """Raise ``ArgumentError`` if settings of the loss are invalid or contradict each other."""
 
     @property
     @abstractmethod
@@ -228,7 +223,7 @@ class CompletionLoss(ABC):
     @property
     @abstractmethod
     def num_extra_forwards(self) -> float:
-        """Number of forwards without gradient over the tokens of an optimizer step; a fraction if steps share one."""
+        """Number of forward passes without gradient per optimizer step; a fraction if several steps share one pass."""
 
     @property
     @abstractmethod
@@ -242,11 +237,11 @@ class CompletionLoss(ABC):
 
     @abstractmethod
     def make_objective(self, scorer: Any, reference: train.Reference | None) -> RolloutObjective:
-        """Return the objective that computes the loss of each micro-batch in the training loop.
+        """Return the objective, which computes the loss of each micro-batch.
 
         Args:
             scorer: Handle of the streamed policy, or another object that computes log-probs.
-            reference: Reference or teacher; None if the loss uses none.
+            reference: Reference or teacher model; None if the loss needs neither.
         """
 
 
@@ -281,7 +276,6 @@ class RewardLoss(CompletionLoss):
 
     @property
     def num_extra_forwards(self) -> float:
-        """Forwards of reference and old policy per optimizer step; ``num_iterations`` steps share the same ones."""
         return (self.uses_reference + self.recipe.needs_old_logprobs) / self.recipe.num_iterations
 
     @property
@@ -297,7 +291,7 @@ class RewardLoss(CompletionLoss):
 
 
 class TeacherLoss(CompletionLoss):
-    """Distillation loss: the divergence from a teacher on the model's own completions (``gkd``)."""
+    """Distillation loss: the divergence from a teacher model on the trained model's own completions (``gkd``)."""
 
     reference_key = "teacher"
     reads_logprobs = False
@@ -335,7 +329,6 @@ def completion_loss(recipe: PolicySettings) -> CompletionLoss:
 
 
 def policy_options(recipe: PolicySettings) -> PolicyOptions:
-    """Return the parameters of the policy-gradient loss (clipping, KL weight, ratios) that a recipe sets."""
     return PolicyOptions(
         epsilon_low=recipe.epsilon,
         epsilon_high=recipe.epsilon if recipe.epsilon_high is None else recipe.epsilon_high,

@@ -1,11 +1,11 @@
-"""Rules of a rollout: how many completions a prompt gets, and how their rewards become advantages.
+"""Rules that decide how many completions each prompt gets, and how rewards become advantages.
 
     prompts --counts of every rule--> completions --score--> rewards --every rule, in order--> advantages
 
-:data:`ROLLOUT_RULES` has one class for each method. Rules that do not apply to a recipe are not created. All ranks call
-the rules in the same way and get the same results.
+:data:`ROLLOUT_RULES` has one class for each rule. A recipe creates only the rules that apply to it. All ranks call the
+rules in the same way and get the same results.
 
-Shape suffixes: N completions, n completions of one prompt, K target tokens.
+Shape suffixes: G groups, N completions, n completions of one prompt, K target tokens.
 """
 
 from __future__ import annotations
@@ -38,27 +38,27 @@ from streamtune.train.objective import autocast
 from streamtune.train.sketch import value_projection_weights
 
 UNSEEN = 0.5
-"""Assumed pass rate of a prompt that has no completions yet."""
+"""Assumed pass rate of a prompt without completions. A completion passes if its reward is at least ``pass_reward``."""
 
 T = TypeVar("T")
 
 
 @dataclass(kw_only=True)
 class RolloutTools:
-    """Objects that write completions, score them and compute log-probs. All ranks call the methods together."""
+    """Objects that generate completions, score them and compute log-probs. All ranks must call each method together."""
 
     recipe: RolloutSettings
-    """The settings of all ranks together."""
+    """Recipe from ``single_rank_recipe``, whose batch settings cover all ranks."""
     prompts: data.PreparedPrompts
     writer: rollout.Writer
     score: ScoreCompletions
     policy: train.Reference
     """The trained model with its current weights."""
     reference: train.Reference | None
-    """The reference; None if the loss does not read the reference's log-probs."""
+    """The reference model; None if the loss does not use its log-probs."""
     layout: BatchLayout
     gradient: Callable[[train.TreeBatch], float]
-    """Computes the gradient norm of a completion."""
+    """Function that returns the gradient norm of a batch with one completion."""
     device: torch.device
     world: train.World = field(default_factory=train.World)
     show_activity: Callable[[str], None] = lambda text: None
@@ -66,7 +66,6 @@ class RolloutTools:
 
     @property
     def sampling_settings(self) -> rollout.Sampling:
-        """Sampling settings of training completions, from the recipe."""
         recipe = self.recipe
         return rollout.Sampling(
             max_completion_length=recipe.max_completion_length,
@@ -78,18 +77,18 @@ class RolloutTools:
         )
 
     def groups_of_step(self, groups: Sequence[T], step_index: int) -> list[T]:
-        """Return those groups (or values, one per group) of a rollout that belong to optimizer step ``step_index``."""
+        """Return the groups of a rollout (or values, one per group) that optimizer step ``step_index`` trains on."""
         num_steps = self.recipe.steps_per_rollout
         return list(groups[len(groups) * step_index // num_steps : len(groups) * (step_index + 1) // num_steps])
 
     def groups_by_step(self, groups: Sequence[T]) -> list[list[T]]:
-        """Return the groups (or values, one per group) of a rollout, as one list per optimizer step."""
+        """Return the groups of a rollout (or values, one per group) as one list per optimizer step."""
         return [self.groups_of_step(groups, step_index) for step_index in range(self.recipe.steps_per_rollout)]
 
     def write(
         self, prompts: Sequence[data.Prompt], count: int | Sequence[int], sampling: rollout.Sampling
     ) -> list[list[rollout.Completion]]:
-        """Sample ``count`` completions of each prompt (a list: one number per prompt), and return a list per prompt.
+        """Return a list of sampled completions for each prompt; ``count`` is one number for all, or one per prompt.
 
         Raises:
             OutOfMemoryError: The keys and values do not fit into memory.
@@ -103,7 +102,7 @@ class RolloutTools:
             recipe = self.recipe
             at_once = recipe.per_device_generation_batch_size or recipe.per_device_train_batch_size
             raise OutOfMemoryError(
-                f"out of memory while writing {at_once} completions at a time, with up to {longest:,} tokens each",
+                f"out of memory while generating {at_once} completions at a time, with up to {longest:,} tokens each",
                 where="per_device_generation_batch_size",
                 fix="lower per_device_generation_batch_size, or max_completion_length",
             ) from error
@@ -112,7 +111,7 @@ class RolloutTools:
         return [group[0] for group in self.write(prompts, 1, replace(self.sampling_settings, temperature=0.0))]
 
     def store_logprobs(self, groups: Sequence[Group], *, needs_old: bool) -> None:
-        """Set log-probs that groups lack: ``ref``, the reference's, and with ``needs_old`` ``old``, the policy's."""
+        """Compute missing log-probs of the groups: ``ref`` (reference) and, with ``needs_old``, ``old`` (policy)."""
         models = {"old": self.policy if needs_old else None, "ref": self.reference}
         for name, model in models.items():
             if model is None or all(getattr(group, name) is not None for group in groups):
@@ -130,15 +129,14 @@ class RolloutTools:
 
 @dataclass
 class ScoredRollout:
-    """Prompts with their completions and rewards, which each :class:`RolloutRule` in turn may change."""
+    """Prompts with their completions and rewards. Each :class:`RolloutRule` may change rewards and advantages."""
 
     prompts: Sequence[data.Prompt]
     groups: Sequence[Group]
-    """The group of each prompt."""
     rewards_N: Tensor  # noqa: N815
     """fp32 ``[N]``; NaN if no reward function scored the completion"""
     greedy_N: Tensor | None = None  # noqa: N815
-    """fp32 ``[N]``: reward of the greedy completion of the prompt; None unless a rule computes it"""
+    """fp32 ``[N]``: reward of the greedy completion of each completion's prompt; None unless a rule computes it"""
 
     @property
     def group_index_N(self) -> Tensor:  # noqa: N802
@@ -146,7 +144,7 @@ class ScoredRollout:
         return self.repeat_by_group(torch.arange(len(self.groups)))
 
     def repeat_by_group(self, values_G: Tensor) -> Tensor:
-        """Return for each of N completions the value of its group: ``[G]`` becomes ``[N]``."""
+        """Return the value of each completion's group: ``[G]`` becomes ``[N]``."""
         return values_G.repeat_interleave(torch.tensor([len(group.completions) for group in self.groups]))
 
     def split_by_group(self, values_N: Tensor) -> Iterator[Tensor]:
@@ -155,10 +153,9 @@ class ScoredRollout:
 
 
 class RolloutRule(ABC):
-    """Base class of rules that set numbers of completions, rewards or advantages; by default nothing changes."""
+    """Base class of rules that change numbers of completions, rewards or advantages. By default nothing changes."""
 
     reads_pass_rates: ClassVar[bool] = False
-    """True if the rule reads the pass rates of prompts."""
 
     def __init__(self, tools: RolloutTools) -> None:
         self.tools = tools
@@ -166,7 +163,7 @@ class RolloutRule(ABC):
     @classmethod
     @abstractmethod
     def applies_to(cls, recipe: RolloutSettings) -> bool:
-        """Return True if the rule applies to runs of this recipe."""
+        """Return True if the rule applies to this recipe."""
 
     @classmethod  # noqa: B027 (most rules read nothing of it)
     def check_model(cls, handle: StreamHandle) -> None:
@@ -175,18 +172,17 @@ class RolloutRule(ABC):
     def allocate_counts(
         self, prompt_indices: Sequence[int], counts: list[int], pass_rates: rollout.PassRates
     ) -> list[int]:
-        """Return how many completions each prompt of an optimizer step gets. A rule must not change their sum.
+        """Return how many completions each prompt of an optimizer step gets. A rule must not change the sum.
 
         Args:
             prompt_indices: Indices of the prompts among the training prompts.
-            counts: Number of completions of each prompt, as earlier rules left it.
-            pass_rates: Pass rates of the prompts.
+            counts: Number of completions of each prompt, as set by earlier rules.
         """
         return counts
 
     @abstractmethod
     def apply(self, scored_rollout: ScoredRollout) -> None:
-        """Change the rewards of the completions, or set their advantages; called once per rollout, rule by rule."""
+        """Change the rewards, or set the advantages, of a rollout's completions in place."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the rule's entries of a checkpoint, as plain JSON values; empty if the rule has no state."""
@@ -197,7 +193,7 @@ class RolloutRule(ABC):
 
 
 class KlInReward(RolloutRule):
-    """Rule that subtracts the KL of a whole completion, times ``beta``, from its reward (for rloo and remax)."""
+    """Rule that subtracts ``beta`` times the KL with the reference from a completion's reward (for rloo and remax)."""
 
     @classmethod
     def applies_to(cls, recipe: RolloutSettings) -> bool:
@@ -254,7 +250,7 @@ class GroupAdvantages(RolloutRule):
 
 
 class RewardSpread(RolloutRule):
-    """Rule that computes the spread of rewards, for metrics only: distillation (``gkd``) does not use advantages."""
+    """Rule that computes the standard deviation of rewards for metrics. Distillation (``gkd``) needs no advantages."""
 
     @classmethod
     def applies_to(cls, recipe: RolloutSettings) -> bool:
@@ -270,7 +266,7 @@ class RewardSpread(RolloutRule):
 class Allocation(RolloutRule):
     """Rule that divides the completions of a step among its prompts so that the gradient has the least variance.
 
-    It also measures gradient norms of completions that passed, which :func:`rollout.allocation_score` reads later.
+    The rule also measures gradient norms of passing completions, which determine how later completions are divided.
     """
 
     reads_pass_rates = True
@@ -305,7 +301,6 @@ class Allocation(RolloutRule):
         self._measure_gradient_norms(scored_rollout.groups)
 
     def _measure_gradient_norms(self, groups: Sequence[Group]) -> None:
-        """Measure the gradient norm of one passing completion of each prompt that has one, for later allocations."""
         tools, norm = self.tools, self.tools.gradient
         batches = [
             passing_completion_batch(g, tools.recipe.pass_reward, tools.prompts.training, tools.layout) for g in groups
@@ -333,11 +328,10 @@ ROLLOUT_RULES: tuple[type[RolloutRule], ...] = (
     RewardSpread,
     Allocation,
 )
-"""All rules, in the order in which they change a scored rollout."""
+"""All rules, in the order in which they run."""
 
 
 def rollout_rules_for(recipe: RolloutSettings) -> list[type[RolloutRule]]:
-    """Return the :class:`RolloutRule` classes that apply to a recipe, in the order in which they run."""
     return [rule for rule in ROLLOUT_RULES if rule.applies_to(recipe)]
 
 

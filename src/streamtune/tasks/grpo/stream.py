@@ -6,11 +6,11 @@
     a rollout     prompts -> completions -> rewards -> rules, in order -> old and reference log-probs
                   split into steps_per_rollout parts, which are trained on num_iterations times
 
-A rollout without any gradient is counted, and another one is drawn. A checkpoint has the current rollout with its
-log-probs, so that a run can resume in the middle of a rollout.
+If no completion of a rollout has a gradient, the rollout is skipped and another one is drawn. A checkpoint has the
+current rollout with its log-probs, so that a run can resume in the middle of a rollout.
 
-Supervised steps train on the answers that the rows of the training prompts have, because a model that never solves a
-task cannot learn it from rewards. They do not use held-out prompts.
+Supervised steps train on answers in the rows of the training prompts, because a model that never solves a task cannot
+learn it from rewards.
 """
 
 from __future__ import annotations
@@ -49,18 +49,18 @@ GROUP_METRICS = ("reward_std", "frac_reward_zero_std")
 class _Rollout:
     groups: list[Group]
     next_part: int = 0
-    """Number of parts used so far, over all iterations. Parts without a gradient count too."""
+    """Number of parts used so far, over all iterations. A part has the groups of one optimizer step."""
     skipped: int = 0
-    """Number of rollouts without a gradient that were drawn just before this one."""
+    """Number of rollouts without a gradient that were skipped just before this rollout."""
 
 
 class GrpoSteps:
-    """Optimizer steps of a grpo run: samples and scores completions, and makes micro-batches of them.
+    """Makes the optimizer steps of a grpo run: samples and scores completions, and makes micro-batches of them.
 
     Args:
-        tools: Objects that write and score completions and compute log-probs.
+        tools: Objects that generate and score completions and compute log-probs.
         supervised: Stream of the supervised steps before the first rollout; None without any.
-        log: Records some completions in a file.
+        log: Object that records some completions in a file.
     """
 
     def __init__(self, tools: RolloutTools, *, supervised: train.StepStream | None, log: CompletionLog) -> None:
@@ -75,9 +75,8 @@ class GrpoSteps:
             record_rates=any(rule.reads_pass_rates for rule in self.rules),
         )
         self.steps_taken = 0
-        """Number of returned steps."""
         self.on_first_rollout: Callable[[], None] = lambda: None
-        """Called when the supervised steps are over."""
+        """Function called when the supervised steps are over."""
         self.current: _Rollout | None = None
 
     # --- steps -------------------------------------------------------------------------------------------------
@@ -116,9 +115,9 @@ class GrpoSteps:
                 return batches
 
     def held_out_batches(self, eval_set: data.EvalSet | None = None) -> Iterator[train.MicroBatch]:
-        """Complete and score held-out prompts greedily (of one set, or all), and yield batches that carry the metrics.
+        """Generate greedy completions of held-out prompts, score them, and yield batches with their metrics.
 
-        With a teacher the batches also have the completions, whose divergence from the teacher is the held-out loss.
+        With a teacher the batches also have the completions. Their divergence from the teacher is the held-out loss.
         """
         prompts, size = self.prompts.validation, self.recipe.prompts_per_generation * self.recipe.num_generations
         first, stop = (0, len(prompts)) if eval_set is None else (eval_set.start, eval_set.stop)
@@ -145,7 +144,6 @@ class GrpoSteps:
     def _make_held_out_batches(
         self, prompt_indices: range, written: Sequence[rollout.Completion], scores: rewards.RewardScores
     ) -> Iterator[PolicyBatch]:
-        """Iterate over micro-batches that have the greedy completions of held-out prompts, and their metrics."""
         groups = [
             Group(
                 prompt=number,
@@ -178,7 +176,7 @@ class GrpoSteps:
         tools, prompt_indices = self.tools, self.picker.next_prompts(self.recipe.prompts_per_generation)
         prompts = [self.prompts.training[number] for number in prompt_indices]
         counts = self._allocate_counts(prompt_indices)
-        tools.show_activity(f"writing {sum(counts)} completions")
+        tools.show_activity(f"generating {sum(counts)} completions")
         written = tools.write(prompts, counts[0] if len(set(counts)) == 1 else counts, tools.sampling_settings)
         tools.show_activity("scoring completions")
         prompt_of_completion = [prompt for prompt, own in zip(prompts, written, strict=True) for _ in own]
@@ -192,7 +190,6 @@ class GrpoSteps:
         return groups
 
     def _allocate_counts(self, prompt_indices: Sequence[int]) -> list[int]:
-        """Return how many completions each prompt gets; the sum over an optimizer step is fixed."""
         found = []
         for part in self.tools.groups_by_step(prompt_indices):
             counts = [self.recipe.num_generations] * len(part)
@@ -207,7 +204,7 @@ class GrpoSteps:
         written: Sequence[Sequence[rollout.Completion]],
         scores: rewards.RewardScores,
     ) -> list[Group]:
-        """Return a group of scored completions for each prompt, and record how many of them passed."""
+        """Return a group of scored completions for each prompt, and record how many completions passed."""
         groups = []
         stops = accumulate(map(len, written))
         for number, completions, stop in zip(prompt_indices, written, stops, strict=True):
@@ -228,7 +225,6 @@ class GrpoSteps:
     # --- position ----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of the stream and the current rollout, as plain JSON values."""
         current = self.current
         rollout_state = None
         if current is not None:
@@ -266,7 +262,7 @@ class CompletionLog:
     run: train.RunDirectory
     tokenizer: PreTrainedTokenizerBase
     num_completions: int
-    """Number of completions to write per rollout."""
+    """Number of completions to record per rollout."""
     writes: bool = True
     """True if this rank writes files."""
 
@@ -275,7 +271,7 @@ class CompletionLog:
         return self.run.path / "completions.jsonl"
 
     def record_rollout(self, step: int, groups: Sequence[Group], prompts: Sequence[data.Prompt]) -> None:
-        """Record some completions of the rollout that begins at ``step``: one per prompt, then a second per prompt."""
+        """Record completions of the rollout that begins at ``step``: one per prompt, then a second one, and so on."""
         if not self.writes:
             return
         max_completions = max(len(group.completions) for group in groups)
@@ -292,7 +288,6 @@ class CompletionLog:
             train.append_event(self.run.events, "skip", step=step, reason=reason)
 
     def delete_after_step(self, step: int) -> None:
-        """Delete the recorded completions of steps after ``step``, because a resumed run repeats these steps."""
         if self.writes:
             delete_rotated_after_step(self.path, step)
 
@@ -310,7 +305,7 @@ class CompletionLog:
 
 
 class SupervisedSteps:
-    """Supervised optimizer steps on shuffled prompts with their answers, ``sft_batch_size`` rows per step.
+    """Makes supervised optimizer steps on prompts with their answers, ``sft_batch_size`` rows per step.
 
     Raises:
         DataError: A row has no answer, or has more than ``max_prompt_length + max_completion_length`` tokens.

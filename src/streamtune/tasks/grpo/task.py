@@ -1,7 +1,8 @@
 """Reinforcement learning from rewards, with advantages within groups of completions; or on-policy distillation.
 
-In a plan, a micro-batch has ``per_device_train_batch_size`` completions of ``max_completion_length`` tokens, or of half
-the length if no prompt would fit next to them. The completions belong to as many prompts as a micro-batch can have.
+Memory and time are planned for a micro-batch of ``per_device_train_batch_size`` completions, which belong to as many
+prompts as a micro-batch can have. A completion has ``max_completion_length`` tokens, or half of the row's length if no
+prompt would fit beside it.
 """
 
 from __future__ import annotations
@@ -57,10 +58,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TRIAL_TOKENS = 4
-"""Number of tokens that a trial writes of each completion."""
+"""Number of tokens that are generated per completion in a step on random tokens."""
 
 LOG_RATIO_NOISE = 0.1
-"""In a verification, the standard deviation of the random log-ratios of the policy to the old policy."""
+"""Standard deviation of random log-ratios between policy and old policy, on which gradients are verified."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,10 @@ class Grpo(ScoringTask[GrpoRecipe]):
         *,
         val_size: float | None = None,
     ) -> GrpoData:
-        """Return the prompts as token ids. In a run, also check the rewards' columns and render supervised rows."""
+        """Return the tokenized prompts.
+
+        If reward functions are loaded, also check the columns that they read, and tokenize supervised rows.
+        """
         recipe = self.recipe
         with delay_messages(notify) as notify_later:
             prompts = data.prepare_prompts(sources, tokenizer, self.data_options(val_size), notify_later)
@@ -140,7 +144,6 @@ class Grpo(ScoringTask[GrpoRecipe]):
 
     @property
     def uses_reference(self) -> bool:
-        """True if the loss has a KL with a reference model, or a teacher."""
         return self.loss.uses_reference
 
     @property
@@ -180,7 +183,6 @@ class Grpo(ScoringTask[GrpoRecipe]):
         return Scored(trees, share, entropy=self.loss.needs_entropy, forwards=self.loss.num_extra_forwards)
 
     def max_prompts_per_batch(self, batch_size: int) -> int:
-        """Return the largest number of prompts in a micro-batch of ``batch_size`` completions."""
         group = self.recipe.num_generations
         # A micro-batch begins at a multiple of its size, which may be inside of a group.
         prompts = -(-(batch_size + group - math.gcd(batch_size, group)) // group)
@@ -192,7 +194,6 @@ class Grpo(ScoringTask[GrpoRecipe]):
         return prepared
 
     def make_objective(self, scorer: Any, reference: train.Reference | None, device: torch.device) -> train.Objective:
-        """Return the loss. Log-probs of the reference come with the batches; a teacher is called in each step."""
         return self.loss.make_objective(scorer, reference)
 
     def count_steps(self, batches: GrpoData, micro_batches: int, world: train.World) -> StepPlan:
@@ -258,10 +259,10 @@ class Grpo(ScoringTask[GrpoRecipe]):
     # --- trials and comparisons --------------------------------------------------------------------------------
 
     def make_random_step(self, trial: TrialStep) -> RandomStep:
-        """Return the objective and batches of a trial step that begins with a short rollout on random prompts.
+        """Return the objective and batches of a training step that begins with a short rollout on random prompts.
 
-        The rollout writes as many completions together as a run does, with a few tokens each. Its prompts are so long
-        that keys and values reach the length of the trial. With ``use_vllm`` nothing is written.
+        The rollout generates as many completions together as a run does, with a few tokens each. Its prompts are so
+        long that keys and values reach the length of the step. With ``use_vllm`` nothing is generated.
         """
         recipe, device = self.recipe, trial.device
         teacher = trial.reference.model if isinstance(trial.reference, train.ModelReference) else None
@@ -290,7 +291,7 @@ class Grpo(ScoringTask[GrpoRecipe]):
         return self.make_objective(trial.scorer, trial.reference, device), make_batches
 
     def _random_rollout(self, trial: TrialStep, draw: RandomTokens) -> Callable[[], None]:
-        """Return a function that completes random prompts with a few tokens, up to the length of the trial."""
+        """Return a function that completes random prompts with a few tokens, up to the length of ``trial``."""
         recipe, group = self.recipe, self.recipe.num_generations
         if recipe.use_vllm:
             return lambda: None
@@ -317,7 +318,6 @@ class Grpo(ScoringTask[GrpoRecipe]):
     def verification_trees(
         self, rows: Sequence[data.Prompt], length: int, vocabulary: int
     ) -> tuple[list[data.Tree], bool]:
-        """Return the first prompts with random completions, about ``length`` tokens in total, and False."""
         return make_random_trees(self.recipe, rows, length, vocabulary), False
 
     def verification_batches(
@@ -325,7 +325,7 @@ class Grpo(ScoringTask[GrpoRecipe]):
     ) -> tuple[PolicyBatch, PolicyBatch]:
         """Return two batches of ``trees``: in the run's layout, and with one row for each completion.
 
-        Both have the same random advantages and log-probs of an old policy; no reward is computed.
+        Both batches have the same random advantages and log-probs of an old policy.
         """
         device = model_device(model)
         draw = torch.Generator().manual_seed(self.recipe.seed)

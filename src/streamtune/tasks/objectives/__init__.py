@@ -1,4 +1,4 @@
-"""Losses as pure functions of per-token log-probs. How log-probs are computed does not matter here.
+"""Preference and policy-gradient losses, as pure functions of per-token log-probs.
 
 advantages  sums over the tokens of a completion; advantages from the rewards of a group
 pairs       losses of preference pairs

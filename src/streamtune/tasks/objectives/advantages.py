@@ -6,8 +6,7 @@ the completion that each token belongs to:
     logp_K   -0.1 -2.3 -0.7 | -1.1 | -0.2 -0.4        row_K   0 0 0 | 1 | 2 2        N = 3
 
 Row sums are float64, whatever the dtype of the tokens. A completion of 100,000 tokens has a log-prob near -100,000,
-where neighbouring float32 numbers differ by 0.008, and preference losses read the small difference of two such numbers.
-Gradients have the dtype of the tokens.
+where neighbouring float32 numbers differ by 0.008. Preference losses use the small difference of two such numbers.
 
 The completions of one prompt are a group. A reward is NaN if no reward function scored the completion. Such a
 completion is left out of its group's baseline, and its advantage is 0.
@@ -62,18 +61,18 @@ class Advantages:
     """The advantage of each of N completions, and statistics of its group's rewards. All tensors are ``[N]``."""
 
     values_N: Tensor  # noqa: N815
-    """advantages, in the dtype of the rewards; exactly 0 in flat groups and for completions without a reward"""
+    """advantages, in the dtype of the rewards; 0 for a completion without a reward"""
     flat_N: Tensor  # noqa: N815
-    """bool: True if all advantages of the completion's group are 0, so that the group teaches nothing"""
+    """bool: True if all advantages of the completion's group are 0"""
     mean_N: Tensor  # noqa: N815
     """mean reward of the completion's group; NaN if none of its completions has a reward"""
     std_N: Tensor  # noqa: N815
-    """standard deviation of the rewards of the group (divisor n - 1); 0 if fewer than two completions have a reward"""
+    """standard deviation of the group's rewards (divisor n - 1); 0 if fewer than two completions have a reward"""
 
 
 @dataclass(frozen=True)
 class _Groups:
-    """Rewards of N completions in G groups. NaN rewards are left out of the groups' sizes and sums."""
+    """Rewards of N completions in G groups. NaN rewards do not count in the sizes and sums of groups."""
 
     rewards_N: Tensor  # noqa: N815
     """float64, with 0 in place of NaN"""
@@ -105,7 +104,7 @@ class _Groups:
 
     @property
     def has_equal_rewards_N(self) -> Tensor:  # noqa: N802
-        """bool ``[N]``: True if all known rewards of the completion's group are equal, or none is known."""
+        """bool ``[N]``: True if all rewards of the completion's group are equal; NaN rewards are ignored"""
         lowest, highest = (
             self.sum_G.new_full((len(self.size_G),), fill).scatter_reduce(0, self.index_N, values_N, how)
             for fill, how, values_N in (
@@ -121,13 +120,11 @@ def _reward_minus_group_mean(groups: _Groups, greedy_N: Tensor | None) -> Tensor
 
 
 def _reward_minus_other_mean(groups: _Groups, greedy_N: Tensor | None) -> Tensor:
-    """Return each reward minus the mean of the other rewards in its group; 0 in a group with a single reward."""
     others_N = (groups.sum_G[groups.index_N] - groups.rewards_N) / (groups.size_G - 1).clamp(min=1)[groups.index_N]
     return torch.where(groups.has_equal_rewards_N, 0.0, groups.rewards_N - others_N)
 
 
 def _reward_minus_greedy(groups: _Groups, greedy_N: Tensor | None) -> Tensor:
-    """Return each reward minus the reward of its prompt's greedy completion; 0 if the latter is NaN."""
     if greedy_N is None:
         raise ArgumentError("remax needs the reward of the greedy completion of each prompt", where="loss_type")
     difference_N = groups.rewards_N - greedy_N.double()
@@ -138,7 +135,7 @@ def _reward_minus_greedy(groups: _Groups, greedy_N: Tensor | None) -> Tensor:
 class _AdvantageKind:
     baseline: Callable[[_Groups, Tensor | None], Tensor]
     scale: str
-    """default of ``scale_rewards``"""
+    """default of the recipe key ``scale_rewards``"""
     scales: tuple[str, ...] = SCALES
 
 
@@ -151,12 +148,12 @@ ADVANTAGES: dict[str, _AdvantageKind] = {
     "rloo": _AdvantageKind(_reward_minus_other_mean, "none", ("none",)),
     "remax": _AdvantageKind(_reward_minus_greedy, "none", ("none",)),
 }
-"""Name of a policy loss -> how its advantages are computed.
+"""Name of a policy loss -> how its advantages are computed from rewards R.
 
 grpo, dapo, bnpo, gspo
     ``(R - mean) / (std + 1e-4)``: arXiv 2402.03300, section 4.1.2.
 dr_grpo
-    ``R - mean``: arXiv 2503.20783, which shows that the division is a bias.
+    ``R - mean``: arXiv 2503.20783, which shows that the division causes a bias.
 rloo
     ``R - mean of the other rewards``: arXiv 2402.14740.
 remax
@@ -172,14 +169,13 @@ def group_advantages(
     scale_rewards: str | None = None,
     greedy_N: Tensor | None = None,
 ) -> Advantages:
-    """Return the advantage of each completion: its reward minus a baseline, possibly divided by a deviation.
+    """Return the advantage of each completion: its reward minus a baseline, possibly divided by a standard deviation.
 
     Args:
         name: Name of the policy loss, a key of :data:`ADVANTAGES`.
         rewards_N: Rewards ``[N]``, floating point; NaN for a completion without a reward.
         group_N: Number that identifies each completion's prompt, int64 ``[N]``; any numbers, in any order.
-        scale_rewards: Standard deviation to divide by: ``group``, ``batch`` or ``none``. None: the loss's
-            published choice.
+        scale_rewards: Standard deviation to divide by: ``group``, ``batch`` or ``none``. None: as in the loss's paper.
         greedy_N: Reward of the greedy completion of each completion's prompt ``[N]``, for remax.
 
     Raises:
@@ -231,7 +227,7 @@ def reward_with_kl(
 ) -> tuple[Tensor, Tensor]:
     """Return rewards minus the KL with the reference: ``R - beta sum_t (log pi_old - log pi_ref)``.
 
-    For rloo and remax the KL is a part of the reward (arXiv 2402.14740, section 2; TRL's RLOO).
+    rloo and remax subtract the KL from the reward (arXiv 2402.14740, section 2; TRL's RLOO).
 
     Args:
         rewards_N: Rewards ``[N]``.
@@ -241,7 +237,8 @@ def reward_with_kl(
         beta: Weight of the KL.
 
     Returns:
-        Rewards in their dtype ``[N]``, and the log-ratio of each completion, float64 ``[N]``. Neither has a gradient.
+        Rewards ``[N]`` in the dtype of ``rewards_N``, and each completion's log-ratio of policy and reference, float64
+        ``[N]``. Both are without gradient.
     """
     kl_N = sum_by_row((old_K - ref_K).detach(), row_K, rewards_N.numel())
     return (rewards_N.double() - beta * kl_N).to(rewards_N.dtype), kl_N

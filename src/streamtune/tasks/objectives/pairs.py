@@ -7,15 +7,15 @@ A formula takes the two scores of each of P pairs and returns P losses. The scor
     log pi(y|x) - log pi_ref(y|x)     if the loss has a reference (``needs_reference``)
     log pi(y|x)                       if it has none
 
-A score is a sum over the tokens of y. A score is a mean if the loss is defined per token (``per_token``), or with
-``length_normalization``. In the formulas below ``chosen`` and ``rejected`` are the scores of the two completions of a
-pair, and ``sigma`` is the logistic function.
+A score is a sum over the tokens of y; with ``per_token`` or ``length_normalization`` it is their mean. In the formulas
+below ``chosen`` and ``rejected`` are the scores of the two completions of a pair, and ``sigma`` is the logistic
+function.
 
-To add a loss, write a function and a line of the table, and add its name to ``recipe/keys/preferences.py``. A parameter
-of its own needs a field of :class:`PairOptions`, a key of the same name there, and an entry in ``OF_PAIRS``. Then add
-the formula to docs/objectives.md and a case to tests/tasks/objectives/test_preference.py, and run ``make docs``.
+To add a loss, write a function, add it to :data:`PREFERENCE_LOSSES`, and add its name to
+``recipe/keys/preferences.py``. A new parameter needs a field of :class:`PairOptions`, a recipe key, and an entry in
+``OF_PAIRS``.
 
-Losses are not divided here: the caller sums ``losses_P`` and divides by the number of pairs of the optimizer step.
+The caller sums ``losses_P`` and divides by the number of pairs of the optimizer step.
 
 Shape suffixes: K target tokens, N completions, P pairs (N = 2 P).
 """
@@ -37,24 +37,24 @@ from streamtune.tasks.objectives.advantages import sum_by_row, tokens_per_row
 
 @dataclass(frozen=True)
 class PairOptions:
-    """Parameters of the losses on preference pairs. All but ``reward_gap_P`` are keys of the recipe."""
+    """Parameters of the losses on preference pairs. Each but ``reward_gap_P`` is a recipe key of the same name."""
 
     beta: float = 0.1
-    """strength of the pull towards the reference, or another factor that the loss defines"""
+    """factor of the scores in the loss; in DPO, a larger value keeps the policy closer to the reference"""
     label_smoothing: float = 0.0
-    """assumed share of pairs with swapped labels"""
+    """assumed fraction of pairs with swapped labels"""
     simpo_gamma: float = 0.5
     """simpo: target margin"""
     cpo_alpha: float = 1.0
     """cpo: weight of the NLL"""
     dpop_lambda: float = 50.0
-    """dpop: weight of the penalty"""
+    """dpop: weight of the penalty if the chosen completion becomes less likely"""
     rpo_alpha: float | None = None
     """weight of an NLL that is added to any loss; None: no NLL"""
     length_normalization: bool = False
-    """True for log-probs per token; ipo, simpo and orpo always read these"""
+    """True to divide log-probs by the number of tokens; ipo, simpo and orpo always do"""
     reference_free: bool = False
-    """True for a uniform reference: scores are log-probs"""
+    """True to ignore the reference: scores are then log-probs under the policy"""
     reward_gap_P: Tensor | float = 0.5  # noqa: N815
     """copg: reward of the chosen completion minus reward of the rejected completion"""
 
@@ -63,7 +63,7 @@ def _sigmoid(chosen_P: Tensor, rejected_P: Tensor, options: PairOptions) -> Tens
     """Return ``-(1 - eps) log sigma(beta (chosen - rejected)) - eps log sigma(-beta (chosen - rejected))``.
 
     DPO (arXiv 2305.18290, eq. 7); with ``eps = label_smoothing > 0`` the conservative DPO of E. Mitchell's "A note on
-    DPO with noisy preferences" (2023). Over plain log-probs it is the preference term of CPO (arXiv 2401.08417, eq. 3).
+    DPO with noisy preferences" (2023). Without a reference it is the preference term of CPO (arXiv 2401.08417, eq. 3).
     """
     logits_P, smoothing = options.beta * (chosen_P - rejected_P), options.label_smoothing
     return -(1 - smoothing) * logsigmoid(logits_P) - smoothing * logsigmoid(-logits_P)
@@ -72,7 +72,7 @@ def _sigmoid(chosen_P: Tensor, rejected_P: Tensor, options: PairOptions) -> Tens
 def _robust(chosen_P: Tensor, rejected_P: Tensor, options: PairOptions) -> Tensor:
     """Return ``(-(1 - eps) log sigma(beta d) + eps log sigma(-beta d)) / (1 - 2 eps)``, ``d = chosen - rejected``.
 
-    Robust DPO (arXiv 2403.00409): unbiased if a share ``eps = label_smoothing`` of the pairs has swapped labels.
+    Robust DPO (arXiv 2403.00409): unbiased if a fraction ``eps = label_smoothing`` of the pairs has swapped labels.
     """
     logits_P, smoothing = options.beta * (chosen_P - rejected_P), options.label_smoothing
     return (smoothing * logsigmoid(-logits_P) - (1 - smoothing) * logsigmoid(logits_P)) / (1 - 2 * smoothing)
@@ -108,7 +108,7 @@ def _exo_pair(chosen_P: Tensor, rejected_P: Tensor, options: PairOptions) -> Ten
 def _sppo_hard(chosen_P: Tensor, rejected_P: Tensor, options: PairOptions) -> Tensor:
     """Return ``(chosen - 1 / (2 beta))^2 + (rejected + 1 / (2 beta))^2``.
 
-    SPPO (arXiv 2405.00675, eq. 4.7) with hard probabilities: 1 that the chosen one wins, 0 that the rejected one does.
+    SPPO (arXiv 2405.00675, eq. 4.7) with hard probabilities: the chosen completion wins with probability 1.
     """
     return (chosen_P - 0.5 / options.beta) ** 2 + (rejected_P + 0.5 / options.beta) ** 2
 
@@ -124,7 +124,7 @@ def _apo_zero(chosen_P: Tensor, rejected_P: Tensor, options: PairOptions) -> Ten
 def _apo_down(chosen_P: Tensor, rejected_P: Tensor, options: PairOptions) -> Tensor:
     """Return ``sigma(beta chosen) + 1 - sigma(beta (chosen - rejected))``.
 
-    APO-down (arXiv 2408.06266, eq. 8): both completions become less likely, the rejected one more strongly.
+    APO-down (arXiv 2408.06266, eq. 8): both completions become less likely, the rejected completion more strongly.
     """
     return torch.sigmoid(options.beta * chosen_P) + torch.sigmoid(-options.beta * (chosen_P - rejected_P))
 
@@ -152,7 +152,8 @@ def _copg(chosen_P: Tensor, rejected_P: Tensor, options: PairOptions) -> Tensor:
 def _orpo(chosen_P: Tensor, rejected_P: Tensor, options: PairOptions) -> Tensor:
     """Return ``-beta log sigma(log odds(chosen) - log odds(rejected))``, ``odds(s) = e^s / (1 - e^s)``.
 
-    ORPO (arXiv 2403.07691, eqs. 4 and 7; its lambda is beta), scores per token. Eq. 6 adds the NLL of the chosen one.
+    ORPO (arXiv 2403.07691, eqs. 4 and 7; its lambda is beta) with scores per token. Eq. 6 of the paper adds the NLL of
+    the chosen completion.
     """
     log_odds_P = (chosen_P - rejected_P) - (_log1mexp(chosen_P) - _log1mexp(rejected_P))
     return -options.beta * logsigmoid(log_odds_P)
@@ -178,19 +179,19 @@ def _log1mexp(x_P: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class PreferenceLoss:
-    """A loss on preference pairs: its formula, the parameters that it reads, and whether it needs a reference."""
+    """A loss on preference pairs: its formula, the parameters that it uses, and whether it needs a reference."""
 
     formula: Callable[[Tensor, Tensor, PairOptions], Tensor]
     """(scores of chosen ``[P]``, of rejected ``[P]``, options) -> losses ``[P]``"""
     reads: frozenset[str]
-    """options that this loss reads and not all losses read, so never ``beta``; ``scores`` are rewards of completions"""
+    """names of the parameters that this loss, but not every loss, uses; ``scores`` are rewards of the completions"""
     needs_reference: bool = True
     per_token: bool = False
     """True if scores are means over tokens, as published"""
     margin_only: bool = False
     """True if the loss depends only on ``chosen - rejected``, so the reference may be uniform (``reference_free``)"""
     nll: Callable[[PairOptions], float] = lambda options: 0.0
-    """options -> weight of the chosen completion's NLL per token, as published"""
+    """function (options) -> weight of the NLL per token of the chosen completion, as published"""
 
 
 PREFERENCE_LOSSES: dict[str, PreferenceLoss] = {
@@ -212,7 +213,7 @@ PREFERENCE_LOSSES: dict[str, PreferenceLoss] = {
         _sigmoid, frozenset({"label_smoothing", "cpo_alpha"}), needs_reference=False, nll=lambda each: each.cpo_alpha
     ),
 }
-"""Name of a loss -> loss of pairs. Losses of unpaired rows are in ``UNPAIRED_LOSSES``."""
+"""Name of a loss on preference pairs -> the loss."""
 
 
 @dataclass(frozen=True)
@@ -223,12 +224,12 @@ class PairLogps:
     """log-prob of the chosen completion, summed over its tokens: float64 ``[P]``"""
     rejected_P: Tensor  # noqa: N815
     chosen_tokens_P: Tensor  # noqa: N815
-    """target tokens of the chosen completion: int64 ``[P]``"""
+    """number of target tokens of the chosen completion: int64 ``[P]``"""
     rejected_tokens_P: Tensor  # noqa: N815
 
     @classmethod
     def from_tokens(cls, logp_K: Tensor, row_K: Tensor, num_rows: int) -> PairLogps:
-        """Return log-probs summed over tokens; pair p has the completions ``2 p`` (chosen) and ``2 p + 1`` (rejected).
+        """Sum log-probs over tokens. Pair p has the completions ``2 p`` (chosen) and ``2 p + 1`` (rejected).
 
         ``row_K`` is the completion of each token, and ``num_rows`` the number of completions.
         """
@@ -237,7 +238,6 @@ class PairLogps:
         return cls(logp_N[0::2], logp_N[1::2], tokens_N[0::2], tokens_N[1::2])
 
     def token_means(self) -> PairLogps:
-        """Return a copy whose log-probs are means over the tokens instead of sums."""
         return PairLogps(
             self.chosen_P / self.chosen_tokens_P.clamp(min=1),
             self.rejected_P / self.rejected_tokens_P.clamp(min=1),
@@ -252,16 +252,16 @@ class PreferenceTerms:
 
     losses_P: Tensor  # noqa: N815
     chosen_rewards_P: Tensor  # noqa: N815
-    """beta times the score: the log-ratio of policy and reference, or the log-prob without a reference"""
+    """beta times the score: the log-ratio of policy and reference or, without a reference, the log-prob"""
     rejected_rewards_P: Tensor  # noqa: N815
     chosen_logps_P: Tensor  # noqa: N815
-    """log-prob under the policy: per token if the loss reads it per token, else summed"""
+    """log-prob under the policy: divided by the number of tokens if the loss does so, else summed"""
     rejected_logps_P: Tensor  # noqa: N815
     nll_P: Tensor  # noqa: N815
     """mean negative log-likelihood of a token of the chosen completion"""
 
     def metrics(self) -> dict[str, tuple[float, float]]:
-        """Return metrics: TRL's name -> (sum over pairs, number of pairs). Synchronises with the device once."""
+        """Return metrics: TRL's name -> (sum over pairs, number of pairs). Synchronizes with the device once."""
         margins_P = self.chosen_rewards_P - self.rejected_rewards_P
         columns: Mapping[str, Tensor] = {
             "rewards/chosen": self.chosen_rewards_P,
@@ -286,20 +286,18 @@ def preference_loss(
 ) -> PreferenceTerms:
     """Return the loss of each pair: the formula of :data:`PREFERENCE_LOSSES`, plus NLL terms.
 
-    The NLL of a pair is the mean over the tokens of its chosen completion, so it does not depend on the other pairs of
-    a micro-batch. Its weight is 1 in orpo and ``cpo_alpha`` in cpo. ``rpo_alpha`` adds it to any loss (arXiv
-    2404.19733, eq. 1).
+    The NLL of a pair is the mean over the tokens of its chosen completion, so it does not depend on other pairs of a
+    micro-batch. Its weight is 1 in orpo and ``cpo_alpha`` in cpo. ``rpo_alpha`` adds it to any loss (arXiv 2404.19733,
+    eq. 1).
 
     Args:
         name: Name of the loss, a key of :data:`PREFERENCE_LOSSES`.
-        policy: Log-probs under the policy.
         reference: Log-probs under the reference, which get no gradient; None if the loss needs no reference.
-        options: Parameters of the loss.
         scores: Rewards for copg (chosen ``[P]``, rejected ``[P]``). None: +1/4 and -1/4.
 
     Raises:
-        ArgumentError: The name is unknown, a value is out of range, the loss does not read a value that is given, or
-            the reference is missing.
+        ArgumentError: The name is unknown, a value is out of range, a given value is not used by the loss, or the
+            reference is missing.
 
     Example:
         >>> policy = PairLogps(torch.tensor([-4.0]), torch.tensor([-6.0]), torch.tensor([3]), torch.tensor([3]))
@@ -350,8 +348,7 @@ def check_preference_loss(name: str, options: PairOptions = PairOptions()) -> Pr
     """Return the loss called ``name``, after checking that its parameters are valid.
 
     Raises:
-        ArgumentError: The name is unknown, a value is out of range, or the loss does not read a value that is not the
-            default.
+        ArgumentError: The name is unknown, a value is out of range, or a parameter is set that the loss does not use.
     """
     loss = look_up(name, PREFERENCE_LOSSES, "loss of preference pairs", where="loss_type")
     _check_ranges(options)

@@ -4,8 +4,8 @@
     term   = -min(ratio A, clip(ratio, 1 - epsilon_low, 1 + epsilon_high) A) + beta KL      for every token
     loss   = weighted sum of the terms; each loss has its own weights            (aggregation)
 
-Divisors are arguments and count the whole optimizer step. So the losses of its micro-batches add up to the loss of the
-step, however the step is split.
+Divisors, such as the number of tokens, are arguments and count the whole optimizer step. So the losses of its
+micro-batches add up to the loss of the step, however the step is split.
 
 Shape suffixes: K target tokens, N completions.
 """
@@ -32,11 +32,11 @@ class StepTotals:
     """Divisors of the losses of an optimizer step: its numbers of completions and tokens, over all ranks."""
 
     completions: int
-    """number of completions of the step, including completions without a gradient that micro-batches leave out"""
+    """number of completions, including completions without a gradient, which are in no micro-batch"""
     tokens: int
-    """number of their target tokens"""
+    """number of target tokens, including tokens of completions without a gradient"""
     max_completion_length: int = 0
-    """most tokens of a completion in a rollout; dr_grpo divides by it"""
+    """maximum number of tokens of a completion in a rollout; dr_grpo divides by it"""
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,9 @@ class TokenLogps:
     """Log-probs of the K target tokens of N completions, under the policy, the old policy and the reference."""
 
     policy_K: Tensor  # noqa: N815
-    """log-probs under the trained policy ``[K]``, with graph"""
+    """log-probs under the trained policy ``[K]``, differentiable"""
     row_K: Tensor  # noqa: N815
-    """completion of each token, int64 ``[K]``"""
+    """index of each token's completion, int64 ``[K]``"""
     old_K: Tensor | None = None  # noqa: N815
     """log-probs under the policy that sampled the tokens ``[K]``; None: the trained policy, so every ratio is 1"""
     ref_K: Tensor | None = None  # noqa: N815
@@ -62,29 +62,29 @@ class PolicyOptions:
     epsilon_high: float = 0.2
     """ratios above ``1 + epsilon_high`` are clipped if the advantage is positive"""
     delta: float | None = None
-    """upper bound of all ratios (arXiv 2505.07291): bounds the loss if the advantage is negative; None: no bound"""
+    """upper bound of ratios (arXiv 2505.07291), which bounds the loss if the advantage is negative; None: no bound"""
     beta: float = 0.0
     """weight of the KL with the reference"""
     kl_by_ratio: bool = False
-    """True to multiply a token's KL by its ratio, with gradient. At a ratio of 1 the value does not change, and the
-    gradient is the unbiased gradient of the reverse KL (arXiv 2512.02556, eq. 7)"""
+    """True to multiply a token's KL by its ratio, which has a gradient. At a ratio of 1 the value does not change, and
+    the gradient is the unbiased gradient of the reverse KL (arXiv 2512.02556, eq. 7)"""
     importance_level: str | None = None
-    """``token`` or ``sequence``; None: the default level of the loss."""
+    """``token`` or ``sequence``: level at which ratios are computed; None: the default of the loss"""
 
 
 @dataclass(frozen=True)
 class PolicyTerms:
     loss: Tensor
-    """float64 scalar with graph, already divided by the divisors of the step"""
+    """float64 scalar, differentiable, already divided by the divisors of the step"""
     metrics: dict[str, tuple[float, float]]
-    """name -> (sum, count), under TRL's names"""
+    """TRL's name of a metric -> (sum, count)"""
 
 
 def kl_estimate(logp_K: Tensor, ref_K: Tensor) -> Tensor:
     """Return an estimate of the KL of policy and reference at each token: ``exp(ref - logp) - (ref - logp) - 1``.
 
-    GRPO (arXiv 2402.03300, eq. 4); the estimator k3 of J. Schulman's "Approximating KL divergence" (2020). It is never
-    negative, and is unbiased over tokens that the policy samples.
+    GRPO (arXiv 2402.03300, eq. 4); the estimator k3 of J. Schulman's "Approximating KL divergence" (2020). The estimate
+    is never negative, and it is unbiased for tokens sampled from the policy.
 
     Example:
         >>> kl_estimate(torch.tensor([-1.0, -2.0]), torch.tensor([-1.0, -1.0])).tolist()
@@ -95,43 +95,39 @@ def kl_estimate(logp_K: Tensor, ref_K: Tensor) -> Tensor:
 
 
 def _mean_of_means(term_K: Tensor, row_K: Tensor, num_rows: int, totals: StepTotals) -> Tensor:
-    """Return the mean over the step's completions of the mean over the tokens of each."""
     return mean_by_row(term_K, row_K, num_rows).sum() / totals.completions
 
 
 def _mean_of_tokens(term_K: Tensor, row_K: Tensor, num_rows: int, totals: StepTotals) -> Tensor:
-    """Return the sum over tokens, divided by the step's number of tokens."""
     return term_K.double().sum() / totals.tokens
 
 
 def _mean_of_local_tokens(term_K: Tensor, row_K: Tensor, num_rows: int, totals: StepTotals) -> Tensor:
-    """Return the mean over the micro-batch's tokens, times its share of the step's completions."""
+    """Return the mean over the tokens of the micro-batch, weighted by its fraction of the step's completions."""
     return term_K.double().sum() / max(1, term_K.numel()) * (num_rows / totals.completions)
 
 
 def _per_token_of_longest(term_K: Tensor, row_K: Tensor, num_rows: int, totals: StepTotals) -> Tensor:
-    """Return the sum over tokens, divided by the step's number of completions times ``max_completion_length``."""
     return term_K.double().sum() / (totals.completions * totals.max_completion_length)
 
 
 def _mean_of_sums(term_K: Tensor, row_K: Tensor, num_rows: int, totals: StepTotals) -> Tensor:
-    """Return the sum over tokens, divided by the step's number of completions."""
     return term_K.double().sum() / totals.completions
 
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """A policy-gradient loss: how its tokens are weighted, and whether ratios are of tokens or of completions."""
+    """A policy-gradient loss: the weights of its tokens, and whether ratios are of tokens or of completions."""
 
     aggregate: Callable[[Tensor, Tensor, int, StepTotals], Tensor]
     """(term of each token ``[K]``, rows ``[K]``, N, totals) -> scalar"""
     level: str = "token"
-    """default importance level"""
+    """default level of the importance ratio: of a token, or of a sequence"""
     levels: tuple[str, ...] = IMPORTANCE_LEVELS
-    """importance levels for which the loss is defined"""
+    """levels of the importance ratio for which the loss is defined"""
     is_single_action: bool = False
-    """True if the ratio of a sequence is the product of its tokens' ratios, and its term counts once. False if it is
-    their geometric mean, and its term counts at every token"""
+    """True if the ratio of a sequence is the product of its tokens' ratios, and a sequence has one term in the loss.
+    False if the ratio is their geometric mean, and every token has a term"""
     averages_over_micro_batch: bool = False
     """True if the loss is a mean over the tokens of a micro-batch. Completions without a gradient change this mean, so
     they are not left out"""
@@ -146,7 +142,7 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
     "rloo": PolicyLoss(_mean_of_sums, level="sequence", is_single_action=True),
     "remax": PolicyLoss(_mean_of_sums, level="sequence", is_single_action=True),
 }
-"""Name of a loss -> loss.
+"""Name of a policy-gradient loss -> the loss.
 
 grpo
     arXiv 2402.03300, eq. 3: the mean over completions of the mean over their tokens.
@@ -155,7 +151,7 @@ dr_grpo
 dapo
     arXiv 2503.14476: every token of the step has the same weight.
 bnpo
-    As in TRL: every token of a micro-batch has the same weight. With one completion in each it is grpo.
+    As in TRL: every token of a micro-batch has the same weight. With one completion per micro-batch it equals grpo.
 gspo
     arXiv 2507.18071, eqs. 5 and 7: one ratio for a completion, the geometric mean of its tokens' ratios.
 rloo
@@ -174,8 +170,7 @@ def policy_loss(
         name: Name of the loss, a key of :data:`POLICY_LOSSES`.
         logps: Log-probs of the target tokens.
         advantages_N: Advantage of each completion ``[N]``.
-        totals: Divisors of the whole step.
-        options: Parameters of the loss.
+        totals: Numbers of completions and tokens of the whole step, by which the loss is divided.
 
     Raises:
         ArgumentError: The name is unknown, a value is out of range, a reference is missing, or the combination is
@@ -271,7 +266,7 @@ def check_policy_loss(
         )
     if POLICY_LOSS_FACTS[name].kl_in_reward and beta > 0:
         raise ArgumentError(
-            f"the loss '{name}' has its KL in the reward, so beta must be 0 here, found {beta}",
+            f"the loss '{name}' subtracts its KL from the reward, so beta must be 0 here, found {beta}",
             where="beta",
             fix="subtract the KL from the rewards (reward_with_kl) before computing advantages",
         )

@@ -3,10 +3,10 @@
     z0 = max(0, mean of log pi - log pi_ref over mismatched completions)          kto_baseline
     loss_n = weight_n (1 - sigma(+-beta (log-ratio_n - z0)))                      unpaired_loss
 
-A mismatched completion belongs to another prompt: TRL gives each prompt of a batch the completion of its neighbour.
-Mismatched completions are M rows of another batch. Their log-probs are arguments, and have no gradient.
+A mismatched completion is a completion that is scored after another prompt. TRL gives each prompt of a batch the
+completion of its neighbour. The log-probs of mismatched completions have no gradient.
 
-Shape suffixes: K target tokens, N completions, M mismatched completions.
+Shape suffixes: K target tokens, N completions.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from streamtune.tasks.objectives.advantages import sum_by_row, tokens_per_row
 
 @dataclass(frozen=True)
 class UnpairedOptions:
-    """Parameters of the losses on single labelled completions, each of which is a key of the recipe."""
+    """Parameters of the losses on single labelled completions. Each is a recipe key of the same name."""
 
     beta: float = 0.1
-    """strength of the pull towards the reference"""
+    """factor of the log-ratio: a larger value keeps the policy closer to the reference"""
     desirable_weight: float = 1.0
     """factor of the loss of a desirable completion"""
     undesirable_weight: float = 1.0
-    """factor of the loss of an undesirable completion. The paper recommends a ratio ``desirable_weight * desirable rows
-    : undesirable_weight * undesirable rows`` between 1:1 and 4:3"""
+    """factor of the loss of an undesirable completion. The KTO paper recommends a ratio ``desirable_weight * desirable
+    rows : undesirable_weight * undesirable rows`` between 1:1 and 4:3"""
     length_normalization: bool = False
     """True to divide the log-prob of a completion by its number of tokens"""
 
@@ -49,11 +49,10 @@ class RowLogps:
 
     @classmethod
     def from_tokens(cls, logp_K: Tensor, row_K: Tensor, num_rows: int) -> RowLogps:
-        """Return log-probs summed over the tokens of each completion; ``row_K`` is the completion of each token."""
+        """Sum log-probs over the tokens of each completion; ``row_K`` is the index of each token's completion."""
         return cls(sum_by_row(logp_K, row_K, num_rows), tokens_per_row(row_K, num_rows))
 
     def token_means(self) -> RowLogps:
-        """Return a copy whose log-probs are means over the tokens instead of sums."""
         return RowLogps(self.logp_N / self.tokens_N.clamp(min=1), self.tokens_N)
 
 
@@ -66,12 +65,11 @@ class UnpairedTerms:
     rewards_N: Tensor  # noqa: N815
     """beta times the log-ratio of policy and reference: float64"""
     logps_N: Tensor  # noqa: N815
-    """log-prob under the policy, per token with ``length_normalization``: float64"""
+    """log-prob under the policy: float64; divided by the number of tokens with ``length_normalization``"""
     desirable_N: Tensor  # noqa: N815
-    """True for a desirable completion: bool"""
 
     def metrics(self) -> dict[str, tuple[float, float]]:
-        """Return metrics: TRL's name -> (sum, number of completions). Desirable ones are chosen, others rejected."""
+        """Return metrics: TRL's name -> (sum, count). Desirable completions are "chosen", others "rejected"."""
         metrics: dict[str, tuple[float, float]] = {}
         for group, rows_N in (("chosen", self.desirable_N), ("rejected", ~self.desirable_N)):
             count = float(rows_N.sum())
@@ -101,24 +99,25 @@ def _apo_zero_unpaired(logratio_N: Tensor, desirable_N: Tensor, baseline: Tensor
 @dataclass(frozen=True)
 class UnpairedLoss:
     formula: Callable[[Tensor, Tensor, Tensor, float], Tensor]
-    """(log-ratios ``[N]``, desirable ``[N]``, baseline scalar, beta) -> losses ``[N]`` before weights"""
+    """function (log-ratios ``[N]``, desirable ``[N]``, baseline scalar, beta) -> losses ``[N]`` before weights"""
     needs_reference: bool = True
     needs_baseline: bool = True
-    """True if the loss reads a baseline, from log-probs of mismatched completions"""
+    """True if the loss subtracts a baseline, computed from log-probs of mismatched completions"""
 
 
 UNPAIRED_LOSSES: dict[str, UnpairedLoss] = {
     "kto": UnpairedLoss(_kto),
     "apo_zero_unpaired": UnpairedLoss(_apo_zero_unpaired, needs_baseline=False),
 }
-"""Name of a loss -> loss of single labelled completions."""
+"""Name of a loss on single labelled completions -> the loss."""
 
 
 def kto_baseline(policy: RowLogps, reference: RowLogps) -> Tensor:
     """Return KTO's baseline, an estimate of the KL with the reference: ``z0 = max(0, mean(log pi - log pi_ref))``.
 
     Args:
-        policy: Log-probs of completions put after other prompts; means over tokens with ``length_normalization``.
+        policy: Log-probs of completions that are scored after other prompts; means over tokens with
+            ``length_normalization``.
         reference: Log-probs of the same completions under the reference.
 
     Returns:
@@ -140,11 +139,9 @@ def unpaired_loss(
 
     Args:
         name: Name of the loss, a key of :data:`UNPAIRED_LOSSES`.
-        policy: Log-probs under the policy.
-        reference: Log-probs under the reference. They get no gradient.
+        reference: Log-probs under the reference, which get no gradient.
         desirable_N: True for a desirable completion: bool ``[N]``.
-        options: Parameters of the loss.
-        baseline: Result of :func:`kto_baseline`, for the losses with ``needs_baseline``.
+        baseline: Result of :func:`kto_baseline`, for losses with ``needs_baseline``.
 
     Raises:
         ArgumentError: The name is unknown, a value is out of range, or the baseline is missing.

@@ -1,8 +1,7 @@
-"""Built-in rewards: functions of one completion and one value of its row. A new one needs a function and a table line.
+"""Built-in rewards: functions of one completion and one value of its row.
 
-A completion is text, or a list of messages, whose last message counts. If the value is None, the row has nothing to
-compare with, and the score is None. An unusable value raises a ``ValueError``, to which the caller adds the name of the
-row.
+A completion is text or a list of messages, of which the last one is scored. The score is None if the row's value is
+None. An unusable value raises a ``ValueError``, to which the caller adds the name of the row.
 
 The reward ``unit_tests`` runs code that a model wrote, with tests, in a subprocess.
 
@@ -46,9 +45,7 @@ def exact_match(completion: str, answer: Any, *, ignore_case: bool = False, tag:
     """Return 1 if the completion equals the answer, without white space at both ends, else 0.
 
     Args:
-        completion: Text of the completion.
         answer: Right answer, or a list of right answers.
-        ignore_case: True to ignore case.
         tag: Tag whose last content, ``<tag>...</tag>``, is compared instead of the whole completion.
     """
     if tag is not None:
@@ -74,12 +71,12 @@ FRACTION = re.compile(
 def numeric_answer(completion: str, answer: Any, *, tolerance: float = 1e-6) -> float:
     r"""Return 1 if the final number of the completion equals the number of the answer, else 0.
 
-    The final number is the last one in the last ``\boxed{...}``, else after the last ``####``, else in the text. Commas
-    may separate thousands; ``3/4`` and ``\frac{3}{4}`` are fractions; signs of currency and per cent are ignored. The
-    answer is read in the same way, so the column may have worked solutions.
+    The final number is the last number in the last ``\boxed{...}``. Without a box, it is the last number after the last
+    ``####`` or, if there is none, the last number of the text. Commas may separate thousands; ``3/4`` and
+    ``\frac{3}{4}`` are fractions; currency and percent signs are ignored. The answer is read in the same way, so it may
+    be a worked solution.
 
     Args:
-        completion: Text of the completion.
         answer: Number, or text with a number.
         tolerance: Largest difference at which two numbers count as equal, as a fraction of ``max(1, |answer|)``.
 
@@ -111,7 +108,6 @@ def _final_number(text: str) -> float | None:
 
 
 def _text_in_braces(text: str, start: int) -> str:
-    """Return the text between the brace at ``start`` and its closing brace, or the end of the text."""
     depth = 0
     for position in range(start, len(text)):
         depth += {"{": 1, "}": -1}.get(text[position], 0)
@@ -124,9 +120,8 @@ def regex_match(completion: str, pattern: Any, *, whole: bool = False) -> float:
     """Return 1 if the pattern matches somewhere in the completion, else 0.
 
     Args:
-        completion: Text of the completion.
         pattern: Regular expression of Python's ``re``.
-        whole: True if it must match the whole completion, without white space at both ends.
+        whole: True if the pattern must match the whole completion, without white space at both ends.
 
     Raises:
         ValueError: The pattern is malformed, or needs more than two seconds on this completion.
@@ -137,8 +132,8 @@ def regex_match(completion: str, pattern: Any, *, whole: bool = False) -> float:
 def format_tags(completion: str, *, tags: Sequence[str] = ("think", "answer")) -> float:
     """Return 1 if the completion is ``<think>...</think> <answer>...</answer>``, else 0.
 
-    Every tag must open and close once, in this order, and must not be empty. Outside of tags only white space may
-    occur.
+    Every tag must open and close exactly once, in the order of ``tags``, and must not be empty. Outside of tags only
+    white space may occur.
     """
     position = 0
     for tag in tags:
@@ -155,10 +150,10 @@ def format_tags(completion: str, *, tags: Sequence[str] = ("think", "answer")) -
 def json_schema(completion: str, schema: Any) -> float:
     """Return 1 if the completion is a JSON document that conforms to the schema, else 0.
 
-    The document may be inside one code fence (three backticks). :mod:`json_check` lists the supported keywords.
+    The document may be inside one code fence (three backticks). A subset of JSON Schema is supported
+    (:mod:`json_check`).
 
     Args:
-        completion: Text of the completion.
         schema: JSON Schema, as an object or as JSON text.
 
     Raises:
@@ -198,12 +193,11 @@ def unit_tests(
     runs in a subprocess.
 
     Args:
-        completion: Text of the completion.
         tests: Python text that raises if the code is wrong (``assert add(1, 2) == 3``), or a list of such texts. Each
             text is run after the code.
         timeout: Seconds for code and tests together.
         memory_mib: Limit of the process's address space, in MiB.
-        partial: True to return the share of tests that pass.
+        partial: True to return the fraction of tests that pass.
 
     Raises:
         ValueError: There are no tests, or a limit is not positive.
@@ -219,10 +213,10 @@ def unit_tests(
 @dataclass(frozen=True)
 class Builtin:
     function: Callable[..., float]
-    """function of a completion's text and, if ``reads`` is set, a value; options are keyword arguments"""
+    """function of a completion's text and, if ``reads`` is set, of a value; options are keyword arguments"""
     reads: str | None = None
-    """name of the value. The value is a column of the rows: the column of this name, or the one that the option
-    ``column`` names. An option of this name sets the value for all rows instead"""
+    """name of the value, and of the column that has it. The option ``column`` names another column; an option with the
+    name of the value sets it for all rows"""
     runs_code: bool = False
 
     @property
@@ -239,13 +233,13 @@ BUILTINS: dict[str, Builtin] = {
     "json_schema": Builtin(json_schema, "schema"),
     "unit_tests": Builtin(unit_tests, "tests", runs_code=True),
 }
-"""Name of a reward -> reward."""
+"""Name of a built-in reward -> the reward."""
 
 
 def bind_reward_options(
     builtin: Builtin, options: Mapping[str, Any]
 ) -> tuple[Callable[..., list[float | None]], frozenset[str]]:
-    """Return a built-in reward with options as a function (prompts, completions, columns) -> scores, and its columns.
+    """Return a function (prompts, completions, columns) -> scores with the options applied, and the columns it reads.
 
     Raises:
         ArgumentError: The options set both the value and a column, or the reward cannot use an option's value.
@@ -305,7 +299,7 @@ def completion_text(completion: Any) -> str:
 
 SUPERVISOR = Path(__file__).with_name("run_tests.py")
 GRACE_SECONDS = 10.0
-"""seconds in addition to the timeout for the supervisor to start and to clean up; it never needs all of them"""
+"""seconds beyond the timeout after which the supervisor is killed; it needs time to start and to clean up"""
 
 
 @dataclass(frozen=True)
@@ -320,7 +314,7 @@ class CodeLimits:
 def count_passed_tests(code: str, tests: Sequence[str], limits: CodeLimits) -> int:
     """Run the code, then each test on a copy of the code's variables, and return how many tests did not raise.
 
-    The result is 0 if the code itself raises, exits, or takes too long. Errors of the code are not raised here.
+    The result is 0 if the code itself raises, exits, or takes too long.
 
     Raises:
         ValueError: A limit is not positive and finite.
@@ -376,7 +370,7 @@ def _kill_session(session: int) -> None:
 
 
 def _minimal_environment(directory: str) -> dict[str, str]:
-    """Return environment variables for Python; numerical libraries get one thread, as more reserve address space."""
+    """Return environment variables for Python; numerical libraries get one thread, to reserve less address space."""
     thread_limits = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     path = os.environ.get("PATH", os.defpath)
     return {"PATH": path, "HOME": directory, "TMPDIR": directory, "LANG": "C.UTF-8", **thread_limits}

@@ -3,9 +3,9 @@
 Supported keywords (draft 2020-12, https://json-schema.org): ``type``, ``enum``, ``const``, ``properties``,
 ``required``, ``additionalProperties``, ``items``, ``minItems``, ``maxItems``, ``uniqueItems``, ``minLength``,
 ``maxLength``, ``pattern``, ``minimum``, ``maximum``, ``exclusiveMinimum``, ``exclusiveMaximum``, ``multipleOf``,
-``allOf``, ``anyOf``, ``oneOf``, ``not``. The schemas ``true`` and ``false`` are supported too. Keywords that only
-describe are ignored. Any other keyword, such as ``$ref``, raises a ``ValueError``: if it were ignored, every document
-would pass it.
+``allOf``, ``anyOf``, ``oneOf``, ``not``. The schemas ``true`` and ``false`` are supported too. Annotations such as
+``title`` are ignored. Any other keyword, such as ``$ref``, raises a ``ValueError``, because a document could otherwise
+pass without conforming to it.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ CHECKS: dict[str, tuple[Callable[[Any], bool] | None, Callable[[Any, Any], bool]
     "oneOf": (None, lambda value, schemas: sum(conforms(value, one) for one in schemas) == 1),
     "not": (None, lambda value, schema: not conforms(value, schema)),
 }
-"""Keyword -> (test of the type that it constrains, None for all types; test of a value against the keyword)."""
+"""Keyword -> (test of a value's type, or None for all types; check of a value of this type against the keyword)."""
 
 
 def conforms(value: Any, schema: Any) -> bool:
@@ -104,7 +104,7 @@ NUMBER_KEYS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "mu
 
 
 def check_schema(schema: Any, path: str = "the schema") -> None:
-    """Check that a parsed schema, called ``path`` in errors, is well formed and has only supported keywords.
+    """Check that a parsed schema is well formed and has only supported keywords. ``path`` is its name in errors.
 
     Raises:
         ValueError: The schema is malformed or has another keyword; the message has the path of the faulty part.

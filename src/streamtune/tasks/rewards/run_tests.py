@@ -1,8 +1,9 @@
-"""The program of the subprocess that runs code with tests. It is started by path and imports only the standard library.
+"""Supervisor program, run in a subprocess, that runs code with tests. It imports only the standard library.
 
-It forks. The child sets the limits and runs the code, then the tests one by one. It writes a secret and the number of
-passed tests to a pipe. The parent waits until then or until the timeout, kills all of its descendants, and prints the
-result. Code that exits early has not written the secret, so ``sys.exit(0)`` passes no test.
+The program forks. The child process sets the limits and runs the code, then the tests one by one. The child then writes
+a secret and the number of passed tests to a pipe. The parent waits for this message or for the timeout, kills all of
+its descendants, and prints the result. Code that exits early has not written the secret, so ``sys.exit(0)`` passes no
+test.
 """
 
 from __future__ import annotations
@@ -127,12 +128,12 @@ def _is_readable(descriptor: int, seconds: float) -> bool:
 
 
 def _has_ended(child: int) -> bool:
-    """Return True if the child has ended, without reaping it: its process group must be killed first."""
+    """Return True if the child has ended. The child is not reaped, because its process group must be killed first."""
     return hasattr(os, "waitid") and os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 def _kill_descendants() -> None:
-    """Kill and reap descendants until none is left: the children of a killed process become children of this one."""
+    """Kill and reap descendants until none is left. Children of a killed process become children of this process."""
     while True:
         for process in _descendants():
             with contextlib.suppress(ProcessLookupError):

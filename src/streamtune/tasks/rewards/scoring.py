@@ -1,7 +1,7 @@
-"""Several reward functions with weights: every completion gets one number, or an error names the faulty function.
+"""Weighted sums of reward functions: each completion gets one number, or an error names the faulty function.
 
-Results of reward functions are checked, because an error would spoil the gradient without notice. A NaN makes all
-advantages of its group NaN. If a score is missing, all later completions get the score of another completion.
+Results of reward functions are checked, because wrong results would spoil the gradient without notice. A NaN makes all
+advantages of its group NaN. A missing score shifts the scores of all later completions.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from streamtune.errors import ArgumentError, RunError, did_you_mean
 from streamtune.tasks.rewards.spec import RewardFunction, load_reward, restore_globals
 
 COMPLETION_IDS = "completion_ids"
-"""Name of the column of token ids, which functions get in addition to the columns of the rows."""
+"""Name of the column with the completions' token ids, which functions get in addition to the columns of the rows."""
 FIX = "fix the function; it may return None for a completion to which it does not apply"
 
 
 @dataclass(frozen=True)
 class RewardScores:
     total: list[float | None]
-    """weighted sum of each completion's scores; None if no function applied"""
+    """weighted sum of each completion's scores; None if all functions returned None"""
     by_function: dict[str, list[float | None]]
-    """name of a function -> its scores without weights; None if it did not apply"""
+    """name of a function -> its scores without weights, which may be None"""
 
 
 def load_rewards(
@@ -46,7 +46,7 @@ def load_rewards(
             follow in parentheses: ``regex_match(pattern="^[0-9]+$")``.
         weights: Weight of each function; None: all are 1.
         allow_code: True if rewards may run code that a model wrote (``unit_tests``).
-        directory: Folder of relative paths and of modules; None: the working directory.
+        directory: Folder of modules, to which file paths are relative; None: the working directory.
 
     Raises:
         ArgumentError: An entry or the weights are wrong, or a reward would run code without permission.
@@ -68,7 +68,7 @@ def load_rewards(
 
 
 def _unique_names(functions: Sequence[RewardFunction]) -> list[str]:
-    """Return each function's name for the log; the second function of the same name is called ``name_2``."""
+    """Return each function's name in the log; the second function of the same name is called ``name_2``."""
     names: list[str] = []
     for function in functions:
         same = sum(earlier.name == function.name for earlier in functions[: len(names)])
@@ -184,7 +184,6 @@ def _compute_scores(name: str, function: RewardFunction, batch: _Batch) -> list[
 
 
 def _to_valid_score(name: str, function: RewardFunction, batch: _Batch, number: int, value: Any) -> float | None:
-    """Return one score as a float, or None if it is None; raise ``RunError`` if it is not a finite number."""
     if value is None:
         return None
     if not isinstance(value, Real) and hasattr(value, "item") and getattr(value, "ndim", 1) == 0:
@@ -200,7 +199,7 @@ def _to_valid_score(name: str, function: RewardFunction, batch: _Batch, number: 
 
 
 def _find_failing_completion(function: RewardFunction, batch: _Batch) -> str:
-    """Return the name of the first completion on which the function, called on it alone, raises; empty if none."""
+    """Return the name of the first completion on which the function fails if it gets only this one; empty if none."""
     if len(batch.completions) == 1:
         return batch.completion_name(0)
     for number in range(len(batch.completions)):
@@ -215,7 +214,7 @@ def _find_failing_completion(function: RewardFunction, batch: _Batch) -> str:
 
 
 def _call_on_copies(function: RewardFunction, batch: _Batch) -> Any:
-    """Call a reward function on copies of its arguments, so that its changes affect neither training nor others."""
+    """Call a reward function on copies of its arguments, so that changes to them affect nothing else."""
     prompts, completions, columns = copy.deepcopy((batch.prompts, batch.completions, dict(batch.columns)))
     with restore_globals():
         return function.call(prompts, completions, columns)

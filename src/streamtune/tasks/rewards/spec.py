@@ -11,8 +11,8 @@ A user's function is called as in TRL, once for a batch:
 
 ``prompts`` and ``completions`` are lists of text. If the rows have messages, each element is a list of messages
 ``{"role": ..., "content": ...}``. Every other column of the rows is a list under its name. A function without
-``**columns`` gets only the columns that it names. It returns a number for each completion, or None if it does not
-apply.
+``**columns`` gets only the columns that it names. A function returns a number for each completion, or None for a
+completion to which it does not apply.
 """
 
 from __future__ import annotations
@@ -44,9 +44,8 @@ USER_PATTERN = re.compile(r"(?P<target>.+?):(?P<name>[A-Za-z_]\w*)\s*(?P<options
 @dataclass(frozen=True)
 class RewardFunction:
     name: str
-    """name of the function, as it is logged"""
     call: RewardCall
-    """(prompts, completions, columns) -> result of the function, unchecked"""
+    """function (prompts, completions, columns) -> unchecked scores"""
     needed_columns: frozenset[str]
     """Names of columns without which the function cannot be called."""
     where: str = ""
@@ -58,9 +57,9 @@ def load_reward(spec: str, *, allow_code: bool, directory: Path) -> RewardFuncti
     """Return the reward function that an entry of ``reward_funcs`` names.
 
     Args:
-        spec: ``exact_match`` or another built-in, ``module:function`` or ``file.py:function``, perhaps with options.
+        spec: Name of a built-in reward, ``module:function`` or ``file.py:function``, possibly with options.
         allow_code: True if the function may run code that a model wrote.
-        directory: Folder of relative paths and of modules.
+        directory: Folder of modules, to which file paths are relative.
 
     Raises:
         ArgumentError: The function does not exist, its options are wrong, or it would run code without permission.
@@ -150,7 +149,7 @@ def _load_user_function(target: str, name: str, directory: Path) -> Callable[...
 
 
 def import_user_module(target: str, directory: Path) -> ModuleType:
-    """Return the module ``path.py`` or ``package.module``. It is imported once, even if the file changes later."""
+    """Import ``path.py`` or ``package.module``. It is imported only once, even if the file changes later."""
     return _import_file(target, directory) if target.endswith(".py") else _import_module(target, directory)
 
 
@@ -204,7 +203,7 @@ def _import_error(target: str, error: BaseException) -> ArgumentError:
 
 
 def _bind_options(name: str, function: Callable[..., Any], options: dict[str, Any]) -> RewardFunction:
-    """Return a user's function with its options bound; calls pass only arguments that the function accepts."""
+    """Return a user's function with its options bound. Calls pass only arguments that the function accepts."""
     try:
         parameters: Mapping[str, inspect.Parameter] = inspect.signature(function).parameters
     except ValueError:  # written in C: its parameters are unknown, so all arguments are passed
@@ -247,8 +246,7 @@ INSTALLED_FOLDERS = ("site-packages", "dist-packages")
 def reward_sources(specs: list[str], directory: Path) -> dict[str, Path]:
     """Return the files of the user's functions, and the files that their modules import from the same folder.
 
-    Installed packages are left out. So are modules that a function imports only when it is called, and files that it
-    reads.
+    Installed packages are left out. Modules that a function imports only when it is called are left out too.
 
     Returns:
         Name of a file -> its path. Names do not change if the folder is moved.
@@ -273,7 +271,7 @@ def reward_sources(specs: list[str], directory: Path) -> dict[str, Path]:
 
 
 def _imported_files(module: ModuleType, root: Path) -> Iterator[Path]:
-    """Iterate over the file of a module, and the files below ``root`` of the modules that define its names."""
+    """Yield the file of a module, and the files below ``root`` from which it imports, directly or indirectly."""
     seen, pending = set[str](), [module]
     while pending:
         current = pending.pop()
@@ -307,12 +305,11 @@ def _source_file(module: ModuleType | None) -> Path | None:
 
 @contextmanager
 def restore_globals() -> Iterator[None]:
-    """Context manager: at the end, restore torch's global state, the working directory and the standard streams.
+    """Restore torch's global state, the working directory and the standard streams after the ``with`` block.
 
-    The global state is torch's generators, grad mode and default dtype. If a function's call of ``torch.manual_seed``
-    had an effect, every rollout would sample the same numbers. Inside, torch's generators are seeded with a number that
-    is drawn outside. So functions draw other numbers than rollouts do, and the same numbers after a resume. The
-    generators of ``random`` and numpy are not restored: training does not draw from them during a rollout.
+    The global state is torch's generators, grad mode and default dtype. Inside the block, torch's generators have a new
+    seed, drawn from the outer generator. So a function's call of ``torch.manual_seed`` does not affect rollouts, and a
+    resumed run draws the same numbers. The generators of ``random`` and numpy are not restored.
     """
     streams, folder = (sys.stdout, sys.stderr), _working_directory()
     with _restore_torch():

@@ -1,4 +1,4 @@
-"""Rollouts: choosing prompts, dividing completions among them, and writing the completions."""
+"""Rollouts: choosing prompts, dividing completions among them, and generating the completions."""
 
 from __future__ import annotations
 

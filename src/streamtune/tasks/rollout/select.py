@@ -1,19 +1,19 @@
 """Choose the prompts of the next rollout, and divide its completions among them.
 
-The choice of prompts depends on the seed, the number of prompts drawn so far and, except for ``uniform``, on their pass
-rates:
+A completion passes if its reward is at least ``pass_reward``. The choice of prompts depends on the seed, the number of
+prompts drawn so far and, except for ``uniform``, on the prompts' pass rates:
 
 ``uniform``     Every prompt once per epoch, in shuffled order.
-``pass_rate``   The weight of a prompt is ``p (1 - p)``, where p is its running pass rate. This is the variance of a
-                pass, with which the gradient of a group grows. If all completions pass, or none, the advantages of a
-                group are zero and it teaches nothing. A floor is added to the weight, because a prompt that was too
-                hard may have become easier.
+``pass_rate``   The weight of a prompt is ``p (1 - p)``, the variance of passing, where p is its running pass rate. The
+                gradient of a group grows with this variance. If all completions pass, or none, the advantages of a
+                group are zero. A constant is added to the weight, because a prompt that was too hard may have become
+                easier.
 ``middle``      All prompts with a pass rate from 1/4 to 3/4 have the same weight, other prompts a small one. Between
-                1/4 and 3/4 the variance of a pass is at least three quarters of its maximum (arXiv 2504.03380).
+                1/4 and 3/4 the variance of passing is at least three quarters of its maximum (arXiv 2504.03380).
 
 Completions are divided so that the variance of the gradient is least. Of n completions of a prompt with pass rate p and
 gradient norm G, n p pass. The variance of their mean gradient is about ``G^2 / (n p)``. GVM (arXiv 2505.02391) gives
-less weight to prompts that are hardly ever solved, and minimises, for a given sum of all n,
+less weight to prompts that are hardly ever solved, and minimizes, for a given sum of all n,
 
     sum  G^2 / (n p) / (1 + alpha / p^beta)
 
@@ -21,7 +21,7 @@ The minimum is at
 
     n  proportional to  G / sqrt(p + alpha / p^(beta - 1))           gvm; 0 if no completion has passed
 
-If the mean reward of a large group is subtracted (advantages), the variance is about ``G^2 p (1 - p) / n``. Its sum is
+If the mean reward of a large group is subtracted, the variance is about ``G^2 p (1 - p) / n``. The sum over prompts is
 least, by Neyman's rule (1934), at
 
     n  proportional to  G sqrt(p (1 - p))                            neyman
@@ -42,7 +42,7 @@ from streamtune.errors import CheckpointError
 PromptChoice = Literal["uniform", "pass_rate", "middle"]
 PROMPT_CHOICES: tuple[str, ...] = get_args(PromptChoice)
 MIN_WEIGHT = 0.02
-"""Floor that is added to a weight p (1 - p), which is at most 1/4."""
+"""Constant that is added to a weight p (1 - p), which is at most 1/4."""
 MIDDLE_RATES = (0.25, 0.75)
 """Range of pass rates of prompts that are neither too easy nor too hard."""
 GVM_ALPHA, GVM_BETA = 1e-3, 2.0
@@ -50,7 +50,7 @@ GVM_ALPHA, GVM_BETA = 1e-3, 2.0
 MIN_COMPLETIONS = 2
 """Minimum number of completions of a prompt: a single completion cannot be compared with the mean of its group."""
 DECAY = 0.5
-"""Factor of earlier counts, and weight of earlier norms, at each visit. They count less because the policy changes."""
+"""Factor by which earlier counts and norms are multiplied at each update, because the policy changes."""
 
 
 class PassRates:
@@ -65,14 +65,14 @@ class PassRates:
         return (passed + 1.0) / (tried + 2.0)
 
     def passed_share(self, prompt: int) -> float | None:
-        """Return the share of a prompt's recorded completions that passed; None if none is recorded."""
+        """Return the fraction of a prompt's recorded completions that passed, with decay; None if none is recorded."""
         passed, tried = self._counts.get(prompt, (0.0, 0.0))
         return passed / tried if tried else None
 
     def sampling_weight(self, prompt: int, *, middle: bool = False) -> float:
-        """Return a prompt's weight in random draws: ``p (1 - p)`` plus a floor, for its pass rate p.
+        """Return a prompt's weight in random draws: ``p (1 - p)`` plus a constant, for its pass rate p.
 
-        With ``middle`` the weight is the same for all rates in ``MIDDLE_RATES``, and the floor for others.
+        With ``middle`` the weight is the same for all rates in ``MIDDLE_RATES``, and smaller for others.
         """
         rate = self.pass_rate(prompt)
         if middle:
@@ -94,10 +94,8 @@ class PromptPicker:
     """Chooses the prompts of each rollout.
 
     Args:
-        num_prompts: Number of prompts to choose from.
         choice: ``uniform``, ``pass_rate`` (more often at rates near 1/2) or ``middle`` (at rates from 1/4 to 3/4).
-        seed: Seed of the random numbers.
-        record_rates: True to record pass rates even if the choice does not read them.
+        record_rates: True to record pass rates even if the choice does not depend on them.
     """
 
     def __init__(self, num_prompts: int, *, choice: str, seed: int, record_rates: bool = False) -> None:
@@ -105,11 +103,10 @@ class PromptPicker:
         self.num_prompts, self.choice, self.seed = num_prompts, choice, seed
         self.record_rates = record_rates or choice != "uniform"
         self.drawn = 0
-        """Number of prompts drawn so far."""
         self.rates = PassRates()
 
     def next_prompts(self, count: int) -> list[int]:
-        """Return the indices of the next ``count`` prompts. They are all different, unless there are fewer prompts."""
+        """Return the indices of the next ``count`` prompts, all different unless there are fewer prompts."""
         picked = self._pick_in_order(count) if self.choice == "uniform" else self._pick_by_rate(count)
         self.drawn += count
         return picked
@@ -136,7 +133,7 @@ class PromptPicker:
     def _pick_by_rate(self, count: int) -> list[int]:
         """Return prompts drawn by weight without replacement: the prompts with the largest ``u ** (1 / weight)``.
 
-        Efraimidis and Spirakis (2006).
+        The algorithm is from Efraimidis and Spirakis (2006); u is a random number.
         """
         draw, middle = random.Random(f"{self.seed} draw {self.drawn}"), self.choice == "middle"
         weights = [self.rates.sampling_weight(prompt, middle=middle) for prompt in range(self.num_prompts)]
@@ -154,7 +151,11 @@ class PromptPicker:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from the result of ``state_dict``, which must be of the same number of prompts, choice and seed."""
+        """Continue from a result of :meth:`state_dict`.
+
+        Raises:
+            CheckpointError: The number of prompts, the choice or the seed differs.
+        """
         mine = self.state_dict()
         for key in ("num_prompts", "choice", "seed"):
             if state[key] != mine[key]:
@@ -167,10 +168,9 @@ class PromptPicker:
 
 
 def allocation_score(rate: float, norm: float, rule: str = "gvm") -> float:
-    """Return a number that a prompt's completions should be proportional to for the least variance of the gradient.
+    """Return a prompt's score. Completions divided in proportion to the scores give the least variance of the gradient.
 
     Args:
-        rate: Pass rate of the prompt.
         norm: Gradient norm of a passing completion.
         rule: ``gvm`` or ``neyman``, two approximations of the variance.
     """
@@ -184,12 +184,12 @@ def allocation_score(rate: float, norm: float, rule: str = "gvm") -> float:
 def allocate_completions(scores: Sequence[float], total: int, min_share: int = MIN_COMPLETIONS) -> list[int]:
     """Return the number of each prompt's completions: ``total`` divided in proportion to the scores.
 
-    Shares are rounded down; what remains goes to the largest fractions.
+    Shares are rounded down, and the remainder goes to the shares with the largest fractional parts.
 
     Args:
         scores: Score of each prompt, at least 0. If all are 0, all shares are equal.
         total: Sum to divide, at least ``min_share`` times the number of prompts.
-        min_share: Smallest share.
+        min_share: Minimum number of completions of a prompt.
     """
     indices = range(len(scores))
     assert total >= min_share * len(scores), "the total must be at least min_share for each prompt"
@@ -218,7 +218,7 @@ class GradientNorms:
         self._norms: dict[int, float] = {}
 
     def gradient_norm(self, prompt: int) -> float:
-        """Return the running gradient norm of a prompt; without one, the mean of all norms, or 1 if there are none."""
+        """Return a prompt's running gradient norm; without one, the mean over prompts, or 1 if no norm is recorded."""
         if prompt in self._norms:
             return self._norms[prompt]
         return math.fsum(self._norms.values()) / len(self._norms) if self._norms else 1.0

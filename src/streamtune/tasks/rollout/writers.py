@@ -1,16 +1,16 @@
-"""Writers complete prompts: the interface, ``generate`` of ``transformers``, and vLLM.
+"""Generation of completions: the interface, an implementation with ``generate`` of ``transformers``, and vLLM.
 
-With ``transformers`` a prompt is read once for all of its completions. Its trunk, ``prompt[:-1]``, goes through the
-decoder once, ``prefill_chunk_size`` tokens at a time and without the head. Its keys and values are then repeated for
-the G completions, and ``generate`` continues from the prompt's last token.
+With ``transformers`` the prefill of a prompt is computed once for all of its completions. All prompt tokens but the
+last go through the decoder without the head, ``prefill_chunk_size`` tokens at a time. Their keys and values are then
+repeated for each completion, and ``generate`` continues from the prompt's last token.
 
-This is impossible for layers with a recurrent state instead of keys and values. Their caches cannot be repeated, and
-many of them lose the state if a second chunk has more than one token. For such models the prompt is repeated, and all
-prompts of a batch have the same length, because padding would change the state.
+Layers with a recurrent state instead of keys and values do not allow this. Their caches cannot be repeated, and many of
+them lose the state if a second chunk has more than one token. For such models the prompt is repeated, and all prompts
+of a batch have the same length, because padding would change the state.
 
-vLLM runs in this process on the same device, and gets the policy's weights before each batch. It has its own copy of
-the model. It is optional, and imported only if a recipe uses it. Its rounding differs from the policy's, so old
-log-probs never come from vLLM: the trainer computes them.
+vLLM runs in this process on the same device, with its own copy of the model, and gets the policy's weights before each
+batch. It is optional, and imported only if a recipe uses it. Its rounding differs from the policy's, so the trainer
+computes old log-probs itself.
 """
 
 from __future__ import annotations
@@ -42,40 +42,40 @@ class Sampling:
     """Settings with which completions are sampled. The defaults sample from the model's own distribution."""
 
     max_completion_length: int
-    """Most tokens of a completion, including its end token."""
+    """Maximum number of tokens of a completion, including its end token."""
     temperature: float = 1.0
     """Temperature by which logits are divided; 0 is greedy decoding."""
     top_p: float = 1.0
-    """Nucleus sampling: total probability of the tokens to sample from, the most probable ones; 1: all tokens."""
+    """Nucleus sampling: total probability of the most probable tokens, from which to sample; 1: all tokens."""
     top_k: int = 0
-    """Number of tokens to sample from, the most probable ones; 0: all tokens."""
+    """Number of most probable tokens from which to sample; 0: all tokens."""
     min_p: float = 0.0
-    """Smallest probability of a token to sample, as a fraction of the largest probability."""
+    """Minimum probability of a token to sample, as a fraction of the largest probability."""
     repetition_penalty: float = 1.0
     """Divisor of positive logits, and factor of negative logits, of tokens that prompt or completion already have."""
 
 
 @dataclass(frozen=True)
 class Completion:
-    """A completion: the tokens that the model wrote after a prompt."""
+    """A completion: the tokens that the model generated after a prompt."""
 
     token_ids: list[int]
-    """At least one token id. If an end token was written, it is the last."""
+    """At least one token id. If an end token was generated, it is the last."""
     truncated: bool
-    """True if the completion was cut off at the largest length, without an end token."""
+    """True if the completion was cut off at the maximum length, without an end token."""
 
 
 class WritingStopped(Exception):  # noqa: N818 (not an error: a stop was requested)
-    """Raised if completions were being written when the run was asked to stop."""
+    """Raised if a stop was requested while completions were generated."""
 
 
 class Writer(Protocol):
-    """Protocol of objects that complete prompts with the policy's current weights."""
+    """Protocol of objects that generate completions with the policy's current weights."""
 
     def write(
         self, prompts: Sequence[list[int]], count: int | Sequence[int], sampling: Sampling
     ) -> list[list[Completion]]:
-        """Write completions and return a list of them for each prompt.
+        """Generate completions and return a list of them for each prompt.
 
         Args:
             prompts: Token ids of each prompt, at least one.
@@ -90,7 +90,7 @@ class Writer(Protocol):
 
 
 def cut_at_end_token(token_ids: Sequence[int], end_token_ids: frozenset[int]) -> Completion:
-    """Return the tokens up to the first end token, as a completion; all later tokens are padding."""
+    """Return the tokens up to the first end token as a completion. Later tokens are padding."""
     for index, token in enumerate(token_ids):
         if token in end_token_ids:
             return Completion(list(token_ids[: index + 1]), truncated=False)
@@ -98,19 +98,19 @@ def cut_at_end_token(token_ids: Sequence[int], end_token_ids: frozenset[int]) ->
 
 
 class TransformersWriter:
-    """Writes completions with a model of ``transformers``, streamed or not, with or without adapters.
+    """Generates completions with a model of ``transformers``, streamed or not, with or without adapters.
 
     Args:
-        model: Policy. It is in evaluation mode while it writes, and in its former mode afterwards.
+        model: Policy, which is in evaluation mode while it generates, and in its former mode afterwards.
         end_token_ids: Ids of the tokens that end a completion.
         pad_token_id: Id of the token that pads shorter and finished rows. Padding is never returned.
-        prefill_chunk_size: Number of tokens of a prompt that are read at a time.
-        max_rows: Number of completions that are written at a time. Their keys and values are in memory together.
+        prefill_chunk_size: Number of prompt tokens per chunk of the prefill.
+        max_rows: Maximum number of completions that are generated at a time, with their keys and values in memory.
         compute_context: Function that returns a context for all that the model computes, such as autocast.
-        should_stop: Function called before each token; writing stops if it returns True.
-        streamer: Streamer for ``generate``, which gets the tokens of a single row as they are written.
-        max_over_ranks: Function that returns the maximum of a number over all ranks, if ranks share the weights. All
-            ranks call it together and have the same number of prompts. None if each rank writes alone.
+        should_stop: Function called before each token; generation stops if it returns True.
+        streamer: Streamer for ``generate``, which gets the tokens of a single row as they are generated.
+        max_over_ranks: Function that returns the maximum of a number over all ranks, if the weights are sharded. All
+            ranks call it together and have the same number of prompts. None if each rank generates alone.
     """
 
     def __init__(
@@ -134,12 +134,12 @@ class TransformersWriter:
         self.compute_context, self.should_stop = compute_context, should_stop
         self.max_over_ranks, self.streamer = max_over_ranks, streamer
         self.shares_prompts = _can_repeat_cache(self.model)
-        """True if a prompt is read once for all of its completions; False if it is read for each of them."""
+        """True if a prompt's prefill is computed once for all of its completions; False if once per completion."""
 
     def write(
         self, prompts: Sequence[list[int]], count: int | Sequence[int], sampling: Sampling
     ) -> list[list[Completion]]:
-        """Write completions, a list for each prompt. On a CPU, the same random state gives identical completions."""
+        """Generate completions, a list for each prompt. On a CPU, the same random state gives identical completions."""
         written: list[list[Completion]] = [[] for _ in prompts]
         counts = [count] * len(prompts) if isinstance(count, int) else list(count)
         # A repetition penalty would count padding tokens.
@@ -192,7 +192,7 @@ class TransformersWriter:
     def _prefill(
         self, ids_PT: Tensor, mask_PT: Tensor, cache: DynamicCache | None = None, done: int = 0
     ) -> DynamicCache:
-        """Return a cache with the keys and values of all tokens of the prompts but their last ones.
+        """Return a cache with the keys and values of all tokens of each prompt but its last token.
 
         Args:
             ids_PT: Token ids ``[P, T]``.
@@ -224,11 +224,11 @@ class TransformersWriter:
         return cache
 
     def on_prefill(self, done: int, total: int) -> None:
-        """Do nothing: subclasses may show progress. Called with numbers of tokens before each chunk, and at the end."""
+        """Do nothing; subclasses may show progress. Called with token counts before each chunk and at the end."""
 
     @contextmanager
     def _generation_mode(self, sampling: Sampling) -> Iterator[PreTrainedModel]:
-        """Context manager: put the model in evaluation mode, and yield a copy that generates with ``sampling``."""
+        """Put the model in evaluation mode inside the ``with`` block; yield a copy that generates with ``sampling``."""
         sampling_settings = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
         settings = GenerationConfig(
             max_new_tokens=sampling.max_completion_length,
@@ -260,7 +260,7 @@ class _StopRequested(StoppingCriteria):
 def _batch_prompts(
     prompts: Sequence[list[int]], counts: Sequence[int], *, max_rows: int, padded: bool
 ) -> Iterator[list[tuple[int, int]]]:
-    """Iterate over batches of (index of a prompt, number of its completions), with at most ``max_rows`` completions.
+    """Yield batches of (index of a prompt, number of its completions), with at most ``max_rows`` completions.
 
     The longest prompts come first. Prompts of a batch have the same length unless ``padded``. A batch has no more
     prompts than would fit if all had the mean number of completions. A prompt may be in several batches.
@@ -300,22 +300,22 @@ def check_vllm(device: torch.device) -> None:
         raise ArgumentError(
             "'use_vllm: true' needs vLLM, which is not installed",
             where="use_vllm",
-            fix="pip install vllm, or delete use_vllm: then transformers writes the completions",
+            fix="pip install vllm, or delete use_vllm: completions are then generated by transformers",
         )
     if device.type != "cuda":
         raise ArgumentError(
             f"'use_vllm: true' needs a CUDA device, but this run is on {device.type}",
             where="use_vllm",
-            fix="delete use_vllm: then transformers writes the completions",
+            fix="delete use_vllm: completions are then generated by transformers",
         )
 
 
 class VllmWriter:
-    """Writes completions with vLLM.
+    """Generates completions with vLLM.
 
     Args:
         model: Policy. vLLM gets its weights at each call, with adapters merged into a copy.
-        folder: Folder with configuration and tokenizer in Hugging Face format; vLLM reads the RoPE settings there.
+        folder: Folder with configuration and tokenizer in Hugging Face format, from which vLLM is started.
         end_token_ids: Ids of the tokens that end a completion.
         max_length: Maximum number of tokens of a prompt plus its completion.
         memory_fraction: Fraction of the device memory that vLLM may use; the rest is for training.
@@ -344,7 +344,7 @@ class VllmWriter:
     def write(
         self, prompts: Sequence[list[int]], count: int | Sequence[int], sampling: Sampling
     ) -> list[list[Completion]]:
-        """Write completions and return a list of them for each prompt. vLLM's seed is drawn from torch's generator."""
+        """Generate completions, a list for each prompt. vLLM's seed is drawn from torch's generator."""
         with torch.no_grad():
             weights = policy_weights(self.model)
             self._engine.apply_model(lambda module: module.load_weights(weights) and None)
@@ -373,9 +373,9 @@ class VllmWriter:
 
 
 def policy_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name as in a checkpoint, weight); weights with adapters are merged copies.
+    """Yield (name as in a checkpoint, weight) for all weights of the base model. Adapters are merged into copies.
 
-    The model does not change. Merging in place and undoing it would leave rounding errors in the frozen weights.
+    Merging in place and undoing it would leave rounding errors in the frozen weights.
     """
     base: nn.Module = base_of(model)
     adapted = {name: module for name, module in base.named_modules() if hasattr(module, "get_delta_weight")}
