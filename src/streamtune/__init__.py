@@ -44,7 +44,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Return a public name, and import its module (with torch) only now: ``streamtune --help`` needs neither."""
+    """Import a public name on first use, so that ``import streamtune`` does not import torch."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module

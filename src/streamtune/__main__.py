@@ -1,4 +1,4 @@
-"""``python -m streamtune`` and the command ``streamtune``: handle signals, then import the rest and run the command."""
+"""Entry point of ``streamtune`` and ``python -m streamtune``: handle signals, import the rest, and run the command."""
 
 # Built in; ``signal`` imports ``enum``, during which Ctrl-C would show a traceback.
 import _signal  # type: ignore[import-not-found]
@@ -9,7 +9,7 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """Run the command line in its own process, and exit with its exit code."""
+    """Run the command in ``sys.argv``, and exit with its exit code."""
     # Nothing has to be cleaned up yet; the real handler, installed below, takes time to import.
     if _signal.getsignal(_signal.SIGINT) == _signal.default_int_handler:
         _signal.signal(_signal.SIGINT, lambda signum, frame: os._exit(128 + signum))

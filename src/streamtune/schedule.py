@@ -1,7 +1,6 @@
-"""The schedule of a streamed step: sizes of its chunks, and the tensors it stores for the backward.
+"""Schedule of a training step: the sizes of its chunks, and the tensors it stores until the backward.
 
-Fields, choices, defaults and contradictions are defined only here. The recipe's ``engine:`` group, the planner and the
-engine read them here.
+The recipe's ``engine:`` keys, the planner and the engine read fields, choices and defaults from this module.
 """
 
 from __future__ import annotations
@@ -32,70 +31,78 @@ __all__ = [
 
 
 Tier = Literal["device", "host", "disk"]
-"""Memory that stores a tensor for the backward: device memory, host memory, or a file."""
+"""Memory that stores a tensor until the backward: device memory, host memory, or a file."""
 
 Kept = Literal["no", "device", "host"]
-"""Memory that keeps a tensor which the backward could recompute; ``no`` recomputes it."""
+"""Memory that keeps a tensor which the backward could recompute. ``no`` keeps nothing: the backward recomputes it."""
 
 Levels = Literal[1, 2]
 
 Fuse = Literal["torch", "none"]
-"""Norms and rotary embeddings with torch's fused operators where they are faster, or as the model writes them."""
+"""Code for norms and rotary embeddings: torch's fused operators where they are faster (``torch``), or the model's own.
+"""
 
 GradDtype = Literal["float32", "param"]
-"""Dtype of gradient sums over chunks: float32, or the tensor's own."""
+"""Dtype in which gradients are summed over chunks: float32, or the tensor's own (``param``)."""
 
 Order = Literal["layer", "chunk"]
-"""Outer loop of the backward: all chunks of a layer, then the next layer; or all layers of a chunk, then the next
-chunk."""
+"""Outer loop of the backward: over layers (all chunks of a layer, then the preceding layer), or over chunks (all layers
+of a chunk, then the preceding chunk).
+"""
 
 
 WeightTier = Literal["device", "host"]
-"""Memory of weights while they are not in use."""
+"""Memory that holds weights while their module does not compute."""
 
 FetchDtype = Literal["param", "bfloat16"]
-"""Dtype of a weight's copy on the device: the weight's own, or bfloat16."""
+"""Dtype of a weight's copy on the device: the weight's own (``param``), or bfloat16."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """A schedule of the streamed step. All schedules give the same gradient; they differ in time and memory.
+    """Choices of a training step that runs in chunks of the sequence: chunk sizes, and where tensors are stored.
 
-    Bytes below are per token. C is the hidden size, L the number of layers, e the bytes of an element.
+    All schedules give the same gradient up to rounding; they differ in time and memory. Bytes below are per token. C is
+    the hidden size, L the number of layers, e the number of bytes of an element.
 
     Args:
-        chunk_size: Maximum number of tokens whose layer activations exist at once.
-        head_chunk_size: Maximum number of tokens whose logits exist at once.
-        offload: Memory that stores the layer inputs for the backward: C e L bytes.
-        offload_dir: Directory of the file for ``offload="disk"``. The open file has no name, so it disappears with the
+        chunk_size: Maximum number of tokens for which a layer's activations exist at once.
+        head_chunk_size: Maximum number of tokens for which logits exist at once.
+        offload: Memory that stores the layer inputs until the backward: C e L bytes.
+        offload_dir: Directory of the file for ``offload="disk"``. The file has no name, so it disappears with the
             process, also after a crash.
-        device_layers: Number of layer inputs that stay on the device with ``offload`` to host or disk: those that the
-            backward needs first.
-        levels: 1 stores the input of every layer. 2 stores the input of every ``segment_size``-th layer and recomputes
-            the other inputs, a segment at a time, for one more forward.
-        segment_size: Layers of a segment at two levels. None: the size that stores the fewest inputs.
-        keep_kv: Keep every layer's keys and values from the forward to the backward instead of projecting them again.
-            ``True`` means ``"device"``.
-        keep_attention: Keep the output and the log-sum-exp of every attention, so that the backward does not recompute
-            them: H D e + 4 H bytes per layer, for H heads of dimension D.
-        keep_layers: Number of last layers that keep all activations and recompute nothing, as without checkpointing.
-        stream_grads: Overwrite the gradient of a layer's output with the gradient of its input, chunk by chunk, in the
-            memory of the layer inputs. Hooks on hidden states between two layers then see zeros.
-        grad_dtype: Dtype in which parameter gradients and dK, dV are summed over chunks: ``float32``, or ``param`` for
-            the tensor's own.
-        fuse: ``torch`` computes norms and rotary embeddings with torch's fused operators on CUDA, ``none`` as the model
-            writes them. Both are the same function up to rounding.
-        order: Outer loop of the backward. ``layer`` processes all chunks of a layer, then the layer before, and stores
-            the input of every layer. ``chunk`` processes all layers of a chunk, then the chunk before. It stores the
-            input of the first layer, and the keys and values (or states) of every layer, with their gradients in the
-            backward. ``keep_kv`` is then ``device`` or ``host``, for states too. ``levels=1`` holds a chunk's
-            activations of all layers at once; ``levels=2`` holds them for ``segment_size`` layers (default: one), for
-            one more forward.
-        weights: Memory of the weights of layers, embedding and head while they are not in use. With ``host`` each layer
-            is copied to the device before its forward and backward, and its gradient is copied to the host, where the
-            optimizer steps. Trained weights beside frozen ones (adapters) stay on the device.
-        fetch_dtype: Dtype of these copies: ``param``, the weights' own, or ``bfloat16``. With bfloat16 the model
-            computes with rounded weights; weights, gradient sums and optimizer stay in float32.
+        device_layers: Number of layer inputs that stay on the device if ``offload`` is host or disk. They are the
+            inputs that the backward reads first.
+        levels: Levels of gradient checkpointing. 1 stores the input of every layer. 2 stores the input of every
+            ``segment_size``-th layer. The backward recomputes the other inputs, a segment of layers at a time, with one
+            more forward.
+        segment_size: Number of layers in a segment with ``levels=2``. None chooses the size that stores the fewest
+            inputs.
+        keep_kv: Memory that keeps every layer's keys and values until the backward. ``"no"``: the backward recomputes
+            them. ``True`` means ``"device"``.
+        keep_attention: Memory that keeps the output and the log-sum-exp of every attention until the backward.
+            ``"no"``: the backward recomputes them. They take H D e + 4 H bytes per layer, for H heads of dimension D.
+        keep_layers: Number of last layers that keep all activations and recompute nothing, as without gradient
+            checkpointing.
+        stream_grads: True overwrites the gradient of a layer's output with the gradient of its input, chunk by chunk.
+            The gradient is stored where ``offload`` stores layer inputs. Hooks on hidden states between two layers then
+            see zeros.
+        grad_dtype: Dtype in which the gradients of parameters, keys and values are summed over chunks: ``float32``, or
+            ``param`` for the tensor's own.
+        fuse: ``torch`` computes norms and rotary embeddings with torch's fused operators on CUDA. ``none`` runs the
+            model's own code. The results are equal up to rounding.
+        order: Outer loop of the backward. ``layer`` processes all chunks of a layer, then the preceding layer, and
+            stores the input of every layer. ``chunk`` processes all layers of a chunk, then the preceding chunk. It
+            stores the input of the first layer, and the keys and values (or recurrent states) of every layer.
+            ``keep_kv`` then says where: ``device`` or ``host``. With ``levels=1`` a chunk's activations of all layers
+            exist at once. With ``levels=2`` they exist for ``segment_size`` layers (default: one), at the cost of one
+            more forward.
+        weights: Memory of the weights of decoder layers, embedding and head while they do not compute. With ``host`` a
+            layer's weights are copied to the device before its forward and backward. The gradient is copied to the
+            host, where the optimizer steps. Adapters (trained weights beside frozen weights) stay on the device.
+        fetch_dtype: Dtype of the copies on the device with ``weights="host"``: ``param`` for the weights' own, or
+            ``bfloat16``. With bfloat16 the model computes with rounded weights, while weights, gradient sums and
+            optimizer state stay in float32.
 
     Raises:
         ArgumentError: A value is out of range, or two values contradict each other.
@@ -143,20 +150,21 @@ class Schedule:
 
     @classmethod
     def plan(cls, model: Any, *, max_length: int, device_memory: int | str | None = None, **more: Any) -> Schedule:
-        """Return the fastest schedule with which a step of ``model`` fits the available memory.
+        """Return the fastest schedule with which a training step of ``model`` fits the available memory.
 
         Args:
-            model: Causal language model of ``transformers``, not streamed yet, with its adapters if it has any. A model
-                on ``meta`` is planned for an accelerator of ``device_memory``.
-            max_length: Number of tokens of the longest row.
-            device_memory: Bytes, or a size such as ``"80GiB"``. None: the free memory plus the memory of the model's
-                weights.
-            more: ``host_memory``; ``batch_size``; ``accumulated`` (gradients of earlier micro-batches exist);
-                ``optimizer``, a function of the model (default: AdamW); ``autocast``; ``margin``, the fraction left
-                free; and any field of a schedule, which the planner then does not change.
+            model: Causal language model of ``transformers`` on which ``stream`` has not been called, with its adapters
+                if it has any. A model on ``meta`` is planned for an accelerator with ``device_memory``.
+            max_length: Number of tokens of the longest row (training example).
+            device_memory: Memory of the device in bytes, or a size such as ``"80GiB"``. None: the memory that is free
+                now, plus the memory of the model's weights.
+            more: ``host_memory``; ``batch_size``; ``accumulated``, True if gradients of earlier micro-batches exist;
+                ``optimizer``, a function of the model (default: AdamW); ``autocast``; ``margin``, the fraction of
+                memory left free. Any field of a schedule is also accepted; the planner then does not change this field.
 
         Raises:
-            ArgumentError: No schedule fits. The error names the largest part and the longest row that fits.
+            ArgumentError: No schedule fits. The error names the part that takes the most memory, and the longest row
+                that fits.
 
         Example:
             >>> schedule = Schedule.plan(model, max_length=131072, device_memory="80GiB")
@@ -170,14 +178,14 @@ class Schedule:
 
     @property
     def stores_on_host(self) -> bool:
-        """True if a tensor is stored in host memory for the backward."""
+        """True if layer inputs, keys and values, or attention outputs are stored in host memory."""
         return "host" in (self.offload, self.keep_kv, self.keep_attention)
 
     def describe(self, layers: int | None = None) -> str:
-        """Return a one-line description: sizes, then the choices that differ from the default.
+        """Return a one-line description of the chunk sizes and of the choices that differ from the default.
 
-        ``layers`` is the model's number of layers, if known. If all of them are kept whole, the line ends after saying
-        so.
+        ``layers`` is the model's number of layers. If the schedule keeps the activations of all layers, the description
+        ends after saying so.
         """
         words = [f"chunks of {self.chunk_size:,} tokens, head {self.head_chunk_size:,}"]
         if layers is not None and self.keep_layers >= layers:
@@ -219,19 +227,17 @@ class Schedule:
             yield "the gradient of the last layer's output streamed"
 
     def chunks(self, length: int, cuts: Sequence[int] | None = None) -> list[slice]:
-        """Cut ``length`` tokens into the fewest chunks: all of ``chunk_size`` except the last two, which share the
-        rest.
+        """Cut a sequence of ``length`` tokens into the smallest number of chunks.
 
-        Rows of any length then have the same chunk shapes except at their end; some kernels are prepared for each new
-        shape. The last two chunks differ by at most one token, and have more than half of ``chunk_size`` if there are
-        two or more. No chunk is a single token unless the sequence is one: some layers would then take their decoding
-        path, which writes states in place.
+        All chunks have ``chunk_size`` tokens, except the last two, which share the rest. The last two differ by at most
+        one token. If there are two or more chunks, each has more than half of ``chunk_size``. No chunk is a single
+        token unless the sequence is: some layers would then run their decoding path, which writes states in place.
 
         Args:
-            length: Tokens of the sequence.
-            cuts: Sorted positions of allowed cuts (``LazyMask.allowed_cuts``), ``length`` among them; None allows any
-                position. A chunk then ends at the allowed cut nearest to its ideal end. It exceeds ``chunk_size`` only
-                if the next allowed cut is further away.
+            length: Number of tokens of the sequence.
+            cuts: Sorted positions at which a chunk may end (``LazyMask.allowed_cuts``), ``length`` among them. None
+                allows any position. A chunk ends at the allowed position nearest to its ideal end. It exceeds
+                ``chunk_size`` only if there is no allowed position within ``chunk_size`` tokens.
         """
         if cuts is None:
             size = max(2, self.chunk_size)
@@ -249,7 +255,6 @@ class Schedule:
         return chunks
 
     def _chunk_end(self, start: int, length: int, cuts: Sequence[int]) -> int:
-        """Return the end of the chunk that begins at ``start``."""
         count = -(-(length - start) // self.chunk_size)
         if count <= 1:
             return length
@@ -274,20 +279,21 @@ CHOICES: dict[str, tuple[object, ...]] = {
 }
 
 GIVEN = ("grad_dtype", "fuse", "weights", "fetch_dtype")
-"""Fields that the planner never changes: they affect how the gradient is rounded, or where the optimizer runs."""
+"""Fields that the planner never changes: they affect how gradients are rounded, or where the optimizer runs."""
 
 DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(Schedule)}
-"""Field of a schedule -> default, in order."""
+"""Default value of each field of a schedule, by field name."""
 
 
 def normalise_keep_choice(choice: Kept | bool) -> Kept:
-    """Return ``keep_kv`` as a word: ``True`` is ``device``, ``False`` is ``no``."""
+    """Return ``choice`` as a word: ``True`` is ``device``, ``False`` is ``no``."""
     return ("device" if choice else "no") if isinstance(choice, bool) else choice
 
 
 class Contradiction(NamedTuple):
-    """Fields of a schedule that exclude each other: one of the fields, the error, and a (field, value) that resolves
-    it."""
+    """Two fields of a schedule whose values exclude each other: one field, the error message, and a change that
+    resolves it.
+    """
 
     field: str
     what: str
@@ -298,7 +304,7 @@ def find_contradictions(choices: Mapping[str, Any], quote: Callable[..., str]) -
     """Yield a contradiction for each pair of fields whose values exclude each other.
 
     Args:
-        choices: Field -> value; None if the value is still open.
+        choices: Value of each field; None if the value is still open.
         quote: Function that returns a field, or a field with its value, as the user's recipe or program writes it.
     """
     offload, levels = choices["offload"], choices["levels"]

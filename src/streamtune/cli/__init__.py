@@ -1,4 +1,4 @@
-"""Command line of StreamTune. Importing this package loads neither torch nor transformers: a command loads them."""
+"""Command line of StreamTune. Importing this package does not import torch or transformers; commands do."""
 
 from __future__ import annotations
 
@@ -88,18 +88,14 @@ def _run_command(arguments_with_globals: list[str]) -> None:
 
 
 def _print_version_note(arguments: list[str]) -> None:
-    """Print a note if torch or transformers is newer than the tested versions, before a command that computes."""
+    """Print a note if torch or transformers is newer than tested, unless the command is in :data:`NO_VERSION_NOTE`."""
     computes = bool(arguments) and arguments[0] not in NO_VERSION_NOTE and "--help" not in arguments
     if computes and os.environ.get("RANK", "0") == "0" and (text := untested_versions_note()):
         print_note(text)
 
 
 def _check_output_written() -> None:
-    """Check that all needed output was written to stdout.
-
-    Raises:
-        RunError: Output was lost, and not because a reader closed the pipe early.
-    """
+    """Raise a RunError if output to stdout was lost, unless the reader closed the pipe."""
     sys.stdout.flush()
     error = lost_output_error()
     if error is not None and not reader_is_gone() and command_needs_stdout():
@@ -111,7 +107,7 @@ def _check_output_written() -> None:
 
 
 def _unexpected_error(error: BaseException) -> StreamTuneError:
-    """Return the StreamTune error that describes an exception of another type: a limit of the machine, or a bug."""
+    """Return a StreamTuneError for any other exception: a limit of the machine, or a bug."""
     known = machine_limit_error(error)
     if known is not None:
         return known

@@ -1,4 +1,4 @@
-"""The typer application: global options, and the commands that ``cli/programs.py`` lists."""
+"""Typer application: global options, and the commands in ``cli/programs.py``."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ _UNPRINTABLE = re.compile(r"[\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud8
 MIN_TABLE_WIDTH = 40
 """Width in columns below which a terminal gets plain lines instead of two-column tables."""
 SCREEN_WIDTH = 80
-"""Width in columns within which the right part of a title is aligned."""
+"""Maximum width of a title with a right-aligned part, in columns."""
 
 _stdout_needed = [True]
 
@@ -44,8 +44,8 @@ _stdout_needed = [True]
 def loading_libraries() -> Iterator[Status]:
     """Context manager: show a message while libraries are imported, with garbage collection off.
 
-    An import creates many objects and little garbage. With collection on, importing torch and transformers takes a
-    fifth longer. Objects of the first import are frozen, so later collections skip them.
+    Collections during the imports would find little garbage, and take a fifth of the time. Objects of the first import
+    are frozen, so that later collections skip them.
     """
     collects, is_first = gc.isenabled(), "torch" not in sys.modules
     gc.disable()
@@ -60,12 +60,11 @@ def loading_libraries() -> Iterator[Status]:
 
 
 def set_command_needs_stdout(needs_stdout: bool) -> None:
-    """Set whether the running command fails if its output cannot be written; False if its results are files."""
+    """Set whether the running command fails if its output to stdout cannot be written."""
     _stdout_needed[:] = [needs_stdout]
 
 
 def command_needs_stdout() -> bool:
-    """Return True if the running command fails when its output cannot be written."""
     return _stdout_needed[0]
 
 
@@ -115,7 +114,7 @@ def print_labelled(label: Text, text: Text, console: Console = out) -> None:
 
 
 def print_text(text: Text, *, indent: int = 0) -> None:
-    """Print a text on stdout, with every line indented; on a terminal it wraps at words."""
+    """Print an indented text on stdout; on a terminal it wraps at words."""
     for line in text.split("\n"):
         print_labelled(Text(" " * indent), line)
 
@@ -123,7 +122,7 @@ def print_text(text: Text, *, indent: int = 0) -> None:
 def make_table(
     *columns: Column | str, header: Literal["bold", "dim"] | None = "bold", padding: PaddingDimensions | None = None
 ) -> Table:
-    """Return an empty table without borders, in the style of all screens.
+    """Return an empty rich table without borders.
 
     Args:
         columns: Columns of the table. A string becomes a right-aligned column of that name, which does not wrap if the
@@ -143,7 +142,6 @@ def make_table(
 
 
 def print_table(title: str, table: Table, *, blank_line_before: bool = True) -> None:
-    """Print a title and a table; ``blank_line_before`` puts an empty line before the title."""
     if blank_line_before:
         out.print()
     print_labelled(Text(), Text(title, style="bold"))
@@ -151,7 +149,7 @@ def print_table(title: str, table: Table, *, blank_line_before: bool = True) -> 
 
 
 def print_title(text: str, *, right: str = "") -> None:
-    """Print the first line of a screen: the version, ``text``, and ``right`` at the right edge."""
+    """Print the first line of a screen: version, ``text``, and ``right`` at the right edge."""
     title = Text.assemble((f"StreamTune {__version__}", "bold"), f"  {safe_text(text)}")
     if right:
         room = min(out.width, SCREEN_WIDTH) - title.cell_len - len(right) if out.is_terminal else 0
@@ -173,7 +171,7 @@ def print_error(error: StreamTuneError, console: Console = err) -> None:
 
 
 def error_text(error: StreamTuneError) -> str:
-    """Return an error as plain lines: ``error: what``, then ``where`` and ``fix`` if the error has them."""
+    """Return an error as plain lines: ``error``, then ``where`` and ``fix`` if they are set."""
     lines = [f"error: {safe_text(error.what)}"]
     lines += [f"where: {safe_text(error.where)}"] if error.where else []
     lines += [f"fix: {safe_text(error.fix)}"] if error.fix else []
@@ -181,7 +179,7 @@ def error_text(error: StreamTuneError) -> str:
 
 
 def error_panel(error: StreamTuneError) -> Panel:
-    """Return an error as a panel: its ``what``, its ``where`` with the line of the recipe, and its ``fix``."""
+    """Return an error as a rich panel: message, place (with the recipe's line) and fix."""
     first, *others = safe_text(error.what).splitlines() or [""]
     parts: list[RenderableType] = [Text(first, style="bold")]
     parts += [_render_error_line(line) for line in others]
@@ -206,7 +204,6 @@ def error_panel(error: StreamTuneError) -> Panel:
 
 
 def _error_title(error: StreamTuneError) -> str:
-    """Return the title of an error's panel: ``Recipe error`` for a ``RecipeError``."""
     if type(error) in (StreamTuneError, UserError):
         return "Error"
     if type(error).__name__ == "NothingFitsError":
@@ -215,7 +212,7 @@ def _error_title(error: StreamTuneError) -> str:
 
 
 def _render_error_line(line: str) -> RenderableType:
-    """Format a line of an error message (not the first); a line that starts with a dash becomes a list item."""
+    """Format a line after the first of an error message; a line that starts with a dash becomes a list item."""
     if not line.startswith("- "):
         return _bold_commands(line)
     item = Table.grid(padding=(0, 1))
@@ -226,14 +223,13 @@ def _render_error_line(line: str) -> RenderableType:
 
 
 def _bold_commands(text: str) -> Text:
-    """Return the text with everything between backticks in bold."""
     shown = Text(text)
     shown.highlight_regex(r"`[^`]+`", "bold")
     return shown
 
 
 def _read_recipe_line(where: str) -> str:
-    """Return the text of the recipe's line that ``where`` names as ``file:line``; an empty string if it names none."""
+    """Return the line of a recipe that ``where`` names as ``file:line``; an empty string if it names none."""
     file, _, number = where.rpartition(":")
     if not (number.isdecimal() and file.endswith((".yaml", ".yml"))):
         return ""
@@ -248,24 +244,26 @@ def _read_recipe_line(where: str) -> str:
 
 
 def replace_page(content: bytes, path: Path, option: str, *, signature: bytes = b"") -> None:
-    """Write an HTML page or a picture. An earlier page or picture is replaced atomically; any other file is an error.
+    """Write an HTML page or a picture.
+
+    A page of StreamTune, or a picture of the same format, is replaced atomically.
 
     Args:
         content: Bytes of the file.
         path: Path of the file.
-        option: Command-line option that names the path, for errors.
-        signature: First bytes of a picture's file format; empty for an HTML page.
+        option: Command-line option that sets the path, for errors.
+        signature: First bytes of the picture's file format; empty for an HTML page.
 
     Raises:
-        ArgumentError: The file cannot be written, or the path has a file that is not such a page or picture.
+        ArgumentError: The file cannot be written, or the path has a file that may not be replaced.
     """
     from streamtune.train.staging import replace_file
 
     try:
         if path.is_symlink() or (path.exists() and not _is_replaceable_page(path, signature)):
-            what = "picture" if signature else "page"
+            what = "picture of this format" if signature else "StreamTune page"
             raise ArgumentError(
-                f"{path} exists and is not a {what} of this command; it is not overwritten",
+                f"{path} exists and is not a {what}; it is not overwritten",
                 where=option,
                 fix=f"give another path with {option}",
             )
@@ -277,7 +275,7 @@ def replace_page(content: bytes, path: Path, option: str, *, signature: bytes = 
 
 
 def _is_replaceable_page(path: Path, signature: bytes) -> bool:
-    """Return True if a file is empty, a page of this command, or a picture that starts with ``signature``."""
+    """Return True if a file is empty, a page of StreamTune, or a picture that starts with ``signature``."""
     if not path.is_file():
         return False
     with path.open("rb") as file:

@@ -20,13 +20,12 @@ if TYPE_CHECKING:
     from streamtune.run.build import Inspection
 
 SHOWN_TOKENS = 320
-"""Number of tokens shown of a row without `--row`; longer rows are shown with gaps."""
+"""Number of tokens above which only parts of a row are shown, without `--row`."""
 PAGE_ROWS = 40
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def _clear_cache(is_requested: bool) -> None:
-    "Delete the cached rows and tokenizers of all recipes on this machine, and exit."
     if not is_requested:
         return
     from streamtune.data.row_cache import RowCache
@@ -127,7 +126,7 @@ def data(
 def _choose_rows(
     inspection: Inspection, max_rows: int, row_name: str | None, prefers_worst: bool
 ) -> list[tuple[str, RowView]]:
-    """Return pairs (reason, row) of the rows to show; the reason is empty for evenly spaced rows.
+    """Return (reason, row) pairs of the rows to show; the reason is empty for evenly spaced rows.
 
     Raises:
         ArgumentError: The row does not exist.
@@ -190,7 +189,6 @@ def _token_run_document(run: TokenRun | TokenGap) -> dict[str, Any]:
 
 
 def _write_histogram(inspection: Inspection, path: Path) -> None:
-    """Write a histogram of the row lengths; an earlier picture is replaced, any other file is an error."""
     from streamtune.data.length_measures import draw_length_histogram
 
     report = inspection.prepared.report

@@ -1,4 +1,4 @@
-"""Print the screen of ``streamtune data``: problems, facts, tables, a histogram, and rows with coloured tokens."""
+"""Print the output of ``streamtune data``: problems, counts, tables, a histogram, and rows with coloured tokens."""
 
 from __future__ import annotations
 
@@ -29,16 +29,15 @@ if TYPE_CHECKING:
     from streamtune.run.build import Inspection
 
 WIDE_TERMINAL = 110
-"""Minimum width of a terminal, in columns, to show all percentiles beside the names of datasets."""
+"""Minimum width of a terminal, in columns, to show all percentiles of row lengths."""
 OPTIONAL_COLUMNS = ("dropped", "split", "truncated", "tokens_lost", "supervised_tokens_lost")
 """Columns of the table of datasets that are shown only if a dataset has a count other than zero."""
 
 
 def print_inspection(inspection: Inspection, views: Sequence[tuple[str, RowView]], max_tokens: int) -> None:
-    """Print the whole screen: problems, summary, datasets, row lengths, effect of other length limits, and sample rows.
+    """Print problems, summary, datasets, row lengths, the effect of other length limits, and sample rows.
 
     Args:
-        inspection: Prepared rows of a recipe.
         views: Rows to show, each with the reason why it was chosen.
         max_tokens: Approximate number of tokens to show of each row.
     """
@@ -51,14 +50,15 @@ def print_inspection(inspection: Inspection, views: Sequence[tuple[str, RowView]
     print_table("datasets", _datasets_table(inspection))
     if (epoch := _epoch_shares_table(inspection)) is not None:
         print_table("one epoch of weighted datasets", epoch)
-    compared = ", prompt and longest answer together" if report.to_json().get("completions") else ""
+    compared = ", prompt plus longest completion" if report.to_json().get("completions") else ""
     print_table(
         f"row lengths in tokens, before truncation{compared}: {report.rows:,} rows", _histogram_table(inspection)
     )
     batches = inspection.batches
     padded = f"; padding in batches of {batches.batch_size}" if batches is not None and batches.batch_size > 1 else ""
     print_table(
-        f"with another {inspection.limit_name}: longer rows and lost tokens{padded}", _length_limits_table(inspection)
+        f"other values of {inspection.limit_name}: longer rows and lost tokens{padded}",
+        _length_limits_table(inspection),
     )
     if views:
         out.print()
@@ -73,10 +73,7 @@ def print_row_view(
     """Print one row: a line with its origin and token counts, then its text.
 
     Args:
-        inspection: Prepared rows of a recipe.
-        view: Row to print.
         max_tokens: Approximate number of tokens to show; None shows all.
-        reason: Reason why the row is shown.
         ids: True to print each token on its own line, with its id.
     """
     out.print()
@@ -102,7 +99,7 @@ def print_row_view(
 
 
 def describe_row_view(view: RowView, reason: str = "") -> str:
-    """Return a row's origin and its numbers of tokens, trained tokens and cut-off tokens, in one line."""
+    """Return a row's origin and its numbers of tokens, trained tokens and truncated tokens, in one line."""
     parts = [safe_text(view.origin), f"{view.num_tokens:,} tokens"]
     parts += (
         [_describe_trained_tokens(view.num_trained, view.num_tokens)]
@@ -122,7 +119,7 @@ def _describe_trained_tokens(trained_tokens: int, all_tokens: int) -> str:
 
 
 def format_token_runs(runs: Sequence[TokenRun | TokenGap]) -> Text:
-    """Return a row as text. Trained tokens are coloured, or underlined without colours, or in brackets in a file."""
+    """Return a row as text; trained tokens are coloured, underlined without colours, or in brackets in a file."""
     text = Text()
     before = False
     opens, closes = ("⟦", "⟧") if out.encoding.startswith("utf") else ("[[", "]]")
@@ -142,7 +139,7 @@ def format_token_runs(runs: Sequence[TokenRun | TokenGap]) -> Text:
 
 
 def describe_token_gap(gap: TokenGap) -> str:
-    """Return how many tokens a gap hides: ``14,203 tokens, 12 of them trained``."""
+    """Return the number of tokens that are left out, such as ``14,203 tokens, 12 of them trained``."""
     return f"{gap.tokens:,} tokens" + (f", {gap.trained:,} of them trained" if gap.trained else "")
 
 
@@ -177,10 +174,10 @@ def _print_token_ids(inspection: Inspection, part: RowPart) -> None:
 
 
 def describe_rows(report: Any, *, with_problems: bool = True) -> list[tuple[str, str]]:
-    """Return lines (name, text) about the training and held-out rows: their number, lengths and tokens.
+    """Return (name, text) lines about the training and held-out rows: their number, lengths and tokens.
 
     Args:
-        report: Report of the prepared rows. A report of streamed rows has one line, as their number is unknown.
+        report: Report of the prepared rows. For streamed rows, whose number is unknown, there is one line.
         with_problems: True to add a line with the problems, if there are any.
     """
     if not isinstance(report, DataReport | CompletionReport):
@@ -216,20 +213,22 @@ def describe_rows(report: Any, *, with_problems: bool = True) -> list[tuple[str,
 
 
 def _describe_shared_or_cut_rows(report: DataReport) -> list[tuple[str, str]]:
-    """Return a line about rows that share prefixes, or about pieces of rows; an empty list for other rows."""
+    """Return a line about shared prefixes of rows, or about the pieces that rows are split into; else an empty list."""
     if report.shared_tokens:
         text = f"{report.packs:,} sequences, {report.shared_tokens:,} tokens with shared beginnings counted once"
         return [("shared", text)]
     if report.pieces:
-        text = f"{report.pieces:,}; {report.piece_targets_lost:,} trained tokens, first in a piece, are not predicted"
+        text = (
+            f"{report.pieces:,}; {report.piece_targets_lost:,} trained tokens at the start of a piece are not predicted"
+        )
         if report.piece_tokens_lost:
-            text += f"; {report.piece_tokens_lost:,} tokens are in no piece"
+            text += f"; {report.piece_tokens_lost:,} tokens are left out of all pieces"
         return [("pieces", text)]
     return []
 
 
 def describe_problems(report: DataReport | CompletionReport) -> list[str]:
-    """Return the problems of the rows: dropped, truncated, lost tokens, spelled special tokens; empty if none."""
+    """Return the problems of the rows: rows dropped or truncated, tokens lost, special tokens written as text."""
     found = [f"{report.dropped:,} of {report.rows:,} rows dropped"] if report.dropped else []
     found += [f"{report.truncated:,} rows truncated"] if report.truncated else []
     repeated = 0
@@ -248,7 +247,7 @@ def describe_problems(report: DataReport | CompletionReport) -> list[str]:
 
 
 def _describe_length_range(lengths: dict[str, int], unit: str = "") -> str:
-    """Describe the range of lengths: ``41-3,425 tokens (median 148)``."""
+    """Return the range of lengths, such as ``41-3,425 tokens (median 148)``."""
     return f"{lengths['min']:,}-{lengths['max']:,}{unit} (median {lengths['p50']:,})"
 
 
@@ -269,7 +268,7 @@ def _describe_tokenizer(inspection: Inspection) -> str:
 
 
 def describe_batches(stats: BatchFacts | None) -> list[tuple[str, str]]:
-    """Return lines (name, text) about padding, packing and attention; an empty list without ``stats``."""
+    """Return (name, text) lines about padding, packing and attention cost; an empty list without ``stats``."""
     if stats is None:
         return []
     lines = [("batches", _describe_step_sizes(stats))]
@@ -281,8 +280,6 @@ def describe_batches(stats: BatchFacts | None) -> list[tuple[str, str]]:
 
 
 def _describe_step_sizes(stats: BatchFacts) -> str:
-    """Describe the size of steps and batches: ``68 steps of 8,000 to 8,192 tokens; batches of 4 rows, 1.2%
-    padding``."""
     unit = "packed sequences" if stats.packing else {"buckets": "pieces"}.get(stats.batching, "rows")
     padding = f"{stats.batch_size} {unit}, {stats.padding:.1%} of the positions are padding"
     if stats.batch_size == 1:
@@ -297,16 +294,14 @@ def _describe_step_sizes(stats: BatchFacts) -> str:
 
 
 def _describe_attention_cost(stats: BatchFacts) -> str:
-    """Return the cost of attention (sum of squared row lengths), and how many times that cost concatenated rows that
-    are cut at ``max_length`` would have."""
+    """Return the attention cost (sum of squared row lengths), and the relative cost of concatenated and cut rows."""
     ratio = stats.attention_ratio
     times = f"{ratio:.2f}x" if ratio >= 0.1 else f"{ratio:.2g}x"
     own = f"sum of squared lengths {stats.squared_lengths:.3g}"
-    return f"{own}; rows concatenated and cut to max_length would have {times}"
+    return f"{own}; {times} if rows were concatenated and cut at max_length"
 
 
 def _describe_duplicates(inspection: Inspection) -> list[str]:
-    """Return the number of duplicate rows, and how many of them are also held out; empty if there are none."""
     report = inspection.prepared.report
     total = report.train_examples + report.validation_examples
     if not report.duplicates:
@@ -329,7 +324,6 @@ def _length_table(first_column: str, *number_columns: str) -> Table:
 
 
 def _datasets_table(inspection: Inspection) -> Table:
-    """Return a table with a row for each dataset and a total; columns of zeros are left out."""
     report = inspection.prepared.report
     counts = [name for name in OPTIONAL_COLUMNS if getattr(report, name)]
     trained = report.supervised_tokens > 0
@@ -358,7 +352,6 @@ def _datasets_table(inspection: Inspection) -> Table:
 
 
 def _epoch_shares_table(inspection: Inspection) -> Table | None:
-    """Return a table of each dataset's share of an epoch; None if no dataset has a weight."""
     lines = format_epoch_shares(inspection.prepared.report.sources)
     if not lines:
         return None
@@ -369,7 +362,6 @@ def _epoch_shares_table(inspection: Inspection) -> Table | None:
 
 
 def _histogram_table(inspection: Inspection) -> Table:
-    """Return the histogram of row lengths: a line for each bin, and a line at the limit."""
     table = make_table("", "", Column(no_wrap=True), header=None)
     most = max(each.rows for each in inspection.histogram)
     wide = len(f"{inspection.histogram[-1].longest:,}")
@@ -388,7 +380,7 @@ def _histogram_table(inspection: Inspection) -> Table:
 
 
 def _length_limits_table(inspection: Inspection) -> Table:
-    """Return a table of alternative length limits with what each would lose; the recipe's limit is bold."""
+    """Return a table of other length limits and the tokens lost with each; the recipe's limit is bold."""
     packed, padded = (
         inspection.batches is not None,
         inspection.batches is not None and inspection.batches.batch_size > 1,

@@ -1,7 +1,6 @@
 """``streamtune doctor``: check what a run needs on this machine, and print what to fix.
 
-The checks stream a small model and compare its gradient, copy pinned memory, write a file, and connect to the hub. They
-leave nothing behind.
+The checks compare gradients of a small model, copy pinned memory, write a temporary file, and connect to the hub.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ OPTIONAL = {
 """Optional package -> (extra of streamtune that installs it, what needs it)."""
 HUB_SECONDS = 3.0
 PINNED_BYTES, SLOW_COPY = 256 << 20, 4 * GIB
-"""Bytes that are copied to each device, and the bytes/s below which its link to the host counts as slow."""
+"""Bytes copied to each device, and the bandwidth (bytes/s) below which copies count as slow."""
 SLOW_DISK, LITTLE_DISK, LITTLE_SHM = 100 << 20, 10 * GIB, 1 * GIB
 
 
@@ -49,8 +48,8 @@ class CheckResult:
     Attributes:
         check: Name of the check.
         status: ``ok``; ``advice`` if a run works but is slower or lacks something; ``problem`` if a run would fail.
-        found: Text of the result.
-        fix: How to fix it; empty if there is nothing to fix.
+        found: Description of the result.
+        fix: Advice; empty if there is nothing to fix.
     """
 
     check: str
@@ -59,7 +58,6 @@ class CheckResult:
     fix: str = ""
 
     def to_json(self) -> dict[str, str]:
-        """Return the entry of ``doctor --json``."""
         return {"check": self.check, "status": self.status, "found": self.found, "mend": self.fix}
 
 
@@ -93,7 +91,7 @@ def doctor(
 
 
 def print_readiness(results: list[CheckResult], accelerators: int) -> None:
-    """Print whether the machine is ready, and the next command or the checks to fix first."""
+    """Print whether the machine is ready, then the next command or the checks that failed."""
     problems = list(dict.fromkeys(each.check for each in results if each.status == "problem"))
     if problems:
         count = sum(each.status == "problem" for each in results)
@@ -106,7 +104,6 @@ def print_readiness(results: list[CheckResult], accelerators: int) -> None:
 
 
 def print_check_result(result: CheckResult) -> None:
-    """Print one result: its mark, its check, its text, and how to fix it."""
     mark, style = STATUS_MARKS[result.status]
     print_labelled(Text.assemble((f"{mark:>3}", style), f"  {result.check:<18}"), Text(safe_text(result.found)))
     if result.fix:
@@ -153,7 +150,7 @@ def _check_attention_kernels(environment: dict[str, Any], directory: Path) -> It
 
 
 def _check_exact_gradient(environment: dict[str, Any], directory: Path) -> Iterator[CheckResult]:
-    """Compare the streamed gradient of a small model with plain autograd's, in fp32 on each device."""
+    """Compare the gradient of a small model with and without streaming, in fp32 on each device."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -180,7 +177,9 @@ def _check_exact_gradient(environment: dict[str, Any], directory: Path) -> Itera
             if p.grad is not None
         }
         worst = max(errors, key=lambda name: errors[name])
-        text = f"{device['name']}: the streamed gradient equals plain autograd's to {errors[worst]:.1e} (fp32)"
+        text = (
+            f"{device['name']}: gradients with and without streaming differ by {errors[worst]:.1e} of their norm (fp32)"
+        )
         if errors[worst] < 1e-4 and errors.keys() == want.keys():
             yield CheckResult("exactness", "ok", text)
         else:
@@ -190,7 +189,7 @@ def _check_exact_gradient(environment: dict[str, Any], directory: Path) -> Itera
 
 
 def _check_copy_speed(environment: dict[str, Any], directory: Path) -> Iterator[CheckResult]:
-    """Measure the bandwidth of copies of pinned memory to each accelerator, as `offload: host` makes them."""
+    """Measure the bandwidth of copies from pinned host memory to each accelerator."""
     import torch
 
     for device in environment["devices"]:
@@ -306,4 +305,4 @@ CHECKS: dict[str, Callable[[dict[str, Any], Path], Iterator[CheckResult]]] = {
     "hub": _check_hub,
     "packages": _check_packages,
 }
-"""Checks by name, in the order they run. Each takes the document of ``env --json`` and the folder of runs."""
+"""Name -> check, in the order of running. A check takes the document of ``env --json`` and the folder of runs."""

@@ -46,10 +46,10 @@ def environment_document() -> dict[str, Any]:
 
     Returns:
         ``versions``: package -> version. ``platform``: operating system. ``memory``: bytes of host memory.
-        ``devices``: one dictionary per device. ``attention``: device -> dtype -> ``unmasked`` or ``masked`` -> the
-        fastest kernel with correct results for the heads of an 8B model; ``tiled`` is the formula in plain PyTorch.
-        ``head``: device -> ``candidates``, the fused heads that the first step compares with the streamed head.
-        ``allocator``: setting of the device's allocator.
+        ``devices``: one dictionary per device. ``attention``: device -> dtype -> ``unmasked`` or ``masked`` -> fastest
+        kernel with correct results at the head size of an 8B model; ``tiled`` is computed in plain PyTorch.
+        ``head``: device -> ``candidates``, fused kernels of the LM head that the first step may choose.
+        ``allocator``: setting of torch's memory allocator.
     """
     import torch
 
@@ -104,7 +104,6 @@ def _list_devices() -> list[dict[str, Any]]:
 
 
 def _cpu_model() -> str:
-    """Return the name of the processor from /proc/cpuinfo; ``platform`` knows only the architecture."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -130,7 +129,7 @@ def _fused_head_names(device: str) -> list[str]:
 
 def _describe_fused_heads(head: dict[str, list[str]]) -> str:
     names = head["candidates"]
-    return f"streamed, or {', '.join(names)} if the first step finds it faster" if names else "streamed"
+    return f"streamed, or {', '.join(names)} if it is faster in the first step" if names else "streamed"
 
 
 def _host_memory() -> dict[str, int | None]:

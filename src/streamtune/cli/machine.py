@@ -1,8 +1,7 @@
-"""Turn errors of the machine (memory, limits, temporary files, file names) into StreamTune errors; set the allocator.
+"""Turn errors caused by limits of the machine into StreamTune errors, and configure torch's memory allocator.
 
-The device allocator uses expandable segments. Without them, growing sequence lengths fragment the memory: blocks that a
-longer sequence cannot reuse stay reserved, and a run fails with gigabytes free. torch reads the setting once, when it
-first uses the device.
+The allocator uses expandable segments, because growing sequence lengths otherwise fragment the memory. torch reads
+the setting once, when it first uses the device.
 """
 
 from __future__ import annotations
@@ -23,11 +22,7 @@ TEMPORARY_VARIABLES = ("TMPDIR", "TEMP", "TMP")
 
 
 def check_current_directory() -> None:
-    """Check that the current directory exists. In a deleted one, libraries that torch loads abort the process.
-
-    Raises:
-        ArgumentError: The current directory was deleted.
-    """
+    """Raise an ArgumentError if the current directory was deleted, because torch would abort the process."""
     if _is_directory_deleted():
         raise _deleted_directory_error()
 
@@ -36,7 +31,7 @@ def check_current_directory() -> None:
 def using_temporary_home() -> Iterator[None]:
     """Context manager: set HOME to a temporary directory if the user has no home, as in some containers.
 
-    Libraries write settings and caches there; StreamTune writes nothing. The directory is removed at the end.
+    Libraries write settings and caches there. The directory is removed at the end.
     """
     if has_home():
         yield
@@ -56,7 +51,7 @@ def _deleted_directory_error() -> ArgumentError:
 
 
 def machine_limit_error(error: BaseException) -> StreamTuneError | None:
-    """Return the StreamTune error for an exception caused by a limit of the machine; None for any other exception."""
+    """Return a StreamTune error for an exception caused by a limit of the machine; None for other exceptions."""
     for each in _chained_errors(error):
         if isinstance(each, MemoryError) or any(text in str(each).lower() for text in MEMORY_TEXTS):
             return OutOfMemoryError(_out_of_memory_message(each), fix="close other programs, or raise the limit")
@@ -95,7 +90,7 @@ def machine_limit_error(error: BaseException) -> StreamTuneError | None:
 
 
 def add_locale_to_fix(error: StreamTuneError) -> None:
-    """If an error has non-ASCII text and the locale is not UTF-8, name the locale's encoding in its fix."""
+    """Name the locale's encoding in the fix of an error with non-ASCII text, unless the locale is UTF-8."""
     encoding = sys.getfilesystemencoding()
     if encoding != "utf-8" and not f"{error.what}{error.where}".isascii():
         fix = f"this locale reads file names and arguments as {encoding}: set PYTHONUTF8=1, or LC_ALL=C.UTF-8"
@@ -116,7 +111,7 @@ PATH_ERRORS = {
 
 
 def _chained_errors(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an exception, then its causes (or contexts) in turn; at most 10 in all."""
+    """Yield an exception, then its causes (or contexts) in turn; at most 10 exceptions."""
     for _ in range(10):
         if error is None:
             return
@@ -125,7 +120,6 @@ def _chained_errors(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _out_of_memory_message(error: BaseException) -> str:
-    """Return the message that memory ran out, with the memory limit of this process if there is one."""
     try:
         import resource  # not on Windows
 
@@ -157,11 +151,11 @@ ALLOCATOR_SETTING = "expandable_segments:True"
 
 
 def use_expandable_segments(variables: MutableMapping[str, str] = os.environ) -> None:
-    """Set expandable segments for this process and its children, unless the user set the allocator. Linux only."""
+    """Enable torch's expandable segments on Linux, unless the environment already configures the allocator."""
     if sys.platform == "linux" and not any(name in variables for name in ALLOCATOR_VARIABLES):
         variables.update(dict.fromkeys(ALLOCATOR_VARIABLES, ALLOCATOR_SETTING))
 
 
 def allocator_setting(variables: MutableMapping[str, str] = os.environ) -> str:
-    """Return the allocator's setting from the environment; an empty string if there is none."""
+    """Return the setting of torch's memory allocator in the environment; an empty string if there is none."""
     return next((variables[name] for name in ALLOCATOR_VARIABLES if variables.get(name)), "")

@@ -1,4 +1,4 @@
-"""Arguments and options that several commands share, and the errors for unknown commands and options."""
+"""Command-line arguments and options that several commands share, and errors for unknown commands and options."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from streamtune.recipe.mistakes import leaf_key_paths
 
 
 def option(metavar: str | None, help: str, *names: str, min_value: int | None = None) -> Any:
-    """Return a typer option whose help shows no default. Without ``names`` it is named after the parameter."""
+    """Return a typer option whose help shows no default; without ``names`` it is named after the parameter."""
     return typer.Option(*names, metavar=metavar, help=help, min=min_value, show_default=False)
 
 
@@ -84,17 +84,16 @@ JsonOption = Annotated[bool, option(None, "Print the result as one JSON document
 
 
 class HelpCommand(TyperCommand):
-    """Command whose help shows no type for flags; the error for an unknown option names the nearest one."""
+    """Typer command whose help shows no type for flags, and whose errors suggest the nearest option."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """Return the command's parameters; flags get an empty metavar, so that help shows no type for them."""
         return _remove_flag_types(super().get_params(ctx))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the arguments.
 
         Raises:
-            ArgumentError: An option does not exist (``fix`` names the nearest), or its value is not a number.
+            ArgumentError: An option does not exist (``fix`` suggests another), or its value is not a number.
         """
         given = list(args)
         try:
@@ -103,7 +102,7 @@ class HelpCommand(TyperCommand):
             raise (self._usage_error(ctx, error, given) or error) from None
 
     def _usage_error(self, ctx: Any, error: Exception, arguments: Sequence[str]) -> ArgumentError | None:
-        """Return the error to show for an unknown option or a value that is not a number; None for other errors."""
+        """Return the error for an unknown option or a value that is not a number; None for other errors."""
         kind, param = type(error).__name__, getattr(error, "param", None)
         if kind == "NoSuchOption":
             name = str(error.option_name)  # type: ignore[attr-defined]
@@ -118,17 +117,16 @@ class HelpCommand(TyperCommand):
 
 
 class HelpGroup(TyperGroup):
-    """Group of commands whose help shows no type for flags; the error for an unknown command names the nearest."""
+    """Typer group whose help shows no type for flags, and whose errors suggest the nearest command."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """Return the command's parameters; flags get an empty metavar, so that help shows no type for them."""
         return _remove_flag_types(super().get_params(ctx))
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[Any, Any, list[str]]:
         """Return the command that the arguments name.
 
         Raises:
-            ArgumentError: The command does not exist; ``fix`` names the nearest one.
+            ArgumentError: The command does not exist; ``fix`` suggests another.
         """
         name = args[0] if args else ""
         if name in self.commands or not name or name.startswith("-"):
@@ -142,12 +140,12 @@ class HelpGroup(TyperGroup):
 
 
 def _nearest_option(name: str, options: Sequence[str], arguments: Sequence[str]) -> str:
-    """Return the fix for an unknown option: the recipe key of this name, or the nearest option or key.
+    """Return advice for an unknown option: the recipe key of this name, or the nearest option or key.
 
     Args:
         name: Unknown option, such as ``--lr``.
         options: Options of the command.
-        arguments: Arguments of the command; the key is shown with the value that was given.
+        arguments: Arguments of the command, which may have a value for the option.
     """
     word = name.lstrip("-").replace("-", "_")
     keys = {key for kind in RECIPES.values() for key in leaf_key_paths(kind)} if "--set" in options else set()
@@ -164,7 +162,7 @@ def _nearest_option(name: str, options: Sequence[str], arguments: Sequence[str])
 
 
 def _option_value(name: str, arguments: Sequence[str]) -> str:
-    """Return the value that follows an option in the arguments, or ``...`` if there is none."""
+    """Return the value that follows an option in the arguments; ``...`` if there is none."""
     for argument, following in zip(arguments, [*arguments[1:], "-"], strict=False):
         if argument.startswith(f"{name}="):
             return argument.partition("=")[2]
@@ -183,11 +181,11 @@ def _remove_flag_types(params: list[Any]) -> list[Any]:
 def read_recipe(
     path: Path, overrides: Sequence[str] | None, objective: str | None = None, *, uses_hub: bool = False
 ) -> LoadedRecipe:
-    """Return a recipe, and set the environment variables of libraries that are imported later.
+    """Load a recipe, and set environment variables that libraries read when they are imported.
 
     Args:
         path: Recipe file, or the name of a shipped recipe.
-        overrides: Overrides of the recipe, each ``key=value``.
+        overrides: Overrides of recipe keys, each ``key=value``.
         objective: Objective of the command; a recipe of another objective is refused.
         uses_hub: True if the command may use the hub although the recipe names nothing on it.
 
@@ -204,13 +202,10 @@ def read_recipe(
 
 
 def recipe_name(path: Path) -> str:
-    """Return the name of the shipped recipe in a file; for any other file, its path."""
+    """Return the name of a shipped recipe; for any other recipe file, its path."""
     return next((recipe.name for recipe in shipped_recipes() if recipe.path == path), str(path))
 
 
 def let_idle_threads_sleep() -> None:
-    """Let idle OpenMP threads sleep: spinning threads slow each other down on shared cores.
-
-    torch reads the variable when it is imported.
-    """
+    """Let idle OpenMP threads sleep instead of spin; has an effect only before torch is imported."""
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")

@@ -1,4 +1,4 @@
-"""``streamtune plan``: predict the schedule of a run, its memory by term, and the time of its steps."""
+"""``streamtune plan``: find the fastest schedule that fits in memory, and predict its memory and step time."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def plan(
 
 
 def _make_plan_page(loaded: LoadedRecipe, options: PlanOptions) -> dict[str, Any]:
-    """Return the JSON document of a new plan (``document``) and the texts of its screen (``screen``)."""
+    """Return a new plan as a JSON document (``document``) and as texts of its screen (``screen``)."""
     recipe = loaded.recipe
     quantises = recipe.finetuning_type == "qlora" or OPTIMIZERS[recipe.optim].extra == "quant"
     if is_command_process() and not quantises and not recipe.trust_remote_code:
@@ -113,7 +113,6 @@ def _make_plan_page(loaded: LoadedRecipe, options: PlanOptions) -> dict[str, Any
 
 @contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """Context manager: garbage collection is off while active; it would visit all objects of libraries and models."""
     if not gc.isenabled():
         yield
         return
@@ -127,7 +126,7 @@ def _without_garbage_collection() -> Iterator[None]:
 class ProgressPrinter:
     """Prints progress messages as lines, for output that cannot show a status line.
 
-    A message is ``activity`` or ``activity: progress``. A new activity is printed at once, its progress at most every
+    A message is ``activity`` or ``activity: progress``. A new activity is printed at once, and progress at most every
     ``SECONDS`` seconds.
     """
 

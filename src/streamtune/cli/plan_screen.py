@@ -1,4 +1,4 @@
-"""Print the screen of ``streamtune plan``, and its parts that other screens share: memory, ranks, traffic, time."""
+"""Print the output of ``streamtune plan``; other commands also use its texts about memory, ranks and time."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 EIGHTHS = " ▏▎▍▌▋▊▉█"
 FIXED_TERMS = ("weights", "gathered weights", "fp32 weights", "reference", "gradients", "optimizer")
-"""Terms of the memory that do not grow with the row length; their bars are blue."""
+"""Parts of the memory that do not grow with the row length; their bars are blue."""
 ACCURACY = "+-25%"
-"""Accuracy of predicted step times (docs/guide/limits.md)."""
+"""Error of predicted step times (docs/guide/limits.md)."""
 
 
 def plan_screen_texts(recipe_plan: RecipePlan) -> dict[str, Any]:
-    """Return the texts and numbers of the screen that the JSON document lacks."""
+    """Return the texts and numbers that the screen shows and the JSON document lacks."""
     chosen = recipe_plan.plan
     return {
         "verdict": _describe_verdict(recipe_plan),
@@ -57,11 +57,10 @@ def plan_screen_texts(recipe_plan: RecipePlan) -> dict[str, Any]:
 
 
 def print_plan_page(page: dict[str, Any], path: Path) -> None:
-    """Print a plan: the verdict, the facts, memory by term, and the alternatives.
+    """Print a plan: whether it fits, its properties, the parts of its memory, and alternative schedules.
 
     Args:
         page: ``document``, as ``plan --json`` prints it, and ``screen``, from :func:`plan_screen_texts`.
-        path: Recipe file.
     """
     document, screen = page["document"], page["screen"]
     fits = document["fits"]
@@ -80,7 +79,7 @@ def print_plan_page(page: dict[str, Any], path: Path) -> None:
 
 
 def _describe_verdict(recipe_plan: RecipePlan) -> str:
-    """Return ``131,072 tokens on H100: 70.6 of 79.1 GiB, 60 s/step (predicted, +-25%)``."""
+    """Return a summary such as ``131,072 tokens on H100: 70.6 of 79.1 GiB, 60 s/step (predicted, +-25%)``."""
     chosen, ranks = recipe_plan.plan, recipe_plan.cluster.ranks
     name = recipe_plan.device_name.removeprefix("NVIDIA ")
     devices = f"{ranks} x {name}" if ranks > 1 else name
@@ -91,16 +90,15 @@ def _describe_verdict(recipe_plan: RecipePlan) -> str:
 
 
 def _describe_used_bytes(used_bytes: int, total_bytes: int) -> str:
-    """Return ``70.6 of 79.1 GiB``, with the first unit left out if both sizes have the same unit."""
+    """Return used and total size, such as ``70.6 of 79.1 GiB``."""
     (number, _, unit), total = show_size(used_bytes).partition(" "), show_size(total_bytes)
     return f"{number} of {total}" if total.endswith(f" {unit}") else f"{show_size(used_bytes)} of {total}"
 
 
 def _describe_fix(recipe_plan: RecipePlan) -> str:
-    """Return how to change a recipe whose schedule does not fit in memory."""
     if recipe_plan.loaded.recipe.engine.schedule == "fixed":
         return "write engine.schedule: auto, and the planner looks for a schedule that fits; or lower max_length"
-    return "give the step more memory, or lower max_length"
+    return "raise the memory limits, or lower max_length"
 
 
 def _describe_model(recipe_plan: RecipePlan) -> str:
@@ -134,7 +132,7 @@ def _describe_step(recipe_plan: RecipePlan) -> str:
 
 
 def _describe_completion_batch(scored: Scored, recipe: TrainingSettings) -> str:
-    """Return the size of a batch: ``1 pair of 2 x 65,536 tokens, prompt shared: 98,304 tokens``."""
+    """Return the size of a batch, such as ``1 pair of 2 x 65,536 tokens, prompt shared: 98,304 tokens``."""
     from streamtune.tasks import task_of
 
     longest = max(trunk + max(branches) for trunk, branches in scored.trees)
@@ -164,14 +162,16 @@ def _describe_time(recipe_plan: RecipePlan) -> str:
     seconds = recipe_plan.plan.step_seconds + choosing
     text = f"{show_seconds(seconds)}/step, {recipe_plan.tokens / seconds:,.0f} tokens/s (predicted)"
     if choosing:
-        text += f"; {show_seconds(choosing)} of it selects 1 of {recipe_plan.loaded.recipe.draws_per_row} drawn rows"
+        text += (
+            f"; {show_seconds(choosing)} of it for selecting 1 of {recipe_plan.loaded.recipe.draws_per_row} drawn rows"
+        )
     if recipe_plan.scored is not None and recipe_plan.scored.forwards:
         text += "; includes forward passes without gradient"
     return f"{text}; excludes the rollout" if recipe_plan.loaded.recipe.objective == "grpo" else text
 
 
 def _describe_flops(recipe_plan: RecipePlan) -> str:
-    """Return the FLOPs of a step: ``9.6 PFLOP/step, and 3.1 PFLOP recomputed; MFU 38% of 989 TFLOP/s``."""
+    """Return FLOPs and MFU, such as ``9.6 PFLOP/step, and 3.1 PFLOP recomputed; MFU 38% of 989 TFLOP/s``."""
     text = f"{_show_flops(recipe_plan.flops)}/step"
     if (more := recipe_plan.computed_flops - recipe_plan.flops) > 0:
         text += f", and {_show_flops(more)} recomputed"
@@ -189,7 +189,7 @@ def _show_flops(flops: float) -> str:
 
 
 def _describe_binding_limit(chosen: Plan) -> str:
-    """Return what limits the schedule, and the fraction of the usable device memory that the step takes."""
+    """Return the limit that decides the schedule, and the fraction of usable device memory that the step takes."""
     limits, simulation = chosen.limits, chosen.simulation
     used = simulation.peak_bytes + (simulation.host_bytes if limits.shared else 0)
     share = used / limits.device_limit if limits.device_limit else 0.0
@@ -197,11 +197,11 @@ def _describe_binding_limit(chosen: Plan) -> str:
 
 
 MIN_TERM_BYTES = 1 << 10
-"""Minimum size of a term to be shown, in bytes."""
+"""Minimum size of a part of the memory to be shown, in bytes."""
 
 
 def _memory_table(document: dict[str, Any], screen: dict[str, Any]) -> Table:
-    """Return a table with a bar for each term, relative to the device's memory.
+    """Return a table of the parts of the memory, with bars relative to the device's memory.
 
     Device memory is per rank. Host memory and disk are per node.
     """
@@ -228,7 +228,6 @@ def _memory_table(document: dict[str, Any], screen: dict[str, Any]) -> Table:
 
 
 def _alternatives_table(document: dict[str, Any], screen: dict[str, Any]) -> Table:
-    """Return a table of alternative schedules: what each changes, its step time and its memory."""
     change = Column("  change from chosen", overflow="fold", ratio=1)
     table = make_table(change, "step", "device", "host+disk", header="dim")
     for other in document["alternatives"]:
@@ -246,10 +245,9 @@ def _alternatives_table(document: dict[str, Any], screen: dict[str, Any]) -> Tab
 
 
 def describe_memory(plan: Plan, baseline_bytes: Mapping[str, int]) -> str:
-    """Return the memory of a run's longest step in one line, beside the same step without streaming.
+    """Return the predicted memory of a run's longest step, and of the same step without streaming, in one line.
 
     Args:
-        plan: Plan of the run.
         baseline_bytes: Peak bytes of the same step with gradient checkpointing (key ``checkpoint``) and with plain
             autograd (key ``plain``); empty if unknown.
     """
@@ -265,18 +263,18 @@ def describe_memory(plan: Plan, baseline_bytes: Mapping[str, int]) -> str:
 
 
 def describe_optimizer(recipe: OptimizerSettings) -> str:
-    """Return the optimizer's name; also state dtype, state placement and clipping if they are not the default."""
+    """Return the optimizer's name, and state dtype, state placement and clipping if they are not the default."""
     text: str = recipe.optim
     if recipe.optim_states != "param":
         rounded = ", rounded stochastically" if recipe.optim_states == "bfloat16" else ""
         text += f", states in {short_dtype(recipe.optim_states)}{rounded}"
     if recipe.engine.optimizer == "host":
         text += ", on the host"
-    return text + (", clipped by the previous step's norm" if recipe.clip_norm == "lagged" else "")
+    return text + (", clipped by the previous step's gradient norm" if recipe.clip_norm == "lagged" else "")
 
 
 def show_seconds(seconds: float) -> str:
-    """Format seconds: ``0.12 s``, ``45 s``, ``12 min``, ``3.4 h``."""
+    """Return a duration as text, such as ``0.12 s``, ``45 s``, ``12 min`` or ``3.4 h``."""
     if seconds < 10:
         return f"{seconds:.2g} s" if seconds < 1 else f"{seconds:.1f} s"
     if seconds < 600:
@@ -285,7 +283,7 @@ def show_seconds(seconds: float) -> str:
 
 
 def draw_bar(fraction: float, width: int) -> str:
-    """Return a bar for a share of 0 to 1: up to ``width`` block characters, at least an eighth of one."""
+    """Return a bar of block characters for a fraction from 0 to 1; ``width`` characters stand for 1."""
     eighths = max(1, round(max(0.0, min(1.0, fraction)) * width * 8))
     return EIGHTHS[8] * (eighths // 8) + (EIGHTHS[eighths % 8] if eighths % 8 else "")
 
@@ -294,7 +292,7 @@ def draw_bar(fraction: float, width: int) -> str:
 
 
 def cluster_rows(recipe_plan: RecipePlan) -> list[tuple[str, str]]:
-    """Return the lines about ranks and their messages as (name, text); empty for one device."""
+    """Return (name, text) lines about ranks and their communication; empty for one device."""
     cluster, chosen = recipe_plan.cluster, recipe_plan.plan
     if cluster.ranks == 1:
         return []

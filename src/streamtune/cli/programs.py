@@ -1,4 +1,4 @@
-"""Tables of commands, and of parts of programs that the core loads by name, since it never imports a program."""
+"""Tables of commands, and of other functions in ``streamtune.programs`` that are imported only when needed."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ PARTS = {
     "page of a run": "streamtune.programs.report.page:write_report",
     "page of rows": "streamtune.programs.report.rows_page:render_rows",
 }
-"""Part of a program -> its ``module:name``. Commands of the core load these parts when they need them."""
+"""Key -> ``module:name`` of a function in ``streamtune.programs``."""
 
 
 def import_object(entry: str) -> Any:
-    """Import and return the object that an entry ``module:name`` names."""
+    """Import and return the object named ``module:name``."""
     module, _, name = entry.partition(":")
     return getattr(import_module(module), name)

@@ -1,4 +1,4 @@
-"""Run a command as one of several ranks: its output, and the report of its failure."""
+"""Run a command in several ranks (processes with one device each): launch, output and error reports."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Rank 0 usually fails with the same error, and the launcher then ends this proces
 
 _arguments: list[str] = []
 _terminal: list[int] = []
-"""Descriptor of the terminal, in a rank whose output goes elsewhere; else empty."""
+"""File descriptor of the terminal, in a rank whose output goes elsewhere; else empty."""
 
 
 def save_arguments(arguments: Sequence[str]) -> None:
@@ -43,7 +43,6 @@ def save_arguments(arguments: Sequence[str]) -> None:
 
 
 def command_arguments() -> list[str]:
-    """Return the arguments of the running command, without the program's name."""
     return list(_arguments)
 
 
@@ -53,7 +52,7 @@ def launch_ranks(nproc: int | None, hostfile: Path | None, device: str) -> int:
 
 
 def set_up_rank() -> RankEnvironment:
-    """Read the rank of this process, export it for libraries, and detach ranks other than 0 from the terminal."""
+    """Read this process's rank, set the variables that libraries read, and redirect the output of ranks above 0."""
     environment = read_environment()
     environment.export_variables()
     previous_stderr = redirect_rank_output(environment)
@@ -63,12 +62,12 @@ def set_up_rank() -> RankEnvironment:
 
 
 def make_watchdog(environment: RankEnvironment) -> Watchdog:
-    """Return the watchdog: a context manager that ends all ranks when one fails."""
+    """Return a context manager that ends all ranks when one rank fails."""
     return Watchdog(environment, show=print_error)
 
 
 def report_activity(show_activity: Doing, watchdog: Watchdog) -> Doing:
-    """Return a wrapper of ``show_activity`` that also passes each text to the watchdog, for other ranks to show."""
+    """Return a wrapper of ``show_activity`` that also sends each text to the watchdog, for other ranks to show."""
 
     def record_and_show(text: str) -> AbstractContextManager[Any]:
         watchdog.record_phase(0, text, waits_outside=True)
@@ -87,7 +86,7 @@ def pass_error_to_launcher(error: StreamTuneError) -> bool:
 
 
 def report_failure(error: StreamTuneError) -> None:
-    """Show the error, unless the launcher of this rank shows it.
+    """Show an error, unless the launcher of this rank shows it.
 
     A rank whose output is not on the terminal also prints the error there, after :data:`ECHO_SECONDS`.
     """

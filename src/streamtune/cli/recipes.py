@@ -50,12 +50,12 @@ STARTERS = {
     "sft-lora": "adapters on Qwen3-8B, rows up to 131,072 tokens",
     "sft-qlora": "adapters on a 4-bit Qwen3-32B, rows up to 65,536",
     "sft-full": "all weights of Qwen3-4B, rows up to 65,536 tokens",
-    "qwen3-8b-long": "to plan with: shape of Qwen3-8B, no download",
-    "qwen3-32b-8gpu": "to plan with: shape of Qwen3-32B, 8 devices",
-    "llama3-8b-32gpu": "to plan with: shape of Llama-3.1-8B, 4 x 8 devices",
+    "qwen3-8b-long": "for planning: shape of Qwen3-8B, no download",
+    "qwen3-32b-8gpu": "for planning: shape of Qwen3-32B, 8 devices",
+    "llama3-8b-32gpu": "for planning: shape of Llama-3.1-8B, 4 x 8 devices",
     "bench": "the model that `streamtune bench` measures",
 }
-"""General shipped recipe, in the order of `recipes ls` -> its description of at most 51 characters."""
+"""Name of a general recipe -> description of at most 51 characters, in the order of ``recipes ls``."""
 
 
 @recipes.command("ls", cls=HelpCommand)
@@ -118,12 +118,11 @@ def _recipes_for_device(
 
 
 def _compact_device_name(recipe: ShippedRecipe) -> str:
-    """Return the device of a recipe without blanks: ``24GB``, ``8x80GB``, or an empty string."""
+    """Return the device of a recipe without blanks, such as ``8x80GB``; an empty string if it has none."""
     return recipe.device.replace(" ", "")
 
 
 def _recipes_table(rows: Sequence[tuple[ShippedRecipe, Recipe]]) -> Table:
-    """Return a table of recipes of one objective, one line each at 80 columns."""
     name = Column("recipe", no_wrap=True, min_width=24)
     model = Column("model", no_wrap=True, overflow="ellipsis")
     sizes = [Column(title, justify="right", no_wrap=True) for title in ("device", "tokens")]
@@ -188,7 +187,7 @@ def copy_recipe(
 
 
 def write_new_file(path: Path, text: str, fix: str) -> None:
-    """Write a new file; ``fix`` is the fix of the error if the file exists.
+    """Write a new file; ``fix`` is the advice in the error if the file exists.
 
     Raises:
         ArgumentError: The file exists, or cannot be written.
@@ -204,7 +203,6 @@ def write_new_file(path: Path, text: str, fix: str) -> None:
 
 
 def file_exists_error(path: Path, fix: str) -> ArgumentError:
-    """Return the error for a file that exists and is not overwritten."""
     return ArgumentError("the file already exists; it is not overwritten", where=str(path), fix=fix)
 
 
@@ -269,14 +267,14 @@ DIVERGENCES = {"forward": "forward KL", "reverse": "reverse KL", "jsd": "Jensen-
 
 
 def describe_method(recipe: Recipe) -> list[tuple[str, str]]:
-    """Return lines (name, text) about the recipe's teacher, row selection and allocation of completions."""
+    """Return (name, text) lines about the recipe's teacher, row selection and allocation of completions."""
     found = []
     if recipe.teacher is not None:
         file = ", top-k tokens read from a file" if recipe.teacher_file is not None else ""
         hard = f"; {recipe.kd_hard_share:g} of the loss is cross-entropy of the rows" if recipe.kd_hard_share else ""
         found.append(("teacher", f"{recipe.teacher}{file}; {DIVERGENCES[recipe.kd_divergence]} divergence{hard}"))
     if recipe.select_rows is not None:
-        found.append(("rows", f"1 of {recipe.select_from}, selected by gradient ({recipe.select_rows})"))
+        found.append(("rows", f"1 of {recipe.select_from} drawn rows, selected by gradient ({recipe.select_rows})"))
     if isinstance(recipe, GrpoRecipe) and recipe.allocation != "equal":
         how = f"allocated among the prompts of a step ({recipe.allocation}); equal in the first epoch"
         found.append(("completions", how))

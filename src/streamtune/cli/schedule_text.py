@@ -1,4 +1,4 @@
-"""Short descriptions of a schedule for screens: the whole schedule, or its differences from another schedule."""
+"""One-line descriptions of a schedule, and of its differences from another schedule."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "
 
 
 def short_dtype(name: str) -> str:
-    """Return the short name of a dtype: ``bf16`` for ``bfloat16``."""
+    """Return the short name of a dtype, such as ``bf16`` for ``bfloat16``."""
     return DTYPES.get(name, name)
 
 
 def describe_schedule(schedule: Schedule, num_layers: int) -> str:
-    """Return a schedule in one line: ``1,024-token chunks, 256 in the head; keeps K/V and attention outputs``."""
+    """Return a text such as ``1,024-token chunks, 256 in the head; keeps K/V and attention outputs``."""
     parts = [f"{schedule.chunk_size:,}-token chunks, {schedule.head_chunk_size:,} in the head"]
     if schedule.keep_layers >= num_layers:
         return f"{parts[0]}; keeps every layer's activations, recomputes nothing"
@@ -58,7 +58,7 @@ def describe_schedule(schedule: Schedule, num_layers: int) -> str:
 def describe_schedule_difference(
     chosen_fields: Mapping[str, Any], other_fields: Mapping[str, Any], num_layers: int
 ) -> str:
-    """Return how the fields of another schedule differ: ``attention outputs on host, two levels``."""
+    """Return the differences of another schedule, such as ``attention outputs on host, two levels``."""
     if other_fields["keep_layers"] >= num_layers > chosen_fields["keep_layers"]:
         return "keep every layer's activations"
     texts: dict[str, str] = {

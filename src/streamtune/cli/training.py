@@ -61,7 +61,7 @@ AllowChangeOption = Annotated[
 
 
 def _make_training_command(objective: str, help_text: str) -> Callable[..., None]:
-    """Return the command that trains recipes of one objective and refuses other recipes; ``help_text`` is its help."""
+    """Return a command that trains recipes of one objective and refuses other recipes."""
 
     def train(
         recipe: RecipeArgument,
@@ -138,7 +138,7 @@ def _train(loaded: LoadedRecipe, resume: str, allow_change: Sequence[str], dry_r
 
 
 def _check_trackers(loaded: LoadedRecipe) -> None:
-    """Check that the trackers of the recipe are installed, before anything is loaded.
+    """Check that the trackers of the recipe are installed.
 
     Raises:
         ArgumentError: A tracker is not installed; ``where`` is the line of the recipe.
@@ -153,7 +153,7 @@ def _check_trackers(loaded: LoadedRecipe) -> None:
 
 
 def _load_callbacks(loaded: LoadedRecipe, is_main: bool) -> list[Listener]:
-    """Return the recipe's callbacks on rank 0. Other ranks import their code and return an empty list."""
+    """Return the recipe's callbacks on rank 0; other ranks import their code and return an empty list."""
     recipe = loaded.recipe
     if not recipe.callbacks:
         return []

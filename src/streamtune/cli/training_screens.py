@@ -1,4 +1,4 @@
-"""Print the screens of the training commands: the banner of a run, its results, and samples of the trained model."""
+"""Print the output of the training commands: a summary of the run, its results, and samples of the trained model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ QUANTIZED = {
     "int8": "TorchAoConfig(Int8WeightOnlyConfig())",
     "nf4": 'BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)',
 }
-"""Quantisation -> the ``quantization_config`` with which transformers loads the base."""
+"""Quantisation -> ``quantization_config`` with which transformers loads the base model."""
 GIB = 1024**3
 SPARK = "▁▂▃▄▅▆▇█"
 
@@ -62,7 +62,6 @@ def print_banner(run: Run) -> None:
 
 
 def print_dry_run_end(run: Run, arguments: Sequence[str]) -> None:
-    """Print that nothing was trained, and the command (with these arguments) that starts the run."""
     command = shlex.join(["streamtune", *(each for each in arguments if each != "--dry-run")])
     if run.world.size > 1:  # a rank does not know the command of its launcher
         command = "the same command without --dry-run"
@@ -90,7 +89,7 @@ def _describe_model(run: Run) -> str:
 
 
 def _describe_rope_extension(run: Run) -> str:
-    """Return how the recipe extends the model's RoPE positions; an empty string if it does not."""
+    """Return how the recipe extends the model's context length by RoPE; an empty string if it does not."""
     from streamtune import models
 
     config, scaling = base_of(run.model).config, run.recipe.rope_scaling
@@ -103,7 +102,7 @@ def _describe_rope_extension(run: Run) -> str:
 
 
 def _describe_time(run: Run, plan: Plan) -> str:
-    """Return the predicted time of the run and of its longest step: ``about 2 min; longest step 4.5 s (predicted)``."""
+    """Return the predicted time, such as ``about 2 min; longest step 4.5 s (predicted)``."""
     from streamtune.run.run_time import predict_run_seconds
 
     seconds = predict_run_seconds(run)
@@ -116,7 +115,7 @@ def _describe_time(run: Run, plan: Plan) -> str:
 
 
 def _show_run_time(seconds: float) -> str:
-    """Return the time of a run in the unit that suits it: ``about 12 min``, ``about 3.4 h``, ``about 5.1 days``."""
+    """Return a duration as text, such as ``about 12 min``, ``about 3.4 h`` or ``about 5.1 days``."""
     if seconds < 45:
         return "less than a minute"
     if seconds < 90 * 60:
@@ -136,7 +135,7 @@ def _describe_ranks(run: Run) -> str:
 
 
 def _describe_deepspeed(run: Run) -> str:
-    """Describe the DeepSpeed values that follow from the recipe, and name the file with the whole configuration."""
+    """Return the DeepSpeed settings derived from the recipe, and the name of the full configuration file."""
     from streamtune.distributed.deepspeed_config import filled_auto_values
 
     assert run.recipe.deepspeed is not None
@@ -160,7 +159,7 @@ def _describe_steps(run: Run) -> str:
     if recipe.tokens_per_batch is not None:
         size = f"at most {recipe.tokens_per_batch:,} tokens of {unit}s"
     if recipe.draws_per_row > 1:
-        size += f" (chosen from {recipe.draws_per_row * rows}, which costs a forward of each)"
+        size += f" (chosen from {recipe.draws_per_row * rows}, which takes a forward pass of each)"
     supervised = plan.supervised_steps
     steps = plan.total_steps - supervised
     epochs = "" if plan.steps_per_epoch is None else _show_epochs(steps / plan.steps_per_epoch)
@@ -237,7 +236,7 @@ def print_outcome(run: Run, outcome: RunOutcome) -> None:
 
 
 def _describe_trained_rows(run: Run, outcome: RunOutcome) -> str:
-    """Describe the trained parameters and rows: ``456,000 parameters of Qwen3 on 3,234 rows, 405 steps``."""
+    """Return a text such as ``456K parameters of Qwen3 on 3,234 training rows, 405 steps``."""
     name = type(base_of(run.model)).__name__.removesuffix("ForCausalLM")
     steps = outcome.progress.step - run.first_step
     resumed = f" after a resume at step {run.first_step:,}" if run.first_step else ""
@@ -248,7 +247,6 @@ def _describe_trained_rows(run: Run, outcome: RunOutcome) -> str:
 
 
 def _loss_rows(outcome: RunOutcome) -> list[tuple[str, str]]:
-    """Return table rows with the first, last and held-out value of the loss, the accuracy of pairs, and the reward."""
     state, rows = outcome.progress, []
     if state.first_loss is not None and state.last_loss is not None:
         held_out = f"; held out {state.eval_loss:.3f}" if state.eval_loss is not None else ""
@@ -263,7 +261,6 @@ def _loss_rows(outcome: RunOutcome) -> list[tuple[str, str]]:
 
 
 def _peak_memory_rows(run: Run, outcome: RunOutcome) -> list[tuple[str, str]]:
-    """Return a table row with the measured peak memory, what it includes, and the predicted peak."""
     peaks = [record["peak_mem_gib"] for record in outcome.records if "peak_mem_gib" in record]
     if not peaks:
         return []
@@ -279,7 +276,9 @@ def _outcome_title(run: Run, outcome: RunOutcome) -> Text:
     if not outcome.finished:
         return Text(f"Stopped after step {step} of {steps}", style="bold yellow")
     if outcome.tokens == 0 and outcome.failure is None:
-        return Text("Done before: no step is left to train (--resume never trains again from scratch)", "bold green")
+        return Text(
+            "Already finished: no step is left to train (--resume does not start again from scratch)", "bold green"
+        )
     if outcome.failure is not None:
         return Text("Finished, but most steps were skipped", style="bold red")
     if outcome.progress.ended_early:
@@ -289,7 +288,7 @@ def _outcome_title(run: Run, outcome: RunOutcome) -> Text:
 
 
 def _model_loading_call(run: Run) -> str:
-    """Return the Python call that loads the final model, or the reason why it must be merged first."""
+    """Return the Python call that loads the final model, or a text if the adapters must be merged first."""
     from streamtune import models
 
     if models.has_packed_experts(run.model):
@@ -299,14 +298,14 @@ def _model_loading_call(run: Run) -> str:
     if run.recipe.finetuning_type != "full" and run.recipe.model is not None:
         return "merge the adapters first: the base was made from a configuration, so it has no folder to refer to"
     if run.recipe.finetuning_type != "full" and _describe_rope_extension(run):
-        return "merge the adapters first: they were trained at other positions than the base's configuration has"
+        return "merge the adapters first: they were trained with RoPE settings that the base's configuration lacks"
     loader = "AutoPeftModelForCausalLM" if run.recipe.finetuning_type != "full" else "AutoModelForCausalLM"
     quantized = f", quantization_config={QUANTIZED[run.start.quantization]}" if run.start.quantization else ""
     return f'{loader}.from_pretrained("{run.directory.final}"{quantized})'
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Return a curve as one line of block characters: the means of ``width`` equal parts of ``values``, scaled."""
+    """Return a one-line plot in block characters, of the means of ``width`` equal parts of ``values``."""
     width = max(1, min(width, len(values)))
     edges = [len(values) * index // width for index in range(width + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
@@ -315,7 +314,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def _show_count(count: int) -> str:
-    """Return a count with its unit: ``4.2M``, ``8.19B``."""
+    """Return a count with its unit, such as ``4.2M`` or ``8.19B``."""
     for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
         if count >= size:
             return f"{count / size:.3g}{unit}"
@@ -330,7 +329,7 @@ SHOWN_ANSWERS = 3
 
 
 def print_samples(samples: Sequence[Mapping[str, Any]]) -> None:
-    """Print sample prompts with their completions, and the answers to the first few held-out rows with their score.
+    """Print sample prompts with their completions, then answers to the first held-out rows and how many were right.
 
     Args:
         samples: Lines of ``samples.jsonl``; lines of held-out rows have the key ``right``.

@@ -1,14 +1,14 @@
-"""Turn files, hub datasets and the standard library into token ids, labels and batches.
+"""Turn files, datasets on the Hugging Face Hub and built-in data into token ids, labels and batches.
 
-    options: the recipe's options for rows, passed as one object to every reader
+    options: the recipe's options for preparing rows
     reading -> row_types, preferences -> rendering -> fit -> record_table, data_report   (prepare, row_stream)
     row_cache: a disk cache of prepared rows, found by their contents                    (prepare)
     batches: micro-batches and optimizer steps                                           (every step)
     inspect_rows, length_measures: show prepared rows as text; compare other lengths     (streamtune data)
-    texts: the texts alone, for training a tokenizer
+    texts: the texts of all rows, for training a tokenizer
 
-A bad file or row raises ``DataError``, wherever it is found. ``faults`` collects the errors of rows. ``counts`` holds
-findings about valid rows. Modules import only modules to their left. Nothing here imports a model or a recipe.
+A bad file or row raises ``DataError``. ``faults`` collects the errors of bad rows. ``rendering/counts`` counts what the
+user should know about valid rows. Modules import only modules to their left. Nothing here imports a model or a recipe.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reports on prepared data, shown to the user and written as JSON."""
+"""Reports on prepared data: counts of rows and tokens that are shown to the user and written as JSON."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ import numpy as np
 
 @dataclass(frozen=True, kw_only=True)
 class SourceReport:
-    """Counts of the rows of one dataset; the fields mean the same as in the report of all rows, :class:`DataReport`."""
+    """Counts of the rows of one dataset; fields without a description are as in :class:`DataReport`."""
 
     path: str
-    """path of the source"""
     name: str | None
-    """configuration of the dataset, or task of ``demo-arithmetic``"""
+    """configuration of the dataset, or the task if the dataset is ``demo-arithmetic``"""
     rows: int
     kept: int
     truncated: int
@@ -28,19 +27,18 @@ class SourceReport:
     tokens_lost: int
     supervised_tokens_lost: int
     length_percentiles: dict[str, int]
-    """percentiles of the row lengths; empty if no row was rendered, because all pairs were identical"""
+    """percentiles of the row lengths in tokens; empty if the length of no row is known"""
     weight: float | None = None
-    """weight in the mixture; None without weights"""
+    """weight of the dataset in the mixture; None if the recipe has no weights"""
     evaluates: str | None = None
-    """eval set of its rows; None for rows to train on"""
+    """name of the eval set to which the rows belong; None for rows to train on"""
     epoch_rows: int = 0
     """number of rows that an epoch visits, repeats included; the mean over epochs if weighted sources are packed"""
     epoch_tokens: int = 0
-    """number of tokens of these rows; a tree counts its prompt once"""
+    """number of tokens of ``epoch_rows``; the prompt of several completions counts once"""
 
     @property
     def title(self) -> str:
-        """Path, configuration and eval set of the dataset, joined by blanks."""
         evaluates = f"(eval {self.evaluates})" if self.evaluates else None
         return " ".join(filter(None, (self.path, self.name, evaluates)))
 
@@ -49,7 +47,7 @@ EPOCH_COLUMNS = ("weight", "rows", "of rows", "tokens", "of tokens")
 
 
 def format_epoch_shares(sources: Sequence[SourceReport]) -> list[list[str]]:
-    """Return one table row for each weighted source: its title, then its share of an epoch (:data:`EPOCH_COLUMNS`)."""
+    """Return one table row for each dataset with a weight: its title, then the cells of :data:`EPOCH_COLUMNS`."""
     weighted = [source for source in sources if source.weight is not None]
     rows, tokens = (sum(getattr(source, name) for source in weighted) for name in ("epoch_rows", "epoch_tokens"))
     return [
@@ -70,61 +68,61 @@ class DataReport:
     """Counts of rows, examples and tokens. ``rows = kept + dropped``."""
 
     rows: int
-    """number of rows read"""
+    """number of rows read, without skipped bad rows"""
     kept: int
-    """number of rows that are trained or evaluated on, whole or in part"""
+    """number of rows that are used for training or evaluation, whole or in part"""
     truncated: int
     """number of kept rows that were truncated (``overlength: truncate``)"""
     dropped: int
-    """number of rows dropped, because they were too long (``overlength: drop``) or no trained token was left"""
+    """number of rows dropped: too long (``overlength: drop``), with an empty answer (``on_empty: drop``), or without a
+    token to train on"""
     split: int
     """number of kept rows that were split (``overlength: split``)"""
     pieces_dropped: int
-    """number of parts of split rows that were dropped because they have no trained token"""
+    """number of parts of split rows that were dropped because they have no token to train on"""
     train_examples: int
     """number of sequences to train on: rows, or parts of split rows"""
     validation_examples: int
-    """number of held-out sequences"""
     tokens: int
-    """number of tokens of all examples"""
+    """number of tokens of all examples, held-out examples included"""
     supervised_tokens: int
-    """number of trained tokens; the loss is a mean over them"""
+    """number of tokens with a label (not -100), which count in the loss"""
     length_percentiles: dict[str, int]
-    """percentiles of the row lengths in tokens, as rendered, before any cut"""
+    """percentiles of the row lengths in tokens, before truncation or splitting"""
     packs: int = 0
     """number of packed training sequences; 0 without packing"""
     pack_fill: float = 0.0
-    """fraction of ``packs * max_length`` positions that hold a token"""
+    """fraction of the ``packs * max_length`` positions that hold a token"""
     shared_tokens: int = 0
-    """number of tokens in packed sequences whose rows share their beginnings; 0 otherwise"""
+    """number of tokens of packed sequences in which common prefixes of rows occur once; 0 without such sequences"""
     pieces: int = 0
-    """number of pieces that training examples are cut into; 0 without buckets"""
+    """number of pieces into which training examples are cut; 0 unless ``batching`` is ``buckets``"""
     piece_tokens_lost: int = 0
-    """number of training tokens that are in no piece"""
+    """number of tokens of training examples that are in no piece"""
     piece_targets_lost: int = 0
-    """number of trained tokens that are not predicted, because a piece begins with them"""
+    """number of tokens to train on that are not predicted, because a piece begins with them"""
     tokens_lost: int = 0
-    """number of rendered tokens that are in no example: cut off, in dropped rows, or in dropped parts"""
+    """number of tokens of rows that are in no example: cut off, in dropped rows, or in dropped parts"""
     supervised_tokens_lost: int = 0
-    """number of trained tokens lost: those among ``tokens_lost``, and the first token after each cut"""
+    """number of tokens to train on that are lost, or are not predicted because an example begins with them"""
     tokens_repeated: int = 0
-    """number of tokens that are in two examples, as context of parts (``split_overlap``)"""
+    """number of tokens that occur in two parts of a split row (``split_overlap``)"""
     estimated: int = 0
-    """number of dropped rows that were only tokenised in part: their lengths and lost tokens are estimates"""
+    """number of dropped rows with an estimated length, because only a part was tokenised"""
     duplicates: int = 0
     """number of examples with the same tokens and labels as an earlier example"""
     special_rows: int = 0
-    """number of rows whose text contains names of special tokens"""
+    """number of rows whose text contains special tokens, such as ``<|im_end|>``"""
     held_out_duplicates: int = 0
-    """number of training examples that are held out too: in an eval set, or as an equal part of another row"""
+    """number of training examples that equal a held-out example"""
     sources: tuple[SourceReport, ...] = ()
-    """counts of each entry of ``datasets``, in order"""
+    """counts of each entry of the recipe's ``datasets``, in order"""
 
     def to_json(self) -> dict[str, Any]:
         return {**vars(self), "sources": [dict(vars(source)) for source in self.sources]}
 
     def describe(self) -> str:
-        """Return the report in one line, without counts of zero."""
+        """Return the report as one line of text, without counts of zero."""
         parts = _describe_rows(self, pieces_dropped=self.pieces_dropped)
         if self.shared_tokens:
             parts.append(f"{self.packs:,} sequences, {self.shared_tokens:,} tokens with shared beginnings counted once")
@@ -143,61 +141,61 @@ class DataReport:
 
 @dataclass(frozen=True, kw_only=True)
 class CompletionReport:
-    """Counts of rows with prompts and completions. ``rows = kept + dropped``; a kept row makes one record."""
+    """Counts of prompts, with or without completions. ``rows = kept + dropped``."""
 
     rows: int
-    """number of rows read"""
+    """number of rows read, without skipped bad rows"""
     kept: int
-    """number of rows that are trained or evaluated on, whole or in part"""
+    """number of rows that are used for training or evaluation, whole or in part"""
     truncated: int
-    """number of kept rows that lost the start of a prompt or the end of a completion (``overlength: truncate``)"""
+    """number of kept rows that lost a part of the prompt, or the end of a completion (``overlength: truncate``)"""
     dropped: int
-    """number of rows dropped for any reason"""
+    """number of rows dropped because they were too long, or because both answers are the same"""
     identical: int = 0
-    """number of rows dropped because their answers are the same (``identical_pairs: drop``)"""
+    """number of rows dropped because both answers are the same (``identical_pairs: drop``)"""
     train_examples: int
-    """number of trees or prompts to train on"""
+    """number of prompts to train on"""
     validation_examples: int
-    """number of held-out trees or prompts"""
+    """number of held-out prompts"""
     completions: int = 0
-    """number of completions of all trees; 0 for prompts"""
+    """number of completions; 0 for prompts without completions"""
     tokens: int
-    """number of tokens of all trees, each completion with its own copy of the prompt; or of all prompts"""
+    """number of tokens; each completion counts its own copy of the prompt"""
     tree_tokens: int
-    """number of positions of all trees if common beginnings are stored once, as ``share_prefix`` does"""
+    """number of tokens if common prefixes of completions are stored once, as with ``share_prefix``"""
     supervised_tokens: int
     """number of completion tokens that count in the loss"""
     length_percentiles: dict[str, int]
-    """percentiles of the row lengths as rendered, prompt and longest completion; ``max_length`` limits these"""
+    """percentiles of the length in tokens of a prompt with its longest completion, before any cut"""
     prompt_lengths: dict[str, int]
-    """percentiles of the prompt lengths in tokens, as rendered, before any cut"""
+    """percentiles of the prompt lengths in tokens, before any cut"""
     completion_lengths: dict[str, dict[str, int]] = field(default_factory=dict)
-    """percentiles of the completion lengths as rendered, by ``chosen`` and ``rejected``, or ``desirable`` and
-    ``undesirable``"""
+    """percentiles of the completion lengths in tokens, before any cut, by kind: ``chosen`` and ``rejected``, or
+    ``desirable`` and ``undesirable``"""
     tree_lengths: dict[str, int] = field(default_factory=dict)
-    """percentiles of the positions of kept trees, counted as in ``tree_tokens``; empty for prompts"""
+    """percentiles of ``tree_tokens`` over all kept prompts; empty for prompts without completions"""
     negative_margins: int = 0
     """number of pairs whose chosen answer has the lower score"""
     split: int = 0
-    """always 0: neither a pair nor a prompt is split"""
+    """always 0, because neither a pair nor a prompt can be split"""
     tokens_lost: int = 0
-    """number of rendered tokens that are in no tree, counted as in ``tokens``; identical pairs do not count"""
+    """number of tokens cut off or in dropped rows; pairs of identical answers are excluded"""
     supervised_tokens_lost: int = 0
-    """number of lost tokens that would count in the loss; 0 for prompts"""
+    """number of lost tokens that would count in the loss; 0 for prompts without completions"""
     duplicates: int = 0
-    """number of trees or prompts that equal an earlier one in everything that training reads"""
+    """number of rows that equal an earlier row in everything that training reads"""
     special_rows: int = 0
-    """number of rows whose text contains names of special tokens"""
+    """number of rows whose text contains special tokens, such as ``<|im_end|>``"""
     held_out_duplicates: int = 0
-    """number of training records that are in an eval set too; rows with the same prompt are held out together"""
+    """number of training rows that equal a held-out row"""
     sources: tuple[SourceReport, ...] = ()
-    """counts of each entry of ``datasets``, in order"""
+    """counts of each entry of the recipe's ``datasets``, in order"""
 
     def to_json(self) -> dict[str, Any]:
         return {**vars(self), "sources": [dict(vars(source)) for source in self.sources]}
 
     def describe(self) -> str:
-        """Return the report in one line, without counts of zero."""
+        """Return the report as one line of text, without counts of zero."""
         parts = _describe_rows(self)
         parts.append(f"prompts {_describe_length_range(self.prompt_lengths)}")
         parts += [f"{name} {_describe_length_range(lengths)}" for name, lengths in self.completion_lengths.items()]
@@ -211,7 +209,6 @@ class CompletionReport:
 
 
 def _describe_rows(report: DataReport | CompletionReport, pieces_dropped: int = 0) -> list[str]:
-    """Return phrases such as "5 rows", "1 dropped"; counts of zero are left out."""
     counts = {
         "kept": 0 if report.kept == report.rows else report.kept,
         "dropped": report.dropped,
@@ -234,7 +231,6 @@ def _describe_special_token_rows(report: DataReport | CompletionReport) -> list[
 
 
 def _describe_lost_tokens(report: DataReport | CompletionReport) -> list[str]:
-    """Return phrases such as "12 tokens lost (3% of all)"; counts of zero are left out."""
     lost, trained = report.tokens_lost, report.supervised_tokens_lost
     repeated = report.tokens_repeated if isinstance(report, DataReport) else 0
     parts = [f"{repeated:,} tokens repeated as context"] if repeated else []
@@ -250,7 +246,7 @@ def _describe_length_range(lengths: dict[str, int]) -> str:
 
 
 def length_percentiles(lengths: Sequence[int] | array[int]) -> dict[str, int]:
-    """Return ``min``, ``p50``, ``p90``, ``p95``, ``p99`` and ``max`` of row lengths, each the length of a row."""
+    """Return ``min``, ``p50``, ``p90``, ``p95``, ``p99`` and ``max`` of row lengths; each is the length of a row."""
     points = {"min": 0, "p50": 50, "p90": 90, "p95": 95, "p99": 99, "max": 100}
     values = np.percentile(np.array(lengths, dtype=np.int64), list(points.values()), method="higher")
     return {name: int(value) for name, value in zip(points, values, strict=True)}

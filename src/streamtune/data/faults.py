@@ -1,6 +1,6 @@
-"""Bad rows: collected and raised together, or counted and skipped.
+"""Collect the errors of bad rows and raise them together, or skip and count bad rows.
 
-Readers and converters report a bad row and continue with the next row. A bad file raises its error at once.
+A bad row does not end the reading of its file. A bad file raises its error at once.
 """
 
 from __future__ import annotations
@@ -12,28 +12,28 @@ from types import TracebackType
 from streamtune.errors import DataError
 
 ON_BAD_ROW = ("error", "skip")
-"""Actions on a row that cannot be read or trained on."""
+"""Actions for a row that cannot be read or trained on."""
 
 SHOWN = 10
 """Maximum number of bad rows that an error lists."""
 MOST_COUNTED = 1_000
 """Number of bad rows at which the error is raised without reading further rows."""
 LONGEST_LOOK = 30.0
-"""Seconds to search for more bad rows after the first one."""
+"""Seconds after the first bad row during which reading continues, to find more bad rows."""
 MOST_KEPT = 10_000
-"""Maximum number of skipped rows that the run's record lists."""
+"""Maximum number of errors that :meth:`BadRows.to_json` lists."""
 
 
 class BadRows:
     """Collects the errors of bad rows: rows that cannot be read or trained on.
 
-    As a context manager it catches a ``DataError`` of the block and reports it; execution continues after the block.
+    As a context manager it catches a ``DataError`` of the block and passes it to :meth:`report`. Execution then
+    continues after the block.
 
     Args:
-        on_bad_row: ``raise`` raises the first error; ``error`` collects errors for
-            :meth:`raise_or_notify`; ``skip`` counts them.
+        on_bad_row: ``raise`` raises the first error; ``error`` collects errors for :meth:`raise_or_notify`; ``skip``
+            counts them and lists them for :meth:`to_json`.
         limit: Maximum number of rows that ``skip`` may leave out.
-        notify: Function that shows the user a message.
     """
 
     def __init__(
@@ -57,10 +57,10 @@ class BadRows:
         return True
 
     def report(self, error: DataError) -> None:
-        """Raise the error of a row, or record it, as ``on_bad_row`` says.
+        """Raise or record the error of a row, depending on ``on_bad_row``.
 
         Raises:
-            DataError: The error itself, or a list of all errors if too many rows are bad.
+            DataError: The error itself, or one error that lists several bad rows if too many rows are bad.
         """
         if self.on_bad_row == "raise":
             raise error
@@ -77,13 +77,13 @@ class BadRows:
             raise self._combined_error(f"{self.count:,} rows are bad; the rows after them were not read")
 
     def report_repeating_error(self, error: DataError) -> None:
-        """Raise an error that every later row would have too; with ``skip`` only record it."""
+        """Raise an error that every later row would have too, or record it if ``on_bad_row`` is ``skip``."""
         if self.on_bad_row != "skip":
             raise error
         self.report(error)
 
     def raise_or_notify(self) -> None:
-        """Raise all collected errors as one; with ``skip``, tell the user how many rows were skipped."""
+        """Raise all collected errors as one error; with ``skip``, tell the user how many rows were skipped."""
         if not self.count:
             return
         if self.on_bad_row == "skip":
@@ -96,16 +96,18 @@ class BadRows:
             raise self._combined_error(f"{self.count:,} rows are bad")
 
     def raise_if_all_bad(self) -> None:
-        """Raise ``DataError`` if any row was skipped as bad; call this method only if no row is left."""
+        """Raise ``DataError`` if rows were skipped.
+
+        Call this method only if no row is left.
+        """
         if self.count:
             raise self._combined_error(f"no row is left: all {self.count:,} were bad")
 
     def to_json(self) -> list[dict[str, str]]:
-        """Return the first 10,000 skipped rows, each with ``row``, ``what`` and ``mend`` (its fix)."""
+        """Return the first 10,000 recorded errors as ``row`` (file and line), ``what`` and ``mend`` (the fix)."""
         return [{"row": error.where, "what": error.what, "mend": error.fix} for error in self.errors]
 
     def _combined_error(self, what: str, fix: str = "skip them with on_bad_row: skip") -> DataError:
-        """Return one error whose text lists the first 10 bad rows."""
         lines = [f"- {error.where}: {error.what}" for error in self.errors[:SHOWN]]
         if (more := self.count - len(lines)) > 0:
             lines.append(f"- and {more:,} more")

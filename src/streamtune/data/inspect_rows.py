@@ -1,7 +1,6 @@
-"""Show prepared rows as text, split into trained, masked and special tokens; find the tokens that end answers.
+"""Show prepared rows as text, with trained, masked and special tokens marked; find the tokens that end answers.
 
-The text of a row is decoded as a whole and then cut between tokens, so that the parts join to what the tokenizer
-decodes.
+The whole row is decoded at once, and its text is cut between tokens, so that the parts join to the text of the row.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 BEFORE, AFTER = 12, 28
-"""Number of tokens shown before and after a border between masked and trained tokens of a long row."""
+"""Number of tokens shown before and after each place where masked tokens meet trained tokens."""
 ENDS = 32
 """Number of tokens shown at each end of a long row."""
 MOST_UNFINISHED = 8
 """Maximum number of tokens that form one character: UTF-8 takes up to four bytes, an emoji several characters."""
 NEAR = 24
-"""Gaps of at most this many tokens are shown: a note about the gap would be as long."""
+"""Maximum length in tokens of a gap that is shown, because a note about the gap would be as long."""
 
 
 @dataclass(frozen=True)
@@ -42,51 +41,46 @@ class TokenRun:
     """Consecutive tokens that are all trained or all masked, and all special or all ordinary."""
 
     text: str
-    """decoded text"""
     tokens: int
-    """number of tokens"""
     trained: bool
-    """True if the tokens are trained"""
+    """True if the tokens have a label, False if they are masked"""
     special: bool
-    """True if they are special tokens"""
 
 
 @dataclass(frozen=True)
 class TokenGap:
-    """Consecutive tokens that are left out of the display of a long row."""
+    """Consecutive tokens of a long row that are not shown."""
 
     tokens: int
-    """number of tokens"""
     trained: int
-    """number of trained tokens among them"""
+    """number of these tokens that have a label"""
 
 
 @dataclass(frozen=True)
 class RowPart:
-    """The whole row, or its prompt, or one of its completions."""
+    """A whole row, or only its prompt, or one of its completions."""
 
     name: str
     """``row``, ``prompt``, ``chosen``, ``rejected``, ``desirable`` or ``undesirable``"""
     input_ids: list[int]
     """[T] token ids"""
     trained: npt.NDArray[np.bool_]
-    """[T] True for trained tokens"""
+    """[T] True for tokens that count in the loss"""
 
 
 @dataclass(frozen=True)
 class RowView:
-    """One record of the prepared data, with its number, its origin and whether it is held out."""
+    """One record of the prepared data, with its number, its file and line, and its text as token ids."""
 
     number: int
-    """number of the record, from 1 in the order of reading"""
+    """number of the record, counted from 1 in the order of reading"""
     origin: str
-    """place of its row, ``file:line`` or ``file:row N``"""
+    """file and line of the row, ``file:line`` or ``file:row N``"""
     source: int
-    """index of its dataset"""
+    """index of the dataset in the recipe"""
     held_out: bool
-    """True if the record is held out"""
     lost: int
-    """number of tokens cut off"""
+    """number of tokens that truncation cut off"""
     parts: list[RowPart]
     """the row, or its prompt and completions"""
 
@@ -100,11 +94,10 @@ class RowView:
 
 
 class RowInspector:
-    """Shows records of prepared data as text, and finds the longest, the least trained and the most truncated records.
+    """Shows records of prepared data as text, and finds records that are long, truncated, or have few trained tokens.
 
     Args:
         prepared: Prepared data; its records stay on disk.
-        tokenizer: Tokenizer that decodes the tokens.
         kinds: Names of the two kinds of completions: chosen and rejected, or desirable and undesirable.
     """
 
@@ -136,16 +129,19 @@ class RowInspector:
         )
 
     def record_numbers(self, origin: str) -> list[int]:
-        """Return the numbers (from 1) of the records whose row has this origin, such as ``file:line``."""
+        """Return the numbers, counted from 1, of the records of the row at ``origin``, such as ``file:line``."""
         return [place + 1 for place in self.records.positions_of(origin)]
 
     def evenly_spaced(self, count: int) -> list[int]:
-        """Return ``count`` evenly spaced record numbers (counted from 1), the first included."""
+        """Return ``count`` evenly spaced record numbers, counted from 1; the first record is included."""
         count = min(count, len(self))
         return [1 + index * len(self) // count for index in range(count)]
 
     def most_extreme_records(self, count: int) -> list[tuple[str, int]]:
-        """Return (reasons, number) of the ``count`` longest, least trained and most truncated records, each once."""
+        """Return the ``count`` longest, most truncated and least trained records, each once, as (reasons, number).
+
+        The least trained records have the smallest fraction of tokens with a label.
+        """
         lengths = self.records.lengths()
         share = self.measured.trained / lengths
         ranked = [("longest", np.argsort(-(lengths + self.measured.lost), kind="stable")[:count])]
@@ -160,11 +156,10 @@ class RowInspector:
         return [(", ".join(found), number) for number, found in reasons.items()]
 
     def token_runs(self, part: RowPart, max_tokens: int | None = None) -> list[TokenRun | TokenGap]:
-        """Return the text of a row, prompt or completion as runs of tokens that are alike: trained or not, special or
-        not.
+        """Return the text of a part as runs of tokens that are all trained or all masked, and all special or all
+        ordinary.
 
         Args:
-            part: Part of a row.
             max_tokens: Number of tokens above which some are left out, as :class:`TokenGap`; None shows all tokens.
         """
         shown: list[TokenRun | TokenGap] = []
@@ -193,11 +188,9 @@ class RowInspector:
 
 
 def decode_parts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], bounds: Sequence[int]) -> list[str]:
-    """Return the decoded text of each part of ``ids``. The parts together are the whole text.
+    """Return the decoded text of each part of ``ids``. Joined, the texts are the text of all ids.
 
     Args:
-        tokenizer: Tokenizer that decodes the tokens.
-        ids: Token ids.
         bounds: Index of the token after each part, ascending; the last is ``len(ids)``.
     """
     full_text = _decode(tokenizer, ids)
@@ -229,10 +222,8 @@ def _decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
 
 
 def ranges_to_show(trained: npt.NDArray[np.bool_], max_tokens: int | None) -> list[tuple[int, int]]:
-    """Return the token ranges (start, stop) of a row to show to the user.
-
-    Of a long row, show its two ends, and as many places where masked tokens meet trained tokens as ``max_tokens``
-    allows.
+    """Return the token ranges (start, stop) of a row to show: its two ends, and places where masked meet trained
+    tokens.
 
     Args:
         trained: [T] True for trained tokens.
@@ -244,7 +235,7 @@ def ranges_to_show(trained: npt.NDArray[np.bool_], max_tokens: int | None) -> li
     if max_tokens is None or size <= max_tokens:
         return [(0, size)]
     borders = (np.flatnonzero(np.diff(trained.astype(np.int8))) + 1).tolist()
-    # From both ends inwards: a template max_tokens often gets the first and the last turn wrong.
+    # From both ends inwards: a wrong chat template often masks the first or the last turn wrongly.
     inwards = [borders[index // 2] if index % 2 == 0 else borders[-1 - index // 2] for index in range(len(borders))]
     shown = np.zeros(size, dtype=np.bool_)
     shown[:ENDS] = shown[-ENDS:] = True
@@ -262,7 +253,6 @@ def ranges_to_show(trained: npt.NDArray[np.bool_], max_tokens: int | None) -> li
 
 
 def _true_ranges(mask: npt.NDArray[np.bool_]) -> list[list[int]]:
-    """Return [start, stop] of each run of consecutive True values."""
     ranges: list[list[int]] = np.flatnonzero(np.diff(mask, prepend=False, append=False)).reshape(-1, 2).tolist()
     return ranges
 
@@ -300,26 +290,25 @@ def _make_part(name: str, ids: Any, trained: npt.NDArray[np.bool_] | bool) -> Ro
 MOST_ENDS_ROWS = 512
 """Maximum number of rows to search for end tokens, evenly spaced."""
 MOST_ENDS_TOKENS = 1 << 24
-"""Number of searched tokens after which the search stops."""
+"""Number of tokens after which the search for end tokens stops."""
 
 _EXCHANGE = ({"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"})
 
 
 def trained_end_tokens(rows: Sequence[Any], tokenizer: PreTrainedTokenizerBase, chat: ChatOptions) -> list[int]:
-    """Return the ids of tokens that end trained turns or texts, most frequent first; empty if no end token is trained.
+    """Return the ids of the tokens that end answers or texts in the training data, most frequent first.
 
     Generation must stop at these tokens. A base model ends texts with one token (``<|endoftext|>``), a chat template
-    ends turns with another (``<|im_end|>``).
+    ends turns with another (``<|im_end|>``). The list is empty if no such token has a label.
 
-    An added or special token is an end token if a run of trained tokens ends with it, and no run contains it inside.
-    The token that the chat template prints after the last answer is an end token if it is trained anywhere. It is also
-    one if no row shows an end token: prompts have no answers, and truncated rows may lose their ends. A token that the
-    chat template prints only after earlier answers is not an end token: gpt-oss closes its reasoning with one.
+    An added or special token is an end token if a run of tokens with labels ends with it, and no run contains it
+    inside. The token that the chat template prints after the last answer is an end token if it has a label anywhere, or
+    if no row shows an end token. A token that the template prints only after earlier answers is not an end token:
+    gpt-oss closes its reasoning with such a token.
 
     Args:
         rows: Examples, trees or prompts to train on.
-        tokenizer: Tokenizer with its chat template.
-        chat: Options for rendering; with ``train_on_eos: none`` no end token is trained.
+        chat: Options for rendering; with ``train_on_eos: none`` no end token has a label.
     """
     if chat.train_on_eos == "none":
         return []
@@ -344,7 +333,7 @@ def _end_token_candidates(tokenizer: PreTrainedTokenizerBase) -> np.ndarray[Any,
 
 
 def _template_end_tokens(tokenizer: PreTrainedTokenizerBase, chat: ChatOptions) -> tuple[int | None, int | None]:
-    """Return the ids of the tokens after the last and after the first answer of a short chat; None for unknown ones."""
+    """Render a short chat; return the ids of the tokens that end its last and its first answer, None if unknown."""
     options = replace(chat, roles_to_train=("assistant",), train_on_eos="turn", reasoning="template")
     render = RowRenderer(tokenizer, train_on="assistant", notify=lambda message: None, chat=options)
     for exchanges in (2, 1) if tokenizer.chat_template else ():

@@ -1,11 +1,11 @@
-"""Measure rows and batches: lengths, tokens lost under other limits, padding, packing, and attention work.
+"""Measure rows and batches: lengths, tokens lost at other maximum lengths, padding, packing, and attention cost.
 
-Attention work is the sum of squared row lengths. A padded row counts with its padded length, a row in a packed sequence
-with its own. In the forward pass, a layer with H query heads of D channels needs 2 x H x D times this sum in
-floating-point operations. These are two products of each query with every key up to its position.
+Attention cost is given as the sum of squared row lengths. A padded row counts with its padded length, a row in a packed
+sequence with its own length. In the forward pass, a layer with H query heads of D channels needs 2 x H x D times this
+sum in floating-point operations. These are two products of each query with every key up to its position.
 
-The reference is concat-and-chunk: all rows are concatenated and cut into sequences of ``max_length`` tokens, in which
-every token attends to all tokens before it.
+The sum is compared with concat-and-chunk: all rows are concatenated and cut into sequences of ``max_length`` tokens, in
+which every token attends to all tokens before it.
 """
 
 from __future__ import annotations
@@ -30,11 +30,10 @@ class LengthBin:
     """A bin of a histogram of row lengths."""
 
     shortest: int
-    """smallest number of tokens in the bin"""
+    """smallest row length of the bin in tokens"""
     longest: int
-    """largest number of tokens in the bin"""
+    """largest row length of the bin in tokens"""
     rows: int
-    """number of rows"""
 
 
 def length_histogram(lengths: Numbers, max_length: int, max_bins: int = MOST_BINS) -> list[LengthBin]:
@@ -42,7 +41,7 @@ def length_histogram(lengths: Numbers, max_length: int, max_bins: int = MOST_BIN
 
     Args:
         lengths: [rows] number of tokens of each row; at least one row.
-        max_length: Length at which a bin ends, so that no bin has rows below and above it.
+        max_length: Length at which a bin ends, so that no bin has rows both below and above this length.
         max_bins: Approximate maximum number of bins.
     """
     low, high = int(lengths.min()), int(lengths.max())
@@ -69,21 +68,19 @@ def length_histogram(lengths: Numbers, max_length: int, max_bins: int = MOST_BIN
 
 @dataclass(frozen=True, kw_only=True)
 class LengthChoice:
-    """Consequences of one value of ``max_length``: rows over it, tokens lost, padding, packs."""
+    """Effects of one value of ``max_length``: rows that exceed it, tokens lost, padding, packed sequences."""
 
     max_length: int
-    """maximum length in tokens"""
     rows_over: int
-    """number of rows that exceed it"""
+    """number of rows that exceed ``max_length``"""
     lost_if_truncated: int | None
-    """number of tokens lost with ``overlength: truncate``; None for trees, where it depends on each answer"""
+    """number of tokens lost with ``overlength: truncate``; None if rows have several completions"""
     lost_if_dropped: int
     """number of tokens lost with ``overlength: drop``"""
     padding: float | None = None
-    """fraction of batch positions that is padding, with the recipe's ``overlength`` (``error`` counts as ``truncate``);
-    None if rows are not padded"""
+    """fraction of batch positions that is padding (``overlength: error`` counts as ``truncate``), or None"""
     packs: int | None = None
-    """number of packed sequences; None if packing was not computed"""
+    """number of packed sequences; None if not computed"""
     pack_fill: float | None = None
     """fraction of the positions of packed sequences that hold a token"""
 
@@ -97,15 +94,12 @@ def compare_max_lengths(
     shuffle: bool = True,
     cuts_trees: bool = False,
 ) -> list[LengthChoice]:
-    """Return what several values of ``max_length`` would mean: the current value, and powers of two near the row
+    """Return the effects of several values of ``max_length``: the current value, and powers of two near the row
     lengths.
 
     Args:
-        measured: Sizes of all rows, including held-out rows.
-        current_max_length: Value of ``max_length`` in the recipe, in tokens.
-        options: Options for preparing the rows. Split rows are counted as if they were split between any tokens.
+        options: Options for preparing the rows. With ``overlength: split``, parts are assumed to end at any token.
         batch_size: Number of rows of a batch; None computes neither padding nor packing.
-        shuffle: Whether the rows are shuffled.
         cuts_trees: Whether rows are prompts with completions; then the tokens lost by truncation are not computed.
     """
     choices = []
@@ -136,9 +130,8 @@ def compare_max_lengths(
 
 
 def _lengths_to_compare(lengths: Numbers, current_max_length: int) -> list[int]:
-    """Return the values to compare: the current one, and powers of two from half the median length to the longest row.
-
-    If there are few powers of two, lengths half-way between them are added.
+    """Return the current value, and powers of two near the row lengths; if these are few, also lengths half-way between
+    them.
     """
     top = max(2, math.ceil(math.log2(int(lengths.max()))))
     middle = int(math.log2(max(4.0, float(np.median(lengths)))))
@@ -148,7 +141,6 @@ def _lengths_to_compare(lengths: Numbers, current_max_length: int) -> list[int]:
 
 
 def _predict_example_lengths(measured: Measured, max_length: int, overlength: str, overlap: int) -> Numbers:
-    """Return the lengths of the examples that rows would give with another ``max_length``."""
     lengths = measured.lengths
     if overlength == "split":
         context = min(overlap, max_length - 1)
@@ -170,10 +162,7 @@ def padding_share(
 
     Args:
         lengths: [rows] number of tokens of each row.
-        batch_size: Number of rows of a batch.
-        seed: Seed of the order.
-        shuffle: Whether the rows are shuffled.
-        mixture: Mixture of the rows; None visits each row once.
+        mixture: Number of rows of each source per epoch; None visits each row once.
     """
     if not len(lengths):
         return 0.0
@@ -188,20 +177,13 @@ def padding_share(
 
 
 def fewest_packs(lengths: Numbers, max_length: int) -> int:
-    """Return a lower bound on the number of packs: the number of tokens divided by ``max_length``, rounded up."""
+    """Return a lower bound on the number of packed sequences: the number of tokens / ``max_length``, rounded up."""
     return -(-int(lengths.sum()) // max_length)
 
 
 @with_default_style
 def draw_length_histogram(bins: list[LengthBin], max_length: int, title: str, limit_name: str = "max_length") -> bytes:
-    """Return the histogram as a PNG image, with the limit marked.
-
-    Args:
-        bins: Bins of the histogram.
-        max_length: Maximum length.
-        title: Title of the image.
-        limit_name: Name of the limit.
-    """
+    """Return the histogram as a PNG image, with a line at the maximum length."""
     from io import BytesIO
 
     # Imported here because it is slow. Figures made without pyplot need no display.
@@ -259,35 +241,33 @@ class BatchFacts:
     padding: float
     """fraction of positions that is padding"""
     steps: int
-    """number of optimizer steps"""
     step_tokens: dict[str, int]
-    """number of tokens of a step without padding: ``min``, ``p50``, ``max``"""
+    """number of tokens of an optimizer step without padding: ``min``, ``p50``, ``max``"""
     squared_lengths: int
-    """sum of the squared lengths of rows as computed, padding included"""
+    """sum of squared row lengths; a padded row counts with its padded length"""
     squared_lengths_concat: int
-    """the same sum for concat-and-chunk"""
+    """sum of squared sequence lengths if rows were concatenated and cut to ``max_length`` tokens"""
     attention_ratio: float
     """``squared_lengths_concat / squared_lengths``"""
     packing: bool
-    """True if rows are packed"""
     packs: int
-    """number of packed sequences, or how many there would be with packing; 0 if this was not computed"""
+    """number of packed sequences, with or without ``packing``; 0 if this number was not computed"""
     pack_fill: float
     """fraction of the positions of packed sequences that hold a token"""
     fewest_packs: int
     """lower bound on the number of packed sequences"""
     pieces: dict[int, int]
-    """bucket length in tokens -> number of pieces (``batching: buckets``)"""
+    """length of a bucket in tokens -> number of its pieces (``batching: buckets``)"""
 
 
 @dataclass(frozen=True)
 class EpochLayout:
-    """Number of positions (padding included) and attention cost of an epoch."""
+    """Number of positions and attention cost of an epoch."""
 
     positions: int
     """number of positions of all batches, padding included"""
     squares: int
-    """sum of the squared lengths of rows as computed, padding included"""
+    """sum of squared row lengths; a padded row counts with its padded length"""
     step_tokens: Numbers
     """[steps] number of tokens of each step, without padding"""
 
@@ -301,13 +281,12 @@ def measure_epoch_layout(
     packed: bool,
     per_sequence: Numbers | None = None,
 ) -> EpochLayout:
-    """Compute how many positions the batches of an epoch on one rank have, and their attention cost (squared lengths).
+    """Compute the number of positions and the attention cost (squared lengths) of an epoch's batches on one rank.
 
     Args:
         epoch: Units (rows, packs or pieces of rows) of the epoch, divided into steps.
         tokens: [units] number of tokens of each unit.
         squares: [units] sum of the squared lengths of each unit's rows.
-        batch_size: Maximum number of sequences of a batch.
         packed: Whether sequences are packed: a row attends only to itself, and padding counts as a row.
         per_sequence: [units] number of units of the same length that share a sequence; None means one each.
     """
@@ -328,6 +307,6 @@ def measure_epoch_layout(
 
 
 def concat_squared_lengths(tokens: int, max_length: int) -> int:
-    """Return the sum of squared sequence lengths of ``tokens`` tokens cut into sequences of ``max_length``."""
+    """Return the sum of squared sequence lengths if ``tokens`` tokens are cut into sequences of ``max_length``."""
     whole, rest = divmod(tokens, max_length)
     return int(whole) * max_length**2 + int(rest) ** 2

@@ -1,4 +1,4 @@
-"""Options for preparing rows: the maximum length, the handling of longer rows, and the rendering of chats."""
+"""Options for preparing rows: the maximum length, the option for longer rows, and the rendering of chats."""
 
 from __future__ import annotations
 
@@ -13,33 +13,30 @@ if TYPE_CHECKING:
     from streamtune.data.row_cache import RowCache
 
 OVERLENGTH = ("error", "truncate", "drop", "split")
-"""Actions on a row of more than ``max_length`` tokens."""
+"""Actions for a row of more than ``max_length`` tokens."""
 COMPLETION_OVERLENGTH = ("error", "truncate", "drop")
-"""Actions on a pair or a prompt that is too long; neither can be split."""
+"""Actions for a pair or a prompt that is too long; neither can be split."""
 TRUNCATE_SIDES = ("auto", "left", "right", "middle")
 """Parts of a row that ``overlength: truncate`` can remove."""
 PROMPT_SIDES = ("auto", "left", "middle")
 """Parts of a prompt that ``overlength: truncate`` can remove. The end of a prompt always stays."""
 SPLIT_AT = ("token", "line", "paragraph", "turn")
-"""Borders where ``overlength: split`` cuts, from the weakest to the strongest. Stronger borders are preferred."""
+"""Kinds of borders at which ``overlength: split`` cuts, from weakest to strongest. The strongest are preferred."""
 IDENTICAL_PAIRS = ("error", "drop")
-"""Actions on a pair whose answers are the same."""
+"""Actions for a pair whose answers are the same."""
 REASONING = ("template", "keep", "error", "per_turn")
-"""Actions on reasoning that the chat template omits from a trained answer."""
+"""Actions for reasoning that the chat template omits from an answer to train on."""
 ON_EMPTY = ("error", "drop", "train")
-"""Actions on a row whose answer is empty."""
+"""Actions for a row whose answer is empty."""
 TRAIN_ON_EOS = ("turn", "all", "last", "none")
-"""Choices of the end-of-turn tokens that are trained."""
+"""Choices of the end-of-turn tokens to train on."""
 
 
 def check_choice(name: str, value: str, choices: tuple[str, ...], fix: str = "") -> None:
     """Check that an option has one of its known values.
 
     Args:
-        name: Name of the option, for the error.
-        value: Value of the option.
-        choices: Values that the option may have.
-        fix: Advice in the error; the default lists the valid values.
+        fix: Advice in the error. [default: a list of the valid values]
 
     Raises:
         ArgumentError: The value is unknown.
@@ -61,16 +58,16 @@ class ChatOptions:
     on_empty: str = "error"
     """one of :data:`ON_EMPTY`"""
     roles_to_train: tuple[str, ...] = ("assistant",)
-    """roles whose messages are trained"""
+    """roles whose messages count in the loss"""
     train_on_eos: str = "turn"
     """one of :data:`TRAIN_ON_EOS`"""
     default_system: str | None = None
-    """system message of conversations without one"""
+    """text of the system message for conversations that have none"""
     variables: Mapping[str, Any] = field(default_factory=dict)
     """variables of the chat template; variables in a row take precedence"""
 
     split_special_tokens: bool = False
-    """True tokenizes the name of a special token in a row as ordinary text"""
+    """True tokenizes special tokens such as ``<|im_end|>`` in the text of a row as ordinary text"""
 
     def __post_init__(self) -> None:
         words = {"reasoning": REASONING, "on_empty": ON_EMPTY, "train_on_eos": TRAIN_ON_EOS}
@@ -87,22 +84,22 @@ DEFAULT_CHAT = ChatOptions()
 
 @dataclass(frozen=True)
 class RowPolicy:
-    """The maximum length of a row, and what to do with longer rows.
+    """The maximum length of a row, and the options for longer rows.
 
     Raises:
         ArgumentError: An option has an unknown value, or two options contradict each other.
     """
 
     max_length: int
-    """maximum number of tokens of a row, or of a part that it is split into"""
+    """maximum number of tokens of a row, or of each part of a split row"""
     overlength: str = "error"
     """one of :data:`OVERLENGTH`"""
     truncate_side: str = "auto"
     """one of :data:`TRUNCATE_SIDES`: ``auto`` keeps the beginning of a document, and the last answer of other rows"""
     split_at: str = "turn"
-    """one of :data:`SPLIT_AT`: the strongest border to cut at"""
+    """one of :data:`SPLIT_AT`: the strongest kind of border at which a row is split"""
     split_overlap: int = 0
-    """number of tokens that each part repeats from the part before it, as context; they are trained only once"""
+    """number of tokens at the start of each part that repeat the end of the part before it, as context without label"""
 
     def __post_init__(self) -> None:
         words = {"overlength": OVERLENGTH, "truncate_side": TRUNCATE_SIDES, "split_at": SPLIT_AT}
@@ -137,9 +134,9 @@ class RowPolicy:
         return self.overlength in ("truncate", "split")
 
     def may_be_too_long(self, text: str) -> bool:
-        """Return False if a text surely has at most ``max_length`` tokens, because it has so few bytes.
+        """Return False if a text certainly has at most ``max_length`` tokens, because it is short.
 
-        A character has at most 4 bytes, a token at least one; 8 tokens are added as a margin.
+        A character has at most 4 bytes, and a token at least 1 byte; 8 tokens are added as a margin.
         """
         return 4 * len(text) + 8 > self.max_length
 
@@ -148,7 +145,7 @@ class RowPolicy:
 class DataOptions:
     """All settings of a recipe for preparing rows, except the datasets and the tokenizer.
 
-    The functions ``prepare...`` read and check the options that apply to their kind of rows.
+    Each function ``prepare...`` reads and checks the options for its kind of rows.
 
     Example:
         >>> DataOptions(max_length=4096, overlength="split", packing=True).overlength
@@ -156,29 +153,29 @@ class DataOptions:
     """
 
     max_length: int = 2048
-    """maximum number of tokens of an example; of a tree, the prompt and its longest completion together"""
+    """maximum number of tokens of an example, or of a prompt with its longest completion"""
     max_prompt_length: int | None = None
-    """maximum number of tokens of a prompt; None sets no separate limit (trees)"""
+    """maximum number of tokens of a prompt; None sets no separate limit for prompts"""
     overlength: str = "error"
-    """what to do with a longer row::
+    """action for a longer row::
 
         error       raise an error
         truncate    cut a part off
         drop        drop the row
         split       split it into consecutive parts (examples only)
 
-    A truncated tree keeps the last ``max_prompt_length`` tokens of its prompt. Then it keeps the first tokens of its
-    completions. It is left out if two completions become equal, if one has no trained token left, or if the prompt
+    A truncated pair keeps the last ``max_prompt_length`` tokens of its prompt, then the first tokens of its answers.
+    The pair is dropped if both answers become equal, if one has no token left that counts in the loss, or if the prompt
     fills ``max_length``."""
     truncate_side: str = "auto"
-    """the part of an example or a prompt to cut off, see :func:`streamtune.data.fit.row_fit.truncate_row`; of a prompt,
+    """part of an example or a prompt to cut off (:func:`streamtune.data.fit.row_fit.truncate_row`); of a prompt,
     ``middle`` keeps the first and the last tokens, half each"""
     split_at: str = "turn"
-    """strongest border where a row is split: ``turn``, ``paragraph``, ``line`` or ``token``"""
+    """strongest kind of border at which a row is split: ``turn``, ``paragraph``, ``line`` or ``token``"""
     split_overlap: int = 0
-    """number of tokens that each part repeats from the part before it, as context; they are trained only once"""
+    """number of tokens at the start of each part that repeat the end of the part before it, as context without label"""
     train_on: str = "assistant"
-    """which tokens are trained::
+    """tokens that count in the loss::
 
         assistant     every assistant turn, or the completion
         completion    the last turn; of a row with prompt and completion, all turns after the prompt
@@ -187,35 +184,34 @@ class DataOptions:
 
     :attr:`ChatOptions.roles_to_train` adds the turns of other roles."""
     chat: ChatOptions = DEFAULT_CHAT
-    """options for rendering chats"""
     identical_pairs: str = "error"
-    """what to do with a pair whose answers are the same: raise an error (``error``), or drop and count it (``drop``)"""
+    """action for a pair whose answers are the same: raise an error (``error``), or drop and count it (``drop``)"""
     packing: bool = False
     """True packs examples into sequences of at most ``max_length`` tokens"""
     val_size: float = 0.0
-    """rows to hold out for evaluation: a fraction below 1, or a count. Duplicates are held out together: examples with
-    the same tokens, trees and prompts with the same prompt. So no held-out row is trained on"""
+    """rows to hold out for evaluation: a fraction below 1, or a count. Rows with the same tokens or the same prompt are
+    held out together, so no row that ``val_size`` holds out is trained on"""
     seed: int = 42
-    """seed that chooses the held-out rows, the packs, and the order of a stream"""
+    """seed of the random choice of held-out rows, of packing, and of the order of a stream"""
     shuffle_buffer: int = 1
     """number of buffered rows of a stream from which the next row is drawn; 1 keeps the order"""
     on_bad_row: str = "error"
-    """what to do with a row that is malformed or cannot be trained on: raise an error that lists the first ten
-    (``error``), or skip and count it (``skip``)"""
+    """action for a row that is malformed or cannot be trained on: raise an error that lists the first ten (``error``),
+    or skip and count it (``skip``)"""
     max_bad_rows: int = 100
-    """maximum number of rows that ``skip`` may leave out; in a stream, per pass over the data"""
+    """maximum number of rows that ``skip`` may leave out, for a stream per pass over the data"""
     processes: int = 1
     """number of processes that render rows; 1 renders in the calling process"""
     cache: RowCache | None = None
-    """disk cache of prepared rows; None disables it, and a stream ignores it"""
+    """disk cache of prepared rows; None disables the cache. Streams do not use it"""
 
     @property
     def one_example_per_turn(self) -> bool:
-        """True if each turn of a conversation becomes an example of its own (``reasoning: per_turn``)."""
+        """True if each turn of a conversation becomes a separate example (``reasoning: per_turn``)."""
         return self.chat.reasoning == "per_turn"
 
     def row_policy(self) -> RowPolicy:
-        """Return the maximum length of examples, and what to do with longer ones.
+        """Return the maximum length of examples and the options for longer rows.
 
         Raises:
             ArgumentError: An option has an unknown value, or two options contradict each other.

@@ -7,11 +7,11 @@
 
 Optional columns: ``tools`` and ``chat_template_kwargs`` go to the chat template. ``system`` is put before messages that
 have no system message. Other columns are not read. A prompt may be text and its answers messages, or the reverse. If
-answers begin with the messages of the prompt, these are removed.
+answers begin with the messages of the prompt, these messages are removed.
 
-A row without ``prompt`` takes as prompt what ``chosen`` and ``rejected`` have in common. These are their first equal
-messages, or their first equal characters up to the last whole word. Trailing blanks belong to the answers: the prompt
-is ``"... Assistant:"``, the answer ``" Yes"``.
+A row without ``prompt`` takes as prompt what ``chosen`` and ``rejected`` have in common. For lists, these are their
+first equal messages. For strings, these are their first equal characters up to the last whole word; spaces after this
+word belong to the answers. For example, the prompt is ``"... Assistant:"``, the answer ``" Yes"``.
 """
 
 from __future__ import annotations
@@ -52,20 +52,18 @@ the prompt."""
 
 @dataclass(frozen=True)
 class Answers:
-    """A prompt with one or two answers; each answer is stored as a training text that begins with the prompt."""
+    """A prompt with one or two answers; each answer is stored as a training row that begins with the prompt."""
 
     prompt: TextOrMessages
-    """prompt as text, or as messages"""
     contents: Sequence[PromptCompletion | Conversation]
     """``(chosen, rejected)``, or the one labelled answer; empty if the answers are identical"""
     labels: tuple[bool, ...] | None = None
-    """whether each answer is desirable; None for pairs"""
+    """True for each desirable answer; None for pairs"""
     margin: float | None = None
-    """margin of the row, or chosen score minus rejected score; None if the row has neither"""
+    """chosen score minus rejected score, or the column ``margin``; None if the row has neither"""
     identical: bool = False
     """True if both answers are the same"""
     tools: list[dict[str, Any]] | None = None
-    """JSON schemas of the tools"""
 
     def all_texts(self) -> list[str]:
         """Return the texts of the prompt and of all answers, without the chat template."""
@@ -91,7 +89,6 @@ def detect_preference_type(row: Row) -> str:
 
 
 def preference_columns(row_type: str, answers: Answers) -> tuple[str, ...]:
-    """Return the names of the columns that a row of this type is read from, including optional columns."""
     columns = ("prompt", *_REQUIRED[row_type])
     if row_type == "preference":
         columns = (*columns, *(name for names in _SCORES for name in names), "margin")
@@ -181,7 +178,7 @@ def _split_prompt(
 
 
 def _common_prompt_length(chosen: str, rejected: str) -> int:
-    """Return how many characters both answers share at the start, up to a whole word and without trailing blanks."""
+    """Return the length of the common prefix of both answers, up to a whole word and without whitespace at its end."""
     start = common_prefix_length(chosen, rejected)
     following = (chosen[start : start + 1], rejected[start : start + 1])
     if "" in following or any(_is_word_character(character) for character in following):
@@ -197,7 +194,7 @@ def _is_word_character(character: str) -> bool:
 def _convert_to_one_form(
     row: Row, prompt: TextOrMessages, answers: dict[str, TextOrMessages]
 ) -> tuple[TextOrMessages, list[TextOrMessages]]:
-    """Return prompt and answers as all text or all messages; answers lose the messages that repeat the prompt."""
+    """Return prompt and answers, all as text or all as messages, without messages of answers that repeat the prompt."""
     if isinstance(prompt, str) and all(isinstance(answer, str) for answer in answers.values()):
         return prompt, list(answers.values())
     if isinstance(prompt, str):
@@ -219,11 +216,11 @@ def _convert_to_one_form(
 
 
 def _prompt_as_messages(row: Row, prompt: str, answers: dict[str, TextOrMessages]) -> list[dict[str, Any]]:
-    """Return a text prompt as messages: one user message, or all messages before the first assistant message of an
+    """Return a text prompt as messages: one user message, or the messages before the first assistant message of an
     answer.
 
     Raises:
-        DataError: The answers begin with other messages, and the prompt is not one of their user messages.
+        DataError: An answer begins with other messages, and the prompt is not one of their user messages.
     """
     first = next(answer for answer in answers.values() if not isinstance(answer, str))
     start = next((index for index, message in enumerate(first) if message["role"] == "assistant"), len(first))
@@ -239,7 +236,7 @@ def _prompt_as_messages(row: Row, prompt: str, answers: dict[str, TextOrMessages
 
 
 def _read_margin(row: Row) -> float | None:
-    """Return the score of ``chosen`` minus the score of ``rejected``, else the column ``margin``; None without both."""
+    """Return the chosen score minus the rejected score, else the column ``margin``; None if the row has neither."""
     for names in _SCORES:
         if any(_has_value(row, name) for name in names):
             chosen, rejected = (_read_number(row, name) for name in names)

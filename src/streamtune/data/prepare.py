@@ -8,9 +8,10 @@
 Each function reads and checks all rows before it returns. :class:`streamtune.data.row_stream.RowStream` reads rows
 during training instead.
 
-Trees and prompts with the same prompt are held out together, so that no held-out prompt is trained on. Reward functions
-get the other columns of a prompt's row, each as a list under its name. They also get ``messages``, which still has the
-last answer. ``tools`` goes to the chat template too.
+Rows with the same prompt are held out together, so that no prompt that ``val_size`` holds out is trained on.
+
+Reward functions get the other columns of a prompt's row, each as a list under its name. The column ``messages`` still
+has the last answer. ``tools`` also goes to the chat template.
 """
 
 from __future__ import annotations
@@ -74,21 +75,22 @@ Read = Callable[["Reading", Source], Iterator[Item[ItemT]]]
 
 @dataclass(frozen=True)
 class RowKind(Generic[FitterT]):
-    """Functions that read, render and truncate rows of one kind: examples, trees (prompts with answers) or prompts."""
+    """Functions that read, render and truncate rows of one kind: examples, prompts with answers (:class:`Tree`), or
+    prompts.
+    """
 
     record: type[Record]
-    """class of the records"""
     _: KW_ONLY
     settings: Mapping[str, Any]
-    """options that determine the records, except sources, tokenizer and handling of bad rows, see :class:`RowInputs`"""
+    """options that determine the records; sources, tokenizer and the handling of bad rows are not included"""
     make_fitter: Callable[[TableWriter], FitterT]
-    """function of a table writer that makes the object which truncates, writes and counts rows"""
+    """function of a :class:`TableWriter` that returns the object which truncates, writes and counts rows"""
     make_renderer: Callable[..., Renderer]
-    """function that makes a renderer, with the argument ``notify``"""
+    """function with the argument ``notify`` that returns a renderer"""
     read: Read[Any]
     """function that yields the rows of a source"""
     add: Callable[[FitterT, Any, str], None]
-    """function that adds a rendered row, with its origin, to that object"""
+    """function that adds a rendered row to the object from ``make_fitter``; the third argument is its file and line"""
 
 
 def prepare_rows_of_kind(
@@ -99,13 +101,6 @@ def prepare_rows_of_kind(
     notify: Notify,
 ) -> Prepared[Any, Any]:
     """Read, render and truncate the rows of all sources, or load them from the cache; hold some out for evaluation.
-
-    Args:
-        kind: Functions for this kind of records.
-        sources: Sources to read, in order.
-        tokenizer: Tokenizer with the chat template.
-        options: Options for preparing rows.
-        notify: Function that shows the user a message.
 
     Raises:
         DataError: A file is missing, rows are bad or too long, or no row is left.
@@ -134,7 +129,7 @@ def prepare_rows_of_kind(
 class _ReadAhead(BadRows):
     """Holds back the errors of bad rows that are read ahead, until all rows before them are counted.
 
-    If too many errors wait, ``bad`` receives them at once.
+    If too many errors are held back, they are reported to ``bad`` at once.
     """
 
     def __init__(self, bad: BadRows) -> None:
@@ -149,13 +144,12 @@ class _ReadAhead(BadRows):
                 self._bad.report(waiting)
 
     def take_errors(self) -> list[DataError]:
-        """Return the errors that were held back, and forget them."""
         waiting, self.errors = self.errors, []
         return waiting
 
 
 MOST_WAITING = 1_000
-"""Maximum number of consecutive bad rows that wait for their turn."""
+"""Maximum number of consecutive bad rows whose errors are held back."""
 
 
 @dataclass(frozen=True)
@@ -165,15 +159,15 @@ class Reading:
     sources: Sequence[Source]
     """sources to read, in order"""
     fitter: LengthFitter[Any, Any]
-    """counts rows by source"""
+    """object that counts the rows of each source"""
     log: RenderLog
-    """counts findings of rendering"""
+    """object that counts what the user should know about rendered rows, such as empty answers"""
     bad: BadRows
-    """receives bad rows"""
+    """object that collects the errors of bad rows"""
     _started_sources: list[Source] = field(default_factory=list)
 
     def iter_items(self, read_source: Read[ItemT]) -> Iterator[Item[ItemT]]:
-        """Yield the rows of every source in order; a bad row becomes an item with its error."""
+        """Yield the rows of every source in order; a bad row becomes an :class:`Item` with its error."""
         ahead = _ReadAhead(self.bad)
         reading = replace(self, bad=ahead)
         for number, source in enumerate(self.sources):
@@ -197,19 +191,12 @@ class Reading:
         self._start_to_count_sources(len(self.sources))
 
     def _start_to_count_sources(self, count: int) -> None:
-        """Start to count rows for the first ``count`` sources; a source may have no rows."""
         while len(self._started_sources) < count:
             self._started_sources.append(self.sources[len(self._started_sources)])
             self.fitter.start_source(self._started_sources[-1])
 
     def record_unread_columns(self, path: str, row: Row, read_columns: Sequence[str]) -> None:
-        """Record which non-empty columns of a row are not read, to tell the user; built-in datasets are excepted.
-
-        Args:
-            path: Path of the row's source.
-            row: Row with its columns.
-            read_columns: Names of the columns that are read.
-        """
+        """Record the non-empty columns of a row that are not read, to tell the user; built-in datasets are excluded."""
         if path not in BUILT_IN:
             self.log.counts_of(path).unread_columns |= dict.fromkeys(
                 name for name, value in row.columns.items() if name not in read_columns and value not in (None, "", [])
@@ -233,7 +220,7 @@ class Reading:
 # ------------------------------------------------------------------------------------------------------------- examples
 
 PreparedData = Prepared[Example, DataReport]
-"""Examples, split into a training part and a held-out part, with their packs if rows are packed."""
+"""Examples, split into a training part and a held-out part, with packed sequences if rows are packed."""
 
 
 def prepare(
@@ -244,14 +231,8 @@ def prepare(
 ) -> PreparedData:
     """Read all sources and return their rows as examples.
 
-    Args:
-        sources: Sources to read, in order.
-        tokenizer: Tokenizer with the chat template.
-        options: Options for preparing rows.
-        notify: Function that shows the user a message.
-
     Raises:
-        DataError: A file is missing, a row is malformed, too long or without trained tokens, or no row is left.
+        DataError: A file is missing, a row is malformed, too long or without a token to train on, or no row is left.
         ArgumentError: ``overlength``, ``train_on`` or another option has an unknown value.
 
     Example:
@@ -287,7 +268,7 @@ def prepare(
 
 
 def _add_rendered_row(fitter: RowFitter, rendered: Rendered | list[Rendered] | None, origin: str) -> None:
-    """Add a rendered row: None is a row with an empty answer, a list has one example per turn of a conversation."""
+    """Add a rendered row. None is a row with an empty answer; a list has one example per turn of a conversation."""
     if rendered is None:
         fitter.count_empty_row()
     elif isinstance(rendered, list):
@@ -297,7 +278,6 @@ def _add_rendered_row(fitter: RowFitter, rendered: Rendered | list[Rendered] | N
 
 
 def _describe_turn_packs(prepared: PreparedData, max_length: int) -> str:
-    """Return a note: how many tokens turns share, and how many sequences continue a conversation that was too long."""
     packs, rows = prepared.packs, int(prepared.training.lengths().sum())
     assert packs is not None
     origins = [prepared.training[int(packs.rows[start])].origin for start in packs.starts[:-1]]
@@ -312,12 +292,12 @@ def _describe_turn_packs(prepared: PreparedData, max_length: int) -> str:
 
 
 Pack = Callable[[Stored[Example], Sequence[int]], tuple[Packs, list[int]]]
-"""Function that packs the rows of each part separately; returns the packs, and the index of each part's first pack."""
+"""Function that packs the rows of each section separately; returns the packs and the index of each section's first
+pack."""
 
 
 def _add_packs(prepared: PreparedData, sources: Sequence[Source], max_length: int, pack: Pack) -> PreparedData:
-    """Return the prepared data with its packs. The fingerprint then covers the packs: a run resumes only with equal
-    packs.
+    """Return the prepared data with packed sequences, which the fingerprint then covers.
 
     A pack has rows of only one eval set. With weights it has rows of only one source.
     """
@@ -354,8 +334,7 @@ def read_training_rows(tokenizer: PreTrainedTokenizerBase, reading: Reading, sou
 
     Args:
         tokenizer: Tokenizer that must have a chat template if a row is a conversation.
-        reading: Receives bad rows and unread columns.
-        source: Source to read.
+        reading: Object that counts bad rows and records unread columns.
 
     Raises:
         DataError: A file is missing, or the tokenizer has no chat template.
@@ -376,7 +355,7 @@ def read_training_rows(tokenizer: PreTrainedTokenizerBase, reading: Reading, sou
 # ---------------------------------------------------------------------------------------------------- trees and prompts
 
 PreparedTrees = Prepared[Tree, CompletionReport]
-"""Trees, split into a training part and a held-out part; no prompt is in both."""
+"""Prompts with their completions, split into a training part and a held-out part."""
 
 
 def prepare_preferences(
@@ -385,16 +364,14 @@ def prepare_preferences(
     options: DataOptions,
     notify: Notify = lambda message: None,
 ) -> PreparedTrees:
-    """Read all sources and return each pair as a tree: a prompt with the completions ``[chosen, rejected]``.
+    """Read all sources and return each pair as a prompt with the completions ``[chosen, rejected]`` (:class:`Tree`).
 
     Args:
         sources: Sources of type ``preference``, in order.
-        tokenizer: Tokenizer with the chat template.
-        options: Options for preparing rows.
-        notify: Function that shows the user a message.
 
     Raises:
-        DataError: A file is missing, a row is malformed, identical, too long or empty, or no row is left.
+        DataError: A file is missing, a row is malformed, too long or empty, both answers are identical, or no row is
+            left.
         ArgumentError: ``overlength`` or ``identical_pairs`` has an unknown value, or ``max_prompt_length`` leaves no
             room for a completion.
     """
@@ -409,20 +386,16 @@ def prepare_unpaired(
     options: DataOptions,
     notify: Notify = lambda message: None,
 ) -> PreparedTrees:
-    """Read all sources and return each row as a tree: a prompt with completions labelled desirable or not.
+    """Read all sources and return each row as a prompt with completions labelled desirable or not (:class:`Tree`).
 
-    A row of type ``unpaired`` has one completion. A pair becomes a tree with two: ``chosen`` is desirable, ``rejected``
-    is not.
+    A row of type ``unpaired`` has one completion. A pair has two: ``chosen`` is desirable, ``rejected`` is not.
 
     Args:
         sources: Sources of type ``unpaired`` or ``preference``, in order.
-        tokenizer: Tokenizer with the chat template.
-        options: Options for preparing rows.
-        notify: Function that shows the user a message.
 
     Raises:
-        DataError: A file is missing, a row is malformed, identical, too long or empty, no row is left, or all labels
-            are the same.
+        DataError: A file is missing, a row is malformed, too long or empty, both answers are identical, no row is left,
+            or all labels are the same.
         ArgumentError: ``overlength`` or ``identical_pairs`` has an unknown value, or ``max_prompt_length`` leaves no
             room for a completion.
     """
@@ -446,7 +419,6 @@ def prepare_unpaired(
 def _make_tree_kind(
     tokenizer: PreTrainedTokenizerBase, options: DataOptions, kinds: tuple[str, str], read: Read[Answers]
 ) -> RowKind[TreeFitter]:
-    """Return the functions that prepare trees (prompts with completions); ``kinds`` names both kinds of completion."""
     policy = LengthPolicy(options.max_length, options.max_prompt_length, options.overlength)
     check_choice("identical_pairs", options.identical_pairs, IDENTICAL_PAIRS)
     return RowKind(
@@ -465,7 +437,7 @@ def _make_tree_kind(
 
 
 def _add_tree(fitter: TreeFitter, tree: tuple[Tree, bytes] | None, origin: str) -> None:
-    """Add a rendered tree with the hash of its prompt; None is a pair with identical answers."""
+    """Add a prompt with its completions, and the hash of the prompt; None is a pair with identical answers."""
     if tree is None:
         fitter.drop_identical_pair(origin)
     else:
@@ -501,7 +473,7 @@ _REWARD_ARGUMENTS = ("prompts", "completions", "completion_ids")
 
 
 PreparedPrompts = Prepared[Prompt, CompletionReport]
-"""Prompts, split into a training part and a held-out part; no prompt is in both."""
+"""Prompts, split into a training part and a held-out part."""
 
 
 def prepare_prompts(
@@ -513,10 +485,7 @@ def prepare_prompts(
     """Read all sources and return their prompts, of at most ``max_prompt_length`` tokens.
 
     Args:
-        sources: Sources of a type in :data:`PROMPT_TYPES`, in order.
-        tokenizer: Tokenizer with the chat template.
-        options: Options for preparing rows.
-        notify: Function that shows the user a message.
+        sources: Sources whose type is one of :data:`PROMPT_TYPES`, in order.
 
     Raises:
         DataError: A file is missing, a row is malformed or too long, or no row is left.

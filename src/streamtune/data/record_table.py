@@ -1,4 +1,4 @@
-"""Tables of tokenised rows: streamed to an Arrow file, memory-mapped, and decoded row by row on access.
+"""Tables of tokenised rows: written to an Arrow file, memory-mapped, and decoded row by row on access.
 
 Example    a sequence to train on
 Tree       a prompt with its completions
@@ -34,13 +34,13 @@ IntArray = npt.NDArray[np.int32]
 ROWS = "rows.arrow"
 
 AGAIN = "start again: damaged rows are prepared again, and the run resumes from its checkpoint"
-"""Fix that errors about a damaged table show."""
+"""Fix in errors about a damaged table."""
 
 _FLUSH_TOKENS = 1 << 18
-"""Number of tokens buffered before a write: 2 MiB with their labels, several times that while they are written."""
+"""Number of tokens buffered before a write: 2 MiB with their labels, several times as much while they are written."""
 
 _RESIDENT = 64 << 20
-"""Maximum number of bytes of a mapped table that stay in memory."""
+"""Number of bytes of a mapped table that may be read before the system is told to drop its pages."""
 _READ_AHEAD = 2 << 16
 """Number of bytes that the system reads ahead for each row, of ids and labels together."""
 
@@ -53,7 +53,7 @@ class Record(Protocol):
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens."""
+        """Number of tokens; a common prefix of completions counts once."""
         ...
 
     def to_row(self) -> Mapping[str, Any]:
@@ -67,7 +67,7 @@ class Record(Protocol):
 
     @staticmethod
     def token_counts(table: pa.Table) -> npt.NDArray[np.int64]:
-        """Return how many tokens each record has, [rows], without decoding the records."""
+        """Return [rows]: number of tokens of each record of a table. The records are not decoded."""
         ...
 
 
@@ -75,14 +75,13 @@ RecordT = TypeVar("RecordT", bound=Record)
 
 
 class MappedTable:
-    """A memory-mapped Arrow table that tells the system to drop its pages after every 64 MiB read.
+    """A memory-mapped Arrow table; after every 64 MiB read, the system is told to drop the pages of the table.
 
-    Otherwise the pages would stay resident and count as memory of this process.
+    Otherwise the pages would count as memory of this process.
 
     Args:
         file: Arrow stream, opened for reading; it may be closed and deleted afterwards.
-        path: Path of the file, for errors.
-        checksum: Checksum of the file, see :class:`streamtune.base.result_cache.WatchedFile`.
+        checksum: Checksum of the file, as :class:`streamtune.base.result_cache.WatchedFile` computes it.
     """
 
     def __init__(self, file: BinaryIO, path: Path, checksum: str) -> None:
@@ -103,14 +102,10 @@ class MappedTable:
         return self._table
 
     def set_path(self, path: Path) -> None:
-        """Set the path that errors show."""
         self._watched.path = path
 
     def count_read_tokens(self, tokens: int) -> None:
-        """Count tokens as read from the file; after every 64 MiB, tell the system to drop the pages read.
-
-        Args:
-            tokens: Number of tokens of the row.
+        """Count tokens as read from the file; after every 64 MiB, tell the system to drop the pages that were read.
 
         Raises:
             StorageError: The file was truncated or changed.
@@ -123,11 +118,9 @@ class MappedTable:
 
 
 class Stored(Sequence[RecordT], Generic[RecordT]):
-    """A sequence of records stored in an Arrow table, in a given order; a record is decoded on access.
+    """A sequence of records in an Arrow table, in a given order; a record is decoded on access.
 
     Args:
-        record: Class of the records.
-        table: Table with the records.
         rows: [records] index of each record in the table.
     """
 
@@ -143,12 +136,11 @@ class Stored(Sequence[RecordT], Generic[RecordT]):
         return len(self._rows)
 
     def lengths(self) -> npt.NDArray[np.int64]:
-        """Return [records]: number of tokens of each record; a tree counts its prompt once. The records are not
-        decoded."""
+        """Return [records]: number of tokens; a common prefix of completions counts once. No record is decoded."""
         return self._record.token_counts(self._table)[self._rows]
 
     def table_indices(self) -> npt.NDArray[np.int64]:
-        """Return [records]: index of each record in the Arrow table, which is in the order of reading."""
+        """Return [records]: index of each record in the Arrow table, whose records are in the order of reading."""
         return self._rows
 
     def column_cells(self, column: str) -> pa.ChunkedArray:
@@ -156,14 +148,14 @@ class Stored(Sequence[RecordT], Generic[RecordT]):
         return self._table[column]
 
     def all_records(self) -> Stored[RecordT]:
-        """Return all records of the Arrow table, including those not in this sequence, in the order of reading."""
+        """Return all records of the Arrow table, including records not in this sequence, in the order of reading."""
         return Stored(self._record, self._from, np.arange(self._table.num_rows, dtype=np.int64))
 
     def take(self, positions: npt.NDArray[np.int64]) -> Stored[RecordT]:
         return Stored(self._record, self._from, self._rows[positions])
 
     def positions_of(self, origin: str) -> list[int]:
-        """Return the positions in this sequence of the records with this origin; the records are not decoded."""
+        """Return the positions in this sequence of the records with this origin. The records are not decoded."""
         found = pyarrow.compute.equal(self._table["origin"], origin).to_numpy()[self._rows]
         return [int(place) for place in np.flatnonzero(found)]
 
@@ -206,12 +198,13 @@ class TableWriter:
 def open_record_table(
     record: type[Record], path: Path | None = None
 ) -> Iterator[tuple[TableWriter, list[MappedTable]]]:
-    """Context manager: yields ``(writer, tables)``; after a successful block ``tables[0]`` is the memory-mapped table.
+    """Open a table for writing as a context manager that yields ``(writer, tables)``.
+
+    After the block, ``tables[0]`` is the memory-mapped table.
 
     Args:
-        record: Class of the records.
-        path: File to write. None writes a temporary file and deletes it at once: the mapping keeps its bytes while
-            the table is referenced, and a killed run leaves no file behind.
+        path: File to write. None writes a temporary file and deletes it at once: the mapping keeps its bytes while the
+            table is referenced, and a killed run leaves no file behind.
 
     Raises:
         StorageError: The file cannot be written, or no temporary folder exists.
@@ -239,7 +232,7 @@ def open_record_table(
 
 
 class _SpillFile(io.FileIO):
-    """File that prepared rows are written to; a write error names the folder and the space that is needed."""
+    """File to which prepared rows are written; a write error names the folder and the space that is needed."""
 
     def __init__(self, path: Path, folder: Path, where: str, fix: str) -> None:
         super().__init__(path, "wb")
@@ -271,7 +264,7 @@ def _list_lengths(cells: pa.ChunkedArray) -> npt.NDArray[np.int64]:
 
 
 def _integer_array(cells: pa.Array, dtype: Any) -> npt.NDArray[Any]:
-    """Return the integers of an Arrow array without nulls as NumPy array; pyarrow's own function imports pandas."""
+    """Return an Arrow array of integers without nulls as a NumPy array. pyarrow's own function would import pandas."""
     assert not cells.null_count, "the column has no nulls"
     buffer = cells.buffers()[1]
     found: npt.NDArray[Any] = np.zeros(0, dtype) if buffer is None else np.frombuffer(buffer, dtype)
@@ -279,7 +272,7 @@ def _integer_array(cells: pa.Array, dtype: Any) -> npt.NDArray[Any]:
 
 
 def _list_cell_values(cell: pa.ListScalar) -> list[Any]:
-    """Return a list cell as a list of Python values; through NumPy this is several times faster than item by item."""
+    """Return a list cell as a list of Python values, through NumPy, which is several times faster than item by item."""
     items: list[Any] = cell.values.to_numpy(zero_copy_only=False).tolist()
     return items
 
@@ -300,11 +293,11 @@ class Example:
     input_ids: IntArray | Sequence[int]
     """[T] token ids"""
     labels: IntArray | Sequence[int]
-    """[T] token id where the token is trained, -100 elsewhere; not shifted"""
+    """[T] token id, or -100 for a token that does not count in the loss; not shifted"""
     origin: str
-    """place of its row, ``file:line`` or ``file:row N``"""
+    """file and line of the row, ``file:line`` or ``file:row N``"""
     weight: float = 1.0
-    """factor of its tokens' loss"""
+    """factor of the loss of the example's tokens"""
 
     @property
     def num_tokens(self) -> int:
@@ -332,8 +325,8 @@ class Example:
 class Tree:
     """A prompt with G completions as token ids, such as a preference pair.
 
-    The prompt's last token predicts the first token of every completion. So all completions share the trunk,
-    ``prompt[:-1]``. They also share the common beginning of their branches ``[prompt[-1], *completion]``.
+    The prompt's last token predicts the first token of every completion. All completions share the trunk,
+    ``prompt[:-1]``, and the common prefix of the branches ``[prompt[-1], *completion]``.
     """
 
     schema: ClassVar[pa.Schema] = pa.schema(
@@ -353,13 +346,13 @@ class Tree:
     completions: list[list[int]]
     """G non-empty lists of token ids"""
     masks: list[list[bool]] | None = None
-    """for each completion a mask of the tokens that count in the loss; None if all tokens count"""
+    """mask of each completion, True for tokens that count in the loss; None if all tokens count"""
     origin: str = ""
-    """place of its row, ``file:line`` or ``file:row N``"""
+    """file and line of the row, ``file:line`` or ``file:row N``"""
     labels: list[bool] | None = None
-    """True for desirable completions; None for pairs"""
+    """True for each desirable completion; None for pairs"""
     margin: float | None = None
-    """margin of a pair, or score of the first completion minus score of the second; None if the data has neither"""
+    """score of the first completion minus score of the second, or column ``margin``; None if the row has neither"""
 
     def __post_init__(self) -> None:
         assert self.prompt, "a prompt has at least one token, which predicts the first token of a completion"
@@ -371,9 +364,9 @@ class Tree:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens if the prompt and the common beginning of all completions are stored once.
+        """Number of tokens if the prompt and the common prefix of all completions are stored once.
 
-        Some of more than two completions may share a longer beginning; the actual number is then smaller.
+        Some of more than two completions may share a longer prefix.
         """
         branches = sum(len(completion) + 1 for completion in self.completions)
         return len(self.prompt) - 1 + branches - (len(self.completions) - 1) * self.num_common_tokens
@@ -382,8 +375,7 @@ class Tree:
     def num_common_tokens(self) -> int:
         """Number of tokens after ``prompt[:-1]`` that all completions share; 0 for a single completion.
 
-        The last token of the prompt counts if all completions begin with the same token, because its target is then
-        shared.
+        The prompt's last token counts if all completions begin with the same token, because they then share its target.
         """
         if len(self.completions) == 1:
             return 0
@@ -395,7 +387,7 @@ class Tree:
         return len(ids)
 
     def branch_tokens(self, index: int) -> tuple[IntArray, IntArray]:
-        """Return ``[prompt[-1], *completions[index]]`` and the target of each of these tokens, -100 for none."""
+        """Return ``[prompt[-1], *completions[index]]``, and the token id that each of them should predict, or -100."""
         ids = np.array([self.prompt[-1], *self.completions[index]], np.int32)
         targets = np.append(ids[1:], np.int32(IGNORE_INDEX))
         if self.masks is not None:
@@ -440,7 +432,7 @@ class Tree:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt as token ids, and as text or messages, with the other columns of its row (for reward functions)."""
+    """A prompt as token ids, and as text or messages, with the other columns of its row for reward functions."""
 
     # Other columns may hold any type of the file format. Values that JSON restores unchanged are written as JSON, other
     # values (dates, bytes) are pickled. A table with pickled values is read only by the process that wrote it.
@@ -451,11 +443,11 @@ class Prompt:
     input_ids: list[int]
     """[P] token ids, including the generation prompt of the chat template; P at least 1"""
     prompt: str | list[dict[str, Any]]
-    """text or messages of the row"""
+    """prompt as text or messages"""
     columns: dict[str, Any] = field(default_factory=dict)
-    """the row's other columns, name -> value"""
+    """name -> value of the row's other columns"""
     origin: str = ""
-    """place of its row, ``file:line`` or ``file:row N``"""
+    """file and line of the row, ``file:line`` or ``file:row N``"""
 
     @property
     def num_tokens(self) -> int:
@@ -479,7 +471,7 @@ class Prompt:
 
 
 def _to_exact_json(content: Any) -> str | None:
-    """Return a value as JSON text; None if JSON would not restore an equal value."""
+    """Return a value as JSON text; None if decoding the JSON would not give an equal value."""
     try:
         text = json.dumps(content, ensure_ascii=False)
         text.encode()  # raises for a lone surrogate
@@ -491,15 +483,17 @@ def _to_exact_json(content: Any) -> str | None:
 def shared_beginning_length(
     ids: IntArray, targets: IntArray, other_ids: IntArray, other_targets: IntArray, *, same_target: bool
 ) -> int:
-    """Return how many first tokens of two sequences can be stored once, if a stored token has at most one target.
+    """Return the length of the common prefix of two sequences that can be stored once.
+
+    A stored token has at most one target.
 
     Args:
-        ids: [T] tokens of a row.
-        targets: [T] target of each token, -100 for none.
-        other_ids: [S] tokens of the other row.
-        other_targets: [S] target of each token of the other row.
-        same_target: Whether a token may be shared if it has the same target in both sequences; False ends sharing
-            there.
+        ids: [T] token ids of a row.
+        targets: [T] token id that each token should predict, or -100.
+        other_ids: [S] token ids of the other row.
+        other_targets: [S] token id that each token of the other row should predict, or -100.
+        same_target: Whether a token may be stored once if it has the same target in both rows. With False the prefix
+            ends there.
     """
     size = min(len(ids), len(other_ids))
     mine, others = targets[:size], other_targets[:size]
@@ -511,14 +505,11 @@ def shared_beginning_length(
 
 
 def measure_trees(trees: Stored[Tree], *, share: bool) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return each tree's number of positions, and the sum of squared lengths of its rows (attention cost), both
-    [trees].
-
-    The trees are not decoded.
+    """Return [trees]: number of tokens, and [trees]: sum of squared row lengths (attention cost), without decoding the
+    trees.
 
     Args:
-        trees: Trees to measure.
-        share: Whether the prompt and the common beginning of a tree's completions are computed once.
+        share: Whether the prompt and the common prefix of the completions are computed once.
     """
     completions, prompts = trees.column_cells("completions"), _list_lengths(trees.column_cells("prompt"))
     counts = _list_lengths(completions)
@@ -533,6 +524,6 @@ def measure_trees(trees: Stored[Tree], *, share: bool) -> tuple[npt.NDArray[np.i
 
 
 def gather_columns(prompts: Sequence[Prompt]) -> dict[str, list[Any]]:
-    """Return column -> list of the prompts' values, for reward functions; None where a prompt has no such column."""
+    """Return column -> list of the prompts' values, for reward functions; None where a prompt lacks the column."""
     names = dict.fromkeys(name for prompt in prompts for name in prompt.columns)
     return {name: [prompt.columns.get(name) for prompt in prompts] for name in names}

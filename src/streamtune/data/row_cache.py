@@ -63,10 +63,8 @@ class RowCache:
     """A folder that caches prepared rows; each entry is a folder with a table and counts."""
 
     root: Path
-    """folder of the cache"""
 
     def size_bytes(self) -> int:
-        """Return the size of all files of the cache in bytes."""
         total = 0
         for file in self.root.rglob("*"):
             with suppress(OSError):  # another process may have deleted the file
@@ -87,13 +85,10 @@ class RowCache:
     def cached_text(
         self, sources: Sequence[Source], settings: Mapping[str, Any], make_text: Callable[[], str], notify: Notify
     ) -> tuple[str, bool]:
-        """Return a text computed from all rows, such as a trained tokenizer, and True if it came from the cache.
+        """Return a text computed from all rows, such as a trained tokenizer, and True if the text came from the cache.
 
         Args:
-            sources: Sources of the rows.
             settings: All other values that determine the text.
-            make_text: Function that computes the text.
-            notify: Function that shows the user a message.
         """
         contents = SourceContents.from_sources(sources, self.root, notify)
         if contents is None:
@@ -109,11 +104,8 @@ class RowCache:
         return text, False
 
     def identify_entry(self, inputs: RowInputs, notify: Notify) -> tuple[str, SourceContents] | None:
-        """Return the cache entry name of rows, and the hashed contents of their sources; None if contents are unknown.
-
-        Args:
-            inputs: Everything that determines the rows.
-            notify: Function that shows the user a message.
+        """Return the name of the cache entry for rows, and the hashed contents of sources; None if contents are
+        unknown.
         """
         facts = _identify_tokenizer(inputs.tokenizer)
         contents = SourceContents.from_sources(inputs.sources, self.root, notify) if facts is not None else None
@@ -127,10 +119,9 @@ class RowCache:
 
 @dataclass(frozen=True)
 class RowInputs:
-    """All values that determine prepared rows; they identify a cache entry."""
+    """All values that determine prepared rows; together they identify a cache entry."""
 
     record: type[Record]
-    """class of the records"""
     sources: Sequence[Source]
     """sources of the rows, in order"""
     tokenizer: PreTrainedTokenizerBase
@@ -149,9 +140,8 @@ def load_or_prepare_rows(
     """Return prepared rows from the cache; otherwise prepare them and add them to the cache.
 
     Args:
-        inputs: Everything that determines the rows.
-        make_fitter: Function of a table writer that makes the object which truncates, writes and counts rows.
-        fill_fitter: Function that reads and renders every row and adds it to that object; its second argument shows the
+        make_fitter: Function of a :class:`TableWriter` that returns the object which truncates, writes and counts rows.
+        fill_fitter: Function that reads and renders every row and adds it to this object; its second argument shows the
             user a message.
         cache: Cache of prepared rows; None disables it.
         notify: Function that shows the user a message. Cached rows show the messages of their preparation again.
@@ -203,7 +193,7 @@ def _has_pickled_values(table: pa.Table) -> bool:
 def _read_entry(
     entry: Path, fitter: FitterT, sources: Sequence[Source], notify: Notify
 ) -> tuple[FitterT, MappedTable] | None:
-    """Return ``fitter`` with the counts of a cache entry, and the entry's table; None (and delete it) if damaged."""
+    """Return a cache entry as ``fitter`` with its counts and the table; delete a damaged entry and return None."""
     try:
         inode = entry.lstat().st_ino
     except OSError:
@@ -295,7 +285,6 @@ def _write_entry(
 
 
 def _size_and_checksum(path: Path, checksum: str | None) -> tuple[int, str]:
-    """Return the size of a file, and its checksum: ``checksum`` if it is not None, else computed from the file."""
     with path.open("rb") as file:
         return os.fstat(file.fileno()).st_size, checksum or checksum_of(file)
 
@@ -305,16 +294,15 @@ class SourceContents:
     """Hash of the contents of some sources, and a check that their files have not changed since."""
 
     name: str
-    """hash of everything that determines the rows"""
+    """hash of the contents and of the source code that prepares rows"""
     _sources: Sequence[Source]
     _hashes: FileHashes
 
     @classmethod
     def from_sources(cls, sources: Sequence[Source], root: Path, notify: Notify) -> SourceContents | None:
-        """Hash the contents of sources; return None if the contents of one of them are unknown.
+        """Hash the contents of sources; return None if the contents of any source are unknown.
 
         Args:
-            sources: Sources to hash.
             root: Folder with the cached hashes of files.
             notify: Function that tells the user if the cached hashes are damaged.
         """
@@ -347,10 +335,8 @@ def hash_streamed_sources(
     """Hash the contents of the sources of streamed rows.
 
     Args:
-        sources: Sources to hash.
         root: Folder with the cached hashes of files.
         save_hashes: Whether to write new hashes to this folder.
-        notify: Function that shows the user a message.
 
     Returns:
         The hash, the paths of sources whose contents are unknown, and an object that checks files for changes.
@@ -392,7 +378,7 @@ def _identify_tokenizer(tokenizer: PreTrainedTokenizerBase) -> list[Any] | None:
 
 @cache
 def _code_hash() -> str:
-    """Return a hash of the source code that prepares rows; rows cached by another version of it are not used."""
+    """Return a hash of the source code that prepares rows; rows cached by other code are not used."""
     package = Path(__file__).parent
     digest = hashlib.sha256()
     for file in sorted(package.rglob("*.py")):

@@ -1,9 +1,9 @@
-"""Stream rows: read, render and fit them on demand, pass after pass, without storing them.
+"""Stream rows: read, render and fit them on demand, pass after pass over the data, without storing them.
 
     sources -> in turn, or by weight -> shuffle buffer -> render -> fit -> examples
 
-The order of a pass depends only on the sources, the seed and the number of the pass. So a position is a number of rows.
-To resume, the rows before the position are read and drawn again, but not rendered.
+The order of a pass depends only on the sources, the seed and the number of the pass, so a row count is enough to store
+a position. To resume, the rows before the position are read and drawn again, but not rendered.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class StreamPosition:
     """Position after an example of a stream: number of the pass, the row and the example, and counts so far."""
 
     epoch: int = 0
-    """number of the pass, from 0"""
+    """number of the pass over the data, from 0"""
     rows: int = 0
     """number of finished rows of the pass, in the order in which they are drawn"""
     pieces: int = 0
@@ -65,12 +65,11 @@ class RowStream:
     Args:
         sources: Sources of the rows, read one after the other, or drawn by their weights.
         tokenizer: Tokenizer with the chat template; rendering uses it in the thread that iterates over ``examples``.
-        options: Options for preparing rows.
         notify: Function that shows the user a message; it may be replaced.
 
     Attributes:
         left_out: Function that receives the error of each skipped bad row.
-        files: Checks that files have not changed since the run began; None checks nothing.
+        files: Object that checks that files have not changed since the run began; None checks nothing.
     """
 
     def __init__(
@@ -113,7 +112,7 @@ class RowStream:
             self.files.check_open_files()
 
     def examples(self, start: StreamPosition) -> Generator[tuple[Example | None, StreamPosition]]:
-        """Yield examples, each with the position after it, and None at the end of each pass.
+        """Yield examples, each with the position after it, and None at the end of each pass over the data.
 
         Close the generator to end its processes.
 
@@ -181,8 +180,8 @@ class RowStream:
             fitter.add(rendered, origin)
             if fitter.counts["too_long"]:
                 self._notify_once(
-                    f"some rows exceed max_length (the first: {origin}, {fitter.longest_length} tokens); the end of a "
-                    "pass reports how many were dropped, truncated or split",
+                    f"some rows exceed max_length (the first: {origin}, {fitter.longest_length} tokens); a message "
+                    "after each pass says how many were dropped, truncated or split",
                     "too_long",
                 )
         fitter.counts["rows"] = 1
@@ -263,7 +262,7 @@ class RowStream:
 
 
 class _ExampleCollector(TableWriter):
-    """Table writer that only collects the examples of a row in memory."""
+    """Table writer that only collects examples in memory."""
 
     def __init__(self) -> None:
         super().__init__(None, Example.schema)
@@ -310,7 +309,7 @@ def _shuffle(items: Items, size: int, random: np.random.RandomState) -> Items:
 
 
 def _move_random_to_end(buffer: list[Item[Content]], random: np.random.RandomState) -> int:
-    """Swap a random row of the buffer with the last one; return its size in characters."""
+    """Swap a random row of the buffer with the last row; return its size in characters."""
     place = int(random.randint(len(buffer)))
     buffer[place], buffer[-1] = buffer[-1], buffer[place]
     return buffer[-1].size

@@ -3,14 +3,14 @@
     messages            messages: [{role, content, ...}], tools (optional)         -> Conversation
     sharegpt            conversations: [{from, value}], system, tools (optional)   -> Conversation
     alpaca              instruction, output, input, system, history (optional)     -> Conversation
-    prompt_completion   prompt, completion: two strings, or two lists of messages  -> Completion or Conversation
+    prompt_completion   prompt, completion: two strings, or two lists of messages  -> PromptCompletion or Conversation
     text                text                                                       -> Document
 
 A row of any type may have ``loss_weight``, a factor for its loss. A conversation may also have ``system`` and
 ``chat_template_kwargs``. ``system`` is the text of a system message, used if the messages have none.
 ``chat_template_kwargs`` holds variables of the chat template.
 
-Prompts for which the model writes the completions (grpo) are text or a list of messages:
+Prompts for which the model writes the completions (GRPO) are text or a list of messages:
 
     prompts             prompt: a string or a list of messages                     the prompt, unchanged
     messages            messages: [{role, content, ...}]                           without the last answer
@@ -56,13 +56,13 @@ class Conversation:
     tools: list[dict[str, Any]] | None = None
     """JSON schemas of the tools that the model may call"""
     first_answer: int = 0
-    """index of the first message that may be trained; earlier messages are context"""
+    """index of the first message that may be trained on; earlier messages are context"""
     variables: dict[str, Any] | None = None
     """variables of the chat template, such as ``enable_thinking``"""
     other_system: bool = False
     """True if the column ``system`` was ignored because the messages have a different system message"""
     wrapped_tools: bool = False
-    """True if a tool of the row was a bare function schema, without ``{"type": "function", ...}`` around it"""
+    """True if a tool was a bare function schema, without ``{"type": "function", ...}`` around it"""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ ROW_TYPES = tuple(REQUIRED_COLUMNS)
 """Values of a recipe's ``type``, besides ``auto``."""
 
 PROMPT_TYPES = ("prompts", "messages")
-"""Values of ``type`` for prompts whose completions the model writes (grpo)."""
+"""Values of ``type`` for prompts whose completions the model writes (GRPO)."""
 
 
 WEIGHT = "loss_weight"
@@ -99,7 +99,7 @@ WEIGHT = "loss_weight"
 
 
 def count_characters(content: Content) -> int:
-    """Return how many characters a row has: of its text, or of all strings in its messages."""
+    """Return the number of characters of a row: of its text, or of all strings in its messages."""
     if isinstance(content, Conversation):
         return sum(len(value) for message in content.messages for value in message.values() if isinstance(value, str))
     return len(content.text) if isinstance(content, Document) else len(content.prompt) + len(content.completion)
@@ -137,7 +137,7 @@ def normalise_row(row: Row, row_type: str) -> Content:
 
 
 def match_row_type(columns: Mapping[str, Any]) -> str | None:
-    """Return the first row type whose columns are all present; None if the columns match no type."""
+    """Return the first row type whose required columns are all present; None if the columns match no type."""
     for row_type, required in REQUIRED_COLUMNS.items():
         present = [next((name for name in names if name in columns), None) for names in required]
         if None in present:
@@ -162,7 +162,7 @@ def _missing_column_error(row: Row, row_type: str, column: str) -> DataError:
 
 
 def _check_conversation(row: Row, messages: Sequence[Any], *, column: str, first_answer: int = 0) -> Conversation:
-    """Check the messages in ``column`` and return them as a conversation, trained from message ``first_answer`` on.
+    """Check the messages in ``column``; return a conversation to train on from message ``first_answer`` on.
 
     Raises:
         DataError: A message is malformed, or there is no assistant message to train on.
@@ -187,7 +187,6 @@ def _check_conversation(row: Row, messages: Sequence[Any], *, column: str, first
 
 
 def _read_message_list(row: Row, names: tuple[str, ...]) -> tuple[str, list[Any]]:
-    """Return (column, messages): the first of the columns ``names`` that the row has, and its non-empty list."""
     column = next(name for name in names if name in row.columns)
     value = parse_cell(row.columns[column])
     if not isinstance(value, list):
@@ -258,7 +257,6 @@ _COLUMNS_OF_TYPE: dict[str, tuple[str, ...]] = {
 
 
 def row_columns(row_type: str, content: Content) -> tuple[str, ...]:
-    """Return the names of the columns that a row of this type is read from, including optional columns."""
     chat_columns = ("tools", "system", "chat_template_kwargs") if isinstance(content, Conversation) else ()
     return (*_COLUMNS_OF_TYPE[row_type], WEIGHT, *chat_columns)
 

@@ -42,11 +42,9 @@ def iter_texts(
     """Yield the texts of all rows (message contents, prompts, completions, documents), without a chat template.
 
     Args:
-        sources: Sources to read, in order.
-        on_bad_row: ``error`` raises for bad rows, ``skip`` skips them.
+        on_bad_row: ``error`` raises the errors of bad rows, ``skip`` skips bad rows.
         max_bad_rows: Maximum number of rows that ``skip`` may leave out.
-        notify: Function that shows the user a message.
-        calls: Whether to yield reasoning, and tools and tool calls as JSON, too.
+        calls: Whether to yield reasoning too, and tools and tool calls as JSON.
 
     Raises:
         DataError: A file is missing, or a row is malformed.
@@ -80,11 +78,10 @@ class ChatContext:
     """System message, tools and template variables: what a chat template needs besides the user's question."""
 
     system: tuple[dict[str, Any], ...] = ()
-    """the system message; empty without one"""
+    """the system message; an empty tuple without one"""
     tools: list[dict[str, Any]] | None = None
-    """JSON schemas of the tools"""
+    """JSON schemas of the tools; None without tools"""
     variables: Mapping[str, Any] = field(default_factory=dict)
-    """variables of the chat template"""
 
 
 def first_chat_context(sources: Sequence[Source], chat: ChatOptions) -> ChatContext:
@@ -92,7 +89,7 @@ def first_chat_context(sources: Sequence[Source], chat: ChatOptions) -> ChatCont
 
     Args:
         sources: Sources of the recipe; only the first is read.
-        chat: Options that give the default system message and the default template variables.
+        chat: Options with the default system message and the default template variables.
 
     Raises:
         DataError: A file is missing.

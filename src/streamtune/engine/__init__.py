@@ -1,18 +1,18 @@
 """StreamBP (arXiv 2506.03077): the exact gradient of a decoder layer as a sum over chunks of the sequence.
 
-Read ``vjp`` first (the equation). Then read ``layer`` (the autograd node) and ``passes`` (forward, recompute, project,
-replay). ``kv`` and ``cache`` hold the keys, values and states that a chunk reads from earlier chunks. ``head`` computes
-the loss without full logits. ``streamed_model`` installs these parts in a model. The other modules:
+``vjp`` has the equation, ``layer`` the autograd node of a decoder layer, and ``passes`` the runs of a layer over its
+chunks. ``kv`` and ``cache`` hold the keys, values and recurrent states that a chunk reads from earlier chunks. ``head``
+computes the loss without full logits. ``streamed_model`` installs these parts in a model. The other modules:
 
     stream, call_hooks              the handle; hooks that run before and after a call of the model
     streamed_layer                  one layer, the state that its calls share, and the checks before a call
-    call, call_parts                bind a layer's call, run it on a chunk, join the outputs of all chunks
+    call, call_parts                bind a layer's arguments, run the layer on a chunk, join the outputs of all chunks
     saved                           tensors that a layer call saves for its backward
-    chain                           order "chunk": backward through all layers of a chunk, then the chunk before it
+    chain                           order "chunk": backward through all layers of a chunk, then the preceding chunk
     context                         state of a model call, of a chunk and of the last layer call
     attention, masks, own_attention attention and mask functions that a config names; layers with their own attention
-    rows, scan                      packed rows and rows that share their beginning; Mamba-1's scan with a first state
-    lazy_logits                     a stand-in for logits that are not computed
+    rows, scan                      packed rows and rows that share a prefix; Mamba-1's scan with an initial state
+    lazy_logits                     a placeholder for logits that are not computed
     requests                        losses other than cross-entropy; log-probabilities for any objective
     routers                         losses on the routers of a mixture of experts
     outside_layers, rotary          embedding and norms outside the layers; rotary embeddings that depend on row length
@@ -25,7 +25,7 @@ the loss without full logits. ``streamed_model`` installs these parts in a model
     hf_names                        names of transformers' internals, by version
     evaluated                       logits of an evaluation, computed when they are read
     model_call                      arguments of a model call, read and changed by name
-    preflight/                      comparison of a model, streamed and unstreamed, before training
+    preflight/                      comparison of a model with and without streaming, before training
 """
 
 from streamtune.engine.inspect_model import decoder_layers

@@ -1,4 +1,4 @@
-"""The two functions that ``transformers`` looks up by name: attention of a chunk, and the lazy mask that it reads.
+"""The two functions that ``transformers`` looks up by name: attention of a chunk, and the mask that it reads.
 
 Both are registered under :data:`NAME` when the engine is imported. A model uses them while its config names this
 attention implementation.
@@ -53,13 +53,14 @@ def attention(
         module: Attention module that calls this function.
         query: Queries ``[B, H, T, D]`` of the chunk.
         key, value: Keys and values ``[B, G, S, D]`` of earlier chunks and of this chunk.
-        attention_mask: Mask of this chunk, lazy mask of the whole call, dense mask, or None (see ``is_causal``).
+        attention_mask: Mask of this chunk, ``LazyMask`` of the whole call, dense mask, or None (then ``is_causal``
+            counts).
         scaling: Factor on the scores; None is ``D ** -0.5``.
         dropout: Probability with which an attention weight is dropped.
         softcap: Bound c of the scores: ``c * tanh(score / c)``.
         s_aux: Attention sink logits ``[H]``, one per head.
         is_causal: True for a causal mask if no mask is given; None reads ``module.is_causal``.
-        **kwargs: Other arguments of the layer; a tensor with a name that StreamTune does not know is refused.
+        **kwargs: Other arguments of the layer. A tensor with a name that StreamTune does not know raises an error.
 
     Raises:
         ForeignAttentionError: The layer adds a bias to its scores, or selects its keys, in an unsupported way.
@@ -101,7 +102,7 @@ def attention(
 def _average_fully_masked_queries(output: Tensor, value: Tensor, mask: Tensor) -> Tensor:
     """Return ``output`` ``[B, H, T, D]``, with the mean of all values for each query whose keys are all masked.
 
-    Softmax gives this mean where the mask adds the lowest finite number to all scores. Such queries occur only in dense
+    Softmax gives this mean if the mask adds the lowest finite number to all scores. Such queries occur only in dense
     masks that a model builds itself, for example in a cross-attention outside the decoder layers.
     """
     hidden = (mask <= torch.finfo(mask.dtype).min).all(-1, keepdim=True) & mask.isfinite().all(-1, keepdim=True)
@@ -118,7 +119,6 @@ def _attend_across_ranks(
     mask: MaskView | LazyMask | None,
     options: dict[str, Any],
 ) -> Tensor:
-    """Return the attention output ``[B, H, L, D]`` of this rank's L tokens of a sequence that several ranks share."""
     if not exchange.uses_ring:
         query, key, value = exchange.exchange_heads(*qkv, module_name)
         options["sinks_H"] = exchange.sinks_of_rank(options["sinks_H"])
@@ -133,11 +133,14 @@ def _attend_across_ranks(
 
 
 class BiasError(ForeignAttentionError):
-    """A dense mask has values other than 0 and -inf, or differs between heads; only eager attention supports it."""
+    """Raised if a dense mask has values other than 0 and -inf, or differs between heads.
+
+    Only eager attention supports such a mask.
+    """
 
 
 def _as_mask_view(mask: MaskView | LazyMask | Tensor | None, query: Tensor, key: Tensor, causal: bool) -> MaskView:
-    """Return a mask as a ``MaskView``; for None, a view in which the last query and the last key are the same token."""
+    """Return a mask as a ``MaskView``. For None, the last query and the last key have the same position."""
     batch, _, queries, _ = query.shape
     keys = key.shape[2]
     if isinstance(mask, MaskView):
@@ -160,7 +163,7 @@ def lazy_mask_from_dense(mask: Tensor) -> LazyMask:
     """
     allowed = mask if mask.dtype == torch.bool else mask == 0
     if mask.dtype != torch.bool and not bool((allowed | (mask <= -1e4)).all()):
-        raise BiasError("a dense attention mask with values other than 0 and -inf is a bias")
+        raise BiasError("a dense attention mask has values other than 0 and -inf, so it is a bias")
     if allowed.shape[1] != 1:
         raise BiasError("a dense attention mask differs between heads")
     return LazyMask.from_dense(allowed)
@@ -217,7 +220,7 @@ AttentionMaskInterface.register(NAME, lazy_mask)
 
 
 class SavedAttention:
-    """Stores output o and log-sum-exp (lse) of each attention of one layer call, by chunk, on the device or host."""
+    """Stores output o and log-sum-exp (lse) of each attention of a layer call, by chunk, on the device or host."""
 
     def __init__(self, tier: Tier) -> None:
         self.tier = tier
@@ -233,7 +236,7 @@ class SavedAttention:
 class SavedOutputs:
     """Saved outputs of the attentions that a layer computes on one chunk, read in the order of their computation.
 
-    If ``last_read`` is True, the layer runs on this chunk for the last time: each output is freed once it is read.
+    ``last_read`` is True if the layer runs on this chunk for the last time. Each output is then freed once it is read.
     """
 
     def __init__(self, saved: SavedAttention, start: int, last_read: bool) -> None:

@@ -1,4 +1,4 @@
-"""The cache that a layer gets for one chunk: it connects the chunk to its prefix.
+"""The cache that a layer gets for one chunk: it gives access to the chunk's prefix, the tokens of earlier chunks.
 
 An attention layer calls ``update(k, v)``, which stores the chunk's keys and values and returns the keys and values of
 prefix and chunk. A recurrent or convolution layer reads the state after the prefix (``get_recurrent_state``,
@@ -13,7 +13,7 @@ prefix and chunk. A recurrent or convolution layer reads the state after the pre
 Keys and values are recomputed in the backward by default, because they grow with the sequence. States have a fixed size
 and are saved in the forward, one per chunk.
 
-Two families take their state as an argument and return it. The cache stores it like other states:
+xLSTM and RWKV take their state as an argument and return it. The cache stores it like other states:
 
     xLSTM   ``x, (c, n, m) = layer(x, state=(c, n, m))``
     RWKV    ``state[i][:, :, layer_id]`` is read and written for i = 0..4, tensors of all layers
@@ -42,7 +42,7 @@ Pass = Literal["store", "project", "recompute", "replay", "whole"]
 
 
 class ProjectionDone(BaseException):
-    """Stops the forward of a layer after its last key/value update, in a run that needs only the keys and values."""
+    """Stops a layer's forward after its last key/value update, if only its keys and values are needed."""
 
 
 class ChunkCache(hf_internal(CACHE_CLASS)):  # type: ignore[misc]
@@ -52,7 +52,7 @@ class ChunkCache(hf_internal(CACHE_CLASS)):  # type: ignore[misc]
         kv: Keys and values of all chunks of the layer call.
         states: Recurrent and convolution states of the layer call.
         chunk: Positions of the chunk's keys.
-        first_key: Position of the first key that the chunk sees (above 0 under a sliding window).
+        first_key: Position of the first key that the chunk attends to (above 0 with a sliding window).
         pass_name: Purpose of this run of the layer: ``store`` is the forward, ``replay`` the run with a graph.
         exchange: Exchange with the ranks that share the sequence; None if this rank has the whole sequence.
     """
@@ -72,7 +72,7 @@ class ChunkCache(hf_internal(CACHE_CLASS)):  # type: ignore[misc]
         self.first_key = min(first_key, chunk.start)
         self.layers = _LayerViews(proxy(self))  # a cycle would keep the chunk until the next garbage collection
         self.chunk_kv: list[Tensor] = []
-        """Keys and values that the chunk computed, update by update."""
+        """Keys and values that the layer computed on the chunk: a key and a value tensor for each update."""
         self.prefix_leaves: list[Tensor] = []
         self.chunk_states: dict[StateKey, Tensor] = {}
         self.sent_states: list[Tensor] = []
@@ -90,13 +90,13 @@ class ChunkCache(hf_internal(CACHE_CLASS)):  # type: ignore[misc]
 
     @property
     def read_leaves(self) -> list[Tensor]:
-        """Autograd leaves that stand for the keys, values and states which this chunk read from earlier chunks."""
+        """Autograd leaves with the keys, values and states that the layer read from earlier chunks."""
         return [*self.prefix_leaves, *self.state_leaves.values()]
 
     def tensors_for_later_chunks(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield each key, value and state tensor that later chunks read from this chunk, with its gradient.
 
-        The gradients are complete because all later chunks have run backward.
+        The gradients are complete, because all later chunks have already run backward.
         """
         if self.kv.has_grads:
             grads = [grad for index in range(self.kv.updates) for grad in self.kv.grad_views(index, self.chunk)]
@@ -126,7 +126,6 @@ class ChunkCache(hf_internal(CACHE_CLASS)):  # type: ignore[misc]
 
     @property
     def _own_tokens(self) -> slice:
-        """Chunk as a slice of the tokens that this rank holds."""
         return self.chunk if self.exchange is None else self.exchange.part
 
     @cached_property
@@ -190,11 +189,11 @@ class ChunkCache(hf_internal(CACHE_CLASS)):  # type: ignore[misc]
         return joined[:, 0]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return how many tokens precede the chunk; if ranks share the sequence, how many precede this rank's shard."""
+        """Return the number of tokens before the chunk, or before this rank's part of the chunk."""
         return self.chunk.start if self.exchange is None else self.exchange.position
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Return the number of keys that the chunk attends to, and the position of the first."""
+        """Return the number of keys that the chunk attends to, and the position of the first of these keys."""
         return self.chunk.stop - self.first_key, self.first_key
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
@@ -204,7 +203,7 @@ class ChunkCache(hf_internal(CACHE_CLASS)):  # type: ignore[misc]
     # Methods that a recurrent or convolution layer calls.
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """Return a causal convolution's last K inputs ``[B, C, K]`` before the chunk; None if no tokens precede it."""
+        """Return the last K inputs ``[B, C, K]`` of a causal convolution before the chunk; None for the first chunk."""
         return self._read_state(("conv", layer_idx, state_idx))
 
     def update_conv_state(
@@ -215,7 +214,7 @@ class ChunkCache(hf_internal(CACHE_CLASS)):  # type: ignore[misc]
         conv_kernel_size: int | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """Return a causal convolution's last K inputs before the chunk, then the chunk's; save the new last K.
+        """Return a causal convolution's last K inputs before the chunk, then the chunk's inputs; save the new last K.
 
         If no tokens precede the chunk, K is ``conv_kernel_size`` (None: the chunk's number of inputs), and a chunk with
         fewer inputs gets zeros on its left.
@@ -243,20 +242,20 @@ class ChunkCache(hf_internal(CACHE_CLASS)):  # type: ignore[misc]
         return recurrent_states
 
     def get_linear_cache(self, layer_idx: int) -> Tensor | None:
-        """Return :meth:`get_recurrent_state`; MiniMax layers call it by this name."""
+        """Return :meth:`get_recurrent_state`, under the name that MiniMax layers call."""
         return self.get_recurrent_state(layer_idx)
 
     def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
-        """Call :meth:`update_recurrent_state`; MiniMax layers call it by this name."""
+        """Call :meth:`update_recurrent_state`, under the name that MiniMax layers call."""
         self.update_recurrent_state(linear_cache, layer_idx)
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        """Return True if the tokens before the chunk have left a state from which the chunk starts."""
+        """Return True if the chunk starts from a state of earlier tokens."""
         read_position = self._state_positions[0]
         return read_position is not None and (self.exchange is not None or self.states.has_state_after(read_position))
 
     def is_recording_past(self, layer_idx: int) -> bool:
-        """Return True, so that a chunk of one token does not use the decoding path, which writes states in place."""
+        """Return True: layers then do not run a chunk of one token as a decoding step, which writes states in place."""
         return True
 
     def _report_state_use(self) -> None:
@@ -331,7 +330,9 @@ class _LayerViews:
 
 
 class _UnknownStateError(UnsupportedModelError, AttributeError):
-    """A layer reads an unsupported kind of state; an ``AttributeError``, so that ``hasattr`` returns False."""
+    """Raised if a layer reads an unsupported kind of state; an ``AttributeError``, so that
+    ``hasattr`` returns False.
+    """
 
 
 class _LayerView:
@@ -359,7 +360,6 @@ class _StateViews:
 
 
 def _to_autocast_dtype(x: Tensor) -> Tensor:
-    """Return keys or values cast to autocast's dtype, as attention casts them; unchanged if autocast is off."""
     kind = autocast_device_type(x.device)
     if x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
         return x
@@ -367,7 +367,7 @@ def _to_autocast_dtype(x: Tensor) -> Tensor:
 
 
 class _JoinKeys(torch.autograd.Function):
-    """``cat([prefix, own], dim=2)`` without a copy of the prefix: ``own`` is written into the prefix's own buffer."""
+    """``cat([prefix, own], dim=2)`` without a copy of the prefix: ``own`` is written behind it, in the same buffer."""
 
     @staticmethod
     def forward(ctx: Any, prefix: Tensor, own: Tensor, place: tuple[Tensor, slice]) -> Tensor:
@@ -384,11 +384,11 @@ class _JoinKeys(torch.autograd.Function):
 
 XLSTM_STATES, RWKV_STATES = 3, 5
 EMPTY_MAXIMUM = -1e30
-"""Running maximum of the exponents in RWKV's state before the first token."""
+"""Initial value of the running maximum of exponents in RWKV's state."""
 
 
 def state_argument(layer: nn.Module, cache: ChunkCache, hidden: Tensor) -> Any:
-    """Return the state argument with which xLSTM or RWKV runs on a chunk: the state after the preceding chunk."""
+    """Return the argument with which xLSTM or RWKV gets its state: the state after the preceding chunk."""
     if not hasattr(layer, RWKV_LAYER):
         parts = [cache.get_recurrent_state(0, index) for index in range(XLSTM_STATES)]
         return None if parts[0] is None else tuple(parts)
@@ -410,7 +410,7 @@ def state_argument(layer: nn.Module, cache: ChunkCache, hidden: Tensor) -> Any:
 
 
 def save_returned_state(layer: nn.Module, cache: ChunkCache, state: Any, out: Any) -> Any:
-    """Save the state that xLSTM or RWKV has after a chunk; return the layer's output with None in place of this state.
+    """Save the state of xLSTM or RWKV after a chunk; return the layer's output with None in place of this state.
 
     ``state`` is the argument that :func:`state_argument` returned; RWKV writes into it.
     """
@@ -426,7 +426,9 @@ def save_returned_state(layer: nn.Module, cache: ChunkCache, state: Any, out: An
 
 
 class _Column:
-    """Replaces RWKV's state ``[B, C, layers]`` in one layer: a write stores a new tensor and changes none in place."""
+    """Replaces RWKV's state ``[B, C, layers]`` in one layer. An item assignment stores a new tensor and changes none in
+    place.
+    """
 
     def __init__(self, x: Tensor) -> None:
         self.x = x

@@ -1,9 +1,9 @@
 """One call of a decoder layer, with arguments bound by name, so that the call can be repeated on any chunk.
 
-Nothing here depends on a model family. An argument is cut along the sequence if its name or shape shows that it follows
-the sequence. Otherwise it is passed unchanged:
+Nothing here depends on a model family. An argument is cut along the sequence if its name or shape shows that it has a
+sequence dimension. Otherwise it is passed unchanged:
 
-    hidden states, 2D masks, other tensors of T columns   dim 1
+    hidden states, 2D masks, other tensors [B, T, ...]    dim 1
     parallel streams of hidden states [N, B, T, C]        dim 2
     position_ids ([B, T] or [3, B, T])                    last dim
     position_embeddings (cos, sin of [B, T, D])           dim -2; prefix and chunk if the layer rotates pooled keys
@@ -14,7 +14,8 @@ the sequence. Otherwise it is passed unchanged:
     distances of queries to keys ([T, T])                 rows; columns cut to prefix and chunk
     the cache, keys and values shared between layers      replaced by the cache of the chunk
 
-A layer with its own attention code (``own_attention``) gets its masks as tensors.
+The prefix of a chunk is the tokens before it. A layer with its own attention code (``own_attention``) gets its masks as
+tensors.
 
 Shape suffixes: B batch, T tokens of the sequence, C channels, H heads, N streams.
 """
@@ -59,7 +60,7 @@ from streamtune.ops.attention.mask import LazyMask
 from streamtune.schedule import Schedule
 
 PAST = "past"
-"""Argument name, in :attr:`LayerCall.inputs`, of trained keys (place 0) and values (1) of tokens before the call."""
+"""Name of trained keys (place 0) and values (place 1) of tokens before the call, in :attr:`LayerCall.inputs`."""
 
 
 @lru_cache(maxsize=512)
@@ -73,7 +74,7 @@ def layer_cache_argument(layer: nn.Module) -> str | None:
 
 
 def forwarded_cache_argument(layer: nn.Module) -> str | None:
-    """Return the name of a layer's cache argument, also if the layer only passes the cache on in ``**kwargs``."""
+    """Return the name of a layer's cache argument, also if the layer only passes a cache on in ``**kwargs``."""
     parameters = _signature(type(layer).forward).parameters.values()
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
         return next((name for module in layer.modules() if (name := layer_cache_argument(module))), None)
@@ -84,24 +85,25 @@ def forwarded_cache_argument(layer: nn.Module) -> str | None:
 class LayerCall:
     """One call of ``layer.forward`` with its arguments by name, so that it can be repeated on any chunk.
 
-    ``inputs`` maps the hidden states, and each other tensor that needs a gradient, to the sequence dimension (None: the
-    tensor is not cut). Tensors in a dictionary that layers share have the name (argument, dictionary key, 0 for keys or
-    1 for values).
+    ``inputs`` maps the names of the hidden states, and of other tensors that need a gradient, to their sequence
+    dimension. None means that the tensor is not cut. Tensors in a dictionary that layers share have the name (argument,
+    dictionary key, 0 for keys or 1 for values).
     """
 
     layer: nn.Module
     arguments: dict[str, Any]
     parameter_names: frozenset[str]
-    """Arguments that are parameters of the layer's forward; the other arguments go into its ``**kwargs``."""
+    """Names of the arguments that are parameters of the layer's forward; the other arguments go
+    into its ``**kwargs``.
+    """
     cache_name: str
     hidden_name: str
     length: int
-    """Number of tokens T."""
     inputs: dict[str | SharedKey, Along]
     shared: dict[SharedKey, Tensor | None]
     dtype: torch.dtype
     own_attention: OwnAttention | None = None
-    """Attention of a layer with its own attention code; None uses the engine's attention."""
+    """Attention of a layer that computes attention in its own code; None uses StreamTune's attention."""
     configs: Sequence[Any] = ()
     """Configs from which the layer reads its attention implementation."""
     shards: SequenceShards | None = None
@@ -173,7 +175,6 @@ class LayerCall:
         return call
 
     def _add_gradient_input(self, key: str, value: Any) -> None:
-        """Add an argument to ``inputs`` if it needs a gradient; raise an error if its gradient cannot be returned."""
         name = type(self.layer).__name__
         if isinstance(value, UserDict):
             for entry, pair in value.items():
@@ -217,7 +218,7 @@ class LayerCall:
         self.past = past.detached()
 
     def restrict_masks_to_rows(self, rows: PackedRows) -> None:
-        """Restrict the masks so that a token sees only its own packed row, and a beginning that rows share."""
+        """Restrict the masks so that a token sees only its own packed row, or its own row and a shared prefix."""
         self._change_masks(rows.restrict_mask)
 
     def set_rank_shards(self, shards: SequenceShards) -> None:
@@ -230,7 +231,7 @@ class LayerCall:
         for key, value in self.arguments.items():
             dense = isinstance(value, Tensor) and (key in (*KEY_BIASES, *DISTANCES) or key.endswith("mask"))
             if dense and (key in DISTANCES or shards.own_padding(value) is None):
-                what = f"gets {key!r} as a tensor over the whole sequence, which ranks cannot share"
+                what = f"gets {key!r} as a tensor over the whole sequence, which sequence parallelism does not support"
             elif isinstance(value, UserDict) and shards.form == "ring":
                 what = "shares keys and values with other layers, which ring attention does not support"
             else:
@@ -238,8 +239,8 @@ class LayerCall:
             raise UnsupportedModelError(f"{name} {what}", fix="set sequence_parallel_size: 1")
         if self.length != shards.own_length:
             raise UnsupportedModelError(
-                f"{name} gets {self.length} hidden states, but this rank has {shards.own_length} tokens, so ranks "
-                "cannot share its sequence",
+                f"{name} gets {self.length} hidden states, but this rank has {shards.own_length} tokens, which "
+                "sequence parallelism does not support",
                 fix="set sequence_parallel_size: 1",
             )
         if self._rotates_pooled_keys:
@@ -266,7 +267,7 @@ class LayerCall:
 
     @property
     def lazy_mask(self) -> LazyMask | None:
-        """Lazy mask among the arguments; None if there is none."""
+        """The first argument that is a ``LazyMask``; None if there is none."""
         return next((value for value in self.arguments.values() if isinstance(value, LazyMask)), None)
 
     @cached_property
@@ -279,14 +280,14 @@ class LayerCall:
         return any(hasattr(module, INDEXER_POOLING) for module in self.layer.modules())
 
     def key_positions(self, chunk: slice) -> slice:
-        """Return the positions of a chunk's own keys among all keys; the keys of tokens before the call come first."""
+        """Return the positions of a chunk's own keys among all keys, in which keys before the call come first."""
         before = 0 if self.past is None else self.past.length
         return slice(before + chunk.start, before + chunk.stop)
 
     def first_key_position(self, chunk: slice) -> int:
         """Return the position of the first key that the mask lets a chunk see.
 
-        It is 0 for a layer with its own attention code, because the code may count keys from the first.
+        It is 0 for a layer with its own attention code, which may index keys from 0.
         """
         if self.lazy_mask is None or self.own_attention is not None:
             return 0
@@ -313,7 +314,7 @@ class LayerCall:
         return [x for x in tensors if x is not None]
 
     def drop_input_tensors(self) -> None:
-        """Drop the references to tensors that need a gradient; autograd saves them, and frees them after their use."""
+        """Drop the references to tensors that need a gradient. Autograd saves them, and frees them after use."""
         for name in self.inputs:
             if isinstance(name, tuple):
                 self.shared[name] = None
@@ -324,10 +325,10 @@ class LayerCall:
     def run_chunk(
         self, chunk: slice, cache: ChunkCache, x_i: dict[str | SharedKey, Tensor]
     ) -> tuple[Any, dict[Any, int]]:
-        """Call the layer's own forward on one chunk; ``x_i`` holds the chunk of each tensor in ``inputs``.
+        """Call the layer's own forward on one chunk; ``x_i`` has the chunk of each tensor in ``inputs``.
 
-        Return the output, and for each entry that the layer adds to the dictionary of shared keys and values the index
-        of the cache update that it came from.
+        Return the output, and the index of the cache update that computed each entry which the layer adds to the shared
+        keys and values.
         """
         sharing: ChunkSharing | None = None
         arguments: dict[str, Any] = {}
@@ -366,7 +367,7 @@ class LayerCall:
             return type(self.layer).forward(self.layer, **arguments)
 
     def split_into_chunks(self, schedule: Schedule) -> list[slice]:
-        """Return the chunks of the call; a token that sees later tokens is in the same chunk as these tokens.
+        """Return the chunks of the call; a token is in the same chunk as the later tokens that it sees.
 
         Raises:
             UnsupportedModelError: A chunk would be longer than twice the schedule's ``chunk_size``
@@ -391,7 +392,6 @@ class LayerCall:
         )
 
     def _attention_names_set(self) -> AbstractContextManager[None]:
-        """Return a context manager in which the configs name the layer's attention: the engine's or its own."""
         name = NAME if self.own_attention is None else self.own_attention.name
         return temporary_attention_names(list(self.configs), [name] * len(self.configs))
 
@@ -404,7 +404,6 @@ class LayerCall:
         return ChunkSharing(cache, full)
 
     def _sequence_dim(self, key: str, value: Tensor, length: int) -> Along:
-        """Return the dimension of an argument that has one entry per token; None if there is none."""
         if key in (*POSITIONS, *KEY_BIASES) and not _is_dense_mask(value, length):
             dim = value.dim() - 1
         elif key == ROTATIONS:
@@ -418,7 +417,9 @@ class LayerCall:
         return dim if value.shape[dim] == length else None
 
     def _cut_to_chunk(self, key: str, value: Any, chunk: slice, first_key: int) -> Any:
-        """Return a chunk's slice of an argument: its tokens, and in masks and biases the keys from ``first_key`` on."""
+        """Return a chunk's part of an argument: the chunk's tokens, and in masks and biases the keys from ``first_key``
+        on.
+        """
         if isinstance(value, Tensor):
             if _is_dense_mask(value, self.length):
                 return value[..., chunk, first_key : chunk.stop]
@@ -488,7 +489,6 @@ def _hidden_sequence_dim(layer_name: str, hidden: Tensor, arguments: dict[str, A
 
 
 def _refuse_other_sequences(name: str, arguments: dict[str, Any], length: int) -> None:
-    """Raise an error for a layer with cross-attention, or with several streams concatenated along the sequence."""
     for key in OTHER_SEQUENCES:
         if arguments.get(key) is not None:
             raise UnsupportedModelError(
@@ -513,5 +513,4 @@ def _holds_gradient(value: Any) -> bool:
 
 
 def _is_dense_mask(value: Any, length: int) -> bool:
-    """Return True if ``value`` has the shape of a dense mask ``[B, H, T, T]``."""
     return isinstance(value, Tensor) and value.dim() == 4 and tuple(value.shape[2:]) == (length, length)

@@ -1,7 +1,7 @@
-"""The hooks that run before and after each call of a streamed model.
+"""Hooks that run before and after each call of a streamed model.
 
-Attention weights, router logits and static caches need unchunked layers. A call without gradients that asks for any of
-these runs as in the plain model: unchunked, with the attention that the config names outside of streaming.
+Attention weights, router logits and static caches need layers that run on all tokens at once. A call without gradients
+that asks for any of these runs without streaming, with the attention that the config names outside of streaming.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from streamtune.errors import ArgumentError, UnsupportedModelError
 from streamtune.schedule import Schedule
 
 SHORT = Schedule(chunk_size=4096, keep_attention="device")
-"""Default schedule of short calls: chunks would save no memory there and cost a second forward of the attention."""
+"""Default schedule of short calls. Chunks would save no memory there, and cost a second forward of the attention."""
 
 
 class StreamedCalls(StreamedModel):
     """Adds hooks that run before and after each call of a streamed model.
 
-    ``short`` is the schedule of calls with at most 4,096 tokens; None uses ``schedule``.
+    ``short`` is the schedule of calls with at most 4,096 tokens; None uses ``schedule`` for these calls too.
     """
 
     def __init__(
@@ -59,9 +59,9 @@ class StreamedCalls(StreamedModel):
         self._length = 0
         """Number of tokens T of the current call."""
         self._outer_calls: int | None = None
-        """Number of calls around the current call; None outside of calls."""
+        """Number of model calls that enclose the current call; None outside of calls."""
         self._plain_call = ExitStack()
-        """Holds the context manager :meth:`plain` during a call that runs as in the plain model."""
+        """Holds the context :meth:`plain` during a call that runs without streaming."""
         if has_generate(self.model):
             self.model.generate = Generation(self)
         self._hooks += [
@@ -78,7 +78,7 @@ class StreamedCalls(StreamedModel):
     def remove(self) -> None:
         """Restore the model exactly as it was before streaming; may be called twice.
 
-        A loss whose backward has not run yet is lost. Offloaded weights (``Schedule(weights="host")``) stay on the
+        A backward that has not run yet can no longer run. Offloaded weights (``Schedule(weights="host")``) stay on the
         host.
         """
         super().remove()
@@ -86,7 +86,6 @@ class StreamedCalls(StreamedModel):
             del self.model.generate
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes to copy or pickle, without two that each copy creates anew."""
         return {key: value for key, value in vars(self).items() if key not in ("_sharing", "_plain_call")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -94,18 +93,18 @@ class StreamedCalls(StreamedModel):
         self._sharing, self._plain_call = CallSharding(self), ExitStack()
 
     def returning_scores(self, scored: ScoreRequest) -> AbstractContextManager[None]:
-        """Context manager: while active, a call returns the scores that ``scored`` requests, not the model's output."""
+        """Return a context in which a call returns the scores that ``scored`` requests, not the model's output."""
         return temporary_attribute(self, "scored", scored)
 
     def laid_out(self, branches: Branches) -> AbstractContextManager[None]:
-        """Context manager: while active, rows that share their beginning are laid out as ``branches`` describes.
+        """Return a context in which a call's tokens are rows that share a prefix, in the layout ``branches``.
 
         A call needs ``labels`` or ``shift_labels`` ``[1, T]``, and the arguments ``branches.arguments(input_ids)``.
         """
         return temporary_attribute(self, "_branch_layout", branches)
 
     def plain(self) -> AbstractContextManager[None]:
-        """Context manager: while active, calls run without streaming; gradients must be off.
+        """Return a context in which calls run without streaming; gradients must be off.
 
         Raises:
             ArgumentError: Gradients are on.
@@ -155,7 +154,6 @@ class StreamedCalls(StreamedModel):
         return args, kwargs
 
     def _restore_attention_names(self) -> None:
-        """Restore the attention implementation that each config names outside of streamed calls."""
         if self._outer_calls is not None:
             self.names.end_call(self._outer_calls)
             self._outer_calls = None
@@ -169,7 +167,6 @@ class StreamedCalls(StreamedModel):
             self.names.end_call()
 
     def _runs_unstreamed(self, call: ModelCall) -> bool:
-        """Return True if a call runs without streaming: inside :meth:`plain`, or if its output requires it."""
         self._plain_call.close()  # an interrupted call leaves it open
         if self.context.plain:
             return True
@@ -180,7 +177,6 @@ class StreamedCalls(StreamedModel):
         return needs_unchunked_layers(arguments, call.cache, call.get_argument("labels") is not None)
 
     def _refuse_outputs(self, arguments: dict[str, Any]) -> None:
-        """Raise an error for outputs that a streamed call cannot return; warn that router logits are left out."""
         for name, why in REFUSED_OUTPUTS.items():
             if arguments.get(name):
                 raise UnsupportedModelError(
@@ -215,7 +211,6 @@ class StreamedCalls(StreamedModel):
             call.set_argument("use_cache", False)
 
     def _set_call_context(self, call: ModelCall, with_labels: bool) -> None:
-        """Set what the layers read during the call: packed rows, row lengths, schedule, one chunk or several."""
         rows, self._length = call.batch_and_length
         self.context.one_chunk = with_labels and self._needs_one_chunk(call)
         self.context.schedule = self._short_schedule if 0 < rows * self._length <= SHORT.chunk_size else None
@@ -286,7 +281,9 @@ class StreamedCalls(StreamedModel):
         return output
 
     def _check_hidden_states(self, output: Any) -> None:
-        """Replace embedding placeholders in the output's hidden states; raise an error if a state is of one chunk."""
+        """Replace embedding placeholders in the output; raise an error if a hidden state has only
+        one chunk's tokens.
+        """
         states = getattr(self._replace_embedding_placeholders(output), "hidden_states", None)
         partial_states = [
             x for x in states or () if isinstance(x, Tensor) and x.dim() > 2 and x.shape[-2] < self._length
@@ -323,7 +320,6 @@ class StreamedCalls(StreamedModel):
         return output
 
     def _make_logits_readable(self, output: Any) -> Any:
-        """Return a model output whose lazy logits are replaced by tensors that are computed when they are read."""
         assert self.head is not None
         compute = self.head.logits_with_graph if torch.is_grad_enabled() else self.head.logits_without_graph
         if isinstance(output, tuple):
@@ -347,15 +343,16 @@ class StreamedCalls(StreamedModel):
 
 
 UNCHUNKED_OUTPUTS = ("output_attentions", "output_router_logits")
-"""Arguments that ask for outputs which only unchunked layers compute."""
+"""Arguments that request outputs which layers compute only if they run on all tokens at once."""
 GROWING_CACHES = (None, "dynamic", "dynamic_full")
-"""Values of ``cache_implementation`` for a cache that grows with the tokens."""
+"""Values of ``cache_implementation`` for a cache that grows with the number of tokens."""
 
 
 def needs_unchunked_layers(arguments: dict[str, Any], cache: Any, with_labels: bool) -> bool:
-    """Return True if a call without gradients has outputs or a cache that only layers without chunks support.
+    """Return True if a call without gradients has outputs or a cache for which layers must run on all tokens at once.
 
-    ``output_router_logits`` in a call with labels does not count: it asks for the balance loss, which is streamed.
+    ``output_router_logits`` in a call with labels does not count: it asks for the balance loss, which is computed in
+    chunks.
     """
     requested_outputs = [name for name in UNCHUNKED_OUTPUTS if arguments.get(name)]
     if with_labels and requested_outputs == ["output_router_logits"]:
@@ -364,7 +361,7 @@ def needs_unchunked_layers(arguments: dict[str, Any], cache: Any, with_labels: b
 
 
 class Generation:
-    """Replaces ``generate`` of one streamed model."""
+    """Replaces the method ``generate`` of a streamed model; generates without streaming if the options require that."""
 
     def __init__(self, handle: StreamedCalls) -> None:
         self.handle = handle
@@ -379,7 +376,7 @@ class Generation:
         return generate
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call ``generate`` of the model's class, without streaming if its options need unchunked layers."""
+        """Call ``generate`` of the model's class."""
         if not self._needs_unchunked_layers(kwargs):
             return self._class_generate()(*args, **kwargs)
         with torch.no_grad(), self.handle.plain():

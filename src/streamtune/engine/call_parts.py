@@ -1,4 +1,4 @@
-"""Outputs of a layer call, cut and joined along the sequence, and keys and values that layers share."""
+"""Outputs of a layer call, cut and joined along the sequence; keys and values that layers share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from streamtune.errors import UnsupportedModelError
 
 
 class LayerOutputs:
-    """Splits a layer's output on each chunk into tensors, and rebuilds its output for the whole sequence."""
+    """Splits a layer's output on each chunk into tensors, and rebuilds the output for the whole sequence."""
 
     def __init__(self, name: str, hidden_sequence_dim: Along) -> None:
         self.name, self.hidden_sequence_dim = name, hidden_sequence_dim
@@ -22,10 +22,12 @@ class LayerOutputs:
         self.along: list[Along] = []
         """Sequence dimension of each output."""
         self.form: list[int | list[Tensor] | None] = []
-        """For each item that the layer returns: its index in the outputs, or the top-k key indices of each chunk."""
+        """For each item that the layer returns: its index in the output tensors, or the key indices that each chunk
+        selected.
+        """
 
     def chunk_tensors(self, out: Any, chunk: slice, *, keep: bool) -> list[Tensor]:
-        """Return the tensors in a layer's output on one chunk; with ``keep`` also record its selected key indices."""
+        """Return the tensors in a layer's output on a chunk; with ``keep`` also record indices of selected keys."""
         self.wrap = type(out) if isinstance(out, tuple | list) else None
         items = list(out) if isinstance(out, tuple | list) else [out]
         if chunk.start == 0 and keep:
@@ -50,7 +52,7 @@ class LayerOutputs:
         return outputs
 
     def rebuild_output(self, outputs: list[Tensor]) -> Any:
-        """Return the layer's output (a tensor, tuple or list) with tensors of the whole sequence."""
+        """Return the layer's output (a tensor, tuple or list), given its tensors for the whole sequence."""
         items = [outputs[part] if isinstance(part, int) else _join_key_indices(part) for part in self.form]
         return items[0] if self.wrap is None else self.wrap(items)
 
@@ -81,22 +83,20 @@ def _join_key_indices(parts: list[Tensor] | None) -> Tensor | None:
 
 
 SharedKey = tuple[str, Any, int]
-"""Name (argument, entry, place) of a tensor in a shared dictionary; place 0 is the keys, 1 the values."""
+"""Name (argument, dictionary key, place) of a tensor in a dictionary that layers share; keys have place 0, values 1."""
 
 
 class ChunkSharing(UserDict):  # type: ignore[type-arg]
     """Dictionary of the keys and values that layers share, cut to the keys ``[B, G, S, D]`` that one chunk sees.
 
-    Args:
-        cache: Cache of the chunk.
-        full_kv: Keys and values of the whole sequence, computed by earlier layers, by dictionary key.
+    ``full_kv`` has the keys and values of the whole sequence that earlier layers computed.
     """
 
     def __init__(self, cache: ChunkCache, full_kv: dict[Any, tuple[Tensor, ...]]) -> None:
         super().__init__()
         self.cache, self.full_kv = cache, full_kv
         self.entry_updates: dict[Any, int] = {}
-        """Index of the key/value update that each entry set by the layer holds."""
+        """Index of the cache update that computed each entry which the layer adds."""
 
     def __contains__(self, key: object) -> bool:
         return key in self.full_kv

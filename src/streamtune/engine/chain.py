@@ -1,9 +1,9 @@
 """``order="chunk"``: the backward runs through all layers of a chunk, then through all layers of the preceding chunk.
 
-A *chain* is a sequence of layer calls in which each reads the very tensor that the call before returned. So the chain
-is one function of its first input. Layer k's call returns an autograd node for layers 1..k. Its inputs are the chain's
-first input and the parameters of layers 1..k. Usually only the last node runs; the earlier nodes are freed with their
-outputs. For the chain f = f_L ... f_1 and chunks i = D..1 the backward is
+A *chain* is a sequence of layer calls in which each call reads the tensor that the preceding call returned. So the
+chain is one function of its first input. Layer k's call returns an autograd node for layers 1..k. Its inputs are the
+chain's first input and the parameters of layers 1..k. Usually only the last node runs; the earlier nodes are freed with
+their outputs. For the chain f = f_L ... f_1 and chunks i = D..1 the backward is
 
     x_0(i) = the input, x_l(i) = f_l(x_(l-1)(i), prefix of layer l)              all layers of chunk i, first to last
     dx_(l-1)(i), dK_l, dV_l (prefix), dW_l  +=  vjp of layer l on chunk i        last to first
@@ -14,7 +14,7 @@ between two layers are used elsewhere too, the node that returned them runs as w
 The gradient is exact, and the layers before that node are computed twice.
 
 With ``levels: 1`` the graphs of all layers of a chunk exist at once. With ``levels: 2`` only the graphs of one segment
-do: a pass without a graph first stores the input of each segment, at the cost of one more forward.
+of layers do. A pass without a graph first stores the input of each segment, at the cost of one more forward.
 """
 
 from __future__ import annotations
@@ -113,12 +113,11 @@ class _Link:
 
     @property
     def frees_kv_early(self) -> bool:
-        """True if keys and values leave the device between the run of a chunk with a graph and its backward."""
+        """True if the keys and values on the device are freed between a chunk's forward and its backward."""
         schedule = self.stream.settings.schedule
         return self.saved.kv is not None and (schedule.levels, schedule.keep_kv) == (1, "host")
 
     def prepare_backward(self) -> None:
-        """Create empty gradient sums for a new backward; drop the sums of a backward that was interrupted."""
         stream = self.stream
         stream.kv.grads.clear()
         stream.states.grads.clear()
@@ -129,7 +128,6 @@ class _Link:
         self.sums = [GradientSum(p, stream.widen) for p in self.parameters]
 
     def load_prefix(self, chunk: slice) -> None:
-        """Copy the keys, values and states of earlier chunks, which the layer reads on this chunk, to the device."""
         self.stream.states.prefetch_states(chunk)
         if self.saved.kv is not None:
             call = self.stream.call
@@ -137,7 +135,6 @@ class _Link:
             self.saved.kv.load_kv(call.key_positions(chunk), call.first_key_position(chunk))
 
     def recompute_output(self, chunk: slice, x_i: list[Tensor]) -> Tensor:
-        """Return the layer's output hidden states on one chunk, computed without a graph."""
         self.load_prefix(chunk)
         z = self.stream.recompute_chunk(chunk, x_i)
         if self.saved.kv is not None:
@@ -145,7 +142,6 @@ class _Link:
         return z
 
     def run_with_graph(self, chunk: slice, x_i: list[Tensor]) -> _ChunkGraph:
-        """Run the layer on one chunk with gradients on; return the graph."""
         self.load_prefix(chunk)
         with torch.enable_grad():
             z_i, cache = self.stream.replay_chunk(chunk, x_i)
@@ -156,7 +152,6 @@ class _Link:
         return _ChunkGraph(self, x_i, z_i, cache)
 
     def free(self, keep_graph: bool) -> None:
-        """Free the layer's tensors after a backward; with ``keep_graph`` keep those that another backward reads."""
         stream = self.stream
         stream.saved.attention, self.sums = None, []
         if not keep_graph:
@@ -202,7 +197,7 @@ class _ChunkGraph:
 
 
 class LayerChain:
-    """Layer calls that run backward together, chunk by chunk; each reads the hidden states of the call before."""
+    """Layer calls that run backward together, chunk by chunk; each call reads the preceding call's hidden states."""
 
     def __init__(self, first_stream: LayerStream, hidden: Tensor) -> None:
         self.chunks, self.schedule = first_stream.chunks, first_stream.settings.schedule
@@ -212,9 +207,9 @@ class LayerChain:
         """Inputs of the layers other than hidden states, each once."""
         self.other_along: list[Along] = []
         self.router_totals: list[Tensor] = []
-        """Router sums of all layers so far."""
+        """Sums over the router logits (``RouterSums``) of the chain's layers so far."""
         self.sums_before: RouterSums | None = None if first_stream.routers is None else first_stream.routers.call_sums
-        """Router sums of the layers before the chain."""
+        """Sums over the router logits of the layers before the chain."""
         self.nodes: list[weakref.ref[Any]] = []
         self.nodes_run: set[tuple[int, int]] = set()
         """(id of the backward pass, number of layers) of each node that ran."""
@@ -224,10 +219,10 @@ class LayerChain:
         """Scalar that connects the chain to its first input; its node returns the gradient in ``grad_input``."""
 
     def can_append(self, previous: LayerStream | None, stream: LayerStream, tensors: Sequence[Tensor]) -> bool:
-        """Return True if a layer call can be the next link of the chain.
+        """Return True if a layer call can be appended to the chain.
 
-        Its chunks and schedule must be equal to the chain's, and the chain must not have computed another argument of
-        the layer. The hidden states between the two calls must have no gradient hooks and not retain their gradient.
+        The call must have the chain's chunks and schedule, and its other arguments must not be outputs of the chain.
+        The hidden states between the chain and the call must have no gradient hooks and not retain their gradient.
         """
         hidden, other_inputs = tensors[0], tensors[1:]
         watched = hidden._backward_hooks or hidden.retains_grad
@@ -249,9 +244,9 @@ class LayerChain:
         other_inputs: Sequence[Tensor],
         outputs: list[Tensor],
     ) -> list[Tensor]:
-        """Add a layer call that has run forward; return its outputs, attached to the autograd node of all layers.
+        """Append a layer call that has run forward; return its outputs, attached to the node of all layers so far.
 
-        The hidden states come first, the router sums of all layers so far last.
+        The hidden states come first, the sums over router logits of all layers so far last.
         """
         places = []
         for x, along in zip(other_inputs, list(stream.call.inputs.values())[1:], strict=True):
@@ -281,7 +276,7 @@ class LayerChain:
         return any((task, n) not in self.nodes_run and torch._C._will_engine_execute_node(node) for n, node in others)
 
     def free(self, keep_graph: bool) -> None:
-        """Free the tensors of all layers after a backward; with ``keep_graph`` keep those for another backward."""
+        """Free the tensors of all layers after a backward; with ``keep_graph`` another backward may follow."""
         for link in self.links:
             link.free(keep_graph)
         if not keep_graph:
@@ -366,7 +361,7 @@ class _ChainBackward:
         self.extra_sums = [GradientSum(x, widen) for x in other_inputs]
         size = count if chain.schedule.levels == 1 else min(count, chain.schedule.segment_size or 1)
         self.starts = sorted({max(0, start) for start in range(count - size, -size, -size)})
-        """Index of the first layer of each segment; the last segment has full size."""
+        """Index of the first layer of each segment; only the first segment may be shorter than the others."""
 
     def run(self, grad_outputs: Sequence[Tensor | None]) -> tuple[list[Tensor | None], list[Tensor | None]]:
         """Run the backward over all chunks; return the gradients of ``other_inputs`` and of the layers' parameters.
@@ -406,7 +401,6 @@ class _ChainBackward:
         return self._other_grads(), list(self._parameter_grads())
 
     def _input_grad_buffer(self, source: Source, grad_z: Source | None, incoming: Tensor | None) -> Tensor:
-        """Return memory for the gradient of the chain's first input, if possible the output gradient's memory."""
         may_overwrite = isinstance(grad_z, Tensor) and grad_z is not incoming
         if (
             isinstance(grad_z, Tensor)
@@ -456,7 +450,6 @@ class _ChainBackward:
         return [read_chunk(self.other_inputs[place], along[place], chunk).detach() for place in link.other_inputs]
 
     def _add_other_grads(self, link: _Link, grads: Sequence[Tensor | None], chunk_grads: dict[int, Tensor]) -> None:
-        """Add a layer's gradients of its other inputs to their sums, or to this chunk's gradients ``chunk_grads``."""
         for place, grad in zip(link.other_inputs, grads, strict=True):
             if self.full_grads[place] is None:
                 self.extra_sums[place].add_term(grad)

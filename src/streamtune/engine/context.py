@@ -1,9 +1,9 @@
-"""State of the model call, the chunk and the last layer call, for layers and attention that do not get it as arguments.
+"""State of the model call, of the chunk and of the last layer call, for code that does not get it as an argument.
 
 A layer looks up which layer call computed its input. ZeRO stage 3 and FSDP2 pass hidden states through autograd
-functions of their own around a layer's call, so the next layer gets another tensor with the same storage. Therefore two
-things are checked: that the input has the values that the call returned, and that its gradient reaches the call
-unchanged and without a hook in between.
+functions of their own, so the next layer gets another tensor with the same storage. Therefore two things are checked.
+The input must have the values that the call returned. Its gradient must reach the call unchanged, without a hook in
+between.
 """
 
 from __future__ import annotations
@@ -28,32 +28,34 @@ from streamtune.schedule import Schedule
 
 @dataclass
 class CallContext:
-    """State of the current model call that its layers read: packed rows, shards, schedule and mode."""
+    """State of the current model call that its layers read, such as packed rows and the schedule."""
 
     rows: PackedRows | None = None
     lengths: RowLengths | None = None
-    """Row lengths for rotary embeddings that depend on them; None: the embedding reads the call's longest position."""
+    """Row lengths for rotary embeddings that depend on row length. None: the embedding reads the call's longest
+    position.
+    """
     shards: SequenceShards | None = None
     schedule: Schedule | None = None
     """Schedule of this call; None uses the schedule of each layer."""
     one_chunk: bool = False
     """True if layers run on all tokens in one chunk, with the model's eager attention."""
     plain: bool = False
-    """True if the call runs as without streaming: unchunked, with the model's own attention."""
+    """True if the call runs without streaming: not in chunks, and with the model's own attention."""
 
 
 @dataclass(frozen=True)
 class ChunkContext:
-    """State of the chunk on which a layer runs, read by its attention functions."""
+    """State of the chunk on which a layer runs, for the layer's attention function."""
 
     exchange: ChunkExchange | None
     """Exchange with the ranks that share the sequence; None if this rank has the whole sequence."""
     outputs: Memory | None
-    """Saved attention outputs of this chunk's forward; None if they are not saved."""
+    """Attention outputs that the forward saved for this chunk; None if none are saved."""
 
     @contextmanager
     def as_current(self) -> Iterator[None]:
-        """Context manager: while active, :meth:`current` returns this object."""
+        """Make :meth:`current` return this object in the ``with`` block."""
         token = _chunk.set(self)
         try:
             yield
@@ -62,7 +64,7 @@ class ChunkContext:
 
     @staticmethod
     def current() -> ChunkContext:
-        """Return the context of the chunk that is computed now; outside of chunks all its fields are None."""
+        """Return the context of the chunk that runs now; outside of chunks all its fields are None."""
         return _chunk.get()
 
 
@@ -80,19 +82,21 @@ PASS_GRADIENTS = (
 """Autograd nodes that return the gradient of output n, unchanged, as the gradient of input n."""
 
 FULL_BACKWARD_HOOK = "BackwardHookFunctionBackward"
-"""Node around a module with a full backward hook, which may read or change gradients (ZeRO stage 3's hook does not)."""
+"""Autograd node around a module with a full backward hook. A user's hook may read or change gradients; ZeRO stage 3's
+hook does not.
+"""
 
 
 class LastLayerCall(Generic[Call]):
-    """The last layer call of a model and the tensor that it returned, to tell which call computed a layer's input."""
+    """The last layer call of a model and the tensor that it returned, to find the call behind a layer's input."""
 
     def __init__(self) -> None:
         self._last: tuple[_TensorIdentity, weakref.ref[Call], bool] | None = None
         self._has_reader = False
         """True once :meth:`call_for_gradient` has returned the last call."""
         self.ends_with_rows = False
-        """True once a layer carries states while rows are packed. With ``order="chunk"`` all layers have the same
-        chunks, so all chunks then end where rows do.
+        """True once a layer with a state has run on packed rows. With ``order="chunk"`` the chunks of all layers must
+        be equal, so chunks of all layers then end where rows end.
         """
 
     def __reduce__(self) -> tuple[type[LastLayerCall[Any]], tuple[()]]:
@@ -106,7 +110,7 @@ class LastLayerCall(Generic[Call]):
         )
 
     def producing_call(self, hidden: Tensor) -> Call | None:
-        """Return the last layer call if ``hidden`` has the storage and the values that it returned, else None."""
+        """Return the last layer call if ``hidden`` has the storage and the values of the call's output, else None."""
         if self._last is None:
             return None
         output, call, _ = self._last
@@ -137,8 +141,8 @@ class LastLayerCall(Generic[Call]):
 class _TensorIdentity:
     """Identifies a tensor and its values, to recognise them in another tensor with the same storage.
 
-    It holds weak references, so neither the tensor nor its memory stays alive. The weak reference to the storage keeps
-    the storage's address from being reused.
+    References are weak, so neither the tensor nor its memory stays alive. The weak reference to the storage keeps the
+    storage's address from being reused.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -148,18 +152,15 @@ class _TensorIdentity:
         self.layout = _memory_layout(tensor)
 
     def is_same_tensor(self, tensor: Tensor) -> bool:
-        """Return True if ``tensor`` is the recorded tensor itself, not changed in place since."""
         return self.tensor() is tensor and tensor._version == self.version
 
     def has_same_values(self, tensor: Tensor) -> bool:
-        """Return True if ``tensor`` has the recorded tensor's storage and layout, with no change in place since."""
         if self.is_same_tensor(tensor):
             return True
         same = tensor._version == self.version and _memory_layout(tensor) == self.layout
         return same and tensor.untyped_storage()._cdata == self.storage.cdata
 
     def was_returned_by(self, node: Any) -> bool:
-        """Return True if ``node`` is the autograd node that returned the recorded tensor."""
         return node is not None and self.node is not None and self.node() is node
 
 
@@ -170,7 +171,7 @@ def _memory_layout(tensor: Tensor) -> tuple[Any, ...]:
 def _gradient_receiver(tensor: Tensor, passed_nodes: tuple[str, ...]) -> Any:
     """Return the autograd node to which a tensor's gradient goes, skipping nodes named in ``passed_nodes``.
 
-    Return None if the gradient does not arrive at the node's first output.
+    Return None if the gradient does not belong to the node's first output.
     """
     node: Any = tensor.grad_fn
     place = tensor.output_nr

@@ -1,10 +1,9 @@
 """Logits of an evaluation with labels: a tensor whose values are computed only when they are read.
 
-``Trainer.predict`` and ``compute_metrics`` read the logits of a call with labels. Other evaluations need only the loss
-and do not read logits. So a call in evaluation mode without gradients returns an :class:`EvaluatedLogits` with the
-shape, dtype and device of the logits. ``detach()`` and a change of dtype do not compute the values; any other operation
-does. A copy to the host and a reduction over the vocabulary (``argmax``) are computed in chunks of tokens, so the full
-logits never exist on the device.
+``Trainer.predict`` and ``compute_metrics`` read the logits of a call with labels. Other evaluations need only the loss.
+So a call in evaluation mode without gradients returns an :class:`EvaluatedLogits`. ``detach()`` and a change of dtype
+do not compute the values; any other operation does. A copy to the host and a reduction over the vocabulary (``argmax``)
+are computed in chunks of tokens, so the full logits never exist on the device.
 
 Shape suffixes: B batch, T tokens, C channels, V vocabulary.
 """
@@ -24,15 +23,15 @@ _aten = torch.ops.aten
 
 
 class EvaluatedLogits(Tensor):
-    """The logits ``transform(head(hidden))`` ``[..., T, V]`` without a graph, computed when they are read.
+    """Logits ``transform(head(hidden))`` ``[..., T, V]`` without a graph, computed when they are read.
 
     The computed logits are stored, so that later reads see changes in place.
 
     Args:
         head: Language-model head without adapters.
         hidden: Input ``[..., T, C]`` of the head; it is detached.
-        transform: Function that applies the model's own steps after the head (softcap, scale).
-        chunk_size: Number of tokens computed at a time.
+        transform: Function that applies the model's own operations after the head, such as a softcap.
+        chunk_size: Number of tokens whose logits are computed at a time.
     """
 
     @staticmethod
@@ -86,7 +85,7 @@ class EvaluatedLogits(Tensor):
         return self._computed_logits[0]
 
     def cpu(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the logits on the host; the device holds only a chunk of tokens at a time while they are computed."""
+        """Return the logits on the host. While they are computed, the device holds only a chunk of tokens at a time."""
         return self.materialize().cpu() if self._computed_logits else self._compute_full(torch.device("cpu"))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
@@ -123,9 +122,7 @@ for _name in (*READERS, "__array__", "__dlpack__", "__dlpack_device__", "__reduc
 
 
 class ReadableLogits(Tensor):
-    """The logits ``transform(head(hidden))`` with their graph, computed when a torch function first reads their values.
-
-    Reading shape, dtype or device does not compute them.
+    """Logits ``transform(head(hidden))`` with their graph, computed when a torch function first reads their values.
 
     Attributes:
         source: Hidden states and head from which the logits are computed.
@@ -144,8 +141,8 @@ class ReadableLogits(Tensor):
         Args:
             head: Language-model head without adapters.
             hidden: Input ``[..., T, C]`` of the head, with its graph.
-            transform: Function that applies the model's own steps after the head (softcap, scale).
-            chunk_size: Number of tokens computed at a time when no graph is needed.
+            transform: Function that applies the model's own operations after the head, such as a softcap.
+            chunk_size: Number of tokens whose logits are computed at a time when no graph is needed.
         """
         with torch.no_grad():
             first = transform(head(hidden[..., :1, :]))
@@ -179,7 +176,7 @@ SHAPE_FUNCTIONS = (
     Tensor.numel,
     *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout")),
 )
-"""Torch functions that read shape, dtype or device, but no values."""
+"""Torch functions that read the shape, dtype or device of a tensor, but no values."""
 
 
 def _materialize_readable(value: Any) -> Any:
@@ -187,7 +184,7 @@ def _materialize_readable(value: Any) -> Any:
 
 
 class _LogitsSource:
-    """Computes logits from hidden states and a head, with autocast and head weights as in the model call."""
+    """Computes logits from hidden states and a head, with the autocast settings and head weights of the model call."""
 
     def __init__(self, head: nn.Module, hidden: Tensor, transform: Callable[[Tensor], Tensor], chunk_size: int) -> None:
         self.head, self.hidden, self.transform, self.chunk_size = head, hidden, transform, chunk_size
@@ -195,7 +192,6 @@ class _LogitsSource:
 
     @torch.no_grad()
     def iter_chunks(self) -> Iterator[Tensor]:
-        """Yield the logits of ``chunk_size`` tokens at a time, without a graph."""
         self.weights.check_unchanged("the model call and the reading of its logits")
         for part in self.hidden.split(self.chunk_size, dim=-2):
             with self.autocast.applied(), self.weights.applied():
@@ -203,7 +199,6 @@ class _LogitsSource:
             yield logits
 
     def compute_with_graph(self) -> Tensor:
-        """Return the logits of all tokens with their graph."""
         self.weights.check_unchanged("the model call and the reading of its logits")
         with self.autocast.applied(), self.weights.applied():
             return self.transform(self.head(self.hidden))

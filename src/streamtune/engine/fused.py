@@ -1,18 +1,16 @@
 """Fused versions of a layer's linear modules, norms and rotary embeddings: the same functions up to rounding.
 
-**Linear modules** are called once per chunk. Autocast casts a weight in every call of its module. Here the weight is
-cast once per pass over the chunks. The gradient of a weight is a sum over chunks,
+**Linear modules** are called once per chunk. Autocast would cast a weight in every call; here it is cast once for all
+chunks. The gradient of a weight is a sum over chunks,
 
     dL/dW = sum_i  (dL/dy_i)' x_i.
 
-The matrix product adds to this sum directly, so each term is not written out, read again and added. In bf16 the fp32
-sum then rounds once per chunk, and the terms are not rounded to bf16.
+The matrix product adds to this sum directly. In bf16 the fp32 sum then rounds once per chunk, and the terms are not
+rounded to bf16.
 
-**Norms and rotary embeddings** are fused on devices where each operator of their formulas would be a separate kernel:
-one kernel for a norm, three for a rotary embedding. A module or function qualifies by what it computes, not by its
-name: when the layer is streamed, it is compared with the formula on random numbers. Anything else stays unchanged.
-
-Only the call of such a module changes: the module and its weight stay in the model.
+**Norms and rotary embeddings** are fused on devices where each operator of their formulas would be a separate kernel.
+There is then one kernel for a norm, and three for a rotary embedding. A module or function qualifies by what it
+computes: when the layer is streamed, it is compared with the formula on random numbers. Anything else stays unchanged.
 """
 
 from __future__ import annotations
@@ -90,7 +88,7 @@ class FusedLinears:
 
     @contextmanager
     def replacing_forwards(self) -> Iterator[None]:
-        """Context manager: while active, linear modules use weights that are cast once, and add to gradient sums."""
+        """Replace the forwards of the linear modules in the ``with`` block."""
         for call in self._calls:
             call.module.forward = call  # type: ignore[method-assign]
         try:
@@ -110,7 +108,7 @@ class _FusedLinear:
     """Weight in autocast's dtype; None if autocast does not cast it."""
     bias: Tensor | None
     sums: tuple[GradientSum | None, GradientSum | None]
-    """Gradient accumulators of weight and bias; None if no gradient is needed."""
+    """Gradient accumulators of weight and bias; None for a parameter without a gradient."""
 
     def __call__(self, input: Tensor) -> Tensor:
         if _inside_saved_tensors_hooks() or not is_linear_unpatched():
@@ -132,7 +130,7 @@ class _FusedLinear:
 class _SummingLinear(torch.autograd.Function):
     """``x W' + b``, whose backward adds the gradients of W and b to ``sums`` instead of returning them.
 
-    The parameters are inputs of the node only so that the result requires a gradient if they do.
+    The parameters are inputs of the node, so that its result requires a gradient if a parameter does.
     """
 
     @staticmethod
@@ -161,7 +159,6 @@ class _SummingLinear(torch.autograd.Function):
 
 
 def _is_plain_linear(module: nn.Module) -> bool:
-    """Return True for a module with the forward of ``nn.Linear`` and weights that are neither quantised nor sharded."""
     if type(module).forward is not nn.Linear.forward or "forward" in module.__dict__:
         return False
     weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
@@ -176,9 +173,9 @@ def is_linear_unpatched() -> bool:
 
 
 def _inside_saved_tensors_hooks() -> bool:
-    """Return True inside ``saved_tensors_hooks``, which a gradient checkpoint inside a layer sets.
+    """Return True inside ``saved_tensors_hooks``, which gradient checkpointing inside a layer sets.
 
-    The checkpoint runs the module again in the backward, and both runs must save the same tensors.
+    Checkpointing runs the module again in the backward, and both runs must save the same tensors.
     """
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
@@ -218,7 +215,7 @@ class FusedParts:
 
     @contextmanager
     def replacing_functions(self) -> Iterator[None]:
-        """Context manager: while active, norms and rotary embeddings run as fused operators.
+        """Run norms and rotary embeddings as fused operators in the ``with`` block.
 
         A norm or function that was replaced after this object was created is called unchanged.
         """
@@ -260,10 +257,9 @@ class _FusedNorm:
     module: nn.Module
     form: _NormFormula
     original: Callable[..., Any]
-    """The ``forward`` of its class when it was compared with the formula."""
+    """Forward of the norm's class, as it was compared with the formula."""
 
     def is_unchanged(self) -> bool:
-        """Return True if ``forward`` is still ``original``, on the module and on its class."""
         return "forward" not in self.module.__dict__ and type(self.module).forward is self.original
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -281,7 +277,7 @@ class _FusedNorm:
 
 
 def _norm_formula(module: nn.Module) -> _NormFormula | None:
-    """Return the constants of a module that computes an RMS norm with at most one weight; None for any other module."""
+    """Return the constants of a module that computes an RMS norm with at most one weight; None for other modules."""
     names = [name for name, parameter in module._parameters.items() if parameter is not None]
     eps = next((module.__dict__[name] for name in ("variance_epsilon", "eps", "epsilon") if name in module.__dict__), 0)
     if names not in ([], ["weight"]) or module._modules or module._buffers or not isinstance(eps, float):
@@ -319,7 +315,9 @@ def _norm_formula(module: nn.Module) -> _NormFormula | None:
 
 @dataclass(frozen=True)
 class _FusedRotary:
-    """Replaces the function that rotates queries and keys: a fused operator, or the original for other arguments."""
+    """Replaces the function that rotates queries and keys by a fused operator; other arguments go to the original
+    function.
+    """
 
     original: Callable[..., Any]
 

@@ -1,12 +1,12 @@
-"""The streamed language-model head: the logits of one chunk of tokens exist at a time, while the loss is computed.
+"""The streamed language-model head: only the logits of one chunk of tokens exist at a time when the loss is computed.
 
     loss = cross_entropy(transform(h W'), targets) = sum_i cross_entropy(transform(h(i) W'), targets(i))
 
 During a call with ``labels`` the head returns :class:`LazyLogits` instead of ``[B, T, V]``. The model may scale them,
 squash them (softcap) or cut off a padded end of the vocabulary. These steps are recorded and applied to each chunk. The
 model may also drop tokens and flatten the others (``view(-1, V)``); this is applied to the hidden states. The loss is
-computed from hidden states and weight in one pass over the chunks (``ops.head.cross_entropy``). This happens when the
-model calls its ``loss_function``, which is replaced during the call, or ``torch.nn.functional.cross_entropy``.
+computed from hidden states and weight when the model calls its ``loss_function``, which is replaced during the call, or
+``torch.nn.functional.cross_entropy``.
 
 Shape suffixes: B batch, T tokens, N = B * T or fewer tokens, C hidden size, V vocabulary.
 """
@@ -50,7 +50,7 @@ _causal_loss = hf_internal(CAUSAL_LOSS)
 
 
 def has_head(model: Any) -> bool:
-    """Return True if a model has a language-model head; False for a classifier or a bare decoder."""
+    """Return True if a model has a language-model head, which a classifier or a bare decoder lacks."""
     return model.get_output_embeddings() is not None
 
 
@@ -59,7 +59,7 @@ class StreamedHead:
 
     Args:
         model: Causal language model, without wrappers.
-        schedule: Streaming settings, of which ``head_chunk_size`` and ``grad_dtype`` are read.
+        schedule: Schedule, of which ``head_chunk_size`` and ``grad_dtype`` are read.
         offloaded: Weights offloaded to the host; None if all weights are on the device.
     """
 
@@ -67,14 +67,16 @@ class StreamedHead:
         self.model, self.schedule, self.offloaded = model, schedule, offloaded
         self.active = self.sharded = False
         self.shards: SequenceShards | None = None
-        """Shards of the current call; if ranks share the sequence, lazy logits cover this rank's tokens."""
+        """Tokens of the current call on each rank, if ranks share the sequence; lazy logits then cover this rank's
+        tokens.
+        """
         self.loss_request: LossRequest | None = None
-        """Loss that a call with labels returns; None: the cross-entropy."""
+        """Loss that a call with labels returns; None for the cross-entropy."""
         if isinstance(heads := model.get_output_embeddings(), nn.ModuleList):
             raise UnsupportedModelError(
                 f"{type(model).__name__} keeps a list of heads ({len(heads)}), one for each stream of tokens; only a "
                 "head that is a single module can be streamed",
-                fix="use stream(model, head=False): layers are streamed, the heads are the model's own",
+                fix="use stream(model, head=False), which streams the layers and keeps the model's own heads",
             )
         self._refuse_other_loss(model.__dict__.get(LOSS))
 
@@ -86,8 +88,8 @@ class StreamedHead:
                 f"the loss of this {type(self.model).__name__} is {name!r}, a function of full logits; streaming would "
                 "replace it with the cross-entropy",
                 where="model.loss_function",
-                fix="use stream(model, head=False): layers are streamed, head and loss are the model's own; or build "
-                "the loss on handle.logprobs(), which is streamed",
+                fix="use stream(model, head=False), which streams the layers and keeps the model's own head and loss; "
+                "or compute the loss from handle.logprobs(), which is streamed",
             )
 
     def begin_call(self) -> None:
@@ -96,13 +98,13 @@ class StreamedHead:
         if not isinstance(head, nn.Module):
             raise UnsupportedModelError(
                 f"{type(self.model).__name__} has no language-model head to stream",
-                fix="use stream(model, head=False): layers are streamed, the head is the model's own",
+                fix="use stream(model, head=False), which streams the layers and keeps the model's own head",
             )
         refuse_hooks(
             head,
             within=False,
             why="which would not run: loss and gradient are computed from the head's weight",
-            fix="use stream(model, head=False): layers are streamed, the head is the model's own",
+            fix="use stream(model, head=False), which streams the layers and keeps the model's own head",
         )
         self.module, self.original_forward = head, head.__dict__.get("forward")
         self.had_loss = LOSS in self.model.__dict__
@@ -206,7 +208,8 @@ class StreamedHead:
         targets = shards.select_tokens(all_targets.to(logits.hidden.device), 1, ignore_index)
         if logits.hidden.shape[:-1] != targets.shape:
             raise UnsupportedModelError(
-                f"{type(self.model).__name__} drops tokens before its loss, so ranks cannot share its sequence",
+                f"{type(self.model).__name__} drops tokens before its loss, which sequence parallelism does not "
+                "support",
                 fix="set sequence_parallel_size: 1",
             )
         if num_items is None:
@@ -242,7 +245,7 @@ class StreamedHead:
 
     @contextmanager
     def teacher_head(self, logits: LazyLogits, targets: Tensor) -> Iterator[TeacherHead]:
-        """Context manager for distillation: yields this model's head (weight on the device) and hidden states.
+        """Yield this model's head (weight on the device) and hidden states in a context, for a student's distillation.
 
         Raises:
             UnsupportedModelError: The head is sharded, or it gets other tokens than the student's ``targets``.
@@ -277,7 +280,7 @@ class StreamedHead:
         project: Callable[..., Any],
         options: dict[str, Any],
     ) -> Any:
-        """Return the result of the operator ``linear`` if the head is a plain ``nn.Linear``, else of ``project``."""
+        """Return the result of the function ``linear`` if the head is a plain ``nn.Linear``, else of ``project``."""
 
         def compute(logits: LazyLogits) -> Any:
             head: Any = self.module

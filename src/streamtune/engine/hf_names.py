@@ -2,10 +2,8 @@
 
 ``transformers`` renames arguments, functions and attributes between minor versions. All internal names that this
 package uses are listed here and nowhere else. The documented arguments of a model call (``input_ids``, ``labels``,
-``attention_mask``, ...) and the keys of a configuration are public and not listed.
-
-A name that the installed version lacks raises :class:`~streamtune.errors.VersionError`. The error says which name is
-missing in which version, and does not name a model.
+``attention_mask``, ...) and the keys of a configuration are not listed. A name that the installed version lacks raises
+:class:`~streamtune.errors.VersionError`.
 """
 
 from __future__ import annotations
@@ -33,15 +31,15 @@ CACHES = {
     "cache": "since 5.24",
 }
 """Names of the cache argument of models and layers, and of the cache in outputs, each with the versions that use it.
-Old names come first: if a model has an old name, that argument is the cache. Before 5.24 a few models used ``cache``
-for something else.
+Old names come first: if a model has an argument with an old name, that argument is the cache. Before 5.24 a few models
+used ``cache`` for something else.
 """
 CACHE = "past_key_values"
-"""Name of the cache in messages; models of all tested versions accept it."""
+"""Name of the cache argument in error messages; models of all tested versions accept it."""
 OTHER_KEYS = "kv"
-"""Argument of attention modules (xlm, flaubert) whose argument ``cache`` is not a ``transformers`` cache."""
+"""Argument of attention modules (xlm, flaubert) whose argument ``cache`` is not a cache of ``transformers``."""
 STATE = "state"
-"""Argument with which xLSTM and RWKV pass a layer its state, in place of a cache."""
+"""Argument with which xLSTM and RWKV pass a state to a layer, in place of a cache."""
 
 CACHE_METHODS = {
     "update": "5.17",
@@ -60,19 +58,21 @@ CACHE_METHODS = {
 Before 5.21 layers read states from the items of ``cache.layers``.
 """
 OWN_CACHE_METHODS = {"get_linear_cache": "minimax", "set_linear_cache": "minimax"}
-"""Methods of a cache class that a model family defines itself, with the family."""
+"""Methods that a model family adds to its own cache class, each with the family."""
 SCAN = "mamba_selective_scan"
 """Name of the scan function in the modules of Mamba-1 mixers."""
 STATE_CALLS = frozenset({"update_conv_state", "update_recurrent_state", "set_linear_cache", SCAN})
 """Functions that layers with a recurrent or convolution state call."""
 KEY_CALLS = frozenset({"update", "get_seq_length"})
-"""Methods that layers with keys and values call, or layers that count their positions."""
+"""Cache methods called by layers with keys and values, and by layers that count positions."""
 LAYER_STATES = ("conv_states", "recurrent_states")
-"""Attributes of an item of ``cache.layers``, indexed by state; layers read them until 5.20."""
+"""Attributes of an item of ``cache.layers``, each indexed by state, which layers read until transformers 5.20."""
 RECORDS_PAST = "record_past"
-"""Attribute of such an item; True keeps a chunk of one token off the decoding path, which writes states in place."""
+"""Attribute of an item of ``cache.layers``. If it is True, layers do not run a chunk of one token as a decoding step,
+which writes states in place.
+"""
 KEYS_AND_VALUES = ("keys", "values")
-"""Attributes of such an item in a filled cache."""
+"""Attributes of an item of ``cache.layers`` with the keys and values of a filled cache."""
 STATES_IN_MODULES = ("conv1d_state", "recurrent_states", "recurrent_state", "ssm_state")
 """Attributes in which modules store a state themselves, outside the cache (recurrent_gemma)."""
 
@@ -90,7 +90,9 @@ OTHER_SEQUENCES = ("cross_attention_states", "encoder_hidden_states")
 """Arguments with the other sequence of a cross-attention, whose keys and values are in the same cache."""
 ROW_ENDS, ROW_IDS = "cu_seq_lens_q", "seq_idx"
 KERNEL_ROWS = (ROW_ENDS, "cu_seq_lens_k", "max_length_q", "max_length_k", ROW_IDS)
-"""Arguments that describe packed rows to kernels; chunks get none, because the values refer to the whole sequence."""
+"""Arguments that describe packed rows to attention kernels. Layers do not get them for a chunk, because they refer to
+the whole sequence.
+"""
 UNREAD = (
     *POSITIONS,
     ROW_ENDS,
@@ -102,21 +104,21 @@ UNREAD = (
     "shift_labels",
     "num_items_in_batch",
 )
-"""Tensors that attention functions get but that add nothing to the mask: eager attention reads none of them. Arguments
-of the loss are among them, because models pass unknown arguments on.
+"""Tensor arguments that models pass to attention functions, and that eager attention does not read. Arguments of the
+loss are among them, because models pass unknown arguments on to their layers.
 """
 KNOWN_ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
-"""Implementations that compute softmax(q k' + mask) v, as the engine's attention does."""
+"""Attention implementations that compute softmax(q k' + mask) v, as StreamTune's attention does."""
 HUB_KERNELS = "kernels-community/"
-"""Prefix of attention kernels from the hub that are published as drop-in replacements of these implementations."""
+"""Prefix of attention kernels from the Hugging Face hub that replace the implementations in ``KNOWN_ATTENTION``."""
 BY_POSITIONS = ("flash_attention", HUB_KERNELS)
-"""Prefixes of implementations that find packed rows in ``position_ids`` on their own."""
+"""Prefixes of attention implementations that find packed rows by the ``position_ids``."""
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
 """Arguments with the type of each token: 0 is text."""
 INDEXER_POOLING = "compress_ratio"
 """Attribute of an indexer: how many keys it pools into one key; the cache holds keys before pooling and rotation."""
 KEPT_WINDOW = "keep_window_size"
-"""Configuration key (doge) with the number of keys that attention keeps, by a score of the value alone."""
+"""Configuration key (doge) with the number of keys that attention keeps; a key's score depends on its value alone."""
 
 # --- attributes of models and configurations, all since 5.17 or before -----------------------------------------------
 
@@ -188,7 +190,9 @@ FUNCTIONS = {
     SAFE_OPEN: "5.17",
     STREAMER: "5.17",
 }
-"""Functions and classes of transformers, each with the version that introduced it (5.17: or before)."""
+"""Functions and classes of ``transformers``, each with the version that introduced it; 5.17 also stands for earlier
+versions.
+"""
 MODEL_MODULES = ("cache_utils.", "loss.", "masking_utils.", "modeling_layers.", "modeling_utils.")
 """Prefixes of the modules that are imported with every model."""
 
@@ -212,16 +216,18 @@ CLOSURE_VARIABLES = {
     AND_MASKS: ("mask_functions",),
     OR_MASKS: ("mask_functions",),
 }
-"""Variables that each of these closures holds."""
+"""Variables that each closure in ``MASKS`` captures."""
 
 BALANCE_LOSS, BALANCE_ARGUMENTS = "load_balancing_loss_func", ("gate_logits", "num_experts", "top_k", "attention_mask")
-"""Name of the balance loss in a mixture-of-experts module, and its parameters in all families with the same formula."""
+"""Name of the function for the load-balancing loss in a mixture-of-experts module, and its parameters in all families
+that use the formula of Switch Transformers.
+"""
 RWKV_KERNEL, RWKV_LAYER, RWKV_SIZE = "rwkv_cuda_kernel", "layer_id", "attention_hidden_size"
-"""Name of the loaded kernel in RWKV's module, and attribute names of its layer and its attention."""
+"""Name of the loaded CUDA kernel in RWKV's module, and names of attributes of its layer and of its attention."""
 LAYER_NUMBERS = ("layer_idx", RWKV_LAYER, "layer_number", "block_idx")
 """Attributes that hold the index of a module's layer."""
 MAKES_POSITIONS = "create_position_ids"
-"""Prefix of functions that compute positions from tokens."""
+"""Prefix of the names of functions that compute positions from tokens."""
 
 
 def hf_internal(name: str) -> Any:
@@ -251,19 +257,22 @@ def replace_internal(name: str, function: Callable[..., Any]) -> None:
 
 @lru_cache(maxsize=512)
 def parameters_of(forward: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    """Return the parameters of a function; if it wraps another (``__wrapped__``), the other's parameters."""
+    """Return the parameters of a function, or of the function that it wraps (``__wrapped__``)."""
     return inspect.signature(forward).parameters
 
 
 def cache_argument(forward: Callable[..., Any], state: bool = True) -> str | None:
-    """Return the name of a forward's cache argument (with ``state``, of its state argument if it has none), or None."""
+    """Return the name of a forward's cache argument; None if it has none.
+
+    With ``state``, return the name of the state argument (xLSTM, RWKV) if there is no cache argument.
+    """
     parameters = parameters_of(forward)
     argument = next((name for name in CACHES if name in parameters), STATE if state and STATE in parameters else None)
     return None if OTHER_KEYS in parameters else argument
 
 
 def cache_names(arguments: Mapping[str, Any]) -> list[str]:
-    """Return the names of cache arguments (:data:`CACHES`) with a value in a call's arguments or a model's output."""
+    """Return the names of cache arguments that have a value in a call's arguments, or in a model's output."""
     return [name for name in CACHES if arguments.get(name) is not None]
 
 
@@ -276,7 +285,7 @@ def renamed_cache(arguments: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def cache_keyword(forward: Callable[..., Any], cache: Any) -> dict[str, Any]:
-    """Return ``{name: cache}``, with the name of the cache argument of ``forward``."""
+    """Return ``{name: cache}``, where name is the cache argument of ``forward``."""
     return {cache_argument(forward, state=False) or CACHE: cache}
 
 
@@ -301,7 +310,7 @@ def uses_registered_attention(model: PreTrainedModel) -> bool:
 
 
 def recorded_modules(module: Any, output: str) -> list[tuple[Any, str | None, int]]:
-    """Return which modules' outputs ``transformers`` records as the model output ``output``, such as ``hidden_states``.
+    """Return the modules whose outputs ``transformers`` records as ``output``, such as ``hidden_states``.
 
     Each item is (class, suffix of the module name or None, index in the module's output).
     """
@@ -324,7 +333,7 @@ def set_checkpointing(model: Any, enable: bool, function: Callable[..., Any]) ->
 
 
 def fp32_weight_names(model: Any) -> set[str]:
-    """Return parts of the names of the weights that a model keeps in float32, whatever its dtype."""
+    """Return parts of weight names: a weight with such a part in its name always stays in float32."""
     return {each for name in _WIDE for each in getattr(model, name, None) or ()}
 
 
@@ -372,7 +381,6 @@ def check_internal_names() -> None:
 
 
 def _is_installed_since(since: str) -> bool:
-    """Return True if the installed ``transformers`` has version ``since`` or a newer one."""
     return tuple(map(int, installed_version("transformers").split(".")[:2])) >= tuple(map(int, since.split(".")))
 
 
@@ -382,5 +390,5 @@ def _closure_variables(maker: Any, closure_name: str) -> set[str]:
 
 
 def is_unchunked_only_cache(cache: Any) -> bool:
-    """Return True for a cache that chunked layers cannot use: of fixed size, or paged for continuous batching."""
+    """Return True for a cache that layers in chunks cannot use: of fixed size, or paged for continuous batching."""
     return bool(getattr(cache, "is_compileable", False)) or type(cache).__name__ == _PAGED_CACHE

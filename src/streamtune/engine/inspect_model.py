@@ -1,4 +1,4 @@
-"""Find the decoder layers of a model, and refuse models that cannot be streamed exactly.
+"""Finds the decoder layers of a model, and raises an error for models that cannot be streamed exactly.
 
 Layers are recognised by their class and the arguments of their forward, not by the name of a model family.
 """
@@ -45,7 +45,7 @@ REFUSED_OUTPUTS = {
 
 
 def base_model(model: nn.Module) -> PreTrainedModel:
-    """Return the ``transformers`` model inside wrappers: ``torch.compile``, DDP, a DeepSpeed engine, adapters.
+    """Return the ``transformers`` model inside its wrappers: ``torch.compile``, DDP, a DeepSpeed engine, peft adapters.
 
     Raises:
         UnsupportedModelError: The wrappers contain no ``transformers`` model, or FSDP1 wraps it.
@@ -74,7 +74,7 @@ def _refuse_flat_parameters(model: nn.Module) -> None:
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """Return a model's decoder layers (the outermost modules that take a key/value cache), in order.
+    """Return a model's decoder layers in order: the outermost modules that take a key/value cache.
 
     A layer is a ``GradientCheckpointingLayer`` whose forward has a cache argument. If a model has none, its layers are
     the members of module lists that have a cache argument, or take the cache in ``**kwargs`` and pass it on.
@@ -87,7 +87,7 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def _outermost_layers(module: nn.Module, in_lists: bool) -> Iterator[nn.Module]:
-    """Yield the layers inside a module; with ``in_lists`` also members of module lists that only pass a cache on."""
+    """Yield the layers inside a module; with ``in_lists`` also members of module lists that only pass on a cache."""
     for child in module.children():
         listed = isinstance(module, nn.ModuleList) and in_lists and forwarded_cache_argument(child)
         if listed or (isinstance(child, _GradientCheckpointingLayer) and layer_cache_argument(child)):
@@ -107,7 +107,7 @@ def caches_keys(layer: nn.Module) -> bool:
 
 
 def hybrid_layer_name(model: nn.Module) -> str | None:
-    """Return the class name of a layer with both attention and a recurrent state; None if the model has none."""
+    """Return the class name of a layer with both attention and a recurrent state; None if no layer has both."""
     names = (type(layer).__name__ for layer in decoder_layers(model) if carries_states(layer) and caches_keys(layer))
     return next(names, None)
 
@@ -142,7 +142,7 @@ def check_streamable(model: PreTrainedModel, layers: list[nn.Module]) -> None:
             _refuse_foreign_attention(name, attention_name(config))
     if isinstance(model, hf_internal(MTP_MODEL)):
         raise UnsupportedModelError(
-            f"{name} holds multi-token prediction layers, which only draft tokens: transformers gives them no loss",
+            f"{name} holds multi-token prediction layers, for which transformers computes no loss",
             fix="stream the causal language model that they belong to",
         )
     for layer in layers:
@@ -183,7 +183,6 @@ def _is_spectral_norm(module: nn.Module) -> bool:
 
 
 def _refuse_foreign_attention(model: str, name: str | None) -> None:
-    """Raise an error if the attention ``name`` is not from ``transformers``: streaming would replace its function."""
     if name is None or is_engine_attention(name) or name.startswith(HUB_KERNELS):
         return
     function = hf_internal(ATTENTIONS).get(name)
@@ -210,7 +209,10 @@ def owning_models(model: PreTrainedModel, layers: list[nn.Module]) -> list[PreTr
 
 
 def own_attention_name(model: PreTrainedModel, layers: list[nn.Module]) -> str | None:
-    """Return the attention implementation of layers that compute attention in their own code; None for other layers."""
+    """Return the attention implementation of layers that compute attention in their own code.
+
+    None if the layers call the attention function that the config names.
+    """
     owner = owning_models(model, layers)[-1]
     return None if uses_registered_attention(owner) else str(attention_name(owner.config))
 
@@ -225,7 +227,9 @@ def attention_configs(model: PreTrainedModel, layers: list[nn.Module]) -> list[A
 
 
 def choose_parallel_form(ranks: SequenceParallel, model: Any, layers: list[nn.Module], head: bool) -> str:
-    """Return the form of sequence parallelism, ``ulysses`` or ``ring``; chosen by the model if ``auto`` is requested.
+    """Return the form of sequence parallelism, ``ulysses`` or ``ring``.
+
+    The form ``auto`` becomes ``ulysses`` if the number of ranks divides the number of attention heads, else ``ring``.
 
     Args:
         ranks: Ranks that share each sequence, with the requested form.

@@ -1,9 +1,9 @@
 """Tensors that a chunk passes on to later chunks: keys and values, and states of recurrent layers.
 
-Tokens may precede a call: their keys and values come from a filled cache or from an adapter. Prefix tuning (Li and
-Liang, arXiv 2101.00190) trains them. A prompt that was read under ``torch.no_grad()`` has no gradient. In both cases
-every chunk attends to them first: the layer's keys are ``[past | sequence]``. The gradient of the past is the sum of
-its dK, dV over the chunks.
+A call may follow earlier tokens, whose keys and values come from a filled cache or from an adapter. Prefix tuning (Li
+and Liang, arXiv 2101.00190) trains these keys and values. If a prompt was read under ``torch.no_grad()``, they have no
+gradient. In both cases every chunk attends to them first: the layer's keys are ``[past | sequence]``. The gradient of
+the past is the sum of its dK, dV over the chunks.
 
 Shape suffixes: B batch, G key/value heads, P tokens before the call, D head dimension.
 """
@@ -31,23 +31,28 @@ class KeysAndValues:
 
     Args:
         length: Number of keys: the tokens of the sequence and of ``past``.
-        sum_in_fp32: True sums the gradients in fp32 if keys and values are narrower.
-        past: Keys and values of tokens before the sequence.
+        sum_in_fp32: True sums the gradients in fp32 if keys and values have a narrower dtype.
+        past: Keys and values of tokens before the sequence; None if there are none.
     """
 
     def __init__(self, length: int, sum_in_fp32: bool = True, past: Past | None = None) -> None:
         self.length, self.past = length, past
         self.offset = 0
-        """Position of the buffers' first key: above 0 if they hold only the keys that one chunk gets."""
+        """Position of the first key in the buffers. It is above 0 if the buffers hold only the keys that one chunk
+        attends to.
+        """
         self.sum_in_fp32 = sum_in_fp32
         self.pairs: list[tuple[Tensor, Tensor]] = []
         self.offloaded: list[tuple[Block, Block]] = []
         self.grads: list[tuple[Tensor, Tensor]] = []
         self.updates = 0
-        """Number of ``update`` calls in one forward of the layer; 0 before the first chunk has run."""
+        """Number of cache updates in one forward of the layer; 0 before the first chunk has run."""
 
     def allocate(self, index: int, k: Tensor, v: Tensor) -> None:
-        """Allocate the buffers of cache update number ``index`` with the shape and dtype of ``k``, ``v``, once."""
+        """Allocate buffers for the layer's cache update number ``index``, unless they exist.
+
+        Batch size, heads, head dimension and dtype are taken from ``k`` and ``v``.
+        """
         if index < len(self.pairs):
             return
         self.pairs.append((self._new_buffer(k), self._new_buffer(v)))
@@ -63,7 +68,7 @@ class KeysAndValues:
                 buffer[:, :, : self.past.length] = before
 
     def write(self, index: int, chunk: slice, k: Tensor, v: Tensor) -> None:
-        """Write a chunk's keys and values of cache update number ``index`` into the buffers."""
+        """Write a chunk's keys and values of the layer's cache update number ``index`` into the buffers."""
         self.allocate(index, k, v)
         for buffer, x in zip(self.pairs[index], (k, v), strict=True):
             buffer[:, :, self.buffer_slice(chunk)] = x
@@ -81,7 +86,7 @@ class KeysAndValues:
         return torch.zeros_like(tensor, dtype=dtype)
 
     def free_kv(self) -> None:
-        """Free the keys and values but not their gradients; a backward recomputes keys and values."""
+        """Free the keys and values but not their gradients; the backward recomputes the keys and values."""
         self.pairs.clear()
 
     def copy_buffers(self) -> None:
@@ -109,7 +114,9 @@ class KeysAndValues:
         self.offloaded.clear()
 
     def kv_views(self, index: int, keys: slice) -> tuple[Tensor, Tensor]:
-        """Return views ``[B, G, S, D]`` of cache update number ``index``: its keys and values at positions ``keys``."""
+        """Return views ``[B, G, S, D]`` of the keys and values of cache update number ``index`` at
+        positions ``keys``.
+        """
         k, v = self.pairs[index]
         at = self.buffer_slice(keys)
         return k[:, :, at], v[:, :, at]
@@ -122,11 +129,11 @@ class KeysAndValues:
 
     @property
     def has_grads(self) -> bool:
-        """True if gradients of keys and values are allocated; :meth:`grad_views` allocates them."""
+        """True if gradients of keys and values are allocated."""
         return bool(self.grads)
 
     def grad_views(self, index: int, keys: slice) -> tuple[Tensor, Tensor]:
-        """Return views of the gradients of keys and values at positions ``keys``; the gradients start as zeros."""
+        """Return views of the gradients of the keys and values at positions ``keys``, which start as zeros."""
         if not self.grads:
             self.grads = [(self.new_grad_sum(k), self.new_grad_sum(v)) for k, v in self.pairs]
             notify_tensors("keys and values", *(grad for pair in self.grads for grad in pair))
@@ -142,14 +149,15 @@ class KeysAndValues:
 
 
 StateKey = tuple[str, int, int]
-"""(kind of state, index of its layer, index among that layer's states of the kind)."""
+"""Name of a state: (kind, index of its layer, index among that layer's states of the same kind)."""
 
 
 class States:
     """Recurrent and convolution states of one layer call at the borders of its chunks, and their gradients.
 
-    ``states_after[t]`` stores the states after the first t tokens; none are stored where every sequence begins a new
-    packed row. If ``tier`` is set, states are offloaded once the chunks that read them have run forward.
+    ``states_after[t]`` has the states after the first t tokens. It has none if a packed row begins at t in every
+    sequence. If ``tier`` is set, states are also stored there. The copy on the device is then freed once the chunks
+    that read it have run forward.
     """
 
     def __init__(self, rows: PackedRows | None = None) -> None:
@@ -163,22 +171,29 @@ class States:
         self.grads: dict[int, dict[StateKey, Tensor]] = {}
 
     def on_state_used(self, unchunked: bool) -> None:
-        """Let a subclass record that the layer uses a state; ``unchunked``: the layer runs on all tokens at once."""
+        """Do nothing when the layer uses a state; ``SharedStates`` overrides this method.
+
+        ``unchunked`` is True if the layer runs on all tokens at once.
+        """
 
     def on_keys_used(self) -> None:
-        """Let a subclass record that the layer uses keys and values as well as a state."""
+        """Do nothing when the layer uses keys and values besides a state; ``SharedStates`` overrides this method."""
 
     def state_positions(self, chunk: slice) -> tuple[int | None, int]:
-        """Return the positions (number of tokens before) of the states that a chunk reads (None: none) and computes."""
+        """Return the positions of the state that a chunk reads (None if there is none) and of the state that it
+        computes.
+
+        The position of a state is the number of tokens before it.
+        """
         before = (chunk.start or None) if self.rows is None else self.rows.start_state_position(chunk.start)
         return before, chunk.stop
 
     def tokens_to_run(self, chunk: slice) -> slice:
-        """Return the tokens on which the layer runs for a chunk, here the chunk itself."""
+        """Return the tokens on which the layer runs for a chunk; in this class, the chunk itself."""
         return chunk
 
     def begin_pass(self, backward: bool) -> None:
-        """Let a subclass prepare for a forward or backward over the chunks."""
+        """Do nothing before a forward or backward over the chunks; ``SharedStates`` overrides this method."""
 
     def end_pass(self) -> None:
         """End a forward or backward over the chunks; free the device copies of offloaded states."""
@@ -198,13 +213,13 @@ class States:
         return bool(self.states_after.get(position) or self.offloaded.get(position))
 
     def prefetch_states(self, chunk: slice) -> None:
-        """Start to copy the states that a chunk reads to the device."""
+        """Begin to copy the states that a chunk reads to the device."""
         read_position, _ = self.state_positions(chunk)
         for block in () if read_position is None else self.offloaded.get(read_position, {}).values():
             block.prefetch()
 
     def receive_state(self, read_position: int | None, key: StateKey) -> None:
-        """Wait for a state that another rank computes; here without effect."""
+        """Do nothing; ``SharedStates`` waits here for a state that another rank computes."""
 
     def save_state(self, position: int, key: StateKey, state: Tensor) -> None:
         """Save the state ``key`` after the first ``position`` tokens, for the chunks that start from it."""
@@ -215,22 +230,22 @@ class States:
                 self.offloaded.setdefault(position, {})[key] = self.tier.put(copy)
 
     def end_chunk(self, read_position: int | None, position: int) -> None:
-        """End the forward of a chunk; free the states that it read if they are offloaded and no longer needed."""
+        """End the forward of a chunk; with ``tier``, free the device copies of states that no other chunk reads."""
         # Without rows, no other chunk begins with these states.
         if self.tier is not None and self.rows is None and read_position is not None:
             self.states_after.pop(read_position, None)
 
     def remote_gradient_tensor(self, position: int, key: StateKey, state: Tensor) -> Tensor | None:
-        """Return a tensor whose backward receives the gradient of ``state`` from other ranks; here None."""
+        """Return None; ``SharedStates`` returns a tensor whose backward receives other ranks' gradient of ``state``."""
         return None
 
     def on_leaf_created(self, chunk: slice, read_position: int | None, key: StateKey, leaf: Tensor) -> None:
-        """Let a subclass record that the autograd leaf ``leaf`` has replaced a state that the chunk reads."""
+        """Do nothing when the autograd leaf ``leaf`` replaces a state; ``SharedStates`` overrides this method."""
 
     def add_state_grads(
         self, chunk: slice, read_position: int | None, position: int, parts: dict[StateKey, Tensor | None]
     ) -> None:
-        """Add ``parts``, gradients of the states that ``chunk`` read at ``read_position``, to the sums over chunks."""
+        """Add ``parts``, the gradients of the states that ``chunk`` read, to the sums over chunks."""
         if read_position is None:
             return
         totals = self.grads.setdefault(read_position, {})
@@ -255,12 +270,12 @@ class States:
 
 @dataclass(frozen=True)
 class Past:
-    """Keys and values ``[B, G, P, D]`` of P tokens before a call, for one layer.
+    """Keys and values ``[B, G, P, D]`` of the P tokens before a call, for one layer.
 
     Args:
         keys, values: Tensors of the cache.
         versions: Version counters of both tensors at the time of the call, to detect changes in place.
-        layer_idx: Index under which the layer updates its cache.
+        layer_idx: Index with which the layer updates its cache.
     """
 
     keys: Tensor
@@ -270,7 +285,7 @@ class Past:
 
     @property
     def length(self) -> int:
-        """Number of tokens P before the call."""
+        """Number P of tokens before the call."""
         return self.keys.shape[2]
 
     @classmethod
@@ -278,7 +293,7 @@ class Past:
         """Return the keys and values that a filled cache holds for one layer.
 
         Raises:
-            UnsupportedModelError: The cache does not hold keys and values of all P tokens under the layer's index.
+            UnsupportedModelError: The cache does not hold keys and values of all P tokens at the layer's index.
         """
         name, length = type(layer).__name__, int(cache.get_seq_length())
         layers = getattr(cache, "layers", ())

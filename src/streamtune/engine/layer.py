@@ -1,4 +1,4 @@
-"""The streamed decoder layer: a forward chunk by chunk, and an autograd node whose backward is the sum of ``vjp``.
+"""The streamed decoder layer: a forward chunk by chunk, and an autograd node whose backward is the sum in ``vjp``.
 
 The node replaces ``torch.utils.checkpoint``. It saves the layer's inputs, the random state, recurrent states and the
 tensors that the schedule keeps. Everything else is recomputed. The layer's parameters are inputs of the node, which
@@ -36,10 +36,10 @@ from streamtune.ops.attention.rules import ForeignAttentionError
 
 
 class StreamedForward(StreamedLayer):
-    """Replaces a decoder layer's forward with the same computation on one chunk of the sequence at a time."""
+    """Replaces a decoder layer's forward by the same computation on one chunk of the sequence at a time."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the layer; it takes and returns the same as the forward of the layer's class."""
+        """Run the layer; arguments and result are the same as for the forward of its class."""
         args, kwargs = tuple(map(pop_embeddings, args)), {key: pop_embeddings(value) for key, value in kwargs.items()}
         context = self.parts.context
         if context.plain:
@@ -71,13 +71,13 @@ class StreamedForward(StreamedLayer):
     def _dispatch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the layer in the first of these ways that applies; return its output.
 
-        1. On all tokens at once: a cache was passed and gradients are off (generation).
-        2. By chunks without a graph: no gradient is needed.
-        3. As a link of a chain of layers: the schedule has ``order="chunk"``.
-        4. On all tokens at once: the schedule keeps this layer's activations (``keep_layers``).
-        5. By chunks, as one autograd node.
+            1. On all tokens at once: a cache was passed and gradients are off (generation).
+            2. By chunks without a graph: no gradient is needed.
+            3. In a chain, whose layers run backward together (``chain``): the schedule has ``order="chunk"``.
+            4. On all tokens at once: the schedule keeps this layer's activations (``keep_layers``).
+            5. By chunks, as one autograd node.
 
-        In all ways but the first, the call's tokens may follow the tokens of a filled cache.
+        In ways 2 to 5, the call's tokens may follow the tokens of a filled cache.
         """
         call = self._bind_call(args, kwargs)
         if call.passed_cache is not None:
@@ -94,7 +94,6 @@ class StreamedForward(StreamedLayer):
         return self._run_with_graph(call, parameters)
 
     def _bind_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerCall:
-        """Return the call with arguments by name, cut to this rank's tokens, with masks restricted to packed rows."""
         context = self.parts.context
         own_attention = (
             OwnAttention("eager") if self.own_attention is None and context.one_chunk else self.own_attention
@@ -110,7 +109,7 @@ class StreamedForward(StreamedLayer):
         return call
 
     def _bind_with_bias_mask(self, error: BiasError, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerCall:
-        """Return the call with eager attention: its mask ``[B, H, T, T]`` is a bias on the attention scores."""
+        """Bind the arguments for eager attention, which adds the mask ``[B, H, T, T]`` to the scores as a bias."""
 
         def as_additive(value: Any) -> Any:
             if not isinstance(value, Tensor) or value.dim() != 4 or value.shape[2] != value.shape[3]:
@@ -129,7 +128,7 @@ class StreamedForward(StreamedLayer):
         return LayerCall.bind(self.layer, tuple(map(as_additive, args)), named, OwnAttention("eager"), self.configs)
 
     def _prepend_cache(self, call: LayerCall) -> None:
-        """Make the call's tokens attend to the tokens in the passed cache, if it holds any.
+        """Let the call's tokens attend to the tokens in the cache that the model passed, if the cache is filled.
 
         Raises:
             UnsupportedModelError: The layer or its cache does not support this while gradients are on.
@@ -146,13 +145,13 @@ class StreamedForward(StreamedLayer):
             ) from error
         if seen > 0:
             if self.parts.context.rows is not None:
-                refuse_filled_cache("rows are packed or share their beginning", self.name)
+                refuse_filled_cache("rows are packed or share a prefix", self.name)
             call.prepend_past(Past.from_cache(self.layer, call.passed_cache))
 
     def _run_generation(self, call: LayerCall) -> Any:
         """Run the layer on all tokens at once with the cache that the model passed.
 
-        The first call is also run in chunks, before the cache is written to: this shows whether the engine's attention
+        The first call is also run in chunks, before the cache is written to, to learn if StreamTune's attention
         supports the layer.
         """
         unknown = self.own_attention is None and not self.attention_known
@@ -178,7 +177,6 @@ class StreamedForward(StreamedLayer):
             return stream.assemble_output(stream.forward(call.input_tensors()), call.shared_kv)
 
     def _run_with_graph(self, call: LayerCall, parameters: Sequence[Tensor]) -> Any:
-        """Run the layer with gradients: on all tokens at once if ``keep_layers`` includes it, else by chunks."""
         last_call, inputs = self.parts.last_call, [*call.input_tensors(), *parameters]
         before: LayerStream | None = last_call.producing_call(call.hidden)
         recompute = before is not None and before.can_recompute_output and not self.placement.begins_segment
@@ -198,11 +196,10 @@ class StreamedForward(StreamedLayer):
 
 
 COLLECTIVE_MODULES = ("torch.distributed", "streamtune.ops.messages")
-"""Modules in which a rank waits for others."""
+"""Modules in which a rank waits for other ranks."""
 
 
 def _is_collective_error(error: Exception) -> bool:
-    """Return True if a collective raised the error, because another rank failed."""
     trace = error.__traceback__
     while trace is not None:
         if str(trace.tb_frame.f_globals.get("__name__")).startswith(COLLECTIVE_MODULES):

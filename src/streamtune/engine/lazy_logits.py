@@ -1,4 +1,4 @@
-"""Lazy logits: a stand-in for logits that supports the losses and operations which models apply to logits."""
+"""Lazy logits: a placeholder for logits that supports the losses and operations which models apply to logits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ ELEMENTWISE = {
     for owner in (Tensor, torch)
     for name in ("mul", "div", "add", "sub", "tanh")
 }
-"""Operations with a scalar that a model may apply to its logits before the loss, each with the function for a chunk."""
+"""Operations with a scalar that a model may apply to its logits before the loss. Each maps to the torch function that
+is applied to the logits of a chunk.
+"""
 
 
 class ScoringHead(Protocol):
@@ -38,16 +40,16 @@ class ScoringHead(Protocol):
         ...
 
     def teacher_head(self, logits: LazyLogits, targets: Tensor) -> AbstractContextManager[TeacherHead]:
-        """Context manager for distillation: yields this model's head and hidden states."""
+        """Yield this model's head and hidden states in a context, for a student's distillation loss."""
         ...
 
     def token_log_probs(self, logits: LazyLogits, targets: Tensor, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
-        """Return log-probabilities of targets, and their entropies or None."""
+        """Return the log-probabilities of targets, and the entropies of the predicted distributions or None."""
         ...
 
 
 class LazyLogits:
-    """Stands for the logits ``steps(head(hidden))`` ``[..., V]``, which are not computed.
+    """Placeholder for the logits ``steps(head(hidden))`` ``[..., V]``, which are not computed.
 
     Torch functions accept it (``__torch_function__``) for elementwise operations with a scalar and for the
     cross-entropy. It can be sliced along tokens and vocabulary, and reshaped along tokens. Anything else raises an
@@ -66,7 +68,7 @@ class LazyLogits:
         self.head, self.hidden, self.steps, self.vocabulary = head, hidden, steps, vocabulary
 
     def add_step(self, step: Step, vocabulary: int | None = None) -> LazyLogits:
-        """Return lazy logits with one more step; ``vocabulary`` is the vocabulary size after it if it changes."""
+        """Return lazy logits with one more step; ``vocabulary`` is the new vocabulary size if the step changes it."""
         return LazyLogits(self.head, self.hidden, (*self.steps, step), vocabulary or self.vocabulary)
 
     def with_hidden(self, hidden: Tensor) -> LazyLogits:
@@ -116,7 +118,7 @@ class LazyLogits:
         return self.add_step(torch.tanh)
 
     def float(self) -> LazyLogits:
-        """Return lazy logits in float32, or in their own dtype if it is wider."""
+        """Return lazy logits in float32, or in their own dtype if that is wider."""
         return self.add_step(lambda x: x.to(torch.promote_types(x.dtype, torch.float32)))
 
     @property
@@ -152,7 +154,7 @@ class LazyLogits:
     reshape = view
 
     def contiguous(self) -> LazyLogits:
-        """Return these lazy logits, because each computed chunk is contiguous."""
+        """Return these lazy logits unchanged, because each computed chunk is contiguous."""
         return self
 
     def to(self, *args: Any, **kwargs: Any) -> LazyLogits:
@@ -168,7 +170,6 @@ class LazyLogits:
         raise _unsupported_error("item assignment")
 
     def __getitem__(self, key: Any) -> LazyLogits:
-        """Return lazy logits sliced along tokens and vocabulary."""
         keys = list(key) if isinstance(key, tuple) else [key]
         if Ellipsis in keys:
             at = keys.index(Ellipsis)
@@ -212,14 +213,14 @@ def _cross_entropy(
 
 
 def is_scalar(value: Any) -> bool:
-    """Return True for a number or for a 0-dim tensor without a gradient."""
+    """Return True for a Python number, or a tensor without dimensions and without a gradient."""
     return isinstance(value, int | float) or (
         isinstance(value, Tensor) and value.dim() == 0 and not value.requires_grad
     )
 
 
 class LazyForward:
-    """Replaces the forward of a head in a call with labels: returns lazy logits and reads no weight."""
+    """Replaces the forward of a head in a call with labels: it returns lazy logits without reading the weight."""
 
     def __init__(self, head: ScoringHead) -> None:
         self.head = head
@@ -230,7 +231,7 @@ class LazyForward:
 
 
 class _MissingAttributeError(UnsupportedModelError, AttributeError):
-    """Refuses an operation on lazy logits; an ``AttributeError``, because accelerate calls ``hasattr(x, "dtype")``."""
+    """Raised for an unsupported operation on lazy logits; an ``AttributeError``, so that ``hasattr`` returns False."""
 
 
 def _unsupported_error(
@@ -238,5 +239,5 @@ def _unsupported_error(
 ) -> UnsupportedModelError:
     return kind(
         f"the model applies {operation!r} to its logits before the loss, which streaming does not support",
-        fix="use stream(model, head=False): layers are streamed, the head is the model's own",
+        fix="use stream(model, head=False), which streams the layers and keeps the model's own head",
     )

@@ -1,13 +1,14 @@
 """Recognises the mask functions of ``transformers`` by the closures they consist of.
 
-``transformers`` composes a mask from small functions of positions. A recognised function becomes a field of the lazy
-mask (causal, window, packed rows, spans, mutual blocks), with which the mask can skip whole tiles. Other functions are
-called for each query and key, which is exact but slower. Only exact matches are recognised: ids that are not runs, or
-parts whose combination has another meaning, stay a function.
+``transformers`` composes a mask from small functions of positions. A recognised function becomes a field of the
+``LazyMask``: causal, window, packed rows, spans, or blocks. With these fields the mask can skip whole tiles. Other
+functions are called for each query and key, which is exact but slower. Only exact matches are recognised. A function
+with ids that are not contiguous, or with a combination of another meaning, stays a function.
 
     packed rows          packed_sequence_mask_function(ids), and the mask itself remapped to positions that restart
-    spans (Llama 4)      chunked_overlay(size, left padding)
-    blocks (images)      or(causal ..., blockwise_overlay(ids)), and Gemma 3's and(or(causal, blockwise), window)
+    spans (Llama 4)      chunked_overlay(size, left padding): a token sees only its own span of tokens
+    blocks (images)      or(causal ..., blockwise_overlay(ids)), and Gemma 3's and(or(causal, blockwise), window):
+                         the tokens of a block see each other in both directions
 """
 
 from __future__ import annotations
@@ -49,7 +50,10 @@ HOST = "cpu"
 
 @dataclass(frozen=True)
 class ParsedMask:
-    """A recognised attention mask, with the fields of :class:`~streamtune.ops.LazyMask`; starts are ``[B or 1, T]``."""
+    """A recognised attention mask, with the fields of :class:`~streamtune.ops.LazyMask`.
+
+    The fields ``row_start``, ``span_start`` and ``block_start`` have the shape ``[B, T]`` or ``[1, T]``.
+    """
 
     causal: bool = False
     window: int | None = None
@@ -61,7 +65,7 @@ class ParsedMask:
 
     @property
     def function(self) -> Function | None:
-        """Mask function of the components that no other field expresses; None if there are none."""
+        """Mask function for the parts that no other field expresses; None if there are none."""
         if len(self.rest) < 2:
             return self.rest[0] if self.rest else None
         return lambda b, h, q, k: reduce(and_, (part(b, h, q, k) for part in self.rest))
@@ -71,7 +75,7 @@ class _UnknownCombinationError(Exception): ...
 
 
 def recognise_mask(function: Function, length: int, device: torch.device) -> ParsedMask:
-    """Return the properties of a ``transformers`` mask function; ``function`` holds what is not recognised.
+    """Return the properties of a ``transformers`` mask function; parts that are not recognised stay functions.
 
     Args:
         function: Mask function ``(batch, head, query, key) -> bool``.
@@ -93,7 +97,6 @@ def recognise_mask(function: Function, length: int, device: torch.device) -> Par
 
 
 def _detect_mask(mask_function: Function, position_BT: Tensor) -> ParsedMask:
-    """Return the properties of a mask function, or of a component, at these positions, computed on the host."""
     if mask_function is _causal_mask_function:
         return ParsedMask(causal=True)
     detect = _DETECTORS.get(getattr(mask_function, "__qualname__", ""))
@@ -121,7 +124,7 @@ def _detect_span_mask(mask_function: Function, position_BT: Tensor) -> ParsedMas
 
 
 def _detect_block_mask(mask_function: Function, position_BT: Tensor) -> ParsedMask | None:
-    """Return the blocks of a blockwise mask, valid only in an ``or`` with a causal mask; None if not contiguous."""
+    """Return the blocks of a blockwise mask, to be combined by ``or`` with a causal mask; None if not contiguous."""
     (ids,) = _captured_variables(mask_function, BLOCKS)
     if not _are_contiguous_runs(ids, position_BT):
         return None
@@ -157,7 +160,7 @@ def _is_or_of_remapped_mask(function: Function) -> bool:
 
 
 def _detect_or_mask(mask_function: Function, position_BT: Tensor, row_start: Tensor | None = None) -> ParsedMask | None:
-    """Return the properties of ``or_masks(causal mask, blocks)`` within the rows ``row_start``, None for others."""
+    """Return the properties of ``or_masks(causal mask, blocks)`` in the rows ``row_start``; None for other masks."""
     (parts_held,) = _captured_variables(mask_function, OR_MASKS)
     parts: Any = parts_held or ()
     if len(parts) != 2 or getattr(parts[1], "__qualname__", "") != BLOCKS:
@@ -171,7 +174,7 @@ def _detect_or_mask(mask_function: Function, position_BT: Tensor, row_start: Ten
 
 
 def _detect_remapped_mask(mask_function: Function, row_start: Tensor | None) -> ParsedMask:
-    """Return the properties of a mask whose positions restart in each row.
+    """Return the properties of a mask of positions that restart in each row.
 
     The mask is recognised if positions restart only where packed rows begin. Then two positions in a row differ by as
     much as their indices in the sequence.
@@ -236,7 +239,9 @@ def _is_remapped_mask(function: Function) -> bool:
 
 
 def _captured_variables(function: Function, function_kind: str) -> tuple[Any, ...]:
-    """Return the variables that a mask closure captured, in the order of ``CLOSURE_VARIABLES``; None for missing."""
+    """Return the variables that a mask closure captured, in the order of ``CLOSURE_VARIABLES``;
+    None for a missing one.
+    """
     names = getattr(getattr(function, "__code__", None), "co_freevars", ())
     held = dict(zip(names, (cell.cell_contents for cell in getattr(function, "__closure__", None) or ()), strict=True))
     return tuple(held.get(name) for name in CLOSURE_VARIABLES[function_kind])
@@ -254,9 +259,10 @@ _DETECTORS: dict[str, Callable[[Function, Tensor], ParsedMask | None]] = {
 
 @wraps(_find_packed_sequence_indices)
 def _find_packed_on_host(position_ids: Tensor) -> Tensor | None:
-    """Return the result of ``find_packed_sequence_indices``, computed from the host copy of the positions.
+    """Return the result of ``find_packed_sequence_indices``, computed from the host's copy of the positions.
 
-    The original reads a device tensor, which waits for the device. Without a host copy the original is called.
+    The original function reads a device tensor, which waits for the device. It is called if there is no copy on the
+    host.
     """
     copy = None if torch.compiler.is_compiling() else cached_host_copy(position_ids)
     if copy is None:

@@ -1,6 +1,6 @@
-"""Arguments of a model call: they are read, and changed if streaming requires it.
+"""Arguments of a model call, read by name, and changed where streaming requires it.
 
-After a change, packed rows and masks mean the same as in an unstreamed call with the original arguments.
+After a change, packed rows and masks mean the same as in a call without streaming that has the original arguments.
 
 Shape suffixes: B batch, T tokens.
 """
@@ -52,7 +52,7 @@ class ModelCall:
         return self.kwargs.get(name, self.args[names.index(name)] if name in names else None)
 
     def set_argument(self, name: str, value: Any) -> None:
-        """Set an argument, whether or not it was passed."""
+        """Set an argument of the call, also if it was not passed."""
         names = _parameter_names(type(self.model).forward)[: len(self.args)]
         if name in names:
             place = names.index(name)
@@ -72,12 +72,14 @@ class ModelCall:
 
     @property
     def batch_and_length(self) -> tuple[int, int]:
-        """(number of rows B, number of tokens T per row); (0, 0) if no tokens were passed."""
+        """Number of rows B and number of tokens T per row; (0, 0) if no tokens were passed."""
         tokens = next((x for name in TOKENS if isinstance(x := self.get_argument(name), Tensor)), None)
         return (0, 0) if tokens is None else (tokens.shape[0], tokens.shape[1])
 
     def packed_rows(self) -> PackedRows | None:
-        """Return the packed rows if ``transformers`` would see any (positions restart, no mask, no cache), else None.
+        """Return the packed rows that ``transformers`` would find in the call; None if it would find none.
+
+        ``transformers`` finds packed rows if the position ids restart, and the call has no attention mask and no cache.
 
         Raises:
             UnsupportedModelError: Kernel arguments describe packed rows, but positions do not restart.
@@ -94,14 +96,14 @@ class ModelCall:
         return None
 
     def keep_one_row(self, attentions: list[Any], cache_enabled: bool) -> None:
-        """Add an attention mask of ones if ``position_ids`` jump inside a row that the unstreamed call keeps whole.
+        """Add an attention mask of ones if ``position_ids`` jump inside a row that stays one row without streaming.
 
         ``transformers`` treats a jump as the start of a packed row unless there is a mask or a cache. Streaming leaves
-        out the cache that the unstreamed call would create. Flash attention always reads packed rows from the
+        out the cache that the call would create without streaming. Flash attention always finds packed rows by the
         positions.
 
         Args:
-            attentions: Attention implementations of the unstreamed model.
+            attentions: Attention implementations that the configs name without streaming.
             cache_enabled: True if the configuration enables the cache and nothing overrides it.
         """
         use_cache = self.get_argument("use_cache")
@@ -144,10 +146,10 @@ class ModelCall:
 
 
 def mark_cache_read(call: ModelCall) -> None:
-    """Mark the cache that a call with gradients reads but does not write to; refuse a cache that is already marked.
+    """Mark the cache that a call with gradients reads but does not write to; raise an error if it is marked already.
 
-    The unstreamed model would write the call's tokens to the cache. A later streamed call with the same cache would
-    lack these tokens.
+    Without streaming, the model would write the call's tokens to the cache. A later streamed call with the same cache
+    would lack these tokens.
 
     Raises:
         UnsupportedModelError: An earlier call with gradients has read this cache.
@@ -167,7 +169,7 @@ def mark_cache_read(call: ModelCall) -> None:
 
 
 def refuse_unsupported_modes(model: nn.Module) -> None:
-    """Refuse a call under ``torch.func`` transforms or cached parametrisations, or on the meta device.
+    """Raise an error for a call under ``torch.func`` transforms or cached parametrisations, or on the meta device.
 
     Raises:
         UnsupportedModelError: A transform or ``parametrize.cached()`` is active.

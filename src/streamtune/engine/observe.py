@@ -1,13 +1,12 @@
-"""Global state of a forward that its backward restores, observers of the engine, and hooks of modules.
+"""State of a forward that its backward restores, observers of the engine, and hooks of modules.
 
-The global state is the random state, autocast settings, training modes and attention names.
+The state is the random state, autocast settings, training modes and attention implementation.
 
 A hook on the model, an embedding, a decoder layer or the final norm is called once, with whole tensors. A module inside
-a decoder layer is called once per chunk. The head is not called for its logits: the loss reads its weight directly. A
-hook inside a layer or on the head that counts, averages or normalises would get other tensors than in the ordinary
-call. So such a hook is refused, unless it is marked as one that treats each token independently (:func:`chunkwise`).
-
-Hooks of libraries that take part in the computation (ZeRO, FSDP2, weight norm) are called unchanged.
+a decoder layer is called once per chunk. The head is not called for its logits: the loss reads its weight directly. So
+a hook inside a layer or on the head raises an error, unless it is marked as a hook that treats each token independently
+(:func:`chunkwise`). Hooks of libraries that take part in the computation (ZeRO, FSDP2, weight norm) are called
+unchanged.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class RandomState:
 
     @contextmanager
     def replayed(self) -> Iterator[None]:
-        """Context manager: applies this random state, so that the same numbers are drawn; restores it on exit."""
+        """Set the generators to this state in the ``with`` block, to draw the same numbers; restore them on exit."""
         outer = RandomState.capture(self.device)
         self.restore()
         try:
@@ -54,7 +53,7 @@ class RandomState:
             outer.restore()
 
     def restore(self) -> None:
-        """Set the generators to this state."""
+        """Set the random generators to this state."""
         torch.set_rng_state(self.cpu)
         if self.accelerator is not None:
             torch.cuda.set_rng_state(self.accelerator, self.device)
@@ -62,7 +61,7 @@ class RandomState:
 
 @dataclass(frozen=True)
 class Autocast:
-    """Autocast settings of a forward, to restore them in its backward, which autograd runs without autocast."""
+    """Autocast settings of a forward. The backward restores them, because autograd runs a backward without autocast."""
 
     device_type: str
     enabled: bool
@@ -75,17 +74,17 @@ class Autocast:
         return cls(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
 
     def applied(self) -> AbstractContextManager[None]:
-        """Context manager: applies these autocast settings, without the weight cache, which would outlive the graph."""
+        """Return a context with these autocast settings, without the weight cache, which would outlive the graph."""
         return torch.autocast(self.device_type, dtype=self.dtype, enabled=self.enabled, cache_enabled=False)
 
 
 @dataclass(frozen=True)
 class Modes:
-    """Modes of a layer's forward, to restore them in its backward, where autograd may not have set them.
+    """Modes of a layer's forward. The backward restores them, because autograd may run it with other modes.
 
     Attributes:
         training: Training flag of each module; dropout depends on it.
-        functions: ``TorchFunctionMode`` contexts, outermost first.
+        functions: Active ``TorchFunctionMode`` contexts, outermost first.
     """
 
     training: tuple[tuple[nn.Module, bool], ...]
@@ -98,7 +97,7 @@ class Modes:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Context manager: applies these modes; on exit, training flags are what they were on entry."""
+        """Apply these modes in the ``with`` block; on exit, restore the previous training flags."""
         entered = function_modes()
         missing = [mode for mode in self.functions if not any(mode is other for other in entered)]
         changed = [module for module, was in self.training if module.training != was]
@@ -115,14 +114,14 @@ class Modes:
 
 
 def function_modes() -> tuple[TorchFunctionMode, ...]:
-    """Return the active ``TorchFunctionMode`` contexts, except those that set a default device or simulate one."""
+    """Return the active ``TorchFunctionMode`` contexts, except those for a default or a simulated device."""
     ignored = (DeviceContext, DeviceFunctions)
     return tuple(mode for mode in _get_current_function_mode_stack() if not isinstance(mode, ignored))
 
 
 @contextmanager
 def temporary_attention_names(configs: list[Any], names: list[Any]) -> Iterator[None]:
-    """Context manager: the model configs use the attention implementations ``names`` while active."""
+    """Set the attention implementations ``names`` in the model configs in the ``with`` block."""
     before = [attention_name(config) for config in configs]
     try:
         for config, name in zip(configs, names, strict=True):
@@ -135,7 +134,7 @@ def temporary_attention_names(configs: list[Any], names: list[Any]) -> Iterator[
 
 @contextmanager
 def temporary_attribute(owner: object, name: str, value: Any) -> Iterator[None]:
-    """Context manager: an attribute has ``value`` while active; then its old value is restored."""
+    """Set the attribute ``name`` of ``owner`` to ``value`` in the ``with`` block, then restore its old value."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -145,7 +144,7 @@ def temporary_attribute(owner: object, name: str, value: Any) -> Iterator[None]:
 
 
 def restore_forward(module: nn.Module, original_forward: Any) -> None:
-    """Restore the ``forward`` that a module instance had before; None means the ``forward`` of its class."""
+    """Restore the ``forward`` that a module instance had before; None restores the ``forward`` of its class."""
     if original_forward is None:
         del module.forward
     else:
@@ -153,16 +152,19 @@ def restore_forward(module: nn.Module, original_forward: Any) -> None:
 
 
 class Observer(Protocol):
-    """Receives events of the engine, such as the start of a chunk; does not change the engine's results."""
+    """Receives events of the engine, such as the start of a chunk, without a change of the engine's results."""
 
     def on_chunk(self, layer: nn.Module, chunk: slice, pass_name: str) -> None:
-        """Handle that a decoder layer or a norm outside the layers begins to run on a chunk, in the pass ``pass_name``.
+        """Handle the start of a decoder layer, or of a norm outside the layers, on a chunk.
 
-        An empty chunk marks the start of a layer's backward: the notifications that follow belong to that layer.
+        ``pass_name`` is the purpose of the run, such as ``store`` in the forward. An empty chunk marks the start of a
+        layer's backward; the events that follow belong to that layer.
         """
 
     def on_new_tensors(self, kind: str, tensors: Iterable[Tensor]) -> None:
-        """Handle new tensors; ``kind`` is ``keys and values``, ``attention output``, ``layer input`` or another."""
+        """Handle new tensors; ``kind`` is ``keys and values``, ``attention output``, ``layer
+        input`` or another kind.
+        """
 
     def on_resize(self, x: Tensor) -> None:
         """Handle a change of the size of ``x``'s storage."""
@@ -173,7 +175,7 @@ _observers: list[Observer] = []  # not a context variable: on an accelerator, ba
 
 @contextmanager
 def with_observer(observer: Observer) -> Iterator[None]:
-    """Context manager: ``observer`` receives the engine's events while active."""
+    """Send the engine's events to ``observer`` in the ``with`` block."""
     _observers.append(observer)
     try:
         yield
@@ -182,13 +184,15 @@ def with_observer(observer: Observer) -> Iterator[None]:
 
 
 def notify_chunk(layer: nn.Module, chunk: slice, pass_name: str) -> None:
-    """Notify the observers that ``layer`` is about to run on ``chunk`` in the pass ``pass_name``."""
+    """Notify the observers that ``layer`` is about to run on ``chunk``; ``pass_name`` is the purpose, such as
+    ``store``.
+    """
     for observer in _observers:
         observer.on_chunk(layer, chunk, pass_name)
 
 
 def notify_tensors(kind: str, *tensors: Tensor) -> None:
-    """Notify the observers that these tensors were created; ``kind`` says what they are, such as ``layer input``."""
+    """Notify the observers of new tensors; ``kind`` says what they are, such as ``layer input``."""
     for observer in _observers:
         observer.on_new_tensors(kind, tensors)
 
@@ -207,20 +211,21 @@ HOOK_TABLES = {
     "_backward_hooks": "backward hook",
     "_backward_pre_hooks": "backward pre-hook",
 }
-"""Attributes of a module that hold hooks, each with the name of its kind for messages."""
+"""Attributes of a module that hold hooks, each with the name of the kind of hook for error messages."""
 GLOBAL_HOOK_TABLES = {f"_global{name}": kind for name, kind in HOOK_TABLES.items()}
 """Attributes of ``torch.nn.modules.module`` that hold hooks of all modules."""
 
 COMPUTING_LIBRARIES = ("streamtune", "torch", "transformers", "deepspeed", "accelerate", "bitsandbytes", "torchao")
-"""Libraries whose hooks are part of the computation. Not peft: its hooks inside layers count tokens from the end
-(activated LoRA), exist for the forward only (``adapter_names``, Poly), or average over rows (initialisers).
+"""Libraries whose hooks are part of the computation. peft is not among them. Its hooks inside layers count tokens from
+the end (activated LoRA), exist for the forward only (``adapter_names``, Poly), or average over rows (initialisers).
 """
 
 
 def chunkwise(hook: Hook) -> Hook:
     """Mark a hook that treats each token independently, so that it may be registered inside a decoder layer.
 
-    The hook is called for each chunk of the sequence, in the forward and again in the backward. Also a decorator.
+    The hook is called for each chunk of the sequence, in the forward and again in the backward. This function can be
+    used as a decorator.
 
     Example:
         >>> mlp, direction = model.model.layers[0].mlp, torch.ones(32)
@@ -231,16 +236,16 @@ def chunkwise(hook: Hook) -> Hook:
 
 
 def refuse_hooks(root: nn.Module, *, within: bool, why: str, fix: str) -> None:
-    """Raise an error if ``root`` or a module inside it has a hook that the user registered.
+    """Raise an error if the user registered a hook on ``root`` or on a module inside it, or for all modules.
 
     Args:
         root: Decoder layer or head.
         within: True allows hooks on ``root`` itself.
-        why: Reason for the refusal, for the message.
+        why: Reason why such a hook is refused, for the message.
         fix: Fix, for the message.
 
     Raises:
-        UnsupportedModelError: Such a hook is registered, on a module or globally.
+        UnsupportedModelError: Such a hook is registered.
     """
     for name, module in root.named_modules():
         if within and module is root:
@@ -272,7 +277,10 @@ def has_user_backward_hooks(module: nn.Module) -> bool:
 
 
 def has_chunkwise_hooks(root: nn.Module) -> bool:
-    """Return True if a module in ``root`` has a hook marked :func:`chunkwise`, which may read a trainable tensor."""
+    """Return True if a module in ``root`` has a hook with the mark :func:`chunkwise`.
+
+    Such a hook may read a trainable tensor.
+    """
     return any(
         hasattr(hook, "_streamtune_chunkwise")
         for module in root.modules()

@@ -6,16 +6,15 @@ a model on the CPU. While a layer computes (forward, recompute, backward), its m
     W' = copy of W;  z = layer(x; W');  dL/dW' summed over the chunks on the device;  dL/dW = copy of dL/dW'
 
 The next layer's weights are copied while a layer computes, so the weights of two layers are on the device at a time.
-The gradients of a layer are copied to the host after its last chunk, before the autograd node returns them.
+The gradients of a layer are copied to the host after its last chunk.
 
 The weights of decoder layers, embedding and head are offloaded. Trained weights in a layer with frozen weights
-(adapters) stay on the device. So do quantised weights, and the weights of other modules (the final norm). Embedding and
-head are copied for each of their calls, and an autograd node returns their gradients to the host.
+(adapters), quantised weights, and the weights of other modules (the final norm) stay on the device. Embedding and head
+are copied for each of their calls, and an autograd node returns their gradients to the host.
 
-Copies may be narrower than the weights (``fetch_dtype``): W' = bf16(W). Then the whole model computes in that dtype, so
-modules outside the layers get narrow copies in their calls too. Weights that the model always keeps in float32 stay in
-float32. The gradient is dL/dW' of the model with weights W', summed and returned in the dtype of W, so that an
-optimizer steps float32 weights.
+Copies may be narrower than the weights (``fetch_dtype``): W' = bf16(W). Then the whole model computes in that dtype,
+except weights that the model always keeps in float32. The gradient is dL/dW' of the model with weights W'. It is summed
+and returned in the dtype of W, so that an optimizer steps float32 weights.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ PLAIN_TYPES = (Tensor, nn.Parameter)
 
 
 def offloaded_parameters(model: Any, layers: Iterable[nn.Module]) -> list[nn.Parameter]:
-    """Return the parameters of an unwrapped model that ``weights="host"`` moves to the host, each parameter once."""
+    """Return the parameters that ``weights="host"`` moves to the host, each once; ``model`` has no wrappers."""
     parameters = {id(p): p for layer in layers for _, _, p in _layer_weights(layer)}
     parameters |= {id(p): p for module in _embedding_and_head(model) for _, _, p in _plain_parameters(module)}
     return list(parameters.values())
@@ -52,9 +51,9 @@ def offloaded_parameters(model: Any, layers: Iterable[nn.Module]) -> list[nn.Par
 def keep_on_host(model: Any, device: torch.device, pool: HostPool | None = None) -> None:
     """Move a model's offloaded weights to host memory, and its other weights and buffers to the device.
 
-    The weights of decoder layers, embedding and head are offloaded. For a model that does not fit on the device, load
-    it on the CPU and add its adapters. Call this function, and then ``stream(model,
-    schedule=Schedule(weights="host"))``, which moves the weights of a model on the device in the same way.
+    Use this for a model that does not fit on the device: load it on the CPU, add its adapters, call this function, then
+    ``stream(model, schedule=Schedule(weights="host"))``. For a model on the device, ``stream`` alone moves the weights
+    of decoder layers, embedding and head.
 
     Args:
         model: Causal language model of ``transformers``, with or without peft adapters; changed in place.
@@ -141,13 +140,13 @@ class _Fetched:
 
 @dataclass
 class _WeightUnit:
-    """The offloaded weights of a layer, embedding or head, each once, and the module attributes that hold them."""
+    """The offloaded weights of one layer, embedding or head, each once, and the module attributes that hold them."""
 
     parameters: list[nn.Parameter]
     attributes: list[tuple[nn.Module, str, int]]
     """(module, name, index in ``parameters``) of each attribute."""
     next_layer: int | None = None
-    """Index of the layer after this layer; None for embedding, head and other modules."""
+    """Index of the next layer; None for embedding, head and other modules."""
     leaves: list[Tensor] | None = None
     depth: int = 0
     replaced: list[Tensor | None] = field(default_factory=list)
@@ -168,8 +167,8 @@ class OffloadedWeights:
     """Keeps a streamed model's weights on the host, and copies them to the device when a module computes.
 
     Args:
-        model: Model of ``transformers``, without wrappers. :func:`keep_on_host` moves its weights; they stay on the
-            host when streaming is removed.
+        model: Model of ``transformers``, without wrappers. Its weights are moved by :func:`keep_on_host`, and stay on
+            the host when streaming is removed.
         layers: Decoder layers of the model.
         tiers: Storage tiers of the model; their counters include the copied bytes.
         dtype: Dtype of the copies; None is the dtype of each weight.
@@ -200,10 +199,10 @@ class OffloadedWeights:
 
     @contextmanager
     def weights_on_device(self, layer: nn.Module, prefetch_offset: int = 0) -> Iterator[dict[int, Tensor]]:
-        """Context manager: ``layer`` holds device copies of its weights while active; yields them by parameter ``id``.
+        """Put device copies of a layer's weights in its modules, in the ``with`` block; yield them by parameter ``id``.
 
         Each copy is a leaf that requires a gradient if its parameter does. ``prefetch_offset`` 1 begins to copy the
-        weights of the next layer, -1 the weights of the previous layer, 0 none.
+        weights of the next layer, -1 the weights of the preceding layer, 0 none.
         """
         unit = self._units[id(layer)]
         if not unit.depth:
@@ -222,7 +221,10 @@ class OffloadedWeights:
 
     @contextmanager
     def weights_on_device_with_graph(self, module: nn.Module) -> Iterator[None]:
-        """Context manager: ``module`` (the head) holds device copies; autograd returns their gradients to the host."""
+        """Put device copies of the weights in ``module`` (the head), in the ``with`` block.
+
+        Autograd returns the gradients of the copies to the host.
+        """
         unit = self._units.get(id(module))
         if unit is None or unit.depth:
             yield
@@ -234,7 +236,7 @@ class OffloadedWeights:
             self._restore_host_weights(module)
 
     def gradients_to_host(self, parameters: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Return the gradients, copied to the host if the parameter is offloaded; the copies are complete."""
+        """Return the gradients, copied to the host if the parameter is offloaded. The copies are complete."""
         on_host, events = list(grads), []
         for place, (parameter, grad) in enumerate(zip(parameters, grads, strict=True)):
             if grad is None or not is_host_storage(parameter.untyped_storage()):

@@ -1,10 +1,9 @@
 """Modules outside of the decoder layers: the token embedding, whose output is freed early, and norms.
 
 A decoder holds its embeddings in a variable until it returns, although nothing reads them after the first layer. That
-is a whole hidden state ``[B, T, C]`` in addition to the input and output of each layer. So the embedding of a streamed
-model returns a stand-in tensor that holds the embeddings. All functions of ``torch`` read through it. The first layer
-takes the embeddings out of the stand-in, so they are freed once that layer has stored them. A later read recomputes
-them.
+is a whole hidden state ``[B, T, C]``. So the embedding of a streamed model returns a placeholder tensor that holds the
+embeddings. The first layer takes them out of the placeholder, so they are freed once that layer has stored them. A
+later read recomputes them.
 
 A norm maps each token independently and computes in fp32: for a whole bf16 sequence, autograd saves two to four times
 the sequence's bytes. A streamed norm sums its gradient over chunks as a layer does, but passes nothing between chunks.
@@ -39,7 +38,7 @@ LOOKUP_PACKAGES = ("torch.", "transformers.")
 """Packages whose embeddings are plain lookups, so that a second call returns the same values."""
 
 SCALING_FUNCTIONS = (torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.div, Tensor.div, Tensor.__truediv__)
-"""Functions by which models scale their embeddings while the unscaled tensor stays in a variable."""
+"""Functions with which models scale their embeddings while a variable still holds the unscaled tensor."""
 
 
 def token_embedding(model: Any) -> nn.Embedding | None:
@@ -60,7 +59,9 @@ class StreamedEmbedding:
         self.module, self.table = module, module.weight
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the embeddings ``[B, T, C]`` in a placeholder (:class:`Embeddings`); as is if the module has hooks."""
+        """Return the embeddings ``[B, T, C]`` in a placeholder (:class:`Embeddings`), or as is if
+        the module has hooks.
+        """
         value: Tensor = type(self.module).forward(self.module, *args, **kwargs)
         if value.dim() != 3 or torch.compiler.is_compiling() or self._must_return_tensor():
             return value
@@ -72,7 +73,8 @@ class StreamedEmbedding:
         def recompute() -> Tensor:
             if _versions_and_addresses(read_from) != state:
                 raise ArgumentError(
-                    "the embeddings of a call were read after its weights or tokens were changed in place",
+                    "the token embeddings of a call were read after the embedding weight or the token ids were changed "
+                    "in place",
                     fix="read or copy the embeddings before the optimizer step, and before tokens are overwritten",
                 )
             embeddings: Tensor = self.module(*args, **kwargs)
@@ -81,7 +83,6 @@ class StreamedEmbedding:
         return Embeddings.create(value, recompute)
 
     def _must_return_tensor(self) -> bool:
-        """Return True if the output must be an ordinary tensor: the module has foreign hooks or a replaced weight."""
         module = self.module
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
         ours = [isinstance(getattr(hook, "__self__", None), OffloadedWeights) for hook in hooks]
@@ -98,13 +99,13 @@ def _versions_and_addresses(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
 @dataclass
 class _Content:
     value: Tensor | None
-    """Embeddings ``[B, T, C]``; None once they were taken."""
+    """Embeddings ``[B, T, C]``; None once they are taken out."""
     recompute: Callable[[], Tensor]
     version: int
     with_graph: bool
-    """True if they were computed with gradients on."""
+    """True if the embeddings were computed with gradients on."""
     node: weakref.ref[Any] | None = None
-    """Autograd node of the stand-in, or None. The reference is weak, because the node holds this object."""
+    """Autograd node of the placeholder, or None. The reference is weak, because the node holds this object."""
 
     def is_original_node(self, node: Any) -> bool:
         return node is None if self.node is None else node is not None and node is self.node()
@@ -145,7 +146,7 @@ class Embeddings(Tensor):
         return func(*map_nested(read_embeddings, args), **map_nested(read_embeddings, kwargs or {}))
 
     def scaled_by(self, func: Callable[[Tensor, Any], Tensor], factor: Any) -> Any:
-        """Return a placeholder for ``func(self, factor)``, and free the unscaled embeddings."""
+        """Return a placeholder for ``func(self, factor)``; free the unscaled embeddings."""
         scaled = func(pop_embeddings(self), factor)
         return Embeddings.create(scaled, lambda: func(read_embeddings(self), factor))
 
@@ -157,7 +158,7 @@ class Embeddings(Tensor):
 
 
 class _PlaceholderNode(torch.autograd.Function):
-    """Autograd node of a placeholder (:class:`Embeddings`); only custom autograd functions get the placeholder."""
+    """Autograd node of a placeholder (:class:`Embeddings`), used if a custom autograd function gets the placeholder."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, content: _Content) -> Tensor:
@@ -192,9 +193,10 @@ def read_embeddings(x: Any) -> Any:
 
 
 def pop_embeddings(x: Any) -> Any:
-    """Return the embeddings that a placeholder ``x`` (:class:`Embeddings`) holds, and free them; other objects as is.
+    """Return the embeddings that a placeholder ``x`` (:class:`Embeddings`) holds, and free them.
 
-    A placeholder keeps embeddings that were changed in place, because they cannot be recomputed.
+    Other objects are returned as is. A placeholder keeps embeddings that were changed in place, because they cannot be
+    recomputed.
     """
     value: Any = read_embeddings(x)
     if isinstance(x, Embeddings) and value._version == x.content.version and value is x.content.value:
@@ -218,7 +220,10 @@ def _grad_fn_of(x: Tensor) -> Any:
 
 
 def norms_outside_layers(owner: nn.Module, layers: list[nn.Module]) -> list[nn.Module]:
-    """Return ``owner``'s norms outside ``layers``: children whose class name ends with ``Norm``, with 1D weights."""
+    """Return ``owner``'s child modules outside ``layers`` that are norms.
+
+    A norm is a module whose class name ends with ``Norm`` and whose weights have at most one dimension.
+    """
     inside = {id(module) for layer in layers for module in layer.modules()}
     return [
         module
@@ -240,7 +245,7 @@ class StreamedNorm:
         self.pointwise: bool | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the norm; arguments and result are the same as for the forward of the norm's class."""
+        """Run the norm; arguments and result are the same as for the forward of its class."""
         args = tuple(map(pop_embeddings, args))
         x = args[0] if len(args) == 1 and not kwargs else None
         if not isinstance(x, Tensor) or x.dim() != 3 or x.shape[1] <= self.schedule.chunk_size:

@@ -1,17 +1,16 @@
 """Masks for layers with their own attention code: dense tensors, but one chunk's tile at a time.
 
-Most models of ``transformers`` pass queries, keys, values and mask to a function that their config names. The engine
-registers its own function there (``attention``). Other layers add the mask to their scores themselves (bloom, falcon,
-gptj), or compute with it before attention (sparse attention with an indexer). Such a layer keeps its attention code and
-gets a tile of the mask: the rows of the chunk, and the columns of prefix and chunk. The tile has the dtype that the
-layer's attention implementation expects:
+Most models of ``transformers`` pass queries, keys, values and mask to a function that their config names, and
+StreamTune registers its own function there (``attention``). Other layers add the mask to their scores themselves
+(bloom, falcon, gptj), or compute with it before attention (sparse attention with an indexer). Such a layer keeps its
+attention code. It gets a tile of the mask: the rows of the chunk, and the columns of the chunk and all earlier chunks.
+The tile has the dtype that the layer's attention implementation expects:
 
     eager   additive, 0 or the lowest finite number, in the dtype of the hidden states
     sdpa    boolean, True where attention is allowed
 
-Scores and mask take memory for chunk x prefix; the engine never builds the whole ``[T, T]``. A model that computes with
-its mask *before* its layers (alibi merged into it) gets the whole mask, as without streaming. The call of each layer
-then gets a chunk's part of it.
+A model that computes with its mask *before* its layers (alibi merged into it) gets the whole mask, as without
+streaming. The call of each layer then gets a chunk's part of it.
 
 Shape suffixes: B batch, T queries, S keys.
 """
@@ -41,15 +40,15 @@ _TILED_PREFIX = f"{NAME}-over-"
 
 
 def lazy_mask_attention_name(implementation: str) -> str:
-    """Return the name of an attention whose layers keep ``implementation``, but get StreamTune's lazy mask."""
+    """Return the attention name for configs whose layers keep ``implementation``, but get a ``LazyMask``."""
     return _TILED_PREFIX + implementation
 
 
 class AttentionNames:
     """Switches a model's configs to StreamTune's attention while a call runs, and back afterwards.
 
-    Outside of calls the configs are unchanged. So another model that is built from a config, or from a copy of it,
-    attends as without streaming.
+    Outside of calls the configs are unchanged. So another model that is built from a config, or from a copy of it, uses
+    the attention that the config names.
 
     Args:
         configs: Configs from which the decoder and its layers read their attention implementation.
@@ -60,11 +59,11 @@ class AttentionNames:
     def __init__(self, configs: Sequence[Any], own_attention: str | None) -> None:
         self.configs = list(configs)
         self.plain_names = [attention_name(config) for config in configs]
-        """Names that the configs have outside of calls."""
+        """Attention implementations that the configs name outside of calls."""
         self.engine_names = [NAME if own_attention is None else lazy_mask_attention_name(own_attention)] * len(
             self.configs
         )
-        """Names that the configs have during calls."""
+        """Attention implementations that the configs name during calls."""
         self._depth = 0
 
     def begin_call(self, where: str) -> int:
@@ -77,7 +76,7 @@ class AttentionNames:
         return self._depth - 1
 
     def end_call(self, outer_calls: int | None = None) -> None:
-        """End the innermost call; if ``outer_calls`` is given, end calls until that many are left."""
+        """End the innermost call; with ``outer_calls`` end calls until only that number of outermost calls is left."""
         if self._depth:
             self._depth = self._depth - 1 if outer_calls is None else outer_calls
             if not self._depth:
@@ -85,7 +84,7 @@ class AttentionNames:
 
     @contextmanager
     def using_names(self, names: list[Any]) -> Iterator[None]:
-        """Context manager: the configs have these attention names while active, also during calls."""
+        """Set these attention implementations in the configs in the ``with`` block, also during calls."""
         self._depth += 1
         try:
             with temporary_attention_names(self.configs, names):
@@ -99,7 +98,7 @@ class AttentionNames:
 
 
 def refuse_changed_attention(config: Any, name: Any, where: str) -> None:
-    """Refuse a config whose attention implementation was changed after its model was streamed.
+    """Raise an error for a config whose attention implementation was changed after its model was streamed.
 
     Other implementations do not align the queries of a chunk with the last keys, so the result would be wrong.
 
@@ -122,15 +121,18 @@ def is_engine_attention(name: Any) -> bool:
 
 @dataclass(frozen=True)
 class OwnAttention:
-    """Attention of a layer that computes it in its own code; ``name`` is what the layer's configs say while it runs."""
+    """Attention of a layer that computes attention in its own code.
+
+    ``name`` is the implementation that the layer's configs name while the layer runs.
+    """
 
     name: str
 
     def mask_dtype(self, hidden_dtype: torch.dtype) -> torch.dtype:
         """Return the mask dtype that the layer expects for hidden states of ``hidden_dtype``.
 
-        For fp64 hidden states the mask is fp32: eager attention computes its softmax in fp32, where the lowest fp64
-        number would be -inf. Then a query that sees no key would give NaN.
+        For fp64 hidden states the mask is fp32. Eager attention computes its softmax in fp32, where the lowest fp64
+        number would be -inf, and a query that sees no key would give NaN.
         """
         if self.name == "sdpa":
             return torch.bool
@@ -138,7 +140,7 @@ class OwnAttention:
 
 
 def dense_mask_of_view(view: MaskView, dtype: torch.dtype) -> Tensor:
-    """Return the dense mask ``[B, 1, T, S]`` of a lazy mask's view: boolean, or additive if ``dtype`` is floating."""
+    """Return the dense mask ``[B, 1, T, S]`` of a lazy mask's view: additive if ``dtype`` is floating, else boolean."""
     rows, _, queries, keys = view.shape
     allowed = view.mask.tile(view.q_start, view.q_stop, view.k_start, view.k_stop).expand(rows, 1, queries, keys)
     if dtype == torch.bool:
@@ -164,7 +166,7 @@ def sees_future(dense_BHTT: Tensor) -> bool:
 
 @dataclass(eq=False)
 class DensifiedMask(LazyMask):
-    """A lazy mask that turns into a dense tensor when a model computes with it outside its layers."""
+    """A lazy mask that becomes a dense tensor when a model computes with it outside its layers."""
 
     dense_dtype: torch.dtype = torch.bool
 

@@ -1,11 +1,13 @@
 """One call of a decoder layer, and its passes over the chunks of the sequence.
 
-forward    first to last chunk, without a graph: computes the outputs, and saves the tensors that the backward needs
-recompute  the forward again with the same random numbers, for the hidden states alone: the input of the next layer, if
-           it was not stored; with ``order="chunk"``, of one chunk
-project    first to last chunk, without a graph: stops in each chunk once its keys and values are computed
-replay     one chunk with its graph, for the backward, which runs from the last chunk to the first
-whole      the whole sequence at once with its graph, as plain autograd
+    forward    first to last chunk, without a graph: computes the outputs, and saves the tensors that the backward needs
+    recompute  the forward again with the same random numbers, for the hidden states alone: the input of the next layer,
+               if it was not stored; with ``order="chunk"``, of one chunk
+    project    first to last chunk, without a graph: stops in each chunk once its keys and values are computed
+    replay     one chunk with its graph, for the backward, which runs from the last chunk to the first
+    whole      the whole sequence at once with its graph, as in plain autograd
+
+The names of passes are values of ``Pass``; the forward has the name ``store``.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ from streamtune.schedule import Tier as TierName
 
 @dataclass(frozen=True)
 class CallSettings:
-    """Schedule, modes and rows of one layer call, recorded in its forward for its backward."""
+    """Schedule, modes and packed rows of one layer call, recorded in its forward for its backward."""
 
     schedule: Schedule
     device: torch.device
@@ -53,11 +55,11 @@ class CallSettings:
     autocast: Autocast
     modes: Modes
     counted: Tensor | None
-    """Mask ``[B, T]``, nonzero at the tokens that the router loss counts; None counts all."""
+    """Mask ``[B, T]``, nonzero at the tokens that the router loss counts; None counts all tokens."""
 
     @classmethod
     def capture(cls, call: LayerCall, owner: StreamedLayer) -> CallSettings:
-        """Return the settings with which ``call`` would run now."""
+        """Return the settings that now apply to ``call``."""
         context, routers, device = owner.parts.context, owner.parts.routers, call.hidden.device
         rows = call.shards.rows if call.shards is not None and context.rows is None else context.rows
         counted_BT = routers.mask_BT if routers is not None and routers.active else None
@@ -68,7 +70,7 @@ class CallSettings:
 class LayerStream:
     """One call of a layer, run chunk by chunk: its forward, and the recomputation that its backward needs.
 
-    ``producer`` is the layer call whose output is this call's input, if it can recompute that output; else None.
+    ``producer`` is the layer call whose output is this call's input, if that call can recompute its output; else None.
     """
 
     def __init__(self, call: LayerCall, owner: StreamedLayer, producer: LayerStream | None = None) -> None:
@@ -76,11 +78,11 @@ class LayerStream:
         self.settings, self.saved = CallSettings.capture(call, owner), SavedTensors()
         self.widen = self.settings.schedule.grad_dtype == "float32"
         self.chain: weakref.ref[Any] | None = None
-        """Chain that this call belongs to, with ``order="chunk"``."""
+        """With ``order="chunk"``, the chain of layer calls (``LayerChain``) that this call belongs to."""
         self.follows_in_chain = False
         """True if the previous layer of the chain recomputes this call's input in the backward."""
         self.grad_target: LayerStream | None = None
-        """Call whose output this call reads. Its ``grad_from_next`` receives the gradient (``stream_grads``)."""
+        """Layer call that computed this call's input; with ``stream_grads`` it receives the gradient of that input."""
         self.grad_from_next = _NextLayerGradient()
         self.outputs, self.sums = LayerOutputs(owner.name, call.inputs[call.hidden_name]), 0
         routers = owner.parts.routers
@@ -90,7 +92,9 @@ class LayerStream:
         self._choose_chunks(owner.carries_states or (self.is_chunk_order and owner.parts.last_call.ends_with_rows))
 
     def _choose_chunks(self, with_rows: bool) -> None:
-        """Set the chunks, also cut at packed rows if ``with_rows``; create empty stores for states, keys, values."""
+        """Set the chunks, with ``with_rows`` also cut where packed rows begin; create empty stores
+        for keys and states.
+        """
         settings, shards = self.settings, self.call.shards
         self.states = States(settings.rows)
         if shards is not None:
@@ -109,7 +113,9 @@ class LayerStream:
             kv_length = self.call.length if shards.form == "ring" else shards.padded_length
         self.kv = KeysAndValues(kv_length, self.widen, self.call.past)
         self.entry_updates: dict[Any, int] = {}
-        """Index of the key/value update that each entry of the shared dictionary holds, for entries this layer adds."""
+        """Index of the cache update that computed each entry which this layer adds to the keys and values shared
+        between layers.
+        """
         self.random: dict[int, RandomState] = {}
 
     @property
@@ -126,18 +132,19 @@ class LayerStream:
 
     @property
     def output_sequence_dims(self) -> list[Along]:
-        """Sequence dimension of each output; None for the sums of router logits, which have none."""
+        """Sequence dimension of each output; None for sums over router logits."""
         return [*self.outputs.along, *[None] * self.sums]
 
     @property
     def can_recompute_output(self) -> bool:
-        """True if the hidden states are the only input that needs a gradient: the output depends on nothing else."""
+        """True if no input but the hidden states needs a gradient; they then suffice to recompute the output."""
         return len(self.call.inputs) == 1
 
     def run_chunk(self, chunk: slice, pass_name: Pass, x_i: list[Tensor]) -> tuple[list[Tensor], ChunkCache]:
         """Compute ``z(i) = f_W(x(i), prefix)`` on one chunk, with the layer's own forward.
 
-        Return the outputs, the first ``[B, T_i, C]``, and the cache that the layer used.
+        The prefix is the keys, values and states of earlier chunks. Return the outputs, the first ``[B, T_i, C]``, and
+        the cache that the layer used.
         """
         notify_chunk(self.call.layer, chunk, pass_name)
         run_slice = self.states.tokens_to_run(chunk)
@@ -171,7 +178,7 @@ class LayerStream:
         return [*outputs, *sums], cache
 
     def _router_mask(self, chunk: slice, run_slice: slice) -> Tensor | None:
-        """Return a mask over the tokens ``run_slice``, nonzero where the router loss counts them; None counts all."""
+        """Return a mask over ``run_slice``, nonzero at the tokens that the router loss counts; None counts all."""
         counted_BT = self.settings.counted
         if run_slice == chunk:
             return None if counted_BT is None else counted_BT[:, chunk]
@@ -181,7 +188,7 @@ class LayerStream:
 
     @contextmanager
     def pass_over_chunks(self, sums: Sequence[GradientSum] = ()) -> Iterator[None]:
-        """Context manager for a pass over all chunks: weights are copied to the device, and linear weights cast, once.
+        """Copy the layer's weights to the device, and cast its linear weights, once for all chunks in this context.
 
         In a backward, ``sums`` are the gradient accumulators of the parameters.
         """
@@ -200,7 +207,8 @@ class LayerStream:
     def forward(self, inputs: Sequence[Tensor], for_backward: bool = False) -> list[Tensor]:
         """Compute ``z = f_W(x)`` chunk by chunk, first to last, without a graph.
 
-        Return the outputs, the first ``[B, T, C]``, followed by the keys and values that the layer shares with others.
+        Return the outputs, the first ``[B, T, C]``, followed by the keys and values that the layer shares with other
+        layers.
         """
         z: list[Tensor] = []
         random_before = RandomState.capture(self.settings.device) if self.settings.rows else None
@@ -248,8 +256,8 @@ class LayerStream:
     def run_unchunked(self, inputs: Sequence[Tensor]) -> list[Tensor] | None:
         """Compute ``z = f_W(x)`` on the whole sequence with autograd's own graph, which saves all activations.
 
-        Return the outputs, followed by keys and values that the layer shares with others. Return None if the layer has
-        states and rows are packed or ranks share the sequence: the layer must then be streamed.
+        Return the outputs, followed by keys and values that the layer shares with other layers. Return None if the
+        layer has states and rows are packed or ranks share the sequence: the layer must then run in chunks.
         """
         random_before = RandomState.capture(self.settings.device) if self.settings.rows or self.call.shards else None
         uses_states = random_before is not None and self.owner.carries_states
@@ -266,7 +274,7 @@ class LayerStream:
         return z + [cache.chunk_kv[2 * index + place] for index in self.entry_updates.values() for place in (0, 1)]
 
     def assemble_output(self, outputs: list[Tensor], sharing: Any) -> Any:
-        """Return the output in the layer's form (tensor or tuple); store shared keys and values in ``sharing``."""
+        """Return the output in the layer's form (a tensor or tuple); store shared keys and values in ``sharing``."""
         layer_output_count, output_count = len(self.outputs.along), len(self.output_sequence_dims)
         if self.routers is not None:
             self.routers.add_layer_sums(outputs[layer_output_count:output_count])
@@ -294,7 +302,6 @@ class LayerStream:
         return StoredTensor(self._get_tier(name), like, self.hidden_sequence_dim)
 
     def _save_kv_and_states(self, for_backward: bool, recomputed: bool, shared: bool = False) -> None:
-        """Free keys, values and states that the backward recomputes or does not read; keep or offload the others."""
         if self.is_chunk_order and for_backward:
             self._save_kv_by_chunk()
             return
@@ -325,9 +332,9 @@ class LayerStream:
     # The backward.
 
     def load_input(self) -> Source:
-        """Return the layer's input; if it was not stored, recompute the layers before it in its segment.
+        """Return the layer's input; if it was not stored, recompute it with the preceding layers of its segment.
 
-        If weights are sharded (ZeRO stage 3, FSDP2), each recomputed layer is gathered once more.
+        If weights are sharded (ZeRO stage 3, FSDP2), the weights of each recomputed layer are gathered once more.
         """
         todo: list[LayerStream] = []
         stream = self
@@ -352,7 +359,10 @@ class LayerStream:
         return self.saved.checked_input(self.owner.name)
 
     def output_gradient(self, autograd_gradient: Tensor | None) -> Source | None:
-        """Return the gradient of the output hidden states: autograd's plus what the next layer's backward put here."""
+        """Return the gradient of the output hidden states: autograd's plus the gradient that the next layer stored.
+
+        None if there is neither. With ``stream_grads`` the next layer's backward stores a gradient here.
+        """
         left = self.grad_from_next.take()
         if left is None or autograd_gradient is None:
             return left if autograd_gradient is None else autograd_gradient
@@ -367,8 +377,9 @@ class LayerStream:
     def allocate_grad_buffer(self, z: Source, grad_after: Source | None) -> Source:
         """Return the memory in which the next layer's backward writes the gradient of this call's output ``z``.
 
-        The memory is on host or disk if layer inputs are offloaded. Otherwise it is ``grad_after``, the gradient of the
-        next layer's output, if that may be overwritten and has the same shape and dtype; else a new tensor.
+        The memory is on host or disk if layer inputs are offloaded. Otherwise it is the memory of ``grad_after``, the
+        gradient of the next layer's output, if that has the same shape and dtype; else a new tensor. ``grad_after`` is
+        None if it must not be overwritten.
         """
         offload, buffer = self.settings.schedule.offload, grad_after
         if offload != "device":
@@ -379,7 +390,7 @@ class LayerStream:
         return buffer
 
     def prepare_replay(self, inputs: Sequence[Source], keep_graph: bool = False) -> None:
-        """Fetch or recompute the keys, values and states that later chunks' backwards read (:meth:`replay_chunk`).
+        """Fetch or recompute the keys, values and states that chunks read in the backward (:meth:`replay_chunk`).
 
         With ``keep_graph`` another backward may follow. Then keys and values shared with other layers are copied,
         because :meth:`replay_chunk` overwrites them.
@@ -397,7 +408,7 @@ class LayerStream:
 
     @torch.no_grad()
     def recompute_forward(self, z_in: Source, output_store: StoredTensor | None) -> None:
-        """Run the forward again, with the same random numbers; store the hidden states in ``output_store``."""
+        """Run the forward again with the same random numbers; write the hidden states to ``output_store``, if given."""
         if isinstance(z_in, StoredTensor):
             z_in.set_read_order(self.chunks)
         self.states.begin_pass(backward=False)
@@ -415,8 +426,8 @@ class LayerStream:
     def recompute_kv(self, inputs: Sequence[Source]) -> None:
         """Recompute keys and values: run the layer on each chunk until they are computed.
 
-        The last chunk is left out, because :meth:`replay_chunk` begins with it, unless its keys and values are shared
-        with other layers.
+        The last chunk is left out, because the backward begins with a run of that chunk (:meth:`replay_chunk`). If its
+        keys and values are shared with other layers, it is included.
         """
         if self.kv.pairs or not self.kv.updates:
             return
@@ -433,12 +444,12 @@ class LayerStream:
 
     @torch.no_grad()
     def recompute_chunk(self, chunk: slice, x_i: list[Tensor]) -> Tensor:
-        """Return the output hidden states of one chunk, recomputed without a graph."""
+        """Return the output hidden states ``[B, T_i, C]`` of one chunk, recomputed without a graph."""
         with self._restored_state(chunk):
             return self.run_chunk(chunk, "recompute", x_i)[0][0]
 
     def replay_chunk(self, chunk: slice, x_i: list[Tensor]) -> tuple[list[Tensor], ChunkCache]:
-        """Run the layer again on one chunk, with a graph; return its outputs and the cache that it used."""
+        """Run the layer on one chunk again, with a graph; return its outputs and the cache that it used."""
         with self._restored_state(chunk):
             return self.run_chunk(chunk, "replay", x_i)
 
@@ -448,7 +459,7 @@ class LayerStream:
             yield
 
     def free(self, keep_graph: bool = False) -> None:
-        """Free the tensors that the backward used, except input and states if another may follow (``keep_graph``)."""
+        """Free the tensors that the backward used; with ``keep_graph`` keep input and states for another backward."""
         self.kv.free_all()
         self.states.end_pass()
         if keep_graph:
@@ -479,12 +490,12 @@ class _NextLayerGradient:
 
 
 def placeholder(like: Source) -> Tensor:
-    """Return a zero tensor that takes no memory, which autograd gets instead of a gradient that is stored elsewhere."""
+    """Return zeros that take no memory: autograd gets them in place of a gradient stored elsewhere."""
     return _zero_scalar(like.dtype, like.device).expand(like.shape)
 
 
 def is_placeholder(grad: Tensor) -> bool:
-    """Return True if ``grad`` is a tensor from :func:`placeholder`, to which autograd has added nothing."""
+    """Return True if ``grad`` is a tensor from :func:`placeholder` to which autograd has added nothing."""
     return grad.untyped_storage()._cdata == _zero_scalar(grad.dtype, grad.device).untyped_storage()._cdata
 
 
@@ -498,7 +509,6 @@ def _repeat_token(x: Tensor, sequence_dim: Along) -> Tensor:
 
 
 def _empty_output(chunk_output: Tensor, sequence_dim: Along, length: int) -> Tensor:
-    """Return an output for the whole sequence, shaped after one chunk's: empty, or zeros if the chunks are summed."""
     if sequence_dim is None:
         return torch.zeros_like(chunk_output)
     return chunk_output.new_empty(

@@ -1,9 +1,9 @@
 """Requests to a model call: another loss than the cross-entropy, scores of target tokens, or the lazy logits.
 
-A scored call runs like a call with labels, but computes no loss. The lazy logits in its output are scored for the
-caller's targets. So targets need not be the next tokens of the same sequence, and a preference or policy objective is
-ordinary PyTorch on the scores. Scoring happens inside the model call, for two reasons: sharded weights are gathered
-only there, and wrappers (DDP, DeepSpeed) scan the returned tensors.
+A call with a :class:`ScoreRequest` runs like a call with labels, but computes no loss. Its targets need not be the next
+tokens of the same sequence, and a preference or policy objective is ordinary PyTorch on the scores. Scoring happens
+inside the model call, because sharded weights are gathered only there, and wrappers (DDP, DeepSpeed) scan the returned
+tensors.
 
 Shape suffixes: B batch, T tokens.
 """
@@ -33,11 +33,11 @@ class LossRequest:
     weights: Tensor | None = None
     """Factor ``[B, T]`` on the loss of each target; None is 1."""
     teacher: LazyLogits | None = None
-    """A teacher's lazy logits for the same tokens (``StreamHandle.lazy_logits``), if the loss has a divergence."""
+    """Logits of a distillation teacher for the same tokens, not computed yet (``StreamHandle.lazy_logits``)."""
     top_k: TopKTeacher | None = None
-    """A teacher's top-k tokens at the targets of the call, instead of its logits."""
+    """Recorded top-k tokens of a distillation teacher at the targets of the call, in place of ``teacher``."""
     measured: dict[str, Tensor] | None = None
-    """Sums over the targets of the call, named as in ``ops.MEASURED``, without gradient; None before the call."""
+    """Sums over the targets of the call, without gradient, by the names in ``ops.MEASURED``; None before the call."""
 
     def rank_top_k(self, shape: torch.Size, shards: SequenceShards | None, model: str) -> TopKTeacher | None:
         """Return the teacher's top-k tokens for this rank's targets of ``shape``; None if the request has none.
@@ -58,7 +58,7 @@ class LossRequest:
         return replace(self.top_k, index_BT=index)
 
     def device_weights(self, targets: Tensor, weights: Tensor | None, model: str) -> Tensor | None:
-        """Return the loss weights of the targets on the device of ``targets``; None if ``weights`` is None.
+        """Return the loss weights on the device of ``targets``; None if ``weights`` is None.
 
         Raises:
             UnsupportedModelError: The shapes differ, because the model named ``model`` drops tokens before its loss.
@@ -78,9 +78,9 @@ class ScoreRequest:
     """Asks a model call for log-probabilities of ``targets``; the call stores its router loss in ``router_loss``."""
 
     targets: Tensor
-    """Target ids ``[B, T]``; -100 at a position without target."""
+    """Target ids ``[B, T]``; -100 at a position without a target."""
     branches: Branches | None = None
-    """Layout of rows that share their beginning; None for other rows."""
+    """Layout of rows that share a prefix; None for other rows."""
     temperature: float = 1.0
     """Divisor of the logits."""
     entropy: bool = False
@@ -88,10 +88,10 @@ class ScoreRequest:
     router_loss: Tensor | None = None
     """Router loss of the call, set by the call."""
     shards: SequenceShards | None = None
-    """Shards of the call, if ranks share the sequence; set by the call."""
+    """This rank's tokens of the call, if ranks share the sequence; set by the call."""
 
     def compute_result(self, model: nn.Module, output: Any) -> dict[str, Tensor]:
-        """Return ``logprobs``, and ``entropy`` and ``router_loss`` if any, computed from the model's ``output``.
+        """Return ``logprobs``, and ``entropy`` and ``router_loss`` if there are any, given the model's ``output``.
 
         Raises:
             UnsupportedModelError: ``output`` has no lazy logits of all tokens.
@@ -137,8 +137,10 @@ class TokenScores:
     """Log-probabilities and entropies of target tokens from a streamed model."""
 
     logprobs: Tensor
-    """Log-probabilities ``[B, T]`` in fp32 (fp64 for an fp64 model), differentiable; 0 for positions without target."""
+    """Log-probabilities ``[B, T]``, fp32 (fp64 for an fp64 model), differentiable; 0 at positions without a target."""
     entropy: Tensor | None
-    """Entropies ``[B, T]`` of the targets' distributions, differentiable; None if not requested."""
+    """Entropy ``[B, T]`` of the predicted distribution at each target, differentiable; 0 at positions without a target.
+    None if it was not requested.
+    """
     router_loss: Tensor | None
     """Router losses of a mixture of experts, to add to the objective; None if the call has none."""

@@ -1,10 +1,10 @@
 """Rotary embeddings whose frequencies depend on the longest position: ``dynamic`` NTK scaling and ``longrope``.
 
 LongRoPE (Ding et al., arXiv 2402.13753) uses other factors for rows longer than the pretraining length. Dynamic NTK
-scaling uses another base for each length. ``transformers`` reads the length from the positions of a call. This is
-wrong in three cases, in which this module passes another length:
+scaling uses another base for each length. ``transformers`` reads the length from the positions of a call. This is wrong
+in three cases, in which this module passes another length:
 
-    packed rows, shared beginnings    each row gets the frequencies of its own length, as if it were alone
+    packed rows, shared prefixes      each row gets the frequencies of its own length, as if it were alone
     ranks that share a sequence       every rank gets the frequencies of the whole sequence's length
     a call after a longer call        gets its own length's frequencies (``dynamic`` keeps the longest call's)
 
@@ -32,14 +32,14 @@ LENGTH_DEPENDENT_TYPES = ("dynamic", "longrope")
 
 @dataclass(frozen=True)
 class RowLengths:
-    """Length of each token's row, ``[B, T]`` int64: of the shortest and the longest row, if rows share a token."""
+    """Length ``[B, T]`` int64 of the row of each token. If rows share a token: of its shortest and its longest row."""
 
     shortest_BT: Tensor  # noqa: N815
     longest_BT: Tensor  # noqa: N815
 
     @classmethod
     def from_rows(cls, rows: PackedRows) -> RowLengths:
-        """Return the lengths for packed rows, or for rows that share their beginning."""
+        """Return the lengths for packed rows, or for rows that share a prefix."""
         if isinstance(rows, Branches):
             return cls._from_branches(rows)
         positions_BT = rows.positions_BT
@@ -50,7 +50,7 @@ class RowLengths:
 
     @classmethod
     def from_batch(cls, positions: Tensor) -> RowLengths:
-        """Return the longest row's length for every token, given positions ``[B, T]``."""
+        """Return the length of the batch's longest row for every token, given positions ``[B, T]``."""
         if positions.dim() != 2:
             raise UnsupportedModelError(
                 "rotary embeddings that depend on the longest position need position_ids [B, T], found "
@@ -81,11 +81,11 @@ class RowLengths:
 
 
 class LengthRotary:
-    """Replaces the forward of a rotary embedding, so that frequencies depend only on the row lengths of the call.
+    """Replaces the forward of a rotary embedding, so that its frequencies depend only on the row lengths of the call.
 
     Args:
         module: Rotary embedding. Its forward takes ``x``, ``position_ids`` and, in some models, a layer type.
-        lengths: Function from ``position_ids`` to row lengths; if it returns None, the call's longest position is used.
+        lengths: Function from ``position_ids`` to row lengths. If it returns None, the call's longest position is used.
     """
 
     def __init__(self, module: nn.Module, lengths: Callable[[Tensor], RowLengths | None]) -> None:
@@ -105,7 +105,7 @@ class LengthRotary:
         return installed
 
     def remove(self) -> None:
-        """Restore the forward that the module had."""
+        """Restore the forward that the module had before."""
         del self.module.forward
         if self._before is not None:
             self.module.forward = self._before
@@ -129,7 +129,7 @@ class LengthRotary:
         if not torch.equal(longest_BT, shortest_BT):
             raise UnsupportedModelError(
                 f"rotary embeddings of type {kind!r} depend on the length of a row, and rows of at most {limit:,} "
-                "tokens share their beginning with longer rows",
+                "tokens share a prefix with longer rows",
                 fix="set share_prefix: never",
             )
         out: Any = None
@@ -156,9 +156,9 @@ def longest_unscaled_length(config: Any) -> int | None:
 
 @contextmanager
 def rotate_rows_as_if_alone(model: nn.Module, mask_BT: Tensor | None = None) -> Iterator[None]:
-    """Context manager: an unstreamed model rotates each row as if the row were alone in the call, while active.
+    """Let an unstreamed model rotate each row as if the row were alone in the call, in the ``with`` block.
 
-    ``mask_BT`` is a padding mask, one row per sequence. Without a mask, positions that restart begin packed rows.
+    ``mask_BT`` is a padding mask, with one row per sequence. Without a mask, positions that restart begin packed rows.
     """
 
     def lengths(position_ids: Tensor) -> RowLengths | None:

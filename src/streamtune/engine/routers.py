@@ -1,15 +1,15 @@
-"""Losses on the router logits of a whole batch, exact under streaming.
+"""Losses on the router logits of a whole batch, exact although layers run in chunks.
 
-Two losses on a mixture of experts are not sums over chunks: the load-balancing loss (Switch Transformers, arXiv
-2101.03961, eq. 4) and the router z-loss (ST-MoE, arXiv 2202.08906, eq. 5). The first multiplies two means:
+The load-balancing loss (Switch Transformers, arXiv 2101.03961, eq. 4) multiplies two means over the batch. The router
+z-loss (ST-MoE, arXiv 2202.08906, eq. 5) is one mean:
 
     L_balance = E sum_e f_e P_e,    f_e = sum_t [e routed for t] / N,    P_e = sum_t softmax(r_t)_e / N
     L_z       = sum_t logsumexp(r_t)^2 / N                               for the N pairs of a token and a layer's router
 
-But both are functions of sums over tokens, and a sum over tokens is a sum over chunks. So a streamed layer returns its
-sums together with its hidden states. Each chunk's backward gets the gradient of the sums unchanged (``vjp``). The count
-f has no gradient, so its scope can be wider than one backward: the micro-batch, or all micro-batches and ranks of a
-step (Qiu et al., arXiv 2501.11873). The wider scope costs one reduction of E + 1 numbers.
+Both are functions of sums over tokens, and a sum over tokens is a sum over chunks. So a layer returns its sums together
+with its hidden states. Each chunk's backward gets the gradient of the sums unchanged (``vjp``). The count f has no
+gradient, so it may cover more tokens than one backward. It covers the micro-batch, or all micro-batches and ranks of a
+step (Qiu et al., arXiv 2501.11873). The latter costs one reduction of E + 1 numbers.
 
 Shape suffixes: N tokens, E experts.
 """
@@ -41,8 +41,8 @@ class RouterLoss:
     Args:
         balance: Coefficient of the load-balancing loss (``router_aux_loss_coef``).
         z: Coefficient of the router z-loss.
-        scope: Tokens over which the experts' frequencies f are counted: ``micro`` counts the micro-batch, ``global``
-            the whole step on all ranks.
+        scope: Tokens over which the load-balancing loss counts how often each expert is chosen. ``micro`` counts over
+            the micro-batch, ``global`` over all micro-batches of the step on all ranks.
 
     Raises:
         ArgumentError: A coefficient is negative, or the scope is unknown.
@@ -67,7 +67,7 @@ class RouterLoss:
 
 @dataclass(frozen=True)
 class RouterSums:
-    """Sums of router outputs over tokens and layers, from which the router losses are computed."""
+    """Sums over tokens and layers of what routers compute; the router losses are functions of these sums."""
 
     probabilities: Tensor
     """Sum of the experts' probabilities ``[E]``, with a gradient."""
@@ -80,7 +80,7 @@ class RouterSums:
 
     @classmethod
     def from_logits(cls, logits_NE: Tensor, top_k: int, mask_N: Tensor | None) -> RouterSums:
-        """Return the sums of one router's logits; tokens whose ``mask_N`` is 0 are not counted."""
+        """Return the sums for one router's logits; tokens at which ``mask_N`` is 0 are not counted."""
         logits_NE = logits_NE.to(torch.promote_types(logits_NE.dtype, torch.float32))
         weight_N1 = logits_NE.new_ones(len(logits_NE), 1) if mask_N is None else mask_N.to(logits_NE)[:, None]
         p_NE = logits_NE.softmax(-1)
@@ -108,16 +108,16 @@ class RouterSums:
 
 @dataclass(frozen=True)
 class RouterTerms:
-    """The last call's loss without router losses, and its balance loss: scalars without a gradient, for the log."""
+    """Terms of the last call's loss, for the log: scalars without a gradient."""
 
     loss: Tensor
     """Loss before the router losses are added."""
     balance: Tensor
-    """The micro-batch's share of the step's balance loss, without its coefficient; the shares add up to that loss."""
+    """Balance loss without its coefficient: this micro-batch's share of the step's balance loss."""
 
 
 class RouterWatch:
-    """Collects a model's router logits during a streamed call, and computes the router losses to add to its loss.
+    """Collects a model's router logits during a call, and computes the router losses to add to its loss.
 
     Args:
         model: Streamed model.
@@ -130,21 +130,22 @@ class RouterWatch:
         self.model, self.loss = model, loss
         self.active = False
         self.totals: Tensor | None = None
-        """Counts ``[E + 1]`` of the whole step (:meth:`StreamHandle.count_routes`); None reduces each call's counts."""
+        """Counts ``[E + 1]`` of the whole step (:meth:`StreamHandle.count_routes`). None sums the counts of each call
+        over ranks.
+        """
         self.weight = 1.0
-        """Weight of the micro-batch in the step's mean; not used with global scope."""
+        """Weight of the micro-batch in the mean over the step; not used if the scope is ``global``."""
         self.counted_BT: Tensor | None = None
-        """Mask of the tokens to count in the next calls, nonzero: counted; None uses the calls' attention masks."""
+        """Mask for the next calls, nonzero at the tokens to count; None uses the attention masks of the calls."""
         self.shards: SequenceShards | None = None
-        """Shards whose tokens the routers see, if ranks share the sequence."""
+        """Tokens of the sequence on which this rank's routers run, if ranks share the sequence."""
         self.silent = False
         self.terms: RouterTerms | None = None
-        """Terms of the last call that had a loss."""
         self.call_sums: RouterSums | None = None
-        """Sums of the layers of the current call so far."""
+        """Sums of the layers that have run in the current call."""
         self._chunk_logits: list[Tensor] | None = None
         self.mask_BT: Tensor | None = None
-        """Mask of the tokens to count in the current call, nonzero: counted; None counts all."""
+        """Mask for the current call, nonzero at the tokens to count; None counts all tokens."""
         self._hooks = [
             router.register_forward_hook(partial(self._collect, index))
             for layer in layers
@@ -159,7 +160,7 @@ class RouterWatch:
             hook.remove()
 
     def begin_call(self, attention_mask: Any) -> None:
-        """Begin a model call: clear the sums and collect router logits of the tokens in ``attention_mask``."""
+        """Begin a model call: clear the sums, and collect router logits of the tokens in ``attention_mask``."""
         self._check_supported()
         self.active, self.call_sums = True, None
         mask = attention_mask if self.counted_BT is None else self.counted_BT
@@ -173,16 +174,19 @@ class RouterWatch:
         return sums
 
     def without_losses(self) -> AbstractContextManager[None]:
-        """Context manager: calls add no router losses while active."""
+        """Return a context in which model calls add no router losses."""
         return temporary_attribute(self, "silent", True)
 
     def counting_tokens(self, tokens_BT: Tensor) -> AbstractContextManager[None]:
-        """Context manager: routers count the tokens where ``tokens_BT`` is nonzero, instead of the attention mask."""
+        """Return a context in which routers count the tokens where ``tokens_BT`` is nonzero.
+
+        Otherwise they count the tokens of the attention mask.
+        """
         return temporary_attribute(self, "counted_BT", tokens_BT)
 
     @contextmanager
     def collecting_logits(self) -> Iterator[None]:
-        """Context manager: collects the logits of every router that runs, for :meth:`sum_collected_logits`."""
+        """Collect the logits of every router that runs in this context, for :meth:`sum_collected_logits`."""
         self._chunk_logits = []
         try:
             yield
@@ -190,7 +194,7 @@ class RouterWatch:
             self._chunk_logits = None
 
     def sum_collected_logits(self, mask_BT: Tensor | None) -> list[Tensor]:
-        """Return the four sums of the logits collected in :meth:`collecting_logits`; an empty list if no router ran."""
+        """Return the four sums (:class:`RouterSums`) for the collected logits; an empty list if no router ran."""
         mask_N = None if mask_BT is None else mask_BT.flatten()
         total: RouterSums | None = None
         for logits in self._chunk_logits or ():
@@ -205,16 +209,16 @@ class RouterWatch:
         return [] if total is None else total.as_list
 
     def add_layer_sums(self, parts: Sequence[Tensor]) -> None:
-        """Add one layer's sums over the whole sequence to the sums of the call."""
+        """Add the sums of one layer over the whole sequence to the sums of the call."""
         if parts:
             sums = RouterSums(*parts)
             self.call_sums = sums if self.call_sums is None else self.call_sums + sums
 
     def compute_losses(self, sums: RouterSums) -> tuple[Tensor, Tensor]:
-        """Return the balance loss, and the sum of router losses to add to the call's loss.
+        """Return the balance loss, and the router losses to add to the call's loss.
 
-        Equal to ``E sum_e f_e P_e`` and ``share * (balance * L_balance + z * L_z)`` with the formulas of this module.
-        If the scope is ``global``, both are this call's shares of the step's losses.
+        The first is ``E sum_e f_e P_e``, the second ``loss_factor * (balance * L_balance + z * L_z)`` with the formulas
+        of this module. If the scope is ``global``, both are this call's shares of the step's losses.
         """
         loss = self.loss or RouterLoss(balance=balance_coefficient(self.model))
         counts = sums.counts
@@ -232,7 +236,7 @@ class RouterWatch:
 
     @property
     def loss_factor(self) -> float:
-        """Factor on a call's router losses: the micro-batch's weight, or 1 if the scope is ``global``."""
+        """Factor on the router losses of a call: the micro-batch's weight, or 1 if the scope is ``global``."""
         return 1.0 if self.loss is not None and self.loss.scope == "global" else self.weight
 
     def _collect(self, index: int, module: nn.Module, args: Any, output: Any) -> None:
@@ -250,13 +254,13 @@ class RouterWatch:
         form = getattr(sys.modules[type(self.model).__module__], BALANCE_LOSS, None)
         if form is None or tuple(inspect.signature(form).parameters) != BALANCE_ARGUMENTS:
             raise UnsupportedModelError(
-                f"{name} has a balance loss with another formula, which is not supported",
+                f"{name} has a balance loss with another formula than Switch Transformers, which is not supported",
                 fix="train it without output_router_logits",
             )
 
 
 def adds_balance_loss(model: Any) -> bool:
-    """Return True if a model adds its balance loss even if the call does not pass ``output_router_logits``.
+    """Return True if a model adds its balance loss although the call does not pass ``output_router_logits``.
 
     The model's configuration decides, unless its forward has a boolean default for that argument.
     """
@@ -267,12 +271,12 @@ def adds_balance_loss(model: Any) -> bool:
 
 
 def without_router_loss(model: Any) -> dict[str, bool]:
-    """Return arguments for a ``transformers`` model call without router loss and router logits."""
+    """Return keyword arguments with which a ``transformers`` model call has no router loss and no router logits."""
     return {"output_router_logits": False} if adds_balance_loss(model) else {}
 
 
 def balance_coefficient(model: Any) -> float:
-    """Return the coefficient of a ``transformers`` model's balance loss.
+    """Return the coefficient of a ``transformers`` model's balance loss, from the model or its configuration.
 
     Raises:
         UnsupportedModelError: Neither the model nor its configuration has such a coefficient.
@@ -300,7 +304,7 @@ def sum_counts_over_ranks(counts: Tensor) -> Tensor:
 
 
 def _router_modules(model: nn.Module, layer: nn.Module) -> Iterator[tuple[nn.Module, int]]:
-    """Yield (router, index of the router logits in its output) for the modules recorded as ``router_logits``."""
+    """Yield (router, index of its logits in its output) for each router that the model records in a layer."""
     recorded = [spec for module in model.modules() for spec in recorded_modules(module, "router_logits")]
     for name, module in layer.named_modules():
         for kind, where, index in recorded:

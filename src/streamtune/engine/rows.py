@@ -1,13 +1,13 @@
-"""The rows in a sequence: packed rows, and rows that share their beginning.
+"""Rows (training examples) of a sequence: packed rows, and rows that share a prefix.
 
-In attention layers the mask separates the rows (``ops.attention.rules``). A recurrent layer has no mask: its chunks are
-cut where any row begins, and the state is set to zero for the sequences in which a row begins there.
+In attention layers the mask separates the rows. A recurrent layer has no mask. Its chunks are cut where any row begins,
+and its state is set to zero in the sequences in which a row begins there.
 
-Rows with a common beginning are streamed as a tree, laid out in one sequence, so that the beginning is computed once. A
-trunk is the common beginning of several rows; a branch is the rest of one row. A tree is its trunk followed by its
-branches, and a sequence consists of one or more trees:
+Rows that share a prefix are laid out as a tree in one sequence, so that the prefix is computed once. A trunk is the
+prefix of several rows; a branch is the rest of one row. A tree is a trunk followed by its branches, and a sequence
+consists of one or more trees:
 
-    place       0 1 2 3   4 5 6   7 8 9 10   11 ...
+    index       0 1 2 3   4 5 6   7 8 9 10   11 ...
                 trunk     branch  branch     the next tree
     position    0 1 2 3   4 5 6   4 5 6 7    0 ...
 
@@ -49,7 +49,7 @@ def describes_packed_rows(arguments: dict[str, Any]) -> bool:
 
 @dataclass(eq=False)
 class PackedRows:
-    """Packed rows of a batch; ``positions_BT`` restart where a row begins."""
+    """Packed rows (several training examples in one sequence); ``positions_BT`` restart where a row begins."""
 
     positions_BT: Tensor  # noqa: N815
 
@@ -75,13 +75,13 @@ class PackedRows:
 
     @cached_property
     def common_starts(self) -> frozenset[int]:
-        """Positions at which a row begins in every sequence of the batch at once."""
+        """Positions at which a row begins in every sequence of the batch."""
         return frozenset(int(place) for place in host_copy(self.is_row_start).all(0).nonzero().flatten().tolist())
 
     def restrict_mask(self, mask: LazyMask) -> LazyMask:
-        """Return ``mask`` restricted so that no packed row sees another; cached for each mask.
+        """Return ``mask`` restricted so that no packed row sees another; the result is cached for each mask.
 
-        Some models ignore positions in their masks (gpt_oss, granitemoehybrid).
+        Some models need this, because their own masks ignore position ids (gpt_oss, granitemoehybrid).
         """
         if mask.row_start is not None or not mask.causal or mask.q_length != self.positions_BT.shape[1]:
             return mask
@@ -96,7 +96,7 @@ class PackedRows:
         return {}
 
     def chunks(self, schedule: Schedule) -> list[slice]:
-        """Return the chunks of the schedule, cut also wherever a row begins."""
+        """Return the chunks of the schedule, with a cut wherever a row begins."""
         chunks: list[slice] = []
         for start, stop in pairwise([*self.row_starts, self.positions_BT.shape[1]]):
             chunks += [slice(start + c.start, start + c.stop) for c in schedule.chunks(stop - start)]
@@ -104,7 +104,7 @@ class PackedRows:
         return chunks
 
     def refuse_single_token_chunks(self, chunks: Iterable[slice]) -> None:
-        """Refuse a chunk of one token that begins a row of one sequence, but is inside a row of another.
+        """Raise an error for a chunk of one token that begins a row of one sequence, but is inside a row of another.
 
         A layer with a recurrent state treats a single token as a decoding step, and would lose the state.
 
@@ -128,7 +128,7 @@ class PackedRows:
         return None if position in self.common_starts else position
 
     def reset_begun_rows(self, state: Tensor, position: int) -> Tensor:
-        """Return a state ``[B, ...]`` with zeros for the sequences in which a row begins at ``position``."""
+        """Return a state ``[B, ...]`` set to zero in the sequences in which a row begins at ``position``."""
         if not state.is_floating_point():
             raise UnsupportedModelError(
                 "a layer has token ids as its state, which cannot be reset for sequences whose rows begin at different "
@@ -141,16 +141,17 @@ class PackedRows:
 
 @dataclass(eq=False)
 class Branches(PackedRows):
-    """Rows that share a beginning, in one sequence ``[1, T]``: trees of a trunk (the beginning) and its branches."""
+    """Rows that share a prefix, laid out in one sequence ``[1, T]``: trees of a trunk (the prefix) and its branches."""
 
     table: BranchTable
 
     @classmethod
     def of(cls, trees: Iterable[tuple[int, Sequence[int]]]) -> Branches:
-        """Return the layout of trees, each a trunk followed by its branches, laid end to end.
+        """Return the layout of trees, each a trunk (shared prefix) followed by its branches, laid end to end.
 
         Args:
-            trees: Pair for each tree: number of tokens of the trunk (0: nothing is shared), and of each branch.
+            trees: Pair for each tree: number of tokens of the trunk (0: nothing is shared), and numbers of tokens of
+                the branches.
 
         Raises:
             ArgumentError: There is no tree, a tree has no branch, or a branch has no token.
@@ -175,10 +176,11 @@ class Branches(PackedRows):
 
     @classmethod
     def of_nodes(cls, nodes: Iterable[tuple[int, int]]) -> Branches:
-        """Return the layout of trees of any depth; each tree consists of parts, laid end to end.
+        """Return the layout of trees of any depth, whose parts (trunks and branches) are laid end to end.
 
         Args:
-            nodes: Pair for each part: index of the part that it continues (-1: it begins rows), and number of tokens.
+            nodes: Pair for each part: index of the part that it continues (-1 if it begins a row), and number of
+                tokens.
 
         Raises:
             ArgumentError: There is no part, a part has no token, or a part comes before the part that it continues.
@@ -204,7 +206,7 @@ class Branches(PackedRows):
         return self.positions_BT
 
     def arguments(self, input_ids: Tensor) -> dict[str, Any]:
-        """Return the other arguments of a model call with ``input_ids``: positions, and a mask of ones.
+        """Return the arguments of a model call besides ``input_ids``: position ids, and an attention mask of ones.
 
         Without a mask, ``transformers`` would treat positions that restart as packed rows, which share nothing.
         """
@@ -233,7 +235,7 @@ class Branches(PackedRows):
 
     @cached_property
     def common_starts(self) -> frozenset[int]:
-        """All ``starts``, because there is only one sequence."""
+        """All indices in ``row_starts``, because there is only one sequence."""
         return frozenset(self.row_starts)
 
     @cached_property
@@ -245,7 +247,7 @@ class Branches(PackedRows):
         return position not in self.common_starts or position in self._trunk_ends.values()
 
     def start_state_position(self, position: int) -> int | None:
-        """Return the position of the state that a chunk at ``position`` starts from: for a branch, its trunk's end."""
+        """Return the position of the state that a chunk at ``position`` starts from; for a branch, its trunk's end."""
         return self._trunk_ends.get(position, super().start_state_position(position))
 
     def reset_begun_rows(self, state: Tensor, position: int) -> Tensor:

@@ -1,8 +1,7 @@
 """Tensors that one layer call saves for its backward.
 
-With ``order="chunk"`` a backward returns to a layer once for every chunk. It then reads the keys and values of earlier
-chunks that this chunk sees, and their gradient sums so far. In between, these are stored in one *span* of keys per
-chunk:
+With ``order="chunk"`` the backward of a layer runs once for every chunk. It reads the keys and values of earlier chunks
+that this chunk sees, and their gradient sums so far. In between, these are stored in one *span* of keys per chunk:
 
     chunk        0        1        2        3
     full         [  K0  ][  K1  ][  K2  ]             chunk 3 recomputes its own keys; no later chunk reads them
@@ -35,17 +34,17 @@ class SavedTensors:
 
     def __init__(self) -> None:
         self.z_in: Source | None = None
-        """The layer's input, on the device or in a tier; None until it is recomputed."""
+        """The layer's input, on the device or in a storage tier; None until it is recomputed."""
         self._version = 0
         self.attention: SavedAttention | None = None
         """Attention outputs; None if the backward recomputes them."""
         self.kv: SavedKV | None = None
-        """Keys and values by span, with ``order="chunk"``; None if the buffers are kept instead."""
+        """Keys and values by span, with ``order="chunk"``; None if they stay in their buffers."""
         self.must_recompute_kv = False
         """True if keys, values and states were freed after the forward and are not recomputed yet."""
 
     def keep_on_device(self, hidden: Tensor) -> None:
-        """Keep the layer's input ``hidden`` on the device, with its version counter."""
+        """Keep the layer's input ``hidden`` on the device, with its version counter, to detect changes in place."""
         self.z_in, self._version = hidden.detach(), hidden._version
 
     def checked_input(self, layer: str) -> Source:
@@ -66,30 +65,32 @@ class SavedTensors:
             self.attention.tier.wait_for_copies()
 
     def set_read_order(self, chunks: Sequence[slice]) -> None:
-        """Set the order in which chunks will be read, so that the next chunks are prefetched."""
+        """Set the order in which the backward will read the chunks, so that the next chunks are prefetched."""
         if isinstance(self.z_in, StoredTensor):
             self.z_in.set_read_order(chunks)
         if self.attention is not None:
             self.attention.set_read_order(chunks)
 
     def free(self) -> None:
-        """Free the input and the attention outputs."""
+        """Free the layer's input and the attention outputs."""
         if isinstance(self.z_in, StoredTensor):
             self.z_in.free()
         self.z_in = self.attention = None
 
 
 MAX_COPIED_SHARE = 0.5
-"""Largest share of the tokens for which spans are copied on the device; above it the buffers are kept."""
+"""Largest fraction of the tokens whose keys and values are copied into spans on the device; above
+it buffers are kept.
+"""
 
 
 def save_kv_spans(
     kv: KeysAndValues, chunks: Sequence[slice], first_key: Callable[[slice], int], tier: Tier
 ) -> SavedKV | None:
-    """Save the keys and values of a layer's forward chunk by chunk, and free their buffers.
+    """Save the keys and values of a layer's forward as one span per chunk, and free their buffers.
 
     A span has the keys of one chunk that later chunks see. Return None, and keep the buffers, if spans would copy most
-    of them, or if they begin with keys from before the call.
+    of them, or if the keys begin with tokens before the call.
 
     Args:
         kv: Keys and values of the layer call.
@@ -112,8 +113,6 @@ def save_kv_spans(
 class SavedKV:
     """Keys and values of one layer call, saved in spans: one per chunk, with the keys that later chunks see.
 
-    :meth:`load_kv` copies the spans that a chunk sees into the buffers of ``kv``.
-
     Args:
         kv: Keys and values of the layer call; from now on its buffers hold only the keys that one chunk sees.
         spans: Key positions of each span, by the start of its chunk.
@@ -125,9 +124,11 @@ class SavedKV:
         self.forms = [tuple(x.new_empty((0,)) for x in pair) for pair in kv.pairs]
         self.shapes = [tuple(x.shape for x in pair) for pair in kv.pairs]
         self.blocks: dict[tuple[int, int, int], Block] = {}
-        """Keys (place 0) and values (place 1), by (start of the chunk, update, place)."""
+        """Keys (place 0) and values (place 1), by (start of the chunk, index of the cache update, place)."""
         self.sums: dict[tuple[int, int, int], Block] = {}
-        """Gradient sums of ``blocks``, by the same keys."""
+        """Gradient sums of the keys and values in ``blocks``, by (start of the chunk, index of the cache update,
+        place).
+        """
         for start, span in spans.items():
             if span.start < span.stop:
                 self._store_spans(self.blocks, start, span, kv.pairs)
@@ -135,7 +136,7 @@ class SavedKV:
         kv.pairs.clear()
 
     def load_kv(self, chunk: slice, first_key: int) -> None:
-        """Load the keys and values of earlier chunks that ``chunk`` sees, followed by empty memory for its own."""
+        """Load the earlier keys and values that ``chunk`` sees into new buffers, with room for its own."""
         self.free_buffers()
         if chunk.start == 0:
             return
@@ -145,13 +146,13 @@ class SavedKV:
         self._fill_buffers(self.blocks, seen_spans, self.kv.pairs)
 
     def release_buffers(self) -> None:
-        """Free the memory of the buffers, but keep the tensor objects, to which the graph of a chunk refers."""
+        """Free the memory of the buffers, but keep the tensor objects, to which a chunk's graph refers."""
         for pair in self.kv.pairs:
             for x in pair:
                 _resize_storage(x, 0)
 
     def refill_buffers(self, chunk: slice, chunk_kv: Sequence[Tensor]) -> None:
-        """Allocate the released buffers again and fill them; ``chunk_kv`` are the keys and values of ``chunk``."""
+        """Allocate the released buffers again and fill them; ``chunk_kv`` has the keys and values of ``chunk``."""
         for index, pair in enumerate(self.kv.pairs):
             for place, x in enumerate(pair):
                 _resize_storage(x, x.numel() * x.element_size())
@@ -161,7 +162,7 @@ class SavedKV:
         self._fill_buffers(self.blocks, seen_spans, self.kv.pairs)
 
     def load_gradient_sums(self, chunk: slice) -> None:
-        """Load the sums of dK and dV so far, for the loaded keys and the keys of ``chunk``."""
+        """Load the sums of dK and dV so far, for the keys in the buffers and the keys of ``chunk``."""
         within = [start for start, span in self.spans.items() if start <= chunk.start and span.start >= self.kv.offset]
         if self.kv.pairs or (chunk.start, 0, 0) in self.sums:
             self.kv.grads = self._allocate_buffers(
@@ -170,7 +171,10 @@ class SavedKV:
             self._fill_buffers(self.sums, within, self.kv.grads)
 
     def save_gradient_sums(self, chunk: slice, keep_graph: bool) -> None:
-        """Store earlier chunks' sums of dK, dV; free the sums of ``chunk``, and its keys unless ``keep_graph``."""
+        """Store the sums of dK and dV of earlier chunks; free the sums of ``chunk``.
+
+        Also free the keys and values of ``chunk``, unless ``keep_graph`` is True.
+        """
         if self.kv.grads:
             for start, span in self.spans.items():
                 if self.kv.offset <= span.start < span.stop and start < chunk.start:
@@ -182,17 +186,17 @@ class SavedKV:
         self.free_buffers()
 
     def free_buffers(self) -> None:
-        """Free the buffers."""
+        """Free the buffers of keys, values and gradient sums; the stored spans remain."""
         self.kv.pairs, self.kv.grads, self.kv.offset = [], [], 0
 
     def free_gradient_sums(self) -> None:
-        """Free the gradient sums, for example after an interrupted backward."""
+        """Free the stored gradient sums, for example after an interrupted backward."""
         for block in self.sums.values():
             block.free()
         self.sums.clear()
 
     def free(self) -> None:
-        """Free buffers, gradient sums and saved keys and values."""
+        """Free the buffers, the stored gradient sums, and the stored keys and values."""
         self.free_buffers()
         self.free_gradient_sums()
         for block in self.blocks.values():

@@ -32,7 +32,7 @@ from streamtune.engine.observe import restore_forward
 
 
 def stateless_scan_mixers(layer: nn.Module) -> list[nn.Module]:
-    """Return a layer's modules whose forward calls the selective scan that takes no initial state (Mamba-1)."""
+    """Return a layer's modules whose forward calls Mamba-1's selective scan, which takes no initial state."""
     return [module for module in layer.modules() if SCAN in names_in_forward(type(module))]
 
 
@@ -44,7 +44,7 @@ def names_in_forward(module_class: type[nn.Module]) -> tuple[str, ...]:
 
 @contextmanager
 def scans_from_state(mixers: list[nn.Module], cache: ChunkCache) -> Iterator[None]:
-    """Context manager: the selective scans of ``mixers`` start from the state that ``cache`` holds, while active.
+    """Let the selective scans of ``mixers`` start from the state in ``cache`` in the ``with`` block.
 
     ``transformers`` is not changed: each mixer gets a copy of its class's forward in which the name of the scan refers
     to another function.
@@ -69,7 +69,7 @@ def scans_from_state(mixers: list[nn.Module], cache: ChunkCache) -> Iterator[Non
 
 
 class _ScanFromState:
-    """A mixer's selective scan, started from the cached state; if heads are scanned one by one, call n is head n."""
+    """A mixer's selective scan, started from the cached state. If heads are scanned one by one, call n is head n."""
 
     def __init__(self, scan: Callable[..., Any], cache: ChunkCache, layer_idx: int) -> None:
         self.scan, self.cache, self.layer_idx = scan, cache, layer_idx

@@ -1,9 +1,8 @@
 """Sharded parameters (ZeRO stage 3, FSDP2), and the state of a layer's weights at one moment.
 
 A sharded parameter is complete only inside a call of its module: hooks gather it before the call and free it after, and
-again in the backward. So the engine reads a weight only inside that call. A decoder layer's chunks run inside the
-layer's ``forward``, and the head's chunks inside the head's. The exception is a layer that runs forward again in the
-backward of a later layer (``levels: 2``): :func:`gathered_weights` gathers its weights.
+again in the backward. So a weight is read only inside that call. The exception is a layer that runs forward again in
+the backward of a later layer (``levels: 2``): :func:`gathered_weights` gathers its weights.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ DEEPSPEED = "deepspeed.runtime.zero"
 """Package whose hooks gather modules under ZeRO stage 3."""
 
 GATHER, FREE = "pre_sub_module_forward_function", "post_sub_module_forward_function"
-"""Methods of ``DeepSpeedZeRoOffload`` with which these hooks gather and free a module."""
+"""Methods of ``DeepSpeedZeRoOffload`` with which DeepSpeed's hooks gather and free a module."""
 
 
 class FlatParametersError(UnsupportedModelError):
@@ -77,7 +76,7 @@ def flag_leaf_layers(layers: Iterable[nn.Module]) -> list[nn.Module]:
 
 
 def require_input_gradient(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Forward pre-hook: under ZeRO stage 3, let the hidden states of a trained layer require a gradient.
+    """Make the hidden states of a trained layer require a gradient under ZeRO stage 3 (a forward pre-hook).
 
     DeepSpeed attaches its backward hooks to a layer's first input. If this input needs no gradient (adapters over a
     frozen embedding), DeepSpeed frees the weights before the layer's backward.
@@ -93,7 +92,7 @@ def require_input_gradient(layer: nn.Module, args: tuple[Any, ...], kwargs: dict
 
 
 def unflag_leaf_layers(flagged: Iterable[nn.Module]) -> None:
-    """Remove the flag of :func:`flag_leaf_layers`, except from layers that DeepSpeed has already sharded."""
+    """Remove the flag that :func:`flag_leaf_layers` set, except from layers that DeepSpeed has already sharded."""
     for layer in flagged:
         if hasattr(layer, LEAF_FLAG) and not any(hasattr(parameter, "ds_id") for parameter in layer.parameters()):
             delattr(layer, LEAF_FLAG)
@@ -109,12 +108,12 @@ def _is_deepspeed_hook(hook: Callable[..., Any]) -> bool:
 
 @contextmanager
 def gathered_weights(layer: nn.Module, *, during: nn.Module, next_backward: bool) -> Iterator[None]:
-    """Context manager: gathers a layer's sharded weights, to run it forward in the backward of layer ``during``.
+    """Gather a layer's sharded weights in the ``with`` block, to run the layer forward in another layer's backward.
 
     Args:
         layer: Layer to gather.
         during: Layer whose backward runs.
-        next_backward: True if the backward of ``layer`` comes next: FSDP2 then leaves it gathered.
+        next_backward: True if the backward of ``layer`` comes next; under FSDP2 its weights then stay gathered.
     """
     if any(hasattr(parameter, "ds_id") for parameter in layer.parameters()):
         with _gathered_by_deepspeed(layer, during):
@@ -133,7 +132,7 @@ def gathered_weights(layer: nn.Module, *, during: nn.Module, next_backward: bool
 
 @contextmanager
 def _gathered_by_deepspeed(layer: nn.Module, during: nn.Module) -> Iterator[None]:
-    """Context manager: gathers a layer as DeepSpeed's hooks do, so that its prefetch order includes this forward.
+    """Gather a layer as DeepSpeed's hooks do, so that DeepSpeed's prefetch order includes this forward.
 
     DeepSpeed's hooks that count expected backwards are left out, because this forward has no backward.
     """
@@ -181,10 +180,10 @@ def _deepspeed_offload(layer: nn.Module) -> Any:
 
 @dataclass(frozen=True)
 class Weights:
-    """A record of one layer's parameters and buffers, to detect or undo changes.
+    """A record of one layer's parameters and buffers, to detect changes or to restore them.
 
-    ``tensors`` has name, tensor, version counter, data address and ``requires_grad`` of each. It is empty if the
-    weights are sharded, because they are gathered anew for each call.
+    ``tensors`` has name, tensor, version counter, data address and ``requires_grad`` of each parameter and buffer. It
+    is empty if the weights are sharded, because they are gathered anew for each call.
     """
 
     layer: nn.Module
@@ -231,7 +230,7 @@ class Weights:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Context manager: the layer has the recorded tensors, also after ``torch.func.functional_call`` has ended."""
+        """Give the layer the recorded tensors in the ``with`` block, also outside ``torch.func.functional_call``."""
         places = [(*_tensor_table_and_key(self.layer, name), tensor) for name, tensor, *_ in self.tensors]
         swapped = [(table, key, tensor) for table, key, tensor in places if table[key] is not tensor]
         before = [table[key] for table, key, _ in swapped]
@@ -254,10 +253,10 @@ def peft_wrapped_weights(layer: nn.Module) -> tuple[Tensor, ...]:
 
 
 def preserve_version_counters(weights: tuple[Tensor, ...]) -> AbstractContextManager[None]:
-    """Context manager: preserves the version counters of ``weights`` (see :func:`peft_wrapped_weights`).
+    """Return a context in which writes to ``weights`` do not change their version counters.
 
-    In each call peft parametrizes such a weight, and torch writes the weight's own values into it, so that only the
-    version changes. Without this context :meth:`Weights.check_unchanged` would refuse the backward.
+    In each call peft parametrizes a weight that it wraps in ``ParamWrapper``, and torch writes the weight's own values
+    into it. Without this context :meth:`Weights.check_unchanged` would raise an error in the backward.
     """
     preserve: Any = torch.autograd.grad_mode._unsafe_preserve_version_counter
     context: AbstractContextManager[None] = preserve(weights) if weights else nullcontext()
@@ -271,7 +270,6 @@ def _data_address(parameter: Tensor) -> int:
 
 
 def _tensor_table_and_key(layer: nn.Module, name: str) -> tuple[dict[str, Tensor | None], str]:
-    """Return the module dictionary (of parameters or buffers) that has the tensor ``name``, and its key there."""
     path, _, key = name.rpartition(".")
     module = layer.get_submodule(path)
     return module._buffers if key in module._buffers else module._parameters, key  # type: ignore[return-value]

@@ -42,7 +42,7 @@ def stream(
     router_loss: RouterLoss | None = None,
     sequence_parallel: SequenceParallel | None = None,
 ) -> StreamHandle:
-    """Train ``model`` with the exact streaming backward (StreamBP, arXiv 2506.03077). The model is changed in place.
+    """Change ``model`` in place so that it trains with the exact streaming backward (StreamBP, arXiv 2506.03077).
 
     Afterwards ``model(input_ids=ids, labels=labels).loss.backward()`` computes the same loss and gradient as before,
     with the activations of one chunk at a time. Trainers, adapters and accelerate work unchanged.
@@ -50,16 +50,16 @@ def stream(
     As under gradient checkpointing, a call that trains (training mode, with ``labels`` or gradients) returns no cache.
     A cache that is passed is read but not written to. Under ``torch.no_grad()`` ``use_cache=True`` is honoured.
 
-    ``position_ids`` that restart mean packed rows under the same conditions as in ``transformers``: there is no
-    ``attention_mask``, and the call or the configuration has ``use_cache=False``, which trainers set. Packed rows never
-    see each other, not even in models that ignore positions in their masks (gpt_oss, granitemoehybrid, opt).
+    ``position_ids`` that restart mean packed rows under the same conditions as in ``transformers``. There must be no
+    ``attention_mask``, and the call or the configuration must have ``use_cache=False``, which trainers set. Packed rows
+    never see each other, not even in models that ignore positions in their masks (gpt_oss, granitemoehybrid, opt).
 
     Args:
         model: Causal language model of ``transformers``, with or without peft adapters.
         chunk_size: Number of tokens per chunk; shorthand for ``schedule=Schedule(chunk_size=...)``.
-        schedule: Choices of a streamed step. If neither ``chunk_size`` nor ``schedule`` is given, it is ``Schedule()``.
-            A call of at most 4,096 tokens is then one chunk that keeps its attention outputs, which costs no more than
-            gradient checkpointing.
+        schedule: Chunk sizes, and where tensors are stored until the backward. If neither ``chunk_size`` nor
+            ``schedule`` is given, it is ``Schedule()``. A call of at most 4,096 tokens is then one chunk that keeps its
+            attention outputs, which costs no more than gradient checkpointing.
         head: True streams the language-model head as well. A call with ``labels`` then returns the loss and no logits.
             In evaluation (``model.eval()`` and ``torch.no_grad()``) logits are computed when they are read. A model
             without a language-model head (a classifier, a reward model) keeps its own head.
@@ -67,11 +67,11 @@ def stream(
             adds the model's own balance loss if ``output_router_logits`` is set. Calls without labels and gradients
             return router logits.
         sequence_parallel: Ranks that share each sequence. All ranks make the same calls with the same whole rows. A
-            call with labels, or a scored call, returns the result for the whole rows on every rank. The ranks'
-            gradients sum to the gradient.
+            call with labels, or of ``StreamHandle.logprobs``, returns the result for the whole rows on every rank. The
+            gradient is the sum of the ranks' gradients.
 
     Returns:
-        A handle with ``.schedule`` and ``.remove()``, which restores the model exactly.
+        Handle with ``.schedule`` and ``.remove()``; the latter restores the model exactly.
 
     Raises:
         ArgumentError: Both ``chunk_size`` and ``schedule`` are given, the model is streamed already, or
@@ -128,24 +128,25 @@ class StreamHandle(StreamedCalls):
         model: nn.Module | None = None,
         **arguments: Any,
     ) -> TokenScores:
-        """Return log-probabilities of any target tokens, streamed and differentiable, to build objectives on.
+        """Return log-probabilities of any target tokens, computed in chunks and differentiable, to build objectives on.
 
-        Equal to ``(model(input_ids).logits / temperature).log_softmax(-1)`` at the targets. The call is streamed also
-        under ``torch.no_grad()``.
+        Equal to ``(model(input_ids).logits / temperature).log_softmax(-1)`` at the targets. The call runs in chunks
+        also under ``torch.no_grad()``.
 
         Args:
             input_ids: Token ids ``[B, T]``.
             targets: Target ids ``[B, T]``: position t predicts ``targets[:, t]``, or nothing if that is -100.
-            branches: Layout of rows that share their beginning, for tokens ``[1, T]``; it sets positions and mask.
-            entropy: True returns the entropy of each target's distribution as well.
+            branches: Layout of rows that share a prefix, for tokens ``[1, T]``; it sets position ids and attention
+                mask.
+            entropy: True also returns the entropy of the predicted distribution at each target.
             temperature: Divisor of the logits.
             model: Wrapper of the model to call (DeepSpeed's, DDP's); None calls the model itself.
             **arguments: Other arguments of the model call: ``attention_mask``, ``position_ids``.
 
         Raises:
             ArgumentError: A shape is wrong, or the head is not streamed.
-            UnsupportedModelError: The model does not return logits of all tokens, or its rows cannot share their
-                beginning.
+            UnsupportedModelError: The model does not return logits of all tokens, or does not support rows that share a
+                prefix.
 
         Example:
             >>> with streamtune.stream(model, chunk_size=16) as handle:
@@ -160,10 +161,10 @@ class StreamHandle(StreamedCalls):
     def lazy_logits(
         self, input_ids: Tensor, targets: Tensor, *, branches: Branches | None = None, **arguments: Any
     ) -> LazyLogits:
-        """Return a teacher's logits of all tokens, not computed yet, for :class:`LossRequest`.
+        """Return the logits of all tokens, not computed yet, for a model that is the teacher of a :class:`LossRequest`.
 
         The result holds the final hidden states ``[B, T, C]``. Arguments and errors are the same as for
-        :meth:`logprobs`, but only the shape of ``targets`` is read. If ranks share a sequence, the logits cover this
+        :meth:`logprobs`, but only the shape of ``targets`` is read. If ranks share a sequence, the result has only this
         rank's tokens.
         """
         logits: LazyLogits = self._scored_call(LogitsRequest(targets, branches), self.model, input_ids, arguments)[
@@ -204,7 +205,7 @@ class StreamHandle(StreamedCalls):
             )
 
     def with_loss(self, request: LossRequest) -> AbstractContextManager[None]:
-        """Context manager: while active, calls with labels return the requested loss instead of the cross-entropy.
+        """Return a context in which calls with labels return the requested loss instead of the cross-entropy.
 
         Args:
             request: Loss, and weights of the targets. After a call, ``request.measured`` has sums for metrics.
@@ -219,7 +220,7 @@ class StreamHandle(StreamedCalls):
         return temporary_attribute(self.head, "loss_request", request)
 
     def check(self, length: int | None = None) -> None:
-        """Raise an error if streaming changes the model's results on random tokens; costs a few short forwards.
+        """Raise an error if streaming changes the model's results on random tokens; this costs a few short forwards.
 
         Loss and gradients are compared on a few tokens. Then one layer of each kind runs forward on a row longer than a
         chunk, because a layer may compute differently above some length. The layers must also support the schedule's
@@ -227,8 +228,9 @@ class StreamHandle(StreamedCalls):
         too.
 
         Args:
-            length: Number of tokens of the long row, such as the longest row to train on. The plain layers run on the
-                whole row, one after the other. None is one token more than a chunk, for chunks of up to 4,096 tokens.
+            length: Number of tokens of the long row, such as the longest row to train on. The layers run on the whole
+                row without streaming, one after the other. None is one token more than a chunk, for chunks of up to
+                4,096 tokens.
 
         Raises:
             UnsupportedModelError: The results differ; the message names the layer. The model stays streamed.
@@ -248,18 +250,18 @@ class StreamHandle(StreamedCalls):
 
     @torch.no_grad()
     def count_routes(self, batches: Iterable[dict[str, Any]]) -> Tensor:
-        """Return how many tokens a step's micro-batches route to each expert, for ``handle.routers.totals``.
+        """Return how many tokens of a step's micro-batches are routed to each expert, for ``handle.routers.totals``.
 
-        The cost is one forward of the decoder per batch. If the training calls follow in the same order, they draw the
-        same random numbers (router jitter).
+        The cost is one forward of the decoder per micro-batch. If the training calls follow in the same order, they
+        draw the same random numbers (router jitter).
 
         Args:
             batches: Arguments of each model call; labels are not read. The key ``branches`` may hold a
                 :class:`Branches`.
 
         Returns:
-            Counts ``[E + 1]``: tokens per expert and, last, the number of (token, router) pairs; summed over all ranks
-            if ``torch.distributed`` is initialised.
+            Counts ``[E + 1]``: tokens per expert and, last, the number of (token, router) pairs. They are summed over
+                all ranks if ``torch.distributed`` is initialised.
         """
         decoder: Any = getattr(self.model, self.model.base_model_prefix)
         counts: Tensor | None = None
@@ -288,7 +290,7 @@ class StreamHandle(StreamedCalls):
         return sum_counts_over_ranks(counts)
 
     def reschedule(self, schedule: Schedule) -> None:
-        """Stream the model with another schedule from now on; the gradient stays the same.
+        """Stream the model with another schedule from now on; the gradient stays the same up to rounding.
 
         The backward of an earlier call can no longer run.
         """

@@ -34,12 +34,12 @@ class ModelParts:
 
     schedule: Schedule
     tiers: Tiers
-    """Memory of device, host and disk for saved tensors."""
+    """Storage tiers (device, host and disk) for saved tensors."""
     context: CallContext = field(default_factory=CallContext)
     routers: RouterWatch | None = None
-    """Collects the logits of routers; None for a layer that is checked on its own."""
+    """Collector of router logits; None for a layer that is checked alone."""
     last_call: LastLayerCall[Any] = field(default_factory=LastLayerCall)
-    """The last layer call, by which the next layer finds the call that computed its input."""
+    """The last layer call; the next layer compares its input with that call's output."""
     offloaded: OffloadedWeights | None = None
     """Weights offloaded to the host; None if all weights are on the device."""
 
@@ -51,8 +51,8 @@ class StreamedLayer:
         layer: Decoder layer of a ``transformers`` model.
         parts: Objects that all layers of the streamed model share.
         own_attention: Attention implementation of a layer that computes attention in its own code. None uses
-            StreamTune's attention, or the layer's eager attention if the first call shows that StreamTune's cannot
-            compute it.
+            StreamTune's attention. If the first call shows that StreamTune's attention does not support the layer, the
+            layer then uses its eager attention.
         placement: Storage of the layer's input until the backward.
     """
 
@@ -75,21 +75,21 @@ class StreamedLayer:
 
     @property
     def name(self) -> str:
-        """Class name of the layer, for errors."""
+        """Class name of the layer, for error messages."""
         return type(self.layer).__name__
 
     def chunk_contexts(self, device: torch.device) -> list[Scope]:
-        """Return the contexts in which the layer runs: its fused operators, if they are faster on ``device``."""
+        """Return the contexts in which a chunk runs: the layer's fused operators, if they are faster on ``device``."""
         return [self.fused.replacing_functions] if self.fused is not None and is_fusion_faster(device) else []
 
     @contextmanager
     def weights_on_device(
         self, parameters: Sequence[Tensor], prefetch_offset: int | None = None
     ) -> Iterator[list[Tensor]]:
-        """Context manager: the layer's weights are on the device while active; yields device copies of ``parameters``.
+        """Hold the layer's weights on the device in this context; yield the device copies of ``parameters``.
 
         ``prefetch_offset`` is the offset of the layer whose weights are copied next (1: the next layer, -1: the
-        previous layer, 0: none). None chooses the offset for a backward.
+        preceding layer, 0: none). None chooses the offset for a backward.
         """
         offloaded = self.parts.offloaded
         if offloaded is None:
@@ -107,7 +107,7 @@ class StreamedLayer:
         return grads if self.parts.offloaded is None else self.parts.offloaded.gradients_to_host(parameters, grads)
 
     def check_before_backward(self, sequence_length: int) -> None:
-        """Refuse a backward after streaming was removed, the attention changed, or a hook was added in the layer."""
+        """Raise an error if, since the forward, streaming was removed, the attention changed, or a hook was added."""
         if self.removed:
             raise ArgumentError(
                 "streaming was removed between a forward and its backward, which must run the layers again",
@@ -118,7 +118,7 @@ class StreamedLayer:
         self.check_hooks()
 
     def check_hooks(self) -> None:
-        """Refuse hooks of the user inside the layer, which would be called once per chunk."""
+        """Raise an error if the user registered a hook inside the layer, which would be called once per chunk."""
         refuse_hooks(
             self.layer,
             within=True,
@@ -128,10 +128,11 @@ class StreamedLayer:
         )
 
     def check_attention(self, sequence_length: int) -> None:
-        """Refuse an attention implementation that was set after ``stream()``: it would compute chunks wrongly.
+        """Raise an error if the layer's attention implementation would compute chunks wrongly.
 
-        Also refuse an attention that keeps the top-k keys by scores that do not depend on the query (doge). Repeated
-        tokens have equal scores, so the choice between them depends on the number of keys, which a chunk changes.
+        This is so for an implementation that was set after ``stream()``. It is also so for attention that keeps the
+        top-k keys by scores that do not depend on the query (doge). Repeated tokens have equal scores, so the choice
+        between them depends on the number of keys, which a chunk changes.
 
         Raises:
             UnsupportedModelError: The attention was changed, or keeps fewer than ``sequence_length`` keys.
@@ -148,9 +149,9 @@ class StreamedLayer:
             refuse_changed_attention(config, name, self.name)
 
     def check_leaves(self, z_i: Tensor, allowed: Sequence[Tensor]) -> None:
-        """Refuse a layer that reads a trainable tensor not in ``allowed``: the tensor's gradient would be lost.
+        """Raise an error if the layer reads a trainable tensor not in ``allowed``, whose gradient would be lost.
 
-        The graph is checked in the first call, and in each call if hooks are inside the layer.
+        The graph is checked in the first call, and in each call if the layer has hooks marked ``chunkwise``.
 
         Args:
             z_i: Output of a chunk.

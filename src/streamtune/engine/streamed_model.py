@@ -1,7 +1,7 @@
-"""Installs the engine in a model, and removes it again completely.
+"""Installs streaming in a model of ``transformers``, and removes it again completely.
 
-No modeling file is patched. The ``forward`` of decoder layers, norms and embedding is replaced on the instance. The
-cache that a layer updates is replaced too, and the attention and mask functions that its config names.
+No modeling file is patched. The ``forward`` of decoder layers, norms and embedding is replaced on the module instances.
+So are the cache that a layer updates, and the attention and mask functions that the model's config names.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ from streamtune.schedule import Schedule
 
 
 class StreamedModel:
-    """A streamed model and what is installed in it. Arguments and errors are the same as for ``stream``."""
+    """A streamed model, with all that ``stream`` installs in it. Arguments and errors are the same
+    as for ``stream``.
+    """
 
     def __init__(
         self,
@@ -70,7 +72,7 @@ class StreamedModel:
                 fix="set order: layer (Schedule(order='layer')), or sequence_parallel_size: 1",
             )
         self.form = ""
-        """Form of the ranks' exchange, ``ulysses`` or ``ring``."""
+        """Exchange of keys and values between ranks: ``ulysses`` or ``ring``; empty for a single rank."""
         if self.sequence_parallel is not None:
             self.form = choose_parallel_form(self.sequence_parallel, self.model, self.layers, head)
         self.head = StreamedHead(self.model, schedule) if head and has_head(self.model) else None
@@ -78,11 +80,13 @@ class StreamedModel:
         self._flagged_layers = flag_leaf_layers(self.layers)
         self.routers = RouterWatch(self.model, self.layers, router_loss)
         self.scored: ScoreRequest | None = None
-        """Scores that the current call computes; None for an ordinary call."""
+        """Request for scores that the current call computes; None for an ordinary call."""
         self.own_attention = own_attention_name(self.model, self.layers)
-        """Attention implementation of layers with their own attention code; None if they use the engine's."""
+        """Attention implementation of layers with their own attention code; None if layers use
+        StreamTune's attention.
+        """
         self.names = AttentionNames(attention_configs(self.model, self.layers), self.own_attention)
-        """Attention names in the model's configurations, during calls and outside of calls."""
+        """Attention implementations that the model's configs name during calls and outside of calls."""
         self.context, self.tiers = CallContext(), Tiers(schedule)
         self.offloaded: OffloadedWeights | None = None
         """Weights offloaded to the host; None if all weights are on the device."""
@@ -148,7 +152,7 @@ class StreamedModel:
         return bool(self._rotations)
 
     def layer_on_device(self, layer: nn.Module) -> AbstractContextManager[Any]:
-        """Context manager: the layer's weights are on the device while active, also if they are offloaded."""
+        """Return a context in which the layer's weights are on the device, also if they are offloaded."""
         return nullcontext() if self.offloaded is None else self.offloaded.weights_on_device(layer)
 
 
@@ -158,15 +162,10 @@ def _row_lengths_of_call(context: CallContext, position_ids: Tensor) -> RowLengt
 
 
 def _refuse_own_loss(model: nn.Module) -> None:
-    """Refuse adapters that compute their own loss from full logits.
-
-    Raises:
-        UnsupportedModelError: The adapters are context-aware prompt tuning.
-    """
     configs: Any = getattr(model, "peft_config", None)
     kinds = [getattr(config, "peft_type", None) for config in configs.values()] if isinstance(configs, dict) else []
     if "CPT" in kinds:
         raise UnsupportedModelError(
             "context-aware prompt tuning (CPT) computes its own loss from full logits, which streaming does not build",
-            fix="use stream(model, head=False): layers are streamed, head and loss are the model's own",
+            fix="use stream(model, head=False), which streams the layers and keeps the model's own head and loss",
         )

@@ -4,15 +4,15 @@ For a layer ``z_out = f_W(z_in)`` and chunks i = 1..D of the sequence,
 
     dL/dW = sum_i (d z_out(i) / dW)' dL/dz_out(i)
 
-The terms are coupled in one way: chunk i reads tensors that earlier chunks computed. These are the keys and values it
-attends to, or a recurrent state. They are leaves of chunk i's graph, and chunks are processed from the last to the
+The terms are coupled in one way: chunk i reads tensors that earlier chunks computed. These are the keys and values that
+it attends to, or a recurrent state. They are leaves of chunk i's graph, and chunks are processed from the last to the
 first. When chunk i is processed, every later chunk has already added its term to dK(i), dV(i) or to the gradient of the
 state. K(i), V(i) and the state are outputs of chunk i, so these gradients enter its backward together with
 dL/dz_out(i). Each chunk's graph is built, used once and freed. The result is the exact gradient.
 
-A tensor argument either follows the sequence along a dimension and is cut into chunks, or belongs to the whole
-sequence. Every chunk reads an input of the whole sequence, and its gradient is the sum over the chunks. An output of
-the whole sequence is a sum over the chunks, and every chunk receives the same gradient for it.
+A tensor argument either has a sequence dimension, and is cut into chunks, or belongs to the whole sequence. Every chunk
+reads an input of the whole sequence, and the gradient of this input is the sum over the chunks. An output of the whole
+sequence is a sum over the chunks, and every chunk receives the same gradient for it.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ Along = int | None
 
 
 class Boundary(Protocol):
-    """Interface: the tensors that one chunk reads from earlier chunks, and those that it passes on to later chunks."""
+    """Interface to the tensors that a chunk reads from earlier chunks, and that later chunks read from it."""
 
     @property
     def read_leaves(self) -> list[Tensor]:
-        """Tensors that the chunk read from earlier chunks."""
+        """Autograd leaves with the tensors that the chunk read from earlier chunks."""
 
     def tensors_for_later_chunks(self) -> Iterable[tuple[Tensor, Tensor]]:
-        """Return (tensor, gradient) of each tensor that later chunks read from this chunk."""
+        """Return the pair (tensor, its gradient) for each tensor that later chunks read from this chunk."""
 
     def add_leaf_grads(self, grads: Iterator[Tensor | None]) -> None:
-        """Add the gradients of ``read_leaves`` to the sums that the backwards of earlier chunks will read."""
+        """Add the gradients of ``read_leaves`` to the gradient sums of the earlier chunks."""
 
 
 RunChunk = Callable[[slice, list[Tensor]], tuple[list[Tensor], Boundary]]
-"""``(chunk, x(i)) -> (z(i), boundary)``: run the layer on one chunk, with its graph."""
+"""``(chunk, x(i)) -> (z(i), boundary)``: function that runs the layer on one chunk and builds its graph."""
 
 
 class LayerInput(NamedTuple):
@@ -57,7 +57,9 @@ class LayerInput(NamedTuple):
     along: Along
     needs_grad: bool
     into: Source | None = None
-    """Memory for its gradient, written chunk by chunk; it may be the memory of an output's gradient. None allocates."""
+    """Memory to which the gradient is written chunk by chunk, such as the memory of an output's gradient. None
+    allocates it.
+    """
 
 
 def streamed_vjp(
@@ -68,19 +70,19 @@ def streamed_vjp(
     sums: Sequence[GradientSum],
     sum_in_fp32: bool = True,
 ) -> tuple[list[Tensor | None], list[Tensor | None]]:
-    """Return the gradients with respect to a layer's inputs and parameters, computed one chunk at a time.
+    """Return the gradients of a layer's inputs and parameters, computed one chunk at a time.
 
-    Equal to ``torch.autograd.grad(f(*inputs), [*inputs, *parameters], grad_outputs)``. A gradient is None if no chunk
-    contributes to it, or if it was written to a :class:`StoredTensor` (``LayerInput.into``).
+    Equal to ``torch.autograd.grad(f(*inputs), [*inputs, *parameters], grad_outputs)`` for the layer f. A gradient is
+    None if no chunk contributes to it, or if it was written to a :class:`StoredTensor` (``LayerInput.into``).
 
     Args:
         run_chunk: Function that runs the layer on one chunk.
         chunks: Positions of the chunks, in order; together they cover the sequence.
         inputs: Arguments of the layer; the first is ``z_in`` ``[B, T, C]``.
-        grad_outputs: (dL/dz, sequence dimension of z) for each output z, the first ``[B, T, C]``. dL/dz is None if the
-            loss does not depend on z.
-        sums: Gradient accumulators of the layer's trainable parameters; fused linears add to them directly.
-        sum_in_fp32: True sums gradients in fp32 if the inputs are narrower.
+        grad_outputs: Pair (dL/dz, sequence dimension of z) for each output z, the first ``[B, T, C]``. dL/dz is None if
+            the loss does not depend on z.
+        sums: Gradient accumulators of the layer's trainable parameters. Fused linear modules add to them directly.
+        sum_in_fp32: True sums the gradients of inputs in fp32 if the inputs have a narrower dtype.
     """
     parameters = [cast(Tensor, total.owner) for total in sums]
     full_grads = [_allocate_gradient(layer_input) for layer_input in inputs]
@@ -128,10 +130,10 @@ def chunk_vjp(
     cache: Boundary,
     parameters: Sequence[Tensor],
 ) -> Iterator[Tensor | None]:
-    """Return one chunk's gradients: of its inputs, of the K/V or states that it read, and of the parameters.
+    """Return one chunk's gradients: of its inputs, of the keys, values or states that it read, and of the parameters.
 
     Equal to ``torch.autograd.grad(outputs, [*x_i, *cache.read_leaves, *parameters], grad_outputs)``. The outputs are
-    z(i) and the K/V or states that later chunks read from this chunk.
+    z(i), and the keys, values or states that later chunks read from this chunk.
 
     Args:
         x_i: Inputs of the chunk that need a gradient.
@@ -154,7 +156,7 @@ def chunk_view(x: Tensor, sequence_dim: Along, chunk: slice) -> Tensor:
 
 
 def read_chunk(x: Source, sequence_dim: Along, chunk: slice) -> Tensor:
-    """Return one chunk of a tensor, which may be on the device or in a storage tier."""
+    """Return one chunk of a tensor, on the device; the tensor itself may be in a storage tier."""
     return x.read_chunk(chunk) if isinstance(x, StoredTensor) else chunk_view(x, sequence_dim, chunk)
 
 
@@ -166,10 +168,10 @@ def _write_chunk(full: Source, sequence_dim: Along, chunk: slice, x: Tensor) -> 
 
 
 class GradientSum:
-    """Sums a gradient's terms over the chunks; :meth:`result` casts the sum to the tensor's dtype.
+    """Sums a gradient's terms over the chunks; :meth:`result` casts the sum to the dtype of ``tensor``.
 
-    With ``sum_in_fp32`` the sum is in fp32 if the tensor is narrower. The first term is stored without a copy, so a
-    sequence of one chunk costs no extra memory.
+    With ``sum_in_fp32`` the sum is in fp32 if ``tensor`` has a narrower dtype. The first term is stored without a copy,
+    so a sequence of one chunk costs no extra memory.
     """
 
     def __init__(self, tensor: Source, sum_in_fp32: bool) -> None:
@@ -204,5 +206,5 @@ class GradientSum:
 
 
 def dtype_of_sum(dtype: torch.dtype, sum_in_fp32: bool) -> torch.dtype:
-    """Return the dtype in which gradients of ``dtype`` are summed; with ``sum_in_fp32``, fp32 or wider."""
+    """Return the dtype in which gradients of ``dtype`` are summed; with ``sum_in_fp32`` it is at least fp32."""
     return torch.promote_types(dtype, torch.float32) if sum_in_fp32 else dtype

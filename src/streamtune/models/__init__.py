@@ -1,4 +1,4 @@
-"""Models and tokenizers: load or initialise, adapt, save. Nothing here trains."""
+"""Load, initialise, adapt, quantise and save models and tokenizers."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""Read a model's files a few parameters at a time, converted as ``transformers`` does, and fingerprint the files.
+"""Read the weights of a checkpoint a few parameters at a time, and compute fingerprints of model and tokenizer files.
 
-The renamings and converters of ``from_pretrained`` map tensors in the files to parameters and convert them: experts are
-stacked, fused projections split.
+Tensors in the files are renamed and converted as ``from_pretrained`` does: experts are stacked, fused projections
+split.
 
-Fingerprints hash content, so a folder may move but not change. Several threads read the files once, at the speed of the
-disk. The files are then in the page cache for the loading that follows. Hashes of large files are cached in the user's
-cache directory, by the file's path, inode, size and times (also ``ctime``, which only the system sets). So the next
-start on the same machine does not read these files for their hashes again.
+Fingerprints are hashes of file contents, so a folder may move but not change. Several threads read the files, which are
+then in the page cache for loading. Hashes of large files are cached in the user's cache directory, by the file's path,
+inode, size and times (also ``ctime``, which only the system sets). So the next start on the same machine does not hash
+these files again.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class CheckpointFiles:
         """Key in ``_conversions`` of the conversion that produces a parameter, by parameter name."""
         self._aliases: dict[str, str] = {}
         self.dtypes: dict[str, torch.dtype] = {}
-        """Dtype of each parameter and buffer, by name; filled by ``prepare``."""
+        """Dtype of each parameter and buffer, by name; filled by ``map_parameters``."""
         self._model: PreTrainedModel | None = None
         self._used: set[str] = set()
         """Names of the tensors in the files that the model uses."""
@@ -138,7 +138,6 @@ class CheckpointFiles:
         check_file_dtypes(self.name, model.config)
 
     def _check_shape(self, key: str, name: str, parameter: Tensor) -> None:
-        """Refuse the file tensor ``key`` if its shape differs from the model's ``parameter``, called ``name``."""
         try:
             with safe_open(self._files[key], framework="pt") as file:
                 size = tuple(file.get_slice(key).get_shape())
@@ -149,7 +148,6 @@ class CheckpointFiles:
             raise make_shape_error(self.name, self._model.config, name, size, tuple(parameter.shape))
 
     def _map_parameters_to_conversions(self, state: Mapping[str, Tensor]) -> None:
-        """Record which conversion of file tensors produces each parameter; refuse files that lack parameters."""
         for start, load in self._conversions.items():
             names = [start]
             if isinstance(load, hf_internal(CONVERTER)) and len(load.target_patterns) > 1:
@@ -181,7 +179,7 @@ class CheckpointFiles:
         return {name: tensors[name].contiguous() for name in wanted}
 
     def _read_tensor(self, key: str, dtype: torch.dtype) -> Tensor:
-        """Return a tensor of the files in ``dtype``. It is a copy, because kernels round differently by alignment."""
+        """Return a copy of the file tensor ``key`` in ``dtype``: rounding in CPU kernels depends on alignment."""
         with safe_open(self._files[key], framework="pt", backend=READ_BACKEND) as file:
             values: Tensor = file.get_tensor(key)
             if not is_finite(values):
@@ -190,7 +188,7 @@ class CheckpointFiles:
 
 
 def _make_optional_parameter_test(model: Any) -> Callable[[str], bool]:
-    """Return a function that returns True for a parameter name that the model class allows checkpoints to lack."""
+    """Return a function that is True for the names of parameters which checkpoints of this model class may lack."""
     patterns = model._keys_to_ignore_on_load_missing or []
     if not patterns:
         return lambda name: False
@@ -199,7 +197,6 @@ def _make_optional_parameter_test(model: Any) -> Callable[[str], bool]:
 
 
 def _parameter_dtypes(model: PreTrainedModel, state: Mapping[str, Tensor]) -> dict[str, torch.dtype]:
-    """Return the dtype of each parameter and buffer, by name; some models keep a few of them in float32."""
     plan = model._get_dtype_plan(model.dtype)
     dtypes = {name: value.dtype for name, value in state.items()}
     if plan:
@@ -211,7 +208,6 @@ def _parameter_dtypes(model: PreTrainedModel, state: Mapping[str, Tensor]) -> di
 
 
 def _tensor_files(name_or_path: str) -> dict[str, Path]:
-    """Return the path of each tensor's safetensors file, by the tensor's name; raise if no safetensors exist."""
     options: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False}
     try:
         index = hf_internal(HUB_FILE)(name_or_path, SAFE_INDEX, **options)
@@ -226,7 +222,7 @@ def _tensor_files(name_or_path: str) -> dict[str, Path]:
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise make_loading_error("model", name_or_path, error) from error
     raise ArgumentError(
-        f"'{name_or_path}' has no safetensors weights, from which ranks that shard a model read one layer at a time",
+        f"'{name_or_path}' has no safetensors weights, which ranks need to read a sharded model layer by layer",
         where="model_name_or_path",
         fix="convert it: load it with transformers, then call save_pretrained()",
     )
@@ -257,7 +253,7 @@ def fingerprint_model(
         name_or_path: Model folder, or name on the hub.
         code: True includes the folder's Python files, which ``trust_remote_code`` runs.
         weights: False leaves out the weights.
-        times: State of files hashed earlier, as for :func:`fingerprint_files`.
+        times: Record of file sizes and times, as for :func:`fingerprint_files`.
     """
     if not is_local_folder(name_or_path):
         return _hub_commit(name_or_path)
@@ -273,7 +269,6 @@ def make_path_absolute(name_or_path: str) -> str:
 
 
 def is_local_folder(name_or_path: str) -> bool:
-    """Return True if the name is a folder on this machine, False for a model on a hub."""
     try:
         return Path(name_or_path).expanduser().is_dir()
     except (OSError, ValueError, RuntimeError):  # not a file name: too long, or ``~`` of an unknown user
@@ -294,8 +289,8 @@ def fingerprint_files(files: Iterable[tuple[str, Path]], times: FileTimes | None
     ``times`` records each file's size, times and inode when the file is first hashed.
 
     Raises:
-        ArgumentError: A file cannot be read, or was written to since ``times`` recorded it, even if its content is the
-            same: other content may have been read in between.
+        ArgumentError: A file cannot be read, or was written to since ``times`` recorded it, even if its content is
+            equal: other content may have been read in between.
     """
     ordered = sorted(files)
     for _, path in ordered if times is not None else ():
@@ -322,7 +317,6 @@ def _file_names(folder: Path, patterns: Iterable[str]) -> list[str]:
 
 
 def _hub_commit(name: str) -> str | None:
-    """Return the commit of a hub model that would be loaded now; None if the model is not found."""
     if unsafe_name_reason(name):
         return None
     try:
@@ -339,7 +333,6 @@ def _hub_commit(name: str) -> str | None:
 
 
 def _file_hash(path: Path) -> str:
-    """Return the SHA-256 of a file; of a large file, from the cache if the file has not changed."""
     try:
         with path.open("rb") as file:
             state = os.fstat(file.fileno())
@@ -362,7 +355,6 @@ def _file_hash(path: Path) -> str:
 
 
 def _hash_cache_file(path: Path, status: os.stat_result) -> CacheFile:
-    """Return the cache file for the hash of ``path``; its name depends on the file's inode, size and times."""
     facts = (str(path.resolve()), status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
     key = hashlib.sha256(repr(facts).encode("utf-8", "surrogateescape")).hexdigest()
     return CacheFile(cache_folder() / "files" / key, f"files/{key}")

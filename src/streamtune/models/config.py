@@ -33,7 +33,7 @@ from streamtune.models.folder import pickle_names
 
 
 def read_config(name_or_path: str, trust_remote_code: bool) -> Any:
-    """Return the checked configuration of a checkpoint, without hub kernels; None for a folder with adapters only."""
+    """Return the checked configuration of a checkpoint, without kernels from the hub; None if it has only adapters."""
     folder = Path(name_or_path)
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
         return None
@@ -48,7 +48,7 @@ def read_config(name_or_path: str, trust_remote_code: bool) -> Any:
 
 
 def requested_vocab_size(config: Mapping[str, Any], tokenizer_size: int) -> int:
-    """Return ``vocab_size`` of a configuration; without this key, ``tokenizer_size``, the tokenizer's number of tokens.
+    """Return the ``vocab_size`` of a configuration, or ``tokenizer_size`` (the number of tokens) if it has no such key.
 
     Raises:
         ArgumentError: The value is not an int, or is below ``tokenizer_size``.
@@ -68,8 +68,8 @@ def requested_vocab_size(config: Mapping[str, Any], tokenizer_size: int) -> int:
 def wrap_loading_errors(name_or_path: str) -> Iterator[None]:
     """Context manager: turn exceptions, such as for a damaged file, into an ArgumentError that names the checkpoint.
 
-    StreamTune's errors are converted too, such as for a connection that ``--offline`` forbids: they do not name the
-    checkpoint. Out-of-memory errors pass unchanged.
+    StreamTune's own errors are converted too, because they do not name the checkpoint. Out-of-memory errors are not
+    converted.
     """
     try:
         yield
@@ -80,7 +80,7 @@ def wrap_loading_errors(name_or_path: str) -> Iterator[None]:
 
 
 class NotRecordedError(Exception):
-    """The initialisation of a weight is not a list of in-place operations on an empty tensor: it cannot be replayed."""
+    """Error: a weight's initialisation cannot be replayed, because its operations were not recorded."""
 
 
 @contextmanager
@@ -101,7 +101,6 @@ def wrap_constructor_errors(keys: Mapping[str, Any]) -> Iterator[None]:
 
 
 def is_memory_error(error: BaseException) -> bool:
-    """Return True if an error of Python or torch means that memory is exhausted."""
     texts = ("can't allocate memory", "out of memory", "not enough memory")
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
@@ -120,7 +119,7 @@ def first_error_line(error: BaseException) -> str:
 
 
 def build_config(keys: Mapping[str, Any]) -> PreTrainedConfig:
-    """Return the transformers configuration for a recipe's keys; refuse unknown keys, which transformers accepts."""
+    """Return the transformers configuration for a recipe's keys; raise an ArgumentError for unknown keys."""
     types = sorted(name for name in hf_internal(CAUSAL_NAMES) if name in CONFIG_MAPPING)
     model_type = str(keys.get("model_type", ""))
     if model_type not in types:
@@ -165,7 +164,7 @@ def _model_reads_key(config_class: type[Any], key: str) -> bool:
 
 
 def check_path_exists(name_or_path: str) -> None:
-    """Refuse a name that looks like a local path and does not exist, before it is looked up on a hub.
+    """Raise an ArgumentError for a local path that does not exist, before the name is looked up on a hub.
 
     The directory of a run is refused too; the message names the model's folder inside it.
     """
@@ -194,7 +193,6 @@ def check_path_exists(name_or_path: str) -> None:
 
 
 def _refuse_run_directory(path: Path) -> None:
-    """Refuse the directory of a run or of its checkpoint; the fix names the model's folder in it."""
     if (path / "config.json").is_file() or (path / "adapter_config.json").is_file():
         return
     for what, mark, inner in (("a run", "run.json", "final"), ("a checkpoint of a run", "manifest.json", "model")):
@@ -209,7 +207,7 @@ def _refuse_run_directory(path: Path) -> None:
 
 
 def make_loading_error(kind: str, name_or_path: str, error: Exception) -> ArgumentError:
-    """Return the ArgumentError for an exception while loading; ``kind`` is the word ``model`` or ``tokenizer``."""
+    """Return the ArgumentError for an exception while loading; ``kind`` is ``model`` or ``tokenizer``."""
     first_line, where = first_error_line(error), "model_name_or_path"
     folder = Path(name_or_path).expanduser()
     lacks_safetensors = "safetensors" in str(error) and isinstance(error, OSError)
@@ -243,7 +241,7 @@ def _shorten(value: Any, max_chars: int = 100) -> str:
 
 
 def refuse_hub_kernels(keys: Any) -> None:
-    """Refuse a recipe's configuration that would download an attention or experts kernel from the hub."""
+    """Raise an ArgumentError if a recipe's configuration would download an attention or experts kernel from the hub."""
     for key in ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation"):
         if _is_hub_kernel(keys.get(key)):
             raise ArgumentError(
@@ -285,10 +283,10 @@ Where = Callable[[str], str]
 
 
 def check_config(config: Any, written_keys: Mapping[str, Any], where: Where) -> None:
-    """Refuse a configuration with sizes, head counts, expert counts, dropouts or other numbers that no model can have.
+    """Raise an ArgumentError for sizes, head counts, expert counts, dropouts or other numbers that no model can have.
 
-    In a multimodal ``config``, the text model is checked. ``written_keys`` are the keys that the user or the file
-    wrote; other values are derived or defaults.
+    In a multimodal ``config``, the text model is checked. ``written_keys`` are the keys in the recipe or the file;
+    other values are derived or defaults.
     """
     text = config.get_text_config(decoder=True)
     names: Mapping[str, str] = getattr(text, "attribute_map", None) or {}
@@ -318,7 +316,7 @@ def check_config(config: Any, written_keys: Mapping[str, Any], where: Where) -> 
 
 
 def check_layer_limit(written_keys: Mapping[str, Any], where: Where) -> None:
-    """Refuse more than 10,000 layers, before the configuration class makes a list with an entry for each layer."""
+    """Raise an ArgumentError for more than 10,000 layers, before the configuration class makes a list of layers."""
     text = written_keys.get("text_config")
     for keys in (written_keys, text if isinstance(text, Mapping) else {}):
         for key in LAYERS:
@@ -334,7 +332,6 @@ def _check_head_counts(
     names: Mapping[str, str],
     make_error: Callable[[str, str, str], ArgumentError],
 ) -> None:
-    """Refuse key head counts that do not divide the query heads, and query heads that do not divide the hidden size."""
     heads, groups, width = (_int_of(text, key) for key in ("num_attention_heads", "num_key_value_heads", "hidden_size"))
     if heads and groups and heads % groups:
         raise make_error("num_key_value_heads", f"does not divide the {heads} attention heads",
@@ -362,7 +359,7 @@ def _int_of(config: Any, key: str) -> int | None:
 
 
 def _numbers_of(config: Any) -> Iterable[tuple[str, float]]:
-    """Yield (key, number) for each number in a configuration; an integer from magnitude 2**63 on becomes infinity."""
+    """Yield (key, number) for each number in a configuration; integers of magnitude 2**63 or more become infinity."""
     for key, value in vars(config).items():
         if isinstance(value, int | float) and not isinstance(value, bool):
             yield key, value if isinstance(value, float) or abs(value) < 2**63 else math.inf
@@ -396,7 +393,7 @@ def read_config_json(name_or_path: str) -> tuple[dict[str, Any], Where]:
 
 
 def config_keys_with_value(config: Any, size: int) -> list[str]:
-    """Return the keys of ``SIZES`` whose value in a configuration is ``size``, to name the cause of a wrong shape."""
+    """Return the keys of ``SIZES`` whose value in a configuration is ``size``, for errors about a wrong shape."""
     text = config.get_text_config(decoder=True)
     names: Mapping[str, str] = getattr(text, "attribute_map", None) or {}
     return [names.get(key, key) for key in SIZES if _int_of(text, key) == size]

@@ -1,15 +1,14 @@
 """Models with deferred weights: ranks read and shard weights one module at a time, so no rank needs the whole model.
 
-Parameters are on ``meta``, buffers have values. A :class:`DeferredWeights` provides the weights: from safetensors,
-converted as ``transformers`` does, or, for a new model, the random values that the plain model would have.
+Parameters are on ``meta``, buffers have values. A :class:`DeferredWeights` provides the weights: from safetensors, or,
+for a new model, random values that are equal to the values of a model that is initialised as a whole.
 
     model = load_model_deferred("Qwen/Qwen3-8B", ModelOptions(dtype="bfloat16"))
     find_deferred_weights(model).read(["model.layers.0.mlp.up_proj.weight", ...])     # name -> tensor on the CPU
 
 To draw weights later, :class:`RecordedInit` records the in-place operations on empty tensors (drawing, filling,
 scaling) while the model is constructed, each with the generator state before it. Draws are also performed, into a
-scratch tensor that is freed at once. So the generator state advances as in the plain model, and at most one parameter
-is allocated. A replay returns the same bits as the plain model.
+temporary tensor. So the generator state advances as usual, and at most one parameter is allocated.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ ATTRIBUTE = "_streamtune_deferred"
 
 
 class WeightSource(Protocol):
-    """Reads weights by name, from a checkpoint's files or by replaying a recorded initialisation."""
+    """Interface: reads weights by name, from a checkpoint's files or by replaying a recorded initialisation."""
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Return parameters and buffers by name, on the CPU. The source may then free its own copy."""
@@ -50,8 +49,11 @@ class WeightSource(Protocol):
 class DeferredWeights:
     """Loads the weights of a model on ``meta`` when they are needed. Adapters may be added to the model afterwards.
 
-    ``open_source`` opens the source of weights at the first read, which happens on one rank only. ``dtypes`` replaces
-    dtypes of parameters, by name. ``note`` is a remark for the user on how the weights are made.
+    Args:
+        model: Model, whose parameters are moved to ``meta``.
+        open_source: Function that opens the source of weights, called at the first read. Only one rank reads.
+        dtypes: Dtypes of parameters, by name, that replace the model's.
+        note: Remark for the user on how the weights are made.
     """
 
     def __init__(
@@ -84,7 +86,7 @@ class DeferredWeights:
         return
 
     def parameter_names_in(self, module: nn.Module, recurse: bool = True) -> list[str]:
-        """Return the names of a module's parameters that were deferred; with ``recurse``, also of its submodules."""
+        """Return the names of a module's deferred parameters; with ``recurse``, also of its submodules' parameters."""
         below = {id(part) for part in (module.modules() if recurse else (module,))}
         return [name for name, places in self._places.items() if any(id(owner) in below for owner, _ in places)]
 
@@ -99,7 +101,7 @@ class DeferredWeights:
         return self._source.read(parameter_names)
 
     def set_values(self, name: str, values: Tensor) -> None:
-        """Replace a parameter by its values, in every module that uses the parameter."""
+        """Set the values of a deferred parameter, in every module that shares it."""
         old = self.parameter(name)
         assert old.shape == values.shape, name
         self._replace_parameter(name, nn.Parameter(values, requires_grad=old.requires_grad))
@@ -140,7 +142,7 @@ class DeferredWeights:
 
 
 def find_deferred_weights(model: Any) -> DeferredWeights | None:
-    """Return the loader of the deferred weights of ``model``; None if all weights have values."""
+    """Return the :class:`DeferredWeights` of ``model``; None if all its weights have values."""
     base = base_of(model)
     found: DeferredWeights | None = getattr(base, ATTRIBUTE, None)
     return found if found is not None and found._awaited else None
@@ -150,7 +152,7 @@ def find_deferred_weights(model: Any) -> DeferredWeights | None:
 def use_placeholder_weights(model: PreTrainedModel) -> Iterator[None]:
     """Context manager: replace deferred weights by CPU tensors that need no memory.
 
-    Adapters that are added inside are then CPU tensors with values, not on ``meta``.
+    Adapters that are added inside are then on the CPU with values, not on ``meta``.
     """
     found = find_deferred_weights(model)
     with nullcontext() if found is None else found.use_placeholders():
@@ -193,7 +195,7 @@ def init_model_deferred(
 ) -> PreTrainedModel:
     """Return the model that ``init_model`` would return, on ``meta``; its weights get the same values when loaded.
 
-    ``draw`` must be True on the rank that loads the weights; other ranks record no initialisation.
+    The rank that loads the weights must pass ``draw=True``, which records the initialisation.
     """
     wanted = build_config({**token_ids, **config, "vocab_size": requested_vocab_size(config, vocab_size)})
     if options.rope is not None:
@@ -215,7 +217,7 @@ def init_model_deferred(
     except NotRecordedError:
         with RecordedInit(draw=False), wrap_constructor_errors(config):
             model = make_model()
-        note = f"the initialisation of {type(model).__name__} cannot be split: rank 0 makes all weights in host memory"
+        note = f"{type(model).__name__} cannot be initialised weight by weight: rank 0 makes all weights in host memory"
         DeferredWeights(model, lambda: _WholeInit(make_model()), note=note)
     return model
 
@@ -266,7 +268,7 @@ class RecordedInit(TorchDispatchMode):
     """Dispatch mode that creates floating-point tensors on ``meta`` and records the operations that initialise them.
 
     With ``draw``, random operations are also performed, so that the generator state before each operation is correct.
-    Without ``draw`` nothing is recorded, and nothing can be replayed.
+    Without ``draw`` nothing is recorded.
     """
 
     def __init__(self, *, draw: bool) -> None:
@@ -304,7 +306,7 @@ class RecordedInit(TorchDispatchMode):
         history.operations.append(_RecordedOperation(func, view, copies, keywords, state))
 
     def replay_init(self, parameter: Tensor) -> Tensor:
-        """Return the values of a ``meta`` parameter as a CPU tensor. The global generator state does not change."""
+        """Return a ``meta`` parameter's initial values on the CPU; the global generator state does not change."""
         history = self._histories.get(parameter.untyped_storage()._cdata)
         if history is None or history.made.shape != parameter.shape:
             raise NotRecordedError("a parameter was not made by torch.empty, so its initialisation cannot be replayed")
@@ -325,6 +327,5 @@ def _is_cpu_float(keywords: Mapping[str, Any]) -> bool:
 
 
 def _is_in_place(func: Any) -> bool:
-    """Return True if an operator writes to its first argument; False if it only returns a view of this argument."""
     first = func._schema.arguments[0].alias_info
     return first is not None and bool(first.is_write)

@@ -43,7 +43,7 @@ SHARD_BYTES = 2 << 30
 
 
 class SavedTokenizer:
-    """Contents of a tokenizer's files, created once: training does not change them, and creation can take a second.
+    """A tokenizer's files, created once and kept in memory, because training does not change them.
 
     Later writes do not use the tokenizer, which two threads must not use at the same time.
     """
@@ -73,10 +73,10 @@ class SavedTokenizer:
 
 
 def copy_weights(model: nn.Module, changing_weights: Sequence[nn.Parameter] | None = None) -> dict[str, Any]:
-    """Return a copy of the state of ``model`` in host memory; frozen weights are returned without copying.
+    """Return the state dict of ``model``, in which changing weights and buffers are copies in host memory.
 
-    A shared weight is copied once and stays shared in the copy. ``changing_weights`` are the weights that may change
-    while the copy is used, by default the weights that require a gradient.
+    Frozen weights are not copied. A shared weight is copied once and stays shared in the copy. ``changing_weights`` are
+    by default the weights that require a gradient.
     """
     changing = {id(p) for p in changing_weights or (p for p in model.parameters() if p.requires_grad)}
     copies: dict[int, torch.Tensor] = {}
@@ -105,8 +105,7 @@ def save_pretrained(
     """Write model and tokenizer into ``folder``.
 
     For a model with adapters, the adapters and the name of their base are written. Any other model is copied to host
-    memory and written layer by layer. The ``save_pretrained`` of transformers would split all stacked experts at once
-    on their device, which would allocate a second copy of the experts.
+    memory and written layer by layer, because transformers would split all stacked experts at once on their device.
 
     ``weights`` are the result of :func:`copy_weights` and must not be used afterwards; None writes the current weights.
     A tensor larger than ``shard_bytes`` is written to a separate file.
@@ -184,7 +183,7 @@ GatherWeights = Callable[[Collection[str] | None], NamedValues]
 
 
 def copy_gathered_weights(model: Any, gather: GatherWeights, *, is_main: bool) -> dict[str, Tensor]:
-    """Return, on rank 0, a copy in host memory of the tensors that a save of ``model`` writes.
+    """Return copies in host memory of the tensors to save for ``model``; an empty dict on ranks other than 0.
 
     All ranks must call this, in the training thread: no other thread may gather parameters while the model trains.
     """
@@ -374,20 +373,18 @@ def _layer_prefix(name: str) -> str:
 
 
 def _saved_name_by_tied_weight(model: Any) -> dict[str, str]:
-    """Return, by name, the saved name of each weight that is tied, both by the model class and in ``model``."""
+    """Return {name: saved name} of the weights that the model class ties and that are one parameter in ``model``."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     return {name: saved for name, saved in tied_weights(model).items() if parameters.get(name) is parameters.get(saved)}
 
 
 def _convert_to_saved_names(model: Any, tensors: dict[str, Tensor], ties: Mapping[str, str]) -> dict[str, Tensor]:
-    """Return the tensors with the names and shapes that ``save_pretrained`` would write, each tied weight once."""
     ignored = set(model._keys_to_ignore_on_save or ())
     kept = {ties.get(name, name): values for name, values in tensors.items() if name not in ignored}
     return hf_internal(AS_IN_FILES)(model, kept)
 
 
 def _write_all_but_weights(model: Any, folder: Path) -> None:
-    """Write all files of ``save_pretrained`` except the weights."""
     written = {path.name for path in folder.iterdir()}
     model.save_pretrained(folder / "configuration", state_dict={})
     for path in (folder / "configuration").iterdir():

@@ -1,16 +1,16 @@
 """Check a folder with a model or adapters before libraries read it, and read it safely while others may write to it.
 
-- Weights are safetensors. A pickle can run code: a pickle is refused unless the recipe sets ``allow_pickle``. Then
-  torch's restricted unpickler reads the pickle.
+- Weights are safetensors. A pickle can run code, so it is refused unless the recipe sets ``allow_pickle``. Then torch's
+  restricted unpickler reads the pickle.
 - An index may name only files in its own folder.
 - Adapters cannot choose a base on the hub, and their settings are checked before peft uses them.
 
-:func:`refuse_file_changes` compares size and times of the files before and after reading. So all data read belong
-to one state of the folder. :func:`read_without_mmap` makes libraries read safetensors into memory. If a mapped file is
-truncated, as ``cp`` onto the file does, the process ends with SIGBUS; reading a truncated file raises an error.
+:func:`refuse_file_changes` compares size and times of the files before and after reading. :func:`read_without_mmap`
+makes libraries read safetensors into memory. If a memory-mapped file is truncated, as by ``cp`` onto the file, the
+process ends with SIGBUS; without mmap, reading raises an error.
 
-Two kinds of weights stay mapped: pickles, and weights larger than half of the host's free memory, summed over the
-host's ranks. A process that ends with SIGBUS prints its stack.
+Two kinds of weights stay memory-mapped: pickles, and weights larger than half of the host's free memory, summed over
+the host's ranks. A process that ends with SIGBUS prints its stack.
 """
 
 from __future__ import annotations
@@ -75,12 +75,10 @@ def check_model_folder(name_or_path: str, *, allow_pickle: bool = False, reads_w
 
 
 def pickle_names(folder: Path) -> list[str]:
-    """Return the sorted names of the files in a folder that have an extension of pickles, such as ``.bin``."""
     return sorted(path.name for pattern in PICKLES for path in folder.glob(pattern) if path.is_file())
 
 
 def _check_weight_index(path: Path, *, check_shards: bool) -> None:
-    """Refuse an index that names files outside its folder or, with ``check_shards``, files that do not exist."""
     index = _read_json_object(path)
     listed = index.get("weight_map")
     if not isinstance(listed, dict) or not isinstance(index.get("metadata", {}), dict):
@@ -156,7 +154,7 @@ MAX_RANK = 10**5
 def check_adapter_config_file(
     folder: Path, module_names: Sequence[str], *, where: str, fix: str = "use a complete copy of it"
 ) -> None:
-    """Refuse an ``adapter_config.json`` on which peft would fail, or whose patterns peft would match for minutes.
+    """Raise an ArgumentError for an ``adapter_config.json`` with which peft would fail, or match patterns for minutes.
 
     Args:
         folder: Folder with an ``adapter_config.json``.
@@ -173,9 +171,10 @@ def check_adapter_config_file(
 
 
 def check_adapter_config(settings: Any, path: Path, names: Sequence[str] = TYPICAL_MODULES, *, where: str) -> None:
-    """Refuse adapter settings of the wrong type, and patterns that take too long to match on module ``names``.
+    """Raise an ArgumentError for settings of the wrong type, and for patterns that take too long to match on ``names``.
 
-    ``settings`` is the content of the ``adapter_config.json`` at ``path``; ``where`` is the key that names its folder.
+    ``settings`` is the content of the ``adapter_config.json`` at ``path``. ``names`` are module names. ``where`` is the
+    key that names the adapters' folder.
     """
 
     def make_error(key: str, wanted: str) -> ArgumentError:
@@ -218,7 +217,7 @@ READ_BACKEND = "pread"
 """Backend of safetensors that reads a file without mapping the file. A slice reads the whole tensor."""
 SETTINGS_BYTES = 1 << 20
 SETTLED_SECONDS = 3.0
-"""Seconds after a change in which a file may change again without a change of its times."""
+"""Number of seconds after a change in which a file may change again while its times stay equal."""
 FILES = (".json", ".safetensors", ".bin", ".pt", ".pth", ".py")
 """Suffixes of a model's files."""
 PEFT_READS = "peft.utils.save_and_load", "safe_load_file"
@@ -229,7 +228,7 @@ State = tuple[int, int, int, int, str]
 
 @contextmanager
 def refuse_file_changes(name_or_path: str | Path, *, where: str = "model_name_or_path") -> Iterator[None]:
-    """Context manager: refuse a folder whose files are written to while it is read, even if they are then restored.
+    """Context manager: raise an ArgumentError if a file in the folder is written to, even if it is then restored.
 
     The base of adapters is checked too; hub files do not change. The ArgumentError replaces any error raised inside.
     ``where`` is the key or argument that names the folder.
@@ -256,10 +255,6 @@ def refuse_file_changes(name_or_path: str | Path, *, where: str = "model_name_or
 
 
 def _file_states(folders: list[str], to_checksum: set[Path] | None = None) -> dict[Path, State]:
-    """Return size, times and inode of each model file in the folders, and the checksums of the files ``to_checksum``.
-
-    By default these are the files that changed within ``SETTLED_SECONDS``.
-    """
     states: dict[Path, State] = {}
     for folder in folders:
         with suppress(OSError, ValueError, RuntimeError):  # not a folder: loading reports it
@@ -316,13 +311,12 @@ def _safetensors_bytes(name_or_path: str | Path) -> int:
 
 
 def _folder_and_base(name_or_path: str | Path) -> list[str]:
-    """Return the folder and, if it contains adapters whose base is a local folder, the folder of the base."""
     base = local_adapter_base(str(name_or_path))
     return [str(name_or_path), *([] if base is None else [base])]
 
 
 def local_adapter_base(name_or_path: str) -> str | None:
-    """Return the base of the adapters in ``name_or_path``, if it is a local folder; else None."""
+    """Return the folder of the base model of the adapters in ``name_or_path``; None if it is not a local folder."""
     try:
         folder = Path(name_or_path).expanduser()
         settings = folder / "adapter_config.json"

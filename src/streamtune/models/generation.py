@@ -51,7 +51,8 @@ def add_eos_token_ids(model: nn.Module, token_ids: Sequence[int]) -> list[int]:
 def copy_with_generation_config(model: Any, generation_config: GenerationConfig) -> Any:
     """Return a shallow copy of ``model`` with another generation config; modules, weights and hooks are shared.
 
-    Passing ``generation_config`` to ``generate`` is not enough: the model's config supplies every option left unset.
+    Passing ``generation_config`` to ``generate`` is not enough: ``generate`` takes unset options from the model's
+    config.
     """
     copied = object.__new__(type(model))
     vars(copied).update(vars(model))
@@ -69,7 +70,6 @@ class Decoding:
     temperature: float = 0.0
     """Sampling temperature; 0 is greedy."""
     seed: int = 0
-    """Sampling seed."""
     synced_gpus: bool = False
     """True if ranks shard the weights: then all ranks compute every token, even after their own text has ended."""
 

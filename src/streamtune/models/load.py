@@ -1,4 +1,4 @@
-"""Make a causal language model from a checkpoint, from a configuration, or on ``meta`` for simulation."""
+"""Make a causal language model: from a checkpoint, from a configuration, or on ``meta`` without values."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ class ModelOptions:
     """Dtype of the weights: ``float32``, ``bfloat16``, ``float16``, or ``auto``: the checkpoint's dtype, or float32 if
     there is no checkpoint."""
     quantization: str | None = None
-    """Quantisation of frozen layers and experts, ``nf4`` or ``int8`` (``models.quantize``), or None."""
+    """Quantisation of frozen layers and experts, ``nf4`` or ``int8``, or None."""
     rope: RopeChange | None = None
     """Change to the rotary positions in the configuration."""
     layer_quantizer: LayerQuantizer | None = None
-    """Quantiser that changes weights before they are quantised; None quantises the loaded weights."""
+    """Quantiser that changes weights before they are quantised (LoftQ); None quantises the loaded weights."""
 
     @property
     def torch_dtype(self) -> torch.dtype | None:
@@ -71,7 +71,7 @@ class ParameterCount:
 
 
 def count_parameters(model: torch.nn.Module) -> ParameterCount:
-    """Return the number of all parameters and of trained ones; quantised weights count with their unpacked size.
+    """Return the number of all parameters and of trainable parameters; 4-bit weights are counted before packing.
 
     Example:
         >>> count_parameters(torch.nn.Linear(3, 2)).total
@@ -82,7 +82,7 @@ def count_parameters(model: torch.nn.Module) -> ParameterCount:
 
 
 def full_parameter_size(parameter: torch.Tensor) -> int:
-    """Return the number of weights in a whole parameter, even if this rank has only a shard of the parameter."""
+    """Return the number of elements of a whole parameter, even if this rank has only a shard of the parameter."""
     sharded_numel: int | None = getattr(parameter, "ds_numel", None)  # a parameter sharded by ZeRO-3 is empty
     return logical_numel(parameter) if sharded_numel is None else sharded_numel
 
@@ -90,8 +90,8 @@ def full_parameter_size(parameter: torch.Tensor) -> int:
 def unloaded_layers_warning(model: Any) -> str | None:
     """Return a warning if the checkpoint of ``model`` has layers that ``transformers`` does not load, else None.
 
-    These layers predict several tokens ahead. ``transformers`` loads them only as a separate model without a loss, to
-    draft tokens in generation. Causal language models of ``transformers`` ignore their weights without a warning.
+    These layers predict several tokens ahead (multi-token prediction). Causal language models of ``transformers``
+    ignore their weights without a warning.
     """
     config = model.config.get_text_config(decoder=True)
     counts = {name: getattr(config, name, None) for name in DRAFT_LAYERS}
@@ -152,10 +152,10 @@ def load_model(
 
 
 def _copy_mapped_weights(model: PreTrainedModel) -> PreTrainedModel:
-    """Replace weights and buffers that may be memory-mapped pages of their file by copies; return the model.
+    """Replace weights and buffers that may be memory-mapped from a file by copies; return the model.
 
-    A write to the file would change mapped weights during training. Pages also have the file's alignment, for which CPU
-    kernels may round differently: a resumed run must repeat the losses of an uninterrupted run.
+    A write to the file would change mapped weights during training. Mapped weights also have the file's alignment, for
+    which CPU kernels may round differently. Then a resumed run would not repeat the losses of an uninterrupted run.
     """
     copies: dict[int, torch.Tensor] = {}
     with torch.no_grad():
@@ -218,7 +218,7 @@ def build_meta_model(
     Args:
         source: Folder or hub name, from which only the configuration is read; or the keys of a configuration.
         options: Dtype, quantisation and rotary positions of the model.
-        vocab_size: Vocabulary size for a ``source`` of keys without ``vocab_size``.
+        vocab_size: Vocabulary size, if ``source`` is a configuration without ``vocab_size``.
         trust_remote_code: True allows Python code in the checkpoint to run.
         new_token_count: Number of tokens added to the vocabulary of a checkpoint.
 
@@ -262,9 +262,10 @@ def read_unquantized_config(name_or_path: str, trust_remote_code: bool) -> Any:
 
 
 def make_small_copy(model: Any, layers: Sequence[nn.Module], *, seed: int) -> PreTrainedModel:
-    """Return a model like ``model`` with random weights and only the first layers that include each kind of layer.
+    """Return a model of the class of ``model`` with random weights and only a few first layers.
 
-    Adapters are left out, and no weights are read. The global generator state does not change.
+    The number of layers is the smallest that includes each kind of layer. Adapters are left out, and no weights are
+    read. The global generator state does not change.
     """
     base = base_of(model)
     config = copy.deepcopy(base.config)
@@ -281,7 +282,6 @@ def make_small_copy(model: Any, layers: Sequence[nn.Module], *, seed: int) -> Pr
 
 
 def _layer_count_with_all_kinds(config: Any, layers: Sequence[nn.Module]) -> int:
-    """Return the smallest number of first layers that include every kind of layer."""
     types = getattr(config, "layer_types", None) or [""] * len(layers)
     kinds = [
         (type(layer), kind, tuple((name, tuple(x.shape)) for name, x in layer.named_parameters()))

@@ -4,14 +4,12 @@
           Dettmers et al., arXiv 2305.14314)
     int8  symmetric, one scale per output channel of an expert, in the dtype of the weights
 
-A :class:`PackedExperts` replaces the parameter and has the same shape and dtype. A torch function that is called with a
-packed tensor receives dequantised weights, which are freed after the function and autograd. One expert, ``experts[i]``,
-is dequantised alone. So all matmuls with experts work unchanged: loops, grouped and batched matmuls, and peft, which
-adds the product of its factors to the tensor in each call.
+A :class:`PackedExperts` replaces the parameter and has the same shape and dtype. A torch function that is called with
+it receives dequantised weights, which are freed after the function and its backward. One expert, ``experts[i]``, is
+dequantised alone. So all matmuls with experts work unchanged, also peft's.
 
-``bitsandbytes.nn.parametrize`` dequantises by a parametrization of the module. It is not used: peft's adapters on such
-tensors are a second parametrization, added and removed in each call. With both on one tensor, peft 0.21 fails to remove
-its parametrization after a call. The next call raises (``only Tensors of floating point dtype can require gradients``).
+``bitsandbytes.nn.parametrize`` is not used: peft 0.21 adds its adapters as a second parametrization, and fails to
+remove it if a tensor has both.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ MAX_WEIGHTS = 1 << 30
 
 
 class Codes(Protocol):
-    """Packed weights of all experts of a layer, ``[E, M, N]`` when dequantised."""
+    """Interface: packed weights of all experts of a layer, ``[E, M, N]`` when dequantised."""
 
     @property
     def shape(self) -> torch.Size:
@@ -176,7 +174,6 @@ class Nf4Codes:
         return functional.dequantize_4bit(self.codes[start:stop].view(-1, 1), state)
 
     def _block_scales(self, blocks: slice) -> Tensor:
-        """Return the dequantised scales of a range of blocks, in fp32."""
         outer = slice(blocks.start // OUTER, -(-blocks.stop // OUTER))
         factors = self.outer[outer].repeat_interleave(OUTER)[blocks.start - outer.start * OUTER :]
         values = self.table[self.scales[blocks].int()]
@@ -207,7 +204,11 @@ class PackedExperts(Tensor):
         return self.codes.component_tensors()
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Return all weights ``[E, M, N]``, computed in ``dtype``; by default as when the weights are used."""
+        """Return all weights ``[E, M, N]``, computed in ``dtype``.
+
+        If ``dtype`` is None, they are computed in ``codes.dtype`` and cast to this tensor's dtype, as in every torch
+        function.
+        """
         count = self.codes.shape[0]
         if dtype is None:
             return self.dequantize_range(0, count)
@@ -314,14 +315,13 @@ def _override_set_data(tensor: PackedExperts, value: PackedExperts) -> None:
 
 
 def _override_set(tensor: PackedExperts, value: Tensor) -> PackedExperts:
-    """Return ``tensor.set_(value)``; when peft parametrizes a tensor for a call, torch sets the tensor to itself."""
+    """Return ``tensor`` if ``value`` has the same codes, as when torch calls ``set_`` for a parametrization."""
     if not isinstance(value, PackedExperts) or value.codes is not tensor.codes:
         raise TypeError("packed experts are frozen: they cannot be set to other values")
     return tensor
 
 
 def _override_deepcopy(tensor: PackedExperts, memo: dict[int, Any]) -> PackedExperts:
-    """Return a deep copy, which is a parameter if ``tensor`` is a parameter."""
     made = PackedExperts(copy.deepcopy(tensor.codes, memo), tensor.dtype)
     if getattr(tensor, "_is_param", False):
         made._is_param = True
@@ -363,10 +363,11 @@ OVERRIDES: dict[Any, Callable[..., Any]] = {
 
 
 def shard_packed_experts(module: nn.Module, dtype: torch.dtype) -> None:
-    """Make packed expert weights shardable: the codes become a parameter of ``dtype`` with the same bits.
+    """Make packed expert weights shardable: the packed bytes become a parameter of ``dtype``.
 
-    Hooks around each call rebuild the packed tensors from the gathered codes. The scales are not sharded: each rank's
-    module has all scales. ``module`` contains the experts, or is the outermost adapter wrapper around their module.
+    Hooks around each call rebuild the packed tensors from the gathered parameter. The scales are not sharded: each
+    rank's module has all scales. ``module`` contains the experts, or is the outermost adapter wrapper around their
+    module.
     """
     inner: Any = _innermost_base_layer(module)
     inner.packed_experts, inner.sharded_experts = {}, {}

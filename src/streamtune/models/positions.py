@@ -38,7 +38,7 @@ LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 @dataclass(frozen=True)
 class RopeChange:
-    """A change to the rotary positions of a configuration.
+    """A change to the rotary positions (RoPE) in a model configuration.
 
     Attributes:
         scaling: ``rope_type`` (``default``, ``linear``, ``yarn``, ``llama3``, ``dynamic`` or ``longrope``), ``factor``
@@ -66,7 +66,7 @@ class RopeChange:
     def apply(self, config: Any) -> None:
         """Change a configuration in place; a second call changes nothing.
 
-        Sliding-window layers keep their rotation if the configuration has separate parameters for them (Gemma 3).
+        The rotary parameters of sliding-window layers do not change if the configuration has them separately (Gemma 3).
 
         Raises:
             ArgumentError: The model has no rotary positions, or transformers rejects the new values.
@@ -156,7 +156,6 @@ def pretrained_position_limit(config: Any) -> int | None:
 
 
 def _longrope_factors(config: Any, key: str, factors: Sequence[float]) -> list[float]:
-    """Return the factors of ``longrope`` as floats; refuse a list whose length is not the number of frequencies."""
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     parameters = config.rope_parameters
     partial = parameters.get("full_attention", parameters).get("partial_rotary_factor", 1.0)
@@ -183,11 +182,11 @@ def _scaled_rope_parameters(config: Any) -> list[Mapping[str, Any]]:
 
 
 def check_positions(model: Any, longest_row: int, *, training: bool = True) -> str | None:
-    """Refuse rows of ``longest_row`` tokens if they exceed the positions that ``model`` supports, with scaling.
+    """Raise an ArgumentError if rows of ``longest_row`` tokens exceed the positions that ``model`` supports.
 
-    Rotary and other computed positions continue past ``max_position_embeddings``, although the model was not trained
-    on them; a learned table ends there. If positions are computed but not rotary, or if ``training`` is False, a
-    warning is returned instead.
+    Rotary and other computed positions continue past ``max_position_embeddings``, although the model was not trained on
+    them; learned position embeddings end there. A warning is returned instead if positions are computed but not rotary,
+    or if ``training`` is False.
     """
     limit = position_limit(model.config)
     if limit is None or longest_row <= limit:
@@ -197,7 +196,7 @@ def check_positions(model: Any, longest_row: int, *, training: bool = True) -> s
         table = isinstance(module, torch.nn.Embedding) and module is not embedding
         if table and limit <= module.num_embeddings <= limit + 2:  # some tables have two more rows, for padding
             raise ArgumentError(
-                f"the longest row has {longest_row:,} tokens; the model's learned table of positions ({name}) ends at "
+                f"the longest row has {longest_row:,} tokens; the model's learned position embeddings ({name}) end at "
                 f"{limit:,}",
                 where="max_length",
                 fix=f"set max_length: {limit} and overlength: split, or choose a model with rotary positions",

@@ -1,4 +1,4 @@
-"""Quantise a frozen base to 8 or 4 bits, to train adapters on it: QLoRA (Dettmers et al., arXiv 2305.14314).
+"""Quantise a frozen base model to 8 or 4 bits, to train adapters on it: QLoRA (Dettmers et al., arXiv 2305.14314).
 
     int8  torchao, weight-only: symmetric, one scale per output channel. CPU and CUDA.
     nf4   bitsandbytes: 4 bits per weight in blocks of 64, block scales in 8 bits ("double quantisation").
@@ -6,16 +6,13 @@
 
 The weight of every ``nn.Linear`` except the head is quantised, as in the paper, and so are experts that are one 3-D
 tensor per layer (:mod:`streamtune.models.packed`). Embedding, norms and biases do not change. Layers are moved to the
-device and quantised there one by one, so the unquantised model is never on the device as a whole. Forward and backward
-compute in the activations' dtype. Each call dequantises the weights, equally for a chunk and for a whole sequence.
+device and quantised there one by one, so the unquantised model is never on the device as a whole. Each call dequantises
+the weights; forward and backward compute in the activations' dtype.
 
-peft's ``prepare_model_for_kbit_training`` is not used, for two reasons. It turns on gradient checkpointing, which
-streaming replaces. It also casts the unquantised weights of a bitsandbytes base to fp32. The cast doubles the bytes of
-embedding and head, and layers made for bf16 receive fp32 from the norms. The adapters would be trained on another model
-than they are used with. The adapters are fp32, also on bf16 weights (peft's default).
+peft's ``prepare_model_for_kbit_training`` is not used: it turns on gradient checkpointing, and casts all unquantised
+weights to fp32. The adapters are fp32, also on bf16 weights (peft's default).
 
-int4 is not supported: torchao's 4-bit kernels have no backward (``aten::_weight_int4pack_mm_for_cpu``), and peft
-rejects torchao's ``Int4Tensor``. The 4-bit layout of torchao that runs on every device uses a byte per weight, as int8.
+int4 is not supported, because torchao's 4-bit kernels have no backward.
 """
 
 from __future__ import annotations
@@ -69,7 +66,7 @@ def quantize(
 
     Args:
         model: Model with its weights.
-        kind: ``nf4`` or ``int8``.
+        kind: Quantisation, ``nf4`` or ``int8``.
         device: Device of the quantised weights; on ``meta`` no value is computed.
         layer_quantizer: Quantiser of linear layers that changes their weights first (LoftQ).
 
@@ -134,7 +131,6 @@ def unquantized_experts_note(model: nn.Module) -> str | None:
 
 
 def _parameter_bytes(parameter: torch.Tensor) -> int:
-    """Return the size of a parameter in bytes, without the scales of a quantised linear weight."""
     if isinstance(parameter, PackedExperts):
         return sum(part.nbytes for part in parameter.packed_tensors())
     packed: torch.Tensor = getattr(parameter, "qdata", parameter)  # the wrapper of torchao's int8 has no bytes
@@ -152,7 +148,7 @@ def stacked_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Param
 
 
 def logical_numel(parameter: torch.Tensor) -> int:
-    """Return the number of weights in a parameter before packing (bitsandbytes: two per byte) and sharding (ZeRO-3)."""
+    """Return the number of weights in a parameter before 4-bit packing (bitsandbytes) and sharding (ZeRO-3)."""
     state = getattr(parameter, "quant_state", None)
     numel: int = getattr(parameter, "ds_numel", parameter.numel())
     return numel if state is None else state.shape.numel()
@@ -163,7 +159,7 @@ def is_quantized(weight: Any) -> bool:
 
 
 def dequantize_weight(weight: Any, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return the dequantised weight in its original shape, computed in ``dtype`` from codes and scales."""
+    """Return a quantised weight as a plain tensor in its original shape, dequantised in ``dtype``."""
     if isinstance(weight, PackedExperts):
         return weight.dequantize(dtype)
     if type(weight).__name__ == "Params4bit":
@@ -176,10 +172,10 @@ def dequantize_weight(weight: Any, dtype: torch.dtype = torch.float32) -> torch.
 
 
 def shard_packed_weights(model: nn.Module, *, keeps_parameter_objects: bool) -> None:
-    """Make packed weights shardable: their codes become parameters of the model's floating-point dtype.
+    """Make packed weights shardable: their packed bytes become parameters of the model's floating-point dtype.
 
-    ZeRO-3 and FSDP2 shard floating-point parameters. Block scales are not sharded: each rank's module has all scales,
-    a 32nd of the size of the packed weights.
+    ZeRO-3 and FSDP2 shard only floating-point parameters. Block scales are not sharded: each rank's module has all
+    scales, a 32nd of the size of the packed weights.
 
     ``keeps_parameter_objects`` is True for a backend that gathers weights into the sharded parameter (ZeRO-3), False
     for a backend that replaces the parameter (FSDP2).
@@ -233,7 +229,7 @@ def _quantize_layers(
 
 
 def _is_output_dim_last(module: nn.Module, key: str, shape: torch.Size, hidden_size: int) -> bool:
-    """Return True if experts are ``[E, in, out]``, by an attribute of their class, else by the hidden size."""
+    """Return True if experts are ``[E, in, out]``, by the module's ``is_transposed``, else by the hidden size."""
     if (declared := getattr(module, "is_transposed", None)) is not None:
         return bool(declared)
     first, last = (shape[2], shape[1]) if key.startswith("down") else (shape[1], shape[2])
@@ -309,7 +305,6 @@ def _quantize_to_nf4(
 
 
 def _nf4_weight_on_meta(weight: torch.Tensor) -> Any:
-    """Return a 4-bit weight on ``meta``, with shapes and no values, for a simulated model."""
     import bitsandbytes
 
     settings = {"quant_type": "nf4", "compress_statistics": True, "blocksize": 64}

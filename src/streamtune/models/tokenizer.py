@@ -1,4 +1,4 @@
-"""Load tokenizers or train them from text; add a recipe's tokens and their rows in embedding and head.
+"""Load tokenizers or train them from text; add tokens to a tokenizer, and rows for them to embedding and head.
 
 A new row is the mean of the previous tokens' rows. So a new row has a typical norm, and is equal on every rank and in
 every run. Rows of new tokens are trained with all other rows, or alone with adapters.
@@ -103,7 +103,7 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> PreTrainedToken
 
 
 def read_trained_tokenizer(text: str) -> PreTrainedTokenizerFast:
-    """Return a tokenizer that :func:`train_tokenizer` trained, from ``text``, its vocabulary as JSON."""
+    """Return a tokenizer that :func:`train_tokenizer` trained; ``text`` is its vocabulary as JSON."""
     bpe = Tokenizer.from_str(text)
     return PreTrainedTokenizerFast(
         tokenizer_object=bpe,
@@ -143,7 +143,6 @@ def load_tokenizer(
 
 
 def read_vocabulary(name_or_path: str, *, trust_remote_code: bool = False) -> dict[str, int]:
-    """Return the vocabulary of a tokenizer's files: the id of each token, by token."""
     return _read_tokenizer(name_or_path, trust_remote_code).get_vocab()
 
 
@@ -171,7 +170,6 @@ def _read_tokenizer(name_or_path: str, trust_remote_code: bool) -> PreTrainedTok
 
 
 def _find_regular_expressions(value: Any) -> Iterator[str]:
-    """Yield the regular expressions in a component of ``tokenizer.json``, at any depth."""
     if isinstance(value, dict) and isinstance(value.get("Regex"), str):
         yield value["Regex"]
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
@@ -211,7 +209,7 @@ SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
 def add_tokens(tokenizer: PreTrainedTokenizerBase, special: Mapping[str, Any], added: Sequence[str]) -> None:
     """Add a recipe's special tokens and ordinary tokens to a tokenizer, in place. Existing tokens keep their ids.
 
-    ``special`` has tokens for keys such as ``bos_token``, and a list for ``additional_special_tokens``. The
+    ``special`` has tokens for keys such as ``bos_token``, and a list for ``additional_special_tokens``. Tokens in
     ``added``, such as ``<think>``, are decoded as ordinary text. A second call changes nothing.
     """
     for name in SPECIAL:
@@ -226,7 +224,7 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, special: Mapping[str, Any], a
 def new_token_ids(
     old_vocab: Collection[str], tokenizer: PreTrainedTokenizerBase, special: Mapping[str, Any], added: Sequence[str]
 ) -> list[int]:
-    """Return the ids of the tokens ``special`` and ``added`` that are not in ``old_vocab``, ascending.
+    """Return the ids of the tokens in ``special`` and ``added`` that are not in ``old_vocab``, ascending.
 
     ``tokenizer`` already has the tokens.
     """
@@ -244,7 +242,7 @@ def _special_token_texts(special: Mapping[str, Any]) -> list[str]:
 def add_embedding_rows(model: Any, vocab_size: int, new_token_ids: Collection[int]) -> None:
     """Enlarge the embedding and the head for new tokens, and set the rows of new tokens to the mean of the old rows.
 
-    The model must have unquantised weights and no adapters. Unused rows are used before rows are added.
+    The model must have unquantised weights and no adapters. It is not enlarged if it already has ``vocab_size`` rows.
     ``vocab_size`` is the number of tokens; ``new_token_ids`` are the ids of the new tokens, which come last.
     """
     if vocab_size > model.get_input_embeddings().weight.shape[0]:
@@ -271,7 +269,7 @@ def add_embedding_rows(model: Any, vocab_size: int, new_token_ids: Collection[in
 
 
 def write_special_token_ids(model: Any, tokenizer: PreTrainedTokenizerBase, special_tokens: Mapping[str, Any]) -> None:
-    """Write the ids of a recipe's special tokens, ``special_tokens``, into a model's configurations, in place.
+    """Write the ids of the tokens in ``special_tokens`` into a model's configuration and generation config, in place.
 
     A new EOS is added to the tokens that end generation.
     """

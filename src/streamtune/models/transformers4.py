@@ -1,4 +1,4 @@
-"""Make saved folders also readable by ``transformers`` 4, which inference servers will use for years.
+"""Make saved folders also readable by ``transformers`` 4, which many inference servers use.
 
 ``transformers`` 5 writes the RoPE base and scaling, the dtype and the tokenizer's class under new names. Version 4
 ignores the new names without a warning: it uses a RoPE base of 10,000 for a model with a base of 1,000,000. So the old
@@ -48,7 +48,7 @@ LAYERS: dict[str, tuple[str, dict[str, str]]] = {
 
 
 def add_transformers4_names(folder: Path) -> None:
-    """Add the names of keys that transformers 4 reads to the ``config.json`` in a saved folder."""
+    """Add the keys that transformers 4 reads to the ``config.json`` in a saved folder."""
     path = folder / "config.json"
     config = with_transformers4_names(json.loads(path.read_text(encoding="utf-8")))
     path.write_text(json.dumps(config, **AS_TRANSFORMERS) + "\n", encoding="utf-8")
@@ -105,7 +105,7 @@ def _expert_count_keys(model_type: str) -> Iterator[tuple[str, str]]:
 
 
 def _decode_infinities(value: Any) -> Any:
-    """Return a JSON value with plain infinities; transformers 5 writes them as objects that version 4 cannot read."""
+    """Return a JSON value in which infinities are floats; transformers 5 writes objects that version 4 cannot read."""
     if isinstance(value, Mapping) and value.keys() == {"__float__"}:
         return float(value["__float__"])
     return [_decode_infinities(item) for item in value] if isinstance(value, list) else value
@@ -131,7 +131,6 @@ def transformers4_tokenizer_config(config: Mapping[str, Any], tokenizer: PreTrai
 
 
 def _loaded_tokenizer_config(tokenizer: PreTrainedTokenizerBase) -> Mapping[str, Any]:
-    """Return the ``tokenizer_config.json`` from which a tokenizer was loaded; an empty dict without such a file."""
     name = tokenizer.name_or_path
     if not name:
         return {}

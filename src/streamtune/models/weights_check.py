@@ -25,7 +25,7 @@ DRAFT_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_la
 
 
 def check_loading_report(name_or_path: str, model: Any, report: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint whose weights have wrong shapes, are missing, or belong to layers that the model lacks.
+    """Raise an ArgumentError if weights are missing, have a wrong shape, or are in layers that the model lacks.
 
     ``report`` is the loading report of ``from_pretrained``.
     """
@@ -40,7 +40,7 @@ def check_loading_report(name_or_path: str, model: Any, report: Mapping[str, Any
 
 
 def refuse_missing_weights(name_or_path: str, model: Any, missing_names: Collection[str]) -> None:
-    """Refuse a checkpoint that lacks weights: transformers would initialise them at random and continue."""
+    """Raise an ArgumentError if weights are missing: transformers would initialise them at random and continue."""
     if missing_names:
         names = sorted(missing_names)
         raise ArgumentError(
@@ -52,10 +52,10 @@ def refuse_missing_weights(name_or_path: str, model: Any, missing_names: Collect
 
 
 def refuse_unused_tensors(name_or_path: str, model: Any, unused_names: Collection[str]) -> None:
-    """Refuse a checkpoint with a tensor that belongs to a layer of the model but would not be loaded.
+    """Raise an ArgumentError if a checkpoint has a tensor that belongs to a layer but would not be loaded.
 
-    Examples are a bias of a layer without bias, adapters that were not merged, and scales of a quantisation. Without
-    these tensors, the loaded model would differ from the saved model. Tensors outside the model's layers are allowed.
+    Examples are a bias of a layer without bias, adapters that were not merged, and scales of a quantisation. Tensors
+    outside the model's layers are allowed.
     """
     refuse_unloaded_layers(name_or_path, model, unused_names)
     if getattr(model.config, "quantization_config", None) is not None:
@@ -77,7 +77,7 @@ def refuse_unused_tensors(name_or_path: str, model: Any, unused_names: Collectio
         adapters = any(is_adapter_name(name) or ".base_layer." in name for name in lost)
         raise ArgumentError(
             f"the checkpoint '{name_or_path}' has {lost[0]}{f' and {len(lost) - 1} more' if len(lost) > 1 else ''}, "
-            f"which {type(model).__name__} with this configuration would leave out",
+            f"which {type(model).__name__} with this configuration would not load",
             where="model_name_or_path",
             fix="merge the adapters into the weights (peft: merge_and_unload()) and use the merged model"
             if adapters
@@ -86,7 +86,7 @@ def refuse_unused_tensors(name_or_path: str, model: Any, unused_names: Collectio
 
 
 def check_file_dtypes(name_or_path: str, config: Any) -> None:
-    """Refuse safetensors weights that are not floating-point, unless config.json has a quantization_config."""
+    """Raise an ArgumentError for weights that are not floating-point, unless there is a quantization_config."""
     folder = Path(name_or_path).expanduser()
     if getattr(config, "quantization_config", None) is not None or not folder.is_dir():
         return
@@ -107,7 +107,7 @@ def check_file_dtypes(name_or_path: str, config: Any) -> None:
 
 
 def refuse_unloaded_layers(name_or_path: str, model: Any, unused_names: Collection[str]) -> None:
-    """Refuse a checkpoint with more decoder layers than its ``num_hidden_layers``: the others would not be loaded."""
+    """Raise an ArgumentError for a checkpoint with more decoder layers than its ``num_hidden_layers``."""
     text = model.config.get_text_config(decoder=True)
     count = getattr(text, "num_hidden_layers", None)
     drafts = [getattr(text, key, None) for key in DRAFT_LAYERS]
@@ -156,7 +156,7 @@ def _shape_text(sizes: tuple[int, ...]) -> str:
 
 
 def check_quantization_trainable(name_or_path: str, config: Any, recipe_quantization: str | None, device: str) -> None:
-    """Refuse a checkpoint whose weights are quantised in a way that cannot be trained here.
+    """Raise an ArgumentError for a checkpoint that is already quantised and cannot be trained on ``device``.
 
     ``recipe_quantization`` is the quantisation of frozen layers in the recipe, ``nf4`` or ``int8``, or None.
 
@@ -197,7 +197,7 @@ CPU_METHODS = {"bitsandbytes": "nf4", "torchao": "int8"}
 
 
 def check_weights_finite(model: Any, name_or_path: str = "", where: str = "model_name_or_path") -> None:
-    """Refuse weights with NaN or infinity: no loss can be computed with them.
+    """Raise an ArgumentError for weights with NaN or infinity: no loss can be computed with them.
 
     The error names the tensor, and its file in the folder ``name_or_path`` or, without a file, ``where``.
     """
@@ -208,7 +208,6 @@ def check_weights_finite(model: Any, name_or_path: str = "", where: str = "model
 
 
 def make_not_finite_error(name: str, values: Tensor, where: str) -> ArgumentError:
-    """Return the error for a tensor with NaN or infinity, which reports how many values are not finite."""
     flat = values.flatten()
     nan, inf = int(torch.isnan(flat).sum()), int(torch.isinf(flat).sum())
     counts = " and ".join(f"{count:,} {what}" for count, what in ((nan, "NaN"), (inf, "infinite")) if count)
@@ -220,7 +219,10 @@ def make_not_finite_error(name: str, values: Tensor, where: str) -> ArgumentErro
 
 
 def is_finite(values: Tensor) -> bool:
-    """Return True if all values are finite. Each value is tested only if their sum is not finite."""
+    """Return True if all values are finite; quantised weights and tensors on ``meta`` are not tested.
+
+    Each value is tested only if the sum of the values is not finite.
+    """
     plain = type(values) in (Tensor, torch.nn.Parameter)  # quantised weights have other classes
     if not plain or values.dtype not in FLOATS or values.device.type == "meta":
         return True
@@ -230,7 +232,6 @@ def is_finite(values: Tensor) -> bool:
 
 
 def _first_nonfinite_tensor(name_or_path: str) -> tuple[Path, str, Tensor] | None:
-    """Return (file, name, tensor) for the first non-finite tensor in a folder's safetensors; None if all are finite."""
     folder = Path(name_or_path).expanduser() if name_or_path else None
     paths: Iterable[Path] = sorted(folder.glob("*.safetensors")) if folder is not None and folder.is_dir() else ()
     for path in filter(Path.is_file, paths):

@@ -1,4 +1,4 @@
-"""Functions on tensors: attention of a chunk, mask tiles, log-probabilities and losses without full logits."""
+"""Attention of a chunk of queries, attention masks, and token losses and log-probabilities without the full logits."""
 
 from streamtune.ops.attention.attention import prefix_attention, prefix_attention_reference
 from streamtune.ops.attention.mask import LazyMask, MaskView, Segment

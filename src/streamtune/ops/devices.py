@@ -1,10 +1,9 @@
-"""Devices: simulation on ``meta``, limits and timing of kernels, and cached host copies of small tensors.
+"""Simulation of a device by ``meta`` tensors, limits and timing of kernels, and cached CPU copies of small tensors.
 
-On ``meta`` a step has the shapes and lifetimes of a real step, without values. The limit is the number of elements that
-a kernel can count. Timing chooses between kernels.
+A training step on ``meta`` has the shapes and tensor lifetimes of a real step, but no values.
 
-Reading a device tensor on the host waits for all earlier work of the device. So small tensors that determine the work
-(positions, masks, starts of rows) are copied to the host once, however often they are read.
+Reading a device tensor on the CPU waits for all queued work of the device. So small tensors that are read often
+(positions, masks, row starts) are copied to the CPU once.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ T = TypeVar("T")
 
 
 class DeviceFunctions(TorchFunctionMode):
-    """Base class of function modes that choose operators as the simulated device would."""
+    """Base class of function modes that replace operators on ``meta`` by the simulated device's operators."""
 
 
 @contextmanager
@@ -43,28 +42,28 @@ def _set_context_variable(variable: ContextVar[T], value: T) -> Iterator[None]:
 
 @contextmanager
 def multiply_run_count(times: float) -> Iterator[None]:
-    """Context manager: in a simulation, the code inside counts as run ``times`` times, with the memory of one run."""
+    """Context manager: a simulation on ``meta`` counts the work inside ``times`` times, and its memory once."""
     with _set_context_variable(_times, _times.get() * times):
         yield
 
 
 def current_run_count() -> float:
-    """Return how many times the running code counts in a simulation (see :func:`multiply_run_count`)."""
+    """Return how often a simulation counts the current work: the product of all active :func:`multiply_run_count`."""
     return _times.get()
 
 
 @contextmanager
 def run_all_iterations() -> Iterator[None]:
-    """Context manager: :func:`loop_or_simulate` skips no iteration while active."""
+    """Context manager: :func:`loop_or_simulate` yields every item, also on ``meta``."""
     with _set_context_variable(_all_iterations, True):
         yield
 
 
 def loop_or_simulate(items: Sequence[T], device: torch.device) -> Iterator[T]:
-    """Yield ``items``; in a simulation (device ``meta``), only the first, the second and the last.
+    """Yield all ``items``; of four or more items on ``meta``, only the first, the second and the last.
 
-    The second then counts for all items between the first and the last, whose iterations must have equal cost and be
-    independent.
+    On ``meta``, the work for the second item counts for all items between the first and the last. So these items must
+    be independent and cost the same.
     """
     if device.type != "meta" or len(items) < 4 or _all_iterations.get():
         yield from items
@@ -77,36 +76,36 @@ def loop_or_simulate(items: Sequence[T], device: torch.device) -> Iterator[T]:
 
 @contextmanager
 def simulate_device_type(device_type: str) -> Iterator[None]:
-    """Context manager: tensors on ``meta`` stand for tensors on this device type, ``cpu`` or ``cuda``."""
+    """Context manager: tensors on ``meta`` simulate tensors on ``device_type``, which is ``cpu`` or ``cuda``."""
     with _set_context_variable(_kind, device_type):
         yield
 
 
 def kernel_device_type(device: torch.device) -> str:
-    """Return the type of the device whose kernels run; for ``meta``, the simulated type."""
+    """Return the device type whose kernels are used: the simulated type for ``meta``, else ``device.type``."""
     return _kind.get() if device.type == "meta" else device.type
 
 
 def autocast_device_type(device: torch.device) -> str:
-    """Return the device type to pass to ``torch.autocast``; for ``meta``, ``cpu``."""
+    """Return the device type to pass to ``torch.autocast``: ``cpu`` for ``meta``, else ``device.type``."""
     return "cpu" if device.type == "meta" else device.type
 
 
 # --- kernels ---------------------------------------------------------------------------------------------------------
 
 MAX_ELEMENTS = (1 << 31) - 1
-"""Largest number of elements that a kernel with 32-bit counts can process."""
+"""Largest number of tensor elements that a kernel with 32-bit indices can process."""
 
 
 def block_slices(row_count: int, block_size: int) -> Iterator[slice]:
-    """Yield slices of at most ``block_size`` (at least 1) that cover ``range(row_count)``."""
+    """Yield consecutive slices that cover ``range(row_count)``, each of at most ``block_size`` rows (at least 1)."""
     block_size = max(1, block_size)
     for start in range(0, row_count, block_size):
         yield slice(start, min(start + block_size, row_count))
 
 
 def median_time(run: Callable[[], object], device: torch.device, run_count: int) -> float:
-    """Return the median time of ``run_count`` calls, in seconds; the device is synchronised around each call."""
+    """Return the median time of ``run_count`` calls of ``run``, in seconds; each call waits for the device."""
     times = []
     for _ in range(run_count):
         _synchronize(device)
@@ -125,11 +124,11 @@ def _synchronize(device: torch.device) -> None:
 # --- copies on the host ----------------------------------------------------------------------------------------------
 
 _copies: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""By device tensor: the version when the tensor was copied, and the copy on the host."""
+"""By device tensor: its ``_version`` when it was copied, and the copy on the CPU."""
 
 
 def host_copy(x: Tensor) -> Tensor:
-    """Return ``x`` if it is on the CPU, else a read-only copy on the CPU, cached until ``x`` is changed in place."""
+    """Return ``x`` if it is on the CPU, else a read-only CPU copy, which is cached until ``x`` is changed in place."""
     if x.device.type == "cpu":
         return x
     known = cached_host_copy(x)
@@ -140,7 +139,7 @@ def host_copy(x: Tensor) -> Tensor:
 
 
 def cached_host_copy(x: Tensor) -> Tensor | None:
-    """Return the cached CPU copy of ``x``, without waiting for the device; None if there is none of its version."""
+    """Return the cached CPU copy of ``x`` without waiting for the device; None if ``x`` has none or was changed."""
     if not _copies:
         return None
     version, copy = _copies.get(_source_of_view(x), (-1, None))
@@ -148,7 +147,7 @@ def cached_host_copy(x: Tensor) -> Tensor | None:
 
 
 def to_device_with_host_copy(copy: Tensor, device: torch.device) -> Tensor:
-    """Return ``copy`` on ``device``, and cache ``copy`` as the result's :func:`host_copy`."""
+    """Return ``copy`` on ``device``, and cache ``copy`` as the CPU copy of the result (:func:`host_copy`)."""
     x = copy.to(device, non_blocking=True)
     if x is not copy:
         _cache_host_copy(x, copy)
@@ -156,7 +155,7 @@ def to_device_with_host_copy(copy: Tensor, device: torch.device) -> Tensor:
 
 
 def clear_host_copies() -> None:
-    """Clear the cache of CPU copies, which does not notice writes to ``x.data``; each model call does this first."""
+    """Clear the cache of CPU copies. Each model call does so first, because the cache misses writes to ``x.data``."""
     _copies.clear()
 
 
@@ -166,7 +165,7 @@ def _cache_host_copy(x: Tensor, copy: Tensor) -> None:
 
 
 def _source_of_view(x: Tensor) -> Tensor:
-    """Return the tensor that ``x`` is a view of if shape, dtype, strides and offset are equal; else ``x``."""
+    """Return ``x._base`` if it has the shape, dtype, strides and storage offset of ``x``; else ``x``."""
     base = x._base
     if base is None or (base.shape, base.dtype) != (x.shape, x.dtype):
         return x

@@ -1,10 +1,10 @@
-"""Exchanges between ranks that share a sequence; all except :func:`start_ring_exchange` are differentiable.
+"""Communication between ranks that share a sequence; all except :func:`start_ring_exchange` is differentiable.
 
-Each rank has a shard of every chunk, with all heads. :func:`shards_to_heads` exchanges these shards for whole chunks
-with some heads (DeepSpeed Ulysses, Jacobs et al., arXiv 2309.14509). The inverse is :func:`heads_to_shards`. Each
-function is the backward of the other function, so gradients are exchanged in the same way.
+Each rank has some tokens (a shard) of every chunk, with all attention heads. After :func:`shards_to_heads`, each rank
+has all tokens with some of the heads (DeepSpeed Ulysses, Jacobs et al., arXiv 2309.14509). Its inverse is
+:func:`heads_to_shards`. Each of these functions is the backward of the other.
 
-Shape suffixes: B batch, H heads, S ranks, h = H / S heads of a rank, c tokens of a shard, D head dimension.
+Shape suffixes: B batch, H heads, S ranks, h = H / S heads of a rank, c tokens of a rank, D head dimension.
 """
 
 from __future__ import annotations
@@ -22,46 +22,46 @@ from streamtune.ops.first_order import first_order
 def shards_to_heads(x_BHcD: Tensor, group: Any, shard_lengths: Sequence[int]) -> Tensor:
     """Return ``[B, h, cS, D]``: this rank's heads of the tokens of all ranks, in the order of the sequence.
 
-    Rank r gets heads ``[r h, (r + 1) h)`` in exchange for the other heads of its own tokens.
+    Rank r gets the heads from ``r h`` to ``(r + 1) h - 1`` of all tokens. It sends the other heads of its own tokens.
 
     Args:
         x_BHcD: All heads of this rank's tokens.
-        group: Process group of the ranks, in the order of their shards; S divides H.
-        shard_lengths: Number of this rank's tokens in each chunk that is exchanged.
+        group: Process group of the ranks, in the order of their shards. Its size S must divide H.
+        shard_lengths: Number of this rank's tokens in each chunk; their sum is c.
     """
     out: Tensor = _AllToAll.apply(x_BHcD, group, tuple(shard_lengths), True)
     return out
 
 
 def heads_to_shards(x_BhTD: Tensor, group: Any, shard_lengths: Sequence[int]) -> Tensor:
-    """Return ``[B, H, c, D]``, all heads of this rank's tokens: the inverse of :func:`shards_to_heads`."""
+    """Return ``[B, H, c, D]``: all heads of this rank's tokens. This is the inverse of :func:`shards_to_heads`."""
     out: Tensor = _AllToAll.apply(x_BhTD, group, tuple(shard_lengths), False)
     return out
 
 
 def sum_over_ranks(x: Tensor, group: Any) -> Tensor:
-    """Return the sum of ``x`` over the ranks of ``group``; every rank gets the sum.
+    """Return the sum of ``x`` over the ranks of ``group``, on every rank.
 
-    The backward returns the gradient unchanged, so parameter gradients must be summed over the ranks afterwards.
+    The backward returns the gradient unchanged, so gradients of parameters must be summed over the ranks afterwards.
     """
     out: Tensor = _SumOverRanks.apply(x, group)
     return out
 
 
 def gather_columns(x: Tensor, group: Any, column_positions: Sequence[Tensor], length: int) -> Tensor:
-    """Return ``[B, length]`` with the columns ``[B, c]`` of every rank; the backward returns a rank's own columns.
+    """Return ``[B, length]`` with the columns ``[B, c]`` of all ranks; the backward returns this rank's columns.
 
-    ``column_positions`` says for each rank where its columns are in the result; columns from ``length`` on are dropped.
+    ``column_positions`` has the positions of each rank's columns in the result. Columns from ``length`` on are dropped.
     """
     out: Tensor = _GatherColumns.apply(x, group, tuple(column_positions), length)
     return out
 
 
 def start_ring_exchange(tensors: Sequence[Tensor], group: Any) -> tuple[list[Tensor], list[Any]]:
-    """Begin to send tensors to the next rank and to receive tensors of equal shapes from the previous rank.
+    """Begin to send tensors to the next rank, and to receive tensors of the same shapes from the previous rank.
 
     Returns:
-        Buffers of the received tensors, and works whose ``wait`` must return before the buffers are read.
+        Buffers for the received tensors, and handles. Call ``wait()`` on every handle before you read the buffers.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     to, source = (dist.get_global_rank(group, (rank + step) % size) for step in (1, size - 1))

@@ -1,8 +1,8 @@
-"""Backwards that build no graph: they refuse a second derivative, but allow a second backward.
+"""Custom backwards that build no graph: they refuse a second derivative, but allow a second backward.
 
 ``torch.autograd.grad`` runs the hooks of its inputs (``Tensor.register_hook``). If a gradient is a sum over chunks,
-``grad`` is called once per chunk, and the hooks must not run. The hooks run when the sum arrives at the parameter.
-Hooks of the accumulating node and post-accumulate hooks run only at the parameter in any case.
+``grad`` is called once per chunk. Hooks must see only the sum, so :func:`suspend_tensor_hooks` removes them for these
+calls.
 """
 
 from __future__ import annotations
@@ -22,17 +22,16 @@ R = TypeVar("R")
 
 
 def is_graph_retained() -> bool:
-    """Return True during a backward with ``retain_graph=True``, after which another backward may follow."""
+    """Return True inside a backward that was called with ``retain_graph=True``, so that another backward may follow."""
     keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
     return keeps_graph is not None and bool(keeps_graph())
 
 
 def first_order(backward: Callable[P, R]) -> Callable[P, R]:
-    """Let the ``backward`` of an ``autograd.Function`` refuse to compute a second derivative (decorator).
+    """Make the ``backward`` of an ``autograd.Function`` refuse second derivatives (decorator).
 
-    ``torch.autograd.function.once_differentiable`` refuses a second derivative only if the incoming gradient requires a
-    gradient. The gradient of a loss does not, so the result would count as a constant, and a gradient penalty would
-    have no effect.
+    ``torch.autograd.function.once_differentiable`` raises an error only if the incoming gradient requires a gradient.
+    The gradient of a loss does not. So a gradient penalty would have no effect, without an error.
 
     Raises:
         UnsupportedModelError: The backward is called with ``create_graph=True`` or ``is_grads_batched=True``.
@@ -60,10 +59,7 @@ def first_order(backward: Callable[P, R]) -> Callable[P, R]:
 
 @contextmanager
 def suspend_tensor_hooks(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Context manager: hooks of these tensors (``Tensor.register_hook``) do not run while active.
-
-    The hooks are removed from the tensors, and put back on exit in the same order.
-    """
+    """Context manager: disable the hooks of ``Tensor.register_hook`` on these tensors; restore them on exit."""
     tables = [table for tensor in tensors if (table := tensor._backward_hooks)]
     held = [(table, list(table.items())) for table in tables]
     for table in tables:

@@ -1,6 +1,6 @@
-"""Operators of a layer in fewer kernels than their formulas have; results are equal up to rounding.
+"""Layer operators that run fewer kernels than their formulas would; results are equal up to rounding.
 
-weight_gradient  gradient of a linear layer's weight ``[V, C]``; ``add_weight_gradient`` sums chunks in the matmul
+weight_gradient  gradient of a linear layer's weight ``[V, C]``; ``add_weight_gradient`` adds it to a sum in place
 rms_norm         root mean square norm (Zhang and Sennrich, arXiv 1910.07467, eq. 4), by torch's kernel
 apply_rotary     rotary position embedding (Su et al., arXiv 2104.09864, eq. 34), halves as in ``transformers``
 """
@@ -25,14 +25,14 @@ def is_fusion_faster(device: torch.device) -> bool:
 
 
 def weight_gradient(grad_nV: Tensor, hidden_nC: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``grad.T @ hidden`` ``[V, C]`` in ``dtype``, rounded only once if the device has such a matmul."""
+    """Return ``grad.T @ hidden`` ``[V, C]`` in ``dtype``, rounded once if the device has a matmul with this output."""
     if dtype != grad_nV.dtype and _can_output_wide(grad_nV, dtype):
         return torch.mm(grad_nV.mT, hidden_nC, out_dtype=dtype)
     return (grad_nV.mT @ hidden_nC).to(dtype)
 
 
 def add_weight_gradient(acc_VC: Tensor, grad_nV: Tensor, hidden_nC: Tensor) -> None:
-    """Compute ``acc += grad.T @ hidden`` in place, in one matmul if the device can, else in blocks of rows."""
+    """Compute ``acc += grad.T @ hidden`` in place: in one matmul if the dtypes allow it, else in blocks of rows."""
     if acc_VC.dtype == grad_nV.dtype:
         acc_VC.addmm_(grad_nV.mT, hidden_nC)
     elif _can_output_wide(grad_nV, acc_VC.dtype):
@@ -53,7 +53,6 @@ def _can_output_wide(grad: Tensor, wide: torch.dtype) -> bool:
 
 @lru_cache(maxsize=16)
 def _matmul_accumulates_wide(device: torch.device, wide: torch.dtype, narrow: torch.dtype) -> bool:
-    """Return True if a matmul of narrow matrices can add to a wide matrix and round once; False on a CPU."""
     if device.type == "meta":
         return True
     generator = torch.Generator(device).manual_seed(0)

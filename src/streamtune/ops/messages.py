@@ -1,9 +1,7 @@
-"""Point-to-point messages between two ranks, in rounds of several tensors, each with a key.
+"""Send tensors from one rank to another in rounds: all rounds have tensors with the same keys, shapes and dtypes.
 
-All rounds of a pass have the same tensors in the same order. In the first round a header with key, shape and dtype
-precedes each tensor, and an empty header ends the round. Later rounds consist of the tensors only. So the receiver
-needs no shapes in advance, and headers are sent only once per pass. A tensor is sent as soon as it exists. Rounds are
-numbered, and both ranks use the same order of rounds.
+In the first round, a header with key, shape and dtype precedes each tensor, and an empty header ends the round. Later
+rounds have only the tensors, in the same order. A tensor is sent as soon as it exists.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from torch import Tensor
 from streamtune.errors import UnsupportedModelError
 
 Key = tuple[int, ...]
-"""Three integers that identify a tensor of a round."""
+"""Three integers that identify a tensor within a round."""
 
 DTYPES = (
     torch.float32,
@@ -34,14 +32,14 @@ DTYPES = (
 )
 PARTS, MAX_DIMS, TAG = 3, 8, 4096
 HEADER = 3 + PARTS + MAX_DIMS
-"""Length of a header: 1 if a tensor follows, else 0; its key; the index of its dtype in ``DTYPES``; its number of
-dimensions; their sizes."""
+"""Number of integers in a header: 1 if a tensor follows, else 0; the key; the dtype's index in ``DTYPES``; the number
+of dimensions; their sizes."""
 
 TensorSpec = tuple[tuple[int, ...], torch.dtype]
 
 
 class RoundSender:
-    """Sends tensors to one rank, in rounds that each have the same tensors; ``rank`` is the receiver's group index."""
+    """Sends tensors to rank ``rank`` of ``group`` in rounds, which must all have the same keys, shapes and dtypes."""
 
     def __init__(self, group: Any, rank: int, device: torch.device) -> None:
         self.group, self.device, self.to = group, device, dist.get_global_rank(group, rank)
@@ -52,12 +50,13 @@ class RoundSender:
         self._works: list[tuple[Any, Tensor]] = []
 
     def send(self, key: Key, x: Tensor) -> None:
-        """Send a tensor of the current round, once all that preceded it in the first round are sent.
+        """Send a tensor of the current round.
 
-        The tensor must not be written to before :meth:`wait_until_sent`.
+        Tensors are sent in the order of the first round, so a tensor may have to wait for others. Do not write to ``x``
+        before :meth:`wait_until_sent`.
 
         Raises:
-            UnsupportedModelError: The first round had no tensor with this key, or another shape or dtype.
+            UnsupportedModelError: The first round had no tensor with this key, or one with another shape or dtype.
         """
         form = (tuple(x.shape), x.dtype)
         if not self._announced:
@@ -90,7 +89,7 @@ class RoundSender:
         self._works = [each for each in self._works if not each[0].is_completed()]
 
     def wait_until_sent(self) -> None:
-        """Wait until all tensors are sent, so that they may be written to."""
+        """Wait until all tensors are sent; they may then be written to."""
         for work, _ in self._works:
             work.wait()
         self._works.clear()
@@ -101,11 +100,11 @@ class RoundSender:
 
 
 class RoundReceiver:
-    """Receives tensors from one rank's :class:`RoundSender`, in rounds that each have the same tensors.
+    """Receives the tensors that a :class:`RoundSender` on another rank sends.
 
     Args:
         group: Process group of both ranks.
-        rank: Index of the sending rank in the group.
+        rank: Rank of the sender within ``group``.
         rounds: Numbers of the rounds, in the order in which they are sent.
         device: Device of the tensors.
     """
@@ -119,7 +118,7 @@ class RoundReceiver:
         self._received: dict[int, dict[Key, Tensor]] = {}
 
     def receive(self, round_number: int, key: Key) -> Tensor | None:
-        """Wait for the tensor ``key`` of round ``round_number`` and return it; None if the round does not have it."""
+        """Return the tensor ``key`` of a round, after waiting for it; None if the round does not have this tensor."""
         while round_number not in self._received:
             if round_number == self._pending_rounds[0] and key in self._current:
                 return self._current[key]
@@ -127,7 +126,7 @@ class RoundReceiver:
         return self._received[round_number].get(key)
 
     def receive_round(self, round_number: int) -> dict[Key, Tensor]:
-        """Wait for all tensors of round ``round_number``; return them by key. Call it once per round."""
+        """Return all tensors of a round by key, after waiting for them. Call it once per round."""
         while round_number not in self._received:
             self._receive_next()
         return self._received.pop(round_number)

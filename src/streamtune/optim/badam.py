@@ -4,12 +4,12 @@ A block, such as a layer, is trained for ``switch_block_every`` steps by AdamW w
 other weights are frozen. Then another block is trained. So only one block has gradients and moments:
 
     for each block b of a pass:  m = v = 0
-        for k = 1 ... K:  g = dL/dw_b;  AdamW steps w_b by g, with m, v and the bias correction of step k
+        for k = 1 ... K:  g = dL/dw_b;  AdamW updates w_b by g, with m, v and the bias correction of step k
 
-16-bit weights are stepped in float32: a block has a float32 copy while it is trained, as in the paper.
+16-bit weights are updated in float32: a block has a float32 copy while it is trained, as in the paper.
 
-Layers below the lowest trained weight need no gradient, so the backward ends at that weight. These layers run once per
-step, and their inputs are not stored.
+Layers below the lowest trained weight need no gradient, so the backward ends at that weight. These layers run only
+forward, and their inputs are not stored.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ EMBEDDING = re.compile(r"embed|wte|word_embeddings")
 
 @dataclass(frozen=True)
 class WeightBlock:
-    """Names of the parameters of a block, trained together. ``name`` is their layer, or "FIRST to LAST" for several."""
+    """Parameters trained together; ``name`` is their layer or pattern, or "FIRST to LAST" for several layers."""
 
     name: str
     parameters: frozenset[str]
@@ -55,7 +55,7 @@ def split_blocks(
     include_lm_head: bool = False,
     patterns: Sequence[str] = (),
 ) -> list[WeightBlock]:
-    """Split the parameters into blocks that are trained in turn; the blocks are in the order of a forward.
+    """Split parameters into blocks that are trained in turn. The blocks are in the order in which a forward uses them.
 
     Args:
         names: Names of the parameters, in the model's order.
@@ -63,8 +63,7 @@ def split_blocks(
         include_embedding: True makes the embeddings the first block.
         include_lm_head: True makes a last block of the parameters outside layers and embeddings.
         patterns: Regular expressions that replace the split by layers. Each expression makes one block, of the
-            parameters
-            whose names contain a match. Parameters without a match are not trained.
+            parameters whose names contain a match. Parameters without a match are not trained.
 
     Raises:
         ArgumentError: A pattern matches no parameter, or the model has no numbered layers.
@@ -107,7 +106,7 @@ def split_blocks(
 
 @dataclass(frozen=True)
 class BlockOptions:
-    """Options of the blocks and of their order.
+    """Options of :class:`BlockAdamW`: the blocks, and their order.
 
     Attributes:
         switch_block_every: Number of steps after which another block is trained.
@@ -135,7 +134,7 @@ class BlockOptions:
 
 
 class BlockAdamW(PerWeightOptimizer):
-    """AdamW that trains one block of parameters at a time; ``requires_grad`` is False outside the current block.
+    """AdamW that trains one block of parameters at a time and freezes all other parameters.
 
     The parameter groups contain only the parameters of the current block.
 
@@ -160,7 +159,8 @@ class BlockAdamW(PerWeightOptimizer):
         start_block = self.options.start_block
         if start_block is not None and not 0 <= start_block < len(self.blocks):
             raise ArgumentError(
-                f"start_block is {start_block}, but the {len(self.blocks)} blocks are 0 to {len(self.blocks) - 1}",
+                f"start_block is {start_block}, but the {len(self.blocks)} blocks have indices 0 to "
+                f"{len(self.blocks) - 1}",
                 where="optim_args.start_block",
             )
         self.steps_taken = 0
@@ -196,12 +196,11 @@ class BlockAdamW(PerWeightOptimizer):
 
     @property
     def has_no_moments(self) -> bool:
-        """True if the current block has not been stepped yet, so it has no moments."""
         return not self.state
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
-        """Step the current block; after every ``switch_block_every`` steps, switch to the next block."""
+        """Update the current block; after every ``switch_block_every`` steps, switch to the next block."""
         super().step()
         self.steps_taken += 1
         if self.steps_taken % self.options.switch_block_every == 0:
@@ -224,7 +223,6 @@ class BlockAdamW(PerWeightOptimizer):
 
     @torch.no_grad()
     def _switch_to_current_block(self) -> None:
-        """Freeze all weights outside the current block, and reset the moments."""
         names = self.blocks[self.current_block_index].parameters
         self.state.clear()
         for group, named_parameters in zip(self.param_groups, self._all_named_parameters, strict=True):
@@ -248,10 +246,10 @@ def _make_zero_moments(weight: Tensor, step_device: torch.device | str) -> dict[
 
 
 def train_largest_block(model: nn.Module, **options: Any) -> None:
-    """Freeze all weights of a model outside the blocks whose steps need the most time and the most memory.
+    """Freeze all weights except the first block (longest backward) and the largest block (most gradients and moments).
 
-    The first block has the longest backward, and the largest block has the most gradients and moments. If both blocks
-    differ, a step is slightly overestimated. ``options`` are the fields of :class:`BlockOptions`.
+    If both blocks differ, a step with these weights needs slightly more time and memory than any real step. ``options``
+    are the fields of :class:`BlockOptions`.
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     found = BlockOptions(**options).split_parameters(list(trained))
@@ -267,9 +265,9 @@ def train_largest_block(model: nn.Module, **options: Any) -> None:
 class RatioAdamW(PerWeightOptimizer):
     """AdamW that trains a few values of each weight at a time: the ratio variant of BAdam (arXiv 2404.02827, appendix).
 
-    Of a weight with n values, k = max(1, ratio n) adjacent values are trained, with moments that start at zero. After
-    ``switch_block_every`` steps it trains k values at another random position. The gradient has all n values; the state
-    has 8 k bytes instead of 8 n. 16-bit weights are stepped in a float32 copy of the k values.
+    Of a weight with n values, k = max(1, ``update_ratio`` n) adjacent values are trained, with moments that start at
+    zero. After ``switch_block_every`` steps, k values at another random position are trained. The gradient has all n
+    values; the state has 8 k bytes instead of 8 n. 16-bit weights are updated in a float32 copy of the k values.
 
     ``seed`` in the initial state of a weight, if present, determines the positions.
     """
@@ -291,7 +289,6 @@ class RatioAdamW(PerWeightOptimizer):
 
 
 def trained_value_count(value_count: int, ratio: float) -> int:
-    """Return how many of a weight's ``value_count`` values are trained at a time."""
     return min(value_count, max(1, round(ratio * value_count)))
 
 

@@ -1,4 +1,4 @@
-"""Rules for the optimizers by name: how a library makes the optimizer of one weight, and how its state is saved.
+"""A rule for each optimizer of a library: how to build it for one weight, and how to save its state.
 
 A rule's ``make`` imports its library when it is called. It takes the options of the group: ``optim_args``, or the
 defaults in ``streamtune.base.optimizer_table``. An AdamW also gets ``betas`` and ``eps`` of the recipe.
@@ -25,7 +25,7 @@ Maker = Callable[[list[nn.Parameter], Options], torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class Rule:
-    """Describes how a kind of library optimizer steps a single weight, and how the weight's state is saved."""
+    """Rule for an optimizer of a library: how to build it for a single weight, and how to save the weight's state."""
 
     make: Maker
     group_numbers: Mapping[str, Any] = field(default_factory=dict)
@@ -128,7 +128,7 @@ def _make_schedule_free(params: list[nn.Parameter], options: Options) -> torch.o
 
 
 def _weight_average(weight: Tensor, state: Mapping[str, Any], options: Options) -> Tensor:
-    """Return the averaged weight x, where the trained weight is y = (1 - beta1) z + beta1 x."""
+    """Return the averaged weight x of Schedule-Free AdamW, where the trained weight is y = (1 - beta1) z + beta1 x."""
     if "z" not in state:
         return weight.clone()
     z = state["z"].to(weight.device)  # float32 if a bfloat16 weight is rounded stochastically

@@ -1,6 +1,6 @@
 """Optimizers for the matrices of layers: GaLore, natural GaLore and SinkGD.
 
-**GaLore** (arXiv 2403.03507, algorithm 2) is AdamW whose moments are of gradients projected to a low rank. For a
+**GaLore** (arXiv 2403.03507, algorithm 2) is AdamW with moments of gradients that are projected to a low rank. For a
 matrix with gradient G [m, n], m >= n, and a projection P [n, r] with orthonormal columns:
 
     R = G P                                               [m, r]
@@ -16,7 +16,7 @@ the moments do not change. The option ``projection`` chooses P:
     dct         the r columns D_i of the orthonormal cosine transform for which |G D_i| is largest: no decomposition,
                 and only the indices are stored (arXiv 2505.17967)
 
-Each weight has its own step count and moments, so weights may be stepped in any order. The caller is
+Each weight has its own step count and moments, so weights may be updated in any order. The caller is
 ``streamtune.optim.WeightwiseOptimizer``, which also sets a seed for each weight.
 
 With ``proj_type: full`` the other side is projected too, by a Q [m, r] that is computed from G^T as P is from G:
@@ -27,7 +27,7 @@ With ``proj_type: full`` the other side is projected too, by a Q [m, r] that is 
 For adapters whose weight is normalised (``dora``) this is the method of arXiv 2412.19616.
 
 The gradient is projected after it has been summed over the chunks of a sequence. Vectors, and matrices that the rank
-does not make smaller, are stepped by plain AdamW.
+does not make smaller, are updated by plain AdamW.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ SMALLEST_NORM = 1e-8
 
 
 class GaLoreAdamW(PerWeightOptimizer):
-    """AdamW in a low-rank space of each matrix. Groups with ``rank: None`` are stepped by plain AdamW.
+    """GaLore: AdamW on gradients that are projected to a low rank. Groups with ``rank: None`` use plain AdamW.
 
     Args:
         params: Parameters, or groups of them.
@@ -135,7 +135,7 @@ class GaLoreAdamW(PerWeightOptimizer):
         return projections.get(True), projections.get(False)
 
     def _gradient_to_average(self, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
-        """Return what the moments average: the projected gradient, ``[m, r]`` or ``[r, r]``. Subclasses change it."""
+        """Return the tensor that the moments average: here the projected gradient. Subclasses override this method."""
         return grad
 
     def _compute_projection(
@@ -160,7 +160,6 @@ class GaLoreAdamW(PerWeightOptimizer):
         return vectors[:rank].T.to(grad.dtype).contiguous()
 
     def _cosine_transform_for(self, grad: Tensor) -> Tensor:
-        """Return the cosine transform for a gradient's rows, computed once per size."""
         key = (grad.shape[1], grad.dtype, grad.device)
         if key not in self._transforms:
             self._transforms[key] = cosine_transform(*key)
@@ -171,10 +170,10 @@ class GaLoreAdamW(PerWeightOptimizer):
 
 
 class NaturalGaLoreAdamW(GaLoreAdamW):
-    """GaLore with a natural gradient from the last steps (arXiv 2410.16029).
+    """GaLore with a natural gradient, from the Fisher matrix of the last steps (arXiv 2410.16029).
 
-    Its moments average R multiplied by the inverse of the empirical Fisher matrix of the last projected gradients
-    r_1 ... r_s (as vectors; the last is R). Woodbury's identity gives this product from a system of s equations:
+    The moments average R times the inverse of the empirical Fisher matrix of the last projected gradients r_1 ... r_s
+    (as vectors; the last is R). Woodbury's identity gives this product from a system of s equations:
 
         F = 1/s sum_i r_i r_i^T + lambda I,   lambda = damping * 1/s sum_i |r_i|^2
         lambda F^-1 r = r - G^T (s lambda I + G G^T)^-1 G r,   with the rows r_i^T of G [s, m r], or [s, r^2]
@@ -235,14 +234,14 @@ def cosine_transform(size: int, dtype: torch.dtype, device: torch.device) -> Ten
 
 
 class SinkGD(PerWeightOptimizer):
-    """Gradient descent with a gradient that is normalised by rows and columns in turn, without state.
+    """Gradient descent whose gradient is normalised by rows and columns in turn; the optimizer has no state.
 
     With a gradient G ``[m, n]``, ``iterations`` times (Scetbon et al., arXiv 2502.06742, algorithm 3):
 
         G <- sqrt(n) G / |rows of G|;   G <- sqrt(m) G / |columns of G|
-        W <- (1 - lr wd) W - lr scale G
 
-    So all rows have the same norm, and all columns too, and an entry of G is about 1, like an entry of AdamW's update.
+    and then ``W <- (1 - lr wd) W - lr scale G``. So all rows have the same norm, and all columns too. An entry of G is
+    about 1, like an entry of AdamW's update.
     """
 
     DEFAULTS: ClassVar = {"lr": 1e-3, "weight_decay": 0.0, "iterations": 5, "scale": 1.0}

@@ -1,4 +1,4 @@
-"""AdamW that stores its moments in their own dtype: bfloat16, float32, or float8 with an expanded range.
+"""AdamW whose moments have their own dtype: bfloat16, float32, or float8 with an expanded range.
 
 For a weight w with moments m and v, gradient g and step t. Only the stored m' and v' are not in float32:
 
@@ -7,15 +7,15 @@ For a weight w with moments m and v, gradient g and step t. Only the stored m' a
     m' = round(m);   v' = round(v)
 
 A step changes v by about 1/1000, and bfloat16 has 8 bits of precision: the nearest number is mostly the old value, so v
-would never change. Stochastic rounding is unbiased, ``E[round(x)] = x``. The weight is stepped with the unrounded
+would never change. Stochastic rounding is unbiased, ``E[round(x)] = x``. The weight is updated with the unrounded
 moments.
 
 bfloat16 weights lose more than moments do: with a learning rate of 1e-5 most updates are below half the distance of two
-bfloat16 numbers. With ``rounding: stochastic``, a bfloat16 weight is also stepped in float32 and rounded like the
-moments.
+bfloat16 numbers. With ``rounding: stochastic``, a bfloat16 weight is also updated in float32 and rounded
+stochastically.
 
 The random bits depend only on the run's seed, the step, the weight and the position in it. A resumed run draws the same
-bits, in whatever order weights are stepped.
+bits, in whatever order weights are updated.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from streamtune.optim.weight_step import (
 )
 
 WEIGHT_BITS = 1
-"""Last number of the key for the random bits of a weight; the key for the bits of moments ends before."""
+"""Last number of the key for the random bits of a weight; the key for the bits of its moments lacks this number."""
 
 StatesDtype = Literal["param", "float32", "bfloat16"]
 """Dtype of an optimizer's states; ``param`` is the dtype of each weight."""
@@ -118,13 +118,13 @@ def _moments_dtype(parameter: Tensor, group: Mapping[str, Any]) -> torch.dtype:
 
 
 class _SliceStep:
-    """AdamW step of one weight, slice by slice, after ``steps_taken`` earlier steps of the weight."""
+    """AdamW update of one weight, slice by slice, after ``steps_taken`` earlier updates of the weight."""
 
     def __init__(self, group: dict[str, Any], steps_taken: int, weight_number: int) -> None:
         self.group, self.steps_taken, self.weight_number = group, steps_taken, weight_number
 
     def __call__(self, span: slice, weight: Tensor, grad: Tensor, mean: Tensor, square: Tensor) -> None:
-        """Step the slice at ``span`` of a flat weight. All tensors are ``[n]``; ``mean`` and ``square`` are moments."""
+        """Update the slice ``span`` of a flat weight. All tensors are ``[n]``; ``mean`` and ``square`` are moments."""
         group, device = self.group, weight.device
         wide = weight if weight.dtype == torch.float32 else weight.float()
         moments = [x if x.dtype == torch.float32 else x.float() for x in (mean, square)]
@@ -143,7 +143,7 @@ class _SliceStep:
 
 
 class _SliceWorkers:
-    """Threads that step slices of a weight on the CPU; kernels inside a thread are single-threaded.
+    """Threads that update slices of a weight on the CPU; kernels inside a thread are single-threaded.
 
     A slice needs about twenty short kernels. Threads that share a kernel would synchronise at each kernel, and random
     numbers are drawn by a single thread in any case.
@@ -185,7 +185,7 @@ class ExpandedFp8AdamW(PerWeightOptimizer):
         k = log(R) / log(1 / min y),   R = 448 / 2^-9, the largest over the smallest positive number
         codes = float8(448 sign(x) y^k)          x = max |x| sign(codes) (|codes| / 448)^(1/k)
 
-    The minimum is over nonzero values; zeros stay 0. A step expands both moments of one weight to float32, steps the
+    The minimum is over nonzero values; zeros stay 0. A step expands both moments of one weight to float32, updates the
     weight by AdamW, and packs the moments again. They take 1 byte per value and 8 per group.
     """
 
@@ -209,7 +209,6 @@ class ExpandedFp8AdamW(PerWeightOptimizer):
 
 
 def _expand_moment(state: Mapping[str, Tensor], name: str, weight: Tensor) -> Tensor:
-    """Return a moment in float32, in its weight's shape."""
     codes, largest, power = (state[f"{name}_{part}"] for part in PARTS)
     return unpack_moment(codes, largest, power, weight.numel()).view_as(weight)
 

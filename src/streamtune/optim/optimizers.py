@@ -1,8 +1,8 @@
 """Build optimizers by name, with separate learning rates for some parameters.
 
 To add an optimizer, write an entry in ``streamtune.base.optimizer_table``. An entry with ``made_by`` names a class of
-its library. Without ``made_by``, also write a rule in ``streamtune.optim.libraries``, which steps one weight at a time,
-or an entry in :data:`WHOLE_STEP_MAKERS`.
+its library. Without ``made_by``, also write a rule in ``streamtune.optim.libraries``, which updates one weight at a
+time, or an entry in :data:`WHOLE_STEP_MAKERS`.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class OptimChoice:
         betas: Decay rates of AdamW's first and second moment.
         eps: Constant that is added to AdamW's denominator.
         states: Dtype of the moments of ``adamw``.
-        rounding: Rounding of bfloat16 weights after a step. ``badam`` ignores this setting, because its block is in
-            float32; so does ``mezo``, which always rounds stochastically.
+        rounding: Rounding of bfloat16 weights after an update. ``badam``, which updates weights in float32, and
+            ``mezo``, which always rounds stochastically, ignore this setting.
         seed: Seed of the random numbers that an optimizer draws.
         args: Options of the optimizer; missing options have the table's defaults.
     """
@@ -73,15 +73,15 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Return the optimizer for the parameters that require a gradient.
 
-    Weight decay applies only to matrices (``ndim >= 2``), because decay of norm gains and biases is useless.
+    By default, weight decay applies only to parameters of two or more dimensions, so not to norm gains and biases.
 
     Args:
         choice: Optimizer and its settings.
         named_parameters: Result of ``model.named_parameters()``; frozen parameters are left out.
         lr_scale_of: Function that returns the factor of a parameter's learning rate.
         weight_decay_of: Function that returns the weight decay of a parameter; None for the default above.
-        is_in_layer: Function that returns True for parameters of decoder layers. Some optimizers step only matrices
-            there, and AdamW steps the rest.
+        is_in_layer: Function that returns True for parameters of decoder layers. Some optimizers update only matrices
+            in decoder layers; AdamW then updates all other parameters.
 
     Raises:
         ArgumentError: No optimizer has this name, its library is not installed, or no parameter requires a gradient.
@@ -135,7 +135,7 @@ def build_optimizer(
 
 
 def set_learning_rate(optimizer: Any, learning_rate: float) -> None:
-    """Set the learning rate of each group to ``learning_rate`` times the group's own factor.
+    """Set the learning rate of each group to ``learning_rate`` times the group's ``lr_scale``, by default 1.
 
     Example:
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -177,7 +177,7 @@ WHOLE_STEP_MAKERS: dict[str, Callable[[ParamGroups, OptimChoice, Mapping[int, st
     "badam": _make_badam,
     "mezo": _make_mezo,
 }
-"""By name: function that makes an optimizer that steps all weights together; other optimizers step weights one by one.
+"""By name: function that makes an optimizer that updates all weights together; other optimizers update them one by one.
 
 Its arguments are the groups, the choice with all options, and the parameters' names by ``id(parameter)``.
 """
@@ -219,7 +219,7 @@ class NameGroups:
 
     Args:
         patterns: Patterns of ``fnmatch``, one for each group.
-        names: Names of the trained parameters.
+        parameter_names: Names of the trained parameters.
 
     Raises:
         ArgumentError: A pattern matches no trained parameter.
@@ -256,7 +256,7 @@ def _no_match_error(pattern: str, group_index: int, parameter_names: Sequence[st
 
 
 class LayerPositions:
-    """Maps the name of a parameter to its decoder layer; ``layers`` are the model's decoder layers, in order."""
+    """Maps the names of parameters to decoder layers; ``layers`` are the model's decoder layers, in order."""
 
     def __init__(self, model: nn.Module, layers: Sequence[nn.Module]) -> None:
         numbers = {id(p): number for number, layer in enumerate(layers) for p in layer.parameters()}
@@ -266,7 +266,6 @@ class LayerPositions:
         self._embedded = {name for name, parameter in model.named_parameters() if id(parameter) in embeddings}
 
     def is_in_layer(self, name: str) -> bool:
-        """Return True for a parameter of a decoder layer."""
         return self._layer_numbers[name] is not None
 
     def depth_below_head(self, name: str) -> int:

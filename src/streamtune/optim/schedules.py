@@ -32,7 +32,7 @@ class Decay:
     """Position of a step after the warm-up.
 
     Attributes:
-        step: Number of steps since the peak.
+        step: Number of steps since the peak of the learning rate.
         steps: Number of steps from the peak to the end of the run, at least 1.
         warmup_steps: Number of steps before the peak.
         learning_rate: Peak learning rate.
@@ -45,7 +45,6 @@ class Decay:
 
     @property
     def progress(self) -> float:
-        """Fraction of the decay that is done, in [0, 1]."""
         return min(1.0, self.step / self.steps)
 
 

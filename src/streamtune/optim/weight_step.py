@@ -1,4 +1,4 @@
-"""Parts of StreamTune's own optimizers: steps of single weights, torch's AdamW, random bits, stochastic rounding."""
+"""Parts of StreamTune's own optimizers: updates weight by weight, torch's AdamW, random bits, stochastic rounding."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ ADAMW: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight
 """Options of AdamW and their defaults. ``eps`` is added to the denominator; the weight decay is decoupled."""
 
 SLICE_SIZES = {"cpu": 1 << 17}
-"""Number of values that are stepped at a time, by device type: float32 temporaries stay in the processor's cache."""
+"""Number of values that are updated at a time, by device type: float32 temporaries stay in the processor's cache."""
 
 LARGE_SLICE = 1 << 22
-"""Number of values that are stepped at a time on other devices, where a slice costs the launch of a few kernels."""
+"""Number of values that are updated at a time on other devices, where a slice costs the launch of a few kernels."""
 
 
 class PerWeightOptimizer(torch.optim.Optimizer):
-    """Base class of optimizers that step their weights one by one; ``options`` override :attr:`DEFAULTS`."""
+    """Base class of optimizers that update their weights one by one; ``options`` override :attr:`DEFAULTS`."""
 
     DEFAULTS: ClassVar[Mapping[str, Any]]
     """Default of each option of a group of weights."""
@@ -35,7 +35,6 @@ class PerWeightOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
-        """Step the parameters that have a gradient."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -59,7 +58,8 @@ def saved_states(
 def parameter_indices(optimizer: torch.optim.Optimizer) -> dict[int, int]:
     """Return the index of each parameter in the optimizer, by ``id(parameter)``.
 
-    Call this when the optimizer is built: later, a step during the backward leaves only one weight in the groups.
+    Call this when the optimizer is built: later, an optimizer step inside the backward leaves only one weight in the
+    groups.
     """
     every = (parameter for group in optimizer.param_groups for parameter in group["params"])
     return {id(parameter): number for number, parameter in enumerate(every)}
@@ -68,7 +68,7 @@ def parameter_indices(optimizer: torch.optim.Optimizer) -> dict[int, int]:
 def adamw_step(
     weight: Tensor, grad: Tensor, state: Mapping[str, Tensor], group: Mapping[str, Any], *, fused: bool
 ) -> None:
-    """Step a weight and its moments in place, by torch's ``adamw`` function.
+    """Update a weight and its moments in place, by torch's ``adamw`` function.
 
     Args:
         weight, grad: Tensors of equal shape and dtype.
@@ -97,7 +97,7 @@ def adamw_step(
 
 
 def flat_slices(x: Tensor) -> list[slice]:
-    """Return the slices of a flat tensor that are stepped one at a time, so that temporaries are small."""
+    """Return the slices of a flat tensor that are updated one at a time, so that temporary tensors are small."""
     size = SLICE_SIZES.get(kernel_device_type(x.device), LARGE_SLICE)
     return [slice(start, min(start + size, len(x))) for start in range(0, len(x), size)]
 
@@ -125,7 +125,7 @@ def hash_integers(*key: int) -> int:
 
 
 def round_stochastically(x: Tensor, bits: Tensor, *, out: Tensor) -> None:
-    """Round float32 to one of the two nearest bfloat16 numbers at random, so that ``E[out] = x``.
+    """Round ``x`` (float32) into ``out``: at random to one of the two nearest bfloat16 numbers, so that ``E[out] = x``.
 
     Infinities and values that bfloat16 represents exactly do not change. ``bits`` is int32; the lower 16 bits are
     random. The memory of ``x`` is overwritten.

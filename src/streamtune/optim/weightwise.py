@@ -1,10 +1,10 @@
-"""Optimizer that lets a library step one weight at a time.
+"""Optimizer that lets an optimizer of another library update one weight at a time.
 
     for each weight with a gradient:   library's optimizer.param_groups = [{"params": [weight], ...}];   .step()
 
-So a step needs temporaries for one weight, not for all. A library that counts steps per group here counts steps per
-weight, as steps in the backward or on the host require. The count is saved with the weight's state. The training loop
-computes values over all weights, such as the norm of all gradients.
+So a step needs temporary tensors for one weight, not for all. If a library counts steps per parameter group, here each
+weight has its own count, because a weight may be updated inside the backward or on the CPU. The training loop computes
+values over all weights, such as the norm of all gradients.
 
 With ``rounding: stochastic`` the library gets a bfloat16 weight and its gradient in float32, and the weight is rounded
 stochastically after the step (``weight_step``). The library's states are then float32.
@@ -26,7 +26,7 @@ from streamtune.optim.libraries import RULES, Rule
 from streamtune.optim.weight_step import flat_slices, hash_integers, random_bits, round_stochastically, saved_states
 
 OWN_KEYS = ("params", "rule", "lr_scale", "seed", "rounding")
-"""Keys of a group that are not the library's options."""
+"""Keys of a parameter group that are not options of the library."""
 GROUP_PREFIX = "group."
 """Prefix of entries in a weight's state for numbers that the library stores in a group."""
 STEPS_TAKEN = "taken"
@@ -36,7 +36,7 @@ ROUNDED_STEPS = "rounded"
 
 
 class WeightwiseOptimizer(torch.optim.Optimizer):
-    """Optimizer that steps each weight separately, with a library's optimizer for each parameter group.
+    """Optimizer that updates each weight separately, with one optimizer of a library for each parameter group.
 
     Args:
         groups: Groups with ``params``, ``rule`` (a key of ``RULES``), ``lr``, ``weight_decay`` and the rule's options.
@@ -55,7 +55,6 @@ class WeightwiseOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
-        """Step the parameters that have a gradient."""
         for index, group in enumerate(self.param_groups):
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -79,7 +78,7 @@ class WeightwiseOptimizer(torch.optim.Optimizer):
         self._step_with_library(index, group, parameter, parameter)
 
     def _step_and_round(self, index: int, group: dict[str, Any], parameter: nn.Parameter) -> None:
-        """Step a float32 copy of a weight, then round the copy stochastically into the weight."""
+        """Update a float32 copy of a weight, then round the copy stochastically into the weight."""
         assert parameter.grad is not None
         wide = nn.Parameter(parameter.detach().float())
         wide.grad = parameter.grad.float()
@@ -98,7 +97,7 @@ class WeightwiseOptimizer(torch.optim.Optimizer):
     def _step_with_library(
         self, index: int, group: dict[str, Any], parameter: nn.Parameter, stepped: nn.Parameter
     ) -> None:
-        """Let the library step ``stepped``, which is the parameter or its float32 copy, with the parameter's state."""
+        """Let the library update ``stepped``, the parameter or its float32 copy, with the parameter's state."""
         rule = RULES[group["rule"]]
         state = self.state[parameter]
         optimizer = self._library_optimizers.get(index)
@@ -133,7 +132,7 @@ class WeightwiseOptimizer(torch.optim.Optimizer):
     def _seed_torch_generators(
         self, rule: Rule, group: dict[str, Any], parameter: Tensor, state: dict[str, Any]
     ) -> Iterator[None]:
-        """Context manager: seed torch's generators for the rule's random numbers in this step; restore them on exit."""
+        """Context manager: seed torch's generators if the rule draws random numbers; restore them on exit."""
         if not (rule.random_option and group[rule.random_option]) or parameter.is_meta:
             yield
             return
@@ -230,7 +229,6 @@ def _copy_to_device_of(x: Tensor, parameter: Tensor) -> Tensor:
 
 
 def _unpack_state(entry: Mapping[str, Tensor], parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state of a weight that :func:`pack_state` packed, on the weight's device."""
     rule, state, wide = RULES[group["rule"]], dict[str, Any](), _is_rounded_stochastically(parameter, group)
     parts: dict[str, dict[str, Any]] = {}
     for key, value in entry.items():

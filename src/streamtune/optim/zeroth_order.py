@@ -15,9 +15,9 @@ a time. ``w + eps z`` is rounded to the weight's dtype, so the loss is measured 
 
     d = (round(w + eps z) - round(w - eps z)) / (2 eps)
 
-and w is stepped along d, not z. In fp32, d and z are equal up to rounding. In bfloat16 neighbouring numbers differ by
-2^-8 of a weight. Where eps z is below half of this distance, d is 0, so the weight is not stepped. Weights in bfloat16
-are stepped in fp32 and rounded stochastically: an update is far below their precision.
+and w is updated along d, not z. In fp32, d and z are equal up to rounding. In bfloat16 neighbouring numbers differ by
+2^-8 of a weight. Where eps z is below half of this distance, d is 0, so the weight is not updated. Weights in bfloat16
+are updated in fp32 and rounded stochastically: an update is far below their precision.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ BITS = -1
 
 
 class ZerothOrderSGD(torch.optim.Optimizer):
-    """SGD along random directions, by the slopes of the loss measured along them. The only state is ``steps_taken``.
+    """MeZO: SGD along random directions, without a backward. Its only state is ``steps_taken``.
 
     Args:
         params: Parameters, or groups of them.
@@ -74,7 +74,7 @@ class ZerothOrderSGD(torch.optim.Optimizer):
 
     @torch.no_grad()
     def perturb(self, parameter: Tensor, direction: int, sign: int) -> None:
-        """Set a weight w to w + sign eps z in place, rounded to w's dtype; z is the random direction ``direction``."""
+        """Set a weight w to w + sign eps z in place, rounded to its dtype; ``direction`` is the index of z."""
         with _flat_weight(parameter) as flat:
             for span in loop_or_simulate(flat_slices(flat), flat.device):
                 z = self._draw_direction(parameter, direction, span, flat)
@@ -82,7 +82,7 @@ class ZerothOrderSGD(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, slopes: Sequence[float] | None = None) -> None:  # type: ignore[override]
-        """Step all weights by the slope of each direction; None (in a simulation) means a slope of 0 for each."""
+        """Update all weights by the slope of the loss along each direction; None (in simulations) means slopes of 0."""
         slopes = [0.0] * self.directions if slopes is None else slopes
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -92,7 +92,10 @@ class ZerothOrderSGD(torch.optim.Optimizer):
         self.steps_taken += 1
 
     def perturbed_value_fraction(self) -> float:
-        """Return the fraction of values for which w + eps z and w - eps z will differ in the next step."""
+        """Return the fraction of weight values for which w + eps z and w - eps z still differ after rounding.
+
+        z is the first direction of the next step.
+        """
         moved = total = 0
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -113,7 +116,7 @@ class ZerothOrderSGD(torch.optim.Optimizer):
         return z.normal_(generator=seeded_generator(flat.device, *key))
 
     def _measured_direction(self, parameter: Tensor, direction: int, span: slice, flat: Tensor) -> Tensor:
-        """Return the direction ``[n]`` in which a slice of a weight really moved, which rounding made differ from z."""
+        """Return the direction ``[n]`` in which :meth:`perturb` moves a slice of a weight: z, changed by rounding."""
         z = self._draw_direction(parameter, direction, span, flat).mul_(self.eps)
         weight = flat[span]
         above = (weight + z).to(weight.dtype)  # added in the wider dtype, then rounded as in `perturb`
@@ -140,7 +143,7 @@ class ZerothOrderSGD(torch.optim.Optimizer):
 def perturb_weights(
     optimizer: ZerothOrderSGD, model: nn.Module, layers: Sequence[nn.Module], direction: int, sign: int
 ) -> Iterator[None]:
-    """Context manager: the model computes with its trained weights w at w + sign eps z; on exit w is restored exactly.
+    """Context manager: replace the trained weights w by w + sign eps z; on exit w is restored bit for bit.
 
     ``z`` is the random direction with index ``direction``. A layer's weights are perturbed only during the layer's
     call. Weights outside layers, or shared by a layer and another module, are perturbed until the context ends. So
@@ -192,7 +195,7 @@ def perturb_weights(
 def _split_by_layer(
     optimizer: ZerothOrderSGD, model: nn.Module, layers: Sequence[nn.Module]
 ) -> tuple[list[list[Tensor]], list[Tensor]]:
-    """Return a list for each layer of the trained weights that belong only to layers, and a list of all other ones."""
+    """Return, for each layer, the trained weights that only layers use; and all other trained weights."""
     layer_modules = {id(module) for layer in layers for module in layer.modules()}
     outside_ids = {
         id(parameter)

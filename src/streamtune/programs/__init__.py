@@ -1,1 +1,1 @@
-"""Programs around training: each measures, shows or writes a model. Nothing that trains imports one of them."""
+"""Commands besides training, such as benchmarks, evaluation and export. Training code does not import this package."""

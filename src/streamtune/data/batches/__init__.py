@@ -1,1 +1,1 @@
-"""Choose the prepared rows of each step, and collate them to tensors."""
+"""Choose the rows of each step, and collate them to tensors."""

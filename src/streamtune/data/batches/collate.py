@@ -1,12 +1,14 @@
-"""Collate examples and trees to padded, packed or shared batches of tensors. Only this module shifts labels.
+"""Collate tokenized rows to batches of tensors: padded, packed, or with common prefixes stored once.
 
-Rows with common beginnings can share one sequence, a prefix tree of any depth in which each common token occurs once.
-Such rows are the completions of a prompt, and the turns of a conversation whose template drops earlier reasoning. Rows
-branch where their tokens differ. They also branch at a common token with different targets, because a token has at most
-one target. There are two modes:
+Labels are shifted here, and in no other module.
 
-    loss on the sequence    Rows also branch at a common token that both train, because it counts once in the loss.
-    scores of each row      (``scored``) A common target is scored once, and the sum of every row uses that score.
+Rows with a common prefix can share one sequence: in a prefix tree, each common token occurs once. Such rows are the
+completions of a prompt, or the turns of a conversation whose chat template drops earlier reasoning. The tree branches
+where the token ids of rows differ. It also branches at a common token with different targets, because a token has at
+most one target. If rows have the same target at a common token, :class:`PrefixTree` has two modes:
+
+    scored=False    The tree branches there too, because a loss over the sequence would count the target once.
+    scored=True     The token is shared, and each row's sum of log-probabilities includes the target's.
 
 :class:`streamtune.engine.Branches` streams such a sequence, with the same gradient as for separate rows.
 
@@ -33,23 +35,23 @@ Ids = npt.NDArray[np.int32]
 
 
 class Batch(TypedDict):
-    """B sequences padded to T positions. Ids, mask and labels are int64 tensors on the CPU."""
+    """B sequences, padded to T positions. Ids, mask and labels are int64 tensors on the CPU."""
 
     input_ids: Tensor
     """[B, T] token ids"""
     attention_mask: Tensor
     """[B, T] 1 on tokens, 0 on padding"""
     shift_labels: Tensor
-    """[B, T] target of each position, ``labels[:, t + 1]``; -100 for none"""
+    """[B, T] token id that each position should predict (``labels[:, t + 1]``), or -100"""
     weights: NotRequired[Tensor]
-    """[B, T] fp32, factor of each position's loss; missing if all factors are 1"""
+    """[B, T] fp32, factor of the loss of each position; missing if all factors are 1"""
 
 
 class PackedBatch(Batch):
-    """A batch of packed sequences. The model gets no attention mask: position ids show where each row begins."""
+    """A batch of packed sequences, used without an attention mask: position ids show where each row begins."""
 
     position_ids: Tensor
-    """[B, T] positions, from 0 in each row; the padding after the last row counts as a row"""
+    """[B, T] positions, counted from 0 in each row; padding at the end counts as a row"""
 
 
 def collate(
@@ -59,16 +61,14 @@ def collate(
     padding_side: Literal["right", "left"] = "right",
     pad_to_multiple_of: int = 1,
 ) -> Batch:
-    """Return examples as one batch, padded to the same length, with labels shifted by one.
+    """Return examples (at least one) as one batch, padded to the same length, with labels shifted by one.
 
     ``shift_labels[b, t] = labels[b, t + 1]``, with -100 at the last position and on all padding. The first token of a
     sequence is not predicted, not even by padding on its left.
 
     Args:
-        examples: Examples, at least one.
         pad_token_id: Token id of the padding; padding is masked, so any id of the vocabulary works.
-        padding_side: Side of the padding.
-        pad_to_multiple_of: The length is rounded up to a multiple of this number.
+        pad_to_multiple_of: Number to whose next multiple the length is rounded up.
 
     Example:
         >>> rows = [Example([5, 6, 7], [-100, 6, 7], "a:1"), Example([8, 9], [-100, 9], "a:2")]
@@ -88,14 +88,14 @@ def collate(
 def collate_packed(
     packs: Sequence[Sequence[Example]], *, pad_token_id: int, pad_to_multiple_of: int = 1
 ) -> PackedBatch:
-    """Return packs (lists of examples, each list one sequence) as one batch; a sequence is padded on the right.
+    """Return a batch of packed sequences, padded on the right; each pack is the list of examples of one sequence.
 
-    The last token of an example has no target; it does not predict the first token of the next example.
+    The last token of an example has no target: it does not predict the first token of the next example.
 
     Args:
         packs: Examples of each sequence; at least one sequence, each with at least one example.
         pad_token_id: Token id of the padding; padding is masked, so any id of the vocabulary works.
-        pad_to_multiple_of: The length is rounded up to a multiple of this number.
+        pad_to_multiple_of: Number to whose next multiple the length is rounded up.
 
     Example:
         >>> rows = [Example([5, 6], [-100, 6], "a:1"), Example([8, 9], [-100, 9], "a:2")]
@@ -143,24 +143,22 @@ def _write_example(batch: Batch, row: int, start: int, example: Example) -> None
 
 @dataclass(eq=False)
 class _Node:
-    """Node of a prefix tree: consecutive tokens that belong to the same rows."""
+    """Node of a prefix tree: consecutive tokens that the same rows have in common."""
 
     ids: Ids
     """[n] token ids"""
     targets: Ids
-    """[n] target of each token, -100 for none"""
+    """[n] token id that each token should predict, or -100"""
     children: list[_Node] = field(default_factory=list)
-    """nodes that continue this one"""
     rows: list[int] = field(default_factory=list)
-    """rows that contain the node, in the order in which they were added; some may end inside it"""
+    """indices of the rows that contain the node, in the order in which they were added; some may end inside it"""
 
     def split_after(self, num_tokens: int) -> None:
-        """Shorten this node to its first ``num_tokens`` tokens; a new child node gets the other tokens."""
         rest = _Node(self.ids[num_tokens:], self.targets[num_tokens:], self.children, list(self.rows))
         self.ids, self.targets, self.children = self.ids[:num_tokens], self.targets[:num_tokens], [rest]
 
     def prepend_to_children(self) -> list[_Node]:
-        """Return this node's children, each with a copy of this node's tokens before its own tokens."""
+        """Copy this node's tokens to the beginning of each of its children; return the children."""
         ended = [row for row in self.rows if not any(row in child.rows for child in self.children)]
         for number, child in enumerate(self.children):
             child.ids, child.targets = np.append(self.ids, child.ids), np.append(self.targets, child.targets)
@@ -169,11 +167,11 @@ class _Node:
 
 
 class PrefixTree:
-    """A prefix tree of token sequences (rows): rows with a common beginning store it once.
+    """A prefix tree of token sequences (rows): a prefix that several rows have in common is stored once.
 
     Args:
-        scored: Whether a token with a target may be shared by rows that have the same target there. False separates
-            these rows, because a loss over the sequence would count the target once.
+        scored: Whether rows share a token at which they have the same target. With False the tree branches there,
+            because a loss over the sequence would count the target once.
     """
 
     def __init__(self, *, scored: bool = False) -> None:
@@ -181,17 +179,16 @@ class PrefixTree:
         self._root = _Node(np.empty(0, np.int32), np.empty(0, np.int32))
         self._lengths: list[int] = []
         self.tokens = 0
-        """number of tokens of the sequence"""
+        """number of tokens of the tree, each common prefix counted once"""
 
     def count_new_tokens(self, example: Example) -> int:
-        """Return how many tokens the tree would gain from an example."""
         return len(example.input_ids) - sum(shared for _, shared in self._best_shared_path(*_ids_and_targets(example)))
 
     def add(self, example: Example) -> None:
         self.add_row(*_ids_and_targets(example))
 
     def add_row(self, ids: Ids, targets: Ids) -> None:
-        """Add a sequence with its token ids [T] and the target of each token, -100 for none."""
+        """Add a row: its token ids [T], and the token id that each of them should predict, or -100 [T]."""
         row = len(self._lengths)
         self._lengths.append(len(ids))
         node, place = self._root, 0
@@ -213,14 +210,14 @@ class PrefixTree:
     def unshare_short_nodes(
         self, min_saved_tokens: int, must_stay_shared: Callable[[int, int, Sequence[int]], bool]
     ) -> None:
-        """Copy the tokens of each node that saves fewer than ``min_saved_tokens`` tokens to all of its branches.
+        """Copy the tokens of each node that saves fewer than ``min_saved_tokens`` tokens to its children, and remove
+        the node.
 
         Every node costs extra calls in each layer. In layers with a recurrent state, it also ends a chunk.
 
         Args:
-            min_saved_tokens: Minimum number of tokens that a shared node saves.
-            must_stay_shared: Function of a node's first position, end (exclusive) and rows. The node stays shared if
-                the function returns True.
+            must_stay_shared: Function of a node's first position, end (exclusive) and rows. If it returns True, the
+                node is not removed.
         """
         waiting = [(0, self._root)]
         while waiting:
@@ -242,7 +239,7 @@ class PrefixTree:
                     waiting.append((stop, child))
 
     def positions_by_row(self) -> list[Numbers]:
-        """Return for each row, in the order in which rows were added, the positions of its tokens in the sequence."""
+        """Return for each row, in the order of adding, the positions of its tokens in the sequence."""
         found: list[list[Numbers]] = [[] for _ in self._lengths]
         start = 0
         for _, node in self.nodes_in_order():
@@ -253,7 +250,7 @@ class PrefixTree:
         return [np.concatenate(parts)[:length] for parts, length in zip(found, self._lengths, strict=True)]
 
     def _best_shared_path(self, ids: Ids, targets: Ids) -> list[tuple[_Node, int]]:
-        """Return the path from the root that shares most tokens with a row: (node, number of shared tokens) pairs."""
+        """Return the path from the root that shares the most tokens with a row: (node, shared tokens) pairs."""
         best: tuple[int, list[tuple[_Node, int]]] = (0, [])
         waiting: list[tuple[int, list[tuple[_Node, int]], _Node]] = [(0, [], self._root)]
         while waiting:
@@ -271,10 +268,10 @@ class PrefixTree:
         return best[1]
 
     def nodes_in_order(self) -> list[tuple[int, _Node]]:
-        """Return the nodes in the order of the sequence, each as (index of its parent or -1, node).
+        """Return the nodes in the order of their tokens in the sequence, each as (index of its parent or -1, node).
 
         The child with the longest row directly follows its parent. So the nodes of a long row are adjacent, and its
-        attention is computed in few rectangles.
+        attention is computed in few rectangular blocks.
         """
         found: list[tuple[int, _Node]] = []
         waiting = [(-1, child) for child in sorted(self._root.children, key=_longest_path_tokens)]
@@ -286,7 +283,7 @@ class PrefixTree:
 
     @property
     def attention_work(self) -> int:
-        """About twice the number of (query token, key token) pairs that attention computes."""
+        """About twice the number of (query token, key token) pairs for which attention is computed."""
         total, stops = 0, list[int]()
         for parent, node in self.nodes_in_order():
             start = stops[parent] if parent >= 0 else 0
@@ -296,7 +293,6 @@ class PrefixTree:
 
 
 def _longest_path_tokens(node: _Node) -> int:
-    """Return the distance in tokens from the start of a node to the end of its longest row."""
     longest, waiting = 0, [(0, node)]
     while waiting:
         start, each = waiting.pop()
@@ -312,14 +308,14 @@ def _ids_and_targets(example: Example) -> tuple[Ids, Ids]:
 
 
 class CollatedPrefixes(Batch):
-    """One sequence [1, T] that stores the common beginnings of its rows once, without padding."""
+    """One sequence [1, T] without padding, in which each common prefix of its rows occurs once."""
 
     nodes: list[tuple[int, int]]
-    """for each node of the prefix tree the index of its parent, or -1, and its number of tokens"""
+    """nodes of the prefix tree in the order of the sequence, each as (index of its parent or -1, number of tokens)"""
 
 
 def collate_prefixes(examples: Sequence[Example]) -> CollatedPrefixes:
-    """Return examples (at least one) as one sequence that stores their common beginnings once, with shifted labels."""
+    """Return examples (at least one) as one sequence in which each common prefix occurs once, with shifted labels."""
     tree = PrefixTree()
     for example in examples:
         tree.add(example)
@@ -343,14 +339,13 @@ def collate_prefixes(examples: Sequence[Example]) -> CollatedPrefixes:
 def pack_turns(examples: Sequence[Example], section_bounds: Sequence[int], max_length: int) -> tuple[Packs, list[int]]:
     """Pack the turns of each conversation; return the packs, and the index of each section's first pack.
 
-    The turns of a conversation are consecutive rows with the same origin. Turns that do not fit continue in another
-    sequence.
+    Each turn is a row. Consecutive rows with the same ``origin`` are turns of one conversation. Turns that do not fit
+    into the sequence of their conversation continue in another sequence.
 
     Args:
         examples: Rows of at most ``max_length`` tokens.
         section_bounds: [sections + 1] index of each section's first row, then the number of all rows. A section is a
-            dataset or an eval set; a pack has rows of only one.
-        max_length: Maximum number of tokens of a sequence.
+            range of rows, such as a dataset or an eval set; a pack has rows of only one section.
     """
     starts, sizes, squares, firsts = [0], [], [], [0]
     for first, stop in pairwise(section_bounds):
@@ -377,7 +372,8 @@ def pack_turns(examples: Sequence[Example], section_bounds: Sequence[int], max_l
 class CollatedTrees(TypedDict):
     """Prompts with their completions as a batch of int64 tensors on the CPU.
 
-    B x T is 1 x T if rows share their beginnings; otherwise N x (length of the longest prompt with its completion).
+    If rows share common prefixes, the batch is one sequence (B = 1). Otherwise it has one row for each of the N
+    completions, and T is the length of the longest prompt with its completion.
     """
 
     input_ids: Tensor
@@ -385,24 +381,24 @@ class CollatedTrees(TypedDict):
     attention_mask: Tensor
     """[B, T] 1 on tokens, 0 on padding"""
     shift_labels: Tensor
-    """[B, T] target of each position; -100 if there is none, or if it does not count"""
+    """[B, T] token id that each position should predict, or -100"""
     flat_index_K: Tensor
     """[K] index of each target among all B x T positions, ordered by completion, then by position"""
     row_K: Tensor
-    """[K] completion of each target"""
+    """[K] index of the completion of each target"""
     position_ids: Tensor
-    """[B, T] position of each token in its own row: a branch continues the positions of its trunk; 0 on padding"""
+    """[B, T] position of each token in its prompt with completion, from 0; 0 on padding"""
     num_rows: int
-    """N, the number of completions"""
+    """number of completions (N)"""
     nodes: list[tuple[int, int]] | None
-    """for each node of the prefix tree the index of its parent, or -1, and its number of tokens; None without shared
-    beginnings"""
+    """nodes of the prefix tree in the order of the sequence, each as (index of its parent or -1, number of tokens);
+    None without common prefixes"""
     origins: list[str]
-    """[N] place of each completion's row, ``file:line`` or ``file:row N``"""
+    """[N] file and line (``file:line`` or ``file:row N``) of the row of each completion"""
 
 
 LEAST_SAVED = 128
-"""Minimum number of tokens that sharing a beginning must save, among some completions of a tree or among prompts."""
+"""Minimum number of tokens that sharing a prefix saves, between some completions of a prompt or between prompts."""
 
 
 def collate_trees(
@@ -412,20 +408,16 @@ def collate_trees(
     share: bool,
     padding_side: Literal["right", "left"] = "right",
 ) -> CollatedTrees:
-    """Return prompts with their completions (:class:`Tree`) as one batch, with targets shifted by one.
+    """Return prompts with their completions (:class:`Tree`, at least one) as one batch, with targets shifted by one.
 
-    With ``share``, common beginnings of the rows ``[*prompt, *completion]`` occur once, within a tree and across trees.
-    A target of a common token belongs to every row that shares it. A token has at most one target. So the last common
-    token is repeated at the start of every branch; if completions begin differently, this is the prompt's last token.
-
-    Without ``share``, each completion is a row ``[*prompt, *completion]``, padded to the longest row. The last token of
-    a row has no target.
+    With ``share``, common prefixes of the rows ``[*prompt, *completion]`` occur once, within a tree and across trees. A
+    target of a common token belongs to every row that shares the token. A token has at most one target. So the last
+    common token is repeated before each different continuation; if completions begin differently, this is the prompt's
+    last token. Without ``share``, each completion is a row ``[*prompt, *completion]``, padded to the longest row.
 
     Args:
-        trees: Trees, at least one.
         pad_token_id: Token id of the padding; padding is masked, so any id of the vocabulary works.
-        share: Whether rows share their common beginnings; this layout has no padding.
-        padding_side: Side of the padding of separate rows.
+        share: Whether common prefixes of rows occur once; this layout has no padding.
     """
     assert trees, "a batch has at least one tree"
     origins = [tree.origin for tree in trees for _ in tree.completions]

@@ -3,19 +3,19 @@
 Steps with a token budget::
 
     tokens     rows in the order of the sampler, until the next row would exceed the budget
-    buckets    as many pieces of one length as the budget holds; a curriculum decides the order of lengths
+    buckets    as many pieces of rows of one length as the budget holds; a curriculum decides the order of lengths
 
 The steps of an epoch depend only on the rows, the seed and the epoch, so a run can be resumed at any step.
 
-Ranks. All ranks process their micro-batches in lockstep. With sharded weights they wait for each other in every layer,
-so a micro-step takes as long as its slowest batch. With replicated weights they wait at the end of the step. So rows of
-similar cost are computed at the same time. A rank with more work so far gets the cheaper batch next. A step trains on
-the same rows for any number of ranks.
+Ranks. All ranks process their micro-batches in lockstep. With sharded weights, ranks wait for each other in every
+layer, so a micro-step takes as long as its slowest batch. With replicated weights, ranks wait at the end of the step.
+So rows of similar cost are computed at the same time. A rank with more work so far gets the cheaper batch next. A step
+trains on the same rows for any number of ranks.
 
-Medoids. For n points with distances D, the b medoids S minimise ``sum_i min_{s in S} D_is``. The same set maximises the
-facility location function ``sum_i max_{s in S} (C - D_is)``. It is monotone and submodular, so the greedy algorithm
-reaches at least 1 - 1/e of the maximum. All rows of small sources are chosen too, because few of them are medoids
-(CoLM, arXiv 2407.19580, section 4).
+Medoids. For n points with distances D, the b medoids S minimise ``sum_i min_{s in S} D_is``. They also maximise the
+facility location function ``sum_i max_{s in S} (C - D_is)``. This function is monotone and submodular, so the greedy
+algorithm reaches at least 1 - 1/e of the maximum. All rows of small sources are chosen too, because few of them would
+be medoids (CoLM, arXiv 2407.19580, section 4).
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ Points = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class EpochSteps:
-    """Units (rows, or pieces of rows) of an epoch in the order of their visits, divided into optimizer steps."""
+    """The rows, or pieces of rows, of an epoch, in order, divided into optimizer steps."""
 
     units: Numbers
-    """[units] unit numbers"""
+    """[units] indices of the rows or pieces, in training order"""
     stops: Numbers
-    """[steps] end of each step in ``units``"""
+    """[steps] end (exclusive) of each step in ``units``"""
 
     def __len__(self) -> int:
         return len(self.stops)
 
 
 class StepSampler:
-    """Visits every training unit (a row, or a piece of a row) once per epoch, one optimizer step at a time.
+    """Sampler that visits every unit (row, or piece of a row) once per epoch, one optimizer step at a time.
 
     Args:
-        make_epoch_steps: Function from the number of an epoch (from 0) to its steps.
+        make_epoch_steps: Function that returns the steps of an epoch, given its number from 0.
         order_values: JSON values that determine the order, such as the seed; a saved state with other values is
             rejected.
     """
@@ -72,7 +72,7 @@ class StepSampler:
         return self._known[1]
 
     def next_step(self) -> list[int]:
-        """Return the unit numbers of the next optimizer step; after the last step of an epoch the next epoch begins."""
+        """Return the row (or piece) indices of the next optimizer step; the next epoch follows the end of an epoch."""
         now = self.epoch_steps(self.epoch)
         if self.position >= len(now.units):
             self.epoch, self.position = self.epoch + 1, 0
@@ -83,15 +83,14 @@ class StepSampler:
         return [int(unit) for unit in units]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the epoch, the position and the values that determine the order, as JSON values."""
+        """Return the epoch, the position in it and the values that determine the order, as JSON values."""
         return {**self.facts, "epoch": self.epoch, "position": self.position}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from the position that :meth:`state_dict` saved.
 
         Raises:
-            CheckpointError: The saved sampler had another seed, token budget or number of rows, or the position is
-                invalid.
+            CheckpointError: A value that determines the order differs, such as the seed; or the position is invalid.
         """
         for key, own_value in self.facts.items():
             if state.get(key) != own_value:
@@ -104,12 +103,10 @@ class StepSampler:
 
 
 def make_token_budget_sampler(row_sampler: ResumableSampler, lengths: Numbers, token_budget: int) -> StepSampler:
-    """Return a sampler of steps with at most ``token_budget`` tokens; a longer row is a step of its own.
+    """Return a sampler of steps with at most ``token_budget`` tokens; a longer row is a step by itself.
 
     Args:
-        row_sampler: Sampler that gives the order of each epoch.
         lengths: [rows] number of tokens of each row.
-        token_budget: Maximum number of tokens of a step.
     """
     facts = {name: row_sampler.state_dict()[name] for name in ("num_rows", "seed", "shuffle")}
     return StepSampler(lambda epoch: _split_into_steps(row_sampler.epoch_order(epoch), lengths, token_budget), facts)
@@ -131,21 +128,21 @@ CURRICULA: dict[str, Callable[[int], int]] = {
     "grow-linear": lambda doublings: 1 + doublings,
     "grow-p2": lambda doublings: 2**doublings,
 }
-"""Curriculum -> odds of drawing a batch, as a function of how often its length doubles to reach the longest bucket."""
+"""Curriculum -> odds of drawing a batch, as a function of the number of times that its length must be doubled to reach
+the longest bucket."""
 
 
 def make_bucket_sampler(buckets: Numbers, token_budget: int, *, curriculum: str, cycles: int, seed: int) -> StepSampler:
     """Return a sampler of optimizer steps: each has ``token_budget`` tokens, in pieces of rows of one length.
 
-    A bucket has all pieces of one length. Its batches are spread evenly over the cycles of an epoch. Within a cycle,
-    batches are drawn without replacement; the curriculum sets the odds of each length. The last batch of a bucket may
-    have fewer pieces.
+    A bucket has all pieces of one length. The batches of a bucket are spread evenly over the cycles of an epoch. Within
+    a cycle, batches are drawn without replacement; the curriculum sets the odds of each length. The last batch of a
+    bucket may have fewer pieces.
 
     Args:
-        buckets: [pieces] length of each piece in tokens, rounded up to its bucket, at most ``token_budget``.
-        token_budget: Number of tokens of a step.
+        buckets: [pieces] length of each piece's bucket in tokens, at most ``token_budget``.
         curriculum: Key of :data:`CURRICULA`.
-        cycles: Number of times per epoch that the curriculum runs from short to long pieces.
+        cycles: Number of cycles in an epoch; in each cycle, pieces tend to get longer.
         seed: Seed of the order of pieces and of the draws.
     """
     facts = {"num_pieces": len(buckets), "seed": seed, "tokens_per_batch": token_budget}
@@ -192,15 +189,13 @@ def assign_to_ranks(
     """Assign the rows of an optimizer step to ranks and micro-batches, so that ranks wait little for each other.
 
     Args:
-        rows: Row numbers in the order of the sampler; at least one.
+        rows: Row indices in the order of the sampler; at least one.
         predict_time: Function that returns the predicted time of a row, in any unit.
-        ranks: Number of data-parallel ranks.
-        batch_size: Maximum number of rows of a micro-batch.
-        padded: Whether batches are padded, so that each row takes as long as the longest.
+        padded: Whether batches are padded, so that each row takes as long as the longest row of its batch.
 
     Returns:
-        Micro-batches of each rank. All ranks have the same number of them, and every row is in exactly one. Some are
-            empty if there are fewer rows than micro-batches. A single rank keeps the order of the rows.
+        List of micro-batches for each rank. All lists have the same length, and every row is in exactly one
+            micro-batch. Some micro-batches are empty if there are too few rows. A single rank keeps the order of rows.
     """
     if ranks == 1:
         return [[list(rows[start : start + batch_size]) for start in range(0, len(rows), batch_size)]]
@@ -232,10 +227,10 @@ def assign_to_ranks(
 
 
 def _possible_batch_sizes(num_rows: int, ranks: int, micro_steps: int, batch_size: int) -> list[list[int]]:
-    """Return one or two possible lists of batch sizes, for rows sorted by time with the slowest first.
+    """Return one or two lists of batch sizes, for rows sorted by time with the slowest first.
 
-    If the rows do not fill all batches, the first batches (with the slowest rows) get fewer rows. In one list these
-    batches all get a little fewer; in the other, as many of them as possible get one row.
+    If there are too few rows to fill all batches, the first batches (with the slowest rows) get fewer rows. The first
+    list has almost equal sizes. In the second list, as many batches as possible have one row.
     """
     batches = ranks * micro_steps
     smaller, larger_batches = divmod(num_rows, batches)
@@ -253,7 +248,7 @@ def _possible_batch_sizes(num_rows: int, ranks: int, micro_steps: int, batch_siz
 def _split_into_micro_steps(
     rows: Sequence[int], batch_sizes: Sequence[int], ranks: int
 ) -> list[tuple[Sequence[int], Sequence[int]]]:
-    """Split sorted rows into micro-steps; return for each its rows on all ranks, and the batch size of each rank."""
+    """Split sorted rows into micro-steps (one micro-batch per rank): (rows of all ranks, batch size of each rank)."""
     groups, start = [], 0
     for index in range(0, len(batch_sizes), ranks):
         together = batch_sizes[index : index + ranks]
@@ -265,8 +260,8 @@ def _split_into_micro_steps(
 def _assign_micro_step(rows: Sequence[int], times: dict[int, float], sizes: Sequence[int], *, padded: bool) -> Batches:
     """Return the batches of one micro-step, one per rank.
 
-    Padded rows stay sorted, so that a batch has little padding. Without padding each row, the slowest first, goes to
-    the batch with the least load.
+    Padded batches get consecutive rows of similar length. Otherwise each row, the slowest first, goes to the batch with
+    the least total time that still has room.
     """
     batches: Batches = [[] for _ in sizes]
     if padded:
@@ -294,19 +289,15 @@ class ChosenRows:
     places: tuple[int, ...]
     """indices of the chosen rows, ascending"""
     kept: int
-    """number of rows chosen because their source is small"""
+    """number of rows that were chosen because their source is small"""
     gap: float
-    """||mean of the chosen points - mean of all points|| / ||mean of all points||, over finite points"""
+    """||mean of the chosen rows' points - mean of all points|| / ||mean of all points||, without non-finite points"""
     chance: float
-    """root mean square of ``gap`` over all choices of the same number of rows"""
+    """root mean square of ``gap`` over all possible choices of as many rows"""
 
 
 def find_small_sources(row_counts: Sequence[int]) -> frozenset[int]:
-    """Return the sources whose number of rows is below the mean number of rows of all non-empty sources.
-
-    Args:
-        row_counts: [sources] number of rows of each source.
-    """
+    """Return the indices of non-empty sources that have fewer rows than the mean of all non-empty sources."""
     present = [size for size in row_counts if size > 0]
     return frozenset(source for source, size in enumerate(row_counts) if 0 < size * len(present) < sum(present))
 
@@ -320,10 +311,10 @@ def choose_rows_to_train(
     point is chosen only if there are too few other rows.
 
     Args:
-        points: [rows, dimensions] point of each row, such as its projected gradient.
-        sources: [rows] source of each row.
+        points: [rows, dimensions] point of each row, such as its gradient after a random projection.
+        sources: [rows] index of the source of each row.
         count: Number of rows to choose, at most the number of rows.
-        kept_sources: Sources whose rows are all chosen.
+        kept_sources: Indices of the small sources, whose rows are all chosen.
     """
     rows = len(points)
     assert rows == len(sources) >= count > 0, "count must be from 1 to the number of rows"
@@ -349,7 +340,7 @@ def choose_rows_to_train(
 
 
 def choose_medoids(points: Points, count: int) -> list[int]:
-    """Return the indices of ``count`` medoids, found by the greedy algorithm; if gains are equal, the first point wins.
+    """Return the indices of ``count`` medoids, found by the greedy algorithm; ties go to the first point.
 
     Args:
         points: [n, dimensions] finite points; distances are Euclidean.
@@ -381,10 +372,7 @@ def _divide_in_proportion(sizes: Sequence[int], count: int) -> list[int]:
 
 
 def _distances_of_means(chosen_points: Points, all_points: Points) -> tuple[float, float]:
-    """Return how far the mean of the chosen points is from the mean of all points, and how far it would be by chance.
-
-    Both are relative to the length of the mean of all points (:attr:`ChosenRows.gap` and :attr:`ChosenRows.chance`).
-    """
+    """Return :attr:`ChosenRows.gap` and :attr:`ChosenRows.chance` of these points."""
     mean_of_all, rows, count = all_points.mean(axis=0), len(all_points), len(chosen_points)
     length = max(float(np.linalg.norm(mean_of_all)), 1e-30)
     variance = float(((all_points - mean_of_all) ** 2).sum()) / max(1, rows - 1) * (1 - count / rows) / count

@@ -3,22 +3,22 @@
 Order. The order depends only on the seed and the epoch, so a run can be resumed anywhere.
 
 Mixture. The share of a source in an epoch is its weight divided by the sum of all weights, in rows or in tokens. An
-epoch is as long as all sources together. Each source is read in passes, each in an order drawn from the seed. An epoch
-resumes each source where the previous epoch stopped: if it visits a third of a source, three epochs visit every row
-once.
+epoch is as long as all sources together. Each source is read again and again, each time in another order drawn from the
+seed. An epoch continues each source where the previous epoch stopped: if an epoch visits a third of a source, three
+epochs visit each of its rows once.
 
-Packing. Best fit decreasing (longest row first), which depends only on the lengths and the seed. Packs are made once,
-when the data is prepared. The sampler shuffles packs: each epoch visits the same packs in another order. Rows of a pack
-never attend to each other, so packing only changes which rows are in a step.
+Packing. Rows are packed by best fit decreasing, the longest row first. Packs are made once, when the data is prepared.
+The sampler shuffles packs: each epoch visits the same packs in another order. Rows of a pack never attend to each
+other, so packing only changes which rows are in a step.
 
 Pieces. Rows are cut into pieces of power-of-two length, so that all sequences of a batch have the same length (dataset
-decomposition, Pouransari et al., arXiv 2405.13226)::
+decomposition, Pouransari et al., arXiv 2405.13226). A bucket has all pieces of one length::
 
     a row of 1,500 tokens, smallest bucket 64      1,024 + 256 + 128 + 64 + 28
 
-The remainder below the smallest bucket is a shorter piece of that bucket. A remainder of one token is dropped, because
-it has no context and predicts nothing. The first token of a piece has no context, so it is not predicted. A piece
-without trained tokens is dropped and counted.
+The remainder is a shorter piece of the smallest bucket. A remainder of one token is dropped, because it has no context
+and predicts nothing. The first token of a piece has no context, so it is not predicted. Pieces without a token to train
+on are dropped and counted.
 """
 
 from __future__ import annotations
@@ -44,17 +44,16 @@ class Mixture:
     """Number of rows (or packs of rows) of each weighted source that an epoch visits."""
 
     bounds: tuple[int, ...]
-    """[sources + 1] index of each source's first unit, then the number of all units"""
+    """[sources + 1] index of each source's first row (or pack), then the number of all rows (or packs)"""
     visits: tuple[int, ...]
-    """[sources] number of units of each source that an epoch visits"""
+    """[sources] number of rows (or packs) of each source that an epoch visits"""
 
     @property
     def units_per_epoch(self) -> int:
-        """Number of units that an epoch visits."""
         return sum(self.visits)
 
     def epoch_order(self, epoch: int, *, seed: int, shuffle: bool) -> Numbers:
-        """Return the numbers of the units (rows or packs) of an epoch in the order of their visits, [units].
+        """Return the indices of the rows (or packs of rows) of an epoch in the order in which it visits them.
 
         Args:
             epoch: Number of the epoch, from 0.
@@ -69,7 +68,7 @@ class Mixture:
         return units[np.argsort(np.concatenate(places), kind="stable")]
 
     def _draw_source_units(self, source: int, epoch: int, seed: int, shuffle: bool) -> Numbers:
-        """Return the numbers of one source's units that an epoch visits, starting where the previous epoch stopped."""
+        """Return the indices of one source's rows (or packs) for an epoch, continuing after the previous epoch."""
         first, size = self.bounds[source], self.bounds[source + 1] - self.bounds[source]
         start, count = epoch * self.visits[source], self.visits[source]
         if not count:
@@ -84,12 +83,12 @@ class Mixture:
 
 
 def seeded_random(*seeds: int) -> np.random.RandomState:
-    """Return a random generator whose numbers no NumPy release changes (``RandomState``, unlike ``Generator``)."""
+    """Return a NumPy ``RandomState``, whose numbers are the same in all NumPy releases, unlike ``Generator``."""
     return np.random.RandomState(np.random.MT19937(np.random.SeedSequence(seeds)))
 
 
 def weighted_mixture(weights: Sequence[float], unit_bounds: Sequence[int], unit_sizes: Numbers) -> Mixture | None:
-    """Return how many units (rows or packs) of each source an epoch visits; None if no weighted source has a unit.
+    """Return how many units (rows or packs) of each source an epoch visits; None if all weighted sources are empty.
 
     Args:
         weights: [sources] weight of each source, at least 0.
@@ -109,16 +108,13 @@ def weighted_mixture(weights: Sequence[float], unit_bounds: Sequence[int], unit_
 
 
 class ResumableSampler:
-    """Visits every row once per epoch, in an order that depends only on the seed and the epoch.
+    """Sampler that visits every row once per epoch, in an order that depends only on the seed and the epoch.
 
-    The position counts all rows returned so far, including the last batch. So a state that is saved after training on a
-    batch resumes with the next batch.
+    The position is the number of rows of the epoch that were already returned. So a state that is saved after training
+    on a batch resumes with the next batch.
 
     Args:
-        num_rows: Number of rows.
-        seed: Seed of the order.
-        shuffle: Whether to shuffle the rows.
-        mixture: Mixture of these rows, which visits each source by its weight; None visits each row once.
+        mixture: Number of rows of each source per epoch, by the sources' weights; None visits each row once.
 
     Example:
         >>> sampler = ResumableSampler(5, seed=0)
@@ -133,7 +129,7 @@ class ResumableSampler:
         assert mixture is None or mixture.bounds[-1] == num_rows, "the mixture must be made for num_rows rows"
         self.mixture = mixture
         self.num_rows = num_rows if mixture is None else mixture.units_per_epoch
-        """number of visits in an epoch"""
+        """number of rows that an epoch visits, repeats included"""
         self.seed = seed
         self.shuffle = shuffle
         self.epoch = 0
@@ -142,7 +138,7 @@ class ResumableSampler:
         """number of rows of this epoch that were already returned"""
 
     def epoch_order(self, epoch: int) -> Numbers:
-        """Return the rows of an epoch in the order of their visits, [num_rows]."""
+        """Return the indices of the rows of an epoch in the order in which it visits them."""
         if self.mixture is not None:
             return self.mixture.epoch_order(epoch, seed=self.seed, shuffle=self.shuffle)
         if not self.shuffle:
@@ -150,7 +146,7 @@ class ResumableSampler:
         return seeded_random(self.seed, epoch).permutation(self.num_rows).astype(np.int64)
 
     def batches(self, batch_size: int) -> Iterator[list[int]]:
-        """Yield the remaining batches of the current epoch, then stop; the next call yields the next epoch.
+        """Yield the remaining batches of row indices of the current epoch; the next call continues with the next epoch.
 
         The last batch of an epoch may have fewer rows; no row is dropped.
         """
@@ -162,11 +158,10 @@ class ResumableSampler:
         self.epoch, self.position = self.epoch + 1, 0
 
     def batches_per_epoch(self, batch_size: int) -> int:
-        """Return how many batches an epoch has."""
         return -(-self.num_rows // batch_size)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, and the values that determine the order, as JSON values."""
+        """Return the epoch, the position in it and the values that determine the order, as JSON values."""
         return {
             "num_rows": self.num_rows,
             "seed": self.seed,
@@ -179,7 +174,7 @@ class ResumableSampler:
         """Resume from the position that :meth:`state_dict` saved.
 
         Raises:
-            CheckpointError: The saved sampler had other rows or another order, or the position is invalid.
+            CheckpointError: The number of rows, the seed or ``shuffle`` differs, or the position is invalid.
         """
         own_state = self.state_dict()
         for key in ("num_rows", "seed", "shuffle"):
@@ -192,14 +187,13 @@ class ResumableSampler:
 
 
 def check_saved_position(state: Mapping[str, Any], units: int) -> tuple[int, int]:
-    """Check and return the epoch and the position of a saved sampler state.
+    """Return the epoch and the position of a saved sampler state.
 
     Args:
-        state: State with ``epoch`` and ``position``.
-        units: Number of units in an epoch.
+        units: Number of rows, packs or pieces in an epoch.
 
     Raises:
-        CheckpointError: The epoch or the position is not a count, or the position is after the last unit.
+        CheckpointError: The epoch or the position is not an integer of at least 0, or the position exceeds ``units``.
     """
     epoch, position = state["epoch"], state["position"]
     if type(epoch) is not int or type(position) is not int or epoch < 0 or not 0 <= position <= units:
@@ -212,19 +206,19 @@ def check_saved_position(state: Mapping[str, Any], units: int) -> tuple[int, int
 
 @dataclass(frozen=True, eq=False)
 class Packs:
-    """A division of rows into packed sequences."""
+    """Packed sequences: the rows of each sequence, and the sizes of the sequences."""
 
     rows: Numbers
-    """[rows] row numbers, pack by pack"""
+    """[rows] row indices, pack by pack"""
     starts: Numbers
     """[packs + 1] start of each pack in ``rows``"""
     tokens: int
     """number of tokens of all sequences"""
     sizes: Numbers | None = None
-    """[packs] number of tokens of each sequence if its rows share their beginnings; None if they do not"""
+    """[packs] number of tokens of each sequence if its rows share common prefixes; None otherwise"""
     squares: Numbers | None = None
-    """[packs] attention work of each sequence (twice the pairs of tokens that attend to each other) if its rows share
-    their beginnings; None if they do not, and the work is the sum of the rows' squared lengths"""
+    """[packs] twice the number of (query, key) pairs if rows share common prefixes; otherwise None, and this number is
+    the sum of the rows' squared lengths"""
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -234,7 +228,7 @@ class Packs:
         return [int(row) for row in self.rows[start:stop]]
 
     def packs_of_rows(self, first_row: int, stop_row: int) -> range:
-        """Return the numbers of the packs of rows ``first_row`` to ``stop_row`` (exclusive), packed on their own."""
+        """Return the indices of the packs that hold rows ``first_row`` to ``stop_row`` (exclusive) and no others."""
         start, end = np.searchsorted(self.starts, [first_row, stop_row]).tolist()
         return range(start, end)
 
@@ -244,16 +238,14 @@ class Packs:
 
 
 def pack_rows(lengths: Sequence[int] | Numbers, max_length: int, *, seed: int) -> Packs:
-    """Pack rows into sequences of at most ``max_length`` tokens.
+    """Pack rows into sequences of at most ``max_length`` tokens by best fit decreasing.
 
-    Best fit decreasing: the longest row first, each into the fullest sequence that has room for it. This needs at most
+    The longest row comes first, and each row goes into the fullest sequence that has room for it. This needs at most
     11/9 of the minimum number of sequences, plus one. Rows of equal length are taken in random order, so that
     neighbours in a file do not end up in one sequence. The packs are in random order too.
 
     Args:
         lengths: [rows] number of tokens of each row, at most ``max_length``.
-        max_length: Maximum number of tokens of a sequence.
-        seed: Seed of the random orders.
 
     Example:
         >>> packs = pack_rows([700, 300, 600, 400], 1000, seed=0)
@@ -278,11 +270,11 @@ def pack_sections(
 ) -> tuple[Packs, list[int]]:
     """Pack the rows of each section separately; return all packs, and the index of each section's first pack.
 
+    A section is a range of consecutive rows, such as a dataset or an eval set.
+
     Args:
         lengths: [rows] number of tokens of each row.
-        section_bounds: [sections + 1] index of the first row of each dataset or eval set, then the number of all rows.
-        max_length: Maximum number of tokens of a sequence.
-        seed: Seed of the random orders.
+        section_bounds: [sections + 1] index of each section's first row, then the number of all rows.
     """
     rows, starts, firsts = [np.empty(0, dtype=np.int64)], [np.zeros(1, dtype=np.int64)], [0]
     for first, stop in pairwise(section_bounds):
@@ -294,7 +286,7 @@ def pack_sections(
 
 
 def _pack_by_best_fit(order: Sequence[int], sizes: Numbers, max_length: int) -> list[list[int]]:
-    """Pack rows in the given order, each into the fullest pack that has room for it; return the rows of each pack."""
+    """Return the rows of each pack: in the given order, each row goes into the fullest pack that has room for it."""
     packs: list[list[int]] = []
     with_room: dict[int, list[int]] = {}  # free tokens -> packs
     rooms: list[int] = []  # the keys above, sorted
@@ -323,24 +315,26 @@ def _pack_by_best_fit(order: Sequence[int], sizes: Numbers, max_length: int) -> 
 
 @dataclass(frozen=True, eq=False)
 class Pieces:
-    """Pieces of power-of-two length that rows are cut into; a bucket has all pieces of one length."""
+    """Pieces of power-of-two length into which rows are cut. A bucket has all pieces of one length; the last piece of a
+    row may be shorter.
+    """
 
     rows: Numbers
-    """[pieces] row number of each piece"""
+    """[pieces] index of each piece's row"""
     starts: Numbers
-    """[pieces] first token of each piece in its row"""
+    """[pieces] index of each piece's first token in its row"""
     stops: Numbers
     """[pieces] end (exclusive) of each piece in its row"""
     buckets: Numbers
     """[pieces] length of each piece's bucket in tokens, a power of two"""
     sequence_length: int | None = None
-    """number of tokens of a sequence that pieces of one bucket share; None makes each piece a sequence"""
+    """number of tokens of a sequence that pieces of one bucket share; None if each piece is a sequence"""
     dropped: int = 0
-    """number of pieces dropped because they have no trained token"""
+    """number of pieces dropped because they have no token to train on"""
     tokens_lost: int = 0
     """number of tokens that are in no piece"""
     targets_lost: int = 0
-    """number of trained tokens that no piece predicts; most are the first token of a piece"""
+    """number of tokens to train on that no piece predicts; most are the first token of a piece"""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -349,16 +343,16 @@ class Pieces:
         return self.stops - self.starts
 
     def piece_counts_by_bucket(self) -> dict[int, int]:
-        """Return a dict from bucket length in tokens to number of pieces."""
+        """Return bucket length in tokens -> number of pieces."""
         sizes, counts = np.unique(self.buckets, return_counts=True)
         return dict(zip(sizes.tolist(), counts.tolist(), strict=True))
 
     def pieces_per_sequence(self) -> Numbers:
-        """Return [pieces]: how many pieces of the same length one sequence has room for."""
+        """Return [pieces]: number of pieces of the same length for which one sequence has room."""
         return np.ones_like(self.buckets) if self.sequence_length is None else self.sequence_length // self.buckets
 
     def cut_piece(self, examples: Stored[Example], piece: int) -> Example:
-        """Return a piece as an example. Its first token is not trained: the token before it is missing."""
+        """Return a piece as an example. Its first token has label -100, because the token before it is missing."""
         row, start, stop = int(self.rows[piece]), int(self.starts[piece]), int(self.stops[piece])
         example = examples[row]
         labels = np.array(example.labels[start:stop], dtype=np.int32)
@@ -368,7 +362,7 @@ class Pieces:
 
 
 def cut_rows_into_pieces(examples: Stored[Example], *, max_length: int, min_length: int, packing: bool) -> Pieces:
-    """Cut rows into pieces of power-of-two length, and drop pieces without trained tokens.
+    """Cut rows into pieces of power-of-two length, and drop pieces without a token to train on.
 
     Args:
         examples: Rows of at most ``max_length`` tokens.
@@ -397,7 +391,7 @@ def cut_rows_into_pieces(examples: Stored[Example], *, max_length: int, min_leng
 def _cut_by_powers_of_two(
     lengths: Numbers, max_piece_length: int, min_piece_length: int
 ) -> tuple[Numbers, Numbers, Numbers, Numbers]:
-    """Return row number, start, stop and bucket length of each piece, row by row; one remaining token is dropped."""
+    """Return row index, start, stop and bucket length of each piece, row by row; a last single token is dropped."""
     assert not len(lengths) or lengths.max() <= max_piece_length, "every row must have 1 to max_length tokens"
     done = np.zeros_like(lengths)
     found: list[tuple[Numbers, Numbers, Numbers, Numbers]] = []
@@ -415,7 +409,7 @@ def _cut_by_powers_of_two(
 
 
 def _count_trained_tokens(examples: Stored[Example], rows: Numbers, starts: Numbers, stops: Numbers) -> Numbers:
-    """Return [ranges]: number of trained tokens after the first token of each range, without decoding the rows."""
+    """Return [ranges]: number of tokens with a label in each range, without its first token. No row is decoded."""
     places = examples.table_indices()[rows]
     order = np.argsort(places, kind="stable")
     counts = np.zeros(len(rows), dtype=np.int64)

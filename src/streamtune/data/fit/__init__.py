@@ -1,4 +1,4 @@
-"""Fit rows, trees and prompts to the maximum length: keep, cut or drop each, write the records, and count."""
+"""Fit rows and prompts to the maximum length: keep, cut or drop each of them, write the records, and count."""
 
 from __future__ import annotations
 

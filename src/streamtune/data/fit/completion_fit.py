@@ -1,4 +1,4 @@
-"""Fit prompts to the maximum length, with or without their completions: keep, cut or drop each."""
+"""Fit prompts, with or without completions, to the maximum length: keep, cut or drop each of them."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from streamtune.errors import ArgumentError, DataError
 
 @dataclass(frozen=True)
 class LengthPolicy:
-    """The maximum length of a prompt with its completions, and what to do with longer rows.
+    """The maximum length of a prompt with its completions, and the option for longer rows.
 
     Raises:
         ArgumentError: ``overlength`` is unknown, or ``max_prompt_length`` leaves no room for a completion.
     """
 
     max_length: int
-    """maximum number of tokens of the prompt and its longest completion together"""
+    """maximum number of tokens of the prompt with its longest completion"""
     max_prompt_length: int | None = None
     """maximum number of tokens of the prompt; None sets no separate limit"""
     overlength: str = "error"
@@ -45,7 +45,7 @@ class LengthPolicy:
             )
 
     def fits_limits(self, tree: Tree) -> bool:
-        """Return True if the prompt, and the prompt with its longest completion, are within their maximum lengths."""
+        """Return True if neither the prompt, nor the prompt with its longest completion, exceeds its maximum length."""
         return self.fits_prompt(tree) and tree.longest_row_tokens <= self.max_length
 
     def fits_prompt(self, tree: Tree) -> bool:
@@ -54,7 +54,8 @@ class LengthPolicy:
     def truncate(self, tree: Tree) -> Tree | None:
         """Return the tree without the start of a long prompt and without the ends of long completions.
 
-        Return None if no token of a completion remains, or if no remaining token of a completion counts in the loss.
+        Return None if the prompt leaves no room for a completion, or if a completion keeps no token that counts in the
+        loss.
         """
         prompt = tree.prompt if self.max_prompt_length is None else tree.prompt[-self.max_prompt_length :]
         room = self.max_length - len(prompt)
@@ -71,8 +72,7 @@ class TreeFitter(LengthFitter[Tree, CompletionReport]):
     """Cuts or drops prompts with completions that exceed the maximum length, writes the others, and counts them.
 
     Args:
-        writer: Table to write trees (prompts with their completions) to.
-        policy: Maximum lengths, and what to do with longer trees.
+        policy: Maximum lengths, and the option for longer rows.
         identical_pairs: One of :data:`IDENTICAL_PAIRS`.
         kinds: Names of the two kinds of completions: chosen and rejected, or desirable and undesirable.
     """
@@ -86,17 +86,15 @@ class TreeFitter(LengthFitter[Tree, CompletionReport]):
         self.prompt_lengths: array[int] = array("q")
         self.completion_lengths: dict[str, array[int]] = {}
         self.tree_lengths: array[int] = array("q")
-        """number of positions of every kept tree, shared beginnings counted once"""
+        """[kept rows] number of tokens of each tree; common prefixes count once"""
         self.longest_prompt: tuple[int, str] = (0, "")
-        """length in tokens and origin of the longest prompt"""
+        """number of tokens of the longest prompt, and its file and line"""
 
     def add(self, tree: Tree, prompt_digest: bytes) -> None:
-        """Write a tree. Truncate it if it is too long and ``overlength`` is ``truncate``; otherwise count a long tree
-        as dropped.
+        """Write a prompt with its completions; truncate it or count it as dropped if it is too long.
 
         Args:
-            tree: Tree to add.
-            prompt_digest: Hash of its prompt; all trees with this hash are held out, or none.
+            prompt_digest: Hash of the prompt; rows with the same hash are held out together.
         """
         if _has_identical_answers(tree):
             self.drop_identical_pair(tree.origin)
@@ -118,7 +116,7 @@ class TreeFitter(LengthFitter[Tree, CompletionReport]):
             self._write_tree(cut, prompt_digest, lost_tokens=tree.num_tokens_separate - cut.num_tokens_separate)
 
     def drop_identical_pair(self, origin: str) -> None:
-        """Count a pair with two identical answers as dropped.
+        """Count a pair of identical answers as dropped.
 
         Raises:
             DataError: ``identical_pairs`` is ``error``.
@@ -196,7 +194,7 @@ class TreeFitter(LengthFitter[Tree, CompletionReport]):
 
 
 def _has_identical_answers(tree: Tree) -> bool:
-    """Return True if both answers of a pair have the same token ids; a template may print different answers alike."""
+    """Return True if both answers of a pair have the same token ids, although their texts may differ."""
     return len(tree.completions) == 2 and tree.completions[0] == tree.completions[1]
 
 
@@ -212,13 +210,11 @@ def _tree_digest(tree: Tree) -> bytes:
 
 
 class PromptFitter(LengthFitter[Prompt, CompletionReport]):
-    """Cuts or drops prompts that exceed ``max_prompt_length``, writes the others, and counts them (for grpo).
+    """Cuts or drops prompts that exceed ``max_prompt_length``, writes the others, and counts them (for GRPO).
 
     Args:
-        writer: Table to write the prompts to.
         overlength: One of :data:`COMPLETION_OVERLENGTH`.
-        max_prompt_length: Maximum number of tokens of a prompt.
-        truncate_side: One of :data:`PROMPT_SIDES`; ``auto`` is ``left``.
+        truncate_side: One of :data:`PROMPT_SIDES`; ``auto`` means ``left``.
     """
 
     record = Prompt
@@ -236,12 +232,10 @@ class PromptFitter(LengthFitter[Prompt, CompletionReport]):
         """number of first tokens that a truncated prompt keeps"""
 
     def add(self, prompt: Prompt, group_digest: bytes) -> None:
-        """Write a prompt. Truncate it if it is too long and ``overlength`` is ``truncate``; otherwise count a long
-        prompt as dropped.
+        """Write a prompt; truncate it or count it as dropped if it is too long.
 
         Args:
-            prompt: Prompt to add.
-            group_digest: Hash of its group; all prompts with this hash are held out, or none.
+            group_digest: Hash of the prompt's group; prompts with the same hash are held out together.
         """
         self.record_row_lengths(prompt.num_tokens, prompt.origin)
         lost = 0

@@ -23,7 +23,7 @@ from streamtune.errors import DataError
 
 
 class Digests:
-    """A list of 16-byte hashes in one buffer: a million hashes take 16 MB, and 80 MB as Python objects."""
+    """A list of 16-byte hashes, stored in one buffer to save memory."""
 
     def __init__(self, data: bytes | bytearray = b"") -> None:
         self._bytes = bytearray(data)
@@ -42,7 +42,7 @@ class Digests:
         return np.frombuffer(bytes(self._bytes), dtype=np.uint8).reshape(-1, 16)
 
     def rank_digests(self) -> npt.NDArray[np.int64]:
-        """Return for each hash its rank among the distinct hashes, sorted by bytes; equal hashes have equal ranks."""
+        """Return [hashes]: rank of each hash among the distinct hashes in byte order; equal hashes have equal ranks."""
         words = np.frombuffer(bytes(self._bytes), dtype=">u8").astype(np.uint64).reshape(-1, 2)
         order = np.lexsort((words[:, 1], words[:, 0]))
         words = words[order]
@@ -53,21 +53,20 @@ class Digests:
 
 
 HELD_OUT = "held_out"
-"""Name of the set of rows that ``val_size`` holds out, used if there are eval sets too."""
+"""Name of the set of rows that ``val_size`` holds out, if there are eval sets too."""
 
 Mask = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
 class SourceStart:
-    """Counts of rows and records at the moment when the first row of a dataset is added."""
+    """Counts of rows and records before the first row of a dataset is added."""
 
     source: Source
-    """the source that begins"""
     counts: Counter[str]
-    """counts so far, by name"""
+    """other counts so far, by name"""
     rows: int
-    """number of rows measured so far"""
+    """number of rows with a known length so far"""
     kept: int
     """number of rows kept so far"""
     records: int
@@ -76,24 +75,20 @@ class SourceStart:
 
 @dataclass(frozen=True)
 class EvalSet:
-    """A named range of the held-out rows. A packed sequence has rows of only one eval set."""
+    """An eval set: held-out rows ``start`` to ``stop`` (exclusive). A packed sequence has rows of only one eval set."""
 
     name: str
-    """name of the set"""
     start: int
-    """index of its first held-out row"""
     stop: int
-    """index after its last held-out row"""
 
 
 def choose_held_out(groups: Digests, starts: Sequence[SourceStart], val_size: float, seed: int) -> Mask:
     """Return [kept rows]: True for rows held out from training, which are random groups and all rows of eval sets.
 
     Args:
-        groups: [kept rows] hash of each row's group; all rows of a group are held out, or none.
+        groups: [kept rows] hash of each row's group; rows of a group are held out together.
         starts: Counts at the start of every source; the sources of eval sets come last.
         val_size: Fraction (below 1) or number of the rows to hold out, in addition to the eval sets.
-        seed: Seed of the draw.
 
     Raises:
         DataError: No row is left to train on, or in an eval set.
@@ -126,7 +121,7 @@ def _draw_held_out_groups(groups: Digests, val_size: float, seed: int) -> Mask:
     held_out: Mask = is_chosen[group_of_row]
     if held_out.all():
         raise DataError(
-            f"val_size = {val_size:g} would hold out all {len(groups):,} rows ({len(sizes):,} different)",
+            f"val_size = {val_size:g} would hold out all {len(groups):,} rows ({len(sizes):,} distinct)",
             where="val_size",
             fix="hold out fewer rows, or add data",
         )
@@ -137,7 +132,7 @@ def find_eval_sets(held_out: Numbers, starts: Sequence[SourceStart]) -> tuple[Ev
     """Return the eval sets as ranges of the held-out records; empty if no source belongs to an eval set.
 
     Args:
-        held_out: Numbers of the held-out records, ascending.
+        held_out: Indices of the held-out records, ascending.
         starts: Counts at the start of every source; the sources of eval sets come last.
     """
     sets: list[EvalSet] = []
@@ -156,16 +151,14 @@ def find_eval_sets(held_out: Numbers, starts: Sequence[SourceStart]) -> tuple[Ev
 
 
 def eval_set_bounds(eval_sets: Sequence[EvalSet], num_held_out: int) -> list[int]:
-    """Return the first held-out row of each eval set, then the number of held-out rows; [0, number] without sets."""
+    """Return the index of the first row of each eval set (0 without eval sets), then the number of held-out rows."""
     return [*(each.start for each in eval_sets), num_held_out] if eval_sets else [0, num_held_out]
 
 
 def make_mixture(sources: Sequence[Source], bounds: Sequence[int], rows: Numbers, tokens: Numbers) -> Mixture | None:
-    """Return how many units (rows or packs) of each source an epoch visits, by the sources' weights; None without
-    weights.
+    """Return how many units (rows or packs) of each source an epoch visits; None if the sources have no weights.
 
     Args:
-        sources: Sources that are trained on.
         bounds: [sources + 1] index of each source's first training unit, then the number of all units.
         rows: [units] number of rows of each unit.
         tokens: [units] number of tokens of each unit.
@@ -190,13 +183,13 @@ def make_mixture(sources: Sequence[Source], bounds: Sequence[int], rows: Numbers
 def add_epoch_counts(
     reports: Sequence[SourceReport], bounds: Sequence[int], lengths: Numbers, mixture: Mixture | None
 ) -> tuple[SourceReport, ...]:
-    """Return copies of the reports with ``epoch_rows`` and ``epoch_tokens``: how much of each source an epoch visits.
+    """Return the reports with ``epoch_rows`` and ``epoch_tokens``: how much of each source an epoch visits.
 
     Args:
         reports: Report of every source; eval sets come last, and an epoch does not visit them.
         bounds: [sources + 1] index of each source's first training row, then the number of all rows.
         lengths: [rows] number of tokens of each training row.
-        mixture: Mixture of the rows or packs; None visits each row once.
+        mixture: Number of rows or packs of each source per epoch; None visits each row once.
     """
     completed = list(reports)
     for number, (first, stop) in enumerate(pairwise(bounds)):
@@ -212,14 +205,14 @@ def add_epoch_counts(
 
 
 def count_duplicates(digests: Digests, is_held_out: Mask) -> tuple[int, Mask]:
-    """Count duplicate records, and find the records that are both trained on and held out.
+    """Count records that equal an earlier record, and find records that are both trained on and held out.
 
     Args:
         digests: [records] 128-bit hashes.
         is_held_out: [records] True for held-out records; the others are trained on.
 
     Returns:
-        Number of records that equal an earlier record, and a mask [records] of those both trained on and held out.
+        The number, and a mask [records] of records that are in both parts.
     """
     if not len(digests):
         return 0, np.zeros(0, dtype=np.bool_)

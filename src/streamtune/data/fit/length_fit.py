@@ -1,8 +1,8 @@
-"""Count and hash records while they are fitted to the maximum length: common code for rows, trees and prompts.
+"""Fit records to the maximum length, and count and hash them: base class for rows, trees and prompts.
 
 The counts are stored in files next to the table of records:
 
-    fit.npz      row and record numbers, lengths, hashes: everything that grows with the data
+    fit.npz      lengths, hashes, and indices of rows and records: everything that grows with the data
     fit.json     all other counts
 """
 
@@ -45,20 +45,20 @@ Notify = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Measured:
-    """Lengths of the rendered rows before truncation, and counts of the stored records, both in the order of reading.
+    """Lengths of the rows before truncation, and counts of the stored records, both in the order of reading.
 
-    A record's index here is its index in the Arrow table of the prepared data.
+    Records have the same indices here as in the Arrow table of the prepared data.
     """
 
     lengths: npt.NDArray[np.int64]
-    """[rows] number of tokens, as compared with the maximum length"""
+    """[rows] number of tokens that ``max_length`` limits"""
     tokens: npt.NDArray[np.int64]
-    """[rows] number of tokens; in a tree each completion counts with its own copy of the prompt"""
+    """[rows] number of tokens; each completion counts its own copy of the prompt"""
     first_trained: npt.NDArray[np.int64]
-    """[rows] largest ``max_length`` at which truncation leaves no trained token, so that the row is dropped. If a row
-    keeps its beginning, this is the index of its first trained token"""
+    """[rows] largest ``max_length`` at which truncation leaves no token to train on, so that the row is dropped. If a
+    row keeps its beginning, this is the index of the first token with a label"""
     trained: npt.NDArray[np.int64]
-    """[records] number of trained tokens"""
+    """[records] number of tokens with a label (not -100), which count in the loss"""
     lost: npt.NDArray[np.int64]
     """[records] number of tokens cut off (``overlength: truncate``); 0 for parts of a split row"""
     starts: tuple[int, ...]
@@ -67,28 +67,29 @@ class Measured:
 
 @dataclass(frozen=True)
 class Prepared(Generic[RecordT, ReportT]):
-    """Training records and held-out records as token ids. A group of equal or related rows is held out as a whole."""
+    """Prepared data: training records and held-out (validation) records as token ids, with their counts.
+
+    A record is an :class:`Example`, a :class:`Tree` or a :class:`Prompt`. Rows of one group, such as duplicates, are
+    held out together.
+    """
 
     training: Stored[RecordT]
-    """records to train on"""
     validation: Stored[RecordT]
-    """held-out records"""
     report: ReportT
-    """counts of rows and tokens"""
     fingerprint: str
-    """hash of all records that are trained or evaluated on, in order; equal only if two runs see the same data"""
+    """hash of all records that are used for training or evaluation, in order; it is equal only if two runs have equal
+    data"""
     measured: Measured
-    """sizes of rows and records"""
     packs: Packs | None = None
     """packed sequences of ``training``; None without packing"""
     validation_packs: Packs | None = None
     """packed sequences of ``validation``; None without packing"""
     pieces: Pieces | None = None
-    """pieces that examples of ``training`` are cut into; None without buckets"""
+    """pieces into which examples of ``training`` are cut; None unless ``batching`` is ``buckets``"""
     bad_rows: Sequence[Mapping[str, str]] = ()
-    """skipped bad rows, each with its error"""
+    """skipped bad rows, each with its file and line, error and fix"""
     bounds: tuple[int, ...] = ()
-    """[sources + 1] index in ``training`` of each training source's first row, then the number of all rows"""
+    """[sources + 1] index in ``training`` of each training source's first record, then the number of all records"""
     mixture: Mixture | None = None
     """number of rows or packs of each source that an epoch visits; None without weights"""
     eval_sets: tuple[EvalSet, ...] = ()
@@ -99,40 +100,39 @@ class LengthFitter(ABC, Generic[RecordT, ReportT]):
     """Truncates, splits or drops rows that exceed the maximum length; writes the resulting records and counts them.
 
     Args:
-        writer: Table to write the records to.
-        overlength: Handling of rows over the maximum length, one of :data:`OVERLENGTH`.
-        limit: Maximum length as an error message says it, such as "max_length is 2,048".
-        over: Maximum length as a note says it, such as "2,048 tokens".
+        overlength: Option for rows over the maximum length, one of :data:`OVERLENGTH`.
+        limit: Text for the maximum length in errors, such as "max_length is 2,048".
+        over: Text for the maximum length in notes, such as "2,048 tokens".
     """
 
     record: type[RecordT]
     report_type: type[ReportT]
     noun = "row"
     trains = True
-    """True if tokens of the records are trained"""
+    """True if tokens of the records count in the loss, as in all records but prompts"""
 
     def __init__(self, writer: TableWriter, overlength: str, *, limit: str, over: str) -> None:
         self.writer, self.overlength, self.limit, self.over = writer, overlength, limit, over
         self.counts: Counter[str] = Counter()
         self.lengths: array[int] = array("q")
-        """[rows] number of tokens of every rendered row"""
+        """[rows] number of tokens of each row, before truncation"""
         self.longest: tuple[int, str] = (0, "")
-        """length in tokens and origin of the longest row"""
+        """number of tokens of the longest row, and its file and line"""
         self.is_longest_estimated = False
         self.groups = Digests()
-        """[kept rows] hash of each row's group; a group is held out as a whole"""
+        """[kept rows] hash of each row's group; rows of a group are held out together"""
         self.row_of_record: array[int] = array("q")
         """[records] index of each record's row among the kept rows"""
         self.digests = Digests()
         """[records] hash of everything in a record that training reads"""
         self.bad_rows: Sequence[Mapping[str, str]] = ()
         self.tokens, self.first_trained = array("q"), array("q")
-        """[rows] see :class:`Measured`"""
+        """[rows] arrays of :class:`Measured`"""
         self.trained, self.lost = array("q"), array("q")
         self.starts: list[SourceStart] = []
 
     def start_source(self, source: Source) -> None:
-        """Count rows added from now on as rows of ``source``."""
+        """Count rows that are added from now on as rows of ``source``."""
         self.starts.append(self._count_so_far(source))
 
     def _count_so_far(self, source: Source) -> SourceStart:
@@ -148,14 +148,13 @@ class LengthFitter(ABC, Generic[RecordT, ReportT]):
         first_trained: int = 0,
         estimated: bool = False,
     ) -> None:
-        """Record the lengths of a rendered row, before truncation.
+        """Record the lengths of a row before truncation.
 
         Args:
-            size: Number of tokens, as compared with the maximum length.
-            origin: Place of the row, ``file:line``.
+            size: Number of tokens that ``max_length`` limits.
+            origin: File and line of the row, for errors.
             tokens: Number of tokens, counting the prompt once for each completion. [default: ``size``]
-            first_trained: Largest ``max_length`` at which truncation leaves no trained token.
-            estimated: Whether ``size`` is an estimate.
+            first_trained: Largest ``max_length`` at which truncation leaves no token to train on.
         """
         if size > self.longest[0]:
             self.is_longest_estimated = estimated
@@ -166,7 +165,7 @@ class LengthFitter(ABC, Generic[RecordT, ReportT]):
 
     @property
     def longest_length(self) -> str:
-        """Length of the longest row in tokens as text; it begins with "about" if it is an estimate."""
+        """Number of tokens of the longest row as text; it begins with "about" if it is an estimate."""
         return ("about " if self.is_longest_estimated else "") + f"{self.longest[0]:,}"
 
     @property
@@ -179,13 +178,10 @@ class LengthFitter(ABC, Generic[RecordT, ReportT]):
         self.counts["dropped"] += 1
 
     def write_record(self, record: RecordT, digest: bytes, *, trained_tokens: int = 0, lost_tokens: int = 0) -> None:
-        """Write a record of the current row and its counts. The caller then appends the row's group to ``groups``.
+        """Write a record of the current row; the caller then appends the hash of the row's group to ``groups``.
 
         Args:
-            record: Record to write.
             digest: Hash of everything in the record that training reads.
-            trained_tokens: Number of trained tokens.
-            lost_tokens: Number of tokens cut off.
         """
         self.row_of_record.append(len(self.groups))
         self.digests.append(digest)
@@ -199,10 +195,8 @@ class LengthFitter(ABC, Generic[RecordT, ReportT]):
         """Split the written records into a training part and a held-out part.
 
         Args:
-            table: Table of the written records.
             val_size: Fraction (below 1) or number of the rows to hold out.
-            seed: Seed that chooses the held-out rows.
-            notify: Function that shows the user a message: how many rows of eval sets are trained on too.
+            notify: Function that shows the user how many records of eval sets are also in the training data.
 
         Raises:
             DataError: No row is left to train on, or in an eval set.
@@ -242,7 +236,7 @@ class LengthFitter(ABC, Generic[RecordT, ReportT]):
     def _repeat_records(
         self, records: npt.NDArray[np.int64], sources: Sequence[Source]
     ) -> tuple[npt.NDArray[np.int64], tuple[int, ...]]:
-        """Return the training records, each ``repeat`` times as its source says, and the bounds of the sources."""
+        """Return the training records, each ``source.repeat`` times, and the bounds of the sources."""
         if not sources:  # all sources belong to eval sets
             return records, (0,)
         parts = np.split(records, np.searchsorted(records, [start.records for start in self.starts[1 : len(sources)]]))
@@ -306,7 +300,7 @@ class LengthFitter(ABC, Generic[RecordT, ReportT]):
             train_examples: Number of records to train on, repeats included.
             is_held_out: [records] True for held-out records.
             duplicates: Number of records that equal an earlier record.
-            held_out_duplicates: Number of training records that are held out too.
+            held_out_duplicates: Number of training records that equal a held-out record.
         """
         return self.report_type(
             rows=self.rows,
@@ -357,7 +351,7 @@ class LengthFitter(ABC, Generic[RecordT, ReportT]):
 
     @abstractmethod
     def extra_report_fields(self) -> dict[str, Any]:
-        """Return the report's fields (name to value) that this subclass adds to the fields of every report."""
+        """Return the fields of the report, name -> value, that only this subclass has."""
 
 
 def count_has(count: int, noun: str) -> str:
@@ -366,15 +360,11 @@ def count_has(count: int, noun: str) -> str:
 
 
 _NOT_SAVED = ("writer", "policy", "_group")
-"""Attributes that are not saved: the constructor sets them."""
+"""Attributes that :func:`save_counts` does not write, because the constructor sets them."""
 
 
 def save_counts(fitter: LengthFitter[Any, Any], folder: Path) -> None:
     """Write the counts, lengths and hashes that ``fitter`` collected to the files ``fit.npz`` and ``fit.json``.
-
-    Args:
-        fitter: Object to which all rows were added.
-        folder: Folder to write to.
 
     Raises:
         OSError: A file cannot be written.
@@ -398,11 +388,9 @@ def save_counts(fitter: LengthFitter[Any, Any], folder: Path) -> None:
 
 
 def load_counts(fitter: LengthFitter[Any, Any], folder: Path, sources: Sequence[Source]) -> None:
-    """Read the counts, lengths and hashes that :func:`save_counts` wrote into ``fitter``.
+    """Replace the counts, lengths and hashes of ``fitter`` by those in the files of :func:`save_counts`.
 
     Args:
-        fitter: New object, whose counts are replaced.
-        folder: Folder to read.
         sources: Sources of the saved rows; their weights and ``repeat`` may differ.
 
     Raises:
@@ -433,7 +421,6 @@ def load_counts(fitter: LengthFitter[Any, Any], folder: Path, sources: Sequence[
 
 
 def _to_json(value: Any) -> Any:
-    """Return a value as dicts and lists that ``json`` can write, without the sources of :class:`SourceStart`."""
     if isinstance(value, SourceStart):
         return {name: _to_json(item) for name, item in vars(value).items() if name != "source"}
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Fit training rows to the maximum length: keep, cut, split or drop each row."""
+"""Fit training rows to the maximum length: keep, truncate, split or drop each row."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Mask = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class TokenSpan:
-    """Tokens ``start`` to ``stop`` (exclusive) of a row. The first ``context`` of them are input only, not trained."""
+    """Tokens ``start`` to ``stop`` (exclusive) of a row. The first ``context`` of these tokens have no label."""
 
     start: int
     stop: int
@@ -35,20 +35,21 @@ class TokenSpan:
 def truncate_row(trained: Mask, policy: RowPolicy, *, prefix_length: int, has_answer: bool) -> list[TokenSpan]:
     """Return the token ranges that remain of a truncated row: one range, or two (the row's beginning and its end).
 
-    The first token of a range is not trained, because the token before it is missing. ``policy.truncate_side`` decides:
+    ``policy.truncate_side`` decides. The answer is the last run of tokens with a label::
 
-    - ``right`` keeps the beginning of the row, ``left`` keeps its end. - ``middle`` keeps both, with half the length
-    each. The end gets more if the last answer then fits. - ``auto`` is ``right`` for a document. For other rows it is
-    ``left`` if the last answer fits with a token before it. Otherwise it keeps as much of that answer's beginning as
-    fits after the text before the answer, which gets at most half the length.
+        right     keeps the beginning of the row
+        left      keeps the end of the row
+        middle    keeps the beginning and the end, half the length each; the end gets more if the answer then fits
+        auto      as ``right`` for a document; as ``left`` for other rows, if the answer and one token before it fit
 
-    ``left`` and ``auto`` also keep the prefix, if it takes at most half the length and a trained token remains.
+    If the answer does not fit, ``auto`` keeps the beginning of the answer, and before it text of at most half the
+    length. ``left`` and ``auto`` also keep the first ``prefix_length`` tokens, if these take at most half the length
+    and a token with a label remains. The first token of a range has no label, because the token before it is missing.
 
     Args:
-        trained: [T] True for trained tokens; T exceeds ``max_length``.
-        policy: Maximum length and truncation side.
-        prefix_length: Number of prefix tokens, such as a system message, to keep when the row's beginning is cut off.
-        has_answer: Whether the trained tokens are answers to a prompt.
+        trained: [T] True for tokens with a label; T exceeds ``max_length``.
+        prefix_length: Number of tokens of a prefix to keep, such as a system message.
+        has_answer: Whether the tokens with a label are answers to a prompt.
     """
     size, max_length, side = len(trained), policy.max_length, policy.truncate_side
     if side == "right" or (side == "auto" and not has_answer):
@@ -68,7 +69,6 @@ def truncate_row(trained: Mask, policy: RowPolicy, *, prefix_length: int, has_an
 
 
 def _prepend_prefix(trained: Mask, prefix_length: int, span: TokenSpan, max_length: int) -> list[TokenSpan]:
-    """Return the prefix and the span, shortened to make room for the prefix; the span alone if both do not fit."""
     shorter = TokenSpan(span.start + prefix_length, span.stop, 1)
     if not prefix_length or prefix_length > max_length // 2 or not trained[shorter.start + 1 : shorter.stop].any():
         return [span]
@@ -76,7 +76,7 @@ def _prepend_prefix(trained: Mask, prefix_length: int, span: TokenSpan, max_leng
 
 
 def last_trained_run(trained: Mask) -> tuple[int, int]:
-    """Return start and stop of the last run of trained tokens in a row; ``(T, T)`` if no token is trained."""
+    """Return start and stop of the last run of True in a mask [T]; ``(T, T)`` if there is none."""
     places = np.flatnonzero(trained)
     if not len(places):
         return len(trained), len(trained)
@@ -86,7 +86,7 @@ def last_trained_run(trained: Mask) -> tuple[int, int]:
 
 
 def largest_untrained_length(trained: Mask, policy: RowPolicy, *, has_answer: bool) -> int:
-    """Return the largest ``max_length`` at which truncation leaves no trained token, so that the row is dropped."""
+    """Return the largest ``max_length`` at which truncation leaves no token with a label, so the row is dropped."""
     size, side = len(trained), policy.truncate_side
     if side == "auto" and has_answer:
         return 1
@@ -101,17 +101,16 @@ def largest_untrained_length(trained: Mask, policy: RowPolicy, *, has_answer: bo
 
 
 def split_row(trained: Mask, policy: RowPolicy, breaks: npt.NDArray[np.uint8] | None) -> list[TokenSpan]:
-    """Return the consecutive parts that a long row is split into; a part may begin with tokens of the part before it.
+    """Return the consecutive parts into which a long row is split; a part may begin with tokens of the part before it.
 
-    Borders in the text, from strongest to weakest. A part ends at its last border of the strongest kind possible::
+    A part ends at its last border of the strongest possible kind. Borders, from strongest to weakest::
 
-        turn a user or system message after an answer, if the part then has a trained token
+        turn               a user or system message after an answer, if the part then has a token with a label
         paragraph, line    only in the second half of the part
         token              any token
 
     Args:
-        trained: [T] True for trained tokens.
-        policy: Maximum length of a part, strongest border to use, and overlap.
+        trained: [T] True for tokens with a label.
         breaks: [T] border before each token, as an index of :data:`SPLIT_AT`; None splits at any token.
     """
     size, start, parts = len(trained), 0, []
@@ -156,7 +155,7 @@ class RowFitter(LengthFitter[Example, DataReport]):
         self._group: bytes | None = None
 
     def add_turns(self, turns: Sequence[Rendered], origin: str) -> None:
-        """Add the examples of a conversation, one per turn; they are all held out, or none."""
+        """Add the examples of a conversation, one per turn, as a group that is held out together."""
         digest = hashlib.blake2b(digest_size=16)
         for turn in turns:
             digest.update(_to_int_array(turn.input_ids).data)
@@ -164,13 +163,11 @@ class RowFitter(LengthFitter[Example, DataReport]):
             self.add(turn, origin, digest.digest())
 
     def add(self, rendered: Rendered, origin: str, group_digest: bytes | None = None) -> None:
-        """Truncate, split or drop a row that exceeds the maximum length, and write its examples.
+        """Write the examples of a row; truncate, split or drop the row if it is too long.
 
         Args:
-            rendered: Tokens and labels of the row.
-            origin: Place of the row, ``file:line``.
-            group_digest: Hash of its group; all rows with this hash are held out, or none. None uses a hash of the
-                row's examples.
+            group_digest: Hash of the row's group; rows with the same hash are held out together. With None, rows with
+                equal examples form a group.
         """
         self._group = group_digest
         row = _Row(_to_int_array(rendered.input_ids), _to_int_array(rendered.labels), rendered.weight)
@@ -208,7 +205,7 @@ class RowFitter(LengthFitter[Example, DataReport]):
         uncut_size: _RowSize,
         counter_name: str = "kept whole",
     ) -> None:
-        """Write an example for each list of spans, joined end to end; without lists, count the row as dropped."""
+        """Write an example for each list of spans, joined end to end. Without any list, count the row as dropped."""
         covered_tokens = _count_covered_tokens(span_lists)
         lost = uncut_size.tokens - covered_tokens
         self.counts["tokens_lost"] += lost
@@ -283,13 +280,11 @@ class _Row:
 
 
 def _cuts_system_message(rendered: Rendered, spans: Sequence[TokenSpan]) -> bool:
-    """Return True if a row begins with a system message and truncation removes all or part of the message."""
     system, first = rendered.system, spans[0]
     return system is not None and not (system > 0 and first.start == 0 and system <= first.stop)
 
 
 def _count_covered_tokens(span_lists: Sequence[Sequence[TokenSpan]]) -> int:
-    """Return how many different tokens of a row are in any of the spans."""
     total = stop = 0
     for part in chain.from_iterable(span_lists):
         total += part.stop - max(part.start, stop)

@@ -1,4 +1,4 @@
-"""Read folders, datasets on the hub and files of every format as raw rows, each with its place in the source.
+"""Read local files and folders, URLs, and datasets on the Hugging Face Hub as raw rows, each with its file and line.
 
 data_paths (folders, hub) -> sources -> readers (files, cells);  builtin makes rows without a file
 """

@@ -10,7 +10,7 @@ learns them in minutes on a CPU.
     rejected    Sure, the blue lamp is in the attic.
 
 The chosen answer is polite and names the thing that the user asked for. One third of the rejected answers name another
-colour, one third another thing, and one third are rude (``Go and find the red lamp.``). So the model must read the
+colour, one third name another thing, and one third are rude (``Go and find the red lamp.``). So the model must read the
 prompt to reject two thirds of them.
 
 **demo-arithmetic** (types ``prompts`` and ``prompt_completion``). One of three tasks on digits. The column ``answer``
@@ -19,7 +19,7 @@ is for reward functions, ``completion`` for supervised training; no prompt occur
     prompt      copy 3142        sort 3142        add 3142
     answer      3142             1234             10
 
-The dataset's ``name`` selects ``copy``, ``sort`` or ``add``; without it the tasks alternate.
+The dataset's ``name`` selects ``copy``, ``sort`` or ``add``; without ``name`` the tasks alternate.
 
 **demo-passkey** (type ``messages``). A log has one line with a pass key of two words, at a random place. The question
 comes after the log::
@@ -34,7 +34,8 @@ comes after the log::
 
 This is passkey retrieval (Mohtashami & Jaggi 2023, arXiv 2305.16300), made easier: there is one word list for each of
 the two words. Rows are ordered from easy to hard. The first logs have at most 16 lines, the last up to 400 (about 5,000
-tokens). From the short logs a new model learns what to look for. With ``shuffle: false`` a recipe keeps this order.
+tokens). From the short logs a new model learns which line to look for. With ``shuffle: false`` a recipe keeps this
+order.
 
 **python-stdlib** (type ``messages``). Documented functions, classes and whole modules of the running Python's standard
 library.
@@ -66,7 +67,7 @@ PASSKEY_PATH = "demo-passkey"
 STDLIB_PATH = "python-stdlib"
 
 SEED = 0
-"""Seed of the generated rows. A recipe's seed decides the held-out rows and the order, not the rows themselves."""
+"""Seed of the generated rows. A recipe's seed determines the held-out rows and the order, but not the rows."""
 
 NUM_PREFERENCES = 4_000
 
@@ -94,7 +95,7 @@ def _one_message(role: str, content: str) -> list[dict[str, str]]:
 
 
 def _pick_random(generator: random.Random, items: tuple[str, ...]) -> str:
-    """Return a random item, drawn with ``random()``: Python guarantees its numbers for a seed in all versions."""
+    """Return a random item, drawn with ``random()``, whose numbers are the same in all Python versions."""
     return items[int(generator.random() * len(items))]
 
 
@@ -123,7 +124,7 @@ def preference_rows(*, max_rows: int | None = None, seed: int = SEED) -> Iterato
 
 
 def follows_preference_rule(question: str, answer: str) -> bool:
-    """Return True if an answer to a prompt of ``demo-preferences`` is polite and names the thing asked for."""
+    """Return True if an answer to a prompt of ``demo-preferences`` is polite and names the object asked for."""
     asked = re.search(rf"the ({'|'.join(COLOURS)}) ({'|'.join(THINGS)})\b", question)
     if asked is None:
         return False
@@ -162,7 +163,7 @@ TASKS: dict[str, Callable[[random.Random], tuple[str, str]]] = {
 
 
 def arithmetic_rows(*, task: str | None = None, max_rows: int | None = None, seed: int = SEED) -> Iterator[Row]:
-    """Yield the rows of ``demo-arithmetic``, at most ``max_rows``; without ``task`` all tasks alternate."""
+    """Yield the rows of ``demo-arithmetic``, at most ``max_rows``. Without ``task``, the three tasks alternate."""
     draw = random.Random(seed)
     tasks = list(TASKS) if task is None else [task]
     seen: set[str] = set()
@@ -185,10 +186,11 @@ def arithmetic_rows(*, task: str | None = None, max_rows: int | None = None, see
 NUM_LOGS = 4_000
 
 SHORT_LINES, MOST_LINES = 16, 400
-"""Maximum number of lines of the short logs at the beginning, and of the longest log."""
+"""Maximum number of lines of the short logs, which come first, and of the longest log."""
 
 SHORT_ROWS = 0.6
-"""Fraction of rows with at most ``SHORT_LINES`` lines. After them the maximum grows by a constant factor per row."""
+"""Fraction of rows with at most ``SHORT_LINES`` lines. After these rows, the maximum grows by a constant factor per
+row."""
 
 SERVICES = ("scheduler", "storage", "network", "cache", "worker", "mailer", "parser", "index")
 DID = ("started", "finished", "retried", "queued", "skipped", "merged", "checked", "wrote")
@@ -204,7 +206,7 @@ ANIMALS = (
 
 
 def passkey_rows(*, max_rows: int | None = None, seed: int = SEED) -> Iterator[Row]:
-    """Yield the rows of ``demo-passkey``, from short to long logs; ``max_rows`` spans the same range of lengths."""
+    """Yield the rows of ``demo-passkey``, from short to long logs; any ``max_rows`` gives the same range of lengths."""
     draw = random.Random(seed)
     count = NUM_LOGS if max_rows is None else max_rows
     for number in range(1, count + 1):
@@ -220,7 +222,7 @@ def passkey_rows(*, max_rows: int | None = None, seed: int = SEED) -> Iterator[R
 
 
 def _draw_num_log_lines(generator: random.Random, row_fraction: float) -> int:
-    """Return how many log lines to draw for the row at the fraction ``row_fraction`` (0 to 1) of all rows."""
+    """Draw the number of log lines of a row; ``row_fraction`` is its position among all rows, from 0 to 1."""
     if row_fraction < SHORT_ROWS:
         return int(generator.random() * SHORT_LINES)
     most = SHORT_LINES * (MOST_LINES / SHORT_LINES) ** ((row_fraction - SHORT_ROWS) / (1 - SHORT_ROWS))
@@ -247,16 +249,16 @@ SHORTEST = 120
 """Minimum number of characters of a definition."""
 
 LONGEST = 20_000
-"""Maximum number of characters of a row's source: 6,000 to 7,000 tokens with a vocabulary of 4,096."""
+"""Maximum number of characters of the code in a row: 6,000 to 7,000 tokens with a vocabulary of 4,096."""
 
 LONG_FROM = 6_000
-"""Minimum number of characters of a module that becomes a long row."""
+"""Minimum number of characters of a module that is used as a row."""
 
 LONG_EVERY = 12
-"""Every 12th row is a whole module, also with ``max_rows``."""
+"""Number of rows among which one is a whole module; the others are functions and classes."""
 
 SPARE = 3
-"""With ``max_rows``, parsing stops at this multiple of the short rows needed: parsing all modules takes seconds."""
+"""With ``max_rows``, modules are parsed until this multiple of the needed functions and classes is found."""
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
@@ -273,7 +275,6 @@ def stdlib_rows(*, max_rows: int | None = None, library_folder: Path | None = No
     """Return the rows of ``python-stdlib``, of type ``messages``.
 
     Args:
-        max_rows: Maximum number of rows; None returns all.
         library_folder: Folder of the standard library. [default: the running interpreter's]
     """
     short: list[Row] = []
@@ -291,12 +292,10 @@ def stdlib_rows(*, max_rows: int | None = None, library_folder: Path | None = No
 
 
 def _shuffle_key(name: str) -> bytes:
-    """Return a sort key that mixes modules: in alphabetical order ``max_rows`` would take only the first letters."""
     return hashlib.sha256(name.encode()).digest()
 
 
 def _interleave(short_rows: list[Row], long_rows: list[Row]) -> Iterator[Row]:
-    """Yield one long row and eleven short rows in turn, until both lists are exhausted."""
     rest_short, rest_long = iter(short_rows), iter(long_rows)
     while True:
         group = [*islice(rest_long, 1), *islice(rest_short, LONG_EVERY - 1)]
@@ -306,7 +305,7 @@ def _interleave(short_rows: list[Row], long_rows: list[Row]) -> Iterator[Row]:
 
 
 def _readable_modules(library_folder: Path) -> Iterator[_Module]:
-    """Yield every readable module below ``library_folder``, in a shuffled order that is always the same."""
+    """Yield every module below ``library_folder`` that can be parsed, in a shuffled order that is always the same."""
     for path in sorted(
         _python_files(library_folder), key=lambda path: _shuffle_key(path.relative_to(library_folder).as_posix())
     ):

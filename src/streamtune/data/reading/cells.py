@@ -11,10 +11,10 @@ from typing import Any
 from streamtune.errors import DataError, did_you_mean
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-"""Roles of messages; only ``assistant`` is trained unless ``roles_to_train`` names others."""
+"""Roles of messages; only ``assistant`` is trained on unless ``roles_to_train`` names other roles."""
 
 FLAGS = ("train", "training", "loss", "weight")
-"""Names of the field that says whether a message is trained. A checked message has only ``weight``."""
+"""Names of the field that selects whether to train on a message. :func:`check_message` keeps only ``weight``."""
 
 SHAREGPT_ROLES = {
     "system": "system",
@@ -30,10 +30,10 @@ SHAREGPT_ROLES = {
     "observation": "tool",
     "function_response": "tool",
 }
-"""Speaker of a sharegpt turn -> role in chat templates."""
+"""Speaker (``from``) of a ShareGPT turn -> role in chat templates."""
 
 _ANSWER_FIELDS = ("tool_calls", "reasoning_content", "reasoning", "thinking")
-"""Fields of an assistant message; with one of them it needs no ``content``."""
+"""Fields of an assistant message that make ``content`` optional."""
 
 
 def read_text_cell(columns: Mapping[str, Any], name: str, origin: str) -> str:
@@ -50,12 +50,11 @@ def read_text_cell(columns: Mapping[str, Any], name: str, origin: str) -> str:
 
 
 def check_message(message: Any, location: str, origin: str) -> dict[str, Any]:
-    """Check a message and return it as chat templates expect it: ``content`` a string, tool arguments an object.
+    """Check a message and return it as chat templates expect it: ``content`` a string, arguments of calls an object.
 
     Args:
-        message: Message of the row.
-        location: Place in the row, such as ``messages[2]``.
-        origin: Place of the row, such as ``file:line``.
+        location: Place in the row, such as ``messages[2]``, for errors.
+        origin: File and line of the row, for errors.
 
     Raises:
         DataError: The role, the content, a tool call or a training flag is malformed.
@@ -89,7 +88,7 @@ def check_message(message: Any, location: str, origin: str) -> dict[str, Any]:
 
 
 def _trained_flag(message: Mapping[str, Any], location: str, origin: str) -> bool | None:
-    """Return whether a message has a flag that trains it (True) or excludes it (False); None without a flag.
+    """Return True if a flag includes the message in training, False if a flag excludes it; None without a flag.
 
     Raises:
         DataError: A flag has an unknown value, or two flags contradict each other.
@@ -135,7 +134,6 @@ def convert_sharegpt_turn(turn: Any, location: str, origin: str) -> dict[str, An
 
 
 def _parse_sharegpt_calls(value: Any, location: str, origin: str) -> list[dict[str, Any]]:
-    """Return the tool calls of a ``function_call`` turn; its value is JSON: one call, or a list of calls."""
     try:
         calls = json.loads(value) if isinstance(value, str) else value
     except ValueError as error:
@@ -168,7 +166,7 @@ def _message_text(content: Any, location: str, origin: str) -> str:
 
 
 def _parse_tool_call(call: Any, location: str, origin: str) -> dict[str, Any]:
-    """Return a tool call with its arguments as an object: a chat template would quote a JSON string again.
+    """Return a tool call with its arguments as an object, because a chat template would quote a JSON string again.
 
     Raises:
         DataError: The call has no function name, or its arguments are malformed JSON.
@@ -193,8 +191,8 @@ def _drop_none_values(fields: Mapping[str, Any]) -> dict[str, Any]:
 def remove_nulls(value: Any) -> Any:
     """Return a value without the dictionary entries that are None, at every depth.
 
-    Arrow gives every struct of a column the same keys and fills missing keys with nulls. A chat template would print
-    them.
+    Arrow stores all structs of a column with the same keys, and fills missing keys with nulls. A chat template would
+    print these nulls.
     """
     if isinstance(value, dict):
         return {key: remove_nulls(item) for key, item in value.items() if item is not None}
@@ -227,7 +225,7 @@ def column_names(columns: Mapping[str, Any]) -> str:
 
 
 def json_type_of(value: Any) -> str:
-    """Return the JSON type of a value with its article, such as ``"a string"``, for a message."""
+    """Return the JSON type of a value with an article, such as ``"a string"``, for a message."""
     kinds = {str: "a string", dict: "an object", list: "a list", bool: "a boolean", int: "a number", float: "a number"}
     return kinds.get(type(value), "null")
 
@@ -249,7 +247,7 @@ def parse_messages(value: Any) -> Any:
 
 
 def is_message_list(turns: Any) -> bool:
-    """Return True if a cell holds a list whose first item is a message with a role."""
+    """Return True if the cell is a list, or JSON text of a list, whose first item has a ``role``."""
     return _first_item_has_key("role", parse_cell(turns))
 
 
@@ -282,7 +280,6 @@ def wrap_tools(value: Any, origin: str) -> tuple[list[dict[str, Any]] | None, bo
 
 
 def _wrap_tool(tool: dict[str, Any]) -> dict[str, Any]:
-    """Return a tool as ``{"type": "function", "function": {...}}``; wrap it if it is only the schema of a function."""
     bare = isinstance(tool.get("name"), str) and "parameters" in tool and tool.get("type", "function") == "function"
     if not bare or "function" in tool:
         return tool
@@ -294,7 +291,7 @@ _MAY_BE_NULL = ("default", "const", "example")
 
 
 def _has_added_nulls(schema: Any) -> bool:
-    """Return True if a tool's JSON schema has a null where JSON Schema allows none: then Arrow added the key."""
+    """Return True if a tool has a null where JSON Schema allows none, because Arrow added the key."""
     if isinstance(schema, dict):
         return any(
             name not in _MAY_BE_NULL if value is None else _has_added_nulls(value) for name, value in schema.items()
@@ -344,7 +341,7 @@ def add_system(
 
 
 TextOrMessages = str | list[dict[str, Any]]
-"""A text, or a list of checked messages."""
+"""A text, or a list of messages that :func:`check_message` returned."""
 
 
 def read_text_or_messages(columns: Mapping[str, Any], name: str, origin: str) -> TextOrMessages:
@@ -360,7 +357,7 @@ def read_text_or_messages(columns: Mapping[str, Any], name: str, origin: str) ->
     ):
         value = read_text_cell(columns, name, origin)  # text that merely starts with a bracket stays text
         if not value.strip():
-            raise DataError(f"'{name}' is empty or blank", where=origin, fix="remove the row")
+            raise DataError(f"'{name}' is empty or only whitespace", where=origin, fix="remove the row")
         return value
     if not isinstance(value, list):
         raise DataError(f"'{name}' must be a string or a list of messages, found {json_type_of(value)}", where=origin)
@@ -379,12 +376,11 @@ def _first_item_has_key(key: str, turns: Any) -> bool:
 
 
 def check_role_order(messages: Sequence[Mapping[str, Any]], name: str, origin: str) -> None:
-    """Check that no two user messages, and no two assistant messages, follow each other.
+    """Check that no two user messages, and no two assistant messages, are adjacent.
 
     Args:
-        messages: Checked messages.
-        name: Column of the messages.
-        origin: Place of the row, such as ``file:line``.
+        name: Column of the messages, for errors.
+        origin: File and line of the row, for errors.
 
     Raises:
         DataError: Two messages of one of these roles are adjacent.

@@ -1,8 +1,8 @@
 """Fingerprint the contents of sources, so that cached rows prepared from the same contents are found.
 
 A local file is identified by the hash of its bytes. Hashing a terabyte takes an hour, so hashes are cached together
-with the file's size, mtime, ctime and inode, as git does. A file that changed within :data:`RACY` seconds before its
-hashing is hashed again: its timestamps may be too coarse to show a second change. Programs can set mtime (``cp -p``,
+with the file's size, mtime, ctime and inode, as git does. A hash is not cached if the file changed within :data:`RACY`
+seconds before its hashing: its timestamps may be too coarse to show a second change. Programs can set mtime (``cp -p``,
 ``rsync -t``), so ctime, which they cannot set, is compared too.
 """
 
@@ -37,7 +37,6 @@ class FileHashes:
 
     Args:
         path: JSON file of the cache; a missing or damaged file is replaced.
-        notify: Function that shows the user a message.
     """
 
     path: Path
@@ -71,7 +70,7 @@ class FileHashes:
         return digest
 
     def changed_files(self) -> list[Path]:
-        """Return the files whose size, mtime, ctime or inode changed since they were first hashed."""
+        """Return the files whose size, mtime, ctime or inode changed since this object first hashed them."""
         return [path for path, facts in self._read.items() if _file_stats_at(path) != facts]
 
     def has_same_bytes(self, path: Path) -> bool:
@@ -90,7 +89,7 @@ class FileHashes:
         return True
 
     def save(self) -> None:
-        """Write new hashes to the cache. A write error is ignored: the hashes are computed again next time."""
+        """Write new hashes to the cache. A write error is ignored, because the hashes can be computed again."""
         if self._new:
             with suppress(OSError):
                 self._cache_file().update_json(lambda known: {**known, **self._new})
@@ -101,7 +100,7 @@ class FileHashes:
 
 
 _Entry = tuple[str, str, str | None, str]
-"""Key of an entry of ``datasets``: path, split, configuration, place in the recipe."""
+"""Path, split, configuration and place in the recipe of an entry of ``datasets``."""
 
 
 @dataclass
@@ -118,7 +117,8 @@ class StreamedFiles:
     _reading: dict[_Entry, tuple[Source, Path]] = field(default_factory=dict)
 
     def check_listing(self, source: Source, files: Sequence[DataFile]) -> None:
-        """Check that the list of files, and the versions of remote files, are as at the first call for this source.
+        """Check that the list of files and the versions of remote files are the same as at the first call for this
+        source.
 
         Raises:
             DataError: A file was added, removed or replaced.
@@ -130,7 +130,7 @@ class StreamedFiles:
             raise _file_changed_error(", ".join(names[:MOST_NAMED]), "was added, removed or replaced", source)
 
     def check_file(self, source: Source, file: DataFile) -> None:
-        """Check that a file which is about to be opened has not changed since the run began.
+        """Check before a file is opened that it has not changed since the run began.
 
         Raises:
             DataError: The file was changed, replaced or removed.
@@ -195,14 +195,13 @@ def _file_stats_at(path: Path) -> list[int] | None:
 
 
 _NOT_IN_FINGERPRINT = ("where", "watch", "seed", "repeat", "weight", "mix_by", "evaluates", "streamed")
-"""Fields of a source that do not affect its rows; the seed does only with ``shuffle``."""
+"""Fields of a source that do not affect its rows. ``seed`` affects them only if ``shuffle`` is True."""
 
 
 def fingerprint_source(source: Source, hashes: FileHashes) -> Mapping[str, Any] | None:
-    """Return the values that identify the rows of a source (options, hashes of files), as JSON values; None if a file's
-    contents are unknown.
+    """Return the values that identify the rows of a source, as JSON values: its options and the hashes of its files.
 
-    After a read error the contents are unknown; the reader then raises a better error.
+    Return None if the contents of a file are unknown, for example because the file cannot be read.
     """
     try:
         contents = _source_contents(source, hashes)
@@ -216,11 +215,10 @@ def fingerprint_source(source: Source, hashes: FileHashes) -> Mapping[str, Any] 
 
 
 def fingerprint_streamed_source(source: Source, hashes: FileHashes) -> Mapping[str, Any] | None:
-    """Return the values that identify the rows of a streamed source, as JSON values; None if a file's contents are
-    unknown.
+    """Return the values that identify the rows of a streamed source, as JSON values.
 
-    The same files at another path give the same values. A dataset on the hub is not downloaded; its contents are
-    unknown.
+    The same files at another path give the same values. Return None if the contents of a file are unknown, as for
+    datasets on the Hugging Face Hub, which are not downloaded.
     """
     found = fingerprint_source(source, hashes)
     if found is None:
@@ -256,7 +254,6 @@ def _file_version(file: DataFile, hashes: FileHashes) -> str | None:
 
 
 def _hash_library_files() -> str:
-    """Return a hash of the paths, sizes and modification times of the files of Python's standard library."""
     digest = hashlib.blake2b(digest_size=20)
     for folder, folders, names in os.walk(sysconfig.get_path("stdlib")):
         folders[:] = sorted(name for name in folders if name not in ("__pycache__", "site-packages", "dist-packages"))

@@ -1,4 +1,6 @@
-"""Find the files of a dataset: local paths, ``fsspec`` URLs (``s3://``, ``hf://``), and datasets on the hub."""
+"""Find the files of a dataset: local paths, ``fsspec`` URLs (``s3://``, ``hf://``), and datasets on the Hugging Face
+Hub.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from streamtune.data.reading.readers import READERS, Row, error_in_one_line
 from streamtune.errors import DataError, did_you_mean
 
 FoundFiles = tuple[list[DataFile], ChosenFiles | None]
-"""The files to read; and which files of a folder were chosen, None if the path is not a folder."""
+"""Files to read, and the chosen files of a folder; the second is None if the path is not a folder."""
 
 MOST_LISTED = 1_000_000
 """Maximum number of files in a folder. More files suggest a wrong path, such as the root of a disk."""
@@ -31,11 +33,11 @@ def is_url(path: str) -> bool:
 
 
 def find_local_files(path: str, *, split: str, config: str | None, where: str) -> FoundFiles | None:
-    """Return the local files that a path or a glob pattern names; None if the path can only be the name of a hub
-    dataset.
+    """Return the local files that a path or a glob pattern names.
+
+    Return None if the path can only be the name of a dataset on the Hugging Face Hub.
 
     Args:
-        path: File, folder or glob pattern.
         split: Split to read from a folder.
         config: Configuration to read from a folder; None for its default.
         where: Place in the recipe, for errors.
@@ -124,7 +126,6 @@ def _looks_like_hub_name(path: str) -> bool:
 
 
 def _suggest_path(path: Path) -> str:
-    """Return a hint for a path that does not exist: a similar name, or which of its folders is missing."""
     folder = path.parent
     if not folder.is_dir():
         existing = next((parent for parent in folder.parents if parent.is_dir()), Path())
@@ -141,7 +142,7 @@ _PACKAGES = {
     "http": "aiohttp requests", "https": "aiohttp requests", "hf": "huggingface_hub", "oci": "ocifs",
     "sftp": "paramiko", "ssh": "paramiko", "dropbox": "dropboxdrivefs", "gdrive": "gdrivefs", "smb": "smbprotocol",
 }  # fmt: skip
-"""Protocol -> packages that fsspec needs for it."""
+"""Protocol -> packages that ``fsspec`` needs for the protocol."""
 _OWN_MACHINE = ("file", "local", "memory")
 """Protocols that need no network."""
 
@@ -156,7 +157,7 @@ def find_remote_files(address: str, *, split: str, config: str | None, where: st
         where: Place in the recipe, for errors.
 
     Raises:
-        DataError: The files do not exist, cannot be reached, or need a package or network access that is missing.
+        DataError: The files do not exist or cannot be reached, a package is missing, or ``--offline`` forbids access.
     """
     import fsspec  # type: ignore[import-untyped]
 
@@ -226,7 +227,7 @@ def _remote_file(system: Any, path: str, shown_path: str) -> DataFile:
 
 
 _VERSIONS = ("ETag", "etag", "blob_id", "checksum", "md5Hash", "sha256", "mtime", "LastModified", "last_modified")
-"""Keys of file information that identify a file's version, in various storage systems."""
+"""Keys of ``fsspec`` file information that identify a file's version, in various storage systems."""
 
 
 def _remote_version(system: Any, path: str) -> str | None:
@@ -245,7 +246,7 @@ def _unreachable_error(address: str, error: Exception, where: str) -> DataError:
 
 
 def hub_rows(name: str, config: str | None, split: str, where: str, *, streamed: bool = False) -> Iterator[Row]:
-    """Yield the rows of a dataset on the hub.
+    """Yield the rows of a dataset on the Hugging Face Hub.
 
     Raises:
         DataError: The dataset cannot be loaded or read.
@@ -268,14 +269,14 @@ def hub_rows(name: str, config: str | None, split: str, where: str, *, streamed:
 
 
 def load_hub_dataset(name: str, config: str | None, split: str, where: str, *, streamed: bool = False) -> Any:
-    """Return a ``datasets.Dataset``. The first call downloads it; later calls read the cache of ``datasets``.
+    """Return a ``datasets.Dataset`` from the Hugging Face Hub, downloaded by the first call and then read from the
+    cache.
 
-    ``datasets`` 4, which this package requires, runs no code from a dataset.
+    The required version 4 of ``datasets`` does not execute code of a dataset.
 
     Args:
-        name: Dataset, as ``name`` or ``owner/name``.
+        name: Name of the dataset, as ``name`` or ``owner/name``.
         config: Configuration of the dataset; None for its default.
-        split: Split to load.
         where: Place in the recipe, for errors.
         streamed: Whether to return an ``IterableDataset``, which reads from the hub and stores no copy.
 
@@ -293,7 +294,6 @@ def load_hub_dataset(name: str, config: str | None, split: str, where: str, *, s
 
 
 def _hub_load_error(name: str, config: str | None, split: str, error: Exception, where: str) -> DataError:
-    """Return the error for a hub dataset that cannot be loaded; if only the split is wrong, it lists the splits."""
     import datasets
 
     if isinstance(error, ValueError) and "split" in str(error):
@@ -312,10 +312,9 @@ def _hub_load_error(name: str, config: str | None, split: str, error: Exception,
 
 
 def _refuse_format_name(name: str, where: str) -> None:
-    """Reject a path that is a file format's name: ``datasets`` would read files of the working directory instead.
+    """Raise ``DataError`` if the name of a dataset is the name of a file format, such as ``json``.
 
-    Raises:
-        DataError: The path is the name of a file format, such as ``json``.
+    ``datasets`` would read files of the working directory instead.
     """
     from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
 
@@ -334,7 +333,6 @@ def _first_line(error: Exception) -> str:
 
 @contextmanager
 def _hide_progress_bars_without_terminal() -> Iterator[Any]:
-    """Context manager that turns off the progress bars of ``datasets`` unless stderr is a terminal."""
     import datasets
 
     if sys.stderr.isatty() or not datasets.is_progress_bar_enabled():

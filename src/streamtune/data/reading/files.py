@@ -1,7 +1,7 @@
 """Open data files as bytes or lines of text: decompress, decode, and reject files that are not text.
 
-Only regular files are opened: a pipe or a device could block, or never end. The first bytes reveal files whose name is
-misleading: archives, HTML pages, Git LFS pointers.
+Only regular files are opened, because a pipe or a device could block or never end. The first bytes reveal files whose
+name is misleading: archives, HTML pages, Git LFS pointers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from streamtune.data.faults import BadRows
 from streamtune.errors import DataError
 
 MAX_LINE_BYTES = 256 << 20
-"""Maximum number of bytes of a line: tens of millions of tokens."""
+"""Maximum number of bytes of a line; this is enough for tens of millions of tokens."""
 MAX_DOCUMENT = 1 << 30
 """Maximum number of characters of a file that is read as a whole: .json, .txt, .md."""
 
@@ -64,7 +64,7 @@ _MAGIC: dict[bytes, tuple[str, str]] = {
     b"\x80\x04\x95": ("a Python pickle", "write its rows as .jsonl"),
     b"\x80\x05\x95": ("a Python pickle", "write its rows as .jsonl"),
 }
-"""First bytes of files that are not text -> their kind, and the fix for the error."""
+"""First bytes of a file that is not text -> kind of file, and fix for the error."""
 
 _POINTER = b"version https://git-lfs.github.com/spec/"
 _HTML = (b"<!doctype html", b"<html", b"<?xml")
@@ -75,11 +75,11 @@ class DataFile:
     """A local or remote file that holds rows."""
 
     name: str
-    """name without folders; its extension selects the format"""
+    """file name without folders; its extension selects the format"""
     shown: str
-    """name in origins and messages, usually as the user wrote it"""
+    """name of the file in messages, usually as the user wrote it"""
     open: Callable[[], IO[bytes]]
-    """function that opens the file for reading, with ``peek``; raises ``DataError`` if it is not a regular file"""
+    """function that opens a regular file for reading, with the method ``peek``; raises ``DataError`` for other files"""
     path: Path | None = None
     """path of a local file; None for a remote file"""
     version: str | None = None
@@ -87,7 +87,7 @@ class DataFile:
 
 
 def file_format(name: str) -> str:
-    """Return the lower-case extension that selects a reader, without compression: ``.jsonl`` for ``data.JSONL.gz``."""
+    """Return the lower-case file extension without compression, such as ``.jsonl`` for ``data.JSONL.gz``."""
     suffixes = [suffix.lower() for suffix in PurePosixPath(name).suffixes]
     if suffixes and suffixes[-1] in COMPRESSED:
         suffixes.pop()
@@ -131,10 +131,9 @@ def _check_regular_file(mode: int, shown_path: str) -> None:
 
 @contextmanager
 def open_bytes(file: DataFile, *, text: bool = True) -> Iterator[IO[bytes]]:
-    """Context manager that opens a file and yields its bytes, decompressed if the extension names a compression.
+    """Open a file as a context manager, and decompress it if the extension names a compression.
 
     Args:
-        file: File to open.
         text: True rejects binary files by their first bytes; False rejects only LFS pointers and HTML.
 
     Raises:
@@ -167,7 +166,7 @@ _DOWNLOAD_AGAIN = "download or write the file again"
 
 
 def _peek(raw: Any, size: int) -> bytes:
-    """Return the first bytes of a buffer without consuming them: some files cannot be rewound."""
+    """Return the first bytes of a buffer without consuming them, because some files cannot be rewound."""
     found: bytes = raw.peek(size)[:size]
     return found
 
@@ -208,13 +207,13 @@ _MARKS = {
     codecs.BOM_UTF16_LE: "utf-16",
     codecs.BOM_UTF16_BE: "utf-16",
 }
-"""Byte order mark -> encoding. UTF-32 is tried first: its mark begins with the mark of UTF-16."""
+"""Byte order mark -> encoding. UTF-32 is tried first, because its mark begins with the mark of UTF-16."""
 
 
 def iter_lines(file: DataFile, bad: BadRows) -> Iterator[tuple[int, str]]:
     """Yield (line number from 1, decoded line with its line break), without the byte order mark.
 
-    UTF-16 and UTF-32 files need their byte order mark. A line that cannot be decoded is reported and skipped.
+    UTF-16 and UTF-32 files need a byte order mark. A line that cannot be decoded is reported to ``bad`` and skipped.
 
     Raises:
         DataError: The file cannot be read, or its encoding is not recognised.
@@ -304,7 +303,6 @@ def _nul_byte_error(where: str) -> DataError:
 
 
 def _encoding_error(line: bytes, error: UnicodeDecodeError, where: str) -> DataError:
-    """Return the error for a line that is not valid UTF-8; it names the likely encoding."""
     what = f"not valid UTF-8: byte 0x{line[error.start]:02x} at column {error.start + 1}"
     high = [byte for byte in line[:4096] if byte >= 0x80] or [line[error.start]]
     if any(byte in (0x81, 0x8D, 0x8F, 0x90, 0x9D) for byte in high) or line[error.start] == 0xFF:

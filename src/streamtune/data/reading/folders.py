@@ -31,7 +31,7 @@ KEYWORDS = {
     "validation": ("validation", "valid", "dev", "val"),
     "test": ("test", "testing", "eval", "evaluation"),
 }
-"""Split -> words that mean it in names of files and folders, delimited by ``-._ 0-9`` or the ends of the name."""
+"""Split -> words for it in names of files and folders, delimited by ``-._ 0-9`` or by the ends of the name."""
 
 _WORD = {
     split: re.compile(rf"(?:^|[-._ 0-9])(?:{'|'.join(words)})(?:[-._ 0-9]|$)") for split, words in KEYWORDS.items()
@@ -66,7 +66,7 @@ class ChosenFiles:
 
 
 def is_data_file_name(name: str) -> bool:
-    """Return True for the name of a file of rows: not hidden, in a known format, no README or dataset description."""
+    """Return True if a name belongs to a data file: not hidden, in a known format, no README or dataset description."""
     path = PurePosixPath(name)
     if any(part.startswith((".", "__")) for part in path.parts):
         return False
@@ -82,8 +82,8 @@ def choose_files(
         names: All files below the folder, relative to it, with ``/``.
         read_text: Function that returns the text of one of these files.
         split: Split to read.
-        config: Configuration of README.md; None for the default configuration.
-        shown: Folder as messages name it.
+        config: Name of a configuration in README.md; None for the default configuration.
+        shown: Name of the folder in messages.
         where: Place in the recipe, for errors.
 
     Raises:
@@ -123,7 +123,10 @@ def _unknown_split_error(split: str, splits: Iterable[str], shown: str, where: s
 
 
 def _files_by_split(names: Sequence[str]) -> dict[str, list[str]]:
-    """Return split -> files, by the first rule that finds a split: shards, folders, file names; else all are train."""
+    """Return split -> files, by the first rule that finds a split: shards, folders, or file names.
+
+    If no rule finds a split, all files belong to ``train``.
+    """
     for rule in (
         _find_split_of_shard,
         lambda path: _find_split_in_path_parts(path.parent.parts),
@@ -145,7 +148,7 @@ def _find_split_of_shard(path: PurePosixPath) -> list[str]:
 
 
 def _find_split_in_path_parts(parts: Sequence[str]) -> list[str]:
-    """Return [split] if a part of a path names a split, such as ``dev``; the last such part decides. Else return []."""
+    """Return [split] for the last part of a path that names a split, such as ``dev``; an empty list if none does."""
     for part in reversed(parts):
         for split, pattern in _WORD.items():
             if pattern.search(part.lower()):
@@ -159,7 +162,7 @@ def _find_split_in_path_parts(parts: Sequence[str]) -> list[str]:
 def _files_by_config(
     names: Sequence[str], read_text: Callable[[str], str], config: str | None, shown: str, where: str
 ) -> dict[str, list[str]] | None:
-    """Return split -> files as the ``configs`` of README.md list them; None if README.md has no ``configs``.
+    """Return split -> files as the ``configs`` in README.md list them; None if README.md has no ``configs``.
 
     Raises:
         DataError: The configuration does not exist, or several exist and the recipe chooses none.
@@ -189,7 +192,7 @@ def _files_by_config(
 
 
 def _read_configs(readme: str) -> dict[str, dict[str, Any]]:
-    """Return the configurations in the YAML header of a README: ``splits`` (split -> patterns) and ``default``."""
+    """Return the configurations in the YAML header of a README, each with ``splits`` and ``default``."""
     parts = readme.split("---", 2)
     if not readme.startswith("---") or len(parts) < 3:
         return {}
@@ -222,7 +225,7 @@ def _read_split_patterns(config_entry: Mapping[str, Any]) -> dict[str, list[str]
 
 
 def _matches_pattern(name: str, pattern: str) -> bool:
-    """Return True if a file name matches a pattern; ``*`` does not match a slash, ``**`` does."""
+    """Return True if a file name matches a glob pattern; ``*`` does not match a slash, ``**`` does."""
     parts = re.split(r"(\*\*/?|\*|\?)", pattern)
     signs = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
     return re.fullmatch("".join(signs.get(part) or re.escape(part) for part in parts), name) is not None

@@ -1,4 +1,4 @@
-"""Read data files row by row; each row has its origin, for error messages.
+"""Read data files row by row; each row has its file and line, for error messages.
 
 A reader yields :class:`Row`: columns as plain Python values, and an origin. The origin is ``file:line`` if the format
 has lines, else ``file:row N`` (counted from 1). A bad row is reported to :class:`BadRows`; a bad file raises
@@ -37,11 +37,11 @@ class Row:
     """A row of data with its columns, as read from its file, before any conversion."""
 
     origin: str
-    """``file:line`` or ``file:row N``, for error messages"""
+    """file and line of the row, ``file:line`` or ``file:row N``"""
     columns: dict[str, Any]
     """column name -> value"""
     separator: str = "\n\n"
-    """text between ``instruction`` and ``input`` of an alpaca row"""
+    """text between ``instruction`` and ``input`` of a row of type ``alpaca``"""
 
 
 Reader = Callable[[DataFile, BadRows], Iterator[Row]]
@@ -53,7 +53,6 @@ def read_file(path: Path, shown_path: str) -> Iterator[Row]:
 
     Args:
         path: File; its extension selects the format.
-        shown_path: Name of the file in origins and messages.
 
     Raises:
         DataError: The file cannot be read, or a row is malformed.
@@ -65,8 +64,7 @@ def read_data_file(file: DataFile, bad: BadRows) -> Iterator[Row]:
     """Yield the rows of a file; its extension selects the format.
 
     Args:
-        file: File to read.
-        bad: Receives malformed rows; they are not yielded.
+        bad: Object to which malformed rows are reported; they are not yielded.
 
     Raises:
         DataError: The extension is unknown, or the file cannot be read.
@@ -76,7 +74,7 @@ def read_data_file(file: DataFile, bad: BadRows) -> Iterator[Row]:
         raise DataError(
             f"unknown file format: '{file.name}'",
             where=file.shown,
-            fix=f"use {', '.join(READERS)}; a text file may be compressed, then append {', '.join(COMPRESSED)}",
+            fix=f"use {', '.join(READERS)}; for a compressed text file, append {', '.join(COMPRESSED)}",
         )
     return reader(file, bad)
 
@@ -126,7 +124,6 @@ def _json_error(error: ValueError | RecursionError, origin: str, location: str) 
 
 
 def _read_jsonl(file: DataFile, bad: BadRows) -> Iterator[Row]:
-    """Yield a row for each line of a JSON Lines file; blank lines are skipped."""
     first = True
     for number, line in iter_lines(file, bad):
         if not line or line.isspace():
@@ -229,8 +226,7 @@ def _read_csv(file: DataFile, bad: BadRows, delimiter: str | None = None) -> Ite
     """Yield the rows below the header line of a CSV file; quoted cells may contain line breaks.
 
     Args:
-        file: File to read.
-        bad: Receives rows with a wrong number of cells.
+        bad: Object to which rows with a wrong number of cells are reported.
         delimiter: Character between cells; None detects it from the header.
 
     Raises:
@@ -275,7 +271,7 @@ def _read_csv(file: DataFile, bad: BadRows, delimiter: str | None = None) -> Ite
 
 
 class _CountedLines:
-    """Iterates over lines of text and counts them, including lines that are not yielded."""
+    """Iterates over lines of text; :attr:`next_line_number` also counts lines that were left out."""
 
     def __init__(self, lines: Iterator[tuple[int, str]]) -> None:
         self._lines = lines
@@ -303,13 +299,13 @@ _QUOTED = re.compile(r'"(?:[^"]|"")*"')
 
 
 def _find_delimiter(header: str) -> str:
-    """Return the delimiter of a CSV header: a comma if it has one, else the first of ``;``, tab and ``|`` in it."""
+    """Return the delimiter of a CSV header: the first of comma, ``;``, tab and ``|`` that the header contains."""
     bare = _QUOTED.sub("", header)
     return next((mark for mark in (",", ";", "\t", "|") if mark in bare), ",")
 
 
 def _unique_columns(names: Sequence[str], origin: str) -> list[str]:
-    """Return the column names without blanks at their ends.
+    """Return the column names without whitespace at their ends.
 
     Raises:
         DataError: A name appears twice.
@@ -333,7 +329,6 @@ def _read_parquet(file: DataFile, bad: BadRows) -> Iterator[Row]:
 
 
 def _read_arrow(file: DataFile, bad: BadRows) -> Iterator[Row]:
-    """Yield the rows of an Arrow file or stream, as ``datasets`` writes them."""
     import pyarrow as pa
 
     def iter_batches(raw: Any) -> Iterator[Any]:
@@ -385,25 +380,24 @@ def _arrow_rows(file: DataFile, iter_batches: Callable[[Any], Iterator[Any]], fo
 
 
 def error_in_one_line(error: BaseException, max_characters: int) -> str:
-    """Return an error's message (without one: its class name) as one line of at most ``max_characters`` characters."""
+    """Return the message of an error, or else its class name, cut to ``max_characters`` and without line breaks."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= max_characters else f"{text[: max_characters - 3]}..."
 
 
 def _read_text(file: DataFile, bad: BadRows) -> Iterator[Row]:
-    """Yield the whole file as one row: a book is one long document, not a row per line."""
+    """Yield the whole file as one row, because a text file such as a book is one document."""
     text = read_whole_text(file)
     if text.strip():
         yield Row(f"{file.shown}:1", {"text": text})
 
 
 def _remove_added_nulls(read: Reader) -> Reader:
-    """Return a reader that removes null arguments of tool calls if a table format probably added them, and notifies the
-    user.
+    """Return a reader that removes null arguments of tool calls if a table format probably added them.
 
     ``datasets`` stores the arguments of all tool calls of a column in one struct. Its ``to_json`` then writes every key
     in every call. A null may also be an argument that the call really passes. So nulls are removed only if all calls of
-    a file have the same keys. A file with a null argument is read twice, to compare the keys.
+    a file have the same keys. A file with a null argument is read twice, to compare the keys, and the user is notified.
     """
 
     def rows(file: DataFile, bad: BadRows) -> Iterator[Row]:
@@ -427,12 +421,12 @@ _NULLS_REMOVED = (
     "keep them, write the arguments as JSON text"
 )
 _NULLS_TRAINED = (
-    "null arguments of tool calls are trained as null: the calls have different keys, so no table format added them"
+    "null arguments of tool calls are kept as null: the calls have different keys, so no table format added them"
 )
 
 
 def _call_arguments(columns: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the arguments of each tool call in a row, except arguments that are JSON text, not an object."""
+    """Yield the arguments of each tool call in a row, if they are an object and not JSON text."""
     for messages in columns.values():
         for message in messages if isinstance(messages, list) else ():
             calls = message.get("tool_calls") if isinstance(message, dict) else None
@@ -444,14 +438,13 @@ def _call_arguments(columns: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _has_null(value: Any) -> bool:
-    """Return True if an object has a null value, at any depth."""
     if isinstance(value, dict):
         return any(item is None or _has_null(item) for item in value.values())
     return isinstance(value, list) and any(map(_has_null, value))
 
 
 def _have_same_keys(rows: Iterator[Row]) -> bool:
-    """Return True if the rows have two or more tool calls, and the (nested) keys of all their arguments are equal."""
+    """Return True if the rows have two or more tool calls, and all arguments have the same (also nested) keys."""
     keys: dict[tuple[str, ...], frozenset[str]] = {}
     count = 0
     for row in rows:
@@ -473,7 +466,6 @@ def _has_recorded_keys(value: Any, json_path: tuple[str, ...], keys: dict[tuple[
 
 
 def _remove_nulls(columns: Mapping[str, Any]) -> None:
-    """Remove null arguments of tool calls in place."""
     for arguments in _call_arguments(columns):
         left = remove_nulls(arguments)
         arguments.clear()

@@ -1,4 +1,4 @@
-"""Read the rows of a recipe's datasets: local files and folders, URLs, the hub, and the built-in datasets."""
+"""Read the rows of a recipe's datasets: local files and folders, URLs, the Hugging Face Hub, and built-in datasets."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ READ_BY = {
     **dict.fromkeys(("preference", "unpaired"), "streamtune dpo"),
     "prompts": "streamtune grpo",
 }
-"""Row type -> the commands that read it; other commands name them in their error."""
+"""Row type -> the commands that read it, for the error of other commands."""
 
 
 class SourceWatch(Protocol):
     """Checks that the files of a source have not changed since they were first read."""
 
     def check_listing(self, source: Source, files: Sequence[DataFile]) -> None:
-        """Check the source's list of files; raise ``DataError`` if it is not as at the first reading."""
+        """Raise ``DataError`` if the source's list of files has changed since the first reading."""
         ...
 
     def check_file(self, source: Source, file: DataFile) -> None:
-        """Check a file that is about to be opened; raise ``DataError`` if it changed since the first reading."""
+        """Raise ``DataError`` if a file that is about to be opened has changed since the first reading."""
         ...
 
 
@@ -58,18 +58,18 @@ class Source:
     """
 
     path: str
-    """file, folder, glob pattern, URL, dataset on the hub, or one of :data:`BUILT_IN`"""
+    """file, folder, glob pattern, URL, dataset on the Hugging Face Hub, or key of :data:`BUILT_IN`"""
     type: str = "auto"
-    """``auto``; ``messages``, ``prompt_completion``, ``text``, ``alpaca`` or ``sharegpt``; ``preference`` or
-    ``unpaired``; ``prompts``"""
+    """row type: ``auto``, ``messages``, ``prompt_completion``, ``text``, ``alpaca``, ``sharegpt``, ``preference``,
+    ``unpaired`` or ``prompts``"""
     split: str = "train"
-    """split of a folder or of a dataset on the hub"""
+    """split of a folder or of a dataset on the Hugging Face Hub"""
     name: str | None = None
-    """configuration of a dataset on the hub, or the task of ``demo-arithmetic``"""
+    """configuration of a dataset on the Hugging Face Hub, or the task if the dataset is ``demo-arithmetic``"""
     input_separator: str = "\n\n"
-    """text between ``instruction`` and ``input`` of an alpaca row"""
+    """text between ``instruction`` and ``input`` of a row of type ``alpaca``"""
     columns: Mapping[str, str] | None = None
-    """column name that StreamTune expects -> its name in the files"""
+    """column name of the row type -> name of the column in the files"""
     max_rows: int | None = None
     """maximum number of rows to use"""
     shuffle: bool = False
@@ -79,21 +79,21 @@ class Source:
     weight: float | None = None
     """share of an epoch, relative to the other sources' weights; None if no source has a weight"""
     mix_by: str = "rows"
-    """unit of all sources' shares: ``rows`` or ``tokens``"""
+    """unit of the shares of all sources: ``rows`` or ``tokens``"""
     evaluates: str | None = None
-    """name of the eval set that the rows belong to; None trains on them. Sources of eval sets come last"""
+    """name of the eval set to which the rows belong; None for training rows. Sources of eval sets come last"""
     seed: int = 42
     """seed of ``shuffle``"""
     watch: SourceWatch | None = None
-    """checks that files of streamed rows have not changed"""
+    """object that checks that files of streamed rows have not changed"""
     streamed: bool = False
-    """True reads a dataset on the hub row by row and stores no copy"""
+    """True reads a dataset on the Hugging Face Hub row by row and stores no copy"""
     where: str = ""
     """place of this entry in the recipe, ``file:line``, for error messages"""
 
     @property
     def place(self) -> str:
-        """Place for error messages: the key in the recipe, or the path if the source is not from a recipe."""
+        """Place for error messages: the entry in the recipe, or the path if the source is not from a recipe."""
         return self.where or self.path
 
 
@@ -101,8 +101,7 @@ def read_rows(source: Source, bad: BadRows | None = None) -> Iterator[Row]:
     """Yield the rows of a source, at most ``max_rows``, with columns renamed by ``source.columns``.
 
     Args:
-        source: Source to read.
-        bad: Receives malformed rows and messages for the user; without it the first malformed row raises.
+        bad: Object that collects malformed rows and shows messages; None raises the error of the first malformed row.
 
     Raises:
         DataError: A file is missing or cannot be read, or there are no rows.
@@ -117,7 +116,9 @@ def read_rows(source: Source, bad: BadRows | None = None) -> Iterator[Row]:
 
 
 def _select_rows(source: Source, bad: BadRows) -> Iterator[Row]:
-    """Yield all rows of a source, its first ``max_rows``, or (with ``shuffle``) ``max_rows`` drawn by the seed."""
+    """Yield all rows of a source, its first ``max_rows`` rows, or with ``shuffle`` a random sample of ``max_rows``
+    rows.
+    """
     if not source.shuffle or source.max_rows is None:
         yield from islice(_read_source(source, bad), source.max_rows)
         return
@@ -145,7 +146,7 @@ def _rename_columns(rows: Iterable[Row], source: Source, bad: BadRows) -> Iterat
     for number, row in enumerate(rows):
         missing = sorted(theirs - row.columns.keys())
         if missing:
-            what = f"'columns' names '{missing[0]}', but the row has {column_names(row.columns)}"
+            what = f"'columns' refers to '{missing[0]}', but the row has {column_names(row.columns)}"
             fix = did_you_mean(missing[0], row.columns) or "use one of these names"
             if number == 0:
                 raise DataError(f"{what} ({row.origin})", where=source.place, fix=fix)
@@ -166,13 +167,12 @@ def typed_rows(
 ) -> Iterator[tuple[Row, str]]:
     """Yield every row of the sources with its row type.
 
-    The type is the source's ``type``, or with ``auto`` the type detected from the source's first row.
+    The type is the source's ``type``. With ``auto``, the type is detected from the source's first row.
 
     Args:
-        sources: Sources to read, in order.
         allowed_types: Types that a source may have, besides ``auto``.
         detect_type: Function that returns the type of a row.
-        bad: Receives malformed rows, and tells the user each detected type.
+        bad: Object that collects malformed rows, and tells the user each detected type.
 
     Raises:
         DataError: A source has a type that is not in ``allowed_types``, or cannot be read.
@@ -186,7 +186,7 @@ def typed_rows(
                 if reader
                 else f"unknown row type '{row_type}'",
                 where=source.place,
-                fix=f"{'here ' if reader else ''}use {', '.join(('auto', *allowed_types))}",
+                fix=f"{'with this command, ' if reader else ''}use {', '.join(('auto', *allowed_types))}",
             )
         for row in read_rows(source, bad):
             if row_type == "auto":
@@ -266,7 +266,7 @@ Item = TypeVar("Item")
 
 
 def with_progress(items: Iterable[Item]) -> Iterator[Item]:
-    """Yield the items, and show a live count of them on stderr if it is a terminal."""
+    """Yield the items, and show their current number on stderr if it is a terminal."""
     if not sys.stderr.isatty():
         yield from items
         return

@@ -1,4 +1,4 @@
-"""Render messages, documents and completions to token ids, and find which of the ids are trained.
+"""Render messages, documents and completions to token ids, and find which tokens count in the loss.
 
-chat_variants -> chat -> tokens (long_text for long text) -> render;  counts holds the findings about the rows
+chat_variants -> chat -> tokens (long_text for long text) -> render;  counts holds what the user should know about rows
 """

@@ -1,8 +1,8 @@
-"""Render a conversation, and find the characters that the assistant wrote.
+"""Render a conversation with its chat template, and find the characters that the assistant wrote.
 
 A :class:`ChatTurn` is the text that the model must generate in one assistant turn. It starts after the generation
 prompt. It ends after the end-of-turn token (``<|im_end|>``, ``<|eot_id|>``, EOS ...), without the line break that most
-templates print after it. A ``<think>`` that the generation prompt opens belongs to the turn, like the rest of the
+templates print after it. If the generation prompt opens ``<think>``, this tag belongs to the turn, like the rest of the
 reasoning.
 
 All turns are positions in **one** rendering of the whole conversation, because this text is trained on. They are found
@@ -11,13 +11,13 @@ by the first method that applies:
 1. Marks. The template encloses turns in ``{% generation %}``.
 2. Prefixes. The messages before a turn, the messages up to the turn, and all messages are rendered. If each rendering
    is a prefix of the next, the turn is the difference of the first two.
-3. Changes. Some templates rewrite history: they drop the reasoning of earlier turns, or end the last turn with another
-   token. Their renderings are not prefixes. So each message is replaced by an unused character: where the full
-   rendering changes, it prints this message. Renderings that stop at the turn give the header and the end token. If a
-   turn overlaps the text of another message, the row is rejected.
+3. Changes. Some templates drop the reasoning of earlier turns, or end the last turn with another token, so renderings
+   are not prefixes. Each message is then replaced by an unused character, to find which characters of the full
+   rendering change. Renderings that stop at the turn show the text before it and the end token. If a turn overlaps the
+   text of another message, the row is rejected.
 
-Other messages (user, tool, system) are trained if ``roles_to_train`` names their role. The third method finds their
-text. An end token directly after it is trained too, if answers also end with this token.
+Other messages (user, tool, system) are trained on if ``roles_to_train`` names their role. The third method finds their
+text. An end token directly after it is trained on too, if answers also end with this token.
 
 With ``reasoning: keep``, reasoning that the template dropped is restored afterwards: the text of the turn is taken from
 a conversation that ends with it.
@@ -64,34 +64,29 @@ class RenderedChat:
     """A rendered conversation with the turns to train on."""
 
     text: str
-    """rendered text"""
     turns: list[ChatTurn]
-    """trained turns, in order"""
+    """turns to train on, in order"""
     ends: bool
-    """True if every trained turn ends with a special token, from which the model learns to stop"""
+    """True if every turn to train on ends with a special token, from which the model learns to stop"""
     system: str = "printed"
-    """how the template prints the system message, see :attr:`Renderings.system`"""
+    """treatment of the system message by the template, a value of :attr:`Renderings.system`"""
     reasoned: int = 0
-    """number of trained answers with reasoning"""
+    """number of answers with reasoning to train on"""
     dropped: list[int] = field(default_factory=list)
-    """indices of trained answers whose reasoning the template omits"""
+    """indices of the answers to train on whose reasoning the template omits"""
     exchanges: list[int] = field(default_factory=list)
-    """positions where an exchange begins: a user or system message after an answer"""
+    """positions at which an exchange begins, which is a user or system message after an answer"""
     closed: int = 0
-    """number of answers trained with reasoning although the generation prompt closes the reasoning"""
+    """number of answers trained with reasoning although their generation prompt has an empty ``<think></think>``"""
 
 
 _COMPARED, _DISAGREED = 8, -1
-"""Number of conversations for which two methods to find spans are compared; and the value if their results differ."""
+"""Number of conversations for which two methods to find ``{% generation %}`` spans are compared, and the mark of a
+difference."""
 
 
 class ChatRenderer:
-    """Renders conversations with a tokenizer's chat template and finds the characters to train on.
-
-    Args:
-        tokenizer: Tokenizer of the model.
-        options: Options for rendering chats.
-    """
+    """Renders conversations with a tokenizer's chat template, and finds the characters to train on."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, options: ChatOptions = DEFAULT_CHAT) -> None:
         self._tokenizer = tokenizer
@@ -114,9 +109,8 @@ class ChatRenderer:
         """Render a conversation and find the turns to train on.
 
         Args:
-            request: Conversation, tools and template variables.
             trained: Indices of the messages to train on.
-            origin: Place of the row, for errors.
+            origin: File and line of the row, for errors.
             reasoned: Indices of the answers whose reasoning must be printed. [default: ``trained``]
             find_exchanges: Whether to find where exchanges begin: a user or system message after an answer.
 
@@ -150,20 +144,19 @@ class ChatRenderer:
         return RenderedChat(text, turns, ends, chat.system, len(reasoned), dropped, exchanges, closed)
 
     def _count_closed_reasoning(self, chat: Renderings, reasoned: Sequence[int], dropped: Sequence[int]) -> int:
-        """Return how many trained answers have reasoning although their prompt has an empty think block."""
+        """Return :attr:`RenderedChat.closed`."""
         printed = [index for index in reasoned if self._options.reasoning == "keep" or index not in dropped]
         prompt = chat.render_prompt(printed[-1]) if printed else None
         return len(printed) if prompt is not None and _CLOSED_REASONING.search(prompt[-_NEAR:]) else 0
 
     def system_prefix_length(self, request: ChatRequest, text: str, origin: str) -> int:
-        """Return how many characters of a rendered conversation are its system messages, which must come first.
+        """Return the number of characters of the system messages at the start of a rendered conversation.
 
-        0 if the template prints the system messages differently without the other messages.
+        Return 0 if the template prints the system messages differently without the other messages.
 
         Args:
             request: Request with only the system messages.
-            text: Rendering of the whole conversation.
-            origin: Place of the row, for errors.
+            origin: File and line of the row, for errors.
         """
         try:
             alone = render_messages(self._tokenizer, request, origin)
@@ -173,7 +166,7 @@ class ChatRenderer:
         return len(alone) if text.startswith(alone) and content in alone else 0
 
     def _find_exchange_end_turns(self, chat: Renderings, turns_by_index: Mapping[int, ChatTurn]) -> list[ChatTurn]:
-        """Return the turn of each answer that a user or system message follows; untrained turns may be missing."""
+        """Return the turn of each answer before a user or system message; untrained answers may be missing."""
         answers = [index for index in chat.answers() if _is_last_of_exchange(chat.messages, index)]
         if not turns_by_index.keys() >= set(answers):
             try:
@@ -183,11 +176,10 @@ class ChatRenderer:
         return [turns_by_index[index] for index in answers]
 
     def requests_to_render_ahead(self, request: ChatRequest, trained: Sequence[int]) -> list[ChatRequest]:
-        """Return the renderings that :meth:`render` will usually need, so that they can be made ahead.
+        """Return the requests that :meth:`render` will usually make, so that they can be rendered together in advance.
 
         Args:
-            request: Conversation, tools and template variables.
-            trained: Indices of the trained assistant messages.
+            trained: Indices of the assistant messages to train on.
         """
         shown = without_training_flags(request)
         wanted = [shown]
@@ -204,7 +196,7 @@ class ChatRenderer:
         return self._find_turns_by_changes(chat, answers) if turns is None else turns
 
     def _check_answer_is_printed(self, chat: Renderings, index: int, turns: Sequence[str]) -> None:
-        """Check that the template prints the text and tool calls of an answer: some templates omit unknown fields.
+        """Check that the template prints the text and the tool calls of an answer.
 
         Raises:
             DataError: A text or a function name is in none of the turns.
@@ -238,8 +230,8 @@ class ChatRenderer:
     def _generation_spans(self, chat: Renderings) -> list[tuple[int, int]] | None:
         """Return the character spans of ``{% generation %}`` blocks; None without blocks.
 
-        The template process reports spans with each rendering. They are trusted after they equalled the spans of
-        :meth:`Renderings.find_generation_spans` for 8 conversations.
+        The template process reports spans with each rendering. They are used without a check after they equalled the
+        spans of :meth:`Renderings.find_generation_spans` for 8 conversations.
         """
         ahead = chat.spans_rendered_ahead() if self._agreed >= 0 else None
         if ahead is not None and self._agreed >= _COMPARED:
@@ -250,7 +242,10 @@ class ChatRenderer:
         return spans
 
     def _extend_to_end_token(self, text: str, start: int, end: int, terminators: set[str]) -> ChatTurn:
-        """Return a marked span that ends after its end token: some templates mark too little, others a newline more."""
+        """Return the turn of a ``{% generation %}`` block, up to its end token.
+
+        Some templates leave the end token outside of the block; others have a line break after it in the block.
+        """
         marked = text[start:end].rstrip()
         if self._ends_with_special(marked):
             return ChatTurn(start, start + len(marked))
@@ -276,11 +271,10 @@ class ChatRenderer:
     def _find_turn_start(
         self, chat: Renderings, index: int, history_length: int, text: str, through: int | None = None
     ) -> int:
-        """Return where the turn of message ``index`` starts in ``text``, after the turn's header.
+        """Return the position in ``text`` where the turn of message ``index`` starts, after the text that introduces
+        the turn.
 
         Args:
-            chat: Conversation and its renderings.
-            index: Index of the message.
             history_length: Length of the prompt before the turn; usually the turn starts here.
             text: Rendering that contains the turn.
             through: End of the text to search for a header, if the template has no generation prompt; None searches
@@ -292,8 +286,7 @@ class ChatRenderer:
         return history_length - opened_reasoning_length(text[:history_length] if near.isspace() else near)
 
     def _plain_header_length(self, chat: Renderings, index: int, turn: str) -> int:
-        """Return how many characters at the start of ``turn`` are its header, for a template without a generation
-        prompt.
+        """Return the length of the header at the start of ``turn``, for a template without a generation prompt.
 
         The header is what such a template prints between the earlier messages and the content of an answer.
         """
@@ -317,15 +310,15 @@ class ChatRenderer:
         return place[1] + self._turn_tail_length(chat, index, (chat.render_through_message(index) or "")[place[1] :])
 
     def _has_two_end_tokens(self, text: str) -> bool:
-        """Return True if only blanks separate the last two special tokens: one may end the turn, the other the text."""
+        """Return True if only whitespace separates the last two special tokens, which end the turn and the text."""
         specials = list(self._special.finditer(text))
         return len(specials) > 1 and text[specials[-2].end() : specials[-1].start()].isspace()
 
     def _turn_tail_length(self, chat: Renderings, index: int, tail: str) -> int:
         """Return how many characters of ``tail`` (the text printed after an answer) belong to the turn of the answer.
 
-        The turn ends with the last special token; some templates close a tool call with an earlier one. Without special
-        tokens it ends with the last character that is not blank. A token that only ends the conversation is excluded.
+        The turn ends with the last special token, because an earlier one may close a tool call. Without special tokens
+        it ends before trailing whitespace. A token that only ends the conversation is excluded.
         """
         if self._has_two_end_tokens(tail.rstrip()) and index == len(chat.messages) - 1:
             shared = tail[: common_prefix_length(tail, chat.text_after_last_answer() or tail)]
@@ -358,7 +351,8 @@ class ChatRenderer:
     def _find_turn_start_by_comparison(
         self, chat: Renderings, index: int, text_range: tuple[int, int], floor: int
     ) -> int:
-        """Return the position after the header before ``text_range``; the header begins at ``floor`` or later.
+        """Return the end of the header (text that introduces a turn) before ``text_range``; it begins at ``floor`` or
+        later.
 
         Raises:
             DataError: The template does not print its generation prompt before the answer.
@@ -380,10 +374,11 @@ class ChatRenderer:
         raise chat.location_error(index, "prints different text before the answer than its generation prompt")
 
     def _short_header_end(self, chat: Renderings, index: int, text_range: tuple[int, int], floor: int) -> int | None:
-        """Return the end of a header that is only the beginning of the generation prompt; None without such a header.
+        """Return the end of the text before a turn that is only the beginning of the generation prompt; None if there
+        is none.
 
-        A generation prompt may be longer than the header of an earlier turn, for example by ``<think></think>``. The
-        header ends where the text of the turn begins, or where a plain answer in its place would begin.
+        For example, a generation prompt may end with ``<think></think>``, while the text before an earlier turn does
+        not.
         """
         for header in chat.possible_headers(index):
             if common := self._header_ending_at(chat.text, text_range[0], floor, header):
@@ -396,9 +391,10 @@ class ChatRenderer:
         return None
 
     def _header_ending_at(self, text: str, position: int, floor: int, header: str) -> str:
-        """Return the longest beginning of ``header`` that ends at ``position`` of a text; empty if there is none.
+        """Return the longest beginning of ``header`` that ends at ``position`` of a text; an empty string if there is
+        none.
 
-        It must contain the first special token of ``header``, if ``header`` has special tokens.
+        The beginning must contain the first special token of ``header``, if there is one.
         """
         first = self._special.search(header)
         min_length = first.end() if first is not None else 1
@@ -425,7 +421,7 @@ class ChatRenderer:
     def _turns_with_end_tokens(
         self, chat: Renderings, turns: list[ChatTurn], other_messages: Sequence[int]
     ) -> list[ChatTurn]:
-        """Return the turns of answers and other trained messages in order; ``train_on_eos`` decides on end tokens."""
+        """Return all turns to train on, in order, with the end tokens that ``train_on_eos`` selects."""
         which = self._options.train_on_eos
         if not other_messages and which == "turn":
             return turns
@@ -444,13 +440,13 @@ class ChatRenderer:
         return _join_turns(turns)
 
     def _end_token_names(self, chat: Renderings, turns: Sequence[ChatTurn]) -> set[str]:
-        """Return the names of the tokens that end answers: EOS, and the special token at the end of each turn."""
+        """Return the texts of the tokens that end answers: EOS, and the special token at the end of each turn."""
         texts = [chat.text[turn.start : turn.end] for turn in turns]
         ends = {next((token for token in self._special_tokens if text.endswith(token)), "") for text in texts}
         return (ends | {str(self._end or "")}) - {""}
 
     def _position_after_end_token(self, text: str, position: int, end_tokens: set[str]) -> int:
-        """Return the position after the end token at ``position`` (after blanks); without one, ``position`` itself."""
+        """Return the position after the end token (after whitespace) at ``position``; without it, ``position``."""
         following = self._special.match(text, _skip_blanks(text, position))
         return following.end() if following is not None and following.group() in end_tokens else position
 
@@ -479,7 +475,6 @@ class ChatRenderer:
         """Insert the reasoning that the template dropped into the rendering.
 
         Args:
-            chat: Conversation and its rendering.
             turns: Turns whose positions are adjusted.
             dropped_turns: Message index -> turn of an answer with dropped reasoning.
 
@@ -502,7 +497,7 @@ class ChatRenderer:
         return text, moved
 
     def _turn_with_reasoning(self, chat: Renderings, index: int, printed: str) -> str:
-        """Return the text of a turn with its reasoning: the turn as printed when it is the last of the conversation."""
+        """Return the text of a turn with its reasoning, as printed in a conversation that ends with this turn."""
         reasoning, before = reasoning_of(chat.messages[index]), chat.render_prompt(index)
         for messages in forms_as_last_answer(chat, index) if before is not None else ():
             through = chat.try_render(messages)
@@ -523,7 +518,7 @@ class ChatRenderer:
 
 
 TextRanges = Sequence[tuple[int, int] | None]
-"""[messages] range of characters of each message, as :meth:`Renderings.text_range` returns it."""
+"""[messages] range of characters of each message, from :meth:`Renderings.text_range`."""
 
 
 def _require_printed_range(chat: Renderings, text_ranges: TextRanges, index: int) -> tuple[int, int]:
@@ -550,7 +545,6 @@ def _check_no_overlap(chat: Renderings, text_ranges: TextRanges, index: int, tur
 
 
 def _is_last_of_exchange(messages: Sequence[Message], index: int) -> bool:
-    """Return True if message ``index`` is an answer that is directly followed by a user or system message."""
     following = messages[index + 1]["role"] if index + 1 < len(messages) else ""
     return following in ("user", "system", "developer")
 
@@ -567,7 +561,7 @@ def _join_turns(turns: Sequence[ChatTurn]) -> list[ChatTurn]:
 
 
 _NEAR = 4096
-"""Number of characters at the end of a prompt that are searched for ``<think>``, unless all are blank."""
+"""Number of characters at the end of a prompt that are searched for ``<think>``, unless all are whitespace."""
 _BLANKS = re.compile(r"\s*")
 _CLOSED_REASONING = re.compile(r"<think>\s*</think>\s*\Z")
 _NO_REASONING = re.compile(r"\A\s*<think>\s*</think>")

@@ -1,4 +1,4 @@
-"""Render variants of one conversation, to find which characters each message takes in the full rendering.
+"""Render variants of one conversation, to find which characters of the full rendering each message takes.
 
 Variants are: the first messages only, with a message replaced, and with the template's ``{% generation %}`` blocks
 marked. Reasoning is in its own field of a message, or in ``content`` as ``<think> ... </think>`` before the answer.
@@ -26,14 +26,14 @@ _GENERATION = re.compile(r"\{%([-+]?)\s*generation\s*([-+]?)%\}")
 _END_GENERATION = re.compile(r"\{%([-+]?)\s*endgeneration\s*([-+]?)%\}")
 
 _CACHED_RENDERINGS = 4
-"""Number of cached renderings, as many as a turn needs: its history, its prompt, itself, and the next prompt."""
+"""Number of cached renderings, as many as a turn needs: history, prompt, the turn itself, and the next prompt."""
 
 _LONG = 1 << 20
-"""Number of characters from which a prefix of the whole rendering is cached only as its length."""
+"""Minimum number of characters of a prefix of the whole rendering of which only the length is cached."""
 
 
 def special_names(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
-    """Return the names (texts) of a tokenizer's special tokens, the longest first."""
+    """Return the texts of a tokenizer's special tokens, such as ``<|im_end|>``, the longest first."""
     added = getattr(tokenizer, "added_tokens_decoder", {}).values()
     names = {str(token) for token in added if token.special} | set(tokenizer.all_special_tokens)
     return tuple(sorted(filter(None, names), key=lambda name: (-len(name), name)))
@@ -43,9 +43,8 @@ def require_template(tokenizer: PreTrainedTokenizerBase, noun: str, origin: str)
     """Raise an error unless the tokenizer has a chat template.
 
     Args:
-        tokenizer: Tokenizer of the model.
         noun: Word for the conversation in the error: ``row`` or ``prompt``.
-        origin: Place of the row, for the error.
+        origin: File and line of the row, for errors.
 
     Raises:
         DataError: The tokenizer has no chat template.
@@ -71,11 +70,9 @@ def render_messages(
     If the template rejects messages without ``content`` (tool calls only), they are rendered with an empty string.
 
     Args:
-        tokenizer: Tokenizer of the model.
-        request: Conversation, tools and template variables.
-        origin: Place of the row, for errors.
-        template: Chat template to use. [default: the tokenizer's]
-        explain: Whether the error names the rejected message; finding it takes further renderings.
+        origin: File and line of the row, for errors.
+        template: Chat template; None uses the tokenizer's.
+        explain: Whether the error names the rejected message, which takes further renderings.
 
     Raises:
         DataError: The template rejects the conversation.
@@ -122,13 +119,11 @@ def _rejection_error(messages: Sequence[Mapping[str, Any]], index: int | None, r
 
 
 def without_training_flags(request: ChatRequest) -> ChatRequest:
-    """Return the request without the training flags of its messages, which a chat template must not see."""
     messages = [{name: value for name, value in message.items() if name not in FLAGS} for message in request.messages]
     return replace(request, messages=messages)
 
 
 def template_marks_answers(tokenizer: PreTrainedTokenizerBase, tools: Any) -> bool:
-    """Return True if the chat template encloses answers in ``{% generation %}`` blocks."""
     try:
         return _GENERATION.search(tokenizer.get_chat_template(tools=tools)) is not None
     except ValueError:  # no template: rendering raises the error
@@ -156,11 +151,6 @@ def check_unicode(text: str, origin: str) -> str:
 class Renderings:
     """The rendering of a conversation, and of variants that show which of its characters the assistant wrote.
 
-    Args:
-        tokenizer: Tokenizer of the model.
-        request: Conversation, tools and template variables.
-        origin: Place of the row, for errors.
-
     Raises:
         DataError: The template rejects the conversation.
         TemplateLimitError: The template takes too much time or memory.
@@ -170,9 +160,9 @@ class Renderings:
         self.messages = messages = request.messages
         self._tokenizer, self._request, self._origin = tokenizer, request, origin
         self._cache: dict[tuple[int, bool], str | int | None] = {}
-        """(number of messages, with generation prompt) -> rendering; of a long prefix of the full text its length"""
+        """(number of messages, with generation prompt) -> rendering, or its length if it is a long prefix"""
         self.system: Literal["printed", "late", "left out"] = "printed"
-        """how the template prints a first system message: ``late`` if it prints it only before the user's last message,
+        """how the template prints a system message at the start: ``late`` means only before the user's last message,
         and only in a conversation that ends with this message"""
         ahead = find_rendered_ahead(tokenizer, without_training_flags(request))
         self._spans = None if ahead is None else ahead[1]
@@ -182,7 +172,6 @@ class Renderings:
             self._find_unprinted_system_message()
 
     def answers(self) -> list[int]:
-        """Return the indices of the assistant messages."""
         return [index for index, message in enumerate(self.messages) if message["role"] == "assistant"]
 
     def _render(self, messages: list[Message], *, generation: bool = False, template: str | None = None) -> str:
@@ -196,8 +185,7 @@ class Renderings:
         return render_messages(self._tokenizer, request, self._origin, template=template)
 
     def _find_unprinted_system_message(self) -> None:
-        """Set ``system`` for a system message whose text is not in the rendering, and render the message if the
-        template can.
+        """Set ``system`` if the text of the system message is not in the rendering; render the message if possible.
 
         Some templates (Mistral, 2024) print the system message before the user's last message, and only if the
         conversation ends with this message, as at inference. Then the last answer is appended to that rendering.
@@ -231,14 +219,13 @@ class Renderings:
             return None
 
     def _render_prefix(self, count: int, generation: bool) -> str | None:
-        """Return the rendering of the first ``count`` messages; None if that fails. Few renderings are cached."""
         if count == len(self.messages) and not generation:
             return self.text
         cached = self._cached_prefix(count, generation)
         return self.text[:cached] if isinstance(cached, int) else cached
 
     def _cached_prefix(self, count: int, generation: bool) -> str | int | None:
-        """Return the first ``count`` messages rendered, or the text's length if it is a long prefix of ``text``."""
+        """Return the rendering of the first ``count`` messages, or its length if it is a long prefix of ``text``."""
         if (count, generation) not in self._cache:
             if len(self._cache) >= _CACHED_RENDERINGS:
                 del self._cache[next(iter(self._cache))]
@@ -248,11 +235,11 @@ class Renderings:
         return self._cache[count, generation]
 
     def render_history(self, index: int) -> str | None:
-        """Return the rendering of the messages before ``index``; None if there are none, or if that fails."""
+        """Return the rendering of the messages before ``index``; None if there are none or they are rejected."""
         return self._render_prefix(index, False)
 
     def render_prompt(self, index: int) -> str | None:
-        """Return the rendering of the messages before ``index`` with generation prompt; None if that fails."""
+        """Return :meth:`render_history` with the generation prompt."""
         return self._render_prefix(index, True)
 
     def render_through_message(self, index: int) -> str | None:
@@ -260,16 +247,16 @@ class Renderings:
         return self._render_prefix(index + 1, False)
 
     def length_before_answer(self, index: int) -> int | None:
-        """Return the length of the text before message ``index``, generation prompt included.
+        """Return the length of the rendered text before message ``index``, generation prompt included.
 
-        None if the template rejects the earlier messages, or the full rendering does not begin with this text.
+        Return None if the template rejects the earlier messages, or the full rendering does not begin with this text.
         """
         return self._prefix_length(index, True)
 
     def length_through_message(self, index: int) -> int | None:
-        """Return the length of the text up to and including message ``index``.
+        """Return the length of the rendered text up to and including message ``index``.
 
-        None if the template rejects these messages, or the full rendering does not begin with this text.
+        Return None if the template rejects these messages, or the full rendering does not begin with this text.
         """
         return len(self.text) if index + 1 == len(self.messages) else self._prefix_length(index + 1, False)
 
@@ -292,7 +279,6 @@ class Renderings:
                 yield header[: len(header) - opened_reasoning_length(header)]
 
     def has_generation_prompt(self, index: int) -> bool:
-        """Return True if the template prints a generation prompt before answer ``index``."""
         return self._cached_prefix(index, True) != self._cached_prefix(index, False)
 
     def text_before_answer(self, index: int) -> str | None:
@@ -318,11 +304,11 @@ class Renderings:
         return next(chr(code) for code in range(ord(first), 0xF900) if chr(code) not in self.text)
 
     def text_range(self, index: int) -> tuple[int, int] | None:
-        """Return the range of characters in the full rendering that change with the text of message ``index``.
+        """Return start and end (exclusive) of the characters in the full rendering that print the text of message
+        ``index``.
 
-        Returns:
-            Start and end (exclusive). They are equal if the message has no text, and (0, 0) if the template omits the
-                message. None if the template rejects or escapes the text that replaces the message for this comparison.
+        Start and end are equal if the message has no text, and both 0 if the template omits the message. Return None if
+        the template rejects or escapes the character that replaces the message for this comparison.
         """
         return self._find_message_range(self.messages, self.text, index)
 
@@ -352,9 +338,8 @@ class Renderings:
     def find_generation_spans(self) -> list[tuple[int, int]] | None:
         """Return the character spans of the template's ``{% generation %}`` blocks; None without blocks.
 
-        To find the blocks, a modified template prints an unused character at both ends of each block. Without these
-        characters the rendering must equal the original; otherwise whitespace control changed it, and the result is
-        None.
+        A modified template prints an unused character at both ends of each block. If the rendering without these
+        characters differs from the original, because of whitespace control, the result is None.
         """
         template: str = self._tokenizer.get_chat_template(tools=self._request.tools)
         if not _GENERATION.search(template):
@@ -373,7 +358,7 @@ class Renderings:
         return list(zip(ends[0::2], ends[1::2], strict=True))
 
     def text_after_last_answer(self) -> str | None:
-        """Return what the template prints between the last answer and a user message after it; None if that fails."""
+        """Return what the template prints between the last answer and a user message after it; None if unknown."""
         messages = [*self.messages, {"role": "user", "content": self.unused_character()}]
         text = self.try_render(messages)
         text_range = self._find_message_range(messages, text, len(self.messages) - 1)
@@ -390,7 +375,7 @@ class Renderings:
 
 
 _NOT_TEXT = frozenset({"role", "type", "id", "tool_call_id", "name"})
-"""Fields of a message whose strings are not text; they are not replaced."""
+"""Fields of a message whose strings are not text."""
 
 
 def _replace_message_text(message: Message, mark: str) -> Message:
@@ -411,7 +396,7 @@ def _replace_nested_strings(value: Any, key: str, mark: str) -> Any:
 
 
 def opened_reasoning_length(prompt: str) -> int:
-    """Return how many characters at the end of ``prompt`` are ``<think>`` and blanks after it; 0 without that tag."""
+    """Return the number of characters of ``<think>`` and whitespace at the end of ``prompt``; 0 without this tag."""
     stripped = prompt.rstrip()
     return len(prompt) - len(stripped.removesuffix("<think>")) if stripped.endswith("<think>") else 0
 
@@ -443,11 +428,11 @@ def _common_suffix_length(first: str, second: str, limit: int) -> int:
 
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 _MOST_REPLACED = 1000
-"""Maximum number of answers whose reasoning is replaced by a mark: each mark needs its own unused character."""
+"""Maximum number of answers whose reasoning is replaced, each by its own unused character."""
 
 
 def reasoning_of(message: Mapping[str, Any]) -> str:
-    """Return the reasoning of a message, stripped; an empty string if it has none."""
+    """Return the reasoning of a message without whitespace at its ends; an empty string if it has none."""
     for name in REASONING_FIELDS:
         value = message.get(name)
         if isinstance(value, str) and value.strip():
@@ -460,15 +445,14 @@ def reasoning_of(message: Mapping[str, Any]) -> str:
 
 
 def answers_without_printed_reasoning(chat: Renderings, answers: Sequence[int], turns: Mapping[int, str]) -> list[int]:
-    """Return which answers have reasoning that the template does not print.
+    """Return the indices of answers whose reasoning the template does not print.
 
-    Reasoning that the text of a turn does not contain may be printed in another form. To find out, the reasoning is
-    replaced by a mark, and the conversation is rendered again.
+    If the text of a turn does not contain the reasoning, the template may print it in another form. So the reasoning is
+    replaced by an unused character, and the conversation is rendered again.
 
     Args:
-        chat: Conversation and its rendering.
         answers: Indices of the answers to check; all have reasoning.
-        turns: Message index -> text of the answer's turn; without it, the whole rendering is searched.
+        turns: Message index -> text of the answer's turn; for missing indices, the whole rendering is searched.
     """
     missing = [index for index in answers if reasoning_of(chat.messages[index]) not in turns.get(index, chat.text)]
     marks: dict[int, str] = {}
@@ -489,9 +473,9 @@ def _with_marked_reasoning(message: Message, mark: str) -> Message:
 
 
 def forms_as_last_answer(chat: Renderings, index: int) -> list[list[Message]]:
-    """Return the messages up to an answer, in two forms. Templates print the reasoning of a last answer.
+    """Return two lists of messages that end with an answer, because templates print the reasoning of a last answer.
 
-    The first form has the answer unchanged. The second has its reasoning in every field that templates may read.
+    In the second list, the answer has its reasoning in every field that templates may read.
     """
     message, before = chat.messages[index], chat.messages[:index]
     named = {**message, **dict.fromkeys(REASONING_FIELDS, reasoning_of(message))}

@@ -1,7 +1,7 @@
-"""Count the findings of rendering: dropped reasoning, empty answers, ignored columns.
+"""Count what the user should know about rendered rows: dropped reasoning, empty answers, ignored columns.
 
-:class:`RenderLog` has one :class:`RenderCounts` per dataset. When all rows are rendered, :meth:`RenderLog.finish`
-notifies the user, or raises if the options treat a finding as an error.
+:class:`RenderLog` has one :class:`RenderCounts` per dataset. When all rows are rendered,
+:meth:`RenderLog.notify_or_raise` notifies the user, or raises if the options treat a case as an error.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ _SHOWN, _NAMED = 10, 4
 
 @dataclass
 class RenderCounts:
-    """Numbers of rows and answers of one dataset with something to tell the user, such as dropped reasoning."""
+    """Numbers of rows and answers of one dataset that the user should know about, such as dropped reasoning."""
 
     answers: int = 0
-    """number of trained answers"""
+    """number of answers to train on"""
     reasoning: int = 0
-    """number of trained answers with reasoning"""
+    """number of answers to train on that have reasoning"""
     reasoning_dropped: int = 0
-    """number of trained answers whose reasoning the chat template omits"""
+    """number of answers to train on whose reasoning the chat template omits"""
     reasoning_closed: int = 0
-    """number of answers trained with reasoning although the generation prompt closes the reasoning"""
+    """number of answers trained with reasoning although their generation prompt has an empty ``<think></think>``"""
     empty: int = 0
-    """number of empty trained answers"""
+    """number of empty answers to train on"""
     rows_with_empty: int = 0
-    """number of rows with an empty trained answer"""
+    """number of rows with an empty answer to train on"""
     system_left_out: int = 0
     """number of rows whose system message the chat template does not print"""
     system_late: int = 0
     """number of rows whose system message the chat template prints with the user's last message"""
     answers_before_system: int = 0
-    """number of trained answers before a system message that is printed late"""
+    """number of answers to train on before a system message that is printed late"""
     tools_left_out: int = 0
     """number of rows whose tools the chat template does not print"""
     other_system: int = 0
@@ -45,28 +45,27 @@ class RenderCounts:
     wrapped_tools: int = 0
     """number of rows with a tool that is a bare function schema"""
     special_rows: int = 0
-    """number of rows whose text contains names of special tokens"""
+    """number of rows whose text contains special tokens, such as ``<|im_end|>``"""
     specials_by: Counter[str] = field(default_factory=Counter)
-    """role -> number of messages that contain names of special tokens; ``text`` for texts without roles"""
+    """role -> number of messages that contain special tokens; ``text`` for texts without roles"""
     specials: dict[str, None] = field(default_factory=dict)
-    """names of special tokens found in rows, in order"""
+    """texts of special tokens found in rows, as keys in order"""
     begins_twice: int = 0
     """number of texts that already begin with BOS, which the tokenizer adds too"""
     completions: int = 0
-    """number of texts of a prompt and its completion"""
+    """number of texts made of a prompt and its completion"""
     merged_borders: int = 0
-    """number of these texts with a token that crosses the border between prompt and completion"""
+    """number of texts of ``completions`` with a token that crosses the border between prompt and completion"""
     flags_of_other_roles: Counter[str] = field(default_factory=Counter)
-    """role -> number of messages with a flag to train them that are not trained"""
+    """role -> number of messages flagged for training whose role is not in ``roles_to_train``"""
     unread_columns: dict[str, None] = field(default_factory=dict)
-    """names of columns that are not read, in order"""
+    """names of columns that are not read, as keys in order"""
     dropped_at: list[str] = field(default_factory=list)
-    """places of the first answers with dropped reasoning"""
+    """places of the first answers with dropped reasoning, such as ``file:3 messages[1]``"""
     empty_at: list[str] = field(default_factory=list)
-    """places of the first rows with an empty answer"""
+    """file and line of the first rows with an empty answer"""
 
     def add_counts(self, other: RenderCounts) -> None:
-        """Add the counts of other rows of the same dataset."""
         for name, other_value in vars(other).items():
             own_value = getattr(self, name)
             if isinstance(other_value, int):
@@ -83,11 +82,11 @@ class RenderCounts:
             self.dropped_at += [place] if len(self.dropped_at) < _SHOWN else []
 
     def add_special_names(self, role: str, names: Sequence[str], *, new_row: bool) -> None:
-        """Count a message that contains names of special tokens.
+        """Count a message that contains special tokens, such as ``<|im_end|>``.
 
         Args:
             role: Role of the message, or ``text``.
-            names: Names of the special tokens.
+            names: Texts of the special tokens.
             new_row: Whether the message is the first such message of its row.
         """
         self.special_rows += new_row
@@ -101,12 +100,7 @@ class RenderCounts:
 
 
 class RenderLog:
-    """Collects the counts of each dataset (empty answers, dropped reasoning ...), and tells the user about them.
-
-    Args:
-        options: Options for rendering; they decide what is an error.
-        notify: Function that shows the user a message.
-    """
+    """Collects the counts of each dataset (empty answers, dropped reasoning ...), and tells the user about them."""
 
     def __init__(self, options: ChatOptions, notify: Callable[[str], None]) -> None:
         self.options, self._notify = options, notify
@@ -114,11 +108,11 @@ class RenderLog:
         self.path = ""
         """path of the dataset whose rows are being rendered"""
         self.current = RenderCounts()
-        """counts of this dataset"""
+        """counts of the dataset at ``path``"""
         self._noted: set[str] = set()
 
     def start_dataset(self, path: str) -> None:
-        """Make the dataset at ``path`` the one whose counts ``current`` is."""
+        """Set ``current`` to the counts of the dataset at ``path``."""
         self.path = path
         self.current = self.counts_of(path)
 
@@ -126,7 +120,6 @@ class RenderLog:
         return self.by_path.setdefault(path, RenderCounts())
 
     def notify_once(self, message: str) -> None:
-        """Show the user a message, unless it was shown before."""
         if message not in self._noted:
             self._noted.add(message)
             self._notify(message)
@@ -181,9 +174,9 @@ def _describe_findings(counts: RenderCounts, options: ChatOptions) -> list[str]:
     if counts.reasoning_dropped:
         share = f"{counts.reasoning_dropped:,} of {counts.answers:,} answers"
         found.append(
-            f"reasoning of {share} restored, which the chat template drops (reasoning: keep)"
+            f"reasoning that the chat template drops was restored in {share} (reasoning: keep)"
             if options.reasoning == "keep"
-            else f"the chat template drops the reasoning of {share}; reasoning: keep would train it"
+            else f"the chat template drops the reasoning of {share}; reasoning: keep would train on it"
         )
     if counts.reasoning_closed:
         found.append(
@@ -208,7 +201,7 @@ def _describe_findings(counts: RenderCounts, options: ChatOptions) -> list[str]:
         found.append(f"the chat template does not print the tools of {_rows_text(counts.tools_left_out)}")
     if counts.system_late:
         text = "the chat template prints the system message only before the user's last message: "
-        text += f"{_rows_text(counts.system_late)} rendered so"
+        text += f"{_rows_text(counts.system_late)} affected"
         earlier = counts.answers_before_system
         found.append(text + (f", with {earlier:,} earlier answers trained without a system message" if earlier else ""))
     if counts.special_rows:
@@ -221,9 +214,9 @@ def _describe_findings(counts: RenderCounts, options: ChatOptions) -> list[str]:
             "and completion; it is trained with the completion"
         )
     for role, number in counts.flags_of_other_roles.items():
-        have = "message has" if number == 1 else "messages have"
+        have = "message is" if number == 1 else "messages are"
         trained = ", ".join(options.roles_to_train)
-        found.append(f"{number:,} '{role}' {have} a flag to train them, but roles_to_train is {trained}: not trained")
+        found.append(f"{number:,} '{role}' {have} flagged for training, but roles_to_train is {trained}: not trained")
     return found
 
 
@@ -233,7 +226,7 @@ def _describe_specials(counts: RenderCounts, options: ChatOptions) -> str:
     does = (
         "tokenized as ordinary text (split_special_tokens: true)"
         if options.split_special_tokens
-        else "tokenized as special tokens, as an inference server does; split_special_tokens: true keeps them text"
+        else "tokenized as special tokens, as an inference server does; split_special_tokens: true keeps them as text"
     )
     return f"the text of {_rows_text(counts.special_rows)} contains special tokens ({names}; {where}): {does}"
 

@@ -1,24 +1,24 @@
 r"""Tokenise long text in parts: the same ids as for the whole text, with a fraction of the memory.
 
-A tokenizer needs hundreds of bytes per token while it works. So it gets a long text in parts. A text that cannot be cut
+A tokenizer needs hundreds of bytes per token while it works, so it gets a long text in parts. A text that cannot be cut
 without changing ids is tokenised whole. A cut is exact if no token crosses it, and if each side gets the same tokens as
 in the whole text. Cuts are made between words::
 
-    letter | blank letter                  "one| two"
-    no blank, line break | letter          "one.\n|Two"
+    letter | space letter                  "one| two"
+    no space, line break | letter          "one.\n|Two"
 
 Three kinds of tokenizers allow exact cuts; all others tokenise the whole text.
 
 1. Byte-level BPE, whose pre-tokenizer splits text into words before any merge. Each alternative of its regular
    expressions is in :data:`ALTERNATIVES`. No match of these crosses a cut, changes if the text ends at the cut, or
    looks back over it.
-2. Tokenizers that split words at blanks: WordPiece with BERT's pre-tokenizer, and models with ``Metaspace``.
+2. Tokenizers that split words at spaces: WordPiece with BERT's pre-tokenizer, and models with ``Metaspace``.
 3. BPE over ``▁`` without a pre-tokenizer, as in Llama 2 and Gemma. If no token of the vocabulary has a letter followed
-   by ``▁``, nothing merges across a blank. These texts are cut only at blanks.
+   by ``▁``, nothing merges across a space. These texts are cut only at spaces.
 
 All three kinds need two more conditions. The normaliser changes characters one by one or composes them; line breaks and
-blanks do not compose. No added token contains a blank, and added tokens that absorb adjacent blanks begin and end with
-an ASCII sign.
+spaces do not compose. No added token contains whitespace, and added tokens that absorb adjacent spaces begin and end
+with an ASCII sign.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _LETTERS = (
     "A-Za-zÀ-ÖØ-öø-ɏ\u0391-\u03a1\u03a3-\u03c9\u0410-\u044f\u05d0-\u05ea"
     "\u3041-\u3096\u30a1-\u30fa\u4e00-\u9fa5\uac00-\ud7a3"
 )
-"""Characters that are letters in every Unicode version that a tokenizer may have been built with."""
+"""Characters that are letters in every Unicode version with which a tokenizer may have been built."""
 
 BORDER = re.compile(rf"(?<=[{_LETTERS}])(?= [{_LETTERS}])|(?<=[^\s]\n)(?=[{_LETTERS}])")
 BLANK_BORDER = re.compile(rf"(?<=[{_LETTERS}])(?= [{_LETTERS}])")
@@ -101,9 +101,9 @@ class CutRule:
     """Places where a text may be cut so that its parts have the same token ids as the whole text."""
 
     border: re.Pattern[str]
-    """pattern that matches the empty text at each position"""
+    """pattern that matches the empty string at each of these places"""
     skip: int = 0
-    """number of blanks to remove from the start of later parts, because the tokenizer adds one"""
+    """number of spaces to remove from the start of later parts, because the tokenizer adds a space"""
 
 
 def cut_rule(tokenizer: PreTrainedTokenizerBase) -> CutRule | None:
@@ -141,7 +141,7 @@ def tokenizer_component_steps(component: Any, name: str) -> list[dict[str, Any]]
 
 
 def _leaves_blanks_alone(added_token: Any) -> bool:
-    """Return True if an added token contains no blank, and does not absorb a blank next to a letter."""
+    """Return True if an added token contains no whitespace, and does not absorb a space next to a letter."""
     text = added_token.content
     if re.search(r"\s", text):
         return False
@@ -208,7 +208,7 @@ def _regex_alternatives(expression: str) -> list[str]:
 
 
 def _tokenises_by_word(model_type: str, normaliser: list[dict[str, Any]], splitter: list[dict[str, Any]]) -> bool:
-    """Return True if the tokenizer tokenises each word between blanks separately."""
+    """Return True if the tokenizer tokenises each word between spaces separately."""
     if model_type == "WordPiece":
         first = splitter[:1] and splitter[0]["type"] in ("BertPreTokenizer", "Whitespace", "WhitespaceSplit")
         return (
@@ -224,13 +224,13 @@ def _tokenises_by_word(model_type: str, normaliser: list[dict[str, Any]], splitt
 
 
 def _keeps_text_whole(splitter: list[dict[str, Any]]) -> bool:
-    """Return True if the pre-tokenizer splits no text, or only at blanks, all of which the normaliser replaced."""
+    """Return True if the pre-tokenizer splits no text, or splits at spaces that the normaliser has already replaced."""
     of_gemma = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}
     return not splitter or splitter == [of_gemma] or (len(splitter) == 1 and splitter[0]["type"] == "Metaspace")
 
 
 def _no_merge_crosses_blank(backend: Any) -> bool:
-    """Return True if no BPE token contains a letter followed by ``▁``, so that no merge crosses a blank."""
+    """Return True if no BPE token contains a letter followed by ``▁``, so that no merge crosses a space."""
     model = backend.model
     if model.ignore_merges or model.continuing_subword_prefix or model.end_of_word_suffix:
         return False
@@ -253,11 +253,11 @@ def _blank_cut_rule(normaliser: list[dict[str, Any]], splitter: list[dict[str, A
 PART_CHARACTERS = 1 << 16
 """Minimum number of characters of a part; a text of up to twice as many is tokenised whole."""
 NOTED = 1 << 22
-"""Number of characters from which the user is told that a text is tokenised whole."""
+"""Minimum number of characters of a text for which the user is told that it is tokenised whole."""
 
 _WHOLE = (
-    "rows of more than 4 million characters are tokenised whole, which takes about 200 bytes of memory per character: "
-    "for this tokenizer no exact cut of a text is known"
+    "rows of more than 4 million characters are tokenised whole, which takes about 200 bytes of memory per character. "
+    "This tokenizer is not known to give the same tokens for a text in parts"
 )
 
 
@@ -266,27 +266,20 @@ class TextPart:
     """Token ids of characters ``start`` to ``stop`` (exclusive) of a text."""
 
     start: int
-    """first character"""
     stop: int
-    """end (exclusive) in characters"""
     ids: Sequence[int]
     """[T] token ids"""
     read_offsets: Callable[[], Sequence[tuple[int, int]]] | None
-    """function that computes :attr:`offsets`, which is slow; None if they were not requested"""
+    """function that computes :attr:`offsets`, which is slow; None if offsets were not requested"""
 
     @property
     def offsets(self) -> Sequence[tuple[int, int]] | None:
-        """Start and end (exclusive) of each token, relative to ``start``; None if they were not requested."""
+        """Start and end (exclusive) of each token in characters from ``start``; None if they were not requested."""
         return None if self.read_offsets is None else self.read_offsets()
 
 
 class LongTextTokenizer:
-    """Tokenises text of any length; a long text in parts, if that does not change its token ids.
-
-    Args:
-        tokenizer: Tokenizer of the model.
-        note: Function that shows the user a message.
-    """
+    """Tokenises text of any length; a long text is tokenised in parts if this does not change its token ids."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, note: Callable[[str], None] = lambda message: None) -> None:
         self.tokenizer, self._note = tokenizer, note
@@ -299,7 +292,6 @@ class LongTextTokenizer:
         """Return the token ids of a text: a list, or an array of 32-bit ids if the text is long.
 
         Args:
-            text: Text to tokenise.
             add_special_tokens: Whether to add the tokens that the tokenizer puts around a text, such as BOS.
         """
         parts = self.iter_parts(text, add_special_tokens=add_special_tokens, offsets=False)
@@ -317,8 +309,7 @@ class LongTextTokenizer:
         If there are several parts, the tokens around the text, such as BOS, are separate parts without characters.
 
         Args:
-            text: Text to tokenise.
-            add_special_tokens: Whether to add the tokens that the tokenizer puts around a text.
+            add_special_tokens: Whether to add the tokens that the tokenizer puts around a text, such as BOS.
             offsets: Whether the character offsets of the tokens will be read.
         """
         around = (
@@ -340,10 +331,7 @@ class LongTextTokenizer:
 
     @cached_property
     def _backend(self) -> Any:
-        """The Rust tokenizer, if it gives the same ids as the tokenizer of transformers; else None.
-
-        Calling it directly saves a quarter of the time for a short text.
-        """
+        """The Rust tokenizer, called directly to save time; None if the tokenizer's own call may give other ids."""
         from transformers import PreTrainedTokenizerFast
 
         tokenizer: Any = self.tokenizer
@@ -390,7 +378,7 @@ class LongTextTokenizer:
         yield start, len(text)
 
     def _find_added_tokens(self, add_special_tokens: bool) -> tuple[list[int], list[int]] | None:
-        """Return the tokens that the tokenizer adds before and after a text; None if it is unclear which these are."""
+        """Return the tokens that the tokenizer adds before and after a text; None if they cannot be identified."""
         if not add_special_tokens:
             return [], []
         bare = list(self.tokenizer("a b", add_special_tokens=False)["input_ids"])
@@ -400,12 +388,11 @@ class LongTextTokenizer:
 
 
 def _make_added_part(position: int, ids: Sequence[int], offsets: bool) -> TextPart:
-    """Return tokens that the tokenizer adds around a text, such as BOS, as a part without characters."""
     return TextPart(position, position, ids, (lambda: [(0, 0)] * len(ids)) if offsets else None)
 
 
 def _offsets_with_blank(offsets: Any, *, is_blank: bool) -> list[tuple[int, int]]:
-    """Return character offsets that include a part's first blank, which was cut off because the tokenizer adds one."""
+    """Return character offsets that include a part's first space, which was cut off because the tokenizer adds it."""
     moved = [(start + 1, end + 1) for start, end in offsets]
     moved[0] = (0, 1 if is_blank else moved[0][1])
     return moved

@@ -36,19 +36,19 @@ class Item(Generic[ItemT]):
     """A row to render. Its data is released once it is rendered, because long rows take much memory."""
 
     path: str
-    """path of its dataset"""
+    """path of the dataset"""
     origin: str
-    """place of the row, for errors"""
+    """file and line of the row, for errors"""
     size: int
-    """approximate number of characters"""
+    """approximate number of characters of the row"""
     row: ItemT | None
-    """row; None after :meth:`take_row`, or if it could not be read"""
+    """row; None after :meth:`take_row`, or if the row could not be read"""
     weight: float = 1.0
-    """factor of its loss"""
+    """factor of the row's loss"""
     source: int = 0
-    """index of its source"""
+    """index of the dataset in the recipe"""
     error: DataError | None = None
-    """error of a row that could not be read"""
+    """error if the row could not be read"""
 
     def take_row(self) -> ItemT:
         """Return the row and drop this item's reference to it; a second call fails."""
@@ -61,7 +61,6 @@ class Renderer(Protocol):
     """Renders rows of one kind, and counts what the user should know about them (:class:`RenderLog`)."""
 
     log: RenderLog
-    """counts of each dataset"""
 
     def render_item(self, item: Item[Any]) -> Any:
         """Return the rendering of the item's row, and release the row; raise ``DataError`` if rendering fails."""
@@ -77,12 +76,10 @@ class RowOutcome:
     """The rendering of a row, or the error that prevented it."""
 
     value: Any = None
-    """rendered row"""
     error: StreamTuneError | None = None
-    """error of a row that could not be read or rendered"""
+    """error if the row could not be read or rendered"""
 
     def get_or_raise(self) -> Any:
-        """Return the value, or raise the error."""
         if self.error is not None:
             raise self.error
         return self.value
@@ -96,14 +93,12 @@ Render = Callable[[Iterable[Item[Any]]], RenderedItems[Any]]
 def open_renderer(
     make_renderer: Callable[..., Renderer], processes: int, notify: Notify, *, rows_at_once: int = 128
 ) -> Iterator[tuple[RenderLog, Render]]:
-    """Context manager that yields the :class:`RenderLog` and a function that renders items in order, in child
-    processes.
+    """Yield the :class:`RenderLog` and a function that renders items in order, as a context manager.
 
     Args:
-        make_renderer: Function with the argument ``notify`` that makes a renderer; it is pickled for the processes.
-        processes: Number of processes that render; 1 renders in the calling process.
-        notify: Function that shows the user a message.
-        rows_at_once: Number of rows that one process reads before it renders the first of them.
+        make_renderer: Function with the argument ``notify`` that returns a renderer; it is pickled for child processes.
+        processes: Number of child processes that render; 1 renders in the calling process.
+        rows_at_once: Number of rows that are read before the first of them is rendered, if ``processes`` is 1.
 
     Raises:
         ArgumentError: The renderer cannot be pickled, because its tokenizer runs its own code.
@@ -136,7 +131,7 @@ def open_renderer(
 
 
 def batch_items(items: Iterable[Item[ItemT]], max_rows: int, max_characters: int) -> Iterator[list[Item[ItemT]]]:
-    """Yield batches of at most ``max_rows`` items of one source and, except for single items, ``max_characters``."""
+    """Yield batches of items of one source, limited by rows and characters; a longer item is a batch by itself."""
     batch: list[Item[ItemT]] = []
     size = 0
     for item in items:

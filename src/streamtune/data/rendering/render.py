@@ -1,17 +1,17 @@
 """Render a row, or a prompt with its answers, to token ids and labels.
 
-The text of a row is tokenised **once**, as a whole. Its trained characters (:mod:`streamtune.data.rendering.chat`) are
-mapped to tokens by the tokenizer's character offsets: a token is trained if it contains a trained character
+The text of a row is tokenised **once**, as a whole. The characters to train on (:mod:`streamtune.data.rendering.chat`)
+are mapped to tokens by the tokenizer's character offsets: a token has a label if it contains such a character
 (:mod:`streamtune.data.rendering.tokens`). Tokenising messages separately and concatenating their ids would be wrong,
 because byte-pair merges can cross the borders of messages.
 
-A prompt with its answers becomes a tree. Every answer is tokenised **together with its prompt**, as in supervised
-training: a conversation by the chat template, a text as prompt, answer and end token. The prompt of the tree is the
-longest common beginning without a counted token. So ``prompt + completion`` has exactly the tokens of the whole
-conversation, for any template and tokenizer. At the border this means:
+A prompt with its answers becomes a :class:`Tree`. Every answer is tokenised **together with its prompt**, as in
+supervised training: a conversation by the chat template, a text as prompt, answer and end token. The prompt of the tree
+is the longest common prefix without a token that counts in the loss. So ``prompt + completion`` has exactly the tokens
+of the whole conversation, for any template and tokenizer. At the border this means:
 
-A token with the end of the prompt and the start of an answer belongs to the answer, and counts there. A template may
-print the prompt differently before different answers. Prompt tokens that differ belong to the completions, masked.
+A token with the end of the prompt and the start of an answer belongs to the answer, and counts in the loss. A template
+may print the prompt differently before different answers. Prompt tokens that differ belong to the completions, masked.
 
 A token counts if it contains a character of an assistant turn after the prompt; its end-of-turn token counts too. The
 end token after a text counts. User and tool messages within an answer of several turns do not count.
@@ -57,8 +57,7 @@ TRAIN_ON = ("assistant", "completion", "last", "all")
     assistant     every assistant turn
     completion    the last turn; in a row with prompt and completion, all turns after the prompt
     last          the last turn of any row
-    all           every token
-"""
+    all           every token"""
 
 
 _SYSTEM = ("system", "developer")
@@ -66,18 +65,15 @@ _NO_END = "the tokenizer has no EOS token: texts end without one, and the model 
 
 
 MOST_AHEAD = 1 << 16
-"""Number of characters from which a conversation is rendered in its own request: its rendering takes long anyway."""
+"""Number of characters of a conversation from which it is rendered in its own request, because it takes long anyway."""
 
 
 class RowRenderer:
     """Renders training rows (conversations, prompts with completions, documents) to token ids and labels.
 
     Args:
-        tokenizer: Tokenizer of the model.
         train_on: One of :data:`TRAIN_ON`.
-        notify: Function that shows the user a message.
-        chat: Options for rendering chats.
-        policy: Maximum length, and what to do with longer rows; None does not limit the length.
+        policy: Maximum length, and options for longer rows; None does not limit the length.
 
     Raises:
         ArgumentError: ``train_on`` is unknown.
@@ -99,7 +95,7 @@ class RowRenderer:
         self._train_on = train_on
         self._options = chat
         self.log = RenderLog(chat, notify)
-        """counts of findings; call its ``finish`` after the last row"""
+        """counts of what the user should know; call its ``notify_or_raise`` after the last row"""
         self._chat = ChatRenderer(tokenizer, chat)
         self._policy = policy
         self._tokens = MaskTokenizer(tokenizer, policy, self.log.notify_once)
@@ -111,7 +107,7 @@ class RowRenderer:
         """False after the template failed to render several rows in one request"""
 
     def render_item(self, item: Item[Content]) -> Rendered | None:
-        """Return the token ids and labels of a row; None if it is dropped because of an empty answer."""
+        """Return the token ids and labels of a row; None if the row is dropped because of an empty answer."""
         if self.drops_empty_row(item.row, item.origin):
             return None
         return replace(self(item.take_row(), item.origin), weight=item.weight)
@@ -153,7 +149,7 @@ class RowRenderer:
         return rendered
 
     def drops_empty_row(self, content: Content | None, origin: str) -> bool:
-        """Count the trained answers of a row that are empty; return True if ``on_empty`` drops such a row."""
+        """Count the empty answers of a row; return True if there are any and ``on_empty`` is not ``train``."""
         if isinstance(content, Conversation):
             empty = sum(_is_empty_answer(content.messages[index]) for index in self._trained_indices(content))
         else:
@@ -231,7 +227,6 @@ class RowRenderer:
     def _tokenise_text(
         self, text: str, origin: str, *, turns: list[ChatTurn] | None = None, border: int | None = None
     ) -> Any:
-        """Tokenise a plain text (no conversation), and count it if it names a special token such as ``<|im_end|>``."""
         names = self._specials.find_names(text.removeprefix(self._tokenizer.bos_token or ""))
         if names:
             self.log.current.add_special_names("text", names, new_row=True)
@@ -245,8 +240,8 @@ class RowRenderer:
     def _find_system_prefix_end(self, content: Conversation, chat: RenderedChat, origin: str) -> int | None:
         """Return the position after the system message in the rendered text; truncation on the left keeps this prefix.
 
-        0 if the template does not print the system message separately. None if there is none at the start, or if rows
-        are not truncated on the left.
+        Return 0 if the template does not print the system message separately. Return None if the row does not begin
+        with a system message, or if rows are not truncated on the left.
         """
         policy, messages = self._policy, content.messages
         count = next((index for index, each in enumerate(messages) if each["role"] not in _SYSTEM), len(messages))
@@ -275,7 +270,7 @@ class RowRenderer:
         return [index for index in self._trained_indices(content) if content.messages[index]["role"] == "assistant"]
 
     def trainable_indices(self, content: Conversation) -> list[int]:
-        """Return the indices of the messages that may be trained: role, flags and position allow it."""
+        """Return the indices of the messages that role, flags and position allow to train on."""
         return [
             index
             for index, message in enumerate(content.messages)
@@ -285,7 +280,7 @@ class RowRenderer:
         ]
 
     def _trained_indices(self, content: Conversation) -> list[int]:
-        """Return the indices of the messages that ``train_on`` selects (``all``: the same as ``assistant``)."""
+        """Return the indices of the messages that ``train_on`` selects; ``all`` gives the same as ``assistant``."""
         found = self.trainable_indices(content)
         last = self._train_on == "last" or (self._train_on == "completion" and content.first_answer == 0)
         return found[-1:] if last else found
@@ -349,7 +344,6 @@ def _add_default_system(content: Conversation, text: str | None) -> Conversation
 
 
 def _tool_names(tools: Sequence[Mapping[str, Any]] | None) -> list[str]:
-    """Return the names of tools; of a tool without a name, its schema as text."""
     functions = [tool.get("function") or tool for tool in tools or ()]
     return [str(each.get("name", each)) for each in functions]
 
@@ -361,23 +355,19 @@ def _is_empty_answer(message: Message) -> bool:
 
 
 def _has_two_bos(tokenizer: PreTrainedTokenizerBase, text: str, ids: Sequence[int]) -> bool:
-    """Return True if the text starts with BOS and the tokenizer added another BOS before it."""
     begin = tokenizer.bos_token
     return begin is not None and text.startswith(begin) and list(ids[:2]) == [tokenizer.bos_token_id] * 2
 
 
 class TurnRenderer:
-    """Renders one example for every trained turn of a conversation (``reasoning: per_turn``).
+    """Renders one example for every turn of a conversation to train on (``reasoning: per_turn``).
 
     A chat template that drops the reasoning of earlier answers prints a turn differently when other turns follow it. So
-    each example ends with its trained turn: this is what the model sees when it writes that turn. Reasoning that the
-    template drops even from a last answer is restored. Other rows become one example.
+    each example ends with the turn to train on, as the model sees the conversation when it writes this turn. Reasoning
+    that the template drops even from a last answer is restored. A row that is not a conversation becomes one example.
 
     Args:
-        tokenizer: Tokenizer of the model.
-        notify: Function that shows the user a message.
-        chat: Options for rendering chats.
-        policy: Maximum length, and what to do with longer rows; None does not limit the length.
+        policy: Maximum length, and options for longer rows; None does not limit the length.
     """
 
     def __init__(
@@ -393,7 +383,7 @@ class TurnRenderer:
         self.log = self._rows.log
 
     def render_item(self, item: Item[Content]) -> list[Rendered] | None:
-        """Return one rendered example per trained turn; None if all turns are dropped because of empty answers."""
+        """Return one rendered example per turn to train on; None if all turns are dropped because of empty answers."""
         turns = self._split_into_turns(item.take_row())
         found = [self._rows(turn, item.origin) for turn in turns if not self._rows.drops_empty_row(turn, item.origin)]
         return [replace(turn, weight=item.weight) for turn in found] or None
@@ -403,7 +393,6 @@ class TurnRenderer:
         self._rows.render_contents_ahead(turn for content in contents for turn in self._split_into_turns(content))
 
     def _split_into_turns(self, content: Content) -> list[Content]:
-        """Return one conversation per trained turn, each ending with that turn."""
         if not isinstance(content, Conversation):
             return [content]
         trained = self._rows.trainable_indices(content)
@@ -412,13 +401,7 @@ class TurnRenderer:
 
 
 class TreeRenderer:
-    """Renders a prompt with its answers to a :class:`Tree`; only assistant messages count in the loss.
-
-    Args:
-        tokenizer: Tokenizer of the model.
-        notify: Function that shows the user a message.
-        chat: Options for rendering chats.
-    """
+    """Renders a prompt with its answers to a :class:`Tree`; only assistant messages count in the loss."""
 
     def __init__(
         self,
@@ -432,7 +415,7 @@ class TreeRenderer:
         self.log = self._render.log
 
     def render_item(self, item: Item[Answers]) -> tuple[Tree, bytes] | None:
-        """Return the tree and the hash of its prompt; None if both answers are identical."""
+        """Return the prompt with its completions, and the hash of the prompt; None if both answers are identical."""
         answers = item.take_row()
         if answers.identical:
             return None
@@ -475,11 +458,6 @@ class PromptRenderer:
 
     A text gets the tokens that the tokenizer adds before a text, such as BOS. An EOS that the tokenizer appends is
     removed, because the model must continue the text.
-
-    Args:
-        tokenizer: Tokenizer of the model.
-        chat: Options for rendering chats.
-        notify: Function that shows the user a message.
     """
 
     def __init__(
@@ -519,8 +497,7 @@ class PromptRenderer:
         Args:
             prompt: Text, or messages.
             tools: JSON schemas of the tools; None without tools.
-            origin: Place of the row, for errors.
-            variables: Template variables of the row.
+            origin: File and line of the row, for errors.
 
         Raises:
             ArgumentError: The chat template does not read a variable of the options.

@@ -1,11 +1,12 @@
-"""Find names of special tokens in the text of rows, such as ``<|im_end|>`` in an answer, and keep them as text.
+"""Find special tokens in the text of rows, such as ``<|im_end|>`` in an answer, and tokenise them as ordinary text.
 
-By default a tokenizer converts such names to special tokens, as it does in the text of the chat template. With
-``split_special_tokens`` they stay text::
+By default a tokenizer converts such names to special tokens, as in the text of the chat template. With
+``split_special_tokens`` the names stay text::
 
-    messages --shield--> placeholders --chat template--> text --tokenise--> ids
+    messages --replace--> placeholders --chat template--> text --tokenise--> ids
 
-1. Names in the messages are replaced by placeholder characters of the same length, so that positions do not change.
+1. Names of special tokens in the messages are replaced by placeholder characters of the same length, so that positions
+   do not change.
 2. The chat template renders the messages.
 3. The special tokens of the template are replaced by other private-use characters. A copy of the tokenizer has these as
    its special tokens.
@@ -43,12 +44,10 @@ _STEERING = frozenset({"role", "type", *FLAGS})
 
 
 class SpecialText:
-    """Finds names of special tokens (such as ``<|im_end|>``) in the text of rows, and tokenises them as ordinary text.
+    """Finds special tokens (such as ``<|im_end|>``) in the text of rows, and tokenises them as ordinary text.
 
     Args:
-        tokenizer: Tokenizer of the model.
-        policy: Maximum length of rows, and what to do with longer rows; None does not limit the length.
-        note: Function that shows the user a message.
+        policy: Maximum length of rows, and options for longer rows; None does not limit the length.
     """
 
     def __init__(
@@ -63,22 +62,17 @@ class SpecialText:
         self._firsts = sorted({name[0] for name in self._names})
 
     def find_names(self, text: str) -> list[str]:
-        """Return the names of special tokens in a text, without repeats."""
+        """Return the special tokens that occur in a text, such as ``<|im_end|>``, without repeats."""
         if not any(first in text for first in self._firsts):
             return []
         return list(dict.fromkeys(self._pattern.findall(text)))
 
     def find_names_in_message(self, message: Message) -> list[str]:
-        """Return the names of special tokens in a message, without repeats."""
         return list(dict.fromkeys(name for text in _iter_texts(message) for name in self.find_names(text)))
 
     def replace_names(self, value: Any, origin: str) -> Any:
-        """Return messages or tools with placeholders in place of names of special tokens; without names, the same
+        """Return messages or tools with placeholders for special tokens; without special tokens, return the same
         object.
-
-        Args:
-            value: Messages or tools.
-            origin: Place of the row, for errors.
 
         Raises:
             DataError: The text also contains characters that are used as placeholders.
@@ -96,14 +90,13 @@ class SpecialText:
     def tokenise(
         self, text: str, encode: Callable[[MaskTokenizer, str], TextTokens], origin: str, *, rendered: bool
     ) -> TextTokens:
-        """Tokenise a text, so that the names of special tokens in its rows become ordinary tokens.
+        """Tokenise a text so that special tokens in the row's own text, such as ``<|im_end|>``, become ordinary tokens.
 
         Args:
-            text: Text of the row.
             encode: Function of a tokenizer and a text that tokenises the text.
-            origin: Place of the row, for errors.
-            rendered: Whether the text was rendered from messages that :meth:`replace_names` returned, so that only the
-                template's special tokens are in it.
+            origin: File and line of the row, for errors.
+            rendered: Whether the text was rendered from messages that :meth:`replace_names` returned, so that it
+                contains only the template's special tokens.
 
         Raises:
             DataError: The text contains placeholder characters, or the tokenizer makes special tokens of ordinary text.
@@ -122,7 +115,7 @@ class SpecialText:
         return replace(made, ids=array("i", (copy.numbers.get(number, number) for number in made.ids)))
 
     def _spell_for_copy(self, text: str) -> str:
-        """Return the text for the tokenizer copy: with its names of special tokens; placeholders become names again."""
+        """Return the text with the copy's names of special tokens, and with the original names for placeholders."""
         text = self._name_pattern.sub(lambda match: self._copy.copied_names[match.group()], text)
         for place, name in enumerate(self._names):
             text = text.replace(chr(_STAND_IN + place) * len(name), name)
@@ -149,14 +142,14 @@ class SpecialText:
 
 @dataclass(frozen=True)
 class _TokenizerCopy:
-    """A copy of the tokenizer that knows its special tokens by other names, so that their names in text stay text."""
+    """A copy of the tokenizer whose special tokens have other names, so that the original names stay ordinary text."""
 
     masks: MaskTokenizer
-    """tokenizer that finds trained tokens, over the copy"""
+    """tokenizer that finds the tokens to train on, based on the copy"""
     copied_names: Mapping[str, str]
     """name of a special token -> its name in the copy, of the same length"""
     numbers: Mapping[int, int]
-    """id of an added token in the copy -> its id in the tokenizer"""
+    """id of an added token in the copy -> its id in the original tokenizer"""
     ordinary_word_ids: frozenset[int | None]
     """ids of special tokens whose names are ordinary words in the copy's vocabulary"""
     added_ids: frozenset[int]

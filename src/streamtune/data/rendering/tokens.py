@@ -1,7 +1,7 @@
-"""Convert the text of a row and its trained characters to token ids and labels.
+"""Convert the text of a row and its characters to train on to token ids and labels.
 
-A token is trained if it contains a trained character. A text is tokenised whole, or in parts that give the same ids
-(:mod:`streamtune.data.rendering.long_text`). Ids and labels of 32 bits keep a long row small.
+A token has a label if it contains a character to train on. A text is tokenised whole, or in parts that give the same
+ids (:mod:`streamtune.data.rendering.long_text`). Ids and labels of 32 bits keep a long row small.
 
 Character offsets of tokens are slow: on a short row they take longer than all other work. Often they are not needed. If
 the concatenated bytes of the tokens equal the bytes of the text, the byte lengths of the tokens give their positions
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 STOP = 1 << 22
-"""Tokenising a row stops if it is already too long to be used and more than this many characters are left."""
+"""Tokenising a row stops if the row is already too long to be used and more than this many characters are left."""
 
 _LIKELY = 3
 """Number of characters per token of ``max_length`` above which a text is probably too long."""
@@ -42,50 +42,50 @@ Mask = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Rendered:
-    """Token ids and labels of a row. The label of a trained token is its id; other labels are ``IGNORE_INDEX``.
+    """Token ids and labels of a row. The label of a token that counts in the loss is its id; other labels are -100.
 
-    Labels are not shifted. The first token is never trained, because no token predicts it.
+    Labels are not shifted. The first token has label -100, because no token predicts it.
     """
 
     input_ids: Sequence[int]
     """[T] token ids"""
     labels: Sequence[int]
-    """[T] labels"""
+    """[T] token id, or -100 for a token that does not count in the loss"""
     breaks: npt.NDArray[np.uint8] | None = None
-    """[T] border before each token, as an index of :data:`SPLIT_AT`; None if rows are not split at borders"""
+    """[T] kind of border before each token, as an index of :data:`SPLIT_AT`; None if rows are not split at borders"""
     prefix: int = 0
-    """number of first tokens, such as BOS or a system message, that truncation on the left keeps"""
+    """number of tokens at the start, such as BOS or a system message, that truncation on the left keeps"""
     has_answer: bool = False
-    """True if answers to a prompt are trained"""
+    """True if the tokens with labels are answers to a prompt"""
     system: int | None = None
-    """number of tokens of the system message at the start, 0 if it is not printed separately; None without a system
-    message, or if rows are not truncated on the left"""
+    """number of tokens of the system message at the start, 0 if it is not printed separately; None without system
+    message or truncation on the left"""
     estimated: int | None = None
-    """estimated number of tokens of a row that was only tokenised in part; None if all of it was"""
+    """estimated number of tokens of a row of which only a part was tokenised; None for other rows"""
     trained_share: float = 1.0
-    """fraction of the characters that is trained"""
+    """fraction of the characters to train on"""
     weight: float = 1.0
-    """factor of its tokens' loss"""
+    """factor of the row's loss"""
 
 
 @dataclass(frozen=True)
 class TextTokens:
-    """Token ids of a text, with masks of trained tokens and of places to split; see :class:`Rendered`."""
+    """Token ids of a text, with masks. Fields without a description are as in :class:`Rendered`."""
 
     ids: MutableSequence[int]
     """[T] token ids of 32 bits"""
     trained: Mask
-    """[T] True for trained tokens"""
+    """[T] True for tokens that count in the loss"""
     breaks: npt.NDArray[np.uint8] | None = None
     prefix: int = 0
-    """number of tokens of the prefix"""
+    """number of tokens at the start that truncation on the left keeps"""
     estimated: int | None = None
     trained_share: float = 1.0
     crosses_border: bool = False
     """True if a token crosses :attr:`MarkedText.border`"""
 
     def labels(self) -> MutableSequence[int]:
-        """Return [T]: the ids of trained tokens, ``IGNORE_INDEX`` for other tokens and for the first token."""
+        """Return [T]: the id of each token that counts in the loss, -100 for other tokens and for the first token."""
         found = array("i", self.ids)
         if found:
             np.frombuffer(found, dtype=np.int32)[~self.trained] = IGNORE_INDEX
@@ -97,7 +97,7 @@ class TextTokens:
         return replace(self, ids=self.ids[1:], trained=self.trained[1:], breaks=breaks, prefix=max(0, self.prefix - 1))
 
     def with_end_token(self, end: int) -> TextTokens:
-        """Return the tokens with ``end`` as the last token, trained; it is added unless it is already the last."""
+        """Return the tokens with ``end`` as the last token, which counts in the loss; append it unless it is there."""
         if self.ids and self.ids[-1] == end:
             self.trained[-1] = True
             return self
@@ -108,32 +108,29 @@ class TextTokens:
 
 @dataclass(frozen=True)
 class MarkedText:
-    """A text to tokenise, with the character positions of its trained ranges and of places to split it."""
+    """A text to tokenise, with the character positions of its parts to train on and of places to split it."""
 
     text: str
-    """text to tokenise"""
     turns: Sequence[ChatTurn] | None
-    """ranges of trained characters, in order; None trains all tokens"""
+    """ranges of characters to train on, in order; None trains on all tokens"""
     origin: str
-    """place of the row, for errors"""
+    """file and line of the row, for errors"""
     _: KW_ONLY
     add_special_tokens: bool
     """True adds the tokens that the tokenizer puts around a text, such as BOS"""
     exchanges: Sequence[int] = ()
-    """positions where a new exchange of a chat begins, in order"""
+    """positions at which a user or system message follows an answer, in order"""
     prefix: int = 0
-    """number of characters of the prefix that truncation on the left keeps"""
+    """number of characters at the start that truncation on the left keeps"""
     border: int | None = None
-    """position to check: the result reports whether a token crosses the border"""
+    """position for which :attr:`TextTokens.crosses_border` reports whether a token crosses it"""
 
 
 class MaskTokenizer:
-    """Tokenises texts of any length, and finds the tokens that contain trained characters.
+    """Tokenises texts of any length, and finds the tokens that contain characters to train on.
 
     Args:
-        tokenizer: Tokenizer of the model.
-        policy: Maximum length of rows, and what to do with longer rows; None does not limit the length.
-        note: Function that shows the user a message.
+        policy: Maximum length of rows, and options for longer rows; None does not limit the length.
     """
 
     def __init__(
@@ -154,7 +151,7 @@ class MaskTokenizer:
         if max_length is None or breaks or len(found.ids) <= max_length:
             return found
         if not self._tokenizer.is_fast:
-            self._note("split_at is ignored, rows are split between any tokens: this tokenizer reports no offsets")
+            self._note("split_at is ignored and rows are split at any token, because this tokenizer reports no offsets")
             return found
         return self._tokenise_parts(marked, breaks=True)
 
@@ -190,13 +187,12 @@ class MaskTokenizer:
         return policy is not None and not policy.cuts_rows and num_tokens > policy.max_length and characters_left > STOP
 
     def ids(self, text: str, *, add_special_tokens: bool) -> MutableSequence[int]:
-        """Return the token ids of a text, if requested with the tokens that the tokenizer puts around a text."""
         return self._long_text.ids(text, add_special_tokens=add_special_tokens)
 
     def _mask_by_prefixes(self, marked: MarkedText, whole_text: TextPart) -> Mask:
-        """Return [T]: True for trained tokens. For Python tokenizers, which report no character offsets.
+        """Return [T]: True for tokens to train on, found with a Python tokenizer, which reports no character offsets.
 
-        The text before each start and end of a turn is tokenised on its own; its ids must be the first ids of the text.
+        The text before each start and end of a turn is tokenised separately; its ids must be the first ids of the text.
 
         Raises:
             DataError: A token contains both characters of a turn and others.
@@ -222,7 +218,7 @@ class MaskTokenizer:
 
 
 class _PartReader:
-    """Finds, part by part of a text, the trained tokens, the places to split, and the tokens of the prefix to keep."""
+    """Finds, part by part of a text, the tokens to train on, the places to split, and the length of the prefix."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, marked: MarkedText, speller: ByteSpeller | None) -> None:
         self.tokenizer, self.text, self.turns, self.speller = tokenizer, marked.text, marked.turns, speller
@@ -232,10 +228,10 @@ class _PartReader:
         self.prefix, self.border = marked.prefix, marked.border
         self.prefix_tokens, self.crosses_border = 0, False
         self.pairs = np.empty((0, 2), dtype=np.int64)
-        """offsets of the part that was read last, [T, 2]"""
+        """[T, 2] character offsets of the tokens of the part that was read last"""
 
     def read_mask(self, part: TextPart) -> Mask:
-        """Return [T]: True for the trained tokens of the next part of the text."""
+        """Return [T]: True for the tokens to train on in the next part of the text."""
         if part.read_offsets is None:
             return np.full(len(part.ids), self.turns is None)
         if self.speller is not None:
@@ -266,7 +262,7 @@ class _PartReader:
         return starts, [min(end, part.stop) - part.start for end in self.turn_ends[near]]
 
     def _count_prefix(self, part: TextPart, pairs: npt.NDArray[np.int64]) -> None:
-        """Add the part's tokens in the prefix to ``prefix_tokens``; reset to 0 if a token crosses the prefix's end."""
+        """Add the part's tokens in the prefix to ``prefix_tokens``; set it to 0 if a token crosses the prefix's end."""
         here = self.prefix - part.start
         if here <= 0:
             return
@@ -304,7 +300,7 @@ _PARAGRAPH = re.compile(r"\n(?:[^\S\n]*\n)+[^\S\n]*")
 def _border_ranges(border: re.Pattern[str], text: str, part: TextPart) -> npt.NDArray[np.int64]:
     """Return [borders, 2]: first and last position at which the token after each line or paragraph break may start.
 
-    The first position is after the last line break, the last one is after the indentation that follows.
+    The first position is after the last line break, the last position is after the indentation that follows.
     """
 
     def iter_positions() -> Iterator[int]:
@@ -346,16 +342,15 @@ def _covers_text(extents: npt.NDArray[np.int64], length: int) -> bool:
 def _extents_with_blanks(
     text: str, offsets: Sequence[tuple[int, int]], vocabulary_entries: Callable[[], list[str]]
 ) -> Sequence[tuple[int, int]]:
-    """Return start and end of each token in characters, including blanks that ``offsets`` omit.
+    """Return start and end of each token in characters, including spaces that ``offsets`` omit.
 
-    Byte-level tokenizers such as GPT-2 and Llama 3 (``trim_offsets``) report a token without the blanks at its ends.
-    Omitted blanks go to the token before them, as many as its vocabulary entry ends with (``Ġ``). The other blanks go
+    Byte-level tokenizers such as GPT-2 and Llama 3 (``trim_offsets``) report a token without the spaces at its ends.
+    Omitted spaces go to the token before them, as many as its vocabulary entry ends with (``Ġ``). The other spaces go
     to the token after them. Tokens that the tokenizer added, such as BOS, have no characters.
 
     Args:
-        text: Text of the tokens.
         offsets: Start and end (exclusive) of each token, as the tokenizer reports them.
-        vocabulary_entries: Function that returns each token's vocabulary entry; called only if blanks are omitted.
+        vocabulary_entries: Function that returns each token's vocabulary entry; called only if spaces are omitted.
     """
     extents = [*offsets, (len(text), len(text))]  # a sentinel at the end of the text: blanks may precede it
     names: list[str] | None = None
@@ -372,7 +367,7 @@ def _extents_with_blanks(
 
 
 def _unclaimed_blanks(vocabulary_entry: str, extent: tuple[int, int]) -> int:
-    """Return how many blanks at the end of a token's vocabulary entry are not in its range of characters."""
+    """Return the number of spaces at the end of a token's vocabulary entry that are not in its range of characters."""
     blanks = len(vocabulary_entry) - len(vocabulary_entry.rstrip("Ġ"))
     return blanks - (extent[1] - extent[0]) if blanks == len(vocabulary_entry) else blanks
 
@@ -396,7 +391,6 @@ class ByteSpeller:
 
         Args:
             ids: [T] token ids of the text.
-            text: Text of the tokens.
             starts: [spans] first character of each span, in order.
             ends: [spans] end (exclusive) of each span; spans do not overlap.
         """
@@ -423,7 +417,7 @@ def _byte_positions(text: str, character_positions: Sequence[int]) -> Sequence[i
 
 
 class _TokenBytes(dict[int, bytes]):
-    """A dict from token id to the bytes of the token, filled at the first access: a run uses few tokens.
+    """A dict from token id to the bytes of the token, filled at the first access, because a run uses few tokens.
 
     Raises:
         KeyError: A token has no bytes.

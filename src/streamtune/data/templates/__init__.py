@@ -3,10 +3,10 @@
     render_chat(tokenizer, request) --request--> worker.py: transformers' sandbox
                                     <--text-----
 
-A template is a program that comes with a model. The sandbox denies it files and modules. It does not stop endless loops
-or the exhaustion of memory; one operation is enough for this (``10 ** 10 ** 10``). So the template runs in a process
-that is killed at its limits and has no secrets in its environment. The process starts with the first chat and serves
-all later chats.
+A template is a program that comes with a model. The sandbox denies it files and modules. The sandbox does not stop
+endless loops or the exhaustion of memory; one operation is enough for this (``10 ** 10 ** 10``). So the template runs
+in a process that is killed at its limits and has no secrets in its environment. The process starts with the first chat
+and serves all later chats.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ class TemplateLimits:
     """Limits of time, memory and output size for one rendering of a chat template."""
 
     seconds: float = 5.0
-    """processor time in seconds, plus one second per MB of messages"""
+    """maximum processor time in seconds; one second is added per MB of the request"""
     memory_mib: int = 256
-    """memory in MiB beyond the process's memory at its start, plus 48 bytes per byte of messages"""
+    """maximum MiB of memory beyond the process's memory at its start; 48 bytes are added per byte of the request"""
     output_characters: int = 1 << 20
-    """number of characters of the rendered text, plus 16 per byte of messages"""
+    """maximum number of characters of the rendered text; 16 are added per byte of the request"""
     template_characters: int = 1 << 20
-    """number of characters of the template"""
+    """maximum number of characters of the template"""
 
 
 class TemplateLimitError(ArgumentError):
@@ -82,7 +82,6 @@ class ChatRequest:
     """A conversation to render, with its tools and template variables."""
 
     messages: list[dict[str, Any]]
-    """messages with ``role`` and ``content``"""
     tools: Any = None
     """JSON schemas of tools; None without tools"""
     generation: bool = False
@@ -107,13 +106,10 @@ def render_chat(
     template: str | None = None,
     limits: TemplateLimits = TemplateLimits(),
 ) -> str:
-    """Return the same text as ``tokenizer.apply_chat_template(..., tokenize=False)``.
+    """Return the text of ``tokenizer.apply_chat_template(..., tokenize=False)``, rendered in the template process.
 
     Args:
-        tokenizer: Tokenizer with the template and the special tokens.
-        request: Conversation to render.
-        template: Template to use. [default: the tokenizer's]
-        limits: Limits of the rendering.
+        template: Chat template; None uses the tokenizer's.
 
     Raises:
         TemplateLimitError: A limit is exceeded.
@@ -129,12 +125,8 @@ def render_chat(
 def render_ahead(tokenizer: PreTrainedTokenizerBase, conversations: Sequence[ChatRequest]) -> bool:
     """Render several conversations in one request to the template process, for :func:`render_chat` to return later.
 
-    Results of earlier calls are discarded. A conversation that the template rejects has no result:
-    :func:`render_chat` renders it again and raises the error.
-
-    Args:
-        tokenizer: Tokenizer with the template and the special tokens.
-        conversations: Conversations to render.
+    Results of earlier calls are discarded. A conversation that the template rejects has no result: :func:`render_chat`
+    renders it again and raises the error.
 
     Returns:
         True if results are stored; False if the tokenizer renders without a template, or a limit was exceeded.
@@ -164,7 +156,6 @@ def find_rendered_ahead(
 
     Args:
         tokenizer: Tokenizer that was given to :func:`render_ahead`.
-        request: Conversation to look up.
 
     Returns:
         None for a conversation that was not rendered ahead. The spans are None if the template has no such blocks, or
@@ -196,7 +187,7 @@ def template_variables(tokenizer: PreTrainedTokenizerBase, tools: Any) -> set[st
         tools: Tools of the conversation; None without tools.
 
     Returns:
-        The names; None if the tokenizer has its own rendering method, whose variables are unknown.
+        The names; None if the tokenizer renders by its own method, whose variables are unknown.
 
     Raises:
         TemplateLimitError: Parsing the template takes too much time or memory.
@@ -229,7 +220,6 @@ class TemplateVariables:
     """Merges chat template variables of the recipe and of a row, and checks that the template reads them.
 
     Args:
-        tokenizer: Tokenizer with the template.
         shared: Variables of the recipe, such as ``enable_thinking``; variables of a row take precedence.
     """
 
@@ -241,9 +231,8 @@ class TemplateVariables:
         """Return the template variables of a conversation.
 
         Args:
-            row_variables: Variables of the row.
             tools: Tools of the conversation; None without tools.
-            origin: Place of the row, for errors.
+            origin: File and line of the row, for errors.
 
         Raises:
             ArgumentError: The template does not read a variable of the recipe.
@@ -263,7 +252,7 @@ class TemplateVariables:
             try:
                 self._read[has_tools] = template_variables(self._tokenizer, tools)
             except TemplateRefusalError:
-                self._read[has_tools] = None  # rendering raises the error_type
+                self._read[has_tools] = None  # rendering raises the error
         read = self._read[has_tools]
         if read is None:
             return
@@ -283,7 +272,7 @@ def fix_template_date(date: str | None) -> None:
     A run stores its date, so that it renders the same text when it is resumed on another day.
 
     Args:
-        date: Date in ISO 8601; None prints the day of rendering.
+        date: Date in ISO 8601; None gives templates the current date.
 
     Raises:
         ArgumentError: The text is not a date.
@@ -297,12 +286,12 @@ def fix_template_date(date: str | None) -> None:
 
 
 def fixed_template_date() -> str | None:
-    """Return the date that :func:`fix_template_date` set; None if chat templates print the current day."""
+    """Return the date that :func:`fix_template_date` set; None if chat templates print the current date."""
     return _WORKERS.date
 
 
 def _has_own_rendering(tokenizer: Any) -> bool:
-    """Return True if the tokenizer renders conversations by a method of its own instead of a template."""
+    """Return True if the tokenizer's class overrides ``apply_chat_template``."""
     kind: Any = type(tokenizer)
     return _has_own_method(kind)
 
@@ -365,7 +354,6 @@ class _Worker:
             return None
 
     def close(self) -> int:
-        """End the process and return its exit code."""
         if self.owner != os.getpid():  # after a fork: the worker belongs to the parent process
             return 0
         with suppress(OSError):
@@ -381,7 +369,7 @@ class _Worker:
 
 
 class _Workers:
-    """The template process of this process; it is started on demand, and again after it was killed."""
+    """Manages the template process of this process, which is started on demand, and again after it was killed."""
 
     def __init__(self) -> None:
         self.date: str | None = None
@@ -404,11 +392,11 @@ class _Workers:
         self.ready.clear()
 
     def render(self, request: dict[str, Any], limits: TemplateLimits) -> str:
-        """Send a request to the worker and return its answer.
+        """Send a request to the template process and return its answer.
 
         Raises:
             TemplateLimitError: A limit was exceeded.
-            TemplateRefusalError: The template raises an error, or the worker cannot run.
+            TemplateRefusalError: The template raises an error, or the process cannot run.
         """
         data = pickle.dumps({"date": self.date, "request": request}, protocol=pickle.HIGHEST_PROTOCOL)
         seconds = limits.seconds + len(data) / 1e6

@@ -1,7 +1,7 @@
 """The program that renders chat templates in a separate process; it ends when its input is closed.
 
 A template is a program by the model's authors. transformers renders it in the sandbox of jinja2, which does not limit
-time or memory. This process sets these limits, and is killed if a single operation exceeds one.
+time or memory. This process sets these limits, and is killed if a single operation exceeds a limit.
 
 Requests come as pickles from the parent process. Answers are a status byte and text::
 
@@ -9,9 +9,9 @@ Requests come as pickles from the parent process. Answers are a status byte and 
     J items    several conversations as JSON, each [text, spans]; null if the template rejects one
     E message  the template raised an error, or rejects its input
 
-Spans are the characters that ``{% generation %}`` blocks print, [start, end]. They are null if the template has no such
-block. They are also null if a block is inside ``set``, ``macro``, ``filter`` or a recursive loop: these collect text,
-so its position in the output is unknown.
+Spans are [start, end] of the characters that ``{% generation %}`` blocks print. They are null if the template has no
+such block. They are also null if a block is inside ``set``, ``macro``, ``filter`` or a recursive loop: these collect
+text, so its position in the output is unknown.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ def main() -> None:
 
 
 def _import_library() -> Any:
-    """Import only the chat template module of transformers: importing all of it takes most of a second.
+    """Import only the chat template module of transformers, because importing all of it takes most of a second.
 
-    The parent packages are created without running their ``__init__``. If the module needs these, all of transformers
-    is imported.
+    The parent packages are created without running their ``__init__``. If the module needs their contents, all of
+    transformers is imported.
     """
     name = "transformers.utils.chat_template_utils"
     try:
@@ -99,7 +99,7 @@ def _answer_request(library: Any, request: dict[str, Any], date: str | None, max
 
 
 def _render_many(library: Any, requests: list[dict[str, Any]], chat_template: str, **shared: Any) -> Any:
-    """Yield ``[text, spans]`` for each conversation; None for a conversation that the template rejects."""
+    """Yield ``[text, spans]`` for each conversation, or None for a conversation that the template rejects."""
     marks = _has_recordable_marks(library, chat_template)
     for own in requests:
         try:
@@ -141,7 +141,6 @@ def _variable_names(library: Any, template: str) -> str:
 
 
 def _set_date(environment: Any, date: str | None) -> None:
-    """Make ``strftime_now`` format ``date``; with None, the current time."""
     moment = datetime.fromisoformat(date) if date is not None else None
     environment.globals["strftime_now"] = lambda form: (moment or datetime.now()).strftime(form)
 
@@ -159,7 +158,7 @@ class _MemoryLimit:
         self.base, self.now = _address_space_bytes(), 0
 
     def allow(self, memory_bytes: int) -> None:
-        """Allow at least ``memory_bytes`` more; a limit of up to twice as much stays, to save a system call."""
+        """Set the limit to ``memory_bytes``; a present limit of up to twice as much stays, to save a system call."""
         if memory_bytes <= self.now <= 2 * memory_bytes:
             return
         self.now = memory_bytes
@@ -183,7 +182,6 @@ def _forbid_files() -> None:
 
 
 def _address_space_bytes() -> int:
-    """Return the size of this process's address space in bytes; 2 GiB if the system does not report it."""
     try:
         with open("/proc/self/statm", encoding="ascii") as file:  # noqa: PTH123 (avoids importing pathlib)
             return int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")

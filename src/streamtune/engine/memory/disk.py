@@ -1,8 +1,8 @@
-"""Tier in a file: raw pages, written and read by a few threads, without the page cache if the system allows.
+"""Storage tier in a file: raw pages, written and read by a few threads, without the page cache if the system allows.
 
-The file has no name. If the system cannot create a file without a name, a named file is unlinked once it is open.
-Either way the file disappears with the process, however the process ends. Blocks in the file are allocated like a
-stack, so the file is about as long as the largest number of bytes stored at a time.
+The file has no name; if the system cannot create such a file, a named file is unlinked once it is open. Either way the
+file disappears with the process. Blocks in the file are allocated like a stack, so the file is about as long as the
+largest number of bytes stored at a time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from streamtune.engine.memory.tiers import Block, Copies
 from streamtune.errors import StorageError
 
 THREADS = 4
-"""Number of threads that write and read; a single thread does not fill the queue of a solid-state disk."""
+"""Number of threads that write and read; a single thread would not fill the queue of a solid-state disk."""
 
 IN_FLIGHT = 4
 """Largest number of writes in flight; each holds a block of host memory."""
@@ -41,8 +41,8 @@ class DiskTier:
     Args:
         device: Device of the stored tensors.
         directory: Directory of the file, on a local disk.
-        arena: Arena for tensors on their way to or from the file. No other tier may use it: threads fill its blocks at
-            once, while copies of another tier might still read a freed block.
+        arena: Arena for tensors on their way to or from the file. No other tier may use it. Threads write to a block as
+            soon as it is allocated, and a copy of another tier might still read it.
         tally: Counter of the bytes in the file.
     """
 
@@ -63,14 +63,14 @@ class DiskTier:
         return _DiskBlock(self, x)
 
     def wait_for_copies(self) -> None:
-        """Make the current stream wait until all stored tensors are on the host; release the originals.
+        """Make the current stream wait until all stored tensors are on the host; drop the references to the originals.
 
         Writes to the file continue.
         """
         self.copies.wait_for_copies()
 
     def begin_write(self, span: Span, offset: int, copy_event: torch.cuda.Event | None) -> Future[None] | None:
-        """Begin to write a host block to the file at ``offset``, in a thread, once the event ``copy_event`` has passed.
+        """Begin to write a host block to the file at ``offset``, in a thread, once the copy ``copy_event`` is done.
 
         If too many writes are in flight, wait for the oldest and free its host memory. Return the write's future, or
         None in a simulation. A write error is raised when the block is read, because the block may belong to an
@@ -86,7 +86,7 @@ class DiskTier:
         return job
 
     def free_after_copy(self, span: Span, copy_event: torch.cuda.Event | None) -> None:
-        """Free a block of host memory once ``copy_event`` (the copy to the device) has passed, without waiting."""
+        """Free a block of host memory once ``copy_event`` (its copy to the device) is done; usually without waiting."""
         if copy_event is None:
             self.arena.free(span)
             return

@@ -2,8 +2,7 @@
 
 A backward reads first what its forward stored last. So the arena allocates and frees blocks like a stack, and grows
 little beyond the largest number of bytes stored at a time. Its regions are whole pages, mapped once and, for an
-accelerator, pinned once. Torch's own pinned allocations are rounded up to a power of two, and pinning takes longer than
-the copies it speeds up.
+accelerator, pinned once, because pinning takes longer than a copy.
 
 The pool holds weights, and gradients until an optimizer has used them. Each tensor of the pool has its own storage, so
 that a saved model has separate tensors. The pages of a freed storage are reused for the next tensor of the same size.
@@ -41,10 +40,10 @@ CGROUP_FILES = (
 """Files with a container's memory limit and its usage."""
 
 RESERVE = 1 << 28
-"""Smallest number of bytes of host memory that is left free."""
+"""Smallest number of bytes of host memory that stay free."""
 
 SHARE = 0.02
-"""Fraction of host memory that is left free, if this is more than ``RESERVE``."""
+"""Fraction of host memory that stays free, if that is more than ``RESERVE``."""
 
 GIB = 1 << 30
 
@@ -53,18 +52,18 @@ _excluded_mappings: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
 
 
 def mark_host_storage(storage: torch.UntypedStorage) -> None:
-    """Record that a storage was allocated by an :class:`Arena` or :class:`HostPool`, until the storage is freed."""
+    """Record that a storage is from an :class:`Arena` or :class:`HostPool`, until the storage is freed."""
     _host_storages.add(storage._cdata)
     weakref.finalize(storage, _host_storages.discard, storage._cdata)
 
 
 def is_host_storage(storage: torch.UntypedStorage) -> bool:
-    """Return True if a storage was allocated by an :class:`Arena` or :class:`HostPool`, pinned or not."""
+    """Return True if a storage is from an :class:`Arena` or :class:`HostPool`, pinned or not."""
     return storage._cdata in _host_storages
 
 
 def free_host_bytes(root: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return how many bytes of host memory can be allocated without swapping, within a container's limit.
+    """Return the number of bytes of host memory that can be allocated without swapping, within a container's limit.
 
     Args:
         root: Mount point of the control groups, which limit a container's memory.
@@ -84,12 +83,12 @@ def total_host_bytes(root: Path = Path("/sys/fs/cgroup")) -> int:
 
 
 def reserved_host_bytes() -> int:
-    """Return how many bytes of host memory are left to the system, so that it does not swap."""
+    """Return the number of bytes of host memory that stay free, so that the system does not swap."""
     return max(RESERVE, int(SHARE * psutil.virtual_memory().total))
 
 
 def usable_host_bytes() -> int:
-    """Return how many bytes can be allocated without using the bytes left to the system."""
+    """Return the number of free bytes of host memory beyond :func:`reserved_host_bytes`."""
     return max(0, free_host_bytes() - reserved_host_bytes())
 
 
@@ -110,7 +109,7 @@ def _reclaimable_bytes(folder: Path) -> int:
 
 
 class Stack:
-    """Allocates offsets in a memory region like a stack: new blocks go on top, freed blocks at the top are removed."""
+    """Allocates offsets in a memory region like a stack; freed blocks are removed once they are at the top."""
 
     def __init__(self) -> None:
         self.top = 0
@@ -125,7 +124,7 @@ class Stack:
         return offset
 
     def free(self, offset: int) -> None:
-        """Free the block at ``offset``."""
+        """Free the block at ``offset``; its space can be allocated again once all blocks above it are freed."""
         self._blocks[offset] = True
         while self._order and self._blocks[self._order[-1]]:
             self.top = self._order.pop()
@@ -165,8 +164,8 @@ class _Region:
 def map_pages(nbytes: int) -> mmap.mmap:
     """Map anonymous zeroed pages; physical memory is allocated when a page is first written.
 
-    On Linux they are huge pages if the kernel has them: 512 times fewer page faults. A forked child gets its own copy
-    of a page when one of the two processes writes to it.
+    On Linux they are huge pages if the kernel has them, with 512 times fewer page faults. A forked child gets its own
+    copy of a page when one of the two processes writes to it.
     """
     if sys.platform != "linux":
         return mmap.mmap(-1, nbytes)
@@ -198,7 +197,10 @@ if hasattr(os, "register_at_fork"):
 
 
 def touch_pages(region: Tensor) -> None:
-    """Allocate the pages of a new mapping, uint8 ``[bytes]``, by writing on all threads; pinning would use one."""
+    """Allocate the pages of a new mapping (uint8 ``[bytes]``) by a write to each page, with all threads.
+
+    Pinning would allocate them with one thread.
+    """
     region.view(-1, PAGE)[:, 0].zero_()
 
 
@@ -225,17 +227,17 @@ class Span:
         self.region, self.offset, self.nbytes = region, offset, nbytes
 
     def as_tensor(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Return a host tensor of this shape and dtype on the block's memory."""
+        """Return a tensor of this shape and dtype on the block's memory."""
         return self.region.bytes[self.offset : self.offset + self.nbytes].view(dtype).view(shape)
 
     def as_memoryview(self) -> memoryview:
-        """Return a view of the block's memory, rounded up to whole pages, to read from or write to a file."""
+        """Return a view of the block's memory, rounded up to whole pages, for reads and writes of a file."""
         assert self.region.map is not None, "simulated memory has no bytes"
         return memoryview(self.region.map)[self.offset : self.offset + round_up_to_pages(self.nbytes)]
 
 
 class Tally:
-    """Counts the bytes stored in one kind of memory (now and at most) and the bytes copied to and from it."""
+    """Counts the bytes stored in one kind of memory (now, and at most) and the bytes copied to and from it."""
 
     def __init__(self) -> None:
         self.live_bytes = self.peak_bytes = self.moved_bytes = 0
@@ -257,10 +259,12 @@ class Arena:
         self.tally = tally
         self.regions: list[_Region] = []
         self._first_region = 0
-        """Index of the first region that may have a free page; a step allocates thousands of blocks."""
+        """Index of the first region that may have a free page. It shortens the search, because a step allocates
+        thousands of blocks.
+        """
 
     def reserve(self, nbytes: int, device: torch.device) -> None:
-        """Map host memory until the arena has ``nbytes`` in total, so that a training step need not map any."""
+        """Map host memory until the arena has ``nbytes`` in total, so that a training step maps none."""
         held = sum(region.size for region in self.regions)
         if nbytes > held:
             self._add_region(nbytes - held, device)
@@ -306,7 +310,7 @@ class Arena:
 
 
 class _Pages:
-    """Mapped pages that a tensor's storage or the list of free pages holds; pinned until this object is freed.
+    """Mapped pages that a tensor's storage or the pool's list of free pages holds; pinned until this object is freed.
 
     A forked child shares the pages, because it may read the weights.
     """
@@ -320,13 +324,13 @@ class _Pages:
 
 
 class HostPool:
-    """Pool of host memory for weights and gradients; pages are mapped once and reused."""
+    """Pool of host memory for weights and gradients; its pages are mapped once and reused."""
 
     def __init__(self) -> None:
         self._free: dict[int, list[_Pages]] = defaultdict(list)
 
     def allocate(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return an uninitialised tensor in host memory; its memory is reused once the tensor is freed.
+        """Return an uninitialised tensor in host memory; the memory is reused once the tensor is freed.
 
         Args:
             shape, dtype: Shape and dtype of the tensor.

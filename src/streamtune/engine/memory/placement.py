@@ -2,9 +2,8 @@
 
 With ``levels: 1`` every layer stores its input. With ``levels: 2`` layers 0, k, 2k ... store their inputs. The backward
 of a segment first runs the layers in between forward again and stores their inputs. At most ceil(L / k) + k - 1 inputs
-are stored at a time. This number is smallest for k near the square root of L (Chen et al., arXiv 1604.06174, Training
-Deep Nets with Sublinear Memory Cost). With ``order: chunk`` only the first layer's input is stored, and levels apply to
-the layers of one chunk (``engine.chain``).
+are stored at a time. This number is smallest for k near the square root of L (Chen et al., Training Deep Nets with
+Sublinear Memory Cost, arXiv 1604.06174). With ``order: chunk`` only the first layer's input is stored.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from streamtune.schedule import Tier as TierName
 class Placement:
     """Storage of one layer's input until the backward.
 
-    Layers form segments: the first layer's input is stored, and the backward recomputes the inputs of the others from
-    it.
+    Layers form segments. The input of a segment's first layer is stored; the backward recomputes the inputs of its
+    other layers.
 
     Attributes:
         unstreamed: True if the layer runs on the whole sequence at once and keeps all its activations.
@@ -52,7 +51,7 @@ def place_layers(schedule: Schedule, layer_count: int) -> list[Placement]:
 
 
 def count_recomputed_layers(schedule: Schedule, layer_count: int) -> list[int]:
-    """Return for each segment of ``layer_count`` layers how many layers the backward runs forward once more."""
+    """Return, for each segment of ``layer_count`` layers, how many layers the backward runs forward once more."""
     extra: list[int] = []
     for place in place_layers(schedule, layer_count):
         if place.unstreamed:
@@ -83,7 +82,7 @@ def _placement(schedule: Schedule, index: int, layer_count: int, segment_size: i
 
 
 def best_segment_size(layer_count: int) -> int:
-    """Return the number of layers per segment with which ``layer_count`` layers store the fewest inputs at a time."""
+    """Return the number of layers per segment that stores the fewest inputs at a time, for ``layer_count`` layers."""
     return min(range(1, max(1, layer_count) + 1), key=lambda size: -(-layer_count // size) + size - 1)
 
 
@@ -102,7 +101,7 @@ class Tiers:
         self._tiers: dict[tuple[TierName, torch.device], Tier] = {}
 
     def reserve(self, host_bytes: int, device: torch.device) -> None:
-        """Map ``host_bytes`` of host memory before the first step, pinned if ``device`` is an accelerator."""
+        """Map ``host_bytes`` of host memory before the first step; they are pinned if ``device`` is an accelerator."""
         self.arena.reserve(host_bytes + host_bytes // 64, device)  # blocks are whole pages
 
     def get_tier(self, name: TierName, device: torch.device) -> Tier:
@@ -124,5 +123,5 @@ class Tiers:
         return Tiers, (self.schedule,)  # a copy has its own memory
 
     def close(self) -> None:
-        """Release the host memory and the file; calls whose backward has not run keep their stored tensors."""
+        """Release the host memory and the file. Calls whose backward has not run keep their stored tensors."""
         self._tiers, self.arena = {}, Arena(self.host)

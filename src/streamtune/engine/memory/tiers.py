@@ -1,12 +1,11 @@
-"""Tiers that store tensors for the backward: the device, host memory, or a file.
+"""Tiers that store tensors until the backward: the device, host memory, or a file.
 
-A *tier* stores a tensor and returns a *block*, from which the tensor is read back. A :class:`StoredTensor` follows the
-sequence and is stored as one block per chunk, so that only the current chunks are on the device.
+A *tier* stores a tensor and returns a *block*, from which the tensor is read back. A :class:`StoredTensor` is stored as
+one block per chunk of the sequence, so that only the current chunks are on the device.
 
 On an accelerator, copies run on a separate stream. The computation waits for the oldest copy when more than
 ``IN_FLIGHT`` copies to the host are in flight. While the backward works on a chunk, the next chunk is copied to the
-device, and the chunk after it is read from the file. A caller may drop a tensor after :meth:`Tier.put`: the tier holds
-it until its copy is done.
+device, and the chunk after it is read from the file.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class Block(Protocol):
         """Return the tensor, on its device."""
 
     def replace(self, x: Tensor) -> None:
-        """Store another tensor of the same shape and dtype in the block; call it after :meth:`get`."""
+        """Store another tensor of the same shape and dtype in the block, which must have been read before."""
 
     def free(self) -> None:
         """Free the block; may be called twice."""
@@ -52,18 +51,18 @@ class Tier(Protocol):
         """Store a tensor; return the block from which the tensor is read back."""
 
     def wait_for_copies(self) -> None:
-        """Make the current stream wait until all stored tensors are copied; release the originals."""
+        """Make the current stream wait until all stored tensors are copied; drop the references to the originals."""
 
 
 class DeviceTier:
-    """Storage tier in device memory: a stored block is the tensor itself."""
+    """Storage tier in device memory: it keeps the stored tensor itself."""
 
     def put(self, x: Tensor) -> Block:
         """Store the tensor itself, without a copy."""
         return _DeviceBlock(x)
 
     def wait_for_copies(self) -> None:
-        """Do nothing: this tier copies nothing."""
+        """Do nothing, because this tier makes no copies."""
 
 
 class _DeviceBlock:
@@ -97,7 +96,7 @@ class Copies:
     def to_host(self, x: Tensor, host: Tensor) -> torch.cuda.Event | None:
         """Begin to copy ``x`` to ``host``; return the event that ends the copy, or None if the copy is done.
 
-        A reference to ``x`` is held until the copy is done.
+        A reference to ``x`` is kept until the copy is done.
         """
         if self.stream is None:
             host.copy_(x)
@@ -153,7 +152,9 @@ class HostTier:
         return _HostBlock(self, x)
 
     def wait_for_copies(self) -> None:
-        """Make the current stream wait until all stored tensors are on the host; release the originals."""
+        """Make the current stream wait until all stored tensors are on the host; drop the
+        references to the originals.
+        """
         self.copies.wait_for_copies()
 
 
@@ -199,7 +200,7 @@ class _HostBlock:
 
 
 class StoredTensor:
-    """A tensor with a sequence dimension, stored as one block per chunk; ``like`` gives shape, dtype and device."""
+    """A tensor with the shape, dtype and device of ``like``, stored as one block per chunk of the sequence."""
 
     def __init__(self, tier: Tier, like: Tensor | StoredTensor, sequence_dim: int) -> None:
         self.tier, self.along = tier, sequence_dim
@@ -249,4 +250,4 @@ class StoredTensor:
 
 
 Source = Tensor | StoredTensor
-"""A tensor from which chunks are cut, in memory or in a tier."""
+"""A tensor on the device, or a tensor stored in a tier; chunks can be read from both."""

@@ -1,8 +1,8 @@
 """Checks before training: a model, with its current weights, is compared with itself without streaming.
 
 ``exact`` compares forwards of the model. ``layer`` compares gradients of one layer, and ranks that share a sequence
-with one rank alone. ``rows`` compares packed rows, and rows that share their beginning, with the same rows alone. It
-also compares the chunks of a long row with the row as a whole.
+with one rank alone. ``rows`` compares packed rows, and rows that share a prefix, with the same rows alone. It also
+compares a long row in chunks with the row as a whole.
 """
 
 from streamtune.engine.preflight.exact import check_chunk_order, check_exact

@@ -1,9 +1,9 @@
-"""Tools of the preflight checks: saved model state, differences of tensors, trial batches, recorded layer calls.
+"""Parts of the preflight checks: saved model state, differences of tensors, trial batches, recorded layer calls.
 
-A call of a decoder layer is recorded as a function of tensors, so that it can be repeated, plain or in chunks. Its
-inputs are the tensor arguments that need a gradient, hidden states first, and the entries of the dictionary of keys and
-values that the model shares between layers. Its outputs are the tensors that the layer returns or adds to that
-dictionary.
+A call of a decoder layer is recorded as a function of tensors, so that it can be repeated, on the whole sequence or in
+chunks. Its inputs are the tensor arguments that need a gradient, hidden states first, and the keys and values that
+layers share. Its outputs are the tensors that the layer returns, and the keys and values that it adds to the shared
+ones.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from streamtune.schedule import Schedule
 
 @contextmanager
 def checking_mode(handle: StreamedModel) -> Iterator[None]:
-    """Context manager: the model is in evaluation mode, with gradients enabled and the head frozen, while active.
+    """Put the model in evaluation mode, with gradients on and the head frozen, in the ``with`` block.
 
-    On exit, it restores the training flags, the layers' ``forward``, ``requires_grad`` of the head, the precision of
-    fp32 matrix products and the random state.
+    On exit, restore the training flags, the layers' ``forward``, ``requires_grad`` of the head, the precision of fp32
+    matrix products and the random state.
     """
     model = handle.model
     training = [(module, module.training) for module in model.modules()]
@@ -65,9 +65,9 @@ def checking_mode(handle: StreamedModel) -> Iterator[None]:
 
 @contextmanager
 def aliased_parameters(layer: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Context manager: a layer's trainable parameters are replaced by new leaves on the same storage, without hooks.
+    """Replace a layer's trainable parameters by new leaves on the same storage, without hooks, in the ``with`` block.
 
-    Yields the leaves by parameter name.
+    Yield the leaves by parameter name.
     """
     names = {id(p): name for name, p in layer.named_parameters() if p.requires_grad}
     aliases: dict[int, nn.Parameter] = {}
@@ -86,7 +86,7 @@ def aliased_parameters(layer: nn.Module) -> Iterator[dict[str, Tensor]]:
 
 
 class LayerStep:
-    """A layer's ``forward`` that calls ``step(index, args, kwargs)`` instead, with the layer on the device."""
+    """Replaces a layer's ``forward`` by ``step(index, args, kwargs)``, with the layer's weights on the device."""
 
     def __init__(self, handle: StreamedModel, index: int, step: Callable[..., Any]) -> None:
         self.handle, self.index, self.step = handle, index, step
@@ -115,13 +115,13 @@ def hidden_states_in_output(out: Any) -> Tensor:
 
 
 BOUND = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}
-"""Largest relative difference of norms that counts as rounding, by dtype; fp64 models compute some parts in fp32."""
+"""Largest relative difference of norms that counts as rounding, by dtype. fp64 models compute some parts in fp32."""
 
 
 def error_bound_dtype(tensor: Tensor, layer: nn.Module | None = None) -> torch.dtype:
-    """Return the key of ``BOUND`` for a tensor: the coarsest dtype among the tensor and its layer's parameters.
+    """Return the dtype with the largest entry in ``BOUND``, of a tensor and of its layer's parameters.
 
-    Some models have an fp32 residual stream between layers that compute in bf16.
+    Some models have fp32 hidden states between layers that compute in bf16.
     """
     dtypes = [tensor.dtype, *(p.dtype for p in layer.parameters())] if layer is not None else [tensor.dtype]
     return max((dtype for dtype in dtypes if dtype in BOUND), key=BOUND.__getitem__, default=torch.float32)
@@ -147,7 +147,9 @@ def difference_norm(value: Tensor | None, subtracted: Tensor | None = None) -> f
 
 
 def ratio(difference: float, norm: float) -> float:
-    """Return ``difference / norm``: 0 if ``difference`` is 0, infinity if one is not finite or ``norm`` is 0."""
+    """Return ``difference / norm``: 0 for a difference of 0, else infinity if ``norm`` is 0 or a
+    number is not finite.
+    """
     if difference == 0:
         return 0.0
     return difference / norm if norm > 0 and math.isfinite(difference) and math.isfinite(norm) else math.inf
@@ -173,13 +175,16 @@ SCHEDULE = Schedule(chunk_size=7, head_chunk_size=11)
 def streamed_forward(
     layer: nn.Module, own_attention: str | None, context: CallContext | None = None, schedule: Schedule = SCHEDULE
 ) -> StreamedForward:
-    """Return the streamed forward of one layer alone; ``context`` describes the packed rows of the layer's input."""
+    """Return the streamed forward of one layer on its own; ``context`` has the packed rows of the layer's input."""
     parts = ModelParts(schedule, Tiers(schedule), CallContext() if context is None else context)
     return StreamedForward(layer, parts, own_attention)
 
 
 def trial_batch(model: Any) -> dict[str, Any]:
-    """Return model arguments for a batch of random tokens, the second row padded; keeps torch's random state."""
+    """Return model arguments for two rows of random tokens, the second padded.
+
+    Torch's random state does not change.
+    """
     head = model.get_output_embeddings()
     ids = random_tokens(model, ROWS, LENGTH)
     mask = torch.ones_like(ids)
@@ -198,7 +203,7 @@ def trial_batch(model: Any) -> dict[str, Any]:
 
 
 def random_tokens(model: Any, rows: int, length: int) -> Tensor:
-    """Return random token ids ``[rows, length]`` without special tokens; keeps torch's random state."""
+    """Return random token ids ``[rows, length]`` without special tokens; torch's random state does not change."""
     table, head = model.get_input_embeddings().weight, model.get_output_embeddings()
     vocabulary = min([table.shape[0], 4096, *([head.weight.shape[0]] if hasattr(head, "weight") else [])])
     config = model.config.get_text_config(decoder=True)
@@ -221,8 +226,8 @@ Arguments = inspect.BoundArguments
 class RecordedCall:
     """A recorded call of the decoder layer at ``index``, detached from its graph.
 
-    ``trained_inputs`` names the ``inputs`` that need a gradient. ``outputs`` are the unstreamed layer's outputs, the
-    first ``[B, T, C]``.
+    ``trained_inputs`` has the names of the ``inputs`` that need a gradient. ``outputs`` are the outputs of the layer
+    without streaming, the first ``[B, T, C]``.
     """
 
     index: int
@@ -233,7 +238,7 @@ class RecordedCall:
 
     @property
     def z_in(self) -> Tensor:
-        """The input hidden states ``[B, T, C]``."""
+        """Hidden states ``[B, T, C]`` at the layer's input."""
         return next(iter(self.inputs.values()))
 
 
@@ -243,7 +248,7 @@ def bind_arguments(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def input_tensors(arguments: Arguments) -> dict[Name, Tensor]:
-    """Return by name: hidden states, other tensors that need a gradient, and keys and values shared between layers."""
+    """Return hidden states, other tensors that need a gradient, and keys and values shared between layers, by name."""
     inputs: dict[Name, Tensor] = {}
     for position, (name, value) in enumerate(list(arguments.arguments.items())[1:]):
         if isinstance(value, Tensor) and (position == 0 or value.requires_grad):
@@ -256,7 +261,7 @@ def input_tensors(arguments: Arguments) -> dict[Name, Tensor]:
 def replace_tensors(arguments: Arguments, tensors: dict[Name, Tensor], layer: nn.Module | None = None) -> Arguments:
     """Return a copy of the arguments in which ``tensors`` replace the tensors of the same names.
 
-    ``layer``, if given, replaces the layer. The dictionary of keys and values shared between layers is copied.
+    ``layer``, if given, replaces the layer. The dictionary of keys and values that layers share is copied.
     """
     new = inspect.BoundArguments(arguments.signature, arguments.arguments.copy())
     if layer is not None:
@@ -275,9 +280,9 @@ def replace_tensors(arguments: Arguments, tensors: dict[Name, Tensor], layer: nn
 
 
 def run_and_list_outputs(forward: Callable[..., Any], arguments: Arguments) -> tuple[Any, list[Tensor]]:
-    """Call ``forward`` with ``arguments``; return its result and a list of its output tensors.
+    """Call ``forward`` with ``arguments``; return its result, and a list of its output tensors.
 
-    The list ends with the keys and values that the call added to the dictionary shared between layers.
+    The list ends with the keys and values that the call added to the dictionary that layers share.
     """
     sharing = _shared_dictionary(arguments)
     before = set(sharing or ())
@@ -289,10 +294,10 @@ def run_and_list_outputs(forward: Callable[..., Any], arguments: Arguments) -> t
 
 
 def recorded_outputs_as_leaves(arguments: Arguments, used_arguments: Arguments, out: Any, call: RecordedCall) -> Any:
-    """Return the recorded outputs, as new leaves, in the form of ``out``, so that one layer's graph exists at a time.
+    """Return the recorded outputs as new leaves, in the form of ``out``.
 
-    Keys and values that the repeated call added to the shared dictionary in ``used_arguments`` are added to the one in
-    ``arguments``.
+    So only one layer's graph exists at a time. Keys and values that the repeated call added to the dictionary in
+    ``used_arguments`` are also added to the dictionary in ``arguments``.
     """
     leaves = iter([x.clone().requires_grad_(torch.is_grad_enabled()) for x in call.outputs])
     items = [next(leaves) if _is_output(place, item) else item for place, item in enumerate(_as_list(out))]
@@ -318,7 +323,10 @@ def _shared_dictionary(arguments: Arguments) -> Any:
 
 
 def layer_kind(layer: nn.Module) -> tuple[Any, ...]:
-    """Return the module names, classes and settings of a layer without layer indices: equal for layers of one kind."""
+    """Return the module names, classes and settings of a layer, without layer indices.
+
+    Layers of the same kind have the same value.
+    """
     return tuple(
         (
             name,

@@ -1,8 +1,8 @@
 """Numerical check, before training, that a model with its current weights is streamed exactly.
 
-A short random batch goes through the model twice. The plain forward records the call of every decoder layer. In the
-streamed forward each layer gets its recorded input, so outputs are compared layer by layer, and the error names the
-first layer that differs. Then one layer of each kind is differentiated both ways (``layer``).
+A short random batch goes through the model twice. The forward without streaming records the call of every decoder
+layer. In the streamed forward each layer gets its recorded input, so the error names the first layer that differs. Then
+one layer of each kind is differentiated both ways (``layer``).
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ def check_exact(handle: StreamedModel) -> None:
     """Raise an error if streaming changes the loss or gradients of a few random tokens.
 
     The cost is about six forwards of 48 tokens, and the gradient of one layer of each kind at a time. Gradients, random
-    state, training flags and configuration are restored, also after an error. The unstreamed model runs with its
-    configured attention. If the results differ, a second comparison runs it with eager attention, because other
+    state, training flags and configuration are restored, also after an error. Without streaming, the model runs with
+    its configured attention. If the results differ, the check is repeated with eager attention, because other
     implementations may lack what a layer needs (softcap, sinks).
 
     Raises:
         ArgumentError: The streaming was removed, or the model is on the meta device.
-        UnsupportedModelError: The results differ, or the unstreamed model does not run on the batch.
+        UnsupportedModelError: The results differ, or the model does not run on the batch without streaming.
     """
     refuse_if_removed(handle)
     if any(p.device.type == "meta" for p in handle.model.parameters()):
@@ -78,7 +78,7 @@ def check_exact(handle: StreamedModel) -> None:
 
 
 def check_chunk_order(handle: StreamedModel) -> None:
-    """Run a short forward if the schedule has ``order="chunk"``, so that layers that do not support it raise an error.
+    """Run a short forward if the schedule has ``order="chunk"``; layers that do not support it raise an error.
 
     Raises:
         UnsupportedModelError: The layers share keys and values.
@@ -91,7 +91,7 @@ def check_chunk_order(handle: StreamedModel) -> None:
 
 
 class _Preflight:
-    """Compares the streamed and the unstreamed forward of a model; the latter has the attention names ``reference``."""
+    """Compares a model's forward with and without streaming; without, its configs name the attention ``reference``."""
 
     def __init__(self, handle: StreamedModel, reference: list[Any]) -> None:
         self.handle, self.model, self.layers = handle, handle.model, handle.layers
@@ -238,7 +238,6 @@ class _Preflight:
         )
 
     def _refuse_foreign_leaves(self, index: int, z_out: Tensor, allowed_leaves: list[Tensor]) -> None:
-        """Refuse a layer that reads a tensor, neither argument nor parameter, whose gradient would be lost."""
         for leaf in trainable_leaves_except(z_out, allowed_leaves):
             raise UnsupportedModelError(
                 f"{self._model_name} is not streamed exactly: {type(self.layers[index]).__name__} reads a tensor with "
@@ -262,11 +261,11 @@ class _Preflight:
                     f"{self._model_name} is not streamed exactly: its head's {what} differs by "
                     f"{relative_difference(value, reference, None):.1e} (rounding explains at most {bound:.0e})",
                     where=f"the head of {self._model_name}",
-                    fix="use stream(model, head=False): layers are streamed, head and loss are the model's own",
+                    fix="use stream(model, head=False), which streams the layers and keeps the model's own head and "
+                    "loss",
                 )
 
     def _one_call_per_kind(self) -> Iterator[tuple[RecordedCall, Arguments]]:
-        """Yield, for each kind of layer, the first call whose inputs need a gradient, and its streamed arguments."""
         seen = set()
         for call, streamed in zip(self.calls, self.streamed, strict=True):
             kind = layer_kind(self.layers[call.index])

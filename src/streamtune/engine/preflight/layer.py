@@ -1,10 +1,10 @@
-"""Comparison of one layer on the whole sequence and in chunks: its outputs z and gradients g.
+"""Comparison of one layer on the whole sequence (z_ref, g_ref) and in chunks: its outputs z and gradients g.
 
     differs:  ||z - z_ref|| > bound * ||z_ref - z_in|| + eps * ||z_ref||        (z_ref - z_in is what the layer adds)
     or        ||g - g_ref|| > bound * max(||g_ref||, 1e-2 ||G_ref||)            (for z_in, arguments and parameters)
 
-A difference above the bound may still be rounding, or a router that chose another expert because of rounding. Then a
-copy of the layer in a wider dtype is compared as well.
+G_ref is all gradients g_ref together. A difference above the bound may still be rounding, or a router that chose
+another expert because of rounding. Then a copy of the layer in a wider dtype is compared as well.
 """
 
 from __future__ import annotations
@@ -44,11 +44,13 @@ from streamtune.errors import StreamTuneError, UnsupportedModelError
 from streamtune.schedule import Schedule
 
 UNSETTLED_BOUND = 0.3
-"""Accepted relative difference of a layer without a wider copy (quantised): its router may choose other experts."""
+"""Accepted relative difference of a layer that cannot be copied in a wider dtype (quantised): its router may choose
+other experts.
+"""
 WIDER_DTYPES = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}
 FIX = (
-    "its layers mix tokens outside the attention's key/value cache; train this model without streaming, or choose a "
-    "model whose layers mix tokens only by attention"
+    "train this model without streaming, or choose another model; its layers may exchange data between tokens outside "
+    "the key/value cache"
 )
 
 
@@ -60,12 +62,12 @@ class LayerCheck:
     """Compares recorded calls of layers with the same calls in chunks.
 
     Args:
-        model: Model, named in errors.
+        model: Model, for its class name in errors.
         layers: Decoder layers of the model.
-        names: Attention names in the model's configs, with and without streaming.
-        reference: Attention names for the unstreamed layers.
+        names: Attention implementations that the model's configs name, with and without streaming.
+        reference: Attention implementations with which the layers run without streaming.
         own_attention: Attention implementation of layers that compute attention in their own code; None for others.
-        valid: Mask ``[B, T]``, True where the trial batch has a token.
+        valid: Mask ``[B, T]``, True where the batch has a token.
     """
 
     def __init__(
@@ -81,10 +83,10 @@ class LayerCheck:
         self.names, self.reference = names, reference
 
     def check_output(self, outputs: list[Tensor], call: RecordedCall, streamed: Arguments) -> None:
-        """Raise :class:`DiffersError` if the outputs in chunks differ from the recorded ones by more than rounding."""
+        """Raise :class:`DiffersError` if outputs in chunks differ from recorded outputs by more than rounding."""
         if len(outputs) != len(call.outputs):
             raise DiffersError(
-                f"{self.name}: a streamed layer returns {len(outputs)} tensors, the plain layer {len(call.outputs)}"
+                f"{self.name}: a layer returns {len(outputs)} tensors with streaming, but {len(call.outputs)} without"
             )
         error, bound = self._output_error(outputs, call), self.rounding_bound(call.index, call.outputs[0])
         if not error <= bound:
@@ -137,7 +139,7 @@ class LayerCheck:
         return worst
 
     def _relative_difference(self, z: Tensor, z_ref: Tensor, z_in: Tensor) -> float:
-        """Return ``||z - z_ref||``, less the rounding of the residual sum, relative to what the layer adds."""
+        """Return ``(||z - z_ref|| - eps ||z_ref||) / ||z_ref - z_in||`` over the batch's tokens; at least 0."""
         if z.shape != z_ref.shape:
             return math.inf
         valid = self.valid_tokens(z_in)
@@ -189,15 +191,17 @@ class LayerCheck:
                 raise self.difference_error(call.index, name, value, BOUND[error_bound_dtype(reference[0])])
 
     def valid_tokens(self, z: Tensor) -> Tensor:
-        """Return a mask ``[B, T]``, True where the trial batch has a token; all True if ``z`` has another length."""
+        """Return a mask ``[B, T]``, True where the batch has a token; all True for a ``z`` of another length."""
         return self.valid if z.shape[:2] == self.valid.shape else z.new_ones(z.shape[:2], dtype=torch.bool)
 
     def rounding_bound(self, index: int, z: Tensor) -> float:
-        """Return the largest relative difference that rounding explains, for the input or output ``z`` of a layer."""
+        """Return the largest relative difference that counts as rounding, for an input or output ``z`` of a layer."""
         return BOUND[error_bound_dtype(z, self.layers[index])]
 
     def layer_location(self, index: int | None) -> str:
-        """Return text for messages: where layer ``index`` is in the model; ``index`` None means outside the layers."""
+        """Return the place of layer ``index`` in the model, as text for messages; None stands for
+        outside the layers.
+        """
         if index is None:
             return f"{self.name}, outside its decoder layers"
         return f"layer {index} of {len(self.layers)} ({type(self.layers[index]).__name__})"
@@ -213,7 +217,7 @@ class LayerCheck:
 
 
 def with_self_argument(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a bound forward as a function with a first argument ``self``, like the forward of a class."""
+    """Return ``forward`` as a function with a first argument ``self``, like the forward of a class."""
     return lambda _self, *args, **kwargs: forward(*args, **kwargs)
 
 
@@ -232,7 +236,7 @@ def check_sequence_parallel(handle: StreamedModel) -> None:
     The loss and the gradient of the first trained layer are compared. All ranks of the group must call this together.
 
     Raises:
-        UnsupportedModelError: Loss or gradient differs by more than rounding explains.
+        UnsupportedModelError: Loss or gradient differs by more than rounding.
     """
     ranks = handle.sequence_parallel
     assert ranks is not None
@@ -272,7 +276,6 @@ def _loss_and_gradient(handle: StreamedModel, tensors: Sequence[Tensor]) -> list
 
 @contextmanager
 def _with_short_chunks(handle: StreamedModel) -> Iterator[None]:
-    """Context manager: the schedule has chunks so short that the trial batch has several; inputs stay on the device."""
     forwards = [forward for layer in handle.layers if isinstance(forward := layer.forward, StreamedForward)]
     schedule, before = handle.schedule, [(forward.schedule, forward.placement) for forward in forwards]
     try:

@@ -1,25 +1,22 @@
-"""Numerical checks of rows: packed rows, rows that share their beginning, and rows longer than a chunk.
+"""Numerical checks of rows: packed rows, rows that share a prefix, and rows longer than a chunk.
 
 Packed rows must not affect each other. A model is told of packed rows only by positions that restart, and its signature
-does not show whether it reads these positions. Models that do not read them take the same arguments, but let a row see
-the row before it. Such models add a bias by distance (ALiBi), carry a state past the end of a row, or number positions
-in their own code. So a few short rows go through the streamed model together. Then each layer gets the same inputs
-again, one row at a time, and must add the same to its input:
+does not show whether it reads these positions. Models that do not read them may add a bias by distance (ALiBi), carry a
+state past the end of a row, or number positions themselves. So a few short rows go through the streamed model together.
+Then each layer gets the same inputs again, one row at a time, and must add the same to its input:
 
     fails:  ||z - z_row|| > bound * ||z_row - z_in|| + eps * ||z_row||       (z_row - z_in is what the layer adds)
 
-In a narrow dtype, rounding alone may let a router choose another expert for a few tokens. A layer that lets rows see
-each other differs at the first token of every row, so in a narrow dtype the median over these first tokens decides.
+In a narrow dtype, rounding alone may let a router choose another expert for a few tokens. Then the median over the
+first tokens of all rows decides, because a layer that lets rows see each other differs at each of these tokens.
 
-Rows that share their beginning (``branches``) are checked in the same way: a row alone is its trunk and its branch.
+Rows that share a prefix (``branches``) are checked in the same way: a row alone is its trunk and its branch.
 
 Some layers compute differently above some number of tokens, and the other checks use fewer tokens than a chunk has. So
-one layer of each kind runs forward on a row longer than the schedule's chunk c, on the whole row and in chunks, from
-the same hidden states. Chunks of a row have about equal length, at least c/2, which is their length in a row of c + 1
-tokens. A layer that changes its computation below c/2 tokens is exact. One that changes between c/2 and c differs in
-this check. One that changes above c differs in a row that is long enough.
-
-Within a chunk the median over its tokens is compared, so a few tokens that a router sends elsewhere do not count.
+one layer of each kind also runs forward on a row longer than the schedule's chunk size c, whole and in chunks. Chunks
+of a row have at least c/2 tokens. A layer that changes its computation below c/2 tokens is exact. A layer that changes
+it between c/2 and c tokens differs in this check; above c, it differs in a row that is long enough. Within a chunk the
+median over its tokens is compared.
 """
 
 from __future__ import annotations
@@ -59,19 +56,19 @@ from streamtune.errors import StreamTuneError, UnsupportedModelError
 from streamtune.schedule import Schedule
 
 ROWS = (9, 2, 13, 3, 11, 10)
-"""Lengths of the trial rows: chunks end inside some rows, and several rows lie inside one chunk."""
+"""Lengths of the packed rows in the check: chunks end inside some rows, and several rows lie inside one chunk."""
 
 TREES = ((-1, 11), (0, 5), (0, 2), (2, 4), (2, 3), (0, 9), (-1, 4), (6, 7), (6, 10))
-"""Parts of the trial trees (``Branches.of_nodes``): chunks end in trunks, behind trunks and in branches."""
+"""Parts of the trees in the check (``Branches.of_nodes``): chunks end in trunks, behind trunks and in branches."""
 
 
 @dataclass(frozen=True)
 class _Layout:
     rows: PackedRows
     arguments: dict[str, Tensor]
-    """Arguments for the model call; those that the model's forward lacks are left out."""
+    """Arguments for the model call; arguments that the model's forward lacks are left out."""
     places: list[Tensor]
-    """Places in the sequence of each row's tokens."""
+    """Indices in the sequence of each row's tokens."""
     first_tokens: list[int]
     """Index in each row of its first token that other rows precede in the sequence."""
     fault: str
@@ -109,7 +106,7 @@ def check_packing(handle: StreamedModel) -> None:
 
 
 def check_branches(handle: StreamedModel) -> None:
-    """Raise an error if a row that shares its beginning with others is computed differently from the row alone.
+    """Raise an error if a row that shares a prefix with others is computed differently from the row alone.
 
     Raises:
         ArgumentError: The streaming was removed.
@@ -121,7 +118,7 @@ def check_branches(handle: StreamedModel) -> None:
     parts = [part for part in branches.table.last_parts if part.trunk]
     places = [torch.cat([torch.arange(start, stop) for start, stop, _ in part.row_ranges]) for part in parts]
     first_tokens = [part.trunk_length for part in parts]
-    fault = "computes rows that share their beginning differently from the rows alone: the {what} for a row differs"
+    fault = "computes rows that share a prefix differently from the rows alone: the {what} for a row differs"
     arguments = branches.arguments(torch.zeros(1, branches.length, dtype=torch.long))
     layout = _Layout(branches, arguments, places, first_tokens, fault, "set share_prefix: never")
     with checking_mode(handle), torch.no_grad():
@@ -131,7 +128,8 @@ def check_branches(handle: StreamedModel) -> None:
 def _refuse_hybrid_layers(handle: StreamedModel, fix: str) -> None:
     if handle.sequence_parallel is not None and (kind := hybrid_layer_name(handle.model)) is not None:
         raise UnsupportedModelError(
-            f"{kind} has both attention and a recurrent state, so ranks cannot share sequences of several rows",
+            f"{kind} has both attention and a recurrent state, so sequence parallelism supports only one row per "
+            "sequence",
             fix=fix,
         )
 
@@ -210,8 +208,10 @@ class _Trial:
         return type(out)([z_out, *out[1:]]) if isinstance(out, tuple | list) else z_out
 
     def _record_error(self, index: int, tensor_name: str, packed: Tensor, alone: Tensor, z_in: Tensor) -> None:
-        """Record the difference of a row's packed and separate values, divided by the largest difference that rounding
-        explains. In half precision only the row's first token is compared."""
+        """Record how far a row's values, packed and alone, differ, as a multiple of what rounding explains.
+
+        In half precision only the row's first token is compared.
+        """
         dtype = self._error_bound_dtype(index, alone)
         if torch.finfo(dtype).bits < 32:
             first = slice(self.first_token, self.first_token + 1)
@@ -252,23 +252,26 @@ def _hidden_argument_name(bound: Arguments) -> str:
 
 
 SHORT, BEYOND = 256, 64
-"""Chunk size below which a second row is checked, and by how many tokens that row is longer than a chunk."""
+"""Chunk size below which a second row is checked, and the number of tokens by which that row is longer than a chunk."""
 LONGEST = 4096
-"""Largest chunk size that is checked by default, because the plain layer runs on the whole row."""
+"""Largest chunk size that is checked by default, because a layer runs on the whole row for comparison."""
 
 
 def lengths_to_check(handle: StreamedModel) -> list[int]:
-    """Return row lengths for :func:`check_length`: just above a chunk, at most 4,097 tokens and the model's maximum."""
+    """Return row lengths just above a chunk for :func:`check_length`.
+
+    Lengths above 4,097 tokens, or above the model's maximum, are left out.
+    """
     chunk, longest = handle.schedule.chunk_size, _longest_supported_length(handle)
     lengths = [chunk + 1, *([chunk + BEYOND] if chunk < SHORT else [])]
     return [length for length in lengths if length <= LONGEST + 1 and (longest is None or length <= longest)]
 
 
 def check_length(handle: StreamedModel, length: int) -> None:
-    """Raise an error if chunks change the output of a layer on a row of ``length`` random tokens.
+    """Raise an error if a layer's output on a row of ``length`` random tokens changes when it runs in chunks.
 
     One layer of each kind runs on the whole row and in chunks. The cost is two forwards of the decoder on that row; the
-    forward without chunks needs the memory of one plain layer.
+    forward without chunks needs the memory of one layer on the whole row.
 
     Raises:
         UnsupportedModelError: A layer differs; the message names the layer.
@@ -353,7 +356,6 @@ class _Forwards:
 
 
 def _longest_supported_length(handle: StreamedModel) -> int | None:
-    """Return the maximum row length from the model's configuration (positions, key selection), or None."""
     config = handle.model.config.get_text_config(decoder=True)
     limits = [getattr(config, name, None) for name in ("max_position_embeddings", "n_positions", KEPT_WINDOW)]
     return min((limit for limit in limits if isinstance(limit, int) and limit > 0), default=None)

@@ -1,8 +1,8 @@
-"""Sequence parallelism: every rank calls the model with the whole rows and computes its own shards of them.
+"""Sequence parallelism: every rank calls the model with the whole rows, and computes its own tokens of them.
 
-In a call with labels, or a scored call, the arguments are changed before the model's forward. Tokens, positions and
-targets are cut to the rank's own (``shards``), and the loss is summed over the ranks. A call without targets is not
-shared: every rank computes all of it. docs/decisions/015-sequence-parallel.md gives the reasons.
+In a call with labels, or a call that scores targets, the arguments are changed before the model's forward. Tokens,
+positions and targets are cut to the rank's own (``shards``), and the loss is summed over the ranks. A call without
+targets is not shared: every rank computes all of it. docs/decisions/015-sequence-parallel.md gives the reasons.
 
 Shape suffixes: B batch, T tokens.
 """
@@ -30,13 +30,13 @@ from streamtune.engine.streamed_model import StreamedModel
 from streamtune.errors import ArgumentError, UnsupportedModelError
 
 TOKENS = {"input_ids": 1, "inputs_embeds": 1, "labels": 1, "position_ids": -1, "shift_labels": 1}
-"""Arguments with a sequence dimension, each with the index of that dimension."""
+"""Arguments with a sequence dimension, each with the index of this dimension."""
 UNSHARED_FIX = "set sequence_parallel_size: 1"
-"""Fix for a call that ranks cannot share."""
+"""Fix, in error messages, for a call that sequence parallelism does not support."""
 
 
 class CallSharding:
-    """Changes the arguments of model calls to this rank's tokens; does nothing without sequence parallelism."""
+    """Cuts the arguments of model calls to this rank's tokens; does nothing without sequence parallelism."""
 
     def __init__(self, handle: StreamedModel) -> None:
         self._handle = proxy(handle)
@@ -44,7 +44,7 @@ class CallSharding:
         self._min_tokens = 2 if any(map(carries_states, handle.layers)) else 1
 
     def shard_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], with_targets: bool) -> dict[str, Any]:
-        """Return a call's arguments as keywords, cut to this rank's tokens; not cut if the call has no targets.
+        """Return a call's arguments by name, cut to this rank's tokens; not cut if the call has no targets.
 
         Raises:
             UnsupportedModelError: Ranks cannot share the call, or it has gradients but no targets.
@@ -62,7 +62,7 @@ class CallSharding:
         return kwargs
 
     def shard_arguments(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments cut to this rank's tokens; layers, head and routers get these until :meth:`end_call`.
+        """Return the arguments cut to this rank's tokens. Until :meth:`end_call` the model computes only these tokens.
 
         Raises:
             ArgumentError: The call has no tokens.
@@ -75,7 +75,7 @@ class CallSharding:
         self._set_shards(None)
         tokens = next((kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None), None)
         if tokens is None:
-            raise ArgumentError("a call that ranks share needs input_ids or inputs_embeds, found neither")
+            raise ArgumentError("sequence parallelism needs input_ids or inputs_embeds in the call, found neither")
         batch, length = tokens.shape[:2]
         _refuse_arguments(handle, kwargs, length)
         branches = rows if isinstance(rows, Branches) else None
@@ -113,12 +113,12 @@ class CallSharding:
         return cut_kwargs
 
     def end_call(self) -> None:
-        """End the call: from now on the model computes on all tokens."""
+        """End the call: from now on use all tokens, not only this rank's."""
         self._set_shards(None)
         self._handle.context.rows = self._handle.context.lengths = None
 
     def open_routers(self, attention_mask: Any) -> None:
-        """Begin to collect router logits; padding after the rows is not counted."""
+        """Begin to collect router logits; the padding that makes a sequence divisible among ranks is not counted."""
         shards = self._handle.context.shards
         if shards is not None and attention_mask is None:
             device = model_device(self._handle.model)
@@ -136,7 +136,7 @@ class CallSharding:
 
 
 def _shifted_targets(kwargs: dict[str, Any]) -> Tensor | None:
-    """Return targets ``[B, T]``: ``shift_labels``, or ``labels`` shifted by one token; None if the call has neither."""
+    """Return the targets ``[B, T]``: ``shift_labels``, or ``labels`` shifted by one token; None if there is neither."""
     shifted: Tensor | None = kwargs.get("shift_labels")
     labels: Tensor | None = kwargs.get("labels")
     if shifted is not None or labels is None:
@@ -147,7 +147,7 @@ def _shifted_targets(kwargs: dict[str, Any]) -> Tensor | None:
 def _positions_and_mask(
     handle: StreamedModel, shards: SequenceShards, tokens: Tensor, kwargs: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return ``position_ids`` of the rows, and an ``attention_mask`` of the padded sequence, equal on every rank."""
+    """Return ``position_ids`` of the rows, and an ``attention_mask`` of the padded sequence; equal on every rank."""
     mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
     padded = mask is not None and not bool(mask.bool().all())
     if positions is None:
@@ -167,11 +167,6 @@ def _positions_and_mask(
 
 
 def _refuse_arguments(handle: StreamedModel, kwargs: dict[str, Any], length: int) -> None:
-    """Refuse call arguments that cannot be cut into tokens, or that need all tokens on one rank.
-
-    Raises:
-        UnsupportedModelError: The call has such an argument.
-    """
     accepted = {*TOKENS, *KERNEL_ROWS, *POSITIONS, "attention_mask", "num_items_in_batch"}
     name = type(handle.model).__name__
     for key, value in kwargs.items():
@@ -195,7 +190,6 @@ def _refuse_arguments(handle: StreamedModel, kwargs: dict[str, Any], length: int
 
 
 def _class_computing_positions(handle: StreamedModel, has_padding: bool) -> str | None:
-    """Return the name of the module class that computes positions from tokens (or padding); None if none does."""
     inside = {id(module) for layer in handle.layers for module in layer.modules()}
     for module in handle.model.modules():
         if id(module) in inside:
@@ -213,7 +207,7 @@ def _class_computing_positions(handle: StreamedModel, has_padding: bool) -> str 
 
 @contextmanager
 def different_random_state_per_rank(ranks: SequenceParallel, device: torch.device) -> Iterator[None]:
-    """Context manager: each rank draws other random numbers while active; then the state on entry is restored."""
+    """Let each rank draw other random numbers in the ``with`` block; then restore the random state."""
     seed = int(torch.randint(1 << 62, ()))
     outer = RandomState.capture(device)
     torch.manual_seed((seed + 0x9E3779B97F4A7C15 * (ranks.rank + 1)) % (1 << 63))

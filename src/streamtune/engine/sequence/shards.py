@@ -1,4 +1,4 @@
-"""Shards: which tokens of a sequence each rank has, and how layers exchange keys, values and heads between ranks.
+"""Shards: the tokens of a sequence that each rank has, and the exchange of keys, values and heads between ranks.
 
 The schedule cuts a rank's own tokens into chunks. Chunk i of the sequence consists of chunk i of every rank, in the
 order of the ranks. Each rank's part of a chunk is called a shard:
@@ -11,7 +11,8 @@ order of the ranks. Each rank's part of a chunk is called a shard:
 So all tokens before a chunk of the sequence are in earlier chunks, and every rank computes part of the causal attention
 of each chunk.
 
-Shape suffixes: B batch, T tokens of the sequence, L of this rank, H query heads, G key/value heads, D head dimension.
+Shape suffixes: B batch, T tokens of the sequence, L tokens of this rank, H query heads, G key/value heads, D head
+dimension.
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ class SequenceShards:
         group: Process group of the ranks that share the tokens.
         form: ``ring`` or ``ulysses``: how the ranks exchange keys and values.
         schedule: Schedule that cuts each rank's own tokens into chunks.
-        batch: Number of rows B.
-        length: Number of tokens T of the rows, before padding.
-        rows: Packed rows; their mask is built here, because no rank's model sees where all rows begin.
+        batch: Number of sequences B.
+        length: Number of tokens T of each sequence, before padding.
+        rows: Packed rows. Their mask is built here, because the model on a rank gets only that rank's tokens.
         targets: Target ``[B, T]`` of each token, -100 for none; None if no loss is computed.
         min_tokens: Smallest number of tokens per rank: 2 for layers with states, which treat one token as a decoding
             step.
@@ -61,11 +62,11 @@ class SequenceShards:
     targets: Tensor | None = None
     min_tokens: int = 1
     trees: PackedRows | None = None
-    """Rows that share their beginning; their mask is built elsewhere."""
+    """Rows that share a prefix; their mask is built elsewhere (``Branches.restrict_mask``)."""
     padding: Tensor | None = None
     """Padding mask ``[B, L S]`` that the model gets, 0 for padding."""
     routes: Any = None
-    """The ranks that exchange each state (``StateRoutes``); set by the first layer with states."""
+    """Ranks that exchange each recurrent state (``StateRoutes``); set by the first layer with states."""
     _masks: dict[int, tuple[LazyMask, LazyMask]] = field(default_factory=dict)
     _paddings: dict[int, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
     _token_positions: dict[int, Tensor] = field(default_factory=dict)
@@ -92,7 +93,7 @@ class SequenceShards:
 
     @cached_property
     def chunks(self) -> list[slice]:
-        """Chunks of one rank's tokens, as slices of these tokens; equal on all ranks."""
+        """Chunks of one rank's tokens, as slices of these tokens; they are equal on all ranks."""
         own_length, rows = max(self.min_tokens, -(-self.length // self.size)), self.trees or self.rows
         if rows is None or self.min_tokens < 2:
             return self.schedule.chunks(own_length)
@@ -104,7 +105,7 @@ class SequenceShards:
         return slice(0, self.own_length)
 
     def global_chunk(self, chunk: slice) -> slice:
-        """Return the slice of the sequence that all ranks have together in ``chunk``, a slice of one rank's tokens."""
+        """Return the slice of the sequence that all ranks together have in ``chunk``, a slice of one rank's tokens."""
         return slice(chunk.start * self.size, chunk.stop * self.size)
 
     def shard_positions(self, chunk: slice, rank: int | None = None) -> slice:
@@ -114,7 +115,7 @@ class SequenceShards:
         return slice(start, start + length)
 
     def sequence_slice(self, part: slice, rank: int | None = None) -> slice:
-        """Return the slice of the sequence for ``part``, a slice of one rank's tokens inside a chunk."""
+        """Return the slice of the sequence for ``part``, a slice of one rank's tokens that lies inside one chunk."""
         chunk = next(chunk for chunk in reversed(self.chunks) if chunk.start <= part.start)
         start = self.shard_positions(chunk, rank).start + part.start - chunk.start
         return slice(start, start + part.stop - part.start)
@@ -124,7 +125,7 @@ class SequenceShards:
         return [chunk for chunk in self.chunks if part.start <= chunk.start and chunk.stop <= part.stop]
 
     def local_chunk_start(self, position: int) -> int:
-        """Return where, among one rank's tokens, the chunk starts that contains ``position`` of the sequence."""
+        """Return the start, among one rank's tokens, of the chunk that contains ``position`` of the sequence."""
         return next(chunk.start for chunk in reversed(self.chunks) if chunk.start * self.size <= position)
 
     def token_positions(self, rank: int, device: torch.device) -> Tensor:
@@ -135,7 +136,7 @@ class SequenceShards:
         return self._token_positions[rank].to(device)
 
     def select_tokens(self, x: Tensor, dim: int, fill: float | bool | None = None) -> Tensor:
-        """Return this rank's part of ``x`` along ``dim``, with padding ``fill`` (None: the last value) at the end."""
+        """Return this rank's part of ``x`` along ``dim``; padding at the end is ``fill`` (None: the last value)."""
         missing = self.padded_length - x.shape[dim]
         if missing:
             last = x.narrow(dim, x.shape[dim] - 1, 1)
@@ -144,7 +145,7 @@ class SequenceShards:
         return x.index_select(dim, self.token_positions(self.rank, x.device))
 
     def own_padding(self, mask: Tensor) -> Tensor | None:
-        """Return the padding mask ``[B, L]`` of this rank's tokens for a layer with a state.
+        """Return the padding mask ``[B, L]`` of this rank's tokens, for a layer with a state.
 
         ``mask`` is the mask that the model gives the layer: the padding mask of the whole sequence, or its last L
         columns. Return None if ``mask`` is another mask.
@@ -162,15 +163,15 @@ class SequenceShards:
         return self.select_tokens(padding, 1) if torch.equal(mask, padding[:, -mask.shape[1] :]) else None
 
     def gather_tokens(self, x_BL: Tensor) -> Tensor:
-        """Return ``[B, T]`` for the whole sequence, gathered from ``[B, L]`` on each rank."""
+        """Return ``[B, T]`` for the whole sequence, gathered from ``[B, L]`` of each rank."""
         places = [self.token_positions(rank, x_BL.device) for rank in range(self.size)]
         return gather_columns(x_BL, self.group, places, self.length)
 
     def whole_mask(self, mask: LazyMask) -> LazyMask:
-        """Return the mask over the whole sequence, given the model's mask ``mask`` for this rank's queries.
+        """Return the mask for the whole sequence, given the mask that the model built for this rank's queries.
 
-        Only the number of queries and the starts of packed rows change: the model gets an attention mask over the whole
-        sequence, so the other fields describe it already.
+        Only the number of queries and the starts of packed rows change. The other fields already describe the whole
+        sequence, because the model gets an attention mask over the whole sequence.
         """
         cached = self._masks.get(id(mask))
         if cached is None or cached[0] is not mask:
@@ -198,7 +199,7 @@ class SequenceShards:
 
 
 class ChunkExchange:
-    """Exchanges keys, values and heads with the other ranks while a layer runs on ``part``, some of this rank's tokens.
+    """Exchanges keys, values and heads with other ranks while a layer runs on ``part``, a slice of this rank's tokens.
 
     ``first_key``, the cache position of the first key that the attention gets, is set after creation.
     """
@@ -208,7 +209,7 @@ class ChunkExchange:
         self.lengths = [chunk.stop - chunk.start for chunk in shards.chunks_within(part)]
         self.first_key = 0
         self.has_one_head = False
-        """True if all ranks keep the same single head, from which the layer may compute all key and value heads."""
+        """True if every rank caches the same single head, from which a layer may compute all key and value heads."""
         self.returned_kv: tuple[Tensor, Tensor] | None = None
         """Keys and values that the cache returned in the layer's last update."""
 
@@ -219,12 +220,12 @@ class ChunkExchange:
 
     @property
     def cache_slice(self) -> slice:
-        """Cache positions of the keys and values of ``part``."""
+        """Positions of the keys and values of ``part`` in this rank's cache."""
         return self.part if self.uses_ring else self.shards.global_chunk(self.part)
 
     @property
     def position(self) -> int:
-        """Position in the sequence of the first token of ``part``; an error if ``part`` spans several chunks."""
+        """Position in the sequence of the first token of ``part``. Raises an error if ``part`` spans several chunks."""
         if len(self.lengths) > 1:
             raise UnsupportedModelError(
                 "a layer counts positions from the length of its cache, but this rank's tokens are not consecutive",
@@ -240,8 +241,9 @@ class ChunkExchange:
     def kv_to_cache(self, k_BGLD: Tensor, v_BGLD: Tensor) -> tuple[Tensor, Tensor]:
         """Return the keys and values to cache on this rank, given all heads for this rank's tokens.
 
-        For ``ring`` they are unchanged. For ``ulysses`` ranks exchange them: this rank gets, for the tokens of all
-        ranks, the heads that its query heads attend to. With fewer heads than ranks, several ranks cache the same head.
+        For ``ring`` they are unchanged. For ``ulysses`` ranks exchange them. This rank then gets the heads that its
+        query heads attend to, for the tokens of all ranks. With fewer heads than ranks, several ranks cache the same
+        head.
         """
         if self.uses_ring:
             return k_BGLD, v_BGLD
@@ -255,13 +257,12 @@ class ChunkExchange:
     def exchange_heads(self, q: Tensor, k: Tensor, v: Tensor, layer: str) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values of this rank's heads, for the tokens of all ranks.
 
-        Queries are exchanged between the ranks. Keys and values already have these heads, because the cache stores
-        them.
+        Only queries are exchanged. The cache already stores the keys and values of these heads.
 
         Args:
             q: Queries ``[B, H, L, D]`` of this rank's tokens.
             k, v: Keys and values that the layer attends to, as the cache returned them.
-            layer: Name of the layer, for errors.
+            layer: Name of the layer, for error messages.
 
         Raises:
             UnsupportedModelError: Heads cannot be divided among the ranks, or the layer changed keys or values.
@@ -293,16 +294,16 @@ class ChunkExchange:
         return shards_to_heads(q, self.shards.group, self.lengths), k, v
 
     def sinks_of_rank(self, sinks_H: Tensor | None) -> Tensor | None:
-        """Return the attention-sink logits of this rank's heads, given ``[H]`` of all heads."""
+        """Return the attention-sink logits of this rank's heads, given the logits ``[H]`` of all heads."""
         return None if sinks_H is None else sinks_H.chunk(self.shards.size)[self.shards.rank]
 
     def exchange_heads_back(self, out_BhTD: Tensor) -> Tensor:
-        """Exchange attention outputs of this rank's heads for ``[B, H, L, D]``: all heads of this rank's tokens."""
+        """Exchange attention outputs of this rank's heads for all heads of this rank's tokens, ``[B, H, L, D]``."""
         return heads_to_shards(out_BhTD, self.shards.group, self.lengths)
 
     @property
     def ring_layout(self) -> Ring:
-        """The :class:`Ring` of this chunk: where in the sequence the queries and every rank's keys are."""
+        """Positions in the sequence of this chunk's queries and of every rank's keys, for :class:`Ring` attention."""
         shards, base = self.shards, self.part.start
         queries = [
             (slice(chunk.start - base, chunk.stop - base), shards.shard_positions(chunk))
@@ -327,7 +328,7 @@ def _has_no_blocks(block_start: Tensor | None) -> bool:
 
 
 def _is_same_tensor(x: Tensor, cached: Tensor) -> bool:
-    """Return True if ``x`` equals the tensor that the cache returned; if not, the layer may have repeated heads."""
+    """Return True if ``x`` equals the tensor that the cache returned. If not, the layer may have repeated heads."""
     return x is cached or (x.shape == cached.shape and torch.equal(x, cached.to(x.dtype)))
 
 
@@ -341,8 +342,8 @@ class SequenceParallel:
     Args:
         group: Process group of ``torch.distributed``; None is all ranks. The ranks make all calls together, with the
             same rows.
-        form: ``ulysses`` exchanges heads for shards in every chunk; ``ring`` passes keys and values around. ``auto`` is
-            ``ulysses`` if the number of ranks divides the number of query heads, else ``ring``.
+        form: ``ulysses`` exchanges attention heads for tokens in every chunk. ``ring`` passes keys and values from rank
+            to rank. ``auto`` is ``ulysses`` if the number of ranks divides the number of query heads, else ``ring``.
 
     Raises:
         ArgumentError: The form is unknown, or ``torch.distributed`` is not initialised.
@@ -384,9 +385,9 @@ class SequenceParallel:
 # several packed sequences continues.
 
 MAX_SHIFT = 16
-"""Largest number of tokens by which a chunk end is moved, and by which a rank's tokens are padded for this."""
+"""Largest number of tokens by which a chunk's end is moved, and by which a rank's tokens are padded to allow this."""
 MAX_TRIALS = 20_000
-"""Largest number of chunk ends that are tried."""
+"""Largest number of chunk ends that the search tries."""
 
 
 class _ForbiddenBorders(NamedTuple):
@@ -403,7 +404,7 @@ def chunks_between_rows(schedule: Schedule, min_tokens: int, size: int, rows: Pa
         schedule: Schedule whose chunks are changed as little as needed.
         min_tokens: Smallest number of tokens per rank.
         size: Number of ranks.
-        rows: Packed rows, or rows that share their beginning.
+        rows: Packed rows, or rows that share a prefix.
 
     Raises:
         UnsupportedModelError: No such chunks were found.
@@ -433,9 +434,9 @@ def chunks_between_rows(schedule: Schedule, min_tokens: int, size: int, rows: Pa
 def _search_chunk_ends(
     stops: list[int], start: int, size: int, forbidden: _ForbiddenBorders, trials: Iterator[int]
 ) -> list[int] | None:
-    """Return allowed chunk ends after ``start``, one near each entry of ``stops``; the last one equals the last entry.
+    """Return allowed chunk ends after ``start``, each near its entry of ``stops``; the last equals its entry.
 
-    None if there are no such ends, or ``trials``, an iterator with an item per end to try, is exhausted.
+    Return None if there are no such ends, or if ``trials``, an iterator with an item per end to try, is exhausted.
     """
     if not stops:
         return []

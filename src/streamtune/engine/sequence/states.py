@@ -1,8 +1,8 @@
 """States of recurrent layers and convolutions that ranks send to each other, and the gradients they send back.
 
 A layer with a state runs on a rank's shard of a chunk from the state after the token before the shard. That token is on
-another rank: the previous rank, or the last rank in the chunk before. So the state at the end of each shard is sent to
-the rank with the next shard, and the gradient of that state comes back in the backward:
+another rank: the previous rank, or the last rank in the preceding chunk. So the state at the end of each shard is sent
+to the rank with the next shard, and its gradient comes back in the backward:
 
     rank 0 |  0 1 -.             .- 6 7 -.
     rank 1 |        `- 2 3 -.   /         `- 8 9 ...     chunks of 6 tokens, 3 ranks
@@ -11,12 +11,11 @@ the rank with the next shard, and the gradient of that state comes back in the b
 A rank waits when the layer reads its state, and sends the next state as soon as the layer has computed it. So the rest
 of the layer (output projection, MLP, experts) runs while other ranks scan. In the backward, a rank waits when autograd
 reaches the state that it sent, and sends a gradient as soon as autograd has it. Received states are saved until the
-backward like a rank's own states, so the replay of a chunk needs no message.
+backward.
 
-Packed rows, and rows that share their beginning, cut the shards further (``PackedRows``). A fragment is a part of a
-shard in which no row begins. It starts from the state of the fragment before it, on this rank or another, from the
-state of the trunk's last fragment, or from no state. All ranks know all fragments, so each rank knows which states it
-will receive, and in which order.
+Packed rows, and rows that share a prefix, cut the shards further (``PackedRows``). A fragment is a part of a shard in
+which no row begins. It starts from the state of the fragment before it, from the state of the trunk's last fragment, or
+from no state. All ranks know all fragments, so each rank knows which states it will receive, and in which order.
 
 There is no deadlock. Every message is sent at an earlier token than it is waited for. Ranks process the fragments in
 the order of their tokens, and in reverse order in the backward.
@@ -43,11 +42,11 @@ from streamtune.ops import first_order
 from streamtune.ops.messages import Key, RoundReceiver, RoundSender
 
 STATE_KINDS = ("conv", "recurrent")
-"""Kinds of states; a message names a kind by its index in this tuple."""
+"""Kinds of states; a message between ranks names a kind by its index in this tuple."""
 
 
 class NeedsFragments(BaseException):
-    """Raised when a layer turns out to have a state, but its chunks are not yet cut where rows begin."""
+    """Raised if a layer turns out to have a state, and its chunks are not yet cut where rows begin."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ class ShardFragment:
 
 
 class StateRoutes:
-    """The fragments of all ranks (parts of shards in which no row begins), and the ranks that exchange each state."""
+    """The parts of all ranks' shards in which no row begins (fragments), and the ranks that exchange each state."""
 
     def __init__(self, shards: SequenceShards, rows: PackedRows | None) -> None:
         self.fragments = [
@@ -84,9 +83,11 @@ class StateRoutes:
         self.producers = {
             fragment.positions.stop: rank for rank, fragments in enumerate(self.fragments) for fragment in fragments
         }
-        """The rank that computes the state at a position, by position."""
+        """Rank that computes the state at a position, by position."""
         self.readers: dict[int, dict[int, int]] = {}
-        """By position: the ranks that read the state, each with the start of its first fragment that reads it."""
+        """Ranks that read the state at a position, by position; each with the start of its first fragment that reads
+        it.
+        """
         for rank, fragments in enumerate(self.fragments):
             for fragment in fragments:
                 if fragment.read_position is not None:
@@ -106,7 +107,7 @@ class StateRoutes:
         return positions
 
     def returned_positions(self, producer: int, reader: int) -> list[int]:
-        """Return the positions of the state gradients that ``reader`` sends to ``producer``, in sending order."""
+        """Return the positions of the states whose gradients ``reader`` sends to ``producer``, in sending order."""
         return sorted(self.sent_positions(producer, reader), key=lambda at: -self.readers[at][reader])
 
 
@@ -115,7 +116,10 @@ def _state_position(position: int, rows: PackedRows | None) -> int | None:
 
 
 def _fragment_slices(own_slice: slice, positions: slice, rows: PackedRows | None) -> list[slice]:
-    """Return the parts of a shard in which no row begins; ``own_slice`` and ``positions`` both are the shard."""
+    """Return the parts of a shard in which no row begins, as slices of the rank's tokens.
+
+    ``own_slice`` is the shard as a slice of the rank's tokens, ``positions`` the same shard as a slice of the sequence.
+    """
     starts = [] if rows is None else rows.row_starts
     inside = starts[bisect_right(starts, positions.start) : bisect_left(starts, positions.stop)]
     places = [own_slice.start, *(own_slice.start + at - positions.start for at in inside), own_slice.stop]
@@ -125,10 +129,9 @@ def _fragment_slices(own_slice: slice, positions: slice, rows: PackedRows | None
 class SharedStates(States):
     """Recurrent states of one layer call on a sequence that several ranks share.
 
-    ``states_after[t]`` has the states after the first t tokens of the sequence, if a fragment of this rank starts from
-    them, computed by this or another rank. ``grads[t]`` sums their gradients over this rank's fragments.
-    ``in_fragments`` is True if the layer's chunks are this rank's fragments: parts of its shards in which no row
-    begins.
+    ``states_after[t]`` has the states after the first t tokens of the sequence, if a chunk of this rank starts from
+    them. This rank or another computed them. ``grads[t]`` sums their gradients over this rank's chunks.
+    ``in_fragments`` is True if the layer's chunks are already cut where rows begin.
     """
 
     def __init__(
@@ -144,7 +147,7 @@ class SharedStates(States):
 
     @cached_property
     def routes(self) -> StateRoutes:
-        """Routes of the states between all ranks, computed once per model call."""
+        """Ranks that exchange each state, computed once per model call."""
         if self.shards.routes is None:
             self.shards.routes = StateRoutes(self.shards, self.rows)
         routes: StateRoutes = self.shards.routes
@@ -165,15 +168,19 @@ class SharedStates(States):
             raise NeedsFragments
 
     def on_keys_used(self) -> None:
-        """Refuse several rows in a layer with attention and a state: ranks would exchange different chunks."""
+        """Raise an error if a layer has both attention and a state, and the sequence has several rows.
+
+        Attention needs equal chunks on all ranks, and rows cut the chunks of each rank differently.
+        """
         if self.rows is not None:
             raise UnsupportedModelError(
-                "a layer has both attention and a recurrent state, so ranks cannot share sequences of several rows",
+                "a layer has both attention and a recurrent state, so sequence parallelism supports only one row per "
+                "sequence",
                 fix="set packing: false and share_prefix: never, or sequence_parallel_size: 1",
             )
 
     def state_positions(self, chunk: slice) -> tuple[int | None, int]:
-        """Return (position of the state that ``chunk`` starts from, or None; position of the state after it)."""
+        """Return the position of the state from which ``chunk`` starts (or None), and of the state after ``chunk``."""
         fragment = self._fragments[chunk.start]
         return fragment.read_position, fragment.positions.stop
 
@@ -193,7 +200,7 @@ class SharedStates(States):
         return slice(start, start + 2)
 
     def begin_pass(self, backward: bool) -> None:
-        """Begin a pass over all chunks, which sends states (forward) or gradients of states (backward)."""
+        """Begin a forward, in which ranks send states, or a backward, in which they send gradients of states."""
         self._backward = backward
         for messages in (self._receivers, self._senders, self._complete, self._sent_grads):
             messages.clear()
@@ -206,7 +213,7 @@ class SharedStates(States):
     # Forward.
 
     def receive_state(self, read_position: int | None, key: StateKey) -> None:
-        """If another rank computes the state ``key`` at ``read_position``, wait for it and save it for the backward."""
+        """Wait for the state ``key`` at ``read_position`` if another rank computes it; save it for the backward."""
         producer = self._other_producer(read_position)
         if (
             read_position is None
@@ -229,9 +236,9 @@ class SharedStates(States):
             self._sender_to(rank).send(_message_key(key), state)
 
     def end_chunk(self, read_position: int | None, position: int) -> None:
-        """Finish a chunk: receive the states that the layer did not read, and tell readers that no more follow.
+        """End a chunk: receive the states that the layer did not read, and tell other ranks that no more states follow.
 
-        The sender sends every state, whether the layer reads it or not.
+        The rank that computes the states sends all of them, whether another rank's layer reads them or not.
         """
         if (
             read_position is not None
@@ -254,7 +261,6 @@ class SharedStates(States):
         return out
 
     def _await_grad(self, position: int, key: StateKey) -> Tensor | None:
-        """Return the gradient of a state that this rank computed, summed over the other ranks that read it."""
         received = [
             self._receiver_from(rank).receive(position, _message_key(key)) for rank in self._other_readers(position)
         ]
@@ -267,7 +273,6 @@ class SharedStates(States):
             leaf.register_hook(partial(self._send_grad, read_position, key))
 
     def _send_grad(self, read_position: int, key: StateKey, grad: Tensor | None) -> None:
-        """Send the gradient of a state (the sum so far plus ``grad``) to the rank that computed the state."""
         producer, before = self.routes.producers[read_position], self.grads.get(read_position, {}).pop(key, None)
         if grad is None:
             total = torch.zeros_like(self.states_after[read_position][key]) if before is None else before
@@ -279,7 +284,7 @@ class SharedStates(States):
     def add_state_grads(
         self, chunk: slice, read_position: int | None, position: int, parts: dict[StateKey, Tensor | None]
     ) -> None:
-        """Add gradients of the states that ``chunk`` started from, send them if complete, and end its messages."""
+        """Add the gradients of the states from which ``chunk`` started; send the sums if they are complete."""
         if read_position is not None:
             unsent = {key: part for key, part in parts.items() if (read_position, key) not in self._sent_grads}
             super().add_state_grads(chunk, read_position, position, unsent)
@@ -295,7 +300,6 @@ class SharedStates(States):
     # Senders and receivers.
 
     def _adds_last_grad_term(self, chunk: slice, read_position: int | None) -> bool:
-        """Return True if ``chunk``'s backward adds the last term to this rank's gradient of a received state."""
         if read_position is None or self._other_producer(read_position) is None:
             return False
         return self.routes.readers[read_position][self.shards.rank] == chunk.start
@@ -323,7 +327,7 @@ class SharedStates(States):
 
 
 class _GradFromRanks(torch.autograd.Function):
-    """A zero that depends on a state; the backward waits for the state's gradient from other ranks and returns it."""
+    """A zero that depends on a state; its backward waits for other ranks' gradient of the state and returns it."""
 
     @staticmethod
     def forward(ctx: Any, state: Tensor, gradient: Callable[[], Tensor | None]) -> Tensor:

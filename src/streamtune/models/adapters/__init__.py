@@ -1,1 +1,1 @@
-"""Add adapters to a model, set their first values, save and load them. ``base/adapters.py`` lists the kinds."""
+"""Add adapters to a model, set their initial values, save and load them. ``base/adapters.py`` lists the kinds."""

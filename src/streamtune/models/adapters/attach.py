@@ -1,8 +1,8 @@
 """Add new adapters to a model, of the kinds in ``base/adapters.py``, and load saved adapters.
 
-Adapters with a constant part are saved as one LoRA of twice the rank, ``[B, -B0] [A; A0]``. Peft can load this LoRA
-onto the original base; resuming splits it again. ``paca`` is saved as a LoRA: each row of ``A`` is 1 at the trained
-column, else 0.
+Adapters that subtract the product ``B0 A0`` of their initial values are saved as one LoRA of twice the rank,
+``[B, -B0] [A; A0]``. Peft can load this LoRA onto the original base; resuming splits it again. ``paca`` is saved as a
+LoRA: each row of ``A`` is 1 at the trained column, else 0.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def add_lora(
     target: Sequence[str] | str = "all-linear",
     seed: int = 0,
 ) -> PeftModel:
-    """Freeze ``model`` and add LoRA to it; for the arguments see :class:`AdapterSpec` and :func:`add_adapters`.
+    """Freeze ``model`` and add LoRA to it; arguments other than ``seed`` are fields of :class:`AdapterSpec`.
 
     Example:
         >>> adapted = add_lora(model, r=4, target=["q_proj", "v_proj"])
@@ -81,13 +81,13 @@ def add_adapters(
 ) -> PeftModel:
     """Freeze ``model``, in place, and return it with trainable adapters.
 
-    On ``meta`` no weight is decomposed. Adapters of kind ``lora_ga`` have no effect before
-    ``models.initialize_from_factors``. The caller's random state does not change.
+    On ``meta``, initial values that need a decomposition of weights are not computed. Adapters of kind ``lora_ga`` have
+    no effect until ``models.initialize_from_factors`` is called. The caller's random state does not change.
 
     Args:
         model: Model without adapters.
         spec: Kind, ranks and targets of the adapters.
-        seed: Seed of the random first values.
+        seed: Seed of the random initial values.
         new_tokens: Ids of tokens whose rows in the embedding and the head are trained too.
     """
     adapted = add_peft_adapters(model, spec, seed, new_tokens)
@@ -105,7 +105,7 @@ def add_adapters(
 
 
 def make_loftq_quantizer(spec: AdapterSpec, *, iterations: int, seed: int) -> LoftqQuantizer:
-    """Return the LoftQ quantiser of a model, which quantises each layer with adapters ``iterations`` times."""
+    """Return a LoftQ quantiser for the adapters ``spec``; it quantises each adapted layer ``iterations`` times."""
 
     def rank_and_scale_by_layer(model: PreTrainedModel) -> dict[str, tuple[int, float]]:
         with torch.device("meta"):
@@ -160,12 +160,11 @@ def add_peft_adapters(model: PreTrainedModel, spec: AdapterSpec, seed: int, new_
 
 
 def _refuse_low_rank_only_options(spec: AdapterSpec, model: PreTrainedModel, new_tokens: Sequence[int]) -> None:
-    """Refuse new tokens, and a tied embedding or head in ``modules_to_save``, for kinds that are not low-rank."""
     *others, last = (name for name, kind in ADAPTERS.items() if kind.is_lora)
     fix = f"write adapter_type: {', '.join(others)} or {last}"
     if new_tokens:
         raise ArgumentError(
-            f"rows of new tokens are trained only with low-rank adapters, not with kind {spec.kind}",
+            f"embedding rows of new tokens can be trained only with low-rank adapters, not with kind {spec.kind}",
             where="adapter_type",
             fix=f"{fix}, or add no tokens",
         )
@@ -179,14 +178,12 @@ def _refuse_low_rank_only_options(spec: AdapterSpec, model: PreTrainedModel, new
 
 
 def _check_rank_and_alpha_patterns(spec: AdapterSpec, model: nn.Module) -> None:
-    """Refuse rank and alpha patterns that are invalid, or too slow to match on the names of this model."""
     names = module_and_parameter_names(model)
     for where, patterns in (("lora_rank_pattern", spec.ranks), ("lora_alpha_pattern", spec.alphas)):
         find_matches(list(patterns), names, where=where, match_function="match", template=PEFT_FORM)
 
 
 def _check_ranks_fit_layers(layers: Mapping[str, Any], spec: AdapterSpec) -> None:
-    """Refuse a rank that is too large for its matrix, and a pattern that matches no layer with an adapter."""
     for where, patterns in (("lora_rank_pattern", spec.ranks), ("lora_alpha_pattern", spec.alphas)):
         for pattern in patterns:
             if not any(re.match(rf"(.*\.)?({pattern})$", name) for name in layers):
@@ -205,7 +202,7 @@ def _check_ranks_fit_layers(layers: Mapping[str, Any], spec: AdapterSpec) -> Non
         layer, most = layers[name], _largest_rank(layers[name], spec)
         last, part = name.rsplit(".", 1)[-1], "half of " if spec.adapter_kind.largest_rank == "half" else ""
         raise ArgumentError(
-            f"rank {ranks[name]} of adapters is larger than {part}the matrix of {name}, "
+            f"adapter rank {ranks[name]} is larger than {part}the matrix of {name}, "
             f"{layer.out_features:,} x {layer.in_features:,}",
             where="lora_r",
             fix=f"write lora_r: {most}, or lora_rank_pattern: {{{last}: {most}}}",
@@ -213,7 +210,6 @@ def _check_ranks_fit_layers(layers: Mapping[str, Any], spec: AdapterSpec) -> Non
 
 
 def _refuse_dora_on_zero_rows(adapted: Any) -> None:
-    """Refuse DoRA on a weight with a row of zeros: DoRA divides by the norm of each row."""
     for name, layer in lora_layers(adapted):
         norms = layer.lora_magnitude_vector["default"].weight
         zeros = 0 if norms.is_meta else int((norms == 0).sum())
@@ -227,7 +223,6 @@ def _refuse_dora_on_zero_rows(adapted: Any) -> None:
 
 
 def _check_recipe_rank(layers: Sequence[Any], spec: AdapterSpec) -> None:
-    """Refuse an odd number of Householder reflections, and a rank above the size of every layer."""
     if spec.adapter_kind.even_rank and spec.r % 2:
         raise ArgumentError(
             f"the number of Householder reflections must be even, found {spec.r}: they start in pairs that cancel",
@@ -240,7 +235,7 @@ def _check_recipe_rank(layers: Sequence[Any], spec: AdapterSpec) -> None:
     most = max((size for pair in sizes for size in pair), default=spec.r)
     if spec.r > most:
         raise ArgumentError(
-            f"rank {spec.r:,} of adapters is larger than every matrix: the largest has {most:,} rows or columns",
+            f"adapter rank {spec.r:,} is larger than every matrix: the largest has {most:,} rows or columns",
             where="lora_r",
             fix="write a rank far below that size, such as 16",
         )
@@ -263,7 +258,7 @@ def _is_paca_layer(layer: Any) -> bool:
 def convert_to_lora(adapted: Any, weights: Mapping[str, Tensor] | None = None) -> tuple[PeftConfig, dict[str, Tensor]]:
     """Return the configuration and tensors of a model's adapters, converted to a plain LoRA on the unchanged base.
 
-    :func:`is_converted_when_saved` must be True. ``weights`` is the state to write, by default the model's state.
+    :func:`is_converted_when_saved` must be True. ``weights`` is the state dict to convert, by default the model's.
     """
     from peft import get_peft_model_state_dict
 
@@ -292,7 +287,7 @@ def convert_to_lora(adapted: Any, weights: Mapping[str, Tensor] | None = None) -
 def load_run_adapters(
     model: PreTrainedModel, folder: Path, spec: AdapterSpec, *, new_tokens: Sequence[int] = ()
 ) -> PeftModel:
-    """Return the base with the adapters that a run saved, to resume their training.
+    """Return the base model with the adapters that a run saved, to resume their training.
 
     ``spec`` and ``new_tokens`` must be the arguments with which the run added the adapters.
     """
@@ -329,7 +324,7 @@ def _adapter_weights_file(folder: Path) -> Path:
 
 
 def load_peft_adapters(model: PreTrainedModel, folder: Path) -> PeftModel:
-    """Return the base with the adapters saved in ``folder``, trainable."""
+    """Return the base model with the adapters saved in ``folder``, trainable."""
     from peft import PeftModel
 
     _adapter_weights_file(folder)
@@ -339,10 +334,12 @@ def load_peft_adapters(model: PreTrainedModel, folder: Path) -> PeftModel:
 
 
 def load_initial_adapters(model: PreTrainedModel, folder: str) -> PeftModel:
-    """Return the base with existing adapters in peft's format, to train them further. On ``meta`` no weight is read.
+    """Return the base model with existing adapters in peft's format, to train them further.
+
+    On ``meta`` no weight is read.
 
     Raises:
-        ArgumentError: The folder has no adapters, their kind cannot be trained here, or they belong to another base.
+        ArgumentError: The folder has no adapters, their kind cannot be trained, or they belong to another base.
     """
     from peft import PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
     from safetensors import safe_open
@@ -367,7 +364,7 @@ def load_initial_adapters(model: PreTrainedModel, folder: str) -> PeftModel:
         raise ArgumentError(f"{folder} contains {kind}", where=key, fix="convert them to LoRA with peft")
     if (path / LOFTQ_FILE).is_file():
         raise ArgumentError(
-            f"the adapters in {folder} (loftq_iter) belong to weights that were changed before quantisation",
+            f"the adapters in {folder} were trained with loftq_iter, on weights that were changed before quantisation",
             where=key,
             fix=f"merge them with `streamtune export {folder} OUT`, and use OUT as the model",
         )

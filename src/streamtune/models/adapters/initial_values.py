@@ -1,9 +1,8 @@
 """Initial values of LoRA from the leading part of each weight, of its gradient, or of its quantisation error.
 
 In their papers, ``pissa``, ``olora`` and ``lora_ga`` subtract the product ``B0 A0`` of the initial values from the
-base. Then every checkpoint, reference and reader of the adapters needs this changed base. Here the base does not
-change, and ``- B0 A0`` is a second, constant adapter. The model is the same function of the trained ``A`` and ``B``,
-without rounding the base.
+base. Then all users of the adapters need this changed base. Here the base does not change, and ``- B0 A0`` is a second,
+constant adapter. The model is the same function of the trained ``A`` and ``B``, without rounding the base.
 
 LoRA-GA (Wang et al., arXiv 2407.05000) starts from the gradient ``G = U S V'`` of a weight ``[out, in]`` (Algorithm 1):
 
@@ -20,9 +19,9 @@ LoftQ (Li et al., arXiv 2310.08659) is for a quantised layer with an adapter of 
     Q = quantised(W - s B A),    s B A = the r largest singular values of W - Q
 
 The iteration with the smallest ``|W - (Q + s B A)|`` is used: the error may rise again after the first few iterations.
-With one iteration Q is the quantised W, as in every other run. With more iterations, Q is the quantised ``W - s B A``
-for the ``s B A`` of the previous iteration. This subtracted ``s B A`` is saved with the adapters (:data:`LOFTQ_FILE`),
-so a resume or an export quantises the same weights without a decomposition.
+With one iteration Q is the quantised W, as without LoftQ. With more iterations, Q is the quantised ``W - s B A`` for
+the ``s B A`` of the previous iteration. This subtracted ``s B A`` is saved with the adapters (:data:`LOFTQ_FILE`), so a
+resume or an export quantises the same weights without a decomposition.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ CONSTANT = (f"lora_A.{START}.weight", f"lora_B.{START}.weight")
 
 
 def initialize_from_weights(adapted: Any, spec: AdapterSpec) -> None:
-    """Set the initial factors of adapters from a decomposition of each weight; refuse quantised weights."""
+    """Set the initial values of adapters from a decomposition of each weight; refuse quantised weights."""
     for name, layer in lora_layers(adapted):
         weight = layer.get_base_layer().weight
         if weight.device.type == "meta":
@@ -85,7 +84,7 @@ FACTORS_OF_WEIGHT: Mapping[str, FactorsOfWeight] = {"pissa": _pissa_factors, "ol
 
 
 def set_initial_factors(layer: Any, factor_a: Tensor, factor_b: Tensor) -> None:
-    """Set a layer's trained adapter to ``A0`` ``[r, in]`` and ``B0`` ``[out, r]``; the constant adapter to -B0 A0."""
+    """Set a layer's adapter to ``A0`` ``[r, in]`` and ``B0`` ``[out, r]``, and its constant adapter to -B0 A0."""
     a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
     a.copy_(factor_a)
     b.copy_(factor_b)
@@ -101,7 +100,7 @@ def initial_value_tensors(adapted: Any) -> Iterator[Tensor]:
 
 
 def add_constant_adapter(adapted: Any) -> None:
-    """Add a constant adapter, in buffers, to each layer: it cancels the initial values of the trained adapter."""
+    """Add a constant adapter, stored in buffers, to each layer: it cancels the trained adapter's initial product."""
     plain = copy.deepcopy(adapted.peft_config["default"])
     plain.lora_dropout, plain.modules_to_save, plain.trainable_token_indices = 0.0, None, None
     adapted.add_adapter(START, plain)
@@ -192,13 +191,12 @@ def initialize_from_factors(adapted: Any, factors: Factors) -> None:
 
 
 def gradient_sum_bytes(adapted: Any) -> int:
-    """Return how many bytes of host memory the fp32 sums of gradients over several micro-batches need."""
+    """Return the bytes of host memory that are needed to sum gradients in fp32 over several micro-batches (LoRA-GA)."""
     return sum(4 * layer.get_base_layer().weight.numel() for _, layer in lora_layers(adapted))
 
 
 @contextmanager
 def _train_only_adapted_weights(adapted: nn.Module, name_by_weight_id: dict[int, str]) -> Iterator[None]:
-    """Context manager: only base weights that have adapters require a gradient."""
     parameters = [(parameter, parameter.requires_grad) for parameter in adapted.parameters()]
     for parameter, _ in parameters:
         parameter.requires_grad_(id(parameter) in name_by_weight_id)
@@ -213,7 +211,6 @@ def _train_only_adapted_weights(adapted: nn.Module, name_by_weight_id: dict[int,
 
 @contextmanager
 def _gradient_hooks(weights: Sequence[Tensor], hook: Callable[[Tensor], None]) -> Iterator[None]:
-    """Context manager: call ``hook`` with a weight as soon as the weight's gradient has been accumulated."""
     handles = [weight.register_post_accumulate_grad_hook(hook) for weight in weights]
     try:
         yield
@@ -223,7 +220,7 @@ def _gradient_hooks(weights: Sequence[Tensor], hook: Callable[[Tensor], None]) -
 
 
 LOFTQ_FILE = "loftq.safetensors"
-"""File in the adapters' folder with the factors subtracted from the weights before quantisation, if any were."""
+"""File in the adapters' folder with the factors whose product was subtracted from the weights before quantisation."""
 FACTORS = "_streamtune_loftq_factors"
 SUBTRACTED = "_streamtune_loftq_taken"
 
@@ -232,16 +229,17 @@ Quantise = Callable[[Tensor], tuple[Any, Tensor]]
 
 
 class LayerQuantizer(Protocol):
-    """Quantiser of linear layers that may change weights before they are quantised."""
+    """Interface: quantiser of linear layers that may change weights before they are quantised."""
 
     def quantize_layer(self, name: str, weight: Tensor, quantise: Quantise) -> Any:
-        """Return the quantised weight of the layer ``name``; ``quantise`` is the model's quantisation.
+        """Return the quantised weight of the layer ``name``.
 
-        ``weight`` is ``[out, in]``, on the device of the quantised weight.
+        ``weight`` is ``[out, in]``, on the device of the quantised weight. ``quantise`` is the function that quantises
+        a weight.
         """
 
     def store_factors_on(self, model: PreTrainedModel) -> None:
-        """After the last layer, store the factors that adapters and checkpoints need as attributes of the model."""
+        """Store the factors for adapters and checkpoints as attributes of the model; called after the last layer."""
 
 
 class LoftqQuantizer:
@@ -264,7 +262,6 @@ class LoftqQuantizer:
         self._subtracted: Factors = {}
 
     def record_layers(self, model: PreTrainedModel) -> None:
-        """Record the layers with adapters, before any layer is quantised."""
         self._layers = self._find_layers(model)
 
     @torch.no_grad()
@@ -297,7 +294,7 @@ class LoftqQuantizer:
 
 
 class SavedLoftqQuantizer:
-    """Quantises layers as the LoftQ run that saved the adapters: first subtracts that run's factors from the weights.
+    """Quantises layers as an earlier LoftQ run did: first subtracts the product of that run's factors from each weight.
 
     ``subtracted`` has these factors, ``A`` and ``s B``, by the layer's name.
     """
@@ -343,14 +340,14 @@ class SavedLoftqQuantizer:
 
     def _make_other_model_error(self, name: str) -> ArgumentError:
         return ArgumentError(
-            f"the adapters (loftq_iter) were trained on another model: its layer {name} is missing here or has another "
-            "shape",
+            f"the adapters (loftq_iter) were trained on another model: its layer {name} is missing in this model or "
+            "has another shape",
             fix="use the model that they were trained on",
         )
 
 
 def initialize_from_quantization_error(model: PreTrainedModel, layers: Iterable[tuple[str, Any]]) -> None:
-    """Initialise adapters from the quantisation errors of ``layers``, pairs of name in the base model and layer."""
+    """Initialise adapters from the quantisation errors of ``layers``, given as (name in the base model, layer)."""
     if not hasattr(model, FACTORS):
         raise ArgumentError(
             "adapters of kind loftq start from the quantisation error, and no weights of this model were quantised for "
@@ -367,13 +364,12 @@ def initialize_from_quantization_error(model: PreTrainedModel, layers: Iterable[
 
 
 def loftq_file_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors to write to :data:`LOFTQ_FILE`, by name; ``model`` is the base without wrappers."""
+    """Return the tensors to write to :data:`LOFTQ_FILE`, by name; ``model`` is the base without peft's wrappers."""
     subtracted: Factors = getattr(model, SUBTRACTED, {})
     return {f"{name}.{key}": x for name, pair in subtracted.items() for key, x in zip("AB", pair, strict=True)}
 
 
 def save_loftq_file(model: nn.Module, folder: Path) -> None:
-    """Write :data:`LOFTQ_FILE` into the adapters' folder, if factors were subtracted from the weights."""
     from safetensors.torch import save_file
 
     if tensors := loftq_file_tensors(model):
@@ -381,7 +377,6 @@ def save_loftq_file(model: nn.Module, folder: Path) -> None:
 
 
 def copy_to_meta(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a copy of a model on ``meta``, without values."""
     memo: dict[int, Any] = {}
     for module in model.modules():
         for x in (*module._parameters.values(), *module._buffers.values()):
@@ -392,13 +387,12 @@ def copy_to_meta(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _subtract_product(weight: Tensor, factors: tuple[Tensor, Tensor]) -> Tensor:
-    """Return ``W - B A`` in the dtype of W; ``factors`` are A and B."""
     down, up = (x.to(weight.device) for x in factors)
     return (weight.float() - up @ down).to(weight.dtype)
 
 
 def _truncated_svd(matrix: Tensor, rank: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Return ``A`` ``[r, in]`` and ``B`` ``[out, r]``: ``B A`` is ``matrix`` cut to the r largest singular values."""
+    """Return ``A`` ``[r, in]`` and ``B`` ``[out, r]``, where ``B A`` is the best rank-r approximation of ``matrix``."""
     with torch.random.fork_rng(devices=[matrix.device] if matrix.device.type == "cuda" else []):
         torch.manual_seed(seed)
         u, s, v = torch.svd_lowrank(matrix, q=min(2 * rank, *matrix.shape), niter=8)

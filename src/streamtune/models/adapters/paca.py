@@ -28,7 +28,7 @@ from streamtune.ops.fused import weight_gradient
 
 
 class Columns(nn.Module):
-    """Module in place of LoRA's ``A``: selects the input features of the trained weight columns.
+    """Module in place of LoRA's ``A``: selects the input features that correspond to the trained columns of the weight.
 
     Attributes:
         index: Indices of the trained columns, int64 ``[r]``, ascending.
@@ -46,7 +46,7 @@ class Columns(nn.Module):
 
 
 class PacaLinear(lora.Linear):
-    """Linear layer with some trained columns: ``lora_B`` ``[out, r]`` is their difference from the base.
+    """Linear layer that trains some columns of its weight; ``lora_B`` ``[out, r]`` is the change of these columns.
 
     The columns are drawn with torch's global generator when adapters are added.
     """
@@ -57,13 +57,13 @@ class PacaLinear(lora.Linear):
         super().__init__(base_layer, adapter_name, config=config, **options)
 
     def update_layer(self, adapter_name: str, r: int, *args: Any, **options: Any) -> None:
-        """Add an adapter as peft does, with selected columns of the weight in place of LoRA's ``A``."""
+        """Add an adapter as peft does, with a :class:`Columns` in place of LoRA's ``A``."""
         super().update_layer(adapter_name, r, *args, **options)
         index = torch.randperm(self.in_features)[:r].sort().values
         self.lora_A[adapter_name] = Columns(index.to(self.get_base_layer().weight.device), self.in_features)
 
     def get_delta_weight(self, adapter: str) -> Tensor:
-        """Return the change of the weight in its layout: ``[out, in]``, or ``[in, out]`` for ``Conv1D``."""
+        """Return the change of the weight in the weight's layout: ``[out, in]``, or ``[in, out]`` for ``Conv1D``."""
         columns, index = self.lora_B[adapter].weight, self.lora_A[adapter].index
         delta = columns.new_zeros(self.out_features, self.in_features).index_copy(1, index, columns)
         return delta.T if self.fan_in_fan_out else delta
@@ -103,10 +103,10 @@ class _LinearWithColumns(torch.autograd.Function):
 
 @contextmanager
 def _add_columns(columns: Tensor, weight: Tensor, index: Tensor, is_transposed: bool) -> Iterator[Tensor]:
-    """Context manager: add the trained columns to the weight and yield the weight as ``[out, in]``.
+    """Context manager: add ``columns`` to the columns ``index`` of a weight, and yield the weight as ``[out, in]``.
 
-    The change goes through ``.data``: autograd would reject an in-place change to a weight that it saved for another
-    call. The change is safe, because each call computes with the same values.
+    On exit the weight is restored. The change goes through ``.data``: autograd would reject an in-place change to a
+    weight that it saved for another call. The change is safe, because each call computes with the same values.
     """
     whole = weight.data.T if is_transposed else weight.data
     before = whole.index_select(1, index)
@@ -118,7 +118,7 @@ def _add_columns(columns: Tensor, weight: Tensor, index: Tensor, is_transposed: 
 
 
 def register_paca_layer(model: nn.Module, config: Any) -> None:
-    """Register :class:`PacaLinear` in peft's ``config`` as the layer for linear layers; refuse quantised layers."""
+    """Register :class:`PacaLinear` in peft's ``config`` for linear layers; quantised layers raise an ArgumentError."""
     for name in linear_layer_names(model):
         if not is_unquantized(model.get_submodule(name).weight):
             raise ArgumentError(

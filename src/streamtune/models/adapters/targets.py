@@ -44,9 +44,9 @@ def has_suffix(name: str, suffix: str) -> bool:
 
 
 def match_suffixes(suffixes: Sequence[str], names: Sequence[str], where: str, kind: str, model: nn.Module) -> list[str]:
-    """Return the names that end in one of ``suffixes``; refuse a suffix that no name ends in.
+    """Return the names that end in one of ``suffixes``; a suffix that no name ends in raises an ArgumentError.
 
-    ``where`` is the recipe key for the error, and ``kind`` the error's word for a name, such as ``module``.
+    ``where`` is the recipe key for the error. ``kind`` is the word for a name in the error, such as ``module``.
     """
     for suffix in suffixes:
         if not any(has_suffix(name, suffix) for name in names):
@@ -60,7 +60,6 @@ def match_suffixes(suffixes: Sequence[str], names: Sequence[str], where: str, ki
 
 
 def _adaptable_tensor_names(model: nn.Module) -> list[str]:
-    """Return the names of parameters outside linear layers that can have adapters: stacked experts, and routers."""
     linear = {f"{name}.weight" for name in linear_layer_names(model)}
     return [
         name for name, x in model.named_parameters() if x.dim() == 3 or (is_router(model, name) and name not in linear)
@@ -68,7 +67,6 @@ def _adaptable_tensor_names(model: nn.Module) -> list[str]:
 
 
 def is_router(model: nn.Module, name: str) -> bool:
-    """Return True if a module or parameter is the router of a mixture of experts."""
     config: Any = getattr(model, "config", None)
     experts = {getattr(config, key, None) for key in ("num_experts", "num_local_experts", "n_routed_experts")} - {None}
     if not any(part in ("gate", "router") for part in name.split(".")):
@@ -82,7 +80,7 @@ def is_router(model: nn.Module, name: str) -> bool:
 
 
 def linear_target_names(model: PreTrainedModel, spec: AdapterSpec) -> list[str]:
-    """Return the full names of the linear layers that get adapters."""
+    """Return the full names of the linear layers that ``spec`` selects for adapters."""
     names = linear_layer_names(model)
     excluded = match_suffixes(spec.exclude, names, "lora_exclude", "linear layer", model)
     if isinstance(spec.target, str):
@@ -98,7 +96,7 @@ def linear_target_names(model: PreTrainedModel, spec: AdapterSpec) -> list[str]:
 
 
 def peft_target_options(model: PreTrainedModel, spec: AdapterSpec) -> dict[str, Any]:
-    """Return peft's options that select the targets of LoRA: linear layers, or tensors such as experts."""
+    """Return the options with which peft selects the targets of LoRA: linear layers, or tensors such as experts."""
     if isinstance(spec.target, str):
         linear_target_names(model, spec)
         routers = [name for name in linear_layer_names(model) if is_router(model, name)]
@@ -118,7 +116,7 @@ def peft_target_options(model: PreTrainedModel, spec: AdapterSpec) -> dict[str, 
 
 
 def write_expert_targets(model: PreTrainedModel, spec: AdapterSpec, config: PeftConfig) -> None:
-    """Let peft write the expert tensors that get adapters into ``config``; routers only if the recipe names them.
+    """Write the names of the expert tensors that get adapters into ``config``; routers only if the recipe names them.
 
     Raises:
         ArgumentError: Adapters of this kind, or with dropout, are not supported on stacked experts.
@@ -137,7 +135,7 @@ def write_expert_targets(model: PreTrainedModel, spec: AdapterSpec, config: Peft
     unsupported = None if spec.adapter_kind.on_experts else f"adapters of kind {spec.kind}"
     if unsupported or spec.dropout:
         raise ArgumentError(
-            f"{unsupported or 'dropout of adapters'} cannot be used on experts that are one tensor "
+            f"{unsupported or 'dropout of adapters'} cannot be used on experts stacked in one tensor "
             f"({', '.join(sorted(options.target_parameters))})",
             where="adapter_type" if unsupported else "lora_dropout",
             fix="name other layers: lora_target: [q_proj, k_proj, v_proj, o_proj]",

@@ -1,1 +1,1 @@
-"""Attention of a chunk over its prefix and itself: kernels, masks, and ranks that share a sequence."""
+"""Attention of a chunk over earlier keys and its own keys: kernels, masks, and ring attention between ranks."""

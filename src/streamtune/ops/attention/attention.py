@@ -1,10 +1,11 @@
-"""Exact attention of a chunk of queries over its prefix and itself, without a dense mask.
+"""Exact attention of a chunk of queries over the keys before it (the prefix) and its own keys, without a dense mask.
 
     softmax([q k_1' | q k_2' | ...]) [v_1; v_2; ...] = sum_s exp(lse_s - lse) o_s,    lse = log sum_s exp(lse_s)
 
-Each segment s of a query's keys (the prefix rectangle, the causal square, a window's edge) has an output ``o_s`` and a
-log-sum-exp ``lse_s``. They are merged as above (Dao, FlashAttention-2, arXiv 2307.08691; Liu, Ring Attention, arXiv
-2310.01889). The backward of a segment needs nothing of other segments except the merged output and log-sum-exp:
+The keys are divided into segments s: the prefix (a rectangle of scores), the chunk itself (a causal square), the edge
+of a sliding window. Each segment has an output ``o_s`` and a log-sum-exp ``lse_s``. They are merged as above (Dao,
+FlashAttention-2, arXiv 2307.08691; Liu, Ring Attention, arXiv 2310.01889). The backward of a segment needs the merged
+output and log-sum-exp, and nothing of other segments:
 
     P_s = exp(S_s - lse),  delta = rowsum(dO * O),  dS_s = P_s * (dO v_s' - delta),  dq += dS_s k_s,  dk_s = dS_s' q
 
@@ -33,20 +34,20 @@ from streamtune.ops.fused import is_fusion_faster
 R = TypeVar("R")
 
 KEY_BLOCK = 1024
-"""Number of keys whose gradient a backward computes at a time; a backward of more queries uses larger blocks of keys.
+"""Smallest number of keys whose gradients dK and dV a backward computes in one call.
 
-A kernel's memory for dK and dV then depends on this block, not on the length of the prefix.
+So a kernel's memory for dK and dV does not grow with the prefix.
 """
 
 KEYS_PER_QUERY = 2
-"""Number of keys per query in a block, on devices where each call costs kernel launches and a read of dQ."""
+"""Number of keys per query in one call of the backward, on devices with a fixed cost per call (CUDA)."""
 
 TILE_ELEMENTS = 1 << 22
-"""Number of scores that the tiled formula computes at a time (16 MiB in fp32)."""
+"""Number of attention scores that are computed at a time without a fused kernel (16 MiB in fp32)."""
 
 
 def keys_per_block(queries: int, device: torch.device) -> int:
-    """Return for how many keys at a time a backward of ``queries`` queries computes gradients."""
+    """Return the number of keys whose gradients a backward of ``queries`` queries computes in one call."""
     return max(KEY_BLOCK, queries * (KEYS_PER_QUERY if is_fusion_faster(device) else 1))
 
 
@@ -63,19 +64,21 @@ def prefix_attention(
     memory: Memory | None = None,
     prefix: Prefix | None = None,
 ) -> Tensor:
-    """Return the attention of T queries over S keys without a dense mask: :func:`prefix_attention_reference`.
+    """Return the attention of T queries over S keys, without a dense mask or dense scores.
+
+    Equal to :func:`prefix_attention_reference` up to rounding.
 
     Args:
         q_BHTD: Queries, of any floating dtype.
-        k_BGSD, v_BGSD: Keys and values of the prefix and of the chunk itself.
-        view: Mask of the keys that each query sees; ``view.shape[2:] == (T, S)``.
+        k_BGSD, v_BGSD: Keys and values of the prefix, followed by the chunk's own.
+        view: Part of the mask for these queries and keys; ``view.shape[2:] == (T, S)``.
         scale: Factor of the scores, usually ``D ** -0.5``.
         softcap: Constant c of ``c * tanh(score / c)``, which replaces the score (Gemma 2).
         sinks_H: Additional logit per head in the softmax, without a value (gpt-oss).
-        dropout: Probability that an attention weight is dropped. The backward draws the dropout mask again.
-        memory: Cache of attention outputs. If it has this call's output, the forward is not computed.
-        prefix: The keys before the chunk, which accumulates their gradient. The chunk's own keys and values are the
-            leaves ``prefix.own``, which get a gradient from autograd.
+        dropout: Probability that an attention weight is dropped. The backward draws the same dropout mask again.
+        memory: Cache of attention outputs. If it has the output of this call, the forward is not computed.
+        prefix: Keys and values before the chunk, with buffers in which their gradients are summed. Autograd then
+            computes gradients only of the chunk's own keys and values, ``prefix.own``.
 
     Returns:
         ``[B, H, T, D]`` in the dtype of ``q_BHTD``. The output of a query that sees no key (left padding) is zero.
@@ -96,7 +99,7 @@ Place = tuple[slice, slice, slice]
 
 
 class Memory(Protocol):
-    """Interface: a cache of attention outputs and log-sum-exps, so that a recomputed layer skips the attention."""
+    """Interface: a cache of attention outputs and log-sum-exps, with which a recomputed layer skips the attention."""
 
     def read_output(self) -> tuple[Tensor, Tensor] | None:
         """Return the output ``[B, H, T, D]`` and log-sum-exp ``[B, H, T]`` of the current call; None if not stored."""
@@ -106,7 +109,7 @@ class Memory(Protocol):
 
 
 class Prefix(Protocol):
-    """Interface: the keys and values before a chunk, and the accumulators of their gradients."""
+    """Interface: the keys and values before a chunk, and buffers in which their gradients are summed."""
 
     @property
     def length(self) -> int:
@@ -114,17 +117,17 @@ class Prefix(Protocol):
 
     @property
     def own(self) -> tuple[Tensor, Tensor]:
-        """The chunk's own keys and values ``[B, G, S - length, D]``: leaves that get gradients from autograd."""
+        """Keys and values of the chunk itself, ``[B, G, S - length, D]``, whose gradients autograd computes."""
 
     def allocate_grads(self) -> None:
         """Allocate the gradients of the prefix's keys and values, if they are not allocated yet."""
 
     def add_grads(self, place: Place, grad_k: Tensor, grad_v: Tensor) -> None:
-        """Add terms to the gradients of the prefix's keys and values, at the slices ``place``."""
+        """Add ``grad_k`` and ``grad_v`` to the gradients of the prefix's keys and values, at the slices ``place``."""
 
 
 def without_autocast(backward: Callable[[Any, Tensor], R]) -> Callable[[Any, Tensor], R]:
-    """Disable autocast in the decorated ``backward`` of an attention, because it chooses its own matmul dtypes."""
+    """Disable autocast in an attention's ``backward``, which chooses the dtypes of its matmuls itself (decorator)."""
 
     @functools.wraps(backward)
     def wrapped(ctx: Any, grad_o: Tensor) -> R:
@@ -208,14 +211,14 @@ class _PrefixAttention(torch.autograd.Function):
 
 
 def sinks_gradient(grad_o: Tensor, sinks: Tensor, o: Tensor, lse: Tensor) -> Tensor:
-    """Return the gradient ``[H]`` of the attention-sink logits, given the output and log-sum-exp over all keys."""
+    """Return the gradient ``[H]`` of the attention sinks; ``o`` and ``lse`` are the results over all keys."""
     delta_BHT = (grad_o.to(lse.dtype) * o.to(lse.dtype)).sum(-1)
     p_BHT = (sinks.to(lse.dtype)[None, :, None] - lse).exp()
     return -(p_BHT * delta_BHT).sum((0, 2)).to(sinks.dtype)
 
 
 class _KeyGradients:
-    """Accumulates dK and dV: for keys of the ``prefix`` in it, for the chunk's own keys in ``k`` and ``v``."""
+    """Sums dK and dV: in buffers of ``prefix`` for the prefix's keys, in ``k`` and ``v`` for the chunk's own keys."""
 
     def __init__(self, k: Tensor, v: Tensor, prefix: Prefix | None, dtype: torch.dtype) -> None:
         self.prefix, self.first = prefix, 0 if prefix is None else prefix.length
@@ -238,9 +241,10 @@ class _KeyGradients:
 def finish_attention(
     o: Tensor, lse: Tensor, sinks: Tensor | None, dtype: torch.dtype, may_see_no_key: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return output and log-sum-exp with the sinks added, and output zero for queries that see no key.
+    """Return output and log-sum-exp with the attention sinks included, and output zero for queries that see no key.
 
-    ``dtype`` is the queries' dtype; ``may_see_no_key`` is True if some query may see no key.
+    ``dtype`` is the dtype of the queries. ``may_see_no_key`` is True if such queries may exist; their log-sum-exp
+    becomes +inf, so that they pass no gradient.
     """
     if sinks is not None:
         total = torch.logaddexp(lse, sinks.to(lse.dtype)[None, :, None])
@@ -283,9 +287,9 @@ def _merge_same_queries(region: list[SegmentAttention], q: Tensor, k: Tensor, v:
 
 
 class SegmentAttention:
-    """Attention of one block of queries over one block of keys, by a fused kernel or, without one, tile by tile.
+    """Attention of one block of queries over one block of keys: by a fused kernel if possible, else in tiles of scores.
 
-    ``queries`` and ``keys`` are the blocks' slices of ``[B, H, T, D]`` and ``[B, G, S, D]``.
+    ``queries`` and ``keys`` are the slices of these blocks in tensors ``[B, H, T, D]`` and ``[B, G, S, D]``.
     """
 
     def __init__(self, view: MaskView, segment: Segment, rule: ScoreRule, seed: int) -> None:
@@ -295,11 +299,10 @@ class SegmentAttention:
         self.keys = (rows, slice(None), slice(segment.start, segment.stop))
 
     def split_keys(self, device: torch.device) -> Iterator[tuple[SegmentAttention, float]]:
-        """Yield (attention over a block of the keys, number of blocks that it stands for), for the backward.
+        """Yield (attention over a block of the keys, count), for a backward that computes one block at a time.
 
-        Each block's backward needs only the log-sum-exp of all keys, not the other blocks. In a simulation all blocks
-        have equal cost, so one block stands for all. A last, smaller block counts as a fraction, so that the simulated
-        work grows linearly with the keys.
+        The backward of a block needs the log-sum-exp over all keys, but not the other blocks. The count is 1, except on
+        ``meta``: there one block stands for all, and the count is the number of keys divided by the block size.
         """
         segment = self.segment
         size = keys_per_block(segment.q_stop - segment.q_start, device)
@@ -321,8 +324,7 @@ class SegmentAttention:
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Return output ``[B, H, T, D]`` and log-sum-exp ``[B, H, T]`` of the queries over this segment's keys only.
 
-        The output of a fused kernel has the dtype of q; an output computed tile by tile is not rounded to that dtype
-        yet.
+        The output has the dtype of ``q`` from a fused kernel, else fp32 or wider.
         """
         q, k, v, kernel = q[self.queries], k[self.keys], v[self.keys], self._fused_kernel(q, k, v)
         if kernel is not None:
@@ -332,7 +334,7 @@ class SegmentAttention:
     def backward(
         self, grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of the segment's q, k, v, given output ``o`` and log-sum-exp ``lse`` over all keys."""
+        """Return the gradients of the segment's q, k and v; ``o`` and ``lse`` are the results over all keys."""
         q, k, v, kernel = q[self.queries], k[self.keys], v[self.keys], self._fused_kernel(q, k, v)
         grad_o, o, lse = grad_o[self.queries], o[self.queries], lse[self.queries].contiguous()
         if kernel is not None:
@@ -340,7 +342,7 @@ class SegmentAttention:
         return self._tiled_backward(grad_o, q, k, v, o, lse)
 
     def needs_formula(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
-        """Return True if no fused kernel computes this segment."""
+        """Return True if no fused kernel supports this segment, so that it is computed in tiles of scores."""
         return self._fused_kernel(q, k, v) is None
 
     def _fused_kernel(self, q: Tensor, k: Tensor, v: Tensor) -> Kernel | None:
@@ -355,9 +357,10 @@ class SegmentAttention:
         return block_slices(q.shape[2], TILE_ELEMENTS // (q.shape[0] * q.shape[1] * max(1, k.shape[2])))
 
     def _scores(self, q_BGRTD: Tensor, k: Tensor, queries: slice) -> tuple[Tensor, Tensor | None]:
-        """Return scores ``[B, G, R, T, S]`` after softcap and mask, and d score / d raw score, None without softcap.
+        """Return the scores ``[B, G, R, T, S]`` after softcap and mask, and the derivative of the softcap.
 
-        Both have the dtype of ``k``: fp32 or wider. R is H / G.
+        Both have the dtype of ``k``. The derivative is None without a softcap. R = H / G is the number of query heads
+        per key head.
         """
         tile = q_BGRTD[:, :, :, queries]
         s = (tile.flatten(2, 3).to(k.dtype) @ k.mT).mul_(self.rule.scale).unflatten(2, tile.shape[2:4])
@@ -377,7 +380,7 @@ class SegmentAttention:
         return view.mask.tile(first + rows.start, first + rows.stop, *keys, segment.row)
 
     def _dropout_factor(self, shape: torch.Size, queries: slice, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Return the dropout mask of a tile, scaled by 1 / (1 - p), equal for equal seed, segment and rows."""
+        """Return a tile's dropout mask, scaled by 1 / (1 - p); it depends only on seed, segment and rows."""
         place = 1_000_003 * self.segment.start + self.segment.q_start + queries.start
         seed = (self.seed + place + (self.segment.row or 0) * (1 << 48)) % (1 << 62)
         generator = None if device.type == "meta" else torch.Generator(device).manual_seed(seed)
@@ -434,7 +437,7 @@ def prefix_attention_reference(
     softcap: float | None = None,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Return attention with dense scores, the dense boolean mask and one softmax: slow, for comparison."""
+    """Return the attention computed from all scores at once with a dense boolean mask: slow, for comparison."""
     groups = q_BHTD.shape[1] // k_BGSD.shape[1]
     k, v = k_BGSD.repeat_interleave(groups, 1), v_BGSD.repeat_interleave(groups, 1)
     s = q_BHTD @ k.mT * scale

@@ -1,8 +1,8 @@
-"""Attention of a whole mask view by one ``flex_attention`` call (Dong et al., Flex Attention, arXiv 2412.05496).
+"""Attention of a chunk by one ``flex_attention`` call (Dong et al., Flex Attention, arXiv 2412.05496).
 
-The mask's fields become a mask function; its tiles determine which blocks are visible. The call is compiled on CUDA.
-Without a compiler, flex attention is not used, because uncompiled code would allocate all scores. All values that
-differ between chunks are passed as tensors, so that the function is not recompiled for each chunk.
+The mask becomes a ``mask_mod`` function; its tiles determine which blocks are skipped. The call is compiled on CUDA.
+Uncompiled flex attention would allocate all scores, so it is not used. All values that differ between chunks are passed
+as tensors, because other values would compile the function again for each chunk.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from streamtune.ops.attention.rules import MaskRules
 log = logging.getLogger(__name__)
 
 BLOCK = 128
-"""Number of queries and of keys of a block. A block is skipped, computed, or computed with its mask."""
+"""Number of queries and of keys in a block, which is skipped, computed as a whole, or computed with its mask."""
 
 NO_WINDOW = 1 << 62
 
@@ -35,7 +35,7 @@ Modifier = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class FlexView:
-    """Computes a mask view's attention by ``flex_attention``; arguments as for ``prefix_attention``."""
+    """Attention under a :class:`MaskView` by one ``flex_attention`` call; arguments as for ``prefix_attention``."""
 
     name = "flex"
 
@@ -44,7 +44,7 @@ class FlexView:
         self._saved: tuple[Tensor, ...] | None = None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, for_backward: bool) -> tuple[Tensor, Tensor]:
-        """Return output and log-sum-exp; ``for_backward`` keeps the graph for :meth:`backward`."""
+        """Return output ``[B, H, T, D]`` and log-sum-exp ``[B, H, T]``; ``for_backward`` keeps the autograd graph."""
         # With a graph whenever possible, so that only one function is compiled.
         graph = for_backward or not any(x.is_inference() for x in (q, k, v))
         with torch.set_grad_enabled(graph):
@@ -55,12 +55,12 @@ class FlexView:
         return o.detach(), lse.detach()
 
     def backward(self, grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor) -> Grads:
-        """Return the gradients of q, k and v for another log-sum-exp (``ViewKernel.backward``).
+        """Return the gradients of q, k and v in a softmax over more keys, with output ``o`` and log-sum-exp ``lse``.
 
-        Flex attention has softmax P, output ``o_own`` and log-sum-exp ``lse_own``. For the gradients ``a dO`` and ``g``
-        of these outputs, it computes ``dS = P (a dP - a rowsum(dO o_own) + g)``. With ``a = exp(lse_own - lse)``, ``a
-        P`` is the softmax for ``lse``, whose ``dS`` has ``a rowsum(dO o)`` in place of ``a rowsum(dO o_own)``. So ``g``
-        is the difference of these two terms.
+        Flex attention has softmax P, output ``o_own`` and log-sum-exp ``lse_own`` over its own keys. For the gradients
+        ``a dO`` and ``g`` of these outputs, it computes ``dS = P (a dP - a rowsum(dO o_own) + g)``. With
+        ``a = exp(lse_own - lse)``, ``a P`` is the softmax over all keys, whose dS is ``a P (dP - rowsum(dO o))``. So
+        ``g = a rowsum(dO (o_own - o))``.
         """
         if self._saved is None:
             self.forward(q, k, v, for_backward=True)
@@ -84,7 +84,7 @@ class FlexView:
 
 
 MAX_LAYOUTS = 64
-"""Largest number of compiled functions: one for each memory layout of queries, keys and values."""
+"""Largest number of compiled functions: one per memory layout of queries, keys and values."""
 
 
 @lru_cache(maxsize=1)
@@ -115,7 +115,7 @@ def _make_score_mod(softcap: float | None, device: torch.device) -> Callable[...
 
 
 _masks: WeakKeyDictionary[MaskRules, dict[tuple[int, int, int, int], BlockMask]] = WeakKeyDictionary()
-"""Block masks by mask and view, cached because layers share a mask, and the backward uses block masks again."""
+"""Block masks by mask and view. They are cached because all layers and the backward use the same block masks."""
 
 
 def _cached_block_mask(view: MaskView) -> BlockMask:
@@ -144,14 +144,14 @@ def _make_block_mask(view: MaskView) -> BlockMask:
 
 
 def _count_and_order_blocks(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return (number of marked key blocks ``[B, 1, rows]`` per block of queries, key block indices, marked first)."""
+    """Return ``kv_num_blocks`` and ``kv_indices`` of a ``BlockMask``; ``rows`` marks key blocks by query block."""
     found = torch.stack(rows, dim=1)[:, None].int()
     order = found.argsort(dim=-1, descending=True, stable=True)
     return found.sum(-1, dtype=torch.int32), order.int()
 
 
 def _make_mask_mod(view: MaskView) -> Modifier:
-    """Return ``mask_mod`` of ``flex_attention``: True if a query sees a key, given their indices in the view."""
+    """Return the ``mask_mod`` of ``flex_attention``; its indices count from the view's first query and first key."""
     mask = view.mask
     q_start, k_start = (_scalar_on_device(start, mask.device) for start in (view.q_start, view.k_start))
     # A mask without a window gets an unlimited window, to share a compiled function with masks that have a window.
@@ -194,7 +194,10 @@ def _value_in_row(x_BL: Tensor, b: Tensor, place: Tensor) -> Tensor:
 
 @lru_cache(maxsize=64)
 def is_flex_correct(device: torch.device, dtype: torch.dtype, heads: TrialHeads, softcapped: bool) -> bool:
-    """Return True if flex attention agrees with the formula on small problems with rows, a window and a sink."""
+    """Return True if flex attention agrees with the attention formula in fp64 on two small random problems.
+
+    The problems have packed rows, a sliding window and an attention sink.
+    """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the compiler's warnings

@@ -1,10 +1,10 @@
-"""Use kernels beyond their limits: several calls for many elements, zero padding for other head sizes.
+"""Wrap attention kernels to exceed their limits: several calls for long inputs, zero padding for other head sizes.
 
-If a call would have more elements than a kernel can count, the kernel is called in blocks. Blocks of keys are merged
-like segments in ``ops.attention.attention``, and their backward is exact for the same reason.
+If a call would have more elements than a kernel can index, the kernel is called on blocks. Outputs over blocks of keys
+are merged by their log-sum-exps, and the backward of a block is exact (``ops.attention.attention``).
 
-Zeros appended to a head change neither scores nor outputs. They are needed for latent attention (DeepSeek), whose
-values are shorter than its queries and keys, and for kernels on CUDA, which need multiples of 8.
+Zeros appended to a head change neither scores nor outputs. Padding is needed for latent attention (DeepSeek), whose
+values are shorter than its queries and keys. It is also needed on CUDA, where head sizes must be multiples of 8.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from streamtune.ops.attention.kernel_trial import Grads, Kernel, Scores
 from streamtune.ops.devices import MAX_ELEMENTS, block_slices
 
 ROUND = 128
-"""Blocks of more than this many tokens are multiples of 128 tokens: kernels read keys in tiles of 64 or 128."""
+"""Divisor of the length of longer blocks: kernels read keys in tiles of 64 or 128 tokens."""
 
 
 def split_into_blocks(kernel: Kernel, q_BHTD: Tensor, k_BGSD: Tensor, max_elements: int = MAX_ELEMENTS) -> Kernel:
-    """Return ``kernel`` if q and k are within its limits, else a kernel that calls it on blocks within the limits.
+    """Return ``kernel`` if q and k are within its limits, else a kernel that calls ``kernel`` on smaller blocks.
 
-    A call has at most ``kernel.longest`` queries and keys. ``k``, counted at all H heads, has at most ``max_elements``
-    elements, because a backward may allocate a gradient of this size.
+    A block has at most ``kernel.longest`` queries and keys. Its keys, repeated for all H query heads, have at most
+    ``max_elements`` elements, because a backward may allocate a gradient of this size.
     """
     batch, heads, queries, size = q_BHTD.shape
     max_length = min(kernel.longest, max(1, max_elements // max(1, batch * heads * size)))
@@ -84,9 +84,9 @@ class _BlockedKernel:
 
 
 def merge_attentions(parts: Iterator[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Merge attentions of the same queries over different keys: (output, log-sum-exp) each, and as the result.
+    """Merge pairs (output, log-sum-exp) of the same queries over different keys into one such pair.
 
-    Unless there is only one, the merged output has the dtype of the log-sum-exp.
+    The merged output has the dtype of the log-sum-exps. A single pair is returned unchanged.
     """
     o, lse = next(parts)
     for o_s, lse_s in parts:

@@ -1,12 +1,11 @@
-"""Interface of a fused attention kernel, its memory layouts, and the trial that selects a kernel.
+"""Interface of fused attention kernels, the memory layouts that they can read, and the tests that select a kernel.
 
-Before its first use, a kernel's results on small problems are compared with the formula. A kernel that is missing in a
-build, wrong on a device or made for another log-sum-exp is not used. The fastest of the other kernels is used.
+A kernel is used only if its results on small random problems agree with the attention formula in fp64. The problems
+include the log-sum-exp of a softmax over more keys. The fastest such kernel is chosen.
 
-``scaled_dot_product_attention`` checks strides before it calls a kernel. The operators below it, which are called
-directly here, check nothing. On a CPU they assume that the channels of a head are adjacent in memory, whatever the
-stride is. They also allocate the output in the layout of the queries, which fails if tokens overlap. On CUDA they read
-16 bytes at a time from any address. A dimension of stride zero, such as heads that share keys, is read correctly.
+The ATen operators below ``scaled_dot_product_attention`` are called directly, without its check of strides. On a CPU
+they assume that the channels of a head are adjacent in memory, and fail if tokens overlap. On CUDA they read 16 bytes
+at a time from any address. A dimension of stride zero, such as heads that share keys, is read correctly.
 
 Shape suffixes as in ``ops.attention.attention``.
 """
@@ -23,18 +22,18 @@ from torch import Tensor
 from streamtune.ops.devices import kernel_device_type, median_time
 
 RUNS = 5
-"""Number of timed runs of a kernel, after a first run; the median is used."""
+"""Number of timed runs of a kernel after a warm-up run; their median is used."""
 MARGIN = 0.95
 """A later kernel in a list is preferred only if its time is below this fraction of the best earlier time."""
 TIMED = ((2048, 16384), (2048, 6144))
-"""Numbers of queries and keys of the timed problems: a chunk over prefixes of two lengths."""
+"""(queries, keys) of the timed problems: a chunk of 2048 tokens over prefixes of two lengths."""
 CALLS_OF_SHAPE = 1000
-"""Assumed number of calls of a shape in a run, over which the time of the first call is spread."""
+"""Assumed number of calls with one shape, by which the time of the first call is divided."""
 
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """Arguments of an attention kernel for its scores ``scale * q k^T + bias``, besides queries and keys.
+    """Parameters of the attention scores ``scale * q k^T + bias``.
 
     Args:
         scale: Factor of ``q k^T``.
@@ -49,7 +48,7 @@ class Scores:
 
 @dataclass(frozen=True)
 class ScoreRule:
-    """The rule by which ``q k^T`` becomes attention weights, apart from the mask.
+    """Scale, softcap and dropout of the attention scores ``q k^T``.
 
     Args:
         scale: Factor of the scores, usually ``D ** -0.5``.
@@ -71,14 +70,18 @@ Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Scores], Gr
 
 @dataclass(frozen=True)
 class Kernel:
-    """A named pair of attention functions; ``takes_bias`` is True if they accept an additive mask.
+    """A fused attention kernel: forward, backward, and the inputs that they accept.
 
-    ``forward(q, k, v, scores) -> (o, lse)`` and ``backward(grad_o, q, k, v, o, lse, scores) -> (grad_q, grad_k,
-    grad_v)`` with q ``[B, H, T, D]``, k and v ``[B, G, S, D]`` (G divides H), o like q, lse ``[B, H, T]`` in fp32 (fp64
-    for fp64 inputs). The backward accepts any o and lse, also from a softmax over more keys than k and v have.
-
-    A call has at most ``longest`` queries and keys, both multiples of ``grain``. A kernel that sets up each new shape
-    has a large ``grain``, so that few shapes occur.
+    Attributes:
+        name: Name in logs and warnings.
+        forward: ``forward(q, k, v, scores) -> (o, lse)`` with q and o ``[B, H, T, D]``, k and v ``[B, G, S, D]`` (G
+            divides H), and lse ``[B, H, T]`` in fp32 (fp64 for fp64 inputs).
+        backward: ``backward(grad_o, q, k, v, o, lse, scores) -> (grad_q, grad_k, grad_v)``. ``o`` and ``lse`` may come
+            from a softmax over more keys than k and v have.
+        takes_bias: True if the kernel accepts an additive mask.
+        longest: Largest number of queries and of keys in a call.
+        grain: Divisor of the numbers of queries and keys. It is large if the kernel needs a set-up for each new shape,
+            so that few shapes occur.
     """
 
     name: str
@@ -89,13 +92,13 @@ class Kernel:
     grain: int = 1
 
     def accepts_lengths(self, queries: int, keys: int) -> bool:
-        """Return True if the kernel accepts these numbers: multiples of ``grain``."""
+        """Return True if both numbers are multiples of ``grain``."""
         return queries % self.grain == 0 and keys % self.grain == 0
 
 
 @dataclass(frozen=True)
 class TrialHeads:
-    """Number of query heads, number of key/value heads and head size, by which a kernel is chosen."""
+    """Number of query heads, number of key/value heads (``groups``) and head size, for which a kernel is chosen."""
 
     queries: int
     groups: int
@@ -103,27 +106,30 @@ class TrialHeads:
 
 
 class ViewKernel(Protocol):
-    """Interface: a kernel that computes the attention of a whole mask view in one call."""
+    """Interface: a kernel that computes the attention under a whole :class:`MaskView` in one call."""
 
     @property
     def name(self) -> str:
         """Name of the kernel in logs and warnings."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, for_backward: bool) -> tuple[Tensor, Tensor]:
-        """Return output ``[B, H, T, D]`` and log-sum-exp ``[B, H, T]``; the latter is -inf if a query sees no key."""
+        """Return output ``[B, H, T, D]`` and log-sum-exp ``[B, H, T]``, which is -inf for a query that sees no key."""
 
     def backward(self, grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor) -> Grads:
-        """Return the gradients of q, k, v for any output and log-sum-exp; a query with ``lse`` +inf adds nothing."""
+        """Return the gradients of q, k and v.
+
+        ``o`` and ``lse`` may be of a softmax over more keys. A query whose ``lse`` is +inf contributes nothing.
+        """
 
 
 # --- layouts ----------------------------------------------------------------------------------------------------------
 
 VECTOR = 16
-"""Number of bytes that a kernel on CUDA reads at a time."""
+"""Number of bytes that a CUDA kernel reads at a time."""
 
 
 def call_kernel(operator: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Call an ATen operator of ``scaled_dot_product_attention``; first copy tensors whose layout it cannot read."""
+    """Call an ATen attention operator; tensors whose memory layout it cannot read are copied first."""
     return operator(
         *(make_readable(x) if isinstance(x, Tensor) else x for x in arguments),
         **{name: make_readable(x) if isinstance(x, Tensor) else x for name, x in options.items()},
@@ -131,9 +137,10 @@ def call_kernel(operator: Callable[..., Any], *arguments: Any, **options: Any) -
 
 
 def make_readable(x: Tensor) -> Tensor:
-    """Return ``x`` if its channels are adjacent in memory and aligned as a kernel requires, else a contiguous copy.
+    """Return ``x`` if attention kernels can read its memory layout, else a contiguous copy.
 
-    The last dimension of ``x`` is the channels of a head, or the keys of a mask.
+    Elements of the last dimension (channels of a head, or keys of a mask) must be adjacent in memory and, on CUDA,
+    aligned to 16 bytes.
     """
     if x.dim() < 2 or (_has_adjacent_channels(x) and (kernel_device_type(x.device) != "cuda" or _is_aligned(x))):
         return x
@@ -150,7 +157,7 @@ def _has_adjacent_channels(x: Tensor) -> bool:
 
 
 def _is_aligned(x: Tensor) -> bool:
-    """Return True if each token's channels start at a multiple of 16 bytes, or if a copy could not align them."""
+    """Return False if the rows of ``x`` are not aligned to 16 bytes, but would be aligned in a contiguous copy."""
     size = x.element_size()
     if x.shape[-1] * size % VECTOR:
         return True
@@ -158,13 +165,13 @@ def _is_aligned(x: Tensor) -> bool:
 
 
 ODD_LAYOUTS = ("channels apart", "every other channel", "odd offset", "expanded", "overlapping")
-"""Unusual layouts of ``[B, H, T, D]`` that a projection, a slice or a gradient may have."""
+"""Unusual memory layouts of a tensor ``[B, H, T, D]``, which projections, slices and gradients may have."""
 
 
 def copy_to_odd_layout(x: Tensor, layout: str) -> Tensor:
-    """Return a tensor shaped like ``x`` ``[B, H, T, D]``, laid out in memory as ``layout``, one of :data:`ODD_LAYOUTS`.
+    """Return a copy of ``x`` ``[B, H, T, D]`` with an unusual memory layout, one of :data:`ODD_LAYOUTS`.
 
-    The values come from ``x``, but an expanded tensor repeats the first batch row, and overlapping tokens share values.
+    Two layouts change the values: ``expanded`` repeats the first batch row, and in ``overlapping`` tokens share values.
     """
     if layout == "channels apart":  # all heads of one channel are adjacent: a projection laid out ``(d h)``
         return x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
@@ -184,11 +191,11 @@ def copy_to_odd_layout(x: Tensor, layout: str) -> Tensor:
 def agrees_with_formula(
     kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int, biased: bool = False
 ) -> bool:
-    """Return True if an attention kernel agrees with the attention formula in fp64 on small problems.
+    """Return True if an attention kernel agrees with the attention formula in fp64 on small random problems.
 
-    The backward gets the log-sum-exp of a softmax over more keys. The problems have ungrouped and grouped heads,
-    several key blocks of the kernel, and the causal square; ``biased`` adds a mask. Each tensor is tested in each of
-    :data:`ODD_LAYOUTS`.
+    The problems have one or several query heads per key head, several key blocks of the kernel, and a causal mask;
+    ``biased`` adds an additive mask. The backward gets the log-sum-exp of a softmax over more keys. Each tensor is also
+    tested in each of :data:`ODD_LAYOUTS`.
     """
     sizes = [(2, 2, 40, 72, False), (2, 2, 40, 40, True), (4, 2, 136, 200, False), (4, 1, 136, 136, True)]
     if (grain := kernel.grain) > 1:  # one ungrouped and one grouped problem only: each shape needs a setup
@@ -218,7 +225,7 @@ class _ProblemShape(NamedTuple):
 
 
 class _Problem:
-    """Random attention inputs in the memory layouts ``layouts``, and the results of the formula in fp64."""
+    """Random attention inputs with given memory layouts, and the attention formula's results for them in fp64."""
 
     def __init__(
         self,
@@ -302,13 +309,13 @@ class _Problem:
 
 
 def is_close(got: Tensor, want: Tensor, dtype: torch.dtype) -> bool:
-    """Return True if ``got`` differs from ``want``, which is in fp64, by no more than the rounding of ``dtype``."""
+    """Return True if the relative error of ``got`` in norm is at most 1e-4, or 3e-2 for a half-precision ``dtype``."""
     bound = 1e-4 if dtype in (torch.float32, torch.float64) else 3e-2
     return bool((got.double() - want).norm() <= bound * want.norm())
 
 
 def draw_token_major(generator: torch.Generator, dtype: torch.dtype, *shape: int) -> Tensor:
-    """Return a random tensor ``[B, H, T, D]`` with a token's heads side by side in memory, as after a projection."""
+    """Return a random tensor ``[B, H, T, D]``; the heads of a token are adjacent in memory, as after a projection."""
     batch, heads, length, size = shape
     x = torch.randn((batch, length, heads, size), generator=generator, device=generator.device, dtype=dtype)
     return x.transpose(1, 2)
@@ -317,7 +324,7 @@ def draw_token_major(generator: torch.Generator, dtype: torch.dtype, *shape: int
 def view_kernel_agrees(
     kernel: ViewKernel, tensors: Sequence[Tensor], visible: Tensor, scale: float, softcap: float | None = None
 ) -> bool:
-    """Return True if a kernel for a mask view agrees with the formula in fp64; the log-sum-exp includes a sink.
+    """Return True if a kernel agrees with the attention formula in fp64; the backward's log-sum-exp includes a sink.
 
     Args:
         kernel: Kernel to check.
@@ -341,7 +348,7 @@ def view_kernel_agrees(
 
 
 def choose_fastest(kernels: Sequence[Kernel], measure_seconds: Callable[[Kernel], float | None]) -> Kernel | None:
-    """Return the fastest kernel; a later kernel wins only if it takes less than :data:`MARGIN` of the time.
+    """Return the fastest kernel; a later kernel must take less than :data:`MARGIN` times the best earlier time.
 
     Args:
         kernels: Kernels that agree with the attention formula, the most trusted first.
@@ -362,10 +369,10 @@ def median_seconds(
     heads: TrialHeads,
     shapes: Sequence[tuple[int, int]] = TIMED,
 ) -> float | None:
-    """Return a kernel's time in seconds for forward and backward of a chunk over its prefix, summed over ``shapes``.
+    """Return a kernel's time for forward and backward in seconds, summed over the (queries, keys) in ``shapes``.
 
-    The time of a shape is the median of a few runs, plus 1 / :data:`CALLS_OF_SHAPE` of the first run. None if the
-    device has too little memory.
+    The time for a shape is the median of :data:`RUNS` runs, plus the first run's time divided by
+    :data:`CALLS_OF_SHAPE`. None if a run fails, such as for lack of memory.
     """
     generator, scores = torch.Generator(device).manual_seed(0), Scores(heads.size**-0.5)
     total = 0.0

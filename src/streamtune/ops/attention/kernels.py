@@ -1,10 +1,10 @@
 """Fused attention kernels, and the choice of a kernel for given tensors; :class:`Kernel` is their interface.
 
-On CPU, torch's kernel is the only kernel. On CUDA the kernels that agree with the formula are timed once, and the
-fastest is used. The backward of each kernel accepts the log-sum-exp of a softmax over more keys than the call has,
-which makes prefix attention exact.
+On CPU, torch's flash attention is the only kernel. On CUDA, the kernels that agree with the attention formula are timed
+once, and the fastest is used. The backward of each kernel accepts the log-sum-exp of a softmax over more keys than the
+call has.
 
-The kernels for CUDA are torch's operators below ``scaled_dot_product_attention``, which neither returns nor accepts a
+The CUDA kernels are the ATen operators below ``scaled_dot_product_attention``, which neither returns nor accepts a
 log-sum-exp. Keys and values have G heads; no kernel copies them to all query heads.
 
 Torch's flash attention operators have several implementations:
@@ -13,8 +13,8 @@ Torch's flash attention operators have several implementations:
     FA3  the package ``flash_attn_interface``, for devices of capability 9 (Shah et al., arXiv 2407.08608)
     FA4  the package ``flash_attn.cute``, for capabilities 9 and 10
 
-Torch activates one implementation for the whole process. So the command line may choose, but a library may not:
-``streamtune.stream`` uses the active implementation.
+Torch activates one implementation for the whole process. The command line may choose it; ``streamtune.stream`` uses the
+active implementation.
 """
 
 from __future__ import annotations
@@ -66,13 +66,14 @@ def _cpu_backward(grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, ls
 
 CPU = Kernel("cpu-flash", _cpu_forward, _cpu_backward, takes_bias=True)
 HEADS_OF_8B = TrialHeads(32, 8, 128)
-"""Heads of an 8B model, for the trial that ``streamtune env`` shows."""
+"""Attention heads of an 8B model, with which ``streamtune env`` chooses a kernel."""
 
 
 def fused_segment_kernel(q: Tensor, k: Tensor, v: Tensor, biased: bool) -> Kernel | None:
     """Return the fused attention kernel for these tensors; None if no kernel supports them.
 
-    If needed, the kernel is wrapped to split tensors with too many elements, and to pad heads to a supported size.
+    ``biased`` is True if an additive mask is used. The kernel is wrapped where necessary, to split long tensors and to
+    pad heads to a supported size.
     """
     if not q.dtype == k.dtype == v.dtype:
         return None
@@ -110,7 +111,10 @@ def _choose_kernel(
     flash_name: str,
     any_shape: bool = False,
 ) -> Kernel | None:
-    """Return the fastest correct kernel (grain 1 if ``any_shape``); ``flash_name`` is only a key of the cache."""
+    """Return the fastest kernel that agrees with the attention formula; ``any_shape`` demands a ``grain`` of 1.
+
+    ``flash_name`` is only part of the cache key.
+    """
     if device == "cpu":
         return CPU if dtype.is_floating_point else None
     candidates = _candidate_kernels(dtype, heads, biased) if device == "cuda" else []
@@ -119,7 +123,6 @@ def _choose_kernel(
 
 
 def _candidate_kernels(dtype: torch.dtype, heads: TrialHeads, biased: bool) -> list[Kernel]:
-    """Return the CUDA kernels that support a dtype, heads and, if ``biased``, a mask, the most trusted first."""
     if dtype == torch.float64:
         return []
     half = dtype in (torch.float16, torch.bfloat16)
@@ -130,7 +133,6 @@ def _candidate_kernels(dtype: torch.dtype, heads: TrialHeads, biased: bool) -> l
 def _fastest_agreeing_kernel(
     candidates: list[Kernel], index: int, dtype: torch.dtype, heads: TrialHeads, biased: bool
 ) -> Kernel | None:
-    """Return the fastest candidate that agrees with the formula; None, with a warning, if no candidate agrees."""
     where = _cuda_device(index)
     agreeing = [kernel for kernel in candidates if agrees_with_formula(kernel, where, dtype, heads.size, biased)]
     # Timing uses no mask: with a mask there is only one candidate.
@@ -152,7 +154,10 @@ def _cuda_device(index: int) -> torch.device:
 
 
 def kernel_names(device: torch.device, dtype: torch.dtype, head_dim: int = 128) -> dict[str, str]:
-    """Return the names of the attention kernels in use ``unmasked`` and ``masked``, for ``streamtune env``."""
+    """Return the names of the attention kernels for calls without a mask (``unmasked``) and with a mask (``masked``).
+
+    The name is ``tiled`` if no fused kernel can be used.
+    """
     heads = TrialHeads(HEADS_OF_8B.queries, HEADS_OF_8B.groups, head_dim)
     chosen = {
         label: _choose_kernel(device.type, device.index or 0, dtype, heads, biased, active_flash_name())
@@ -247,10 +252,10 @@ def _groups_as_batch_rows(x: Tensor, q: Tensor, k: Tensor) -> Tensor:
 
 
 def _to_token_major(x: Tensor) -> Tensor:
-    """Return ``[B, H, T, D]`` with the heads of a token side by side in memory.
+    """Return ``[B, H, T, D]`` with the heads of a token adjacent in memory.
 
-    In half precision the kernel sums ``grad_o * o`` and assumes that two tokens of the output are ``H * D`` apart,
-    whatever the strides are (``o_strideM`` in torch's ``mem_eff_attention/kernel_backward.h``).
+    In half precision, the backward kernel assumes that two tokens of the output are ``H * D`` elements apart, whatever
+    its strides are (``o_strideM`` in torch's ``mem_eff_attention/kernel_backward.h``).
     """
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
@@ -292,14 +297,14 @@ def active_flash_name() -> str:
 
 @lru_cache(maxsize=8)
 def use_fastest_flash(device: torch.device, kernel: Kernel, heads: TrialHeads) -> str:
-    """Activate torch's fastest flash attention implementation that agrees with the attention formula; return its name.
+    """Activate the fastest implementation of flash attention that agrees with the attention formula; return its name.
 
     An implementation that the user activated stays active. Without a CUDA device nothing changes.
 
     Args:
         device: Device of this process.
-        kernel: Flash attention kernel on torch's operators.
-        heads: Heads of the trial, in bfloat16.
+        kernel: Kernel that calls torch's active flash attention.
+        heads: Attention heads with which implementations are checked and timed, in bfloat16.
     """
     if device.type != "cuda" or not torch.cuda.is_available() or active_flash_name() != DEFAULT:
         return active_flash_name()

@@ -1,7 +1,7 @@
-"""Attention masks as functions of positions, and the kernel calls (segments) for a part of a mask.
+"""Attention masks as functions of token positions, and their division into kernel calls (segments).
 
 The layers of a model receive a :class:`LazyMask` instead of a tensor. Shape suffixes: B batch, T queries, S keys.
-Positions are absolute unless stated otherwise.
+Positions count from the start of the sequence unless stated otherwise.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from streamtune.ops.attention.rules import MaskRules, NoTensor
 from streamtune.ops.attention.runs import Branch, BranchTable, Stretch, overlapping_runs
 
 MASKED_KEYS = 2048
-"""Largest number of keys in a masked segment of a branch, because the segment's mask is one tensor."""
+"""Largest number of keys in a masked segment of a branch; the mask of a segment is one dense tensor."""
 
 
 @dataclass(frozen=True)
 class Segment:
-    """The work of one kernel call: keys ``[start, stop)`` for queries ``[q_start, q_stop)``.
+    """Queries and keys of one attention kernel call; ranges count from the first query and key of a :class:`MaskView`.
 
-    Positions count from the view's first key and first query. Outputs of segments with the same queries are merged;
-    segments with different queries have no query in common. ``row`` is the batch row; None means all rows.
+    ``[start, stop)`` are the keys, ``[q_start, q_stop)`` the queries. Segments with the same queries are merged; other
+    segments have no query in common. ``row`` is the batch row; None means all rows.
 
     ``causal`` is True if the kernel applies its own lower-triangular mask; the segment is then a square whose last key
-    is the last query. ``masked`` is True if :meth:`MaskView.additive_mask` must be added, ``only_padding`` if this mask
-    hides only padding.
+    and last query are the same token. ``masked`` is True if :meth:`MaskView.additive_mask` must be added,
+    ``only_padding`` if this mask hides only padding.
     """
 
     start: int
@@ -43,13 +43,13 @@ class Segment:
 
     @property
     def queries(self) -> tuple[int | None, int, int]:
-        """Batch row and range of queries; the outputs of segments with equal values are merged."""
+        """Batch row and range of queries; segments for which they are equal are merged."""
         return self.row, self.q_start, self.q_stop
 
 
 @dataclass(frozen=True, eq=False)
 class MaskView(NoTensor):
-    """Queries ``[q_start, q_stop)`` and keys ``[k_start, k_stop)`` of a :class:`LazyMask`, absolute positions."""
+    """Part of an attention mask: queries ``[q_start, q_stop)`` and keys ``[k_start, k_stop)``, absolute positions."""
 
     mask: MaskRules
     q_start: int
@@ -59,19 +59,21 @@ class MaskView(NoTensor):
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """Shape ``(B, 1, T, S)`` of the dense mask that the view stands for."""
+        """Shape ``(B, 1, T, S)`` of this part of the mask as a dense tensor."""
         return (self.mask.batch_size, 1, self.q_stop - self.q_start, self.k_stop - self.k_start)
 
     def segments(self) -> list[Segment]:
         """Return the kernel calls (segments) that cover the visible keys, as few as possible.
 
-        No segment covers only hidden keys, unless an arbitrary mask function hides them.
+        A segment is a rectangle of queries and keys. No segment covers only hidden keys, unless an arbitrary mask
+        function hides them.
 
-        - A causal chunk has, for each packed row, a rectangle (the prefix, no mask) and a square (lower triangle).
-        - A sliding window cuts the prefix to the window and adds a masked tile at its far edge.
-        - A block whose tokens see each other is a rectangle.
-        - A branch has a rectangle over each run of its trunk, and a square over its own keys.
-        - Keys that all precede the queries (another rank's) are one rectangle or none.
+        - A causal chunk has, for each packed row, a rectangle without a mask (earlier keys) and a causal square.
+        - A sliding window cuts this rectangle, and adds a masked tile at the far edge of the window.
+        - A block whose tokens all see each other (an image) is a rectangle.
+        - A part of a tree of rows, which share prefixes, has a rectangle over each run of its row's earlier tokens, and
+          a causal square over its own tokens.
+        - Keys that all precede the queries (keys of another rank) are one rectangle or none.
         - Any other mask is computed and examined block by block.
         """
         key = (self.q_start, self.q_stop, self.k_start, self.k_stop)
@@ -86,7 +88,7 @@ class MaskView(NoTensor):
         return self.mask._segments[key]
 
     def _segments_before_queries(self, fields_suffice: bool) -> list[Segment]:
-        """Return one segment over keys that all precede the queries, masked if a key is hidden; [] if all are hidden.
+        """Return the segment of keys that all precede the queries, masked if any key is hidden; none if all are hidden.
 
         ``fields_suffice`` is False if an arbitrary mask function must be evaluated.
         """
@@ -105,7 +107,7 @@ class MaskView(NoTensor):
         return [Segment(0, keys, 0, queries, masked=cut or padded, only_padding=padded and not cut)]
 
     def _hidden_by_window_and_rows(self) -> tuple[bool, bool]:
-        """Return two flags: window and packed rows hide all keys from all queries; they hide any key from a query."""
+        """Return whether window and packed rows hide all keys from all queries, and whether they hide any key."""
         mask, hidden, cut = self.mask, False, False
         if mask.window is not None:
             hidden = self.q_start - (self.k_stop - 1) >= mask.window
@@ -149,7 +151,6 @@ class MaskView(NoTensor):
         return [segment for segment in segments if segment.stop > segment.start] + own_segments
 
     def _masked_segments_of_branch(self, start: int, stop: int, part: Branch) -> list[Segment]:
-        """Return the segments of queries of a branch, all masked, for a mask with further rules."""
         return [
             self._make_segment(None, (start, stop), (key, min(key + MASKED_KEYS, last)), masked=True)
             for first, last in (*part.trunk, (part.start, stop))
@@ -200,7 +201,7 @@ class MaskView(NoTensor):
         )
 
     def examined_segments(self) -> list[Segment]:
-        """Return segments that cover the visible keys, found by computing the mask for all blocks of keys."""
+        """Return segments that cover the visible keys, found by computing the mask block by block."""
         segments: list[Segment] = []
         queries = (0, self.q_stop - self.q_start)
         for start, stop, uniform in self.mask.examine_key_blocks(self.q_start, self.q_stop, self.k_start, self.k_stop):
@@ -214,10 +215,10 @@ class MaskView(NoTensor):
         return segments or [Segment(0, self.k_stop - self.k_start, *queries, masked=True)]
 
     def segment_mask(self, segment: Segment, queries: slice = slice(None)) -> Tensor:
-        """Return a segment's boolean mask ``[B or 1, 1, T or 1, S]``; ``queries`` counts from its first query.
+        """Return the boolean mask ``[B or 1, 1, T or 1, S]`` of a segment, True for visible keys.
 
-        If only padding is masked, T is 1 and the mask applies to all queries. If the kernel applies the causal
-        triangle, the mask does not include it.
+        ``queries`` selects queries, counted from the segment's first query. T is 1 if the mask hides only padding, and
+        so is equal for all queries. The mask excludes a causal triangle that the kernel itself applies.
         """
         start, stop = self.k_start + segment.start, self.k_start + segment.stop
         first, last, _ = queries.indices(segment.q_stop - segment.q_start)
@@ -232,7 +233,7 @@ class MaskView(NoTensor):
         """Return the additive mask ``[B or 1, 1, T, S]`` of a segment in ``dtype``; None if nothing is masked.
 
         Hidden keys get a large negative finite number, not -inf. So a query that sees no key in this segment has a
-        finite log-sum-exp, not NaN, and the segment's weight in the merge is exactly zero.
+        finite log-sum-exp, and the segment's weight in the merge is exactly zero.
         """
         if not segment.masked:
             return None
@@ -248,10 +249,10 @@ def score_of_hidden_key(dtype: torch.dtype) -> float:
 
 
 class LazyMask(MaskRules):
-    """Attention mask that is never built as a whole; arguments as for :class:`MaskRules`."""
+    """Attention mask that is never computed as a whole; arguments as for :class:`MaskRules`."""
 
     def with_shared_prefixes(self, branches: BranchTable) -> LazyMask:
-        """Return a mask under which each row of ``branches`` sees the same keys as it sees alone under this mask.
+        """Return this mask for rows that share prefixes (``branches``): each row sees the keys that it would see alone.
 
         Raises:
             UnsupportedModelError: This mask has padding, packed rows or blocks whose tokens see each other.
@@ -267,16 +268,16 @@ class LazyMask(MaskRules):
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """Shape ``(B, 1, T, S)`` of the dense mask that this mask stands for."""
+        """Shape ``(B, 1, T, S)`` of this mask as a dense tensor."""
         return (self.batch_size, 1, self.q_length, self.kv_length)
 
     @property
     def ndim(self) -> int:
-        """Number of dimensions, 4, from which models infer that a mask is in its final form."""
+        """Number of dimensions, 4, by which models recognise a mask that needs no further preparation."""
         return 4
 
     def __getitem__(self, key: Any) -> LazyMask:
-        """Return this mask if the slices select the whole mask; refuse any other index."""
+        """Return this mask for slices that select the whole mask; raise an error for any other index."""
         if not isinstance(key, tuple) or len(key) != 4 or not all(isinstance(part, slice) for part in key):
             raise self._make_error("indexing")
         if any(part.indices(size) != (0, size, 1) for part, size in zip(key, self.shape, strict=True)):
@@ -284,12 +285,15 @@ class LazyMask(MaskRules):
         return self
 
     def view_queries(self, start: int, stop: int) -> MaskView:
-        """Return the view of queries ``[start, stop)``, counted from this mask's first query, over all keys."""
+        """Return the part of the mask for queries ``[start, stop)``, counted from the first query, and all keys."""
         last = self.kv_offset + self.kv_length
         return MaskView(self, self.q_offset + start, self.q_offset + stop, self.kv_offset, last)
 
     def view_chunk(self, start: int, stop: int, first_key: int) -> MaskView:
-        """Return the view of queries ``[start, stop)``, counted from the first query, over keys from ``first_key``."""
+        """Return the part of the mask for queries ``[start, stop)`` and keys from ``first_key`` to the last query.
+
+        ``start`` and ``stop`` count from the mask's first query; ``first_key`` is an absolute position.
+        """
         return MaskView(self, self.q_offset + start, self.q_offset + stop, first_key, self.q_offset + stop)
 
     @classmethod

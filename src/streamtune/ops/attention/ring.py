@@ -1,10 +1,9 @@
-"""Ring attention: ranks send the keys and values of their shards around a ring.
+"""Ring attention: ranks send the keys and values of their tokens around a ring.
 
-At step s a rank has the block of the rank s places before it. It attends to the keys that its queries may see, and
-merges the result by the log-sum-exp (``ops.attention``). Meanwhile the rank sends the block to the next rank and
-receives the next block (Liu et al., Ring Attention, arXiv 2310.01889; Li et al., DISTFLASHATTN, arXiv 2310.03294). In
-the backward, dK and dV are sent with their block and reach the block's rank after one more step. Every rank has a shard
-of every chunk, so causal work is equal except for the last shards.
+At step s, a rank has the keys and values (the block) of the rank s places before it. It attends to the keys that its
+queries see, and merges the result by the log-sum-exp. Meanwhile it sends the block to the next rank and receives the
+next block (Liu et al., Ring Attention, arXiv 2310.01889; Li et al., DISTFLASHATTN, arXiv 2310.03294). In the backward,
+dK and dV travel with their block. Every rank has some tokens (a shard) of every chunk, which balances causal work.
 
 Shape suffixes: B batch, H query heads, G key/value heads, T queries, N keys of a block, D head dimension.
 """
@@ -35,7 +34,7 @@ from streamtune.ops.exchange import start_ring_exchange
 from streamtune.ops.first_order import first_order
 
 ShardPlaces = tuple[slice, slice]
-"""Slice of a shard in a tensor of concatenated shards, and the shard's slice in the sequence."""
+"""Two slices for a shard: in a rank's tensor of concatenated shards, and in the sequence."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +43,8 @@ class Ring:
 
     Args:
         group: Process group of the ranks.
-        queries: Places of this rank's queries.
-        keys: Function from a rank to the places of its keys, in order, with equal lengths on all ranks.
+        queries: Shards of this rank's queries, as pairs of slices (:data:`ShardPlaces`).
+        keys: Function from a rank to the shards of its keys, in order. Shards have equal lengths on all ranks.
     """
 
     group: Any
@@ -76,11 +75,11 @@ def ring_attention(
 
     Args:
         q_BHTD: Queries of this rank.
-        k_BGND, v_BGND: Keys and values of this rank: prefix, then the chunk's own.
+        k_BGND, v_BGND: Keys and values of this rank: the prefix, followed by the chunk's own.
         mask: Mask of the whole sequence; no query sees a later key.
         ring: Ranks, and the places of their queries and keys.
         scale, softcap, sinks_H, dropout, memory: Arguments of :func:`streamtune.ops.prefix_attention`.
-        prefix: The part of the prefix that this rank has.
+        prefix: Keys and values before the chunk that this rank has, with buffers for their gradients.
     """
     with torch.autocast(autocast_device_type(q_BHTD.device), enabled=False):
         own: tuple[Tensor | None, Tensor | None] = (None, None)
@@ -111,7 +110,10 @@ class _RingSettings:
 def _visible_segments(
     mask: MaskRules, q: slice, shards: Sequence[ShardPlaces]
 ) -> Iterator[tuple[slice, MaskView, Segment]]:
-    """Yield the segments of a rank's keys that queries ``q`` see; adjacent shards without a mask are joined."""
+    """Yield (slice of a rank's keys, mask view, segment) for the keys that queries ``q`` see.
+
+    Adjacent shards without a mask are joined.
+    """
     run: tuple[slice, MaskView, Segment] | None = None
     for k_at, k in shards:
         if k.start >= q.stop:
@@ -196,7 +198,6 @@ def _merge_in_place(o: Tensor, lse: Tensor, o_s: Tensor, lse_s: Tensor) -> None:
 def _ring_backward(
     grad_o: Tensor, saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], settings: _RingSettings
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of this rank's q, k, v; ``saved`` is q, k, v, and output and log-sum-exp over all keys."""
     q, k, v, o, lse = saved
     wide = torch.promote_types(q.dtype, torch.float32)
     grad_q = torch.zeros_like(q, dtype=wide)

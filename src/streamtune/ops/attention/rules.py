@@ -1,4 +1,4 @@
-"""The rules of an attention mask as functions of positions; a tile of the mask exists only while a kernel reads it.
+"""Rules of an attention mask as functions of positions, from which parts (tiles) of the mask are computed when needed.
 
 Shape suffixes: B batch, T queries of the tile, S keys of the tile. Positions are absolute: query ``q`` and key ``k``
 count tokens from the start of the sequence, whatever part of the sequence the caller has.
@@ -25,18 +25,18 @@ MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """Function ``(batch, head, query, key) -> bool`` of index tensors that broadcast; True if the query sees the key."""
 
 KEY_BLOCK = 2048
-"""Number of keys per tile when an unrecognised mask function is examined; a tile has T x KEY_BLOCK bytes per row."""
+"""Number of keys per tile when an arbitrary mask function is evaluated; a tile has T x KEY_BLOCK bytes per row."""
 
 
 class ForeignAttentionError(UnsupportedModelError):
-    """Raised if only the layer's own code can compute this attention, with a mask tensor."""
+    """Error: an attention layer needs a mask tensor, so only the layer's own code can compute its attention."""
 
 
 class _MaskIsNoTensorError(ForeignAttentionError, AttributeError): ...
 
 
 class NoTensor:
-    """Placeholder for a mask tensor: a layer can pass it to an attention function; any computation raises an error."""
+    """Placeholder for a mask tensor: layers may pass it to an attention function; computing with it raises an error."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -60,15 +60,15 @@ class NoTensor:
     @staticmethod
     def _make_error(operation: str) -> _MaskIsNoTensorError:
         return _MaskIsNoTensorError(
-            f"a layer of this model computes with its attention mask ({operation}), but a streamed mask is not a "
-            "tensor",
+            f"a layer of this model computes with its attention mask ({operation}), but with streaming the mask "
+            "is not a tensor",
             fix="train this model without streaming",
         )
 
 
 @dataclass(eq=False)
 class MaskRules(NoTensor):
-    """Rules of an attention mask, from which any tile of the mask can be computed.
+    """Rules of an attention mask, from which any part (tile) of the mask can be computed.
 
     The dense boolean mask ``[B, 1, q_length, kv_length]`` would be::
 
@@ -81,16 +81,16 @@ class MaskRules(NoTensor):
         q_offset, kv_offset: Absolute positions of the first query and the first key.
         causal: True if no query sees a later key outside its block.
         window: Number of keys that a query sees, including its own key (sliding window); None means unlimited.
-        function: Function of the mask for what the other fields do not express; None if they express all of it.
+        function: Additional mask function; None if the other fields describe the whole mask.
         padding: Boolean tensor ``[B, >= kv_offset + kv_length]``, False at padding; None without padding.
         vectorize: True if ``function`` accepts only scalars; then ``torch.vmap`` maps it over a tile.
         row_start: Start of each position's packed row ``[B or 1, kv_offset + kv_length]``; needs ``causal``.
         span_start: Start of each position's span in chunked attention (Llama 4), shaped like ``row_start``.
         block_start: Start of each position's block, whose tokens all see each other (an image), shaped like
-            ``row_start``. A token outside blocks is its own block.
+            ``row_start``. A token outside such blocks is a block of one token.
         window_cuts_blocks: True if the window also hides tokens of the query's block.
-        branches: Table of rows with a shared prefix. All other fields then refer to positions in a row, and a query
-            sees only keys of its own row (:meth:`LazyMask.with_shared_prefixes`).
+        branches: Table of rows that share prefixes. All other fields then refer to positions in a row, and a query sees
+            only keys of its own row (:meth:`LazyMask.with_shared_prefixes`).
     """
 
     batch_size: int
@@ -119,7 +119,7 @@ class MaskRules(NoTensor):
 
     @cached_property
     def unpadded_keys(self) -> tuple[int, int]:
-        """Largest range of keys ``[start, stop)`` without padding in any row; empty if padding is between tokens."""
+        """Range ``[start, stop)`` of keys that are not padding in any batch row; empty if padding is between tokens."""
         runs = self._unpadded_rows
         return max(start for start, _ in runs), min(stop for _, stop in runs)
 
@@ -137,7 +137,7 @@ class MaskRules(NoTensor):
         return list(zip(starts.tolist(), (starts + lengths).tolist(), strict=True))
 
     def is_padded(self, row: int | None, k_start: int, k_stop: int) -> bool:
-        """Return True if any of the keys may be padding, in batch row ``row`` (None: in any row)."""
+        """Return True if keys ``[k_start, k_stop)`` may include padding in batch row ``row`` (None: in any row)."""
         if self.padding is None:
             return False
         start, stop = self.unpadded_keys if row is None else self._unpadded_rows[row]
@@ -145,15 +145,15 @@ class MaskRules(NoTensor):
 
     @property
     def sees_future(self) -> bool:
-        """True if any query sees a later key; a mask with an arbitrary function is computed once, tile by tile."""
+        """True if any query sees a later key. An arbitrary mask function is evaluated once, tile by tile."""
         return self.allowed_cuts is not None and len(self.allowed_cuts) <= self.q_length
 
     @cached_property
     def allowed_cuts(self) -> list[int] | None:
-        """Sorted indices of queries at which the sequence may be cut into chunks; None means anywhere.
+        """Sorted indices of queries at which the sequence may be divided into chunks; None means anywhere.
 
-        A cut at b is allowed if no query before b sees a key at b or later. ``q_length`` is missing if a query sees
-        keys after the last query.
+        Index b is allowed if no query before b sees a key at b or later. The last index, ``q_length``, is missing if a
+        query sees keys after the last query.
         """
         if self.block_start is None and self.causal:
             return None
@@ -163,7 +163,6 @@ class MaskRules(NoTensor):
         return [0, *(allowed.nonzero().flatten() + 1).tolist()]
 
     def _last_key_by_block(self) -> Tensor:
-        """Return the last key ``[q_length]`` that each query sees in any batch row; its own key or a later one."""
         assert self.block_start is not None
         length = self.block_start.shape[1]
         own = torch.arange(length, device=self.device).expand_as(self.block_start)
@@ -186,7 +185,7 @@ class MaskRules(NoTensor):
 
     @cached_property
     def row_starts(self) -> list[int]:
-        """Starts of the packed rows of all sequences in the batch, ascending; ``[0]`` without packing."""
+        """Starts of the packed rows in all sequences of the batch, ascending; ``[0]`` without packing."""
         return [0] if self.row_start is None else [int(start) for start in host_copy(self.row_start).unique().tolist()]
 
     @cached_property
@@ -199,7 +198,7 @@ class MaskRules(NoTensor):
 
     @cached_property
     def stretches(self) -> list[list[Stretch]]:
-        """Ranges of queries with the same first visible key and block, per batch row; one list if rows are equal."""
+        """Per batch row: ranges of queries with the same first visible key and block. One list if rows are equal."""
         length = self.kv_offset + self.kv_length
         if self.first_visible_key is None and self.block_start is None:
             return [[Stretch(0, max(length, self.q_offset + self.q_length), 0, mutual=False)]]
@@ -210,7 +209,7 @@ class MaskRules(NoTensor):
         return split_into_stretches(first.expand(rows, -1), None if blocks is None else blocks.expand(rows, -1))
 
     def first_key(self, q_start: int) -> int:
-        """Return the first key that any of the queries from ``q_start`` on can see."""
+        """Return the first key that any query from ``q_start`` on can see."""
         if self.branches is not None:
             return self._first_visible_key_of_branch(self.branches.part_at(q_start), q_start)
         first = self.kv_offset
@@ -220,7 +219,6 @@ class MaskRules(NoTensor):
         return first if self.window is None else max(first, q_start - self.window + 1)
 
     def _first_visible_key_of_branch(self, part: Branch, q_start: int) -> int:
-        """Return the first key that queries from ``q_start`` in ``part``, and in branches of ``part``, can see."""
         if self.window is None:
             return part.row_start
         first = part.index_at_position(max(0, q_start - part.shift - self.window + 1))
@@ -233,10 +231,7 @@ class MaskRules(NoTensor):
 
     @cached_property
     def branch_tensors(self) -> tuple[Tensor, Tensor]:
-        """Tensors for rows that share a beginning, on the device.
-
-        Each token's position in its row, ``[T]``, and where its part and the runs of its trunk are, ``[1 + 2 R, T]``.
-        """
+        """``positions`` and ``bounds`` of ``branches`` (:class:`BranchTable`), on the device of the mask."""
         assert self.branches is not None
         return self.branches.positions.to(self.device), self.branches.bounds.to(self.device)
 
@@ -284,7 +279,7 @@ class MaskRules(NoTensor):
     def examine_key_blocks(
         self, q_start: int, q_stop: int, k_start: int, k_stop: int
     ) -> Iterator[tuple[int, int, bool | None]]:
-        """Yield (start, stop, visible) for blocks of keys: True if all are visible, False if none, None if some."""
+        """Yield (start, stop, visible) for blocks of keys; ``visible`` is None if only some keys are visible."""
         for start in range(k_start, k_stop, KEY_BLOCK):
             stop = min(start + KEY_BLOCK, k_stop)
             tile = self.tile(q_start, q_stop, start, stop)

@@ -1,8 +1,8 @@
-"""Runs of positions in a mask: packed rows, attention spans, blocks whose tokens see each other, trees of rows.
+"""Runs of consecutive positions in a mask: packed rows, spans of chunked attention, image blocks, and trees of rows.
 
-Runs are contiguous, so one number per position defines all runs: the start of the position's run. A tree of rows has
-parts that continue other parts, to any depth. A token of a tree has two numbers. Its position counts within its row,
-through all parts of the row. Its place counts from the start of the sequence. Shape suffixes: B batch, T positions.
+All runs are defined by one number per position: the start of the position's run. In a tree of rows, rows share
+beginnings, and each shared part is in the sequence once. A token of a tree has a position, counted within its row, and
+an index, counted from the start of the sequence. Shape suffixes: B batch, T positions.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from streamtune.ops.devices import host_copy
 def row_starts(position_ids: Tensor) -> list[int]:
     """Return the starts of packed rows: 0, and every index whose position id is not the previous id plus one.
 
-    ``transformers.masking_utils.find_packed_sequence_indices`` has the same rule. For ids ``[B, T]``, the starts of all
-    sequences are returned.
+    ``transformers.masking_utils.find_packed_sequence_indices`` has the same rule. For ids ``[B, T]``, the starts in all
+    sequences are returned in one list.
 
     Example:
         >>> row_starts(torch.tensor([0, 1, 2, 0, 1, 0]))
@@ -34,7 +34,7 @@ def row_starts(position_ids: Tensor) -> list[int]:
 
 
 def run_starts(ids_BT: Tensor) -> Tensor:
-    """Return, for each position, where its run of equal ids starts, int64 ``[B, T]``."""
+    """Return the start of the run of equal ids at each position, int64 ``[B, T]``."""
     positions = torch.arange(ids_BT.shape[1], device=ids_BT.device).expand_as(ids_BT)
     is_start = torch.ones_like(ids_BT, dtype=torch.bool)
     is_start[:, 1:] = ids_BT[:, 1:] != ids_BT[:, :-1]
@@ -42,7 +42,7 @@ def run_starts(ids_BT: Tensor) -> Tensor:
 
 
 def has_one_run_per_id(ids_BT: Tensor) -> bool:
-    """Return True if each id occurs in at most one run of a batch row; negative ids are ignored."""
+    """Return True if positions with equal ids are adjacent in each batch row; negative ids are ignored."""
     starts = run_starts(ids_BT)
     positions = torch.arange(ids_BT.shape[1], device=ids_BT.device)
     heads = (starts == positions) & (ids_BT >= 0)
@@ -55,7 +55,7 @@ def has_one_run_per_id(ids_BT: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Stretch:
-    """Queries ``[start, stop)`` with the same first visible key, ``first``.
+    """Range of queries ``[start, stop)`` whose first visible key is ``first``.
 
     Attention among these queries is causal or, if ``mutual``, full: each query sees all others, also later ones.
     """
@@ -67,12 +67,12 @@ class Stretch:
 
 
 def split_into_stretches(first_BT: Tensor, block_start_BT: Tensor | None) -> list[list[Stretch]]:
-    """Return the ranges of queries with equal rules for each batch row; one list if all rows are equal.
+    """Return, per batch row, ranges of queries with the same first visible key and block; one list if rows are equal.
 
     Args:
-        first_BT: First visible key of each position, on the host.
-        block_start_BT: Start of each position's block of mutually visible tokens, or the position itself outside
-            blocks; on the host.
+        first_BT: First visible key of each position, on the CPU.
+        block_start_BT: Start of each position's block, whose tokens all see each other, or the position itself outside
+            blocks; on the CPU.
     """
     first, length = first_BT, first_BT.shape[1]
     block = torch.full_like(first, -1)
@@ -97,10 +97,10 @@ def split_into_stretches(first_BT: Tensor, block_start_BT: Tensor | None) -> lis
 
 @dataclass(frozen=True)
 class Branch:
-    """A part of a tree of rows: tokens ``[start, stop)`` of the sequence, which also see the tokens in ``trunk``.
+    """Part of a tree of rows that share prefixes: the tokens ``[start, stop)`` of the sequence.
 
-    ``trunk`` has the ranges ``[start, stop)`` of the row's earlier tokens, in order. It is empty if the part begins its
-    row.
+    ``trunk`` has the ranges ``[start, stop)`` of the row's earlier tokens, in order, which this part's tokens also see.
+    ``trunk`` is empty if the part begins its row.
     """
 
     start: int
@@ -138,16 +138,17 @@ class Branch:
 
 @dataclass(frozen=True)
 class BranchTable:
-    """The trees of rows in a sequence: all their parts, in order, without gaps."""
+    """Trees of rows that share prefixes: all their parts, in the order of the sequence and without gaps."""
 
     parts: tuple[Branch, ...]
 
     @classmethod
     def from_nodes(cls, nodes: Iterable[tuple[int, int]]) -> BranchTable:
-        """Return the table of trees whose parts are laid end to end in this order.
+        """Return the table of trees whose parts are concatenated in this order.
 
         Args:
-            nodes: Pair for each part: index of the part that it continues (-1: it begins rows), and number of tokens.
+            nodes: Pair for each part: index of the part that it continues (-1 if it begins a row), and number of
+                tokens.
         """
         parts: list[Branch] = []
         for parent, length in nodes:
@@ -161,7 +162,7 @@ class BranchTable:
 
     @property
     def length(self) -> int:
-        """Number T of tokens in the sequence."""
+        """Number of tokens in the sequence, T."""
         return self.parts[-1].stop
 
     @cached_property
@@ -171,7 +172,10 @@ class BranchTable:
 
     @cached_property
     def bounds(self) -> Tensor:
-        """Each token's start of its part, then start and stop of its trunk's R ranges, int64 ``[1 + 2 R, T]``."""
+        """For each token: start of its part, then start and stop of the R ranges of its trunk, int64 ``[1 + 2 R, T]``.
+
+        R is the largest number of ranges in a trunk; missing ranges are empty.
+        """
         most = max(1, *(len(part.trunk) for part in self.parts))
         lengths = torch.tensor([part.stop - part.start for part in self.parts])
         padded = [(*part.trunk, *[(part.start, part.start)] * (most - len(part.trunk))) for part in self.parts]
@@ -183,7 +187,7 @@ class BranchTable:
         return self.parts[self.part_index_at(place)]
 
     def part_index_at(self, place: int) -> int:
-        """Return the index in ``parts`` of the part that contains the token at ``place`` of the sequence."""
+        """Return the index in ``parts`` of the part that contains the token at index ``place`` of the sequence."""
         return bisect_right(self.parts, place, key=_start_of) - 1
 
     @cached_property

@@ -1,16 +1,13 @@
 """Kernels that compute a whole chunk's attention in one call, instead of one call for each segment of the mask.
 
-    BandView    A causal chunk over its prefix, with or without a sliding window: flash attention, whose causal triangle
-                ends at the last query and the last key.
-    RowsView    Packed rows of a chunk: variable-length flash attention. The arguments are the concatenated tokens of
-                all rows, and the starts of each row's queries and keys. Each row is causal, with its last query at
-                its last key. The first row may have started before the chunk and then has more keys than queries; all
-                other rows have as many keys as queries.
+    BandView    A causal chunk over its prefix, with or without a sliding window: flash attention.
+    RowsView    Packed rows of a chunk: variable-length flash attention, with the starts of each row's queries and keys.
+                The first row may have started before the chunk and then has more keys than queries.
     FlexView    Softcap, padding, blocks and arbitrary mask functions: compiled ``flex_attention``, which skips blocks
                 of keys that no query sees.
 
-The forward returns the log-sum-exp of the view. The backward also accepts another log-sum-exp, because sinks add a key
-that is not in the view.
+The forward returns the log-sum-exp over the chunk's keys. The backward also accepts another log-sum-exp, because
+attention sinks add a logit.
 """
 
 from __future__ import annotations
@@ -60,7 +57,7 @@ They are cached because layers share a mask, and the backward uses the tensors a
 
 @dataclass(frozen=True)
 class _FlashView:
-    """Flash attention over the keys ``[first, stop)`` of a mask view, whose last query is the token of the last key.
+    """Flash attention over keys ``[first, stop)`` of a :class:`MaskView`; last query and last key are the same token.
 
     Args:
         first, stop: Range of keys, counted from the view's first key.
@@ -91,12 +88,12 @@ class _FlashView:
 
 @dataclass(frozen=True)
 class BandView(_FlashView):
-    """Kernel for a causal chunk in one row: each query sees the keys up to its own token."""
+    """Kernel for causal attention of a chunk within one packed row, with or without a sliding window."""
 
     name = "cuda-flash, whole chunk"
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, for_backward: bool) -> tuple[Tensor, Tensor]:
-        """Return output and log-sum-exp of the view (``ViewKernel.forward``)."""
+        """Return output ``[B, H, T, D]`` and log-sum-exp ``[B, H, T]`` over the view's keys."""
         q, k, v = (x.transpose(1, 2) for x in (q, self._visible_keys(k), self._visible_keys(v)))
         o, lse, *_ = call_kernel(
             torch.ops.aten._flash_attention_forward,
@@ -105,7 +102,7 @@ class BandView(_FlashView):
         return o.transpose(1, 2), lse
 
     def backward(self, grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor) -> Grads:
-        """Return the gradients of q, k and v (``ViewKernel.backward``)."""
+        """Return the gradients of q, k and v; ``o`` and ``lse`` may be of a softmax over more keys."""
         grad_o, q, k_seen, v_seen, o = (
             x.transpose(1, 2) for x in (grad_o, q, self._visible_keys(k), self._visible_keys(v), o)
         )
@@ -127,7 +124,7 @@ class RowsView(_FlashView):
         queries: Starts of the rows among the queries, then the number of queries.
         keys: Starts of the rows among the keys, then the number of keys.
         origins: Positions in the sequence of the first query and the first key.
-        row: Index of the first row in the mask.
+        row: Index in the mask of the first of these rows.
         mask: Mask of the sequence.
     """
 
@@ -159,7 +156,7 @@ class RowsView(_FlashView):
         return known[key]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, for_backward: bool) -> tuple[Tensor, Tensor]:
-        """Return output and log-sum-exp of the view (``ViewKernel.forward``)."""
+        """Return output ``[1, H, T, D]`` and log-sum-exp ``[1, H, T]`` over the view's keys."""
         q, k, v = (_as_token_rows(x) for x in (q, self._visible_keys(k), self._visible_keys(v)))
         o, lse, *_ = call_kernel(
             torch.ops.aten._flash_attention_forward,
@@ -168,7 +165,7 @@ class RowsView(_FlashView):
         return o.transpose(0, 1)[None], lse[None]
 
     def backward(self, grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor) -> Grads:
-        """Return the gradients of q, k and v (``ViewKernel.backward``)."""
+        """Return the gradients of q, k and v; ``o`` and ``lse`` may be of a softmax over more keys."""
         rows = [_as_token_rows(x) for x in (grad_o, q, self._visible_keys(k), self._visible_keys(v), o)]
         unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # the random state of a dropout of zero
         grads = call_kernel(
@@ -186,10 +183,10 @@ def _as_token_rows(x: Tensor) -> Tensor:
 def fused_view_kernel(
     view: MaskView, q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule, needs_formula: bool = True
 ) -> ViewKernel | None:
-    """Return a kernel that computes a mask view in one call; None if its segments are computed one by one.
+    """Return a kernel that computes the attention under ``view`` in one call; None to compute it segment by segment.
 
     The result is None on CPU, with dropout, and if tensors differ in dtype or head size or have too many elements for
-    32-bit counts. It is also None if the kernel does not agree with the formula on this device, or if segments are as
+    32-bit indices. It is also None if the kernel does not agree with the formula on this device, or if segments are as
     fast.
 
     Args:
@@ -231,7 +228,7 @@ def run_view_forward(
 def run_view_backward(kernel: ViewKernel, grad_o: Tensor, *saved: Tensor) -> Grads | None:
     """Return the result of ``kernel.backward``; None if the kernel fails now or has failed before.
 
-    Then a backward by segments can use the output and log-sum-exp of the kernel's forward.
+    If it is None, a backward by segments can use the output and log-sum-exp of the kernel's forward.
     """
     return _run_unless_failed(kernel, lambda: kernel.backward(grad_o, *saved))
 
@@ -240,9 +237,9 @@ _failed_kernels: set[str] = set()
 
 
 def _run_unless_failed(kernel: ViewKernel, run: Callable[[], R]) -> R | None:
-    """Return the result of ``run``; None, with a warning, if it raises, as a kernel compiled for each shape may.
+    """Return the result of ``run``; None, with a warning, if it raises an error. The kernel is then not used again.
 
-    The kernel is then not used again. Out-of-memory and device errors are raised.
+    Out-of-memory and device errors are raised.
     """
     if kernel.name in _failed_kernels:
         return None
@@ -264,7 +261,7 @@ MAX_KEYS_PER_QUERY = 2
 
 
 def band_kernel_of_view(view: MaskView, scale: float) -> BandView | None:
-    """Return the kernel for a view that is causal in one row; None for any other view."""
+    """Return the kernel for a view whose queries are in one causal row, without padding; None for any other view."""
     mask = view.mask
     if mask.function is not None or not mask.causal or len(mask.stretches) > 1:
         return None
@@ -285,7 +282,7 @@ def band_kernel_of_view(view: MaskView, scale: float) -> BandView | None:
 
 
 def rows_kernel_of_view(view: MaskView, scale: float) -> RowsView | None:
-    """Return the kernel for a view of consecutive causal rows; None for any other view."""
+    """Return the kernel for a view of consecutive causal rows, without padding; None for any other view."""
     mask = view.mask
     plain = mask.function is None and mask.causal and mask.branches is None and mask.batch_size == 1
     if not plain or view.k_stop < view.q_stop:
@@ -311,14 +308,20 @@ def _are_alike(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def _memory_span(q: Tensor, *others: Tensor) -> int:
-    """Return the largest number of elements that a kernel must count: in a tensor's memory, or in repeated keys."""
+    """Return the largest number of elements that a kernel must index.
+
+    It is the number of elements that a tensor spans in memory, or that the keys would have for all query heads.
+    """
     spans = [sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)) for x in (q, *others)]
     return max(*spans, q.shape[0] * q.shape[1] * others[0].shape[2] * q.shape[3])
 
 
 @lru_cache(maxsize=64)
 def _is_band_chosen(index: int, dtype: torch.dtype, heads: TrialHeads, windowed: bool, flash_name: str) -> bool:
-    """Return True if :class:`BandView` is correct and not slower; ``flash_name`` is only a key of the cache."""
+    """Return True if :class:`BandView` is correct and, without a window, faster than segments.
+
+    ``flash_name`` is only part of the cache key.
+    """
     device = torch.device("cuda", index)
     if dtype not in (torch.float16, torch.bfloat16) or heads.size > 256:
         return False
@@ -351,7 +354,7 @@ def is_rows_kernel_correct(
 ) -> bool:
     """Return True if :class:`RowsView` agrees with the attention formula in fp64 on a small problem.
 
-    ``flash_name``, the active flash attention implementation, is only a key of the cache.
+    ``flash_name``, the active flash attention implementation, is only part of the cache key.
     """
     if dtype not in (torch.float16, torch.bfloat16) or head_dim > 256:
         return False
@@ -372,7 +375,6 @@ def is_rows_kernel_correct(
 
 
 def _is_band_faster(device: torch.device, dtype: torch.dtype, heads: TrialHeads) -> bool:
-    """Return True if one call for a chunk and its prefix is faster than two calls, or if they cannot be timed."""
     queries, keys = 2048, 16384
     generator = torch.Generator(device).manual_seed(0)
     scale = heads.size**-0.5

@@ -47,17 +47,19 @@ def linear_cross_entropy(
     """Return the cross entropy of a linear head's logits, computed one chunk of tokens at a time.
 
     Equal to ``cross_entropy(transform(linear(hidden, weight, bias)).float(), targets, reduction="sum") / num_items``.
-    The forward also computes the gradients: 3 matmuls per chunk together. Only positions with a target are projected.
+    The forward also computes the gradients, so a chunk needs 3 matmuls in all. Logits are computed only at positions
+    with a target.
 
     Args:
         hidden_BTC: Final hidden states ``[..., C]``.
         weight_VC: Head weight.
         targets_BT: Shifted targets ``[...]``; ``ignore_index`` at positions without a target.
         bias_V: Head bias.
-        transform: Function of each token's logits (softcap, scale, a slice); targets index its result.
+        transform: Function applied to each token's logits before the loss (softcap, scale, a slice of the vocabulary).
         ignore_index: Value in ``targets_BT`` that marks positions without a target.
         chunk_size: Number of tokens whose logits exist at a time.
-        num_items: Divisor, the number of targets of the global step. None counts the targets of this call.
+        num_items: Divisor of the summed loss: the number of targets of the optimizer step. None counts the targets of
+            this call.
         accumulate_dtype: Dtype in which the gradient of the weight is summed over chunks.
 
     Returns:
@@ -89,10 +91,10 @@ def project_cross_entropy(
     chunk_size: int = 1024,
     num_items: Tensor | float | None = None,
 ) -> Tensor:
-    """Return the cross entropy of any head's logits, computed one chunk of tokens at a time with autograd.
+    """Return the cross entropy of a head given as a function, computed one chunk of tokens at a time.
 
-    ``project`` maps hidden states to logits; ``parameters`` are the tensors in ``project`` that get gradients. Other
-    arguments are as for :func:`linear_cross_entropy`.
+    ``project`` maps hidden states to logits; ``parameters`` are the tensors that ``project`` uses and that get
+    gradients. Other arguments are as for :func:`linear_cross_entropy`.
     """
     rows = TargetRows(targets_BT, ignore_index, chunk_size)
     total = _ProjectCrossEntropy.apply(hidden_BTC.flatten(0, -2), rows, project, torch.is_grad_enabled(), *parameters)

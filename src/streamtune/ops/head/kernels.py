@@ -1,9 +1,9 @@
-"""Choose a fused cross entropy of a linear head on CUDA, instead of the streamed sweep.
+"""Choose between fused kernels for linear cross entropy on CUDA and the loop of ``ops.head.cross_entropy`` (the sweep).
 
-The streamed sweep of ``ops.head.cross_entropy`` is the reference. A candidate must be installed, sum as exactly as the
-sweep, and need no more memory. On a full chunk of the first step, candidates are compared with the sweep: loss and both
-gradients must agree within the rounding of their dtype. The fastest candidate that agrees is used from then on. The
-sweep is used on CPU, and for a head with a bias, a softcap or any other function of the logits.
+A candidate must be installed, sum as exactly as the sweep, and need no more memory. On the first full chunk, loss and
+both gradients of the candidates are compared with the sweep; they must agree within the rounding of their dtype. The
+fastest of these candidates and the sweep is used from then on. The sweep is always used on CPU, and for a head with a
+bias, a softcap or any other function of the logits.
 
     torch              ``torch.nn.functional.linear_cross_entropy`` (2.13). Its loss has the dtype of the hidden states,
                        so it is a candidate only for fp32.
@@ -31,16 +31,19 @@ from streamtune.ops.devices import median_time
 log = logging.getLogger(__name__)
 
 Chunk = tuple[Tensor, Tensor | None, Tensor | None]
-"""Summed loss of a chunk, gradient of the chunk's hidden states, and gradient of the weight."""
+"""Summed loss of a chunk, gradient of its hidden states, and gradient of the weight."""
 
 RUNS = 3
 BOUNDS = {torch.bfloat16: (1e-3, 1e-2), torch.float16: (1e-3, 2e-3), torch.float32: (1e-5, 1e-5)}
-"""Largest relative error of loss and gradients relative to the sweep: twice the rounding of logits and gradients."""
+"""Largest relative difference of (loss, gradients) from the sweep: twice the rounding of logits and gradients."""
 
 
 @dataclass(frozen=True)
 class HeadShape:
-    """Properties by which a kernel is chosen; ``wanted``: are gradients of (hidden states, weight) to compute?"""
+    """Sizes and dtypes of a linear head, by which a fused kernel is chosen.
+
+    ``wanted`` has a flag for each gradient to compute: of the hidden states, and of the weight.
+    """
 
     tokens: int
     vocabulary: int
@@ -51,17 +54,18 @@ class HeadShape:
 
     @property
     def sums_in_wider_dtype(self) -> bool:
-        """True if the weight's gradient is summed in a wider dtype than the weight's own."""
+        """True if the weight's gradient is summed over chunks in a wider dtype than the weight's."""
         return torch.promote_types(self.accumulate_dtype, self.dtype) != self.dtype
 
 
 @dataclass(frozen=True)
 class HeadKernel:
-    """A fused cross entropy of a linear head: ``loss(h_nC, weight_VC, targets_n)`` is summed and differentiable.
+    """A fused kernel for the cross entropy of a linear head.
 
     Args:
         name: Name in the log.
-        loss: Function that computes the loss, in fp32 or wider.
+        loss: Differentiable function ``loss(h_nC, weight_VC, targets_n)`` that returns the summed loss, in fp32 or
+            wider.
         exact_sum: True if the weight's gradient is summed in fp32 within a call and rounded once. If False, the kernel
             is a candidate only for a weight that is frozen or whose gradient is summed in the weight's dtype.
         workspace: Function that returns how many bytes a call allocates in addition to its inputs, the gradient of the
@@ -74,7 +78,7 @@ class HeadKernel:
     workspace: Callable[[HeadShape], int]
 
     def is_eligible(self, shape: HeadShape) -> bool:
-        """Return True if this kernel is at least as exact as torch's operators, and needs at most their memory."""
+        """Return True if this kernel sums as exactly as torch's operators, and needs at most their memory."""
         exact = self.exact_sum or not (shape.wanted[1] and shape.sums_in_wider_dtype)
         return exact and self.workspace(shape) <= _sweep_workspace_bytes(shape)
 
@@ -82,7 +86,7 @@ class HeadKernel:
 def choose_head_kernel(
     hidden_nC: Tensor, weight_VC: Tensor, targets_n: Tensor, shape: HeadShape, sweep: Callable[[], Chunk]
 ) -> HeadKernel | None:
-    """Return the fused cross entropy for chunks of this shape; None if torch's operators are faster or must be used.
+    """Return the fused kernel for chunks of this shape; None if torch's operators are faster or must be used.
 
     Args:
         hidden_nC, weight_VC: Hidden states of a chunk, and the weight, in the dtype in which the head computes.
@@ -112,7 +116,6 @@ def _fastest_agreeing_kernel(
     shape: HeadShape,
     sweep: Callable[[], Chunk],
 ) -> HeadKernel | None:
-    """Return the fastest kernel that fits and agrees with ``sweep``, torch's operators; None if ``sweep`` is faster."""
     best: HeadKernel | None = None
     try:
         best_seconds = median_time(sweep, hidden_nC.device, RUNS)
@@ -134,7 +137,7 @@ def _fastest_agreeing_kernel(
 def run_head_kernel(
     kernel: HeadKernel, hidden_nC: Tensor, weight_VC: Tensor, targets_n: Tensor, wanted: tuple[bool, bool]
 ) -> Chunk:
-    """Return a chunk's loss and its wanted gradients, computed by a fused kernel."""
+    """Return the loss of a chunk and its wanted gradients of (hidden states, weight), computed by a fused kernel."""
     leaves = [x.detach().requires_grad_(need) for x, need in zip((hidden_nC, weight_VC), wanted, strict=True)]
     with torch.enable_grad():
         loss = kernel.loss(leaves[0], leaves[1], targets_n)
@@ -151,7 +154,7 @@ def agrees_with_sweep(
     wanted: tuple[bool, bool],
     sweep: Callable[[], Chunk],
 ) -> bool:
-    """Return True if a kernel's loss and gradients agree with ``sweep``'s; False if the kernel raises."""
+    """Return True if a kernel's loss and gradients agree with the results of ``sweep``; False if the kernel raises."""
     try:
         got = run_head_kernel(kernel, hidden_nC, weight_VC, targets_n, wanted)
     except Exception as error:  # another package may raise anything: compiler, missing feature, out of memory
@@ -184,7 +187,7 @@ def _weight_gradient_bytes(shape: HeadShape, wide: bool) -> int:
 
 @lru_cache(maxsize=1)
 def head_candidates() -> tuple[HeadKernel, ...]:
-    """Return the fused cross entropies of all installed packages."""
+    """Return the fused linear cross entropy kernels of all installed packages."""
     found = (_torch_kernel(), _cut_cross_entropy_kernel(), _liger_kernel())
     return tuple(kernel for kernel in found if kernel is not None)
 

@@ -1,7 +1,7 @@
 """Log-probabilities of target tokens and entropies; only one chunk of logits is allocated at a time.
 
-Any objective can be computed from these scores. Its loss needs all log-probabilities, so a chunk's logits are
-recomputed in the backward. With z the logits of a token, p = softmax(z) and y its target:
+A loss of these scores may need the scores of all tokens. So the logits of a chunk are recomputed in the backward. With
+z the logits of a token, p = softmax(z) and y its target:
 
     log p_y         = z_y - logsumexp(z)            d/dz_j = [j = y] - p_j
     H = -sum p log p = logsumexp(z) - sum p_j z_j   d/dz_j = -p_j (log p_j + H)
@@ -91,7 +91,7 @@ def token_scores(
     Both scores are in fp32 (fp64 for fp64 inputs), and 0 at positions without a target.
 
     Args:
-        entropy: False returns None instead of entropies.
+        entropy: True to compute entropies; False returns None in their place.
     """
     rows = TargetRows(targets_BT, ignore_index, chunk_size)
     settings = HeadSettings(
@@ -112,10 +112,10 @@ def project_scores(
     ignore_index: int = IGNORE_INDEX,
     chunk_size: int = 1024,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return (log-probabilities, entropies) for any head; autograd differentiates each chunk.
+    """Return (log-probabilities of the targets, entropies) for a head given as a function, one chunk at a time.
 
-    ``project`` maps hidden states to logits; ``parameters`` are the tensors in ``project`` that get gradients. Other
-    arguments and the result are as for :func:`token_scores`.
+    ``project`` maps hidden states to logits; ``parameters`` are the tensors that ``project`` uses and that get
+    gradients. Other arguments and the result are as for :func:`token_scores`.
     """
     rows = TargetRows(targets_BT, ignore_index, chunk_size)
     scores = _ProjectScores.apply(hidden_BTC.flatten(0, -2), rows, project, entropy, *parameters)
@@ -203,7 +203,6 @@ def _score_buffers(hidden: Tensor, rows: TargetRows, entropy: bool) -> tuple[Ten
 
 
 def _write_scores(scores: tuple[Tensor, Tensor], chunk: Tensor | slice, logits_nV: Tensor, targets_n: Tensor) -> None:
-    """Write log-probabilities and entropies of a chunk to ``scores``, in blocks within kernels' 32-bit counts."""
     logprobs, entropies = (x.new_empty(len(targets_n)) for x in scores)
     for part in block_slices(len(targets_n), MAX_ELEMENTS // logits_nV.shape[1]):
         wide = logits_nV[part].to(logprobs.dtype)
@@ -226,7 +225,7 @@ def _logits_gradient(
     grad_logprobs_n: Tensor | None,
     grad_entropy_n: Tensor | None,
 ) -> Tensor:
-    """Return the gradient of the untransformed logits, which may be overwritten, given the scores' gradients."""
+    """Return the gradient of the logits before ``transform``, given the scores' gradients; may overwrite logits."""
     if grad_entropy_n is None:
         assert grad_logprobs_n is not None, "backward got no gradient"
         # the loss is -log p, hence the sign

@@ -1,4 +1,4 @@
-"""Parts of the sweep over the head's chunks: loss and gradient of a chunk's logits, and a chunk's gradient terms.
+"""Parts of the loop over chunks of the language-model head (the sweep): losses, gradients, and sums over chunks.
 
 Shape suffixes as in ``ops.head.cross_entropy``; n is the number of tokens of a chunk.
 """
@@ -38,7 +38,7 @@ Project = Callable[[Tensor], Tensor]
 
 
 class HeadGradients:
-    """Sums of the gradients of hidden states, weight and bias over chunks; None for a gradient that is not wanted."""
+    """Gradients of hidden states, weight and bias, accumulated over chunks; None for a gradient that is not wanted."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class HeadGradients:
         self.bias = torch.zeros_like(bias, dtype=dtype) if bias is not None and wanted[2] else None
 
     def add_chunk(self, chunk: Tensor | slice, h_nC: Tensor, weight_VC: Tensor, grad_nV: Tensor) -> None:
-        """Add a chunk's terms, computed from its hidden states, the weight and the gradient of its logits."""
+        """Add the gradients of a chunk, computed from its hidden states, the weight and the gradient of its logits."""
         if self.hidden is not None:
             self.hidden[chunk] = _matmul_over_vocabulary(grad_nV, weight_VC).to(self.hidden.dtype)
         if self.weight is not None:
@@ -63,7 +63,7 @@ class HeadGradients:
             self.bias += grad_nV.sum(0, dtype=self.bias.dtype)
 
     def add_gradients(self, chunk: Tensor | slice, grad_h_nC: Tensor | None, grad_weight_VC: Tensor | None) -> None:
-        """Add a chunk's gradients of hidden states and weight, which a fused kernel computed."""
+        """Add the gradients of hidden states and weight that a fused kernel computed for a chunk."""
         if self.hidden is not None and grad_h_nC is not None:
             self.hidden[chunk] = grad_h_nC.to(self.hidden.dtype)
         if self.weight is not None and grad_weight_VC is not None:
@@ -80,7 +80,7 @@ def gradient_buffers(parameters: Sequence[Tensor]) -> list[Tensor]:
 
 
 def gradients_or_none(grads: Sequence[Tensor | None], needed: Sequence[bool]) -> Iterator[Tensor | None]:
-    """Yield, for each parameter, the next of ``grads`` if the parameter is ``needed``, else None."""
+    """Yield the next of ``grads`` for each True in ``needed``, and None for each False."""
     found = iter(grads)
     return (next(found) if each else None for each in needed)
 
@@ -89,7 +89,7 @@ def _matmul_over_vocabulary(grad_nV: Tensor, weight_VC: Tensor) -> Tensor:
     """Return ``grad @ weight``; for few rows on a CPU, the products are summed in blocks of the vocabulary.
 
     On a CPU, a matmul of few rows adds all V products in one running sum, whose rounding error grows with V. For 7 rows
-    and 49,152 tokens, the error is 6 times the error of a matmul of 12 or more rows. The time is equal.
+    and 49,152 tokens, the error is 6 times the error for 12 or more rows. The time is equal.
     """
     n, V = grad_nV.shape
     wide = grad_nV.dtype in (torch.float32, torch.float64)
@@ -111,17 +111,17 @@ def loss_and_grad(
     factor_n: Tensor | None = None,
     max_elements: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return a chunk's summed cross entropy, and its gradient ``[n, V]`` of the untransformed logits.
+    """Return a chunk's summed cross entropy, and the gradient ``[n, V]`` of the logits before ``transform``.
 
     Args:
         logits_nV: Logits of the chunk.
         targets_n: Target token of each position.
-        transform: Function of the logits before the loss (softcap, scale); None for none.
-        with_grad: False returns None instead of the gradient.
-        overwrite_logits: True lets the gradient overwrite ``logits_nV``, which no graph may have saved.
+        transform: Function applied to the logits before the loss (softcap, scale), or None.
+        with_grad: True to compute the gradient; False returns None in its place.
+        overwrite_logits: True to write the gradient into ``logits_nV``; then no autograd graph may need the logits.
         factor_n: Factor of each position's gradient, applied before rounding to the dtype of the logits.
-        max_elements: Largest number of elements computed at a time. The default is the limit of 32-bit counts, or
-            :data:`WIDENED` for logits narrower than fp32.
+        max_elements: Largest number of logits that are processed at a time. The default is the limit of 32-bit indices,
+            or :data:`WIDENED` for logits narrower than fp32.
     """
     if max_elements is None:
         max_elements = MAX_ELEMENTS if logits_nV.dtype in (torch.float32, torch.float64) else WIDENED
@@ -167,7 +167,6 @@ def _loss_and_grad(
 
 
 def _loss_and_softmax(logits_nV: Tensor, targets_n: Tensor, overwrite_logits: bool) -> tuple[Tensor, Tensor]:
-    """Return summed loss and probabilities, in fp32 or wider; no other tensor of the logits' size is allocated."""
     scores = logits_nV.to(torch.promote_types(logits_nV.dtype, torch.float32))
     if kernel_device_type(logits_nV.device) == "cuda" and scores.dtype != logits_nV.dtype:
         logprobs = torch.log_softmax(scores, -1)  # one kernel on CUDA, instead of five
@@ -181,7 +180,7 @@ def _loss_and_softmax(logits_nV: Tensor, targets_n: Tensor, overwrite_logits: bo
 
 
 class TargetRows:
-    """The positions with a target, in chunks: slices if every position has one, else index tensors."""
+    """The positions that have a target, in chunks: slices if all positions have a target, else index tensors."""
 
     def __init__(self, targets_BT: Tensor, ignore_index: int, chunk_size: int) -> None:
         self.targets, self.chunk_size = targets_BT.flatten(), chunk_size
@@ -196,11 +195,11 @@ class TargetRows:
             yield chunk if self.every else self.positions[chunk]
 
     def gradient_buffer(self, hidden_NC: Tensor) -> Tensor:
-        """Return memory for the gradient of the hidden states, zero at positions without a target."""
+        """Return a buffer for the gradient of the hidden states; it is zero at positions without a target."""
         return torch.empty_like(hidden_NC) if self.every else torch.zeros_like(hidden_NC)
 
     def loss_divisor(self, num_items: Tensor | float | None) -> Tensor | float:
-        """Return the divisor of the summed loss: ``num_items``, or the number of targets (at least 1) if it is None."""
+        """Return the divisor of the summed loss: ``num_items``, or for None the number of targets (at least 1)."""
         if num_items is None:
             return max(1, len(self.positions))
         return num_items.to(self.targets.device) if isinstance(num_items, Tensor) else num_items
@@ -212,7 +211,7 @@ class HeadSettings:
 
     Attributes:
         rows: Positions with a target, in chunks.
-        transform: Function of the logits, or None.
+        transform: Function applied to the logits, or None.
         accumulate_dtype: Dtype in which the gradients of weight and bias are summed over chunks.
         compute_dtype: Dtype of the logits; None for the dtype of the hidden states.
         grad_enabled: True if autograd is enabled in the call of the head.
@@ -226,7 +225,10 @@ class HeadSettings:
 
 
 def autocast_dtype(hidden: Tensor) -> torch.dtype | None:
-    """Return the autocast dtype for the head, or None; autocast is off inside the head, so that sums keep dtypes."""
+    """Return the dtype in which autocast would compute the head; None without autocast and for fp64 hidden states.
+
+    The head disables autocast and casts its inputs to this dtype, so that sums keep their own dtypes.
+    """
     kind = autocast_device_type(hidden.device)
     if hidden.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
         return None
@@ -241,9 +243,9 @@ def cast_tensors(dtype: torch.dtype | None, *tensors: Tensor | None) -> tuple[An
 def scale_gradients(
     grads: Sequence[Tensor | None], dtypes: Sequence[torch.dtype | None], factor: Tensor
 ) -> list[Tensor | None]:
-    """Return gradients times ``factor``, the gradient of the loss, each cast to its dtype in ``dtypes``.
+    """Return the gradients times ``factor``, the gradient of the loss, each cast to its dtype in ``dtypes``.
 
-    The product is computed in the wider dtype: ``factor`` in bf16 would change the gradient by up to 0.4%.
+    The product is computed in the wider dtype of both: ``factor`` in bf16 would change the gradient by up to 0.4%.
     """
     out: list[Tensor | None] = []
     for grad, dtype in zip(grads, dtypes, strict=True):

@@ -1,4 +1,4 @@
-"""Token losses other than plain cross entropy; one sweep over the head's chunks computes loss and gradient.
+"""Losses per token other than plain cross entropy, with their gradients, computed one chunk of logits at a time.
 
 With z the logits of a token, p = softmax(z), y its target, V the vocabulary and Z the sum of exp(z):
 
@@ -14,14 +14,13 @@ and with a teacher's probabilities t, where t and p are computed from logits / T
     reverse             sum_v p_v log(p_v / t_v)
     jsd                 b sum_v t_v log(t_v / m_v) + (1 - b) sum_v p_v log(p_v / m_v)      arXiv 2306.13649
 
-If only the probabilities t_1 .. t_k of the teacher's top k tokens are recorded, the divergence is over k + 1 classes:
-these tokens, and one class of all others. That class has the probabilities 1 - sum_i t_i and 1 - sum_i p_i. This
-divergence is at most the divergence over all tokens, and equal to it if the other tokens have the same proportions in
-both models.
+If only the probabilities of the teacher's top k tokens are known, the divergence is over k + 1 classes: these tokens,
+and one class of all others. It is at most the divergence over all tokens. Both are equal if the other tokens have the
+same proportions in both models.
 
 Each loss depends on one token's logits only, so its gradient is computed in the forward: 3 matmuls per chunk, as for
-plain cross entropy. A teacher's logits need one more matmul, from the teacher's hidden states. In addition to a chunk's
-logits, a few tensors of :data:`WIDENED` elements are allocated at a time.
+plain cross entropy, and one more for a teacher's logits. In addition to a chunk's logits, a few tensors of
+:data:`WIDENED` elements are allocated at a time.
 
 Shape suffixes as in ``ops.head.cross_entropy``; n is the number of tokens of a part of a chunk.
 """
@@ -59,10 +58,10 @@ MEASURED = ("nll", "kl")
 
 @dataclass(frozen=True)
 class Divergence:
-    """Divergence of the model from a teacher, as a term of the loss of each target token.
+    """Divergence between the model and a teacher (knowledge distillation), as a term of each token's loss.
 
     Attributes:
-        kind: Formula of the divergence: ``forward``, ``reverse`` or ``jsd``.
+        kind: Forward or reverse KL divergence (``forward``, ``reverse``), or generalised Jensen-Shannon (``jsd``).
         beta: Weight of the teacher in the mixture of ``jsd``.
         temperature: Divisor of both models' logits.
         hard_share: Weight of the loss without a teacher; the divergence has weight ``1 - hard_share``.
@@ -80,12 +79,12 @@ class Divergence:
 
 @dataclass(frozen=True)
 class TeacherHead:
-    """A teacher for the divergence of a token loss, whose logits are computed one chunk at a time.
+    """Teacher of a distillation, given by its hidden states; its logits are computed one chunk at a time.
 
     Attributes:
         hidden_BTC: Final hidden states ``[..., C]`` of the teacher, for the same tokens as the student's.
-        project: Function from hidden states ``[n, C]`` to logits ``[n, V]``. The vocabulary begins with the student's
-            tokens.
+        project: Function from hidden states ``[n, C]`` to logits ``[n, V]``. The teacher's vocabulary begins with the
+            student's tokens.
     """
 
     hidden_BTC: Tensor  # noqa: N815
@@ -97,18 +96,18 @@ class TeacherHead:
             return self.project(self.hidden_BTC.flatten(0, -2)[chunk])
 
     def teacher_values(self, chunk: Tensor | slice, device: torch.device) -> tuple[Tensor, ...]:
-        """Return (logits ``[n, V]``,) of the teacher for a chunk of the flattened positions."""
+        """Return a tuple with only the teacher's logits ``[n, V]`` for a chunk of the flattened positions."""
         return (self.logits(chunk),)
 
 
 @dataclass(frozen=True)
 class TopKTeacher:
-    """A teacher for the divergence of a token loss, of which only the top k tokens at each target are known.
+    """Teacher of a distillation, given by the log-probabilities of its top k tokens at each of K targets.
 
     Attributes:
-        index_BT: For each position, index into the tables ``[B, T]``, int64; -100 at positions without a target.
-        ids_Kk: Token ids ``[K, k]``, int32, on the host, distinct within a row.
-        logprobs_Kc: Log-probabilities of these tokens and, last, of all other tokens ``[K, k + 1]``, fp32.
+        index_BT: Row of each position ``[B, T]`` in the two tables below, int64; -100 at positions without a target.
+        ids_Kk: Token ids ``[K, k]``, int32, on the CPU, distinct within a row.
+        logprobs_Kc: Log-probabilities of these tokens and, last, of all other tokens together, ``[K, k + 1]``, fp32.
     """
 
     index_BT: Tensor  # noqa: N815
@@ -117,7 +116,7 @@ class TopKTeacher:
 
     @classmethod
     def of_targets(cls, targets_BT: Tensor, ids_Kk: Tensor, logprobs_Kc: Tensor) -> TopKTeacher:
-        """Return the teacher whose tables have one row per target, in the order of the targets ``[B, T]``."""
+        """Return the teacher for tables that have one row per target, in the order of the targets in ``targets_BT``."""
         targets = targets_BT.cpu()
         is_target = targets != IGNORE_INDEX
         index = torch.where(is_target, is_target.flatten().cumsum(0).view(targets.shape) - 1, IGNORE_INDEX)
@@ -125,7 +124,7 @@ class TopKTeacher:
         return cls(index, ids_Kk, logprobs_Kc)
 
     def reindexed_for(self, targets_BT: Tensor) -> TopKTeacher:
-        """Return the same teacher for the same targets in another batch layout ``[B, T]``."""
+        """Return the same teacher for a batch ``[B, T]`` of another layout, with the same targets in the same order."""
         return self.of_targets(targets_BT, self.ids_Kk, self.logprobs_Kc)
 
     def teacher_values(self, chunk: Tensor | slice, device: torch.device) -> tuple[Tensor, ...]:
@@ -135,7 +134,10 @@ class TopKTeacher:
 
 
 def top_k_classes(logits_nV: Tensor, k: int, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Return the ids ``[n, k]`` of the top k tokens, and log-probabilities ``[n, k + 1]``, the last of all others."""
+    """Return the ids ``[n, k]`` of the k most likely tokens, and log-probabilities ``[n, k + 1]``.
+
+    The last log-probability is of all other tokens together.
+    """
     wide = logits_nV.to(torch.promote_types(logits_nV.dtype, torch.float32))
     logp = (wide / temperature).log_softmax(-1)
     top, ids = logp.topk(k, dim=-1)
@@ -145,10 +147,10 @@ def top_k_classes(logits_nV: Tensor, k: int, temperature: float = 1.0) -> tuple[
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """Formula of the loss of a target token, as in the docstring of :mod:`streamtune.ops.head.token_losses`.
+    """Formula of the loss of a target token.
 
     Attributes:
-        kind: Formula of the loss: ``nll``, ``dft`` or ``focal``.
+        kind: Formula of the loss: ``nll`` (cross entropy), ``dft`` (dynamic fine-tuning) or ``focal``.
         focal_gamma: Exponent of ``focal``.
         label_smoothing: Probability that is spread evenly over the vocabulary; only with ``nll``.
         z_loss: Factor of (log Z)^2, where Z is the sum of exp(logits).
@@ -167,7 +169,7 @@ class TokenLoss:
 
     @property
     def is_plain(self) -> bool:
-        """True if the loss is plain cross entropy."""
+        """True for plain cross entropy: ``nll`` without label smoothing, z-loss and teacher."""
         smoothed = self.label_smoothing != 0 or self.z_loss != 0
         return self.kind == "nll" and not smoothed and self.divergence is None
 
@@ -181,7 +183,7 @@ class _Sweep(HeadSettings):
     def chunk_loss_and_grad(
         self, logits_nV: Tensor, chunk: Tensor | slice, with_grad: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Return a chunk's sums (loss, nll, kl), and the gradient of its untransformed logits.
+        """Return (loss, nll, kl) summed over a chunk, and the gradient of the logits before ``transform``.
 
         The gradient overwrites the logits.
         """
@@ -227,7 +229,7 @@ def _loss_and_grad(
 ) -> tuple[Tensor, Tensor | None]:
     """Return (loss, nll, kl), each summed over tokens, and the gradient of the logits.
 
-    Both are in fp32 or wider. ``teacher_values`` is the result of the teacher's ``known``.
+    Both are in fp32 or wider. ``teacher_values`` is the result of the teacher's method of this name.
     """
     targets_n1 = targets_n[:, None]
     logprobs_nV = logits_nV.log_softmax(-1)
@@ -312,10 +314,8 @@ def _top_k_divergence_and_grad(
 ) -> tuple[Tensor, Tensor | None]:
     """Return each token's divergence over k + 1 classes, and the gradient of the logits.
 
-    The classes are the teacher's top k tokens, and all other tokens. The log-probability of a class is the log-sum-exp
-    over its tokens. So the gradient of a token's logit is the gradient of its class, as if classes had logits, times
-    the token's share of the class. The share is 1 for a top k token, and ``p_v`` over the sum of all other tokens'
-    probabilities for the rest.
+    The classes are the teacher's top k tokens, and all other tokens together. The gradient of a token's logit is the
+    gradient of its class, as if classes had logits, times the token's share of the class's probability.
     """
     logp = (logits_nV / divergence.temperature).log_softmax(-1)
     top = logp.gather(-1, ids_nk)
@@ -332,14 +332,14 @@ def _top_k_divergence_and_grad(
 def _kl_of_tokens(p: Tensor, logp: Tensor, q: Tensor, logq: Tensor) -> Tensor:
     """Return ``sum p log(p / q)`` for each token.
 
-    ``q - p``, whose sum is zero, is added to each term. Then a rounding error of the normaliser, which shifts all
-    logarithms equally, changes the sum only to second order.
+    ``q - p``, whose sum is zero, is added to each term. Then a rounding error of the softmax normaliser, which shifts
+    all logarithms equally, changes the sum only to second order.
     """
     return _nan_to_zero((logp - logq).mul_(p)).sub_(p).add_(q).sum(-1)
 
 
 def _nan_to_zero(x: Tensor) -> Tensor:
-    """Replace NaN, which is 0 times infinity, by 0 in place: a token of probability 0 adds nothing."""
+    """Replace NaN by 0 in place: it is 0 times infinity, for a token of probability 0."""
     return x.nan_to_num_(nan=0.0, posinf=math.inf, neginf=-math.inf)
 
 
@@ -358,17 +358,17 @@ def linear_token_loss(
     num_items: Tensor | float | None = None,
     accumulate_dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
-    """Return the token loss of a linear head's logits, computed one chunk of tokens at a time.
+    """Compute the loss ``loss`` (a :class:`TokenLoss`) of a linear head's logits, one chunk of tokens at a time.
 
-    Equal to ``token_loss_reference(transform(linear(hidden, weight, bias)), targets, loss, weights) / num_items``.
-
-    The forward also computes the gradients. Other arguments are as for :func:`streamtune.ops.linear_cross_entropy`.
+    Equal to ``token_loss_reference(transform(linear(hidden, weight, bias)), targets, loss, weights) / num_items``. The
+    forward also computes the gradients. Other arguments are as for :func:`streamtune.ops.linear_cross_entropy`.
 
     Args:
         loss: Formula of a token's loss.
         weights_BT: Factor of each token's loss, shaped like ``targets_BT``; None means 1.
         teacher: Teacher of the loss's divergence; None if the loss has none.
-        num_items: Divisor of the loss: the sum of the weights in the whole step. None sums the weights of this call.
+        num_items: Divisor of the summed loss: the sum of the weights in the whole step. None sums the weights of this
+            call.
 
     Returns:
         The scalar loss in fp32 (fp64 for fp64 inputs), and the sums of nll and kl (:data:`MEASURED`), without gradient.
@@ -402,10 +402,10 @@ def project_token_loss(
     chunk_size: int = 1024,
     num_items: Tensor | float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the token loss of any head's logits, computed one chunk of tokens at a time with autograd.
+    """Compute the loss ``loss`` (a :class:`TokenLoss`) of a head given as a function, one chunk of tokens at a time.
 
-    ``project`` maps hidden states to logits; ``parameters`` are the tensors in ``project`` that get gradients. Other
-    arguments and the result are as for :func:`linear_token_loss`.
+    ``project`` maps hidden states to logits; ``parameters`` are the tensors that ``project`` uses and that get
+    gradients. Other arguments and the result are as for :func:`linear_token_loss`.
     """
     rows = TargetRows(targets_BT, ignore_index, chunk_size)
     weights = None if weights_BT is None else weights_BT.flatten()
@@ -424,7 +424,7 @@ def token_loss_reference(
     top_k: TopKTeacher | None = None,
     ignore_index: int = IGNORE_INDEX,
 ) -> Tensor:
-    """Return the token loss summed over the targets, from all logits at once by autograd: slow, for comparison."""
+    """Return ``loss`` summed over the targets, computed from all logits at once: slow, for comparison."""
     is_target = targets_BT != ignore_index
     logits = logits_BTV[is_target]
     logprobs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)

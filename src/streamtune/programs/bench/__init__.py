@@ -1,1 +1,1 @@
-"""Measure plain autograd, gradient checkpointing and streaming side by side, in processes of their own."""
+"""Command ``streamtune bench``: compare the memory and speed of training methods, each in its own process."""

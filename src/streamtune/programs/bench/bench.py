@@ -1,7 +1,8 @@
-"""Measure plain autograd, gradient checkpointing and streaming: same weights, same batch, one process each.
+"""Benchmark a training step: plain autograd, gradient checkpointing and streaming (layers run chunk by chunk).
 
-Time and memory are measured in different steps, because following every storage slows a step down. Timed steps of the
-modes alternate. A ratio compares consecutive steps, and the median of the ratios is reported.
+All methods use the same weights and the same batch, each in its own process. Time and memory are measured in different
+steps, because tracking every tensor storage slows a step down. The methods take turns with their timed steps, so that
+ratios compare steps of the same turn. The reported ratio is the median.
 """
 
 from __future__ import annotations
@@ -22,22 +23,23 @@ MEMORY = ("peak_bytes", "activation_bytes", "layer_activation_bytes", "host_byte
 
 @dataclass(frozen=True)
 class BenchRow:
-    """Memory and time of one training method (``mode``) at one row length; times are medians over the timed steps.
+    """Memory and step time of one training method at one sequence length. Times are medians over the timed steps.
 
     Attributes:
-        mode: Training method, such as ``stream`` or ``checkpoint``.
-        length: Number of tokens in a row.
-        peak_bytes: Peak memory of a step: the allocator's peak on an accelerator, weights plus live storages on a CPU.
-        activation_bytes: Peak beyond weights, gradients and stored layer inputs, including the head.
-        layer_activation_bytes: The same peak in a step without the LM head.
+        mode: Training method, such as ``stream`` or ``checkpoint`` (gradient checkpointing).
+        length: Sequence length in tokens.
+        peak_bytes: Peak memory of a step. On CUDA, the peak of PyTorch's allocator; on a CPU, weights plus the peak of
+            all other tensor storages.
+        activation_bytes: Peak memory of a step beyond weights, gradients and stored layer inputs.
+        layer_activation_bytes: Same as ``activation_bytes``, in a step without the LM head.
         rss_bytes: Peak resident memory of the process.
         forward_s, backward_s: Seconds of the forward and of the backward.
-        tokens_per_s: Tokens of a step divided by its median time.
-        ratio: Step time divided by the step time of gradient checkpointing; median over paired steps.
-        layout: Layout of the tokens: ``row``, ``packed`` or ``separate`` rows.
-        row_ratio: Step time divided by the time of the same tokens as one row; median over paired steps.
-        host_bytes, disk_bytes: Peaks of the bytes offloaded to host and disk.
-        error: Reason why there are no figures; None if there are.
+        tokens_per_s: Tokens of a step divided by the median step time.
+        ratio: Step time divided by the step time of gradient checkpointing; median over the timed steps.
+        layout: ``row`` for one sequence; ``packed`` or ``separate`` if the same tokens are split into several rows.
+        row_ratio: Step time divided by the step time of the layout ``row``; median over the timed steps.
+        host_bytes, disk_bytes: Peak bytes of tensors offloaded to host memory and to disk.
+        error: Reason why the measurement failed; None if it succeeded.
     """
 
     mode: Mode
@@ -59,21 +61,19 @@ class BenchRow:
 
 @dataclass(frozen=True)
 class BenchReport:
-    """Results of ``streamtune bench``: a row for each training method, length and layout, with machine and versions."""
+    """Results of ``streamtune bench``: a row for each training method, sequence length and layout."""
 
     env: dict[str, Any]
     schedule: Schedule
     rows: list[BenchRow] = field(default_factory=list)
     packed_rows: int = 0
-    """Number of rows in the layouts ``packed`` and ``separate``; 0 if these are not measured."""
+    """Number of rows into which the layouts ``packed`` and ``separate`` split a sequence; 0 without these layouts."""
     objective: str = "sft"
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON document of ``streamtune bench --json``."""
         return {**vars(self), "schedule": asdict(self.schedule), "rows": [asdict(row) for row in self.rows]}
 
     def find_row(self, mode: Mode, length: int, layout: Layout = "row") -> BenchRow:
-        """Return the measured row of ``report.rows`` with this training method, row length and layout."""
         return next(row for row in self.rows if (row.mode, row.length, row.layout) == (mode, length, layout))
 
 
@@ -89,14 +89,13 @@ def run_bench(
     """Measure time and memory of every training method at every length; add them to ``report`` and return it.
 
     Args:
-        report: Report without rows, with the streaming schedule. If its ``packed_rows`` is set, each length is also
-            measured as that many rows in one sequence, and as the same rows one by one.
-        job: Model and batches. If the batches score completions, modes without streaming use a row for each
-            completion. The loss is then the negative mean log-probability, and no reference model runs.
-        lengths: Row lengths, in tokens.
-        modes: Modes to measure, from ``ALL_MODES``.
-        repeats: Number of timed steps of each mode; the modes alternate.
-        notify: Called with text about the current measurement.
+        report: Report without rows. Its ``schedule`` is the schedule of streaming. If ``packed_rows`` is set, each
+            length is also measured as that many rows, packed into one sequence and one by one.
+        job: Model and batches. If the batches score completions, methods without streaming compute one row for each
+            completion. The loss is then the negative mean log-probability, without a reference model.
+        modes: Training methods, from ``ALL_MODES``.
+        repeats: Number of timed steps of each method.
+        notify: Callback for text about the current measurement.
     """
     layouts: list[Layout] = ["row", "packed", "separate"] if report.packed_rows else ["row"]
     for length in lengths:
@@ -110,7 +109,7 @@ def run_bench(
 def _measure_length(
     job: Job, cases: Sequence[Case], repeats: int, notify: Callable[[str], None], env: dict[str, Any]
 ) -> list[BenchRow]:
-    """Return the results of cases of one length: each case's memory, then timed steps in which the cases alternate."""
+    """Measure the memory of each case, then the time of steps in turns: in each turn, one step of every case."""
     rows = {case: BenchRow(case.mode, case.length, layout=case.layout) for case in cases}
     times: dict[Case, list[tuple[float, float]]] = {case: [] for case in cases}
     workers: dict[Case, Worker] = {}
@@ -161,6 +160,9 @@ def _add_times_to_row(row: BenchRow, case: Case, times: dict[Case, list[tuple[fl
 def median_ratio(
     step_times: Sequence[tuple[float, float]], reference_times: Sequence[tuple[float, float]]
 ) -> float | None:
-    """Return the median of ``step_times / reference_times`` over paired steps; None without steps."""
+    """Return the median ratio of corresponding step times; None if there are none.
+
+    Each step time is a pair: seconds of the forward and of the backward.
+    """
     ratios = [sum(our) / sum(their) for our, their in zip(step_times, reference_times, strict=False)]
     return statistics.median(ratios) if ratios else None

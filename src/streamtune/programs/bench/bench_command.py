@@ -1,4 +1,4 @@
-"""``streamtune bench``: plain autograd, gradient checkpointing and streaming side by side, and named tables."""
+"""Command ``streamtune bench``: compare the memory and speed of training methods, or measure a named table."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ LENGTHS = {
     "ablation": "2048",
     "prefix-sharing": "1024,4096",
 }
-"""Default of ``--lengths``, by table."""
+"""Default of ``--lengths`` for each value of ``--table``; the empty name means no table."""
 
 
 def bench(
@@ -188,7 +188,6 @@ def _run_bench(
     packed_rows: int,
     folder: Path,
 ) -> BenchReport:
-    """Measure step times and memory without ``--table``; write the JSON document and the plot to ``folder``."""
     with err.status("loading libraries") as status:
         from streamtune.programs.bench.bench_recipe import bench_recipe
         from streamtune.programs.bench.plots import draw_bench
@@ -232,11 +231,11 @@ def _parse_lengths(text: str) -> list[int]:
 ONE_BLANK = (0, 1, 0, 0)
 FIGURE_NAMES = ("peak", "activations", "layers only", "fwd s", "bwd s", "tok/s", "time")
 LABEL_WIDTH = 30
-"""Width at which the labels of an ablation wrap."""
+"""Maximum width of a row name in the ablation table, in characters."""
 
 
 def print_table_screen(report: TableReport) -> None:
-    """Print a table of ``bench --table``; columns too wide for the terminal follow below, with row names repeated."""
+    """Print the table of ``bench --table``; in a narrow terminal, split its columns over several tables."""
     from streamtune.programs.bench.named_tables import row_cells, table_columns, table_notes  # imports torch
 
     shown = [column for column in table_columns(report) if not column.page]
@@ -262,7 +261,7 @@ def print_table_screen(report: TableReport) -> None:
 
 
 def _split_columns_by_width(widths: Sequence[int], num_names: int) -> list[list[int]]:
-    """Return column indices in groups as wide as the terminal; the first ``num_names`` columns start every group."""
+    """Split columns into groups that fit the terminal; each group starts with the first ``num_names`` columns."""
     first = list(range(num_names))
     room = out.width - sum(widths[:num_names]) - num_names
     groups: list[list[int]] = []
@@ -283,7 +282,6 @@ def _render_columns(
     group: Sequence[int],
     widths: Sequence[int] | None,
 ) -> Table:
-    """Return a table with the columns of ``group`` (indices); text columns wrap at ``widths`` if given."""
     table = make_table(
         *(
             Column(
@@ -310,7 +308,7 @@ def _render_columns(
 
 
 def print_bench(report: BenchReport) -> None:
-    """Print a benchmark: its result in one line, the tables, and what their columns mean."""
+    """Print the results of a benchmark: a summary in one line, the tables, and the meaning of their columns."""
     if answer := _describe_bench_result(report):
         out.print(Text(answer, style="bold"), soft_wrap=not out.is_terminal)
     out.print(Text(describe_bench(report)), soft_wrap=not out.is_terminal)
@@ -332,7 +330,7 @@ def print_bench(report: BenchReport) -> None:
 
 
 def _describe_bench_result(report: BenchReport) -> str:
-    """Return one line that compares streaming and checkpointing at the longest length both ran; empty if none."""
+    """Compare streaming with gradient checkpointing at the longest length that has both results; empty if none has."""
     for length in sorted({row.length for row in report.rows}, reverse=True):
         found = {row.mode: row for row in report.rows if row.length == length and row.layout == "row"}
         ours, base = found.get("stream"), found.get("checkpoint")
@@ -344,7 +342,6 @@ def _describe_bench_result(report: BenchReport) -> str:
 
 
 def describe_bench(report: BenchReport) -> str:
-    """Return one line about model, chunk size and machine."""
     env = report.env
     if not env:
         return "nothing could be measured"
@@ -354,9 +351,9 @@ def describe_bench(report: BenchReport) -> str:
 
 
 def bench_tables(report: BenchReport) -> list[Table]:
-    """Return a table row for each length, layout and training method, in several tables if the terminal is narrow.
+    """Return the results as one table, or in a narrow terminal as several tables with a part of the columns each.
 
-    ``time`` is relative to gradient checkpointing in the same run, ``to 1 row`` to the same tokens as one row.
+    The column ``time`` is relative to gradient checkpointing, ``to 1 row`` to the same tokens as one sequence.
     """
     packed = report.packed_rows > 0
     headers = ["tokens", "mode", *(["rows"] if packed else []), *FIGURE_NAMES, *(["to 1 row"] if packed else [])]

@@ -1,4 +1,4 @@
-"""Run a benchmark or a named table on the model of a recipe."""
+"""Benchmark the model of a recipe, or measure a table of ``streamtune bench --table`` for it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from streamtune.run.weight_choices import with_best_precision
 from streamtune.tasks import task_of
 
 SCORING: tuple[Mode, ...] = ("plain", "checkpoint", "checkpoint-offload", "stream", "stream-keep-attention")
-"""Modes that can score completions."""
+"""Training methods that can compute log-probabilities of completions, as for DPO and GRPO."""
 
 DECISIVE_KEYS = {
     "model_name_or_path",
@@ -50,7 +50,7 @@ DECISIVE_KEYS = {
     "share_prefix",
     "ref_model_name_or_path",
 }
-"""Recipe keys on which the figures of a table depend."""
+"""Recipe keys that affect the measurements of a table."""
 FREE_KEYS = {
     # the rows, which are random here,
     "datasets", "eval_datasets", "mix_by", "on_bad_row", "max_bad_rows", "dataset_num_proc", "streaming",
@@ -68,8 +68,11 @@ FREE_KEYS = {
     # and where it goes.
     "output_dir", "preset", "peak_flops",
 }  # fmt: skip
-"""Recipe keys on which no figure depends. Keys in neither set are compared only if they are given. So a table that was
-begun before a key existed can still resume if the key is not given."""
+"""Recipe keys that do not affect any measurement.
+
+Keys in neither set are compared only if the recipe sets them. So a table that was begun before StreamTune had a key can
+still be resumed.
+"""
 
 
 def bench_recipe(
@@ -81,7 +84,7 @@ def bench_recipe(
     packed_rows: int = 0,
     notify: Callable[[str], None] = lambda message: None,
 ) -> BenchReport:
-    """Measure the recipe's model on random tokens, with its schedule, precision, adapters and batch size."""
+    """Benchmark the recipe's model on random tokens, with the recipe's schedule, precision, adapters and batch size."""
     recipe, task = loaded.recipe, task_of(loaded.recipe)
     check_options(lengths, modes, repeats, task.min_row_tokens)
     completions = None
@@ -109,7 +112,7 @@ def bench_recipe(
 
 
 def check_options(lengths: Sequence[int], modes: Sequence[Mode], repeats: int, shortest: int) -> None:
-    """Raise an ArgumentError if a length, a mode or the number of repeats is invalid."""
+    """Raise an ArgumentError if a length is below ``shortest``, a mode is unknown, or ``repeats`` is below 1."""
     if not lengths or any(length < shortest for length in lengths):
         raise ArgumentError(
             f"--lengths must be at least {shortest} tokens each, found {list(lengths)}", fix="write --lengths 2048,8192"
@@ -121,7 +124,7 @@ def check_options(lengths: Sequence[int], modes: Sequence[Mode], repeats: int, s
 
 
 def make_job(recipe: Recipe) -> Job:
-    """Return the recipe's model and batch size in a form that other processes can measure."""
+    """Return the model and batch size of a recipe as a :class:`Job`, which child processes can unpickle."""
     recipe = with_best_precision(recipe)
     make_model = partial(_make_model, recipe, str(choose_device(recipe.device)))
     return Job(make_model, recipe.per_device_train_batch_size, bool(recipe.bf16))
@@ -139,7 +142,7 @@ def measure_recipe_table(
     *,
     notify: Callable[[str], None] = lambda message: None,
 ) -> TableReport:
-    """Measure a named table on the recipe's model; a stopped table resumes with its missing rows."""
+    """Measure a named table for the recipe's model; finished rows of an interrupted measurement are reused."""
     recipe, job = loaded.recipe, make_job(loaded.recipe)
     schedule = make_schedule(recipe.engine)
     settings: dict[str, Any] = {
@@ -180,11 +183,10 @@ def recipe_settings_measured(recipe: Recipe) -> dict[str, Any]:
 
 
 def fingerprints(recipe: Recipe, *, weights: bool) -> dict[str, str]:
-    """Return a hash of each model that the recipe names, because the model at a path may change.
+    """Return the hashes of the models, adapters and teacher file that the recipe names.
 
     Args:
-        recipe: The recipe.
-        weights: True to hash the weights too, on which loss and gradient norm depend; False for configurations only.
+        weights: True to hash weights and configurations; False to hash configurations only.
     """
     task = task_of(recipe)
     names = {key: getattr(recipe, key) for key in ("model_name_or_path", "adapter_name_or_path")}

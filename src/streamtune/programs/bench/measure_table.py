@@ -1,8 +1,8 @@
-"""Measure the named tables. Rows are measured in groups; each row is saved as soon as it is measured.
+"""Measure the tables of ``streamtune bench --table``, and save every finished row.
 
-One process holds one model and prepares it for one mode after the other. So a table needs the memory of one model, and
-all modes have the same weights. The steps of a group alternate, and a ratio is the median over these rounds. The table
-of longest sequences searches the length for every schedule.
+One process builds the model once and prepares it for each training method in turn, so that all methods have the same
+weights. Rows are measured in groups. The rows of a group take turns with their timed steps, and a ratio is the median
+over the turns. The table ``max-length`` is different: it searches the longest sequence for every schedule.
 """
 
 from __future__ import annotations
@@ -44,21 +44,21 @@ from streamtune.schedule import Schedule
 from streamtune.tasks import task_of
 
 MeasureGroup = Callable[[Sequence[Entry], Sequence[Entry]], Iterator[TableRow]]
-"""``(entries, references) -> rows``: measures entries relative to the references; yields each finished row."""
+"""Function ``(entries, references) -> rows``: measure entries, with times relative to the reference entries."""
 
 
 @dataclass(frozen=True)
 class TableOptions:
-    """Command-line options of a table.
+    """Command-line options of ``streamtune bench --table``.
 
     Attributes:
-        lengths: Row lengths in tokens; for ``prefix-sharing``, prompt lengths.
-        modes: Modes to compare; ``ablation`` compares schedules instead, ``prefix-sharing`` layouts.
-        repeats: Number of timed steps of each row; the rows of a group alternate.
+        lengths: Sequence lengths in tokens; for ``prefix-sharing``, prompt lengths.
+        modes: Training methods to compare; ``ablation`` and ``prefix-sharing`` do not use them.
+        repeats: Number of timed steps of each row.
         folder: Existing folder for the files of the table.
-        command: Command line that measures the table again.
-        method: How ``max-length`` runs its trials: ``measure`` or ``simulate``.
-        sizes: Budgets of ``max-length`` in bytes: device, host, disk; None if not given.
+        command: Command line that reproduces the table.
+        method: Method of ``max-length`` to test a length: ``measure`` or ``simulate``.
+        sizes: Memory budgets of ``max-length`` in bytes, for device, host and disk; None if not given.
     """
 
     lengths: Sequence[int]
@@ -78,15 +78,12 @@ def measure_table_steps(
     settings: dict[str, Any],
     notify: Callable[[str], None] = lambda message: None,
 ) -> TableReport:
-    """Measure a table other than ``max-length``; rows that its file already has are not measured again.
+    """Measure a table other than ``max-length``; rows in the table's JSON file are not measured again.
 
     Args:
-        table: Name of the table.
-        job: The model and its batch size.
-        schedule: Schedule of streamed steps.
-        options: Options of the command line.
-        settings: Settings on which the figures depend, as JSON values.
-        notify: Called with text about the current measurement.
+        schedule: Schedule of streaming.
+        settings: Settings that affect the measurements, as JSON values.
+        notify: Callback for text about the current measurement.
     """
     declared, worker = TABLES[table], Worker(job)
     try:
@@ -117,12 +114,11 @@ def _worker_environment(worker: Worker) -> dict[str, Any]:
 def measure_missing_rows(
     report: TableReport, groups: Sequence[Sequence[Entry]], measure: MeasureGroup, *, folder: Path
 ) -> None:
-    """Measure the rows that are missing from the report's file, and write the file after each row.
+    """Measure the rows that the report's JSON file lacks, and write the file after each row.
 
     Args:
-        report: The report, without rows.
-        groups: All entries, in groups whose steps alternate.
-        measure: Function that measures a group.
+        report: Report without rows.
+        groups: Rows to measure, in groups; the rows of a group take turns with their timed steps.
         folder: Existing folder of the file.
     """
     report.check_writable(folder)
@@ -143,10 +139,9 @@ def _measure_steps(worker: Worker, repeats: int, memory: bool, notify: Callable[
     """Return a function that measures a group of table rows by running training steps in ``worker``.
 
     Args:
-        worker: The process with the model.
-        repeats: Number of timed steps of each entry; 0 runs a single step for its loss.
-        memory: True to measure the memory of a step as well.
-        notify: Called with text about the current measurement.
+        repeats: Number of timed steps of each row; 0 runs a single step for its loss.
+        memory: True to measure the memory of a step too.
+        notify: Callback for text about the current measurement.
     """
 
     def measure(todo: Sequence[Entry], references: Sequence[Entry]) -> Iterator[TableRow]:
@@ -202,7 +197,7 @@ def _add_times_to_row(
 
 
 MARGIN = 0.05
-"""Fraction of the budget that a simulated step leaves free."""
+"""Fraction by which simulated memory is increased before it is compared with the budget."""
 
 TRIAL_SECONDS = 1800.0
 """Time limit of a measured trial, in seconds."""
@@ -211,23 +206,23 @@ TRIAL_SECONDS = 1800.0
 def measure_longest_lengths(
     recipe: TrainingSettings, job: Job, options: TableOptions, settings: dict[str, Any], notify: Callable[[str], None]
 ) -> TableReport:
-    """Return the table of longest sequences, from whole training steps of the recipe with its optimizer.
+    """Return the table ``max-length``: the longest sequence that fits the memory budget, for each schedule.
+
+    Each length is tested by a whole training step, including the optimizer, which is measured or simulated.
 
     Args:
-        recipe: The recipe; each row of the table changes the schedule fields that its label names.
-        job: Model of the recipe and its batch size.
-        options: Options of the command line.
-        settings: Settings on which the figures depend, as JSON values.
-        notify: Called with text about the current trial.
+        recipe: Recipe; each row of the table changes the schedule fields that the row's label names.
+        settings: Settings that affect the results, as JSON values.
+        notify: Callback for text about the current trial.
 
     Raises:
-        ArgumentError: No device budget is given, and the trials are simulated or run on a CPU.
+        ArgumentError: No device memory budget is given, and the trials are simulated or run on a CPU.
     """
     device_bytes, host_bytes, disk_bytes = options.sizes
     budget, simulates = Budget(device_bytes, host_bytes, disk_bytes), options.method == "simulate"
     if budget.device_bytes is None and (simulates or choose_device(recipe.device).type == "cpu"):
         raise ArgumentError(
-            "--table max-length needs --device-memory on a CPU and to simulate", fix="add --device-memory 80GiB"
+            "--table max-length needs --device-memory if it simulates or runs on a CPU", fix="add --device-memory 80GiB"
         )
     notify("building the model")
     env, attempt = (_prepare_simulated_lengths if simulates else _prepare_measured_lengths)(recipe, job, budget)
@@ -277,11 +272,11 @@ def _prepare_simulated_lengths(recipe: TrainingSettings, job: Job, budget: Budge
 
 
 TryLength = Callable[[Entry, int], Outcome]
-"""``(entry, length) -> outcome``: runs or simulates a step."""
+"""Function ``(entry, length) -> outcome`` that runs or simulates a training step."""
 
 
 def search_longest(try_length: TryLength, budget: Budget, notify: Callable[[str], None]) -> MeasureGroup:
-    """Return a function that finds, for each row of the table, the longest sequence that can be trained."""
+    """Return a function that finds, for each row of the table, the longest sequence that fits ``budget``."""
 
     def measure(todo: Sequence[Entry], references: Sequence[Entry]) -> Iterator[TableRow]:
         for entry in todo:

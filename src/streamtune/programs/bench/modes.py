@@ -1,7 +1,7 @@
-"""The modes to compare: how each one prepares a model, and what it needs to run.
+"""Training methods (modes) that ``streamtune bench`` compares: preparation of a model, and requirements.
 
-Peers are set up by their own functions, as their documentation shows, on the same ``transformers`` model as all other
-modes. Their changes are undone afterwards.
+Methods of other libraries are set up as their documentation shows, on the same ``transformers`` model as all other
+methods. Changes to the model are undone afterwards.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from streamtune.schedule import Schedule
 Batch = dict[str, Any]
 """Arguments of the model: ``input_ids`` and, for packed rows, ``position_ids``; both [batch, length].
 
-Scored completions add ``targets`` [batch, length] (the token that each position predicts), ``count`` (number of targets
-in all batches of a step) and ``branches`` (the layout of completions with a shared prompt).
+A batch that scores completions also has ``targets`` [batch, length] (the token that each position predicts), ``count``
+(number of targets in all batches of a step) and ``branches`` (layout of completions that share a prompt).
 """
 
 
@@ -41,11 +41,11 @@ Loss = Callable[[Batch], Tensor]
 
 @dataclass(frozen=True)
 class Ready:
-    """A model that one training method (mode) has prepared for its steps.
+    """Loss function and offload counters of a model that is prepared for a training method.
 
     Attributes:
         loss: Function that returns the mean next-token loss of a batch.
-        tiers: Counters of the bytes on host and disk; None if the method does not offload.
+        tiers: Counters of the bytes offloaded to host and disk; None if nothing is counted.
     """
 
     loss: Loss
@@ -53,18 +53,18 @@ class Ready:
 
 
 PrepareMode = Callable[[Any, Schedule], AbstractContextManager[Ready]]
-"""``(model, schedule) -> context manager``: the model is prepared in place while active."""
+"""Function ``(model, schedule)`` that returns a context manager; inside it, the model is prepared in place."""
 
 
 @dataclass(frozen=True)
 class ModeSetup:
-    """Setup of a benchmarked training method (mode): how it computes the gradient, and what it needs.
+    """Setup and requirements of a benchmarked training method.
 
     Attributes:
-        prepare: Function ``(model, schedule)`` that returns a context manager; the model is prepared while active.
-        package: Package that must be installed; empty if none.
-        accelerator: Reason why it needs an accelerator; empty if it does not.
-        alone: Reason why it cannot share a process with streaming or another library's method; empty if it can.
+        prepare: Function ``(model, schedule)`` that returns a context manager; inside it, the model is prepared.
+        package: Name of the required Python package; empty if none.
+        accelerator: Reason why the method needs an accelerator; empty if it does not.
+        alone: Reason why the method cannot share a process with streaming or another library's method; empty if it can.
     """
 
     prepare: PrepareMode
@@ -73,7 +73,7 @@ class ModeSetup:
     alone: str = ""
 
     def why_unavailable(self, device_type: str) -> str:
-        """Return the reason why the mode cannot run on a device type; empty if it can."""
+        """Return the reason why the method cannot run on a device of this type; empty if it can."""
         if self.accelerator and device_type == "cpu":
             return f"not run here: {self.accelerator}"
         if self.package and find_spec(self.package) is None:
@@ -84,8 +84,6 @@ class ModeSetup:
 def _make_prepare(
     prepared: Callable[[Any], AbstractContextManager[Tiers | None]], loss_of: Callable[[Any], Loss] | None = None
 ) -> PrepareMode:
-    """Return ``ModeSetup.prepare`` of a method without a schedule; ``prepared`` yields offloaded-byte counters."""
-
     @contextmanager
     def prepare(model: Any, schedule: Schedule) -> Iterator[Ready]:
         with prepared(model) as tiers:
@@ -96,10 +94,11 @@ def _make_prepare(
 
 @contextmanager
 def _offload_layer_inputs(model: Any) -> Iterator[Tiers | None]:
-    """Context manager: while active, checkpointing offloads layer inputs with torch's ``save_on_cpu``.
+    """Context manager: use gradient checkpointing that offloads layer inputs to host memory.
 
-    On a GPU, inputs go to pinned host memory. On a CPU, ``save_on_cpu`` would copy nothing: there, layer inputs are
-    copied to memory that counts as host memory, so that the remaining bytes are what a GPU would need.
+    On a GPU, torch's ``save_on_cpu`` copies the inputs to pinned host memory. On a CPU, ``save_on_cpu`` would copy
+    nothing. There, the inputs are copied to memory that is counted as host memory, so that device memory is counted as
+    on a GPU.
     """
     tiers = Tiers(Schedule(offload="host"))
     here = model_device(model)
@@ -116,10 +115,10 @@ def _offload_layer_inputs(model: Any) -> Iterator[Tiers | None]:
 
 @contextmanager
 def _prepare_tiling(model: Any, schedule: Schedule) -> Iterator[Ready]:
-    """Context manager: checkpointing with DeepSpeed's ALST on one device while active; MLP and loss run tile by tile.
+    """Context manager: use gradient checkpointing, and the tiled MLP and tiled loss of DeepSpeed's ALST.
 
-    An MLP tile has as many tokens as the model has channels, as in ALST's documentation. A loss tile is as long as a
-    chunk of the streamed head.
+    An MLP tile has as many tokens as the hidden size, as in ALST's documentation. A tile of the loss has
+    ``schedule.head_chunk_size`` tokens.
     """
     with _tile_mlps(decoder_layers(model)), checkpointing(model):
         yield Ready(lambda batch: _tiled_loss(model, batch, schedule.head_chunk_size))
@@ -164,7 +163,7 @@ def _prepare_streaming_keeping_attention(model: Any, schedule: Schedule) -> Abst
 
 @contextmanager
 def restoring_model(model: nn.Module) -> Iterator[None]:
-    """Context manager: restore attributes and hooks of modules, and the names and classes of their source files."""
+    """Context manager: on exit, undo changes to the model's modules and to their ``transformers`` source modules."""
     modules = [vars(module) for module in model.modules()]
     names = {base.__module__ for module in model.modules() for base in type(module).__mro__}
     files = [vars(sys.modules[name]) for name in sorted(names) if name.startswith("transformers.models.")]
@@ -190,7 +189,7 @@ def restoring_model(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def importing_library(name: str) -> Iterator[None]:
-    """Context manager: if the library ``name`` cannot be imported, raise an UnsupportedModelError with the reason."""
+    """Context manager: convert import errors to an UnsupportedModelError that names the library ``name``."""
     try:
         yield
     except (ImportError, RuntimeError) as error:
@@ -199,7 +198,7 @@ def importing_library(name: str) -> Iterator[None]:
 
 @contextmanager
 def liger(model: Any) -> Iterator[Loss]:
-    """Context manager: checkpointing with all Liger kernels while active: RMSNorm, RoPE, SwiGLU and fused loss."""
+    """Context manager: use gradient checkpointing and all Liger kernels (RMSNorm, RoPE, SwiGLU, fused loss)."""
     with importing_library("Liger"):
         from liger_kernel.transformers import _apply_liger_kernel_to_instance
         from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
@@ -214,7 +213,7 @@ def liger(model: Any) -> Iterator[Loss]:
 
 @contextmanager
 def trl(model: Any) -> Iterator[Loss]:
-    """Context manager: checkpointing as in TRL's SFT trainer while active, with its offloading and fused LM head."""
+    """Context manager: use gradient checkpointing, activation offloading and the fused LM head of TRL's SFT trainer."""
     with importing_library("TRL"):  # older versions have no such head
         from trl.models import activation_offloading
         from trl.trainer.utils import add_fused_lm_head
@@ -234,9 +233,9 @@ def trl(model: Any) -> Iterator[Loss]:
 
 @contextmanager
 def unsloth(model: Any) -> Iterator[Loss]:
-    """Context manager: Unsloth's checkpointing (layer inputs on the host) and chunked loss while active.
+    """Context manager: use Unsloth's gradient checkpointing (layer inputs on the host) and chunked loss.
 
-    Importing Unsloth changes ``transformers`` for the rest of the process; only later changes are undone.
+    Importing Unsloth patches ``transformers`` for the rest of the process. On exit, only later changes are undone.
     """
     with importing_library("Unsloth"), redirect_stdout(sys.stderr):  # it prints a greeting
         __import__("unsloth")
@@ -264,7 +263,7 @@ def unsloth(model: Any) -> Iterator[Loss]:
 # --- all modes --------------------------------------------------------------------------------------------------------
 
 
-UNSLOTH_ALONE = "unsloth changes transformers in its process: measure it with --modes plain,checkpoint,unsloth"
+UNSLOTH_ALONE = "unsloth patches transformers for the whole process: measure it with --modes plain,checkpoint,unsloth"
 
 MODE_SETUPS: dict[Mode, ModeSetup] = {
     "plain": ModeSetup(_make_prepare(lambda model: nullcontext())),
@@ -288,7 +287,7 @@ MODE_SETUPS: dict[Mode, ModeSetup] = {
 
 
 def why_modes_unavailable(modes: Sequence[Mode], device_type: str) -> dict[str, str]:
-    """Return {mode: reason} of the modes that this device type cannot run, or that must be benchmarked alone."""
+    """Return {mode: reason} for the modes that cannot run on this device type or together with the other modes."""
     reasons = {mode: MODE_SETUPS[mode].why_unavailable(device_type) for mode in modes}
     others = {mode for mode in modes if not reasons[mode]} - {"plain", "checkpoint"}
     for mode in others:
@@ -298,7 +297,7 @@ def why_modes_unavailable(modes: Sequence[Mode], device_type: str) -> dict[str, 
 
 
 def last_hidden_state(model: Any, batch: Batch) -> Tensor:
-    """Return the decoder's last hidden states, [batch, length, channels]."""
+    """Return the decoder's last hidden states, [batch, length, hidden size]."""
     hidden: Tensor = base_of(model).base_model(**batch, use_cache=False).last_hidden_state
     return hidden
 
@@ -320,7 +319,7 @@ def _make_model_loss(model: Any) -> Loss:
 
 
 def _make_scored_loss(model: Any, handle: StreamHandle) -> Loss:
-    """Return the streamed model's loss function; with ``targets``, the negative mean log-probability of completions."""
+    """Return the loss function of a streamed model; with ``targets``, the loss is the negative mean log-probability."""
     own = _make_model_loss(model)
 
     def loss(batch: Batch) -> Tensor:
@@ -376,5 +375,4 @@ def _tiled_loss(model: Any, batch: Batch, tile_tokens: int) -> Tensor:
 
 
 def _next_token_labels(batch: Batch) -> Tensor:
-    """Return the next-token label of every position, [batch, length]."""
     return pad(batch["input_ids"][:, 1:], (0, 1), value=IGNORE_INDEX)

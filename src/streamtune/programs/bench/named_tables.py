@@ -1,4 +1,4 @@
-"""Declare the named tables: rows, columns, notes and plot of each."""
+"""Tables of ``streamtune bench --table``: rows to measure, columns, notes and plot of each table."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from streamtune.programs.bench.table_rows import (
 from streamtune.schedule import Schedule
 
 GROUP_SIZE = 4
-"""Number of schedules of an ablation in one group; the steps of a group alternate."""
+"""Number of ablation schedules that take turns with their timed steps."""
 
 TERM_HEADINGS = {
     "activations": "activ.",
@@ -33,7 +33,7 @@ TERM_HEADINGS = {
     "attention outputs": "attn",
     "optimizer": "optim",
 }
-"""Short headings for the terms of a peak."""
+"""Short column headings for the parts of peak memory."""
 
 
 @dataclass(frozen=True)
@@ -41,25 +41,20 @@ class Column:
     """A column of a benchmark table."""
 
     name: str
-    """Heading of the column."""
     cell: Callable[[TableRow], str]
-    """Function that returns the text of a cell."""
     right: bool = True
-    """True to align to the right, as for figures."""
     page: bool = False
-    """True to show the column on pages only, not on the screen."""
+    """True to show the column only on the Markdown page, not in the terminal."""
 
 
 @dataclass(frozen=True)
 class TableInputs:
-    """Inputs from which a benchmark table's ``groups`` function chooses the rows to measure.
+    """Inputs of ``Table.groups``, the function that lists the rows of a benchmark table to measure.
 
     Attributes:
-        lengths: Row lengths in tokens; for prefix sharing, prompt lengths.
-        modes: Modes that can run here.
-        schedule: Schedule of the recipe.
-        layers: Number of decoder layers of the model.
-        folder: Folder for schedules that offload to disk.
+        lengths: Sequence lengths in tokens; for ``prefix-sharing``, prompt lengths.
+        modes: Training methods that can run on this machine.
+        folder: Folder for tensors that schedules offload to disk.
     """
 
     lengths: Sequence[int]
@@ -71,19 +66,18 @@ class TableInputs:
 
 @dataclass(frozen=True)
 class Table:
-    """Declaration of a table of ``streamtune bench --table``.
+    """Definition of a table of ``streamtune bench --table``.
 
     Attributes:
-        title: Title of page and picture.
-        columns: Function that returns the columns with numbers; all tables share the columns of names and errors.
+        title: Title of the page and of the plot.
+        columns: Function that returns the table's own columns; all tables also have columns for names and errors.
         note: Function that returns an explanation of the columns.
         draw: Function that draws the table into a matplotlib figure.
-        groups: Function that returns the rows to measure, in groups whose steps alternate; None for a length search.
-        rows: Heading of the column with the rows' names.
-        lengths: Heading of the column with lengths; empty to omit that column if there is only one length.
-        compares_modes: True if the rows are modes. Some may not run here, and notes explain other libraries.
-        timed: True if steps are timed.
-        memory: True if the memory of a step is measured.
+        groups: Function that returns groups of rows to measure; the rows of a group take turns with their timed steps.
+            None for a length search.
+        rows: Heading of the column of row names.
+        lengths: Heading of the column of lengths; empty to omit this column if there is only one length.
+        compares_modes: True if each row is a training method; notes then list methods that did not run.
     """
 
     title: str
@@ -102,7 +96,7 @@ class Table:
 
 
 def table_columns(report: TableReport) -> list[Column]:
-    """Return the columns of a table that have at least one cell with text."""
+    """Return the columns of a table, without columns that have only empty cells."""
     table, lengths = TABLES[report.table], {row.length for row in report.rows}
     names = [Column(table.rows, lambda row: row.mode if table.compares_modes else row.label, right=False)]
     if table.lengths or len(lengths) > 1:
@@ -202,7 +196,7 @@ def _offload_columns(report: TableReport) -> list[Column]:
 
 
 def table_notes(report: TableReport) -> list[str]:
-    """Return notes on a table: what its columns mean, which libraries it compares, and which modes cannot run here."""
+    """Return notes on a table: meaning of its columns, compared libraries, and training methods that did not run."""
     table = TABLES[report.table]
     lines = [table.note(report)]
     if any(report.relative_errors(row) for row in report.rows):
@@ -215,7 +209,7 @@ def table_notes(report: TableReport) -> list[str]:
 
 def _time_note(report: TableReport) -> str:
     return (
-        "Seconds are measured medians. Time is relative to gradient checkpointing: the median over alternating steps."
+        "Seconds are medians of measured steps. Time is relative to gradient checkpointing, the median over all turns."
     )
 
 
@@ -260,7 +254,7 @@ def table_markdown(report: TableReport) -> str:
     lines = [f"# {TABLES[report.table].title}", "", "```", report.command, "```", "", f"{report.describe()}."]
     lines += [f"transformers {env['transformers']}, Python {env['python']}."]
     schedule = report.asked["schedule_in_words"]
-    lines += [f"The recipe's schedule (head: tokens of a chunk in the LM head): {schedule}.", ""]
+    lines += [f"The recipe's schedule (head: chunk size of the LM head): {schedule}.", ""]
     lines += ["| " + " | ".join(column.name for column in shown) + " |"]
     lines += ["|" + "|".join("---:" if column.right else "---" for column in shown) + "|"]
     section = ""
@@ -281,7 +275,7 @@ def table_markdown(report: TableReport) -> str:
 
 
 def row_cells(columns: list[Column], row: TableRow) -> list[str]:
-    """Return the texts of a row's cells; an error is in the column after the name."""
+    """Return the text of each cell of a row; if the row failed, its error replaces the cell after the row name."""
     found = [column.cell(row) for column in columns]
     if row.error:
         found[next(i for i, column in enumerate(columns) if not column.right) + 1] = row.error
@@ -302,7 +296,6 @@ def _show_ratio(value: float | None) -> str:
 
 
 def _byte_format(report: TableReport) -> Callable[[int | None], str]:
-    """Return a function that formats bytes in the table's unit."""
     _, unit = report.unit
 
     def show(value: int | None) -> str:
@@ -372,7 +365,7 @@ TABLES: dict[TableName, Table] = {
 
 @with_default_style
 def draw_table(report: TableReport) -> bytes:
-    """Return the picture of a table, as PNG."""
+    """Return the plot of a table as PNG."""
     from matplotlib.figure import Figure  # slow to import, and only needed here
 
     table = TABLES[report.table]

@@ -1,4 +1,4 @@
-"""Draw the plots of the benchmark: the comparison over lengths, and each named table."""
+"""Draw the plots of ``streamtune bench``: memory and step time by sequence length, and a plot of each named table."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TERMS = {
     "activations": "#2f6fde",
     "head": "#8d5ab5",
 }
-"""Colours of the terms of a peak, in stacking order."""
+"""Colours of the parts of peak memory, in stacking order."""
 
 OFFLOAD_COLOURS = {"on host": "#7fb4ff", "on disk": "#b9a3e3"}
 
@@ -33,12 +33,12 @@ LAYOUT_STYLES: dict[Layout, dict[str, Any]] = {
     "packed": {"marker": "s", "linestyle": "--", "markersize": 10, "markerfacecolor": "none", "markeredgewidth": 2},
     "separate": {"marker": "x", "linestyle": ":", "markersize": 8, "markeredgewidth": 2},
 }
-"""Markers and lines of the layouts. Packed and separate rows cost about the same, so one must not hide the other."""
+"""Marker and line style of each layout; packed and separate rows take about the same time, so both must be visible."""
 
 
 @with_default_style
 def draw_bench(report: BenchReport, *, title: str) -> bytes:
-    """Return a PNG with activation memory and step time by length."""
+    """Return a PNG with activation memory and step time by sequence length."""
     from matplotlib.figure import Figure  # slow to import; without pyplot it needs no display
 
     figure = Figure(figsize=(11, 4.8), dpi=150, layout="constrained")
@@ -83,16 +83,16 @@ def draw_memory(report: TableReport, figure: Any) -> None:
     name, unit = report.unit
     for rows, style in _mode_curves(report):
         draw_line(over, [(row.length, row.peak_bytes and row.peak_bytes / unit) for row in rows], style)
-    style_axes(over, f"Peak of a step on the device ({name})")
+    style_axes(over, f"Peak device memory of a step ({name})")
     over.legend(frameon=False, labelcolor=INK, fontsize=8)
     longest = max((row.length for row in report.rows), default=0)
     _draw_stacked_bars(parts, [row for row in report.rows if row.length == longest], unit)
-    parts.set_title(f"Terms of the peak at {longest:,} tokens ({name})", loc="left", color=INK, fontsize=11)
+    parts.set_title(f"Peak memory by part, at {longest:,} tokens ({name})", loc="left", color=INK, fontsize=11)
     parts.legend(frameon=False, labelcolor=INK, fontsize=8, loc="lower right")
 
 
 def draw_ablation(report: TableReport, figure: Any) -> None:
-    """Draw the time of each schedule relative to gradient checkpointing, and its memory by purpose."""
+    """Draw the step time of each schedule relative to gradient checkpointing, and the parts of its peak memory."""
     rows = report.rows
     figure.set_size_inches(11, 1.6 + 0.27 * (len(rows) + len({row.section for row in rows})))
     time, places = _draw_memory_beside_times(report, rows, figure)
@@ -128,12 +128,15 @@ def draw_longest(report: TableReport, figure: Any) -> None:
     axes.invert_yaxis()
     axes.margins(x=0.12)
     axes.xaxis.set_major_formatter("{x:,.0f}")
-    axes.set_title(f"Tokens of a row that fit {report.asked['budget']}", loc="left", color=INK, fontsize=11)
+    axes.set_title(f"Longest row that fits {report.asked['budget']}, in tokens", loc="left", color=INK, fontsize=11)
     _hide_frame(axes)
 
 
 def draw_sharing(report: TableReport, figure: Any) -> None:
-    """Draw, for each layout and prompt length, time relative to rows in one batch, and memory by purpose."""
+    """Draw step time and the parts of peak memory for each layout and prompt length.
+
+    Times are relative to the layout ``batch``: all rows in one batch.
+    """
     rows = [
         replace(
             row,
@@ -158,11 +161,11 @@ def draw_sharing(report: TableReport, figure: Any) -> None:
             )
     time.margins(x=0.12)
     time.set_title("Time of a step", loc="left", color=INK, fontsize=11)
-    time.set_xlabel("rows in a batch = 1", color=INK, fontsize=9)
+    time.set_xlabel("all rows in one batch = 1", color=INK, fontsize=9)
 
 
 def _draw_memory_beside_times(report: TableReport, rows: Sequence[TableRow], figure: Any) -> tuple[Any, list[float]]:
-    """Draw the rows' memory on the right; return the left axes, for times, and each row's y position."""
+    """Draw each row's memory on the right axes; return the left axes, for times, and the rows' y positions."""
     time, memory = figure.subplots(1, 2, sharey=True)
     places = _draw_stacked_bars(memory, rows, report.unit[1], time)
     memory.set_title("Memory at its peak", loc="left", color=INK, fontsize=11)
@@ -174,7 +177,6 @@ def _draw_memory_beside_times(report: TableReport, rows: Sequence[TableRow], fig
 
 
 def _mode_curves(report: TableReport) -> list[tuple[list[TableRow], dict[str, Any]]]:
-    """Return (rows, line style) of each training method, to draw one curve of each."""
     found = []
     for mode, label in dict.fromkeys((row.mode, row.label) for row in report.rows):
         style = {"color": COLOURS[mode], "marker": "o", "linewidth": 2.2, "label": label}
@@ -186,10 +188,8 @@ def _draw_stacked_bars(axes: Any, rows: Sequence[TableRow], unit: int, labelled:
     """Draw a stacked bar of bytes for each row, under section headings; return the y position of each row.
 
     Args:
-        axes: Axes of the bars.
-        rows: Rows to draw.
-        unit: Size of the shown unit, in bytes.
-        labelled: Axes with the row names; None is ``axes``.
+        unit: Number of bytes in one unit of the x axis.
+        labelled: Axes whose y axis shows the row names; None: ``axes``.
     """
     places: list[float] = []
     labels: dict[float, str] = {}

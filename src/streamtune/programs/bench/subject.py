@@ -1,12 +1,12 @@
-"""The measuring process: its model, the cases it measures, and their batches. Only this process can run out of memory.
+"""Worker process of ``streamtune bench``: it builds the model and measures steps, and alone can run out of memory.
 
-A prompt with several completions, as in a preference pair or a group, is measured in three layouts:
+A prompt with several completions, as in a preference pair or a GRPO group, is measured in three layouts:
 
     shared   the prompt once, followed by all completions (``engine.Branches``)
     batch    each completion after its own copy of the prompt, as rows of one batch
     turns    the same rows one after another, each with its own forward and backward
 
-The loss is the same number in all layouts: the mean over all tokens of the completions.
+The loss is the same in all layouts: the mean over all tokens of the completions.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from streamtune.programs.bench.modes import MODE_SETUPS, Batch, Ready, last_hidd
 from streamtune.schedule import Schedule
 
 Layout = Literal["row", "packed", "separate", "shared", "batch", "turns"]
-"""Layout of the tokens: one row, several packed rows, or the same rows one by one; or a layout of :data:`SHARING`."""
+"""Layout of a step's tokens: one row, several packed rows, the same rows one by one, or a layout of :data:`SHARING`."""
 
 MakeModel = Callable[[], nn.Module]
-"""Function that builds the model, with the same weights in every process; must be picklable."""
+"""Picklable function that builds the model, with the same weights in every process."""
 
 PLURALS = {
     "activation": "activations",
@@ -48,22 +48,22 @@ PLURALS = {
     "gradient": "gradients",
     "attention output": "attention outputs",
 }
-"""Kind of live bytes as :class:`LiveBytes` counts it -> name of the term in tables."""
+"""{kind of memory in :class:`LiveBytes`: name in tables}, for kinds whose names differ."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """The model and the batches that all measurements of a process share."""
+    """Model, batch size and precision that all measurements of a process share."""
 
     make_model: MakeModel
     batch_size: int = 1
     autocast: bool = False
     """True to compute under bfloat16 autocast."""
     completions: Completions | None = None
-    """Function that returns the completions to score; None to train on rows. Must be picklable."""
+    """Picklable function that returns the completions to score; None to train on next tokens."""
 
     def tokens(self, length: int) -> int:
-        """Return how many tokens a batch has; each completion counts with its prompt."""
+        """Return the number of tokens in a batch; a shared prompt counts once for each completion."""
         if self.completions is None:
             return self.batch_size * length
         apart = self.completions(length, self.batch_size).as_separate_rows()
@@ -72,7 +72,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Case:
-    """One measurement: a mode, a length and a layout, with the schedule of streaming."""
+    """One measurement: training method, sequence length and layout, with the schedule of streaming."""
 
     mode: Mode
     length: int
@@ -82,7 +82,7 @@ class Case:
 
 
 class MeasuredModel:
-    """A model that is prepared for one mode at a time, and measured on random batches."""
+    """Model that is prepared for one training method at a time and measured on random tokens."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -94,11 +94,10 @@ class MeasuredModel:
         self._exit = ExitStack()
 
     def environment(self) -> dict[str, Any]:
-        """Return machine, versions, and sizes of the model, as JSON values."""
         return describe_environment(self.model, self.job, self.device)
 
     def measure_memory(self, case: Case) -> dict[str, Any]:
-        """Return the peak bytes of a step, in total and by purpose; also the activation peak without the LM head."""
+        """Return the peak bytes of a step, their parts, and the activation peaks with and without the LM head."""
         batches = self._prepare(case)
         weights = model_bytes(self.model)
         layers = decoder_layers(self.model)
@@ -127,7 +126,7 @@ class MeasuredModel:
         }
 
     def measure_time(self, case: Case) -> dict[str, Any]:
-        """Return the seconds of a step's forwards and backwards, its loss and its gradient norm."""
+        """Return a step's forward and backward seconds, loss, gradient norm, and the process's peak resident bytes."""
         forward = backward = loss_sum = 0.0
         entered = self._prepared_for
         batches = self._prepare(case)
@@ -151,13 +150,12 @@ class MeasuredModel:
         }
 
     def undo_preparation(self) -> None:
-        """Undo the preparation of the current mode."""
+        """Restore the model as it was before its preparation for a training method, and clear its gradients."""
         self._exit.close()
         self._prepared_for = None
         self.model.zero_grad(set_to_none=True)
 
     def _prepare(self, case: Case) -> list[Batch]:
-        """Prepare the model for a case and clear its gradients; return the batches."""
         wanted = (case.mode, case.schedule)
         if self._prepared_for != wanted:
             self.undo_preparation()
@@ -188,7 +186,7 @@ class MeasuredModel:
             return self._ready.loss(batch)
 
     def _autocast(self) -> torch.autocast:
-        """Return autocast as in training: without its cache, which would hold a cast copy of all weights."""
+        """Return autocast as in training: without the cache, which would hold a bfloat16 copy of all weights."""
         enabled = self.job.autocast
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=enabled, cache_enabled=False)
 
@@ -205,7 +203,7 @@ class MeasuredModel:
 
 
 def describe_environment(model: Any, job: Job, device: torch.device) -> dict[str, Any]:
-    """Return machine, versions, and sizes of the model, as JSON values."""
+    """Return the machine, library versions and size of the model as JSON values."""
     names = {"cpu": platform.processor() or platform.machine(), "meta": "simulated"}
     return {
         "device": names[device.type] if device.type in names else torch.cuda.get_device_name(device),
@@ -223,7 +221,7 @@ def describe_environment(model: Any, job: Job, device: torch.device) -> dict[str
 
 
 def _layout_batches(ids: Tensor, layout: Layout, rows: int) -> list[Batch]:
-    """Return a step's batches: one for a single or packed row; for the layout ``separate``, one for each row."""
+    """Return the batches of a step: one batch per row for the layout ``separate``, otherwise a single batch."""
     if layout == "row":
         return [{"input_ids": ids}]
     parts = torch.tensor_split(ids, rows, dim=1)
@@ -234,7 +232,7 @@ def _layout_batches(ids: Tensor, layout: Layout, rows: int) -> list[Batch]:
 
 
 def _logical_size(parameter: Tensor) -> int:
-    """Return how many weights a parameter has; bitsandbytes packs two 4-bit weights into a byte."""
+    """Return the number of weights in a parameter; bitsandbytes stores two 4-bit weights in a byte."""
     state = getattr(parameter, "quant_state", None)
     return parameter.numel() if state is None else state.shape.numel()
 
@@ -248,32 +246,31 @@ def _peak_resident_bytes() -> int | None:
 
 
 COMPLETIONS = 8
-"""Number of completions of a shared prompt."""
+"""Number of completions of each prompt in the table ``prefix-sharing``."""
 
 SHARING = {
     "batch": f"{COMPLETIONS} rows, one batch",
     "turns": f"{COMPLETIONS} rows in turn",
     "shared": "prompt shared",
 }
-"""Labels of the layouts of a shared prompt."""
+"""Label of each layout of a prompt with several completions."""
 
 
 def completion_length(prompt_length: int) -> int:
-    """Return how many tokens a completion has: a fourth of its prompt, at least 2."""
+    """Return the completion length in tokens: a fourth of the prompt length, at least 2."""
     return max(2, prompt_length // 4)
 
 
 def prompt_and_completion_tokens(prompt_length: int) -> int:
-    """Return how many tokens a prompt has together with its completions."""
+    """Return the number of tokens in a prompt and its :data:`COMPLETIONS` completions."""
     return prompt_length + COMPLETIONS * completion_length(prompt_length)
 
 
 def prefix_sharing_batches(ids_T: Tensor, prompt_length: int, layout: str) -> list[dict[str, Any]]:
-    """Return the batches of a step.
+    """Return the batches of a step on a prompt with several completions.
 
     Args:
-        ids_T: Token ids of the prompt, then of the completions, ``[prompt_and_completion_tokens(prompt)]``.
-        prompt_length: Number of prompt tokens.
+        ids_T: Token ids of the prompt, then of all completions: ``[prompt_and_completion_tokens(prompt_length)]``.
         layout: Layout: ``shared``, ``batch`` or ``turns``.
     """
     shared, last = ids_T[: prompt_length - 1], ids_T[prompt_length - 1 : prompt_length]
@@ -301,12 +298,12 @@ def prefix_sharing_batches(ids_T: Tensor, prompt_length: int, layout: str) -> li
 
 
 class Worker:
-    """A process that holds a :class:`MeasuredModel` and calls its methods on request."""
+    """Child process that holds a :class:`MeasuredModel` and calls its methods on request."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
         self.failed = ""
-        """Reason why the last request failed; empty if it was answered."""
+        """Reason why the last request failed; empty if it succeeded."""
         self._start()
 
     def _start(self) -> None:
@@ -314,12 +311,13 @@ class Worker:
         self._busy = False
 
     def ask(self, request: str, *args: Any) -> dict[str, Any]:
-        """Return the worker's answer to a request; if it fails, return {} and set ``failed`` to the reason.
+        """Call the :class:`MeasuredModel` method ``request`` in the child process and return its result.
 
-        A process that has ended is started again.
+        If the call fails, {} is returned and the attribute ``failed`` has the reason. A child process that has ended is
+        started again.
 
         Raises:
-            RunError: The request failed because of a bug, not because of a limit of the machine.
+            RunError: The call failed because of a bug in StreamTune.
         """
         if not self._child.process.is_alive():
             self.close()
@@ -340,12 +338,12 @@ class Worker:
         return {} if self.failed else answer
 
     def close(self) -> None:
-        """End the process; a running step is not waited for."""
+        """End the process without waiting for a running step."""
         self._child.close(seconds=0 if self._busy else 10)
 
 
 def _serve_requests(connection: Connection, job: Job) -> None:
-    """Run in the worker process: build the model once, then measure on request until the connection closes."""
+    """Build the model, then answer requests until the connection closes; runs in the worker process."""
     subject: MeasuredModel | None = None
     answer: dict[str, Any]
     while True:

@@ -1,4 +1,4 @@
-"""Rows of the named tables: what to measure, the figures, and the file from which a stopped table resumes."""
+"""Rows of the tables of ``streamtune bench --table``, and the JSON file from which an interrupted table resumes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from streamtune.train.staging import check_output_files, write_output
 TableName = Literal["bp-time", "max-length", "memory", "ablation", "prefix-sharing"]
 
 DEFAULT = "the recipe's schedule"
-"""Label of the row with which an ablation compares all other rows."""
+"""Label of the ablation row to which all other rows are compared."""
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,9 @@ class Entry:
     """A row of a benchmark table, before it is measured.
 
     Attributes:
-        case: The measurement.
-        label: Name of the row.
+        case: Training method, length and schedule to measure.
         section: Heading above the row; empty if the table has no sections.
-        to_checkpoint, to_default: True if other rows' column of that name is relative to this row's step time.
+        to_checkpoint, to_default: True if the column of this name divides step times by this row's step time.
     """
 
     case: Case
@@ -39,7 +38,7 @@ class Entry:
     to_default: bool = False
 
     def new_row(self) -> TableRow:
-        """Return a row for this entry, without figures."""
+        """Return a row for this entry, without measurements."""
         case = self.case
         schedule = {**asdict(case.schedule), "offload_dir": None} if case.mode.startswith("stream") else None
         return TableRow(case.mode, case.length, self.label, self.section, schedule)
@@ -47,19 +46,19 @@ class Entry:
 
 @dataclass(frozen=True)
 class TableRow:
-    """Results of one row of a benchmark table; None if not measured.
+    """Measurements of one row of a benchmark table; a field is None if it was not measured.
 
     Attributes:
-        schedule: Schedule of a streamed step; None for other modes.
-        error: Reason why there are no figures; empty if there are.
+        schedule: Schedule of a streamed step; None for other training methods.
+        error: Reason why the measurement failed; empty if it succeeded.
         peak_bytes: Peak memory on the device, with weights and gradients.
-        terms: Bytes at the peak, by purpose.
-        activation_bytes: Peak beyond weights, gradients and stored layer inputs, including the head.
-        layer_activation_bytes: The same peak without the head.
-        host_bytes, disk_bytes: Peaks of the bytes offloaded to host and disk.
+        terms: Parts of the peak in bytes: weights, gradients, activations and others.
+        activation_bytes: Peak memory beyond weights, gradients and stored layer inputs.
+        layer_activation_bytes: Same as ``activation_bytes``, in a step without the LM head.
+        host_bytes, disk_bytes: Peak bytes of tensors offloaded to host memory and to disk.
         forward_s, backward_s: Median seconds of the forward and of the backward.
-        to_checkpoint, to_default: Step time divided by gradient checkpointing's and by the default schedule's; medians
-            over paired steps.
+        to_checkpoint, to_default: Step time divided by the step time of gradient checkpointing, and of the recipe's
+            schedule; medians over the timed steps.
         loss, grad_norm: Loss and gradient norm of the first step.
         max_length: Longest sequence that fits, in tokens; None if it was not searched.
     """
@@ -91,15 +90,13 @@ class TableRow:
 
 @dataclass
 class TableReport:
-    """A measured table, with the command, the settings and the machine of its figures.
+    """A measured table, with the command, settings and machine that produced it.
 
     Attributes:
-        table: Name of the table.
-        command: Command line that measures the table again.
-        asked: Settings on which the figures depend; finished rows are reused only if all are equal.
-        env: Machine and versions.
-        rows: Measured rows.
-        absent: Reason for each mode that could not run here.
+        command: Command line that reproduces the table.
+        asked: Settings that affect the measurements; saved rows are reused only if all settings are equal.
+        env: Machine, library versions and size of the model.
+        absent: {training method: reason why it could not run}.
     """
 
     table: TableName
@@ -123,7 +120,6 @@ class TableReport:
         return ("GiB", 1 << 30) if largest >= 16 << 30 else ("MiB", 1 << 20)
 
     def describe(self) -> str:
-        """Return one line about model, batch size and machine."""
         env = self.env
         million = env["parameters"] / 1e6
         size = f"{million / 1000:.1f}B" if million >= 1000 else f"{million:.1f}M"
@@ -136,12 +132,14 @@ class TableReport:
         return f"{model}, batch {env['batch_size']}; {machine}, torch {env['torch']}"
 
     def find_row(self, entry: Entry) -> TableRow | None:
-        """Return the measured row of ``entry``; None if it is not measured yet."""
         asked = (entry.case.mode, entry.case.length, entry.label)
         return next((row for row in self.rows if (row.mode, row.length, row.label) == asked), None)
 
     def relative_errors(self, row: TableRow) -> dict[str, float]:
-        """Return relative errors of loss and gradient norm against plain autograd (or else checkpointing)."""
+        """Return the relative errors of a row's loss and gradient norm; empty if they cannot be computed.
+
+        The true values are plain autograd's; if it was not measured, gradient checkpointing's.
+        """
         for mode in ("plain", "checkpoint"):
             truth = next(
                 (r for r in self.rows if (r.mode, r.length) == (mode, row.length) and r.loss is not None), None
@@ -152,7 +150,6 @@ class TableReport:
         return {}
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON document of ``streamtune bench --table NAME --json``."""
         return {**vars(self), "rows": [{**asdict(row), "errors": self.relative_errors(row)} for row in self.rows]}
 
     def save(self, folder: Path) -> Path:
@@ -181,13 +178,11 @@ class TableReport:
 
 
 def ablation_entries(schedule: Schedule, length: int, num_layers: int, folder: str) -> list[Entry]:
-    """Return the entries of an ablation: baselines, schedules that differ in one choice, and a few combinations.
+    """Return the rows of the table ``ablation``: baselines, and schedules that change one or a few settings.
 
     Args:
-        schedule: Schedule with which the others are compared.
-        length: Number of tokens in a row.
-        num_layers: Number of decoder layers of the model.
-        folder: Folder for schedules that offload to disk.
+        schedule: Schedule to change.
+        folder: Folder for tensors that schedules offload to disk.
     """
     entries = [
         Entry(Case("plain", length), LABELS["plain"], "compared with"),
@@ -238,7 +233,7 @@ def _ablation_schedules(
 
 
 def _nearby_chunk_sizes(chunk_size: int, length: int) -> list[int]:
-    """Return 1/4, 1/2, 2 and 4 times a size, at most ``length`` and without the size itself."""
+    """Return 1/4, 1/2, 2 and 4 times ``chunk_size``, at least 1 and at most ``length``, without ``chunk_size``."""
     return sorted(
         {min(length, max(1, s)) for s in (chunk_size // 4, chunk_size // 2, 2 * chunk_size, 4 * chunk_size)}
         - {chunk_size}
@@ -246,11 +241,11 @@ def _nearby_chunk_sizes(chunk_size: int, length: int) -> list[int]:
 
 
 def maxlen_entries(schedule: Schedule, folder: str) -> list[Entry]:
-    """Return the rows of the table of longest lengths: plain autograd, checkpointing, and streaming schedules.
+    """Return the rows of the table ``max-length``: plain autograd, gradient checkpointing, and schedules of streaming.
 
     Args:
         schedule: Base schedule; the other schedules change the fields that their labels name.
-        folder: Folder for schedules that offload to disk.
+        folder: Folder for tensors that schedules offload to disk.
     """
     host, disk = {"offload": "host"}, {"offload": "disk", "offload_dir": folder}
     least = {"levels": 2, "stream_grads": True}
@@ -271,7 +266,6 @@ def maxlen_entries(schedule: Schedule, folder: str) -> list[Entry]:
 
 
 def mode_entries(modes: Sequence[Mode], length: int, schedule: Schedule) -> list[Entry]:
-    """Return a table row to measure for each training method at one length."""
     return [
         Entry(
             Case(mode, length, schedule),
@@ -284,7 +278,7 @@ def mode_entries(modes: Sequence[Mode], length: int, schedule: Schedule) -> list
 
 
 def prefix_sharing_entries(prompt_length: int, schedule: Schedule) -> list[Entry]:
-    """Return the rows to measure for a prompt with several completions: three streamed layouts, and checkpointing."""
+    """Return the rows of the table ``prefix-sharing``: three layouts with streaming, and gradient checkpointing."""
     layouts: tuple[Layout, ...] = ("batch", "turns", "shared")
     rows = [
         Entry(

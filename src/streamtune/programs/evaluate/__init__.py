@@ -1,1 +1,1 @@
-"""Evaluate a trained model on the rows of a recipe, streamed as in training."""
+"""Evaluate a trained model on the rows of a recipe, with the chunked forward pass of training."""

@@ -1,4 +1,4 @@
-"""``streamtune eval`` scores a model on the rows of a recipe; ``streamtune teach`` saves a teacher's top-k tokens."""
+"""Commands ``streamtune eval`` (score a model) and ``streamtune teach`` (save a teacher's top-k log-probabilities)."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def evaluate(
 
 
 def _run_recipe_path(model: Path) -> Path | None:
-    """Return the recipe of the run that is, or contains, the folder ``model``; None if there is none."""
+    """Return ``recipe.yaml`` of the run in the folder ``model`` or one of its three parents; None without a run."""
     here = model.resolve()
     for folder in (here, *list(here.parents)[:3]):
         if (folder / "run.json").is_file() and (folder / "recipe.yaml").is_file():
@@ -190,14 +190,14 @@ def _parse_percent(text: str) -> float:
 
 NEEDLE_TITLE = "needle, by depth and length"
 BAR = 16
-"""Width of the longest bar, in columns."""
+"""Width of the longest bar, in characters."""
 
 
 def print_evaluation(results: Mapping[str, Any]) -> None:
-    """Print an evaluation: a result line for each split and test, then their tables.
+    """Print one line of results for each split and test, then tables.
 
     Args:
-        results: The document from :func:`streamtune.programs.evaluate.evaluate.evaluate_model`.
+        results: Return value of :func:`streamtune.programs.evaluate.evaluate.evaluate_model`.
     """
     for split, part in results["splits"].items():
         print_labelled(Text(f"{split}: ", style="bold"), Text(_describe_split(part)))
@@ -234,11 +234,10 @@ def _describe_split(split_results: Mapping[str, Any]) -> str:
 
 
 def _describe_needles(needle_results: Mapping[str, Any]) -> str:
-    """Return the result of the needle-in-a-haystack test in one line."""
     cells = needle_results["cells"]
     matched, trials = sum(cell["matched"] for cell in cells), sum(cell["trials"] for cell in cells)
     lengths = f"{min(needle_results['lengths']):,} to {max(needle_results['lengths']):,} tokens"
-    return f"{matched:,} of {trials:,} codes found by greedy decoding, in prompts of {lengths}"
+    return f"hidden code found in {matched:,} of {trials:,} prompts by greedy decoding; lengths {lengths}"
 
 
 def _print_losses(split: str, split_results: Mapping[str, Any]) -> None:
@@ -262,7 +261,6 @@ def _print_losses(split: str, split_results: Mapping[str, Any]) -> None:
 
 
 def _print_metrics(split: str, split_results: Mapping[str, Any]) -> None:
-    """Print the mean and standard error of each metric; with several datasets, also its mean in each."""
     sets = split_results["sets"] if len(split_results["sets"]) > 1 else []
     first = (
         max([len(safe_text(name)) for name in split_results["metrics"]] + [20]) + 24
@@ -295,15 +293,18 @@ def _print_needles(needle_results: Mapping[str, Any]) -> None:
         _print_indented_table(table)
     out.print(
         Text(
-            "Each cell: trials whose greedy answer begins with the code, then how many nats the needle adds to the "
-            "log-probability of an answer token."
+            "Each cell: greedy answers that begin with the code / all answers, then the gain in log-probability per "
+            "answer token (nats) from the needle in the prompt."
         )
     )
     out.print()
 
 
 def _group_fitting_columns(column_names: Sequence[str], first_width: int) -> list[range]:
-    """Return consecutive groups of columns, each as many as fit beside a first column of ``first_width`` characters."""
+    """Return consecutive ranges of column indices, each as many columns as fit on the screen.
+
+    Every range leaves room for a first column of ``first_width`` characters.
+    """
     groups: list[range] = []
     start, used = 0, first_width
     for index, name in enumerate(column_names):
@@ -335,7 +336,7 @@ def _print_indented_table(table: Table) -> None:
 
 
 def _draw_value_bar(value: float, values: Sequence[float]) -> str:
-    """Return a bar: one column wide for the lowest of ``values``, :data:`BAR` columns for the highest."""
+    """Return a bar: 1 character for the lowest of ``values``, :data:`BAR` characters for the highest."""
     low, high = min(values), max(values)
     part = (1 + (BAR - 1) * (value - low) / ((high - low) or 1.0)) / BAR
     if not out.encoding.lower().startswith("utf"):
@@ -385,18 +386,18 @@ def teach(
         from streamtune.programs.evaluate.teach import teach as ask
     for note in loaded.notes:
         print_note(note)
-    with err.status("asking the teacher") as status:
+    with err.status("running the teacher model") as status:
 
         def progress(name: str, done: int, total: int) -> None:
-            status.update(f"asking the teacher: {done:,} of {total:,} {name}")
+            status.update(f"running the teacher model: {done:,} of {total:,} {name}")
 
         found = ask(loaded, output, top_k=top_k, feedback=Feedback(notify=print_note, progress=progress))
     if as_json:
         print_json(found)
         return
     out.print(
-        f"written: {output}, {show_size(found['bytes'])}; the top {found['k']} tokens of {found['teacher']} at "
-        f"{found['targets']:,} targets of {int(found['rows']):,} rows",
+        f"written: {output}, {show_size(found['bytes'])}; top {found['k']} tokens of {found['teacher']} for each of "
+        f"{found['targets']:,} trained tokens in {int(found['rows']):,} rows",
         soft_wrap=True,
         markup=False,
     )

@@ -1,4 +1,4 @@
-"""Write the files of an evaluation: eval.json, a plot of loss by position, and a heat map of the needle probe.
+"""Write ``eval.json``, a plot of the loss by position, and a heat map of the needle-in-a-haystack test.
 
 ``eval.json`` lists the files that were written with it. The next evaluation replaces these files and no others.
 """
@@ -25,17 +25,19 @@ FIX = "give another --output DIR"
 
 
 def check_output_folder(folder: Path) -> None:
-    """Create the folder for results and check that it is writable, before hours are spent on the evaluation.
+    """Create the output folder, and check that results can be written to it.
 
     Raises:
-        ArgumentError: The folder is not writable, or holds a file of the same name that no evaluation wrote.
+        ArgumentError: The folder is not writable, or a file of :data:`NAMES` exists that no evaluation wrote.
     """
     replaceable = _earlier_file_names(folder)
     for name in NAMES:
         path = folder / name
         if (path.exists() or path.is_symlink()) and name not in replaceable:
             raise ArgumentError(
-                f"{path} exists, and no evaluation wrote it; it is not overwritten", where="--output", fix=FIX
+                f"{path} exists and was not written by `streamtune eval`; it is not overwritten",
+                where="--output",
+                fix=FIX,
             )
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -48,7 +50,7 @@ def check_output_folder(folder: Path) -> None:
 
 
 def _earlier_file_names(folder: Path) -> set[str]:
-    """Return the names of the files that the last evaluation wrote to a folder."""
+    """Return the names of the files in the folder that its ``eval.json`` lists."""
     path = folder / DOCUMENT
     if path.is_symlink():
         return set()
@@ -59,12 +61,12 @@ def _earlier_file_names(folder: Path) -> set[str]:
 
 
 def write_results(folder: Path, results: dict[str, Any], *, title: str) -> list[Path]:
-    """Write the document and its pictures, remove pictures of an earlier evaluation, and return the written paths.
+    """Write ``eval.json`` and its plots, delete outdated plots, and return the written paths.
 
     Args:
         folder: Folder that :func:`check_output_folder` has checked.
-        results: Document of the evaluation; its entry ``files`` is set.
-        title: Name of the model, shown on the pictures.
+        results: Contents of ``eval.json``; the entry ``files`` is set.
+        title: Name of the model, shown as the title of each plot.
 
     Raises:
         RunError: A file cannot be written.
@@ -94,12 +96,12 @@ SPLIT_STYLES: dict[str, dict[str, Any]] = {
     "train": {"color": COLOURS["checkpoint"], "marker": "s", "linestyle": "--"},
 }
 WHITE_TEXT_ABOVE = 0.55
-"""Probability above which the text of a cell is white, because the cell is dark."""
+"""Probability above which the text of a heat-map cell is white, because the cell is dark."""
 
 
 @with_default_style
 def plot_loss_by_position(split_results: Mapping[str, Any], *, title: str) -> bytes | None:
-    """Return a PNG of loss by position, with a band of two standard errors; None if no split has positions."""
+    """Return a PNG of the loss by position, with bands of two standard errors; None if no split has positions."""
     # Slow to import, and only needed here. Figures made without pyplot need no display.
     from matplotlib.figure import Figure
 
@@ -120,7 +122,7 @@ def plot_loss_by_position(split_results: Mapping[str, Any], *, title: str) -> by
     axes.set_xscale("log", base=2)
     axes.set_xticks(ends, [_show_tokens(end) for end in ends])
     axes.minorticks_off()
-    axes.set_xlabel("position in the row (tokens before)", color=INK)
+    axes.set_xlabel("position in the row (number of preceding tokens)", color=INK)
     axes.set_ylabel("loss per trained token (nats)", color=INK)
     axes.grid(alpha=0.25)
     axes.legend(frameon=False, labelcolor=INK)
@@ -130,10 +132,10 @@ def plot_loss_by_position(split_results: Mapping[str, Any], *, title: str) -> by
 
 @with_default_style
 def plot_needle_test(needle_results: Mapping[str, Any], *, title: str) -> bytes:
-    """Return a PNG of the needle-in-a-haystack test: a row for each depth, a column for each length.
+    """Return a PNG heat map of the needle-in-a-haystack test: a row for each depth, a column for each prompt length.
 
-    A cell shows how many answers were right, and by how many nats per answer token the needle raises the
-    log-probability. Its shade is the probability of an answer token.
+    The colour of a cell is the geometric mean of the probabilities of the answer tokens. Its text is the number of
+    correct greedy answers, and the gain in log-probability per answer token (nats) from the needle.
     """
     from matplotlib.figure import Figure
 
@@ -167,7 +169,9 @@ def plot_needle_test(needle_results: Mapping[str, Any], *, title: str) -> bytes:
     bar = figure.colorbar(image, ax=axes, pad=0.02)
     bar.set_label("probability of an answer token\n(geometric mean)", color=INK)
     figure.supxlabel(
-        "in each cell: matching answers / trials, and the gain of the needle in nats per token", fontsize=8
+        "in each cell: correct greedy answers / all answers,\n"
+        "and the gain in log-probability per answer token (nats) from the needle",
+        fontsize=8,
     )
     return _render_png(figure, axes, title)
 

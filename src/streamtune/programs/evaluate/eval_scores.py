@@ -1,9 +1,11 @@
-"""Scores of rows by set: token losses by position, and the metrics of preference pairs and of prompts.
+"""Evaluation metrics by dataset and position: losses of tokens (``sft``), metrics of preference pairs and of prompts.
 
-set         the rows of one file or dataset
-positions   buckets: 0 to 15, then by powers of two
-context     mean loss in the first third of a row's trained positions minus the mean loss in the last third;
-            a positive value is a sign that more context helps
+Entries of ``eval.json``:
+
+    sets        results of each file or dataset
+    positions   losses by token position: 0 to 15, 16 to 31, 32 to 63, and so on
+    context     mean loss in the first third of a row's trained positions, minus the mean loss in the last third;
+                a positive value suggests that more context helps
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ LEAST_TOKENS = 3
 
 @dataclass(frozen=True)
 class ScoringModel:
-    """A streamed model that scores rows, in bfloat16 or in the dtype of its weights."""
+    """A model on which :func:`streamtune.stream` was called, with its device; ``bf16`` selects bfloat16 autocast."""
 
     handle: StreamHandle
     model: Any
@@ -38,12 +40,11 @@ class ScoringModel:
     bf16: bool
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Return the autocast context for calls of the model."""
         return train.autocast(self.device, self.bf16)
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
-    """Return the mean and its standard error (None for a single value)."""
+    """Return the mean and its standard error; the error is None for a single value."""
     count = len(values)
     mean = math.fsum(values) / count
     if count < 2:
@@ -53,21 +54,21 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
 
 @dataclass
 class LossSum:
-    """Number, sum and sum of squares of token losses."""
+    """Number, sum and sum of squares of token losses, in nats."""
 
     tokens: int = 0
     total: float = 0.0
     squares: float = 0.0
 
     def add(self, losses: torch.Tensor) -> None:
-        """Add token losses, ``[K]``."""
+        """Add the losses of K tokens, ``[K]``."""
         wide = losses.double()
         self.tokens += wide.numel()
         self.total += float(wide.sum())
         self.squares += float(wide.square().sum())
 
     def to_json(self) -> dict[str, Any]:
-        """Return token count, mean loss in nats, its standard error if tokens were independent, and perplexity."""
+        """Return token count, mean loss (nats), its standard error (tokens taken as independent), and perplexity."""
         if not self.tokens:
             return {"tokens": 0, "loss": None, "standard_error": None, "perplexity": None}
         mean = self.total / self.tokens
@@ -79,17 +80,17 @@ class LossSum:
 
 @dataclass
 class LossSums:
-    """Losses of rows by dataset, by position bucket, and by first and last third of a row."""
+    """Token losses of a split, summed by dataset and by range of positions."""
 
     rows: dict[str, int] = field(default_factory=dict)
     sets: dict[str, LossSum] = field(default_factory=dict)
     buckets: dict[int, LossSum] = field(default_factory=dict)
     whole: LossSum = field(default_factory=LossSum)
     thirds: list[tuple[float, float]] = field(default_factory=list)
-    """Mean loss in the first and in the last third of each row's trained positions."""
+    """(mean loss in the first third, mean loss in the last third) of the trained positions, for each row."""
 
     def add(self, name: str, losses_K: torch.Tensor, positions_K: torch.Tensor) -> None:
-        """Add a row's token losses to the dataset ``name``; ``positions_K`` are their ascending positions."""
+        """Add the losses of a row's trained tokens to the dataset ``name``; their positions must ascend."""
         self.rows[name] = self.rows.get(name, 0) + 1
         self.sets.setdefault(name, LossSum()).add(losses_K)
         self.whole.add(losses_K)
@@ -103,7 +104,7 @@ class LossSums:
             self.thirds.append((float(early.double().mean()), float(late.double().mean())))
 
     def to_json(self) -> dict[str, Any]:
-        """Return a split's entry of eval.json."""
+        """Return the entry of the split in ``eval.json``."""
         bounds = list(_position_buckets(1 << 62))
         return {
             "rows": sum(self.rows.values()),
@@ -117,7 +118,7 @@ class LossSums:
         }
 
     def _last_third_gain(self) -> dict[str, Any] | None:
-        """Return how much lower the loss is in the last third of a row than in the first; None if rows are too short.
+        """Return the mean drop in loss from the first to the last third of a row; None if all rows are too short.
 
         The standard error is over rows, not tokens, because tokens of one row are correlated.
         """
@@ -138,7 +139,7 @@ def describe_context_gain(context: dict[str, Any] | None) -> str:
     """Return a sentence that says whether more context helps.
 
     Args:
-        context: The entry ``context`` of a split.
+        context: Entry ``context`` of a split in ``eval.json``.
     """
     if context is None:
         return "Cannot tell whether more context helps: no row has three trained tokens."
@@ -165,18 +166,14 @@ def score_rows(
     rows_done: Callable[[int, int], None],
     names: Sequence[str] | None = None,
 ) -> LossSums:
-    """Return the losses of rows, scored in right-padded batches.
+    """Return the token losses of rows, computed in right-padded batches.
 
     Rows that training packs are scored one by one. The losses are equal, because packed rows do not attend to each
     other.
 
     Args:
-        streamed: Model to score with; its training or evaluation mode is restored.
-        rows: Rows to score.
-        batch_size: Number of rows in a batch.
-        pad_token_id: Token that pads shorter rows.
-        rows_done: Called after each batch with the number of rows done and the total.
-        names: Name of each row's set in the results; None: its file or dataset.
+        rows_done: Called after each batch with the number of finished rows and the number of all rows.
+        names: Dataset name of each row in the results; None takes the file or dataset that the row comes from.
     """
     sums = LossSums()
     model = streamed.model
@@ -199,14 +196,14 @@ def _collate_rows(rows: Sequence[data.Example], pad_token_id: int) -> train.Micr
 
 
 def set_name_of_origin(origin: str) -> str:
-    """Return ``path`` of an origin ``path:row``; a file of Python's standard library gives ``python-stdlib``."""
+    """Return ``path`` of an origin ``path:row``; for files of Python's standard library, ``python-stdlib``."""
     if origin.startswith("stdlib:"):
         return "python-stdlib"
     return origin.rpartition(":")[0] or origin
 
 
 def _position_buckets(length: int) -> Iterator[tuple[int, int, int]]:
-    """Yield ``(number, first, end)`` of each position bucket below ``length``: 0 to 15, then by powers of two."""
+    """Yield ``(index, first, end)`` of each range of positions: 0 to 15, 16 to 31, 32 to 63, up to ``length``."""
     first, last, number = 0, 16, 0
     while first < length:
         yield number, first, last
@@ -221,18 +218,16 @@ SumAndCount = tuple[float, float]
 
 @dataclass
 class MetricSums:
-    """Sums and counts of metrics, by batch."""
+    """Sum and count of each metric in each batch, and the number of rows."""
 
     batches: dict[str, list[SumAndCount]] = field(default_factory=dict)
     rows: int = 0
 
     def add(self, metrics: Mapping[str, SumAndCount]) -> None:
-        """Add the sums and counts of a batch."""
         for name, part in metrics.items():
             self.batches.setdefault(name, []).append((float(part[0]), float(part[1])))
 
     def join(self, other: MetricSums) -> None:
-        """Add the sums, counts and rows of ``other``."""
         for name, parts in other.batches.items():
             self.batches.setdefault(name, []).extend(parts)
         self.rows += other.rows
@@ -243,7 +238,10 @@ class MetricSums:
 
 
 def _mean_over_batches(parts: Sequence[SumAndCount]) -> dict[str, float | None]:
-    """Return the mean and its standard error over batches; None if there are too few batches."""
+    """Return the mean of a metric, weighted by count, and its standard error over batches.
+
+    With one batch the error is None; without counts, both are None.
+    """
     parts = [part for part in parts if part[1] > 0]
     count = math.fsum(size for _, size in parts)
     if not count:
@@ -265,15 +263,14 @@ def measure_rows(
     rows_done: Callable[[int, int], None],
     names: Sequence[str] | None = None,
 ) -> dict[str, Any]:
-    """Return a split's entry of eval.json: the objective's metrics, by dataset.
+    """Return a split's entry in ``eval.json``: the objective's metrics, for all rows and by dataset.
 
     Args:
-        task: Task of the recipe.
-        make_run: Function that returns a run (model, batches, objective) with the given rows held out.
+        make_run: Function that returns a run whose held-out rows are the given rows.
         rows: Preference pairs, single completions, or prompts.
         bf16: True to compute in bfloat16.
-        rows_done: Called after each batch with the number of rows done and the total.
-        names: Name of each row's set in the results; None: its file or dataset.
+        rows_done: Called after each batch with the number of finished rows and the number of all rows.
+        names: Dataset name of each row in the results; None takes the file or dataset that the row comes from.
     """
     groups: dict[str, list[Any]] = {}
     for place, row in enumerate(rows):
@@ -296,7 +293,7 @@ def measure_rows(
 def _measure_batches(
     task: Task[Any], built: BuiltRun, *, bf16: bool
 ) -> Iterator[tuple[Mapping[str, SumAndCount], int]]:
-    """Yield each batch's metrics (with the loss) and number of rows."""
+    """Yield, for each batch, its metrics (loss included) and its number of rows."""
     training = task.make_training(built)
     (make_batches,) = training.held_out.values()  # all rows are of one set
     with train.evaluation_mode(built.model), train.preserve_rng(), built.handle.routers.without_losses():

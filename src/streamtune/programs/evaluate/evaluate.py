@@ -43,28 +43,28 @@ SPLITS = ("held-out", "train", "all")
 
 @dataclass(frozen=True, kw_only=True)
 class EvalOptions:
-    """Options of an evaluation."""
+    """Options of ``streamtune eval``."""
 
     split: str = "held-out"
     """Split to score, one of :data:`SPLITS`."""
     max_rows: int | None = None
-    """Maximum number of rows of each split; None scores all."""
+    """Maximum number of rows of each split; None means all."""
     needle: NeedleOptions | None = None
-    """Options of the needle probe; None skips it."""
+    """Options of the needle-in-a-haystack test; None skips it."""
     lm_eval: tuple[str, ...] = ()
     """Tasks of lm-evaluation-harness to run."""
 
 
 @dataclass(frozen=True)
 class Feedback:
-    """Callbacks of an evaluation."""
+    """Callbacks that report the progress of an evaluation."""
 
     notify: Callable[[str], None] = lambda message: None
-    """Called with each note for the user, one sentence."""
+    """Called with each note to show to the user."""
     doing: Callable[[str], AbstractContextManager[Any]] = field(default=nullcontext)
-    """Returns a context manager that shows a message during slow work."""
+    """Called with a message before slow work; returns a context manager that shows the message."""
     progress: Callable[[str, int, int], None] = lambda name, done, total: None
-    """Called with a unit, the number done and the total number."""
+    """Called with a unit such as ``rows``, the number of finished units and the number of all units."""
 
 
 def evaluate_model(
@@ -73,17 +73,17 @@ def evaluate_model(
     options: EvalOptions | None = None,
     feedback: Feedback | None = None,
 ) -> dict[str, Any]:
-    """Evaluate a model and return the JSON document of ``streamtune eval``.
+    """Evaluate a model and return the results, as ``streamtune eval --json`` prints them.
 
     Args:
         loaded: Recipe whose rows are scored.
         trained: Model from :func:`streamtune.programs.export.source.find_trained`.
-        options: Parts of the evaluation, and their limits.
+        options: Splits and tests to run, and their limits.
         feedback: Callbacks for notes and progress.
 
     Raises:
         ArgumentError: The split has no rows, or an option contradicts the recipe.
-        UserError: Another error, with the recipe's line.
+        UserError: The recipe, its data or the model is invalid; ``where`` is the line of the recipe.
     """
     options, feedback = options or EvalOptions(), feedback or Feedback()
     notify, doing = feedback.notify, feedback.doing
@@ -121,7 +121,7 @@ def evaluate_model(
                 reference_bytes=0 if held is None else device_model_bytes(held),
             )
         with stream_model(recipe, found.model, schedule) as handle:
-            with doing("checking that this model streams exactly"):
+            with doing("checking that streaming does not change the model's results"):
                 handle.check()
             reference = make_eval_reference(task, found.model, handle, held)
             evaluation = _Evaluation(task, found.model, tokenizer, prepared, handle, device, share, reference, feedback)
@@ -131,7 +131,7 @@ def evaluate_model(
             needle = None
             if options.needle is not None:
                 # Training stores the keys and values of one layer at a time, generation stores them for all layers.
-                with _explain_out_of_memory("running the needle probe", "give shorter --needle-lengths"):
+                with _explain_out_of_memory("running the needle-in-a-haystack test", "give shorter --needle-lengths"):
                     needle = evaluation.probe_needles_in_rows(sources, options.needle, lengths)
         harness = None
         if options.lm_eval:
@@ -158,7 +158,7 @@ def evaluate_model(
 
 @dataclass(frozen=True)
 class _Evaluation:
-    """The model, tokenizer and rows that one evaluation uses."""
+    """Model, tokenizer and rows of one evaluation."""
 
     task: Task[Any]
     model: Any
@@ -171,7 +171,7 @@ class _Evaluation:
     feedback: Feedback
 
     def evaluate_split(self, rows: Sequence[Any], names: Sequence[str] | None) -> dict[str, Any]:
-        """Return a split's entry of eval.json; ``names`` has each row's name in ``eval_datasets``."""
+        """Return a split's entry in ``eval.json``; ``names`` are the rows' dataset names from ``eval_datasets``."""
         recipe = self.task.recipe
         rows_done = partial(self.feedback.progress, "rows")
         if self.task.scores_completions:
@@ -192,7 +192,7 @@ class _Evaluation:
         return ScoringModel(self.handle, self.model, self.device, bool(self.task.recipe.bf16))
 
     def _make_run(self, rows: Sequence[Any]) -> BuiltRun:
-        """Return a run (model, batches, objective) with ``rows`` held out; nothing is written to its folder."""
+        """Return a run whose held-out rows are ``rows``; no file is written."""
         prepared = self.task.replace_held_out_rows(self.prepared, rows)
         batches = self.task.make_batch_maker(prepared, self.tokenizer, share=self.share)
         world = train.WORLD
@@ -215,7 +215,7 @@ class _Evaluation:
     def probe_needles_in_rows(
         self, sources: Sequence[data.Source], options: NeedleOptions, lengths: Sequence[int]
     ) -> dict[str, Any]:
-        """Run the needle-in-a-haystack test and return its entry of eval.json."""
+        """Run a needle-in-a-haystack test in text of the rows, and return its entry in ``eval.json``."""
         recipe = self.task.recipe
         stack = gather_haystack(
             data.iter_texts(sources, on_bad_row=recipe.on_bad_row, max_bad_rows=recipe.max_bad_rows),
@@ -231,7 +231,7 @@ class _Evaluation:
 
 @contextmanager
 def _explain_out_of_memory(activity: str, fix: str) -> Iterator[None]:
-    """Context manager: raise an OutOfMemoryError that names ``activity`` and ``fix`` if memory runs out."""
+    """Context manager: replace an out-of-memory error by an OutOfMemoryError that names ``activity`` and ``fix``."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -241,7 +241,7 @@ def _explain_out_of_memory(activity: str, fix: str) -> Iterator[None]:
 
 
 def _adapt_to_single_process(recipe: Recipe, notify: Callable[[str], None]) -> Recipe:
-    """Return the recipe for a single process, in which transformers (not vLLM) generates completions."""
+    """Return the recipe for one process, without data-loader workers, vLLM and supervised steps."""
     changes: dict[str, Any] = {"train_batch_size": None, "dataloader_num_workers": 0}
     if getattr(recipe, "use_vllm", False):
         notify("evaluation generates completions with transformers, not with vLLM")
@@ -252,7 +252,10 @@ def _adapt_to_single_process(recipe: Recipe, notify: Callable[[str], None]) -> R
 
 
 def _choose_splits(prepared: Any, options: EvalOptions) -> dict[str, tuple[Sequence[Any], Sequence[str] | None]]:
-    """Return {split: (rows, each row's name in ``eval_datasets`` or None)} of the requested splits."""
+    """Return split -> (rows, names) for the requested splits.
+
+    ``names`` has the dataset name of each row from ``eval_datasets``; None if the recipe has no ``eval_datasets``.
+    """
     split = options.split
     found = {"held-out": prepared.validation, "train": prepared.training}
     chosen: dict[str, tuple[Sequence[Any], Sequence[str] | None]] = {
@@ -284,7 +287,7 @@ LM_EVAL_OPTION = "--lm-eval"
 
 
 def check_lm_eval(tasks: Sequence[str]) -> None:
-    """Raise an ArgumentError if lm-evaluation-harness is not installed, or a task file does not exist."""
+    """Raise an ArgumentError if lm-evaluation-harness is not installed or a task file does not exist."""
     if find_spec("lm_eval") is None:
         raise ArgumentError(
             "lm-evaluation-harness is not installed",
@@ -303,14 +306,13 @@ def check_lm_eval(tasks: Sequence[str]) -> None:
 def run_lm_eval(
     model: Any, tokenizer: Any, tasks: Sequence[str], *, max_length: int, limit: int | None = None
 ) -> dict[str, dict[str, Any]]:
-    """Run tasks of lm-evaluation-harness and return each task's figures by name. The model is not streamed.
+    """Run tasks of lm-evaluation-harness without streaming, and return task -> metric -> value.
 
     Args:
         model: Model in evaluation mode, with its adapters.
-        tokenizer: Tokenizer of the model.
         tasks: Task names of the harness, or YAML files of tasks.
         max_length: Maximum number of tokens in a request; longer requests are truncated on the left.
-        limit: Maximum number of documents of each task; None is all.
+        limit: Maximum number of documents of each task; None means all.
 
     Raises:
         ArgumentError: A task is unknown.
@@ -346,7 +348,7 @@ def run_lm_eval(
 
 
 def _task_name(task: str) -> str:
-    """Return the name of a task that is given by its name or by its YAML file."""
+    """Return the name of a task; for a YAML file, the value of its line ``task:``."""
     if not task.endswith((".yaml", ".yml")):
         return task
     for line in Path(task).read_text(encoding="utf-8").splitlines():
@@ -357,7 +359,7 @@ def _task_name(task: str) -> str:
 
 
 def _numeric_figures(task_results: dict[str, Any]) -> dict[str, Any]:
-    """Return the numeric results of a task; ``acc,none`` becomes ``acc``."""
+    """Return the numeric metrics of a task, with the suffix ``,none`` of their names removed."""
     return {
         name.removesuffix(",none"): value
         for name, value in task_results.items()

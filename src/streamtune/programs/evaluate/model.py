@@ -1,7 +1,6 @@
-"""Load the models of an evaluation, the trained one and the reference, and plan its schedule.
+"""Load the trained model and the reference model of an evaluation, and plan the evaluation's schedule.
 
-The model is loaded as in training (:mod:`streamtune.programs.export.source`), with all weights frozen. A model without
-adapters is never quantised here, even if the recipe uses QLoRA.
+All weights are frozen. A model without adapters is not quantised, even if the recipe uses QLoRA.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ class EvaluatedModel:
 
     model: Any
     adapters: bool
-    """True if the model has adapters; with adapters switched off it is the model before training."""
+    """True if the model has adapters; with its adapters disabled, it is the model before training."""
 
 
 def load_evaluated_tokenizer(trained: TrainedModel, recipe: ModelKeys) -> Any:
-    """Load the tokenizer of a trained model; if it has no chat template, it gets the recipe's."""
+    """Load the tokenizer of a trained model; if it has no chat template, set the recipe's."""
     tokenizer = load_trained_tokenizer(
         trained, recipe.model_name_or_path if trained.base is None else None, recipe.trust_remote_code
     )
@@ -59,13 +58,11 @@ def load_evaluated(
 
     Args:
         trained: Model from :func:`streamtune.programs.export.source.find_trained`.
-        recipe: Recipe that gives the dtype, and the base model of adapters that do not name one.
-        tokenizer: Tokenizer from :func:`load_evaluated_tokenizer`.
-        device: Device of the weights.
-        notify: Called with a note if the adapters' base is not the recipe's model.
+        recipe: Recipe that sets the dtype, and the base model of adapters that do not record their base model.
+        notify: Called with a note if the adapters' base model is not the recipe's model.
 
     Raises:
-        ArgumentError: The model cannot be loaded, or its base is missing.
+        ArgumentError: The model cannot be loaded, or its base model is missing.
     """
     own = trained.loaded is not None and trained.settings.get("dtype") == recipe.dtype
     dtype = None if own or recipe.dtype in ("auto", "mixed") else recipe.dtype
@@ -90,14 +87,14 @@ def load_evaluated(
         notify=notify,
     )
     if recipe.finetuning_type == "qlora" and not trained.adapters:
-        notify("this model has no adapters: it is evaluated as it is, without the quantisation of the recipe")
+        notify("this model has no adapters: it is evaluated without the quantisation that the recipe sets")
     return EvaluatedModel(model, trained.adapters)
 
 
 def _choose_base_override(trained: TrainedModel, recipe: ModelKeys, notify: Notify) -> tuple[str | None, bool]:
-    """Return the base model that replaces the one the adapters record, and whether the recipe must build it.
+    """Return the base model to load, and True if that model has to be built from the recipe's configuration.
 
-    The base model is None if the adapters' own is used.
+    The base model is None if the base model that the adapters record is used.
     """
     if not trained.adapters:
         return None, False
@@ -109,7 +106,7 @@ def _choose_base_override(trained: TrainedModel, recipe: ModelKeys, notify: Noti
             return recipe_base, recipe_base is None
         if recipe_base is not None or recipe.model is None or recipe.model.init != made.get("init"):
             notify(
-                "the recipe's model is another one: the adapters are evaluated on the base model they were trained on"
+                "the recipe names a different model: the adapters are evaluated on the base model they were trained on"
             )
         return None, False
     if recipe_base is not None and _is_same_model(named, recipe_base):
@@ -118,7 +115,9 @@ def _choose_base_override(trained: TrainedModel, recipe: ModelKeys, notify: Noti
         notify(f"the adapters' base model {named} does not exist here: the recipe's model, {recipe_base}, is used")
         return recipe_base, False
     of_recipe = recipe_base if recipe_base is not None else "built from a configuration"
-    notify(f"the adapters are evaluated on their base model {named}; the recipe's model is another one: {of_recipe}")
+    notify(
+        f"the adapters are evaluated on their own base model, {named}; the recipe names a different model: {of_recipe}"
+    )
     return None, False
 
 
@@ -132,9 +131,9 @@ def _is_same_model(first: str, second: str) -> bool:
 
 
 def load_second_model(task: Task[Any], evaluated: EvaluatedModel, tokenizer: Any, device: torch.device) -> Any | None:
-    """Load the reference as a second model; None without a reference, or if it is the model without its adapters.
+    """Load the reference model: the model that the recipe names as reference, otherwise the model before training.
 
-    The reference is the model that the recipe names, otherwise the model before training.
+    Return None if the objective needs no reference, or if the reference is the trained model without its adapters.
 
     Raises:
         ArgumentError: The reference model does not exist, or its vocabulary differs.
@@ -150,7 +149,7 @@ def load_second_model(task: Task[Any], evaluated: EvaluatedModel, tokenizer: Any
 def make_eval_reference(
     task: Task[Any], model: Any, handle: StreamHandle, second_model: Any | None
 ) -> train.ModelReference | None:
-    """Return the reference model that the objective scores with; None if its loss uses none."""
+    """Return the reference model of the objective; None if the objective needs none."""
     if not task.uses_reference or not task.scores_completions:  # the teacher of sft is not used by evaluations
         return None
     return wrap_reference(task, model, handle, second_model)
@@ -168,10 +167,10 @@ def plan_evaluation(
     completions: Completions | None = None,
     reference_bytes: int = 0,
 ) -> Schedule | None:
-    """Return the schedule that the planner chooses for rows of ``length`` tokens; None if the recipe fixes it.
+    """Return the fastest schedule that fits in memory for rows of ``length`` tokens; None if the recipe sets one.
 
-    The plan is for a training step in which one small weight is trained, so other weights have no gradient and no
-    optimizer state. The plan counts layer inputs. An evaluation does not store them, so its memory is overestimated.
+    The planner simulates a training step in which one small weight is trained. Memory is overestimated, because a
+    training step stores layer inputs and an evaluation does not.
 
     Raises:
         ArgumentError: No schedule fits.
@@ -185,7 +184,7 @@ def plan_evaluation(
 
 @contextmanager
 def _make_one_weight_trainable(model: Any) -> Iterator[None]:
-    """Context manager: the first layer's smallest weight is trainable while active, as a planned step requires."""
+    """Context manager: make the first layer's smallest weight trainable, as the planner simulates training."""
     layer = decoder_layers(base_of(model))[0]
     weights = [each for each in layer.parameters() if each.is_floating_point()]
     smallest = min(weights, key=lambda each: each.numel())

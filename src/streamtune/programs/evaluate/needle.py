@@ -1,13 +1,13 @@
-"""Needle probe of retrieval: hide a sentence with a random code in text of the recipe, and ask for the code at the end.
+"""Needle-in-a-haystack test: hide a sentence with a random code in text of the recipe, and ask for the code at the end.
 
-    prompt   head, hay, needle, hay, question, tail     head and tail come from the chat template, if rows are messages
+    prompt   head, haystack, needle, haystack, question, tail    head and tail are from the chat template, if any
     answer   the code
 
-A cell is a length (prompt plus answer) and a depth of the needle in the hay. Key, code and the start of the hay are
-drawn from the seed, the length and the trial's number. So the same trial at two depths differs in the depth alone.
+A cell of the results is a length (prompt plus answer, in tokens) and a depth (percentage of the haystack before the
+needle). Code, wording and haystack of a trial depend on the seed, the length and the trial's number, not on the depth.
 
-    matched   the greedy completion begins with the code
-    gain      mean log-probability of an answer token, minus its value with hay in place of the needle
+    matched   number of trials whose greedy completion begins with the code
+    gain      mean log-probability of the answer tokens, minus its value with haystack in place of the needle
 """
 
 from __future__ import annotations
@@ -36,38 +36,38 @@ KEY_ADJECTIVES, KEY_ANIMALS = (
     ("amber", "cobalt", "crimson", "golden", "ivory", "olive", "silver", "violet"),
     ("badger", "falcon", "heron", "lynx", "otter", "raven", "salmon", "walrus"),
 )
-"""Words of a key: one of the first list, one of the second."""
+"""Adjectives and animals whose random combination names the code, such as ``amber badger``."""
 TEXT_PLACEHOLDER = "@@streamtune-needle@@"
 """Placeholder for the user's text while the chat template is rendered."""
 MIN_HAY = 16
-"""Minimum number of hay tokens in a prompt."""
+"""Minimum number of haystack tokens in a prompt."""
 EXTRA_TOKENS = 8
-"""Number of tokens generated beyond the answer's length."""
+"""Number of tokens generated beyond the length of the answer."""
 LONGEST_DEFAULT, SHORTEST_DEFAULT = 1024, 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class NeedleOptions:
-    """Lengths, depths and number of trials of a needle-in-a-haystack test."""
+    """Options of a needle-in-a-haystack test."""
 
     lengths: tuple[int, ...] = ()
-    """Numbers of tokens in prompt plus answer; if empty, :func:`default_lengths`."""
+    """Lengths of prompt plus answer, in tokens; if empty, :func:`default_lengths`."""
     depths: tuple[float, ...] = (0.0, 25.0, 50.0, 75.0, 100.0)
-    """Percentages of the hay that come before the needle."""
+    """Positions of the needle: percentage of the haystack before it."""
     trials: int = 3
-    """Number of trials of each cell."""
+    """Number of prompts for each length and depth."""
 
 
 @dataclass(frozen=True)
 class Haystack:
-    """Tokens from which needle-in-a-haystack prompts are made."""
+    """Token ids from which needle-in-a-haystack prompts are made."""
 
     hay: Ids
-    """Concatenated texts; a prompt repeats them if it needs more."""
+    """Token ids of concatenated texts; a prompt repeats them if it needs more."""
     head: list[int]
     tail: list[int]
     chat: bool
-    """True if the prompt is a user message; False if the answer continues plain text."""
+    """True if the prompt is a user message; False if it is plain text."""
     tokenizer: Any
 
     def encode(self, text: str) -> list[int]:
@@ -87,7 +87,7 @@ class Haystack:
         return needle, question, self.encode(f" {code}")
 
     def prompt(self, needle: Sequence[int], question: Sequence[int], start: int, hay: int, depth: float) -> list[int]:
-        """Return a prompt with ``hay`` tokens of hay from position ``start``, and the needle at ``depth`` percent."""
+        """Return a prompt with ``hay`` haystack tokens from index ``start``, and the needle at ``depth`` percent."""
         before = round(hay * depth / 100)
         straw = np.take(self.hay, range(start, start + hay), mode="wrap").tolist()
         return [*self.head, *straw[:before], *needle, *straw[before:], *question, *self.tail]
@@ -95,7 +95,7 @@ class Haystack:
 
 @dataclass(frozen=True)
 class _NeedleTrial:
-    """Random choices of one needle-in-a-haystack trial: needle, question, answer and surrounding text."""
+    """Randomly drawn content of a prompt; its haystack part has ``hay`` tokens from index ``start``."""
 
     needle: list[int]
     question: list[int]
@@ -106,7 +106,7 @@ class _NeedleTrial:
 
 
 def default_lengths(max_length: int) -> tuple[int, ...]:
-    """Return the powers of two from 1,024 to ``max_length``; if there are fewer than two, from 64."""
+    """Return the powers of two up to ``max_length``: from 1,024, or from 64 if ``max_length`` is below 2,048."""
     first = LONGEST_DEFAULT if max_length >= 2 * LONGEST_DEFAULT else SHORTEST_DEFAULT
     return tuple(1 << power for power in range(first.bit_length() - 1, max_length.bit_length()))
 
@@ -120,14 +120,12 @@ def gather_haystack(
     notify: Callable[[str], None],
     frame: data.ChatContext | None = None,
 ) -> Haystack:
-    """Return the text in which needles are hidden, made of the rows' texts.
+    """Tokenize the text in which needles are hidden.
 
     Args:
-        texts: Texts of the rows.
-        tokenizer: Tokenizer of the model.
-        chat: True if the model is trained on messages: the chat template then frames the prompt.
-        tokens: Maximum number of hay tokens.
-        notify: Called with a note if the texts are shorter than ``tokens`` and repeat.
+        chat: True to frame the prompt with the chat template.
+        tokens: Maximum number of haystack tokens.
+        notify: Called with a note if the texts repeat, or the chat template cannot be used.
         frame: System message, tools and variables of the chat template in training.
 
     Raises:
@@ -139,9 +137,9 @@ def gather_haystack(
         if len(hay) >= tokens:
             break
     if not hay:
-        raise ArgumentError("the rows have no text to hide a needle in", where="datasets")
+        raise ArgumentError("the rows have no text for the needle-in-a-haystack test", where="datasets")
     if len(hay) < tokens:
-        notify(f"the rows have only {len(hay):,} tokens of text: the needle probe repeats them")
+        notify(f"the rows have only {len(hay):,} tokens of text: the needle-in-a-haystack test repeats them")
     head, tail, chat = _tokens_around_user_text(tokenizer, chat, frame or data.ChatContext(), notify)
     return Haystack(np.array(hay[:tokens], dtype=np.int64), head, tail, chat, tokenizer)
 
@@ -153,21 +151,21 @@ def _encode(tokenizer: Any, text: str) -> list[int]:
 def _tokens_around_user_text(
     tokenizer: Any, chat: bool, frame: data.ChatContext, notify: Callable[[str], None]
 ) -> tuple[list[int], list[int], bool]:
-    """Return the tokens before and after the user's text, and whether the chat template made them."""
+    """Return the token ids before and after the user's text, and True if the chat template made them."""
     if chat and tokenizer.chat_template:
         messages = [*frame.system, {"role": "user", "content": TEXT_PLACEHOLDER}]
         rendered = render_chat(tokenizer, ChatRequest(messages, frame.tools, True, frame.variables))
         if rendered.count(TEXT_PLACEHOLDER) == 1:
             head, _, tail = rendered.partition(TEXT_PLACEHOLDER)
             return _encode(tokenizer, head), _encode(tokenizer, tail), True
-        notify("the chat template changes or repeats the user's text: the needle probe uses plain text")
+        notify("the chat template changes or repeats the user's text: the needle-in-a-haystack test uses plain text")
     first = list(tokenizer("", verbose=False)["input_ids"])[:1]
     begins = tokenizer.bos_token_id is not None and first == [tokenizer.bos_token_id]
     return first if begins else [], [], False
 
 
 def _draw_trial(haystack: Haystack, length: int, seed: int, trial_index: int) -> _NeedleTrial | None:
-    """Return a random trial; None if it does not fit into ``length`` tokens."""
+    """Return the random choices of a trial; None if the prompt does not fit into ``length`` tokens."""
     draw = random.Random(f"needle {seed} {length} {trial_index}")
     key, code = f"{draw.choice(KEY_ADJECTIVES)} {draw.choice(KEY_ANIMALS)}", str(draw.randrange(10**6, 10**7))
     needle, question, answer = haystack.trial(key, code)
@@ -186,18 +184,16 @@ def probe_needles(
     seed: int,
     cells_done: Callable[[int, int], None] = lambda done, cells: None,
 ) -> dict[str, Any]:
-    """Run the needle-in-a-haystack test and return its entry of eval.json: cells with ``matched`` and ``gain``.
+    """Run the needle-in-a-haystack test and return the entry ``needle`` of ``eval.json``.
 
     Args:
-        streamed: Model to probe.
-        haystack: Parts of the prompts.
         options: Lengths, depths and number of trials. Default lengths that are too short are left out.
-        lengths: Numbers of tokens in prompt plus answer, from the options or by default.
-        seed: Seed of keys, codes and hay.
-        cells_done: Called after each cell with the number of cells done and the total.
+        lengths: Lengths of prompt plus answer, in tokens, from the options or by default.
+        seed: Seed of codes, wordings and haystack positions.
+        cells_done: Called after each cell with the number of finished cells and the number of all cells.
 
     Raises:
-        ArgumentError: A length in ``options`` is too short for a trial, or every length is.
+        ArgumentError: A length in ``options`` is too short for a prompt, or all lengths are.
     """
     drawn = {
         length: [_draw_trial(haystack, length, seed, number) for number in range(options.trials)] for length in lengths
@@ -206,7 +202,7 @@ def probe_needles(
     if not fitting or (options.lengths and len(fitting) < len(lengths)):
         short = min(length for length in lengths if length not in fitting)
         raise ArgumentError(
-            f"a length of {short:,} tokens is too short for needle, question and {MIN_HAY} tokens of hay",
+            f"a length of {short:,} tokens is too short for needle, question and {MIN_HAY} tokens of other text",
             where="--needle-lengths",
             fix="give larger lengths",
         )
@@ -245,7 +241,7 @@ def probe_needles(
 
 
 def _mean_logprob(streamed: ScoringModel, prompt: Sequence[int], answer: Sequence[int]) -> float:
-    """Return the mean log-probability of an answer's tokens after a prompt, computed by the streamed model."""
+    """Return the mean log-probability of the answer tokens after a prompt, in nats."""
     ids_BT = torch.tensor([[*prompt, *answer[:-1]]], device=streamed.device)
     targets_BT = torch.full_like(ids_BT, IGNORE_INDEX)
     targets_BT[0, len(prompt) - 1 :] = torch.tensor(answer, device=streamed.device)
@@ -264,7 +260,6 @@ def _answers_with_code(writer: TransformersWriter, tokenizer: Any, prompt: list[
 def _summarise_cell(
     matches: Sequence[bool], logprobs_with_needle: Sequence[float], logprobs_without: Sequence[float]
 ) -> dict[str, Any]:
-    """Return the results of one length and depth, from mean log-probabilities with and without the needle."""
     gain, error = mean_and_error(
         [one - other for one, other in zip(logprobs_with_needle, logprobs_without, strict=True)]
     )

@@ -1,4 +1,4 @@
-"""Write a teacher's top-k log-probabilities at each target of a recipe's rows to a file.
+"""Save a teacher model's top-k log-probabilities at each trained token of a recipe, for offline distillation.
 
 A run with ``teacher: FILE`` distils from the file without loading the teacher.
 """
@@ -33,17 +33,17 @@ from streamtune.tasks.teacher_file import (
 
 
 def teach(loaded: LoadedRecipe, output: Path, *, top_k: int, feedback: Feedback | None = None) -> dict[str, Any]:
-    """Write the teacher's top-k tokens at the targets of the training rows; return the file's metadata and path.
+    """Write the teacher's top-k tokens at each trained token of the training rows; return the file's metadata and path.
 
     Args:
-        loaded: An ``sft`` recipe with a model as teacher.
+        loaded: SFT recipe that names a teacher model.
         output: File to write; it must not exist.
-        top_k: Number of tokens saved per target.
+        top_k: Number of tokens saved for each trained token.
         feedback: Callbacks for notes and progress.
 
     Raises:
         ArgumentError: The recipe has no teacher or another objective, or ``top_k`` is not below the vocabulary size.
-        UserError: Another error, with the recipe's line.
+        UserError: The recipe, its data or the model is invalid; ``where`` is the line of the recipe.
     """
     feedback = feedback or Feedback()
     notify, doing = feedback.notify, feedback.doing
@@ -71,7 +71,7 @@ def teach(loaded: LoadedRecipe, output: Path, *, top_k: int, feedback: Feedback 
         vocabulary = min(len(tokenizer), teacher.get_output_embeddings().weight.shape[0])
         if top_k >= vocabulary:
             raise ArgumentError(
-                f"--top-k must be below the teacher's {vocabulary:,} tokens, found {top_k:,}",
+                f"--top-k must be below the teacher's vocabulary size {vocabulary:,}, found {top_k:,}",
                 where="--top-k",
                 fix="64 is usual",
             )
@@ -80,7 +80,7 @@ def teach(loaded: LoadedRecipe, output: Path, *, top_k: int, feedback: Feedback 
             schedule = plan_evaluation(alone, teacher, task.longest_row_tokens(prepared), device)
         handle = stack.enter_context(stream_model(recipe, teacher, schedule))
         teacher.requires_grad_(False)
-        with doing("checking that this model streams exactly"):
+        with doing("checking that streaming does not change the model's results"):
             handle.check()
         facts = {
             "k": str(top_k),
@@ -109,7 +109,10 @@ def teach(loaded: LoadedRecipe, output: Path, *, top_k: int, feedback: Feedback 
 def _teacher_top_tokens(
     model: train.ModelReference, batch: train.MicroBatch, top_k: int, vocabulary: int, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the teacher's top-k token ids ``[K, k]`` and log-probabilities ``[K, k + 1]`` at the batch's K targets."""
+    """Return the teacher's top-k token ids ``[K, k]`` and log-probabilities ``[K, k + 1]`` for K trained tokens.
+
+    The last log-probability is of all other tokens together.
+    """
     lazy = model.lazy_logits(batch)
     found: list[tuple[torch.Tensor, torch.Tensor]] = []
     with lazy.head.teacher_head(lazy, batch.shift_labels) as head:

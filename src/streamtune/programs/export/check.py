@@ -1,23 +1,20 @@
-"""Compare a written model with the trained model: logits and greedy text, on the same rows.
+"""Compare an exported model with the trained model: logits and greedy text, on the same rows.
 
-Merging may change each merged weight by one rounding. No fixed bound on the effect of such roundings fits all models,
-dtypes and depths, so the bound is measured. The yardstick is the trained model, adapters unmerged, with each of these
-weights moved at random by one rounding of the written dtype. All logits are computed in fp32
-(:func:`streamtune.programs.export.merge.computing_in_fp32`), because bfloat16 arithmetic would hide differences.
+Merging rounds each merged weight once. The effect of this rounding on the logits depends on the model and the dtype,
+so it is measured. The trained model, with unmerged adapters, runs with each of these weights changed at random by one
+rounding error of the exported dtype. All logits are computed in fp32, because bfloat16 arithmetic would hide
+differences.
 
-    R     logits of the trained model, in fp32                   [tokens, vocabulary]
-    N     logits with one random rounding of the weights         the yardstick
-    M     logits of the written model, in fp32
+    R     logits of the trained model                                  [tokens, vocabulary]
+    N     logits of the trained model with randomly rounded weights
+    M     logits of the exported model
 
-A token's error is ``|M - R| / |R|`` over the vocabulary. The written model passes if the median error is at most 3
-times N's median, and the largest at most 4 times N's largest. In a mixture of experts, a rounding may route a token to
-another expert: there, 1 token in 20 may exceed the bound. The greedy texts may differ only where the logits of the two
-next tokens are closer than the rounding.
+The error of a token is ``|M - R| / |R|``, with norms over the vocabulary. The exported model passes if two
+conditions hold. Its median error is at most 3 times the median error of N. Its largest error is at most 4 times the
+largest error of N. In a mixture of experts, 1 token in 20 may exceed the second bound, because a rounding error may
+route it to another expert. Greedy texts may differ only where rounding errors can change the order of two tokens.
 
-A wrong merge has an error as large as the effect of the adapters, which is measured as well. If that effect is below
-the yardstick, rounding the merged weights loses the adapters, and a note says so.
-
-The rows are the first of the run's data, or random tokens.
+If the adapters change the logits less than the rounding does, a note says that merging loses their effect.
 """
 
 from __future__ import annotations
@@ -45,43 +42,43 @@ from streamtune.tasks import task_of
 from streamtune.tasks.task import chat_options
 
 FLOOR = 2e-6
-"""Relative error that fp32 arithmetic alone explains, such as another order of summation."""
+"""Relative error that another order of summation in fp32 explains."""
 ALLOWED_MEDIAN, ALLOWED_LARGEST = 3.0, 4.0
-"""Allowed multiples of the yardstick for the median and the largest token error."""
+"""Allowed median and largest token error, as multiples of the errors with randomly rounded weights."""
 ROUTED_FRACTION = 0.05
-"""Fraction of tokens that may be routed to another expert."""
+"""Fraction of tokens that may exceed the largest allowed error in a mixture of experts."""
 ROUNDING_DRAWS = 2
-"""Number of random roundings in the yardstick."""
+"""Number of times that the weights are randomly rounded."""
 LOGITS_BYTES = 256 << 20
 """Maximum size of the stored logits, in bytes."""
 NO_VERDICT_FROM = 0.3
-"""If the allowed median error is at least this, the comparison proves nothing."""
+"""Allowed median error from which the comparison is inconclusive."""
 
 Doing = Callable[[str], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True)
 class AsTrained:
-    """Logits and greedy text of the trained model, and how much rounding its weights changes them."""
+    """Logits and greedy text of the trained model, and the effect of rounding its weights."""
 
     rows: list[Tensor]
     """Token ids of each row, ``[1, T]``."""
     logits: list[Tensor]
-    """R: logits of each row, ``[T, vocabulary]``, fp32."""
+    """R: logits of each row in fp32, ``[T, vocabulary]``."""
     yardstick: Tensor
-    """Largest error of each token over the roundings N, ``[tokens]``."""
+    """Relative error of each token with randomly rounded weights, the largest over the draws, ``[tokens]``."""
     margins: float
-    """Largest change of one logit by the random roundings N."""
+    """Largest change of a single logit with randomly rounded weights."""
     effect: float
-    """``|base - R| / |R|``: relative change of the logits by the adapters; 0 without adapters."""
+    """Relative change of the logits if the adapters are disabled; 0 without adapters."""
     own: float
     """Relative error of the logits if the model computes in its own dtype instead of fp32."""
     own_margin: float
-    """Largest difference of one logit between the model's own dtype and fp32."""
+    """Largest error of a single logit if the model computes in its own dtype instead of fp32."""
     written: list[int]
-    """Greedy tokens after the prompt."""
+    """Token ids that greedy decoding generates after the prompt."""
     scores: Tensor
-    """Logits at the greedy tokens, ``[len(written), vocabulary]``."""
+    """Logits from which each greedy token was chosen, ``[len(written), vocabulary]``."""
     prompt: Tensor
     """Token ids of the prompt, ``[1, P]``."""
     routed: bool
@@ -90,17 +87,17 @@ class AsTrained:
 
 @dataclass(frozen=True)
 class Differences:
-    """Differences between the written and the trained model, and the allowed differences."""
+    """Differences between the exported and the trained model, and the allowed differences."""
 
     tokens: int
     median: float
-    """Median token error ``|M - R| / |R|``."""
+    """Median over tokens of the relative error ``|M - R| / |R|``."""
     largest: float
-    """Largest token error."""
+    """Largest relative error of a token."""
     relative: float
-    """``|M - R| / |R|`` over all tokens together."""
+    """``|M - R| / |R|``, with norms over all tokens."""
     largest_logit: float
-    """Largest difference of one logit."""
+    """Largest difference of a single logit."""
     allowed_median: float
     allowed_largest: float
     beyond: int
@@ -108,20 +105,20 @@ class Differences:
     may_be_beyond: int
     effect: float
     own: float
-    """Relative error of the trained model's logits if it computes in its own dtype."""
+    """Relative error of the trained model's logits if it computes in its own dtype instead of fp32."""
     own_after: float
-    """Relative error of the written model's logits if it computes in its own dtype."""
+    """Relative difference between R and the exported model's logits in its own dtype."""
     text_parts_at: int | None
-    """Position of the first greedy token that differs; None if all are equal."""
+    """Index of the first greedy token that differs; None if all are equal."""
     text_tokens: int
     text_tie: bool
-    """True if rounding explains the first token that differs."""
+    """True if rounding errors explain the first greedy token that differs."""
     before: list[int]
     after: list[int]
 
     @property
     def passes(self) -> bool:
-        """Return True if the models are equal up to one rounding of the weights."""
+        """Return True if rounding errors explain all differences."""
         near = self.median <= self.allowed_median and self.beyond <= self.may_be_beyond
         return near and self.allowed_median < NO_VERDICT_FROM and (self.text_parts_at is None or self.text_tie)
 
@@ -132,16 +129,18 @@ class Differences:
             return ""
         if not self.allowed_median < NO_VERDICT_FROM:  # NaN as well
             return (
-                f"no verdict: one rounding of weights changes the logits by {self.allowed_median / ALLOWED_MEDIAN:.1g}"
+                f"inconclusive: rounding the weights changes the logits by {self.allowed_median / ALLOWED_MEDIAN:.1g}"
             )
         if not self.median <= self.allowed_median:
             return (
-                f"the median error of its logits is {self.median:.1e}; one rounding of the weights explains at most "
+                f"the median relative error of its logits is {self.median:.1e}; rounding the weights explains at most "
                 f"{self.allowed_median:.1e}"
             )
         if self.beyond > self.may_be_beyond:
-            return f"{self.beyond} of {self.tokens} tokens have an error above {self.allowed_largest:.1e}"
-        return f"its greedy text differs at token {self.text_parts_at} by more than a rounding explains"
+            return f"the logits of {self.beyond} of {self.tokens} tokens differ by more than {self.allowed_largest:.1e}"
+        return (
+            f"greedy decoding chooses another token at position {self.text_parts_at}, and rounding does not explain it"
+        )
 
 
 @torch.no_grad()
@@ -155,16 +154,16 @@ def measure_trained(
     new_tokens: int = 24,
     doing: Doing = lambda text: nullcontext(),
 ) -> AsTrained:
-    """Compute logits and greedy text of the trained model, and how much the logits change if weights are rounded.
+    """Compute logits and greedy text of the trained model, and the effect of rounding its weights.
 
     Args:
         model: Trained model with its adapters, in evaluation mode; it is not changed.
         rows: Token ids of each row, ``[1, T]``.
         prompt: Token ids to continue, ``[1, P]``.
-        dtype: Dtype of the written weights; None if writing does not round them.
+        dtype: Dtype of the exported weights; None if the export does not round them.
         all_weights: True to round all weights, not only the weights that adapters change.
-        new_tokens: Number of greedy tokens.
-        doing: Returns a context manager that shows a message during slow work.
+        new_tokens: Number of tokens to generate greedily.
+        doing: Called with a message before slow work; returns a context manager that shows the message.
     """
     with doing("logits of the trained model"):
         with computing_in_fp32(model):
@@ -182,7 +181,7 @@ def measure_trained(
     for seed in range(ROUNDING_DRAWS if dtype is not None else 0):
         assert dtype is not None
         with (
-            doing(f"logits with the weights rounded at random, {seed + 1} of {ROUNDING_DRAWS}"),
+            doing(f"logits with randomly rounded weights, {seed + 1} of {ROUNDING_DRAWS}"),
             computing_in_fp32(model, Rounding(model, dtype, everything=all_weights, seed=seed)),
         ):
             errors, largest = relative_row_errors(model, rows, logits)
@@ -208,9 +207,9 @@ def measure_trained(
 def compare_with_trained(
     trained: AsTrained, model: nn.Module, *, doing: Doing = lambda text: nullcontext()
 ) -> Differences:
-    """Compare the written model, loaded in evaluation mode, with the result of :func:`measure_trained`."""
+    """Compare the exported model, in evaluation mode, with the result of :func:`measure_trained`."""
     rows = trained.rows
-    with doing("logits of the written model"):
+    with doing("logits of the exported model"):
         with computing_in_fp32(model):
             errors, largest_logit = relative_row_errors(model, rows, trained.logits)
         sizes = torch.cat([each.norm(dim=-1) for each in trained.logits])
@@ -222,7 +221,7 @@ def compare_with_trained(
         )
         del after
     allowed = ALLOWED_LARGEST * float(trained.yardstick.max())
-    with doing("greedy text of the written model"):
+    with doing("greedy text of the exported model"):
         written, _ = _generate_greedily(model, trained.prompt, len(trained.scores))
     parts = next(
         (at for at, pair in enumerate(zip(trained.written, written, strict=False)) if pair[0] != pair[1]), None
@@ -252,7 +251,7 @@ def compare_with_trained(
 
 
 def _is_near_tie(trained: AsTrained, written_tokens: list[int], position: int, margin: float) -> bool:
-    """Return True if the trained model's logits of both models' tokens differ by no more than ``margin``."""
+    """Return True if the trained model's logits of the two differing tokens are at most ``margin`` apart."""
     if position >= len(trained.written) or position >= len(written_tokens):
         return False
     scores = trained.scores[position]
@@ -267,7 +266,10 @@ def row_logits(model: Any, row: Tensor) -> Tensor:
 
 
 def relative_row_errors(model: nn.Module, rows: Sequence[Tensor], logits: Sequence[Tensor]) -> tuple[Tensor, float]:
-    """Return the relative error of each token, ``[tokens]``, and the largest difference of one logit."""
+    """Compare the logits of a model with expected logits.
+
+    Return the relative error of each token, ``[tokens]``, and the largest difference of a single logit.
+    """
     errors, largest = [], 0.0
     for row, want in zip(rows, logits, strict=True):
         difference = row_logits(model, row) - want
@@ -289,7 +291,7 @@ def _largest_difference(actual: Sequence[Tensor], expected: Sequence[Tensor]) ->
 
 
 def _generate_greedily(model: Any, prompt: Tensor, new_tokens: int) -> tuple[list[int], Tensor]:
-    """Return the greedy tokens after a prompt, and their logits ``[N, vocabulary]``."""
+    """Return N greedy tokens after a prompt, and the logits from which they were chosen, ``[N, vocabulary]``."""
     base = base_of(model)
     # Ignore the checkpoint's generation settings: penalties and temperatures are not weights.
     plain = copy_with_generation_config(base, GenerationConfig(pad_token_id=0, eos_token_id=None))
@@ -326,29 +328,29 @@ PROMPT_TOKENS = 64
 
 @dataclass(frozen=True)
 class CheckRows:
-    """Rows on which the written and the trained model are compared."""
+    """Rows on which the exported and the trained model are compared."""
 
     rows: list[Tensor]
     """Token ids of each row, ``[1, T]``."""
     prompt: Tensor
     """Token ids to continue, ``[1, P]``."""
     origin: str
-    """Description of where the rows come from."""
+    """Description of the rows' origin."""
     own: bool
-    """True if the rows are the run's data."""
+    """True if the rows are from the run's data."""
 
 
 def choose_rows(trained: TrainedModel, model: Any, tokenizer: Any, notify: Callable[[str], None]) -> CheckRows:
-    """Return the first rows of the run's data, cut to a few hundred tokens; without data, random tokens.
+    """Return the first rows of the run's data, at most 256 tokens of each; if the data is unreadable, random tokens.
 
-    With random tokens, the recipe's first sample prompt, if any, is a second row.
+    With random tokens, the first prompt of the recipe's ``sample``, if any, is also a row.
     """
     vocabulary = base_of(model).get_input_embeddings().weight.shape[0]
     at_most = max(16, min(MAX_ROWS * MAX_TOKENS, LOGITS_BYTES // (4 * vocabulary)))
     config = base_of(model).config.get_text_config(decoder=True)
     limit = min(MAX_TOKENS, getattr(config, "max_position_embeddings", None) or MAX_TOKENS)
     found: list[tuple[list[int], str]] = []
-    why = "no run names its data"
+    why = "the training data is not recorded"
     if trained.loaded is not None:
         try:
             found = [each for each in _first_rows_of_run(trained, tokenizer) if max(each[0]) < vocabulary]
@@ -379,12 +381,11 @@ def choose_rows(trained: TrainedModel, model: Any, tokenizer: Any, notify: Calla
 
 
 def _prompt_of_row(row: Tensor, limit: int) -> Tensor:
-    """Return the start of a row as a prompt: at most half of it, and :data:`PROMPT_TOKENS` tokens."""
+    """Return the first tokens of a row: at most half of the row, and at most :data:`PROMPT_TOKENS`."""
     return row[:, : max(1, min(PROMPT_TOKENS, row.shape[1] // 2, limit - 32 if limit > 48 else 1))]
 
 
 def _first_rows_of_run(trained: TrainedModel, tokenizer: Any) -> list[tuple[list[int], str]]:
-    """Return token ids and origin of the first rows, prepared as for training."""
     assert trained.loaded is not None
     sources = [replace(source, max_rows=min(source.max_rows or FIRST_ROWS, FIRST_ROWS))
                for source in make_sources(trained.loaded, include_eval_sets=False)]  # fmt: skip
@@ -395,7 +396,7 @@ def _first_rows_of_run(trained: TrainedModel, tokenizer: Any) -> list[tuple[list
 
 
 def _token_ids_of_row(row: Any) -> list[int]:
-    """Return the token ids of a row; of a prompt with completions, the prompt and the first completion."""
+    """Return the token ids of a row; for a prompt with completions, of the prompt and the first completion."""
     if isinstance(row, data.Tree):
         return [*row.prompt, *row.completions[0]]
     return [int(token) for token in row.input_ids]

@@ -1,7 +1,6 @@
 """Export a trained model: load it as in training, merge, write, load the written model, compare.
 
-Two models are never in memory together: of the trained model, only the logits of a few rows are stored. Modules are
-merged one at a time.
+Memory never contains two models. Of the trained model, only the logits of a few rows are kept for the comparison.
 """
 
 from __future__ import annotations
@@ -53,36 +52,36 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions:
-    """Options of an export."""
+    """Options of ``streamtune export``."""
 
     checkpoint: str | None = None
-    """Name or step of a checkpoint; None is the run's final model."""
+    """Name or step of a checkpoint; None means the run's final model."""
     merge: bool = True
-    """True to merge adapters; False to export them alone."""
+    """True to merge adapters into their base model; False to export the adapters alone."""
     onto: str = "trained"
-    """Base to merge into: ``trained`` (dequantised) or ``original`` (before quantisation)."""
+    """Base weights to merge QLoRA adapters into: ``trained`` (dequantised) or ``original`` (before quantisation)."""
     base: str | None = None
-    """Base model of the adapters; None is the one that the run records."""
+    """Base model of the adapters; None means the base model that the run records."""
     dtype: str | None = None
-    """Dtype to write, one of :data:`DTYPES`; None is the dtype of training."""
+    """Dtype of the written weights, a key of :data:`DTYPES`; None means the dtype of training."""
     max_shard_size: int = 5 * 10**9
-    """Maximum size of a weight file, in bytes."""
+    """Maximum size of each safetensors file, in bytes."""
     check: bool = True
     """True to compare the written model with the trained model."""
     device: str = "cpu"
     """Device of the comparison."""
     gguf: str | None = None
-    """Type of a GGUF file to write as well."""
+    """Weight type of an additional GGUF file; None writes none."""
     llama_cpp: Path | None = None
-    """Folder of llama.cpp."""
+    """Folder of llama.cpp's source; None looks for the converter on PATH."""
     push: str | None = None
-    """Repository on the hub to upload to."""
+    """Hub repository to upload to; None uploads nothing."""
     private: bool = True
 
 
 @dataclass(frozen=True)
 class ExportReport:
-    """Files that an export wrote, and the result of their comparison with the trained model."""
+    """Files that an export wrote, and the result of the comparison with the trained model."""
 
     source: str
     out: str
@@ -92,11 +91,11 @@ class ExportReport:
     dtype: str
     quantization: str | None
     onto: str | None
-    """``trained`` or ``original`` for a model merged after QLoRA; None otherwise."""
+    """Option ``onto`` if QLoRA adapters were merged; None otherwise."""
     trained_base: bool | None
     """True if the adapters were trained on this base, False if on another base; None if unknown."""
     weights: str
-    """Description of the folder's content."""
+    """Description of the exported weights."""
     files: list[str]
     bytes: int
     rows: str
@@ -105,9 +104,9 @@ class ExportReport:
     text_before: str
     text_after: str
     gguf: str | None = None
-    """Path of the GGUF file."""
+    """Path of the GGUF file, if one was written."""
     gguf_check: GgufComparison | None = None
-    """Comparison of the GGUF file with the written model."""
+    """Comparison of the GGUF file with the exported model."""
     pushed: str | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -131,15 +130,13 @@ def export_model(
     """Write the model of a run, a checkpoint or a folder to ``out``.
 
     Args:
-        model_name_or_path: Run, checkpoint or folder.
         out: Folder to write; new or empty.
-        options: Options of the export.
-        notify: Called with each note for the user, one sentence.
-        doing: Returns a context manager that shows a message during slow work.
+        notify: Called with each note to show to the user.
+        doing: Called with a message before slow work; returns a context manager that shows the message.
 
     Raises:
         ArgumentError: The model cannot be exported with these options; nothing is written.
-        RunError: The written model differs from the trained one and is kept as ``OUT.failed``; or writing failed.
+        RunError: The written model differs from the trained model (it is kept as ``OUT.failed``), or writing failed.
     """
     check_export_folder(out)
     prepare_libraries(choose_device(options.device))
@@ -237,7 +234,6 @@ def export_model(
 
 
 def _check_options(trained: TrainedModel, options: ExportOptions, notify: Notify) -> None:
-    """Raise an ArgumentError if an option contradicts the model, or the model has its own code."""
     if trained.trusts_code or _has_code(Path(trained.folder)):
         raise ArgumentError(
             f"{trained.folder} needs its own Python code (trust_remote_code), which an export does not write",
@@ -255,7 +251,7 @@ def _check_options(trained: TrainedModel, options: ExportOptions, notify: Notify
         return
     if not options.merge and (options.dtype is not None or options.gguf or options.onto == "original"):
         raise ArgumentError(
-            "--no-merge excludes --dtype, --gguf and --onto: adapters are copied unchanged",
+            "--no-merge cannot be used with --dtype, --gguf or --onto: adapters are copied unchanged",
             where="--no-merge",
             fix="leave these options or --no-merge out",
         )
@@ -276,15 +272,15 @@ def _check_options(trained: TrainedModel, options: ExportOptions, notify: Notify
         )
     if options.onto == "original" and trained.quantization is not None:
         notify(
-            f"the adapters trained on the base in {trained.quantization}; merged into the original base they give a "
-            "different model, for which no loss of the run holds"
+            f"the adapters were trained on a base quantised to {trained.quantization}; merged into the original base "
+            "they give a different model, to which the losses of the run do not apply"
         )
     if trained.base is None and options.base is None:
         versions = trained.identity.get("versions", {})
         if versions.get("torch") not in (None, torch.__version__):
             notify(
-                f"the base is initialised again from its seed: torch {versions['torch']} was used for training, torch "
-                f"{torch.__version__} now, and random numbers may differ"
+                f"the base is initialised again from its seed with torch {torch.__version__}; training used torch "
+                f"{versions['torch']}, so the random weights may differ"
             )
 
 
@@ -296,7 +292,7 @@ def _has_code(folder: Path) -> bool:
 
 
 def _check_model(model: Any, trained: TrainedModel, options: ExportOptions) -> None:
-    """Raise an ArgumentError if another library has quantised the base."""
+    """Raise an ArgumentError if the base model is quantised, but neither to nf4 nor to int8."""
     kind = models.quantization_kind(base_of(model))
     if kind not in (None, "nf4", "int8"):
         raise ArgumentError(
@@ -307,12 +303,11 @@ def _check_model(model: Any, trained: TrainedModel, options: ExportOptions) -> N
 
 
 def _warn_if_rounding_hides_adapters(as_trained: AsTrained, notify: Notify) -> None:
-    """Notify if one rounding of the weights changes the logits more than the adapters do."""
     rounding = float(as_trained.yardstick.median())
     if 0 < as_trained.effect < rounding:
         notify(
-            f"merging in this dtype loses the adapters: they change the logits by {as_trained.effect:.1e}, one "
-            f"rounding of the weights by {rounding:.1e}; use --dtype float32 or --no-merge"
+            f"merging in this dtype loses the effect of the adapters: they change logits by {as_trained.effect:.1e}, "
+            f"rounding the weights by {rounding:.1e}; use --dtype float32 or --no-merge"
         )
 
 
@@ -324,7 +319,7 @@ def _compare_written(
     quantization: str | None,
     doing: Doing,
 ) -> Differences:
-    """Load the written model with transformers and compare it; unmerged adapters get their base as in training."""
+    """Load the written model and compare it; adapters are loaded onto their base model as in training."""
     with doing("loading the written model"):
         written: Any
         if trained.adapters and not options.merge:
@@ -348,10 +343,10 @@ def _load_written(folder: Path, device: str) -> Any:
 def _compare_gguf(
     file: Path, folder: Path, tokenizer: Any, rows: Sequence[torch.Tensor], device: str, doing: Doing
 ) -> GgufComparison:
-    """Compare the GGUF file with the written model.
+    """Compare the GGUF file with the exported model.
 
     Raises:
-        RunError: They differ. The file is moved out of the folder, to ``FILE.failed``.
+        RunError: The models differ. The file is moved out of the folder, to ``FILE.failed``.
     """
     with doing("loading the written model"):
         model = _load_written(folder, device)
@@ -370,25 +365,24 @@ def _compare_gguf(
 def _describe_weights(
     trained: TrainedModel, merges: bool, options: ExportOptions, dtype: torch.dtype, quantization: str | None
 ) -> str:
-    """Return a sentence for the model card: which weights the exported folder has, and their dtype."""
     name = str(dtype).removeprefix("torch.")
     if not trained.adapters:
         return f"whole model, {name}"
     if not merges:
-        on = f", trained on a base in {trained.quantization}" if trained.quantization else ""
+        on = f", trained on a base quantised to {trained.quantization}" if trained.quantization else ""
         return f"adapters alone{on}"
     if quantization is not None:
-        return f"adapters merged into the base they trained on: quantised to {quantization}, dequantised to {name}"
+        return f"adapters merged into the base of training: quantised to {quantization}, dequantised to {name}"
     if trained.quantization is not None:
         return (
-            f"adapters trained on the base in {trained.quantization}, merged into the unquantised base: a different "
-            f"model than the trained one, {name}"
+            f"adapters trained on a base quantised to {trained.quantization}, merged into the unquantised base: not "
+            f"the trained model, {name}"
         )
     return f"adapters merged into their base, {name}"
 
 
 def _initial_model_name(trained: TrainedModel) -> str | None:
-    """Return the model from which full fine-tuning started; None for adapters or if unknown."""
+    """Return the name of the model before full fine-tuning; None for adapters or if unknown."""
     if trained.adapters or trained.loaded is None:
         return None
     return trained.loaded.recipe.model_name_or_path

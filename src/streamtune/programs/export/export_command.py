@@ -1,4 +1,4 @@
-"""``streamtune export``: write a trained model in Hugging Face format and compare it with the trained model."""
+"""``streamtune export``: write a trained model in Hugging Face format, and compare the files with the trained model."""
 
 from __future__ import annotations
 
@@ -151,15 +151,14 @@ def _print_report(report: ExportReport) -> None:
 
 
 def _describe_verdict(report: ExportReport) -> Text:
-    """Return in one sentence whether the exported model equals the trained model."""
     if report.check is None:
         return Text.assemble(("not checked", "bold yellow"), ": --no-check")
     model = "the trained model"
     if report.onto == "original":
-        model = "the adapters on the original base, which is not the trained model"
+        model = "the adapters with the original base, which is not the trained model"
     if report.trained_base is not True:
-        known = "not the base they trained on" if report.trained_base is False else "the base that was given"
-        model = f"the adapters on {report.base}, {known}"
+        known = "not the base that they were trained on" if report.trained_base is False else "the base that was given"
+        model = f"the adapters with {report.base}, {known}"
     return Text.assemble(("the same model", "bold green"), f": logits and greedy text match {model}")
 
 
@@ -171,20 +170,22 @@ def _comparison_screen_rows(report: ExportReport) -> list[tuple[str, str]]:
     if check.effect:
         rows.append(("adapters", f"change the logits by {check.effect:.1e} of their norm"))
     rows.append(
-        ("logits", f"relative difference {check.relative:.1e}; median of a token {check.median:.1e} (allowed "
+        ("logits", f"relative difference {check.relative:.1e}; per token: median {check.median:.1e} (allowed "
          f"{check.allowed_median:.1e}), largest {check.largest:.1e} (allowed {check.allowed_largest:.1e})")
     )  # fmt: skip
     if check.own > 0 and report.dtype != "float32":
         rows.append(
             (
                 "arithmetic",
-                f"computing in {report.dtype} changes logits by {check.own:.1e} before, {check.own_after:.1e} after",
+                f"logits in {report.dtype} differ by {check.own:.1e} before the export, {check.own_after:.1e} after",
             )
         )
     if check.text_parts_at is None:
         rows.append(("text", f"{check.text_tokens} greedy tokens are equal"))
     else:
-        rows.append(("text", f"equal up to token {check.text_parts_at}, where two tokens are closer than the rounding"))
+        rows.append(
+            ("text", f"equal up to token {check.text_parts_at}, where rounding errors decide between two tokens")
+        )
     return rows
 
 
@@ -195,13 +196,13 @@ def _gguf_screen_rows(report: ExportReport) -> list[tuple[str, str]]:
     types = ", ".join(f"{count} {kind}" for kind, count in found.types.items())
     rows = [
         ("gguf", f"{report.gguf}: {types}"),
-        ("", f"{found.compared} weights compared; largest difference: {found.worst_part:.2g} roundings, "
-         f"{found.worst}"),
-        ("", f"logits: median difference of a token {found.median:.1e} (allowed {found.allowed_median:.1e}), largest "
+        ("", f"{found.compared} weights compared; largest difference: {found.worst_part:.2g} of the allowed rounding "
+         f"error, {found.worst}"),
+        ("", f"logits, per token: median difference {found.median:.1e} (allowed {found.allowed_median:.1e}), largest "
          f"{found.largest:.1e} (allowed {found.allowed_largest:.1e})"),
     ]  # fmt: skip
     if found.reordered:
-        rows.append(("", f"{len(found.reordered)} tensors have the same numbers in an unknown order"))
+        rows.append(("", f"{len(found.reordered)} weights have the same values in another order"))
     if found.not_compared:
         rows.append(("", f"not compared, because the model has no such weight: {', '.join(found.not_compared[:4])}"))
     return rows

@@ -1,6 +1,6 @@
-"""Convert to GGUF with llama.cpp's converter, and upload to the hub.
+"""Convert exported models to GGUF with llama.cpp's converter, and upload them to the Hugging Face Hub.
 
-The requirements of both are checked before anything is computed, so that an export does not fail after an hour.
+The requirements of both are checked before the export starts.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ def check_gguf(kind: str, llama_cpp: Path | None) -> Path:
 
 
 def find_converter(llama_cpp: Path | None) -> Path | None:
-    """Return the path of the converter in the folder ``llama_cpp``, or on PATH; None if it is not found."""
+    """Return the path of the converter in the folder ``llama_cpp``, or on PATH; None if there is none."""
     if llama_cpp is not None:
         return next((llama_cpp / name for name in CONVERTER if (llama_cpp / name).is_file()), None)
     return next((Path(found) for name in CONVERTER if (found := shutil.which(name))), None)
 
 
 def check_convertible(config: Any, tokenizer: Any, converter: Path) -> None:
-    """Test the converter on configuration and vocabulary alone, which takes seconds.
+    """Run the converter on configuration and vocabulary alone, to find out in seconds if it supports the model.
 
     Raises:
         ArgumentError: The converter does not support the architecture or the tokenizer.
@@ -85,15 +85,14 @@ def check_convertible(config: Any, tokenizer: Any, converter: Path) -> None:
 
 
 def write_gguf(folder: Path, kind: str, converter: Path) -> Path:
-    """Convert a written model to a GGUF file in the same folder, and return the file's path.
+    """Convert an exported model to a GGUF file in the same folder, and return the file's path.
 
     Args:
-        folder: Folder of the written model.
         kind: One of :data:`GGUF_TYPES`.
         converter: Path from :func:`check_gguf`.
 
     Raises:
-        RunError: The converter failed. The written model is not changed.
+        RunError: The converter failed. The exported model is not changed.
     """
     out = folder / f"{folder.resolve().name}-{kind}.gguf"
     with interrupts.temporary_directory(prefix=f"{folder.resolve().name}.gguf-", dir=folder.resolve().parent) as name:
@@ -108,7 +107,7 @@ def write_gguf(folder: Path, kind: str, converter: Path) -> Path:
 
 
 def _run_converter(folder: Path, out: Path, options: list[str], converter: Path) -> str:
-    """Run the converter; return the last line of its error output, empty if it succeeded."""
+    """Run the converter; return the last line of its error output, or an empty string if it succeeded."""
     command = [str(converter), str(folder), "--outfile", str(out), *options]
     if converter.suffix == ".py":
         command = [sys.executable, "-P", str(Path(__file__).with_name("run_converter.py")), *command]
@@ -133,7 +132,7 @@ def _conversion_fix(message: str) -> str:
 
 
 def check_push(repo: str) -> None:
-    """Raise an ArgumentError if an upload is impossible: offline, invalid repository, or no token."""
+    """Raise an ArgumentError if an upload is impossible: offline, invalid repository name, or no access token."""
     if is_offline():
         raise ArgumentError("--push and --offline exclude each other", where="--push",
                             fix="leave one of them out")  # fmt: skip
@@ -148,12 +147,14 @@ def check_push(repo: str) -> None:
                             fix="write NAME/MODEL") from error  # fmt: skip
     if get_token() is None:
         raise ArgumentError(
-            "no token for the hub is set", where="--push", fix="`hf auth login`, or set HF_TOKEN to a write token"
+            "no access token for the Hugging Face Hub is set",
+            where="--push",
+            fix="`hf auth login`, or set HF_TOKEN to a write token",
         )
 
 
 def push_folder(folder: Path, repo: str, *, private: bool) -> str:
-    """Upload a written model and return its URL; the repository is created if it does not exist.
+    """Upload a folder to a Hub repository and return the URL; the repository is created if it does not exist.
 
     Raises:
         RunError: The hub rejected the upload or could not be reached.

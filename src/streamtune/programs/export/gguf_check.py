@@ -1,16 +1,17 @@
-"""Compare a GGUF file with its model: every weight, logits on the run's rows, configuration and vocabulary.
+"""Compare a GGUF file with the exported model: every weight, logits, configuration and vocabulary.
 
-A number in the file may differ only by the rounding of its type. The logits must pass the rule for merged models
-(:mod:`streamtune.programs.export.check`), with the rounding of the file's types as yardstick. The file's values replace
-the model's weights one layer at a time, so that no second model is in memory.
+A value may differ only by the rounding error of its type in the file. The logits must pass the rule of
+:mod:`streamtune.programs.export.check`:
 
-    R     logits of the exported model, in fp32                     [tokens, vocabulary]
-    N     logits with every weight moved by one rounding of the file's types
-    M     logits with the values of the file
+    R     logits of the exported model, in fp32                                        [tokens, vocabulary]
+    N     logits with each weight changed at random by one rounding error of its type in the file
+    M     logits with the weights of the file
 
-llama.cpp uses its own weight names, which the package ``gguf`` maps. It also stores some weights in another form, such
-as permuted rows of rotary heads, or norms plus one. ``transformers`` undoes this for known architectures
-(``GgufFile.known``).
+The weights of the file replace the model's weights one layer at a time, so that memory never contains two models.
+
+llama.cpp uses its own weight names, which the package ``gguf`` maps. It also transforms some weights: query and key
+rows are permuted for RoPE, and 1 is added to some norm weights. ``transformers`` undoes this for known
+architectures (``GgufFile.known``).
 """
 
 from __future__ import annotations
@@ -47,42 +48,41 @@ CONFIG_KEYS = {
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "attention.sliding_window": "sliding_window",
 }
-"""Mapping from the file's key (without the architecture's name) to the key of the configuration."""
+"""Key of the GGUF metadata, without the architecture's name -> key of the model's configuration."""
 SCALING_KEYS = {"linear": "rope.scaling.factor", "yarn": "rope.scaling.factor"}
-"""Mapping from the type of RoPE scaling to the file's key of its factor."""
+"""Type of RoPE scaling -> key of its factor in the GGUF metadata."""
 REORDERED_FRACTION = 0.05
-"""Fraction of differing numbers above which a weight counts as reordered."""
+"""Fraction of differing values above which the values of a weight may be in another order."""
 
 
 @dataclass
 class GgufComparison:
-    """Differences between a GGUF file and its model."""
+    """Differences between a GGUF file and the exported model."""
 
     path: str
     architecture: str
     types: dict[str, int]
-    """Number of tensors of each type."""
+    """Type of GGUF tensors -> number of tensors."""
     compared: int = 0
-    """Number of weights that were compared element by element."""
+    """Number of weights compared element by element."""
     reordered: list[str] = field(default_factory=list)
-    """Weights with the same numbers in an unknown order."""
+    """Names of weights that have the same values in another order."""
     not_compared: list[str] = field(default_factory=list)
-    """Tensors of the file that are not weights of the model, such as RoPE factors."""
+    """Names of tensors in the file that are not weights of the model, such as RoPE factors."""
     worst: str = ""
-    """Weight with the largest difference, relative to the rounding of its type."""
+    """Name of the weight with the largest difference, relative to the rounding error of its type."""
     worst_part: float = 0.0
-    """Difference of ``worst``, in roundings; above 1 it is an error."""
+    """Largest difference of ``worst``, divided by the allowed rounding error; above 1 it is a problem."""
     median: float | None = None
-    """Median token error ``|M - R| / |R|``; None if logits were not compared."""
+    """Median over tokens of the relative error ``|M - R| / |R|``; None if logits were not compared."""
     largest: float | None = None
     allowed_median: float | None = None
     allowed_largest: float | None = None
     problems: list[str] = field(default_factory=list)
-    """Description of each error."""
+    """Descriptions of differences that rounding errors do not explain."""
 
     @property
     def passes(self) -> bool:
-        """Return True if the file equals the model up to the rounding of its types."""
         return not self.problems
 
 
@@ -90,7 +90,13 @@ class GgufComparison:
 def compare_gguf(
     path: Path, model: Any, tokenizer: Any, rows: Sequence[Tensor], *, doing: Doing = lambda text: nullcontext()
 ) -> GgufComparison:
-    """Compare a GGUF file with its model, in evaluation mode, on rows of token ids (``[1, T]`` each)."""
+    """Compare a GGUF file with the exported model.
+
+    Args:
+        model: Exported model, in evaluation mode.
+        rows: Token ids of each row, ``[1, T]``.
+        doing: Called with a message before slow work; returns a context manager that shows the message.
+    """
     file = GgufFile(path, model)
     kinds = [file.tensor_type_name(place) for place in file.tensors]
     found = GgufComparison(path.name, file.architecture, {kind: kinds.count(kind) for kind in sorted(set(kinds))})
@@ -130,7 +136,8 @@ def _compare_weights(file: GgufFile, model: nn.Module, comparison: GgufCompariso
         if not part <= 1:
             shape = "" if values.shape == weight.shape else f": its shape is {list(values.shape)}"
             comparison.problems.append(
-                f"{name} differs by {part:.3g} times the rounding of {file.tensor_type_name(tensor_names[0])}{shape}"
+                f"{name} differs by {part:.3g} times the rounding error of type "
+                f"{file.tensor_type_name(tensor_names[0])}{shape}"
                 + ("" if file.known else ", or llama.cpp stores it in an unknown form")
             )
     comparison.not_compared = sorted(file.tensors.keys() - used)
@@ -145,17 +152,13 @@ def _relative_difference(file_values: Tensor, model_values: Tensor, allowed: Ten
 
 
 def _is_reordered(file_values: Tensor, model_values: Tensor, allowed: Tensor) -> bool:
-    """Return True if so many numbers differ that they must be in another order."""
+    """Return True if so many values differ that they must be in another order."""
     if file_values.shape != model_values.shape:
         return file_values.numel() == model_values.numel()
     return float(((file_values - model_values).abs() > allowed).float().mean()) > REORDERED_FRACTION
 
 
 def _config_differences(file: GgufFile, model: Any) -> list[str]:
-    """Return descriptions of the differences between the file's configuration and the model's.
-
-    Some keys are compared for known architectures only.
-    """
     config = model.config.get_text_config(decoder=True)
     wrong = []
     for key, name in CONFIG_KEYS.items() if file.known else ():
@@ -180,7 +183,6 @@ def _config_differences(file: GgufFile, model: Any) -> list[str]:
 
 
 def _vocabulary_differences(file: GgufFile, tokenizer: Any) -> list[str]:
-    """Return descriptions of the differences between the file's vocabulary and the tokenizer."""
     if file.metadata_value("tokenizer.ggml.model") not in ("gpt2", "llama"):
         return []
     tokens: list[str] = file.metadata_value("tokenizer.ggml.tokens") or []
@@ -199,7 +201,10 @@ def _vocabulary_differences(file: GgufFile, tokenizer: Any) -> list[str]:
 
 
 class _FileValues:
-    """Sets weights to the GGUF file's values, or with ``seed`` to random roundings to the file's types."""
+    """Weight change that sets each weight to the values of the GGUF file.
+
+    With ``seed`` it instead changes each weight at random, by up to the rounding error of its type in the file.
+    """
 
     def __init__(self, file: GgufFile, model: nn.Module, excluded_names: Sequence[str], seed: int | None) -> None:
         self._file, self._apart = file, set(excluded_names)
@@ -245,8 +250,9 @@ def _compare_logits(file: GgufFile, model: Any, rows: Sequence[Tensor], comparis
         comparison.median <= comparison.allowed_median and comparison.largest <= comparison.allowed_largest
     ):  # NaN as well
         comparison.problems.append(
-            f"the median error of its logits is {comparison.median:.1e} (allowed {comparison.allowed_median:.1e}), "
-            f"the largest {comparison.largest:.1e} (allowed {comparison.allowed_largest:.1e})"
+            f"the relative error of its logits per token: median {comparison.median:.1e} (allowed "
+            f"{comparison.allowed_median:.1e}), largest {comparison.largest:.1e} (allowed "
+            f"{comparison.allowed_largest:.1e})"
         )
 
 
@@ -254,13 +260,15 @@ def _compare_logits(file: GgufFile, model: Any, rows: Sequence[Tensor], comparis
 
 
 ROUNDINGS = {"F32": 2.0**-23, "F16": 2.0**-11, "BF16": 2.0**-8}
-"""Half of the gap between neighbouring numbers, relative to the number, for each type without blocks."""
+"""Floating-point type -> half of the gap between neighbouring numbers, relative to the number."""
 STEPS = {"Q8_0": (32, 0.6 / 127), "TQ1_0": (256, 0.51), "TQ2_0": (256, 0.51)}
-"""Block size and allowed error for each type with blocks. The error is relative to the largest weight of the block:
-half a quantisation step, plus the rounding of the scale to fp16."""
+"""Block-quantised type -> (block size, allowed error, relative to the largest weight of the block).
+
+The error is half a quantisation step, plus the rounding of the scale to fp16.
+"""
 SUBNORMAL = {"F16": 2.0**-25, "BF16": 0.0, "F32": 0.0}
 EXPERTS = {"gate_up_proj": ("ffn_gate_exps", "ffn_up_exps"), "down_proj": ("ffn_down_exps",)}
-"""Mapping from the model's stacked experts to the tensors of the file."""
+"""Parameter of stacked experts -> GGUF tensors that store it."""
 
 
 class GgufFile:
@@ -288,7 +296,7 @@ class GgufFile:
         return None if found is None else found.contents()
 
     def tensor_names(self, name: str) -> tuple[str, ...]:
-        """Return the names of the GGUF tensors that store a parameter (or its slices); empty if there are none."""
+        """Return the names of the GGUF tensors that store a parameter or its slices; empty if there are none."""
         if found := re.search(r"\blayers\.(\d+)\..*\bexperts\.(gate_up_proj|down_proj)(_bias)?$", name):
             ending = "bias" if found[3] else "weight"
             parts = tuple(f"blk.{found[1]}.{part}.{ending}" for part in EXPERTS[found[2]])
@@ -299,11 +307,13 @@ class GgufFile:
         return tuple(each for each in options if each in self.tensors)[:1]
 
     def tensor_type_name(self, tensor_name: str) -> str:
-        """Return the type of a tensor, such as ``Q8_0``."""
+        """Return the GGUF type of a tensor, such as ``Q8_0``."""
         return str(self.tensors[tensor_name].tensor_type.name)
 
     def read_weight(self, name: str) -> tuple[Tensor, Tensor]:
-        """Return a parameter's values in the GGUF file and the rounding allowed for each, both fp32 and in model order.
+        """Return the values that the file stores for a parameter, and the allowed rounding error of each value.
+
+        Both tensors are fp32, in the order in which the model stores the parameter.
 
         Args:
             name: Name of a parameter that the file has.
@@ -327,7 +337,7 @@ class GgufFile:
         return torch.from_numpy(ends[0]).float(), torch.from_numpy(width).float()
 
     def _in_model_order(self, values: np.ndarray, tensor_name: str) -> np.ndarray:
-        """Undo the GGUF file's reordering of a weight; experts are not reordered."""
+        """Undo llama.cpp's permutation of a weight; experts are not permuted."""
         if "_exps." in tensor_name:
             return values
         apart: dict[str, Any] = {"tensors": {}}
@@ -337,7 +347,7 @@ class GgufFile:
 
 
 def iterate_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters and saved buffers of a model; tied parameters appear once."""
+    """Yield name and tensor of each parameter and persistent buffer; tied parameters appear once."""
     yield from model.named_parameters()
     saved = model.state_dict().keys()
     yield from ((name, x) for name, x in model.named_buffers() if name in saved)
@@ -347,7 +357,7 @@ def _allowed_rounding(values: np.ndarray, kind: str) -> np.ndarray:
     if kind in ROUNDINGS:
         return ROUNDINGS[kind] * np.abs(values) + SUBNORMAL[kind]
     if kind not in STEPS:
-        raise ValueError(f"of type {kind}, whose rounding is unknown")
+        raise ValueError(f"of type {kind}, whose rounding error is unknown")
     block, part = STEPS[kind]
     largest = np.abs(values.reshape(-1, block)).max(axis=1, keepdims=True)
     found: np.ndarray = np.broadcast_to(part * largest, (largest.shape[0], block)).reshape(values.shape)

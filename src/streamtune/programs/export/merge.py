@@ -1,15 +1,13 @@
-"""Merge the weights of a model with adapters, module by module; and compute a model in fp32.
+"""Merge adapters into the weights of a model, one module at a time; and compute a model in fp32.
 
-peft's own rules merge, so all its kinds are supported: LoRA on linear layers, embeddings, convolutions and stacked
-experts, DoRA, modules saved whole, and adapters on adapters. A rule is applied to a dequantised fp32 copy of one
-module's weights. The copy is rounded once, to the written dtype. The model is not changed:
+peft's merge rules are applied to LoRA on linear layers, embeddings, convolutions and stacked experts, to DoRA,
+``modules_to_save``, and adapters on adapters. A rule is applied to a dequantised fp32 copy of one module's weights.
+The copy is rounded once, to the written dtype. The model is not changed:
 
     for name, weight in merged_weights(model):      # "model.layers.0.self_attn.q_proj.weight", [out, in]
 
-A comparison in bfloat16 would not show differences below the rounding of its arithmetic. In fp32
-(:func:`computing_in_fp32`) only the rounding of the weights remains. It needs memory for one more layer, because
-weights are widened during the call of their layer. A random rounding may change them as well, for the yardstick of
-:mod:`streamtune.programs.export.check`.
+Comparisons of models use :func:`computing_in_fp32`, because rounding errors of bfloat16 arithmetic would hide
+differences. Weights are converted to fp32 during the call of their layer, one layer at a time.
 """
 
 from __future__ import annotations
@@ -30,9 +28,9 @@ from streamtune.models.quantize import dequantize_weight, is_quantized
 
 
 def merged_weights(model: nn.Module, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name in the base model, value) of each weight and saved buffer, merged and dequantised.
+    """Yield (name in the base model, value) of each weight and persistent buffer, merged and dequantised.
 
-    Tied weights are yielded once, or each on its own if adapters changed one (:func:`needs_untying`).
+    Tied weights are yielded once, or separately if adapters make them differ (:func:`needs_untying`).
 
     Args:
         model: Model with or without adapters; unchanged after the iteration.
@@ -55,8 +53,8 @@ def _iterate_weights(
     """Yield (name, function that computes the value to write, the model's own tensor) of each weight in ``module``.
 
     Args:
-        module: Module or its wrapper.
-        original: Original module if ``module`` is a trained copy (it has the dtype to write); otherwise ``module``.
+        module: Module or its peft wrapper.
+        original: Module whose dtypes are written: the original of a copy in ``modules_to_save``, otherwise ``module``.
         prefix: Prefix of the names.
         dtype: Dtype of dequantised weights.
     """
@@ -88,7 +86,7 @@ def _make_value_function(own_value: Tensor, merged_value: Tensor | None, dtype: 
 
 
 def adapted_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return {name: outermost peft wrapper} of each module with adapters or in ``modules_to_save``.
+    """Return name -> outermost peft wrapper, for each module with adapters or in ``modules_to_save``.
 
     Raises:
         ArgumentError: The adapters are a learned prompt, which cannot be merged.
@@ -104,7 +102,6 @@ def adapted_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _iterate_adapted_modules(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield (name, module) of each module that peft has wrapped, in ``module`` or itself."""
     inner, chain = inner_module(module)
     if chain or inner is not module:
         yield prefix, module
@@ -144,7 +141,7 @@ def merged_parameters(wrapper: nn.Module) -> dict[str, Tensor]:
 
 
 def _merge_adapters(layer: Any) -> None:
-    """Merge the active adapters of one wrapper into the fp32 weights below it, with peft's rule.
+    """Merge the active adapters of one wrapper into the fp32 weights of its base layer, with peft's rule.
 
     Raises:
         ArgumentError: peft has no rule for this kind, such as activated LoRA.
@@ -174,7 +171,7 @@ def _merge_adapters(layer: Any) -> None:
 
 @contextmanager
 def _using_fp32_parameters(module: nn.Module, wrappers: list[Any]) -> Iterator[None]:
-    """Context manager: replace a module's parameters by fp32 copies, and widen 16-bit adapters."""
+    """Context manager: replace a module's parameters by fp32 copies, and convert 16-bit adapters to fp32."""
     before = dict(module._parameters)
     below = {id(x) for x in module.parameters()}
     narrow = [x for layer in wrappers for x in layer.parameters() if id(x) not in below and x.dtype.itemsize == 2]
@@ -194,7 +191,7 @@ def _using_fp32_parameters(module: nn.Module, wrappers: list[Any]) -> Iterator[N
 
 
 def needs_untying(model: nn.Module) -> bool:
-    """Return True if adapters make two tied weights differ, so that the merged model needs both.
+    """Return True if adapters make two tied weights differ, so that both must be written.
 
     Raises:
         ArgumentError: The tied weights are not embedding and LM head, so they cannot be untied.
@@ -232,7 +229,7 @@ def _is_shared_copy(base: Any, pair: tuple[str, str]) -> bool:
 
 
 def _hash_merged_weight(base: Any, name: str) -> bytes:
-    """Return the hash of a merged weight; hashes are compared so that tied weights are not in memory together."""
+    """Return a hash of a merged weight, to compare tied weights without keeping both in memory."""
     place, _, key = name.rpartition(".")
     module = base.get_submodule(place)
     inner, chain = inner_module(module)
@@ -247,10 +244,10 @@ class WeightChange(Protocol):
     """Interface of a change that is applied to weights while a model runs, such as :class:`Rounding`."""
 
     def changes_module(self, module: nn.Module) -> bool:
-        """Return True if ``module`` has weights of its own that are changed."""
+        """Return True if parameters of ``module`` itself (not of its submodules) are changed."""
 
     def change_sizes(self, module: nn.Module) -> dict[str, Tensor]:
-        """Return, by parameter name, the ``size`` for :meth:`change_weight`; empty: pass the parameters themselves."""
+        """Return parameter name -> argument ``size`` of :meth:`change_weight`; its default is the parameter itself."""
 
     def change_weight(self, weight: Tensor, size: Tensor) -> Tensor:
         """Return the changed weight, in fp32."""
@@ -259,7 +256,7 @@ class WeightChange(Protocol):
 class Rounding:
     """Changes each weight at random, by up to half of the gap between neighbouring numbers of a dtype.
 
-    The gap is taken at the merged value of the weight.
+    The gap is measured at the merged value of the weight.
 
     Args:
         model: Trained model.
@@ -289,7 +286,7 @@ class Rounding:
 
 @contextmanager
 def computing_in_fp32(model: nn.Module, rounding: WeightChange | None = None) -> Iterator[None]:
-    """Context manager: the model (in evaluation mode) computes in fp32; ``rounding`` changes its weights if given."""
+    """Context manager: the model (in evaluation mode) computes in fp32, with its weights changed by ``rounding``."""
     base = base_of(model)
     layers = decoder_layers(base)
     inside = {id(module) for layer in layers for module in layer.modules()}
@@ -313,7 +310,7 @@ def computing_in_fp32(model: nn.Module, rounding: WeightChange | None = None) ->
 
 @contextmanager
 def _widen_modules(modules: list[nn.Module], rounding: WeightChange | None) -> Iterator[None]:
-    """Context manager: widen the parameters and buffers of ``modules`` to fp32."""
+    """Context manager: convert parameters and buffers of ``modules`` to fp32, and apply ``rounding`` to them."""
     with ExitStack() as undone, torch.no_grad():
         plain: dict[int, nn.Linear] = {}
         done: set[int] = set()
@@ -357,7 +354,6 @@ def _widen_modules(modules: list[nn.Module], rounding: WeightChange | None) -> I
 
 
 def _plain_linear(module: Any, weight: Tensor) -> nn.Linear:
-    """Return an fp32 linear layer with this weight and the module's bias."""
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     linear.weight = nn.Parameter(weight, requires_grad=False)
     bias = module._parameters.get("bias")

@@ -1,9 +1,8 @@
 """Run llama.cpp's converter on models with a new vocabulary: ``python FILE CONVERTER ...``.
 
-llama.cpp has each pre-tokenizer pattern in its code, under a name. Its converter finds the name by the hash of one
-encoded text, which works for released vocabularies only. A newly trained vocabulary has another hash with the same
-pattern. This program recognises two such patterns in tokenizer.json. It is run by
-:mod:`streamtune.programs.export.gguf_and_hub`, and imports only the standard library and the converter.
+llama.cpp knows pre-tokenizer patterns by name. Its converter finds the name from a hash of an encoded text, which
+works only for the vocabularies of released models. This program instead recognises two patterns in
+``tokenizer.json``. It imports only the standard library and the converter.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ def pre_tokenizer_name(tokenizer: dict[str, Any]) -> str | None:
 
 
 def _sort_keys(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the pre-tokenizer steps, with each step's keys in the order of :data:`BYTES` and :data:`DIGITS`."""
+    """Return the pre-tokenizer steps with sorted keys, so that their text can be compared."""
     order = [*BYTES, *DIGITS]
     return [{key: step[key] for key in sorted(step, key=lambda key: order.index(key) if key in order else 99)}
             for step in steps]  # fmt: skip
 
 
 def _register_pre_tokenizer(folder: Path) -> None:
-    """If llama.cpp does not recognise the tokenizer's hash, name its pre-tokenizer from ``tokenizer.json``."""
+    """Make the converter use the name from ``tokenizer.json`` if it does not know the tokenizer's hash."""
     try:
         name = pre_tokenizer_name(json.loads((folder / "tokenizer.json").read_text(encoding="utf-8")))
         models: Any = import_module("conversion.base").TextModel

@@ -2,10 +2,10 @@
 
     RUN                       run.json, recipe.yaml, final/, checkpoints/
     RUN/checkpoints/step-100  manifest.json, model/
-    a model or an adapter     config.json or adapter_config.json; its run, if any, is a folder above it
+    a model or adapters       config.json or adapter_config.json; the run, if any, is a folder above
 
-DDP, ZeRO and FSDP2 runs save whole models in Hugging Face format too. Adapters are loaded onto the base model of their
-run, with the quantisation of training.
+Runs on several devices also save whole models in Hugging Face format. Adapters are loaded onto the base model of
+their run, with the quantisation of training.
 """
 
 from __future__ import annotations
@@ -44,33 +44,33 @@ class TrainedModel:
     """The folder of a trained model, with the records of its run."""
 
     given: str
-    """Name that the user gave."""
+    """Path or name that the user gave."""
     folder: str
-    """Folder in Hugging Face format, or name on the hub."""
+    """Folder in Hugging Face format, or model name on the hub."""
     adapters: bool
     """True if the folder has adapters without their base model."""
     run: train.RunDirectory | None = None
     loaded: LoadedRecipe | None = None
-    """Recipe of the run; None without a run or if it is unreadable."""
+    """Recipe of the run; None without a run or if the recipe is unreadable."""
     identity: Mapping[str, Any] = field(default_factory=dict)
     """Content of ``run.json``: settings, fingerprints and versions of the run."""
     step: int | None = None
-    """Number of optimizer steps of a checkpoint; None for the final model."""
+    """Number of optimizer steps before the checkpoint; None for the final model."""
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """Recipe keys that change the trained weights, as the run recorded them; empty without a run."""
+        """Recipe keys that change the trained weights, from ``run.json``; empty without a run."""
         found: Mapping[str, Any] = self.identity.get("recipe", {})
         return found
 
     @property
     def quantization(self) -> str | None:
-        """Quantisation of the frozen base during training; None without."""
+        """Quantisation of the frozen base model during training; None without quantisation."""
         return self.settings.get("quantization") if self.adapters else None
 
     @property
     def trusts_code(self) -> bool:
-        """True if the run allowed the model's own Python code (trust_remote_code)."""
+        """True if the run allowed the model's own Python code (``trust_remote_code``)."""
         return self.loaded is not None and self.loaded.recipe.trust_remote_code
 
     @property
@@ -88,19 +88,19 @@ class TrainedModel:
         return named
 
     def describe(self) -> str:
-        """Return the folder as text; for a checkpoint, with its step."""
+        """Return the folder; for a checkpoint, with its step."""
         return self.folder if self.step is None else f"{self.folder}, after step {self.step:,}"
 
 
 def find_trained(model_name_or_path: str, *, checkpoint: str | None = None, hub: bool = False,
                  notify: Notify = lambda text: None) -> TrainedModel:  # fmt: skip
-    """Find a trained model without loading it; the files of a checkpoint are hashed to check them.
+    """Find a trained model without loading it; the files of a checkpoint are verified by their hashes.
 
     Args:
         model_name_or_path: Run, checkpoint, folder with a model or adapters, or name on the hub.
-        checkpoint: Name (``step-000100``) or step of a checkpoint of the run; None is the final model.
+        checkpoint: Name (``step-000100``) or step of a checkpoint of the run; None means the final model.
         hub: True to accept names on the hub.
-        notify: Called with each note for the user.
+        notify: Called with each note to show to the user.
 
     Raises:
         ArgumentError: The folder does not exist, or has no model.
@@ -133,7 +133,7 @@ def find_trained(model_name_or_path: str, *, checkpoint: str | None = None, hub:
 def _find_in_run(
     model_name_or_path: str, run: train.RunDirectory, checkpoint: str | None, notify: Notify
 ) -> TrainedModel:
-    """Return the requested checkpoint of a run; without one, its final model or its newest checkpoint."""
+    """Return the requested checkpoint of a run; if None, the final model or else the newest checkpoint."""
     if checkpoint is not None:
         name = f"step-{int(checkpoint):06d}" if checkpoint.isdecimal() else Path(checkpoint).name
         path = run.checkpoints / name
@@ -174,7 +174,6 @@ def _find_checkpoint(
 
 
 def _notify_newer_checkpoint(run: train.RunDirectory, notify: Notify) -> None:
-    """Notify if a resumed run has a checkpoint that is newer than its final model."""
     with suppress(StreamTuneError):  # without readable events there is no note
         ends = (event.get("step") for event in read_records_backwards(run.events) if event.get("event") == "finish")
         done = next(ends, None)
@@ -183,8 +182,8 @@ def _notify_newer_checkpoint(run: train.RunDirectory, notify: Notify) -> None:
         ]
         if later:
             notify(
-                f"{run.final} is the model after step {done:,}, but the run has a newer checkpoint: --checkpoint "
-                f"{checkpoint_step(later[-1])}"
+                f"{run.final} is the model after step {done:,}, but the run has a newer checkpoint; to use it, add "
+                f"--checkpoint {checkpoint_step(later[-1])}"
             )
 
 
@@ -197,7 +196,7 @@ def _make_trained_model(
     step: int | None = None,
     identity: Any = None,
 ) -> TrainedModel:
-    """Return the model in ``folder`` with its run's recipe and metadata; an unreadable recipe becomes a note."""
+    """Return the model in ``folder`` with its run's recipe and ``run.json``; notify if the recipe is unreadable."""
     loaded: LoadedRecipe | None = None
     if run is not None:
         try:
@@ -220,7 +219,7 @@ def _make_trained_model(
 
 
 def _with_checkpoint_settings(loaded: LoadedRecipe, checkpoint_identity: Any, run_identity: Any) -> LoadedRecipe:
-    """Return the run's recipe with the settings of the checkpoint; a resumed run may have other settings."""
+    """Return the run's recipe with the settings of the checkpoint, which a resume may have changed."""
     settings, latest = ((each or {}).get("recipe", {}) for each in (checkpoint_identity, run_identity))
     changed = {key: value for key, value in settings.items() if key in latest and latest[key] != value}
     if not changed:
@@ -233,7 +232,7 @@ def _with_checkpoint_settings(loaded: LoadedRecipe, checkpoint_identity: Any, ru
 
 
 def _find_run_above(path: Path, levels: int) -> train.RunDirectory | None:
-    """Return the run that is ``levels`` folders above a folder; None if that is not a run."""
+    """Return the run that is ``levels`` folders above ``path``; None if that folder is not a run."""
     above = path.resolve()
     for _ in range(levels):
         above = above.parent
@@ -269,7 +268,6 @@ def _missing_folder_error(path: Path) -> ArgumentError:
 
 
 def _recorded_base(folder: Path) -> str | None:
-    """Return the base model named in adapter_config.json; None if it names none."""
     try:
         named = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -290,13 +288,11 @@ def load_trained(
     """Load a model as in training, in evaluation mode, and its tokenizer; return both.
 
     Args:
-        trained: Model to load.
-        device: Device of the weights.
-        base: Base model of the adapters; None is the one that the run records.
-        dtype: Dtype of the base or of a model without adapters; None is the dtype of training.
-        quantization: Quantisation of the frozen base: ``nf4``, ``int8`` or None.
+        base: Base model of the adapters; None means the base model that the run records.
+        dtype: Dtype of the base model or of a model without adapters; None means the dtype of training.
+        quantization: Quantisation of the frozen base model: ``nf4``, ``int8`` or None.
         trust_remote_code: True to allow the model's own Python code.
-        notify: Called with each note for the user.
+        notify: Called with each note to show to the user.
 
     Raises:
         ArgumentError: The model cannot be loaded, or its base model does not exist.
@@ -316,7 +312,7 @@ def load_trained(
     change = models.SavedLoftqQuantizer.load(Path(trained.folder)) if quantization is not None else None
     name = resolve_base(trained, base, notify)
     if is_trained_base(trained, base) is False:
-        notify(f"{base} is not the base model that these adapters trained on: the result is a different model")
+        notify(f"{base} is not the base model that these adapters were trained on: the result is a different model")
     wanted = dtype or (recipe.dtype if recipe is not None else str(trained.settings.get("dtype") or "auto"))
     wanted = "auto" if wanted == "mixed" else wanted  # the base of adapters is as in its checkpoint
     options = models.ModelOptions(wanted, quantization, models.RopeChange.from_settings(trained.settings), change)
@@ -339,7 +335,7 @@ def load_trained(
 
 
 def _embedding_rows_needed(folder: Path) -> int:
-    """Return how many embedding rows ``trainable_token_indices`` of the adapters needs; 0 if it is not set."""
+    """Return the number of embedding rows that ``trainable_token_indices`` of the adapters needs; 0 without it."""
     try:
         named = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))["trainable_token_indices"]
         tables = named.values() if isinstance(named, dict) else [named or []]
@@ -392,7 +388,7 @@ def _load_adapters(base: Any, folder: Path) -> Any:
 
 
 def _first_error_line(error: Exception) -> str:
-    """Return the first useful line of an error. A size mismatch starts with a heading, then has a line per weight."""
+    """Return the first line of an error message; if it is a heading, the next line and the number of others."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if len(lines) > 1 and lines[0].endswith(":"):
         return f"{lines[1]}" + (f" (and {len(lines) - 2} more)" if len(lines) > 2 else "")
@@ -403,12 +399,11 @@ def resolve_base(trained: TrainedModel, base: str | None = None, notify: Notify 
     """Return the adapters' base model; None if it was built from a configuration, or there are no adapters.
 
     Args:
-        trained: Adapters and their run.
-        base: Base model given by the user; None is the one that the run records.
+        base: Base model given by the user; None means the base model that the run records.
         notify: Called with a note if the base is itself a folder of adapters.
 
     Raises:
-        ArgumentError: The base does not exist, or its files have changed since the run.
+        ArgumentError: The base model does not exist, or its files have changed since the run.
     """
     name = base or trained.base
     if name is None or not trained.adapters:
@@ -421,8 +416,7 @@ def is_trained_base(trained: TrainedModel, base: str | None) -> bool | None:
     """Return True if the adapters were trained on the files of ``base``, False if on other files, None if unknown.
 
     Args:
-        trained: Adapters and their run.
-        base: Name or folder that the user gave; None is the base that the run records.
+        base: Name or folder that the user gave; None means the base model that the run records.
     """
     if base is None:
         return True
@@ -448,7 +442,7 @@ def load_trained_tokenizer(
 
 
 def _init_base_again(trained: TrainedModel, tokenizer: Any, options: models.ModelOptions, device: str) -> Any:
-    """Initialise the adapters' base model again, from the configuration and the seed of their run.
+    """Initialise the adapters' base model again, with the configuration and the seed of their run.
 
     Raises:
         ArgumentError: The run records neither a configuration nor a base model.
@@ -471,12 +465,12 @@ def _init_base_again(trained: TrainedModel, tokenizer: Any, options: models.Mode
 
 
 def _check_base(trained: TrainedModel, base_name: str, *, is_named_by_user: bool) -> None:
-    """Raise an ArgumentError if the base does not exist, or its files changed since training."""
+    """Raise an ArgumentError if the base model does not exist, or its files have changed since training."""
     if _is_local_name(base_name) and not models.is_local_folder(base_name):
         raise ArgumentError(
             f"the base of the adapters in {trained.folder} is '{base_name}', but this folder does not exist",
             where="--base" if is_named_by_user else "RUN",
-            fix="give another --base" if is_named_by_user else "give its present path with --base PATH",
+            fix="give another --base" if is_named_by_user else "give its current path with --base PATH",
         )
     before = trained.identity.get("files", {}).get("base")
     if is_named_by_user or before is None or not models.is_local_folder(base_name):
@@ -490,7 +484,7 @@ def _check_base(trained: TrainedModel, base_name: str, *, is_named_by_user: bool
 
 
 def _resolve_adapter_base(trained: TrainedModel, name: str, notify: Notify) -> str:
-    """Return the base model to load; if the base is a folder of adapters, the base of those adapters.
+    """Return the base model to load; if ``name`` is itself a folder of adapters, the base model of that folder.
 
     Raises:
         ArgumentError: Another program trained adapters on top of adapters.
@@ -507,13 +501,13 @@ def _resolve_adapter_base(trained: TrainedModel, name: str, notify: Notify) -> s
         )
     # Before such runs were refused, new adapters replaced the adapters in the folder, because both had the same name.
     notify(
-        f"this run trained its adapters on {below}, without the adapters in {name}: they are loaded onto {below} alone"
+        f"this run trained its adapters on {below} without the adapters in {name}: they are loaded onto {below} alone"
     )
     return below
 
 
 def _check_adapter_weights_loaded(model: Any, folder: Path) -> None:
-    """Raise an ArgumentError if adapter weights in the file and in the model do not match by name."""
+    """Raise an ArgumentError if the adapter weights in the file and in the model have different names."""
     from peft import get_peft_model_state_dict
     from safetensors import safe_open
 

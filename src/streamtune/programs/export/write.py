@@ -1,7 +1,7 @@
 """Write the exported folder: weights in shards, configuration, tokenizer and model card.
 
-The folder is written as ``OUT.partial`` and renamed to ``OUT`` after the written model has passed its check. A folder
-that fails the check is kept as ``OUT.failed``.
+The folder is written as ``OUT.partial``, and renamed to ``OUT`` after the comparison with the trained model. A
+folder that fails the comparison is kept as ``OUT.failed``.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from streamtune.programs.export.source import TrainedModel
 from streamtune.train.staging import free_bytes, remove_path
 
 MARK = ".streamtune-export"
-"""Marker file of an incomplete folder, locked during the export."""
+"""Marker file of an incomplete exported folder; it is locked during the export."""
 
 
 def check_export_folder(out: Path) -> None:
-    """Raise an ArgumentError if the target is a file, a link, a folder that is not empty, or unreadable."""
+    """Raise an ArgumentError if ``out`` is not a new or empty folder, or ``OUT.partial`` has other files."""
     try:
         is_folder = out.is_dir() and not out.is_symlink()
         taken = any(out.iterdir()) if is_folder else out.exists() or out.is_symlink()
@@ -50,12 +50,12 @@ def check_export_folder(out: Path) -> None:
     partial = _sibling_path(out, "partial")
     if os.path.lexists(partial) and not _is_export(partial):
         raise ArgumentError(
-            f"{partial} exists, and no export wrote it", where="OUT", fix="move it, or give another folder"
+            f"{partial} exists and was not written by an export", where="OUT", fix="move it, or give another folder"
         )
 
 
 def _is_export(partial: Path) -> bool:
-    """Return True if an export created the folder: it has the marker file, or is empty (the marker comes first)."""
+    """Return True if the folder has the marker file of an export, or is empty."""
     if partial.is_symlink() or not partial.is_dir():
         return False
     return (partial / MARK).is_file() or not any(partial.iterdir())
@@ -66,7 +66,6 @@ def staging_export(out: Path, needed_bytes: int) -> Iterator[Path]:
     """Context manager: yield ``OUT.partial``; rename it to ``out`` at the end, or remove it on an error.
 
     Args:
-        out: Target folder.
         needed_bytes: Approximate size of the folder, in bytes.
 
     Raises:
@@ -105,7 +104,7 @@ def staging_export(out: Path, needed_bytes: int) -> Iterator[Path]:
 
 
 def _lock_partial(partial: Path, out: Path) -> int:
-    """Create an empty ``OUT.partial``, and return the descriptor of its locked marker file.
+    """Create an empty ``OUT.partial`` with a locked marker file, and return the file descriptor of the marker.
 
     Raises:
         ArgumentError: Another export is writing to it.
@@ -161,7 +160,6 @@ def write_merged(
     Args:
         model: Model with or without adapters; it is not changed.
         tokenizer: Tokenizer with the chat template.
-        folder: Folder to write into.
         dtype: Dtype of the written weights; None keeps each weight's dtype.
         shard_bytes: Maximum size of a weight file, in bytes.
     """
@@ -178,7 +176,6 @@ def _cpu_weights(model: nn.Module, dtype: torch.dtype | None) -> Iterator[tuple[
 
 
 def _write_configuration(base: Any, folder: Path, dtype: torch.dtype | None, *, untied: bool) -> None:
-    """Write ``config.json`` and ``generation_config.json``."""
     config = copy.deepcopy(base.config)
     for each in {id(each): each for each in (config, config.get_text_config(decoder=True))}.values():
         if untied:
@@ -203,7 +200,7 @@ def merged_size_bytes(model: nn.Module, dtype: torch.dtype | None) -> int:
 
 
 def write_adapters(source: Path, tokenizer: Any, folder: Path, base: str | None) -> None:
-    """Copy adapters in peft's format from ``source``, write their tokenizer, and record ``base`` if it is given."""
+    """Copy adapters in peft's format, write their tokenizer, and record ``base`` as their base model if given."""
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         shutil.copyfile(source / name, folder / name)
     for name in (models.LOFTQ_FILE, "generation_config.json"):
@@ -220,7 +217,7 @@ def write_adapters(source: Path, tokenizer: Any, folder: Path, base: str | None)
 
 
 OMITTED_KEYS = frozenset({"model_name_or_path", "model", "tokenizer", "chat_template", "objective", "quantization"})
-"""Recipe keys that the card shows elsewhere, or that contain paths or long texts."""
+"""Recipe keys that the model card shows elsewhere, or that contain paths or long texts."""
 
 
 def model_card(
@@ -235,10 +232,9 @@ def model_card(
     """Return the text of the model card, ``README.md``.
 
     Args:
-        trained: Model and its run.
         name: Title of the card.
-        base: Model from which training started; None if it was built from a configuration.
-        weights: Description of the folder's content.
+        base: Model before training; None if it was initialised from a configuration.
+        weights: Description of the exported weights.
         checked: Description of the comparison with the trained model.
         adapters: True if the folder has adapters in peft's format.
     """
@@ -263,7 +259,6 @@ def model_card(
 
 
 def _model_card_fields(trained: TrainedModel) -> list[tuple[str, str]]:
-    """Return (name, value) pairs for the model card: objective, data, steps, losses and versions."""
     if trained.run is None:
         return []
     facts = []
@@ -291,13 +286,13 @@ def _model_card_fields(trained: TrainedModel) -> list[tuple[str, str]]:
 
 
 def describe_comparison(differences: Differences | None, rows_description: str) -> str:
-    """Return text that describes the comparison with the trained model; ``rows_description`` describes the rows."""
+    """Return a description of the comparison with the trained model, on the rows of ``rows_description``."""
     if differences is None:
         return "no"
     return (
-        f"logits compared with the trained model's, in fp32 on {rows_description}: relative difference "
-        f"{differences.relative:.1e}, median of a token {differences.median:.1e} "
-        f"(one rounding of the weights allows {differences.allowed_median:.1e})"
+        f"logits compared with the trained model, in fp32 on {rows_description}: relative difference "
+        f"{differences.relative:.1e}, median per token {differences.median:.1e} "
+        f"(allowed for rounding the weights: {differences.allowed_median:.1e})"
     )
 
 
@@ -306,7 +301,7 @@ def _show_number(value: Any) -> str:
 
 
 def _name_without_folders(path: str) -> str:
-    """Return the last part of a local path, because the rest may contain a user's name; other names are unchanged."""
+    """Return the last part of a local path, as the rest may contain a user name; keep other names unchanged."""
     return Path(path).name if _is_path(path) else path
 
 

@@ -1,1 +1,1 @@
-"""Generate with a trained model: prompts come from the command line, a file or the terminal."""
+"""Generate text with a trained model, from prompts on the command line, in a file or in the terminal."""

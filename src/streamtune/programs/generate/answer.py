@@ -1,8 +1,7 @@
-"""Generation from a trained model, loaded as in training: adapters on their base, with the same quantisation.
+"""Generate text with a trained model, loaded as in training: adapters on their base, with the same quantisation.
 
-Long prompts are prefilled in chunks (:mod:`streamtune.tasks.rollout.writers`). In a conversation, the KV cache of the
-longest common prefix is reused if every layer attends to all tokens. The cache of a sliding window or of a recurrent
-state cannot be truncated.
+Long prompts are prefilled in chunks. In a conversation, the KV cache of the prefix that two successive prompts share
+is reused, if no layer has a sliding window or a recurrent state. The cache of such layers cannot be truncated.
 """
 
 from __future__ import annotations
@@ -30,30 +29,30 @@ from streamtune.run.device import choose_device, prepare_libraries
 from streamtune.tasks.rollout import Sampling, TransformersWriter, WritingStopped
 
 PREFILL_CHUNK = 2048
-"""Number of tokens in a prefill chunk."""
+"""Number of prompt tokens that are prefilled at a time."""
 TEMPERATURE = 0.7
-"""Default temperature if neither the user nor the model's generation config sets one."""
+"""Sampling temperature if neither the user nor the model's generation config sets one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateOptions:
-    """Options of generation: sampling, length, device and prompt format."""
+    """Options of text generation."""
 
     checkpoint: str | None = None
-    """Checkpoint of the run to use; None is its final model."""
+    """Checkpoint of the run to load; None means its final model."""
     base: str | None = None
-    """Base model of the adapters; None is the one that the run records."""
+    """Base model of the adapters; None means the base model that the run records."""
     device: str = "auto"
     dtype: str | None = None
-    """Weight dtype; None is the dtype of training."""
+    """Dtype of the weights; None means the dtype of training."""
     max_new_tokens: int = 512
     temperature: float | None = None
-    """Sampling temperature; 0 is greedy, None is the model's generation config or 0.7."""
+    """Sampling temperature; 0 is greedy decoding. None means the generation config's temperature, or 0.7."""
     top_p: float | None = None
     top_k: int | None = None
     seed: int = 0
     system: str | None = None
-    """System message; None is the default of the run's recipe."""
+    """System message; None means the default of the run's recipe."""
     variables: Mapping[str, Any] = field(default_factory=dict)
     """Variables of the chat template."""
     raw: bool = False
@@ -62,7 +61,7 @@ class GenerateOptions:
     """True to encode special tokens in a prompt as plain text."""
 
     def with_recipe_defaults(self, recipe: TrainedTokenKeys) -> GenerateOptions:
-        """Return the options; unset system message and template variables, and special tokens, are the recipe's."""
+        """Return the options with the recipe's chat settings; a system message and variables that are set are kept."""
         return replace(
             self,
             system=recipe.default_system if self.system is None else self.system,
@@ -78,16 +77,16 @@ class Answer:
     text: str
     prompt_tokens: int
     read_tokens: int
-    """Number of prompt tokens that were prefilled; the others were in the KV cache."""
+    """Number of prompt tokens that were prefilled; the other prompt tokens were in the KV cache."""
     tokens: int
     finished: bool
-    """True if the model ended the answer; False if it was truncated or stopped."""
+    """True if the model generated an end token; False if the answer was truncated or stopped."""
     stopped: bool
     """True if the user stopped the answer."""
     prompt_seconds: float
-    """Seconds to the first token."""
+    """Seconds until the first token."""
     seconds: float
-    """Seconds for all tokens after the first."""
+    """Seconds from the first to the last token."""
 
     @property
     def rate(self) -> float:
@@ -96,7 +95,7 @@ class Answer:
 
 
 class _Printer(hf_internal(STREAMER)):  # type: ignore[misc]
-    """Shows text as it is generated. A character may need several tokens, so only complete characters are shown."""
+    """Streamer that shows generated text; a character may need several tokens, and is shown when complete."""
 
     def __init__(self, tokenizer: Any, show: Callable[[str], None]) -> None:
         self.tokenizer, self.show = tokenizer, show
@@ -107,7 +106,7 @@ class _Printer(hf_internal(STREAMER)):  # type: ignore[misc]
         self._shown = ""
 
     def put(self, value: Tensor) -> None:
-        """Take the next token ids; transformers passes the prompt first, then each generated token."""
+        """Receive the next token ids; transformers passes the prompt first, then each generated token."""
         if self._is_prompt:
             self._is_prompt = False
             return
@@ -133,7 +132,7 @@ class _Printer(hf_internal(STREAMER)):  # type: ignore[misc]
 
 
 class _ReusingWriter(TransformersWriter):
-    """Writer that reuses the KV cache of the prefix that two successive prompts share."""
+    """Generates completions, and reuses the KV cache of the prefix that two successive prompts share."""
 
     cache: DynamicCache | None = None
     known: list[int] = []  # noqa: RUF012 (replaced, never changed)
@@ -159,7 +158,7 @@ class _ReusingWriter(TransformersWriter):
 
     @staticmethod
     def _can_truncate(cache: DynamicCache) -> bool:
-        """Return True if the cache can be truncated; a sliding-window layer has already dropped its first tokens."""
+        """Return True if no layer has a sliding window, whose cache has already dropped its first tokens."""
         return all(not getattr(layer, "is_sliding", False) for layer in cache.layers)
 
     def on_prefill(self, done: int, total: int) -> None:
@@ -167,7 +166,7 @@ class _ReusingWriter(TransformersWriter):
 
 
 class PromptEncoder:
-    """Renders and encodes prompts as in training."""
+    """Renders and tokenizes prompts as in training."""
 
     def __init__(self, tokenizer: Any, options: GenerateOptions) -> None:
         self._templated, self._raw = bool(tokenizer.chat_template) and not options.raw, options.raw
@@ -206,7 +205,7 @@ class PromptEncoder:
 class Answerer:
     """A loaded model that answers prompts.
 
-    A signal handler sets ``stopping`` to end the current answer.
+    Set ``stopping`` to True, such as in a signal handler, to end the current answer.
     """
 
     def __init__(self, model: Any, tokenizer: Any, options: GenerateOptions, description: str) -> None:
@@ -239,7 +238,7 @@ class Answerer:
         ids = self._encoder(prompt)
         if max(ids) >= self.vocabulary:
             raise ArgumentError(
-                f"the tokenizer produces token {max(ids):,}, but the model has {self.vocabulary:,} embeddings",
+                f"the tokenizer produces token id {max(ids):,}, but the model has {self.vocabulary:,} embeddings",
                 where="MODEL",
                 fix="use the tokenizer that belongs to the model",
             )
@@ -251,12 +250,11 @@ class Answerer:
         show: Callable[[str], None] = lambda text: None,
         reading: Callable[[int, int], None] = lambda done, total: None,
     ) -> Answer:
-        """Answer a prompt.
+        """Generate the answer to a prompt.
 
         Args:
-            prompt: Prompt to answer.
-            show: Called with each part of the text.
-            reading: Called during the prefill with the number of tokens done and the total.
+            show: Called with each part of the text as it is generated.
+            reading: Called during the prefill with the number of prefilled tokens and the number of all tokens.
         """
         ids = self.encode(prompt)
         sampling = self._sampling_for_prompt(len(ids))
@@ -284,7 +282,11 @@ class Answerer:
         )
 
     def _sampling_for_prompt(self, prompt_length: int) -> Sampling:
-        """Return the sampling settings for a prompt of this length; a position table may shorten the answer."""
+        """Return the sampling settings; a position-embedding table of fixed length limits the length of the answer.
+
+        Raises:
+            ArgumentError: The prompt is longer than the table.
+        """
         if not self.has_position_table or not isinstance(self.positions, int):
             return self.sampling
         if prompt_length >= self.positions:
@@ -297,11 +299,10 @@ class Answerer:
         return replace(self.sampling, max_completion_length=longest)
 
     def clear_cache(self) -> None:
-        """Drop the KV cache."""
         self._writer.cache, self._writer.known = None, []
 
     def context_length_warning(self, prompts: Sequence[Prompt]) -> str | None:
-        """Return a warning if prompt and answer exceed the model's max_position_embeddings, otherwise None."""
+        """Return a warning if prompt plus answer may exceed ``max_position_embeddings``, otherwise None."""
         longest = max(len(self.encode(each)) for each in prompts)
         if (
             self.has_position_table
@@ -311,7 +312,7 @@ class Answerer:
             return None
         return (
             f"prompt and answer may reach {longest + self.sampling.max_completion_length:,} tokens, beyond the model's "
-            f"{self.positions:,} (max_position_embeddings)"
+            f"limit of {self.positions:,} (max_position_embeddings)"
         )
 
 
@@ -325,7 +326,7 @@ def _has_position_table(base: Any, positions: Any) -> bool:
 
 
 def _sampling_settings(configured: Any, options: GenerateOptions) -> Sampling:
-    """Return the sampling settings: the user's, otherwise those in the generation config if it samples."""
+    """Return the settings from ``options``, else from the generation config if it samples, else defaults."""
     draws = bool(getattr(configured, "do_sample", False))
 
     def chosen(requested: Any, name: str, default: Any) -> Any:
@@ -347,13 +348,11 @@ def load_answerer(
     notify: Callable[[str], None] = lambda text: None,
     doing: Callable[[str], AbstractContextManager[Any]] = lambda text: nullcontext(),
 ) -> Answerer:
-    """Load the model of a run, a checkpoint, a folder or the hub, ready to answer.
+    """Load the model of a run, a checkpoint, a folder or the hub.
 
     Args:
-        model_name_or_path: Run, checkpoint, folder or name on the hub.
-        options: Options of generation.
-        notify: Called with each note for the user.
-        doing: Returns a context manager that shows a message during slow work.
+        notify: Called with each note to show to the user.
+        doing: Called with a message before slow work; returns a context manager that shows the message.
 
     Raises:
         ArgumentError: The model cannot be loaded.
@@ -383,7 +382,6 @@ def load_answerer(
 
 
 def check_vllm() -> None:
-    """Raise an ArgumentError if vLLM is not installed."""
     if find_spec("vllm") is None:
         raise ArgumentError(
             "--vllm needs vLLM, which is not installed",

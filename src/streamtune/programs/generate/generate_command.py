@@ -164,7 +164,7 @@ def generate(
             )
     if prompts is None and (as_json or vllm):
         raise ArgumentError(
-            f"{'--json' if as_json else '--vllm'} needs a prompt: it cannot chat",
+            f"{'--json' if as_json else '--vllm'} needs a prompt; it cannot be used in a chat",
             where="--prompt",
             fix="give --prompt TEXT or --file FILE",
         )
@@ -181,7 +181,6 @@ def generate(
 
 
 def _check_ranges(temperature: float | None, top_p: float | None, top_k: int | None, seed: int) -> None:
-    """Raise an ArgumentError if a number is out of its range."""
     for name, value, fits, range_ in (
         (
             "--temperature",
@@ -231,7 +230,7 @@ def _prompt_json(prompt: Prompt) -> dict[str, Any]:
 
 
 def _print_answer(answerer: Answerer, prompt: Prompt, *, quiet: bool = False) -> Answer:
-    """Answer one prompt; show the progress of a long prefill, then print the text as it is generated."""
+    """Print one answer as it is generated; show the progress of a long prefill before."""
     status = err.status("reading the prompt")
     shown = [False]
 
@@ -316,7 +315,9 @@ def _chat(answerer: Answerer) -> None:
     out.print(Text(HELP, style="dim"), soft_wrap=not out.is_terminal)
     templated = bool(answerer.tokenizer.chat_template) and not answerer.options.raw
     if not templated:
-        print_note("no chat template is in use: each line is continued as plain text, without the lines before")
+        print_note(
+            "no chat template is in use: the model continues each line as plain text, and does not see earlier lines"
+        )
     messages: list[dict[str, Any]] = _initial_messages(answerer.options)
     while (line := _read_line()) is not None:
         line = line.strip()
@@ -346,7 +347,7 @@ def _initial_messages(options: GenerateOptions, system: str | None = None) -> li
 
 
 def _run_chat_command(line: str, answerer: Answerer, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Run a chat command such as ``/reset``, and return the messages of the conversation after it."""
+    """Run a chat command such as ``/reset``, and return the messages with which the conversation continues."""
     command, _, rest = line.partition(" ")
     if command == "/reset" or command == "/system":
         answerer.clear_cache()
@@ -363,7 +364,7 @@ def _run_chat_command(line: str, answerer: Answerer, messages: list[dict[str, An
 
 
 def _read_line() -> str | None:
-    """Return a line from the terminal, None at the end of input. Ctrl-C clears the line."""
+    """Return a line from the terminal; None at the end of input. Ctrl-C clears the line."""
     while True:
         before: Callable[..., Any] | int | None = signal.getsignal(signal.SIGINT)
 

@@ -27,16 +27,16 @@ Prompt = str | list[dict[str, Any]] | ToolPrompt
 """A prompt: text, the messages of a conversation, or messages with tools and variables."""
 
 MAX_BYTES = 1 << 30
-"""Maximum size of a file of prompts, in bytes. A million tokens take a few megabytes."""
+"""Maximum size of a prompt file, in bytes."""
 
 
 def read_prompts(path: Path) -> list[Prompt]:
     """Return the prompts in a file.
 
     A ``.json`` file has a list of messages, an object with ``messages`` or ``prompt``, or a list of such objects. A
-    ``.jsonl`` file has one of these on each line. Any other file is one prompt. An assistant message at the end of a
-    conversation is dropped. The keys ``system``, ``tools`` and ``chat_template_kwargs`` of an object are used as in
-    training.
+    ``.jsonl`` file has one prompt on each line, in the same forms. Any other file is one prompt. An assistant message
+    at the end of a conversation is dropped. The keys ``system``, ``tools`` and ``chat_template_kwargs`` of an object
+    are used as in training.
 
     Raises:
         DataError: The file cannot be read, or its content is not prompts.
@@ -74,7 +74,6 @@ def _parse_json(text: str, where: str) -> Any:
 
 
 def _iterate_document_prompts(value: Any, where: str) -> Iterator[Prompt]:
-    """Yield the prompts of a JSON document: one prompt, or a list of prompts."""
     if isinstance(value, list) and value and not _is_message(value[0]):
         for number, item in enumerate(value):
             yield _parse_prompt(item, f"{where}[{number}]")
@@ -83,7 +82,6 @@ def _iterate_document_prompts(value: Any, where: str) -> Iterator[Prompt]:
 
 
 def _parse_prompt(value: Any, where: str) -> Prompt:
-    """Return one prompt, made from text, a list of messages, or an object with ``messages`` or ``prompt``."""
     if isinstance(value, Mapping) and not _is_message(value):
         for key in ("messages", "prompt", "conversations"):
             if key in value:
@@ -107,7 +105,7 @@ def _parse_prompt(value: Any, where: str) -> Prompt:
 
 
 def _add_columns_to_prompt(prompt: Prompt, columns: Mapping[str, Any], where: str) -> Prompt:
-    """Return ``prompt`` with the system message, tools and template variables in ``columns``, its JSON object."""
+    """Return the prompt with the system message, tools and template variables of its JSON object ``columns``."""
     if not isinstance(prompt, list):
         return prompt
     messages, _ = add_system(prompt, columns, where)
@@ -119,7 +117,7 @@ def _add_columns_to_prompt(prompt: Prompt, columns: Mapping[str, Any], where: st
 
 
 def _to_training_message(message: Mapping[str, Any], place: str, where: str) -> dict[str, Any]:
-    """Return a message in the form that training uses, without its training flag ``weight``."""
+    """Return a message in the format of training data, without the key ``weight``."""
     own = dict(message)
     checked = check_message(convert_sharegpt_turn(own, place, where) if "from" in own else own, place, where)
     checked.pop("weight", None)

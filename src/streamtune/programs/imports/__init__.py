@@ -1,1 +1,1 @@
-"""Convert recipes of other trainers (axolotl, LLaMA-Factory, TRL, ms-swift) to StreamTune recipes."""
+"""Command ``streamtune recipes import``: convert recipes of axolotl, LLaMA-Factory, TRL and ms-swift."""

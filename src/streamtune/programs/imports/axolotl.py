@@ -1,4 +1,4 @@
-"""Convert recipes of axolotl."""
+"""Convert recipes of the trainer axolotl."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ OBJECTIVES: dict[str, tuple[str, str]] = {
     "kto": ("dpo", "kto"),
     "grpo": ("grpo", ""),
 }
-"""Our objective and loss for each value of ``rl``."""
+"""{value of axolotl's ``rl``: StreamTune's objective and loss}."""
 
 EVERY_ROLE = ("system", "developer", "user", "assistant", "tool")
 
@@ -56,7 +56,7 @@ def _convert_precision(value: Any) -> Any:
 
 
 def _convert_reward_functions(value: Any) -> Any:
-    """Return reward functions as ``module:function``; axolotl writes ``module.function``."""
+    """Rewrite axolotl's ``module.function`` as ``module:function``."""
     if not isinstance(value, list):
         raise UnconvertedError("reward functions must be a list of names")
     return [re.sub(r"\.(\w+)$", r":\1", name) if isinstance(name, str) else name for name in value]
@@ -127,7 +127,7 @@ FIELDS: dict[str, FieldRule] = field_table(
     },
     not_needed={
         "completions.jsonl records them": "trl.log_multimodal",
-        "StreamTune runs vLLM in the training process and sets this itself": """trl.vllm_device trl.vllm_dtype
+        "StreamTune runs vLLM in the training process and sets this value itself": """trl.vllm_device trl.vllm_dtype
             trl.vllm_max_model_len trl.vllm_enable_prefix_caching trl.vllm_enable_sleep_mode trl.vllm_lora_sync
             trl.vllm_sync_interval vllm.device vllm.tensor_parallel_size vllm.data_parallel_size vllm.dtype
             vllm.enforce_eager vllm.max_model_len vllm.enable_prefix_caching vllm.enable_reasoning
@@ -135,10 +135,10 @@ FIELDS: dict[str, FieldRule] = field_table(
         "StreamTune does not update the reference model": "trl.ref_model_mixup_alpha trl.ref_model_sync_steps",
         "used only with entropy_coef": """trl.entropy_coef_delta trl.entropy_coef_max trl.entropy_coef_min
             trl.entropy_target""",
-        "StreamTune uses log-probabilities of the trained model": """trl.vllm_importance_sampling_cap
-            trl.vllm_importance_sampling_clip_max trl.vllm_importance_sampling_clip_min
+        "StreamTune takes log-probabilities from the trained model, not vLLM": """
+            trl.vllm_importance_sampling_cap trl.vllm_importance_sampling_clip_max trl.vllm_importance_sampling_clip_min
             trl.vllm_importance_sampling_correction trl.vllm_importance_sampling_mode""",
-        "StreamTune samples such batches again; see skip_limit": "trl.skip_zero_advantage_batches",
+        "StreamTune replaces batches without a gradient; see skip_limit": "trl.skip_zero_advantage_batches",
         "StreamTune generates completions before each batch": """trl.async_prefetch trl.prefetch_depth
             trl.use_data_producer trl.streaming_min_groups trl.streaming_partial_batch""",
         "used only with replay_buffer_size": "trl.replay_recompute_logps",
@@ -166,7 +166,7 @@ FIELDS: dict[str, FieldRule] = field_table(
             sample_packing_sequentially eval_sample_packing sample_packing_eff_est pad_to_sequence_len
             multipack_real_batches batch_flattening pretrain_multipack_buffer_size pretrain_multipack_attn""",
         "StreamTune's packed rows never attend to each other": "pretraining_sample_concatenation micro_batch_packing",
-        "StreamTune reads it from the model's configuration": """model_type tokenizer_type processor_type
+        "StreamTune reads this from the model's configuration": """model_type tokenizer_type processor_type
             cls_model_config base_model_config is_falcon_derived_model is_llama_derived_model is_mistral_derived_model
             is_qwen_derived_model type_of_model""",
         "models are placed automatically": """device device_map max_memory gpu_memory_limit ddp low_cpu_mem_usage
@@ -176,7 +176,7 @@ FIELDS: dict[str, FieldRule] = field_table(
         "checkpoints are resumed automatically": "auto_resume_from_checkpoints fsdp_final_state_dict_type",
         "StreamTune always refuses unknown keys of a recipe": "strict",
         "StreamTune counts tokens when it prepares the rows": "total_num_tokens total_supervised_tokens",
-        "put a token for the hub into HF_TOKEN": "hf_use_auth_token",
+        "put the token of the Hugging Face hub into HF_TOKEN": "hf_use_auth_token",
         "`streamtune export` merges": "merge_lora merge_method",
         "chunks need no padding": "pad_to_multiple_of dpo_padding_free",
         "metrics.jsonl has every step": "include_tkps",
@@ -202,7 +202,7 @@ FIELDS: dict[str, FieldRule] = field_table(
         "used only with axolotl's plugin expert_parallel": """expert_parallel_backend expert_parallel_token_capacity
             expert_parallel_fallback_on_unsupported expert_parallel_num_nvl_bytes expert_parallel_num_rdma_bytes""",
         "StreamTune quantises experts together with the linear layers": "quantize_moe_experts",
-        "StreamTune's objective (sft, dpo or grpo) sets it": "rl reward_model process_reward_model",
+        "StreamTune's objective (sft, dpo or grpo) sets this": "rl reward_model process_reward_model",
         "used only with axolotl's plugin nemo_gym": """nemo_gym_auto_clone nemo_gym_auto_start nemo_gym_config_paths
             nemo_gym_datasets nemo_gym_dir nemo_gym_head_port nemo_gym_max_turns nemo_gym_model_name nemo_gym_multi_turn
             nemo_gym_run_timeout nemo_gym_server_timeout nemo_gym_verify_timeout""",
@@ -210,7 +210,7 @@ FIELDS: dict[str, FieldRule] = field_table(
         "used only with nvfp4_merge_aware": "nvfp4_merge_aware_start_step",
         "used only with scaling_softmax": "scaling_softmax_bias scaling_softmax_factor",
         "used only with fp32_norms": "fp32_norm_classes",
-        "axolotl reads it only with peft_init_lora_weights: loftq": "peft.loftq_config",
+        "axolotl reads this field only with peft_init_lora_weights: loftq": "peft.loftq_config",
         "used only with loraplus_lr_ratio": "loraplus_lr_embedding",
         "used only with relora": "relora_prune_ratio relora_prune_method relora_cpu_offload",
         "StreamTune shuffles the rows in each epoch anyway": "shuffle_merged_datasets",
@@ -247,7 +247,7 @@ FIELDS: dict[str, FieldRule] = field_table(
         "StreamTune does not train selected parameters; finetuning_type is full, lora or qlora": "unfrozen_parameters",
         "weights quantised by GPTQ": "gptq",
         "settings of bitsandbytes": "bnb_config_kwargs",
-        "a start from a trained adapter is not converted: merge it first with `streamtune export`": "lora_model_dir",
+        "the importer converts no trained adapters: merge the adapter first with `streamtune export`": "lora_model_dir",
         "StreamTune adapts only linear layers, not other parameters": "lora_target_parameters",
         "transposed weights": "lora_fan_in_fan_out",
         "adapters on some layers": "peft_layers_to_transform peft_layers_pattern peft_layer_replication",
@@ -277,7 +277,7 @@ FIELDS: dict[str, FieldRule] = field_table(
         "write sample: {prompt: ...}": "generate_samples dpo_generate_during_eval eval_table_size eval_max_new_tokens",
         "StreamTune does not support this tracker": """use_otel_metrics use_comet comet_project_name comet_workspace
             comet_api_key use_swanlab swanlab_project""",
-        "set it with the tracker's environment variables": """mlflow_run_name trackio_project_name trackio_run_name
+        "set this with the tracker's environment variables": """mlflow_run_name trackio_project_name trackio_run_name
             wandb_entity wandb_name wandb_run_id wandb_watch wandb_mode wandb_log_model wandb_silent
             mlflow_experiment_name hf_mlflow_log_artifacts""",
         "`streamtune bench` measures": "profiler_steps_start profiler_steps",
@@ -299,7 +299,7 @@ FIELDS: dict[str, FieldRule] = field_table(
 def _choose_objective(conversion: Conversion) -> str:
     for name in ("reward_model", "process_reward_model"):
         if conversion.get(name):
-            raise conversion.import_error(name, what=f"'{name}' trains a reward model: StreamTune does not")
+            raise conversion.import_error(name, what=f"'{name}' trains a reward model, which StreamTune cannot")
     rl = str(conversion.get("rl", ""))
     if not rl:
         return "sft"
@@ -336,7 +336,7 @@ def _convert_dependent_fields(conversion: Conversion) -> None:
         "fsdp_config", why="StreamTune's fsdp: true shards automatically with FSDP2" if sharding else "no value"
     )
     if on_inputs and any(str(kind).startswith("chat_template") for kind in dataset_types(conversion)):
-        note = "StreamTune trains messages of all roles, but not the template's text around them"
+        note = "StreamTune trains on messages of all roles, but not on the chat template's text around messages"
         conversion.write_key("roles_to_train", list(EVERY_ROLE), "train_on_inputs", note=note)
     elif on_inputs is not None:
         conversion.write_key("train_on", "all" if on_inputs else "assistant", "train_on_inputs")
@@ -350,7 +350,7 @@ def _convert_dependent_fields(conversion: Conversion) -> None:
 
 
 def _convert_model_overrides(conversion: Conversion, name: str) -> None:
-    """Convert overrides of the model's configuration; StreamTune has keys for RoPE settings only."""
+    """Convert the RoPE settings among overrides of the model's configuration; report all others as not converted."""
     changes = conversion.pop_field(name)
     for key, value in changes.items() if isinstance(changes, dict) else ():
         if key == "rope_scaling":
@@ -374,7 +374,7 @@ def _convert_min_learning_rate(conversion: Conversion) -> None:
     if ratio in (None, 0, ""):
         conversion.report_unneeded(name, why="off, as in StreamTune")
     elif conversion.get("lr_scheduler", "cosine") != "cosine":
-        conversion.report_unneeded(name, why="axolotl reads it only with lr_scheduler: cosine")
+        conversion.report_unneeded(name, why="axolotl reads this field only with lr_scheduler: cosine")
     elif conversion.get("cosine_constant_lr_ratio"):
         conversion.report_lost(name, why="StreamTune has no cosine schedule with cosine_constant_lr_ratio")
     elif conversion.write_key("lr_scheduler_kwargs", {"min_lr_rate": ratio}, name):
@@ -384,10 +384,12 @@ def _convert_min_learning_rate(conversion: Conversion) -> None:
 
 
 def _convert_batch_size(conversion: Conversion) -> None:
-    """Convert axolotl's ``batch_size``, which counts the rows of an optimizer step over all ranks."""
+    """Convert axolotl's ``batch_size``: the number of rows in an optimizer step, over all ranks."""
     total = conversion.get("batch_size")
     if total and not conversion.get("gradient_accumulation_steps"):
-        conversion.write_key("train_batch_size", total, "batch_size", note="axolotl's batch_size counts all ranks")
+        conversion.write_key(
+            "train_batch_size", total, "batch_size", note="axolotl's batch_size is the total of all ranks"
+        )
     conversion.mark_unneeded("batch_size", why="set by gradient_accumulation_steps" if total else "no value")
 
 
@@ -410,7 +412,10 @@ def _convert_adapter(conversion: Conversion) -> None:
                 "lora_target_modules", why="lora_target_linear adapts all linear layers" if linear else "no value"
             )
         elif isinstance(modules, str) and re.search(r"[\\^$*()|]", modules):
-            conversion.report_lost("lora_target_modules", why="no patterns: list the last parts of module names")
+            conversion.report_lost(
+                "lora_target_modules",
+                why="StreamTune takes no patterns: list the last parts of module names, such as q_proj",
+            )
         else:
             conversion.convert_key("lora_target", convert_module_names, modules, "lora_target_modules")
 

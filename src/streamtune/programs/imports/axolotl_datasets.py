@@ -19,7 +19,6 @@ from .rows_and_templates import (
 )
 
 SETS = ("datasets", "pretraining_dataset", "test_datasets")
-"""Fields that name datasets."""
 
 TYPES: dict[str, dict[str, str]] = {
     "sft": {
@@ -36,7 +35,7 @@ TYPES: dict[str, dict[str, str]] = {
     },
     "grpo": {},
 }
-"""Our row type for each ``type`` of a dataset, by objective; other types are prompt formats of axolotl."""
+"""For each objective, {axolotl's dataset type: StreamTune's row type}. Other types are axolotl's prompt formats."""
 
 COLUMNS: dict[str, str] = {
     "field_messages": "messages",
@@ -50,10 +49,10 @@ COLUMNS: dict[str, str] = {
     "field_completion": "completion",
     "field_label": "label",
 }
-"""Column that StreamTune reads, for each field of an entry."""
+"""{field of axolotl's dataset entry: column that StreamTune reads}."""
 
 TEXTS = ("completion", "pretrain")
-"""Types of plain texts, which axolotl splits into parts of ``sequence_len`` tokens."""
+"""Dataset types of plain texts, which axolotl splits into parts of ``sequence_len`` tokens."""
 
 ENTRY_FIELDS: dict[str, FieldRule] = field_table(
     {},
@@ -72,12 +71,12 @@ ENTRY_FIELDS: dict[str, FieldRule] = field_table(
         "StreamTune reads reasoning from reasoning_content, reasoning and thinking": "field_thinking",
         "used only with kd_trainer": "logprobs_field temperature",
         "StreamTune recognises turns by their roles": "field_human field_model",
-        "axolotl reads it only with type: synthetic": "length sequence_length min_input_id max_input_id seed",
+        "axolotl reads this field only with type: synthetic": "length sequence_length min_input_id max_input_id seed",
         "only process reward models use this field": "step_separator max_completion_length train_on_last_step_only",
     },
     lost={
         "to train only a part of the rows, write max_rows": "shards shards_idx skip",
-        "a revision of a dataset": "revision",
+        "StreamTune reads no revision of a dataset": "revision",
         "a custom prompt format": """conversation input_format input_transform type.system_prompt type.system_format
             type.format type.no_input_format type.field_system type.field_instruction type.field_input type.field_output
             type.prompt_format type.chosen_format type.rejected_format type.completion_format""",
@@ -87,7 +86,6 @@ ENTRY_FIELDS: dict[str, FieldRule] = field_table(
         "StreamTune needs the reasoning in reasoning_content or thinking": "template_thinking_key",
     },
 )
-"""Rules for the fields of an entry."""
 
 
 USUAL_ROLES = [
@@ -95,29 +93,27 @@ USUAL_ROLES = [
     for users in (("user",), ("human",), ("user", "human"), ("human", "user"))
     for models in (("assistant",), ("gpt",), ("assistant", "gpt"), ("gpt", "assistant"))
 ]
-"""Values of ``roles`` that are recognised automatically."""
+"""Values of ``roles`` that StreamTune recognises without a setting."""
 
 ROLES = {"gpt": "assistant", "human": "user", "model": "assistant"}
-"""Our name for other role names."""
+"""{axolotl's role name: StreamTune's role name}."""
 
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-"""Fields of a message with reasoning."""
+"""Fields of a message that hold reasoning."""
 
 READ_FIRST = ("path", "message_property_mappings", "message_field_role", "message_field_content")
-"""Fields of an entry that are converted first."""
+"""Fields of a dataset entry that are converted first."""
 
 LOADERS = ("json", "csv", "parquet", "text", "arrow")
 """Values of ``path`` that name a loader for ``data_files``."""
 
 
 def dataset_types(conversion: Conversion) -> list[Any]:
-    """Return the ``type`` of every entry of ``datasets``."""
     entries = conversion.get("datasets")
     return [entry.get("type") for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
 
 
 def convert_datasets(conversion: Conversion) -> None:
-    """Convert axolotl's lists of datasets, and its strategy for rows that are too long."""
     texts: list[dict[str, Any]] = []
     others: list[dict[str, Any]] = []
     for name in SETS:
@@ -171,13 +167,13 @@ def _convert_long_rows(conversion: Conversion, has_texts: bool, has_other_rows: 
     elif given:
         conversion.report_unneeded(name, why="StreamTune splits texts, so they are never too long")
     if conversion.get("pretraining_dataset"):
-        why = "only axolotl makes windows of a text overlap by up to 256 tokens, and ends each with EOS"
-        cut = "without sample_packing, axolotl truncates a text at sequence_len; StreamTune trains all of it"
+        why = "axolotl cuts a text into windows that overlap by up to 256 tokens and end with EOS; StreamTune does not"
+        cut = "without sample_packing, axolotl truncates a text at sequence_len; StreamTune trains on the whole text"
         conversion.report_lost_setting("pretraining_dataset", why if packs else cut)
 
 
 def _convert_dataset(conversion: Conversion, entry: dict[str, Any], name: str, index: int) -> list[dict[str, Any]]:
-    """Return the ``datasets`` entries that replace axolotl's ``entry``, and report the settings that are lost."""
+    """Return StreamTune's dataset entries for an entry of axolotl; report settings that are not converted."""
     spec: dict[str, Any] = {"path": entry["path"]}
 
     def report_lost(key: str, why: str) -> None:
@@ -220,7 +216,7 @@ def _convert_dataset(conversion: Conversion, entry: dict[str, Any], name: str, i
                 report_lost(key, "to change the tokenizer's own chat template, write chat_template: FILE.jinja")
         elif key == "roles":
             if value not in USUAL_ROLES:
-                report_lost(key, "roles are user, assistant, system and tool, in sharegpt rows human and gpt")
+                report_lost(key, "roles are user, assistant, system and tool; in sharegpt rows, human and gpt")
         else:
             rule = ENTRY_FIELDS.get(key)
             report_lost(key, rule.why if rule else "StreamTune does not know this key of a dataset")
@@ -274,7 +270,9 @@ def _convert_dataset_type(
         if renamed := {ours: column for ours, column in names.items() if ours != column}:
             spec["columns"] = {**spec.get("columns", {}), **renamed}
     elif isinstance(value, dict):
-        report_lost("type", "no custom prompt formats: write rows as messages or as prompt and completion")
+        report_lost(
+            "type", "StreamTune has no custom prompt formats: write rows as messages or as prompt and completion"
+        )
     elif value in known:
         if known[value]:
             spec["type"] = known[value]

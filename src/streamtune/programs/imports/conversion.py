@@ -1,4 +1,4 @@
-"""Convert another trainer's fields: apply its rules, report what became of every field, check each value."""
+"""Convert the fields of another trainer's recipe: apply rules, check values, and record the outcome of each field."""
 
 from __future__ import annotations
 
@@ -24,40 +24,39 @@ Kind = Literal["mapped", "default", "not_needed", "lost"]
 
 @dataclass(frozen=True)
 class FieldFinding:
-    """Outcome of one field: converted, not needed, lost, or a default of the other trainer that is written."""
+    """Outcome of the conversion of one field, or a default of the other trainer that is written to the recipe."""
 
     kind: Kind
-    """Kind of the finding; ``default`` is a key that is written because the trainer's default differs."""
+    """Outcome: ``mapped`` to a StreamTune key, ``default``, ``not_needed``, or ``lost`` (not converted)."""
     theirs: str
     """Original field, with its value if that is short and not a secret."""
     where: str = ""
     """Place of the field, ``file:line``; empty for a default."""
     ours: str = ""
-    """StreamTune key and value."""
+    """StreamTune key with its value; empty if no key is written."""
     note: str = ""
-    """Reason, or what to check."""
+    """Reason for the outcome, or advice."""
     trains: bool = False
     """True if the field is not converted and training changes without it."""
 
 
 @dataclass(frozen=True)
 class PeerTrainer:
-    """A trainer whose recipes can be converted."""
+    """Another trainer whose recipes can be converted, such as axolotl."""
 
     name: str
-    """Value of ``--from``."""
     title: str
     fields: Mapping[str, FieldRule]
     signs: str
-    """Fields that identify the trainer's recipes, separated by blanks; other trainers do not have them."""
+    """Names of fields, separated by spaces, that identify the trainer's recipes."""
     objective: Callable[[Conversion], str]
     special: Callable[[Conversion], None]
-    """Converts fields that depend on each other; called before the rules are applied."""
+    """Function that converts fields that depend on each other; called before the rules are applied."""
     defaults: Callable[[Conversion], None]
-    """Writes the trainer's defaults that differ from StreamTune's; called after the rules."""
+    """Function that writes the trainer's defaults that differ from StreamTune's; called after the rules."""
 
     def find_rule(self, name: str) -> FieldRule | None:
-        """Return the conversion rule of a field; ``group.field`` may have the rule of ``group``."""
+        """Return the conversion rule of a field; a field ``group.name`` without a rule has the rule of ``group``."""
         group, _, inner = name.rpartition(".")
         found = self.fields.get(name) or (self.find_rule(group) if group else None)
         if found is None and not inner.count(".") and any(other.startswith(f"{name}.") for other in self.fields):
@@ -67,17 +66,17 @@ class PeerTrainer:
 
 @dataclass
 class Conversion:
-    """A conversion in progress: fields of another trainer's ``file`` become the recipe keys ``ours``, and findings."""
+    """State of a conversion of another trainer's recipe (``file``) to StreamTune keys (``ours``) and findings."""
 
     file: PeerFile
     trainer: PeerTrainer
     kind: type[Recipe] = Recipe
     ours: dict[str, Any] = field(default_factory=dict)
     notes: dict[str, str] = field(default_factory=dict)
-    """StreamTune key -> comment on it in the new recipe."""
+    """{StreamTune key: comment on the key in the new recipe}."""
     findings: list[FieldFinding] = field(default_factory=list)
     lines: dict[KeyPath, int] = field(default_factory=dict)
-    """StreamTune key -> line of the original field."""
+    """{StreamTune key: line of the original field}."""
 
     def __post_init__(self) -> None:
         self.left = dict(self.file.fields)
@@ -85,38 +84,35 @@ class Conversion:
 
     @property
     def objective(self) -> str:
-        """Objective of the converted recipe."""
         return next(name for name, kind in RECIPES.items() if kind is self.kind)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return the value of a field, or ``default`` for None and empty text. The field still has to be reported."""
+        """Return the value of a field without reporting the field; ``default`` if the value is missing or empty."""
         value = self.file.fields.get(name)
         return default if value is None or value == "" else value
 
     def pop_field(self, name: str) -> Any:
-        """Return the value of a field that the caller will report; None if the field is missing."""
+        """Return the value of a field, or None if it is missing; the caller must report the outcome."""
         return self.left.pop(name, None)
 
     def mark_unneeded(self, *names: str, why: str) -> None:
-        """Report fields as not needed, except fields that have already been reported."""
+        """Report fields as not needed, except fields whose outcome is reported already."""
         for name in names:
             if name in self.left:
                 self.report_unneeded(name, why=why)
 
     def write_if_on(self, name: str, key: str, value: Any, *, why: str = "off, as here", note: str = "") -> None:
-        """Write ``key: value`` if a field is on; report it as not needed if it is off."""
+        """Write ``key: value`` if the field ``name`` is on; report the field as not needed if it is off."""
         if name in self.left and self.get(name):
             self.write_key(key, value, name, note=note)
         self.mark_unneeded(name, why=why)
 
     def write_key(self, key: str, value: Any, *path: str | int, note: str = "", trains: bool = True) -> bool:
-        """Write a top-level key for an original field; if the schema rejects the value, report the field as lost.
+        """Write a StreamTune key for an original field; if the schema rejects the value, report the field as lost.
 
         Args:
-            key: StreamTune key.
-            value: StreamTune value.
-            path: Original field.
-            note: Comment on the key.
+            path: Names and indices that lead to the original field.
+            note: Comment on the key in the new recipe.
             trains: True if training changes without the value.
 
         Returns:
@@ -143,7 +139,7 @@ class Conversion:
     def convert_key(
         self, key: str, convert: Callable[[Any], Any], value: Any, *path: str | int, trains: bool = True
     ) -> None:
-        """Write a key with the converted value; report the field as lost if the conversion fails."""
+        """Write a key with the value that ``convert`` returns; if ``convert`` fails, report the field as lost."""
         try:
             converted = convert(value)
         except UnconvertedError as error:
@@ -152,7 +148,7 @@ class Conversion:
             self.write_key(key, converted, *path, trains=trains)
 
     def write_default(self, key: str, value: Any, note: str = "") -> None:
-        """Write the trainer's default, which differs from StreamTune's, unless the recipe already has the key."""
+        """Write the other trainer's default for a key, unless the recipe already has the key."""
         if key in self.ours or self._why_rejected(key, value):
             return
         self.ours[key] = value
@@ -161,28 +157,27 @@ class Conversion:
         self.findings.append(FieldFinding("default", "", "", _show_field(key, value), note))
 
     def report_unneeded(self, *path: str | int, why: str) -> None:
-        """Report a field as not needed."""
         self._add_finding("not_needed", path, note=why)
 
     def report_lost(self, *path: str | int, why: str = "", trains: bool = True) -> None:
-        """Report a field as lost; ``trains`` is True if training changes without it."""
+        """Report a field as not converted; ``trains`` is True if training changes without the field."""
         self._add_finding("lost", path, note=why, trains=trains)
 
     def make_lost_reporter(self, *path: str | int, prefix: str = "") -> Callable[[str], None]:
-        """Return a function that reports the field as lost, with a reason."""
+        """Return a function that takes a reason and reports the field as not converted."""
         return lambda why: self.report_lost(*path, why=prefix + why)
 
     def report_lost_setting(self, setting: str, why: str, *, trains: bool = True) -> None:
-        """Report something lost that is not a field of the file, such as a default of the other trainer."""
+        """Report a setting that is not a field of the file, such as a trainer's default, as not converted."""
         self.findings.append(FieldFinding("lost", setting, "", "", why, trains))
 
     def report_other_file(self, setting: str, where: str, why: str, trains: bool | None) -> None:
-        """Report a field of another file as lost, or as not needed if ``trains`` is None."""
+        """Report a field of another file as not converted, or as not needed if ``trains`` is None."""
         lost = trains is not None
         self.findings.append(FieldFinding("lost" if lost else "not_needed", setting, where, "", why, bool(trains)))
 
     def write_other_file(self, key: str, value: Any, setting: str, where: str) -> None:
-        """Write a key for a field of another file or an option of a launcher."""
+        """Write a key for a field of another file, or for a command-line option of a launcher."""
         if wrong := self._why_rejected(key, value):
             self.report_other_file(setting, where, wrong, True)
             return
@@ -191,11 +186,10 @@ class Conversion:
         self.findings.append(FieldFinding("mapped", setting, where, _show_field(key, value)))
 
     def import_error(self, *path: str | int, what: str, fix: str = "") -> RecipeError:
-        """Return the error for a recipe that cannot be imported."""
         return RecipeError(what, where=self.file.marks.key_origin(*path), fix=fix)
 
     def apply_rules(self) -> None:
-        """Apply the trainer's rules to all fields that are not reported yet."""
+        """Apply the trainer's rules to all fields whose outcome is not reported yet."""
         groups = {name.partition(".")[0] for name in self.trainer.fields if "." in name}
         for name in list(self.left):
             value = self.left.pop(name)
@@ -237,7 +231,6 @@ class Conversion:
             self.report_lost(*path, why=rule.why, trains=rule.trains)
 
     def _why_rejected(self, key: str, value: Any) -> str:
-        """Return the reason why a key does not accept a value; empty if it does."""
         if key not in self.kind.model_fields:
             return f"{self.objective} recipes have no key '{key}'"
         if find_secret(str(value)):
@@ -258,7 +251,6 @@ class Conversion:
         self.findings.append(FieldFinding(kind, theirs, self.file.marks.key_origin(*path), ours, note, trains))
 
     def original_lines(self) -> KeyOrigins:
-        """Return {StreamTune key: line of the original field}."""
         return KeyOrigins(self.file.marks.file, dict(self.lines))
 
 
@@ -272,7 +264,7 @@ def _type_adapter(kind: type[Recipe], key: str) -> TypeAdapter[Any]:
 
 
 def _resolve_value_alias(key: str, value: Any) -> Any:
-    """Return StreamTune's name for a value; other values are returned unchanged."""
+    """Return the value in StreamTune's spelling if ``value`` is a known alias; otherwise ``value``."""
     known = VALUES.get(key, {})
     if isinstance(value, list) and len(value) == 1 and str(value[0]) in known:
         value = value[0]

@@ -1,6 +1,6 @@
-"""Rules for the fields of another trainer's recipe: StreamTune's key, or why a field is not needed or is lost.
+"""Rules that convert the fields of another trainer's recipe to StreamTune keys.
 
-A trainer's table maps each field to its rule. ``"trl.beta"`` is the field ``beta`` of the group ``trl``.
+A table maps each field of a trainer to its rule. ``"trl.beta"`` is the field ``beta`` of the group ``trl``.
 """
 
 from __future__ import annotations
@@ -13,32 +13,31 @@ from streamtune.base.adapters import NAMED_STARTS
 from streamtune.recipe.aliases import ALIASES, SWITCHES
 
 OFF: tuple[Any, ...] = (None, False, 0, "", [], {}, "none", "None", "false", "no")
-"""Values with which a field has no effect, so that nothing is lost without it."""
+"""Values that disable a field, so that nothing is lost if the field is not converted."""
 
 
 class UnconvertedError(ValueError):
-    """A value cannot be converted; the text is the reason."""
+    """Error for a value that cannot be converted; its text is the reason."""
 
 
 @dataclass(frozen=True)
 class FieldRule:
-    """Rule for a field of another trainer."""
+    """Rule that converts a field of another trainer."""
 
     ours: str = ""
     """StreamTune key; empty if there is none."""
     convert: Callable[[Any], Any] | None = None
-    """Converts a value, or raises :class:`UnconvertedError`; None keeps the value."""
+    """Function that converts a value, or raises :class:`UnconvertedError`; None keeps the value."""
     why: str = ""
     """Reason why the field is not needed, or what is lost without it."""
     needed: bool = True
-    """False if StreamTune does the same automatically."""
+    """False if nothing is lost without the field, for example because StreamTune does the same automatically."""
     trains: bool = True
     """True if training changes without the field."""
     off: tuple[Any, ...] = ()
-    """Values with which the field has no effect, besides :data:`OFF`."""
+    """Values that disable the field, in addition to :data:`OFF`."""
 
     def is_off(self, value: Any) -> bool:
-        """Return True if the field has no effect with this value."""
         return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in OFF + self.off)
 
 
@@ -50,17 +49,17 @@ def key_rule(
 
 
 def no_counterpart(why: str = "", *, trains: bool = True, off: tuple[Any, ...] = ()) -> FieldRule:
-    """Return the rule of a field that StreamTune cannot convert; with the values ``off`` it has no effect."""
+    """Return the rule of a field without a StreamTune key; ``off`` lists values that disable the field."""
     return FieldRule(why=why, trains=trains, off=off)
 
 
 def same_name_rules(names: str, *, trains: bool = True) -> dict[str, FieldRule]:
-    """Return the rules of fields that have the name of a StreamTune key or of an alias in ``recipe.aliases``."""
+    """Return the rules of fields named like a StreamTune key or an alias; ``names`` are separated by spaces."""
     return {name: key_rule(ALIASES.get(name, name.rpartition(".")[2]), trains=trains) for name in names.split()}
 
 
 def switch_rules(names: str) -> dict[str, FieldRule]:
-    """Return the rules of on/off fields in ``recipe.aliases``; each becomes a value of a StreamTune key."""
+    """Return the rules of on/off fields in ``recipe.aliases.SWITCHES``; if on, a field sets a key to a value."""
     return {name: _switch_rule(*SWITCHES[name]) for name in names.split()}
 
 
@@ -76,14 +75,14 @@ def field_table(
     lost: Mapping[str, str] = {},
     lost_beside_training: Mapping[str, str] = {},
 ) -> dict[str, FieldRule]:
-    """Return the rule of each field of a trainer. In the mappings, a text names several fields, separated by blanks.
+    """Return {field: rule} for all fields of a trainer.
 
     Args:
-        rules: Rules of single fields.
-        renamed: {StreamTune key: fields that become this key}; values stay, or the trainer's ``special`` converts them.
+        renamed: {StreamTune key: fields that become this key}. Fields are separated by spaces, here and below. Values
+            are copied, unless ``PeerTrainer.special`` converts them.
         not_needed: {reason: fields that are not needed}.
-        lost: {what is lost: fields that cannot be converted and change training}.
-        lost_beside_training: {what is lost: fields that cannot be converted and do not change training}.
+        lost: {what is lost: fields that are not converted and change training}.
+        lost_beside_training: {what is lost: fields that are not converted and do not change training}.
     """
     table = dict(rules)
     for fields, rule in (
@@ -109,7 +108,7 @@ def convert_adapter_initialisation(value: Any) -> Any:
 
 
 def none_if_empty(value: Any) -> Any:
-    """Return None for an empty value or 0, which disable the field; otherwise the value."""
+    """Return None for 0 and empty values, which disable the field; otherwise the value."""
     return value or None
 
 
@@ -145,10 +144,10 @@ def lookup_converter(values: dict[Any, Any], why: str = "") -> Callable[[Any], A
 
 
 def convert_optimizer_name(value: Any) -> Any:
-    """Return StreamTune's name of an optimizer.
+    """Return an optimizer name unchanged, if StreamTune's optimizer of this name takes the same steps.
 
     Raises:
-        UnconvertedError: StreamTune's optimizer of this name computes other steps.
+        UnconvertedError: StreamTune's optimizer of this name takes other steps.
     """
     if isinstance(value, str) and value in OTHER_STEPS:
         raise UnconvertedError(OTHER_STEPS[value])
@@ -157,14 +156,14 @@ def convert_optimizer_name(value: Any) -> Any:
 
 OTHER_STEPS = {
     "adafactor": "transformers' Adafactor takes absolute steps; StreamTune's takes steps relative to the weight",
-    "muon": "write optim: muon, whose steps are scaled to the size of AdamW's",
+    "muon": "write optim: muon, whose steps are scaled to the size of AdamW's steps",
     "galore_adamw": "write optim: galore, and compare its rank and scale with this recipe's",
     "apollo_adamw": "write optim: apollo, and compare its rank and scale with this recipe's",
     "schedule_free_adamw": "write optim: schedule_free, and compare its betas with this recipe's",
     "adopt_adamw": "write optim: adopt, and compare its betas with this recipe's",
     "came_pytorch": "write optim: came, and compare its betas with this recipe's",
 }
-"""Reasons for optimizers whose steps differ from our optimizer of the same name."""
+"""{optimizer whose steps differ from StreamTune's optimizer of the same name: advice}."""
 
 
 def convert_module_names(value: Any) -> Any:
@@ -174,7 +173,7 @@ def convert_module_names(value: Any) -> Any:
 
 
 def convert_step_count(value: Any) -> Any:
-    """Return a number of steps.
+    """Return a number of steps as an integer; other values are returned unchanged.
 
     Raises:
         UnconvertedError: The value is a fraction of all steps.
@@ -195,12 +194,11 @@ def convert_special_tokens(value: Any) -> Any:
         raise UnconvertedError("special tokens must be a mapping of names to tokens")
     given = {name: token for name, token in value.items() if token not in (None, "")}
     if other := next((name for name in given if name not in names), None):
-        raise UnconvertedError(f"'{other}' is not a token of a causal language model")
+        raise UnconvertedError(f"'{other}' is not a special token of causal language models")
     return given
 
 
 def convert_token_list(value: Any) -> Any:
-    """Return a list of tokens from a list or a comma-separated text."""
     return _split_list(value, "tokens")
 
 
@@ -212,7 +210,6 @@ def _split_list(value: Any, what: str) -> list[str]:
 
 
 def convert_additional_special_tokens(value: Any) -> Any:
-    """Convert a list of additional tokens to StreamTune's ``special_tokens``."""
     return {"additional_special_tokens": convert_token_list(value)}
 
 

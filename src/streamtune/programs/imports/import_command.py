@@ -1,4 +1,4 @@
-"""``streamtune recipes import``: convert a recipe of another trainer, and report what became of each field."""
+"""Command ``streamtune recipes import``: convert a recipe of another trainer, and report the outcome of each field."""
 
 from __future__ import annotations
 
@@ -103,7 +103,6 @@ def import_recipe(
 
 
 def _write_checked_recipe(dest: Path, text: str, fix: str) -> None:
-    """Write the recipe and check that it loads; remove it if it does not."""
     write_new_file(dest, text, fix)
     try:
         load_recipe(dest)
@@ -118,7 +117,7 @@ SECTIONS = {
     "not_needed": "not needed",
     "lost": "not converted",
 }
-"""Heading of each kind of finding."""
+"""{outcome of a field: heading in the report}."""
 
 
 def _print_imported(file: Path, imported: ImportedRecipe) -> None:

@@ -1,4 +1,4 @@
-"""Import a recipe of another trainer: recognise the trainer, convert the fields, check the result."""
+"""Import a recipe of another trainer: recognise the trainer, convert the fields, and check the result."""
 
 from __future__ import annotations
 
@@ -21,32 +21,30 @@ from .trainer_arguments import convert_launcher, convert_optimizer, is_accelerat
 from .trl import TRL
 
 TRAINERS: dict[str, PeerTrainer] = {trainer.name: trainer for trainer in (AXOLOTL, LLAMAFACTORY, TRL, SWIFT)}
-"""Trainers by their value of ``--from``."""
+"""Trainers by their name in the option ``--from``."""
 
 WIDTH = 120
 
 
 @dataclass(frozen=True)
 class ImportedRecipe:
-    """A converted recipe, with what became of each field."""
+    """A converted recipe, with the outcome of each field."""
 
     trainer: PeerTrainer
     guessed: tuple[str, ...]
-    """Fields that identified the trainer; empty if the user named it."""
+    """Fields that identified the trainer; empty if the user named the trainer."""
     objective: str
     text: str
-    """Text of the recipe, with comments, as ``load_recipe`` reads it."""
+    """The recipe in YAML, with comments."""
     findings: tuple[FieldFinding, ...]
     notes: tuple[str, ...]
-    """Notes for the user."""
 
     def findings_of_kind(self, kind: str) -> list[FieldFinding]:
-        """Return the findings of a kind."""
         return [found for found in self.findings if found.kind == kind]
 
     @property
     def changes_training(self) -> list[FieldFinding]:
-        """Findings about fields that cannot be converted and change training."""
+        """Outcomes of fields that are not converted although they change training."""
         return [found for found in self.findings if found.kind == "lost" and found.trains]
 
 
@@ -54,9 +52,8 @@ def import_recipe(path: Path, trainer: str | None = None, objective: str | None 
     """Read a recipe of another trainer and convert it. Nothing is written.
 
     Args:
-        path: File to convert: YAML, JSON or a shell script.
-        trainer: Key of :data:`TRAINERS`; None recognises the trainer by its fields.
-        objective: Objective: ``sft``, ``dpo`` or ``grpo``; None recognises it by the fields.
+        trainer: Key of :data:`TRAINERS`; None: recognise the trainer by the fields of the file.
+        objective: Training objective, ``sft``, ``dpo`` or ``grpo``; None: recognise it by the fields of the file.
 
     Raises:
         RecipeError: The file cannot be read or converted, or converts to an invalid recipe.
@@ -121,7 +118,7 @@ def _recognise_trainer(file: PeerFile) -> tuple[str, tuple[str, ...]]:
 
 
 def _check_converted(conversion: Conversion) -> None:
-    """Check the converted recipe as the loader does; a mistake is reported at the line of the original field."""
+    """Check the converted recipe as the loader does; errors name the line of the original field."""
     tree: dict[str, Any] = {**conversion.ours}
     tree.setdefault("output_dir", "runs/imported")
     marks = conversion.original_lines()
@@ -133,7 +130,7 @@ def _check_converted(conversion: Conversion) -> None:
 
 
 def _recipe_text(conversion: Conversion) -> str:
-    """Return the recipe as YAML: keys in the order of the schema, with comments that name the original fields."""
+    """Return the recipe as YAML, with keys in the order of the schema and comments that name the original fields."""
     path, title = conversion.file.path, conversion.trainer.title
     lines = [f"# Imported from {path.name} ({title}) by `streamtune recipes import`.", ""]
     for key in conversion.kind.model_fields:

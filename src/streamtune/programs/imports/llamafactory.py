@@ -1,4 +1,4 @@
-"""Convert recipes of LLaMA-Factory, and their datasets, which ``dataset_info.json`` describes."""
+"""Convert recipes of LLaMA-Factory, and the datasets that its ``dataset_info.json`` describes."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ from .trainer_arguments import (
 )
 
 OBJECTIVES = {"pt": "sft", "sft": "sft", "dpo": "dpo", "kto": "dpo"}
-"""Our objective for each ``stage``."""
+"""{LLaMA-Factory's ``stage``: StreamTune's objective}."""
 
 FREEZE = ("freeze_trainable_layers", "freeze_trainable_modules", "freeze_extra_modules")
-"""Fields that only ``finetuning_type: freeze`` uses."""
+"""Fields that LLaMA-Factory reads only with ``finetuning_type: freeze``."""
 
 FIELDS: dict[str, FieldRule] = field_table(
     {
@@ -64,7 +64,8 @@ FIELDS: dict[str, FieldRule] = field_table(
         "lora_target": key_rule("lora_target", convert_module_names),
         "pref_ftx": key_rule("rpo_alpha", none_if_empty),
         "quantization_bit": key_rule(
-            "quantization", lookup_converter({4: "nf4", 8: "int8"}, "StreamTune has 4 bits (nf4) and 8 (int8)")
+            "quantization",
+            lookup_converter({4: "nf4", 8: "int8"}, "StreamTune quantises to 4 bits (nf4) or 8 bits (int8)"),
         ),
         "rope_scaling": key_rule("rope_scaling", convert_rope_scaling),
         "oft_block_size": key_rule("oft_block_size", none_if_empty),
@@ -74,7 +75,9 @@ FIELDS: dict[str, FieldRule] = field_table(
         "use_dft_loss": key_rule("loss_type", dft_or_nll),
         "disable_shuffling": key_rule("shuffle", negate_switch),
         "model_revision": no_counterpart("download the model revision and give its folder", off=("main",)),
-        "quantization_method": no_counterpart("bitsandbytes or torchao quantise", off=("bnb", "bitsandbytes")),
+        "quantization_method": no_counterpart(
+            "StreamTune quantises with bitsandbytes or torchao", off=("bnb", "bitsandbytes")
+        ),
         "quantization_type": no_counterpart("4-bit weights use nf4", off=("nf4",)),
     },
     renamed={
@@ -91,15 +94,15 @@ FIELDS: dict[str, FieldRule] = field_table(
     },
     not_needed={
         CHECKPOINTING: "disable_gradient_checkpointing use_reentrant_gc",
-        "StreamTune's objective (sft, dpo or grpo) sets it": "stage",
+        "StreamTune's objective (sft, dpo or grpo) sets this": "stage",
         KERNELS: """use_kt kt_expert_checkpoint_path kt_lora_expert_intermediate_size kt_lora_expert_num
             kt_use_lora_experts kt_weight_path block_diag_attn flash_attn enable_liger_kernel use_unsloth use_unsloth_gc
             use_v1_kernels""",
         "models are placed automatically": """device_map use_hyper_parallel hyper_parallel_args low_cpu_mem_usage
             quantization_device_map use_fast_tokenizer""",
-        "StreamTune takes it from the dtype of the weights": "compute_dtype",
+        "StreamTune takes the compute dtype from the weights": "compute_dtype",
         "set by cutoff_len": "model_max_length",
-        "LLaMA-Factory uses it for generation, not for training": """generation_config generation_num_beams
+        "LLaMA-Factory uses this field for generation, not for training": """generation_config generation_num_beams
             sglang_config sglang_lora_backend sglang_maxlen sglang_mem_fraction sglang_tp_size infer_backend infer_dtype
             use_kv_cache do_sample temperature top_p top_k num_beams max_new_tokens max_length repetition_penalty
             length_penalty skip_special_tokens eval_num_beams generation_max_length vllm_maxlen vllm_gpu_util
@@ -117,11 +120,11 @@ FIELDS: dict[str, FieldRule] = field_table(
         "StreamTune always labels padding with -100": "ignore_pad_token_for_loss",
         "loss.png is always drawn": "plot_loss",
         "metrics.jsonl has every step": "include_effective_tokens_per_second compute_accuracy",
-        "StreamTune shows it when a run starts": "print_param_status",
+        "StreamTune shows the number of trained parameters when a run starts": "print_param_status",
         "use `streamtune export` to write the model": """export_dir export_size export_device export_hub_model_id
             export_quantization_bit export_quantization_dataset export_quantization_nsamples export_quantization_maxlen
             export_legacy_format""",
-        "put the token of this hub into its environment variable": "ms_hub_token om_hub_token",
+        "put the token into the hub's environment variable": "ms_hub_token om_hub_token",
         "StreamTune trains on text only, not on images and audio": """image_max_pixels image_min_pixels video_max_pixels
             video_min_pixels video_fps video_maxlen crop_to_patches audio_sampling_rate use_audio_in_video
             image_do_pan_and_scan freeze_multi_modal_projector freeze_vision_tower""",
@@ -141,9 +144,9 @@ FIELDS: dict[str, FieldRule] = field_table(
     },
     lost={
         "all layers are trained": "freeze_trainable_layers freeze_trainable_modules freeze_extra_modules",
-        "a start from a trained adapter is not converted: merge it first with `streamtune export`": """
+        "the importer converts no trained adapters: merge the adapter first with `streamtune export`": """
             adapter_name_or_path adapter_folder""",
-        "StreamTune starts new embedding rows as the mean of the others": "new_special_tokens_config",
+        "StreamTune initialises new embedding rows with the mean of the other rows": "new_special_tokens_config",
         "StreamTune does not support sparse attention": "shift_attn",
         "StreamTune does not change the architecture": "mixture_of_depths use_llama_pro",
         "write model: {init: ...} for a model with random weights": "train_from_scratch",
@@ -157,7 +160,7 @@ FIELDS: dict[str, FieldRule] = field_table(
         "write optim: muon": "use_muon",
         "the ASFT loss": "use_asft_loss",
         "the EAFT loss": "use_eaft_loss",
-        "StreamTune does not train an image tower": "freeze_language_model",
+        "StreamTune does not train vision towers": "freeze_language_model",
         "StreamTune's losses have no BCO term": "pref_bco_weight",
         "LD-DPO": "ld_alpha",
         "StreamTune loads no adapters for the reference model: merge them first": "ref_model_adapters",
@@ -177,7 +180,9 @@ def _choose_objective(conversion: Conversion) -> str:
     stage = str(conversion.get("stage", "sft"))
     if stage not in OBJECTIVES:
         known = ", ".join(OBJECTIVES)
-        raise conversion.import_error("stage", what=f"StreamTune has no 'stage: {stage}'", fix=f"supported: {known}")
+        raise conversion.import_error(
+            "stage", what=f"StreamTune does not support 'stage: {stage}'", fix=f"supported: {known}"
+        )
     return OBJECTIVES[stage]
 
 
@@ -203,7 +208,7 @@ def _convert_dependent_fields(conversion: Conversion) -> None:
             conversion.report_unneeded("packing", why="set by neat_packing")
         conversion.write_if_on("neat_packing", "packing", True)
     elif conversion.get("packing"):
-        note = "without neat_packing, LLaMA-Factory's packed rows attend to each other; StreamTune's never do"
+        note = "without neat_packing, packed rows attend to each other in LLaMA-Factory; in StreamTune they never do"
         conversion.write_if_on("packing", "packing", True, note=note)
     conversion.mark_unneeded("neat_packing", why="off: see packing")
     convert_warmup(conversion)
@@ -212,7 +217,7 @@ def _convert_dependent_fields(conversion: Conversion) -> None:
 
 
 def _convert_finetuning_type(conversion: Conversion) -> None:
-    """Convert ``finetuning_type``: ``oft`` becomes an ``adapter_type``, ``freeze`` full fine-tuning."""
+    """Convert ``finetuning_type``; ``oft`` becomes an ``adapter_type``, and ``freeze`` becomes full fine-tuning."""
     name = "finetuning_type"
     given = name in conversion.left
     method = conversion.pop_field(name) or "lora"
@@ -234,14 +239,14 @@ def _convert_finetuning_type(conversion: Conversion) -> None:
         why = f"LLaMA-Factory trains only {last} layers; StreamTune trains all weights"
         conversion.report_lost(name, why=why if method == "freeze" else "finetuning_type is full, lora or qlora")
     if method != "freeze":
-        conversion.mark_unneeded(*FREEZE, why="LLaMA-Factory reads it only with finetuning_type: freeze")
+        conversion.mark_unneeded(*FREEZE, why="LLaMA-Factory reads this field only with finetuning_type: freeze")
 
 
 def _convert_pretraining_packing(conversion: Conversion) -> None:
-    """Convert the packing of ``stage: pt``: blocks of ``cutoff_len`` tokens, unless ``packing: false``."""
+    """Convert the packing of ``stage: pt``: into blocks of ``cutoff_len`` tokens, unless ``packing: false``."""
     packing = conversion.file.fields.get("packing")
     if packing in (None, True):
-        note = "LLaMA-Factory's texts in a block attend to each other; StreamTune's do not"
+        note = "texts in a block attend to each other in LLaMA-Factory, but not in StreamTune"
         if packing:
             conversion.write_if_on("packing", "packing", True, note=note)
         else:
@@ -249,7 +254,7 @@ def _convert_pretraining_packing(conversion: Conversion) -> None:
         conversion.write_default("overlength", "split", "LLaMA-Factory continues a long text in the next block")
         conversion.write_default("split_at", "token")
     conversion.mark_unneeded("packing", why="no value" if packing is None else "off, as in StreamTune")
-    conversion.mark_unneeded("neat_packing", why="LLaMA-Factory reads it only with stage: sft")
+    conversion.mark_unneeded("neat_packing", why="LLaMA-Factory reads this field only with stage: sft")
 
 
 def _write_trainer_defaults(conversion: Conversion) -> None:
@@ -261,7 +266,7 @@ def _write_trainer_defaults(conversion: Conversion) -> None:
     conversion.write_default("lr_scheduler_type", "linear")
     conversion.write_default("num_train_epochs", 3.0)
     conversion.write_default("per_device_train_batch_size", 8)
-    cut = "LLaMA-Factory truncates question and answer of each turn; StreamTune, the end of the row"
+    cut = "LLaMA-Factory truncates each question and answer; StreamTune truncates the end of the row"
     conversion.write_default("overlength", "truncate", cut if conversion.objective == "sft" else "")
     write_default_truncation(conversion)
     if "bf16" not in conversion.ours:
@@ -280,7 +285,7 @@ ALPACA = {
     **{name: name for name in ("system", "history", "tools")},
 }
 DEFAULT_COLUMNS = ("prompt", "query", "response")
-"""Columns of alpaca rows that LLaMA-Factory reads by default, if an entry names no columns."""
+"""Columns that LLaMA-Factory reads from alpaca rows if an entry of ``dataset_info.json`` names no columns."""
 OPENAI_TAGS = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
 SHAREGPT_TAGS = {"role_tag": "from", "content_tag": "value", "user_tag": "human", "assistant_tag": "gpt"}
 
@@ -289,13 +294,13 @@ Row = dict[str, Any] | None
 """First row of a dataset; None if unknown."""
 
 MEDIA = ("images", "videos", "audios")
-"""Columns without text."""
+"""Keys of ``dataset_info.json`` for columns with images, videos and audio."""
 
 
 def convert_datasets(conversion: Conversion, *, texts: bool) -> None:
-    """Convert ``dataset`` and ``eval_dataset``, as ``dataset_info.json`` in ``dataset_dir`` describes them.
+    """Convert the fields ``dataset`` and ``eval_dataset`` with the help of ``dataset_info.json`` in ``dataset_dir``.
 
-    ``texts`` is True for ``stage: pt``, which trains only the prompt column.
+    ``texts`` is True for ``stage: pt``, which trains only on the prompt column.
     """
     folder, most = (conversion.file.fields.get(name) for name in ("dataset_dir", "max_samples"))
     conversion.mark_unneeded("dataset_dir", "max_samples", why="see datasets")
@@ -308,7 +313,7 @@ def convert_datasets(conversion: Conversion, *, texts: bool) -> None:
     if mixes:
         name = "interleave_probs" if shares else "mix_strategy"
         write_weights(conversion, shares or [1.0] * len(conversion.ours.get("datasets", [])), name)
-    why = "StreamTune's datasets have a weight instead" if mixes else "off, as in StreamTune"
+    why = "StreamTune's dataset entries have a weight instead" if mixes else "off, as in StreamTune"
     conversion.mark_unneeded("mix_strategy", "interleave_probs", why=why)
 
 
@@ -344,9 +349,9 @@ def _make_entries(
 
 
 def _read_dataset_info(conversion: Conversion, folder: str) -> tuple[dict[str, Any] | None, str]:
-    """Return the content and the path of ``dataset_info.json``; the content is None if it is not found.
+    """Return the content and the path of ``dataset_info.json``; the content is None if the file is not found.
 
-    It is searched in the working directory, then in the folder of the recipe and the folders above.
+    The file is searched in the working directory, then in the folder of the recipe and in the folders above.
     """
     beside = conversion.file.path.resolve().parent
     for base in (Path(), beside, *beside.parents[:4]):
@@ -363,7 +368,7 @@ def _read_dataset_info(conversion: Conversion, folder: str) -> tuple[dict[str, A
 def _convert_dataset(
     conversion: Conversion, field: str, name: str, entry: dict[str, Any], folder: Path, *, texts: bool
 ) -> dict[str, Any]:
-    """Return StreamTune's dataset entry for an entry of ``dataset_info.json``, and report what is lost."""
+    """Return StreamTune's dataset entry for an entry of ``dataset_info.json``; report what is not converted."""
     report_lost = conversion.make_lost_reporter(field, prefix=f"'{name}' in dataset_info.json: ")
     spec: dict[str, Any] = {}
     if "file_name" in entry:
@@ -397,7 +402,7 @@ def _convert_dataset(
 
 
 def _convert_pretraining_column(spec: dict[str, Any], entry: dict[str, Any], report_lost: Any) -> None:
-    """Set the text column of a dataset in stage ``pt``: LLaMA-Factory's prompt column."""
+    """Set the text column of a dataset for ``stage: pt``, which reads the prompt column."""
     columns = entry.get("columns") or {}
     if entry.get("formatting", "alpaca") != "alpaca":
         report_lost("LLaMA-Factory's stage: pt trains only the first message of a row: write the texts to a column")
@@ -407,7 +412,7 @@ def _convert_pretraining_column(spec: dict[str, Any], entry: dict[str, Any], rep
 
 
 def _convert_columns(spec: dict[str, Any], entry: dict[str, Any], report_lost: Any, row: Row) -> None:
-    """Set ``type`` and ``columns`` of the dataset ``spec``, and report rows that LLaMA-Factory reads differently."""
+    """Set ``type`` and ``columns`` of the dataset entry ``spec``; report rows that LLaMA-Factory reads differently."""
     columns, tags = entry.get("columns") or {}, entry.get("tags") or {}
     sharegpt = entry.get("formatting", "alpaca") in ("sharegpt", "openai")
     style = {**SHAREGPT_TAGS, **{key: tag for key, tag in tags.items() if key in SHAREGPT_TAGS}}
@@ -463,15 +468,17 @@ def _convert_preference_columns(
 
 
 def _report_text_rows(columns: dict[str, Any], report_lost: Any, row: Row, *, sharegpt: bool) -> None:
-    """Report prompts and answers that are plain text: LLaMA-Factory converts them to messages."""
+    """Report plain-text prompts and answers, which LLaMA-Factory converts to messages and StreamTune does not."""
     read = {"query", "history"} & columns.keys()
     if read and not sharegpt:
         report_lost(
-            f"the column '{columns[min(read)]}' is part of LLaMA-Factory's prompt, not of StreamTune's: write messages"
+            f"only LLaMA-Factory's prompt includes the column '{columns[min(read)]}': write the prompt as messages"
         )
     prompt = columns.get("prompt", "prompt")
     if not sharegpt and (row is None or not isinstance(row.get(prompt), list)):
-        report_lost("LLaMA-Factory makes texts chat messages; StreamTune does not: write the prompt as messages")
+        report_lost(
+            "LLaMA-Factory converts texts to chat messages, and StreamTune does not: write the prompt as messages"
+        )
 
 
 LLAMAFACTORY = PeerTrainer(

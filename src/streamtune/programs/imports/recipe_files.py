@@ -1,4 +1,4 @@
-"""Read the file of another trainer: YAML, JSON, or a shell script with a training command."""
+"""Read a recipe file of another trainer: YAML, JSON, or a shell script with a training command."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from streamtune.recipe.yaml import KeyOrigins, parse_scalar, read_yaml
 from .field_rules import UnconvertedError
 
 LAUNCHERS = ("accelerate", "torchrun", "deepspeed")
-"""Programs that start the ranks of a training script."""
+"""Programs that start a training script as several processes."""
 
 COMMANDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "swift": ("swift", ("sft", "pt", "rlhf")),
@@ -25,7 +25,10 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "axolotl": ("axolotl", ("train", "preprocess")),
     **dict.fromkeys(("axolotl.cli.train", "sft.py", "rlhf.py", "dpo.py", "grpo.py"), ("", ())),
 }
-"""(trainer, subcommands that train) of each program. For a script without a trainer, its path names the trainer."""
+"""{program or script: (trainer, subcommands that train)}.
+
+The trainer of a script is empty if only the script's path shows it.
+"""
 
 _ASSIGNMENT = re.compile(r"(?:export\s+)?([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _VARIABLE = re.compile(r"\$\{(\w+)\}|\$(\w+)")
@@ -33,24 +36,23 @@ _VARIABLE = re.compile(r"\$\{(\w+)\}|\$(\w+)")
 
 @dataclass
 class PeerFile:
-    """Fields of another trainer's recipe, each with its line in the file."""
+    """Fields of another trainer's recipe, with their lines in the file."""
 
     fields: dict[str, Any]
     marks: KeyOrigins
     path: Path
     trainer: str = ""
-    """Trainer of the command; empty for a file of keys."""
+    """Trainer of the command, such as ``trl``; empty for YAML and JSON."""
     command: str = ""
-    """Subcommand, such as ``sft``, ``dpo`` or ``rlhf``; empty for a file of keys."""
+    """Subcommand, such as ``sft``, ``dpo`` or ``rlhf``; empty for YAML and JSON."""
     environment: dict[str, tuple[str, int]] = field(default_factory=dict)
-    """Variables that are set before the command, with their lines."""
+    """{environment variable set before the command: (value, line)}."""
     launcher: dict[str, tuple[Any, int]] = field(default_factory=dict)
-    """Options of the launcher before the command, with their lines."""
+    """{option of the launcher, such as ``torchrun``: (value, line)}."""
     notes: list[str] = field(default_factory=list)
-    """Notes for the user."""
 
     def candidate_paths(self, name: str) -> tuple[Path, Path]:
-        """Return the file ``name`` relative to the working directory, and relative to the recipe's folder."""
+        """Return two paths: ``name`` relative to the working directory, and relative to the recipe's folder."""
         return Path(name).expanduser(), self.path.resolve().parent / Path(name).expanduser()
 
 
@@ -113,11 +115,11 @@ def _read_script(text: str, path: Path) -> PeerFile:
             several = [*before, value] if isinstance(before, list) else [before, value]
             read.fields[name] = value if before is True else several
     if trainer == "trl" and isinstance(config := read.fields.get("config"), str):
-        told = f" and loss_type: {command}, which the file lacks," if command in ("kto", "orpo", "cpo") else ""
+        told = f" and loss_type: {command}" if command in ("kto", "orpo", "cpo") else ""
         raise RecipeError(
             f"the command reads its arguments from '{config}'",
             where=f"{path}:{read.marks.lines[('config',)]}",
-            fix=f"add the command's other options{told} to it, and import it: `streamtune recipes import {config}`",
+            fix=f"add the command's other options{told} to that file, then run `streamtune recipes import {config}`",
         )
     read.notes += [
         f"{path}:{line}: '${match[1] or match[2]}' is not set by the script"
@@ -131,7 +133,7 @@ def _read_script(text: str, path: Path) -> PeerFile:
 
 
 def _find_launcher_options(words: list[tuple[str, int]], assigned: dict[str, str]) -> dict[str, tuple[Any, int]]:
-    """Return the options before the training script or ``-m MODULE``, such as torchrun's options."""
+    """Return {option: (value, line)} for the launcher's options, which precede the training script."""
     found: dict[str, tuple[Any, int]] = {}
     starts = [place for place, (word, _) in enumerate(words) if Path(word).name in LAUNCHERS]
     name = ""
@@ -151,7 +153,7 @@ HASH, _IN_WORD = "\ue000", re.compile(r"(?<=[^\s'\"])#")
 
 
 def _find_training_commands(text: str) -> list[tuple[list[tuple[str, int]], int]]:
-    """Return each training command of a script: its words with their lines, and the index of the program."""
+    """Return each training command of a script: its words with line numbers, and the index of the program."""
     found = []
     for words in _split_statements(text):
         for at, (word, _) in enumerate(words):
@@ -164,7 +166,7 @@ def _find_training_commands(text: str) -> list[tuple[list[tuple[str, int]], int]
 
 
 def _split_statements(text: str) -> list[list[tuple[str, int]]]:
-    """Return the statements of a script, as words with their lines. Continued lines are one statement."""
+    """Return the statements of a script, as words with line numbers. Continued lines are one statement."""
     statements: list[list[tuple[str, int]]] = []
     words: list[tuple[str, int]] = []
     pending, start = "", 1
@@ -189,7 +191,7 @@ def _split_statements(text: str) -> list[list[tuple[str, int]]]:
 
 
 def _find_assignments(text: str) -> dict[str, str]:
-    """Return the variables that a script sets in separate statements."""
+    """Return {variable: value} for the variables that a script assigns in separate statements."""
     assigned: dict[str, str] = {}
     for words in _split_statements(text):
         for word, _ in words[1:] if words[0][0] == "export" else words:
@@ -201,7 +203,6 @@ def _find_assignments(text: str) -> dict[str, str]:
 
 
 def _expand_variables(word: str, assigned: dict[str, str]) -> str:
-    """Return a word in which the script's variables are replaced by their values."""
     return _VARIABLE.sub(lambda name: assigned.get(name[1] or name[2], name[0]), word)
 
 
@@ -210,7 +211,7 @@ def _parse_value(word: str, assigned: dict[str, str]) -> Any:
 
 
 def parse_json_text(value: Any) -> Any:
-    """Return a value parsed from JSON text, such as ``'{"factor": 2.0}'``; other types are returned unchanged.
+    """Parse JSON text such as ``'{"factor": 2.0}'``; return values of other types unchanged.
 
     Raises:
         UnconvertedError: The text is not a JSON object or list.

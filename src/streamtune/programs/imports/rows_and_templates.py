@@ -1,4 +1,4 @@
-"""Convert datasets and chat templates of other trainers; report columns and templates that differ."""
+"""Convert datasets and chat templates of other trainers, and report columns and templates that differ."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from .conversion import Conversion
 
 DATA_FILES = (".jsonl", ".json", ".parquet", ".csv", ".txt")
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
-"""Columns with images, videos or sounds."""
+"""Names of columns with images, videos or audio."""
 MAX_READ = 2**20
-"""Maximum number of bytes read of a file to find the columns of its first row."""
+"""Maximum number of bytes to read from a file to find its first row."""
 
 
 def first_local_row(conversion: Conversion, path: str) -> dict[str, Any] | None:
-    """Return the first row of a local file; None if there is no such file or it is unreadable.
+    """Return the first row of a local data file; None if the file does not exist or is unreadable.
 
-    A path is relative to the working directory or to the recipe. Of a Parquet file only the column names are read, so
-    values are None.
+    ``path`` is relative to the working directory or to the recipe's folder. For a Parquet file, only the column names
+    are read, and all values are None.
     """
     for file in conversion.file.candidate_paths(path):
         if file.suffix not in DATA_FILES or not file.is_file():
@@ -55,13 +55,11 @@ def report_unread_columns(
     their_columns: Iterable[Any],
     report_lost: Callable[[str], None],
 ) -> None:
-    """Report columns of the first row that StreamTune reads and the other trainer does not.
+    """Report columns of the first row that StreamTune reads and the other trainer ignores.
 
     Args:
         row: First row; None if unknown.
-        our_columns: Columns that StreamTune reads.
-        their_columns: Columns that the other trainer reads.
-        report_lost: Function that reports a difference.
+        report_lost: Function that takes a reason and reports a difference.
     """
     read = set(their_columns)
     for column in our_columns:
@@ -70,7 +68,7 @@ def report_unread_columns(
 
 
 FLAGS = ("train", "training", "loss", "weight")
-"""Fields of a message that enable or disable training on it."""
+"""Fields of a message that decide whether it is trained on."""
 
 READ_OF_MESSAGES = (*FLAGS, "reasoning_content", "reasoning", "thinking", "tool_calls")
 """Fields of a message that StreamTune reads, besides role and content."""
@@ -83,7 +81,7 @@ def report_unread_fields(
     their_fields: Iterable[str],
     report_lost: Callable[[str], None],
 ) -> None:
-    """Report fields of the first row's messages that only StreamTune reads; the other trainer ignores them."""
+    """Report fields of the first row's messages that StreamTune reads and the other trainer ignores."""
     turns = row.get(column) if row is not None else None
     known = set(their_fields)
     for name in our_fields:
@@ -96,7 +94,7 @@ def _has_field(turn: Any, name: str) -> bool:
 
 
 def report_media(conversion: Conversion, specs: list[dict[str, Any]], *path: str | int) -> None:
-    """Report dataset columns with images, audio and video: StreamTune does not train on them."""
+    """Report dataset columns with images, videos or audio, on which StreamTune does not train."""
     for spec in specs:
         row = first_local_row(conversion, str(spec["path"])) or {}
         for column in [name for name in MEDIA if name in row and row[name] not in ("", [])]:
@@ -104,7 +102,7 @@ def report_media(conversion: Conversion, specs: list[dict[str, Any]], *path: str
 
 
 def write_datasets(conversion: Conversion, specs: list[dict[str, Any]], *path: str | int, note: str = "") -> None:
-    """Append dataset entries to the key ``datasets``; errors point to the line of the original field ``path``."""
+    """Append dataset entries to the key ``datasets``; later errors name the line of the original field ``path``."""
     entries = [*conversion.ours.get("datasets", []), *specs]
     if not specs:
         return
@@ -117,10 +115,10 @@ def write_datasets(conversion: Conversion, specs: list[dict[str, Any]], *path: s
 
 
 def convert_split(spec: dict[str, Any], split: Any, report_lost: Callable[[str], None]) -> None:
-    """Convert a dataset's split: ``train[:1000]`` becomes ``split: train`` and ``max_rows: 1000``."""
+    """Convert a dataset split; ``train[:1000]`` becomes ``split: train`` and ``max_rows: 1000``."""
     found = re.fullmatch(r"([^\[\]]+)(?:\[:(\d+)\])?", str(split))
     if found is None:
-        report_lost("StreamTune takes no part of a split; max_rows takes its first rows")
+        report_lost("StreamTune reads only whole splits, or with max_rows their first rows")
         spec["split"] = re.split(r"[\[+]", str(split))[0]
         return
     spec["split"] = found[1]
@@ -143,7 +141,9 @@ def write_weights(conversion: Conversion, value: Any, *path: str | int, note: st
         )
         return
     weighted = [{**entry, "weight": weight} for entry, weight in zip(entries, weights, strict=True)]
-    conversion.write_key("datasets", weighted, *path, note=note or "weights are fractions of an epoch of all rows")
+    conversion.write_key(
+        "datasets", weighted, *path, note=note or "a weight is the share of the dataset in the rows of an epoch"
+    )
 
 
 def write_eval_sets(conversion: Conversion, specs: list[dict[str, Any]], *path: str | int, note: str = "") -> None:
@@ -164,7 +164,7 @@ def write_eval_sets(conversion: Conversion, specs: list[dict[str, Any]], *path: 
 
 
 def write_columns(spec: dict[str, Any], columns: dict[str, Any], row_type: str) -> None:
-    """Set ``type`` of a dataset entry, and ``columns`` for names that differ; ``columns`` maps ours to the file's."""
+    """Set ``type`` and ``columns`` of a dataset entry; ``columns`` maps StreamTune's column names to the file's."""
     renamed = {ours: theirs for ours, theirs in columns.items() if isinstance(theirs, str) and theirs != ours}
     if renamed:
         spec["columns"] = renamed
@@ -177,7 +177,7 @@ CHATML: dict[str, str] = {
     "qwen": "You are Qwen, created by Alibaba Cloud. You are a helpful assistant.",
     "qwen3_nothink": "",
 }
-"""Default system message of each LLaMA-Factory template that renders ChatML."""
+"""{LLaMA-Factory template that renders ChatML: default system message}."""
 
 SWIFT_CHATML = ("chatml", "qwen3_nothinking")
 """Templates of ms-swift that render ChatML without a default system message."""
@@ -187,26 +187,27 @@ REASONING = (
     *("gpt_oss", "keye_vl", "kimi_vl", "mimo", "mimo_v2", "mimo_vl", "minimax2", "qwen3", "qwen3_omni", "qwen3_vl"),
     *("qwen3_5", "qwen3_6", "seed_oss", "youtu", "aeva"),
 )
-"""Templates of LLaMA-Factory that add a think block to every answer."""
+"""Templates of LLaMA-Factory that add a think block (``<think>...</think>``) to every answer."""
 
 GENERIC = ("alpaca", "default", "empty", "vicuna", "fewshot", "original", "aquila")
-"""Templates that belong to no model."""
+"""Templates of LLaMA-Factory that do not belong to a particular model."""
 
 THINKING_MODELS = re.compile(
     r"qwen-?3|qwq|deepseek-?r1|r1-distill|glm-?4\.[5-9]|glm-?z1|mimo|minimax-?m2|seed-?oss", re.I
 )
 NON_THINKING_MODELS = re.compile("instruct|coder|embed|rerank", re.I)
-"""Names of models whose chat templates render think blocks, and of related models whose templates do not."""
+"""Two patterns: names of models whose chat templates render think blocks, and names that are exceptions."""
 
-COMPARE = "look at a row with `streamtune data`; if it differs, write chat_template: FILE.jinja"
+COMPARE = "check a row with `streamtune data`; if it differs, write chat_template: FILE.jinja"
 EVERY = (
-    "the other trainer gives every answer a think block, maybe empty; StreamTune, only if the tokenizer's template does"
+    "the other trainer adds a think block, maybe empty, to every answer; "
+    "StreamTune does so only if the tokenizer's template does"
 )
-TRAINING = "for Qwen3, do the same with chat_template: qwen3_training.jinja, a file of TRL"
+TRAINING = "for Qwen3, TRL's file does the same: write chat_template: qwen3_training.jinja"
 
 
 def _template_renders_thinking(conversion: Conversion) -> bool:
-    """Return True if the model's chat template renders think blocks, judged by its template or its name."""
+    """Return True if the model's chat template renders ``<think>``, judged by the template or the model's name."""
     name = str(conversion.ours.get("model_name_or_path") or conversion.get("model_name_or_path") or "")
     name = name or str(conversion.get("base_model") or "")
     for folder in conversion.file.candidate_paths(name):
@@ -216,7 +217,6 @@ def _template_renders_thinking(conversion: Conversion) -> bool:
 
 
 def _read_template(folder: Path) -> str:
-    """Return the chat template in a tokenizer's folder; empty if there is none."""
     for name in ("chat_template.jinja", "tokenizer_config.json"):
         try:
             text = (folder / name).read_text(encoding="utf-8")
@@ -230,11 +230,13 @@ def _read_template(folder: Path) -> str:
 
 def _write_keep_reasoning(conversion: Conversion) -> None:
     if conversion.objective == "sft":
-        conversion.write_default("reasoning", "keep", "the reasoning of every answer is trained, as before")
+        conversion.write_default(
+            "reasoning", "keep", "the reasoning of every answer is trained, as in the other trainer"
+        )
 
 
 def convert_llamafactory_template(conversion: Conversion, *, texts: bool) -> None:
-    """Convert LLaMA-Factory's ``template``, which is code; ``texts``: stage ``pt``, which uses no template."""
+    """Convert LLaMA-Factory's ``template``; ``texts`` is True for ``stage: pt``, which uses no chat template."""
     name, given = conversion.pop_field("template"), "template" in conversion.file.fields
     if texts:
         if given:
@@ -259,12 +261,13 @@ def convert_llamafactory_template(conversion: Conversion, *, texts: bool) -> Non
         if not off and not conversion.get("mask_history"):
             _write_keep_reasoning(conversion)
         why = (
-            "LLaMA-Factory removes reasoning and adds an untrained think block to each answer; StreamTune, to the last"
+            "LLaMA-Factory removes reasoning and adds an untrained think block to every answer; "
+            "StreamTune adds such a block only to the last answer"
             if off
             else f"{EVERY}; {TRAINING}"
         )
     else:
-        _report_thinking_unneeded(conversion, f"LLaMA-Factory's template: {name} does not use it")
+        _report_thinking_unneeded(conversion, f"LLaMA-Factory's template: {name} does not use this field")
         own = f"LLaMA-Factory renders '{name}' without the tokenizer template's system message or date"
         used = "StreamTune uses the tokenizer's own template; for another, write chat_template: FILE.jinja"
         why = used if name in GENERIC else f"{own}: {COMPARE}"
@@ -275,7 +278,10 @@ def convert_llamafactory_template(conversion: Conversion, *, texts: bool) -> Non
 
 
 def _convert_template_backend(conversion: Conversion, *, texts: bool) -> bool:
-    """Convert ``template_backend``; return True for ``jinja``: the tokenizer's template, and all tokens are trained."""
+    """Convert ms-swift's ``template_backend``; return True if it is ``jinja``.
+
+    ms-swift then uses the tokenizer's chat template and trains on all tokens.
+    """
     name = "template_backend"
     jinja = conversion.pop_field(name) == "jinja"
     if name not in conversion.file.fields:
@@ -293,7 +299,7 @@ def _report_thinking_unneeded(conversion: Conversion, why: str) -> None:
 
 
 def convert_swift_template(conversion: Conversion, *, texts: bool) -> None:
-    """Convert ms-swift's ``template``, which is code for each model type; ``texts``: rows are plain text."""
+    """Convert ms-swift's ``template``; ``texts`` is True if rows are plain text without a chat template."""
     name, given = conversion.pop_field("template"), "template" in conversion.file.fields
     jinja = _convert_template_backend(conversion, texts=texts)
     if texts or jinja:
@@ -317,7 +323,7 @@ def convert_swift_template(conversion: Conversion, *, texts: bool) -> None:
             _write_keep_reasoning(conversion)
         why = f"{EVERY}; {TRAINING}"
     else:
-        why = f"ms-swift renders {f'{name!r}' if name else 'each model type'} by code, not by the tokenizer: {COMPARE}"
+        why = f"ms-swift renders {f'{name!r}' if name else 'each model type'} with its own code: {COMPARE}"
     if name:
         conversion.report_lost("template", why=why)
     else:
@@ -325,14 +331,14 @@ def convert_swift_template(conversion: Conversion, *, texts: bool) -> None:
 
 
 def report_untrained_think_blocks(conversion: Conversion, types: list[Any]) -> None:
-    """Report that axolotl does not train empty think blocks before answers, but StreamTune does."""
+    """Report that StreamTune trains empty think blocks (``<think></think>``) before answers, and axolotl does not."""
     if conversion.objective == "sft" and "chat_template" in types and _template_renders_thinking(conversion):
         why = "axolotl does not train '<think>' and an empty think block before an answer; StreamTune does"
         conversion.report_lost_setting("datasets.type: chat_template", why)
 
 
 def convert_trl_template(conversion: Conversion) -> None:
-    """Report that TRL's own chat template is used with ``assistant_only_loss``."""
+    """Report that TRL replaces the chat template for ``assistant_only_loss`` if the model writes think blocks."""
     if conversion.get("chat_template_path") is None and _template_renders_thinking(conversion):
         _write_keep_reasoning(conversion)
         conversion.report_lost_setting(

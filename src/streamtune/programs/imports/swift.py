@@ -1,4 +1,4 @@
-"""Convert recipes of ms-swift: a command ``swift sft``, ``swift pt`` or ``swift rlhf``, or its arguments in a file."""
+"""Convert recipes of ms-swift: a command ``swift sft``, ``swift pt`` or ``swift rlhf``, or a file of its arguments."""
 
 from __future__ import annotations
 
@@ -43,20 +43,20 @@ OBJECTIVES: dict[str, tuple[str, str]] = {
     "cpo": ("dpo", "cpo"),
     "grpo": ("grpo", "grpo"),
 }
-"""Our objective and default loss for each ``rlhf_type``."""
+"""{ms-swift's ``rlhf_type``: StreamTune's objective and default loss}."""
 
 NEAREST = {"accuracy": "numeric_answer", "format": "format_tags"}
-"""Our most similar reward function for reward functions of ms-swift."""
+"""{reward function of ms-swift: most similar reward function of StreamTune}."""
 
 ROWS_PER_STEP = 16
-"""Number of rows in a step if ``gradient_accumulation_steps`` is not given."""
+"""Number of rows in an optimizer step if ``gradient_accumulation_steps`` is not given."""
 
 TUNER = ("tuner_type", "train_type", "sft_type")
-"""Names of the same field, from the newest release to the oldest."""
+"""Names of one field of ms-swift, from the newest release to the oldest."""
 
 
 KINDS = ("vera", "ia3")
-"""Tuners that are adapter types here."""
+"""Tuners of ms-swift that are values of StreamTune's ``adapter_type``."""
 
 
 def _convert_reward_functions(value: Any) -> Any:
@@ -126,7 +126,7 @@ FIELDS: dict[str, FieldRule] = field_table(
         "shuffle": "train_dataloader_shuffle",
     },
     not_needed={
-        "StreamTune's objective (sft, dpo or grpo) sets it": "rlhf_type",
+        "StreamTune's objective (sft, dpo or grpo) sets this": "rlhf_type",
         "StreamTune looks up names on the Hugging Face hub": "use_hf",
         "StreamTune runs vLLM in the training process": """vllm_data_parallel_size vllm_pipeline_parallel_size
             vllm_disable_cascade_attn vllm_engine_kwargs vllm_enable_expert_parallel vllm_enable_lora vllm_max_lora_rank
@@ -135,7 +135,7 @@ FIELDS: dict[str, FieldRule] = field_table(
             vllm_enforce_eager vllm_enable_prefix_caching vllm_max_num_seqs vllm_limit_mm_per_prompt
             vllm_disable_custom_all_reduce sleep_level offload_model offload_optimizer move_model_batches async_generate
             gc_collect_after_offload""",
-        "StreamTune reads it from the model's configuration": """ref_model_type reward_model_type teacher_model_type
+        "StreamTune reads this from the model's configuration": """ref_model_type reward_model_type teacher_model_type
             model_type task_type local_repo_path load_args""",
         "models are placed automatically": """enable_npu_model_patch ds3_gather_for_generation device_map max_memory
             ignore_args_error check_model create_checkpoint_symlink""",
@@ -147,7 +147,7 @@ FIELDS: dict[str, FieldRule] = field_table(
         "checkpoints are sharded safetensors": "max_shard_size safe_serialization use_flash_ckpt",
         "metrics.jsonl has every step": """log_rollout_offpolicy_metrics wandb_log_unique_prompts acc_strategy
             logging_dir""",
-        "ms-swift reads it only with another tuner": """adalora_beta1 adalora_beta2 adalora_deltaT
+        "ms-swift reads this field only with another tuner": """adalora_beta1 adalora_beta2 adalora_deltaT
             adalora_orth_reg_weight adalora_tfinal adalora_tinit boft_block_num boft_dropout boft_n_butterfly_factor
             fourier_scaling galore_cos_threshold galore_gamma_proj galore_optim_per_parameter galore_proj_bits
             galore_proj_group_size galore_proj_quant galore_quantization galore_queue_size galore_with_embedding
@@ -162,20 +162,20 @@ FIELDS: dict[str, FieldRule] = field_table(
         "used only with ms-swift's rlhf_type: gkd": """gkd_logits_topk lmbda seq_kd sft_alpha teacher_adapters
             teacher_deepspeed teacher_kl_coef teacher_model_revision teacher_model_server teacher_tag_key
             teacher_model""",
-        "ms-swift reads it only with another loss": """discopop_tau real_tau tau_neg tau_pos fipo_clip_high_only
+        "ms-swift reads this field only with another loss": """discopop_tau real_tau tau_neg tau_pos fipo_clip_high_only
             fipo_clip_range fipo_decay_rate fipo_safety_threshold rlsd_lambda rlsd_lambda_decay_steps
             rlsd_lambda_warmup_steps rlsd_negative_only rlsd_reweight_clip_range sdar_gate_beta""",
-        "only ms-swift's reward functions use it": """cosine_max_len cosine_max_len_value_correct
+        "only ms-swift's reward functions use this field": """cosine_max_len cosine_max_len_value_correct
             cosine_max_len_value_wrong cosine_min_len_value_correct cosine_min_len_value_wrong repetition_max_penalty
             repetition_n_grams""",
         "used only with sync_ref_model": "ref_model_mixup_alpha ref_model_sync_steps",
         "used only with chord_mu_peak": """chord_enable_phi_function chord_mu_decay_steps chord_mu_valley
             chord_mu_warmup_steps chord_sft_per_device_train_batch_size""",
         "used only with max_turns": "completion_length_limit_scope",
-        "ms-swift reads it only in tasks of decisions": """decision_drop_instructions decision_shuffle_fields
+        "ms-swift reads this field only in decision tasks": """decision_drop_instructions decision_shuffle_fields
             decision_state_as_text decision_subsample_options""",
-        "ms-swift reads it only with report_to: swanlab": """swanlab_email_language swanlab_exp_name swanlab_secret
-            swanlab_notification_method swanlab_receiver_email swanlab_sender_email swanlab_smtp_port
+        "ms-swift reads this field only with report_to: swanlab": """swanlab_email_language swanlab_exp_name
+            swanlab_secret swanlab_notification_method swanlab_receiver_email swanlab_sender_email swanlab_smtp_port
             swanlab_smtp_server swanlab_webhook_url swanlab_workspace""",
         "StreamTune renames only the columns that the recipe names": "disable_auto_column_mapping",
         KERNELS: "attn_impl use_liger use_flash_attn use_logits_to_keep experts_impl",
@@ -197,22 +197,22 @@ FIELDS: dict[str, FieldRule] = field_table(
         "used only with rollout_importance_sampling_mode": "rollout_importance_sampling_threshold",
         "StreamTune's epoch has as many rows as all datasets, whatever their weights": "stopping_strategy",
         "see shuffle": "dataset_shuffle",
-        "StreamTune trains empty think blocks": "disable_ignore_empty_think",
+        "StreamTune always trains on empty think blocks": "disable_ignore_empty_think",
     },
     lost={
         "StreamTune uses the tokenizer's own template: compare both templates": "template",
         "StreamTune renders tools with the chat template": "agent_template tools_prompt",
         "StreamTune reads no rows that another program prepared": "cached_val_dataset",
-        "StreamTune's GRPO has no further turns, tools or filters": """gym_env use_gym_env multi_turn_scheduler
+        "StreamTune's GRPO has no multi-turn rollouts, tools or filters": """gym_env use_gym_env multi_turn_scheduler
             max_turns dynamic_sample max_resample_times soft_max_length soft_cache_length""",
         "StreamTune adds no SFT loss to GRPO": "chord_mu_peak chord_sft_dataset sdar_loss_coef",
         "StreamTune has no mask on off-policy tokens": "off_policy_sequence_mask_delta",
-        "StreamTune uses log-probabilities of the trained model": "rollout_importance_sampling_mode",
+        "StreamTune takes log-probabilities from the trained model, not vLLM": "rollout_importance_sampling_mode",
         "StreamTune does not support structured outputs": "structured_outputs_regex",
         "download the model revision and give its folder": "ref_model_revision reward_model_revision",
         "a reward model": "reward_template reward_model reward_adapters reward_model_plugin",
         "swift's own adapters": "use_swift_lora",
-        "a start from a trained adapter is not converted: merge it first with `streamtune export`": "adapters",
+        "the importer converts no trained adapters: merge the adapter first with `streamtune export`": "adapters",
         "StreamTune loads no adapters for the reference model: merge them first": "ref_adapters",
         "StreamTune takes no length for rope_scaling: write its factor": "max_model_len",
         "StreamTune offers no initial values for weights that the checkpoint lacks": "init_strategy",
@@ -220,7 +220,7 @@ FIELDS: dict[str, FieldRule] = field_table(
         "StreamTune reads no datasets that are registered in code": "custom_dataset_info",
         "give the functions of this code in reward_funcs: FILE.py:NAME": "external_plugins",
         "write num_train_epochs": "max_epochs",
-        "no patterns: list the last parts of the module names in lora_target": "target_regex",
+        "StreamTune takes no patterns: list the last parts of module names in lora_target": "target_regex",
         "StreamTune adapts only linear layers, not other parameters": "target_parameters",
         "trained biases": "lora_bias lora_bias_trainable",
         "for LoRA+, write lr_groups: [{match: lora_B, learning_rate: ...}]": "lorap_lr_ratio",
@@ -237,7 +237,7 @@ FIELDS: dict[str, FieldRule] = field_table(
         SERVER: "vllm_server_group_port vllm_server_pass_dataset",
         "give your own code in the recipe key callbacks": "callbacks",
         "a loss per channel": "enable_channel_loss",
-        "bitsandbytes or torchao quantise": "hqq_axis",
+        "StreamTune quantises with bitsandbytes or torchao": "hqq_axis",
         "write a DeepSpeed configuration file and give its path": "zero_hpz_partition_size",
         "StreamTune resumes a run exactly where it stopped": "resume_only_model",
         "StreamTune ends a run at max_steps or after its epochs": "stop_strategy",
@@ -275,7 +275,7 @@ def _convert_dependent_fields(conversion: Conversion) -> None:
         value = conversion.pop_field(name)
         if value is not None:
             local = use_hf or Path(str(value)).expanduser().exists()
-            note = "" if local else "ms-swift loads it from ModelScope, StreamTune from the hub"
+            note = "" if local else "ms-swift loads this name from ModelScope, StreamTune from the Hugging Face hub"
             conversion.write_key("model_name_or_path", value, name, note=note)
     _convert_length_limit(conversion)
     _convert_quantization(conversion)
@@ -285,7 +285,7 @@ def _convert_dependent_fields(conversion: Conversion) -> None:
     texts = conversion.file.command == "pt" and not conversion.get("use_chat_template")
     convert_swift_template(conversion, texts=texts)
     if conversion.objective != "grpo":
-        conversion.mark_unneeded("enable_thinking", why="ms-swift reads it to generate, not to train")
+        conversion.mark_unneeded("enable_thinking", why="ms-swift reads this field for generation, not for training")
     convert_thinking(conversion)
     convert_warmup(conversion)
     convert_trackers(conversion, {})
@@ -300,7 +300,7 @@ def _convert_dependent_fields(conversion: Conversion) -> None:
 
 
 def _convert_length_limit(conversion: Conversion) -> None:
-    """Convert ``max_length``, and ``truncation_strategy: left``, which drops the start of long rows."""
+    """Convert ``max_length``, and ``truncation_strategy: left``, which cuts long rows at their start."""
     length = conversion.file.fields.get("max_length")
     if length is None:
         conversion.mark_unneeded("max_length", why="no value")
@@ -315,7 +315,7 @@ def _convert_length_limit(conversion: Conversion) -> None:
 
 
 def _report_rows_without_text(conversion: Conversion) -> None:
-    """Report rows without a column ``text``: ``swift pt`` trains any row without the chat template."""
+    """Report rows without a column ``text``, which ``swift pt`` trains without the chat template."""
     for index, spec in enumerate(conversion.ours.get("datasets", [])):
         row = first_local_row(conversion, str(spec["path"]))
         if row is None or "text" not in row:
@@ -327,19 +327,19 @@ def _report_rows_without_text(conversion: Conversion) -> None:
 def _convert_quantization(conversion: Conversion) -> None:
     method, bits = conversion.file.fields.get("quant_method"), conversion.get("quant_bits")
     if method not in (None, "bnb"):
-        conversion.report_lost("quant_method", why="bitsandbytes or torchao quantise")
+        conversion.report_lost("quant_method", why="StreamTune quantises with bitsandbytes or torchao")
     conversion.mark_unneeded("quant_method", why="see quantization")
     if bits and bits not in (4, 8):
-        conversion.report_lost("quant_bits", why="StreamTune has 4 bits (nf4) and 8 (int8)")
+        conversion.report_lost("quant_bits", why="StreamTune quantises to 4 bits (nf4) or 8 bits (int8)")
     conversion.write_if_on("quant_bits", "quantization", "nf4" if bits == 4 else "int8")
 
 
 def _convert_tuner_type(conversion: Conversion) -> None:
-    """Convert ``tuner_type``: a kind of adapters, or full fine-tuning."""
+    """Convert ``tuner_type`` to ``finetuning_type``, and to ``adapter_type`` for VeRA and IA3."""
     name = next((name for name in TUNER if conversion.get(name)), TUNER[0])
     given = name in conversion.left
     tuner = conversion.pop_field(name) or "lora"
-    conversion.mark_unneeded(*TUNER, why=f"'{name}' says it")
+    conversion.mark_unneeded(*TUNER, why=f"set by '{name}'")
     ratio = conversion.get("freeze_parameters_ratio")
     if ratio and tuner == "full":
         conversion.report_lost("freeze_parameters_ratio", why="ms-swift freezes weights; StreamTune trains all weights")
@@ -381,7 +381,7 @@ def _write_trainer_defaults(conversion: Conversion) -> None:
         write_default_truncation(conversion)
         if "max_length" not in ours:
             why = (
-                "ms-swift's default is the model's maximum; StreamTune refuses rows longer than 2048: write max_length"
+                "ms-swift's default is the model's maximum; StreamTune refuses rows above 2048 tokens: write max_length"
             )
             conversion.report_lost_setting("max_length", why, trains=False)
     else:

@@ -1,4 +1,4 @@
-"""Convert the datasets of ms-swift's recipes, and their question and answer columns."""
+"""Convert the datasets of ms-swift's recipes, and find their question and answer columns."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STANDARD = {
     **{"query": "instruction", "response": "output"},
     **{name: name for name in ("messages", "system", "history", "tools", "instruction", "input", "output")},
 }
-"""Our column name for each column name of ms-swift."""
+"""{ms-swift's column name: StreamTune's column name}."""
 
 QUESTIONS = ("query", "prompt", "input", "instruction", "question", "problem")
 ANSWERS = (
@@ -39,7 +39,7 @@ PAIRS = (
     "ms-swift's pairs are messages and rejected_response; for StreamTune, write prompt, chosen and rejected",
     "ms-swift's rows are messages and a label; for StreamTune, write prompt, completion and label",
 )
-"""Reasons why rows of pairs, and rows of single answers with a label, are not converted."""
+"""Reasons why preference pairs, and single answers with a label, are not converted."""
 
 
 def convert_datasets(conversion: Conversion, use_hf: Any) -> None:
@@ -55,7 +55,7 @@ def convert_datasets(conversion: Conversion, use_hf: Any) -> None:
 
 
 def _column_names(conversion: Conversion) -> dict[str, str]:
-    """Return {StreamTune's column name: the file's}; ms-swift's ``columns`` maps the other way."""
+    """Return {StreamTune's column name: column name in the file} from ms-swift's ``columns``."""
     if "columns" not in conversion.file.fields:
         return {}
     try:
@@ -78,7 +78,7 @@ def _column_names(conversion: Conversion) -> dict[str, str]:
 def _make_entries(
     conversion: Conversion, field: str, use_hf: Any, columns: dict[str, str]
 ) -> tuple[list[dict[str, Any]], str]:
-    """Return StreamTune's entries for the datasets in ``field``, and a comment for the recipe."""
+    """Return StreamTune's entries for the datasets in ``field``, and a comment for the new recipe."""
     names = conversion.get(field)
     if not names:
         conversion.mark_unneeded(field, why="no value")
@@ -128,7 +128,7 @@ def _make_entries(
 
 
 def _report_model_name_and_author(conversion: Conversion, named_datasets: list[str]) -> None:
-    """Report the model's name and author, which ms-swift inserts into rows of ``swift/self-cognition``."""
+    """Report the model's name and author, which ms-swift inserts into the dataset ``swift/self-cognition``."""
     if named_datasets:
         why = "ms-swift inserts the model's name and author into its rows; StreamTune keeps {{NAME}} and {{AUTHOR}}"
         conversion.report_lost("dataset", why=f"{named_datasets[0]}: {why}: write a file with the names")
@@ -143,15 +143,14 @@ def _report_model_name_and_author(conversion: Conversion, named_datasets: list[s
 def convert_columns(
     spec: dict[str, Any], row: Mapping[str, Any] | None, columns: Mapping[str, str], report_lost: Callable[[str], None]
 ) -> None:
-    """Set ``type`` and ``columns`` of the dataset entry ``spec`` as ms-swift's ``AutoPreprocessor`` reads the file.
+    """Set ``type`` and ``columns`` of a dataset entry, as ms-swift's ``AutoPreprocessor`` reads the file.
 
     ms-swift joins instruction and input of an alpaca row by one newline.
 
     Args:
-        spec: Dataset entry to change.
         row: First row; None if unknown.
-        columns: {StreamTune's column name: the file's}, from the recipe.
-        report_lost: Function that reports a difference.
+        columns: {StreamTune's column name: column name in the file}, from the recipe.
+        report_lost: Function that takes a reason and reports a difference.
     """
     if row is None:
         if columns:
@@ -186,7 +185,7 @@ def convert_columns(
 
 
 def _find_single_column(row: Mapping[str, Any], names: tuple[str, ...]) -> str | None:
-    """Return the column that has one of the names; among several, the column with the first name, if it exists."""
+    """Return the only column that is named in ``names``; if there are several, the column ``names[0]``, or None."""
     found = [column for column in row if column.lower() in names]
     if len(found) == 1:
         return found[0]
@@ -196,7 +195,7 @@ def _find_single_column(row: Mapping[str, Any], names: tuple[str, ...]) -> str |
 def _convert_messages(
     spec: dict[str, Any], row: Mapping[str, Any], columns: Mapping[str, str], report_lost: Callable[[str], None]
 ) -> None:
-    """Set ``type`` and ``columns`` of a dataset of messages, whose turns have ``role`` or ``from``."""
+    """Set ``type`` and ``columns`` for a dataset of messages with the fields ``role`` or ``from``."""
     column = columns.get("messages") or next(name for name in CONVERSATION_COLUMNS if name in row)
     turns = row.get(column)
     report_unread_fields(row, column, READ_OF_MESSAGES, ("loss", "tool_calls"), report_lost)

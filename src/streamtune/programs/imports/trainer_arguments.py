@@ -1,4 +1,4 @@
-"""Convert the arguments of the Hugging Face ``Trainer``, which all trainers share, and the options of a launcher."""
+"""Convert arguments of Hugging Face's ``Trainer``, which all supported trainers share, and options of launchers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _convert_best_metric(value: Any) -> Any:
 
 def _convert_deepspeed(value: Any) -> Any:
     if isinstance(value, dict):
-        raise UnconvertedError("write the DeepSpeed configuration to a JSON file and give it: deepspeed: FILE")
+        raise UnconvertedError("write the DeepSpeed configuration to a JSON file, and its path here: deepspeed: FILE")
     if value in ("zero0", "zero2_offload"):
         raise UnconvertedError(
             f"'{value}' is not supported; use zero1, zero2, zero3, zero3_offload, or the path of a file"
@@ -58,10 +58,10 @@ def _convert_trackers(value: Any) -> Any:
 
 
 def single_loss_name(value: Any) -> Any:
-    """Return the name of a loss from a name or a list of one name.
+    """Return the loss name; a list of one name is accepted too.
 
     Raises:
-        UnconvertedError: The list names several losses.
+        UnconvertedError: The list does not have exactly one name.
     """
     if isinstance(value, list) and len(value) != 1:
         raise UnconvertedError("a sum of several losses is not supported; StreamTune takes one loss_type")
@@ -133,7 +133,7 @@ TRAINER_FIELDS: dict[str, FieldRule] = field_table(
         "StreamTune plans memory, so no cache needs to be emptied": "torch_empty_cache_steps",
         "StreamTune's launcher saves and resumes": "enable_jit_checkpoint",
         "write device: cpu to train without an accelerator": "no_cuda use_mps_device",
-        "put a token for the hub into HF_TOKEN": "hub_token push_to_hub_token hf_hub_token",
+        "put the token of the Hugging Face hub into HF_TOKEN": "hub_token push_to_hub_token hf_hub_token",
     },
     lost={
         "StreamTune does not train in float16; write bf16: true": "fp16",
@@ -144,7 +144,7 @@ TRAINER_FIELDS: dict[str, FieldRule] = field_table(
     },
     lost_beside_training={
         "StreamTune's on_nan sets what happens if a loss is not finite": "debug",
-        "StreamTune's order of the rows follows from 'seed'": "data_seed",
+        "StreamTune orders rows by the random seed 'seed'": "data_seed",
         "StreamTune shuffles rows; packing: true avoids padding": "group_by_length",
         "metric_for_best_model keeps the best checkpoint; final/ has the last step": "load_best_model_at_end",
         "StreamTune's first evaluation is after eval_steps steps": "eval_delay eval_on_start",
@@ -159,7 +159,10 @@ TRAINER_FIELDS: dict[str, FieldRule] = field_table(
 
 
 def convert_warmup(conversion: Conversion) -> None:
-    """Convert the warm-up. Steps take precedence over a ratio, steps below 1 are a ratio; 'constant' has no warm-up."""
+    """Convert ``warmup_steps`` and ``warmup_ratio``.
+
+    Steps take precedence over the ratio. Steps below 1 are a ratio. The schedule ``constant`` has no warm-up.
+    """
     steps_count = conversion.file.fields.get("warmup_steps") not in (None, 0)
     constant = "constant" in (conversion.get("lr_scheduler_type"), conversion.get("lr_scheduler"))
     for name in ("warmup_steps", "warmup_ratio"):
@@ -185,7 +188,7 @@ def convert_quantization_bits(conversion: Conversion) -> None:
 
 
 def report_default_targets(conversion: Conversion) -> None:
-    """Report that peft and StreamTune adapt different modules by default."""
+    """Report that peft and StreamTune apply LoRA to different modules by default."""
     if conversion.ours.get("finetuning_type") in ("lora", "qlora") and "lora_target" not in conversion.ours:
         conversion.report_lost_setting(
             "lora_target_modules", "if unset, peft adapts attention modules only; StreamTune adapts all linear layers"
@@ -193,7 +196,7 @@ def report_default_targets(conversion: Conversion) -> None:
 
 
 def write_default_truncation(conversion: Conversion) -> None:
-    """Write the other trainer's default: long rows lose their end, or are split between any two tokens."""
+    """Write the other trainer's default for long rows: cut at the end, or split between any two tokens."""
     if conversion.objective == "sft" and conversion.ours.get("overlength") == "truncate":
         conversion.write_default("truncate_side", "right")
     elif conversion.objective == "sft" and conversion.ours.get("overlength") == "split":
@@ -204,26 +207,26 @@ LIONS = {
     **dict.fromkeys(("lion", "lion_32bit", "paged_lion_32bit"), "lion"),
     **dict.fromkeys(("lion_8bit", "paged_lion_8bit"), "lion_8bit"),
 }
-"""Our optimizer, by its name in transformers."""
+"""{name of Lion in transformers: StreamTune's optimizer}."""
 
 
 def convert_optimizer(conversion: Conversion) -> None:
-    """Convert optimizers whose arguments differ in transformers: SGD without momentum, Lion with Adam's betas."""
+    """Convert SGD and Lion, whose arguments differ in transformers: SGD without momentum, Lion with Adam's betas."""
     names = (
         name for name in ("optim", "optimizer") if (rule := conversion.trainer.find_rule(name)) and rule.ours == "optim"
     )
     for name in names:
         theirs = conversion.left.get(name)
         if theirs == "sgd" and conversion.write_key("optim", "sgd", name):
-            conversion.write_default("optim_args", {"momentum": 0.0}, "their SGD has no momentum")
+            conversion.write_default("optim_args", {"momentum": 0.0}, "SGD of transformers has no momentum")
         elif isinstance(theirs, str) and theirs in LIONS and conversion.write_key("optim", LIONS[theirs], name):
             betas = [conversion.get("adam_beta1", 0.9), conversion.get("adam_beta2", 0.999)]
             conversion.write_default("optim_args", {"betas": betas}, "from adam_beta1 and adam_beta2")
-            conversion.mark_unneeded("adam_beta1", "adam_beta2", why="StreamTune takes it as betas in optim_args")
+            conversion.mark_unneeded("adam_beta1", "adam_beta2", why="StreamTune reads the betas from optim_args")
 
 
 def report_nll_differences(conversion: Conversion) -> None:
-    """Report the losses ``orpo``, ``cpo`` and ``rpo_alpha``: TRL averages their NLL term over other tokens."""
+    """Report that TRL averages the NLL term of ``orpo``, ``cpo`` and ``rpo_alpha`` differently from StreamTune."""
     loss = conversion.ours.get("loss_type")
     if loss == "orpo":
         there = "TRL's NLL counts prompt and answer and is a mean over the tokens of a micro-batch"
@@ -233,12 +236,12 @@ def report_nll_differences(conversion: Conversion) -> None:
     elif (loss == "cpo" and conversion.ours.get("cpo_alpha", 1.0)) or conversion.ours.get("rpo_alpha"):
         name = "loss_type: cpo" if loss == "cpo" else "rpo_alpha"
         conversion.report_lost_setting(
-            name, "TRL's NLL is a mean over the tokens of a micro-batch, StreamTune's over pairs"
+            name, "TRL's NLL is a mean over the tokens of a micro-batch, StreamTune's is a mean over pairs"
         )
 
 
 def convert_trackers(conversion: Conversion, settings: dict[str, str]) -> None:
-    """Convert ``report_to``, and add the trackers that other fields name, such as ``wandb_project``."""
+    """Convert ``report_to``, and fields that name a tracker, such as ``wandb_project``."""
     names: list[str] = []
     variables: list[str] = []
     if "report_to" in conversion.file.fields:
@@ -264,7 +267,7 @@ def convert_trackers(conversion: Conversion, settings: dict[str, str]) -> None:
 
 
 def convert_thinking(conversion: Conversion) -> None:
-    """Convert the chat template's variables for reasoning."""
+    """Convert the chat template's variables ``enable_thinking`` and ``preserve_thinking``."""
     for name in ("enable_thinking", "preserve_thinking"):
         if name not in conversion.left:
             continue
@@ -277,12 +280,15 @@ def convert_thinking(conversion: Conversion) -> None:
             conversion.write_key("reasoning", "keep", name)
         else:
             conversion.merge_into_key(
-                "chat_template_kwargs", {name: value}, name, note="it has an effect only if the chat template reads it"
+                "chat_template_kwargs",
+                {name: value},
+                name,
+                note="the variable has an effect only if the chat template reads it",
             )
 
 
 def remove_conflicting_keys(conversion: Conversion) -> None:
-    """Remove and report converted keys that StreamTune rejects together, or that have no effect together."""
+    """Remove and report converted keys that conflict with other keys, or that other keys disable."""
     ours = conversion.ours
 
     def remove_key(key: str, why: str, *, trains: bool | None = None) -> None:
@@ -336,23 +342,22 @@ MACHINES = ("num_machines", "nnodes", "num_nodes", "machine_rank", "node_rank", 
             "master_addr", "master_port", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "hostfile", "rdzv_conf",
             "same_network", "deepspeed_hostfile", "deepspeed_multinode_launcher")  # fmt: skip
 FALLBACK_OPTIONS = {"gradient_accumulation_steps": "gradient_accumulation_steps", "gradient_clipping": "max_grad_norm"}
-"""Launcher option -> StreamTune key, for options that apply if the Trainer's arguments do not set the key."""
+"""{launcher option: StreamTune key}, for options that apply if the Trainer's arguments do not set the key."""
 
 
 @dataclass(frozen=True)
 class LauncherOption:
-    """An option of a launcher, or a key of its configuration."""
+    """Option of a launcher such as ``torchrun``, or key of the launcher's configuration file."""
 
     name: str
     value: Any
     where: str
     beside: Mapping[str, Any]
-    """Options of the same group."""
+    """All options of the same group."""
     group: str = ""
 
     @property
     def theirs(self) -> str:
-        """``option: value``, as the report shows it."""
         return f"{self.group}{'.' if self.group else ''}{self.name}: {self.value}"
 
     @property
@@ -361,12 +366,12 @@ class LauncherOption:
 
 
 def is_accelerate_config(fields: dict[str, Any]) -> bool:
-    """Return True if the fields are those that ``accelerate config`` writes."""
+    """Return True if the fields come from a file that ``accelerate config`` writes."""
     return "compute_environment" in fields and "distributed_type" in fields
 
 
 def convert_launcher(conversion: Conversion) -> None:
-    """Convert the options of the launcher and the keys of its configuration file."""
+    """Convert the launcher's options and the keys of its configuration file."""
     options = {name: value for name, (value, _) in conversion.file.launcher.items()}
     for name, (value, line) in conversion.file.launcher.items():
         where = f"{conversion.file.path}:{line}"
@@ -380,7 +385,9 @@ def _convert_accelerate_config(conversion: Conversion, name: str, where: str) ->
     theirs = f"config_file: {name}"
     path = next((path for path in conversion.file.candidate_paths(name) if path.is_file()), None)
     if path is None:
-        why = "this accelerate file does not exist here: compare its mixed_precision, DeepSpeed or FSDP, and processes"
+        why = (
+            "this accelerate file does not exist here: compare its settings of precision, DeepSpeed, FSDP and processes"
+        )
         conversion.report_other_file(theirs, where, why, True)
         return
     try:
@@ -410,7 +417,6 @@ def _convert_launcher_option(conversion: Conversion, option: LauncherOption) -> 
 
 
 def _recipe_key_of_option(option: LauncherOption) -> tuple[str, Any] | None:
-    """Return the StreamTune key and value for a launcher's option; None if there is none."""
     name, value, text = option.name, option.value, option.text
     if name == "mixed_precision" and text == "bf16":
         return "bf16", True
@@ -427,7 +433,7 @@ def _recipe_key_of_option(option: LauncherOption) -> tuple[str, Any] | None:
 
 
 def _why_option_not_written(option: LauncherOption) -> tuple[str, bool | None]:
-    """Return why a launcher's option is dropped, and whether training changes (None: nothing is lost)."""
+    """Return why a launcher option is not converted, and whether that changes training; None: nothing is lost."""
     name, text = option.name, option.text
     if name in RANKS:
         return f"use `--nproc {option.value}`", None
@@ -438,7 +444,10 @@ def _why_option_not_written(option: LauncherOption) -> tuple[str, bool | None]:
     if name in FALLBACK_OPTIONS:
         return "set by the recipe", None
     if name in MACHINES:
-        return "StreamTune's `--nproc` starts ranks on one machine; for several see docs/guide/many-gpus.md", None
+        return (
+            "StreamTune's `--nproc` starts ranks on one machine; for several machines, see docs/guide/many-gpus.md",
+            None,
+        )
     if name.startswith("parallelism_config") or option.group == "parallelism_config":
         off = text in ("1", "none", "false", "true", "0")
         return ("off", None) if off else ("write sequence_parallel_size: N", False)

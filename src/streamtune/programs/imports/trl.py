@@ -1,4 +1,4 @@
-"""Convert recipes of TRL: a command ``trl sft``, ``trl dpo`` or ``trl grpo``, or its configuration file."""
+"""Convert recipes of TRL: a command such as ``trl sft``, ``trl dpo`` or ``trl grpo``, or its configuration file."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ OF_DPO = {
     *("beta", "label_smoothing", "precompute_ref_log_probs", "ref_model_name_or_path", "rpo_alpha", "ld_alpha"),
     *("f_divergence_type", "reference_free", "use_weighting", "loss_weights", "discopop_tau"),
 }
-"""Fields of DPO that SFT does not have."""
+"""Fields that DPO has and SFT does not."""
 OF_OTHERS = {"desirable_weight": "kto", "undesirable_weight": "kto", "cpo_alpha": "cpo", "simpo_gamma": "cpo"}
-"""Commands of other preference trainers, by fields that only these trainers have."""
+"""{field that only this trainer has: command of the trainer}, for TRL's other preference trainers."""
 LOSSES_OF_ROWS = (None, "nll", "chunked_nll", "dft")
 POLICY_LOSSES = (*get_args(PolicyLossName), "cispo", "sapo", "luspo", "vespo")
-"""Losses of GRPO, supported or not; any other name, or a list, is a preference loss."""
+"""Losses of GRPO, supported or not. A preference loss is any other name, or a list."""
 Row = dict[str, Any] | None
 """First row of a dataset; None if unknown."""
 
@@ -69,7 +69,7 @@ COMMANDS = {"sft": "sft", "dpo": "dpo", "kto": "dpo", "orpo": "dpo", "cpo": "dpo
 
 
 def _convert_reward_functions(value: Any) -> Any:
-    """Return reward functions as ``module:function``; TRL writes ``module.function``, or ``function`` for its own."""
+    """Rewrite TRL's ``module.function`` as ``module:function``; a name without a module is from ``trl.rewards``."""
     names = value if isinstance(value, list) else [value]
     if not all(isinstance(name, str) for name in names):
         raise UnconvertedError("reward functions must be a list of names")
@@ -90,7 +90,7 @@ GRPO_FIELDS: dict[str, FieldRule] = field_table(
     lost={"StreamTune does not update the reference model": "sync_ref_model"},
     lost_beside_training={SERVER: "vllm_server_host vllm_server_port vllm_server_timeout"},
 )
-"""Arguments of ``trl.GRPOConfig`` that axolotl and ms-swift share."""
+"""Arguments of ``trl.GRPOConfig`` that axolotl and ms-swift have too."""
 
 SHARED_FIELDS: dict[str, FieldRule] = field_table(
     {
@@ -109,7 +109,7 @@ SHARED_FIELDS: dict[str, FieldRule] = field_table(
     lost={"LD-DPO": "ld_alpha", "StreamTune does not sum several losses": "loss_weights"},
     lost_beside_training={SERVER: "vllm_server_base_url"},
 )
-"""Arguments of TRL that ms-swift shares."""
+"""Arguments of TRL that ms-swift has too."""
 
 FIELDS: dict[str, FieldRule] = field_table(
     {
@@ -177,8 +177,8 @@ FIELDS: dict[str, FieldRule] = field_table(
             use_transformers_continuous_batching transformers_continuous_batching_config""",
         "read only if enabled": """ref_model_mixup_alpha ref_model_sync_steps entropy_coef_delta entropy_coef_max
             entropy_coef_min entropy_target""",
-        "TRL reads it only with loss_type sapo and vespo": """sapo_temperature_neg sapo_temperature_pos vespo_k_neg
-            vespo_k_pos vespo_lambda_neg vespo_lambda_pos""",
+        "TRL reads this field only with loss_type sapo and vespo": """sapo_temperature_neg sapo_temperature_pos
+            vespo_k_neg vespo_k_pos vespo_lambda_neg vespo_lambda_pos""",
     },
     lost={
         "AlphaPO's rewards": "alpha",
@@ -196,11 +196,11 @@ FIELDS: dict[str, FieldRule] = field_table(
     lost_beside_training={
         "StreamTune's evaluation generates no completions: set the key sample": "generate_during_eval",
         "StreamTune supports only the reverse KL": "f_alpha_divergence_coef",
-        "of the loss discopop": "discopop_tau",
+        "used only by the loss discopop": "discopop_tau",
         "StreamTune's reference is the base model without its adapters": "force_use_ref_model",
-        "StreamTune uses log-probabilities of the trained model": "vllm_importance_sampling_correction",
-        "as above": """vllm_importance_sampling_mode vllm_importance_sampling_cap vllm_importance_sampling_clip_max
-            vllm_importance_sampling_clip_min""",
+        "StreamTune takes log-probabilities from the trained model, not vLLM": """
+            vllm_importance_sampling_correction vllm_importance_sampling_mode vllm_importance_sampling_cap
+            vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min""",
         "evaluation generates num_generations completions": "num_generations_eval",
         "a run uploads nothing": "log_completions_hub_repo",
     },
@@ -271,7 +271,7 @@ def _convert_text_column(conversion: Conversion, first_rows: list[Row]) -> None:
     column = conversion.get(name, "text")
     named = [index for index, row in enumerate(first_rows) if row is None or column in row]
     if column == "text":
-        conversion.mark_unneeded(name, why="'text' is StreamTune's default column too")
+        conversion.mark_unneeded(name, why="StreamTune reads the column 'text' by default too")
     elif not named or conversion.objective != "sft":
         conversion.mark_unneeded(name, why="the rows do not have this column")
     else:
@@ -282,10 +282,9 @@ def _convert_text_column(conversion: Conversion, first_rows: list[Row]) -> None:
 
 
 def _convert_trained_tokens(conversion: Conversion, first_rows: list[Row]) -> None:
-    """Convert the choice of trained tokens: completions of prompt-completion rows by default, otherwise all tokens.
+    """Convert the choice of trained tokens; TRL's default is completions, and all tokens of rows without completions.
 
     Args:
-        conversion: The conversion.
         first_rows: First row of each dataset; None if unknown.
     """
     assistant = conversion.pop_field("assistant_only_loss")
@@ -308,13 +307,13 @@ def _convert_trained_tokens(conversion: Conversion, first_rows: list[Row]) -> No
     for row in first_rows:
         turns = (row or {}).get("completion")
         if isinstance(turns, list) and len(turns) > 1:
-            why = "TRL trains a completion of several turns whole; StreamTune trains only its assistant turns"
+            why = "TRL trains on all turns of a completion; StreamTune trains only on the assistant turns"
             conversion.report_lost_setting("completion_only_loss", why)
     if seen and all(pairs):
         conversion.write_default("train_on", "completion", "TRL's default for rows of prompts and completions")
     elif any(pairs):
         conversion.report_lost_setting(
-            "completion_only_loss", "TRL's first dataset decides this for all rows; see train_on"
+            "completion_only_loss", "TRL's first dataset decides for all rows which tokens are trained; see train_on"
         )
     elif not seen:
         why = "the rows cannot be read here; if they have prompt and completion, write train_on: completion"
@@ -322,7 +321,7 @@ def _convert_trained_tokens(conversion: Conversion, first_rows: list[Row]) -> No
 
 
 def _convert_length_limit(conversion: Conversion) -> None:
-    """Convert the length limit and what happens to longer rows: cut, split by packing, or kept if null."""
+    """Convert the length limit, and whether longer rows are truncated, split by packing, or kept."""
     given = conversion.file.fields
     for name in ("max_length", "max_seq_length"):
         length = conversion.pop_field(name)
@@ -331,7 +330,7 @@ def _convert_length_limit(conversion: Conversion) -> None:
         elif name in given and conversion.objective == "sft" and conversion.get("packing"):
             conversion.report_lost(name, why="TRL refuses packing without max_length: write max_length", trains=False)
         elif name in given and conversion.objective != "grpo":
-            why = "TRL truncates no row; StreamTune refuses rows longer than 2048: write max_length"
+            why = "TRL truncates no row; StreamTune refuses rows longer than 2048 tokens: write max_length"
             conversion.report_lost(name, why=why, trains=False)
             conversion.left.pop("truncation_mode", None)
             conversion.write_default("overlength", "error", "no row is truncated")
@@ -356,7 +355,7 @@ def _convert_length_limit(conversion: Conversion) -> None:
 
 
 def _convert_cpo_loss(conversion: Conversion) -> None:
-    """Convert the loss of TRL's CPO trainer, which adds an NLL term to SimPO's loss too."""
+    """Convert the loss of TRL's CPO trainer, which adds an NLL term also to SimPO's loss."""
     loss, alpha = conversion.pop_field("loss_type") or "sigmoid", conversion.get("cpo_alpha", 1.0)
     if loss == "simpo":
         conversion.write_key("loss_type", "simpo", "loss_type")
@@ -371,7 +370,9 @@ def _convert_cpo_loss(conversion: Conversion) -> None:
         if "loss_type" in conversion.file.fields:
             conversion.write_key("loss_type", "cpo", "loss_type")
     else:
-        conversion.report_lost("loss_type", why="of TRL's CPO trainer, StreamTune supports the losses cpo and simpo")
+        conversion.report_lost(
+            "loss_type", why="StreamTune supports only the losses cpo and simpo of TRL's CPO trainer"
+        )
         conversion.ours["loss_type"] = "cpo"
 
 
@@ -440,7 +441,7 @@ def _convert_datasets(conversion: Conversion) -> None:
 
 
 def _convert_test_split(conversion: Conversion, name: Any, config_name: Any) -> None:
-    """Convert ``dataset_test_split``, which TRL uses if the run evaluates."""
+    """Convert ``dataset_test_split``, which TRL uses if ``eval_strategy`` is set."""
     split = conversion.pop_field("dataset_test_split")
     if name is not None and conversion.get("eval_strategy", "no") not in ("no", False):
         spec = {"path": name, "split": str(split or "test"), **({"name": config_name} if config_name else {})}
@@ -455,7 +456,7 @@ def _convert_test_split(conversion: Conversion, name: Any, config_name: Any) -> 
         conversion.write_key("eval_datasets", {"test": [spec]}, key, note="rows of the split", trains=False)
         conversion.left = left  # eval_strategy has its own rule
     elif "dataset_test_split" in conversion.file.fields:
-        conversion.report_unneeded("dataset_test_split", why="TRL reads it only if eval_strategy is set")
+        conversion.report_unneeded("dataset_test_split", why="TRL reads this field only if eval_strategy is set")
 
 
 def _write_trainer_defaults(conversion: Conversion) -> None:
@@ -475,7 +476,7 @@ def _write_trainer_defaults(conversion: Conversion) -> None:
         conversion.write_default("bf16", True)
     conversion.write_default("dtype", "float32", "older TRL releases keep the checkpoint's dtype (auto)")
     if objective == "grpo" and ours.get("beta"):
-        conversion.write_default("use_bias_correction_kl", True, "of 1.16")
+        conversion.write_default("use_bias_correction_kl", True, "as of TRL 1.16")
     if ours.get("finetuning_type") in ("lora", "qlora"):
         conversion.write_default("lora_alpha", 32.0)
         conversion.write_default("lora_dropout", 0.05)

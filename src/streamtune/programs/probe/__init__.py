@@ -1,1 +1,1 @@
-"""Find the longest sequence that trains, by whole training steps in processes of their own."""
+"""Command ``streamtune probe-max-len``: find the longest sequence that trains in the available memory."""

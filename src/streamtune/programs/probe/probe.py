@@ -1,6 +1,6 @@
-"""Search the longest sequence, or the largest batch, that can be trained: the search, its report and its picture.
+"""Search for the longest sequence or the largest batch that fits in memory, and draw a plot of the result.
 
-The search gets a function that runs one trial. A trial is measured (:func:`measured_trials`) or simulated.
+A trial tests one length or batch size by a training step that is measured (:func:`measured_trials`) or simulated.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from streamtune.schedule import Schedule
 Scaled = Literal["length", "batch"]
 
 RunTrial = Callable[[Shape, Callable[[str], None]], Outcome]
-"""``(shape, tell) -> outcome``: runs one trial; ``tell`` is called with the name of each phase."""
+"""Function ``(shape, tell) -> outcome`` that runs one trial and calls ``tell`` with the name of each phase."""
 
 LENGTHS = Range(first=2048, least=256, most=1 << 27, step=256, grain=64)
-"""Default range, first value and tolerance of a search over row lengths, in tokens."""
+"""Default range, first value and tolerance of a search over sequence lengths, in tokens."""
 
 
 @dataclass(frozen=True)
 class ProbeTask:
-    """A search for the longest sequence or the largest batch.
+    """Settings of a search for the longest sequence or the largest batch.
 
     Attributes:
-        scaled: Quantity to maximise: row length, or batch size.
+        scaled: Quantity to maximise: sequence length, or batch size.
         fixed: Value of the other quantity.
         within: Smallest and largest value of ``scaled`` to try, and the tolerance of the search.
-        modes: Modes to search: streaming, and the baselines.
+        modes: Training methods to search: streaming, and baselines such as gradient checkpointing.
         device_bytes, host_bytes, disk_bytes: Memory budgets; None is all available memory.
-        schedule: Schedule that the recipe fixes; None if the planner chooses one for each length.
+        schedule: Fixed streaming schedule of the recipe; None if the planner chooses a schedule for each length.
         margin: Fraction of the budgets that simulated and planned steps leave free.
-        unit: Unit of the batch size: ``row``, ``pair`` or ``completion``.
+        unit: Name of the items that the batch size counts: ``row``, ``pair`` or ``completion``.
     """
 
     method: Literal["measure", "simulate"]
@@ -54,13 +54,12 @@ class ProbeTask:
     unit: str = "row"
 
     def trial_shape(self, mode: Mode, number: int) -> Shape:
-        """Return mode, row length and batch size of the trial in which ``scaled`` is ``number``."""
         return Shape(mode, number, self.fixed) if self.scaled == "length" else Shape(mode, self.fixed, number)
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A finished trial: mode, row length and batch size, and whether the step fits in memory."""
+    """A finished trial: training method, sequence length and batch size, and whether the step fits in memory."""
 
     shape: Shape
     outcome: Outcome
@@ -73,15 +72,14 @@ class Trial:
 
 @dataclass(frozen=True)
 class Limit:
-    """The largest number (of tokens or rows) that fits in one mode, and the smallest that does not.
+    """Result of the search with one training method. Numbers are sequence lengths or batch sizes.
 
     Attributes:
-        mode: Mode of the trials.
         fits: Largest number that fits; 0 if none fits.
         fails: Smallest number that does not fit; None if every trial fits.
         trial: Trial of ``fits``.
         failed: Trial of ``fails``.
-        complete: True if the search of this mode has ended.
+        complete: True if the search has ended.
     """
 
     mode: Mode
@@ -94,34 +92,33 @@ class Limit:
 
 @dataclass
 class ProbeReport:
-    """Results of a search: the limit of each mode, and all trials."""
+    """Results of a search: the limit of each training method, and all trials."""
 
     task: ProbeTask
     env: dict[str, Any] = field(default_factory=dict)
     limits: dict[Mode, Limit] = field(default_factory=dict)
     trials: list[Trial] = field(default_factory=list)
     positions: str | None = None
-    """Recipe key and value that extend the model's positions; None if the longest length does not exceed them."""
+    """Warning that the found length exceeds the model's maximum position; None if it does not."""
 
     @property
     def complete(self) -> bool:
-        """Return True if the search of every mode has ended."""
         return all(mode in self.limits and self.limits[mode].complete for mode in self.task.modes)
 
     @property
     def device_bytes(self) -> int | None:
-        """Device budget of the trials; before the first trial, the budget of the task."""
+        """Device memory budget of the trials, in bytes; before the first trial, the budget of the task."""
         return self.env.get("device_bytes", self.task.device_bytes)
 
     @property
     def schedule(self) -> Schedule | None:
-        """Schedule of the longest streamed trial; without one, the schedule that the recipe fixes."""
+        """Streaming schedule of the longest trial that fits; without such a trial, the recipe's fixed schedule."""
         limit = self.limits.get("stream")
         chosen = limit.trial.outcome.schedule if limit is not None and limit.trial is not None else None
         return chosen or self.task.schedule
 
     def _cluster_facts(self) -> dict[str, Any]:
-        """Return the simulated cluster and the bytes that a rank sends at the longest length; empty with one rank."""
+        """Return the simulated cluster, and the traffic of a rank at the longest length; empty with one rank."""
         if "cluster" not in self.env:
             return {}
         limit = self.limits.get("stream")
@@ -129,7 +126,7 @@ class ProbeReport:
         return {"cluster": self.env["cluster"], "traffic": outcome.traffic if outcome is not None else None}
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON document of ``streamtune probe-max-len --json``."""
+        """Return the JSON document that ``streamtune probe-max-len --json`` prints."""
         task = self.task
         found = {mode: limit.fits for mode, limit in self.limits.items()}
         scaled = "max_length" if task.scaled == "length" else "max_batch_size"
@@ -157,7 +154,7 @@ class ProbeReport:
 
 
 def measured_trials(prepare: PrepareStep, budget: Budget, *, timeout_seconds: float) -> RunTrial:
-    """Return a function that runs trials: whole training steps on the device, each trial in its own process."""
+    """Return a function that runs a trial in a process of its own, with whole training steps on the device."""
     return lambda shape, tell: run_trial(prepare, shape, budget, timeout_seconds=timeout_seconds, notify_phase=tell)
 
 
@@ -168,13 +165,11 @@ def run_probe(
     notify: Callable[[str], None] = lambda message: None,
     on_trial: Callable[[Trial], None] = lambda trial: None,
 ) -> tuple[ProbeReport, bool]:
-    """Run the search of every mode. A failed trial never ends it.
+    """Search the limit of every training method. A failed trial does not end the search.
 
     Args:
-        task: The search to run.
-        run_trial: Function that runs one trial.
-        notify: Called with text that names the current trial, its phase, and the largest number known to fit.
-        on_trial: Called with each finished trial.
+        notify: Callback for text about the current trial, its phase, and the largest number known to fit.
+        on_trial: Callback for each finished trial.
 
     Returns:
         The report, and True if Ctrl-C ended the search. The report then holds the finished trials.
@@ -230,10 +225,10 @@ def _update_limit(limit: Limit, quantity: int, trial: Trial) -> Limit:
 
 
 def _budget_share(outcome: Outcome, report: ProbeReport) -> float | None:
-    """Return the fraction of the budget that a step used; None if that does not help to predict longer steps.
+    """Return the fraction of the budget that a step used; None if it does not help to predict longer steps.
 
-    It does not help if a measured step was stopped. Nor does it if the planner chose the schedule, because such
-    a schedule uses all memory.
+    A measured step does not help if it was stopped, or if the planner chose its schedule: such a schedule uses all
+    memory.
     """
     task = report.task
     if task.method == "measure" and (task.schedule is None or not outcome.fits):
@@ -250,7 +245,7 @@ def _describe_shape(shape: Shape) -> str:
 
 @dataclass(frozen=True)
 class _Progress:
-    """Reports the current trial, its phase and the largest number known to fit."""
+    """Callback that reports the current trial, its phase and the largest number known to fit."""
 
     trying: str
     fits: int
@@ -268,7 +263,7 @@ GIB, MIB = 1 << 30, 1 << 20
 
 @with_default_style
 def draw_probe(report: ProbeReport, *, title: str) -> bytes:
-    """Return a PNG: on the left a bar for each mode, on the right the device memory of each trial and the budget."""
+    """Return a PNG: a bar for each training method on the left, the peak device memory of each trial on the right."""
     from matplotlib.figure import Figure  # slow to import; without pyplot it needs no display
 
     figure = Figure(figsize=(11, 4.8), dpi=150, layout="constrained")
@@ -329,7 +324,7 @@ def _draw_trials(axes: Any, report: ProbeReport) -> None:
             textcoords="offset points",
             color=INK,
         )
-    axes.set_title(f"Peak on the device ({name}); x did not fit", loc="left", color=INK, fontsize=11)
+    axes.set_title(f"Peak device memory ({name}); x: does not fit", loc="left", color=INK, fontsize=11)
     axes.set_xlabel(_unit_name(report), color=INK)
     axes.set_ylim(0, 1.12 * largest / unit if largest else 1)
     axes.set_xlim(left=0)
@@ -347,7 +342,7 @@ def _unit_name(report: ProbeReport) -> str:
     if task.scaled == "batch":
         return f"{task.unit}s of {task.fixed:,} tokens"
     if task.objective == "sft":
-        return "tokens" if task.fixed == 1 else f"tokens of a row, {task.fixed:,} rows"
+        return "tokens" if task.fixed == 1 else f"tokens per row, {task.fixed:,} rows"
     return f"tokens, {task.fixed:,} {task.unit}{'s' if task.fixed > 1 else ''}"
 
 

@@ -1,4 +1,4 @@
-"""``streamtune probe-max-len``: find the longest sequence that a recipe can train."""
+"""Command ``streamtune probe-max-len``: find the longest sequence that a recipe can train."""
 
 from __future__ import annotations
 
@@ -183,7 +183,6 @@ def _plot_title(report: ProbeReport) -> str:
 
 
 def _describe_answer(report: ProbeReport) -> str:
-    """Return the answer as one line: the longest sequence or the largest batch, and where it fits."""
     task, limit = report.task, report.limits.get("stream")
     count = str(_show_limit(limit)) if limit is not None else "?"
     budget = f" in {show_size(report.device_bytes)} of device memory" if report.device_bytes else ""
@@ -198,13 +197,11 @@ def _describe_answer(report: ProbeReport) -> str:
 def _next_command(
     report: ProbeReport, recipe: Path, settings: list[str] | None, simulated: dict[str, str | int | None]
 ) -> str:
-    """Return the next command: training at the measured number, or a plan at the simulated one; empty if none fits.
+    """Return the command to run next: training if trials were measured, else ``plan``; empty if nothing fits.
 
     Args:
-        report: The finished search.
-        recipe: The recipe, as given.
         settings: Values of ``--set``.
-        simulated: Options of a simulated device, by name.
+        simulated: {name: value} of the options that describe the simulated device.
     """
     task, limit = report.task, report.limits.get("stream")
     if limit is None or not limit.fits:
@@ -221,7 +218,7 @@ def _next_command(
 
 
 def _ignore_progress(message: str) -> None:
-    """Ignore a message about progress within a trial: a log lists only the trials themselves."""
+    """Ignore a message about progress; without a terminal, only finished trials are printed."""
 
 
 def _print_trial(trial: Trial) -> None:
@@ -277,7 +274,7 @@ def _print_report(report: ProbeReport, folder: Path) -> None:
     shared = report.to_json()
     if shared.get("traffic"):
         out.print()
-        out.print("Traffic of one device in a step of the longest sequence (predicted)", style="bold")
+        out.print("Data that one device sends in a step of the longest sequence (predicted)", style="bold")
         out.print(traffic_table(shared["traffic"]))
 
 
@@ -288,7 +285,9 @@ def _describe_length(report: ProbeReport) -> str:
         text += f"; {task.fixed:,} {task.unit}{'s' if task.fixed > 1 else ''} in a batch"
     if task.objective == "grpo":
         rollout = (
-            "a trial also runs the end of a rollout" if task.method == "measure" else "the rollout is not simulated"
+            "a trial also generates the end of each completion"
+            if task.method == "measure"
+            else "the rollout is not simulated"
         )
         text += f"; {rollout}"
     return text

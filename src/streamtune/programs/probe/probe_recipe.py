@@ -1,4 +1,4 @@
-"""Find the longest sequence, or the largest batch, that a recipe can train; explain what to change if nothing fits."""
+"""Find the longest sequence, or the largest batch, that a recipe can train; give advice if nothing fits."""
 
 from __future__ import annotations
 
@@ -37,17 +37,16 @@ FUSED_BASELINES: tuple[Mode, ...] = ("liger-loss-offload", "liger-loss")
 
 @dataclass(frozen=True)
 class ProbeOptions:
-    """Options of the command line. Sizes are in bytes; None is an option that was not given."""
+    """Command-line options of ``streamtune probe-max-len``. Sizes are in bytes; None: the option is not given."""
 
     method: str = "measure"
     device_bytes: int | None = None
     host_bytes: int | None = None
     disk_bytes: int | None = None
     device: str | None = None
-    """Name of the device to simulate."""
     baseline: bool = False
     batch_size: bool = False
-    """Search the largest batch at a fixed length, not the longest sequence."""
+    """True to search the largest batch of rows of one length, not the longest sequence."""
     length: int | None = None
     """Row length of a batch-size search; None is the recipe's ``max_length``."""
     least: int | None = None
@@ -69,17 +68,16 @@ def probe_recipe(
     """Find the longest sequence, or the largest batch, that the recipe can train.
 
     Args:
-        loaded: The recipe.
         options: Quantity to search, its range, and the memory budgets.
-        notify: Called with text about the current trial and its progress.
-        on_trial: Called with each finished trial.
+        notify: Callback for text about the current trial and its progress.
+        on_trial: Callback for each finished trial.
 
     Returns:
         The report, and True if Ctrl-C ended the search.
 
     Raises:
         ArgumentError: The options contradict each other, or no trial fits the budget.
-        RunError: No trial fits, and the smallest failed for a reason other than memory.
+        RunError: The smallest trial failed for a reason other than memory.
     """
     recipe = loaded.recipe
     _check_options(options, task_of(recipe).min_row_tokens)
@@ -153,7 +151,7 @@ def _check_options(options: ProbeOptions, shortest: int) -> None:
         raise ArgumentError(_length_message(options.least, shortest), where="--from")
     if not options.batch_size and options.length is not None:
         raise ArgumentError(
-            "--length needs --batch-size: without it, the length is what the search finds",
+            "--length needs --batch-size: otherwise, the search varies the length",
             fix=f"add --batch-size, or end the search at this length: --to {options.length}",
         )
     if options.length is not None and options.length < shortest:
@@ -220,7 +218,7 @@ def _search_range(options: ProbeOptions) -> Range:
 def _choose_local_device_budget(
     device_bytes: int | None, host_bytes: int | None, here: torch.device, margin: float
 ) -> int | None:
-    """Return the device budget in bytes: the given size, or the free memory of a CPU; None is all device memory.
+    """Return the device budget in bytes: by default the free memory of a CPU, or None (all memory) on a GPU.
 
     Raises:
         ArgumentError: The budgets exceed the machine's free memory.
@@ -230,7 +228,7 @@ def _choose_local_device_budget(
     wanted = sum(size for size in budgets.values() if size)
     if wanted > free:
         raise ArgumentError(
-            f"the budgets are {show_size(wanted)} of this machine's memory, but only {show_size(free)} are free: "
+            f"the budgets take {show_size(wanted)} of this machine's memory, but only {show_size(free)} is free: "
             "the machine would swap",
             where=" and ".join(name for name, size in budgets.items() if size),
             fix="give smaller budgets, close other programs, or use --method simulate, which needs almost no memory",
@@ -244,7 +242,11 @@ def _choose_local_device_budget(
 
 
 def _find_smallest_need(run_trial: RunTrial, task: ProbeTask, failed_trial: Trial) -> Outcome | None:
-    """Return the outcome of the smallest trial, run without a device budget; None if it was not run or failed."""
+    """Run the smallest trial again without a device budget, to find out how much device memory it needs.
+
+    Return None if the trial did not fail for lack of device memory, or if it fails again. A simulated trial is not
+    repeated.
+    """
     if failed_trial.outcome.cause != "device memory" or task.device_bytes is None:
         return None
     if task.method == "simulate":
@@ -256,7 +258,7 @@ def _find_smallest_need(run_trial: RunTrial, task: ProbeTask, failed_trial: Tria
 def _no_fit_error(
     recipe: Recipe, task: ProbeTask, failed_trial: Trial, smallest_need: Outcome | None
 ) -> ArgumentError | RunError:
-    """Return the error for a search in which no trial fits; its fix says what would fit."""
+    """Return the error for a search in which no trial fits, with advice on what to change."""
     shape, outcome = failed_trial.shape, failed_trial.outcome
     rows = f"{shape.batch_size:,} {task.unit}s of " if shape.batch_size > 1 else ""
     tried = f"{rows}{shape.length:,} tokens"
@@ -307,7 +309,7 @@ def _smaller_step_advice(recipe: Recipe, terms: dict[str, int], task: ProbeTask)
         elif recipe.finetuning_type == "lora":
             fixes.append("finetuning_type: qlora quantises the weights")
         if recipe.dtype not in ("bfloat16", "auto"):  # auto already falls back to bfloat16
-            fixes.append("dtype: bfloat16 halves weights in float32")
+            fixes.append("dtype: bfloat16 halves the memory of float32 weights")
     else:
         fixes.append("smaller engine.chunk_size and engine.head_chunk_size need less memory for activations")
     return fixes

@@ -1,10 +1,10 @@
-"""The two kinds of trial of a recipe: run a training step, or simulate it.
+"""Trials of a recipe: a training step is run, or simulated.
 
-    prepare_step       builds a whole training step on random tokens; a trial runs it in its own process
-    make_simulated_trials   runs steps on ``meta`` tensors, for this device or another
+    prepare_step            builds a whole training step on random tokens; a trial runs it in its own process
+    make_simulated_trials   simulates steps on ``meta`` tensors, for this device or another
 
-A measured step calls the functions of the training loop, with the recipe's objective and reference. Its batches have
-the shape of the recipe's batches (:meth:`streamtune.tasks.task.Task.make_random_step`).
+A measured step calls the functions of the training loop, with the recipe's objective and reference model. Its batches
+have the shape of the recipe's batches (:meth:`streamtune.tasks.task.Task.make_random_step`).
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ from streamtune.train.step import explain_out_of_memory
 
 
 def prepare_step(recipe: TrainingSettings, device_name: str, budget: Budget, shape: Shape) -> TrainingStep:
-    """Build the model, the optimizer and the step of a trial, in the trial's process.
+    """Build the model, the optimizer and the training step of a trial, in the trial's process.
 
     Raises:
-        BudgetExceededError: No schedule fits this shape.
+        BudgetExceededError: No streaming schedule fits the budget.
     """
     device = torch.device(device_name)
     prepare_libraries(device)
@@ -110,14 +110,12 @@ def prepare_step(recipe: TrainingSettings, device_name: str, budget: Budget, sha
 def make_reference(
     task: Task[Any], model: Any, handle: StreamHandle | None, second_model: Any | None
 ) -> train.Reference | None:
-    """Return the reference model with which a trial's objective scores; None if its loss uses none.
+    """Return the reference model of a trial's objective; None if the objective uses none.
 
-    It is the second model if there is one, precomputed log-probabilities, or the model without its adapters.
+    The reference is ``second_model`` if it is given, precomputed log-probabilities, or the model without its adapters.
 
     Args:
-        task: The task.
-        model: The trained model.
-        handle: Handle of the streamed model; None if it is not streamed.
+        handle: Handle of the streamed model; None if the model is not streamed.
         second_model: Separate reference model; None if there is none.
     """
     if not task.uses_reference:
@@ -128,7 +126,7 @@ def make_reference(
 
 
 def _resolve_placement(task: Task[Any], shape: Shape, budget: Budget, device: torch.device) -> TrainingSettings:
-    """Return the recipe resolved for this shape: its precision, and whether weights or optimizer are on the host."""
+    """Return the recipe with the precision, and the placement of weights and optimizer, that suit this shape."""
     recipe = task.recipe
 
     def completions(model: Any) -> Completions | None:
@@ -139,7 +137,6 @@ def _resolve_placement(task: Task[Any], shape: Shape, budget: Budget, device: to
 
 
 def _with_budget(engine: EngineSpec, budget: Budget) -> EngineSpec:
-    """Return the engine settings with the memory sizes of a budget."""
     sizes = {"device_memory": budget.device_bytes, "host_memory": budget.host_bytes, "disk_memory": budget.disk_bytes}
     given = {name: f"{size}B" for name, size in sizes.items() if size is not None}
     return engine.model_copy(update={**given, "margin": budget.margin})
@@ -148,7 +145,7 @@ def _with_budget(engine: EngineSpec, budget: Budget) -> EngineSpec:
 def _plan_schedule(
     task: Task[Any], model: Any, shape: Shape, budget: Budget, share: bool, reference_bytes: int
 ) -> Schedule | None:
-    """Return the schedule that the planner chooses for a trial of this shape; None if the recipe fixes the schedule."""
+    """Return the streaming schedule that the planner chooses for this shape; None if the recipe fixes the schedule."""
     recipe = task.recipe
     if recipe.engine.schedule == "fixed":
         return None
@@ -208,11 +205,9 @@ def make_simulated_trials(
     """Return a callable that runs trials by simulation.
 
     Args:
-        recipe: The recipe.
-        task: The search, with all budgets in bytes.
-        target: Device to simulate; None is the local device.
-        local_device: The local device.
-        rates: Rates of the simulated device.
+        task: Settings of the search, with all budgets in bytes.
+        target: Device to simulate; None: the local device.
+        rates: Compute rates and bandwidths of the simulated device.
         ranks_asked: Numbers of ranks and nodes from the command line.
     """
     device = torch.device("cuda") if target is not None else local_device
@@ -248,22 +243,21 @@ def make_simulated_trials(
 
 @dataclass(frozen=True)
 class PlacedStep:
-    """A step whose weights and optimizer are placed on the device or on the host."""
+    """A training step with a placement of weights and optimizer: on the device or on the host."""
 
     workload: Workload
-    """The step; a trial replaces mode, length and batch size."""
     written: dict[str, Any]
     """Schedule fields that the recipe sets."""
 
 
 @dataclass
 class SimulatedTrials:
-    """Runs trials by simulating their steps.
+    """Callable that runs trials by simulation.
 
-    With a fixed schedule, a trial simulates that schedule. Otherwise a length fits if the schedule with the least
-    memory fits. Such a trial has no step time, as a run would use another schedule. :meth:`plan_trial` then computes
-    schedule and step time of the longest length, as ``streamtune plan`` does. If the device alone is too small,
-    placements with weights or optimizer on the host are tried.
+    If the recipe fixes a schedule, a trial simulates this schedule. Otherwise a length fits if the schedule with the
+    least memory fits. The trial then has no step time, because training would use a faster schedule. :meth:`plan_trial`
+    finds the fastest schedule and its step time for the longest length. If no schedule fits on the device, placements
+    of weights or optimizer on the host are tried.
     """
 
     tiers: list[PlacedStep]
@@ -271,12 +265,11 @@ class SimulatedTrials:
     limits: Limits
     rates: Rates
     schedule: Schedule | None
-    """Schedule that the recipe fixes; None if the planner chooses one."""
     env: dict[str, Any]
     used: dict[Shape, PlacedStep] = field(default_factory=dict)
-    """Placement of each shape's outcome: the first that fits, or the one whose limits are exceeded least."""
+    """Placement for each shape: the first that fits, or else the placement that exceeds the limits least."""
     _too_large: dict[int, int] = field(default_factory=dict)
-    """Tokens of the smallest shape that did not fit, by placement index; larger shapes are not tried with it."""
+    """{placement index: tokens of the smallest shape that does not fit}; larger shapes skip the placement."""
 
     def __call__(self, shape: Shape, notify_phase: Callable[[str], None]) -> Outcome:
         step = _workload_of_shape(self.tiers[0].workload, shape)
@@ -344,7 +337,7 @@ def _tier_usage(simulation: Simulation, limits: Limits) -> dict[Cause, tuple[int
 
 
 def _judge_simulation(simulation: Simulation, schedule: Schedule, limits: Limits, time_model: StepTimeModel) -> Outcome:
-    """Return the outcome of a simulated step; if it does not fit, the cause is the tier that lacks the most bytes."""
+    """Return the outcome of a simulated step; if it does not fit, ``cause`` is the memory that lacks the most bytes."""
     tiers = _tier_usage(simulation, limits)
     cause = max(tiers, key=lambda name: tiers[name][0] - tiers[name][1])
     used, usable = tiers[cause]

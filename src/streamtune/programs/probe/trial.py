@@ -1,7 +1,8 @@
 """Run one measured trial: whole training steps in their own process, with limits on memory and time.
 
-On a CPU, the process counts every storage and stops the step at the budget. On an accelerator, the budget is set as the
-allocator's limit. The parent process kills a trial that exceeds the machine's free memory or the time limit.
+On a CPU, the process counts the bytes of all tensor storages and stops the step at the budget. On an accelerator, the
+budget is the limit of PyTorch's allocator. The parent process kills a trial that exceeds the machine's free memory or
+the time limit.
 """
 
 from __future__ import annotations
@@ -47,15 +48,15 @@ from streamtune.plan.simulate.workload import Mode
 from streamtune.schedule import Schedule
 
 Cause = Literal["", "device memory", "host memory", "disk memory", "time", "crash"]
-"""Kind of failure; empty if the trial fits."""
+"""Kind of failure of a trial; empty if the trial fits."""
 
 POLL_SECONDS = 0.02
-"""Seconds between two checks of a process. Memory fills at about 5 GB/s, so a limit is exceeded by at most 0.1 GB."""
+"""Seconds between two checks of a process. Memory fills at about 5 GB/s, so limits are exceeded by at most 0.1 GB."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a trial.
+    """Result of a trial.
 
     Attributes:
         fits: True if the trial's two training steps ran within the memory budget.
@@ -66,10 +67,10 @@ class Outcome:
         host_bytes, disk_bytes: Peak bytes offloaded to host and disk, summed over the ranks of a node.
         rss_bytes: Peak resident memory of the process, in bytes.
         step_seconds: Seconds of the second step; on a CPU, this includes measuring the memory of all tensors.
-        terms: Device bytes at the peak, by purpose.
-        host_terms: Host bytes, by purpose.
-        traffic: Bytes that a rank sends in a step; None with one rank.
-        schedule: Schedule of a streamed step.
+        terms: Parts of the device peak in bytes: weights, activations and others.
+        host_terms: Parts of the host memory in bytes.
+        traffic: Data that a rank sends in a step; None with one rank.
+        schedule: Streaming schedule of the step; None without streaming.
         env: Device, versions and the device budget.
     """
 
@@ -100,11 +101,9 @@ def run_trial(
     """Run a trial in its own process.
 
     Args:
-        prepare: Builds the training step in the new process; must be picklable.
-        shape: Mode, tokens of a row and rows of a batch.
-        budget: Memory limits.
+        prepare: Picklable function that builds the training step in the new process.
         timeout_seconds: Time limit, including loading libraries and building the model.
-        notify_phase: Called with the name of each phase.
+        notify_phase: Callback for the name of each phase.
     """
     child = Child(serve_trial, prepare, shape, budget)
     watch = _ProcessWatch(child.process, timeout_seconds)
@@ -118,7 +117,7 @@ def run_trial(
 
 
 def _wait_for_outcome(child: Child, watch: _ProcessWatch, notify_phase: Callable[[str], None]) -> Outcome:
-    """Pass the process's messages to ``notify_phase``; return its outcome when it sends one or ends."""
+    """Wait until the process sends an outcome or ends; pass its phases to ``notify_phase``."""
     while True:
         interrupts.raise_if_postponed()
         try:
@@ -148,7 +147,6 @@ class _ProcessWatch:
         """Outcome of the process if it was killed."""
 
     def kill_if_over_limit(self) -> None:
-        """Measure the trial process once, and kill it if it exceeds its memory or time limit."""
         with suppress(psutil.Error):
             self.rss = max(self.rss, psutil.Process(self._process.pid).memory_info().rss)
         if self.killed:
@@ -183,12 +181,12 @@ def _describe_exit(exit_code: int | None) -> str:
 
 
 STEPS = 2
-"""Number of steps in a trial: the first creates the optimizer's state, so the second has it from the start."""
+"""Number of steps in a trial. The first creates the optimizer state, so that the second is like all later steps."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Shape of a trial: mode of the step, tokens of a row (``length``) and rows of a batch."""
+    """Training method, sequence length in tokens and batch size of a trial."""
 
     mode: Mode
     length: int
@@ -197,9 +195,9 @@ class Shape:
 
 @dataclass(frozen=True)
 class TrainingStep:
-    """A model, its optimizer, and a function that runs one whole step: gradients, clipping, update.
+    """A model, its optimizer, and a function that runs a whole step: gradients, clipping, update.
 
-    ``beside`` is a second model that runs without training, such as a reference.
+    ``beside`` is a second model that runs without training, such as a reference model.
     """
 
     model: nn.Module
@@ -210,7 +208,7 @@ class TrainingStep:
 
     @property
     def bytes_before_step(self) -> dict[str, int]:
-        """Bytes that are allocated before the step begins, by purpose."""
+        """Bytes of the weights of each model, which are allocated before the step begins."""
         # On a CPU, weights on the host are in the measured memory too.
         held = model_bytes if model_device(self.model).type == "cpu" else device_model_bytes
         terms = {"weights": held(self.model)}
@@ -218,11 +216,11 @@ class TrainingStep:
 
 
 PrepareStep = Callable[[Shape], TrainingStep]
-"""Function that builds the step in the trial's process; must be picklable (``functools.partial`` of a function)."""
+"""Picklable function that builds the training step in the trial's process."""
 
 
 class BudgetExceededError(MemoryError):
-    """An allocation in a step exceeds the budget of a tier: device, host or disk."""
+    """A step needs more memory than its budget allows on the device, on the host or on disk."""
 
     def __init__(self, tier: str, what: str) -> None:
         super().__init__(what)
@@ -230,7 +228,7 @@ class BudgetExceededError(MemoryError):
 
 
 class _BudgetWatch(LiveBytes):
-    """Counts live bytes, and stops the step as soon as device, host or disk exceeds its budget."""
+    """Counts the bytes of live tensors, and stops the step as soon as device, host or disk exceeds its budget."""
 
     def __init__(self, step: TrainingStep, budget: Budget) -> None:
         super().__init__(step.model, decoder_layers(step.model), other_model=step.beside)
@@ -254,7 +252,7 @@ class _BudgetWatch(LiveBytes):
             raise BudgetExceededError(name, f"{name} memory: the step needs more than {show_size(limit)}")
 
     def bytes_at_peak(self) -> dict[str, int]:
-        """Return device bytes at the peak, by purpose; optimizer state counted as activations is moved to its own."""
+        """Return the parts of the device peak; optimizer state counted as activations is moved to ``optimizer``."""
         held = {**self.fixed, **self.at_peak}
         state = min(_optimizer_bytes(self._step.optimizer, torch.device("cpu")) - held[OPTIMIZER], held[ACTIVATION])
         held[OPTIMIZER], held[ACTIVATION] = held[OPTIMIZER] + state, held[ACTIVATION] - state
@@ -262,7 +260,7 @@ class _BudgetWatch(LiveBytes):
 
 
 def serve_trial(connection: Connection, prepare: PrepareStep, shape: Shape, budget: Budget) -> None:
-    """Build and run the step in the trial's process; send each phase as text, and the outcome as a dictionary."""
+    """Run a trial in the trial's process; send each phase as text, and the outcome as a dictionary."""
     _raise_oom_score()
     _exit_when_parent_ends()
     result: dict[str, Any] = {}
@@ -282,7 +280,7 @@ def serve_trial(connection: Connection, prepare: PrepareStep, shape: Shape, budg
 def _run_trial_on_cpu(
     step: TrainingStep, budget: Budget, notify_phase: Callable[[str], None], result: dict[str, Any]
 ) -> None:
-    """Run the steps and measure the bytes of all tensor storages; ``result`` is filled even if a step fails."""
+    """Run the steps and count the bytes of all tensor storages; ``result`` is filled even if a step fails."""
     result["env"] = _environment_facts("cpu", budget.device_bytes)
     watch = _BudgetWatch(step, budget)
     try:
@@ -296,7 +294,7 @@ def _run_trial_on_cpu(
 def _run_trial_on_accelerator(
     step: TrainingStep, budget: Budget, notify_phase: Callable[[str], None], result: dict[str, Any]
 ) -> None:
-    """Run the steps within the allocator's limit; ``result`` is filled even if a step fails."""
+    """Run the steps with the budget as the allocator's limit; ``result`` is filled even if a step fails."""
     device = model_device(step.model)
     total = torch.cuda.get_device_properties(device).total_memory
     limit = int((1 - budget.margin) * total) if budget.device_bytes is None else budget.device_bytes
@@ -323,7 +321,7 @@ def _run_trial_on_accelerator(
 
 
 def _run_steps(step: TrainingStep, notify_phase: Callable[[str], None], synchronize: Callable[[], None]) -> float:
-    """Run the steps; return how many seconds the last one took."""
+    """Run :data:`STEPS` steps; return the seconds of the last step."""
     started = 0.0
     for number in range(1, STEPS + 1):
         notify_phase(f"step {number} of {STEPS}")
@@ -347,7 +345,7 @@ def _offloaded_peaks(step: TrainingStep, budget: Budget) -> dict[str, int]:
 
 
 def _describe_error(error: BaseException) -> dict[str, Any]:
-    """Return the failure's ``cause`` (which memory, or crash) and message; with the traceback if it is a crash."""
+    """Return ``cause`` and ``reason`` of the outcome; after a crash, also ``detail`` with the traceback."""
     chain: BaseException | None = error  # the training loop wraps a lack of memory
     while chain is not None:
         if isinstance(chain, BudgetExceededError):
@@ -373,7 +371,7 @@ def _raise_oom_score() -> None:
 
 
 def _exit_when_parent_ends() -> None:
-    """Exit when the parent process ends, so that no step holds memory after the probe is killed."""
+    """Exit when the parent process ends, so that no step holds memory after the parent is killed."""
     parent = multiprocessing.parent_process()
     if parent is None:
         return
@@ -395,6 +393,6 @@ def _environment_facts(device: str, device_bytes: int | None) -> dict[str, Any]:
 
 
 def _optimizer_bytes(optimizer: torch.optim.Optimizer, device: torch.device) -> int:
-    """Return the bytes of optimizer state on devices of the type of ``device``; other state may be on the host."""
+    """Return the bytes of optimizer state on devices of the same type as ``device``."""
     values = (value for state in optimizer.state.values() for _, value in state_tensors(state))
     return storage_bytes(value for value in values if value.device.type == device.type)

@@ -1,1 +1,1 @@
-"""Write a page about one run or several: a single self-contained HTML file."""
+"""Write HTML reports about training runs, each as one self-contained file."""

@@ -1,4 +1,4 @@
-"""Draw SVG charts: curves over steps, and memory by purpose. They are readable in print and without colour."""
+"""Draw SVG charts of metrics over training steps and of memory use, readable in print and without colour."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from html import escape
 WIDTH, HEIGHT = 560, 250
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 12, 40
 PARTS = 220
-"""Number of intervals of a long curve; at most four points of each are drawn."""
+"""Number of intervals into which a long curve is split; at most four points of each interval are drawn."""
 STYLES = 6
-"""Number of curve styles, ``s0`` to ``s5``; they differ in dashes and colour."""
+"""Number of line styles, CSS classes ``s0`` to ``s5``; they differ in dashes and colour."""
 GIB = 1024**3
 
 Points = Sequence[tuple[float, float]]
@@ -21,19 +21,22 @@ Points = Sequence[tuple[float, float]]
 
 @dataclass(frozen=True)
 class Curve:
-    """A named curve of a chart."""
+    """A labelled curve of a line chart."""
 
     name: str
     points: Points
-    """(step, value) pairs with ascending steps."""
+    """(step, value) pairs, sorted by step."""
     style: int
-    """Number of the curve style; a run has the same style in every chart."""
+    """Index of the line style, modulo :data:`STYLES`."""
     marked: bool = False
-    """True to mark each point, for curves with few points such as evaluations."""
+    """True to draw a marker at each point."""
 
 
 def downsample(points: Points, intervals: int = PARTS) -> list[tuple[float, float]]:
-    """Return a downsampled curve: first, lowest, highest and last point of each of ``intervals`` intervals."""
+    """Return the first, lowest, highest and last point of each of ``intervals`` intervals of a curve.
+
+    A curve of at most ``4 * intervals`` points is returned unchanged.
+    """
     if len(points) <= 4 * intervals:
         return list(points)
     kept: list[tuple[float, float]] = []
@@ -46,13 +49,11 @@ def downsample(points: Points, intervals: int = PARTS) -> list[tuple[float, floa
 
 
 def line_chart(title: str, curves: Sequence[Curve], *, unit: str = "", from_zero: bool = False) -> str:
-    """Return an HTML figure of curves over steps; empty if no curve has a point.
+    """Return an HTML ``<figure>`` with a line chart over training steps; an empty string if no curve has a point.
 
     Args:
-        title: Title of the figure.
-        curves: Curves to draw.
-        unit: Unit of the values, shown with the title.
-        from_zero: True to start the value axis at 0.
+        unit: Unit of the values, shown beside the title.
+        from_zero: True to start the vertical axis at 0.
     """
     curves = [
         Curve(curve.name, downsample(curve.points), curve.style, curve.marked) for curve in curves if curve.points
@@ -122,10 +123,10 @@ def memory_chart(
     *,
     is_whole_process: bool = False,
 ) -> str:
-    """Return an HTML figure of predicted memory by purpose, with the measured peak below it.
+    """Return an HTML ``<figure>`` with two bars: predicted memory, split by category, and the measured peak.
 
     Args:
-        predicted_terms: Predicted bytes at the peak of a step, by purpose.
+        predicted_terms: Predicted bytes at the peak of a step, by category such as ``weights``.
         peak_bytes: Highest measured peak in bytes; None without a measurement.
         available_bytes: Memory of the device in bytes; None if unknown.
         is_whole_process: True if the measured peak is the memory of the whole process, libraries included (on a CPU).
@@ -165,7 +166,7 @@ def memory_chart(
 
 
 def axis_ticks(low: float, high: float, count: int, *, whole_numbers: bool = False) -> list[float]:
-    """Return about ``count`` round numbers for an axis, from at or below ``low`` to at or above ``high``."""
+    """Return about ``count`` round numbers, as axis ticks that cover the range from ``low`` to ``high``."""
     if high <= low:
         high = low + (abs(low) or 1.0)
     rough = (high - low) / count
@@ -186,7 +187,6 @@ def show_number(value: float) -> str:
 
 
 def round_to_six_digits(value: float) -> float:
-    """Return the number rounded to six significant digits, to keep the page small."""
     return float(f"{value:.6g}")
 
 

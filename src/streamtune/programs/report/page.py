@@ -1,4 +1,4 @@
-"""``streamtune report``: one HTML page about one run or several."""
+"""``streamtune report``: write an HTML report about one or several training runs."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from streamtune.programs.report.charts import GIB, Curve, line_chart, memory_cha
 from streamtune.programs.report.run_records import RunRecords, read_run
 
 MAX_SAMPLES, MAX_EVENTS = 60, 300
-"""Maximum numbers of samples (the newest) and of events (the first and the newest) of each run."""
+"""Maximum numbers of samples (the newest) and of events (the first and the newest) shown for each run."""
 MAX_CHARTS = 100
-"""Maximum number of charts of other metrics."""
+"""Maximum number of charts of metrics that are in neither :data:`FIRST` nor :data:`LATER`."""
 FIRST = {"loss": "Loss", "reward": "Reward", "rewards/accuracies": "Accuracy of preferences"}
-"""Metrics that come first on the page, with their titles."""
-LATER = {"lr": "Learning rate", "grad_norm": "Gradient norm", "aux_loss": "Balance loss of the routers"}
-"""Metrics that come last, with their titles."""
+"""Metrics whose charts come first on the page -> titles of the charts."""
+LATER = {"lr": "Learning rate", "grad_norm": "Gradient norm", "aux_loss": "Load-balancing loss of the MoE routers"}
+"""Metrics whose charts come last -> titles of the charts."""
 NOT_DRAWN = {
     "step",
     "tokens",
@@ -41,9 +41,9 @@ NOT_DRAWN = {
     "mfu",
     "seconds",
 }
-"""Fields of a step that are not drawn as training metrics."""
+"""Fields of a training step in ``metrics.jsonl`` that are not drawn as training metrics."""
 QUIET = ("start", "finish", "checkpoint")
-"""Events that are not highlighted."""
+"""Names of events that are not highlighted."""
 PAGE = "report.html"
 
 
@@ -77,7 +77,7 @@ def report(
 
 
 def write_report(run: Path) -> Path | None:
-    """Write the page of a run when it ends, and return its path; a failure becomes a note and None."""
+    """Write the report of a run that has ended, and return its path. On an error, print a note and return None."""
     page = run / PAGE
     try:
         _write_page([read_run(run)], page)
@@ -88,12 +88,12 @@ def write_report(run: Path) -> Path | None:
 
 
 def _write_page(runs: Sequence[RunRecords], page: Path) -> None:
-    """Write the page; an existing file that this command did not write is refused."""
+    """Write the page; raise an ArgumentError if ``page`` exists and StreamTune did not write it."""
     replace_page(render_page(runs).encode("utf-8"), page, "--output")
 
 
 def render_page(runs: Sequence[RunRecords]) -> str:
-    """Return the HTML page about runs; several runs share charts."""
+    """Return the HTML of a report; the curves of several runs are drawn in the same charts."""
     names = _run_names(runs)
     title = names[0] if len(runs) == 1 else f"{len(runs)} runs"
     sections = [
@@ -136,7 +136,6 @@ def _facts_html(runs: Sequence[RunRecords], names: Sequence[str]) -> Iterator[st
 
 
 def _describe_run(run: RunRecords) -> str:
-    """Return one line with objective, model, adapters, datasets and state of a run."""
     recipe = run.recipe
     model = recipe.get("model_name_or_path") or _nested_value(recipe, "model", "init", "model_type") or "a model"
     parts = [f"{recipe.get('objective', 'sft')} of {model}"]
@@ -192,7 +191,7 @@ def _key_figures(run: RunRecords) -> Iterator[tuple[str, str]]:
 
 
 def _length_limit(run: RunRecords) -> int | None:
-    """Return the maximum length of a row in tokens (of a prompt for grpo); None if unknown."""
+    """Return the recipe's ``max_length`` (for GRPO ``max_prompt_length``) in tokens; None if it is not set."""
     key = "max_prompt_length" if run.recipe.get("objective") == "grpo" else "max_length"
     limit = run.recipe.get(key)
     return limit if isinstance(limit, int) else None
@@ -208,7 +207,7 @@ def _show_duration(seconds: float) -> str:
 
 
 def _metric_charts(runs: Sequence[RunRecords], names: Sequence[str]) -> list[str]:
-    """Return an HTML chart of each metric: the names in :data:`FIRST`, then others, last those in :data:`LATER`."""
+    """Return one HTML chart for each metric: :data:`FIRST`, then other metrics by name, then :data:`LATER`."""
     found: dict[str, None] = {}
     for run in runs:
         for record in run.steps:
@@ -304,7 +303,7 @@ def _lengths_html(runs: Sequence[RunRecords], names: Sequence[str]) -> Iterator[
 
 
 def _show_count(value: Any) -> str:
-    """Return an integer as text; any other value (a file was edited) becomes a question mark."""
+    """Return an integer with thousands separators; for any other value, a question mark."""
     return f"{value:,}" if isinstance(value, int) else "?"
 
 
@@ -352,7 +351,6 @@ def _show_time(value: Any) -> str:
 
 
 def _recipes_html(runs: Sequence[RunRecords], names: Sequence[str]) -> Iterator[str]:
-    """Yield each run's recipe; for several runs, first a table of the keys that differ."""
     if len(runs) > 1:
         flat = [dict(_flatten(run.recipe)) for run in runs]
         keys = dict.fromkeys(key for each in flat for key in each)

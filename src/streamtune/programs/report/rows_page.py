@@ -1,4 +1,4 @@
-"""Write an HTML page about the rows of a recipe: counts, lengths, and sampled rows with their tokens marked."""
+"""Render an HTML page about a training set: row counts, row lengths, and sample rows with trained tokens marked."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from streamtune.data.inspect_rows import RowPart, RowView, TokenGap
 from streamtune.run.build import Inspection
 
 MAX_TOKENS = 600
-"""Maximum number of tokens shown of a row; longer rows have gaps."""
+"""Number of tokens above which only parts of a row are shown."""
 MAX_BYTES = 1_400_000
-"""Maximum size of all shown rows together, in bytes."""
+"""Maximum size of the HTML of all sample rows together, in bytes."""
 
 
 def render_rows(inspection: Inspection, views: Sequence[tuple[str, RowView]]) -> str:
-    """Return the page as HTML.
+    """Return the HTML page.
 
     Args:
-        inspection: The inspected rows of a recipe.
-        views: (reason, row) pairs to show; a reason may be empty. Rows beyond :data:`MAX_BYTES` are left out.
+        views: (reason, row) pairs to show; the reason says why the row was chosen, and may be empty. Rows beyond
+            :data:`MAX_BYTES` are left out.
     """
     title = f"Rows of {safe_text(inspection.loaded.path.name)}"
     facts = "".join(f"<div>{name}<b>{value}</b></div>" for name, value in _summary_lines(inspection))
@@ -58,12 +58,12 @@ def _summary_lines(inspection: Inspection) -> Iterator[tuple[str, str]]:
     yield "duplicates", f"{report.duplicates:,}"
     if batches is not None:
         yield f"padding, batches of {batches.batch_size}", f"{batches.padding:.1%}"
-        yield "pack fill" if batches.packing else "pack fill if packed", f"{batches.pack_fill:.1%}"
-        yield "attention of concat-and-chunk", f"{batches.attention_ratio:.2f}x"
+        yield "packing efficiency" if batches.packing else "packing efficiency if packed", f"{batches.pack_fill:.1%}"
+        yield "attention cost if concatenated and cut", f"{batches.attention_ratio:.2f}x"
 
 
 def _html_table(head: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> str:
-    """Return an HTML table; ``rows`` are (CSS class, cells), and only the first cell is not right-aligned."""
+    """Return an HTML table; each row is a (CSS class, cells) pair, and all cells but the first are right-aligned."""
     cells = "".join(f"<th{' class=n' if place else ''}>{escape(name)}</th>" for place, name in enumerate(head))
     lines = [f"<tr>{cells}</tr>"]
     for style, row in rows:
@@ -73,7 +73,10 @@ def _html_table(head: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) 
 
 
 def _sources_table(inspection: Inspection) -> str:
-    """Return the table of datasets, without columns of zeros; if datasets have weights, also the table of an epoch."""
+    """Return a table of row and token counts for each dataset, without columns that contain only zeros.
+
+    If datasets have weights, a second table has their shares of an epoch.
+    """
     report = inspection.prepared.report
     names = ("rows", "kept", "dropped", "split", "truncated", "tokens", "tokens_lost", "supervised_tokens_lost")
     counts = [name for name in names if getattr(report, name)]

@@ -1,4 +1,7 @@
-"""Read the records of a run leniently: it may be new, truncated by a crash, or written by an older version."""
+"""Read the log files of a training run.
+
+A file may be missing, truncated by a crash, or written by an older version; unreadable parts are reported.
+"""
 
 from __future__ import annotations
 
@@ -13,50 +16,55 @@ from streamtune.errors import ArgumentError, RecipeError
 from streamtune.recipe.yaml import read_yaml
 
 RECORD_FILES = ("run.json", "metrics.jsonl")
-"""File names; a run directory has at least one of these files."""
+"""File names of which a run directory has at least one."""
 MOST_BYTES = 1 << 30
-"""Size in bytes above which a record file is not read."""
+"""Size in bytes above which a log file is not read."""
 MOST_DOCUMENT, MOST_LINE = 1 << 26, 1 << 26
-"""Maximum sizes of a document and of a line, in bytes."""
+"""Maximum sizes of a JSON or YAML file and of a line of a log file, in bytes."""
 MOST_TEXT, MOST_KEY, MOST_VALUES, MOST_DEPTH = 1 << 20, 200, 10_000, 16
-"""Maximum characters of a text and of a key, values of a list or mapping, and nesting depth that are shown."""
+"""Maximum characters of a text and of a key, elements of a list or mapping, and nesting depth that are shown."""
 STEP_LIMIT = 1e12
-"""Records of this step and of later steps are not drawn."""
+"""Step number from which records are not drawn."""
 LARGEST_DRAWN = 1e100
 """Largest number that is drawn. Larger numbers, and numbers below its inverse, are shown as text."""
 
 
 @dataclass(frozen=True)
 class RunRecords:
-    """Records of a run, with secrets redacted."""
+    """Contents of the log files of a training run; secrets in recipe, events and samples are redacted."""
 
     path: Path
     name: str
     recipe: Mapping[str, Any]
-    """Resolved recipe; empty if it is missing."""
+    """Recipe with its defaults filled in; empty if it is missing."""
     versions: Mapping[str, str]
     steps: Sequence[Mapping[str, Any]]
-    """Training steps in ``metrics.jsonl``."""
+    """Lines of ``metrics.jsonl`` about training steps."""
     evaluations: Sequence[Mapping[str, Any]]
-    """Evaluations in ``metrics.jsonl``."""
+    """Lines of ``metrics.jsonl`` about evaluations."""
     events: Sequence[Mapping[str, Any]]
     samples: Sequence[Mapping[str, Any]]
     """Lines of ``samples.jsonl``, with ``step``, ``prompt`` and ``completion``."""
     plan: Mapping[str, Any]
-    """Document of ``streamtune plan --json`` for the chosen schedule; empty if the planner did not run."""
+    """Output of ``streamtune plan --json`` for the schedule of the run; empty if no plan was made."""
     data: Mapping[str, Any]
-    """Numbers of rows and tokens; empty in runs of older versions."""
+    """Counts of rows and tokens, from ``data.json``; empty in runs of older versions."""
     unreadable: tuple[str, ...]
-    """Names of unreadable files, and of files with unreadable lines, with the number of these lines."""
+    """``name: reason`` for each file that could not be read completely."""
 
     def metric_points(self, key: str, *, held_out: bool = False) -> list[tuple[float, float]]:
-        """Return (step, value) pairs of a metric; values that are not finite are left out."""
+        """Return (step, value) pairs of a metric, without NaN and infinite values.
+
+        Args:
+            key: Key of the metric in ``metrics.jsonl``.
+            held_out: True to read the lines about evaluations instead of training steps.
+        """
         records = self.evaluations if held_out else self.steps
         found = ((_step_number(record), _number_to_draw(record.get(key))) for record in records)
         return [(step, value) for step, value in found if step is not None and value is not None]
 
     def step_times(self) -> list[tuple[float, float]]:
-        """Return (step, seconds of the step) pairs."""
+        """Return (step, seconds) pairs; the seconds are the step's tokens divided by its tokens per second."""
         found = []
         for record in self.steps:
             step, tokens, rate = (
@@ -70,10 +78,10 @@ class RunRecords:
 
 
 def read_run(path: Path) -> RunRecords:
-    """Return the records of a run directory; unreadable parts are listed in ``unreadable``.
+    """Return the contents of a run's log files; unreadable parts are listed in ``unreadable``.
 
     Raises:
-        ArgumentError: The path is not a run directory.
+        ArgumentError: The path is not a run directory, or cannot be read.
     """
     try:
         there = [path / mark for mark in RECORD_FILES if (path / mark).is_file()]
@@ -83,13 +91,13 @@ def read_run(path: Path) -> RunRecords:
         inner = (
             [found.parent for mark in RECORD_FILES for found in sorted(path.glob(f"*/{mark}"))] if path.is_dir() else []
         )
-        what = "is not a run" if path.is_dir() else "is not a folder"
+        what = "is not a run directory" if path.is_dir() else "is not a folder"
         raise ArgumentError(
             f"{path} {what}",
             where="RUN",
-            fix=f"give a run in this folder, such as {inner[0]}"
+            fix=f"give a run directory inside this folder, such as {inner[0]}"
             if inner
-            else "give the output_dir of a recipe that was trained",
+            else "give the output_dir of a recipe that was trained, such as runs/NAME",
         )
     unreadable: list[str] = []
     metrics = list(_read_lines(path / "metrics.jsonl", unreadable))
@@ -110,7 +118,7 @@ def read_run(path: Path) -> RunRecords:
 
 
 def _read_lines(path: Path, unreadable: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield the JSON object of each line; the number of unreadable lines is added to ``unreadable``."""
+    """Yield the JSON object of each line, and add the number of unreadable lines to ``unreadable``."""
     wrong = 0
     try:
         if not path.is_file() or path.stat().st_size > MOST_BYTES:
@@ -140,7 +148,6 @@ def _read_document(path: Path, unreadable: list[str]) -> Mapping[str, Any]:
 
 
 def _read_recipe(path: Path, unreadable: list[str]) -> Mapping[str, Any]:
-    """Return the recipe of a run; errors are added to ``unreadable``."""
     try:
         values, _, mistakes = read_yaml(_read_text(path), path.name) if path.is_file() else ({}, None, [])
     except (OSError, ValueError, RecursionError, RecipeError):

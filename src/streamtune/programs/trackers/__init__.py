@@ -1,5 +1,4 @@
-"""Experiment trackers: TensorBoard, Weights & Biases, MLflow and Trackio, each through its own package.
+"""Experiment trackers: TensorBoard, Weights & Biases, MLflow and Trackio.
 
-services    interface of a tracker, the four trackers, and the check that their packages are installed
-reporter    listener that sends a run's records to one tracker, on its own thread
+``services`` has the four trackers and their common interface. ``reporter`` sends the metrics of a run to them.
 """

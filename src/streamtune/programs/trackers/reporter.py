@@ -1,4 +1,4 @@
-"""Send a run's records to trackers, each on its own thread, so that no tracker stops or slows the run.
+"""Send the metrics of a run to trackers, each on its own thread, so that a slow tracker does not slow the run.
 
     training thread    step  step  step ...  finished, waits at most FLUSH_SECONDS
                          |     |     |
@@ -6,7 +6,8 @@
                          |     |     |
     tracker's thread   start, log, log, text ...  close
 
-The first error or a full queue drops the tracker. The screen and ``events.jsonl`` get one note, and the run continues.
+After its first error, or if its queue is full, a tracker gets no more calls. A note on the screen and in
+``events.jsonl`` reports it, and the run continues.
 """
 
 from __future__ import annotations
@@ -28,22 +29,22 @@ from streamtune.programs.trackers.services import CLASSES, Tracker, numeric_fiel
 from streamtune.train.progress import Listener, Listeners, RunFacts
 
 MakeTracker = Callable[[RunFacts, dict[str, Any], bool], Tracker]
-"""``(facts, ids, offline) -> tracker``, such as a tracker's class."""
+"""Function ``(facts, ids, offline) -> tracker``, such as a tracker's class."""
 QUEUED = 10_000
-"""Maximum number of waiting calls."""
+"""Maximum number of calls in the queue of a tracker."""
 FLUSH_SECONDS = 30.0
-"""Seconds that the end of a run waits for all trackers together."""
+"""Seconds for which the end of a run waits for all trackers together."""
 _ids_lock = threading.Lock()
 
 
 class Reporter(Listener):
-    """Listener that queues the calls of a run for one tracker.
+    """Listener that forwards the metrics and events of a run to one tracker.
 
     Args:
         make: Function that creates the tracker, called on the tracker's thread.
         name: Name of the tracker in ``report_to``.
         offline: True to write local files only.
-        notify: Called with a note for the user if the tracker is dropped.
+        notify: Called with a note for the user if the tracker fails.
     """
 
     def __init__(self, make: MakeTracker, name: str, *, offline: bool, notify: Callable[[str], None]) -> None:
@@ -81,7 +82,6 @@ class Reporter(Listener):
         self._queue_call(lambda tracker: tracker.log_event(name, cleaned))
 
     def finished(self, outcome: dict[str, Any]) -> None:
-        """Queue the end of the run; :meth:`wait` waits until it is processed."""
         plot = self._run.loss_plot if self._run is not None else None
         if plot is not None and plot.is_file():
             self._queue_call(lambda tracker: tracker.log_image(self._step, plot))
@@ -90,7 +90,7 @@ class Reporter(Listener):
             self._calls.put_nowait(None)
 
     def wait(self, timeout_seconds: float) -> None:
-        """Wait until the tracker has processed all calls; drop it if that takes longer than ``timeout_seconds``."""
+        """Wait until the tracker has processed all calls; after ``timeout_seconds``, drop the tracker."""
         if self._thread is None:
             return
         self._thread.join(max(timeout_seconds, 0.0))
@@ -115,7 +115,7 @@ class Reporter(Listener):
             self._drop_tracker(_describe_error(error))
 
     def _drop_tracker(self, why: str) -> None:
-        """Drop the tracker and notify the user, once."""
+        """Send no more calls to the tracker, and notify the user once."""
         with self._drop_lock:
             if self.dropped:
                 return
@@ -137,7 +137,7 @@ class Reporter(Listener):
         return _read_all_ids(self._run.trackers).get(self.name, {})
 
     def _save_ids(self, ids: dict[str, Any]) -> None:
-        """Save the ids at once, so that a killed run resumes as the same run of the tracker."""
+        """Save the tracker's ids at once, so that a run that is killed can resume under the same ids."""
         assert self._run is not None
         with _ids_lock:
             kept = {**_read_all_ids(self._run.trackers), self.name: ids}
@@ -146,11 +146,11 @@ class Reporter(Listener):
 
 @dataclass
 class Reporters(Listeners):
-    """All trackers of a run.
+    """Listeners of a run for all its trackers.
 
     Args:
-        doing: Returns a context manager that shows a message during slow work.
-        seconds: Time that the end of the run waits for all trackers together.
+        doing: Called with a message before slow work; returns a context manager that shows the message.
+        seconds: Seconds for which the end of the run waits for all trackers together.
     """
 
     doing: Callable[[str], AbstractContextManager[Any]] = nullcontext
@@ -166,7 +166,7 @@ class Reporters(Listeners):
 
 
 def _read_all_ids(path: Path) -> dict[str, dict[str, Any]]:
-    """Return the ids saved in ``trackers.json``, by tracker; empty if the file is missing or damaged."""
+    """Return tracker name -> ids from ``trackers.json``; empty if the file is missing or damaged."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -194,6 +194,6 @@ def make_reporters(
         names: Keys of :data:`CLASSES`.
         offline: True to write local files only.
         notify: Called with a note for the user, from another thread.
-        doing: Returns a context manager that shows a message during slow work.
+        doing: Called with a message before slow work; returns a context manager that shows the message.
     """
     return Reporters([Reporter(CLASSES[name], name, offline=offline, notify=notify) for name in names], doing=doing)

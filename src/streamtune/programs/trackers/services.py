@@ -1,9 +1,9 @@
-"""The four trackers with a common interface, and the check that their packages are installed.
+"""Experiment trackers with a common interface, and a check that their packages are installed.
 
-    start -> (log | text | note)* -> picture* -> close
+    start -> (log_numbers | log_samples | log_event)* -> log_image* -> close
 
-All methods are called on one thread, in this order. If a method raises an error, the tracker is dropped for the rest of
-the run. Importing this module imports no tracker's package: :meth:`Tracker.start` or a later method does.
+All methods are called on one thread, in this order. After an error, no method is called any more. Importing this module
+imports no tracker's package: :meth:`Tracker.start` or a later method does.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ PACKAGES = {
     "mlflow": ("mlflow", "mlflow-skinny"),
     "trackio": ("trackio", "trackio"),
 }
-"""(module to import, package to install) of each tracker, by its name in ``report_to``."""
+"""Name in ``report_to`` -> (module to import, package to install)."""
 
 
 def check_installed(names: Sequence[str]) -> None:
-    """Raise an error if the package of a tracker is not installed.
+    """Check that the packages of trackers are installed.
 
     Args:
         names: Keys of :data:`PACKAGES`.
@@ -67,10 +67,10 @@ PROJECT = "streamtune"
 
 @dataclass
 class Tracker(ABC):
-    """One run at one tracker.
+    """Connection of one training run to one experiment tracker.
 
     Args:
-        facts: Facts about the run.
+        facts: Id, directory, recipe, versions and plan of the run.
         ids: Ids that :meth:`start` returned when the run began; empty for a new run.
         offline: True to write local files only.
     """
@@ -84,45 +84,44 @@ class Tracker(ABC):
 
     @property
     def resumed(self) -> bool:
-        """True if the run was started before."""
+        """True if an earlier start of this run was logged to the tracker."""
         return bool(self.ids)
 
     @property
     def folder(self) -> Path:
-        """Folder of the tracker in the run directory."""
         return self.facts.directory / self.name
 
     @abstractmethod
     def start(self) -> dict[str, Any]:
-        """Open or resume the run, log recipe, versions and plan, and return the ids to save."""
+        """Create or resume the run at the tracker, log recipe, versions and plan, and return the ids to save."""
 
     @abstractmethod
     def log_numbers(self, step: int, values: Mapping[str, float]) -> None:
-        """Log the numbers of a step or of an evaluation."""
+        """Log the metrics of a training step or of an evaluation."""
 
     @abstractmethod
     def log_samples(self, step: int, samples: list[dict[str, Any]]) -> None:
-        """Log sampled completions of the model."""
+        """Log prompts and completions that the model generated."""
 
     @abstractmethod
     def log_image(self, step: int, path: Path) -> None:
         """Log a PNG file."""
 
     def log_event(self, name: str, details: Mapping[str, Any]) -> None:  # noqa: B027 (not every tracker supports events)
-        """Log an event of the run."""
+        """Log an event of the run, such as a saved checkpoint."""
 
     @abstractmethod
     def close(self, status: str) -> None:
-        """Flush and end the run; ``status`` is ``finished``, ``stopped`` or ``failed``."""
+        """Flush and end the run at the tracker; ``status`` is ``finished``, ``stopped`` or ``failed``."""
 
 
 def numeric_fields(record: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numeric fields of a line of ``metrics.jsonl``, without its step."""
+    """Return the numeric fields of a line of ``metrics.jsonl``, without ``step``."""
     return {name: float(value) for name, value in record.items() if name != "step" and isinstance(value, (int, float))}
 
 
 def values_at_start(facts: RunFacts) -> dict[str, Any]:
-    """Return recipe, versions, plan, run id and total steps, which are logged once at the start."""
+    """Return the values that are logged once: recipe, versions, plan, run id and number of steps."""
     more = {"run": facts.run, "total_steps": facts.total_steps}
     return {"recipe": dict(facts.recipe), "versions": dict(facts.versions), "plan": dict(facts.plan), **more}
 
@@ -149,7 +148,7 @@ def project_name(*variables: str) -> str:
 
 
 class TensorboardTracker(Tracker):
-    """Writes event files in ``RUN/tensorboard``. After a resume, repeated steps replace the earlier ones."""
+    """Writes event files to ``RUN/tensorboard``; after a resume, repeated steps replace the earlier ones."""
 
     name = "tensorboard"
     _writer: Any
@@ -199,14 +198,14 @@ def _format_table_cell(value: Any) -> str:
 
 
 WANDB_SECONDS = 25
-"""Timeouts in seconds: for the service's answer at the start, and for the upload of the rest at the end."""
+"""Timeouts in seconds: of the connection at the start, and of the remaining upload at the end."""
 
 
 class WandbTracker(Tracker):
-    """Writes files in ``RUN/wandb`` and sends them to the service unless offline. A resumed run keeps its id.
+    """Writes files to ``RUN/wandb``, and uploads them unless offline. A resumed run keeps its id.
 
-    Charts use the metric ``step`` as x axis. The service cannot change rows, so repeated steps of a resumed run appear
-    twice, with the same ``step``.
+    The x axis of charts is the metric ``step``. Logged values cannot be changed, so steps that are repeated after a
+    resume appear twice.
     """
 
     name = "wandb"
@@ -265,9 +264,7 @@ class WandbTracker(Tracker):
 
 
 def _check_wandb_settings() -> None:
-    """Raise an error if ``wandb/settings`` in the working directory sets an address or a key.
-
-    The run would be sent to that address or account. Environment variables take precedence, so they are allowed.
+    """Check that ``wandb/settings`` in the working directory does not redirect the run to another server or account.
 
     Raises:
         ArgumentError: The file sets ``base_url`` or ``api_key``, and the environment does not.
@@ -282,11 +279,11 @@ def _check_wandb_settings() -> None:
     for name, value in found.items():
         variable = f"WANDB_{name.upper()}"
         if variable in ("WANDB_BASE_URL", "WANDB_API_KEY") and variable not in os.environ:
-            shown = value if variable == "WANDB_BASE_URL" else "a key of its own"
+            shown = value if variable == "WANDB_BASE_URL" else "another API key"
             raise ArgumentError(
                 f"{file} in the working directory sets {name} to {shown}: the run would be logged there",
                 where="report_to",
-                fix=f"set {variable} yourself if you want this, or remove the line",
+                fix=f"remove the line, or set the environment variable {variable} to log there",
             )
 
 
@@ -294,7 +291,7 @@ def _check_wandb_settings() -> None:
 
 
 PARAMETER_CHARACTERS = 500
-"""Maximum length of a parameter that every store and version accepts."""
+"""Maximum length of a parameter's value that all stores and versions of MLflow accept."""
 PARAMETERS_PER_CALL = 90
 """Number of parameters per call; MLflow accepts at most 100."""
 MLFLOW_DEFAULTS = {
@@ -303,16 +300,18 @@ MLFLOW_DEFAULTS = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "3",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
 }
-"""Environment variables that are set unless the user has set them. Retries of a server without an answer end within a
-minute."""
+"""Environment variables that are set unless the user has set them.
+
+With these values, retries of a server that does not answer end within a minute.
+"""
 MLFLOW_STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 
 
 class MlflowTracker(Tracker):
-    """Writes a file store in ``RUN/mlflow``, or to the server of ``MLFLOW_TRACKING_URI`` unless offline.
+    """Logs to the server of ``MLFLOW_TRACKING_URI`` or to MLflow's default store.
 
-    A run resumes by its id. MLflow keeps every logged value, so repeated steps of a resumed run appear twice, the later
-    one with a later time. Parameters cannot change either: a parameter that differs after a resume becomes a tag.
+    Offline, or without SQLAlchemy, it writes files to ``RUN/mlflow``. A run resumes by its id. Logged values cannot be
+    changed, so steps that are repeated after a resume appear twice, and a parameter that differs is logged as a tag.
     """
 
     name = "mlflow"
@@ -347,7 +346,6 @@ class MlflowTracker(Tracker):
         return {"run_id": self._id, "tracking_uri": uri}
 
     def _store_uri(self) -> str:
-        """Return the store's URI: the user's, MLflow's default, or files in the run (if offline or no SQLAlchemy)."""
         import mlflow
 
         if not self.offline and os.environ.get("MLFLOW_TRACKING_URI"):
@@ -386,9 +384,9 @@ TRACKIO_REMOTES = ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL", "TRACKIO_WEBHOOK_UR
 
 
 class TrackioTracker(Tracker):
-    """Writes to the local database (``TRACKIO_DIR``), or to the user's Space or server unless offline.
+    """Writes to Trackio's local database, or unless offline to the Space or server that the environment sets.
 
-    Rows cannot be replaced. A run resumes by its name, which ends in a part of StreamTune's run id.
+    Logged values cannot be changed. A run resumes by its name, which ends in a part of StreamTune's run id.
     """
 
     name = "trackio"
@@ -435,4 +433,4 @@ def _print_nothing(*values: Any, **options: Any) -> None:
 CLASSES: dict[str, type[Tracker]] = {
     kind.name: kind for kind in (TensorboardTracker, WandbTracker, MlflowTracker, TrackioTracker)
 }
-"""Class of each tracker, by its name in ``report_to``."""
+"""Name in ``report_to`` -> class of the tracker."""

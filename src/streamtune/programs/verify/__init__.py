@@ -1,1 +1,1 @@
-"""Compare the streamed gradient with plain autograd's, and both with a gradient in a wider dtype."""
+"""Command ``streamtune verify``: check that streaming gives the same loss and gradients as plain autograd."""

@@ -1,13 +1,13 @@
-"""The rows and losses that ``verify`` compares, and how long rows may be for plain autograd's memory.
+"""Rows and losses that ``streamtune verify`` compares, and the longest row that plain autograd has memory for.
 
-If completions are scored, the loss is the recipe's own, computed in two ways:
+For an objective that scores completions (DPO, GRPO), the recipe's own loss is computed in two ways:
 
-    streamed   the recipe's layout, prompts shared if the model can; log-probabilities by the engine
-    plain      a row for each completion after its own copy of the prompt; log-probabilities from ordinary logits
+    streamed   batches as in training, with shared prompts if possible; log-probabilities from the engine
+    plain      a row for each completion after its own copy of the prompt; log-probabilities from full logits
 
-The reference's log-probabilities are computed in the same way as the model's. Completions of grpo are random tokens
-after the prompts of the first rows: nothing is generated and no reward is computed. Router losses are left out on both
-sides, because a shared prompt passes the routers only once.
+The reference model's log-probabilities are computed in the same way as the trained model's. For GRPO, completions are
+random tokens after the prompts of the first rows: nothing is generated and no reward is computed. Router losses are
+left out in both ways, because a shared prompt passes the routers only once.
 """
 
 from __future__ import annotations
@@ -49,27 +49,27 @@ from streamtune.train.objective import autocast, call_model, supervised_loss
 
 @dataclass(frozen=True)
 class RowLosses:
-    """Computes the loss of next-token rows in two ways: plain autograd row by row, and streamed in training's layout.
+    """Next-token loss of the compared rows: by plain autograd on unpacked rows, and streamed on the training batch.
 
-    The model itself adds the routers' balance loss, streamed or not. A router z-loss is left out on both sides.
+    In both cases the model adds the load-balancing loss of its experts, if it has one. A router z-loss is left out.
     """
 
     batch: train.MicroBatch
     alone: train.MicroBatch
-    """The rows one by one; the batch itself if it is not packed."""
+    """The same rows unpacked; equal to ``batch`` if the batch is not packed."""
     router_loss: RouterLoss | None
     token_loss: TokenLoss
     teacher: Any | None
-    """Teacher model, if the loss is a divergence from it."""
+    """Teacher model of a distillation loss; None without distillation."""
 
     def plain(self, model: nn.Module, bf16: bool) -> Tensor:
-        """Return the loss by plain autograd, row by row, with the rotary embeddings of unpacked rows."""
+        """Return the loss of the unpacked rows by plain autograd, with each row's own rotary embeddings."""
         packed = self.batch is not self.alone
         with rotate_rows_as_if_alone(model, self.alone.attention_mask) if packed else nullcontext():
             return self._loss(self.alone, None, model, bf16)
 
     def streamed(self, handle: StreamHandle) -> Callable[[nn.Module, bool], Tensor]:
-        """Return a function that computes the streamed loss in the batch layout of training."""
+        """Return a function that computes the loss of ``batch`` with the streamed model."""
         return partial(self._loss, self.batch, handle)
 
     def _loss(self, batch: train.MicroBatch, handle: StreamHandle | None, model: nn.Module, bf16: bool) -> Tensor:
@@ -101,7 +101,7 @@ class RowLosses:
 def model_cross_entropy(
     batch: train.MicroBatch, router_loss: RouterLoss | None, model: nn.Module, bf16: bool
 ) -> Tensor:
-    """Return the cross entropy that the model computes from labels, with the balance loss if there is one."""
+    """Return the cross-entropy that the model computes from labels, with its load-balancing loss if there is one."""
     arguments, balance = _balance_loss_arguments(batch, router_loss, model)
     if not arguments:
         return supervised_loss(model, batch, num_targets=batch.target_weight, bf16=bf16)
@@ -116,7 +116,7 @@ def model_cross_entropy(
 def _balance_loss_arguments(
     batch: train.MicroBatch, router_loss: RouterLoss | None, model: nn.Module
 ) -> tuple[dict[str, Any], float]:
-    """Return the arguments that make a model return its balance loss, and its factor; ``({}, 0)`` without one."""
+    """Return arguments that make a model return its load-balancing loss, and the loss's factor; or ``({}, 0)``."""
     if router_loss is None or not (router_loss.balance or adds_balance_loss(base_of(model))):
         return {}, 0.0
     # The balance loss counts the tokens of the mask: padded rows need it, and packed rows must do without.
@@ -131,15 +131,19 @@ def _parameter_dtype(model: nn.Module) -> torch.dtype:
 
 @dataclass(frozen=True)
 class TreeLosses:
-    """Computes the recipe's loss on the same completions: plain, one row each; and streamed with a shared prompt."""
+    """Loss of a recipe that scores completions, such as DPO.
+
+    Plain autograd computes the loss on one row per completion. The streamed model computes the loss on completions that
+    share a prompt.
+    """
 
     task: ScoringTask[Any]
     own_reference: Any | None
     """Separate reference model; None if there is no reference, or if it is the model without its adapters."""
     shared: train.TreeBatch
-    """The completions in the layout of training."""
+    """Completions as batched in training."""
     apart: train.TreeBatch
-    """The completions with a row for each."""
+    """Completions as one row each."""
 
     def plain(self, model: nn.Module, bf16: bool) -> Tensor:
         """Return the loss by plain autograd from full logits, with a row for each completion."""
@@ -148,7 +152,7 @@ class TreeLosses:
         )
 
     def streamed(self, handle: StreamHandle) -> Callable[[nn.Module, bool], Tensor]:
-        """Return a function that computes the streamed loss in the batch layout of training."""
+        """Return a function that computes the loss of ``shared`` with the streamed model."""
         return partial(self._loss_with_handle, handle)
 
     def _loss_with_handle(self, handle: StreamHandle, model: nn.Module, bf16: bool) -> Tensor:
@@ -183,8 +187,8 @@ class Window:
     """The part of a row that is compared.
 
     Attributes:
-        example: The cut row.
-        start: Position of its first token in the whole row.
+        example: Row cut to this part.
+        start: Position of the part's first token in the whole row.
         row_length: Number of tokens in the whole row.
     """
 
@@ -198,10 +202,10 @@ class Window:
 
 
 def choose_windows(examples: Sequence[data.Example], length: int, min_rows: int = 1) -> list[Window]:
-    """Return the first row with a trained token, cut to ``length``; if it is short, further rows as well.
+    """Return the first row with a trained token, cut to ``length`` tokens; if it is short, further rows too.
 
-    The padded batch has at most ``length`` tokens, so several short rows cost no more than one long row. Each row is
-    cut to ``length // min_rows`` tokens, so that ``min_rows`` rows fit.
+    The padded batch has at most ``length`` tokens and at most :data:`MAX_ROWS` rows. Each row is cut to ``length //
+    min_rows`` tokens, so that ``min_rows`` rows fit.
 
     Raises:
         DataError: No row has a trained token after its first token.
@@ -225,7 +229,7 @@ def choose_windows(examples: Sequence[data.Example], length: int, min_rows: int 
 
 
 def _cut_window(example: data.Example, length: int) -> Window | None:
-    """Return a row cut to ``length`` tokens, about half of them prompt if it is long; None without trained tokens."""
+    """Return at most ``length`` tokens of a row, including the first trained token; None without trained tokens."""
     ids, labels = np.asarray(example.input_ids), np.asarray(example.labels)
     trained = np.flatnonzero(labels[1:] != IGNORE_INDEX) + 1
     if not len(trained):
@@ -249,10 +253,9 @@ class FreeMemory:
     """Free memory, and the memory of a forward over T tokens: ``per_token T + per_square T^2`` bytes.
 
     Attributes:
-        model: The model, without the wrapper of adapters.
         measured: Dtype in which the coefficients were measured.
         free: Free bytes on the model's device.
-        host_free: Free bytes on the host, which stores the truth's gradients.
+        host_free: Free bytes of host memory, where ``verify`` stores the gradients of the wider dtype.
         per_token, per_square: Coefficients in bytes; ``per_square`` is above 0 if attention weights are stored.
     """
 
@@ -264,7 +267,7 @@ class FreeMemory:
     per_square: float
 
     def max_tokens(self, dtype: torch.dtype) -> int:
-        """Return how many tokens plain autograd in ``dtype`` has memory for; 0 if the weights alone do not fit."""
+        """Return the number of tokens that plain autograd in ``dtype`` has memory for; 0 if the weights do not fit."""
         wider = dtype.itemsize / self.measured.itemsize
         spare = MARGIN * self.free - self._needed_bytes(0, dtype)
         if spare <= 0 or self._truth_gradient_bytes(dtype) > MARGIN * self.host_free:
@@ -273,7 +276,7 @@ class FreeMemory:
         return int(spare / b) if a <= 0 else int((math.sqrt(b * b + 4 * a * spare) - b) / (2 * a))
 
     def why_too_large(self, tokens: int, dtype: torch.dtype) -> str:
-        """Return text that says which memory plain autograd in ``dtype`` lacks for ``tokens``; empty if it fits."""
+        """Return a message about the memory that plain autograd in ``dtype`` lacks for ``tokens``; empty if it fits."""
         needs = [
             ("memory", self._needed_bytes(tokens, dtype), self.free),
             ("host memory", self._truth_gradient_bytes(dtype), self.host_free),
@@ -284,7 +287,6 @@ class FreeMemory:
         return ""
 
     def _needed_bytes(self, tokens: int, dtype: torch.dtype) -> float:
-        """Return the bytes plain autograd needs beyond the loaded weights: wider weights, gradients, activations."""
         parameters = list(self.model.parameters())
         weights = sum(p.numel() * max(dtype.itemsize - p.dtype.itemsize, 0) for p in parameters)
         on_host = parameters[0].device.type == "cpu"
@@ -300,10 +302,9 @@ class FreeMemory:
 def measure_memory(
     model: nn.Module, measured: torch.dtype, forward: Callable[[int], Tensor], tokens: int
 ) -> FreeMemory:
-    """Measure the memory of two short forwards with their graphs, and fit the coefficients for longer ones.
+    """Measure the memory of two short forwards with autograd graphs, and fit the coefficients of :class:`FreeMemory`.
 
     Args:
-        model: The model, without the wrapper of adapters.
         measured: Dtype in which ``forward`` computes.
         forward: Function that returns the loss on a given number of tokens.
         tokens: Number of tokens in the longer of the two forwards.

@@ -1,25 +1,26 @@
-"""Results of a verification, the rule that judges them, and their JSON document.
+"""Results of ``streamtune verify``, the rules that judge them, and their JSON document.
 
-The rule compares the gradient g of each parameter, and G of all parameters together, with the truth:
+The true gradient is the gradient of plain autograd in a wider dtype than in training. Let g be the gradient of one
+parameter, and G the gradient of all parameters together:
 
     e = ||g - g_truth|| / max(||g_truth||, 1e-3 ||G_truth||)            E = root mean square of e over the parameters
 
-    exact     streamed in the truth's dtype         e <= SAME[dtype]
+    exact     streamed in the wider dtype           e <= SAME[dtype]
     precise   streamed in the training dtype        e <= 1.5  e(plain) + NOISE[dtype]
                                                     E <= 1.25 E(plain) + NOISE[dtype] / 16
 
 The first rule tests that both gradients are the same sum: in float64 and float32, rounding is too small to hide a
-mistake. The second tests that streaming rounds no worse than plain autograd in the training dtype. A loss is judged
-like a parameter, with a quarter of the absolute bounds, because it averages the errors of all tokens.
+mistake. The second rule tests that streaming rounds no worse than plain autograd in the training dtype. A loss is
+judged like a parameter, with a quarter of the absolute bounds, because it averages the errors of all tokens.
 
-Without a truth, the plain run in the training dtype takes its place. Then only the first rule applies, with SAME of
-that dtype.
+If no wider dtype can be used, the true gradient is plain autograd's in the training dtype. Then only the first rule
+applies, with SAME of that dtype.
 
-Some layers (delta rule, Mamba-2) pass their state in float32 whatever the dtype of their input, so they also compute in
-float32. A float64 run with such a layer is judged by float32's bound.
+Some layers (delta rule, Mamba-2) compute in float32 and pass their state in float32, whatever the dtype of their input.
+A float64 run with such a layer is judged by float32's bound.
 
 In a model with experts, rounding alone may send a token to another expert, and the gradient then jumps. If gradients of
-different dtypes are compared, or the dtype is narrow, only E is tested, and its bound is at least ROUTED.
+different dtypes are compared, or the dtype has 16 bits, only E is tested, and its bound is at least ROUTED.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class VerifyRun:
 
     Attributes:
         schedule: Schedule of the streamed run; None for plain autograd.
-        errors: Relative gradient error e of every trainable parameter, by name.
+        errors: {parameter name: relative error of its gradient}, for all trainable parameters.
         narrow_states: True if a layer passed its state between chunks in a narrower dtype than ``dtype``.
     """
 
@@ -53,7 +54,7 @@ class VerifyRun:
 
     @property
     def overall(self) -> float:
-        """Root mean square E of the errors; each parameter counts once, whatever the size of its gradient."""
+        """Root mean square of the errors; each parameter counts once, whatever its size."""
         return math.hypot(*self.errors.values()) / math.sqrt(len(self.errors))
 
 
@@ -63,7 +64,8 @@ class Finding:
 
     Attributes:
         parameter: Name of the parameter; ``loss`` for the loss.
-        overall: True if the error is E, the root mean square over all parameters; ``parameter`` then has the largest.
+        overall: True if the error is the root mean square over all parameters; ``parameter`` then has the largest
+            error.
     """
 
     parameter: str
@@ -75,7 +77,7 @@ class Finding:
 
     @property
     def error_over_bound(self) -> float:
-        """The error divided by the allowed error; above 1 the run is not exact."""
+        """Error divided by the allowed error; above 1, verification fails."""
         if math.isinf(self.error):
             return math.inf
         return self.error / self.allowed
@@ -109,13 +111,13 @@ class Finding:
 
 @dataclass(frozen=True)
 class Loss:
-    """The loss by plain autograd, streamed and in the truth's dtype.
+    """Losses of a verification: by plain autograd, streamed, and by plain autograd in a wider dtype.
 
     Attributes:
         plain: Loss of plain autograd in the training dtype.
-        streamed: Streamed loss in the training dtype, of the schedule that differs most from ``plain``.
-        truth: Loss in the truth's dtype.
-        worst: Finding about the loss that is nearest to its bound, or furthest above it.
+        streamed: Streamed loss in the training dtype, of the schedule whose loss differs most from ``plain``.
+        truth: Loss of plain autograd in the wider dtype.
+        worst: Finding about the streamed loss with the largest error relative to its bound.
     """
 
     plain: float
@@ -130,14 +132,14 @@ class Loss:
 
 @dataclass(frozen=True)
 class ModuleRow:
-    """The largest error of any parameter of one kind of module, over its layers and all schedules.
+    """The largest relative gradient errors of one kind of module, over its layers and all schedules.
 
     Attributes:
         module: Module name within a layer, or the last part of the name outside the layers.
         parameters: Number of trainable elements.
-        exact_error: Error of streaming in the truth's dtype.
-        error: Error of streaming in the training dtype.
-        torch_error: Error of plain autograd in the training dtype.
+        exact_error: Largest error of streaming in a wider dtype than in training.
+        error: Largest error of streaming in the training dtype.
+        torch_error: Largest error of plain autograd in the training dtype.
     """
 
     module: str
@@ -152,13 +154,13 @@ class VerifyReport:
     """The result of a verification.
 
     Attributes:
-        exact: True if every error and the loss are within their bounds.
+        exact: True if the errors of all gradients and of the loss are within their bounds.
         dtype: Training dtype, such as ``float32`` or ``bfloat16 autocast``.
-        truth: Dtype of the truth; None if the plain run took its place.
-        why_no_truth: Wider dtypes that did not run, each with the reason.
+        truth: Wider dtype of the true gradient; None if plain autograd in the training dtype took its place.
+        why_no_truth: Wider dtypes that could not be used, each with the reason.
         attention: Attention implementation of plain autograd.
-        routed: True if tokens are routed to experts; narrow dtypes then have other bounds.
-        worst: Finding nearest to its bound, or furthest above it.
+        routed: True if tokens are routed to experts; 16-bit dtypes then have other bounds.
+        worst: Finding with the largest error relative to its bound.
         modules: Largest errors by kind of module.
         trained: Number of trainable tensors.
         filled: Number of all-zero matrices that were filled with random values during the comparison.
@@ -184,7 +186,6 @@ class VerifyReport:
         return list(dict.fromkeys(run.schedule for run in self.runs if run.schedule is not None))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON document of ``streamtune verify --json``."""
         return {
             "exact": self.exact,
             "loss_difference": _json_number(self.loss.difference),
@@ -238,29 +239,33 @@ def _json_number(value: Any) -> Any:
 
 
 SAME = {torch.float64: 2e-6, torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 1e-2}
-"""Allowed error between two orders of summation, by dtype. In float64, 2e-6 covers families that compute norms, rotary
-embeddings or routers in float32. The bounds of narrow dtypes are used if there is no truth."""
+"""Allowed relative error of a streamed gradient in the same dtype as the true gradient, by dtype.
+
+In float64, 2e-6 covers models that compute norms, rotary embeddings or routers in float32. The bounds of 16-bit dtypes
+are used if no wider dtype can be used.
+"""
 
 NOISE = {torch.float32: 2e-5, torch.bfloat16: 2**-5, torch.float16: 2**-8}
-"""Absolute error allowed beyond plain autograd's, by dtype. In narrow dtypes it is four times epsilon. Streaming
-rounds at other places, and for a parameter with few entries the ratio of two such errors is random. In ten families
-with eight random weights and rows each, the largest excess over 1.5 e(plain) was two epsilon, at a query norm."""
+"""Absolute error allowed beyond plain autograd's error, by dtype: in 16-bit dtypes, four times epsilon.
+
+Streaming rounds at other places, and for a parameter with few entries the ratio of two such errors is random. In ten
+model families with eight random weights and rows each, the largest excess over 1.5 e(plain) was two epsilon.
+"""
 
 ROUTED = {torch.float32: 1e-2, torch.bfloat16: 0.3, torch.float16: 0.3}
-"""Minimum bound of E if rounding may send tokens to other experts, by dtype."""
+"""Minimum bound of the root mean square error if rounding may send tokens to other experts, by dtype."""
 
 
 BLOCK = 1 << 24
-"""Number of entries compared at once: 128 MiB in float64."""
+"""Number of gradient entries compared at once: 128 MiB in float64."""
 
 
 def judge_run(run: VerifyRun, plain: VerifyRun, *, is_same_function: bool, has_routers: bool) -> list[Finding]:
-    """Return a finding for each parameter of a streamed run, and one for all together.
+    """Return a finding for each parameter of a streamed run; if the root mean square is tested, also one for it.
 
     Args:
-        run: The streamed run.
         plain: Plain autograd in the training dtype.
-        is_same_function: True if the run has the truth's dtype, in which plain autograd's error is 0.
+        is_same_function: True if the run has the dtype of the true gradient, in which plain autograd's error is 0.
         has_routers: True if the model routes tokens to experts.
     """
     jumps = has_routers and (not is_same_function or run.dtype.itemsize < 4)
@@ -280,7 +285,7 @@ def judge_run(run: VerifyRun, plain: VerifyRun, *, is_same_function: bool, has_r
 
 
 def judge_loss(run: VerifyRun, plain: VerifyRun, truth: float, *, is_same_function: bool, has_routers: bool) -> Finding:
-    """Return the finding about a streamed run's loss, given the true loss; other arguments as in :func:`judge_run`."""
+    """Return the finding about the loss of a streamed run; ``truth`` is the true loss."""
     own = 0.0 if is_same_function else relative_to(abs(plain.loss - truth), abs(truth))
     bound = SAME[run.dtype] if is_same_function else NOISE[run.dtype]
     allowed = 1.5 * own + bound * (1.0 if has_routers and run.dtype.itemsize < 4 else 0.25)

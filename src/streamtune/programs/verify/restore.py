@@ -1,4 +1,4 @@
-"""Change a model for a comparison, and restore it afterwards."""
+"""Context managers that change a model for a comparison, and restore it afterwards."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ FILL_STD = 1e-2
 def prepared_for_comparison(model: nn.Module) -> Iterator[int]:
     """Context manager: prepare a model for the comparison, and restore it on exit.
 
-    While active, the model is in evaluation mode, ``grad`` is cleared, float32 products have full precision, and the
-    random state is separate. The second matrix of a fresh LoRA adapter is all zeros, which makes the gradient of the
-    first matrix zero even if streaming is wrong. All-zero matrices therefore hold small random values while active.
+    Inside, the model is in evaluation mode, ``grad`` is cleared, float32 matrix products have full precision, and
+    random numbers have a fixed seed. The second matrix of a fresh LoRA adapter is all zeros, which makes the gradient
+    of the first matrix zero even if streaming is wrong. All-zero matrices therefore hold small random values.
 
     Yields:
         The number of all-zero matrices.
@@ -59,9 +59,9 @@ def prepared_for_comparison(model: nn.Module) -> Iterator[int]:
 
 @contextmanager
 def widening_weights(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
-    """Context manager: widen parameters and buffers in place to ``dtype``, and restore their old values on exit.
+    """Context manager: convert narrower parameters and buffers in place to ``dtype``, and restore them on exit.
 
-    Wider tensors stay as they are. In float64, experts are computed one by one, because grouped matrix products have no
+    With None, nothing changes. In float64, experts are computed one by one, because grouped matrix products have no
     float64 kernel.
     """
     if dtype is None:
@@ -105,10 +105,10 @@ def _using_eager_experts(model: nn.Module, dtype: torch.dtype) -> Iterator[None]
 
 @contextmanager
 def computing_wide_loss(model: nn.Module) -> Iterator[None]:
-    """Context manager: plain autograd computes the loss in float64 if the logits are float64.
+    """Context manager: let transformers compute the loss of float64 logits in float64.
 
-    ``ForCausalLMLoss`` of transformers begins with ``logits.float()``, which rounds every logit. If a target has a
-    probability close to 1, its gradient (softmax minus one) would lose most of its digits.
+    ``ForCausalLMLoss`` begins with ``logits.float()``, which rounds every logit. If a target has a probability close to
+    1, its gradient (softmax minus one) would lose most of its digits.
     """
     inner = base_of(model)
     if inner.loss_function is not hf_internal(CAUSAL_LOSS):  # the user's own, or a family's
@@ -148,7 +148,7 @@ def _causal_loss(
 
 @contextmanager
 def using_attention(model: nn.Module, name: str | None) -> Iterator[str]:
-    """Context manager: use the attention implementation ``name`` (None: the model's own). Yields the name in use."""
+    """Context manager: use the attention implementation ``name`` (None: the model's own); yield the name in use."""
     inner = base_of(model)
     own = str(inner.config._attn_implementation)
     if name is None or name == own:
@@ -162,7 +162,7 @@ def using_attention(model: nn.Module, name: str | None) -> Iterator[str]:
 
 
 def why_not_widened(model: nn.Module) -> str:
-    """Return the reason why the weights cannot be widened; empty if they can."""
+    """Return the reason why the weights cannot be converted to a wider dtype; empty if they can."""
     for p in model.parameters():
         if not p.is_floating_point() or type(p.data) is not torch.Tensor:
             return "the weights are quantised"
@@ -170,5 +170,5 @@ def why_not_widened(model: nn.Module) -> str:
 
 
 def has_experts(model: nn.Module) -> bool:
-    """Return True if a parameter's name shows that the model routes tokens to experts."""
+    """Return True if a parameter's name shows that the model is a mixture of experts."""
     return any(part in name for name, _ in model.named_parameters() for part in ("expert", "router", "moe"))

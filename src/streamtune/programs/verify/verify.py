@@ -1,19 +1,19 @@
-"""Compare the streamed gradient with plain autograd's, on one model and one batch.
+"""Compare the streamed gradient with plain autograd's gradient, on one model and one batch.
 
-One batch goes through one model several times. Only the dtype differs, and whether the model is streamed:
+The same batch goes through the same model several times:
 
     truth     plain autograd in a wider dtype than training: float64 for float32, float32 for bfloat16
-    exact     streamed in the truth's dtype, once for each schedule: is the gradient the same sum?
+    exact     streamed in the wider dtype, once for each schedule: is the gradient the same sum?
     precise   plain and streamed in the training dtype, each against the truth: is the rounding error as small?
 
-``report.py`` defines what counts as equal.
+``report.py`` defines which errors are allowed.
 
-The model is in evaluation mode, with gradients. Dropout and router jitter draw different random numbers for a chunk
-than for a whole sequence. With them, the gradients would be equal in distribution only.
+The model is in evaluation mode. With dropout or router jitter, a chunk would draw other random numbers than a whole
+sequence, and the gradients would be equal in distribution only.
 
-Memory: weights are widened in place and narrowed again, which restores every bit. Only the truth's gradients are
-stored, in host memory: 4 or 8 bytes for each trainable weight. Every other gradient is compared and freed as soon as
-the backward has computed it.
+Memory: weights are converted to the wider dtype in place and back, which restores every bit. Only the true gradients
+are stored, in host memory: 4 or 8 bytes for each trainable weight. Every other gradient is compared and freed as soon
+as the backward has computed it.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ from streamtune.programs.verify.restore import (
 from streamtune.schedule import Schedule
 
 SMALL = 64
-"""Size of the smallest chunks, in tokens."""
+"""Maximum size of the smallest chunks, in tokens."""
 
 LossOf = Callable[[nn.Module, bool], Tensor]
-"""``(model, bf16) -> loss``: the scalar loss of the batch, under bfloat16 autocast if ``bf16``."""
+"""Function ``(model, bf16)`` that returns the scalar loss of the batch, under bfloat16 autocast if ``bf16``."""
 
 
 class Losses(Protocol):
-    """Computes the loss of one batch in two ways: by plain autograd and streamed.
+    """Interface that computes the loss of one batch by plain autograd and streamed.
 
     The streamed batch may have another layout: packed rows, or completions with a shared prompt.
     """
@@ -78,13 +78,13 @@ class Comparison:
     """The model, the batch and the schedules to compare.
 
     Attributes:
-        model: A causal language model, with or without adapters, not streamed.
-        losses: Losses of the batch.
+        model: Causal language model, with or without adapters, not streamed.
         schedules: Schedules to stream with, one after another.
-        dtype: Dtype to which the weights are widened first; None keeps their dtype.
+        dtype: Dtype to which narrower weights are converted; None keeps all dtypes.
         bf16: True if training uses bfloat16 autocast.
-        why_too_large: Function from a dtype to the reason why a truth in it does not fit in memory; empty if it fits.
-        notify: Called at the start of each run with the run's name.
+        why_too_large: Function from a wider dtype to the reason why its gradients do not fit in memory; empty if they
+            fit.
+        notify: Callback for the name of each run.
     """
 
     model: nn.Module
@@ -99,9 +99,9 @@ class Comparison:
 def verify_schedules(length: int, recipe_schedule: Schedule) -> list[Schedule]:
     """Return schedules that split ``length`` tokens into chunks, each schedule into a different number of chunks.
 
-    The recipe's own schedule (``recipe_schedule``) comes first, if it splits the tokens. Then come halves, thirds,
-    fifths or sevenths (the last chunk is shorter if possible), and small chunks. ``keep_kv`` alternates, and each
-    schedule has a different ``head_chunk_size``.
+    The first is ``recipe_schedule``, if its chunks are shorter than ``length``. Then come halves, thirds, fifths or
+    sevenths (the last chunk is shorter if possible), and small chunks. ``keep_kv`` alternates, and ``head_chunk_size``
+    differs.
 
     Raises:
         ArgumentError: ``length`` is below 4: two chunks of two tokens are the minimum.
@@ -139,11 +139,11 @@ def compare_gradients(comparison: Comparison) -> VerifyReport:
 
 
 def _compare_attentions(comparison: Comparison) -> VerifyReport:
-    """Compare with the model's attention implementation; if that fails or differs, with eager attention too.
+    """Compare with the model's attention implementation; if it fails or gradients differ, with eager attention too.
 
     An implementation without softcap or attention sinks raises an error or ignores them. If it ignores them, plain
-    autograd computes another function than the streamed model. If eager attention computes the same function as the
-    model's implementation, attention is not the reason why the gradients differ.
+    autograd computes another function than the streamed model. If both implementations give the same gradients,
+    attention is not the reason for the difference, and the first result is returned.
     """
     with using_attention(comparison.model, None) as own:
         runs = _Runs(comparison)
@@ -170,7 +170,7 @@ def _compare_attentions(comparison: Comparison) -> VerifyReport:
 
 
 def _preflight_error(model: nn.Module, schedule: Schedule) -> str:
-    """Return the preflight's error, which names the layer that is not exact; empty if the preflight passes."""
+    """Return the error of the check before training, which names the layer that differs; empty if the check passes."""
     with stream(model, schedule=schedule) as handle:
         try:
             handle.check()
@@ -181,7 +181,7 @@ def _preflight_error(model: nn.Module, schedule: Schedule) -> str:
 
 @dataclass
 class _Truth:
-    """Loss and gradients in the widest dtype, the true values that all runs are compared with."""
+    """Loss and gradients of plain autograd in the widest dtype that runs; all runs are compared with them."""
 
     dtype: torch.dtype
     loss: float
@@ -193,7 +193,7 @@ class _Truth:
         return math.hypot(*self.norms.values())
 
     def error_scale(self, name: str) -> float:
-        """Return ``max(||g_truth||, 1e-3 ||G_truth||)``; g is the gradient of one parameter, G of all."""
+        """Return ``max(||g||, 1e-3 ||G||)``: g is the gradient of the parameter ``name``, G of all parameters."""
         return max(self.norms[name], 1e-3 * self.total_norm)
 
 
@@ -221,7 +221,7 @@ class _Runs:
         return self._make_report(truth, runs)
 
     def is_same_function(self, other: _Runs) -> bool:
-        """Return True if plain autograd has the same loss and gradient norms as in ``other``, which has run before."""
+        """Return True if plain autograd has the same loss and gradient norms as in ``other``, a finished comparison."""
         dtype, loss, norms = other.plain_result
         with widening_weights(self.model, dtype):
             found = self._plain_gradients(self.bf16 and dtype == self.computed, dtype)
@@ -230,7 +230,7 @@ class _Runs:
         return max(*gaps, relative_to(abs(found.loss - loss), abs(loss))) <= SAME[dtype]
 
     def _find_truth(self) -> tuple[_Truth | None, list[VerifyRun]]:
-        """Return the true gradients, in the widest dtype that runs, and the runs in it; ``(None, [])`` if none runs."""
+        """Return the true gradients in the widest dtype that runs, and the runs in it; ``(None, [])`` if none runs."""
         wider = [torch.float64] if self.computed == torch.float32 or self.routed else []
         wider += [torch.float32] if self.computed.itemsize < 4 else []
         for dtype in wider if self.computed != torch.float64 else []:
@@ -250,7 +250,7 @@ class _Runs:
         return None, []
 
     def _run_of_truth(self, truth: _Truth) -> VerifyRun:
-        """Return the plain run whose values count as true: every error is 0."""
+        """Return the true gradients as a run; every error is 0."""
         return VerifyRun(None, truth.dtype, truth.loss, dict.fromkeys(self.names, 0.0))
 
     def _plain_gradients(self, bf16: bool, dtype: torch.dtype) -> _Truth:
@@ -268,7 +268,7 @@ class _Runs:
             raise NonFiniteError(
                 f"plain autograd gives a loss of {loss} and a gradient of norm {truth.total_norm} in "
                 f"{self._run_label(bf16, dtype)}, so there is nothing to compare",
-                fix="look at the weights and at the first rows of the data",
+                fix="check the weights and the first rows of the data",
             )
         return truth
 
@@ -353,7 +353,7 @@ class _Runs:
         )
 
     def _module_rows(self, runs: list[VerifyRun], plain: VerifyRun, truth: _Truth) -> list[ModuleRow]:
-        """Return a row for each kind of module: the largest error of its parameters over all schedules, by dtype."""
+        """Return a row for each kind of module, with the largest errors of its parameters over all schedules."""
         groups: dict[str, list[str]] = {}
         for name in self.names:
             groups.setdefault(module_of(name), []).append(name)

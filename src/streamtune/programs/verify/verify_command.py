@@ -1,4 +1,4 @@
-"""``streamtune verify``: compare streamed gradients with plain autograd's, on the recipe's model and rows."""
+"""Command ``streamtune verify``: compare streamed gradients with plain autograd's gradients, for a recipe."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from streamtune.programs.verify.verify_recipe import VerifySubject
 
 COARSE_BOUND = 1e-3
-"""Bound above which a mistake could stay hidden; the verdict then says so."""
+"""Allowed error above which a mistake could stay hidden; the verdict then states the allowed error."""
 
 
 def verify(
@@ -77,7 +77,6 @@ def verify(
 
 
 def _train_command(objective: str, recipe: Path, settings: list[str] | None) -> str:
-    """Return the command that trains with the verified recipe and settings."""
     options = [part for setting in settings or [] for part in ("--set", setting)]
     return shlex.join(["streamtune", objective, str(recipe), *options])
 
@@ -137,9 +136,9 @@ def _describe_rows(subject: VerifySubject) -> str:
         return _describe_completions(subject)
     tokens = f"{batch.num_tokens:,} tokens, {batch.num_targets:,} of them trained"
     if getattr(batch, "branches", None) is not None:
-        return f"the first {len(windows)} in one sequence that shares prefixes, compared with each alone: {tokens}"
+        return f"the first {len(windows)} in one sequence that shares prefixes, compared with each row alone: {tokens}"
     if batch.position_ids is not None:
-        return f"the first {len(windows)} packed into one sequence, compared with each alone: {tokens}"
+        return f"the first {len(windows)} packed into one sequence, compared with each row alone: {tokens}"
     if len(windows) > 1:
         return f"the first {len(windows)}, padded to {subject.length:,} tokens: {tokens}"
     return f"{windows[0].example.origin}{_describe_cut(windows[0], subject.length_limit)}: {tokens}"

@@ -1,6 +1,6 @@
 """Verify the model of a recipe on the recipe's rows.
 
-build_verify    makes tokenizer, first rows, model and schedules from a recipe, as training does
+build_verify    builds the tokenizer, the first rows, the model and the schedules, as training does
 verify_recipe   compares streaming with plain autograd on them
 """
 
@@ -55,10 +55,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 DTYPES = ("float32", "bfloat16", "float64")
-"""Accepted values of ``--dtype``."""
 
 FIRST_ROWS = 64
-"""Number of rows to read: a verification needs one or a few."""
+"""Number of rows to read; one or a few of them are compared."""
 
 PACKED_ROWS = 2
 """Minimum number of rows in a packed sequence, if the data has as many; one row would not test packing."""
@@ -67,7 +66,7 @@ MIN_TOKENS = 4
 """Minimum number of tokens: two chunks of two tokens."""
 
 ENOUGH_TOKENS = {"cpu": 2048, "cuda": 8192}
-"""Default maximum number of tokens in the batch, by device type: enough to show an error of streaming."""
+"""Default maximum number of tokens in the batch, by device type."""
 
 MEASURED_TOKENS = 256
 """Number of tokens in the forward that measures memory."""
@@ -78,23 +77,22 @@ class _Options:
     model: Any
     tokenizer: PreTrainedTokenizerBase
     length: int | None
-    """Maximum number of tokens in the batch; None: :data:`ENOUGH_TOKENS`, or fewer if memory is short."""
     widened: torch.dtype | None
-    """Dtype to which the weights are widened first; None keeps their dtype."""
+    """Dtype to which narrower weights are converted; None keeps all dtypes."""
     bf16: bool
 
 
 @dataclass(frozen=True, kw_only=True)
 class _ChosenBatch:
-    """The batch that is compared, no longer than plain autograd has memory for."""
+    """Batch to compare, short enough for plain autograd's memory."""
 
     windows: tuple[Window, ...]
     """The compared rows; empty if completions are scored."""
     batch: train.MicroBatch
     alone: train.MicroBatch
-    """The same rows one by one; the batch itself if it is not packed."""
+    """The same rows unpacked; equal to ``batch`` if the batch is not packed."""
     length_limit: str
-    """Reason for the length of the batch; empty if no row was cut."""
+    """Reason why rows were cut; empty if no row was cut."""
     memory: FreeMemory
     losses: RowLosses | TreeLosses
 
@@ -109,7 +107,7 @@ class VerifySubject(_ChosenBatch):
     device: torch.device
     schedules: list[Schedule]
     dtype: torch.dtype | None
-    """Dtype to which the weights are widened first; None keeps their dtype."""
+    """Dtype to which narrower weights are converted; None keeps all dtypes."""
     bf16: bool
 
     @property
@@ -124,7 +122,7 @@ class VerifySubject(_ChosenBatch):
 
     @property
     def router_loss(self) -> RouterLoss | None:
-        """The recipe's router loss; verification compares only its balance loss."""
+        """The recipe's router loss, of which only the load-balancing part is compared; None for DPO and GRPO."""
         return self.losses.router_loss if isinstance(self.losses, RowLosses) else None
 
 
@@ -139,11 +137,10 @@ def build_verify(
     """Load the recipe's model and its first rows, and choose batch and schedules. Nothing is written.
 
     Args:
-        loaded: The recipe.
         length: Maximum number of tokens in the batch; None: :data:`ENOUGH_TOKENS`, or fewer if memory is short.
-        dtype: One of :data:`DTYPES`; None is the recipe's.
-        notify: Called with each note for the user.
-        doing: Returns a context manager that shows a message during slow work.
+        dtype: One of :data:`DTYPES`; None: the recipe's dtype.
+        notify: Callback for notes to the user.
+        doing: Function that returns a context manager, which shows a message during slow work.
 
     Raises:
         ArgumentError: ``length`` is below 4, or ``dtype`` is unknown.
@@ -192,7 +189,7 @@ def _choose_rows(
     notify: Callable[[str], None],
     doing: Callable[[str], AbstractContextManager[Any]],
 ) -> _ChosenBatch:
-    """Choose rows with next-token targets to compare, as long as memory allows."""
+    """Choose rows to compare by their next-token loss, within the free memory."""
     model, tokenizer, length = options.model, options.tokenizer, options.length
     recipe, device = task.recipe, model_device(model)
     router_loss = make_router_loss(recipe, model)
@@ -235,7 +232,7 @@ def _choose_completions(
     notify: Callable[[str], None],
     doing: Callable[[str], AbstractContextManager[Any]],
 ) -> _ChosenBatch:
-    """Choose completions to compare, as long as memory allows, with prompts shared and with one row each."""
+    """Choose completions to compare, within the free memory, with shared prompts and as one row each."""
     model, tokenizer, length = options.model, options.tokenizer, options.length
     device = model_device(model)
     with doing("loading the reference"):
@@ -300,7 +297,7 @@ def _read_first_rows(
     tokenizer: PreTrainedTokenizerBase,
     notify: Callable[[str], None],
 ) -> Sequence[Any]:
-    """Return the first rows of the first source, held-out rows included; if none is usable, all rows of all sources."""
+    """Return the first rows of the first dataset, held-out rows included; if none is usable, return all rows."""
     few = [
         replace(source, max_rows=min(source.max_rows or FIRST_ROWS, FIRST_ROWS), shuffle=False) for source in sources
     ]
@@ -359,14 +356,14 @@ def _measure_completion_memory(model: Any, device: torch.device, bf16: bool) -> 
 def _longest_fitting_length(
     memory: FreeMemory, device: torch.device, widened_dtype: torch.dtype | None
 ) -> tuple[int, str]:
-    """Return the maximum number of tokens in the batch and its reason: :data:`ENOUGH_TOKENS`, or free memory."""
+    """Return the maximum number of tokens in the batch, and the reason: the default, or the free memory."""
     enough = ENOUGH_TOKENS["cpu" if device.type == "cpu" else "cuda"]
     trained = widened_dtype or memory.measured
     longest = memory.max_tokens(torch.float32 if trained.itemsize < 4 else torch.float64)
     if longest < MEASURED_TOKENS:  # no memory for a wider truth
         longest = memory.max_tokens(trained)
     if longest < MIN_TOKENS:
-        raise RunError("no memory is left beside the weights", fix="free memory, or give --length")
+        raise RunError("the weights leave no memory for a forward and backward", fix="free memory, or give --length")
     if longest >= enough:
         return enough, "the default maximum"
-    return longest, f"all that plain autograd has memory for: {memory.free / 2**30:.1f} GiB are free"
+    return longest, f"the most that plain autograd has memory for: {memory.free / 2**30:.1f} GiB are free"
