@@ -94,7 +94,13 @@ def _recipe() -> Iterator[str]:
     yield from (MADE, "", "# Recipe keys", "")
     yield "Every leaf name is unique, so `--set learning_rate=1e-4` works wherever the key stands. `streamtune validate"
     yield "RECIPE` checks a file; `streamtune schema` prints [the JSON schema](../recipe.schema.json) for editors."
-    yield from ("", "## All objectives", "", *_keys(common))
+    yield from (
+        "",
+        "## All objectives",
+        "",
+        '`dpo` and `grpo` refuse a key that is "Only for `sft`"; unread adapter keys only give a note.',
+    )
+    yield from ("", *_keys(common))
     for objective, name in (("dpo", "DpoRecipe"), ("grpo", "GrpoRecipe")):
         own = {key: value for key, value in definitions[name]["properties"].items() if value != common.get(key)}
         yield from (

@@ -76,8 +76,8 @@ class Schedule:
         levels: Levels of gradient checkpointing. 1 stores the input of every layer. 2 stores the input of every
             ``segment_size``-th layer. The backward recomputes the other inputs, a segment of layers at a time, with one
             more forward.
-        segment_size: Number of layers in a segment with ``levels=2``. None chooses the size that stores the fewest
-            inputs.
+        segment_size: Number of layers in a segment with ``levels=2``. None chooses the size for which the fewest
+            inputs are stored at once.
         keep_kv: Memory that keeps every layer's keys and values until the backward. ``"no"``: the backward recomputes
             them. ``True`` means ``"device"``.
         keep_attention: Memory that keeps the output and the log-sum-exp of every attention until the backward.

@@ -81,7 +81,7 @@ def test_a_screen_that_says_what_was_compared_and_how_it_came_out(
     assert lines[3] == "  chunks  of 100, 128, 32 tokens; in the LM head of 50, 256, 7"
     for module in ("embed_tokens", "self_attn.q_proj", "self_attn.k_norm", "mlp.down_proj", "norm", "lm_head"):
         assert any(line.startswith(f"{module} ") for line in lines)
-    assert "reference  plain autograd in float64, sdpa attention; each error is the largest of 3 chunk sizes" in shown
+    assert "reference  plain autograd in float64, sdpa attention; each error is the largest over 3 chunk sizes" in shown
     assert lines[-1] == "Next: streamtune sft tiny.yaml"
     assert lines[5] == (
         "exact: streamed loss and gradients equal plain autograd's in float64, and are as precise in float32"

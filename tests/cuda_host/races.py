@@ -40,7 +40,7 @@ LENGTH = 2048
 
 def get_without_waiting(self: Any) -> torch.Tensor:
     """Return what was fetched, before it has arrived."""
-    self.prefetch()
+    self.prefetch_to_device()
     (x, _), self.fetched = self.fetched, None
     tensor: torch.Tensor = x
     return tensor

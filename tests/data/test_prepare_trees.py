@@ -133,7 +133,9 @@ def test_held_out_prompts_are_not_trained_on(
 
 def test_too_long_rows(prepared: Prepared, write: Write) -> None:
     path = write("a.jsonl", [pair("a" * 30), pair("a" * 30, " good" * 20), pair("a" * 30, " good" * 30)])
-    with pytest.raises(DataError, match="2 rows have more than max_length = 64 tokens of prompt and longest") as caught:
+    with pytest.raises(
+        DataError, match="2 rows have more than max_length = 64 tokens in the prompt plus its"
+    ) as caught:
         prepared(path)
     assert caught.value.where == f"{path}:3"
     longest = int(re.findall(r"set max_length to (\d+) or more", caught.value.fix)[0])

@@ -89,7 +89,7 @@ def test_chunks_stay_where_no_state_is_lost() -> None:
 def test_a_row_of_one_token_beside_a_longer_one_is_refused() -> None:
     beside = PackedRows.from_positions(torch.tensor([[0, 1, 2, 3, 0, 0, 1, 2], [*range(8)]]))
     assert beside is not None
-    with pytest.raises(UnsupportedModelError, match="a packed row of one token at position 4"):
+    with pytest.raises(UnsupportedModelError, match="a chunk of one token at position 4"):
         chunks_between_rows(Schedule(chunk_size=4), 4, 2, beside)
 
 

@@ -227,7 +227,7 @@ def test_any_tensor_comes_back(dtype: torch.dtype, name: str, tmp_path: Path) ->
     blocks = [place.put(x) for x in tensors]
     place.wait_for_copies()
     for block, x in reversed(list(zip(blocks, tensors, strict=True))):
-        block.prefetch()
+        block.prefetch_to_device()
         back = block.get()
         assert (back.shape, back.dtype, back.device) == (x.shape, x.dtype, x.device)
         assert torch.equal(back.to(torch.complex128), x.to(torch.complex128))

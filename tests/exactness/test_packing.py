@@ -153,7 +153,7 @@ def test_a_row_of_one_token_beside_a_longer_one_is_refused_where_states_are() ->
     model = build_any("lfm2")
     with (
         streamtune.stream(model, chunk_size=8),
-        pytest.raises(UnsupportedModelError, match="a packed row of one token at position 9"),
+        pytest.raises(UnsupportedModelError, match="a chunk of one token at position 9"),
     ):
         gradients(model, packed(*packs))
 

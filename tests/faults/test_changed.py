@@ -311,8 +311,8 @@ def test_an_unknown_key_is_answered_with_those_there_are(zygotes: Zygotes, tmp_p
     assert done.status == 0
     shown = " ".join(done.output.replace("│", " ").split())
     named = (
-        "data: the rows. base: files of model_name_or_path. adapter: files of the base model, if model_name_or_path "
-        "contains adapters. start: files of adapter_name_or_path. reference: files of the reference model, or a "
-        "teacher's file. rewards: source code of reward functions."
+        "data: the rows. base: files of model_name_or_path, which may be adapters. adapter: files of the base model of "
+        "these adapters. start: files of adapter_name_or_path. reference: files of the reference model, or a teacher's "
+        "file. rewards: source code of reward functions."
     )
     assert named in shown.replace("`", "")

@@ -20,7 +20,7 @@ def test_every_choice_of_a_schedule_is_a_key():
 
 
 def test_what_the_keys_say_of_their_defaults_is_so():
-    words = {"None": "the number that stores the fewest layer inputs", "False": "false"}
+    words = {"None": "the size for which the fewest layer inputs are in memory at once", "False": "false"}
     for name, default in DEFAULTS.items():
         description = " ".join((EngineSpec.model_fields[name].description or "").split())
         described = re.search(r"Default with `schedule: fixed`: (.+)\.$", description)

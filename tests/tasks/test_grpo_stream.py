@@ -199,7 +199,7 @@ def test_samples_are_one_of_each_prompt_first_and_are_cut_with_the_steps(tmp_pat
     kept = train.read_records(stream.log.path)
     assert [record["step"] for record in kept] == [1, 1, 2, 2, 3, 3]
     assert kept[0]["origin"] != kept[1]["origin"]
-    stream.log.delete_after_step(1)
+    stream.log.delete_records_after_step(1)
     assert [record["step"] for record in train.read_records(stream.log.path)] == [1, 1]
 
 

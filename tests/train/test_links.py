@@ -14,8 +14,8 @@ from streamtune.train import RunDirectory, commit_directory, draw_loss
 from streamtune.train.records import (
     append_event,
     append_record,
-    delete_after_step,
     delete_events_after_step,
+    delete_records_after_step,
     read_records,
 )
 from streamtune.train.staging import remove_directory, write_text_durably
@@ -51,7 +51,7 @@ def cut(run: RunDirectory) -> None:
     """Delete a line before another line, so that the file is rewritten."""
     for record in ({"step": 5, "eval_loss": 1.0}, {"step": 5, "loss": 1.0}):
         append_record(run.metrics, record)
-    delete_after_step(run.metrics, 5, keep_evaluation=False)
+    delete_records_after_step(run.metrics, 5, keep_evaluation=False)
 
 
 STAGED: dict[str, Callable[[RunDirectory], None]] = {
@@ -139,7 +139,7 @@ def test_records_are_added_to_plain_files_only(run: RunDirectory, victim: Path) 
 
 @pytest.mark.parametrize(
     "change",
-    [lambda path: append_record(path, {"step": 3, "loss": 1.0}), lambda path: delete_after_step(path, 1)],
+    [lambda path: append_record(path, {"step": 3, "loss": 1.0}), lambda path: delete_records_after_step(path, 1)],
     ids=["append", "cut"],
 )
 def test_records_are_not_written_through_a_hard_link(run: RunDirectory, change: Callable[[Path], None]) -> None:
@@ -186,7 +186,7 @@ def test_a_torn_line_is_cut_off_and_a_damaged_one_is_named(run: RunDirectory) ->
         lines[1] = damaged
         run.metrics.write_bytes(b"\n".join(lines) + b"\n")
         with pytest.raises(ArgumentError, match=r"line 2 of metrics\.jsonl") as caught:
-            delete_after_step(run.metrics, 1)
+            delete_records_after_step(run.metrics, 1)
         assert caught.value.where == f"{run.metrics}:2"
         assert run.metrics.read_bytes() == b"\n".join(lines) + b"\n"
 

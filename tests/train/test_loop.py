@@ -32,8 +32,8 @@ from streamtune.train import (
 from streamtune.train.guard import (
     MAX_COMPARED_VALUES,
     MAX_FULLY_COMPARED_VALUES,
-    MovedWeights,
-    describe_unmoved_weights,
+    ChangedWeights,
+    describe_unchanged_weights,
 )
 
 
@@ -288,12 +288,12 @@ def test_the_share_is_the_count(kind: str, dtype: torch.dtype) -> None:
     for _ in range(3):
         before = [p.detach().clone() for p in model.parameters()]
         backend.begin_step(1e-5, lambda: None)
-        watched = MovedWeights(backend.updated_weights())
+        watched = ChangedWeights(backend.updated_weights())
         with backend.micro_batch_context(last=True):
             backend.backward(model(torch.randn(8, 60, dtype=dtype)).float().square().mean())
         backend.clip_gradients(0.0)
         backend.step(1e-5)
-        share = watched.moved_share(World())
+        share = watched.changed_fraction(World())
         assert share == pytest.approx(changed(before, model), abs=1e-12)
         assert share > 0.95 if dtype == torch.float32 else share < 0.5
     backend.close()
@@ -301,24 +301,24 @@ def test_the_share_is_the_count(kind: str, dtype: torch.dtype) -> None:
 
 def test_of_large_weights_every_nth_value_is_compared_and_small_ones_whole() -> None:
     large, small = torch.zeros(2 * MAX_COMPARED_VALUES), torch.zeros(MAX_FULLY_COMPARED_VALUES)
-    watched = MovedWeights([large, small, torch.zeros(0)])
+    watched = ChangedWeights([large, small, torch.zeros(0)])
     large[: MAX_COMPARED_VALUES // 2] = 1  # a quarter
     small[7] = 1
     want = (MAX_COMPARED_VALUES / 2 + 1) / (2 * MAX_COMPARED_VALUES + MAX_FULLY_COMPARED_VALUES)
-    assert watched.moved_share(World()) == pytest.approx(want, rel=1e-5)
+    assert watched.changed_fraction(World()) == pytest.approx(want, rel=1e-5)
     held = sum(x.nbytes for x in watched._before)
     assert held < 4 * (MAX_COMPARED_VALUES + MAX_FULLY_COMPARED_VALUES)
-    only_small = MovedWeights([large, small])
+    only_small = ChangedWeights([large, small])
     small[8] = 1
-    assert only_small.moved_share(World()) == 1 / (2 * MAX_COMPARED_VALUES + MAX_FULLY_COMPARED_VALUES)
+    assert only_small.changed_fraction(World()) == 1 / (2 * MAX_COMPARED_VALUES + MAX_FULLY_COMPARED_VALUES)
 
 
 def test_without_weights_nothing_moves() -> None:
-    assert MovedWeights([]).moved_share(World()) == 0.0
+    assert ChangedWeights([]).changed_fraction(World()) == 0.0
 
 
 def test_the_note_says_what_to_change() -> None:
-    narrow = describe_unmoved_weights(0.031, {torch.bfloat16}, 1e-5)
+    narrow = describe_unchanged_weights(0.031, {torch.bfloat16}, 1e-5)
     assert "changed 3.1% of the trained weights" in narrow
     assert "weight_rounding: stochastic" in narrow
-    assert "raise learning_rate" in describe_unmoved_weights(0.0, {torch.float32}, 1e-12)
+    assert "raise learning_rate" in describe_unchanged_weights(0.0, {torch.float32}, 1e-12)

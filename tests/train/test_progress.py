@@ -11,7 +11,7 @@ from rich.console import Console
 
 from streamtune.train import Progress, draw_loss, format_duration, format_rate, read_records
 from streamtune.train.progress import Listener, Listeners, moving_average
-from streamtune.train.records import append_record, delete_after_step
+from streamtune.train.records import append_record, delete_records_after_step
 
 RECORD: dict[str, Any] = {
     "step": 120,
@@ -120,17 +120,17 @@ def test_the_picture(tmp_path: Path) -> None:
 
 def test_records_are_cut_after_a_step_and_torn_lines_dropped(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    delete_after_step(path, 3)
+    delete_records_after_step(path, 3)
     assert read_records(path) == []
     for record in ({"step": 1, "loss": 0.1 + 0.2}, {"step": 2, "loss": 1.0}, {"step": 2, "eval_loss": 1.5}):
         append_record(path, record)
     with path.open("a") as file:
         file.write('{"step": 3, "lo')
-    delete_after_step(path, 2)
+    delete_records_after_step(path, 2)
     append_record(path, {"step": 3, "loss": 2.0})
     assert [record["step"] for record in read_records(path)] == [1, 2, 2, 3]
     assert read_records(path)[0]["loss"] == 0.1 + 0.2
-    delete_after_step(path, 2, keep_evaluation=False)
+    delete_records_after_step(path, 2, keep_evaluation=False)
     assert read_records(path)[1:] == [{"step": 2, "loss": 1.0}]
 
 

@@ -22,8 +22,8 @@ from streamtune.train.records import (
     append_record,
     append_records,
     check_records,
-    delete_after_step,
-    delete_rotated_after_step,
+    delete_records_after_step,
+    delete_rotated_records_after_step,
     read_records,
     read_records_backwards,
     rotate_file,
@@ -58,7 +58,7 @@ def test_a_strange_line_is_named_by_its_number_from_the_end_too(tmp_path: Path) 
     for read in (
         read_records,
         lambda path: list(read_records_backwards(path)),
-        lambda path: delete_after_step(path, 0),
+        lambda path: delete_records_after_step(path, 0),
     ):
         with pytest.raises(ArgumentError, match=r"line 2 of metrics\.jsonl is not JSON"):
             read(path)
@@ -78,7 +78,7 @@ def test_cuts_are_those_of_a_file_read_whole(tmp_path: Path) -> None:
         if drawn.random() < 0.5:
             with path.open("ab") as file:
                 file.write(drawn.choice([b'{"step": 5, "lo', b"\0\0\0", b"\0\0\n"]))
-        delete_after_step(path, cut, keep_evaluation=evaluated)
+        delete_records_after_step(path, cut, keep_evaluation=evaluated)
         kept = [
             r for r in found if r["step"] < cut or (r["step"] == cut and (evaluated or "eval_loss" not in r))
         ]  # fmt: skip
@@ -93,7 +93,7 @@ def test_a_start_reads_the_end_of_a_long_file(tmp_path: Path) -> None:
     append_event(run.events, "start")
     before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     check_records([run.metrics], run.events)
-    delete_after_step(run.metrics, 99_990)
+    delete_records_after_step(run.metrics, 99_990)
     StepGuard(settings(), run, torch.device("cpu"))
     assert time.process_time() - began < 1, "reading all of it takes several"
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10
@@ -121,7 +121,7 @@ def test_texts_are_moved_aside_and_cut_across_files(tmp_path: Path, monkeypatch:
     steps = [record["step"] for file in reversed(rotated_paths(path)) for record in read_records(file)]
     assert steps == list(range(steps[0], 41))
     last = read_records(rotated_paths(path)[1])[-2]["step"]
-    delete_rotated_after_step(path, last)
+    delete_rotated_records_after_step(path, last)
     left = [record["step"] for file in reversed(rotated_paths(path)) for record in read_records(file)]
     assert left == list(range(steps[0], last + 1))
 

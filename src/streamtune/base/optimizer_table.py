@@ -41,9 +41,10 @@ class StepKind:
     Attributes:
         forwards: Number of forward passes per micro-batch.
         backwards: Number of backward passes per micro-batch; 0 for a zeroth-order optimizer.
-        gradients: Gradients that exist at the same time. ``all``: of all trained weights. ``layer``: of one layer,
-            because each weight is updated in the backward pass and its gradient freed. ``block``: of the one block of
-            layers that is being trained. ``none``: no backward pass.
+        gradients: Gradients that exist at the same time. ``all``: gradients of all trained weights. ``layer``:
+            gradients of one layer, because the backward pass updates each weight and frees its gradient; this needs
+            one micro-batch per step. ``block``: gradients of the block of layers that is being trained. ``none``: no
+            gradients, because there is no backward pass.
         states: Place of the optimizer states. ``device``: the device of the weights. ``host``: host memory, where the
             optimizer runs too. ``none``: the optimizer has no state.
     """
@@ -250,21 +251,21 @@ OPTIMIZERS: dict[str, OptimizerEntry] = {
         extra="quant", is_adam=True, not_divided=_BLOCKS,
     ),
     "adamw_coat": OptimizerEntry(
-        "AdamW with float8 moments of expanded range, in groups of 128 (2410.19313)",
+        "AdamW with float8 moments of expanded range, in groups of 128 (arXiv 2410.19313)",
         "streamtune", _coat_size, {"group_size": 128}, is_adam=True, not_divided=_BLOCKS, status="experimental",
     ),
     "adafactor": OptimizerEntry(
-        "factored second moment (rows and columns), steps relative to the weight (1804.04235)",
+        "second moment factored into rows and columns; step relative to the weight's RMS (arXiv 1804.04235)",
         "torch", _adafactor_size, {"beta2_decay": -0.8, "eps2": 1e-3, "clip_threshold": 1.0},
         scratch=lambda shape, value_bytes: _value_count(shape) * value_bytes, not_divided=_WHOLE_MATRICES,
     ),
     "adan": OptimizerEntry(
-        "Nesterov momentum from differences of gradients (2208.06677)",
+        "Nesterov momentum from differences of gradients (arXiv 2208.06677)",
         "pytorch_optimizer", _moments_size(4), {"betas": [0.98, 0.92, 0.99], "eps": 1e-8},
         made_by="Adan", extra="optim",
     ),
     "adopt": OptimizerEntry(
-        "Adam that converges with any beta2 (2411.02853)",
+        "Adam that converges with any beta2 (arXiv 2411.02853)",
         "pytorch_optimizer", _moments_size(2), {"betas": [0.9, 0.9999], "eps": 1e-6},
         extra="optim",
     ),
@@ -276,7 +277,7 @@ OPTIMIZERS: dict[str, OptimizerEntry] = {
         scratch=lambda shape, value_bytes: 2 * _value_count(shape) * value_bytes, not_divided=_WHOLE_MATRICES,
     ),
     "badam": OptimizerEntry(
-        "AdamW on one block of weights at a time; others are frozen, and the backward stops at the block (2404.02827)",
+        "AdamW on one block of weights at a time; the backward stops at the block (arXiv 2404.02827)",
         "streamtune", _badam_size,
         {"switch_block_every": 50, "switch_mode": "random", "layers_per_block": 1, "include_embedding": False,
          "include_lm_head": False, "blocks": []},
@@ -284,29 +285,29 @@ OPTIMIZERS: dict[str, OptimizerEntry] = {
         not_divided="the set of trained weights changes, and ranks shard them only once",
     ),
     "badam_ratio": OptimizerEntry(
-        "AdamW on a part of each weight's values at a time; all gradients are computed (2404.02827)",
+        "AdamW on a part of each weight's values at a time; all gradients are computed (arXiv 2404.02827)",
         "streamtune", _badam_ratio_size, {"update_ratio": 0.01, "switch_block_every": 50},
         is_adam=True, not_divided="the optimizer trains a part of whole weights, and each rank has a part of them",
     ),
     "came": OptimizerEntry(
-        "Adafactor with confidence-guided momentum (2307.02047)",
+        "Adafactor with confidence-guided momentum (arXiv 2307.02047)",
         "pytorch_optimizer", _came_size,
         {"betas": [0.9, 0.999, 0.9999], "eps1": 1e-30, "eps2": 1e-16, "clip_threshold": 1.0},
         extra="optim", not_divided=_WHOLE_MATRICES,
     ),
     "galore": OptimizerEntry(
-        "AdamW on low-rank projections of the gradients of layers' matrices; AdamW for the rest (2403.03507)",
+        "AdamW on low-rank projections of the gradients of layers' matrices; AdamW for the rest (arXiv 2403.03507)",
         "streamtune", _galore_size,
         {"rank": 128, "update_proj_gap": 200, "scale": 0.25, "projection": "svd", "proj_type": "std"},
         is_adam=True, adamw_for_rest=True, not_divided=_WHOLE_MATRICES,
     ),
     "lamb": OptimizerEntry(
-        "AdamW with a trust ratio per weight, for large batches (1904.00962)",
+        "AdamW with a trust ratio per weight, for large batches (arXiv 1904.00962)",
         "pytorch_optimizer", _moments_size(2, num_scalars=3), {"betas": [0.9, 0.999], "eps": 1e-6},
         extra="optim", not_divided="the trust ratio uses norms of whole weights, and each rank has a part of them",
     ),
     "lion": OptimizerEntry(
-        "sign of the momentum; use a third to a tenth of AdamW's rate (2302.06675)",
+        "sign of the momentum; use a third to a tenth of AdamW's rate (arXiv 2302.06675)",
         "pytorch_optimizer", _moments_size(1), {"betas": [0.9, 0.99]},
         made_by="Lion", extra="optim",
     ),
@@ -316,7 +317,7 @@ OPTIMIZERS: dict[str, OptimizerEntry] = {
         not_divided=_BLOCKS,
     ),
     "mezo": OptimizerEntry(
-        "SGD along random directions, two losses for each and no backward: the memory of a forward (2305.17333)",
+        "SGD along random directions, each with two forward passes and no backward pass (arXiv 2305.17333)",
         "streamtune", _moments_size(0), {"eps": 1e-3, "n": 1},
         step=StepKind(forwards=2, backwards=0, gradients="none", states="none"), repeated_by="n", status="experimental",
         not_divided="the optimizer perturbs and steps whole weights, which must be equal on all ranks",
@@ -328,14 +329,14 @@ OPTIMIZERS: dict[str, OptimizerEntry] = {
         adamw_for_rest=True, not_divided=_WHOLE_MATRICES,
     ),
     "natural_galore": OptimizerEntry(
-        "galore with a natural gradient, from the last projected gradients (2410.16029)",
+        "galore with a natural gradient, from the last projected gradients (arXiv 2410.16029)",
         "streamtune", _natural_galore_size,
         {"rank": 128, "update_proj_gap": 200, "scale": 0.25, "projection": "svd", "proj_type": "std", "history": 8,
          "damping": 1.0},
         is_adam=True, adamw_for_rest=True, not_divided=_WHOLE_MATRICES, status="experimental",
     ),
     "schedule_free": OptimizerEntry(
-        "AdamW that evaluates and saves an average of the weights instead of decaying the rate (2405.15682)",
+        "AdamW that evaluates and saves an average of the weights instead of decaying the rate (arXiv 2405.15682)",
         "schedulefree", _moments_size(2), {"r": 0.0, "weight_lr_power": 2.0}, extra="optim", is_adam=True,
         averages=True,
         not_divided=_AVERAGE,

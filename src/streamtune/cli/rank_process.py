@@ -88,7 +88,8 @@ def pass_error_to_launcher(error: StreamTuneError) -> bool:
 def report_failure(error: StreamTuneError) -> None:
     """Show an error, unless the launcher of this rank shows it.
 
-    A rank whose output is not on the terminal also prints the error there, after :data:`ECHO_SECONDS`.
+    If the output of this rank goes to a file, the error is printed to the file and, :data:`ECHO_SECONDS` later, to the
+    terminal.
     """
     if pass_error_to_launcher(error):
         return

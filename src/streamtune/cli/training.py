@@ -51,8 +51,8 @@ AllowChangeOption = Annotated[
     typer.Option(
         metavar="KEY",
         help="Resume a run although KEY has changed since its start; other changes are refused. KEY is a recipe key "
-        "or one of these names. `data`: the rows. `base`: files of model_name_or_path. `adapter`: files of the "
-        "base model, if model_name_or_path contains adapters. `start`: files of adapter_name_or_path. "
+        "or one of these names. `data`: the rows. `base`: files of model_name_or_path, which may be adapters. "
+        "`adapter`: files of the base model of these adapters. `start`: files of adapter_name_or_path. "
         "`reference`: files of the reference model, or a teacher's file. `rewards`: source code of reward "
         "functions. Repeatable.",
         show_default=False,

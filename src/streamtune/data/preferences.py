@@ -194,7 +194,10 @@ def _is_word_character(character: str) -> bool:
 def _convert_to_one_form(
     row: Row, prompt: TextOrMessages, answers: dict[str, TextOrMessages]
 ) -> tuple[TextOrMessages, list[TextOrMessages]]:
-    """Return prompt and answers, all as text or all as messages, without messages of answers that repeat the prompt."""
+    """Return prompt and answers, all as text or all as messages.
+
+    If an answer begins with the messages of the prompt, these are removed from the answer.
+    """
     if isinstance(prompt, str) and all(isinstance(answer, str) for answer in answers.values()):
         return prompt, list(answers.values())
     if isinstance(prompt, str):

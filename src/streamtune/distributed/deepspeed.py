@@ -67,7 +67,7 @@ class DeepSpeedBackend(Backend):
     """Training backend with DeepSpeed ZeRO.
 
     Args:
-        module: Model changed by :func:`streamtune.stream`, on this rank's device; offloaded weights are on the host.
+        module: Model changed by ``streamtune.stream``, on this rank's device; offloaded weights are on the host.
         optimizer: Optimizer of the module's parameters.
         config: DeepSpeed configuration without ``auto`` values.
         layers: Decoder layers; all weights of a layer are gathered together.

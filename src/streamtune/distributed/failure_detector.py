@@ -182,7 +182,7 @@ def _process_state(peer: Peer) -> str:
 
 
 def _cpu_seconds(peer: Peer) -> tuple[float, float]:
-    """Return the seconds that a rank's threads ran, and waited for a CPU core; 0 if unknown."""
+    """Return (seconds run, seconds waited for a CPU core), each summed over a rank's threads; 0 if unknown."""
     fields = _proc_stat_fields(peer)
     if not fields:
         return 0.0, 0.0
@@ -197,7 +197,7 @@ def _cpu_seconds(peer: Peer) -> tuple[float, float]:
 def find_deadlock(peers: Iterable[Peer], limits: WatchLimits) -> Failure | None:
     """Return a failure if no unfinished rank makes progress; None if at least one does.
 
-    Other ranks may wait for a rank that computes, for any time.
+    While one rank computes, the other ranks may wait for it as long as needed.
     """
     left = [peer for peer in peers if not peer.has_finished]
     if not left or any(peer.beat.phase == "starting" for peer in left):

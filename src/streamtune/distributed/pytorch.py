@@ -286,7 +286,7 @@ class FsdpBackend(TorchBackend):
     """Training backend with FSDP2 over all ranks.
 
     Args:
-        module: Model changed by :func:`streamtune.stream`, equal on every rank.
+        module: Model changed by ``streamtune.stream``, equal on every rank.
         make_optimizer: Function that creates the optimizer, called after the parameters are sharded.
         layers: Decoder layers, each sharded as one FSDP group.
     """

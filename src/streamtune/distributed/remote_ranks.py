@@ -157,7 +157,7 @@ class RemoteRanks:
             if message is None:
                 ends += self._ends_after_lost_connection()
             elif "end" in message:
-                ends.append(self._make_rank_end(message["end"]))
+                ends.append(self._rank_end_from_message(message["end"]))
             elif "refused" in message:
                 failure = Failure.from_dict(message["refused"])
                 ends += [RankEnd(rank, self.host, failure.exit_code, failure) for rank in self.running_ranks]
@@ -167,7 +167,7 @@ class RemoteRanks:
                 stream.write(message["out"])
                 stream.flush()
 
-    def _make_rank_end(self, message: dict[str, Any]) -> RankEnd:
+    def _rank_end_from_message(self, message: dict[str, Any]) -> RankEnd:
         self._running.discard(message["rank"])
         failure = Failure.from_dict(message["failure"]) if message["failure"] else None
         tail, sent_signals = tuple(message["tail"]), tuple(message["sent_signals"])

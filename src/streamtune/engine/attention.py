@@ -253,7 +253,7 @@ class SavedOutputs:
             for block in self.saved.blocks.pop((self.start, self.index)):
                 block.free()
             for block in self.saved.blocks.get((self.saved._next.get(self.start, -1), self.index), ()):
-                block.prefetch()
+                block.prefetch_to_device()
         return o, lse
 
     def save_output(self, o: Tensor, lse: Tensor) -> None:

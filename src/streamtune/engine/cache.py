@@ -242,11 +242,11 @@ class ChunkCache(hf_internal(CACHE_CLASS)):  # type: ignore[misc]
         return recurrent_states
 
     def get_linear_cache(self, layer_idx: int) -> Tensor | None:
-        """Return :meth:`get_recurrent_state`, under the name that MiniMax layers call."""
+        """Alias of :meth:`get_recurrent_state`: the name that MiniMax layers call."""
         return self.get_recurrent_state(layer_idx)
 
     def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
-        """Call :meth:`update_recurrent_state`, under the name that MiniMax layers call."""
+        """Alias of :meth:`update_recurrent_state`: the name that MiniMax layers call."""
         self.update_recurrent_state(linear_cache, layer_idx)
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:

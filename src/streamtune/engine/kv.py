@@ -49,9 +49,10 @@ class KeysAndValues:
         """Number of cache updates in one forward of the layer; 0 before the first chunk has run."""
 
     def allocate(self, index: int, k: Tensor, v: Tensor) -> None:
-        """Allocate buffers for the layer's cache update number ``index``, unless they exist.
+        """Allocate buffers for keys and values, unless they exist.
 
-        Batch size, heads, head dimension and dtype are taken from ``k`` and ``v``.
+        ``index`` is the number of the cache update within the layer. Batch size, heads, head dimension and dtype are
+        taken from ``k`` and ``v``.
         """
         if index < len(self.pairs):
             return
@@ -68,7 +69,10 @@ class KeysAndValues:
                 buffer[:, :, : self.past.length] = before
 
     def write(self, index: int, chunk: slice, k: Tensor, v: Tensor) -> None:
-        """Write a chunk's keys and values of the layer's cache update number ``index`` into the buffers."""
+        """Write a chunk's keys and values into the buffers.
+
+        ``index`` is the number of the cache update within the layer.
+        """
         self.allocate(index, k, v)
         for buffer, x in zip(self.pairs[index], (k, v), strict=True):
             buffer[:, :, self.buffer_slice(chunk)] = x
@@ -114,15 +118,19 @@ class KeysAndValues:
         self.offloaded.clear()
 
     def kv_views(self, index: int, keys: slice) -> tuple[Tensor, Tensor]:
-        """Return views ``[B, G, S, D]`` of the keys and values of cache update number ``index`` at
-        positions ``keys``.
+        """Return views ``[B, G, S, D]`` of keys and values at the positions ``keys``.
+
+        ``index`` is the number of the cache update within the layer.
         """
         k, v = self.pairs[index]
         at = self.buffer_slice(keys)
         return k[:, :, at], v[:, :, at]
 
     def add_grads(self, index: int, grads: Sequence[Tensor | None]) -> None:
-        """Add gradients that other layers computed for the keys and values of cache update number ``index``."""
+        """Add gradients that other layers computed for keys and values.
+
+        ``index`` is the number of the cache update within the layer.
+        """
         for total, part in zip(self.grad_views(index, slice(0, self.length)), grads, strict=True):
             if part is not None:
                 total += part
@@ -213,10 +221,10 @@ class States:
         return bool(self.states_after.get(position) or self.offloaded.get(position))
 
     def prefetch_states(self, chunk: slice) -> None:
-        """Begin to copy the states that a chunk reads to the device."""
+        """Start copying to the device the states that a chunk reads."""
         read_position, _ = self.state_positions(chunk)
         for block in () if read_position is None else self.offloaded.get(read_position, {}).values():
-            block.prefetch()
+            block.prefetch_to_device()
 
     def receive_state(self, read_position: int | None, key: StateKey) -> None:
         """Do nothing; ``SharedStates`` waits here for a state that another rank computes."""

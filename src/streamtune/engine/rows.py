@@ -114,9 +114,9 @@ class PackedRows:
         for part in chunks:
             if part.stop - part.start == 1 and part.start not in self.common_starts:
                 raise UnsupportedModelError(
-                    f"a packed row of one token at position {part.start} has a longer row next to it in the batch; "
-                    "a layer with a recurrent state cannot begin a chunk there",
-                    fix="pack with per_device_train_batch_size: 1",
+                    f"rows of different sequences in the batch leave a chunk of one token at position {part.start}; a "
+                    "layer with a recurrent state would compute it as a decoding step",
+                    fix="with packing, write per_device_train_batch_size: 1 and per_device_eval_batch_size: 1",
                 )
 
     def continues_past(self, position: int) -> bool:

@@ -240,7 +240,7 @@ class SavedKV:
         keys = [key for key in keys if key in blocks]
         for number, key in enumerate(keys):
             for ahead in keys[number + 1 : number + 3]:  # prefetch the next two while this block is copied
-                blocks[ahead].prefetch()
+                blocks[ahead].prefetch_to_device()
             start, index, place = key
             with _unsafe_preserve_version_counter(pairs[index][place]):
                 pairs[index][place][:, :, self.kv.buffer_slice(self.spans[start])] = blocks[key].get()

@@ -130,9 +130,9 @@ class StreamedLayer:
     def check_attention(self, sequence_length: int) -> None:
         """Raise an error if the layer's attention implementation would compute chunks wrongly.
 
-        This is so for an implementation that was set after ``stream()``. It is also so for attention that keeps the
-        top-k keys by scores that do not depend on the query (doge). Repeated tokens have equal scores, so the choice
-        between them depends on the number of keys, which a chunk changes.
+        Two kinds would. One is an implementation that was set after ``stream()``. The other is the attention of Doge,
+        which keeps the top-k keys by scores that are independent of the query. The scores of repeated tokens are tied.
+        Which of the tied keys are kept depends on the number of keys, and this number differs in a chunk.
 
         Raises:
             UnsupportedModelError: The attention was changed, or keeps fewer than ``sequence_length`` keys.
@@ -173,10 +173,10 @@ class StreamedLayer:
         self.leaves_checked = True
 
 
-def trainable_leaves_except(z_out: Tensor, allowed: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Yield the trainable leaf tensors in the graph of ``z_out``, except the tensors ``allowed``."""
+def trainable_leaves_except(output: Tensor, allowed: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Yield the trainable leaf tensors in the graph of ``output``, except the tensors ``allowed``."""
     known_ids = {id(tensor) for tensor in allowed}
-    todo, visited = [z_out.grad_fn], {tensor.grad_fn for tensor in allowed if tensor.grad_fn is not None}
+    todo, visited = [output.grad_fn], {tensor.grad_fn for tensor in allowed if tensor.grad_fn is not None}
     while todo:
         node = todo.pop()
         if node is None or node in visited:

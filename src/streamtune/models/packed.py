@@ -206,8 +206,8 @@ class PackedExperts(Tensor):
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return all weights ``[E, M, N]``, computed in ``dtype``.
 
-        If ``dtype`` is None, they are computed in ``codes.dtype`` and cast to this tensor's dtype, as in every torch
-        function.
+        If ``dtype`` is None, they are computed in ``codes.dtype`` and cast to this tensor's dtype. The same happens
+        when this tensor is passed to a torch function.
         """
         count = self.codes.shape[0]
         if dtype is None:

@@ -219,9 +219,10 @@ def make_not_finite_error(name: str, values: Tensor, where: str) -> ArgumentErro
 
 
 def is_finite(values: Tensor) -> bool:
-    """Return True if all values are finite; quantised weights and tensors on ``meta`` are not tested.
+    """Return True if all values are finite, or if the tensor is not tested.
 
-    Each value is tested only if the sum of the values is not finite.
+    Quantised weights, integers and tensors on ``meta`` are not tested. Each value is tested only if the sum of the
+    values is not finite, which saves time.
     """
     plain = type(values) in (Tensor, torch.nn.Parameter)  # quantised weights have other classes
     if not plain or values.dtype not in FLOATS or values.device.type == "meta":

@@ -162,7 +162,7 @@ def build_schedule(
         name: Key of :data:`SCHEDULES`.
         learning_rate: Peak learning rate.
         total_steps: Number of optimizer steps of the whole run.
-        warmup_steps: Number of steps of the linear warm-up. If it exceeds ``total_steps``, the peak is never reached.
+        warmup_steps: Number of steps of the linear warm-up. With ``total_steps`` or more, the peak is never reached.
         options: Arguments of the schedule's function, by name.
 
     Raises:

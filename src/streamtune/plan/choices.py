@@ -151,7 +151,10 @@ def _vary_device_layers(
 def _vary_kept_layers(
     candidate: Candidate, search_space: SearchSpace, estimator: Estimator, limits: Limits
 ) -> Iterator[Candidate]:
-    """Yield the candidate with ``keep_layers`` 0 and the largest that fits, or only with the user's number."""
+    """Yield the candidate with ``keep_layers`` 0, and with the largest ``keep_layers`` that fits.
+
+    If the user set ``keep_layers``, only this value is used; without it, ``levels: 2`` allows only 0.
+    """
     schedule, cost = candidate.schedule, candidate.cost
     fixed_count = search_space.fixed.get("keep_layers")
     # levels: 2 recomputes layers that keep_layers would not recompute

@@ -356,7 +356,7 @@ def _expand_eval_sets(tree: dict[str, Any], origins: KeyOrigins, mistakes: list[
 def _expand_entries(
     entries: Any, where: KeyPath, origins: KeyOrigins, notes: list[str], mistakes: list[Mistake]
 ) -> None:
-    """Rewrite entries that are only a path as ``{path: ...}``, and rename other trainers' keys in other entries."""
+    """Rewrite each entry in StreamTune's form: a plain path as ``{path: ...}``, and other trainers' keys renamed."""
     for index, entry in enumerate(entries if isinstance(entries, list) else ()):
         if isinstance(entry, str):
             entries[index] = {"path": entry}

@@ -98,7 +98,10 @@ class KeyOrigins:
         self.settings[path] = setting
 
     def key_line(self, path: KeyPath) -> int:
-        """Return the line of a key or of its nearest parent; a number above all lines for a key from a setting."""
+        """Return the line of a key or of its nearest parent.
+
+        For a key that a command-line setting set, return a number larger than all line numbers.
+        """
         for end in range(len(path), 0, -1):
             if path[:end] in self.settings:
                 break

@@ -169,7 +169,7 @@ def init_adapters_from_gradient(
         recipe: Settings of the adapters; the seed chooses the rows.
         task: Task of the run.
         model: Model with new adapters, not sharded or wrapped by a backend.
-        handle: Handle of the model, returned by :func:`streamtune.stream`.
+        handle: Handle of the model, returned by ``streamtune.stream``.
         batches: Batches of the training rows.
         world: Ranks of the run.
 

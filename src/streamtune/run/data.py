@@ -93,7 +93,7 @@ def _train_tokenizer(
     }
     trained: list[PreTrainedTokenizerBase] = []
 
-    def train_on_rows() -> str:
+    def make_tokenizer_json() -> str:
         texts = data.iter_texts(sources, on_bad_row=recipe.on_bad_row, max_bad_rows=recipe.max_bad_rows, calls=True)
         trained.append(models.train_tokenizer(texts, vocab_size=vocab_size))
         backend: Any = trained[0].backend_tokenizer
@@ -101,9 +101,9 @@ def _train_tokenizer(
         return text
 
     if cache is None:
-        train_on_rows()
+        make_tokenizer_json()
         return trained[0], False
-    text, is_cached = cache.cached_text(sources, settings, train_on_rows, notify)
+    text, is_cached = cache.cached_text(sources, settings, make_tokenizer_json, notify)
     return trained[0] if trained else models.read_trained_tokenizer(text), is_cached
 
 

@@ -1,4 +1,4 @@
-"""Choice of the device, settings of libraries, and :func:`streamtune.stream` with the settings of a recipe."""
+"""Choice of the device, settings of libraries, and ``streamtune.stream`` with the settings of a recipe."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def make_router_loss(recipe: RouterKeys, model: Any) -> RouterLoss | None:
 def stream_model(
     recipe: ModelSettings, model: Any, schedule: Schedule | None = None, ranks: SequenceParallel | None = None
 ) -> StreamHandle:
-    """Call :func:`streamtune.stream` with the recipe's settings, and return the handle.
+    """Call ``streamtune.stream`` with the recipe's settings, and return the handle.
 
     Args:
         recipe: Settings of the engine and of the router loss.

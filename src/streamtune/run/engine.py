@@ -39,7 +39,7 @@ TIERS = "tiers"
 
 @dataclass(frozen=True)
 class TrainableModel:
-    """A model changed by :func:`streamtune.stream`, with its training backend."""
+    """A model changed by ``streamtune.stream``, with its training backend."""
 
     handle: StreamHandle
     backend: train.Backend
@@ -130,7 +130,7 @@ def plan_schedule(
 
     Args:
         start: Start of the run.
-        model: Model on its device, with its adapters, before :func:`streamtune.stream`.
+        model: Model on its device, with its adapters, before ``streamtune.stream``.
         longest_step: Longest micro-batch of the run.
         dry_run: True to plan memory and time even with a fixed schedule.
         notify: Function called with messages for the user.

@@ -333,7 +333,7 @@ def plan_model(
 
     Args:
         recipe: Recipe of the run.
-        model: Model on its device, with its adapters, before :func:`streamtune.stream`.
+        model: Model on its device, with its adapters, before ``streamtune.stream``.
         longest_step: Longest micro-batch, with whole rows even if ranks share them.
         device: Device of this rank.
         inputs: Ranks of the run and an earlier schedule; None for one rank and no schedule.

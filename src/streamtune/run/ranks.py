@@ -111,7 +111,7 @@ def make_backend(
 
     Args:
         recipe: Recipe of the run.
-        model: Model changed by :func:`streamtune.stream`; on ``meta`` if its weights are loaded later.
+        model: Model changed by ``streamtune.stream``; on ``meta`` if its weights are loaded later.
         layers: Decoder layers of the model.
         world: Ranks of the run.
         device: Device of this rank; None if the weights are already loaded.
@@ -179,7 +179,7 @@ def load_weights_by_layer(
     """Load the weights of a model on ``meta``, one layer at a time; no-op for a loaded model.
 
     Args:
-        model: Model changed by :func:`streamtune.stream`.
+        model: Model changed by ``streamtune.stream``.
         layers: Decoder layers of the model.
         world: Ranks that shard the weights.
         device: Device of this rank.

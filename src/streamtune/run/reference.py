@@ -84,7 +84,7 @@ def make_reference(
     Args:
         start: Start of the run.
         model: Trained model.
-        handle: Handle of the trained model, returned by :func:`streamtune.stream`.
+        handle: Handle of the trained model, returned by ``streamtune.stream``.
         second_model: Second model from :func:`load_reference`; None for the trained model without its adapters.
         closing: Exit stack; when it closes, the DeepSpeed engine of a sharded reference is destroyed.
     """
@@ -179,7 +179,7 @@ def stream_reference(
 
     Args:
         model: Reference model.
-        trained_handle: Handle of the trained model, returned by :func:`streamtune.stream`.
+        trained_handle: Handle of the trained model, returned by ``streamtune.stream``.
         temperature: Divisor of the logits.
         load_shards: Function called with the model and its decoder layers; loads weights that are on ``meta``.
     """

@@ -329,7 +329,8 @@ def _write_final_model_and_samples(
         samples = make_samples(run, run.recipe, step)
     assert samples is not None, "unreachable: only a stop request leaves samples incomplete"
     if world.is_main:
-        train.delete_after_step(run.directory.samples, step - 1)  # a finished run that is started again rewrites them
+        # A finished run that is started again rewrites the samples of its last step.
+        train.delete_records_after_step(run.directory.samples, step - 1)
         train.append_records(run.directory.samples, samples)
         listeners.sampled(samples)
     return samples
@@ -396,11 +397,11 @@ def train_settings(recipe: TrainingSettings, plan: StepPlan, schedule: Schedule)
         greater_is_better=_greater_is_better(recipe),
         save_best_limit=recipe.save_best_limit if recipe.metric_for_best_model is not None else 0,
         sample_steps=recipe.sample_steps,
-        min_moved_share=_min_moved_share(recipe),
+        min_changed_fraction=_min_changed_fraction(recipe),
     )
 
 
-def _min_moved_share(recipe: OptimizerSettings) -> float:
+def _min_changed_fraction(recipe: OptimizerSettings) -> float:
     if recipe.weight_rounding == "stochastic" or recipe.optim == "badam_ratio":  # few weights change, as intended
         return 0.0
     return 0.1

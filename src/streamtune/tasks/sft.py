@@ -204,7 +204,7 @@ class Sft(Task[Recipe]):
             value_projection_weights(handle.layers)
 
     def _check_shared_beginnings(self, handle: StreamHandle) -> None:
-        """Raise ``UnsupportedModelError`` if rows that share a prefix would give other results than separate rows."""
+        """Raise ``UnsupportedModelError`` if rows that share a prefix do not give the same results as separate rows."""
         fix = "write reasoning: keep, which trains all turns in one row"
         limit = longest_unscaled_length(handle.model.config)
         if limit is not None and limit < self.recipe.max_length:

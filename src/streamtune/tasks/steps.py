@@ -32,7 +32,7 @@ from streamtune.errors import ArgumentError
 from streamtune.recipe.keys.batching import BucketSpec
 from streamtune.recipe.settings import BatchSettings
 from streamtune.train.backend import TorchBackend
-from streamtune.train.records import append_record, delete_after_step
+from streamtune.train.records import append_record, delete_records_after_step
 from streamtune.train.sketch import RowSketch
 from streamtune.train.step import explain_out_of_memory
 
@@ -251,7 +251,7 @@ class StepPlan:
 
     @property
     def unfinished_warmup_warning(self) -> str | None:
-        """Warning if the run ends before the learning-rate warm-up does, else None."""
+        """Warning if the run ends before the learning rate reaches its peak, else None."""
         steps = self.total_steps - self.supervised_steps
         if self.warmup_steps < max(1, steps):
             return None
@@ -351,7 +351,7 @@ class SelectedSteps(Steps):
         self.sketch.optimizer, self.show_activity = backend.optimizer, progress.show_activity
         self.is_stopped = lambda: stop.requested
         if self.world.is_main:
-            delete_after_step(self.record_path, self.steps_taken)
+            delete_records_after_step(self.record_path, self.steps_taken)
 
     def next_step(self) -> list[train.MicroBatch]:
         """Return this rank's micro-batches of chosen rows. At the end of an epoch, fewer rows are drawn and chosen."""

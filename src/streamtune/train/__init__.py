@@ -29,7 +29,7 @@ from streamtune.train.records import (
     append_event,
     append_records,
     check_records,
-    delete_after_step,
+    delete_records_after_step,
     read_records,
     record_failure,
 )
@@ -98,7 +98,7 @@ __all__ = [
     "checkpoint_path",
     "commit_directory",
     "counted_batches",
-    "delete_after_step",
+    "delete_records_after_step",
     "describe_harmless_changes",
     "draw_loss",
     "evaluation_mode",

@@ -42,7 +42,7 @@ class Backend(ABC):
     The gradient of a step is the sum over all ranks, not the mean.
 
     Args:
-        module: Model changed by :func:`streamtune.stream`.
+        module: Model changed by ``streamtune.stream``.
         config: Full configuration of the backend's library, such as DeepSpeed; empty if the library has none.
     """
 
@@ -336,7 +336,7 @@ def _check_state_shapes(name: str, parameter: Tensor, entry: Mapping[str, Tensor
             raise mismatch_error(f"has '{key}' in {str(value.dtype).removeprefix('torch.')}, expected floating point")
 
 
-MIN_MOVED_SHARE = 0.5
+MIN_CHANGED_FRACTION = 0.5
 """Smallest fraction of the weights that a perturbation must change."""
 
 
@@ -347,7 +347,7 @@ class ZerothOrderBackend(TorchBackend):
     same step. The reported loss is the mean over all perturbations.
 
     Args:
-        module: Model changed by :func:`streamtune.stream`.
+        module: Model changed by ``streamtune.stream``.
         optimizer: Optimizer of the model's parameters.
         layers: Decoder layers of the model.
         world: Ranks of the run.
@@ -423,7 +423,7 @@ class ZerothOrderBackend(TorchBackend):
 
     def _check_perturbation_size(self) -> None:
         moved = self.optimizer.perturbed_value_fraction()
-        if moved < MIN_MOVED_SHARE:
+        if moved < MIN_CHANGED_FRACTION:
             trained = [p for group in self.optimizer.param_groups for p in group["params"]]
             dtypes = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in trained})
             raise ArgumentError(

@@ -41,8 +41,8 @@ class RunProgress:
     """(metric value, step) of the best evaluations, best first, by ``metric_for_best_model`` or ``eval_loss``."""
 
     @property
-    def save_key(self) -> tuple[int, bool, bool]:
-        """(``step``, ``eval_due``, ``sample_due``); a checkpoint is saved once per key."""
+    def checkpoint_key(self) -> tuple[int, bool, bool]:
+        """(``step``, ``eval_due``, ``sample_due``): at most one checkpoint is saved with each of these values."""
         return self.step, self.eval_due, self.sample_due
 
 

@@ -219,7 +219,7 @@ class StepGuard:
             append_event(self.run.events, "spike", **details, **more)
 
 
-class MovedWeights:
+class ChangedWeights:
     """Measures the fraction of trained weights that a step changes; updates smaller than the rounding change nothing.
 
     Values before the step are copied to the host. Of models with more than 4 million trained values only every n-th
@@ -235,25 +235,26 @@ class MovedWeights:
         self._strides = [1 if x.numel() <= MAX_FULLY_COMPARED_VALUES else max(1, stride) for x in self._weights]
         self._before = [_every_nth_value(x, n) for x, n in zip(self._weights, self._strides, strict=True)]
 
-    def moved_share(self, world: World) -> float:
+    def changed_fraction(self, world: World) -> float:
         """Return the fraction (0 to 1) of values on all ranks that changed since this object was created."""
-        moved = 0.0
+        total = 0.0
         for x, n, before in zip(self._weights, self._strides, self._before, strict=True):
             changed = int((_every_nth_value(x, n) != before).sum())
-            moved += changed / len(before) * x.numel()
-        moved_values, all_values = world.sum_over_ranks([moved, float(sum(x.numel() for x in self._weights))])
-        return moved_values / all_values if all_values else 0.0
+            total += changed / len(before) * x.numel()
+        changed_values, all_values = world.sum_over_ranks([total, float(sum(x.numel() for x in self._weights))])
+        return changed_values / all_values if all_values else 0.0
 
 
 def _every_nth_value(x: Tensor, stride: int) -> Tensor:
     return x.detach().reshape(-1)[::stride].to("cpu", copy=True)
 
 
-def describe_unmoved_weights(share: float, dtypes: Iterable[torch.dtype], learning_rate: float) -> str:
-    """Return a note that a step changed only the fraction ``share`` of the trained weights."""
+def describe_unchanged_weights(changed_fraction: float, dtypes: Iterable[torch.dtype], learning_rate: float) -> str:
+    """Return a note that a step changed only a fraction of the trained weights."""
     narrow = any(dtype in (torch.bfloat16, torch.float16) for dtype in dtypes)
     why = f"most updates are lost in rounding{' of 16-bit weights' if narrow else ''}"
     fix = "delete 'dtype' to train float32 weights, or set weight_rounding: stochastic" if narrow else (
         "raise learning_rate, or check grad_norm: a gradient of 0 changes nothing"
     )  # fmt: skip
-    return f"a step with learning rate {learning_rate:g} changed {share:.1%} of the trained weights: {why}; {fix}"
+    found = f"a step with learning rate {learning_rate:g} changed {changed_fraction:.1%} of the trained weights"
+    return f"{found}: {why}; {fix}"

@@ -1,9 +1,11 @@
 """Weight updates during the backward pass, or in host memory.
 
-A weight is updated as soon as its gradient is complete, and the gradient is freed, so only the gradients of one layer
-exist at a time. With ``max_grad_norm`` there are two backward passes with the same random numbers. The first measures
-the gradient norm. The second clips the gradients by this norm and updates the weights. Without ``max_grad_norm`` there
-is one backward pass. Results equal an ordinary step bit for bit.
+A weight is updated as soon as its gradient is complete, and the gradient is freed. So only the gradients of one layer
+exist at a time, and up to :data:`MAX_PENDING_UPDATES` gradients that wait for the worker thread.
+
+With ``max_grad_norm`` there are two backward passes with the same random numbers. The first measures the gradient norm.
+The second clips the gradients by this norm and updates the weights. Without ``max_grad_norm`` there is one backward
+pass. Results equal an ordinary step bit for bit.
 
 With ``lagged`` there is one backward pass, and gradients are clipped by the norm of the previous step:
 
@@ -38,7 +40,7 @@ class InBackwardBackend(LocalBackend):
     """Backend for one device that updates weights during the backward pass.
 
     Args:
-        module: Model changed by :func:`streamtune.stream`.
+        module: Model changed by ``streamtune.stream``.
         optimizer: Optimizer that updates each weight independently of other weights, as AdamW does.
         max_norm: Norm to which gradients are clipped; 0: no clipping, and one backward pass per step.
         lagged: True to clip by the norm of the previous step, with one backward pass per step.
@@ -109,8 +111,8 @@ class InBackwardBackend(LocalBackend):
             raise NonFiniteError(
                 f"the gradient norm is {value}, and weights were already updated in the backward",
                 where="optim_in_backward",
-                fix="start the run again, which resumes from the last checkpoint, with a lower learning_rate; with "
-                "max_grad_norm: 1.0 the norm is checked before any update",
+                fix="lower learning_rate and start the run again with --allow-change learning_rate: it resumes from "
+                "its last checkpoint; max_grad_norm: 1.0 with clip_norm: exact checks the norm before any update",
             )
         if not self._updates_weights:
             self._gradient_scale = self._clip_factor(norm)
@@ -143,8 +145,8 @@ class InBackwardBackend(LocalBackend):
             raise OutOfMemoryError(
                 "memory ran out in a backward that had already updated some weights",
                 where="optim_in_backward",
-                fix="set a smaller max_length or engine.device_memory, then start the run again: it resumes from its "
-                "last checkpoint",
+                fix="lower engine.device_memory and start the run again: it resumes from its last checkpoint; "
+                "or start a new run with a smaller max_length",
             )
         self.module.zero_grad(set_to_none=True)
         self._norms = {}

@@ -19,7 +19,7 @@ from streamtune.train.evaluations import (
     update_best_evaluations,
     update_early_stopping,
 )
-from streamtune.train.guard import FIRST_STEPS, MovedWeights, NextSchedule, StepGuard, describe_unmoved_weights
+from streamtune.train.guard import FIRST_STEPS, ChangedWeights, NextSchedule, StepGuard, describe_unchanged_weights
 from streamtune.train.objective import MicroBatch, Objective, StepScore, StepStream, counted_batches
 from streamtune.train.process import RngState, StopRequest, capture_rng, restore_rng, seed_everything
 from streamtune.train.progress import Listeners, LossPlot, Progress
@@ -27,8 +27,8 @@ from streamtune.train.records import (
     append_event,
     append_record,
     append_records,
-    delete_after_step,
     delete_events_after_step,
+    delete_records_after_step,
 )
 from streamtune.train.rundir import RunDirectory
 from streamtune.train.saver import CheckpointSaver, KeepPolicy, ModelWriter
@@ -64,7 +64,7 @@ class TrainJob:
     """Settings and hashes of the run, saved in each checkpoint and compared when the run is resumed."""
     writer: ModelWriter
     handle: StreamHandle | None = None
-    """Handle returned by :func:`streamtune.stream`. Its router loss is in the gradient, but not in ``loss``."""
+    """Handle returned by ``streamtune.stream``. Its router loss is in the gradient, but not in ``loss``."""
     world: World = WORLD
     """Ranks of the run. Each calls :func:`train` with its own rows; rank 0 writes the files."""
     resume_from: Checkpoint | None = None
@@ -115,7 +115,7 @@ class _Loop:
         self.context = StepContext(job.backend, job.objective, settings, job.handle, job.world, progress.show_activity)
         self.state = self._restore_or_seed()
         self.position = ResumePosition(capture_rng(), job.steps.state_dict())
-        self.saved_key = self.state.save_key
+        self.saved_checkpoint_key = self.state.checkpoint_key
         self.latest_record: dict[str, Any] = {}
         """Record of the last step, with the metrics of the last evaluation; empty before the first step."""
         self.plot = LossPlot(self.directory)
@@ -155,8 +155,8 @@ class _Loop:
         if self.world.is_main:  # after the checkpoint was loaded without error
             if job.resume_from is not None:
                 set_aside_later_checkpoints(directory.checkpoints, state.step)
-            delete_after_step(directory.metrics, state.step, keep_evaluation=not state.eval_due)
-            delete_after_step(directory.samples, state.step - state.sample_due)
+            delete_records_after_step(directory.metrics, state.step, keep_evaluation=not state.eval_due)
+            delete_records_after_step(directory.samples, state.step - state.sample_due)
             delete_events_after_step(directory.events, state.step)
         return state
 
@@ -211,7 +211,9 @@ class _Loop:
 
     def _save_if_due(self, is_best: bool, is_over: bool) -> None:
         state, position, settings = self.state, self.position, self.settings
-        if state.save_key == self.saved_key or not (is_over or is_due(state.step, settings.save_steps) or is_best):
+        if state.checkpoint_key == self.saved_checkpoint_key or not (
+            is_over or is_due(state.step, settings.save_steps) or is_best
+        ):
             return
         self.progress.show_activity("saving")
         values = {
@@ -225,7 +227,7 @@ class _Loop:
                 values["backend"] = backend_state
             metric = self.latest_record.get(settings.metric_for_best_model or "")
             self.saver.save(self.backend, state=values, rng=position.rng, metric=metric)
-        self.saved_key = state.save_key
+        self.saved_checkpoint_key = state.checkpoint_key
 
     def _report_saved(self, is_over: bool) -> None:
         """Report the checkpoints completed since the last call; at the end of the run, wait for the last one."""
@@ -249,7 +251,7 @@ class _Loop:
         gradients = partial(compute_step_gradients, self.context, micro_batches, step, stop=self.stop)
         learning_rate = job.learning_rate_at(step - 1)
         backend.begin_step(learning_rate, make_replay(gradients))
-        before = MovedWeights(backend.updated_weights()) if step <= FIRST_STEPS else None
+        before = ChangedWeights(backend.updated_weights()) if step <= FIRST_STEPS else None
         score = guard.run_or_replan(gradients, backend.drop_gradients, step)
         if score is None:  # interrupted: `position` is still the start of this step
             backend.drop_gradients()
@@ -264,11 +266,11 @@ class _Loop:
             # The first step allocates the optimizer's state, so memory may run out here.
             with explain_out_of_memory(f"the optimizer at step {step}", micro_batches, settings.out_of_memory_fix):
                 backend.step(learning_rate)
-        moved = None if before is None or skip else round(before.moved_share(self.world), 6)
+        changed = None if before is None or skip else round(before.changed_fraction(self.world), 6)
         if not self.latest_record:  # the optimizer now has its state, so the size of a checkpoint is known
             self.saver.check_disk_space(backend)
         batches = counted_batches(micro_batches)
-        self._record_step(_StepResult(started, batches, learning_rate, score, grad_norm, skip, moved))
+        self._record_step(_StepResult(started, batches, learning_rate, score, grad_norm, skip, changed))
 
     def _record_step(self, taken: _StepResult) -> None:
         state, settings, skip = self.state, self.settings, taken.is_skipped
@@ -291,8 +293,8 @@ class _Loop:
         record = self._make_record(taken, tokens, time.perf_counter() - taken.started)
         if not self.latest_record and not (settings.metric_for_best_model or "").startswith("eval_"):
             note_missing_metric(settings, record, step, self.progress)
-        if taken.moved is not None and step == min(FIRST_STEPS, settings.total_steps):
-            self._note_unmoved(taken.moved, taken.learning_rate)
+        if taken.changed_fraction is not None and step == min(FIRST_STEPS, settings.total_steps):
+            self._note_unchanged_weights(taken.changed_fraction, taken.learning_rate)
         self.latest_record = dict(record)
         if self.world.is_main:
             append_record(self.directory.metrics, record)
@@ -310,7 +312,7 @@ class _Loop:
             "lr": taken.learning_rate,
             **({} if skip else {"grad_norm": taken.grad_norm}),
             **({} if skip or clip_norm is None else {"clip_norm": clip_norm}),
-            **({} if taken.moved is None else {"moved": taken.moved}),
+            **({} if taken.changed_fraction is None else {"moved": taken.changed_fraction}),
             "tokens": tokens,
             "supervised_tokens": world.sum_count_over_ranks(sum(batch.num_targets for batch in taken.batches)),
             "tokens_per_s": round(tokens / seconds, 1),
@@ -319,10 +321,11 @@ class _Loop:
             **_epoch_entry(self.settings, self.state.step),
         }
 
-    def _note_unmoved(self, share: float, learning_rate: float) -> None:
-        if learning_rate > 0 and share < self.settings.min_moved_share:
+    def _note_unchanged_weights(self, changed_fraction: float, learning_rate: float) -> None:
+        if learning_rate > 0 and changed_fraction < self.settings.min_changed_fraction:
             dtypes = {x.dtype for x in self.backend.updated_weights()}
-            self.progress.report_note(self.state.step, describe_unmoved_weights(share, dtypes, learning_rate))
+            text = describe_unchanged_weights(changed_fraction, dtypes, learning_rate)
+            self.progress.report_note(self.state.step, text)
 
 
 @dataclass(frozen=True)
@@ -336,7 +339,7 @@ class _StepResult:
     grad_norm: float
     is_skipped: bool
     """True if the weights were not updated, because a loss or gradient was not finite."""
-    moved: float | None
+    changed_fraction: float | None
     """Fraction of the trained weights that the step changed; None if not measured."""
 
 

@@ -104,7 +104,7 @@ class SupervisedObjective:
     p(target)``, unweighted.
 
     Args:
-        handle: Handle returned by :func:`streamtune.stream`; None for a model that is not streamed.
+        handle: Handle returned by ``streamtune.stream``; None for a model that is not streamed.
         loss: Per-token loss; by default the cross-entropy.
         teacher: Teacher model for distillation; None: no distillation, or batches have the teacher's top-k
             probabilities.
@@ -198,7 +198,7 @@ class ModelReference:
 
     Args:
         model: Model to call: the trained model if it has adapters, else another model.
-        handle: Handle of the model, returned by :func:`streamtune.stream`.
+        handle: Handle of the model, returned by ``streamtune.stream``.
         temperature: Divisor of the logits.
         adapters: True to keep adapters enabled.
     """

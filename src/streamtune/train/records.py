@@ -199,7 +199,7 @@ def _invalid_records_error(path: Path, number: int, reason: str) -> ArgumentErro
     )
 
 
-def delete_after_step(path: Path, step: int, *, keep_evaluation: bool = True) -> None:
+def delete_records_after_step(path: Path, step: int, *, keep_evaluation: bool = True) -> None:
     """Delete the lines of steps after ``step``, which a resumed run repeats.
 
     Args:
@@ -274,12 +274,12 @@ def rotate_file(path: Path) -> None:
         raise failed_write_error(error, path, needed_bytes=0, intact=INTACT) from error
 
 
-def delete_rotated_after_step(path: Path, step: int) -> None:
+def delete_rotated_records_after_step(path: Path, step: int) -> None:
     """Delete the lines of steps after ``step`` in a JSON-lines file and its rotated files."""
     for file in rotated_paths(path):
         if not file.is_file():
             return
-        delete_after_step(file, step)
+        delete_records_after_step(file, step)
         if file.stat().st_size:
             return
 

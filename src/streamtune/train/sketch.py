@@ -85,8 +85,8 @@ class RowSketch:
     """Computes a random projection of the gradient of a row's loss, with the model in evaluation mode.
 
     Args:
-        model: Model changed by :func:`streamtune.stream`.
-        handle: Handle of the model, returned by :func:`streamtune.stream`.
+        model: Model changed by ``streamtune.stream``.
+        handle: Handle of the model, returned by ``streamtune.stream``.
         objective: Objective that computes the loss.
         device: Device of the model.
         size: Number of values of a projection.
@@ -145,8 +145,8 @@ class CompletionGradient:
     """Computes the norm of the gradient of ``-log p`` of a completion, for the weights that :class:`RowSketch` uses.
 
     Args:
-        model: Model changed by :func:`streamtune.stream`.
-        handle: Handle of the model, returned by :func:`streamtune.stream`.
+        model: Model changed by ``streamtune.stream``.
+        handle: Handle of the model, returned by ``streamtune.stream``.
         temperature: Divisor of the logits.
         device: Device of the model.
         bf16: True to run the forward pass under bfloat16 autocast.

@@ -65,7 +65,7 @@ class TrainSettings:
     early_stopping_threshold: float = 0.0
     save_best_limit: int = 0
     """Number of checkpoints with the best metric to keep, in addition to the newest."""
-    min_moved_share: float = 0.0
+    min_changed_fraction: float = 0.0
     """Smallest fraction of trained weights that a step should change; a note is shown below it."""
     sample_steps: int = 0
     """Number of steps between completions of the sample prompts; 0: never."""
@@ -83,7 +83,7 @@ class StepContext:
     objective: Objective
     settings: TrainSettings
     handle: StreamHandle | None = None
-    """Handle returned by :func:`streamtune.stream`. Its router loss is in the gradient, but not in the reported
+    """Handle returned by ``streamtune.stream``. Its router loss is in the gradient, but not in the reported
     loss."""
     world: World = WORLD
     show_activity: Callable[[str], None] = lambda doing: None
@@ -305,7 +305,7 @@ class StepRouterLoss:
     count how often each expert is chosen in the step.
 
     Args:
-        handle: Handle returned by :func:`streamtune.stream`; nothing happens if it has no router loss.
+        handle: Handle returned by ``streamtune.stream``; nothing happens if it has no router loss.
         batches: Micro-batches of the step.
         world: Ranks of the run.
     """

@@ -950,7 +950,9 @@ def test_a_file_has_no_split_to_evaluate(more: str, theirs: str, tmp_path: Path)
     text = "model_name_or_path: a\ndataset_name: {}\neval_strategy: steps\neval_steps: 5\ncompletion_only_loss: false\n"
     imported = convert(tmp_path, text.format("r.jsonl") + more, trainer="trl")
     assert "eval_datasets" not in imported.text.partition("# Not converted")[0]
-    assert [each.trains for each in imported.findings if "is a file without a split 'test'" in each.note] == [False]
+    assert [each.changes_training for each in imported.findings if "is a file without a split 'test'" in each.note] == [
+        False
+    ]
     assert kinds(imported, theirs)[0] == "lost" or not more
     assert "eval_datasets" in convert(tmp_path, text.format("own/set") + more, trainer="trl").text
 

@@ -105,7 +105,7 @@ def test_a_key_is_answered_as_its_class_says(trainer: str) -> None:
             and name not in FREEZE
             and not any(rule.is_off(value) for value in (True, VALUES.get(name, True)))
         ):
-            assert [(each.kind, each.trains) for each in found] == [("lost", rule.trains)], name
+            assert [(each.kind, each.changes_training) for each in found] == [("lost", rule.changes_training)], name
             assert rule.why, name
 
 
@@ -209,7 +209,7 @@ def test_values_of_any_kind_are_answered_or_refused(trainer: str, monkeypatch: p
 
 def test_an_unknown_field_is_reported_with_the_nearest() -> None:
     (found,) = answers("axolotl", "sequense_len")
-    assert (found.kind, found.trains, found.where) == ("lost", True, "r.yaml:1")
+    assert (found.kind, found.changes_training, found.where) == ("lost", True, "r.yaml:1")
     assert found.note.endswith("did you mean 'sequence_len'?")
 
 

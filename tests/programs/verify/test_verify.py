@@ -41,10 +41,10 @@ class SameLoss:
     """One loss for plain autograd and for the engine."""
 
     def __init__(self, loss_of: LossOf) -> None:
-        self.plain = loss_of
+        self.plain_loss = loss_of
 
-    def streamed(self, handle: StreamHandle) -> LossOf:
-        return self.plain
+    def streamed_loss(self, handle: StreamHandle) -> LossOf:
+        return self.plain_loss
 
 
 def check(model: nn.Module, loss: LossOf = loss_of, **options: Any) -> VerifyReport:

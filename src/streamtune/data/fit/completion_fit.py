@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from streamtune.data.data_report import CompletionReport, length_percentiles
-from streamtune.data.fit.length_fit import LengthFitter, Notify, count_has
+from streamtune.data.fit.length_fit import LengthFitter, Notify, count_with_verb
 from streamtune.data.options import COMPLETION_OVERLENGTH, check_choice
 from streamtune.data.record_table import Prompt, TableWriter, Tree
 from streamtune.errors import ArgumentError, DataError
@@ -154,14 +154,14 @@ class TreeFitter(LengthFitter[Tree, CompletionReport]):
     def raise_or_notify(self, notify: Notify) -> None:
         super().raise_or_notify(notify)
         if self.counts["negative_margins"]:
-            notify(f"{count_has(self.counts['negative_margins'], 'pair')} a chosen answer with the lower score")
+            notify(f"{count_with_verb(self.counts['negative_margins'], 'pair')} a chosen answer with the lower score")
 
     def too_long_error(self) -> DataError:
         policy = self.policy
         size, origin = self.longest_prompt
         if self.counts["long_prompts"]:
             return DataError(
-                f"{count_has(self.counts['long_prompts'], 'prompt')} more than max_prompt_length = "
+                f"{count_with_verb(self.counts['long_prompts'], 'prompt')} more than max_prompt_length = "
                 f"{policy.max_prompt_length:,} tokens; the longest has {size:,}",
                 where=origin,
                 fix=f"set max_prompt_length to {size} or more, or set overlength to truncate (keeps the end of the "
@@ -176,8 +176,8 @@ class TreeFitter(LengthFitter[Tree, CompletionReport]):
             )
         size, origin = self.longest
         return DataError(
-            f"{count_has(self.counts['too_long'], 'row')} more than max_length = {policy.max_length:,} tokens of "
-            f"prompt and longest completion; the longest has {size:,}",
+            f"{count_with_verb(self.counts['too_long'], 'row')} more than max_length = {policy.max_length:,} tokens "
+            f"in the prompt plus its longest completion; the longest such row has {size:,}",
             where=origin,
             fix=f"set max_length to {size} or more, or set overlength to truncate or drop",
         )
@@ -260,7 +260,8 @@ class PromptFitter(LengthFitter[Prompt, CompletionReport]):
     def too_long_error(self) -> DataError:
         size, origin = self.longest
         return DataError(
-            f"{count_has(self.counts['too_long'], 'prompt')} more than {self.limit} tokens; the longest has {size:,}",
+            f"{count_with_verb(self.counts['too_long'], 'prompt')} more than {self.limit} tokens; "
+            f"the longest has {size:,}",
             where=origin,
             fix=f"set max_prompt_length to {size} or more, or set overlength to truncate (keeps the end) or drop",
         )

@@ -83,7 +83,9 @@ class EvalSet:
 
 
 def choose_held_out(groups: Digests, starts: Sequence[SourceStart], val_size: float, seed: int) -> Mask:
-    """Return [kept rows]: True for rows held out from training, which are random groups and all rows of eval sets.
+    """Return a mask over the kept rows, True for rows held out from training.
+
+    Held out are random groups of rows, and all rows of eval sets.
 
     Args:
         groups: [kept rows] hash of each row's group; rows of a group are held out together.

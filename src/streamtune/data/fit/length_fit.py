@@ -354,7 +354,7 @@ class LengthFitter(ABC, Generic[RecordT, ReportT]):
         """Return the fields of the report, name -> value, that only this subclass has."""
 
 
-def count_has(count: int, noun: str) -> str:
+def count_with_verb(count: int, noun: str) -> str:
     """Return a number with its noun and verb, such as "1 row has" or "3 rows have"."""
     return f"1 {noun} has" if count == 1 else f"{count:,} {noun}s have"
 

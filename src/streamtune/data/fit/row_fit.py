@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from streamtune.base.model_facts import IGNORE_INDEX
 from streamtune.data.data_report import DataReport
-from streamtune.data.fit.length_fit import LengthFitter, Notify, count_has
+from streamtune.data.fit.length_fit import LengthFitter, Notify, count_with_verb
 from streamtune.data.options import SPLIT_AT, RowPolicy
 from streamtune.data.record_table import Example, IntArray, TableWriter
 from streamtune.data.rendering.tokens import Rendered
@@ -238,15 +238,15 @@ class RowFitter(LengthFitter[Example, DataReport]):
         super().raise_or_notify(notify)
         if self.counts["without_system"]:
             notify(
-                f"{count_has(self.counts['without_system'], 'truncated row')} lost the system message: it takes more "
-                "than half of max_length, or the chat template does not print it separately at the start"
+                f"{count_with_verb(self.counts['without_system'], 'truncated row')} lost the system message: it takes "
+                "more than half of max_length, or the chat template does not print it separately at the start"
             )
 
     def too_long_error(self) -> DataError:
         size, origin = self.longest
         return DataError(
-            f"{count_has(self.counts['too_long'], 'row')} more than max_length = {self.policy.max_length:,} tokens; "
-            f"the longest has {self.longest_length}",
+            f"{count_with_verb(self.counts['too_long'], 'row')} more than max_length = {self.policy.max_length:,} "
+            f"tokens; the longest has {self.longest_length}",
             where=origin,
             fix=f"set max_length to {size} or more, or set overlength to truncate, drop or split",
         )

@@ -17,8 +17,8 @@ Three kinds of tokenizers allow exact cuts; all others tokenise the whole text.
    by ``▁``, nothing merges across a space. These texts are cut only at spaces.
 
 All three kinds need two more conditions. The normaliser changes characters one by one or composes them; line breaks and
-spaces do not compose. No added token contains whitespace, and added tokens that absorb adjacent spaces begin and end
-with an ASCII sign.
+spaces do not compose. No added token contains whitespace. An added token with ``lstrip`` or ``rstrip``, whose matches
+include the spaces before or after it, has an ASCII sign on that side.
 """
 
 from __future__ import annotations
@@ -141,7 +141,10 @@ def tokenizer_component_steps(component: Any, name: str) -> list[dict[str, Any]]
 
 
 def _leaves_blanks_alone(added_token: Any) -> bool:
-    """Return True if an added token contains no whitespace, and does not absorb a space next to a letter."""
+    """Return True if an added token never matches whitespace at which texts are cut, which is next to a letter.
+
+    With ``lstrip`` or ``rstrip``, a match includes adjacent whitespace; on that side the token must have an ASCII sign.
+    """
     text = added_token.content
     if re.search(r"\s", text):
         return False

@@ -218,7 +218,7 @@ class MaskTokenizer:
 
 
 class _PartReader:
-    """Finds, part by part of a text, the tokens to train on, the places to split, and the length of the prefix."""
+    """Reads a text part by part, and finds the tokens to train on, the places to split, and the prefix's length."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, marked: MarkedText, speller: ByteSpeller | None) -> None:
         self.tokenizer, self.text, self.turns, self.speller = tokenizer, marked.text, marked.turns, speller

@@ -116,7 +116,7 @@ class _DiskBlock:
         copied = tier.copies.to_host(x, span.as_tensor(self.shape, self.dtype))
         self.written = tier.begin_write(span, self.offset, copied)
 
-    def read_ahead(self) -> None:
+    def prefetch_to_host(self) -> None:
         if self.reading is not None or self.fetched is not None:
             return
         tier = self.tier
@@ -127,8 +127,8 @@ class _DiskBlock:
         job = None if tier.file is None else tier.threads.submit(tier.file.read, span, self.offset)
         self.reading = span, job
 
-    def prefetch(self) -> None:
-        self.read_ahead()
+    def prefetch_to_device(self) -> None:
+        self.prefetch_to_host()
         if self.fetched is not None:
             return
         assert self.reading is not None
@@ -143,7 +143,7 @@ class _DiskBlock:
             self.tier.free_after_copy(span, copied)
 
     def get(self) -> Tensor:
-        self.prefetch()
+        self.prefetch_to_device()
         assert self.fetched is not None
         (x, event), self.fetched = self.fetched, None
         if event is not None:

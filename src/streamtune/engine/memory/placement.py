@@ -82,7 +82,7 @@ def _placement(schedule: Schedule, index: int, layer_count: int, segment_size: i
 
 
 def best_segment_size(layer_count: int) -> int:
-    """Return the number of layers per segment that stores the fewest inputs at a time, for ``layer_count`` layers."""
+    """Return the number of layers per segment for which the fewest of ``layer_count`` inputs are stored at once."""
     return min(range(1, max(1, layer_count) + 1), key=lambda size: -(-layer_count // size) + size - 1)
 
 

@@ -28,11 +28,11 @@ IN_FLIGHT = 2
 class Block(Protocol):
     """One tensor stored in a tier (device memory, host memory or a file)."""
 
-    def read_ahead(self) -> None:
-        """Begin to read the tensor from the file to host memory; does nothing if the tier has no file."""
+    def prefetch_to_host(self) -> None:
+        """Begin to read the tensor from its file to host memory; do nothing if the tier has no file."""
 
-    def prefetch(self) -> None:
-        """Begin to copy the tensor back to its device."""
+    def prefetch_to_device(self) -> None:
+        """Begin to copy the tensor back to its device, after reading it from its file if it has one."""
 
     def get(self) -> Tensor:
         """Return the tensor, on its device."""
@@ -69,10 +69,10 @@ class _DeviceBlock:
     def __init__(self, x: Tensor) -> None:
         self.x: Tensor | None = x
 
-    def read_ahead(self) -> None:
+    def prefetch_to_host(self) -> None:
         pass
 
-    def prefetch(self) -> None:
+    def prefetch_to_device(self) -> None:
         pass
 
     def get(self) -> Tensor:
@@ -169,17 +169,17 @@ class _HostBlock:
         tier.copies.to_host(x, self.host)
         tier.arena.tally.moved_bytes += self.nbytes
 
-    def read_ahead(self) -> None:
+    def prefetch_to_host(self) -> None:
         pass
 
-    def prefetch(self) -> None:
+    def prefetch_to_device(self) -> None:
         if self.fetched is None:
             assert self.host is not None, "freed"
             self.tier.arena.tally.moved_bytes += self.nbytes
             self.fetched = self.tier.copies.to_device(self.host, self.tier.device)
 
     def get(self) -> Tensor:
-        self.prefetch()
+        self.prefetch_to_device()
         assert self.fetched is not None
         (x, event), self.fetched = self.fetched, None
         if event is not None:
@@ -229,9 +229,9 @@ class StoredTensor:
         following = self._next.get(place)
         after = None if following is None else self._next.get(following)
         if after in self.blocks:  # begin this read first: the prefetch may wait for its own read
-            self.blocks[after].read_ahead()
+            self.blocks[after].prefetch_to_host()
         if following in self.blocks:
-            self.blocks[following].prefetch()
+            self.blocks[following].prefetch_to_device()
         return x
 
     def _assemble_chunk(self, chunk: slice) -> Tensor:

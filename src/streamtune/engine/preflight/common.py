@@ -296,8 +296,9 @@ def run_and_list_outputs(forward: Callable[..., Any], arguments: Arguments) -> t
 def recorded_outputs_as_leaves(arguments: Arguments, used_arguments: Arguments, out: Any, call: RecordedCall) -> Any:
     """Return the recorded outputs as new leaves, in the form of ``out``.
 
-    So only one layer's graph exists at a time. Keys and values that the repeated call added to the dictionary in
-    ``used_arguments`` are also added to the dictionary in ``arguments``.
+    Because the next layer reads leaves, only one layer's graph exists at a time. The repeated call may have added keys
+    and values to the dictionary in ``used_arguments``, for other layers. Their recorded values are then added, as
+    leaves, to the dictionary in ``arguments``.
     """
     leaves = iter([x.clone().requires_grad_(torch.is_grad_enabled()) for x in call.outputs])
     items = [next(leaves) if _is_output(place, item) else item for place, item in enumerate(_as_list(out))]

@@ -237,8 +237,8 @@ class _Preflight:
             fix="use another copy of the checkpoint, or correct its config.json; for float16 set dtype: bfloat16",
         )
 
-    def _refuse_foreign_leaves(self, index: int, z_out: Tensor, allowed_leaves: list[Tensor]) -> None:
-        for leaf in trainable_leaves_except(z_out, allowed_leaves):
+    def _refuse_foreign_leaves(self, index: int, output: Tensor, allowed_leaves: list[Tensor]) -> None:
+        for leaf in trainable_leaves_except(output, allowed_leaves):
             raise UnsupportedModelError(
                 f"{self._model_name} is not streamed exactly: {type(self.layers[index]).__name__} reads a tensor with "
                 f"a gradient (leaf of shape {tuple(leaf.shape)}) that is neither argument nor parameter, such as "

@@ -64,8 +64,8 @@ class LayerCheck:
     Args:
         model: Model, for its class name in errors.
         layers: Decoder layers of the model.
-        names: Attention implementations that the model's configs name, with and without streaming.
-        reference: Attention implementations with which the layers run without streaming.
+        names: Object that sets the attention implementation in the model's configs.
+        reference: Name of each config's attention implementation in calls without chunks.
         own_attention: Attention implementation of layers that compute attention in their own code; None for others.
         valid: Mask ``[B, T]``, True where the batch has a token.
     """
@@ -231,9 +231,9 @@ SHORT = Schedule(chunk_size=3, head_chunk_size=5)
 
 
 def check_sequence_parallel(handle: StreamedModel) -> None:
-    """Raise an error if ranks that share a sequence compute other results than one rank alone.
+    """Raise an error if ranks that share a sequence do not compute the same results as a single rank.
 
-    The loss and the gradient of the first trained layer are compared. All ranks of the group must call this together.
+    The loss is compared, and the gradient of the first trained layer. All ranks of the group must call this together.
 
     Raises:
         UnsupportedModelError: Loss or gradient differs by more than rounding.

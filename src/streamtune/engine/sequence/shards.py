@@ -64,7 +64,7 @@ class SequenceShards:
     trees: PackedRows | None = None
     """Rows that share a prefix; their mask is built elsewhere (``Branches.restrict_mask``)."""
     padding: Tensor | None = None
-    """Padding mask ``[B, L S]`` that the model gets, 0 for padding."""
+    """Padding mask ``[B, L * S]`` that the model gets, 0 for padding; S is the number of ranks."""
     routes: Any = None
     """Ranks that exchange each recurrent state (``StateRoutes``); set by the first layer with states."""
     _masks: dict[int, tuple[LazyMask, LazyMask]] = field(default_factory=dict)
@@ -88,7 +88,7 @@ class SequenceShards:
 
     @property
     def padded_length(self) -> int:
-        """Length L S of the padded sequence."""
+        """Number of tokens of the padded sequence: L tokens per rank times S ranks."""
         return self.own_length * self.size
 
     @cached_property
@@ -101,7 +101,7 @@ class SequenceShards:
 
     @property
     def all_tokens(self) -> slice:
-        """Slice of all tokens of one rank."""
+        """Slice that covers all tokens of one rank."""
         return slice(0, self.own_length)
 
     def global_chunk(self, chunk: slice) -> slice:
@@ -303,7 +303,7 @@ class ChunkExchange:
 
     @property
     def ring_layout(self) -> Ring:
-        """Positions in the sequence of this chunk's queries and of every rank's keys, for :class:`Ring` attention."""
+        """Positions, within the sequence, of this chunk's queries and of every rank's keys, for ring attention."""
         shards, base = self.shards, self.part.start
         queries = [
             (slice(chunk.start - base, chunk.stop - base), shards.shard_positions(chunk))

@@ -90,18 +90,18 @@ def add_adapters(
         seed: Seed of the random initial values.
         new_tokens: Ids of tokens whose rows in the embedding and the head are trained too.
     """
-    adapted = add_peft_adapters(model, spec, seed, new_tokens)
+    adapted_model = add_peft_adapters(model, spec, seed, new_tokens)
     if spec.adapter_kind.start == "peft":
-        return adapted
+        return adapted_model
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(seed)
         if spec.adapter_kind.subtracts_initial_values:
-            add_constant_adapter(adapted)
+            add_constant_adapter(adapted_model)
         if spec.adapter_kind.start == "weights":
-            initialize_from_weights(adapted, spec)
+            initialize_from_weights(adapted_model, spec)
         elif spec.adapter_kind.start == "quantisation" and next(model.parameters()).device.type != "meta":
-            initialize_from_quantization_error(model, lora_layers(adapted))
-    return adapted
+            initialize_from_quantization_error(model, lora_layers(adapted_model))
+    return adapted_model
 
 
 def make_loftq_quantizer(spec: AdapterSpec, *, iterations: int, seed: int) -> LoftqQuantizer:
@@ -109,8 +109,8 @@ def make_loftq_quantizer(spec: AdapterSpec, *, iterations: int, seed: int) -> Lo
 
     def rank_and_scale_by_layer(model: PreTrainedModel) -> dict[str, tuple[int, float]]:
         with torch.device("meta"):
-            adapted = add_peft_adapters(copy_to_meta(model), spec, seed, ())
-        return {name: (layer.r["default"], layer.scaling["default"]) for name, layer in lora_layers(adapted)}
+            adapted_model = add_peft_adapters(copy_to_meta(model), spec, seed, ())
+        return {name: (layer.r["default"], layer.scaling["default"]) for name, layer in lora_layers(adapted_model)}
 
     return LoftqQuantizer(rank_and_scale_by_layer, iterations=iterations, seed=seed)
 
@@ -145,7 +145,7 @@ def add_peft_adapters(model: PreTrainedModel, spec: AdapterSpec, seed: int, new_
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False")  # peft sets it itself, for Conv1D
         torch.manual_seed(seed)
         try:
-            adapted: PeftModel = get_peft_model(model, config)
+            adapted_model: PeftModel = get_peft_model(model, config)
         except (ValueError, TypeError, NotImplementedError) as error:
             raise ArgumentError(
                 f"peft cannot put adapters of kind {spec.kind} on {type(model).__name__}: {error}",
@@ -153,10 +153,10 @@ def add_peft_adapters(model: PreTrainedModel, spec: AdapterSpec, seed: int, new_
                 fix="name other layers in lora_target, or write adapter_type: lora",
             ) from error
     if spec.adapter_kind.is_lora:
-        _check_ranks_fit_layers(dict(lora_layers(adapted)), spec)
+        _check_ranks_fit_layers(dict(lora_layers(adapted_model)), spec)
     if spec.adapter_kind.divides_by_rows:
-        _refuse_dora_on_zero_rows(adapted)
-    return adapted
+        _refuse_dora_on_zero_rows(adapted_model)
+    return adapted_model
 
 
 def _refuse_low_rank_only_options(spec: AdapterSpec, model: PreTrainedModel, new_tokens: Sequence[int]) -> None:
@@ -209,8 +209,8 @@ def _check_ranks_fit_layers(layers: Mapping[str, Any], spec: AdapterSpec) -> Non
         )
 
 
-def _refuse_dora_on_zero_rows(adapted: Any) -> None:
-    for name, layer in lora_layers(adapted):
+def _refuse_dora_on_zero_rows(adapted_model: Any) -> None:
+    for name, layer in lora_layers(adapted_model):
         norms = layer.lora_magnitude_vector["default"].weight
         zeros = 0 if norms.is_meta else int((norms == 0).sum())
         if zeros:
@@ -246,26 +246,28 @@ def _largest_rank(layer: Any, spec: AdapterSpec) -> int:
     return {"columns": columns, "half": singular // 2}.get(spec.adapter_kind.largest_rank, singular)
 
 
-def is_converted_when_saved(adapted: Any) -> bool:
+def is_converted_when_saved(adapted_model: Any) -> bool:
     """Return True if saving converts the adapters of a model to a plain LoRA."""
-    return any(START in layer.lora_A or _is_paca_layer(layer) for _, layer in lora_layers(adapted))
+    return any(START in layer.lora_A or _is_paca_layer(layer) for _, layer in lora_layers(adapted_model))
 
 
 def _is_paca_layer(layer: Any) -> bool:
     return any(hasattr(part, "index") for part in layer.lora_A.values())
 
 
-def convert_to_lora(adapted: Any, weights: Mapping[str, Tensor] | None = None) -> tuple[PeftConfig, dict[str, Tensor]]:
+def convert_to_lora(
+    adapted_model: Any, weights: Mapping[str, Tensor] | None = None
+) -> tuple[PeftConfig, dict[str, Tensor]]:
     """Return the configuration and tensors of a model's adapters, converted to a plain LoRA on the unchanged base.
 
     :func:`is_converted_when_saved` must be True. ``weights`` is the state dict to convert, by default the model's.
     """
     from peft import get_peft_model_state_dict
 
-    state: dict[str, Any] = dict(adapted.state_dict() if weights is None else weights)
+    state: dict[str, Any] = dict(adapted_model.state_dict() if weights is None else weights)
     constant = {name: state.pop(name) for name in list(state) if name.endswith(CONSTANT)}
-    adapters = get_peft_model_state_dict(adapted, state_dict=state, save_embedding_layers=False)
-    config = copy.deepcopy(adapted.peft_config["default"])
+    adapters = get_peft_model_state_dict(adapted_model, state_dict=state, save_embedding_layers=False)
+    config = copy.deepcopy(adapted_model.peft_config["default"])
     config.inference_mode = True
     for name, values in constant.items():
         key = name.replace(f".{START}.weight", ".weight")
@@ -279,7 +281,7 @@ def convert_to_lora(adapted: Any, weights: Mapping[str, Tensor] | None = None) -
     for name in [name for name in adapters if name.endswith(COLUMNS)]:
         index, layer = adapters.pop(name), name.removesuffix(".index")
         like = adapters[f"{layer.removesuffix('A')}B.weight"]
-        ones = like.new_zeros(len(index), adapted.get_submodule(f"{layer}.default").width)
+        ones = like.new_zeros(len(index), adapted_model.get_submodule(f"{layer}.default").width)
         adapters[f"{layer}.weight"] = ones.scatter_(1, index[:, None].to(ones.device), 1)
     return config, {name: values.contiguous() for name, values in adapters.items()}
 
@@ -296,25 +298,25 @@ def load_run_adapters(
     from peft import set_peft_model_state_dict
     from safetensors.torch import load_file
 
-    adapted = add_peft_adapters(model, spec, 0, new_tokens)
+    adapted_model = add_peft_adapters(model, spec, 0, new_tokens)
     saved = load_file(_adapter_weights_file(folder), backend=READ_BACKEND)
     if spec.adapter_kind.columns:
         for name in [name for name in saved if name.endswith("lora_A.weight")]:
             saved[name.replace("lora_A.weight", COLUMNS)] = saved.pop(name).argmax(dim=1)
-        set_peft_model_state_dict(adapted, saved)
-        return adapted
-    add_constant_adapter(adapted)
+        set_peft_model_state_dict(adapted_model, saved)
+        return adapted_model
+    add_constant_adapter(adapted_model)
     trained: dict[str, Tensor] = {}
     constant: dict[str, Tensor] = {}
     for name, values in saved.items():
         trained[name] = values
         if "lora_A" in name or "lora_B" in name:
             trained[name], constant[name] = values.chunk(2, dim=0 if "lora_A" in name else 1)
-    set_peft_model_state_dict(adapted, trained)
-    for name, module in adapted.named_modules():
+    set_peft_model_state_dict(adapted_model, trained)
+    for name, module in adapted_model.named_modules():
         if f"{name}.weight".endswith(CONSTANT):
             module.weight.copy_(constant[f"{name.removesuffix(f'.{START}')}.weight"])
-    return adapted
+    return adapted_model
 
 
 def _adapter_weights_file(folder: Path) -> Path:
@@ -374,7 +376,7 @@ def load_initial_adapters(model: PreTrainedModel, folder: str) -> PeftModel:
             if next(model.parameters()).device.type == "meta":
                 return get_peft_model(model, config)
             with refuse_file_changes(path, where=key), read_without_mmap(path):
-                adapted = PeftModel.from_pretrained(model, str(path), is_trainable=True, config=config)
+                adapted_model = PeftModel.from_pretrained(model, str(path), is_trainable=True, config=config)
     except (IndexError, KeyError, NotImplementedError, RuntimeError, ValueError) as error:
         raise ArgumentError(
             f"peft cannot put the adapters in {folder} on this base: {str(error).splitlines()[0]}",
@@ -383,11 +385,11 @@ def load_initial_adapters(model: PreTrainedModel, folder: str) -> PeftModel:
         ) from error
     with safe_open(path / "adapter_model.safetensors", framework="pt") as file:
         saved = {name for name in file.keys() if not name.endswith(".base_layer.weight")}  # noqa: SIM118
-    wanted = get_peft_model_state_dict(adapted, save_embedding_layers=False)
+    wanted = get_peft_model_state_dict(adapted_model, save_embedding_layers=False)
     if lost := sorted(saved ^ {name for name in wanted if not name.endswith(".base_layer.weight")}):
         raise ArgumentError(
             f"the adapters in {folder} belong to another base: {len(lost)} weights do not match, such as {lost[0]}",
             where=key,
             fix="use adapters of this model",
         )
-    return adapted
+    return adapted_model

@@ -47,9 +47,9 @@ START = "start"
 CONSTANT = (f"lora_A.{START}.weight", f"lora_B.{START}.weight")
 
 
-def initialize_from_weights(adapted: Any, spec: AdapterSpec) -> None:
+def initialize_from_weights(adapted_model: Any, spec: AdapterSpec) -> None:
     """Set the initial values of adapters from a decomposition of each weight; refuse quantised weights."""
-    for name, layer in lora_layers(adapted):
+    for name, layer in lora_layers(adapted_model):
         weight = layer.get_base_layer().weight
         if weight.device.type == "meta":
             continue
@@ -92,38 +92,40 @@ def set_initial_factors(layer: Any, factor_a: Tensor, factor_b: Tensor) -> None:
     layer.lora_B[START].weight.copy_(-b)
 
 
-def initial_value_tensors(adapted: Any) -> Iterator[Tensor]:
+def initial_value_tensors(adapted_model: Any) -> Iterator[Tensor]:
     """Yield all tensors that :func:`set_initial_factors` writes, layer by layer."""
-    for _, layer in lora_layers(adapted):
+    for _, layer in lora_layers(adapted_model):
         for parts in (layer.lora_A, layer.lora_B):
             yield from (parts[name].weight for name in ("default", START))
 
 
-def add_constant_adapter(adapted: Any) -> None:
+def add_constant_adapter(adapted_model: Any) -> None:
     """Add a constant adapter, stored in buffers, to each layer: it cancels the trained adapter's initial product."""
-    plain = copy.deepcopy(adapted.peft_config["default"])
+    plain = copy.deepcopy(adapted_model.peft_config["default"])
     plain.lora_dropout, plain.modules_to_save, plain.trainable_token_indices = 0.0, None, None
-    adapted.add_adapter(START, plain)
-    for _, layer in lora_layers(adapted):
+    adapted_model.add_adapter(START, plain)
+    for _, layer in lora_layers(adapted_model):
         for part in (layer.lora_A[START], layer.lora_B[START]):
             values = part.weight.detach()
             del part.weight
             part.register_buffer("weight", values)
         layer.set_adapter(["default", START])
-    del adapted.peft_config[START]  # code that reads peft_config sees one adapter
+    del adapted_model.peft_config[START]  # code that reads peft_config sees one adapter
 
 
 Factors = dict[str, tuple[Tensor, Tensor]]
 """``A`` ``[r, in]`` and ``B`` ``[out, r]`` by the layer's name in the base."""
 
 
-def factors_from_gradients(adapted: Any, losses: Sequence[Callable[[], Tensor]], *, gamma: float, seed: int) -> Factors:
+def factors_from_gradients(
+    adapted_model: Any, losses: Sequence[Callable[[], Tensor]], *, gamma: float, seed: int
+) -> Factors:
     """Return the initial values of a model's adapters, computed from gradients (``lora_ga``).
 
     The model does not change.
 
     Args:
-        adapted: Model, streamed or not, with adapters that have no effect yet.
+        adapted_model: Model, streamed or not, with adapters that have no effect yet.
         losses: Functions that compute the losses of micro-batches, whose sum is differentiated.
         gamma: Constant of the paper; both factors are proportional to ``gamma ** -0.5``.
         seed: Seed of dropout, and of the random start of each decomposition.
@@ -131,7 +133,7 @@ def factors_from_gradients(adapted: Any, losses: Sequence[Callable[[], Tensor]],
     Raises:
         NonFiniteError: A gradient is not finite.
     """
-    layers = dict(lora_layers(adapted))
+    layers = dict(lora_layers(adapted_model))
     names = {id(layer.get_base_layer().weight): name for name, layer in layers.items()}
     sums: dict[str, Tensor] = {}
     factors: Factors = {}
@@ -156,7 +158,7 @@ def factors_from_gradients(adapted: Any, losses: Sequence[Callable[[], Tensor]],
             )
         factors[name] = factors_of_gradient(grad, layer.r["default"], gamma, seed)
 
-    with torch.random.fork_rng(), torch.enable_grad(), _train_only_adapted_weights(adapted, names):
+    with torch.random.fork_rng(), torch.enable_grad(), _train_only_adapted_weights(adapted_model, names):
         for number, loss in enumerate(losses):
             torch.manual_seed(seed + number)
             hook = partial(collect_gradient, is_last_batch=number == len(losses) - 1)
@@ -183,21 +185,21 @@ def factors_of_gradient(grad: Tensor, rank: int, gamma: float, seed: int) -> tup
 
 
 @torch.no_grad()
-def initialize_from_factors(adapted: Any, factors: Factors) -> None:
+def initialize_from_factors(adapted_model: Any, factors: Factors) -> None:
     """Set the initial values of a model's adapters. Layers without factors, which had no gradient, do not change."""
-    for name, layer in lora_layers(adapted):
+    for name, layer in lora_layers(adapted_model):
         if name in factors:
             set_initial_factors(layer, *factors[name])
 
 
-def gradient_sum_bytes(adapted: Any) -> int:
+def gradient_sum_bytes(adapted_model: Any) -> int:
     """Return the bytes of host memory that are needed to sum gradients in fp32 over several micro-batches (LoRA-GA)."""
-    return sum(4 * layer.get_base_layer().weight.numel() for _, layer in lora_layers(adapted))
+    return sum(4 * layer.get_base_layer().weight.numel() for _, layer in lora_layers(adapted_model))
 
 
 @contextmanager
-def _train_only_adapted_weights(adapted: nn.Module, name_by_weight_id: dict[int, str]) -> Iterator[None]:
-    parameters = [(parameter, parameter.requires_grad) for parameter in adapted.parameters()]
+def _train_only_adapted_weights(adapted_model: nn.Module, name_by_weight_id: dict[int, str]) -> Iterator[None]:
+    parameters = [(parameter, parameter.requires_grad) for parameter in adapted_model.parameters()]
     for parameter, _ in parameters:
         parameter.requires_grad_(id(parameter) in name_by_weight_id)
     try:

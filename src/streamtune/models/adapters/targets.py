@@ -167,10 +167,10 @@ def module_and_parameter_names(model: nn.Module) -> list[str]:
     return [*modules, *parameters, *(f"base_model.model.{name}" for name in modules)]
 
 
-def lora_layers(adapted: Any) -> Iterator[tuple[str, Any]]:
+def lora_layers(adapted_model: Any) -> Iterator[tuple[str, Any]]:
     """Yield (name in the base model, layer) for each LoRA layer of peft."""
     from peft.tuners.lora import LoraLayer
 
-    for name, module in adapted.get_base_model().named_modules():
+    for name, module in adapted_model.get_base_model().named_modules():
         if isinstance(module, LoraLayer):
             yield name.replace(".base_layer", ""), module

@@ -119,7 +119,7 @@ class Branch:
 
     @property
     def shift(self) -> int:
-        """Difference between a token's index in the sequence and its position in the row, equal within the part."""
+        """Index of a token in the sequence minus its position in the row; the same for all tokens of the part."""
         return self.start - self.trunk_length
 
     @cached_property

@@ -183,17 +183,17 @@ def _as_token_rows(x: Tensor) -> Tensor:
 def fused_view_kernel(
     view: MaskView, q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule, needs_formula: bool = True
 ) -> ViewKernel | None:
-    """Return a kernel that computes the attention under ``view`` in one call; None to compute it segment by segment.
+    """Return a kernel that computes the attention under ``view`` in one call, or None.
 
-    The result is None on CPU, with dropout, and if tensors differ in dtype or head size or have too many elements for
-    32-bit indices. It is also None if the kernel does not agree with the formula on this device, or if segments are as
-    fast.
+    None means that the attention is computed segment by segment. The result is None on CPU and with dropout. It is None
+    if tensors differ in dtype or head size, or have too many elements for 32-bit indices. It is also None if the kernel
+    does not agree with the formula on this device, or if segments are as fast.
 
     Args:
         view, q, k, v: Arguments of ``prefix_attention``.
         rule: Scale, softcap and dropout of the scores.
-        needs_formula: True if some segment has no fused kernel. If all have one, segments need less memory (for the
-            gradient of a prefix), and are as fast except with a window or for many short rows.
+        needs_formula: True if some segment has no fused kernel. If False, the result is None except with a window or
+            for many short rows: otherwise segments are as fast, and take less memory for the gradient of a prefix.
     """
     scale, softcap = rule.scale, rule.softcap
     if not q.is_cuda or rule.dropout > 0 or not _are_alike(q, k, v) or _memory_span(q, k, v) > MAX_ELEMENTS:

@@ -132,7 +132,10 @@ def bandwidth_bound_bytes(func: Any, flops: int, args: tuple[Any, ...], out: Any
 
 
 def attention_flops(func: Any, args: tuple[Any, ...]) -> int:
-    """Return the FLOPs of a fused attention operator; of causal square attention only unmasked pairs count."""
+    """Return the FLOPs of a fused attention operator.
+
+    All pairs of a query and a key count. For causal attention with as many queries as keys, only unmasked pairs count.
+    """
     name = func._schema.name.removeprefix("aten::")
     backward = name.endswith("_backward")
     q, k, v = args[1:4] if backward else args[:3]

@@ -56,13 +56,15 @@ class UnlikeError(Exception):
 
 @dataclass(frozen=True)
 class Axis:
-    """Chunks of a step, or periods of its layers, which are equal except for the first few and the last few.
+    """Items of a step: chunks, or repeating groups of layers. All but the first few and the last few are equal.
+
+    A shorter step, which omits some of the equal items, is simulated in place of the whole step.
 
     Attributes:
-        count: Number of items (chunks or periods) in the whole step.
+        count: Number of items in the whole step.
         num_first: Number of items at the start that differ from all later items.
         num_last: Number of items at the end that differ from all earlier items.
-        base: Number of items in a shorter step, which omits equal items; None if no item is omitted.
+        base: Number of items in the shorter step; None if no item is omitted.
     """
 
     count: int
@@ -453,7 +455,10 @@ def _first_layer_index(cells: Iterable[tuple[CellPlace, Cell]]) -> int | None:
 
 
 def _shift_cells(run: Run, added_bytes: Bytes, first_layer: int, added_layers: int) -> Iterator[tuple[CellPlace, Cell]]:
-    """Yield the cells with ``added_bytes`` added, and layer numbers from ``first_layer`` on raised."""
+    """Yield the cells with ``added_bytes`` added to their bytes.
+
+    Layer numbers of at least ``first_layer`` are raised by ``added_layers``.
+    """
     for place, cell in run:
         number = place.layer
         moved = replace(place, layer=number + added_layers) if number is not None and number >= first_layer else place

@@ -57,7 +57,7 @@ class TableOptions:
         repeats: Number of timed steps of each row.
         folder: Existing folder for the files of the table.
         command: Command line that reproduces the table.
-        method: Method of ``max-length`` to test a length: ``measure`` or ``simulate``.
+        method: Way in which the table ``max-length`` tests a length: ``measure`` or ``simulate``.
         sizes: Memory budgets of ``max-length`` in bytes, for device, host and disk; None if not given.
     """
 
@@ -126,9 +126,9 @@ def measure_missing_rows(
     entries = [entry for group in groups for entry in group]
     report.rows = [row for entry in entries if (row := report.find_row(entry)) is not None]
     for group in groups:
-        todo = [entry for entry in group if report.find_row(entry) is None]
+        unmeasured = [entry for entry in group if report.find_row(entry) is None]
         same = [e for e in entries if e.case.length == group[0].case.length and (e.to_checkpoint or e.to_default)]
-        for row in measure(todo, same) if todo else ():
+        for row in measure(unmeasured, same) if unmeasured else ():
             report.rows.append(row)
             report.rows = [known for entry in entries if (known := report.find_row(entry)) is not None]
             report.save(folder)
@@ -144,8 +144,8 @@ def _measure_steps(worker: Worker, repeats: int, memory: bool, notify: Callable[
         notify: Callback for text about the current measurement.
     """
 
-    def measure(todo: Sequence[Entry], references: Sequence[Entry]) -> Iterator[TableRow]:
-        rows = {entry: entry.new_row() for entry in todo}
+    def measure(entries: Sequence[Entry], references: Sequence[Entry]) -> Iterator[TableRow]:
+        rows = {entry: entry.new_row() for entry in entries}
         steps: dict[Entry, list[tuple[float, float]]] = {}
         failed: dict[Entry, str] = {}
 
@@ -158,11 +158,11 @@ def _measure_steps(worker: Worker, repeats: int, memory: bool, notify: Callable[
                 failed[entry] = worker.failed
             return answer
 
-        for entry in todo if memory else ():
+        for entry in entries if memory else ():
             rows[entry] = replace(rows[entry], **ask(entry, "measure_memory", "memory"))
         known = [entry for entry in references if repeats and entry not in rows]
         for turn in range(repeats + 1):  # the first turn warms up and gives the loss
-            for entry in [*known, *todo]:
+            for entry in [*known, *entries]:
                 answer = ask(entry, "measure_time", f"step {turn} of {repeats}")
                 if turn and answer:
                     steps.setdefault(entry, []).append((answer["forward_s"], answer["backward_s"]))
@@ -278,8 +278,8 @@ TryLength = Callable[[Entry, int], Outcome]
 def search_longest(try_length: TryLength, budget: Budget, notify: Callable[[str], None]) -> MeasureGroup:
     """Return a function that finds, for each row of the table, the longest sequence that fits ``budget``."""
 
-    def measure(todo: Sequence[Entry], references: Sequence[Entry]) -> Iterator[TableRow]:
-        for entry in todo:
+    def measure(entries: Sequence[Entry], references: Sequence[Entry]) -> Iterator[TableRow]:
+        for entry in entries:
             yield _search_longest_row(entry, try_length, budget, notify)
 
     return measure

@@ -86,7 +86,7 @@ def evaluate(
         option(
             "DIR",
             "Folder for eval.json and plots, which must be new or empty. [default: RUN/eval, if the model is "
-            "a run; otherwise no files]",
+            "given as a run directory; otherwise no files]",
         ),
     ] = None,
     set_: SetOption = None,

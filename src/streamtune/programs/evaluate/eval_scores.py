@@ -32,7 +32,7 @@ LEAST_TOKENS = 3
 
 @dataclass(frozen=True)
 class ScoringModel:
-    """A model on which :func:`streamtune.stream` was called, with its device; ``bf16`` selects bfloat16 autocast."""
+    """A model on which ``streamtune.stream`` was called, with its device; ``bf16`` selects bfloat16 autocast."""
 
     handle: StreamHandle
     model: Any

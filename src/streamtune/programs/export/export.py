@@ -63,7 +63,8 @@ class ExportOptions:
     base: str | None = None
     """Base model of the adapters; None means the base model that the run records."""
     dtype: str | None = None
-    """Dtype of the written weights, a key of :data:`DTYPES`; None means the dtype of training."""
+    """Dtype of the written weights, a key of :data:`DTYPES`. None: the dtype of the stored weights, or of the adapters'
+    base model in training."""
     max_shard_size: int = 5 * 10**9
     """Maximum size of each safetensors file, in bytes."""
     check: bool = True

@@ -70,7 +70,12 @@ def export(
         ),
     ] = None,
     dtype: Annotated[
-        str | None, option("float32|bfloat16|float16", "Dtype of the written weights. [default: the dtype of training]")
+        str | None,
+        option(
+            "float32|bfloat16|float16",
+            "Dtype of the written weights. [default: the dtype of the stored weights; for adapters, the dtype of their "
+            "base model in training]",
+        ),
     ] = None,
     max_shard_size: Annotated[str, option("SIZE", "Maximum size of each safetensors file. [default: 5GB]")] = "5GB",
     check: Annotated[

@@ -289,7 +289,7 @@ def load_trained(
 
     Args:
         base: Base model of the adapters; None means the base model that the run records.
-        dtype: Dtype of the base model or of a model without adapters; None means the dtype of training.
+        dtype: Dtype of the weights. None: the dtype of the stored weights, or of the adapters' base model in training.
         quantization: Quantisation of the frozen base model: ``nf4``, ``int8`` or None.
         trust_remote_code: True to allow the model's own Python code.
         notify: Called with each note to show to the user.

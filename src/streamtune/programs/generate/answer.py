@@ -44,7 +44,7 @@ class GenerateOptions:
     """Base model of the adapters; None means the base model that the run records."""
     device: str = "auto"
     dtype: str | None = None
-    """Dtype of the weights; None means the dtype of training."""
+    """Dtype of the weights. None: the dtype of the stored weights, or of the adapters' base model in training."""
     max_new_tokens: int = 512
     temperature: float | None = None
     """Sampling temperature; 0 is greedy decoding. None means the generation config's temperature, or 0.7."""

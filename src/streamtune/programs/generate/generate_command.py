@@ -56,7 +56,7 @@ def generate(
         option(
             "TEXT",
             "System message at the start of each conversation. [default: the recipe's default_system, if the "
-            "model is a run; otherwise none]",
+            "model is given as a run directory; otherwise none]",
         ),
     ] = None,
     raw: Annotated[
@@ -115,7 +115,11 @@ def generate(
     ] = "auto",
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"] | None,
-        option("float32|bfloat16|float16", "Dtype of the weights in memory. [default: the dtype of training]"),
+        option(
+            "float32|bfloat16|float16",
+            "Dtype of the weights in memory. [default: the dtype of the stored weights; for adapters, the dtype of "
+            "their base model in training]",
+        ),
     ] = None,
     vllm: Annotated[
         bool,

@@ -76,18 +76,18 @@ FIELDS: dict[str, FieldRule] = field_table(
             default_system_message"""),
         **same_name_rules(
             "eval_batch_size context_parallel_size precompute_ref_log_probs trl.num_completions_to_print",
-            trains=False,
+            changes_training=False,
         ),
         **switch_rules("peft_use_dora peft_use_rslora"),
         "optimizer": key_rule("optim", convert_optimizer_name),
-        "sequence_parallel_degree": key_rule("sequence_parallel_size", trains=False),
+        "sequence_parallel_degree": key_rule("sequence_parallel_size", changes_training=False),
         "orpo_alpha": key_rule("beta", why="StreamTune's beta is ORPO's weight of the odds ratio"),
         "tokenizer_config": key_rule("tokenizer", lambda name: {"path": name}),
         "bf16": key_rule("bf16", _convert_precision),
         "trl.reward_funcs": key_rule(
             "reward_funcs", _convert_reward_functions, why="your own code: StreamTune needs allow_code: true"
         ),
-        "vllm.gpu_memory_utilization": key_rule("vllm_gpu_memory_utilization", trains=False),
+        "vllm.gpu_memory_utilization": key_rule("vllm_gpu_memory_utilization", changes_training=False),
         "special_tokens": key_rule("special_tokens", convert_special_tokens),
         "rope_scaling": key_rule("rope_scaling", convert_rope_scaling),
         "lora_modules_to_save": key_rule("modules_to_save", convert_module_list),
@@ -96,10 +96,12 @@ FIELDS: dict[str, FieldRule] = field_table(
         "trl.multi_objective_aggregation": no_counterpart("rewards are summed", off=("sum_then_normalize",)),
         **dict.fromkeys(
             ("tensor_parallel_size", "dp_replicate_size", "expert_parallel_size"),
-            no_counterpart("StreamTune has no tensor parallelism", trains=False, off=(1,)),
+            no_counterpart("StreamTune has no tensor parallelism", changes_training=False, off=(1,)),
         ),
         "model_revision": no_counterpart("download the model revision and give its folder", off=("main",)),
-        "peft_autocast_adapter_dtype": no_counterpart("StreamTune trains adapters in fp32", trains=False, off=(True,)),
+        "peft_autocast_adapter_dtype": no_counterpart(
+            "StreamTune trains adapters in fp32", changes_training=False, off=(True,)
+        ),
     },
     renamed={
         "special_tokens": """special_tokens.bos_token special_tokens.eos_token special_tokens.pad_token
@@ -331,7 +333,7 @@ def _convert_dependent_fields(conversion: Conversion) -> None:
     on_inputs = conversion.pop_field("train_on_inputs")
     sharding = conversion.get("fsdp_config")
     if sharding and not conversion.get("fsdp"):
-        conversion.write_key("fsdp", True, "fsdp_config", note="FSDP2 shards automatically", trains=False)
+        conversion.write_key("fsdp", True, "fsdp_config", note="FSDP2 shards automatically", changes_training=False)
     conversion.mark_unneeded(
         "fsdp_config", why="StreamTune's fsdp: true shards automatically with FSDP2" if sharding else "no value"
     )

@@ -76,7 +76,7 @@ ENTRY_FIELDS: dict[str, FieldRule] = field_table(
     },
     lost={
         "to train only a part of the rows, write max_rows": "shards shards_idx skip",
-        "StreamTune reads no revision of a dataset": "revision",
+        "StreamTune cannot read an older revision of a dataset": "revision",
         "a custom prompt format": """conversation input_format input_transform type.system_prompt type.system_format
             type.format type.no_input_format type.field_system type.field_instruction type.field_input type.field_output
             type.prompt_format type.chosen_format type.rejected_format type.completion_format""",
@@ -210,7 +210,9 @@ def _convert_dataset(conversion: Conversion, entry: dict[str, Any], name: str, i
         elif key in ("roles_to_train", "train_on_eos", "train_on_eot"):
             _convert_trained_turns(conversion, value, name, index, key)
         elif key == "message_field_training" and value in FLAGS:
-            conversion.report_unneeded(name, index, key, why="StreamTune trains on messages without this field")
+            conversion.report_unneeded(
+                name, index, key, why=f"StreamTune reads the message fields {', '.join(FLAGS)} without a setting"
+            )
         elif key == "chat_template":
             if value not in ("tokenizer_default", "jinja"):
                 report_lost(key, "to change the tokenizer's own chat template, write chat_template: FILE.jinja")

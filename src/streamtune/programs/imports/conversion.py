@@ -36,7 +36,7 @@ class FieldFinding:
     """StreamTune key with its value; empty if no key is written."""
     note: str = ""
     """Reason for the outcome, or advice."""
-    trains: bool = False
+    changes_training: bool = False
     """True if the field is not converted and training changes without it."""
 
 
@@ -107,13 +107,13 @@ class Conversion:
             self.write_key(key, value, name, note=note)
         self.mark_unneeded(name, why=why)
 
-    def write_key(self, key: str, value: Any, *path: str | int, note: str = "", trains: bool = True) -> bool:
+    def write_key(self, key: str, value: Any, *path: str | int, note: str = "", changes_training: bool = True) -> bool:
         """Write a StreamTune key for an original field; if the schema rejects the value, report the field as lost.
 
         Args:
             path: Names and indices that lead to the original field.
             note: Comment on the key in the new recipe.
-            trains: True if training changes without the value.
+            changes_training: True if training changes without the value.
 
         Returns:
             True if the key was written.
@@ -123,13 +123,13 @@ class Conversion:
             return False
         value = _resolve_value_alias(key, value)
         if wrong := self._why_rejected(key, value):
-            self.report_lost(*path, why=wrong, trains=trains)
+            self.report_lost(*path, why=wrong, changes_training=changes_training)
             return False
         self.ours[key] = value
         self.lines[(key,)] = self.file.marks.key_line(path)
         theirs = _dotted_name(path)
         self.notes[key] = "; ".join(part for part in (theirs if theirs != key else "", note) if part)
-        self._add_finding("mapped", path, ours=_show_field(key, value), note=note)
+        self._add_finding("mapped", path, our_setting=_show_field(key, value), note=note)
         return True
 
     def merge_into_key(self, key: str, values: dict[str, Any], *path: str | int, note: str = "") -> bool:
@@ -137,15 +137,15 @@ class Conversion:
         return self.write_key(key, {**self.ours.get(key, {}), **values}, *path, note=note)
 
     def convert_key(
-        self, key: str, convert: Callable[[Any], Any], value: Any, *path: str | int, trains: bool = True
+        self, key: str, convert: Callable[[Any], Any], value: Any, *path: str | int, changes_training: bool = True
     ) -> None:
         """Write a key with the value that ``convert`` returns; if ``convert`` fails, report the field as lost."""
         try:
             converted = convert(value)
         except UnconvertedError as error:
-            self.report_lost(*path, why=str(error), trains=trains)
+            self.report_lost(*path, why=str(error), changes_training=changes_training)
         else:
-            self.write_key(key, converted, *path, trains=trains)
+            self.write_key(key, converted, *path, changes_training=changes_training)
 
     def write_default(self, key: str, value: Any, note: str = "") -> None:
         """Write the other trainer's default for a key, unless the recipe already has the key."""
@@ -159,22 +159,24 @@ class Conversion:
     def report_unneeded(self, *path: str | int, why: str) -> None:
         self._add_finding("not_needed", path, note=why)
 
-    def report_lost(self, *path: str | int, why: str = "", trains: bool = True) -> None:
-        """Report a field as not converted; ``trains`` is True if training changes without the field."""
-        self._add_finding("lost", path, note=why, trains=trains)
+    def report_lost(self, *path: str | int, why: str = "", changes_training: bool = True) -> None:
+        """Report a field as not converted; ``changes_training`` is True if training changes without the field."""
+        self._add_finding("lost", path, note=why, changes_training=changes_training)
 
     def make_lost_reporter(self, *path: str | int, prefix: str = "") -> Callable[[str], None]:
         """Return a function that takes a reason and reports the field as not converted."""
         return lambda why: self.report_lost(*path, why=prefix + why)
 
-    def report_lost_setting(self, setting: str, why: str, *, trains: bool = True) -> None:
+    def report_lost_setting(self, setting: str, why: str, *, changes_training: bool = True) -> None:
         """Report a setting that is not a field of the file, such as a trainer's default, as not converted."""
-        self.findings.append(FieldFinding("lost", setting, "", "", why, trains))
+        self.findings.append(FieldFinding("lost", setting, "", "", why, changes_training))
 
-    def report_other_file(self, setting: str, where: str, why: str, trains: bool | None) -> None:
-        """Report a field of another file as not converted, or as not needed if ``trains`` is None."""
-        lost = trains is not None
-        self.findings.append(FieldFinding("lost" if lost else "not_needed", setting, where, "", why, bool(trains)))
+    def report_other_file(self, setting: str, where: str, why: str, changes_training: bool | None) -> None:
+        """Report a field of another file as not converted, or as not needed if ``changes_training`` is None."""
+        lost = changes_training is not None
+        self.findings.append(
+            FieldFinding("lost" if lost else "not_needed", setting, where, "", why, bool(changes_training))
+        )
 
     def write_other_file(self, key: str, value: Any, setting: str, where: str) -> None:
         """Write a key for a field of another file, or for a command-line option of a launcher."""
@@ -215,20 +217,20 @@ class Conversion:
             try:
                 converted = rule.convert(value) if rule.convert else value
             except UnconvertedError as error:
-                self.report_lost(*path, why=str(error), trains=rule.trains)
+                self.report_lost(*path, why=str(error), changes_training=rule.changes_training)
             else:
                 if converted is None:
                     self.report_unneeded(*path, why="off, as in StreamTune")
                     return
                 note = "" if rule.convert and converted == value else rule.why
-                self.write_key(rule.ours, converted, *path, note=note, trains=rule.trains)
+                self.write_key(rule.ours, converted, *path, note=note, changes_training=rule.changes_training)
         elif not rule.needed:
             self.report_unneeded(*path, why=rule.why)
         elif rule.is_off(value):
             same = "off, as in StreamTune" if not value else "as in StreamTune"
             self.report_unneeded(*path, why="no value" if value in (None, "") else same)
         else:
-            self.report_lost(*path, why=rule.why, trains=rule.trains)
+            self.report_lost(*path, why=rule.why, changes_training=rule.changes_training)
 
     def _why_rejected(self, key: str, value: Any) -> str:
         if key not in self.kind.model_fields:
@@ -242,13 +244,17 @@ class Conversion:
             return f"StreamTune's '{path[0]}' must be {describe_accepted_values(fragment)}"
         return ""
 
-    def _add_finding(self, kind: Kind, path: KeyPath, ours: str = "", note: str = "", trains: bool = False) -> None:
+    def _add_finding(
+        self, kind: Kind, path: KeyPath, our_setting: str = "", note: str = "", changes_training: bool = False
+    ) -> None:
         name, value = _dotted_name(path), _value_at(self.file.fields, path)
         if len(path) == 1:
             self.left.pop(name, None)
         named_secret = any(word in name.lower() for word in ("token", "key", "secret", "password"))
         theirs = name if named_secret and kind != "mapped" else _show_field(name, value)
-        self.findings.append(FieldFinding(kind, theirs, self.file.marks.key_origin(*path), ours, note, trains))
+        self.findings.append(
+            FieldFinding(kind, theirs, self.file.marks.key_origin(*path), our_setting, note, changes_training)
+        )
 
     def original_lines(self) -> KeyOrigins:
         return KeyOrigins(self.file.marks.file, dict(self.lines))

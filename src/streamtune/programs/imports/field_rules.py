@@ -32,7 +32,7 @@ class FieldRule:
     """Reason why the field is not needed, or what is lost without it."""
     needed: bool = True
     """False if nothing is lost without the field, for example because StreamTune does the same automatically."""
-    trains: bool = True
+    changes_training: bool = True
     """True if training changes without the field."""
     off: tuple[Any, ...] = ()
     """Values that disable the field, in addition to :data:`OFF`."""
@@ -42,20 +42,23 @@ class FieldRule:
 
 
 def key_rule(
-    our_key: str, convert: Callable[[Any], Any] | None = None, *, trains: bool = True, why: str = ""
+    our_key: str, convert: Callable[[Any], Any] | None = None, *, changes_training: bool = True, why: str = ""
 ) -> FieldRule:
     """Return the rule of a field that becomes the StreamTune key ``our_key``."""
-    return FieldRule(our_key, convert, why, trains=trains)
+    return FieldRule(our_key, convert, why, changes_training=changes_training)
 
 
-def no_counterpart(why: str = "", *, trains: bool = True, off: tuple[Any, ...] = ()) -> FieldRule:
+def no_counterpart(why: str = "", *, changes_training: bool = True, off: tuple[Any, ...] = ()) -> FieldRule:
     """Return the rule of a field without a StreamTune key; ``off`` lists values that disable the field."""
-    return FieldRule(why=why, trains=trains, off=off)
+    return FieldRule(why=why, changes_training=changes_training, off=off)
 
 
-def same_name_rules(names: str, *, trains: bool = True) -> dict[str, FieldRule]:
+def same_name_rules(names: str, *, changes_training: bool = True) -> dict[str, FieldRule]:
     """Return the rules of fields named like a StreamTune key or an alias; ``names`` are separated by spaces."""
-    return {name: key_rule(ALIASES.get(name, name.rpartition(".")[2]), trains=trains) for name in names.split()}
+    return {
+        name: key_rule(ALIASES.get(name, name.rpartition(".")[2]), changes_training=changes_training)
+        for name in names.split()
+    }
 
 
 def switch_rules(names: str) -> dict[str, FieldRule]:
@@ -89,7 +92,7 @@ def field_table(
         (renamed, lambda ours: FieldRule(ours)),
         (not_needed, lambda why: FieldRule(why=why, needed=False)),
         (lost, no_counterpart),
-        (lost_beside_training, lambda why: no_counterpart(why, trains=False)),
+        (lost_beside_training, lambda why: no_counterpart(why, changes_training=False)),
     ):
         for text, names in fields.items():
             table |= dict.fromkeys(names.split(), rule(text))

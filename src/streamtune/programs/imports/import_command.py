@@ -43,7 +43,7 @@ def import_recipe(
         str | None,
         option(
             "TRAINER",
-            f"Trainer whose recipe FILE is: {', '.join(TRAINERS)}. [default: recognised by the fields]",
+            f"Trainer that FILE was written for: {', '.join(TRAINERS)}. [default: recognised by the fields]",
             "--from",
         ),
     ] = None,
@@ -129,7 +129,7 @@ def _print_imported(file: Path, imported: ImportedRecipe) -> None:
         found = imported.findings_of_kind(kind)
         if not found:
             continue
-        changed = sum(item.trains for item in found)
+        changed = sum(item.changes_training for item in found)
         tail = f"; * changes training: {changed}" if kind == "lost" and changed else ""
         out.print(Text.assemble("\n", (f"{heading}: {len(found)}", "bold"), tail), soft_wrap=True)
         print_rows(_describe_finding(item) for item in found)
@@ -138,7 +138,7 @@ def _print_imported(file: Path, imported: ImportedRecipe) -> None:
 def _describe_finding(finding: FieldFinding) -> tuple[str, str]:
     if finding.kind == "lost":
         place = finding.where or "-"
-        return f"{place}{' *' if finding.trains else ''}", finding.theirs + (
+        return f"{place}{' *' if finding.changes_training else ''}", finding.theirs + (
             f": {finding.note}" if finding.note else ""
         )
     if finding.kind == "default":
@@ -163,5 +163,5 @@ def _imported_json(file: Path, imported: ImportedRecipe) -> dict[str, object]:
 def _finding_json(finding: FieldFinding) -> dict[str, object]:
     values = {"theirs": finding.theirs, "where": finding.where, "ours": finding.ours, "note": finding.note}
     return {key: value for key, value in values.items() if value} | (
-        {"changes_training": finding.trains} if finding.kind == "lost" else {}
+        {"changes_training": finding.changes_training} if finding.kind == "lost" else {}
     )

@@ -45,7 +45,7 @@ class ImportedRecipe:
     @property
     def changes_training(self) -> list[FieldFinding]:
         """Outcomes of fields that are not converted although they change training."""
-        return [found for found in self.findings if found.kind == "lost" and found.trains]
+        return [found for found in self.findings if found.kind == "lost" and found.changes_training]
 
 
 def import_recipe(path: Path, trainer: str | None = None, objective: str | None = None) -> ImportedRecipe:
@@ -149,6 +149,6 @@ def _recipe_text(conversion: Conversion) -> str:
         lines += ["", "# Not converted; fields marked * change training:"]
         for found in lost:
             place = f" (line {found.where.rpartition(':')[2]})" if found.where else ""
-            mark = "*" if found.trains else " "
+            mark = "*" if found.changes_training else " "
             lines.append(f"#  {mark} {found.theirs}{place}" + (f" - {found.note}" if found.note else ""))
     return "\n".join(lines) + "\n"

@@ -385,7 +385,7 @@ def _convert_dataset(
     if entry.get("num_samples"):
         spec |= {"max_rows": entry["num_samples"], "shuffle": True}
     if entry.get("revision") or entry.get("folder"):
-        report_lost("StreamTune reads no revision or folder of a dataset on the hub")
+        report_lost("StreamTune cannot read an older revision or a single folder of a hub dataset")
     columns = entry.get("columns") or {}
     said = [f"'{columns[key]}'" for key in MEDIA if columns.get(key)]
     if said:

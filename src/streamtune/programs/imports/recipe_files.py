@@ -83,7 +83,8 @@ def _read_script(text: str, path: Path) -> PeerFile:
         raise RecipeError(
             "the script has no training command",
             where=str(path),
-            fix="supported commands: swift sft, swift pt, swift rlhf, llamafactory-cli train, trl sft, dpo, grpo",
+            fix="supported commands: swift sft, swift pt, swift rlhf, llamafactory-cli train, trl sft, trl dpo, "
+            "trl grpo",
         )
     words, at = commands[0]
     trainer, command, options = COMMANDS[Path(words[at][0]).name][0], "", at + 1

@@ -102,7 +102,10 @@ def report_media(conversion: Conversion, specs: list[dict[str, Any]], *path: str
 
 
 def write_datasets(conversion: Conversion, specs: list[dict[str, Any]], *path: str | int, note: str = "") -> None:
-    """Append dataset entries to the key ``datasets``; later errors name the line of the original field ``path``."""
+    """Append dataset entries to the key ``datasets``.
+
+    Later errors in these entries show the line of the imported field, whose key path is ``path``.
+    """
     entries = [*conversion.ours.get("datasets", []), *specs]
     if not specs:
         return
@@ -327,7 +330,7 @@ def convert_swift_template(conversion: Conversion, *, texts: bool) -> None:
     if name:
         conversion.report_lost("template", why=why)
     else:
-        conversion.report_lost_setting("template", why, trains=_template_renders_thinking(conversion))
+        conversion.report_lost_setting("template", why, changes_training=_template_renders_thinking(conversion))
 
 
 def report_untrained_think_blocks(conversion: Conversion, types: list[Any]) -> None:
@@ -338,7 +341,7 @@ def report_untrained_think_blocks(conversion: Conversion, types: list[Any]) -> N
 
 
 def convert_trl_template(conversion: Conversion) -> None:
-    """Report that TRL replaces the chat template for ``assistant_only_loss`` if the model writes think blocks."""
+    """If the model writes think blocks, report that TRL replaces the chat template for ``assistant_only_loss``."""
     if conversion.get("chat_template_path") is None and _template_renders_thinking(conversion):
         _write_keep_reasoning(conversion)
         conversion.report_lost_setting(

@@ -69,7 +69,7 @@ FIELDS: dict[str, FieldRule] = field_table(
         **TRAINER_FIELDS,
         **SHARED_FIELDS,
         **same_name_rules("""lora_rank chat_template"""),
-        **same_name_rules("sequence_parallel_size", trains=False),
+        **same_name_rules("sequence_parallel_size", changes_training=False),
         "target_modules": key_rule("lora_target", convert_module_names),
         "truncation_strategy": key_rule(
             "overlength",
@@ -108,7 +108,9 @@ FIELDS: dict[str, FieldRule] = field_table(
         "advantage_estimator": no_counterpart("for RLOO advantages, write loss_type: rloo", off=("grpo",)),
         "model_revision": no_counterpart("download the model revision and give its folder", off=("master", "main")),
         "use_chat_template": no_counterpart("StreamTune renders rows of messages with the chat template", off=(True,)),
-        "deepspeed_autotp_size": no_counterpart("StreamTune has no tensor parallelism", trains=False, off=(1,)),
+        "deepspeed_autotp_size": no_counterpart(
+            "StreamTune has no tensor parallelism", changes_training=False, off=(1,)
+        ),
     },
     renamed={
         "finetuning_type": "tuner_type train_type sft_type freeze_parameters_ratio",
@@ -383,7 +385,7 @@ def _write_trainer_defaults(conversion: Conversion) -> None:
             why = (
                 "ms-swift's default is the model's maximum; StreamTune refuses rows above 2048 tokens: write max_length"
             )
-            conversion.report_lost_setting("max_length", why, trains=False)
+            conversion.report_lost_setting("max_length", why, changes_training=False)
     else:
         conversion.write_default("per_device_train_batch_size", 1)
         conversion.write_default("beta", 0.04)

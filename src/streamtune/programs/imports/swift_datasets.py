@@ -123,7 +123,7 @@ def _make_entries(
         _report_model_name_and_author(conversion, unknown)
     if away:
         why = "the rows cannot be read; ms-swift reads prompt and completion as a chat, StreamTune as text: see columns"
-        conversion.report_lost_setting(f"{field}: {', '.join(away)}", why, trains=False)
+        conversion.report_lost_setting(f"{field}: {', '.join(away)}", why, changes_training=False)
     return found, "; ".join(noted)
 
 

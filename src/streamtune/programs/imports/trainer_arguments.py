@@ -78,29 +78,29 @@ TRAINER_FIELDS: dict[str, FieldRule] = field_table(
             label_smoothing_factor learning_rate lr_scheduler_type weight_decay adam_beta1 adam_beta2 adam_epsilon
             max_grad_norm num_train_epochs per_device_train_batch_size gradient_accumulation_steps seed bf16
             trust_remote_code"""),
-        **same_name_rules("per_device_eval_batch_size output_dir greater_is_better", trains=False),
-        **same_name_rules("dataloader_num_workers save_total_limit", trains=False),
+        **same_name_rules("per_device_eval_batch_size output_dir greater_is_better", changes_training=False),
+        **same_name_rules("dataloader_num_workers save_total_limit", changes_training=False),
         "lr_scheduler_kwargs": key_rule("lr_scheduler_kwargs", lambda value: value or {}),
         "optim": key_rule("optim", convert_optimizer_name),
         "deepspeed": key_rule(
             "deepspeed",
             _convert_deepspeed,
-            trains=False,
+            changes_training=False,
             why="the DeepSpeed file does not exist here; its name gives the ZeRO stage",
         ),
-        "eval_steps": key_rule("eval_steps", convert_step_count, trains=False),
-        "save_steps": key_rule("save_steps", convert_step_count, trains=False),
-        "logging_steps": key_rule("logging_steps", convert_step_count, trains=False),
+        "eval_steps": key_rule("eval_steps", convert_step_count, changes_training=False),
+        "save_steps": key_rule("save_steps", convert_step_count, changes_training=False),
+        "logging_steps": key_rule("logging_steps", convert_step_count, changes_training=False),
         "max_steps": key_rule("max_steps", _convert_positive_steps),
-        "metric_for_best_model": key_rule("metric_for_best_model", _convert_best_metric, trains=False),
-        "full_determinism": key_rule("deterministic", trains=False),
-        "report_to": key_rule("report_to", _convert_trackers, trains=False),
-        "fsdp": key_rule("fsdp", bool, trains=False),
-        "use_cpu": key_rule("device", lambda value: "cpu" if value else "auto", trains=False),
-        "train_sampling_strategy": no_counterpart("rows are shuffled", trains=False, off=("random",)),
-        "save_strategy": no_counterpart("write save_steps: N", trains=False, off=("steps",)),
-        "eval_strategy": no_counterpart("write eval_steps: N", trains=False, off=("steps",)),
-        "evaluation_strategy": no_counterpart("write eval_steps: N", trains=False, off=("steps",)),
+        "metric_for_best_model": key_rule("metric_for_best_model", _convert_best_metric, changes_training=False),
+        "full_determinism": key_rule("deterministic", changes_training=False),
+        "report_to": key_rule("report_to", _convert_trackers, changes_training=False),
+        "fsdp": key_rule("fsdp", bool, changes_training=False),
+        "use_cpu": key_rule("device", lambda value: "cpu" if value else "auto", changes_training=False),
+        "train_sampling_strategy": no_counterpart("rows are shuffled", changes_training=False, off=("random",)),
+        "save_strategy": no_counterpart("write save_steps: N", changes_training=False, off=("steps",)),
+        "eval_strategy": no_counterpart("write eval_steps: N", changes_training=False, off=("steps",)),
+        "evaluation_strategy": no_counterpart("write eval_steps: N", changes_training=False, off=("steps",)),
     },
     renamed={"warmup_steps": "warmup_steps", "warmup_ratio": "warmup_ratio"},
     not_needed={
@@ -144,7 +144,7 @@ TRAINER_FIELDS: dict[str, FieldRule] = field_table(
     },
     lost_beside_training={
         "StreamTune's on_nan sets what happens if a loss is not finite": "debug",
-        "StreamTune orders rows by the random seed 'seed'": "data_seed",
+        "StreamTune shuffles rows with the random seed 'seed'": "data_seed",
         "StreamTune shuffles rows; packing: true avoids padding": "group_by_length",
         "metric_for_best_model keeps the best checkpoint; final/ has the last step": "load_best_model_at_end",
         "StreamTune's first evaluation is after eval_steps steps": "eval_delay eval_on_start",
@@ -246,7 +246,7 @@ def convert_trackers(conversion: Conversion, settings: dict[str, str]) -> None:
     variables: list[str] = []
     if "report_to" in conversion.file.fields:
         conversion.convert_key(
-            "report_to", _convert_trackers, conversion.pop_field("report_to"), "report_to", trains=False
+            "report_to", _convert_trackers, conversion.pop_field("report_to"), "report_to", changes_training=False
         )
         names = conversion.ours.get("report_to", [])
     for name, tracker in settings.items():
@@ -260,7 +260,7 @@ def convert_trackers(conversion: Conversion, settings: dict[str, str]) -> None:
                 conversion.report_unneeded(name, why="no value")
             elif tracker in names:
                 conversion.report_unneeded(name, why=variable or f"'{tracker}' is named already")
-            elif conversion.write_key("report_to", [*names, tracker], name, note=variable, trains=False):
+            elif conversion.write_key("report_to", [*names, tracker], name, note=variable, changes_training=False):
                 names = conversion.ours["report_to"]
     if len(variables) > 1 and names:
         conversion.notes["report_to"] = "; ".join(variables)
@@ -291,7 +291,7 @@ def remove_conflicting_keys(conversion: Conversion) -> None:
     """Remove and report converted keys that conflict with other keys, or that other keys disable."""
     ours = conversion.ours
 
-    def remove_key(key: str, why: str, *, trains: bool | None = None) -> None:
+    def remove_key(key: str, why: str, *, changes_training: bool | None = None) -> None:
         ours.pop(key)
         line = conversion.lines.pop((key,), None)
         conversion.notes.pop(key, None)
@@ -301,7 +301,7 @@ def remove_conflicting_keys(conversion: Conversion) -> None:
         given = next((found.theirs for found in own_findings if found.kind == "mapped"), "")
         if given or not own_findings:
             where = f"{conversion.file.marks.file}:{line}" if line else ""
-            conversion.report_other_file(given or key, where, why, trains)
+            conversion.report_other_file(given or key, where, why, changes_training)
 
     if ours.get("early_stopping_patience"):
         conversion.write_default("metric_for_best_model", "eval_loss", "early stopping compares it")
@@ -311,7 +311,7 @@ def remove_conflicting_keys(conversion: Conversion) -> None:
                 remove_key(key, "the recipe holds out no rows; set val_size or eval_datasets")
     if ours.get("early_stopping_patience") and not ours.get("eval_steps"):
         why = "the only evaluation is at the end: write eval_steps: N and early_stopping_patience"
-        remove_key("early_stopping_patience", why, trains=True)
+        remove_key("early_stopping_patience", why, changes_training=True)
     if conversion.objective != "sft" and ours.get("packing"):
         remove_key("packing", "only sft rows are packed; a shared prompt is concatenated with its completions")
     if ours.get("finetuning_type", "full") == "full":
@@ -322,16 +322,18 @@ def remove_conflicting_keys(conversion: Conversion) -> None:
         row, quantised = ADAPTERS[kind], ours["finetuning_type"] == "qlora"
         if quantised and not row.on_quantised:
             remove_key(
-                "adapter_type", f"'{kind}' computes with the base weights, which qlora keeps quantised", trains=True
+                "adapter_type",
+                f"'{kind}' computes with the base weights, which qlora keeps quantised",
+                changes_training=True,
             )
         elif not quantised and row.start == "quantisation":
             remove_key(
                 "adapter_type",
                 f"'{kind}' starts from the quantisation error: write finetuning_type: qlora",
-                trains=True,
+                changes_training=True,
             )
     if ours.get("finetuning_type") != "qlora" and "quantization" in ours:
-        remove_key("quantization", "StreamTune quantises only frozen weights under adapters", trains=True)
+        remove_key("quantization", "StreamTune quantises only frozen weights under adapters", changes_training=True)
 
 
 # --- the launcher -----------------------------------------------------------------------------------------------------

@@ -83,8 +83,8 @@ GRPO_FIELDS: dict[str, FieldRule] = field_table(
             beta chat_template_kwargs delta epsilon epsilon_high generation_batch_size importance_sampling_level
             max_completion_length min_p num_generations num_iterations repetition_penalty reward_weights temperature
             top_p"""),
-        **same_name_rules("use_vllm vllm_gpu_memory_utilization", trains=False),
-        "vllm_mode": no_counterpart(SERVER, trains=False, off=("colocate",)),
+        **same_name_rules("use_vllm vllm_gpu_memory_utilization", changes_training=False),
+        "vllm_mode": no_counterpart(SERVER, changes_training=False, off=("colocate",)),
     },
     not_needed={"completions.jsonl records them": "log_completions"},
     lost={"StreamTune does not update the reference model": "sync_ref_model"},
@@ -118,7 +118,7 @@ FIELDS: dict[str, FieldRule] = field_table(
         **same_name_rules("""model_name_or_path lora_r
             rpo_alpha ref_model_name_or_path reference_free
             max_prompt_length mask_truncated_completions use_bias_correction_kl"""),
-        **same_name_rules("precompute_ref_log_probs num_completions_to_print", trains=False),
+        **same_name_rules("precompute_ref_log_probs num_completions_to_print", changes_training=False),
         "lora_target_modules": key_rule("lora_target", convert_module_names),
         "truncation_mode": key_rule(
             "overlength", lookup_converter({"keep_start": "truncate"}, "StreamTune truncates longer rows at the end")
@@ -143,7 +143,7 @@ FIELDS: dict[str, FieldRule] = field_table(
             "chat_template", why="StreamTune's chat_template takes no tokenizer folder: give the template file"
         ),
         "eos_token": key_rule("special_tokens", lambda value: {"eos_token": value}),
-        "test_split_size": key_rule("val_size", trains=False),
+        "test_split_size": key_rule("val_size", changes_training=False),
         "model_revision": no_counterpart("download the model revision and give its folder", off=("main",)),
         "model_code_revision": no_counterpart("StreamTune loads no revision of the model's code", off=("main",)),
         "disable_dropout": no_counterpart("StreamTune keeps dropout of the model's configuration enabled", off=(True,)),
@@ -191,7 +191,7 @@ FIELDS: dict[str, FieldRule] = field_table(
         "other generation settings": "generation_kwargs",
         "StreamTune does not support tool calls in completions": "max_tool_calling_iterations",
         "StreamTune loads no reward model: write a reward function that calls it": "reward_model_name_or_path",
-        "StreamTune reads no folder of a dataset on the hub": "data_dir",
+        "StreamTune cannot read a single folder (data_dir) of a hub dataset": "data_dir",
     },
     lost_beside_training={
         "StreamTune's evaluation generates no completions: set the key sample": "generate_during_eval",
@@ -328,10 +328,12 @@ def _convert_length_limit(conversion: Conversion) -> None:
         if length not in (None, ""):
             conversion.write_key("max_length", length, name)
         elif name in given and conversion.objective == "sft" and conversion.get("packing"):
-            conversion.report_lost(name, why="TRL refuses packing without max_length: write max_length", trains=False)
+            conversion.report_lost(
+                name, why="TRL refuses packing without max_length: write max_length", changes_training=False
+            )
         elif name in given and conversion.objective != "grpo":
             why = "TRL truncates no row; StreamTune refuses rows longer than 2048 tokens: write max_length"
-            conversion.report_lost(name, why=why, trains=False)
+            conversion.report_lost(name, why=why, changes_training=False)
             conversion.left.pop("truncation_mode", None)
             conversion.write_default("overlength", "error", "no row is truncated")
     if conversion.objective == "sft" and conversion.get("truncation_mode") == "keep_end":
@@ -448,12 +450,12 @@ def _convert_test_split(conversion: Conversion, name: Any, config_name: Any) -> 
         key = "dataset_test_split" if split else "eval_strategy"
         if str(name).endswith(DATA_FILES):
             why = f"{name} is a file without a split '{spec['split']}': write val_size or eval_datasets"
-            conversion.report_lost(key, why=why, trains=False) if split else conversion.report_lost_setting(
-                key, why, trains=False
+            conversion.report_lost(key, why=why, changes_training=False) if split else conversion.report_lost_setting(
+                key, why, changes_training=False
             )
             return
         left = dict(conversion.left)
-        conversion.write_key("eval_datasets", {"test": [spec]}, key, note="rows of the split", trains=False)
+        conversion.write_key("eval_datasets", {"test": [spec]}, key, note="rows of the split", changes_training=False)
         conversion.left = left  # eval_strategy has its own rule
     elif "dataset_test_split" in conversion.file.fields:
         conversion.report_unneeded("dataset_test_split", why="TRL reads this field only if eval_strategy is set")

@@ -62,13 +62,13 @@ class RowLosses:
     teacher: Any | None
     """Teacher model of a distillation loss; None without distillation."""
 
-    def plain(self, model: nn.Module, bf16: bool) -> Tensor:
+    def plain_loss(self, model: nn.Module, bf16: bool) -> Tensor:
         """Return the loss of the unpacked rows by plain autograd, with each row's own rotary embeddings."""
         packed = self.batch is not self.alone
         with rotate_rows_as_if_alone(model, self.alone.attention_mask) if packed else nullcontext():
             return self._loss(self.alone, None, model, bf16)
 
-    def streamed(self, handle: StreamHandle) -> Callable[[nn.Module, bool], Tensor]:
+    def streamed_loss(self, handle: StreamHandle) -> Callable[[nn.Module, bool], Tensor]:
         """Return a function that computes the loss of ``batch`` with the streamed model."""
         return partial(self._loss, self.batch, handle)
 
@@ -145,13 +145,13 @@ class TreeLosses:
     apart: train.TreeBatch
     """Completions as one row each."""
 
-    def plain(self, model: nn.Module, bf16: bool) -> Tensor:
+    def plain_loss(self, model: nn.Module, bf16: bool) -> Tensor:
         """Return the loss by plain autograd from full logits, with a row for each completion."""
         return self._loss(
             PlainScores(model), wrap_reference(self.task, model, None, self.own_reference), self.apart, model, bf16
         )
 
-    def streamed(self, handle: StreamHandle) -> Callable[[nn.Module, bool], Tensor]:
+    def streamed_loss(self, handle: StreamHandle) -> Callable[[nn.Module, bool], Tensor]:
         """Return a function that computes the loss of ``shared`` with the streamed model."""
         return partial(self._loss_with_handle, handle)
 

@@ -64,11 +64,11 @@ class Losses(Protocol):
     The streamed batch may have another layout: packed rows, or completions with a shared prompt.
     """
 
-    def plain(self, model: nn.Module, bf16: bool, /) -> Tensor:
+    def plain_loss(self, model: nn.Module, bf16: bool, /) -> Tensor:
         """Return the loss that plain autograd computes."""
         ...
 
-    def streamed(self, handle: StreamHandle, /) -> LossOf:
+    def streamed_loss(self, handle: StreamHandle, /) -> LossOf:
         """Return a function that computes the loss of the streamed model."""
         ...
 
@@ -262,7 +262,7 @@ class _Runs:
             grads[name], norms[name] = grad.to("cpu", copy=True), gradient_norm(grad)
 
         with computing_wide_loss(self.model):
-            loss = self._backward(self.comparison.losses.plain, bf16, store_gradient)
+            loss = self._backward(self.comparison.losses.plain_loss, bf16, store_gradient)
         truth = _Truth(dtype, loss, grads, norms)
         if not math.isfinite(loss + truth.total_norm):
             raise NonFiniteError(
@@ -286,11 +286,11 @@ class _Runs:
 
         narrow = False
         if schedule is None:
-            loss = self._backward(self.comparison.losses.plain, bf16, add_difference)
+            loss = self._backward(self.comparison.losses.plain_loss, bf16, add_difference)
         else:
             with stream(self.model, schedule=schedule) as handle:
                 try:
-                    loss = self._backward(self.comparison.losses.streamed(handle), bf16, add_difference)
+                    loss = self._backward(self.comparison.losses.streamed_loss(handle), bf16, add_difference)
                 except (StreamTuneError, torch.OutOfMemoryError, MemoryError):
                     raise
                 except Exception:

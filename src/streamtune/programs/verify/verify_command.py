@@ -48,8 +48,8 @@ def verify(
         str | None,
         option(
             "float32|bfloat16|float64",
-            "Dtype of the compared computation; float64 shows errors that rounding hides. [default: the dtype of "
-            "training]",
+            "Dtype of the compared computation; float64 shows errors that rounding hides. [default: as the recipe's "
+            "dtype and bf16 set]",
         ),
     ] = None,
     set_: SetOption = None,
@@ -204,7 +204,7 @@ def _print_report(report: VerifyReport) -> None:
 def _describe_reference(report: VerifyReport) -> str:
     dtype = report.truth or f"{report.dtype}, the training dtype"
     why = f" (no wider dtype: {report.why_no_truth})" if report.why_no_truth else ""
-    largest = f"each error is the largest of {len(report.schedules)} chunk sizes"
+    largest = f"each error is the largest over {len(report.schedules)} chunk sizes"
     return f"plain autograd in {dtype}{why}, {report.attention} attention; {largest}"
 
 

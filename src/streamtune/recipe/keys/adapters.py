@@ -54,9 +54,9 @@ class AdapterKeys(Spec):
     adapter_type: AdapterName = "lora"
     """Kind of adapters. `lora`: low-rank adapters. `rslora`: LoRA that is scaled by alpha / sqrt(r). `dora`: LoRA that
     also trains the norms of the weights' rows. LoRA with other initial values: `pissa` (from the SVD of each weight),
-    `olora` (from its QR decomposition), `lora_ga` (from its gradient; only `sft`), `loftq` (from its quantisation
-    error; only `qlora`). `paca`: trains `lora_r` random columns of each weight. Other methods of the library peft:
-    `vera`, `ia3`, `oft`, `hra`, `loha`, `lokr`, `miss`."""
+    `olora` (from its QR decomposition), `lora_ga` (from its gradient; only with `objective: sft`), `loftq` (from its
+    quantisation error; only with `finetuning_type: qlora`). `paca`: trains `lora_r` random columns of each weight.
+    Other methods of the library peft: `vera`, `ia3`, `oft`, `hra`, `loha`, `lokr`, `miss`."""
 
     lora_r: Annotated[int, Field(ge=1), at_most(10**5)] = 16
     """Rank of the adapters. A higher rank trains more parameters."""

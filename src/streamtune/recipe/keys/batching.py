@@ -31,13 +31,12 @@ class BucketSpec(Spec):
     """Keys of the recipe key ``buckets``: the smallest piece length, and the order of lengths in an epoch."""
 
     curriculum: Literal["uniform", "grow-linear", "grow-p2"] = "grow-p2"
-    """Preference for short pieces early in a cycle. Each batch is drawn from the remaining batches of the cycle.
-    The odds of the longest length are 1. A half, a quarter and an eighth of this length have odds of 2, 4, 8
-    (`grow-p2`), 2, 3, 4 (`grow-linear`) or 1, 1, 1 (`uniform`)."""
+    """Odds with which each batch is drawn from the remaining batches of a cycle, by the length of its pieces. For the
+    longest length, its half, its quarter and its eighth, the odds are 1:2:4:8 (`grow-p2`), 1:2:3:4 (`grow-linear`) or
+    1:1:1:1 (`uniform`). Except with `uniform`, short pieces thus tend to come first."""
 
     cycles: Annotated[int, Field(ge=1), at_most(1000)] = 8
-    """Number of cycles in an epoch. In each cycle the length of the pieces grows from short to long, as `curriculum`
-    sets."""
+    """Number of cycles in an epoch. In each cycle pieces tend to grow from short to long, as `curriculum` sets."""
 
     min_length: Annotated[int, Field(ge=2), at_most(10**6)] = 64
     """Length of the shortest bucket in tokens; must be a power of two. A remainder at the end of a row that is shorter

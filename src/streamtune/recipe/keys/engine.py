@@ -106,7 +106,7 @@ class EngineSpec(Spec):
 
     segment_size: Count | Auto = "auto"
     """With `levels: 2`: number of consecutive layers of which only the first stores its input. Default with `schedule:
-    fixed`: the number that stores the fewest layer inputs."""
+    fixed`: the size for which the fewest layer inputs are in memory at once."""
 
     keep_kv: bool | Literal[Auto, Kept] = "auto"
     """Memory that stores the attention keys and values of every layer until the backward: `device` or `host`. `no`:
@@ -122,9 +122,9 @@ class EngineSpec(Spec):
     backward. A larger number is faster and takes more memory. Default with `schedule: fixed`: 0."""
 
     stream_grads: bool | Auto = "auto"
-    """Store the gradients of hidden states in the memory of the stored layer inputs: chunk by chunk, the gradient of a
-    layer's input overwrites the gradient of its output. This saves the memory of separate gradients. Default with
-    `schedule: fixed`: false."""
+    """Store the gradient of the hidden states between two layers where `offload` stores the layer inputs. With
+    `offload: device`, the gradient of a layer's input overwrites the gradient of the layer's output, chunk by chunk. So
+    the memory of one of the two gradients is saved. Default with `schedule: fixed`: false."""
 
     grad_dtype: GradDtype = "float32"
     """Dtype in which gradients are summed over chunks: `float32`, or `param` for the dtype of the parameter. It affects
@@ -222,8 +222,8 @@ class EngineKeys(Spec):
     """Group of keys that decide how a step is streamed, and how much memory it may use. The defaults suit most runs."""
 
     bf16: bool | None = None
-    """Compute in bfloat16 (autocast); the weights keep their `dtype`. Default: true if the checkpoint is
-    bfloat16 or float16 and `dtype: auto` makes its trained weights float32, else false."""
+    """Compute in bfloat16 (autocast); the weights keep their `dtype`. Default: true in full fine-tuning of a bfloat16
+    or float16 checkpoint if `dtype: auto` chooses float32 weights, else false."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to train on: `cpu`, `cuda`, or `auto` for an accelerator if one exists, else the CPU."""

@@ -48,9 +48,9 @@ class LossKeys(Spec):
 
     teacher: Text | None = None
     """Teacher for distillation, in `sft` and in `grpo` with `loss_type: gkd`: hub name or local folder of a model with
-    the same tokens. The trained model learns the teacher's distribution at each token that counts in the loss. The
-    teacher takes memory too, and is not trained. For `sft` the teacher can also be a file `NAME.safetensors` that
-    `streamtune teach` wrote, with the teacher's top-k tokens. Default: no distillation."""
+    the same vocabulary as the trained model. The trained model learns the teacher's distribution at each token that
+    counts in the loss. The teacher takes memory too, and is not trained. For `sft` the teacher can also be a file
+    `NAME.safetensors` that `streamtune teach` wrote, with the teacher's top-k tokens. Default: no distillation."""
 
     kd_divergence: Literal["forward", "reverse", "jsd"] = "forward"
     """With `teacher` (`sft`, `grpo`): divergence between the distributions of teacher and model. `forward`: KL(teacher

@@ -92,16 +92,19 @@ class OptimizerKeys(Spec):
     """Maximum norm of the gradient; a gradient with a larger norm is scaled down to this norm. 0 disables clipping."""
 
     optim_in_backward: bool = False
-    """Update each weight during the backward, as soon as its gradient is complete, then free the gradient. The update
-    is the same, but gradients of only two layers are in memory at once. Set it if the gradients of all layers do not
-    fit. With clipping (`max_grad_norm`) the backward runs twice, first to measure the norm, unless `clip_norm` is
-    `lagged`. One device only."""
+    """Update each weight during the backward, as soon as its gradient is complete, then free the gradient. Set it if
+    the gradients of all layers do not fit in memory. The update is the same, but the gradients of only one layer are in
+    memory at once. If the optimizer runs on the host, up to 16 more gradients wait for it. With several micro-batches
+    per step, or with `engine.order: chunk`, the gradients of all layers are in memory all the same. With clipping
+    (`max_grad_norm`) the backward runs twice, first to measure the norm, unless `clip_norm` is `lagged`. One device
+    only."""
 
     clip_norm: Literal["exact", "lagged"] = "exact"
     """With `optim_in_backward`: gradient norm that is compared with `max_grad_norm`. `exact`: the norm of this step's
-    gradient, which takes an extra backward. `lagged`: the norm of the previous step's gradient (the first step uses its
-    own norm); this takes half the time but changes the updates. With `lagged`, `metrics.jsonl` has `clip_norm`, the
-    compared norm, and `grad_norm`, the norm of this step."""
+    gradient, for which a step runs forward and backward twice. `lagged`: the norm of the previous step's gradient (the
+    first step uses its own norm). A step with `lagged` takes half the time of a step with `exact`, but its update
+    differs. With `lagged`, `metrics.jsonl` has `clip_norm`, the compared norm, and `grad_norm`, the norm of this
+    step."""
 
 
 FORWARD_ONLY = names_meeting(OPTIMIZERS, {"step.gradients": "none"})

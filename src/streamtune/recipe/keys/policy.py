@@ -37,17 +37,19 @@ class PolicyKeys(LossKeys):
     """Loss on the completions that the model writes. `grpo`: mean over the tokens of a completion, then over
     completions. `dapo`: mean over all tokens of the step. `bnpo`: mean over all tokens of a micro-batch. `dr_grpo`: sum
     divided by `max_completion_length`. `gspo`: one probability ratio per completion instead of one per token. `rloo`
-    and `remax`: a completion is one action. `gkd`: on-policy distillation (arXiv 2306.13649), with the `kd_divergence`
-    from the `teacher` at each token, averaged over the completion."""
+    and `remax`: a completion is one action, whose advantage is its reward minus a baseline. The baseline of `rloo` is
+    the mean reward of the prompt's other completions. The baseline of `remax` is the reward of the prompt's greedy
+    completion. `gkd`: on-policy distillation (arXiv 2306.13649), with the `kd_divergence` from the `teacher` at each
+    token, averaged over the completion."""
 
     importance_sampling_level: Literal["token", "sequence"] | None = None
     """Level at which the ratio of new to old probability is computed. `token`: for each token. `sequence`: for the
     whole completion. Default: `sequence` for `loss_type` `gspo`, `rloo` and `remax`, else `token`."""
 
     scale_rewards: Literal["group", "batch", "none"] | None = None
-    """Standard deviation by which advantages are divided. `group`: of the rewards of the prompt's completions. `batch`:
-    of the rewards in the batch. `none`: advantages are not divided. Default: `none` for `loss_type` `dr_grpo`, `rloo`
-    and `remax`, else `group`."""
+    """Standard deviation by which advantages are divided. `group`: standard deviation of the rewards of the prompt's
+    completions. `batch`: standard deviation of the rewards in the batch. `none`: advantages are not divided. Default:
+    `none` for `loss_type` `dr_grpo`, `rloo` and `remax`, else `group`."""
 
     epsilon: Positive = 0.2
     """Clipping range of the ratio of new to old probability: from 1 - `epsilon` to 1 + `epsilon_high`."""

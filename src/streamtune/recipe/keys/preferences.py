@@ -151,8 +151,8 @@ class PreferenceKeys(LossKeys):
     # --- the reference -----------------------------------------------------------------------------------------
 
     reference_free: bool = False
-    """Use no reference model: log-probs take the place of log-ratios, as if the reference were uniform. Only for losses
-    of pairs with a reference."""
+    """Compute the loss without a reference model: log-probs take the place of log-ratios, as if the reference were
+    uniform. Only with `loss_type` `sigmoid`, `robust`, `hinge`, `ipo` or `exo_pair`."""
 
     ref_model_name_or_path: Text | None = None
     """Hub name or local folder of the reference model. Default: the model as it is before training; in full fine-tuning

@@ -100,7 +100,7 @@ class RolloutKeys(StepKeys):
     `per_device_train_batch_size`. Set either this key or `steps_per_generation`."""
 
     per_device_generation_batch_size: Rows | None = None
-    """Number of completions whose keys and values are in memory at once during generation. Default:
+    """Number of completions whose KV cache is in memory at once during generation. Default:
     `per_device_train_batch_size`, which fits in memory if training on as many completions fits."""
 
     use_vllm: bool = False
@@ -108,7 +108,7 @@ class RolloutKeys(StepKeys):
     on the device."""
 
     vllm_gpu_memory_utilization: UpToOne = 0.3
-    """With `use_vllm`: fraction of the device memory that vLLM uses, for its copy of the model, keys and values."""
+    """With `use_vllm`: fraction of the device memory that vLLM uses, for its copy of the model and its KV cache."""
 
     prompts: Literal["uniform", "pass_rate", "middle"] = "uniform"
     """Rule that chooses the next prompts. `uniform`: each prompt once per epoch. `pass_rate`: prompts that the model

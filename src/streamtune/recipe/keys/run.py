@@ -20,10 +20,12 @@ class SampleSpec(Spec):
 
     held_out: Steps = 0
     """Only for `sft`: number of held-out rows whose prompts the model completes too, with greedy decoding; the longest
-    rows are used. Correct answers are counted."""
+    rows are used. A completion is right if it equals the row's answer. `samples.jsonl` says of each completion whether
+    it is right, and the end of the run prints how many are."""
 
     max_new_tokens: Count = 64
-    """Maximum number of tokens to generate for each prompt."""
+    """Maximum number of tokens to generate for each prompt of `prompt`. The completion of a held-out row is at most as
+    long as the row's answer."""
 
     @property
     def prompts(self) -> tuple[str, ...]:

@@ -36,7 +36,7 @@ from streamtune.tasks.grpo.objective import MeasuredBatch, PolicyBatch, completi
 from streamtune.tasks.grpo.rollout_rules import RolloutTools, ScoredRollout, rewards_tensor, rollout_rules_for
 from streamtune.tasks.steps import divide_among_ranks
 from streamtune.tasks.task import chat_options
-from streamtune.train.records import append_records, delete_rotated_after_step, rotate_file
+from streamtune.train.records import append_records, delete_rotated_records_after_step, rotate_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -287,9 +287,9 @@ class CompletionLog:
         if self.writes:
             train.append_event(self.run.events, "skip", step=step, reason=reason)
 
-    def delete_after_step(self, step: int) -> None:
+    def delete_records_after_step(self, step: int) -> None:
         if self.writes:
-            delete_rotated_after_step(self.path, step)
+            delete_rotated_records_after_step(self.path, step)
 
     def _make_record(self, step: int, group: Group, prompt: data.Prompt, index: int) -> dict[str, Any]:
         return {

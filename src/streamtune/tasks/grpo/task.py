@@ -231,7 +231,7 @@ class Grpo(ScoringTask[GrpoRecipe]):
         def before_first_step(backend: train.Backend, progress: train.Progress, stop: train.StopRequest) -> None:
             if isinstance(writer, rollout.TransformersWriter):
                 writer.should_stop = lambda: stop.requested
-            log.delete_after_step(built.first_step)
+            log.delete_records_after_step(built.first_step)
             tools.show_activity = progress.show_activity
             # Moments of the supervised loss would scale the first steps of the loss on completions.
             steps.on_first_rollout = backend.reset_optimizer

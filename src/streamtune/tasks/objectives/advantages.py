@@ -119,7 +119,7 @@ def _reward_minus_group_mean(groups: _Groups, greedy_N: Tensor | None) -> Tensor
     return torch.where(groups.has_equal_rewards_N, 0.0, groups.rewards_N - groups.group_mean_N)
 
 
-def _reward_minus_other_mean(groups: _Groups, greedy_N: Tensor | None) -> Tensor:
+def _reward_minus_mean_of_others(groups: _Groups, greedy_N: Tensor | None) -> Tensor:
     others_N = (groups.sum_G[groups.index_N] - groups.rewards_N) / (groups.size_G - 1).clamp(min=1)[groups.index_N]
     return torch.where(groups.has_equal_rewards_N, 0.0, groups.rewards_N - others_N)
 
@@ -145,7 +145,7 @@ ADVANTAGES: dict[str, _AdvantageKind] = {
     "dapo": _AdvantageKind(_reward_minus_group_mean, "group"),
     "bnpo": _AdvantageKind(_reward_minus_group_mean, "group"),
     "gspo": _AdvantageKind(_reward_minus_group_mean, "group"),
-    "rloo": _AdvantageKind(_reward_minus_other_mean, "none", ("none",)),
+    "rloo": _AdvantageKind(_reward_minus_mean_of_others, "none", ("none",)),
     "remax": _AdvantageKind(_reward_minus_greedy, "none", ("none",)),
 }
 """Name of a policy loss -> how its advantages are computed from rewards R.

@@ -275,6 +275,6 @@ def check_policy_loss(
             f"the loss '{name}' divides by max_completion_length, which must be at least 1; "
             f"found {max_completion_length}",
             where="max_completion_length",
-            fix="give the largest number of tokens of a completion",
+            fix="set max_completion_length to the maximum number of tokens of a completion",
         )
     return loss
