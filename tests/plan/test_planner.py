@@ -19,8 +19,8 @@ from streamtune.models import ModelOptions, build_meta_model
 from streamtune.plan import Limits, Rates, as_fixed_fields, choose, evaluate_schedule
 from streamtune.plan.choices import SearchSpace, enumerate_candidates, excess_bytes
 from streamtune.plan.estimate import Estimator, StepCost
+from streamtune.plan.least_memory import least_memory_schedule, longest_row_up_to, simulate_least_memory_step
 from streamtune.plan.planner import add_offloaded_weights
-from streamtune.plan.refusal import least_memory_schedule, longest_row_up_to, simulate_least_memory_step
 from streamtune.plan.simulate import Simulation, Workload, simulate
 from streamtune.plan.simulate.memory import device_model_bytes, host_model_bytes, model_bytes
 from streamtune.plan.simulate.meta_operators import meta_copy

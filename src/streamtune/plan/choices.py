@@ -21,6 +21,7 @@ from typing import Any
 from streamtune.errors import ArgumentError, UnsupportedModelError
 from streamtune.plan.budget import Limits
 from streamtune.plan.estimate import Estimator, Simulate, StepCost
+from streamtune.plan.lower_bound import LeastBytes, LowerBound
 from streamtune.plan.simulate.cluster import Cluster
 from streamtune.plan.simulate.simulate import Simulation
 from streamtune.plan.simulate.workload import Workload
@@ -192,8 +193,12 @@ def find_best_chunk_order(
     The variants differ in ``levels`` and in the tensors that are offloaded; later variants need less device memory.
     """
     sizes = search_space.candidate_values("chunk_size")
+    bound = LowerBound(workload)
     for variant in _chunk_order_variants(search_space.limits, search_space.fixed):
         steps: dict[int, SimulatedSchedule] = {}
+        smallest = _make_schedule({**variant, "chunk_size": sizes[0], **search_space.fixed})
+        if bound.least_bytes(smallest, workload.length).excess_bytes(search_space.limits) > 0:
+            continue
 
         def simulated_excess_bytes(
             chunk_size: int, variant: Mapping[str, Any] = variant, steps: dict[int, SimulatedSchedule] = steps
@@ -242,23 +247,42 @@ def _interpolate_chunk_size(
 
 
 def find_least_memory_chunk_order(
-    workload: Workload, limits: Limits, fixed: Mapping[str, Any], simulate: Simulate
+    workload: Workload,
+    limits: Limits,
+    fixed: Mapping[str, Any],
+    simulate: Simulate,
+    *,
+    smallest_excess: float = float("inf"),
 ) -> SimulatedSchedule | None:
     """Return the first variant of ``order: chunk`` that fits; variants with the least device memory are tried first.
 
-    If no variant fits, return the variant with the smallest excess. Large chunks are tried first, because recurrent
-    states and sliding windows are stored at the end of each chunk. Return None if ``order: chunk`` does not support the
-    model, or if the user's fields exclude all variants.
+    If no variant fits, return the variant with the smallest excess. Return None if ``order: chunk`` does not support
+    the model, if the user's fields exclude all variants, or if no variant has a smaller excess than
+    ``smallest_excess`` bytes. Variants whose lower bound is not smaller are not simulated.
     """
-    found: SimulatedSchedule | None = None
-    forms = list(_chunk_order_variants(limits, fixed))[::-1]
-    for form, size in product(forms, (LARGE_CHUNK, CHUNKS[0])):
-        step = _simulate_variant(workload, {**form, "chunk_size": size, **fixed}, simulate)
-        if step is not None and (found is None or excess_bytes(step[1], limits) < excess_bytes(found[1], limits)):
-            found = step
-        if found is None or excess_bytes(found[1], limits) <= 0:
+    found, bound = None, LowerBound(workload)
+    for schedule in chunk_order_schedules(limits, fixed):
+        if bound.least_bytes(schedule, workload.length).excess_bytes(limits) >= max(0, smallest_excess):
+            continue
+        try:
+            step = schedule, simulate(workload, schedule)
+        except UnsupportedModelError:  # such as layers that share keys and values
+            break
+        if (excess := excess_bytes(step[1], limits)) < smallest_excess or excess <= 0:
+            found, smallest_excess = step, excess
+        if excess <= 0:
             break
     return found
+
+
+def chunk_order_schedules(limits: Limits, fixed: Mapping[str, Any]) -> Iterator[Schedule]:
+    """Yield the schedules with ``order: chunk`` that need the least memory, those with the least device memory first.
+
+    Each variant has large chunks first, because each chunk border stores states and windows.
+    """
+    variants = list(_chunk_order_variants(limits, fixed))[::-1]
+    for variant, size in product(variants, (LARGE_CHUNK, CHUNKS[0])):
+        yield _make_schedule({**variant, "chunk_size": size, **fixed})
 
 
 def _chunk_order_variants(limits: Limits, fixed: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -286,13 +310,17 @@ def _without_unused_offload_dir(fixed: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _simulate_variant(workload: Workload, chosen: dict[str, Any], simulate: Simulate) -> SimulatedSchedule | None:
-    schedule = Schedule(**_without_unused_offload_dir(chosen))
+    schedule = _make_schedule(chosen)
     with suppress(UnsupportedModelError):  # such as layers that share keys and values
         return schedule, simulate(workload, schedule)
     return None
 
 
-def excess_bytes(step: Simulation, limits: Limits) -> float:
+def _make_schedule(fields: Mapping[str, Any]) -> Schedule:
+    return Schedule(**_without_unused_offload_dir(fields))
+
+
+def excess_bytes(step: Simulation | LeastBytes, limits: Limits) -> float:
     """Return the largest excess of a simulated step over the limit of a tier, in bytes; 0 or less if the step fits."""
     return limits.excess_bytes(step.peak_bytes, step.host_bytes, step.disk_bytes)
 

@@ -34,8 +34,9 @@ from streamtune.plan.choices import (
     find_best_chunk_order,
 )
 from streamtune.plan.estimate import Estimator, Simulate, StepCost
+from streamtune.plan.least_memory import least_excess_bound, simulate_least_memory_step
 from streamtune.plan.rates import Rates, nearest_device, spec_rates
-from streamtune.plan.refusal import NothingFitsError, make_nothing_fits_error, simulate_least_memory_step
+from streamtune.plan.refusal import NothingFitsError, make_nothing_fits_error
 from streamtune.plan.simulate.memory import device_model_bytes, host_model_bytes
 from streamtune.plan.simulate.meta_operators import meta_copy
 from streamtune.plan.simulate.simulate import Simulation, simulate
@@ -168,6 +169,8 @@ def choose(
         fixed_fields = {**KEEPS_NOTHING, **fixed_fields}
     if fixed_fields.get("weights") == "host":  # keep_layers and order: chunk need the weights on the device
         fixed_fields = {"keep_layers": 0, "order": "layer", **fixed_fields}
+    if (bound := least_excess_bound(workload, limits, fixed_fields)).excess_bytes(limits) > 0:
+        raise refuse(workload, fixed_fields, bound, limits, simulate)
     if fixed_fields.get("order") != "chunk":
         plan = _plan_layer_order(workload, limits, rates, fixed=fixed_fields, simulate=simulate, refuse=refuse)
         if not allows_chunk_order(fixed_fields, workload.cluster) or not _is_slowed(plan, workload):
@@ -178,7 +181,7 @@ def choose(
     if plan is None and found is None:
         found = simulate_least_memory_step(workload, limits, fixed_fields, simulate)
         if excess_bytes(found[1], limits) > 0:
-            raise refuse(workload, search_space, dict([found]), limits, simulate)
+            raise refuse(workload, fixed_fields, dict([found]), limits, simulate)
     if found is None or (
         plan is not None and plan.step_seconds <= (1 + MIN_SAVING) * time_model.seconds(found[1].work, found[0])
     ):
@@ -252,7 +255,7 @@ def _plan_layer_order(
         schedule, simulation = simulate_least_memory_step(workload, limits, search_space.fixed, simulate)
         tried[schedule] = simulation
         if excess_bytes(simulation, limits) > 0:
-            raise refuse(workload, search_space, tried, limits, simulate)
+            raise refuse(workload, search_space.fixed, tried, limits, simulate)
         if schedule.levels == 2 and not {"levels", "segment_size"} & set(search_space.fixed):  # less work, if it fits
             plainer = replace(schedule, levels=1)
             tried[plainer] = simulate(workload, plainer)

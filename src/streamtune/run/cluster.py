@@ -18,8 +18,8 @@ from streamtune import train
 from streamtune.distributed.deepspeed_config import resolve_config, zero_stage
 from streamtune.errors import ArgumentError
 from streamtune.plan.budget import Limits
+from streamtune.plan.least_memory import longest_row_from
 from streamtune.plan.rates import Device, nearest_device, spec_links
-from streamtune.plan.refusal import longest_row_from
 from streamtune.plan.simulate.cluster import Buckets, Cluster, Engine, Form, Links, choose_sequence_split
 from streamtune.plan.simulate.shard import count_heads
 from streamtune.plan.simulate.workload import Workload

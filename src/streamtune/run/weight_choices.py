@@ -26,7 +26,9 @@ from streamtune.errors import ArgumentError, UserError
 from streamtune.plan.budget import Limits
 from streamtune.plan.choices import excess_bytes
 from streamtune.plan.estimate import Simulate
-from streamtune.plan.refusal import fixed_terms_exceed_host, simulate_least_memory_step, simulate_one_level_step
+from streamtune.plan.least_memory import least_excess_bound, simulate_least_memory_step, simulate_one_level_step
+from streamtune.plan.lower_bound import LeastBytes
+from streamtune.plan.refusal import fixed_terms_exceed_host
 from streamtune.plan.simulate.cluster import Cluster
 from streamtune.plan.simulate.simulate import Simulation, resident_memory, simulate
 from streamtune.plan.simulate.workload import Workload
@@ -261,13 +263,15 @@ def first_fitting_choice(
             workload, choice.engine.schedule_fields(), limits
         ):
             continue
-        simulation: Simulation | None = None
+        simulation: Simulation | LeastBytes | None = None
         with suppress(ArgumentError):  # the recipe contradicts this choice
             if choice.engine.schedule == "fixed":
                 simulation = simulate(workload, make_schedule(choice.engine))
             else:
                 fixed = choice.engine.schedule_fields()
-                simulation = simulate_one_level_step(workload, limits, fixed, simulate)
+                simulation = least_excess_bound(workload, limits, fixed)
+                if simulation.excess_bytes(limits) <= 0:
+                    simulation = simulate_one_level_step(workload, limits, fixed, simulate)
                 if simulation is None:
                     _, simulation = simulate_least_memory_step(workload, limits, fixed, simulate)
         if simulation is None:

@@ -25,9 +25,9 @@ from streamtune.errors import ArgumentError
 from streamtune.optim import BlockAdamW
 from streamtune.plan.budget import Budget, Limits, device_name
 from streamtune.plan.choices import excess_bytes
+from streamtune.plan.least_memory import simulate_least_memory_step
 from streamtune.plan.planner import choose
 from streamtune.plan.rates import Device, Rates
-from streamtune.plan.refusal import simulate_least_memory_step
 from streamtune.plan.simulate.memory import device_model_bytes
 from streamtune.plan.simulate.scored import Completions, PlainScores, use_checkpointing
 from streamtune.plan.simulate.simulate import Simulation, simulate
