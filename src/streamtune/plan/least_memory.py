@@ -1,9 +1,9 @@
 """Find the schedule that needs the least memory, and the longest row that fits, with few simulations.
 
-A lower bound of a step's memory needs no simulation (``lower_bound``). A schedule whose bound exceeds the limits is not
-simulated. The search for the longest row fits a line to what the bound leaves out: for each schedule, the difference
-between simulated and least bytes is linear in the length between two simulated lengths, and constant before the second
-simulation. So the search needs two or three simulations for each schedule that could allow the longest row.
+A lower bound of a step's memory needs no simulation (``lower_bound``), and a schedule whose bound exceeds the limits is
+not simulated. The search for the longest row predicts how far simulated bytes exceed the bound. Between two simulated
+lengths the difference is nearly linear in the length. So the search needs two or three simulations for each schedule
+that could allow the longest row.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ NARROW = 2
 
 @dataclass(frozen=True)
 class LeastBytes:
-    """Bytes that a step needs at least; the attributes are those of a :class:`~streamtune.plan.simulate.Simulation`.
+    """Bytes that a step needs at least, under the names that :class:`~streamtune.plan.simulate.Simulation` uses.
 
     Attributes:
         peak_bytes: Bytes on the device.
