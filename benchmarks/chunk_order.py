@@ -26,7 +26,7 @@ from streamtune import Schedule
 from streamtune.models import add_lora
 from streamtune.plan.budget import Limits
 from streamtune.plan.planner import Plan, evaluate_schedule
-from streamtune.plan.rates import nearest_device, spec_rates
+from streamtune.plan.rates import data_sheet_rates, nearest_device
 from streamtune.plan.simulate import Workload
 from streamtune.plan.simulate.memory import model_bytes
 
@@ -97,7 +97,7 @@ def longest(
     config = model.get_base_model().config
     if (weights := model_bytes(model)) > limits.device_bytes / 2:
         limits = replace(limits, device_bytes=limits.device_bytes + weights)
-    rates = spec_rates(nearest_device(80 * GIB))
+    rates = data_sheet_rates(nearest_device(80 * GIB))
     best: tuple[int, Plan | None] = 0, None
     for size in sizes or CHUNKS["layer" if form["order"] == "layer" else f"chunk, {form['levels']}"]:
         plain = Schedule(chunk_size=size, **form)

@@ -26,7 +26,7 @@ from benchmarks import gpu_pieces
 from benchmarks.gpu import GIB, LARGE
 from streamtune import Schedule
 from streamtune.plan.calibrate import measure_rates
-from streamtune.plan.rates import DEVICES, Device, Rates, find_device, nearest_device, predict_seconds, spec_rates
+from streamtune.plan.rates import DEVICES, Device, Rates, data_sheet_rates, find_device, nearest_device, predict_seconds
 from streamtune.plan.simulate import Workload, simulate
 
 SCHEDULES = {
@@ -46,7 +46,7 @@ def qwen3_8b(layers: int = 36) -> Any:
 
 def show_steps(device_name: str, layers: int, lengths: list[int]) -> None:
     device = find_device(device_name)
-    rates = spec_rates(device)
+    rates = data_sheet_rates(device)
     print("| tokens | mode | step | over checkpointing | MFU | peak |\n|---:|---|---:|---:|---:|---:|")
     for length in lengths:
         workload = Workload(lambda: qwen3_8b(layers), length)
@@ -98,7 +98,7 @@ def calibrate(files: list[Path], out: Path) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     measured = measure_rates(device, torch.bfloat16)
     sheet = sheet_of(torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).total_memory)
-    rates = {"measured": measured, "data sheet": spec_rates(sheet)}
+    rates = {"measured": measured, "data sheet": data_sheet_rates(sheet)}
     rows = []
     for path in files:
         steps = json.loads(path.read_text(encoding="utf-8"))

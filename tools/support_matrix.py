@@ -28,8 +28,8 @@ from streamtune.errors import UserError
 from streamtune.recipe import RECIPES, Recipe
 from streamtune.recipe.mistakes import mistakes_from_validation
 from streamtune.run.device import stream_model
-from streamtune.run.model import make_blueprint
-from streamtune.run.ranks import check_rank_layout, check_reference_start, shares_weights
+from streamtune.run.model import make_meta_model
+from streamtune.run.ranks import check_rank_layout, check_reference_start, weights_are_sharded
 from streamtune.tasks import TASKS
 
 from .support_options import BASES, GROUPS, MODELS, OF_THREE, TABLES, THEMES, Option, Table
@@ -93,7 +93,7 @@ def _set_up(recipe: Recipe, ranks: int) -> None:
     _check_loss(recipe.objective, own)
     task = TASKS[recipe.objective](recipe)
     check_reference_start(task)
-    world = check_rank_layout(recipe, ranks, shares_weights=shares_weights(recipe))
+    world = check_rank_layout(recipe, ranks, weights_are_sharded=weights_are_sharded(recipe))
     task.check_ranks(here, world)
     assert recipe.model is not None, "all of them have a model of a configuration"
     _stream(recipe.model.init["model_type"], *(getattr(recipe, key) for key in ROUTER_KEYS))
@@ -123,7 +123,7 @@ def _stream(model_type: str, *router_values: Any) -> None:
     recipe = Recipe.model_validate(
         {**BASES["sft"], "model": model, **dict(zip(ROUTER_KEYS, router_values, strict=True))}
     )
-    stream_model(recipe, make_blueprint(recipe, torch.device("cpu"))).remove()
+    stream_model(recipe, make_meta_model(recipe, torch.device("cpu"))).remove()
 
 
 @dataclass

@@ -24,7 +24,7 @@ from streamtune.programs.probe.recipe_trials import prepare_step
 from streamtune.programs.probe.trial import Shape, _run_trial_on_cpu
 from streamtune.recipe import load_recipe
 from streamtune.run.device import make_schedule
-from streamtune.run.model import make_blueprint
+from streamtune.run.model import make_meta_model
 from streamtune.run.plan import LongestStep, make_workload, reference_bytes
 from streamtune.tasks import task_of
 from streamtune.tasks.random_batches import choose_trees
@@ -210,7 +210,7 @@ def compare_step(recipe: Any, mode: Any) -> None:
     device = torch.device("cpu")
     workload = make_workload(
         recipe,
-        make_blueprint(recipe, device),
+        make_meta_model(recipe, device),
         LongestStep(length, task_of(recipe).make_shape_function(), reference_bytes(task_of(recipe), device)),
         device,
     )

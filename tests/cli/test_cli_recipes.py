@@ -9,7 +9,7 @@ import pytest
 
 from streamtune.base.optimizer_table import OPTIMIZERS
 from streamtune.cli import main
-from streamtune.cli.recipes import STARTERS
+from streamtune.cli.recipes import GENERAL_RECIPES
 from streamtune.recipe import Recipe, load_recipe, read_shipped, shipped_names
 
 
@@ -108,8 +108,8 @@ def test_ls(capsys):
     groups = [[line.split()[0] for line in group.splitlines()] for group in (first, *tasks)]
     assert [group[0] for group in groups[1:]] == ["sft:", "dpo:", "grpo:"]
     assert {*groups[0][1:], *(name for group in groups[1:] for name in group[2:])} == set(shipped_names())
-    assert groups[0][1:] == list(STARTERS)
-    assert set(STARTERS) == {name for name in shipped_names() if "/" not in name}
+    assert groups[0][1:] == list(GENERAL_RECIPES)
+    assert set(GENERAL_RECIPES) == {name for name in shipped_names() if "/" not in name}
     assert last == "Next: streamtune recipes copy NAME my.yaml\n"
     # By model and device, and numbers by their size.
     qwen = [name for name in groups[1] if name.startswith(("qwen3/8b-lora", "qwen3/14b-lora"))]

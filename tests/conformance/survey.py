@@ -30,7 +30,7 @@ from transformers.utils import logging
 from streamtune import Schedule, StreamHandle, stream
 from streamtune.engine.call import layer_cache_argument
 from streamtune.engine.hf_names import STATE
-from streamtune.engine.own_attention import DensifiedMask
+from streamtune.engine.own_attention import DenseOnUseMask
 from streamtune.errors import UnsupportedModelError
 from tests.conformance.exceptions import NOT_CAUSAL
 from tests.conformance.reducer import build
@@ -268,17 +268,17 @@ def _widened(model: PreTrainedModel) -> Iterator[None]:
 def _squares() -> Iterator[list[Tensor]]:
     """Collects the dense masks that the model asks for before its layers."""
     built: list[Tensor] = []
-    dense = DensifiedMask.to_dense
+    dense = DenseOnUseMask.to_dense
 
-    def remembered(mask: DensifiedMask) -> Tensor:
+    def remembered(mask: DenseOnUseMask) -> Tensor:
         built.append(dense(mask))
         return built[-1]
 
-    DensifiedMask.to_dense = remembered
+    DenseOnUseMask.to_dense = remembered
     try:
         yield built
     finally:
-        DensifiedMask.to_dense = dense
+        DenseOnUseMask.to_dense = dense
 
 
 def _attention_of(handle: StreamHandle, squares: bool) -> str:

@@ -12,7 +12,7 @@ from streamtune.ops import LazyMask, prefix_attention
 from streamtune.ops.attention import attention
 from streamtune.ops.attention.flex import FlexView, is_flex_correct
 from streamtune.ops.attention.kernel_blocks import split_into_blocks
-from streamtune.ops.attention.kernel_trial import Kernel, TrialHeads, agrees_with_formula, median_seconds
+from streamtune.ops.attention.kernel_trial import AttentionHeadCounts, Kernel, agrees_with_formula, median_seconds
 from streamtune.ops.attention.kernels import CUDNN, EFFICIENT, FLASH, Scores, fused_segment_kernel, kernel_names
 from streamtune.ops.attention.view_kernels import band_kernel_of_view, is_band_correct
 from tests.precision_kit import assert_as_precise
@@ -56,7 +56,7 @@ def test_a_kernel_runs_and_has_a_time(device: torch.device, dtype: torch.dtype) 
     assert "tiled" not in names.values(), names
     for kernel in (FLASH, CUDNN, EFFICIENT):
         if agrees_with_formula(kernel, device, dtype, 128):
-            seconds = median_seconds(kernel, device, dtype, TrialHeads(32, 8, 128))
+            seconds = median_seconds(kernel, device, dtype, AttentionHeadCounts(32, 8, 128))
             assert seconds is None or 0 < seconds < 1
             print(f"{kernel.name} {dtype}: {seconds}")
 
@@ -73,7 +73,7 @@ def test_a_whole_chunk_in_one_flash_call(device: torch.device, dim: int, windowe
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_flex_agrees(device: torch.device, dtype: torch.dtype, softcapped: bool) -> None:
     pytest.importorskip("triton")
-    assert is_flex_correct.__wrapped__(device, dtype, TrialHeads(8, 2, 64), softcapped)
+    assert is_flex_correct.__wrapped__(device, dtype, AttentionHeadCounts(8, 2, 64), softcapped)
 
 
 def test_flex_is_not_compiled_again_for_each_chunk(device: torch.device) -> None:

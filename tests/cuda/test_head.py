@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy, embedding, linear
 from streamtune.ops import linear_cross_entropy
 from streamtune.ops.fused import _matmul_accumulates_wide
 from streamtune.ops.head import cross_entropy as module
-from streamtune.ops.head.kernels import agrees_with_sweep, head_candidates
+from streamtune.ops.head.kernels import agrees_with_loop, head_candidates
 from streamtune.ops.head.sweep import loss_and_grad
 from tests.precision_kit import assert_as_precise, relative
 
@@ -60,7 +60,7 @@ def test_a_wide_sum_of_narrow_products(device: torch.device) -> None:
 def test_fused_heads_agree_or_are_not_used(device: torch.device, dtype: torch.dtype, wanted: tuple[bool, bool]) -> None:
     h, weight, targets = problem(device, dtype)
     sweep = partial(module._chunk_loss_and_grads, h, weight, targets, wanted)
-    verdicts = {k.name: agrees_with_sweep(k, h, weight, targets, wanted, sweep) for k in head_candidates()}
+    verdicts = {k.name: agrees_with_loop(k, h, weight, targets, wanted, sweep) for k in head_candidates()}
     print(verdicts)
     if dtype == torch.float32 and "torch linear_cross_entropy" in verdicts:
         assert verdicts["torch linear_cross_entropy"]

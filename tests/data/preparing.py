@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from streamtune import data
-from streamtune.data import DataOptions, PreparedData, PreparedPrompts, PreparedTrees, Source
+from streamtune.data import DataOptions, PreparedCompletions, PreparedData, PreparedPrompts, Source
 from streamtune.data.rendering.render import RowRenderer
 from streamtune.data.rendering.tokens import Rendered
 from streamtune.data.row_types import Content
@@ -25,13 +25,13 @@ def prepare(sources: Sequence[Source], tokenizer: Any, *, notify: Notify = silen
 
 def prepare_preferences(
     sources: Sequence[Source], tokenizer: Any, *, notify: Notify = silent, **options: Any
-) -> PreparedTrees:
+) -> PreparedCompletions:
     return data.prepare_preferences(sources, tokenizer, DataOptions(**options), notify)
 
 
 def prepare_unpaired(
     sources: Sequence[Source], tokenizer: Any, *, notify: Notify = silent, **options: Any
-) -> PreparedTrees:
+) -> PreparedCompletions:
     return data.prepare_unpaired(sources, tokenizer, DataOptions(**options), notify)
 
 

@@ -17,7 +17,7 @@ import fsspec
 import pyarrow as pa
 import pytest
 
-from streamtune.data.faults import BadRows
+from streamtune.data.bad_rows import BadRows
 from streamtune.data.reading.folders import choose_files
 from streamtune.data.reading.sources import Source, read_rows
 from streamtune.errors import DataError

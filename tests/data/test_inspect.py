@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from streamtune.data import DataOptions, PreparedData, ResumableSampler, Source, pack_rows
 from streamtune.data.inspect_rows import RowInspector, TokenGap, TokenRun, decode_parts, ranges_to_show
-from streamtune.data.length_measures import LengthChoice, compare_max_lengths, length_histogram, padding_share
+from streamtune.data.length_measures import MaxLengthEffect, compare_max_lengths, length_histogram, padding_share
 
 Write = Callable[..., str]
 WORDS = ["the", "quick", "brown", "fox", "Grüße", "世界", "👋🏽", "answer", "question", "42", "🙂"]
@@ -234,7 +234,7 @@ def test_lengths_are_compared_as_the_rows_would_be_prepared(made: Callable[..., 
         check_choice(each, made)
 
 
-def check_choice(found: LengthChoice, made: Callable[..., PreparedData]) -> None:
+def check_choice(found: MaxLengthEffect, made: Callable[..., PreparedData]) -> None:
     cut, dropped = (
         made(max_length=found.max_length, overlength=how) if how == "truncate" or found.max_length > 30 else None
         for how in ("truncate", "drop")

@@ -15,7 +15,7 @@ from preparing import prepare
 from trained_tokenizers import read_template, wrap
 from transformers import PreTrainedTokenizerFast
 
-from streamtune.data.faults import BadRows
+from streamtune.data.bad_rows import BadRows
 from streamtune.data.options import ChatOptions
 from streamtune.data.reading.files import make_local_file
 from streamtune.data.reading.readers import Row, read_data_file

@@ -14,13 +14,13 @@ import pytest
 from preparing import prepare, prepare_preferences, prepare_unpaired
 from transformers import PreTrainedTokenizerFast
 
-from streamtune.data import PREFERENCE_TYPES, PROMPT_TYPES, ROW_TYPES, PreparedTrees, Source, Tree, iter_texts
+from streamtune.data import PREFERENCE_TYPES, PROMPT_TYPES, ROW_TYPES, PreparedCompletions, Source, Tree, iter_texts
 from streamtune.data import CompletionReport as CompletionReport
 from streamtune.data.reading.sources import READ_BY
 from streamtune.errors import ArgumentError, DataError
 
 Write = Callable[..., str]
-Prepared = Callable[..., PreparedTrees]
+Prepared = Callable[..., PreparedCompletions]
 
 
 def pair(prompt: str, chosen: str = " good", rejected: str = " bad", **more: Any) -> dict[str, Any]:
@@ -33,7 +33,7 @@ def judged(prompt: str, completion: str, label: bool) -> dict[str, Any]:
 
 @pytest.fixture
 def prepared(tokenizer: PreTrainedTokenizerFast) -> Prepared:
-    def run(*paths: str, **options: Any) -> PreparedTrees:
+    def run(*paths: str, **options: Any) -> PreparedCompletions:
         return prepare_preferences([Source(path) for path in paths], tokenizer, **{"max_length": 64, **options})
 
     return run
@@ -41,7 +41,7 @@ def prepared(tokenizer: PreTrainedTokenizerFast) -> Prepared:
 
 @pytest.fixture
 def unpaired(tokenizer: PreTrainedTokenizerFast) -> Prepared:
-    def run(*paths: str, **options: Any) -> PreparedTrees:
+    def run(*paths: str, **options: Any) -> PreparedCompletions:
         return prepare_unpaired([Source(path) for path in paths], tokenizer, **{"max_length": 64, **options})
 
     return run

@@ -33,7 +33,7 @@ class _Writer:
         self, prompts: Sequence[list[int]], count: int, sampling: rollout.Sampling
     ) -> list[list[rollout.Completion]]:
         if self.stopped:
-            raise rollout.WritingStopped
+            raise rollout.GenerationStopped
         return [[rollout.Completion(prompt, truncated=False)] * count for prompt in prompts]
 
 
@@ -53,6 +53,6 @@ def run(case: str) -> Any:
         written = writer.write(prompts, 1, rollout.Sampling(1))
         ids = [completions[0].token_ids for completions in written]
         outcome: Any = DistributedRewards(judge, world)([None] * len(ids), ids).total  # type: ignore[list-item]
-    except (rollout.WritingStopped, StreamTuneError, _BrokenError) as error:
+    except (rollout.GenerationStopped, StreamTuneError, _BrokenError) as error:
         outcome = f"{type(error).__name__}: {error}"
     return world.gather_all_ranks(outcome)

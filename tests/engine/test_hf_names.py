@@ -23,7 +23,7 @@ from streamtune.engine import hf_names
 from streamtune.engine.cache import ChunkCache
 from streamtune.engine.hf_names import cache_argument, cache_keyword
 from streamtune.errors import UnsupportedModelError, VersionError
-from streamtune.tasks.rollout import Sampling, TransformersWriter
+from streamtune.tasks.rollout import Sampling, TransformersGenerator
 from tests.exactness.families import build
 from tests.precision_kit import Float64, errors, in_float64
 
@@ -61,7 +61,7 @@ def test_a_cache_is_taken_by_its_old_and_by_its_new_name(family: str, name: str)
 
 def test_the_engine_passes_no_argument_by_a_name_that_is_going_away() -> None:
     model = build("qwen3")
-    writer = TransformersWriter(model, end_token_ids=[2], pad_token_id=0, prefill_chunk_size=4, max_rows=4)
+    writer = TransformersGenerator(model, end_token_ids=[2], pad_token_id=0, prefill_chunk_size=4, max_rows=4)
     with warnings.catch_warnings(), streamtune.stream(model, chunk_size=4):
         warnings.simplefilter("error", FutureWarning)
         gradients(model, input_ids=IDS, labels=IDS)

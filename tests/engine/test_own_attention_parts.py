@@ -12,7 +12,7 @@ from transformers.masking_utils import create_causal_mask
 import streamtune
 from streamtune.engine.call_parts import LayerOutputs
 from streamtune.engine.inspect_model import decoder_layers
-from streamtune.engine.own_attention import DensifiedMask, dense_mask_of_view, lazy_mask_attention_name, sees_future
+from streamtune.engine.own_attention import DenseOnUseMask, dense_mask_of_view, lazy_mask_attention_name, sees_future
 from streamtune.errors import UnsupportedModelError
 from streamtune.ops import LazyMask
 from tests.conformance.reducer import build
@@ -35,7 +35,7 @@ def mask_of(own: str, dtype: torch.dtype = torch.float32, lazy: bool = True) -> 
 @pytest.mark.parametrize("own", ["eager", "sdpa"])
 def test_a_tile_is_a_part_of_the_models_own_mask(own: str, dtype: torch.dtype) -> None:
     lazy, dense = mask_of(own, dtype), mask_of(own, dtype, lazy=False)
-    assert isinstance(lazy, DensifiedMask)
+    assert isinstance(lazy, DenseOnUseMask)
     form = torch.bool if own == "sdpa" else dtype
     for start, stop in ((0, 4), (4, 9), (8, 9)):
         part = dense_mask_of_view(lazy.view_chunk(start, stop, 0), form)

@@ -156,14 +156,14 @@ def test_with_losses_on_routers() -> None:
 DIVERGENCES = {
     "forward": Divergence("forward"),
     "reverse": Divergence("reverse", temperature=2.0),
-    "jsd": Divergence("jsd", beta=0.3, hard_share=0.4),
+    "jsd": Divergence("jsd", beta=0.3, target_loss_weight=0.4),
 }
 
 
 def taught(layout: str, divergence: Divergence, schedule: Schedule, student: str = "llama") -> None:
     """A teacher of another family and width. In fp64 it is widened too."""
     model, teacher = build(student), build("qwen3", hidden_size=48).eval().requires_grad_(False)
-    loss, rows = TokenLoss("dft" if divergence.hard_share else "nll", divergence=divergence), examples()
+    loss, rows = TokenLoss("dft" if divergence.target_loss_weight else "nll", divergence=divergence), examples()
     alone = [batch for row in rows for batch in batches("one", [row])]
 
     def plain(model: Any) -> Any:
@@ -279,7 +279,7 @@ def taught_by_file(layout: str, asked: Divergence, k: int, schedule: Schedule | 
                 logits.to(torch.promote_types(logits.dtype, torch.float32)), batch.shift_labels[kept], reduction="none"
             )
             of_teacher = class_divergence(logits, ids.long(), logprobs, asked)
-            values = asked.hard_share * own + (1 - asked.hard_share) * of_teacher
+            values = asked.target_loss_weight * own + (1 - asked.target_loss_weight) * of_teacher
             total = total + weight * values.sum() / sum(each.target_weight for each in alone)
         total.backward()
         return total.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}

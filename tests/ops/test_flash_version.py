@@ -10,10 +10,10 @@ import torch
 import torch.nn.attention as attention
 
 from streamtune.ops.attention import kernels
-from streamtune.ops.attention.kernel_trial import TrialHeads
+from streamtune.ops.attention.kernel_trial import AttentionHeadCounts
 from streamtune.ops.attention.kernels import CPU, CUDNN, active_flash_name, use_fastest_flash
 
-HEADS, DEVICE = TrialHeads(4, 2, 16), torch.device("cuda", 0)
+HEADS, DEVICE = AttentionHeadCounts(4, 2, 16), torch.device("cuda", 0)
 pytestmark = pytest.mark.skipif(not hasattr(attention, "register_flash_attention_impl"), reason="an older torch")
 
 

@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy, linear
 from streamtune.ops import linear_cross_entropy
 from streamtune.ops.head import cross_entropy as module
 from streamtune.ops.head import kernels as head_kernels
-from streamtune.ops.head.kernels import HeadKernel, HeadShape, agrees_with_sweep, head_candidates, run_head_kernel
+from streamtune.ops.head.kernels import HeadKernel, HeadShape, agrees_with_loop, head_candidates, run_head_kernel
 from streamtune.ops.head.sweep import loss_and_grad
 from tests.precision_kit import ROUNDING, assert_as_precise
 
@@ -45,7 +45,7 @@ def shape_of(
 
 def agrees(kernel: HeadKernel, dtype: torch.dtype, wanted: tuple[bool, bool] = (True, True)) -> bool:
     h, weight, targets = problem(dtype)
-    return agrees_with_sweep(
+    return agrees_with_loop(
         kernel, h, weight, targets, wanted, partial(module._chunk_loss_and_grads, h, weight, targets, wanted)
     )
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from streamtune.ops.attention import kernels
-from streamtune.ops.attention.kernel_trial import Kernel, TrialHeads, agrees_with_formula, choose_fastest
+from streamtune.ops.attention.kernel_trial import AttentionHeadCounts, Kernel, agrees_with_formula, choose_fastest
 from streamtune.ops.attention.kernels import CPU, CUDNN, EFFICIENT, FLASH, Scores
 from tests.ops.cuda_operators import cuda_operators
 
@@ -103,7 +103,7 @@ def test_a_wrong_kernel_is_not_chosen_however_fast(
 
     here(monkeypatch, {"cuda-flash": 2.0, "cudnn": 1.0, "cuda-efficient": 3.0})
     caplog.set_level("INFO")
-    heads = TrialHeads(4, 2, 16)
+    heads = AttentionHeadCounts(4, 2, 16)
     for cudnn, want in ((CUDNN, "cudnn"), (replace(CUDNN, backward=forgets), "cuda-flash")):
         chosen = kernels._fastest_agreeing_kernel([FLASH, cudnn, EFFICIENT], 0, torch.bfloat16, heads, biased=False)
         assert chosen is not None
@@ -114,4 +114,7 @@ def test_a_wrong_kernel_is_not_chosen_however_fast(
 def test_where_nothing_works_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     here(monkeypatch, {})
     with pytest.warns(UserWarning, match="cuda-flash and cudnn and cuda-efficient failed the self-check"):
-        assert kernels._fastest_agreeing_kernel(ALL, 0, torch.bfloat16, TrialHeads(4, 2, 16), biased=False) is None
+        assert (
+            kernels._fastest_agreeing_kernel(ALL, 0, torch.bfloat16, AttentionHeadCounts(4, 2, 16), biased=False)
+            is None
+        )

@@ -99,7 +99,7 @@ def test_attention_by_rows_is_attention_by_segments(monkeypatch: pytest.MonkeyPa
         if by_rows:
             choose = lambda view, q, k, v, rule, *rest: rows_kernel_of_view(view, rule.scale)  # noqa: E731
             monkeypatch.setattr(attention, "fused_view_kernel", choose)
-            monkeypatch.setattr(attention.SegmentAttention, "needs_formula", lambda *_: True)
+            monkeypatch.setattr(attention.SegmentAttention, "lacks_fused_kernel", lambda *_: True)
         leaves = [draw(heads, length).requires_grad_() for heads, length in ((4, 150), (2, 250), (2, 250))]
         o = prefix_attention(*leaves, lazy.view_chunk(100, 250, 0), scale=SCALE, sinks_H=sinks)
         found.append([o.detach(), *torch.autograd.grad(o, leaves, draw(4, 150))])

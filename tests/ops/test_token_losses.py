@@ -145,8 +145,8 @@ def test_a_frozen_head_and_a_retained_graph() -> None:
 DIVERGENCES = {
     "forward": Divergence("forward"),
     "reverse, warm": Divergence("reverse", temperature=2.0),
-    "jsd": Divergence("jsd", beta=0.3, hard_share=0.4),
-    "forward, hard": Divergence("forward", temperature=0.5, hard_share=0.5),
+    "jsd": Divergence("jsd", beta=0.3, target_loss_weight=0.4),
+    "forward, hard": Divergence("forward", temperature=0.5, target_loss_weight=0.5),
 }
 
 

@@ -16,7 +16,7 @@ from torch.nn.attention import flex_attention as torch_flex
 from streamtune.ops import LazyMask, MaskView, prefix_attention, prefix_attention_reference
 from streamtune.ops.attention import attention, flex, view_kernels
 from streamtune.ops.attention.flex import FlexView, is_flex_correct
-from streamtune.ops.attention.kernel_trial import ScoreRule, TrialHeads
+from streamtune.ops.attention.kernel_trial import AttentionHeadCounts, ScoreRule
 from streamtune.ops.attention.runs import run_starts
 from streamtune.ops.attention.view_kernels import band_kernel_of_view, fused_view_kernel, is_band_correct
 from tests.ops.cuda_operators import cuda_operators
@@ -176,7 +176,7 @@ def test_a_mask_is_cut_into_blocks_once() -> None:
 
 @pytest.mark.parametrize("softcapped", [False, True])
 def test_flex_passes_its_check_and_a_wrong_one_does_not(monkeypatch: pytest.MonkeyPatch, softcapped: bool) -> None:
-    heads = TrialHeads(H, G, D)
+    heads = AttentionHeadCounts(H, G, D)
     check = is_flex_correct.__wrapped__
     assert check(HERE, torch.float32, heads, softcapped)
     right = FlexView.backward

@@ -17,7 +17,7 @@ from torch.nn.functional import silu
 
 from streamtune.ops import fused
 from streamtune.ops.head import cross_entropy as module
-from streamtune.ops.head.kernels import agrees_with_sweep, head_candidates
+from streamtune.ops.head.kernels import agrees_with_loop, head_candidates
 from tests import triton_kit
 
 TOKENS, VOCAB, HIDDEN = 24, 71, 16
@@ -36,8 +36,8 @@ def main() -> None:
         for wanted in ((True, True), (True, False)):
             sweep = partial(module._chunk_loss_and_grads, h, w, targets, wanted)
             found[f"{dtype} {wanted}"] = [
-                agrees_with_sweep(liger, h, w, targets, wanted, sweep),
-                agrees_with_sweep(liger, h, 1.05 * w, targets, wanted, sweep),
+                agrees_with_loop(liger, h, w, targets, wanted, sweep),
+                agrees_with_loop(liger, h, 1.05 * w, targets, wanted, sweep),
             ]
     print(json.dumps({"head": found, "layers": layers(generator)}))
 

@@ -11,10 +11,10 @@ from streamtune.plan.rates import (
     DEVICES,
     SHEET_EFFICIENCY,
     Rates,
+    data_sheet_rates,
     find_device,
     nearest_device,
     predict_seconds,
-    spec_rates,
 )
 from streamtune.plan.simulate.simulate import Work
 
@@ -47,7 +47,7 @@ def test_copies_run_beside_the_computation_of_an_accelerator():
 
 def test_a_device_that_is_not_there():
     device = find_device("h100")
-    rates = spec_rates(device)
+    rates = data_sheet_rates(device)
     assert rates.matmul_flops == SHEET_EFFICIENCY["matmul"] * 989e12
     assert rates.copy_bandwidth < device.host_bandwidth
     assert "data sheet of NVIDIA H100" in rates.source

@@ -15,7 +15,7 @@ from streamtune.errors import ArgumentError
 from streamtune.recipe import load_recipe
 from streamtune.recipe.keys.engine import SHARDING_PRESETS
 from streamtune.run.model import choose_quantization
-from streamtune.run.ranks import check_rank_layout, shares_weights
+from streamtune.run.ranks import check_rank_layout, weights_are_sharded
 from streamtune.tasks import TASKS
 
 GRPO = "objective: grpo\nreward_funcs: [exact_match]\n"
@@ -52,7 +52,7 @@ def test_a_run_refuses_them_for_a_file_of_stage_3(write: Any, tmp_path: Path, li
     (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 3}}))
     recipe = load_recipe(write(f"deepspeed: {tmp_path / 'ds.json'}\n{lines}")).recipe
     with pytest.raises(ArgumentError) as caught:
-        check_rank_layout(recipe, 2, shares_weights=shares_weights(recipe))
+        check_rank_layout(recipe, 2, weights_are_sharded=weights_are_sharded(recipe))
     assert caught.value.what.startswith(what)
     assert fix in caught.value.fix
 
@@ -78,4 +78,4 @@ def test_completions_that_make_no_whole_steps_of_the_ranks_are_refused_before_an
 @pytest.mark.parametrize("lines", [lines for lines, *_ in REFUSED])
 def test_ranks_with_whole_weights_take_them(write: Any, lines: str) -> None:
     recipe = load_recipe(write(f"deepspeed: zero2\n{lines}")).recipe
-    assert check_rank_layout(recipe, 2, shares_weights=shares_weights(recipe)).size == 2
+    assert check_rank_layout(recipe, 2, weights_are_sharded=weights_are_sharded(recipe)).size == 2

@@ -16,7 +16,7 @@ from streamtune.cli import main
 from streamtune.recipe import Recipe, load_recipe
 from streamtune.recipe.keys.engine import EngineSpec
 from streamtune.run.engine import with_chosen_placement
-from streamtune.run.model import make_blueprint, weights_dtype
+from streamtune.run.model import make_meta_model, weights_dtype
 from streamtune.run.plan import choose_placement
 from streamtune.run.start import start_run
 from streamtune.run.weight_choices import (
@@ -314,7 +314,7 @@ def test_another_model_that_is_not_trained_keeps_its_own_dtype(folder: Path):
     recipe = with_best_precision(large(folder))
     assert weights_dtype(recipe) == "float32"
     assert weights_dtype(recipe, frozen=True) == "auto"
-    assert make_blueprint(recipe, CUDA).dtype == torch.float32
+    assert make_meta_model(recipe, CUDA).dtype == torch.float32
 
 
 @pytest.mark.full
@@ -374,12 +374,12 @@ def test_stochastic_rounding_of_what_is_not_rounded_is_a_mistake(
 
 def test_a_warning_is_of_weights_that_lose_steps_alone(folder: Path):
     narrow = large(folder, dtype="bfloat16")
-    model = make_blueprint(narrow, CUDA)
+    model = make_meta_model(narrow, CUDA)
     assert "bfloat16 weights are trained" in (rounding_warning(narrow, model) or "")
     for more in ({"weight_rounding": "stochastic"}, {"optim": "badam"}, {"deepspeed": "zero2"}):
         assert rounding_warning(narrow.model_copy(update=more), model) is None
     assert (
-        rounding_warning(with_best_precision(large(folder)), make_blueprint(with_best_precision(large(folder)), CUDA))
+        rounding_warning(with_best_precision(large(folder)), make_meta_model(with_best_precision(large(folder)), CUDA))
         is None
     )
 

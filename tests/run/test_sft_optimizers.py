@@ -16,7 +16,7 @@ from streamtune import models
 from streamtune.base.optimizer_table import OPTIMIZERS
 from streamtune.errors import ArgumentError, RecipeError
 from streamtune.recipe import load_recipe
-from streamtune.run.model import make_blueprint, make_optimizer
+from streamtune.run.model import make_meta_model, make_optimizer
 from tests.sft_kit import FIXED, RECIPE, run, write_recipe, write_rows
 
 COMMON: dict[str, Any] = {
@@ -256,7 +256,7 @@ def made(folder: Path, **keys: Any) -> Any:
 
 def groups_of(recipe: Any) -> tuple[dict[str, tuple[float, float]], Any]:
     """Return name -> (learning rate, weight decay) of each parameter."""
-    model = make_blueprint(recipe, torch.device("cpu"))
+    model = make_meta_model(recipe, torch.device("cpu"))
     optimizer = make_optimizer(recipe, model)
     names = {id(p): name for name, p in model.named_parameters()}
     return {

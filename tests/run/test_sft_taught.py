@@ -18,7 +18,7 @@ from streamtune.plan.simulate.simulate import simulate
 from streamtune.recipe import load_recipe
 from streamtune.run.build import build_run
 from streamtune.run.device import make_schedule
-from streamtune.run.model import make_blueprint
+from streamtune.run.model import make_meta_model
 from streamtune.run.plan import recipe_workload
 from streamtune.tasks.sft import Batches
 from streamtune.tasks.teacher_file import TeacherFileWriter, lock_output, row_hash
@@ -114,7 +114,7 @@ def test_learns_from_the_file_and_resumes(folder: Path, capsys: pytest.CaptureFi
     assert run("--json", "--dtype", "float32", "--length", "48", command="verify") == 0
     assert '"exact": true' in capsys.readouterr().out
     recipe = load_recipe("tiny.yaml", []).recipe
-    workload = recipe_workload(recipe, make_blueprint(recipe, torch.device("cpu")), 160, torch.device("cpu"))
+    workload = recipe_workload(recipe, make_meta_model(recipe, torch.device("cpu")), 160, torch.device("cpu"))
     bytes_of_targets = 160 * recipe.per_device_train_batch_size * (4 * K + 4 * (K + 1) + 8)
     assert simulate(workload, make_schedule(recipe.engine)).host_terms["teacher"] == bytes_of_targets
     assert workload.reference_bytes == 0

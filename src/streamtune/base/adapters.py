@@ -58,7 +58,7 @@ class AdapterKind:
     """True if each weight row is divided by its norm, so that a row of zeros is an error."""
     on_quantised: bool = True
     """False if the base model cannot be quantised: its weights are changed, read unquantised, or need gradients."""
-    on_shared: bool = False
+    can_be_sharded: bool = False
     """True if the base model's weights can be sharded (ZeRO-3, FSDP2)."""
     on_experts: bool = False
     """True if mixture-of-experts weights that are stored as one tensor (``gate_up_proj``) can have adapters."""
@@ -112,8 +112,10 @@ COLUMNS = {"r": "r", "lora_alpha": "r", "rank_pattern": "ranks", "alpha_pattern"
 _lora = partial(AdapterKind, "LORA", LOW_RANK, largest_rank="named")
 
 ADAPTERS: Mapping[str, AdapterKind] = {
-    "lora": _lora(on_shared=True, on_experts=True),
-    "rslora": _lora({"use_rslora": True}, on_shared=True, on_experts=True, switches=("use_rslora", "peft_use_rslora")),
+    "lora": _lora(can_be_sharded=True, on_experts=True),
+    "rslora": _lora(
+        {"use_rslora": True}, can_be_sharded=True, on_experts=True, switches=("use_rslora", "peft_use_rslora")
+    ),
     "dora": _lora({"use_dora": True}, divides_by_rows=True, switches=("use_dora", "peft_use_dora")),
     "pissa": _lora(start="weights", largest_rank="each", on_quantised=False, switches=("pissa_init",)),
     "olora": _lora(start="weights", largest_rank="each", on_quantised=False),

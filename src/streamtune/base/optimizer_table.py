@@ -83,7 +83,7 @@ class OptimizerEntry:
     """Function that returns a weight's bytes of optimizer state, from shape, bytes per value, and ``optim_args``."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Option of ``optim_args`` -> default."""
-    made_by: str = ""
+    library_class: str = ""
     """Name of the library's class, if it takes the options unchanged; empty if ``streamtune.optim`` has code for it."""
     extra: str = ""
     """Extra of this package that installs the library (``streamtune[optim]``); empty if it is always installed."""
@@ -102,7 +102,7 @@ class OptimizerEntry:
     """Passes, gradients and states of a step, unless other recipe keys change them."""
     repeated_by: str = ""
     """Option of ``optim_args`` that multiplies the forward passes of a step; empty if there is none."""
-    not_divided: str = ""
+    cannot_shard_reason: str = ""
     """Reason why the optimizer states cannot be sharded (DeepSpeed, FSDP2); empty if they can."""
     status: Status = "stable"
 
@@ -228,41 +228,42 @@ OPTIMIZERS: dict[str, OptimizerEntry] = {
     ),
     "adamw_8bit": OptimizerEntry(
         "AdamW with 8-bit moments, in blocks of 256",
-        "bitsandbytes", _bitsandbytes_size(2), made_by="AdamW8bit", extra="quant", is_adam=True, not_divided=_BLOCKS,
+        "bitsandbytes", _bitsandbytes_size(2), library_class="AdamW8bit", extra="quant", is_adam=True,
+        cannot_shard_reason=_BLOCKS,
     ),
     "paged_adamw_8bit": OptimizerEntry(
         "adamw_8bit in CUDA unified memory, which moves to the host when the device is full",
-        "bitsandbytes", _bitsandbytes_size(2), extra="quant", is_adam=True, only_on="cuda", not_divided=_BLOCKS,
+        "bitsandbytes", _bitsandbytes_size(2), extra="quant", is_adam=True, only_on="cuda", cannot_shard_reason=_BLOCKS,
         scratch=lambda shape, value_bytes: 0,
     ),
     "adamw_torch_8bit": OptimizerEntry(
         "AdamW with 8-bit moments; optional stochastic rounding of bfloat16 weights",
         "torchao", _torchao_size(8, 256), {"block_size": 256, "bf16_stochastic_round": False},
-        extra="quant", is_adam=True, not_divided=_BLOCKS,
+        extra="quant", is_adam=True, cannot_shard_reason=_BLOCKS,
     ),
     "adamw_torch_4bit": OptimizerEntry(
         "AdamW with 4-bit moments",
         "torchao", _torchao_size(4, 16), {"block_size": 128, "bf16_stochastic_round": False},
-        extra="quant", is_adam=True, not_divided=_BLOCKS,
+        extra="quant", is_adam=True, cannot_shard_reason=_BLOCKS,
     ),
     "adamw_torch_fp8": OptimizerEntry(
         "AdamW with float8 moments",
         "torchao", _torchao_size(8, 0), {"block_size": 256, "bf16_stochastic_round": False},
-        extra="quant", is_adam=True, not_divided=_BLOCKS,
+        extra="quant", is_adam=True, cannot_shard_reason=_BLOCKS,
     ),
     "adamw_coat": OptimizerEntry(
         "AdamW with float8 moments of expanded range, in groups of 128 (arXiv 2410.19313)",
-        "streamtune", _coat_size, {"group_size": 128}, is_adam=True, not_divided=_BLOCKS, status="experimental",
+        "streamtune", _coat_size, {"group_size": 128}, is_adam=True, cannot_shard_reason=_BLOCKS, status="experimental",
     ),
     "adafactor": OptimizerEntry(
         "second moment factored into rows and columns; step relative to the weight's RMS (arXiv 1804.04235)",
         "torch", _adafactor_size, {"beta2_decay": -0.8, "eps2": 1e-3, "clip_threshold": 1.0},
-        scratch=lambda shape, value_bytes: _value_count(shape) * value_bytes, not_divided=_WHOLE_MATRICES,
+        scratch=lambda shape, value_bytes: _value_count(shape) * value_bytes, cannot_shard_reason=_WHOLE_MATRICES,
     ),
     "adan": OptimizerEntry(
         "Nesterov momentum from differences of gradients (arXiv 2208.06677)",
         "pytorch_optimizer", _moments_size(4), {"betas": [0.98, 0.92, 0.99], "eps": 1e-8},
-        made_by="Adan", extra="optim",
+        library_class="Adan", extra="optim",
     ),
     "adopt": OptimizerEntry(
         "Adam that converges with any beta2 (arXiv 2411.02853)",
@@ -274,7 +275,7 @@ OPTIMIZERS: dict[str, OptimizerEntry] = {
         "the rest",
         "apollo_torch", _apollo_size, {"rank": 256, "scale": 1.0, "scale_type": "channel", "update_proj_gap": 200},
         extra="optim", is_adam=True, adamw_for_rest=True,
-        scratch=lambda shape, value_bytes: 2 * _value_count(shape) * value_bytes, not_divided=_WHOLE_MATRICES,
+        scratch=lambda shape, value_bytes: 2 * _value_count(shape) * value_bytes, cannot_shard_reason=_WHOLE_MATRICES,
     ),
     "badam": OptimizerEntry(
         "AdamW on one block of weights at a time; the backward stops at the block (arXiv 2404.02827)",
@@ -282,64 +283,66 @@ OPTIMIZERS: dict[str, OptimizerEntry] = {
         {"switch_block_every": 50, "switch_mode": "random", "layers_per_block": 1, "include_embedding": False,
          "include_lm_head": False, "blocks": []},
         is_adam=True, step=StepKind(gradients="block"),
-        not_divided="the set of trained weights changes, and ranks shard them only once",
+        cannot_shard_reason="the set of trained weights changes, and ranks shard them only once",
     ),
     "badam_ratio": OptimizerEntry(
         "AdamW on a part of each weight's values at a time; all gradients are computed (arXiv 2404.02827)",
         "streamtune", _badam_ratio_size, {"update_ratio": 0.01, "switch_block_every": 50},
-        is_adam=True, not_divided="the optimizer trains a part of whole weights, and each rank has a part of them",
+        is_adam=True,
+        cannot_shard_reason="the optimizer trains a part of whole weights, and each rank has a part of them",
     ),
     "came": OptimizerEntry(
         "Adafactor with confidence-guided momentum (arXiv 2307.02047)",
         "pytorch_optimizer", _came_size,
         {"betas": [0.9, 0.999, 0.9999], "eps1": 1e-30, "eps2": 1e-16, "clip_threshold": 1.0},
-        extra="optim", not_divided=_WHOLE_MATRICES,
+        extra="optim", cannot_shard_reason=_WHOLE_MATRICES,
     ),
     "galore": OptimizerEntry(
         "AdamW on low-rank projections of the gradients of layers' matrices; AdamW for the rest (arXiv 2403.03507)",
         "streamtune", _galore_size,
         {"rank": 128, "update_proj_gap": 200, "scale": 0.25, "projection": "svd", "proj_type": "std"},
-        is_adam=True, adamw_for_rest=True, not_divided=_WHOLE_MATRICES,
+        is_adam=True, adamw_for_rest=True, cannot_shard_reason=_WHOLE_MATRICES,
     ),
     "lamb": OptimizerEntry(
         "AdamW with a trust ratio per weight, for large batches (arXiv 1904.00962)",
         "pytorch_optimizer", _moments_size(2, num_scalars=3), {"betas": [0.9, 0.999], "eps": 1e-6},
-        extra="optim", not_divided="the trust ratio uses norms of whole weights, and each rank has a part of them",
+        extra="optim",
+        cannot_shard_reason="the trust ratio uses norms of whole weights, and each rank has a part of them",
     ),
     "lion": OptimizerEntry(
         "sign of the momentum; use a third to a tenth of AdamW's rate (arXiv 2302.06675)",
         "pytorch_optimizer", _moments_size(1), {"betas": [0.9, 0.99]},
-        made_by="Lion", extra="optim",
+        library_class="Lion", extra="optim",
     ),
     "lion_8bit": OptimizerEntry(
         "Lion with 8-bit momentum, in blocks of 256",
-        "bitsandbytes", _bitsandbytes_size(1), {"betas": [0.9, 0.99]}, made_by="Lion8bit", extra="quant",
-        not_divided=_BLOCKS,
+        "bitsandbytes", _bitsandbytes_size(1), {"betas": [0.9, 0.99]}, library_class="Lion8bit", extra="quant",
+        cannot_shard_reason=_BLOCKS,
     ),
     "mezo": OptimizerEntry(
         "SGD along random directions, each with two forward passes and no backward pass (arXiv 2305.17333)",
         "streamtune", _moments_size(0), {"eps": 1e-3, "n": 1},
         step=StepKind(forwards=2, backwards=0, gradients="none", states="none"), repeated_by="n", status="experimental",
-        not_divided="the optimizer perturbs and steps whole weights, which must be equal on all ranks",
+        cannot_shard_reason="the optimizer perturbs and steps whole weights, which must be equal on all ranks",
     ),
     "muon": OptimizerEntry(
         "orthogonalised momentum for matrices of layers; AdamW for the rest",
         "torch", _moments_size(1),
         {"momentum": 0.95, "nesterov": True, "ns_steps": 5, "adjust_lr_fn": "match_rms_adamw"},
-        adamw_for_rest=True, not_divided=_WHOLE_MATRICES,
+        adamw_for_rest=True, cannot_shard_reason=_WHOLE_MATRICES,
     ),
     "natural_galore": OptimizerEntry(
         "galore with a natural gradient, from the last projected gradients (arXiv 2410.16029)",
         "streamtune", _natural_galore_size,
         {"rank": 128, "update_proj_gap": 200, "scale": 0.25, "projection": "svd", "proj_type": "std", "history": 8,
          "damping": 1.0},
-        is_adam=True, adamw_for_rest=True, not_divided=_WHOLE_MATRICES, status="experimental",
+        is_adam=True, adamw_for_rest=True, cannot_shard_reason=_WHOLE_MATRICES, status="experimental",
     ),
     "schedule_free": OptimizerEntry(
         "AdamW that evaluates and saves an average of the weights instead of decaying the rate (arXiv 2405.15682)",
         "schedulefree", _moments_size(2), {"r": 0.0, "weight_lr_power": 2.0}, extra="optim", is_adam=True,
         averages=True,
-        not_divided=_AVERAGE,
+        cannot_shard_reason=_AVERAGE,
     ),
     "sgd": OptimizerEntry(
         "gradient descent with momentum; weight decay is added to the gradient",
@@ -347,7 +350,8 @@ OPTIMIZERS: dict[str, OptimizerEntry] = {
     ),
     "sinkgd": OptimizerEntry(
         "gradients normalised by rows and columns, without state, for matrices of layers; AdamW for the rest",
-        "torch", _moments_size(0), {"iterations": 5, "scale": 1.0}, adamw_for_rest=True, not_divided=_WHOLE_MATRICES,
+        "torch", _moments_size(0), {"iterations": 5, "scale": 1.0}, adamw_for_rest=True,
+        cannot_shard_reason=_WHOLE_MATRICES,
     ),
 }  # fmt: skip
 """Name -> entry. ``optim.libraries`` builds each, under the same name."""

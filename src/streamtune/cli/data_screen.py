@@ -25,7 +25,7 @@ from .options import recipe_name
 from .plan_screen import draw_bar
 
 if TYPE_CHECKING:
-    from streamtune.data import BatchFacts
+    from streamtune.data import BatchStatistics
     from streamtune.run.build import Inspection
 
 WIDE_TERMINAL = 110
@@ -267,7 +267,7 @@ def _describe_tokenizer(inspection: Inspection) -> str:
     return f"{source}, {len(inspection.tokenizer):,} entries, {template}"
 
 
-def describe_batches(stats: BatchFacts | None) -> list[tuple[str, str]]:
+def describe_batches(stats: BatchStatistics | None) -> list[tuple[str, str]]:
     """Return (name, text) lines about padding, packing and attention cost; an empty list without ``stats``."""
     if stats is None:
         return []
@@ -279,7 +279,7 @@ def describe_batches(stats: BatchFacts | None) -> list[tuple[str, str]]:
     return [*lines, ("attention", _describe_attention_cost(stats))]
 
 
-def _describe_step_sizes(stats: BatchFacts) -> str:
+def _describe_step_sizes(stats: BatchStatistics) -> str:
     unit = "packed sequences" if stats.packing else {"buckets": "pieces"}.get(stats.batching, "rows")
     padding = f"{stats.batch_size} {unit}, {stats.padding:.1%} of the positions are padding"
     if stats.batch_size == 1:
@@ -293,7 +293,7 @@ def _describe_step_sizes(stats: BatchFacts) -> str:
     return f"{text}; batches of {padding}"
 
 
-def _describe_attention_cost(stats: BatchFacts) -> str:
+def _describe_attention_cost(stats: BatchStatistics) -> str:
     """Return the attention cost (sum of squared row lengths), and the relative cost of concatenated and cut rows."""
     ratio = stats.attention_ratio
     times = f"{ratio:.2f}x" if ratio >= 0.1 else f"{ratio:.2g}x"

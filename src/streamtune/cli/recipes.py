@@ -43,7 +43,7 @@ NameArgument = Annotated[
 ]
 
 
-STARTERS = {
+GENERAL_RECIPES = {
     "quickstart": "a tiny model from scratch on a CPU, 2 to 3 minutes",
     "quickstart_dpo": "the same with preference pairs, 1 to 2 minutes",
     "quickstart_grpo": "the same with rewards, a few minutes",
@@ -80,11 +80,11 @@ def list_recipes(
         return
     starters = [(recipe, spec) for recipe, spec in shipped if not recipe.device]
     if starters:
-        order = list(STARTERS)
-        starters.sort(key=lambda each: order.index(each[0].name) if each[0].name in STARTERS else len(order))
+        order = list(GENERAL_RECIPES)
+        starters.sort(key=lambda each: order.index(each[0].name) if each[0].name in GENERAL_RECIPES else len(order))
         table = make_table(*(Column(name, no_wrap=True) for name in ("recipe", "method", "for")), header="dim")
         for recipe, spec in starters:
-            text = STARTERS.get(recipe.name, recipe.summary)
+            text = GENERAL_RECIPES.get(recipe.name, recipe.summary)
             table.add_row(Text(recipe.name, style="bold"), f"{spec.objective} {spec.finetuning_type}", text)
         out.print(table)
     for objective, title in OBJECTIVES.items():
@@ -371,7 +371,9 @@ def list_optimizers(json: JsonOption = False) -> None:
     if json:
         print_json([_optimizer_document(name, entry) for name, entry in OPTIMIZERS.items()])
         return
-    reasons = list(dict.fromkeys(entry.not_divided for entry in OPTIMIZERS.values() if entry.not_divided))
+    reasons = list(
+        dict.fromkeys(entry.cannot_shard_reason for entry in OPTIMIZERS.values() if entry.cannot_shard_reason)
+    )
     columns = [
         Column(title, no_wrap=True, justify="right" if title in ("fp32", "bf16") else "left")
         for title in ("optim", "fp32", "bf16", "library", "deepspeed, fsdp")
@@ -381,7 +383,7 @@ def list_optimizers(json: JsonOption = False) -> None:
     for name, entry in OPTIMIZERS.items():
         library = entry.library if entry.is_installed else f"{entry.library}*"
         sizes = (f"{_state_bytes_per_parameter(name, width):.3g}" for width in (4, 2))
-        divided = f"no ({reasons.index(entry.not_divided) + 1})" if entry.not_divided else "yes"
+        divided = f"no ({reasons.index(entry.cannot_shard_reason) + 1})" if entry.cannot_shard_reason else "yes"
         table.add_row(Text(name, style="bold"), *sizes, library, divided)
     out.print(table)
     out.print()
@@ -428,5 +430,5 @@ def _optimizer_document(name: str, entry: OptimizerEntry) -> dict[str, Any]:
         "adam_keys": entry.is_adam or entry.adamw_for_rest,
         "adamw_for_rest": entry.adamw_for_rest,
         "only_on": entry.only_on or None,
-        "not_divided": entry.not_divided or None,
+        "not_divided": entry.cannot_shard_reason or None,
     }

@@ -37,7 +37,7 @@ from streamtune.data.data_report import CompletionReport as CompletionReport
 from streamtune.data.data_report import DataReport
 from streamtune.data.fit.held_out import EvalSet
 from streamtune.data.inspect_rows import trained_end_tokens
-from streamtune.data.length_measures import BatchFacts, EpochLayout, concat_squared_lengths, measure_epoch_layout
+from streamtune.data.length_measures import BatchStatistics, EpochLayout, concat_squared_lengths, measure_epoch_layout
 from streamtune.data.options import (
     COMPLETION_OVERLENGTH,
     IDENTICAL_PAIRS,
@@ -48,9 +48,9 @@ from streamtune.data.options import (
 )
 from streamtune.data.preferences import PREFERENCE_TYPES
 from streamtune.data.prepare import (
+    PreparedCompletions,
     PreparedData,
     PreparedPrompts,
-    PreparedTrees,
     prepare,
     prepare_preferences,
     prepare_prompts,
@@ -77,7 +77,7 @@ __all__ = [
     "STDLIB_PATH",
     "TRAIN_ON",
     "Batch",
-    "BatchFacts",
+    "BatchStatistics",
     "ChatContext",
     "ChatOptions",
     "ChosenRows",
@@ -93,9 +93,9 @@ __all__ = [
     "PackedBatch",
     "Packs",
     "Pieces",
+    "PreparedCompletions",
     "PreparedData",
     "PreparedPrompts",
-    "PreparedTrees",
     "Prompt",
     "PromptRenderer",
     "ResumableSampler",

@@ -67,7 +67,7 @@ def length_histogram(lengths: Numbers, max_length: int, max_bins: int = MOST_BIN
 
 
 @dataclass(frozen=True, kw_only=True)
-class LengthChoice:
+class MaxLengthEffect:
     """Effects of one value of ``max_length``: rows that exceed it, tokens lost, padding, packed sequences."""
 
     max_length: int
@@ -93,7 +93,7 @@ def compare_max_lengths(
     batch_size: int | None,
     shuffle: bool = True,
     cuts_trees: bool = False,
-) -> list[LengthChoice]:
+) -> list[MaxLengthEffect]:
     """Return the effects of several values of ``max_length``: the current value, and powers of two near the row
     lengths.
 
@@ -108,7 +108,7 @@ def compare_max_lengths(
         if overlap >= length // 2 and length != current_max_length:  # more than half of each part would be context
             continue
         exceeds = measured.lengths > length
-        tokens_lost = np.where(measured.first_trained < length, measured.lengths - length, measured.lengths)
+        tokens_lost = np.where(measured.largest_untrained_length < length, measured.lengths - length, measured.lengths)
         padding = packs = fill = None
         if batch_size is not None:
             sizes = _predict_example_lengths(measured, length, options.overlength, overlap)
@@ -116,7 +116,7 @@ def compare_max_lengths(
             packed = pack_rows(sizes, length, seed=seed)
             packs, fill = len(packed), round(packed.fill_rate(length), 4)
         choices.append(
-            LengthChoice(
+            MaxLengthEffect(
                 max_length=length,
                 rows_over=int(exceeds.sum()),
                 lost_if_truncated=None if cuts_trees else int(tokens_lost[exceeds].sum()),
@@ -152,7 +152,7 @@ def _predict_example_lengths(measured: Measured, max_length: int, overlength: st
     fits = lengths <= max_length
     if overlength == "drop":
         return lengths[fits]
-    return np.minimum(lengths, max_length)[fits | (measured.first_trained < max_length)]
+    return np.minimum(lengths, max_length)[fits | (measured.largest_untrained_length < max_length)]
 
 
 def padding_share(
@@ -231,7 +231,7 @@ def draw_length_histogram(bins: list[LengthBin], max_length: int, title: str, li
 
 
 @dataclass(frozen=True, kw_only=True)
-class BatchFacts:
+class BatchStatistics:
     """Padding, packing and attention cost of the training batches of the first epoch."""
 
     batching: str

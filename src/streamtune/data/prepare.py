@@ -25,11 +25,11 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
+from streamtune.data.bad_rows import ON_BAD_ROW, BadRows
 from streamtune.data.batches.collate import pack_turns
 from streamtune.data.batches.sampler import Packs, pack_sections
 from streamtune.data.data_report import CompletionReport, DataReport
-from streamtune.data.faults import ON_BAD_ROW, BadRows
-from streamtune.data.fit import LengthFitter, LengthPolicy, Prepared, PromptFitter, RowFitter, TreeFitter
+from streamtune.data.fit import CompletionsFitter, LengthFitter, LengthPolicy, Prepared, PromptFitter, RowFitter
 from streamtune.data.fit.held_out import add_epoch_counts, eval_set_bounds, make_mixture
 from streamtune.data.options import COMPLETION_OVERLENGTH, IDENTICAL_PAIRS, PROMPT_SIDES, DataOptions, check_choice
 from streamtune.data.preferences import (
@@ -354,7 +354,7 @@ def read_training_rows(tokenizer: PreTrainedTokenizerBase, reading: Reading, sou
 
 # ---------------------------------------------------------------------------------------------------- trees and prompts
 
-PreparedTrees = Prepared[Tree, CompletionReport]
+PreparedCompletions = Prepared[Tree, CompletionReport]
 """Prompts with their completions, split into a training part and a held-out part."""
 
 
@@ -363,7 +363,7 @@ def prepare_preferences(
     tokenizer: PreTrainedTokenizerBase,
     options: DataOptions,
     notify: Notify = lambda message: None,
-) -> PreparedTrees:
+) -> PreparedCompletions:
     """Read all sources and return each pair as a prompt with the completions ``[chosen, rejected]`` (:class:`Tree`).
 
     Args:
@@ -385,7 +385,7 @@ def prepare_unpaired(
     tokenizer: PreTrainedTokenizerBase,
     options: DataOptions,
     notify: Notify = lambda message: None,
-) -> PreparedTrees:
+) -> PreparedCompletions:
     """Read all sources and return each row as a prompt with completions labelled desirable or not (:class:`Tree`).
 
     A row of type ``unpaired`` has one completion. A pair has two: ``chosen`` is desirable, ``rejected`` is not.
@@ -418,7 +418,7 @@ def prepare_unpaired(
 
 def _make_tree_kind(
     tokenizer: PreTrainedTokenizerBase, options: DataOptions, kinds: tuple[str, str], read: Read[Answers]
-) -> RowKind[TreeFitter]:
+) -> RowKind[CompletionsFitter]:
     policy = LengthPolicy(options.max_length, options.max_prompt_length, options.overlength)
     check_choice("identical_pairs", options.identical_pairs, IDENTICAL_PAIRS)
     return RowKind(
@@ -429,14 +429,14 @@ def _make_tree_kind(
             "kinds": kinds,
             "chat": vars(options.chat),
         },
-        make_fitter=lambda writer: TreeFitter(writer, policy, options.identical_pairs, kinds),
+        make_fitter=lambda writer: CompletionsFitter(writer, policy, options.identical_pairs, kinds),
         make_renderer=partial(TreeRenderer, tokenizer, chat=options.chat),
         read=read,
         add=_add_tree,
     )
 
 
-def _add_tree(fitter: TreeFitter, tree: tuple[Tree, bytes] | None, origin: str) -> None:
+def _add_tree(fitter: CompletionsFitter, tree: tuple[Tree, bytes] | None, origin: str) -> None:
     """Add a prompt with its completions, and the hash of the prompt; None is a pair with identical answers."""
     if tree is None:
         fitter.drop_identical_pair(origin)

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from streamtune.data.bad_rows import BadRows
 from streamtune.data.batches.sampler import seeded_random
-from streamtune.data.faults import BadRows
 from streamtune.data.fit import RowFitter
 from streamtune.data.options import DataOptions
 from streamtune.data.prepare import Reading, read_training_rows

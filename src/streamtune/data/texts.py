@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from streamtune.data.faults import ON_BAD_ROW, BadRows
+from streamtune.data.bad_rows import ON_BAD_ROW, BadRows
 from streamtune.data.options import ChatOptions, check_choice
 from streamtune.data.preferences import PREFERENCE_TYPES, normalise_preference
 from streamtune.data.reading.cells import TextOrMessages, has_system, message_texts, read_chat_kwargs, read_tools

@@ -16,7 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from streamtune.engine.cache import attached_prefix_grads
 from streamtune.engine.context import ChunkContext
-from streamtune.engine.hf_names import CAUSAL_MASK, UNREAD, hf_internal
+from streamtune.engine.hf_names import CAUSAL_MASK, UNREAD_ARGUMENTS, hf_internal
 from streamtune.engine.masks import recognise_mask
 from streamtune.engine.memory.tiers import Block, Tier
 from streamtune.engine.observe import notify_tensors
@@ -24,7 +24,7 @@ from streamtune.engine.sequence.shards import ChunkExchange
 from streamtune.errors import UnsupportedModelError
 from streamtune.ops import LazyMask, MaskView, prefix_attention
 from streamtune.ops.attention.ring import ring_attention
-from streamtune.ops.attention.rules import ForeignAttentionError
+from streamtune.ops.attention.rules import NeedsMaskTensorError
 from streamtune.ops.devices import autocast_device_type
 
 NAME = "streamtune"
@@ -63,12 +63,12 @@ def attention(
         **kwargs: Other arguments of the layer. A tensor with a name that StreamTune does not know raises an error.
 
     Raises:
-        ForeignAttentionError: The layer adds a bias to its scores, or selects its keys, in an unsupported way.
+        NeedsMaskTensorError: The layer adds a bias to its scores, or selects its keys, in an unsupported way.
         UnsupportedModelError: Ranks share the sequence, and the attention is not causal or has a dense mask.
     """
     for name, more in kwargs.items():
-        if isinstance(more, Tensor) and name not in UNREAD:
-            raise ForeignAttentionError(
+        if isinstance(more, Tensor) and name not in UNREAD_ARGUMENTS:
+            raise NeedsMaskTensorError(
                 f"{type(module).__name__} passes {name!r} to its attention, which streaming does not support"
             )
     kind = autocast_device_type(query.device)
@@ -132,7 +132,7 @@ def _attend_across_ranks(
     return ring_attention(*qkv, rules, exchange.ring_layout, **options)
 
 
-class BiasError(ForeignAttentionError):
+class BiasError(NeedsMaskTensorError):
     """Raised if a dense mask has values other than 0 and -inf, or differs between heads.
 
     Only eager attention supports such a mask.

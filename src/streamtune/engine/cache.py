@@ -279,9 +279,9 @@ class ChunkCache(hf_internal(CACHE_CLASS)):  # type: ignore[misc]
             return None
         if self.pass_name == "replay" and state.is_floating_point() and key not in self.state_leaves:
             state = self.state_leaves[key] = state.detach().requires_grad_()
-            self.states.on_leaf_created(self._own_tokens, read_position, key, state)
+            self.states.on_state_leaf(self._own_tokens, read_position, key, state)
         start = self.chunk.start if self.exchange is None else self.exchange.start
-        return state if rows is None or start not in rows.row_starts else rows.reset_begun_rows(state, start)
+        return state if rows is None or start not in rows.row_starts else rows.zero_states_at_row_starts(state, start)
 
     def _save_state(self, key: StateKey, state: Tensor) -> None:
         self._report_state_use()

@@ -56,13 +56,13 @@ def run_in_chain(owner: StreamedLayer, call: LayerCall, parameters: Sequence[Ten
         chain = None
     if owner.placement.unstreamed and call.past is None and (unchunked := stream.run_unchunked(tensors)) is not None:
         return stream.assemble_output(unchunked, None)
-    stream.follows_in_chain = chain is not None
+    stream.input_is_recomputed = chain is not None
     with stream.pass_over_chunks():
         outputs = stream.forward(tensors, for_backward=True)
     _check_chainable(owner.layer, list(stream.entry_updates), weights)
     if chain is None or chain.chunks != stream.chunks:  # the forward may have changed the chunks: the layer has states
-        if stream.follows_in_chain:
-            stream.follows_in_chain = False
+        if stream.input_is_recomputed:
+            stream.input_is_recomputed = False
             stream.saved.keep_on_device(tensors[0])
         chain = LayerChain(stream, tensors[0])
     results = chain.append(owner, stream, weights, parameters, tensors[1:], outputs)

@@ -93,7 +93,7 @@ KERNEL_ROWS = (ROW_ENDS, "cu_seq_lens_k", "max_length_q", "max_length_k", ROW_ID
 """Arguments that describe packed rows to attention kernels. Layers do not get them for a chunk, because they refer to
 the whole sequence.
 """
-UNREAD = (
+UNREAD_ARGUMENTS = (
     *POSITIONS,
     ROW_ENDS,
     "cu_seq_lens_k",

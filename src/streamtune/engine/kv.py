@@ -247,7 +247,7 @@ class States:
         """Return None; ``SharedStates`` returns a tensor whose backward receives other ranks' gradient of ``state``."""
         return None
 
-    def on_leaf_created(self, chunk: slice, read_position: int | None, key: StateKey, leaf: Tensor) -> None:
+    def on_state_leaf(self, chunk: slice, read_position: int | None, key: StateKey, leaf: Tensor) -> None:
         """Do nothing when the autograd leaf ``leaf`` replaces a state; ``SharedStates`` overrides this method."""
 
     def add_state_grads(

@@ -32,7 +32,7 @@ from streamtune.engine.streamed_layer import StreamedLayer
 from streamtune.engine.vjp import GradientSum, LayerInput, streamed_vjp
 from streamtune.errors import ArgumentError, StreamTuneError, UnsupportedModelError
 from streamtune.ops import first_order, is_graph_retained
-from streamtune.ops.attention.rules import ForeignAttentionError
+from streamtune.ops.attention.rules import NeedsMaskTensorError
 
 
 class StreamedForward(StreamedLayer):
@@ -51,7 +51,7 @@ class StreamedForward(StreamedLayer):
         before = RandomState.capture(torch.device("cpu") if hidden is None else hidden.device)
         try:
             result = self._dispatch(args, kwargs)
-        except ForeignAttentionError as error:
+        except NeedsMaskTensorError as error:
             if context.shards is not None:
                 raise UnsupportedModelError(error.what, fix="set sequence_parallel_size: 1") from error
             self.own_attention = OwnAttention("eager")
@@ -161,14 +161,14 @@ class StreamedForward(StreamedLayer):
                     stream = LayerStream(call, self)
                     with stream.pass_over_chunks():
                         stream.forward(call.input_tensors())
-                except ForeignAttentionError:
+                except NeedsMaskTensorError:
                     raise
                 except UnsupportedModelError:  # a model that cannot be streamed may still generate
                     pass
         try:
             with self.weights_on_device((), prefetch_offset=1):
                 return call.run_unchunked()
-        except ForeignAttentionError as error:
+        except NeedsMaskTensorError as error:
             raise UnsupportedModelError(error.what, fix="fill the cache after stream(model), not before") from error
 
     def _run_without_graph(self, call: LayerCall) -> Any:

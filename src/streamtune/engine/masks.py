@@ -36,7 +36,7 @@ from streamtune.engine.hf_names import (
     hf_internal,
     replace_internal,
 )
-from streamtune.ops.attention.runs import has_one_run_per_id, run_starts
+from streamtune.ops.attention.runs import has_adjacent_ids, run_starts
 from streamtune.ops.devices import cached_host_copy, host_copy, to_device_with_host_copy
 
 _causal_mask_function = hf_internal(CAUSAL_MASK)
@@ -231,7 +231,7 @@ def _are_contiguous_runs(ids: Any, position_BT: Tensor) -> bool:
     if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.shape[1] != position_BT.shape[1]:
         return False
     places = torch.arange(ids.shape[1], device=HOST)
-    return bool((position_BT == places).all()) and has_one_run_per_id(host_copy(ids))
+    return bool((position_BT == places).all()) and has_adjacent_ids(host_copy(ids))
 
 
 def _is_remapped_mask(function: Function) -> bool:

@@ -25,7 +25,7 @@ from torch.utils._device import DeviceContext
 
 from streamtune.engine.hf_names import attention_name, set_attention_name
 from streamtune.errors import UnsupportedModelError
-from streamtune.ops.devices import DeviceFunctions
+from streamtune.ops.devices import SimulatedDeviceMode
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Modes:
 
 def function_modes() -> tuple[TorchFunctionMode, ...]:
     """Return the active ``TorchFunctionMode`` contexts, except those for a default or a simulated device."""
-    ignored = (DeviceContext, DeviceFunctions)
+    ignored = (DeviceContext, SimulatedDeviceMode)
     return tuple(mode for mode in _get_current_function_mode_stack() if not isinstance(mode, ignored))
 
 

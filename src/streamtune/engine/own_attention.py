@@ -165,7 +165,7 @@ def sees_future(dense_BHTT: Tensor) -> bool:
 
 
 @dataclass(eq=False)
-class DensifiedMask(LazyMask):
+class DenseOnUseMask(LazyMask):
     """A lazy mask that becomes a dense tensor when a model computes with it outside its layers."""
 
     dense_dtype: torch.dtype = torch.bool
@@ -193,8 +193,8 @@ class DensifiedMask(LazyMask):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(
-            *(arg.to_dense() if isinstance(arg, DensifiedMask) else arg for arg in args),
-            **{key: arg.to_dense() if isinstance(arg, DensifiedMask) else arg for key, arg in (kwargs or {}).items()},
+            *(arg.to_dense() if isinstance(arg, DenseOnUseMask) else arg for arg in args),
+            **{key: arg.to_dense() if isinstance(arg, DenseOnUseMask) else arg for key, arg in (kwargs or {}).items()},
         )
 
 
@@ -203,15 +203,15 @@ def _dense_operator(name: str) -> Any:
 
 
 for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "and", "or", "invert", "lt", "le", "gt", "ge"):
-    setattr(DensifiedMask, f"__{_name}__", _dense_operator(f"__{_name}__"))
+    setattr(DenseOnUseMask, f"__{_name}__", _dense_operator(f"__{_name}__"))
 
 
 def _make_densified_mask(
     implementation: str, *args: Any, dtype: torch.dtype = torch.float32, **kwargs: Any
-) -> DensifiedMask:
+) -> DenseOnUseMask:
     mask = lazy_mask(*args, **kwargs)
     values = {item.name: getattr(mask, item.name) for item in fields(mask)}
-    return DensifiedMask(**values, dense_dtype=torch.bool if implementation == "sdpa" else dtype)
+    return DenseOnUseMask(**values, dense_dtype=torch.bool if implementation == "sdpa" else dtype)
 
 
 for _implementation in TILED_IMPLEMENTATIONS:

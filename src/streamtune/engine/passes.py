@@ -79,7 +79,7 @@ class LayerStream:
         self.widen = self.settings.schedule.grad_dtype == "float32"
         self.chain: weakref.ref[Any] | None = None
         """With ``order="chunk"``, the chain of layer calls (``LayerChain``) that this call belongs to."""
-        self.follows_in_chain = False
+        self.input_is_recomputed = False
         """True if the previous layer of the chain recomputes this call's input in the backward."""
         self.grad_target: LayerStream | None = None
         """Layer call that computed this call's input; with ``stream_grads`` it receives the gradient of that input."""
@@ -291,7 +291,7 @@ class LayerStream:
         place, keep_attention = self.owner.placement, self.settings.schedule.keep_attention
         if keep_attention != "no":
             self.saved.attention = SavedAttention(self._get_tier(keep_attention))
-        if self.producer is not None or self.follows_in_chain:
+        if self.producer is not None or self.input_is_recomputed:
             self.saved.z_in = None
         elif place.tier == "device":
             self.saved.keep_on_device(hidden)

@@ -116,7 +116,7 @@ class RouterTerms:
     """Balance loss without its coefficient: this micro-batch's share of the step's balance loss."""
 
 
-class RouterWatch:
+class RouterLogitCollector:
     """Collects a model's router logits during a call, and computes the router losses to add to its loss.
 
     Args:

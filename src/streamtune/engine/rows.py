@@ -127,7 +127,7 @@ class PackedRows:
         """Return the position of the state that a chunk starts from; None if every sequence begins a row there."""
         return None if position in self.common_starts else position
 
-    def reset_begun_rows(self, state: Tensor, position: int) -> Tensor:
+    def zero_states_at_row_starts(self, state: Tensor, position: int) -> Tensor:
         """Return a state ``[B, ...]`` set to zero in the sequences in which a row begins at ``position``."""
         if not state.is_floating_point():
             raise UnsupportedModelError(
@@ -250,7 +250,7 @@ class Branches(PackedRows):
         """Return the position of the state that a chunk at ``position`` starts from; for a branch, its trunk's end."""
         return self._trunk_ends.get(position, super().start_state_position(position))
 
-    def reset_begun_rows(self, state: Tensor, position: int) -> Tensor:
+    def zero_states_at_row_starts(self, state: Tensor, position: int) -> Tensor:
         """Return the state unchanged: a branch starts from its trunk's state, a new tree from none."""
         return state
 

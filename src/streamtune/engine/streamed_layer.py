@@ -17,7 +17,7 @@ from streamtune.engine.memory.placement import Placement, Tiers
 from streamtune.engine.observe import has_chunkwise_hooks, refuse_hooks
 from streamtune.engine.offloaded_weights import OffloadedWeights
 from streamtune.engine.own_attention import OwnAttention, refuse_changed_attention
-from streamtune.engine.routers import RouterWatch
+from streamtune.engine.routers import RouterLogitCollector
 from streamtune.engine.scan import stateless_scan_mixers
 from streamtune.engine.sharded import FlatParametersError
 from streamtune.errors import ArgumentError, UnsupportedModelError
@@ -36,7 +36,7 @@ class ModelParts:
     tiers: Tiers
     """Storage tiers (device, host and disk) for saved tensors."""
     context: CallContext = field(default_factory=CallContext)
-    routers: RouterWatch | None = None
+    routers: RouterLogitCollector | None = None
     """Collector of router logits; None for a layer that is checked alone."""
     last_call: LastLayerCall[Any] = field(default_factory=LastLayerCall)
     """The last layer call; the next layer compares its input with that call's output."""

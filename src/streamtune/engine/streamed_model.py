@@ -31,7 +31,7 @@ from streamtune.engine.outside_layers import StreamedEmbedding, StreamedNorm, no
 from streamtune.engine.own_attention import AttentionNames
 from streamtune.engine.requests import ScoreRequest
 from streamtune.engine.rotary import LengthRotary, RowLengths
-from streamtune.engine.routers import RouterLoss, RouterWatch
+from streamtune.engine.routers import RouterLogitCollector, RouterLoss
 from streamtune.engine.sequence.shards import SequenceParallel
 from streamtune.engine.sharded import flag_leaf_layers, require_input_gradient, unflag_leaf_layers
 from streamtune.engine.streamed_layer import ModelParts
@@ -78,7 +78,7 @@ class StreamedModel:
         self.head = StreamedHead(self.model, schedule) if head and has_head(self.model) else None
         """Streamed head; None if the head is not streamed."""
         self._flagged_layers = flag_leaf_layers(self.layers)
-        self.routers = RouterWatch(self.model, self.layers, router_loss)
+        self.routers = RouterLogitCollector(self.model, self.layers, router_loss)
         self.scored: ScoreRequest | None = None
         """Request for scores that the current call computes; None for an ordinary call."""
         self.own_attention = own_attention_name(self.model, self.layers)

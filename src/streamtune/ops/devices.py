@@ -27,7 +27,7 @@ _all_iterations: ContextVar[bool] = ContextVar("every iteration of a loop runs",
 T = TypeVar("T")
 
 
-class DeviceFunctions(TorchFunctionMode):
+class SimulatedDeviceMode(TorchFunctionMode):
     """Base class of function modes that replace operators on ``meta`` by the simulated device's operators."""
 
 
@@ -41,14 +41,14 @@ def _set_context_variable(variable: ContextVar[T], value: T) -> Iterator[None]:
 
 
 @contextmanager
-def multiply_run_count(times: float) -> Iterator[None]:
+def repeat_work(times: float) -> Iterator[None]:
     """Context manager: a simulation on ``meta`` counts the work inside ``times`` times, and its memory once."""
     with _set_context_variable(_times, _times.get() * times):
         yield
 
 
 def current_run_count() -> float:
-    """Return how often a simulation counts the current work: the product of all active :func:`multiply_run_count`."""
+    """Return how often a simulation counts the current work: the product of all active :func:`repeat_work`."""
     return _times.get()
 
 
@@ -69,7 +69,7 @@ def loop_or_simulate(items: Sequence[T], device: torch.device) -> Iterator[T]:
         yield from items
         return
     yield items[0]
-    with multiply_run_count(len(items) - 2):
+    with repeat_work(len(items) - 2):
         yield items[1]
     yield items[-1]
 

@@ -149,13 +149,17 @@ def _make_seed_state(weight_number: int) -> dict[str, Any]:
 
 
 LIBRARIES: dict[str, Callable[[str], Rule]] = {
-    "bitsandbytes": lambda made_by: Rule(_import_maker("bitsandbytes.optim", made_by), shared_tensors=_CODE_TABLES),
-    "pytorch_optimizer": lambda made_by: Rule(_pytorch_optimizer_maker(made_by), _STEP),
+    "bitsandbytes": lambda library_class: Rule(
+        _import_maker("bitsandbytes.optim", library_class), shared_tensors=_CODE_TABLES
+    ),
+    "pytorch_optimizer": lambda library_class: Rule(_pytorch_optimizer_maker(library_class), _STEP),
 }
 """By library: function that makes the rule for a class of the library, which gets the options unchanged."""
 
 RULES: dict[str, Rule] = {
-    **{name: LIBRARIES[entry.library](entry.made_by) for name, entry in OPTIMIZERS.items() if entry.made_by},
+    **{
+        name: LIBRARIES[entry.library](entry.library_class) for name, entry in OPTIMIZERS.items() if entry.library_class
+    },
     "adamw": Rule(_class_maker(torch.optim.AdamW)),
     "paged_adamw_8bit": Rule(
         _import_maker("bitsandbytes.optim", "PagedAdamW8bit"), shared_tensors=_CODE_TABLES, runs_on_meta=False

@@ -1,8 +1,8 @@
 """Build optimizers by name, with separate learning rates for some parameters.
 
-To add an optimizer, write an entry in ``streamtune.base.optimizer_table``. An entry with ``made_by`` names a class of
-its library. Without ``made_by``, also write a rule in ``streamtune.optim.libraries``, which updates one weight at a
-time, or an entry in :data:`WHOLE_STEP_MAKERS`.
+To add an optimizer, write an entry in ``streamtune.base.optimizer_table``. An entry with ``library_class`` names a
+class of its library. Without ``library_class``, also write a rule in ``streamtune.optim.libraries``, which updates one
+weight at a time, or an entry in :data:`WHOLE_STEP_MAKERS`.
 """
 
 from __future__ import annotations

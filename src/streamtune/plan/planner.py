@@ -35,7 +35,7 @@ from streamtune.plan.choices import (
 )
 from streamtune.plan.estimate import Estimator, Simulate, StepCost
 from streamtune.plan.least_memory import least_excess_bound, simulate_least_memory_step
-from streamtune.plan.rates import Rates, nearest_device, spec_rates
+from streamtune.plan.rates import Rates, data_sheet_rates, nearest_device
 from streamtune.plan.refusal import NothingFitsError, make_nothing_fits_error
 from streamtune.plan.simulate.memory import device_model_bytes, host_model_bytes
 from streamtune.plan.simulate.meta_operators import meta_copy
@@ -513,7 +513,7 @@ def plan_step(
     )
     limits = add_offloaded_weights(limits, model, device_given=requested is not None, host_given=host_bytes is not None)
     dtype = torch.bfloat16 if autocast else next(p.dtype for p in model.parameters() if p.is_floating_point())
-    rates = spec_rates(nearest_device(device_bytes)) if device.type == "meta" else load_rates(device, dtype)
+    rates = data_sheet_rates(nearest_device(device_bytes)) if device.type == "meta" else load_rates(device, dtype)
     meta_model = model if device.type == "meta" else meta_copy(model)
     workload = Workload(
         make_model=lambda: meta_model,

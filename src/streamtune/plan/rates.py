@@ -219,7 +219,7 @@ class Rates:
         return (4 / self.attention_flops + 5 / self.attention_backward_flops) / 9
 
 
-def spec_rates(device: Device) -> Rates:
+def data_sheet_rates(device: Device) -> Rates:
     """Return the figures of the device's data sheet, multiplied by :data:`SHEET_EFFICIENCY`."""
     efficiency = SHEET_EFFICIENCY
     return Rates(
@@ -233,7 +233,7 @@ def spec_rates(device: Device) -> Rates:
     )
 
 
-def spec_links(device: Device) -> Links:
+def data_sheet_links(device: Device) -> Links:
     efficiency = SHEET_EFFICIENCY["link"]
     return Links(efficiency * device.link_bandwidth, efficiency * device.network_bandwidth, device.link_name, "network")
 

@@ -54,10 +54,10 @@ class OneOf:
         self.values = values
 
 
-def names_meeting(table: Mapping[str, object], condition: Condition) -> OneOf:
+def names_where(table: Mapping[str, object], condition: Condition) -> OneOf:
     """Return the test that a key's value is the name of a table entry that meets a condition.
 
-    Example: ``names_meeting(OPTIMIZERS, {"averages": True})``.
+    Example: ``names_where(OPTIMIZERS, {"averages": True})``.
     """
     return OneOf(*(name for name, row in table.items() if condition_holds(row, condition)))
 

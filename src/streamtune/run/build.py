@@ -15,10 +15,10 @@ from torch import Tensor, distributed
 from streamtune import models, train
 from streamtune.base.model_facts import model_device
 from streamtune.base.text import parse_size, show_size
-from streamtune.data import BatchFacts
+from streamtune.data import BatchStatistics
 from streamtune.data.fit import Prepared
 from streamtune.data.inspect_rows import RowInspector
-from streamtune.data.length_measures import LengthBin, LengthChoice, compare_max_lengths, length_histogram
+from streamtune.data.length_measures import LengthBin, MaxLengthEffect, compare_max_lengths, length_histogram
 from streamtune.data.templates import fix_template_date
 from streamtune.engine import StreamHandle
 from streamtune.engine.memory.host import usable_host_bytes
@@ -138,7 +138,7 @@ def build_run(
             start=start,
             device=start.device,
             world=start.world,
-            shares_weights=start.shares_weights,
+            weights_are_sharded=start.weights_are_sharded,
             directory=start.directory,
             first_step=start.checkpoint.step if start.checkpoint else 0,
             tokenizer=tokenizer,
@@ -244,8 +244,8 @@ class Inspection:
     """Length limit in tokens: the recipe's ``max_length``, or ``max_prompt_length`` for prompts."""
     limit_name: str
     histogram: list[LengthBin]
-    choices: list[LengthChoice]
-    batches: BatchFacts | None
+    choices: list[MaxLengthEffect]
+    batches: BatchStatistics | None
     """Statistics of the batches; None for preference data and prompts, whose batches depend on the model."""
 
     def to_json(self) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from streamtune.distributed.deepspeed_config import resolve_config, zero_stage
 from streamtune.errors import ArgumentError
 from streamtune.plan.budget import Limits
 from streamtune.plan.least_memory import longest_row_from
-from streamtune.plan.rates import Device, nearest_device, spec_links
+from streamtune.plan.rates import Device, data_sheet_links, nearest_device
 from streamtune.plan.simulate.cluster import Buckets, Cluster, Engine, Form, Links, choose_sequence_split
 from streamtune.plan.simulate.shard import count_heads
 from streamtune.plan.simulate.workload import Workload
@@ -114,9 +114,9 @@ def link_bandwidths(table_device: Device | None, local_device: torch.device) -> 
             memory size. CPU ranks get an assumed 5 GB/s within a machine and 1 GB/s between machines.
     """
     if table_device is not None:
-        return spec_links(table_device)
+        return data_sheet_links(table_device)
     if local_device.type == "cuda":
-        return spec_links(nearest_device(torch.cuda.get_device_properties(local_device).total_memory))
+        return data_sheet_links(nearest_device(torch.cuda.get_device_properties(local_device).total_memory))
     return Links()
 
 

@@ -18,7 +18,7 @@ from streamtune.plan.simulate.simulate import simulate
 from streamtune.plan.simulate.workload import Mode, Workload
 from streamtune.run.cluster import cluster_of_run
 from streamtune.run.device import stream_model
-from streamtune.run.model import make_blueprint, make_trial_model
+from streamtune.run.model import make_meta_model, make_trial_model
 from streamtune.run.plan import LongestStep, PlanInputs, choose_placement, make_workload, plan_model, shares_prompts
 from streamtune.run.ranks import make_backend, sequence_ranks
 from streamtune.run.start import Doing, Start
@@ -99,7 +99,7 @@ def with_chosen_placement(start: Start, prepared: PreparedRows, longest_row: int
     if precision := changed_precision_keys(recipe, chosen):
         start.identity["recipe"] |= precision
         with suppress(UserError, RuntimeError):
-            if (note := describe_precision(recipe, chosen, make_blueprint(chosen, start.device))) is not None:
+            if (note := describe_precision(recipe, chosen, make_meta_model(chosen, start.device))) is not None:
                 notify(note)
     return start if placement_note is None and not precision else start.with_recipe(chosen)
 
@@ -141,7 +141,7 @@ def plan_schedule(
     """
     recipe, world, device = start.recipe, start.world, start.device
     # Chunk order would gather the weights of every layer once per chunk.
-    fixed = {"order": "layer"} if start.shares_weights else {}
+    fixed = {"order": "layer"} if start.weights_are_sharded else {}
     plan_with = partial(plan_model, recipe, model, longest_step, device)
     planned = PlannedSchedule(lambda failed: plan_with(PlanInputs(failed_schedule=failed, fixed=fixed)))
     if recipe.engine.schedule != "auto" and not dry_run:

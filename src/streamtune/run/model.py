@@ -1,7 +1,7 @@
 """Create the model and the optimizer of a recipe.
 
 make_model                 for training: loads weights, for the tokenizer of the data make_model_without_data    for
-measurements: loads weights, without tokenizer or data make_blueprint             for planning: on the ``meta`` device
+measurements: loads weights, without tokenizer or data make_meta_model             for planning: on the ``meta`` device
 
 For a reference model there are ``make_reference_model``, ``make_reference_without_data`` and
 ``make_reference_blueprint``.
@@ -126,7 +126,7 @@ def make_reference_model(
 
 
 def _check_host_memory(recipe: TrainingSettings, device: torch.device) -> None:
-    model = base_of(make_blueprint(recipe, device))
+    model = base_of(make_meta_model(recipe, device))
     offloads_weights = recipe.engine.weights == "host"
     host_weights = offloaded_parameters(model, decoder_layers(model)) if offloads_weights else []
     weights = sum(p.nbytes for p in host_weights)
@@ -223,7 +223,7 @@ def make_reference_blueprint(recipe: ModelSettings, device: torch.device, name: 
     return _make_blueprint(recipe, device, name).requires_grad_(False)
 
 
-def make_blueprint(recipe: ModelSettings, device: torch.device) -> Any:
+def make_meta_model(recipe: ModelSettings, device: torch.device) -> Any:
     """Return the recipe's model with its adapters on the ``meta`` device, quantised as on ``device``."""
     model = _make_blueprint(recipe, device, None)
     size, num_added = model.get_input_embeddings().weight.shape[0], _count_added_tokens(recipe)
@@ -321,12 +321,12 @@ def choose_quantization(recipe: ModelSettings, device: torch.device) -> str | No
     if recipe.finetuning_type != "qlora":
         return None
     kind = recipe.quantization
-    if kind == "auto" and shares_weights(recipe):  # the kind that can be sharded
+    if kind == "auto" and weights_are_sharded(recipe):  # the kind that can be sharded
         kind = "nf4"
     return models.choose_quantization(kind, device)
 
 
-def shares_weights(recipe: ModelSettings) -> bool:
+def weights_are_sharded(recipe: ModelSettings) -> bool:
     """Return True if the weights are sharded over ranks (ZeRO-3 or FSDP2)."""
     if recipe.deepspeed is None:
         return recipe.fsdp

@@ -28,7 +28,7 @@ from streamtune.plan.budget import Limits, device_name, free_device_bytes, free_
 from streamtune.plan.calibrate import load_rates, measure_disk
 from streamtune.plan.estimate import Simulate
 from streamtune.plan.planner import Plan, add_offloaded_weights, as_fixed_fields, choose, evaluate_schedule
-from streamtune.plan.rates import Device, Rates, find_device, nearest_device, spec_rates
+from streamtune.plan.rates import Device, Rates, data_sheet_rates, find_device, nearest_device
 from streamtune.plan.refusal import NothingFitsError
 from streamtune.plan.simulate.cluster import Cluster
 from streamtune.plan.simulate.memory import device_model_bytes, model_bytes, storage_bytes
@@ -50,7 +50,7 @@ from streamtune.run.cluster import (
 )
 from streamtune.run.data import locate_errors
 from streamtune.run.device import choose_device, known_peak_flops, make_schedule, prepare_libraries
-from streamtune.run.model import make_blueprint, make_optimizer, make_reference_blueprint, train_largest_block
+from streamtune.run.model import make_meta_model, make_optimizer, make_reference_blueprint, train_largest_block
 from streamtune.run.plan_cache import PlanOptions
 from streamtune.run.weight_choices import Settings, first_fitting_choice, placement_choices, with_best_precision
 from streamtune.schedule import GIVEN, Schedule
@@ -198,7 +198,7 @@ def plan_recipe(
             )
         cluster = cluster_of(recipe, model, RequestedRanks(options.ranks, options.nodes), link_bandwidths(target, here))
         limits = _memory_limits(recipe.engine, options, target, here, cluster)
-        rates = spec_rates(target) if target else local_rates(with_best_precision(recipe), model, here, notify)
+        rates = data_sheet_rates(target) if target else local_rates(with_best_precision(recipe), model, here, notify)
         rates = replace(rates, host_bandwidth=rates.host_bandwidth / cluster.ranks_per_node)
         notify("planning")
         recipe, workload, chosen = _plan_first_that_fits(
@@ -314,7 +314,7 @@ def blueprint_cache(device: torch.device) -> Callable[[ModelSettings], Any]:
 
     def model_of(recipe: ModelSettings) -> Any:
         if recipe.dtype not in models_by_dtype:
-            models_by_dtype[recipe.dtype] = make_blueprint(recipe, device)
+            models_by_dtype[recipe.dtype] = make_meta_model(recipe, device)
         return models_by_dtype[recipe.dtype]
 
     return model_of

@@ -21,7 +21,7 @@ from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import Recipe
 from streamtune.recipe.settings import OptimizerSettings, TrainingSettings
 from streamtune.run.device import choose_device, prepare_libraries
-from streamtune.run.model import choose_quantization, make_optimizer, shares_weights
+from streamtune.run.model import choose_quantization, make_optimizer, weights_are_sharded
 from streamtune.tasks import TASKS, Task
 from streamtune.tasks.steps import count_micro_batches
 from streamtune.tasks.task import Notify
@@ -42,10 +42,10 @@ def leave_ranks() -> None:
         leave_process_group()
 
 
-def make_world(recipe: Recipe, device: torch.device, *, shares_weights: bool) -> train.World:
+def make_world(recipe: Recipe, device: torch.device, *, weights_are_sharded: bool) -> train.World:
     """Join the process group that the launcher's environment variables describe; without them there is one rank."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
-    check_rank_layout(recipe, size, shares_weights=shares_weights)
+    check_rank_layout(recipe, size, weights_are_sharded=weights_are_sharded)
     if size == 1 and recipe.deepspeed is None and not recipe.fsdp:
         return train.WORLD
     from streamtune.distributed.pytorch import join_process_group
@@ -58,7 +58,7 @@ def make_world(recipe: Recipe, device: torch.device, *, shares_weights: bool) ->
     return train.World(int(os.environ["RANK"]), size, recipe.sequence_parallel_size)
 
 
-def check_rank_layout(recipe: Recipe, size: int, *, shares_weights: bool) -> train.World:
+def check_rank_layout(recipe: Recipe, size: int, *, weights_are_sharded: bool) -> train.World:
     """Check that the recipe can run on ``size`` ranks, and return the ranks as seen by rank 0.
 
     Raises:
@@ -83,7 +83,7 @@ def check_rank_layout(recipe: Recipe, size: int, *, shares_weights: bool) -> tra
             where=key,
             fix="start one rank, or delete the line and write deepspeed: zero3_offload",
         )
-    if shares_weights:  # known from a DeepSpeed file; presets are checked when the recipe is read
+    if weights_are_sharded:  # known from a DeepSpeed file; presets are checked when the recipe is read
         for key, problem, fix in recipe.find_sharding_conflicts():
             raise ArgumentError(problem, where=key, fix=fix)
     world = train.World(0, size, sequence_size)
@@ -121,7 +121,7 @@ def make_backend(
             device.
     """
     layers = list(layers)
-    if shares_weights(recipe) and models.quantization_kind(model) == "nf4":
+    if weights_are_sharded(recipe) and models.quantization_kind(model) == "nf4":
         models.shard_packed_weights(model, keeps_parameter_objects=recipe.deepspeed is not None)
     if recipe.deepspeed is not None:
         from streamtune.distributed.deepspeed import DeepSpeedBackend, check_deepspeed, shard_module
@@ -265,7 +265,7 @@ class RunSetup:
     world: train.World
     quantization: str | None
     """Quantisation of frozen linear layers and experts: ``nf4``, ``int8`` or None."""
-    shares_weights: bool
+    weights_are_sharded: bool
     """True if the weights are sharded over ranks."""
     micro_batches: int
     """Number of micro-batches per rank in an optimizer step."""
@@ -281,7 +281,7 @@ class RunSetup:
     @property
     def shard_world(self) -> train.World | None:
         """Ranks that shard the weights; None if each rank has all weights."""
-        return self.world if self.shares_weights else None
+        return self.world if self.weights_are_sharded else None
 
     @property
     def rows_per_step(self) -> int:
@@ -306,8 +306,8 @@ def resolve_setup(loaded: LoadedRecipe, notify: Notify) -> RunSetup:
     optim.check_optimizer(recipe.optim, device.type)
     prepare_libraries(device)
     check_ranks_agree(_shared_settings(recipe))
-    is_weight_sharded = shares_weights(recipe)
-    world = make_world(recipe, device, shares_weights=is_weight_sharded)
+    is_weight_sharded = weights_are_sharded(recipe)
+    world = make_world(recipe, device, weights_are_sharded=is_weight_sharded)
     return RunSetup(loaded, task, device, world, quantization, is_weight_sharded, count_micro_batches(recipe, world))
 
 

@@ -144,7 +144,7 @@ def load_or_compute_logps(
     reference = make_reference(start, model, handle, None if scored_model is model else scored_model, closing)
     assert reference is not None, "unreachable: a recipe with reference log-probs has a reference"
     with doing("reading the reference's weights"):
-        weights = gather_weights(recipe, scored_model) if start.shares_weights else scored_model.named_parameters()
+        weights = gather_weights(recipe, scored_model) if start.weights_are_sharded else scored_model.named_parameters()
         adapters = scored_model is not model
         rows_key = world.gather_all_ranks(reference_hash(weights, batches.reference_trees(), adapters=adapters))[0]
         key = f"{computation_key}-{configuration_hash(scored_model, adapters=adapters)}-{rows_key}"

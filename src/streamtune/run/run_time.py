@@ -22,7 +22,7 @@ def predict_run_seconds(run: Run) -> float | None:
             not known before the run (streamed, weighted or selected rows; GRPO), or if the weights are sharded.
     """
     memory, plan, recipe = run.streamed.memory, run.plan, run.recipe
-    if memory is None or plan.steps_per_epoch is None or run.shares_weights:
+    if memory is None or plan.steps_per_epoch is None or run.weights_are_sharded:
         return None
     if recipe.objective == "grpo" or recipe.select_rows is not None or run.batches.mixture is not None:
         return None

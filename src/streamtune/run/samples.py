@@ -44,7 +44,7 @@ def make_samples(
         step: Number of the step, written to each line.
         stop: Stop request, checked before each prompt; None: not checked.
     """
-    sample, world, on_all_ranks = recipe.sample, built.world, built.shares_weights
+    sample, world, on_all_ranks = recipe.sample, built.world, built.weights_are_sharded
     assert sample is not None
     rows = _longest_answered_rows(built.prepared.validation, sample.held_out) if sample.held_out else []
 

@@ -46,7 +46,7 @@ class Run(BuiltRun):
     start: Start
     parameters: models.ParameterCount
     streamed: TrainableModel
-    batch_facts: data.BatchFacts | None
+    batch_facts: data.BatchStatistics | None
     """Statistics of the batches; None if the batches depend on the model."""
     added_stop_tokens: list[int] = field(default_factory=list)
     """End tokens of the training data that were added to the model's stop tokens."""
@@ -325,7 +325,7 @@ def _write_final_model_and_samples(
     if run.recipe.sample is None:
         return []
     run.handle.remove()
-    with backend.use_averaged_weights(), backend.allow_direct_calls() if run.shares_weights else nullcontext():
+    with backend.use_averaged_weights(), backend.allow_direct_calls() if run.weights_are_sharded else nullcontext():
         samples = make_samples(run, run.recipe, step)
     assert samples is not None, "unreachable: only a stop request leaves samples incomplete"
     if world.is_main:
@@ -343,7 +343,7 @@ def _make_model_writer(run: Run) -> train.ModelWriter:
     saved = list(run.model.parameters()) if run.recipe.finetuning_type == "full" else trained
     num_bytes = sum(models.full_parameter_size(parameter) * parameter.element_size() for parameter in saved)
     tokenizer = models.SavedTokenizer(run.tokenizer)
-    if run.shares_weights:
+    if run.weights_are_sharded:
         is_main = run.world.is_main
 
         def write_gathered(folder: Path) -> None:

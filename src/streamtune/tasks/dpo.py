@@ -72,7 +72,7 @@ class Dpo(ScoringTask[DpoRecipe]):
         notify: Notify,
         *,
         val_size: float | None = None,
-    ) -> data.PreparedTrees:
+    ) -> data.PreparedCompletions:
         prepare_trees = data.prepare_unpaired if self.recipe.is_unpaired else data.prepare_preferences
         with delay_messages(notify) as notify_later:
             return prepare_trees(sources, tokenizer, self.data_options(val_size), notify_later)
@@ -125,7 +125,7 @@ class Dpo(ScoringTask[DpoRecipe]):
     # --- training ----------------------------------------------------------------------------------------------
 
     def make_batch_maker(
-        self, prepared: data.PreparedTrees, tokenizer: PreTrainedTokenizerBase, *, share: bool
+        self, prepared: data.PreparedCompletions, tokenizer: PreTrainedTokenizerBase, *, share: bool
     ) -> PreferenceBatches:
         """Return the object that makes micro-batches of prompts with their completions.
 

@@ -111,7 +111,7 @@ class PreferenceBatches:
 
     def __init__(
         self,
-        prepared: data.PreparedTrees,
+        prepared: data.PreparedCompletions,
         recipe: PreferenceSettings,
         *,
         pad_token_id: int,

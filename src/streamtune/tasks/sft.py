@@ -150,7 +150,7 @@ class Sft(Task[Recipe]):
 
     def first_epoch_statistics(
         self, prepared: data.PreparedData | StreamedRows, *, try_packing: bool = True
-    ) -> data.BatchFacts | None:
+    ) -> data.BatchStatistics | None:
         if isinstance(prepared, StreamedRows) or self.recipe.select_rows is not None:
             return None
         recipe, batches = self.recipe, Batches(prepared, None)
@@ -171,7 +171,7 @@ class Sft(Task[Recipe]):
         visited = int(lengths.sum() if prepared.mixture is None else layout.step_tokens.sum())
         concat = data.concat_squared_lengths(visited, recipe.max_length)
         step_percentiles = np.percentile(layout.step_tokens, (0, 50, 100), method="higher").tolist()
-        return data.BatchFacts(
+        return data.BatchStatistics(
             batching=recipe.batching,
             batch_size=recipe.per_device_train_batch_size,
             padding=round(1 - int(layout.step_tokens.sum()) / layout.positions, 4),

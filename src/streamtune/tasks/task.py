@@ -98,7 +98,7 @@ class BuiltRun:
 
     device: torch.device
     world: train.World
-    shares_weights: bool
+    weights_are_sharded: bool
     """True if the weights are sharded over the ranks."""
     directory: train.RunDirectory
     first_step: int
@@ -258,7 +258,7 @@ class Task(ABC, Generic[R_co]):
         """Recipe key that limits the number of tokens of a row (for grpo: of a prompt), and its value."""
         return "max_length", self.recipe.max_length
 
-    def first_epoch_statistics(self, prepared: Any, *, try_packing: bool = True) -> data.BatchFacts | None:
+    def first_epoch_statistics(self, prepared: Any, *, try_packing: bool = True) -> data.BatchStatistics | None:
         """Return statistics of the first epoch's batches on one rank; None if they are unknown before training.
 
         Args:

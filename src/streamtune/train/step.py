@@ -156,7 +156,7 @@ def accumulate_gradients(
         with explain_out_of_memory(f"step {step}", [batch], fix):
             batch = batch.to(device)
             last = index == len(micro_batches) - 1
-            with routers.weigh_micro_batch(batch), backend.micro_batch_context(last=last):
+            with routers.weight_micro_batch(batch), backend.micro_batch_context(last=last):
                 with autocast(device, settings.bf16):
                     score = objective.score(model, batch, totals)
                 minimised = score.total_loss * 0.0 if batch.filler else score.total_loss
@@ -338,7 +338,7 @@ class StepRouterLoss:
         self._totals = self._handle.count_routes(self._yield_call_arguments(device))
 
     @contextmanager
-    def weigh_micro_batch(self, batch: MicroBatch) -> Iterator[None]:
+    def weight_micro_batch(self, batch: MicroBatch) -> Iterator[None]:
         """Context manager for the forward and backward pass of a micro-batch: multiplies its router loss by its share
         of tokens."""
         if self._routers is None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from benchmarks import gpu, gpu_pieces, predicted
 
-from streamtune.plan.rates import find_device, spec_rates
+from streamtune.plan.rates import data_sheet_rates, find_device
 from streamtune.programs.bench.table_rows import TableReport, TableRow
 
 STEPS = {
@@ -129,7 +129,7 @@ def test_the_data_sheet_of_a_device(name: str, gib: int, found: str) -> None:
 
 
 def test_a_measured_step_is_predicted() -> None:
-    rates = {"data sheet": spec_rates(find_device("h100-80gb"))}
+    rates = {"data sheet": data_sheet_rates(find_device("h100-80gb"))}
     rows = [{"mode": "checkpoint", "length": 2048, "seconds": 1.0}, {"mode": "liger", "length": 2048, "seconds": 1.0}]
     [row] = predicted.compared(rows, 1, rates)
     assert row["seconds"] == 1.0

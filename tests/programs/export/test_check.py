@@ -45,7 +45,7 @@ def test_a_right_merge_passes(trained: tuple[Any, Any]) -> None:
     found = compare_with_trained(kept, merged(model))
     assert found.passes
     assert found.why_failed == ""
-    assert 0.2 * found.allowed_median < 3 * found.median  # the yardstick is of the size of what it measures
+    assert 0.2 * found.allowed_median < 3 * found.median  # the errors are of the size of what they measure
     assert kept.effect > 0.1
 
 

@@ -118,7 +118,7 @@ def test_a_right_file_passes(tmp_path: Path, family: str, architecture: str, kin
     assert found.reordered == found.not_compared == []
     assert found.median is not None
     assert found.allowed_median is not None
-    assert kind == "f32" or 0.05 * found.allowed_median < found.median  # the yardstick is of the size of the rounding
+    assert kind == "f32" or 0.05 * found.allowed_median < found.median  # the errors are of the size of the rounding
 
 
 def one_number(weights: dict[str, np.ndarray]) -> None:

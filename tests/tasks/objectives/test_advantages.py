@@ -30,7 +30,7 @@ def test_less_the_mean_of_the_group(name: str, scale: str) -> None:
     expected = (REWARDS - REWARDS.mean(1, keepdim=True)) / std
     torch.testing.assert_close(found.values_N.view(3, 4), expected, atol=1e-10, rtol=0)
     torch.testing.assert_close(found.std_N.view(3, 4), REWARDS.std(1, keepdim=True).expand(3, 4), atol=1e-10, rtol=0)
-    assert found.flat_N.view(3, 4).any(1).tolist() == [False, True, False]
+    assert found.no_advantage_N.view(3, 4).any(1).tolist() == [False, True, False]
 
 
 def test_what_each_loss_divides_by_unless_told() -> None:
@@ -53,9 +53,9 @@ def test_less_the_greedy_completion() -> None:
     greedy_G = torch.tensor([0.3, 2.0, 1.0]).double()
     found = group_advantages("remax", REWARDS.flatten(), GROUPS, greedy_N=greedy_G[GROUPS])
     torch.testing.assert_close(found.values_N.view(3, 4), REWARDS - greedy_G[:, None], atol=1e-12, rtol=0)
-    assert found.flat_N.view(3, 4).any(1).tolist() == [False, True, False]
+    assert found.no_advantage_N.view(3, 4).any(1).tolist() == [False, True, False]
     alike = group_advantages("remax", REWARDS.flatten(), GROUPS, greedy_N=torch.zeros(12))
-    assert not alike.flat_N.any(), "equal rewards still differ from the greedy one's"
+    assert not alike.no_advantage_N.any(), "equal rewards still differ from the greedy one's"
 
 
 def test_groups_of_any_order_and_size() -> None:
@@ -64,7 +64,7 @@ def test_groups_of_any_order_and_size() -> None:
     found = group_advantages("dr_grpo", rewards_N, group_N)
     assert found.values_N.dtype == torch.float32
     assert found.values_N.tolist() == pytest.approx([1 - 4 / 3, 0.0, 3 - 4 / 3, -4 / 3, 0.0])
-    assert found.flat_N.tolist() == [False, True, False, False, True]
+    assert found.no_advantage_N.tolist() == [False, True, False, False, True]
 
 
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo"])
@@ -72,7 +72,7 @@ def test_equal_rewards_are_flat_to_the_last_bit(name: str) -> None:
     """0.1 + 0.1 + 0.1 is not 0.3: the mean of equal numbers may differ from them by rounding."""
     found = group_advantages(name, torch.full((7,), 0.1), torch.zeros(7).long())
     assert found.values_N.tolist() == [0.0] * 7
-    assert found.flat_N.all()
+    assert found.no_advantage_N.all()
 
 
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo"])
@@ -84,14 +84,14 @@ def test_completions_without_a_reward_take_no_part(name: str) -> None:
     alone = group_advantages(name, torch.tensor([1.0, 0.0, 4.0]).double(), torch.zeros(3).long())
     torch.testing.assert_close(found.values_N[[0, 2, 3]], alone.values_N, atol=1e-12, rtol=0)
     assert found.values_N[[1, 4, 5, 6, 7]].tolist() == [0.0] * 5
-    assert found.flat_N.tolist() == [False] * 4 + [True] * 4
+    assert found.no_advantage_N.tolist() == [False] * 4 + [True] * 4
     assert found.mean_N.isnan().tolist() == [False] * 4 + [True, True, False, False]
 
 
 @pytest.mark.parametrize("scale", ["group", "batch"])
 def test_one_completion_teaches_nothing(scale: str) -> None:
     found = group_advantages("grpo", torch.tensor([3.0]), torch.tensor([0]), scale_rewards=scale)
-    assert (found.values_N.tolist(), found.flat_N.tolist(), found.std_N.tolist()) == ([0.0], [True], [0.0])
+    assert (found.values_N.tolist(), found.no_advantage_N.tolist(), found.std_N.tolist()) == ([0.0], [True], [0.0])
 
 
 def test_kl_is_taken_off_the_reward() -> None:

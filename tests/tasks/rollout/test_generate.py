@@ -15,8 +15,8 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedModel, PreTrain
 from streamtune import stream
 from streamtune.errors import ArgumentError
 from streamtune.models import RopeChange, add_lora, save_architecture
-from streamtune.tasks.rollout import Sampling, TransformersWriter, WritingStopped
-from streamtune.tasks.rollout.writers import check_vllm, policy_weights
+from streamtune.tasks.rollout import GenerationStopped, Sampling, TransformersGenerator
+from streamtune.tasks.rollout.writers import policy_weights, require_vllm
 from tests.exactness.families import VOCAB, build
 
 END, PAD = 2, 0
@@ -41,9 +41,9 @@ def prompts(*lengths: int) -> list[list[int]]:
     return [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in lengths]
 
 
-def writer(model: torch.nn.Module, **changes: Any) -> TransformersWriter:
+def writer(model: torch.nn.Module, **changes: Any) -> TransformersGenerator:
     settings = {"end_token_ids": [END], "pad_token_id": PAD, "prefill_chunk_size": 4, "max_rows": 64, **changes}
-    return TransformersWriter(model, **settings)
+    return TransformersGenerator(model, **settings)
 
 
 def plain(model: PreTrainedModel, prompt: list[int], count: int, sampling: Sampling) -> list[list[int]]:
@@ -255,7 +255,7 @@ def test_writing_breaks_off_at_the_next_token_when_it_is_asked_to() -> None:
         asked.append(1)
         return len(asked) > 5
 
-    with pytest.raises(WritingStopped):
+    with pytest.raises(GenerationStopped):
         writer(model, should_stop=stop).write(prompts(6), 2, Sampling(max_completion_length=100))
     assert len(asked) < 10
     assert model.training
@@ -278,6 +278,6 @@ def test_an_engine_gets_the_architecture_of_the_base_with_its_positions(tmp_path
 
 def test_vllm_is_refused_where_it_is_not() -> None:
     with pytest.raises(ArgumentError) as refused:
-        check_vllm(torch.device("cpu"))
+        require_vllm(torch.device("cpu"))
     assert refused.value.where == "use_vllm"
     assert ("not installed" in refused.value.what) == (find_spec("vllm") is None)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from streamtune.data.fit.completion_fit import LengthPolicy, PromptFitter, TreeFitter
+from streamtune.data.fit.completion_fit import CompletionsFitter, LengthPolicy, PromptFitter
 from streamtune.data.fit.length_fit import LengthFitter, Measured, Prepared
 from streamtune.data.fit.row_fit import RowFitter
 
-__all__ = ["LengthFitter", "LengthPolicy", "Measured", "Prepared", "PromptFitter", "RowFitter", "TreeFitter"]
+__all__ = ["CompletionsFitter", "LengthFitter", "LengthPolicy", "Measured", "Prepared", "PromptFitter", "RowFitter"]

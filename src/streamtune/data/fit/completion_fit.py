@@ -68,7 +68,7 @@ class LengthPolicy:
         return replace(tree, prompt=prompt, completions=completions, masks=masks)
 
 
-class TreeFitter(LengthFitter[Tree, CompletionReport]):
+class CompletionsFitter(LengthFitter[Tree, CompletionReport]):
     """Cuts or drops prompts with completions that exceed the maximum length, writes the others, and counts them.
 
     Args:

@@ -54,7 +54,7 @@ class Measured:
     """[rows] number of tokens that ``max_length`` limits"""
     tokens: npt.NDArray[np.int64]
     """[rows] number of tokens; each completion counts its own copy of the prompt"""
-    first_trained: npt.NDArray[np.int64]
+    largest_untrained_length: npt.NDArray[np.int64]
     """[rows] largest ``max_length`` at which truncation leaves no token to train on, so that the row is dropped. If a
     row keeps its beginning, this is the index of the first token with a label"""
     trained: npt.NDArray[np.int64]
@@ -126,7 +126,7 @@ class LengthFitter(ABC, Generic[RecordT, ReportT]):
         self.digests = Digests()
         """[records] hash of everything in a record that training reads"""
         self.bad_rows: Sequence[Mapping[str, str]] = ()
-        self.tokens, self.first_trained = array("q"), array("q")
+        self.tokens, self.largest_untrained_length = array("q"), array("q")
         """[rows] arrays of :class:`Measured`"""
         self.trained, self.lost = array("q"), array("q")
         self.starts: list[SourceStart] = []
@@ -145,7 +145,7 @@ class LengthFitter(ABC, Generic[RecordT, ReportT]):
         origin: str,
         *,
         tokens: int | None = None,
-        first_trained: int = 0,
+        largest_untrained_length: int = 0,
         estimated: bool = False,
     ) -> None:
         """Record the lengths of a row before truncation.
@@ -154,13 +154,13 @@ class LengthFitter(ABC, Generic[RecordT, ReportT]):
             size: Number of tokens that ``max_length`` limits.
             origin: File and line of the row, for errors.
             tokens: Number of tokens, counting the prompt once for each completion. [default: ``size``]
-            first_trained: Largest ``max_length`` at which truncation leaves no token to train on.
+            largest_untrained_length: Largest ``max_length`` at which truncation leaves no token to train on.
         """
         if size > self.longest[0]:
             self.is_longest_estimated = estimated
         self.lengths.append(size)
         self.tokens.append(size if tokens is None else tokens)
-        self.first_trained.append(first_trained)
+        self.largest_untrained_length.append(largest_untrained_length)
         self.longest = max(self.longest, (size, origin), key=lambda pair: pair[0])
 
     @property
@@ -246,9 +246,13 @@ class LengthFitter(ABC, Generic[RecordT, ReportT]):
         return np.concatenate(repeated), (0, *np.cumsum([len(part) for part in repeated]).tolist())
 
     def _collect_measured_lengths(self) -> Measured:
-        sizes = (self.lengths, self.tokens, self.first_trained, self.trained, self.lost)
-        lengths, tokens, first_trained, trained, lost = (np.frombuffer(each, dtype=np.int64) for each in sizes)
-        return Measured(lengths, tokens, first_trained, trained, lost, tuple(start.records for start in self.starts))
+        sizes = (self.lengths, self.tokens, self.largest_untrained_length, self.trained, self.lost)
+        lengths, tokens, largest_untrained_length, trained, lost = (
+            np.frombuffer(each, dtype=np.int64) for each in sizes
+        )
+        return Measured(
+            lengths, tokens, largest_untrained_length, trained, lost, tuple(start.records for start in self.starts)
+        )
 
     def raise_or_notify(self, notify: Notify) -> None:
         """Notify the user of truncated, split and dropped rows.

@@ -178,7 +178,9 @@ class RowFitter(LengthFitter[Example, DataReport]):
         size = uncut_size.tokens
         self.counts["estimated"] += rendered.estimated is not None
         untrained_length = largest_untrained_length(trained, self.policy, has_answer=rendered.has_answer)
-        self.record_row_lengths(size, origin, first_trained=untrained_length, estimated=rendered.estimated is not None)
+        self.record_row_lengths(
+            size, origin, largest_untrained_length=untrained_length, estimated=rendered.estimated is not None
+        )
         if size <= self.policy.max_length:
             self._write_examples(row, [[TokenSpan(0, size, 1)]], origin, uncut_size)
             return

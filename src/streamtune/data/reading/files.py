@@ -21,7 +21,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO, Any, cast
 
 from streamtune.base.paths import open_nonblocking, raise_if_too_many_open_files
-from streamtune.data.faults import BadRows
+from streamtune.data.bad_rows import BadRows
 from streamtune.errors import DataError
 
 MAX_LINE_BYTES = 256 << 20

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from streamtune.data.faults import BadRows
+from streamtune.data.bad_rows import BadRows
 from streamtune.data.reading.cells import json_type_of, remove_nulls
 from streamtune.data.reading.files import (
     COMPRESSED,

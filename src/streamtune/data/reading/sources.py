@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Protocol, TypeVar
 
-from streamtune.data.faults import BadRows
+from streamtune.data.bad_rows import BadRows
 from streamtune.data.reading.builtin import (
     ARITHMETIC_PATH,
     PASSKEY_PATH,

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from streamtune.errors import OutOfMemoryError
-from streamtune.ops.devices import multiply_run_count
+from streamtune.ops.devices import repeat_work
 
 PAGE = 4096
 """Alignment of blocks in bytes, required for direct reads and writes of a file."""
@@ -145,7 +145,7 @@ class _Region:
         if device.type == "meta":
             storage = torch.UntypedStorage(size, device="meta")
             mark_host_storage(storage)  # before the simulation sees a tensor of it
-            with multiply_run_count(0):  # regions are mapped in the first step and cost later steps nothing
+            with repeat_work(0):  # regions are mapped in the first step and cost later steps nothing
                 self.bytes = torch.empty(0, dtype=torch.uint8, device="meta").set_(storage)
         else:
             self.map = map_pages(size)

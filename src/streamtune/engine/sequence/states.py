@@ -267,7 +267,7 @@ class SharedStates(States):
         parts = [part for part in received if part is not None]
         return sum(parts[1:], parts[0]) if parts else None
 
-    def on_leaf_created(self, chunk: slice, read_position: int | None, key: StateKey, leaf: Tensor) -> None:
+    def on_state_leaf(self, chunk: slice, read_position: int | None, key: StateKey, leaf: Tensor) -> None:
         """Register a hook on ``leaf``, a received state, that sends its gradient to the rank that computed it."""
         if read_position is not None and self._adds_last_grad_term(chunk, read_position):
             leaf.register_hook(partial(self._send_grad, read_position, key))

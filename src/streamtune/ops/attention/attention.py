@@ -27,7 +27,7 @@ from streamtune.ops.attention.kernel_trial import Kernel, ScoreRule, Scores
 from streamtune.ops.attention.kernels import fused_segment_kernel
 from streamtune.ops.attention.mask import MaskView, Segment, score_of_hidden_key
 from streamtune.ops.attention.view_kernels import fused_view_kernel, run_view_backward, run_view_forward
-from streamtune.ops.devices import autocast_device_type, block_slices, multiply_run_count
+from streamtune.ops.devices import autocast_device_type, block_slices, repeat_work
 from streamtune.ops.first_order import first_order
 from streamtune.ops.fused import is_fusion_faster
 
@@ -153,8 +153,8 @@ class _PrefixAttention(torch.autograd.Function):
         view, rule, memory = settings.view, settings.rule, settings.memory
         seed = int(torch.randint(1 << 62, ())) if rule.dropout else 0
         parts = [SegmentAttention(view, segment, rule, seed) for segment in view.segments()]
-        needs_formula = any(part.needs_formula(q, k, v) for part in parts)
-        view_kernel = fused_view_kernel(view, q, k, v, rule, needs_formula)
+        lacks_fused_kernel = any(part.lacks_fused_kernel(q, k, v) for part in parts)
+        view_kernel = fused_view_kernel(view, q, k, v, rule, lacks_fused_kernel)
         stored = None if memory is None else memory.read_output()
         if stored is None:
             result = None if view_kernel is None else run_view_forward(view_kernel, q, k, v, settings.for_backward)
@@ -163,7 +163,7 @@ class _PrefixAttention(torch.autograd.Function):
             masked = result is not None or any(part.segment.masked for part in parts)
             o, lse = finish_attention(o, lse, sinks, q.dtype, masked)
             # The formula computes delta from the unrounded o; a fused kernel needs o in the dtype of q.
-            o = o if view_kernel is None and all(part.needs_formula(q, k, v) for part in parts) else o.to(q.dtype)
+            o = o if view_kernel is None and all(part.lacks_fused_kernel(q, k, v) for part in parts) else o.to(q.dtype)
             if memory is not None:
                 memory.save_output(o, lse)
         else:
@@ -190,15 +190,15 @@ class _PrefixAttention(torch.autograd.Function):
         elif len(parts) == 1 and prefix is None and parts[0][0].covers_all(q, k):
             grad_q, grad_k, grad_v = parts[0][0].backward(grad_o, q, k, v, o, lse)
         else:
-            # A query's gradient is a sum over its segments. A key's gradient has one term, or many terms if stretches
-            # of queries share the key. Sums are in fp32, as in a kernel.
+            # A query's gradient is a sum over its segments. A key's gradient has one term, or many terms if ranges of
+            # queries share the key. Sums are in fp32, as in a kernel.
             wide = torch.promote_types(q.dtype, torch.float32)
             grad_q = torch.zeros_like(q, dtype=wide if len(parts) > 1 else q.dtype)
             sums = _KeyGradients(k, v, prefix, wide if ctx.shared_keys else k.dtype)
             if prefix is not None:
                 prefix.allocate_grads()  # once, not for each block
             for part, times in parts:
-                with multiply_run_count(times):
+                with repeat_work(times):
                     grad_q_s, grad_k_s, grad_v_s = part.backward(grad_o, q, k, v, o, lse)
                     grad_q[part.queries] += grad_q_s
                     sums.add(part.keys, grad_k_s, grad_v_s)
@@ -341,7 +341,7 @@ class SegmentAttention:
             return kernel.backward(grad_o, q, k, v, o, lse, self._kernel_scores(q.dtype))
         return self._tiled_backward(grad_o, q, k, v, o, lse)
 
-    def needs_formula(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
+    def lacks_fused_kernel(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
         """Return True if no fused kernel supports this segment, so that it is computed in tiles of scores."""
         return self._fused_kernel(q, k, v) is None
 

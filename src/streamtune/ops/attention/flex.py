@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.fx.experimental import _config as shapes
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from streamtune.ops.attention.kernel_trial import Grads, TrialHeads, draw_token_major, view_kernel_agrees
+from streamtune.ops.attention.kernel_trial import AttentionHeadCounts, Grads, draw_token_major, view_kernel_agrees
 from streamtune.ops.attention.mask import LazyMask, MaskView
 from streamtune.ops.attention.rules import MaskRules
 
@@ -193,7 +193,7 @@ def _value_in_row(x_BL: Tensor, b: Tensor, place: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=64)
-def is_flex_correct(device: torch.device, dtype: torch.dtype, heads: TrialHeads, softcapped: bool) -> bool:
+def is_flex_correct(device: torch.device, dtype: torch.dtype, heads: AttentionHeadCounts, softcapped: bool) -> bool:
     """Return True if flex attention agrees with the attention formula in fp64 on two small random problems.
 
     The problems have packed rows, a sliding window and an attention sink.
@@ -210,7 +210,7 @@ def is_flex_correct(device: torch.device, dtype: torch.dtype, heads: TrialHeads,
 
 
 def _flex_agrees(
-    device: torch.device, dtype: torch.dtype, heads: TrialHeads, softcapped: bool, queries: int, keys: int
+    device: torch.device, dtype: torch.dtype, heads: AttentionHeadCounts, softcapped: bool, queries: int, keys: int
 ) -> bool:
     generator = torch.Generator(device).manual_seed(0)
     shapes = ((heads.queries, queries), (heads.groups, keys), (heads.groups, keys), (heads.queries, queries))

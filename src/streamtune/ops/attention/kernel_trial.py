@@ -97,7 +97,7 @@ class Kernel:
 
 
 @dataclass(frozen=True)
-class TrialHeads:
+class AttentionHeadCounts:
     """Number of query heads, number of key/value heads (``groups``) and head size, for which a kernel is chosen."""
 
     queries: int
@@ -366,7 +366,7 @@ def median_seconds(
     kernel: Kernel,
     device: torch.device,
     dtype: torch.dtype,
-    heads: TrialHeads,
+    heads: AttentionHeadCounts,
     shapes: Sequence[tuple[int, int]] = TIMED,
 ) -> float | None:
     """Return a kernel's time for forward and backward in seconds, summed over the (queries, keys) in ``shapes``.

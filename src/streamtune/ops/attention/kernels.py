@@ -33,10 +33,10 @@ from torch import Tensor
 from streamtune.ops.attention.kernel_blocks import pad_heads, split_into_blocks
 from streamtune.ops.attention.kernel_trial import (
     MARGIN,
+    AttentionHeadCounts,
     Grads,
     Kernel,
     Scores,
-    TrialHeads,
     agrees_with_formula,
     call_kernel,
     choose_fastest,
@@ -65,7 +65,7 @@ def _cpu_backward(grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, ls
 
 
 CPU = Kernel("cpu-flash", _cpu_forward, _cpu_backward, takes_bias=True)
-HEADS_OF_8B = TrialHeads(32, 8, 128)
+HEADS_OF_8B = AttentionHeadCounts(32, 8, 128)
 """Attention heads of an 8B model, with which ``streamtune env`` chooses a kernel."""
 
 
@@ -80,7 +80,7 @@ def fused_segment_kernel(q: Tensor, k: Tensor, v: Tensor, biased: bool) -> Kerne
     kind, size = kernel_device_type(q.device), max(q.shape[-1], v.shape[-1])
     if kind == "cuda":
         size += -size % 8
-    heads = TrialHeads(q.shape[1], k.shape[1], size)
+    heads = AttentionHeadCounts(q.shape[1], k.shape[1], size)
     if q.device.type == "meta":
         kernel = _kernel_on_meta(kind, q.dtype, heads, biased)
     else:
@@ -94,7 +94,7 @@ def fused_segment_kernel(q: Tensor, k: Tensor, v: Tensor, biased: bool) -> Kerne
     return kernel if size == q.shape[-1] == v.shape[-1] else pad_heads(kernel, size)
 
 
-def _kernel_on_meta(kind: str, dtype: torch.dtype, heads: TrialHeads, biased: bool) -> Kernel | None:
+def _kernel_on_meta(kind: str, dtype: torch.dtype, heads: AttentionHeadCounts, biased: bool) -> Kernel | None:
     if kind == "cpu":
         return CPU
     tried = _candidate_kernels(dtype, heads, biased)
@@ -106,7 +106,7 @@ def _choose_kernel(
     device: str,
     index: int,
     dtype: torch.dtype,
-    heads: TrialHeads,
+    heads: AttentionHeadCounts,
     biased: bool,
     flash_name: str,
     any_shape: bool = False,
@@ -122,7 +122,7 @@ def _choose_kernel(
     return _fastest_agreeing_kernel(candidates, index, dtype, heads, biased) if candidates else None
 
 
-def _candidate_kernels(dtype: torch.dtype, heads: TrialHeads, biased: bool) -> list[Kernel]:
+def _candidate_kernels(dtype: torch.dtype, heads: AttentionHeadCounts, biased: bool) -> list[Kernel]:
     if dtype == torch.float64:
         return []
     half = dtype in (torch.float16, torch.bfloat16)
@@ -131,7 +131,7 @@ def _candidate_kernels(dtype: torch.dtype, heads: TrialHeads, biased: bool) -> l
 
 
 def _fastest_agreeing_kernel(
-    candidates: list[Kernel], index: int, dtype: torch.dtype, heads: TrialHeads, biased: bool
+    candidates: list[Kernel], index: int, dtype: torch.dtype, heads: AttentionHeadCounts, biased: bool
 ) -> Kernel | None:
     where = _cuda_device(index)
     agreeing = [kernel for kernel in candidates if agrees_with_formula(kernel, where, dtype, heads.size, biased)]
@@ -158,7 +158,7 @@ def kernel_names(device: torch.device, dtype: torch.dtype, head_dim: int = 128) 
 
     The name is ``tiled`` if no fused kernel can be used.
     """
-    heads = TrialHeads(HEADS_OF_8B.queries, HEADS_OF_8B.groups, head_dim)
+    heads = AttentionHeadCounts(HEADS_OF_8B.queries, HEADS_OF_8B.groups, head_dim)
     chosen = {
         label: _choose_kernel(device.type, device.index or 0, dtype, heads, biased, active_flash_name())
         for label, biased in (("unmasked", False), ("masked", True))
@@ -296,7 +296,7 @@ def active_flash_name() -> str:
 
 
 @lru_cache(maxsize=8)
-def use_fastest_flash(device: torch.device, kernel: Kernel, heads: TrialHeads) -> str:
+def use_fastest_flash(device: torch.device, kernel: Kernel, heads: AttentionHeadCounts) -> str:
     """Activate the fastest implementation of flash attention that agrees with the attention formula; return its name.
 
     An implementation that the user activated stays active. Without a CUDA device nothing changes.

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from streamtune.errors import UnsupportedModelError
-from streamtune.ops.attention.rules import MaskRules, NoTensor
-from streamtune.ops.attention.runs import Branch, BranchTable, Stretch, overlapping_runs
+from streamtune.ops.attention.rules import MaskPlaceholder, MaskRules
+from streamtune.ops.attention.runs import Branch, BranchTable, QueryRange, overlapping_runs
 
 MASKED_KEYS = 2048
 """Largest number of keys in a masked segment of a branch; the mask of a segment is one dense tensor."""
@@ -48,7 +48,7 @@ class Segment:
 
 
 @dataclass(frozen=True, eq=False)
-class MaskView(NoTensor):
+class MaskView(MaskPlaceholder):
     """Part of an attention mask: queries ``[q_start, q_stop)`` and keys ``[k_start, k_stop)``, absolute positions."""
 
     mask: MaskRules
@@ -119,7 +119,7 @@ class MaskView(NoTensor):
         return hidden, cut
 
     def _segments_from_fields(self) -> list[Segment]:
-        rows = self.mask.stretches
+        rows = self.mask.query_ranges
         return [
             segment
             for row, found in enumerate(rows)
@@ -146,7 +146,7 @@ class MaskView(NoTensor):
             segments.append(self._make_segment(None, (start, stop), (first, first_common), masked=True))
             segments.append(self._make_segment(None, (start, stop), (first_common, run_stop)))
         own_segments = self._segments_of_stretch(
-            None, start, stop, Stretch(part.start, part.stop, part.start, mutual=False)
+            None, start, stop, QueryRange(part.start, part.stop, part.start, mutual=False)
         )
         return [segment for segment in segments if segment.stop > segment.start] + own_segments
 
@@ -157,7 +157,7 @@ class MaskView(NoTensor):
             for key in range(first, last, MASKED_KEYS)
         ]
 
-    def _segments_of_stretch(self, row: int | None, start: int, stop: int, stretch: Stretch) -> list[Segment]:
+    def _segments_of_stretch(self, row: int | None, start: int, stop: int, stretch: QueryRange) -> list[Segment]:
         first, window, segments = max(self.k_start, stretch.first), self.mask.window, []
         queries = (start, stop)
         end = min(stretch.stop, self.k_stop) if stretch.mutual else stop

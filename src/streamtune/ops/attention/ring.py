@@ -179,7 +179,7 @@ def _ring_forward(
         )
         for part, q_at, k_at in settings.segments_of_block(source_rank):
             seen_k, seen_v = block[0][:, :, k_at], block[1][:, :, k_at]
-            fused = fused or not part.needs_formula(q[:, :, q_at], seen_k, seen_v)
+            fused = fused or not part.lacks_fused_kernel(q[:, :, q_at], seen_k, seen_v)
             o_s, lse_s = part.forward(q[:, :, q_at], seen_k, seen_v)
             _merge_in_place(o[:, :, q_at][part.queries], lse[:, :, q_at][part.queries], o_s, lse_s)
         for work in works:

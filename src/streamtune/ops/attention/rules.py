@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
 from streamtune.errors import UnsupportedModelError
-from streamtune.ops.attention.runs import Branch, BranchTable, Stretch, overlapping_runs, split_into_stretches
+from streamtune.ops.attention.runs import Branch, BranchTable, QueryRange, overlapping_runs, split_into_stretches
 from streamtune.ops.devices import host_copy, to_device_with_host_copy
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -28,14 +28,14 @@ KEY_BLOCK = 2048
 """Number of keys per tile when an arbitrary mask function is evaluated; a tile has T x KEY_BLOCK bytes per row."""
 
 
-class ForeignAttentionError(UnsupportedModelError):
+class NeedsMaskTensorError(UnsupportedModelError):
     """Error: an attention layer needs a mask tensor, so only the layer's own code can compute its attention."""
 
 
-class _MaskIsNoTensorError(ForeignAttentionError, AttributeError): ...
+class _MaskIsNoTensorError(NeedsMaskTensorError, AttributeError): ...
 
 
-class NoTensor:
+class MaskPlaceholder:
     """Placeholder for a mask tensor: layers may pass it to an attention function; computing with it raises an error."""
 
     def __getattr__(self, name: str) -> Any:
@@ -67,7 +67,7 @@ class NoTensor:
 
 
 @dataclass(eq=False)
-class MaskRules(NoTensor):
+class MaskRules(MaskPlaceholder):
     """Rules of an attention mask, from which any part (tile) of the mask can be computed.
 
     The dense boolean mask ``[B, 1, q_length, kv_length]`` would be::
@@ -197,11 +197,11 @@ class MaskRules(NoTensor):
         return to_device_with_host_copy(torch.maximum(*map(host_copy, starts)), self.device)
 
     @cached_property
-    def stretches(self) -> list[list[Stretch]]:
+    def query_ranges(self) -> list[list[QueryRange]]:
         """Per batch row: ranges of queries with the same first visible key and block. One list if rows are equal."""
         length = self.kv_offset + self.kv_length
         if self.first_visible_key is None and self.block_start is None:
-            return [[Stretch(0, max(length, self.q_offset + self.q_length), 0, mutual=False)]]
+            return [[QueryRange(0, max(length, self.q_offset + self.q_length), 0, mutual=False)]]
         seen, block_start = self.first_visible_key, self.block_start
         first = torch.zeros(1, length, dtype=torch.long, device="cpu") if seen is None else host_copy(seen)
         blocks = None if block_start is None else host_copy(block_start)
@@ -214,7 +214,7 @@ class MaskRules(NoTensor):
             return self._first_visible_key_of_branch(self.branches.part_at(q_start), q_start)
         first = self.kv_offset
         if self.first_visible_key is not None:
-            found = [overlapping_runs(row, q_start, q_start + 1) for row in self.stretches]
+            found = [overlapping_runs(row, q_start, q_start + 1) for row in self.query_ranges]
             first = max(first, min((row[0][2].first for row in found if row), default=first))
         return first if self.window is None else max(first, q_start - self.window + 1)
 

@@ -41,7 +41,7 @@ def run_starts(ids_BT: Tensor) -> Tensor:
     return positions.masked_fill(~is_start, 0).cummax(dim=1).values
 
 
-def has_one_run_per_id(ids_BT: Tensor) -> bool:
+def has_adjacent_ids(ids_BT: Tensor) -> bool:
     """Return True if positions with equal ids are adjacent in each batch row; negative ids are ignored."""
     starts = run_starts(ids_BT)
     positions = torch.arange(ids_BT.shape[1], device=ids_BT.device)
@@ -54,7 +54,7 @@ def has_one_run_per_id(ids_BT: Tensor) -> bool:
 
 
 @dataclass(frozen=True)
-class Stretch:
+class QueryRange:
     """Range of queries ``[start, stop)`` whose first visible key is ``first``.
 
     Attention among these queries is causal or, if ``mutual``, full: each query sees all others, also later ones.
@@ -66,7 +66,7 @@ class Stretch:
     mutual: bool
 
 
-def split_into_stretches(first_BT: Tensor, block_start_BT: Tensor | None) -> list[list[Stretch]]:
+def split_into_stretches(first_BT: Tensor, block_start_BT: Tensor | None) -> list[list[QueryRange]]:
     """Return, per batch row, ranges of queries with the same first visible key and block; one list if rows are equal.
 
     Args:
@@ -91,7 +91,7 @@ def split_into_stretches(first_BT: Tensor, block_start_BT: Tensor | None) -> lis
         starts = positions_of_starts.tolist()
         first_keys, mutual = first[row, positions_of_starts].tolist(), (block[row, positions_of_starts] >= 0).tolist()
         stops = [*starts[1:], length]
-        out.append([Stretch(*each) for each in zip(starts, stops, first_keys, mutual, strict=True)])
+        out.append([QueryRange(*each) for each in zip(starts, stops, first_keys, mutual, strict=True)])
     return out
 
 
@@ -207,7 +207,7 @@ def _join_adjacent_runs(runs: tuple[tuple[int, int], ...]) -> tuple[tuple[int, i
     return tuple(out)
 
 
-Run = TypeVar("Run", Stretch, Branch)
+Run = TypeVar("Run", QueryRange, Branch)
 
 
 def overlapping_runs(runs: Sequence[Run], start: int, stop: int) -> list[tuple[int, int, Run]]:
@@ -221,5 +221,5 @@ def overlapping_runs(runs: Sequence[Run], start: int, stop: int) -> list[tuple[i
     return out
 
 
-def _start_of(run: Stretch | Branch) -> int:
+def _start_of(run: QueryRange | Branch) -> int:
     return run.start

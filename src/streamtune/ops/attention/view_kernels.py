@@ -29,10 +29,10 @@ from streamtune.ops.attention.flex import FlexView, is_flex_correct
 from streamtune.ops.attention.kernel_blocks import merge_attentions
 from streamtune.ops.attention.kernel_trial import (
     RUNS,
+    AttentionHeadCounts,
     Grads,
     ScoreRule,
     Scores,
-    TrialHeads,
     ViewKernel,
     call_kernel,
     draw_token_major,
@@ -147,8 +147,8 @@ class RowsView(_FlashView):
     def _bounds_on_device(self, bounds: Bounds, origin: int, device: torch.device) -> Tensor:
         known = _on_device.setdefault(self.mask, {})
         if () not in known:
-            stretches = self.mask.stretches[0]
-            starts = torch.tensor([*(row.start for row in stretches), stretches[-1].stop], dtype=torch.int32)
+            query_ranges = self.mask.query_ranges[0]
+            starts = torch.tensor([*(row.start for row in query_ranges), query_ranges[-1].stop], dtype=torch.int32)
             known[()] = starts.to(device, non_blocking=True)
         key = (self.row, len(bounds), origin, bounds[-1])
         if key not in known:
@@ -181,7 +181,7 @@ def _as_token_rows(x: Tensor) -> Tensor:
 
 
 def fused_view_kernel(
-    view: MaskView, q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule, needs_formula: bool = True
+    view: MaskView, q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule, lacks_fused_kernel: bool = True
 ) -> ViewKernel | None:
     """Return a kernel that computes the attention under ``view`` in one call, or None.
 
@@ -192,27 +192,27 @@ def fused_view_kernel(
     Args:
         view, q, k, v: Arguments of ``prefix_attention``.
         rule: Scale, softcap and dropout of the scores.
-        needs_formula: True if some segment has no fused kernel. If False, the result is None except with a window or
-            for many short rows: otherwise segments are as fast, and take less memory for the gradient of a prefix.
+        lacks_fused_kernel: True if some segment has no fused kernel. If False, the result is None except with a window
+            or for many short rows: otherwise segments are as fast, and take less memory for the gradient of a prefix.
     """
     scale, softcap = rule.scale, rule.softcap
     if not q.is_cuda or rule.dropout > 0 or not _are_alike(q, k, v) or _memory_span(q, k, v) > MAX_ELEMENTS:
         return None
-    heads = TrialHeads(q.shape[1], k.shape[1], q.shape[-1])
+    heads = AttentionHeadCounts(q.shape[1], k.shape[1], q.shape[-1])
     windowed, segments = view.mask.window is not None, view.segments()
-    if softcap is None and (needs_formula or windowed) and (band := band_kernel_of_view(view, scale)) is not None:
+    if softcap is None and (lacks_fused_kernel or windowed) and (band := band_kernel_of_view(view, scale)) is not None:
         problem = (q.device.index or 0, q.dtype, heads, windowed)
         return band if _is_band_chosen(*problem, active_flash_name()) else None
     many = len(segments) > MAX_SEGMENTS
     if (
         softcap is None
-        and (needs_formula or windowed or many)
+        and (lacks_fused_kernel or windowed or many)
         and (rows := rows_kernel_of_view(view, scale)) is not None
     ):
         near = windowed or rows.stop - rows.first <= MAX_KEYS_PER_QUERY * q.shape[2]
         if near and is_rows_kernel_correct(q.device, q.dtype, heads.size, windowed, active_flash_name()):
             return rows
-    if not needs_formula or (softcap is None and not many and not any(segment.masked for segment in segments)):
+    if not lacks_fused_kernel or (softcap is None and not many and not any(segment.masked for segment in segments)):
         return None
     flex = FlexView(view, scale, softcap)
     return flex if is_flex_correct(q.device, q.dtype, heads, softcap is not None) else None
@@ -263,9 +263,9 @@ MAX_KEYS_PER_QUERY = 2
 def band_kernel_of_view(view: MaskView, scale: float) -> BandView | None:
     """Return the kernel for a view whose queries are in one causal row, without padding; None for any other view."""
     mask = view.mask
-    if mask.function is not None or not mask.causal or len(mask.stretches) > 1:
+    if mask.function is not None or not mask.causal or len(mask.query_ranges) > 1:
         return None
-    stretch = next((s for s in mask.stretches[0] if s.start <= view.q_start and view.q_stop <= s.stop), None)
+    stretch = next((s for s in mask.query_ranges[0] if s.start <= view.q_start and view.q_stop <= s.stop), None)
     if stretch is None or stretch.mutual or view.k_stop < view.q_stop:
         return None
     first = max(view.k_start, stretch.first)
@@ -287,7 +287,7 @@ def rows_kernel_of_view(view: MaskView, scale: float) -> RowsView | None:
     plain = mask.function is None and mask.causal and mask.branches is None and mask.batch_size == 1
     if not plain or view.k_stop < view.q_stop:
         return None
-    found = overlapping_runs(mask.stretches[0], view.q_start, view.q_stop)
+    found = overlapping_runs(mask.query_ranges[0], view.q_start, view.q_stop)
     if any(row.mutual for *_, row in found) or any(row.first != start for start, _, row in found[1:]):
         return None
     first = max(view.k_start, found[0][2].first)
@@ -296,7 +296,7 @@ def rows_kernel_of_view(view: MaskView, scale: float) -> RowsView | None:
     if first > view.q_start or mask.is_padded(None, first, view.q_stop):
         return None
     starts = [start for start, *_ in found[1:]]
-    row = bisect_right(mask.stretches[0], view.q_start, key=lambda each: each.start) - 1
+    row = bisect_right(mask.query_ranges[0], view.q_start, key=lambda each: each.start) - 1
     queries = (0, *(start - view.q_start for start in starts), view.q_stop - view.q_start)
     keys = (0, *(start - first for start in starts), view.q_stop - first)
     seen, origins = (first - view.k_start, view.q_stop - view.k_start), (view.q_start, first)
@@ -317,7 +317,9 @@ def _memory_span(q: Tensor, *others: Tensor) -> int:
 
 
 @lru_cache(maxsize=64)
-def _is_band_chosen(index: int, dtype: torch.dtype, heads: TrialHeads, windowed: bool, flash_name: str) -> bool:
+def _is_band_chosen(
+    index: int, dtype: torch.dtype, heads: AttentionHeadCounts, windowed: bool, flash_name: str
+) -> bool:
     """Return True if :class:`BandView` is correct and, without a window, faster than segments.
 
     ``flash_name`` is only part of the cache key.
@@ -374,7 +376,7 @@ def is_rows_kernel_correct(
         return False
 
 
-def _is_band_faster(device: torch.device, dtype: torch.dtype, heads: TrialHeads) -> bool:
+def _is_band_faster(device: torch.device, dtype: torch.dtype, heads: AttentionHeadCounts) -> bool:
     queries, keys = 2048, 16384
     generator = torch.Generator(device).manual_seed(0)
     scale = heads.size**-0.5

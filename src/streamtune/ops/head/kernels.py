@@ -120,7 +120,7 @@ def _fastest_agreeing_kernel(
     try:
         best_seconds = median_time(sweep, hidden_nC.device, RUNS)
         for kernel in candidates:
-            if kernel.is_eligible(shape) and agrees_with_sweep(
+            if kernel.is_eligible(shape) and agrees_with_loop(
                 kernel, hidden_nC, weight_VC, targets_n, shape.wanted, sweep
             ):
                 run = partial(run_head_kernel, kernel, hidden_nC, weight_VC, targets_n, shape.wanted)
@@ -146,7 +146,7 @@ def run_head_kernel(
     return loss.detach(), grad_hidden, grad_weight
 
 
-def agrees_with_sweep(
+def agrees_with_loop(
     kernel: HeadKernel,
     hidden_nC: Tensor,
     weight_VC: Tensor,

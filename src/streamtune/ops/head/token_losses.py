@@ -64,17 +64,17 @@ class Divergence:
         kind: Forward or reverse KL divergence (``forward``, ``reverse``), or generalised Jensen-Shannon (``jsd``).
         beta: Weight of the teacher in the mixture of ``jsd``.
         temperature: Divisor of both models' logits.
-        hard_share: Weight of the loss without a teacher; the divergence has weight ``1 - hard_share``.
+        target_loss_weight: Weight of the loss without a teacher; the divergence has weight ``1 - target_loss_weight``.
 
     Example:
-        >>> TokenLoss(divergence=Divergence(kind="reverse", temperature=2.0, hard_share=0.5)).divergence.kind
+        >>> TokenLoss(divergence=Divergence(kind="reverse", temperature=2.0, target_loss_weight=0.5)).divergence.kind
         'reverse'
     """
 
     kind: Literal["forward", "reverse", "jsd"] = "forward"
     beta: float = 0.5
     temperature: float = 1.0
-    hard_share: float = 0.0
+    target_loss_weight: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -252,7 +252,7 @@ def _loss_and_grad(
             kl_n, kl_grad = _top_k_divergence_and_grad(
                 logits_nV, teacher_values[0], teacher_values[1], divergence, with_grad=with_grad
             )
-        values_n = divergence.hard_share * values_n + (1 - divergence.hard_share) * kl_n
+        values_n = divergence.target_loss_weight * values_n + (1 - divergence.target_loss_weight) * kl_n
     weighted_n = values_n if weights_n is None else values_n * weights_n
     sums = torch.stack([weighted_n.sum(), -logp_n.sum(), weighted_n.new_zeros(()) if kl_n is None else kl_n.sum()])
     if not with_grad:
@@ -262,8 +262,8 @@ def _loss_and_grad(
     if smoothing:
         grad.sub_(smoothing / grad.shape[1])
     if divergence is not None and kl_grad is not None:
-        grad.mul_(divergence.hard_share)
-        grad[:, : kl_grad.shape[1]] += kl_grad.mul_(1 - divergence.hard_share)
+        grad.mul_(divergence.target_loss_weight)
+        grad[:, : kl_grad.shape[1]] += kl_grad.mul_(1 - divergence.target_loss_weight)
     if weights_n is not None:
         grad.mul_(weights_n[:, None])
     return sums, grad
@@ -438,7 +438,7 @@ def token_loss_reference(
     if loss.z_loss:
         values = values + loss.z_loss * logits.to(logprobs.dtype).logsumexp(-1) ** 2
     if loss.divergence is not None:
-        hard = loss.divergence.hard_share
+        hard = loss.divergence.target_loss_weight
         if top_k is not None:
             of_teacher = _dense_class_divergence(logits, is_target, top_k, loss.divergence)
         else:

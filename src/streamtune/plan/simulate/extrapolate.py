@@ -9,8 +9,8 @@ follow for layers, and likewise for chunks:
 2. The bytes of the layers between them are largest at one of the two ends, and their mean is the mean of the ends.
 
 Layers may repeat in periods, such as sliding, sliding, full attention. A zone is a run of equal periods; layers whose
-inputs are stored on the host and on the device are in different zones. The rules are checked: :class:`UnlikeError` is
-raised if two steps did not run the same operators.
+inputs are stored on the host and on the device are in different zones. The rules are checked:
+:class:`StepsDifferError` is raised if two steps did not run the same operators.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ SCRATCH = COLUMNS.index("scratch")
 Coordinates = tuple[Hashable, ...]
 
 
-class UnlikeError(Exception):
+class StepsDifferError(Exception):
     """Two short steps differ, for example in their operators, so the whole step cannot be computed from them."""
 
 
@@ -176,13 +176,13 @@ def combine_steps(steps: list[tuple[ShorterStep, Cells]], zones: list[Zone], chu
     """Return bytes and work of the step with ``length`` tokens, combined from the records of shorter steps.
 
     Raises:
-        UnlikeError: The shorter steps did not run the same operators.
+        StepsDifferError: The shorter steps did not run the same operators.
     """
     named = [_cells_by_name(shorter, cells, zones, chunks) for shorter, cells in steps]
     cells: list[tuple[CellPlace, Tensor]] = []
     work: dict[tuple[str, bool], list[float]] = {}
     if any(cells_of.keys() != named[0].keys() for cells_of in named):
-        raise UnlikeError
+        raise StepsDifferError
     shares = [shorter.weight for shorter, _ in steps]
     squares = [shorter.weight * length / shorter.length for shorter, _ in steps]  # for work quadratic in the length
     for name, (place, _, weight) in named[0].items():
@@ -247,10 +247,10 @@ def _align_moments(cells: list[Cell], loops: bool) -> list[Tensor]:
     the same operators before and after. These rows are left out.
 
     Raises:
-        UnlikeError: The operators of the cells differ.
+        StepsDifferError: The operators of the cells differ.
     """
     if not loops and any(cell.operators != cells[0].operators for cell in cells):
-        raise UnlikeError
+        raise StepsDifferError
     shortest = min(cells, key=lambda cell: len(cell.operators))
     count = len(shortest.operators)
     first, last = 0, count
@@ -259,7 +259,7 @@ def _align_moments(cells: list[Cell], loops: bool) -> list[Tensor]:
         behind = _common_prefix_length(shortest.operators[::-1], cell.operators[::-1])
         first, last = max(first, count - behind), min(last, before)
     if first > last:
-        raise UnlikeError
+        raise StepsDifferError
     split = (first + last) // 2
     out = []
     for cell in cells:
@@ -396,7 +396,7 @@ def _shorten_schedule(schedule: Schedule, kinds: list[Hashable], layer_indices: 
     """Return a schedule for only ``layer_indices`` that stores their tensors on the same tiers as ``schedule``.
 
     Raises:
-        UnlikeError: No such schedule exists.
+        StepsDifferError: No such schedule exists.
     """
     before = place_layers(schedule, len(kinds))
     wanted = [before[index] for index in layer_indices]
@@ -409,7 +409,7 @@ def _shorten_schedule(schedule: Schedule, kinds: list[Hashable], layer_indices: 
         shorter = replace(schedule, **changes, device_layers=on_device)
         if place_layers(shorter, len(layer_indices)) == wanted:
             return shorter
-    raise UnlikeError
+    raise StepsDifferError
 
 
 STAYS_ALLOCATED = [name in (*KINDS, "host", "disk") for name in COLUMNS]

@@ -27,7 +27,7 @@ from streamtune.plan.simulate.extrapolate import (
     Cells,
     Combined,
     ShorterStep,
-    UnlikeError,
+    StepsDifferError,
     combine_steps,
     layer_kinds,
     make_step_layout,
@@ -153,7 +153,7 @@ def simulate(workload: Workload, schedule: Schedule, *, full: bool = False) -> S
             with narrow_windows(model, shard.size), run_all_iterations() if full else nullcontext():
                 step = _trace_micro_batch(model, workload, shard, schedule, layers=layers, chunks=chunks)
             break
-        except UnlikeError:  # the shorter steps ran other operators: leave out less
+        except StepsDifferError:  # the shorter steps ran other operators: leave out less
             continue
     found = _add_fixed_memory(model, workload, schedule, shard, resident, step)
     if schedule.order == "chunk" and schedule.keep_kv == "host" and "layer inputs" in found.host_terms:
@@ -207,7 +207,7 @@ def _trace_micro_batch(
     ``layers`` and ``chunks`` allow leaving out equal layers and equal chunks.
 
     Raises:
-        UnlikeError: The shorter steps ran different operators.
+        StepsDifferError: The shorter steps ran different operators.
     """
     streamed = workload.mode == "stream"
     scored, tokens = workload.scored, shard.shard_tokens(workload.num_tokens)

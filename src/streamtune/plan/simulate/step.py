@@ -22,7 +22,7 @@ from streamtune.engine.memory.placement import Tiers
 from streamtune.engine.offloaded_weights import offloaded_parameters
 from streamtune.engine.passes import placeholder
 from streamtune.ops import TeacherHead, TokenLoss, TopKTeacher
-from streamtune.ops.devices import DeviceFunctions, simulate_device_type
+from streamtune.ops.devices import SimulatedDeviceMode, simulate_device_type
 from streamtune.ops.head.sweep import autocast_dtype, cast_tensors
 from streamtune.plan.simulate.memory import GRADIENT
 from streamtune.plan.simulate.meta_operators import MetaAutocast, autocast_on_meta, meta_tensor_with_value
@@ -340,7 +340,7 @@ PLAIN = (Tensor, nn.Parameter)
 """Tensor classes that do not override ``__torch_function__``."""
 
 
-class _DeviceChoices(DeviceFunctions):
+class _DeviceChoices(SimulatedDeviceMode):
     """Torch function mode that makes two device-dependent choices as torch makes them on the simulated device.
 
     ``scaled_dot_product_attention`` calls a fused kernel (on ``meta`` torch would compute all scores). Autocast casts

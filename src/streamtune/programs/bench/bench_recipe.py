@@ -21,7 +21,7 @@ from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import Recipe
 from streamtune.run.data import locate_errors
 from streamtune.run.device import choose_device, make_schedule, prepare_libraries
-from streamtune.run.model import make_blueprint, make_model_without_data
+from streamtune.run.model import make_meta_model, make_model_without_data
 from streamtune.run.plan import shares_prompts
 from streamtune.run.weight_choices import with_best_precision
 from streamtune.tasks import task_of
@@ -99,7 +99,7 @@ def bench_recipe(
         device = choose_device(recipe.device)
         prepare_libraries(device)
         with locate_errors(loaded):
-            share = shares_prompts(task, make_blueprint(recipe, device), device)
+            share = shares_prompts(task, make_meta_model(recipe, device), device)
             completions = task.make_shape_function(share=share)
     if packed_rows and not 2 <= packed_rows <= min(lengths) // 2:
         raise ArgumentError(

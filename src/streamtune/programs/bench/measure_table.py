@@ -37,7 +37,7 @@ from streamtune.programs.probe.recipe_trials import prepare_step
 from streamtune.programs.probe.trial import Outcome, Shape
 from streamtune.recipe.settings import TrainingSettings
 from streamtune.run.device import choose_device, make_schedule, prepare_libraries
-from streamtune.run.model import make_blueprint
+from streamtune.run.model import make_meta_model
 from streamtune.run.plan import recipe_workload
 from streamtune.run.weight_choices import with_best_precision
 from streamtune.schedule import Schedule
@@ -256,7 +256,7 @@ def _prepare_simulated_lengths(recipe: TrainingSettings, job: Job, budget: Budge
     kernels = torch.device("cpu" if recipe.device == "cpu" else "cuda")
     prepare_libraries(kernels)
     recipe = with_best_precision(recipe)
-    model = make_blueprint(recipe, kernels)
+    model = make_meta_model(recipe, kernels)
     env = describe_environment(model, job, torch.device("meta"))
     shortest = recipe_workload(recipe, model, task_of(recipe).min_row_tokens, kernels)
 

@@ -24,7 +24,7 @@ from streamtune.engine import StreamHandle
 from streamtune.tasks import Task
 from streamtune.tasks.task import BuiltRun
 
-DECISIVE = 2.0
+SIGNIFICANT_ERRORS = 2.0
 """Number of standard errors from which a difference counts as significant."""
 LEAST_TOKENS = 3
 """Minimum number of trained tokens for a row to be split into thirds."""
@@ -151,7 +151,7 @@ def describe_context_gain(context: dict[str, Any] | None) -> str:
         )
     figures = f"{abs(gain):.3g} +- {error:.2g} nats {'lower' if gain >= 0 else 'higher'} than in the first third"
     where = f"in the last third of a row's trained part the loss is {figures} ({rows:,} rows)"
-    if abs(gain) < DECISIVE * error or gain == 0:
+    if abs(gain) < SIGNIFICANT_ERRORS * error or gain == 0:
         return f"Cannot tell from these rows whether more context helps: {where}."
     return f"More context {'seems' if gain > 0 else 'does not seem'} to help: {where}."
 

@@ -90,7 +90,7 @@ def evaluate_model(
     if options.split not in SPLITS:
         raise ArgumentError(f"--split: unknown split {options.split!r}", fix=f"choose from {', '.join(SPLITS)}")
     if options.lm_eval:
-        check_lm_eval(options.lm_eval)
+        require_lm_eval(options.lm_eval)
     with locate_errors(loaded):
         recipe = _adapt_to_single_process(with_saved_precision(loaded.recipe, trained.settings), notify)
         task = TASKS[recipe.objective].for_run(recipe, loaded.path.parent, notify)
@@ -199,7 +199,7 @@ class _Evaluation:
         return BuiltRun(
             device=self.device,
             world=world,
-            shares_weights=False,
+            weights_are_sharded=False,
             directory=train.RunDirectory(Path(self.task.recipe.output_dir)),
             first_step=0,
             tokenizer=self.tokenizer,
@@ -286,7 +286,7 @@ def _needle_lengths(options: EvalOptions, recipe: Recipe) -> tuple[int, ...]:
 LM_EVAL_OPTION = "--lm-eval"
 
 
-def check_lm_eval(tasks: Sequence[str]) -> None:
+def require_lm_eval(tasks: Sequence[str]) -> None:
     """Raise an ArgumentError if lm-evaluation-harness is not installed or a task file does not exist."""
     if find_spec("lm_eval") is None:
         raise ArgumentError(

@@ -28,7 +28,7 @@ from streamtune.data.templates import ChatRequest, render_chat
 from streamtune.errors import ArgumentError
 from streamtune.models import all_eos_token_ids
 from streamtune.programs.evaluate.eval_scores import ScoringModel, mean_and_error
-from streamtune.tasks.rollout import Sampling, TransformersWriter
+from streamtune.tasks.rollout import Sampling, TransformersGenerator
 
 Ids = npt.NDArray[np.int64]
 
@@ -207,7 +207,7 @@ def probe_needles(
             fix="give larger lengths",
         )
     model, handle, tokenizer = streamed.model, streamed.handle, haystack.tokenizer
-    writer = TransformersWriter(
+    writer = TransformersGenerator(
         model,
         end_token_ids=all_eos_token_ids(model, tokenizer),
         pad_token_id=tokenizer.pad_token_id,
@@ -250,7 +250,7 @@ def _mean_logprob(streamed: ScoringModel, prompt: Sequence[int], answer: Sequenc
         return float(scores_BT[0, len(prompt) - 1 :].double().mean())
 
 
-def _answers_with_code(writer: TransformersWriter, tokenizer: Any, prompt: list[int], trial: _NeedleTrial) -> bool:
+def _answers_with_code(writer: TransformersGenerator, tokenizer: Any, prompt: list[int], trial: _NeedleTrial) -> bool:
     """Return True if the first word of the greedy completion is the code."""
     [[written]] = writer.write([prompt], 1, Sampling(len(trial.answer) + EXTRA_TOKENS, temperature=0.0))
     words = tokenizer.decode(written.token_ids, skip_special_tokens=True).split()

@@ -51,7 +51,7 @@ ROUNDING_DRAWS = 2
 """Number of times that the weights are randomly rounded."""
 LOGITS_BYTES = 256 << 20
 """Maximum size of the stored logits, in bytes."""
-NO_VERDICT_FROM = 0.3
+INCONCLUSIVE_FROM = 0.3
 """Allowed median error from which the comparison is inconclusive."""
 
 Doing = Callable[[str], AbstractContextManager[Any]]
@@ -65,7 +65,7 @@ class AsTrained:
     """Token ids of each row, ``[1, T]``."""
     logits: list[Tensor]
     """R: logits of each row in fp32, ``[T, vocabulary]``."""
-    yardstick: Tensor
+    rounding_errors: Tensor
     """Relative error of each token with randomly rounded weights, the largest over the draws, ``[tokens]``."""
     margins: float
     """Largest change of a single logit with randomly rounded weights."""
@@ -120,14 +120,14 @@ class Differences:
     def passes(self) -> bool:
         """Return True if rounding errors explain all differences."""
         near = self.median <= self.allowed_median and self.beyond <= self.may_be_beyond
-        return near and self.allowed_median < NO_VERDICT_FROM and (self.text_parts_at is None or self.text_tie)
+        return near and self.allowed_median < INCONCLUSIVE_FROM and (self.text_parts_at is None or self.text_tie)
 
     @property
     def why_failed(self) -> str:
         """Return the first violated rule as text; empty if the model passes."""
         if self.passes:
             return ""
-        if not self.allowed_median < NO_VERDICT_FROM:  # NaN as well
+        if not self.allowed_median < INCONCLUSIVE_FROM:  # NaN as well
             return (
                 f"inconclusive: rounding the weights changes the logits by {self.allowed_median / ALLOWED_MEDIAN:.1g}"
             )
@@ -177,7 +177,7 @@ def measure_trained(
     if hasattr(model, "disable_adapter"):
         with doing("logits without the adapters"), model.disable_adapter(), computing_in_fp32(model):
             effect = _relative_difference((row_logits(model, row) for row in rows), logits) / size
-    yardstick, margin = torch.full((sum(each.shape[0] for each in logits),), FLOOR / ALLOWED_MEDIAN), 0.0
+    rounding_errors, margin = torch.full((sum(each.shape[0] for each in logits),), FLOOR / ALLOWED_MEDIAN), 0.0
     for seed in range(ROUNDING_DRAWS if dtype is not None else 0):
         assert dtype is not None
         with (
@@ -185,13 +185,13 @@ def measure_trained(
             computing_in_fp32(model, Rounding(model, dtype, everything=all_weights, seed=seed)),
         ):
             errors, largest = relative_row_errors(model, rows, logits)
-        yardstick, margin = torch.maximum(yardstick, errors), max(margin, largest)
+        rounding_errors, margin = torch.maximum(rounding_errors, errors), max(margin, largest)
     with doing("greedy text of the trained model"):
         written, scores = _generate_greedily(model, prompt, new_tokens)
     return AsTrained(
         list(rows),
         logits,
-        yardstick,
+        rounding_errors,
         margin,
         effect,
         own_error,
@@ -220,7 +220,7 @@ def compare_with_trained(
             _largest_difference(after, trained.logits),
         )
         del after
-    allowed = ALLOWED_LARGEST * float(trained.yardstick.max())
+    allowed = ALLOWED_LARGEST * float(trained.rounding_errors.max())
     with doing("greedy text of the exported model"):
         written, _ = _generate_greedily(model, trained.prompt, len(trained.scores))
     parts = next(
@@ -234,7 +234,7 @@ def compare_with_trained(
         largest=float(errors.max()),
         relative=float((errors * sizes).norm()) / size,
         largest_logit=largest_logit,
-        allowed_median=ALLOWED_MEDIAN * float(trained.yardstick.median()),
+        allowed_median=ALLOWED_MEDIAN * float(trained.rounding_errors.median()),
         allowed_largest=allowed,
         beyond=int((~(errors <= allowed)).sum()),  # NaN is beyond
         may_be_beyond=max(1, int(ROUTED_FRACTION * len(errors))) if trained.routed else 0,

@@ -304,7 +304,7 @@ def _check_model(model: Any, trained: TrainedModel, options: ExportOptions) -> N
 
 
 def _warn_if_rounding_hides_adapters(as_trained: AsTrained, notify: Notify) -> None:
-    rounding = float(as_trained.yardstick.median())
+    rounding = float(as_trained.rounding_errors.median())
     if 0 < as_trained.effect < rounding:
         notify(
             f"merging in this dtype loses the effect of the adapters: they change logits by {as_trained.effect:.1e}, "

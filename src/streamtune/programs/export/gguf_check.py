@@ -237,15 +237,15 @@ class _FileValues:
 def _compare_logits(file: GgufFile, model: Any, rows: Sequence[Tensor], comparison: GgufComparison) -> None:
     with computing_in_fp32(model):
         logits = [row_logits(model, row) for row in rows]
-    yardstick = torch.full((sum(each.shape[0] for each in logits),), FLOOR / ALLOWED_MEDIAN)
+    rounding_errors = torch.full((sum(each.shape[0] for each in logits),), FLOOR / ALLOWED_MEDIAN)
     for seed in range(ROUNDING_DRAWS):
         with computing_in_fp32(model, _FileValues(file, model, comparison.reordered, seed)):
-            yardstick = torch.maximum(yardstick, relative_row_errors(model, rows, logits)[0])
+            rounding_errors = torch.maximum(rounding_errors, relative_row_errors(model, rows, logits)[0])
     with computing_in_fp32(model, _FileValues(file, model, comparison.reordered, None)):
         errors, _ = relative_row_errors(model, rows, logits)
     comparison.median, comparison.largest = float(errors.median()), float(errors.max())
-    comparison.allowed_median = ALLOWED_MEDIAN * float(yardstick.median())
-    comparison.allowed_largest = ALLOWED_LARGEST * float(yardstick.max())
+    comparison.allowed_median = ALLOWED_MEDIAN * float(rounding_errors.median())
+    comparison.allowed_largest = ALLOWED_LARGEST * float(rounding_errors.max())
     if not (
         comparison.median <= comparison.allowed_median and comparison.largest <= comparison.allowed_largest
     ):  # NaN as well

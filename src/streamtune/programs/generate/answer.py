@@ -26,7 +26,7 @@ from streamtune.programs.export.source import find_trained, load_trained
 from streamtune.programs.generate.prompt_files import Prompt, ToolPrompt
 from streamtune.recipe.keys.trained_tokens import TrainedTokenKeys
 from streamtune.run.device import choose_device, prepare_libraries
-from streamtune.tasks.rollout import Sampling, TransformersWriter, WritingStopped
+from streamtune.tasks.rollout import GenerationStopped, Sampling, TransformersGenerator
 
 PREFILL_CHUNK = 2048
 """Number of prompt tokens that are prefilled at a time."""
@@ -131,7 +131,7 @@ class _Printer(hf_internal(STREAMER)):  # type: ignore[misc]
             self._line, self._shown = [], ""
 
 
-class _ReusingWriter(TransformersWriter):
+class _ReusingWriter(TransformersGenerator):
     """Generates completions, and reuses the KV cache of the prefix that two successive prompts share."""
 
     cache: DynamicCache | None = None
@@ -266,7 +266,7 @@ class Answerer:
         try:
             [[completion]] = writer.write([ids], 1, sampling)
             finished, stopped = not completion.truncated, False
-        except WritingStopped:
+        except GenerationStopped:
             printer.end()
             finished, stopped = False, True
         writer.known = [*ids, *printer.written]
@@ -381,7 +381,7 @@ def load_answerer(
     return Answerer(model, tokenizer, options, description)
 
 
-def check_vllm() -> None:
+def require_vllm() -> None:
     if find_spec("vllm") is None:
         raise ArgumentError(
             "--vllm needs vLLM, which is not installed",
@@ -398,7 +398,7 @@ def answer_with_vllm(
     Raises:
         ArgumentError: vLLM is not installed, or the model has adapters.
     """
-    check_vllm()
+    require_vllm()
     trained = find_trained(model_name_or_path, checkpoint=options.checkpoint, hub=True)
     if trained.adapters:
         raise ArgumentError(

@@ -140,7 +140,7 @@ def generate(
         raise ArgumentError("--prompt and --file exclude each other", where="--file", fix="give one of them")
     _check_ranges(temperature, top_p, top_k, seed)
     with loading_libraries():
-        from streamtune.programs.generate.answer import GenerateOptions, answer_with_vllm, check_vllm, load_answerer
+        from streamtune.programs.generate.answer import GenerateOptions, answer_with_vllm, load_answerer, require_vllm
         from streamtune.programs.generate.prompt_files import read_prompts
     options = GenerateOptions(
         checkpoint=checkpoint,
@@ -173,7 +173,7 @@ def generate(
             fix="give --prompt TEXT or --file FILE",
         )
     if vllm:
-        check_vllm()
+        require_vllm()
         assert prompts is not None
         _print_vllm_answers(prompts, answer_with_vllm(model, prompts, options), as_json=as_json)
         return

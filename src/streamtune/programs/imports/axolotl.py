@@ -269,7 +269,7 @@ FIELDS: dict[str, FieldRule] = field_table(
         "rows are not sharded": "dataset_shard_num dataset_shard_idx",
         "StreamTune trains on text only, not on images": "image_size image_resize_algorithm",
     },
-    lost_beside_training={
+    lost_without_effect={
         SERVER: "vllm.host vllm.port vllm.serve_module vllm.worker_extension_cls",
         "StreamTune keeps embeddings in the precision of the weights": "embeddings_skip_upcast",
         "axolotl has removed this field": "max_packed_sequence_len",

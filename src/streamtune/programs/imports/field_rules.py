@@ -76,7 +76,7 @@ def field_table(
     renamed: Mapping[str, str] = {},
     not_needed: Mapping[str, str] = {},
     lost: Mapping[str, str] = {},
-    lost_beside_training: Mapping[str, str] = {},
+    lost_without_effect: Mapping[str, str] = {},
 ) -> dict[str, FieldRule]:
     """Return {field: rule} for all fields of a trainer.
 
@@ -85,14 +85,14 @@ def field_table(
             are copied, unless ``PeerTrainer.special`` converts them.
         not_needed: {reason: fields that are not needed}.
         lost: {what is lost: fields that are not converted and change training}.
-        lost_beside_training: {what is lost: fields that are not converted and do not change training}.
+        lost_without_effect: {what is lost: fields that are not converted and do not change training}.
     """
     table = dict(rules)
     for fields, rule in (
         (renamed, lambda ours: FieldRule(ours)),
         (not_needed, lambda why: FieldRule(why=why, needed=False)),
         (lost, no_counterpart),
-        (lost_beside_training, lambda why: no_counterpart(why, changes_training=False)),
+        (lost_without_effect, lambda why: no_counterpart(why, changes_training=False)),
     ):
         for text, names in fields.items():
             table |= dict.fromkeys(names.split(), rule(text))

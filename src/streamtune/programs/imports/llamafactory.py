@@ -168,7 +168,7 @@ FIELDS: dict[str, FieldRule] = field_table(
         "a reward model": "reward_model reward_model_adapters reward_model_quantization_bit",
         "StreamTune renders tools with the chat template": "tool_format",
     },
-    lost_beside_training={
+    lost_without_effect={
         "Megatron is not supported": "use_mca",
         "StreamTune does not support this tracker": "use_swanlab",
         "Ray is not supported": "ray_run_name ray_storage_path ray_num_workers resources_per_worker placement_strategy",

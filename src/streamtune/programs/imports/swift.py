@@ -235,7 +235,7 @@ FIELDS: dict[str, FieldRule] = field_table(
             trainable_parameters_regex additional_trainable_parameters""",
         "StreamTune trains no classifiers or embedding models": "num_labels problem_type",
     },
-    lost_beside_training={
+    lost_without_effect={
         SERVER: "vllm_server_group_port vllm_server_pass_dataset",
         "give your own code in the recipe key callbacks": "callbacks",
         "a loss per channel": "enable_channel_loss",

@@ -142,7 +142,7 @@ TRAINER_FIELDS: dict[str, FieldRule] = field_table(
         "target modules of a layer-wise or low-rank optimizer are not converted": "optim_target_modules",
         "StreamTune trains an incomplete last batch of an epoch too": "dataloader_drop_last",
     },
-    lost_beside_training={
+    lost_without_effect={
         "StreamTune's on_nan sets what happens if a loss is not finite": "debug",
         "StreamTune shuffles rows with the random seed 'seed'": "data_seed",
         "StreamTune shuffles rows; packing: true avoids padding": "group_by_length",

@@ -88,7 +88,7 @@ GRPO_FIELDS: dict[str, FieldRule] = field_table(
     },
     not_needed={"completions.jsonl records them": "log_completions"},
     lost={"StreamTune does not update the reference model": "sync_ref_model"},
-    lost_beside_training={SERVER: "vllm_server_host vllm_server_port vllm_server_timeout"},
+    lost_without_effect={SERVER: "vllm_server_host vllm_server_port vllm_server_timeout"},
 )
 """Arguments of ``trl.GRPOConfig`` that axolotl and ms-swift have too."""
 
@@ -107,7 +107,7 @@ SHARED_FIELDS: dict[str, FieldRule] = field_table(
     renamed={"dtype": "dtype torch_dtype", "max_length": "max_length"},
     not_needed={"StreamTune runs vLLM in the training process": "vllm_max_model_len vllm_tensor_parallel_size"},
     lost={"LD-DPO": "ld_alpha", "StreamTune does not sum several losses": "loss_weights"},
-    lost_beside_training={SERVER: "vllm_server_base_url"},
+    lost_without_effect={SERVER: "vllm_server_base_url"},
 )
 """Arguments of TRL that ms-swift has too."""
 
@@ -193,7 +193,7 @@ FIELDS: dict[str, FieldRule] = field_table(
         "StreamTune loads no reward model: write a reward function that calls it": "reward_model_name_or_path",
         "StreamTune cannot read a single folder (data_dir) of a hub dataset": "data_dir",
     },
-    lost_beside_training={
+    lost_without_effect={
         "StreamTune's evaluation generates no completions: set the key sample": "generate_during_eval",
         "StreamTune supports only the reverse KL": "f_alpha_divergence_coef",
         "used only by the loss discopop": "discopop_tau",

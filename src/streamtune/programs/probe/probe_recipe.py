@@ -15,7 +15,7 @@ from streamtune.engine.memory.host import usable_host_bytes
 from streamtune.errors import ArgumentError, RunError, did_you_mean
 from streamtune.optim import check_optimizer
 from streamtune.plan.budget import Budget, Range, free_disk_bytes
-from streamtune.plan.rates import Device, spec_rates
+from streamtune.plan.rates import Device, data_sheet_rates
 from streamtune.plan.simulate.workload import Mode
 from streamtune.programs.probe.probe import LENGTHS, ProbeReport, ProbeTask, RunTrial, Trial, measured_trials, run_probe
 from streamtune.programs.probe.recipe_trials import SimulatedTrials, make_simulated_trials, prepare_step
@@ -25,7 +25,7 @@ from streamtune.recipe.schema import Recipe
 from streamtune.run.cluster import RequestedRanks
 from streamtune.run.data import locate_errors
 from streamtune.run.device import choose_device, make_schedule, prepare_libraries
-from streamtune.run.model import choose_quantization, make_blueprint
+from streamtune.run.model import choose_quantization, make_meta_model
 from streamtune.run.plan import device_memory_bytes, device_to_simulate, local_rates
 from streamtune.run.weight_choices import with_best_precision
 from streamtune.tasks import task_of
@@ -100,7 +100,7 @@ def probe_recipe(
             )
         else:
             best = with_best_precision(recipe)
-            rates = spec_rates(target) if target else local_rates(best, make_blueprint(best, here), here, notify)
+            rates = data_sheet_rates(target) if target else local_rates(best, make_meta_model(best, here), here, notify)
             run = unlimited = make_simulated_trials(
                 recipe, task, target, here, rates, RequestedRanks(options.ranks, options.nodes)
             )
@@ -116,7 +116,7 @@ def probe_recipe(
             raise _no_fit_error(recipe, task, limit.failed, _find_smallest_need(unlimited, task, limit.failed))
         if limit is not None and limit.fits:
             length = limit.fits if task.scaled == "length" else task.fixed
-            report.positions = models.position_warning(base_of(make_blueprint(recipe, here)), length)
+            report.positions = models.position_warning(base_of(make_meta_model(recipe, here)), length)
     return report, interrupted
 
 

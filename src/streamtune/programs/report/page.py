@@ -42,7 +42,7 @@ NOT_DRAWN = {
     "seconds",
 }
 """Fields of a training step in ``metrics.jsonl`` that are not drawn as training metrics."""
-QUIET = ("start", "finish", "checkpoint")
+NOT_HIGHLIGHTED = ("start", "finish", "checkpoint")
 """Names of events that are not highlighted."""
 PAGE = "report.html"
 
@@ -335,7 +335,7 @@ def _events_html(runs: Sequence[RunRecords], names: Sequence[str]) -> Iterator[s
             kind = str(event.get("event", ""))
             details = ", ".join(f"{key} {value}" for key, value in event.items() if key not in ("event", "time"))
             of = f"<td>{escape(name)}</td>" if len(runs) > 1 else ""
-            style = "" if kind in QUIET else " class=bad"
+            style = "" if kind in NOT_HIGHLIGHTED else " class=bad"
             rows.append(
                 f"<tr>{of}<td class=dim>{escape(_show_time(event.get('time')))}</td>"
                 f"<td{style}>{escape(kind)}</td><td>{escape(details)}</td></tr>"

@@ -65,7 +65,7 @@ PACKED_ROWS = 2
 MIN_TOKENS = 4
 """Minimum number of tokens: two chunks of two tokens."""
 
-ENOUGH_TOKENS = {"cpu": 2048, "cuda": 8192}
+DEFAULT_MAX_TOKENS = {"cpu": 2048, "cuda": 8192}
 """Default maximum number of tokens in the batch, by device type."""
 
 MEASURED_TOKENS = 256
@@ -137,7 +137,7 @@ def build_verify(
     """Load the recipe's model and its first rows, and choose batch and schedules. Nothing is written.
 
     Args:
-        length: Maximum number of tokens in the batch; None: :data:`ENOUGH_TOKENS`, or fewer if memory is short.
+        length: Maximum number of tokens in the batch; None: :data:`DEFAULT_MAX_TOKENS`, or fewer if memory is short.
         dtype: One of :data:`DTYPES`; None: the recipe's dtype.
         notify: Callback for notes to the user.
         doing: Function that returns a context manager, which shows a message during slow work.
@@ -357,7 +357,7 @@ def _longest_fitting_length(
     memory: FreeMemory, device: torch.device, widened_dtype: torch.dtype | None
 ) -> tuple[int, str]:
     """Return the maximum number of tokens in the batch, and the reason: the default, or the free memory."""
-    enough = ENOUGH_TOKENS["cpu" if device.type == "cpu" else "cuda"]
+    enough = DEFAULT_MAX_TOKENS["cpu" if device.type == "cpu" else "cuda"]
     trained = widened_dtype or memory.measured
     longest = memory.max_tokens(torch.float32 if trained.itemsize < 4 else torch.float64)
     if longest < MEASURED_TOKENS:  # no memory for a wider truth

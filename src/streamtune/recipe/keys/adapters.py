@@ -20,7 +20,7 @@ from streamtune.recipe.rules import (
     Text,
     Where,
     at_most,
-    names_meeting,
+    names_where,
 )
 
 OF_ALL = ("lora_target", "lora_exclude", "modules_to_save", "adapter_name_or_path")
@@ -134,19 +134,19 @@ LORA = "write adapter_type: lora, or "
 
 ADAPTER_RULES: Rules = (
     Clash(
-        {"adapter_type": names_meeting(ADAPTERS, {"on_quantised": False}), "finetuning_type": "qlora"},
+        {"adapter_type": names_where(ADAPTERS, {"on_quantised": False}), "finetuning_type": "qlora"},
         "'adapter_type: {adapter_type}' needs unquantised weights, and 'finetuning_type: qlora' quantises them to 4 or "
         "8 bits",
         f"write finetuning_type: lora, or one of: {OTHERS}",
     ),
     Clash(
-        {"adapter_type": names_meeting(ADAPTERS, {"start": "quantisation"}), "finetuning_type": "lora"},
+        {"adapter_type": names_where(ADAPTERS, {"start": "quantisation"}), "finetuning_type": "lora"},
         "'adapter_type: {adapter_type}' is initialised from the quantisation error, and 'finetuning_type: lora' "
         "does not quantise the weights",
         "write finetuning_type: qlora, or adapter_type: pissa, which is initialised from the weights",
     ),
     Where(
-        {"finetuning_type": Not("full"), "adapter_type": names_meeting(ADAPTERS, {"start": "gradient"})},
+        {"finetuning_type": Not("full"), "adapter_type": names_where(ADAPTERS, {"start": "gradient"})},
         Clash(
             {"objective": Not("sft")},
             "is initialised from gradients of training rows, and gradients of {objective} need a reference or "
@@ -188,7 +188,7 @@ NEEDS_WHOLE_WEIGHTS: Rules = (
         "write quantization: nf4, or deepspeed: zero2 (each rank keeps the quantised base)",
     ),
     Clash(
-        {"adapter_type": names_meeting(ADAPTERS, {"on_shared": False}), "finetuning_type": Not("full")},
+        {"adapter_type": names_where(ADAPTERS, {"can_be_sharded": False}), "finetuning_type": Not("full")},
         "'adapter_type: {adapter_type}' does not work with sharded weights, and here ranks shard the weights",
         "write deepspeed: zero2, or adapter_type: lora or rslora",
     ),

@@ -22,7 +22,7 @@ from streamtune.recipe.rules import (
     Where,
     at_most,
     is_given,
-    names_meeting,
+    names_where,
 )
 
 
@@ -107,9 +107,9 @@ class OptimizerKeys(Spec):
     step."""
 
 
-FORWARD_ONLY = names_meeting(OPTIMIZERS, {"step.gradients": "none"})
-ONE_BLOCK = names_meeting(OPTIMIZERS, {"step.gradients": "block"})
-AVERAGING = names_meeting(OPTIMIZERS, {"averages": True})
+FORWARD_ONLY = names_where(OPTIMIZERS, {"step.gradients": "none"})
+ONE_BLOCK = names_where(OPTIMIZERS, {"step.gradients": "block"})
+AVERAGING = names_where(OPTIMIZERS, {"averages": True})
 
 USE_ADAMW = "write optim: adamw"
 
@@ -130,7 +130,7 @@ def _refuse_unread_adam_keys(recipe: Any) -> Iterator[Refusal]:
 
 def _refuse_sharded_optimizer(recipe: Any) -> Iterator[Refusal]:
     name, sharding_key = recipe.optim, recipe.sharding_key
-    if sharding_key and (why := OPTIMIZERS[name].not_divided):
+    if sharding_key and (why := OPTIMIZERS[name].cannot_shard_reason):
         what = (
             f"'optim: {name}' does not combine with '{sharding_key}', which shards the optimizer between ranks: {why}"
         )
@@ -270,7 +270,7 @@ FORWARD_RULES = Where(
 OPTIMIZER_RULES: Rules = (
     Custom(_refuse_wrong_optim_args),
     Where(
-        {"optim": names_meeting(OPTIMIZERS, {"is_adam": False, "adamw_for_rest": False})},
+        {"optim": names_where(OPTIMIZERS, {"is_adam": False, "adamw_for_rest": False})},
         Custom(_refuse_unread_adam_keys),
     ),
     Clash(

@@ -343,7 +343,7 @@ class DistributedWriter:
             try:
                 counts = count if isinstance(count, int) else [count[i] for i in prompt_indices]
                 written = self.writer.write([prompts[i] for i in prompt_indices], counts, sampling)
-            except rollout.WritingStopped:  # not a failure: every rank raises it below
+            except rollout.GenerationStopped:  # not a failure: every rank raises it below
                 return [None] * len(prompt_indices)
             return [[(each.token_ids, each.truncated) for each in completions] for completions in written]
 
@@ -354,7 +354,7 @@ class DistributedWriter:
             if completions is not None
         ]
         if len(written) < len(found):
-            raise rollout.WritingStopped
+            raise rollout.GenerationStopped
         return written
 
 

@@ -79,12 +79,12 @@ class PolicyBatch(train.TreeBatch):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeasuredBatch(train.MicroBatch):
+class MetricsBatch(train.MicroBatch):
     """A batch of held-out completions whose metrics are already computed; its tensors are unused."""
 
     metrics: Metrics
 
-    def to(self, device: torch.device) -> MeasuredBatch:
+    def to(self, device: torch.device) -> MetricsBatch:
         return self
 
 
@@ -115,7 +115,7 @@ class RolloutObjective(ABC):
         )
 
     def score(self, model: nn.Module, batch: train.MicroBatch, totals: StepTotals | float | None) -> train.Score:
-        if isinstance(batch, MeasuredBatch):
+        if isinstance(batch, MetricsBatch):
             return train.Score(torch.zeros(()), metrics=batch.metrics)
         if not isinstance(batch, PolicyBatch):
             assert not isinstance(totals, StepTotals)

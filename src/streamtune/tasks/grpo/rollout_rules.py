@@ -37,7 +37,7 @@ from streamtune.tasks.objectives import Advantages, group_advantages, reward_wit
 from streamtune.train.objective import autocast
 from streamtune.train.sketch import value_projection_weights
 
-UNSEEN = 0.5
+DEFAULT_PASS_RATE = 0.5
 """Assumed pass rate of a prompt without completions. A completion passes if its reward is at least ``pass_reward``."""
 
 T = TypeVar("T")
@@ -289,7 +289,9 @@ class Allocation(RolloutRule):
         allocation = self.tools.recipe.allocation
         passed = [pass_rates.passed_share(number) for number in prompt_indices]
         scores = [
-            rollout.allocation_score(UNSEEN if rate is None else rate, self.norms.gradient_norm(number), allocation)
+            rollout.allocation_score(
+                DEFAULT_PASS_RATE if rate is None else rate, self.norms.gradient_norm(number), allocation
+            )
             for rate, number in zip(passed, prompt_indices, strict=True)
         ]
         return rollout.allocate_completions(scores, sum(counts))
@@ -342,5 +344,5 @@ def rewards_tensor(values: Sequence[float | None]) -> Tensor:
 
 def _set_statistics(scored_rollout: ScoredRollout, advantages: Advantages) -> None:
     groups, split = scored_rollout.groups, scored_rollout.split_by_group
-    for group, flat_n, std_n in zip(groups, split(advantages.flat_N), split(advantages.std_N), strict=True):
+    for group, flat_n, std_n in zip(groups, split(advantages.no_advantage_N), split(advantages.std_N), strict=True):
         group.flat, group.std = bool(flat_n.all()), float(std_n[0])

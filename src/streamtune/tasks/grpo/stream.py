@@ -32,7 +32,7 @@ from streamtune.errors import CheckpointError, DataError, RunError
 from streamtune.recipe.settings import RolloutSettings
 from streamtune.tasks import rewards, rollout
 from streamtune.tasks.grpo.groups import Group, group_metrics, has_gradient, make_micro_batches
-from streamtune.tasks.grpo.objective import MeasuredBatch, PolicyBatch, completion_loss
+from streamtune.tasks.grpo.objective import MetricsBatch, PolicyBatch, completion_loss
 from streamtune.tasks.grpo.rollout_rules import RolloutTools, ScoredRollout, rewards_tensor, rollout_rules_for
 from streamtune.tasks.steps import divide_among_ranks
 from streamtune.tasks.task import chat_options
@@ -89,7 +89,7 @@ class GrpoSteps:
         """
         try:
             return list(divide_among_ranks(self._next_step(), self.tools.world))
-        except rollout.WritingStopped:
+        except rollout.GenerationStopped:
             return []
 
     def _next_step(self) -> Sequence[train.MicroBatch]:
@@ -139,7 +139,7 @@ class GrpoSteps:
             )
             metrics = {name: value for name, value in group_metrics([group]).items() if name not in GROUP_METRICS}
             empty = torch.zeros(1, 1, dtype=torch.int64)
-            yield MeasuredBatch(empty, empty, empty, tuple(prompt.origin for prompt in asked_prompts), metrics=metrics)
+            yield MetricsBatch(empty, empty, empty, tuple(prompt.origin for prompt in asked_prompts), metrics=metrics)
 
     def _make_held_out_batches(
         self, prompt_indices: range, written: Sequence[rollout.Completion], scores: rewards.RewardScores

@@ -92,7 +92,7 @@ class Grpo(ScoringTask[GrpoRecipe]):
     def check_ranks(self, device: torch.device, world: train.World) -> None:
         single_rank_recipe(self.recipe, world)
         if self.recipe.use_vllm:
-            rollout.check_vllm(device)
+            rollout.require_vllm(device)
 
     def check_model(self, handle: StreamHandle) -> None:
         for rule in rollout_rules_for(self.recipe):
@@ -229,7 +229,7 @@ class Grpo(ScoringTask[GrpoRecipe]):
         steps = GrpoSteps(tools, supervised=built.prepared.supervised, log=log)
 
         def before_first_step(backend: train.Backend, progress: train.Progress, stop: train.StopRequest) -> None:
-            if isinstance(writer, rollout.TransformersWriter):
+            if isinstance(writer, rollout.TransformersGenerator):
                 writer.should_stop = lambda: stop.requested
             log.delete_records_after_step(built.first_step)
             tools.show_activity = progress.show_activity
@@ -296,7 +296,7 @@ class Grpo(ScoringTask[GrpoRecipe]):
         if recipe.use_vllm:
             return lambda: None
         max_rows = recipe.per_device_generation_batch_size or trial.batch_size
-        writer = rollout.TransformersWriter(
+        writer = rollout.TransformersGenerator(
             trial.model,
             end_token_ids=[],
             pad_token_id=0,
@@ -369,26 +369,26 @@ def _make_writer(recipe: GrpoRecipe, built: BuiltRun) -> rollout.Writer:
     @contextmanager
     def compute_context() -> Iterator[None]:
         # Adapters are around the model that writes; so are the hooks of FSDP2 that gather what is outside of layers.
-        weights_context = built.backend.allow_direct_calls() if built.shares_weights else nullcontext()
+        weights_context = built.backend.allow_direct_calls() if built.weights_are_sharded else nullcontext()
         with weights_context, built.handle.routers.without_losses(), autocast(built.device, bool(recipe.bf16)):
             yield
 
     if recipe.use_vllm:
         folder = built.directory.path / "vllm"
         models.save_architecture(built.model, built.tokenizer, folder)
-        return rollout.VllmWriter(
+        return rollout.VllmGenerator(
             built.model,
             folder,
             end_token_ids=end_token_ids,
             max_length=recipe.max_length,
             memory_fraction=recipe.vllm_gpu_memory_utilization,
         )
-    return rollout.TransformersWriter(
+    return rollout.TransformersGenerator(
         built.model,
         end_token_ids=end_token_ids,
         pad_token_id=built.tokenizer.pad_token_id,
         prefill_chunk_size=built.handle.schedule.chunk_size,
         max_rows=recipe.per_device_generation_batch_size or recipe.per_device_train_batch_size,
         compute_context=compute_context,
-        max_over_ranks=built.world.max_over_ranks if built.shares_weights else None,
+        max_over_ranks=built.world.max_over_ranks if built.weights_are_sharded else None,
     )

@@ -62,7 +62,7 @@ class Advantages:
 
     values_N: Tensor  # noqa: N815
     """advantages, in the dtype of the rewards; 0 for a completion without a reward"""
-    flat_N: Tensor  # noqa: N815
+    no_advantage_N: Tensor  # noqa: N815
     """bool: True if all advantages of the completion's group are 0"""
     mean_N: Tensor  # noqa: N815
     """mean reward of the completion's group; NaN if none of its completions has a reward"""

@@ -13,27 +13,27 @@ from streamtune.tasks.rollout.select import (
 )
 from streamtune.tasks.rollout.writers import (
     Completion,
+    GenerationStopped,
     Sampling,
-    TransformersWriter,
-    VllmWriter,
+    TransformersGenerator,
+    VllmGenerator,
     Writer,
-    WritingStopped,
-    check_vllm,
+    require_vllm,
 )
 
 __all__ = [
     "MIN_COMPLETIONS",
     "PROMPT_CHOICES",
     "Completion",
+    "GenerationStopped",
     "GradientNorms",
     "PassRates",
     "PromptPicker",
     "Sampling",
-    "TransformersWriter",
-    "VllmWriter",
+    "TransformersGenerator",
+    "VllmGenerator",
     "Writer",
-    "WritingStopped",
     "allocate_completions",
     "allocation_score",
-    "check_vllm",
+    "require_vllm",
 ]

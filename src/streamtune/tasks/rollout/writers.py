@@ -65,7 +65,7 @@ class Completion:
     """True if the completion was cut off at the maximum length, without an end token."""
 
 
-class WritingStopped(Exception):  # noqa: N818 (not an error: a stop was requested)
+class GenerationStopped(Exception):  # noqa: N818 (not an error: a stop was requested)
     """Raised if a stop was requested while completions were generated."""
 
 
@@ -84,7 +84,7 @@ class Writer(Protocol):
                 the same completions.
 
         Raises:
-            WritingStopped: A stop was requested before the last token.
+            GenerationStopped: A stop was requested before the last token.
         """
         ...
 
@@ -97,7 +97,7 @@ def cut_at_end_token(token_ids: Sequence[int], end_token_ids: frozenset[int]) ->
     return Completion(list(token_ids), truncated=True)
 
 
-class TransformersWriter:
+class TransformersGenerator:
     """Generates completions with a model of ``transformers``, streamed or not, with or without adapters.
 
     Args:
@@ -176,7 +176,7 @@ class TransformersWriter:
             **generate_arguments,
         )
         if self.should_stop():
-            raise WritingStopped
+            raise GenerationStopped
         return [cut_at_end_token(row, self.end_token_ids) for row in output[:, ids_PT.shape[1] :].tolist()]
 
     def _pad_prompts(self, prompts: Sequence[list[int]]) -> tuple[Tensor, Tensor]:
@@ -207,7 +207,7 @@ class TransformersWriter:
         last = ids_PT.shape[1] - 1
         for start in range(done, last, self.prefill_chunk_size):
             if self.max_over_ranks is None and self.should_stop():
-                raise WritingStopped
+                raise GenerationStopped
             self.on_prefill(start, last)
             stop = min(start + self.prefill_chunk_size, last)
             position_arguments = {"position_ids": positions_PT[:, start:stop]} if takes_positions else {}
@@ -294,7 +294,7 @@ def _can_repeat_cache(model: PreTrainedModel) -> bool:
     )
 
 
-def check_vllm(device: torch.device) -> None:
+def require_vllm(device: torch.device) -> None:
     """Raise ``ArgumentError`` if vLLM is not installed, or ``device`` is not a CUDA device."""
     if find_spec("vllm") is None:
         raise ArgumentError(
@@ -310,7 +310,7 @@ def check_vllm(device: torch.device) -> None:
         )
 
 
-class VllmWriter:
+class VllmGenerator:
     """Generates completions with vLLM.
 
     Args:
@@ -327,7 +327,7 @@ class VllmWriter:
     def __init__(
         self, model: nn.Module, folder: Path, *, end_token_ids: Sequence[int], max_length: int, memory_fraction: float
     ) -> None:
-        check_vllm(model_device(model))
+        require_vllm(model_device(model))
         # Otherwise vLLM runs in another process, to which the weights would have to be copied.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         import vllm  # type: ignore[import-not-found, unused-ignore]
