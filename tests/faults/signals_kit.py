@@ -81,6 +81,8 @@ def interrupt(
     """
     mark = f"{os.getpid()}-{time.monotonic_ns()}"
     path = folder / "output.txt"
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # under nohup, which a command would inherit and respect
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
     with path.open("wb") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", "streamtune", *arguments],
