@@ -89,8 +89,8 @@ class Schedule:
             see zeros.
         grad_dtype: Dtype in which the gradients of parameters, keys and values are summed over chunks: ``float32``, or
             ``param`` for the tensor's own.
-        fuse: ``torch`` computes norms and rotary embeddings with torch's fused operators on CUDA. ``none`` runs the
-            model's own code. The results are equal up to rounding.
+        fuse: ``torch`` computes norms, rotary embeddings and the gates of MLPs on CUDA with fused operators of torch
+            and, if it is installed, Liger. ``none`` runs the model's own code. The results are equal up to rounding.
         order: Outer loop of the backward. ``layer`` processes all chunks of a layer, then the preceding layer, and
             stores the input of every layer. ``chunk`` processes all layers of a chunk, then the preceding chunk. It
             stores the input of the first layer, and the keys and values (or recurrent states) of every layer.

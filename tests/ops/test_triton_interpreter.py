@@ -44,9 +44,9 @@ def test_a_head_in_triton_agrees_with_the_sweep(computed: dict[str, Any]) -> Non
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kernel", ["norm", "rotation", "gate"])
+@pytest.mark.parametrize("kernel", ["norm", "rotation", "gate", "streamed gate"])
 def test_a_kernel_of_a_layer_agrees_with_the_formula(computed: dict[str, Any], kernel: str) -> None:
-    """Its values and gradients: a peer that is compared with computes the same."""
+    """Its values and gradients: what is used, and what a peer that is compared with uses."""
     distances = computed["layers"][kernel]
     assert len(distances) >= 3
     assert max(distances) < 1e-6, distances

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from streamtune.ops import fused
+from streamtune.ops import fused, gate
 from streamtune.ops.head import cross_entropy as module
 from streamtune.ops.head.kernels import agrees_with_loop, head_candidates
 from tests import triton_kit
@@ -62,12 +62,14 @@ def layers(generator: torch.Generator) -> dict[str, list[float]]:
     def norm(x: Tensor, w: Tensor) -> tuple[Tensor]:
         return (LigerRMSNormFunction.apply(x, w, EPS, 0.0, "llama", True),)
 
+    assert gate.is_gate_kernel_correct(torch.device("cpu"), torch.float32)
     return {
         "norm": distances(norm, lambda x, w: (fused.rms_norm(x, w, EPS),), x_NC, weight_C),
         "rotation": distances(lambda q, k: liger_rotary_pos_emb(q, k, cos, sin), rotated, q_BHTD, k_BHTD),
         "gate": distances(
             lambda g, u: (LigerSiLUMulFunction.apply(g, u, 1.0, 1.0),), lambda g, u: (silu(g) * u,), gate_NC, up_NC
         ),
+        "streamed gate": distances(lambda g, u: (gate.silu_mul(g, u),), lambda g, u: (silu(g) * u,), gate_NC, up_NC),
     }
 
 

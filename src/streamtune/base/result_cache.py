@@ -51,7 +51,15 @@ _PACKAGES = (
     *("bitsandbytes", "torchao", "pytorch-optimizer", "apollo-torch", "schedulefree", "deepspeed"),
 )
 """Packages that compute a step: operators, quantised weights, optimizers."""
-_OPTIONAL_MODULES = ("triton", "flash_attn", "flash_attn_interface", "causal_conv1d", "fla", "mamba_ssm")
+_OPTIONAL_MODULES = (
+    "triton",
+    "liger_kernel",
+    "flash_attn",
+    "flash_attn_interface",
+    "causal_conv1d",
+    "fla",
+    "mamba_ssm",
+)
 """Modules whose presence may decide the operators of a step, whatever package provides them."""
 _BLOCK = 1 << 20
 LOCK_SECONDS = 10.0

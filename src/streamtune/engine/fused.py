@@ -1,4 +1,4 @@
-"""Fused versions of a layer's linear modules, norms and rotary embeddings: the same functions up to rounding.
+"""Fused versions of a layer's linear modules, norms, rotary embeddings and gates: the same functions up to rounding.
 
 **Linear modules** are called once per chunk. Autocast would cast a weight in every call; here it is cast once for all
 chunks. The gradient of a weight is a sum over chunks,
@@ -11,6 +11,8 @@ rounded to bf16.
 **Norms and rotary embeddings** are fused on devices where each operator of their formulas would be a separate kernel.
 There is then one kernel for a norm, and three for a rotary embedding. A module or function qualifies by what it
 computes: when the layer is streamed, it is compared with the formula on random numbers. Anything else stays unchanged.
+
+**The gate** ``silu(gate) * up`` of an MLP is one kernel of Liger's, if that package is installed.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from streamtune.engine.sharded import is_sharded
 from streamtune.engine.vjp import GradientSum
 from streamtune.ops.devices import autocast_device_type
 from streamtune.ops.fused import apply_rotary, is_norm_kernel_correct, rms_norm
+from streamtune.ops.gate import is_gate_kernel_correct, is_liger_installed, silu_mul
 
 PLAIN_TYPES = (Tensor, nn.Parameter)
 """Tensor types that are fused. Quantised and sharded tensors have other types."""
@@ -184,15 +187,18 @@ def _is_compiled(module: nn.Module) -> bool:
     return module.__dict__.get("_compiled_call_impl") is not None or type(module).__name__ == "OptimizedModule"
 
 
-# Norms and rotary embeddings.
+# Norms, rotary embeddings and gates.
 
 
 class FusedParts:
-    """Replaces one layer's RMS norms, and the rotary function that its attention calls, by fused operators."""
+    """Replaces one layer's RMS norms, its gated MLP, and the rotary function that its attention calls, by fused
+    operators.
+    """
 
     def __init__(self, layer: nn.Module) -> None:
         self.layer = layer
         self._norms: list[_FusedNorm] = []
+        self._gates: list[_FusedGate] = []
         self._rotary: list[tuple[dict[str, Any], _FusedRotary]] = []
         self._find_fusable()
 
@@ -200,13 +206,15 @@ class FusedParts:
         return {"layer": self.layer}  # a copy searches again: functions belong to Python modules, which are not copied
 
     def _find_fusable(self) -> None:
-        self._norms, self._rotary = [], []
+        self._norms, self._gates, self._rotary = [], [], []
         if any(map(_is_compiled, self.layer.modules())):
             return
         visited: set[int] = set()
         for module in self.layer.modules():
             if "forward" not in module.__dict__ and (form := _norm_formula(module)) is not None:
                 self._norms.append(_FusedNorm(module, form, type(module).forward))
+            if is_liger_installed() and "forward" not in module.__dict__ and _is_gated(module):
+                self._gates.append(_FusedGate(module, type(module).forward))
             names = getattr(inspect.unwrap(type(module).forward), "__globals__", {})
             function = names.get(ROTARY)
             if id(names) not in visited and callable(function) and _is_rotary(function):
@@ -221,10 +229,11 @@ class FusedParts:
         """
         if "_norms" not in self.__dict__:
             self._find_fusable()
-        norms = [norm for norm in self._norms if norm.is_unchanged()]
+        replacements: list[_FusedNorm | _FusedGate] = [*self._norms, *self._gates]
+        replacements = [each for each in replacements if each.is_unchanged()]
         rotary = [(names, fused) for names, fused in self._rotary if names.get(ROTARY) is fused.original]
-        for norm in norms:
-            norm.module.forward = norm
+        for each in replacements:
+            each.module.forward = each
         for names, fused in rotary:
             names[ROTARY] = fused
         try:
@@ -232,8 +241,8 @@ class FusedParts:
         finally:
             for names, fused in rotary:
                 names[ROTARY] = fused.original
-            for norm in norms:
-                restore_forward(norm.module, None)
+            for each in replacements:
+                restore_forward(each.module, None)
 
 
 ROTARY = "apply_rotary_pos_emb"
@@ -311,6 +320,65 @@ def _norm_formula(module: nn.Module) -> _NormFormula | None:
         if _is_close(want, normed * (offset + w) if names else normed):
             return _NormFormula(eps, offset, widens=mixed.dtype == torch.float32)
     return None
+
+
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+"""Names of the linear modules of a gated MLP in ``transformers``."""
+
+
+@dataclass(frozen=True)
+class _FusedGate:
+    """Replaces the forward of one MLP ``down(silu(gate(x)) * up(x))``; other arguments go to the original forward."""
+
+    module: Any
+    original: Callable[..., Any]
+    """Forward of the module's class, as it was compared with the formula."""
+
+    def is_unchanged(self) -> bool:
+        return "forward" not in self.module.__dict__ and type(self.module).forward is self.original
+
+    def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs or _has_hooks(self.module) or _inside_saved_tensors_hooks() or function_modes():
+            return self.original(self.module, x, *args, **kwargs)
+        gate, up = self.module.gate_proj(x), self.module.up_proj(x)
+        return self.module.down_proj(silu_mul(gate, up) if _can_fuse_gate(gate, up) else functional.silu(gate) * up)
+
+
+def _can_fuse_gate(gate: Any, up: Any) -> bool:
+    if not (type(gate) is type(up) is Tensor and gate.shape == up.shape and gate.dtype == up.dtype):
+        return False
+    return gate is not up and gate.numel() > 0 and is_gate_kernel_correct(gate.device, gate.dtype)
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    """Return True if a hook may keep an output of the module's parts, which the kernel's backward overwrites."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    parts = [part for part in module.modules() if part is not module]
+    return nn.modules.module._has_any_global_hook() or any(part.__dict__.get(kind) for part in parts for kind in kinds)
+
+
+def _is_gated(module: nn.Module) -> bool:
+    """Return True if a module computes ``down(silu(gate(x)) * up(x))`` with its three linear modules."""
+    if not all(isinstance(module._modules.get(name), nn.Module) for name in PROJECTIONS):
+        return False
+    generator = torch.Generator("cpu").manual_seed(0)
+    weights = [torch.randn(*shape, generator=generator, device="cpu") for shape in ((12, 8), (12, 8), (8, 12))]
+    x = torch.randn(3, 8, generator=generator, device="cpu")
+    trial, parts = copy.copy(module), dict(module._modules)
+    for name, weight in zip(PROJECTIONS, weights, strict=True):
+        part = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+        part.weight = nn.Parameter(weight)
+        parts[name] = part
+    trial.__dict__["_modules"] = parts
+    gate, up, down = weights
+    try:
+        with torch.no_grad():
+            found = type(module).forward(trial, x)
+    except Exception:  # its forward has other arguments
+        return False
+    return isinstance(found, Tensor) and _is_close(
+        found, linear(functional.silu(linear(x, gate)) * linear(x, up), down)
+    )
 
 
 @dataclass(frozen=True)

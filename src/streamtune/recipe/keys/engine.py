@@ -131,8 +131,9 @@ class EngineSpec(Spec):
     rounding, so the planner never changes it."""
 
     fuse: Literal[Auto, Fuse] = "auto"
-    """Implementation of norms and rotary embeddings on CUDA: `torch` for torch's fused operators, `none` for the
-    model's own code. It affects rounding, so the planner never changes it. Default with `schedule: fixed`: torch."""
+    """Implementation of norms, rotary embeddings and the gates of MLPs on CUDA: `torch` for fused operators of torch
+    and, if it is installed, Liger; `none` for the model's own code. It affects rounding, so the planner never changes
+    it. Default with `schedule: fixed`: torch."""
 
     order: Literal[Auto, Order] = "auto"
     """Outer loop of the backward. `layer`: all chunks of a layer, then the layer below. The input of every layer is
