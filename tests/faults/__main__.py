@@ -5,7 +5,7 @@
 ``--again`` runs of the suites only the tests that failed in the run before; the page says so.
 
 A suite that is not here yet is said to be missing. Others join by a line in :data:`SUITES`, and tell figures with
-``figures.tell``.
+``figures.tell``. Suites that are run alone replace what :data:`RECORD` says of them; without names it begins anew.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from tests.faults.reliability import write_page
 
 ROOT = Path(__file__).parents[2]
 FIGURES = ROOT / "build/faults"
+RECORD = ROOT / "docs/reference/reliability.json"
+"""What the page is made of: the last outcome and the figures of every suite."""
 
 SUITES = {
     # name -> what pytest is given; a bench is run as it is
@@ -70,14 +72,27 @@ def main(arguments: list[str]) -> int:
             outcome = {**before, name: asdict(run_suite(name, before.get(name) if "--again" in arguments else None))}
             FIGURES.mkdir(parents=True, exist_ok=True)
             kept.write_text(json.dumps(outcome, indent=1) + "\n")
-    found = {name: Outcome(**values) for name, values in _read(kept).items()}
-    figures = {path.stem: json.loads(path.read_text()) for path in sorted(FIGURES.glob("*.json")) if path != kept}
+    whole = not named and "--report-only" not in arguments
+    record = _updated({} if whole else _read(RECORD), kept)
+    RECORD.write_text(json.dumps(record, indent=1) + "\n")
+    found = {name: Outcome(**values) for name, values in record["suites"].items()}
     told = {name: str(found[name]) if name in found else "not run" for name in SUITES}
-    attacks = [json.loads(path.read_text()) for path in sorted((FIGURES / "attacks").glob("*.json"))]
-    write_page(ROOT / "docs/reference/reliability.md", figures, told, machine(), attacks)
+    page = ROOT / "docs/reference/reliability.md"
+    write_page(page, record["figures"], told, machine(), record["attacks"])
     failed = [name for name in named or SUITES if name in found and found[name].outcome == "failed"]
     print("docs/reference/reliability.md is written" + (f"; {', '.join(failed)} failed" if failed else ""))
     return 1 if failed else 0
+
+
+def _updated(record: dict[str, Any], kept: Path) -> dict[str, Any]:
+    """Return the record with what was measured now in the place of what was measured before."""
+    figures = {path.stem: json.loads(path.read_text()) for path in sorted(FIGURES.glob("*.json")) if path != kept}
+    attacks = [json.loads(path.read_text()) for path in sorted((FIGURES / "attacks").glob("*.json"))]
+    return {
+        "suites": {**record.get("suites", {}), **_read(kept)},
+        "figures": {**record.get("figures", {}), **figures},
+        "attacks": attacks or record.get("attacks", []),
+    }
 
 
 @dataclass(frozen=True)
