@@ -175,7 +175,7 @@ def test_a_reference_without_the_adapters_that_training_starts_from_is_refused(
     [
         ({"adapter_type": "dorra"}, "did you mean 'dora'?"),
         ({"adapter_type": "hra", "finetuning_type": "qlora"}, "needs unquantised weights"),
-        ({"adapter_type": "loftq"}, "does not quantise them"),
+        ({"adapter_type": "loftq"}, "does not quantise the weights"),
         ({"adapter_type": "dora", "fsdp": True}, "does not work with sharded weights"),
         ({"adapter_type": "lora_ga", "sequence_parallel_size": 2}, "here each rank has a part of a row"),
         (

@@ -111,7 +111,7 @@ def read_failure(path: Path) -> Failure | None:
 
 @dataclass(frozen=True)
 class RankEnd:
-    """How the process of a rank ended."""
+    """End of a rank's process: exit code or signal."""
 
     rank: int
     host: str

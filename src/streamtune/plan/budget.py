@@ -95,11 +95,6 @@ class Limits(Budget):
         """Return the largest number of bytes by which the usage of a tier exceeds its limit; 0 or less if all fit."""
         return max(used - limit for used, limit in self.usage_and_limits(device, host, disk))
 
-    def fullest_tier_fraction(self, device: float, host: float, disk: float) -> float | None:
-        """Return the largest ratio of used bytes to limit of any tier; None if a used tier has a limit of 0."""
-        wanted = [(used, limit) for used, limit in self.usage_and_limits(device, host, disk) if used > 0]
-        return None if any(limit == 0 for _, limit in wanted) else max((u / limit for u, limit in wanted), default=0.0)
-
 
 def _format_bytes(size: int) -> str:
     for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB")):

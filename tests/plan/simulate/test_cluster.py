@@ -17,7 +17,6 @@ from streamtune.cli import main
 from streamtune.errors import ArgumentError
 from streamtune.models import ModelOptions, build_meta_model
 from streamtune.plan import Limits, Rates, choose
-from streamtune.plan.choices import SearchSpace
 from streamtune.plan.refusal import make_nothing_fits_error
 from streamtune.plan.simulate import Simulation, Workload, simulate
 from streamtune.plan.simulate.cluster import ENGINES, Buckets, Cluster, Engine, HeadCounts, Links, choose_sequence_split
@@ -210,8 +209,7 @@ def test_what_leaves_a_node_takes_the_network() -> None:
 
 def test_where_nothing_fits_sequences_may_be_shared() -> None:
     step, limits = workload(Cluster(4, engine="zero3"), length=256), Limits(MIB // 2, 0)
-    search_space = SearchSpace(6, 256, limits, {})
-    error = make_nothing_fits_error(step, search_space, {CHUNKS: simulate(step, CHUNKS)}, limits, simulate)
+    error = make_nothing_fits_error(step, {}, {CHUNKS: simulate(step, CHUNKS)}, limits, simulate)
     assert "sequence_parallel_size: 4 divides each row among all 4 ranks" in error.fix
 
 
