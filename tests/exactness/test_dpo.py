@@ -10,6 +10,7 @@ import copy
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, Literal
 
 import pytest
@@ -28,6 +29,7 @@ from streamtune.tasks.preference import (
     UnpairedObjective,
     batch_trees,
     mismatched_tree,
+    preference_batch,
 )
 from streamtune.train.step import StepScore, TrainSettings, accumulate_gradients
 from tests.precision_kit import EXACT, ROUNDING, Float64, Reference, assert_as_precise, in_float64, total_error
@@ -137,8 +139,8 @@ def plain_pairs(model: nn.Module, reference: nn.Module, trees: Sequence[Tree], r
         )
         nll = -policy[0][0] / policy[0][1]
         if name == "copg":
-            assert tree.margin is not None
-            loss = -(tree.margin - 0.5 * recipe.beta * (won - lost)) * (won - lost)
+            gap = 0.5 if tree.margin is None else tree.margin
+            loss = -(gap - 0.5 * recipe.beta * (won - lost)) * (won - lost)
         else:
             loss = FORMULAS[name](won, lost, recipe)
         weight = {"orpo": 1.0, "cpo": recipe.cpo_alpha}.get(name, 0.0) + (recipe.rpo_alpha or 0.0)
@@ -197,11 +199,8 @@ def collated(trees: Sequence[Tree], layout: Layout, recipe: DpoRecipe, others: S
     side: Literal["right", "left"] = "left" if layout == "left" else "right"
 
     def made(some: Sequence[Tree]) -> PreferenceBatch:
-        return PreferenceBatch(
-            **batch_trees(some, pad_token_id=0, share=layout == "shared", padding_side=side),
-            margin_P=torch.tensor([tree.margin or 0.0 for tree in some], dtype=torch.float64),
-            desirable_N=torch.tensor([label for tree in some for label in tree.labels or []]),
-        )
+        batch = preference_batch(some, pad_token_id=0, share=layout == "shared")
+        return replace(batch, **batch_trees(some, pad_token_id=0, share=layout == "shared", padding_side=side))
 
     batch = made(trees)
     if recipe.loss_type != "kto":
@@ -305,6 +304,13 @@ def test_every_loss_and_every_gradient(keys: dict[str, Any]) -> None:
     recipe = recipe_of(**keys)
     compare(recipe, "shared", (3, 1), [Schedule(chunk_size=7, head_chunk_size=5)])
     compare(recipe, "right", (2, 2), [Schedule(chunk_size=6, head_chunk_size=9)])
+
+
+@pytest.mark.parametrize("split", [(4,), (1, 3), (2, 2)], ids=str)
+def test_a_pair_with_scores_keeps_them_beside_pairs_without(split: Sequence[int]) -> None:
+    trees = [replace(tree, margin=8.0 if index == 1 else None) for index, tree in enumerate(pairs())]
+    schedules = [Schedule(chunk_size=7, head_chunk_size=5)]
+    compare_models(*models(), trees, recipe_of(loss_type="copg"), "shared", split, schedules)
 
 
 @pytest.mark.full

@@ -8,6 +8,7 @@ Shape suffixes: K target tokens, N completions, P pairs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
@@ -33,7 +34,8 @@ class PreferenceBatch(train.TreeBatch):
     reference_K: Tensor | None = None  # noqa: N815
     """fp32 ``[K]``: precomputed log-probs of the reference; None if the training step computes them"""
     margin_P: Tensor | None = None  # noqa: N815
-    """fp64 ``[P]``: margin of each pair in the data, such as chosen minus rejected score; None if a pair has none"""
+    """fp64 ``[P]``: margin of each pair in the data, such as chosen minus rejected score; NaN for a pair without one,
+    None if no pair has one"""
     desirable_N: Tensor | None = None  # noqa: N815
     """bool ``[N]``: True for a desirable completion; None for pairs"""
     mismatched: PreferenceBatch | None = None
@@ -74,11 +76,11 @@ def batch_trees(
 
 def preference_batch(trees: Sequence[data.Tree], *, pad_token_id: int, share: bool) -> PreferenceBatch:
     """Return a batch with the completions of ``trees``, and margins (of pairs) or labels (of single completions)."""
-    margins = [tree.margin for tree in trees if tree.margin is not None]
+    margins = [math.nan if tree.margin is None else tree.margin for tree in trees]
     labels = [label for tree in trees for label in tree.labels or []]
     return PreferenceBatch(
         **batch_trees(trees, pad_token_id=pad_token_id, share=share),
-        margin_P=torch.tensor(margins, dtype=torch.float64) if len(margins) == len(trees) else None,
+        margin_P=None if all(map(math.isnan, margins)) else torch.tensor(margins, dtype=torch.float64),
         desirable_N=torch.tensor(labels) if labels else None,
     )
 
@@ -226,7 +228,8 @@ class PairObjective:
         row_K, rows = batch.row_K, batch.num_rows
         scores = None
         if "scores" in objectives.PREFERENCE_LOSSES[recipe.loss_type].reads and batch.margin_P is not None:
-            scores = (batch.margin_P / 2, -batch.margin_P / 2)  # only their difference counts
+            gap_P = batch.margin_P.nan_to_num(nan=objectives.DEFAULT_REWARD_GAP)
+            scores = (gap_P / 2, -gap_P / 2)  # only their difference counts
         terms = objectives.preference_loss(
             recipe.loss_type,
             objectives.PairLogps.from_tokens(logp_K, row_K, rows),

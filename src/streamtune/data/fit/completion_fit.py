@@ -150,11 +150,18 @@ class CompletionsFitter(LengthFitter[Tree, CompletionReport]):
         self.counts["tokens"] += tree.num_tokens_separate
         self.counts["supervised_tokens"] += tree.num_targets
         self.counts["negative_margins"] += tree.margin is not None and tree.margin < 0
+        self.counts["missing_margins"] += tree.labels is None and tree.margin is None
+        self.counts["margins"] += tree.margin is not None
 
     def raise_or_notify(self, notify: Notify) -> None:
         super().raise_or_notify(notify)
         if self.counts["negative_margins"]:
             notify(f"{count_with_verb(self.counts['negative_margins'], 'pair')} a chosen answer with the lower score")
+        if self.counts["margins"] and (missing := self.counts["missing_margins"]):
+            notify(
+                f"{count_with_verb(missing, 'pair')} no score, unlike other pairs; a loss that reads scores (copg) gives "
+                f"{'it' if missing == 1 else 'each'} the default difference of rewards, 1/2"
+            )
 
     def too_long_error(self) -> DataError:
         policy = self.policy

@@ -18,6 +18,7 @@ from streamtune.tasks.objectives.advantages import (
     tokens_per_row,
 )
 from streamtune.tasks.objectives.pairs import (
+    DEFAULT_REWARD_GAP,
     PREFERENCE_LOSSES,
     PairLogps,
     PairOptions,
@@ -50,6 +51,7 @@ from streamtune.tasks.objectives.unpaired import (
 
 __all__ = [
     "ADVANTAGES",
+    "DEFAULT_REWARD_GAP",
     "POLICY_LOSSES",
     "PREFERENCE_LOSSES",
     "UNPAIRED_LOSSES",

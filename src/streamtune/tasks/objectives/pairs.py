@@ -34,6 +34,9 @@ from streamtune.base.text import look_up
 from streamtune.errors import ArgumentError
 from streamtune.tasks.objectives.advantages import sum_by_row, tokens_per_row
 
+DEFAULT_REWARD_GAP = 0.5
+"""copg: difference of the rewards of a pair without scores"""
+
 
 @dataclass(frozen=True)
 class PairOptions:
@@ -55,7 +58,7 @@ class PairOptions:
     """True to divide log-probs by the number of tokens; ipo, simpo and orpo always do"""
     reference_free: bool = False
     """True to ignore the reference: scores are then log-probs under the policy"""
-    reward_gap_P: Tensor | float = 0.5  # noqa: N815
+    reward_gap_P: Tensor | float = DEFAULT_REWARD_GAP  # noqa: N815
     """copg: reward of the chosen completion minus reward of the rejected completion"""
 
 
