@@ -106,6 +106,25 @@ def test_the_common_beginning_of_conversations_may_hold_answers() -> None:
     assert [content.first_answer for content in normal(columns).contents] == [3, 3]  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("repeated", [[], [answer("Hello!"), user("one?")]], ids=["alone", "repeated"])
+def test_a_prompt_that_begins_with_a_greeting_is_removed_from_its_answers(repeated: list[Message]) -> None:
+    prompt = [answer("Hello!"), user("one?")]
+    good, bad = [*repeated, answer("good")], [*repeated, answer("bad")]
+    pair = chats([answer("good")], [answer("bad")], prompt=prompt)
+    assert normal({"prompt": prompt, "chosen": good, "rejected": bad}) == Answers(prompt, pair)
+    single = normal({"prompt": prompt, "completion": good, "label": True})
+    assert single == Answers(prompt, pair[:1], labels=(True,))
+    if repeated:
+        assert normal({"prompt": "one?", "chosen": good, "rejected": bad}) == Answers(prompt, pair)
+        assert normal({"prompt": "one?", "completion": good, "label": True}) == single
+
+
+def test_an_answer_that_asks_the_prompt_again_is_no_repeated_prompt() -> None:
+    again = [answer("What?"), user("one?"), answer("good")]
+    answers = normal({"prompt": "one?", "chosen": again, "rejected": [answer("bad")]})
+    assert answers == Answers(ASKED, chats(again, [answer("bad")], prompt=ASKED))
+
+
 @pytest.mark.parametrize(
     ("chosen", "rejected", "prompt"),
     [

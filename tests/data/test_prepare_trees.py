@@ -57,7 +57,11 @@ def test_pairs_become_trees(prepared: Prepared, write: Write, tokenizer: PreTrai
     chats = write("chats.jsonl", [pair([{"role": "user", "content": "two?"}])])  # type: ignore[arg-type]
     cells = write("cells.csv", "prompt,chosen,rejected,margin\nthree?, good, bad,0.5\nfour?, a, b,\n")
     data = prepared(texts, chats, cells, notify=told.append)
-    assert told == [f"{path}: detected row type 'preference'" for path in (texts, chats, cells)]
+    assert told == [
+        *(f"{path}: detected row type 'preference'" for path in (texts, chats, cells)),
+        "2 pairs have no score, unlike other pairs; a loss that reads scores (copg) gives each the default difference "
+        "of rewards, 1/2",
+    ]
     header = "<|im_start|>user\ntwo?<|im_end|>\n<|im_start|>assistant\n"
     assert [decoded(tokenizer, tree) for tree in data.training] == [
         ["one?", " good<|im_end|>", " bad<|im_end|>"],

@@ -205,31 +205,38 @@ def _convert_to_one_form(
     agreed: list[TextOrMessages] = []
     for name, answer in answers.items():
         turns = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
-        if turns[0]["role"] != "assistant":
-            if turns[: len(prompt)] != prompt:
-                raise DataError(
-                    f"'{name}' must begin with an assistant message or with the messages of 'prompt', "
-                    f"found a '{turns[0]['role']}' message",
-                    where=row.origin,
-                    fix="remove the messages before the answer, or make them equal to 'prompt'",
-                )
+        if turns[: len(prompt)] == prompt:
             turns = turns[len(prompt) :]
+        elif turns[0]["role"] != "assistant":
+            raise DataError(
+                f"'{name}' must begin with an assistant message or with the messages of 'prompt', "
+                f"found a '{turns[0]['role']}' message",
+                where=row.origin,
+                fix="remove the messages before the answer, or make them equal to 'prompt'",
+            )
         agreed.append(turns)
     return prompt, agreed
 
 
 def _prompt_as_messages(row: Row, prompt: str, answers: dict[str, TextOrMessages]) -> list[dict[str, Any]]:
-    """Return a text prompt as messages: one user message, or the messages before the first assistant message of an
-    answer.
+    """Return a text prompt as messages: one user message, or the first messages of an answer, if the prompt is one of
+    them.
+
+    These are the messages before the first assistant message. If an answer begins with an assistant message, such as a
+    greeting, they are the messages before its second assistant message that all answers share.
 
     Raises:
         DataError: An answer begins with other messages, and the prompt is not one of their user messages.
     """
-    first = next(answer for answer in answers.values() if not isinstance(answer, str))
-    start = next((index for index, message in enumerate(first) if message["role"] == "assistant"), len(first))
-    if start == 0:
-        return [{"role": "user", "content": prompt}]
-    if not any(message["role"] == "user" and message.get("content") == prompt for message in first[:start]):
+    chats = [answer for answer in answers.values() if not isinstance(answer, str)]
+    first = chats[0]
+    starts = [index for index, message in enumerate(first) if message["role"] == "assistant"] or [len(first)]
+    start = starts[0] or (starts[1] if len(starts) > 1 else len(first))
+    repeats = any(message["role"] == "user" and message.get("content") == prompt for message in first[:start])
+    if starts[0] == 0:
+        repeats = repeats and all(chat[:start] == first[:start] for chat in chats)
+        return first[:start] if repeats else [{"role": "user", "content": prompt}]
+    if not repeats:
         raise DataError(
             "'prompt' must equal one of the user messages before the answer",
             where=row.origin,
