@@ -10,11 +10,24 @@ import pytest
 
 from streamtune.data.preferences import normalise_preference
 from streamtune.data.reading.readers import Row
-from streamtune.data.row_types import Content, Conversation, Document, PromptCompletion, detect_type, normalise_row
+from streamtune.data.row_types import (
+    Content,
+    Conversation,
+    Document,
+    PromptCompletion,
+    detect_type,
+    normalise_row,
+    read_loss_weight,
+)
 from streamtune.errors import DataError
 
 CHAT = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
+TWICE = '[{"role": "assistant", "content": "right", "content": "wrong"}]'
 SHAREGPT = [{"from": "human", "value": "one"}, {"from": "gpt", "value": "two"}]
+
+
+def call(arguments: str) -> dict[str, Any]:
+    return {"role": "assistant", "tool_calls": [{"name": "f", "arguments": arguments}]}
 
 
 def normal(columns: dict[str, Any], row_type: str | None = None) -> Content:
@@ -40,7 +53,21 @@ def normal(columns: dict[str, Any], row_type: str | None = None) -> Content:
         ({"prompt": "one", "completion": "two"}, "prompt_completion", PromptCompletion("one", "two")),
         ({"prompt": "", "completion": "two"}, "prompt_completion", PromptCompletion("", "two")),
         ({"prompt": "[1, 2]", "completion": "[3]"}, "prompt_completion", PromptCompletion("[1, 2]", "[3]")),
-        ({"prompt": CHAT[:1], "completion": CHAT[1:]}, "prompt_completion", Conversation(CHAT, first_answer=1)),
+        *(  # JSON that is no message
+            ({"prompt": text, "completion": text}, "prompt_completion", PromptCompletion(text, text))
+            for text in (
+                '{"a": 1, "a": NaN}',
+                '[{"role": "clerk", "name": "x"}]',
+                '{"from": "a@b.c", "to": "d"}',
+                '{"role"',
+            )
+        ),
+        *(
+            ({"prompt": prompt, "completion": completion}, "prompt_completion", Conversation(CHAT, first_answer=1))
+            for prompt in (CHAT[:1], CHAT[0], json.dumps(CHAT[:1]), "one", SHAREGPT[:1], json.dumps(SHAREGPT[0]))
+            for completion in (CHAT[1:], CHAT[1], json.dumps(CHAT[1:]), "two", CHAT, SHAREGPT)
+            if not isinstance(prompt, str) or prompt != "one" or completion != "two"
+        ),
         ({"instruction": "one", "output": "two", "text": "x"}, "alpaca", Conversation(CHAT)),
         (
             {"instruction": "add", "input": "1 2", "output": "3"},
@@ -130,6 +157,10 @@ def test_sharegpt_speakers() -> None:
     assert isinstance(content, Conversation)
     assert [message["role"] for message in content.messages] == ["system", "user", "assistant", "tool", "assistant"]
     assert content.messages[2]["tool_calls"] == [{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}]
+    turns[2] |= {"reasoning_content": "hm", "train": False}
+    content = normal({"conversations": turns})
+    assert isinstance(content, Conversation)
+    assert (content.messages[2]["reasoning_content"], content.messages[2]["weight"]) == ("hm", 0)
 
 
 @pytest.mark.parametrize(
@@ -163,8 +194,30 @@ def test_sharegpt_speakers() -> None:
         ({"conversations": [{"from": "alien", "value": "x"}]}, None, "unknown speaker 'alien'"),
         ({"conversations": [{"from": "human"}]}, None, "must be an object with 'from' and 'value'"),
         ({"conversations": [{"from": "function_call", "value": "f()"}]}, None, "must be a tool call in JSON"),
-        ({"prompt": 1, "completion": "x"}, None, "'prompt' must be a string, found type int"),
-        ({"prompt": "one", "completion": None}, None, "'completion' must be a string, found no value"),
+        ({"prompt": 1, "completion": "x"}, None, "'prompt' must be a string or a list of messages, found a number"),
+        (
+            {"prompt": "one", "completion": None},
+            None,
+            "'completion' must be a string or a list of messages, found null",
+        ),
+        ({"prompt": " ", "completion": CHAT[1:]}, None, "'prompt' is empty or only whitespace"),
+        ({"prompt": CHAT[:1], "completion": CHAT[:1]}, None, "has no assistant message"),
+        ({"messages": TWICE}, None, "'messages' is JSON with the key 'content' twice in one object"),
+        ({"messages": '[{"role": "user", "content": NaN}]'}, None, "malformed JSON: JSON does not allow NaN"),
+        ({"prompt": CHAT[:1], "completion": TWICE}, None, "'completion' is JSON with the key 'content' twice"),
+        (
+            {"messages": CHAT, "tools": '[{"name": "f", "name": "g"}]'},
+            None,
+            "'tools' is JSON with the key 'name' twice",
+        ),
+        ({"messages": [CHAT[0], call('{"a": 1, "a": 2}')]}, None, "the arguments are JSON with the key 'a' twice"),
+        ({"messages": [CHAT[0], call('{"a": Infinity}')]}, None, "JSON does not allow Infinity"),
+        ({"messages": [CHAT[0], call("[" * 100_000)]}, None, "the arguments are JSON that is nested too deeply"),
+        (
+            {"conversations": [{"from": "function_call", "value": '{"name": "f", "name": "g"}'}]},
+            None,
+            "conversations[0].value must be a tool call in JSON, but is JSON with the key 'name' twice",
+        ),
         ({"instruction": "a", "output": ["b"]}, None, "'output' must be a string"),
         ({"instruction": "a", "output": "b", "history": ["a"]}, None, "'history' must be a list"),
         ({"text": ""}, None, "'text' is an empty string"),
@@ -175,6 +228,30 @@ def test_wrong_rows(columns: dict[str, Any], row_type: str | None, what: str) ->
     with pytest.raises(DataError, match=re.escape(what)) as caught:
         normal(columns, row_type)
     assert caught.value.where == "data.jsonl:3"
+
+
+@pytest.mark.parametrize(
+    ("value", "weight"), [(None, 1.0), ("", 1.0), (2, 2.0), ("0.5", 0.5), (" 3 ", 3.0), (1e-10, 1e-10), (1e10, 1e10)]
+)
+def test_loss_weights(value: Any, weight: float) -> None:
+    assert read_loss_weight(Row("x:1", {"text": "one", "loss_weight": value})) == weight
+
+
+@pytest.mark.parametrize(
+    ("value", "what"),
+    [
+        ("half", "must be a number above 0, found the text 'half'"),
+        ("0", "must be a number above 0, found the text '0'"),
+        (float("inf"), "must be a number above 0, found inf"),
+        (10**400, "must be a number above 0, found 1000"),
+        ([1], "must be a number above 0, found [1]"),
+        (1e39, "must be from 1e-10 to 1e+10, found 1e+39"),
+        (1e-46, "must be from 1e-10 to 1e+10, found 1e-46"),
+    ],
+)
+def test_wrong_loss_weights(value: Any, what: str) -> None:
+    with pytest.raises(DataError, match=re.escape(what)):
+        read_loss_weight(Row("x:1", {"text": "one", "loss_weight": value}))
 
 
 def test_hints() -> None:

@@ -68,7 +68,7 @@ def test_equal_weights_are_none(folder: Path) -> None:
     assert with_ones.prepared.fingerprint == without.prepared.fingerprint
 
 
-@pytest.mark.parametrize("value", [0, -1.0, True, "2"])
+@pytest.mark.parametrize("value", [0, -1.0, True, "two"])
 def test_a_weight_that_is_none_is_refused(folder: Path, value: Any) -> None:
     write_weighed(folder, lambda number: {"loss_weight": value} if number == 3 else {})
     with pytest.raises(DataError, match="'loss_weight' must be a number above 0") as caught:

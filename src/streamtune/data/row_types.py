@@ -3,7 +3,7 @@
     messages            messages: [{role, content, ...}], tools (optional)         -> Conversation
     sharegpt            conversations: [{from, value}], system, tools (optional)   -> Conversation
     alpaca              instruction, output, input, system, history (optional)     -> Conversation
-    prompt_completion   prompt, completion: two strings, or two lists of messages  -> PromptCompletion or Conversation
+    prompt_completion   prompt, completion: each a string or a list of messages    -> PromptCompletion or Conversation
     text                text                                                       -> Document
 
 A row of any type may have ``loss_weight``, a factor for its loss. A conversation may also have ``system`` and
@@ -37,7 +37,6 @@ from streamtune.data.reading.cells import (
     is_message_list,
     json_type_of,
     parse_cell,
-    parse_messages,
     read_chat_kwargs,
     read_text_cell,
     read_text_or_messages,
@@ -188,7 +187,7 @@ def _check_conversation(row: Row, messages: Sequence[Any], *, column: str, first
 
 def _read_message_list(row: Row, names: tuple[str, ...]) -> tuple[str, list[Any]]:
     column = next(name for name in names if name in row.columns)
-    value = parse_cell(row.columns[column])
+    value = parse_cell(row.columns[column], column, row.origin)
     if not isinstance(value, list):
         raise DataError(f"'{column}' must be a list of messages, found {json_type_of(value)}", where=row.origin)
     if not value:
@@ -211,7 +210,7 @@ def _parse_alpaca(row: Row) -> Content:
     instruction = read_text_cell(row.columns, "instruction", row.origin)
     extra = read_text_cell(row.columns, "input", row.origin) if row.columns.get("input") else ""
     messages: list[dict[str, Any]] = []
-    history = parse_cell(row.columns.get("history") or [])
+    history = parse_cell(row.columns.get("history") or [], "history", row.origin)
     if not isinstance(history, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in history):
         raise DataError("'history' must be a list of [instruction, output] pairs", where=row.origin)
     for asked, answered in history:
@@ -223,12 +222,19 @@ def _parse_alpaca(row: Row) -> Content:
 
 
 def _parse_prompt_completion(row: Row) -> Content:
-    prompt, completion = (parse_messages(row.columns[name]) for name in ("prompt", "completion"))
-    if isinstance(prompt, list) and isinstance(completion, list):
-        messages = [*prompt, *completion]
-        return _check_conversation(row, messages, column="prompt+completion", first_answer=len(prompt))
-    text = read_text_cell(row.columns, "completion", row.origin)
-    return PromptCompletion(read_text_cell(row.columns, "prompt", row.origin), text)
+    prompt, completion = (
+        read_text_or_messages(row.columns, name, row.origin, allow_blank=True) for name in ("prompt", "completion")
+    )
+    if isinstance(prompt, str) and isinstance(completion, str):
+        return PromptCompletion(prompt, completion)
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": read_text_or_messages(row.columns, "prompt", row.origin)}]
+    if isinstance(completion, str):
+        completion = [{"role": "assistant", "content": completion}]
+    if completion[: len(prompt)] == prompt:
+        completion = completion[len(prompt) :]
+    messages = [*prompt, *completion]
+    return _check_conversation(row, messages, column="prompt+completion", first_answer=len(prompt))
 
 
 def _parse_text(row: Row) -> Content:
@@ -261,23 +267,38 @@ def row_columns(row_type: str, content: Content) -> tuple[str, ...]:
     return (*_COLUMNS_OF_TYPE[row_type], WEIGHT, *chat_columns)
 
 
+_LEAST_WEIGHT, _LARGEST_WEIGHT = 1e-10, 1e10
+"""Limits of a row's weight: sums of weighted losses and gradients of a step stay far from the limits of float32."""
+
+
 def read_loss_weight(row: Row) -> float:
     """Return the factor of a row's loss from its column ``loss_weight``; 1 if the row has none.
 
     Raises:
-        DataError: The value is not a finite number above 0.
+        DataError: The value is not a number from 1e-10 to 1e10.
     """
     value = row.columns.get(WEIGHT)
-    if value is None:
+    if value is None or value == "":
         return 1.0
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        shown = f"the text {value!r}" if isinstance(value, str) else repr(value)
+    try:
+        # a cell of a CSV file is always text
+        weight = math.nan if isinstance(value, bool) or not isinstance(value, int | float | str) else float(value)
+    except (ValueError, OverflowError):
+        weight = math.nan
+    if not 0 < weight < math.inf:
+        shown = f"the text {value!r:.40}" if isinstance(value, str) else f"{value!r:.40}"
         raise DataError(
             f"'{WEIGHT}' must be a number above 0, found {shown}",
             where=row.origin,
-            fix="to exclude a row from training, remove it" if value == 0 else "write a number such as 0.5",
+            fix="to exclude a row from training, remove it" if weight == 0 else "write a number such as 0.5",
         )
-    return float(value)
+    if not _LEAST_WEIGHT <= weight <= _LARGEST_WEIGHT:
+        raise DataError(
+            f"'{WEIGHT}' must be from {_LEAST_WEIGHT:g} to {_LARGEST_WEIGHT:g}, found {weight:g}",
+            where=row.origin,
+            fix="multiply the weights of all rows by the same factor: only their ratios count",
+        )
+    return weight
 
 
 # --- prompts ----------------------------------------------------------------------------------------------------------

@@ -159,8 +159,8 @@ class CompletionsFitter(LengthFitter[Tree, CompletionReport]):
             notify(f"{count_with_verb(self.counts['negative_margins'], 'pair')} a chosen answer with the lower score")
         if self.counts["margins"] and (missing := self.counts["missing_margins"]):
             notify(
-                f"{count_with_verb(missing, 'pair')} no score, unlike other pairs; a loss that reads scores (copg) gives "
-                f"{'it' if missing == 1 else 'each'} the default difference of rewards, 1/2"
+                f"{count_with_verb(missing, 'pair')} no score, unlike other pairs; a loss that reads scores (copg) "
+                f"gives {'it' if missing == 1 else 'each'} the default difference of rewards, 1/2"
             )
 
     def too_long_error(self) -> DataError:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from itertools import pairwise
-from typing import Any
+from typing import Any, NoReturn
 
 from streamtune.errors import DataError, did_you_mean
 
@@ -34,6 +34,49 @@ SHAREGPT_ROLES = {
 
 _ANSWER_FIELDS = ("tool_calls", "reasoning_content", "reasoning", "thinking")
 """Fields of an assistant message that make ``content`` optional."""
+
+
+class DuplicateKeyError(ValueError):
+    """A JSON object has a key twice; JSON parsers differ in which of the two values they use."""
+
+
+def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    columns = dict(pairs)
+    if len(columns) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise DuplicateKeyError(next(name for name in names if names.count(name) > 1))
+    return columns
+
+
+def _refuse_json_constant(name: str) -> NoReturn:
+    raise ValueError(f"JSON does not allow {name}")
+
+
+STRICT_JSON = json.JSONDecoder(object_pairs_hook=_reject_duplicate_keys, parse_constant=_refuse_json_constant)
+"""Decoder that raises ``ValueError`` for a key that an object has twice, and for NaN and infinity."""
+
+
+def _decode_json(text: str, subject: str, origin: str) -> Any:
+    """Decode JSON text that is a part of a row.
+
+    Args:
+        subject: Beginning of the error message, such as ``"'tools' is"``.
+
+    Raises:
+        DataError: The text is malformed, nested too deeply, or has a key twice in one object.
+    """
+    try:
+        return STRICT_JSON.decode(text)
+    except DuplicateKeyError as error:
+        what = f"{subject} JSON with the key '{error}' twice in one object"
+        raise DataError(what, where=origin, fix="keep one of the two") from error
+    except RecursionError as error:
+        raise DataError(f"{subject} JSON that is nested too deeply", where=origin, fix=_FIX_ROW) from error
+    except ValueError as error:
+        raise DataError(f"{subject} malformed JSON: {error}", where=origin, fix=_FIX_ROW) from error
+
+
+_FIX_ROW = "fix the row or remove it"
 
 
 def read_text_cell(columns: Mapping[str, Any], name: str, origin: str) -> str:
@@ -126,18 +169,17 @@ def convert_sharegpt_turn(turn: Any, location: str, origin: str) -> dict[str, An
         hint = did_you_mean(speaker, SHAREGPT_ROLES) if isinstance(speaker, str) else ""
         fix = f"{known}; {hint}" if hint else known
         raise DataError(f"{location} has the unknown speaker '{speaker}' in 'from'", where=origin, fix=fix)
-    if speaker == "function_call":
-        flags = {name: turn[name] for name in FLAGS if name in turn}
-        return {"role": "assistant", "tool_calls": _parse_sharegpt_calls(value, f"{location}.value", origin), **flags}
     rest = {key: item for key, item in turn.items() if key not in ("from", "value")}
+    if speaker == "function_call":
+        calls = _parse_sharegpt_calls(value, f"{location}.value", origin)
+        return {**rest, "role": SHAREGPT_ROLES[speaker], "tool_calls": calls}
     return {**rest, "role": SHAREGPT_ROLES[speaker], "content": value}
 
 
 def _parse_sharegpt_calls(value: Any, location: str, origin: str) -> list[dict[str, Any]]:
-    try:
-        calls = json.loads(value) if isinstance(value, str) else value
-    except ValueError as error:
-        raise DataError(f"{location} must be a tool call in JSON: {error}", where=origin) from error
+    calls = value
+    if isinstance(value, str):
+        calls = _decode_json(value, f"{location} must be a tool call in JSON, but is", origin)
     return [{"type": "function", "function": call} for call in (calls if isinstance(calls, list) else [calls])]
 
 
@@ -176,10 +218,7 @@ def _parse_tool_call(call: Any, location: str, origin: str) -> dict[str, Any]:
         raise DataError(f"{location} must be an object with a function 'name' and 'arguments'", where=origin)
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments or "{}")
-        except ValueError as error:
-            raise DataError(f"{location}: the arguments are malformed JSON: {error}", where=origin) from error
+        arguments = _decode_json(arguments or "{}", f"{location}: the arguments are", origin)
     checked = {**_drop_none_values(function), "arguments": {} if arguments is None else arguments}
     return checked if function is call else {**_drop_none_values(call), "function": checked}
 
@@ -230,9 +269,26 @@ def json_type_of(value: Any) -> str:
     return kinds.get(type(value), "null")
 
 
-def parse_cell(value: Any) -> Any:
-    """Parse a CSV or Parquet cell that holds a list or an object as JSON text; return any other value unchanged."""
-    if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
+def parse_cell(value: Any, name: str, origin: str) -> Any:
+    """Parse a CSV or Parquet cell that holds a list or an object as JSON text; return any other value unchanged.
+
+    Raises:
+        DataError: The JSON has a key twice in one object, or NaN or infinity.
+    """
+    if not _begins_like_json(value):
+        return value
+    try:
+        return STRICT_JSON.decode(value)
+    except (ValueError, RecursionError):
+        return value if _parse_leniently(value) is value else _decode_json(value, f"'{name}' is", origin)
+
+
+def _begins_like_json(value: Any) -> bool:
+    return isinstance(value, str) and value.lstrip()[:1] in ("[", "{")
+
+
+def _parse_leniently(value: Any) -> Any:
+    if _begins_like_json(value):
         try:
             return json.loads(value)
         except (ValueError, RecursionError):  # RecursionError: too many nested brackets
@@ -240,15 +296,9 @@ def parse_cell(value: Any) -> Any:
     return value
 
 
-def parse_messages(value: Any) -> Any:
-    """Parse a cell that holds a list of messages as JSON text; return any other value unchanged."""
-    parsed = parse_cell(value)
-    return parsed if isinstance(parsed, list) and is_message_list(parsed) else value
-
-
 def is_message_list(turns: Any) -> bool:
     """Return True if the cell is a list, or JSON text of a list, whose first item has a ``role``."""
-    return _first_item_has_key("role", parse_cell(turns))
+    return _first_item_has_key("role", _parse_leniently(turns))
 
 
 def read_tools(value: Any, origin: str) -> list[dict[str, Any]] | None:
@@ -268,7 +318,7 @@ def wrap_tools(value: Any, origin: str) -> tuple[list[dict[str, Any]] | None, bo
     Raises:
         DataError: The value is not a list of objects.
     """
-    value = parse_cell(value)
+    value = parse_cell(value, "tools", origin)
     if value is None or value in ("", []):
         return None, False
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
@@ -305,7 +355,7 @@ def read_chat_kwargs(value: Any, origin: str) -> dict[str, Any]:
     Raises:
         DataError: The value is not an object.
     """
-    value = parse_cell(value)
+    value = parse_cell(value, "chat_template_kwargs", origin)
     if value is None or value == "":
         return {}
     if not isinstance(value, dict):
@@ -344,21 +394,24 @@ TextOrMessages = str | list[dict[str, Any]]
 """A text, or a list of messages that :func:`check_message` returned."""
 
 
-def read_text_or_messages(columns: Mapping[str, Any], name: str, origin: str) -> TextOrMessages:
+def read_text_or_messages(
+    columns: Mapping[str, Any], name: str, origin: str, *, allow_blank: bool = False
+) -> TextOrMessages:
     """Return the text of a column, or its messages after a check. A single message need not be in a list.
+
+    Args:
+        allow_blank: Whether a text may be empty or only whitespace.
 
     Raises:
         DataError: The value is empty, of another type, or a message is malformed.
     """
-    value = parse_cell(columns[name])
-    value = [value] if isinstance(value, dict) and ("role" in value or "from" in value) else value
-    if isinstance(columns[name], str) and not (
-        _first_item_has_key("role", value) or _first_item_has_key("from", value)
-    ):
+    if isinstance(columns[name], str) and not _looks_like_messages(_parse_leniently(columns[name])):
         value = read_text_cell(columns, name, origin)  # text that merely starts with a bracket stays text
-        if not value.strip():
+        if not value.strip() and not allow_blank:
             raise DataError(f"'{name}' is empty or only whitespace", where=origin, fix="remove the row")
         return value
+    value = parse_cell(columns[name], name, origin)
+    value = [value] if _is_message(value) else value
     if not isinstance(value, list):
         raise DataError(f"'{name}' must be a string or a list of messages, found {json_type_of(value)}", where=origin)
     if not value:
@@ -369,6 +422,19 @@ def read_text_or_messages(columns: Mapping[str, Any], name: str, origin: str) ->
         item = convert_sharegpt_turn(item, place, origin) if isinstance(item, dict) and "from" in item else item
         messages.append(check_message(item, place, origin))
     return messages
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and ("role" in value or "from" in value)
+
+
+def _looks_like_messages(value: Any) -> bool:
+    """Return True if parsed JSON text is a message or a list of messages, and not any JSON with such a key."""
+    first = value[0] if isinstance(value, list) and value else value
+    return isinstance(first, dict) and (
+        ("role" in first and ("content" in first or first["role"] in ROLES))
+        or ("from" in first and ("value" in first or first["from"] in tuple(SHAREGPT_ROLES)))
+    )
 
 
 def _first_item_has_key(key: str, turns: Any) -> bool:

@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from streamtune.data.bad_rows import BadRows
-from streamtune.data.reading.cells import json_type_of, remove_nulls
+from streamtune.data.reading.cells import STRICT_JSON, DuplicateKeyError, json_type_of, remove_nulls
 from streamtune.data.reading.files import (
     COMPRESSED,
     MAX_LINE_BYTES,
@@ -89,28 +89,9 @@ def _to_row(value: Any, origin: str) -> Row:
     return Row(origin, value)
 
 
-class _DuplicateKeyError(ValueError):
-    """A JSON object has a key twice; JSON parsers differ in which of the two values they use."""
-
-
-def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    columns = dict(pairs)
-    if len(columns) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise _DuplicateKeyError(next(name for name in names if names.count(name) > 1))
-    return columns
-
-
-def _refuse_json_constant(name: str) -> NoReturn:
-    raise ValueError(f"JSON does not allow {name}")
-
-
-_DECODER = json.JSONDecoder(object_pairs_hook=_reject_duplicate_keys, parse_constant=_refuse_json_constant)
-
-
 def _json_error(error: ValueError | RecursionError, origin: str, location: str) -> DataError:
     """Return the error for JSON that cannot be decoded; ``location`` is the line where the decoder stopped."""
-    if isinstance(error, _DuplicateKeyError):
+    if isinstance(error, DuplicateKeyError):
         return DataError(f"the key '{error}' appears twice in one object", where=origin, fix="keep one of the two")
     fix = "fix the row or remove it"
     if isinstance(error, RecursionError):
@@ -143,7 +124,7 @@ def _read_jsonl(file: DataFile, bad: BadRows) -> Iterator[Row]:
 
 def _parse_line(line: str, origin: str) -> Row:
     try:
-        value = _DECODER.decode(line)  # unlike raw_decode, decode accepts blanks before the object and CRLF after it
+        value = STRICT_JSON.decode(line)  # unlike raw_decode, decode accepts blanks before the object and CRLF after it
     except (ValueError, RecursionError) as error:
         if isinstance(error, json.JSONDecodeError):
             error.colno = error.pos + 1  # if the object continues on the next line: the end of this line
@@ -176,7 +157,7 @@ def _read_json(file: DataFile, bad: BadRows) -> Iterator[Row]:
                 )
             return
         try:
-            value, position = _DECODER.raw_decode(text, position)
+            value, position = STRICT_JSON.raw_decode(text, position)
         except (ValueError, RecursionError) as error:
             line_of_fault = error.lineno if isinstance(error, json.JSONDecodeError) else line
             raise _json_error(error, origin, f"{shown}:{line_of_fault}") from error
