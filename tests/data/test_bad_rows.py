@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa  # type: ignore[import-untyped]
+import pyarrow.parquet as pq  # type: ignore[import-untyped]
 import pytest
 from preparing import prepare, prepare_preferences, prepare_prompts, prepare_unpaired
 from tests.sft_kit import FIXED, RECIPE, write_recipe
@@ -153,6 +155,27 @@ def test_columns_are_renamed(write: Write, tokenizer: Any) -> None:
     assert "'question'" in caught.value.what
     assert caught.value.where == "r.yaml:4"
     assert caught.value.fix == "did you mean 'question'?"
+
+
+@pytest.mark.parametrize("order", [slice(None), slice(None, None, -1)], ids=["null last", "null first"])
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "arrow"])
+def test_a_renamed_column_may_be_null(kind: str, order: slice, tmp_path: Path, write: Write, tokenizer: Any) -> None:
+    rows = [
+        {"instruction": "a", "output": "b", "context": "c", "input": "other"},
+        {"instruction": "d", "output": "e", "context": None, "input": "other"},
+    ][order]
+    path = write("rows.jsonl", rows) if kind == "jsonl" else str(tmp_path / f"rows.{kind}")
+    if kind == "parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    elif kind == "arrow":
+        with pa.ipc.new_file(path, pa.Table.from_pylist(rows).schema) as file:
+            file.write_table(pa.Table.from_pylist(rows))
+    found = prepare([Source(path, columns={"input": "context"})], tokenizer, max_length=64)
+    asked = [tokenizer.decode(row.input_ids).split("<|im_end|>")[0].partition("user\n")[2] for row in found.training]
+    assert asked == ["a\n\nc", "d"][order]
+    with pytest.raises(DataError, match=r"'columns' refers to 'contxt', but the row has .*'context'") as caught:
+        prepare([Source(path, columns={"input": "contxt"})], tokenizer, max_length=64)
+    assert caught.value.fix == "did you mean 'context'?"
 
 
 def test_rows_drawn_by_the_seed(write: Write, tokenizer: Any) -> None:

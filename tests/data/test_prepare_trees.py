@@ -216,17 +216,19 @@ def test_answers_that_a_template_writes_alike(make_tokenizer: Callable[..., Any]
 
 
 def test_unpaired_rows(unpaired: Prepared, write: Write, tokenizer: PreTrainedTokenizerFast) -> None:
-    rows = [judged("one?", " good", True), judged("one?", " bad", False), judged("two?", " a", False)]
+    rows = [judged("one?", " good", True), judged("one?", " bad", False)]
+    rows += [judged("two?", " a", False), judged("two?", " b", True)]
     data = unpaired(write("a.jsonl", rows), val_size=1)
     trees = [*data.training, *data.validation]
     assert all(len(tree.completions) == 1 for tree in trees)
     assert sorted((decoded(tokenizer, tree)[1], tree.labels) for tree in trees) == [
         (" a<|im_end|>", [False]),
+        (" b<|im_end|>", [True]),
         (" bad<|im_end|>", [False]),
         (" good<|im_end|>", [True]),
     ]
     assert list(data.report.completion_lengths) == ["desirable", "undesirable"]
-    assert data.report.completions == 3
+    assert data.report.completions == 4
 
 
 def test_pairs_read_as_judged_answers(unpaired: Prepared, write: Write) -> None:
@@ -242,6 +244,22 @@ def test_all_labels_the_same(unpaired: Prepared, write: Write) -> None:
     with pytest.raises(DataError, match="completions must have both labels, found only desirable") as caught:
         unpaired(path)
     assert caught.value.where == path
+
+
+@pytest.mark.parametrize("drop", ["desirable", "undesirable"])
+def test_all_rows_of_a_label_dropped_or_held_out(drop: str, unpaired: Prepared, write: Write) -> None:
+    rows = [
+        judged(f"{n}?", " good" * (30 if label == (drop == "desirable") else 1), label)
+        for n in range(3)
+        for label in (True, False)
+    ]
+    kept = "undesirable" if drop == "desirable" else "desirable"
+    match = f"both labels, found only {kept}; all {drop} ones were dropped or held out"
+    with pytest.raises(DataError, match=match):
+        unpaired(write("a.jsonl", rows), overlength="drop")
+    held_out = write("b.jsonl", [judged("one?", " good", True), *(judged("two?", f" {n}", False) for n in range(5))])
+    with pytest.raises(DataError, match=r"found only (un)?desirable; all (un)?desirable ones were dropped or held out"):
+        unpaired(held_out, val_size=1)
 
 
 def test_judged_answers_where_pairs_are_wanted(

@@ -189,8 +189,8 @@ class DataOptions:
     packing: bool = False
     """True packs examples into sequences of at most ``max_length`` tokens"""
     val_size: float = 0.0
-    """rows to hold out for evaluation: a fraction below 1, or a count. Rows with the same tokens or the same prompt are
-    held out together, so no row that ``val_size`` holds out is trained on"""
+    """rows to hold out for evaluation: a fraction below 1, or a count. Rows with the same tokens, and pairs or prompts
+    with the same prompt, are held out together, so no row that ``val_size`` holds out is trained on"""
     seed: int = 42
     """seed of the random choice of held-out rows, of packing, and of the order of a stream"""
     shuffle_buffer: int = 1

@@ -8,7 +8,9 @@
 Each function reads and checks all rows before it returns. :class:`streamtune.data.row_stream.RowStream` reads rows
 during training instead.
 
-Rows with the same prompt are held out together, so that no prompt that ``val_size`` holds out is trained on.
+Rows with the same prompt are held out together by all of these functions but ``prepare``, so that no prompt that
+``val_size`` holds out is trained on. ``prepare`` holds out together only rows with the same tokens and labels, and the
+turns of a conversation.
 
 Reward functions get the other columns of a prompt's row, each as a list under its name. The column ``messages`` still
 has the last answer. ``tools`` also goes to the chat template.
@@ -42,7 +44,7 @@ from streamtune.data.preferences import (
 from streamtune.data.reading.cells import TextOrMessages, message_texts
 from streamtune.data.reading.readers import Row
 from streamtune.data.reading.sources import BUILT_IN, Source, typed_rows, with_progress
-from streamtune.data.record_table import Example, Prompt, Record, Stored, TableWriter, Tree
+from streamtune.data.record_table import Example, Prompt, Record, Stored, TableWriter, Tree, find_labels
 from streamtune.data.rendering.chat_variants import require_template
 from streamtune.data.rendering.counts import RenderLog
 from streamtune.data.rendering.pool import Item, Notify, RenderedItems, Renderer, open_renderer
@@ -395,7 +397,7 @@ def prepare_unpaired(
 
     Raises:
         DataError: A file is missing, a row is malformed, too long or empty, both answers are identical, no row is left,
-            or all labels are the same.
+            or all labels of the rows to train on are the same.
         ArgumentError: ``overlength`` or ``identical_pairs`` has an unknown value, or ``max_prompt_length`` leaves no
             room for a completion.
     """
@@ -406,14 +408,26 @@ def prepare_unpaired(
     read = partial(_read_answers, tokenizer, PREFERENCE_TYPES, add_labels)
     kind = _make_tree_kind(tokenizer, options, ("desirable", "undesirable"), read)
     prepared = prepare_rows_of_kind(kind, sources, tokenizer, options, notify)
-    label_names = list(prepared.report.completion_lengths)
-    if len(label_names) == 1:
+    _check_both_labels(prepared, sources[0].place)
+    return prepared
+
+
+def _check_both_labels(prepared: PreparedCompletions, where: str) -> None:
+    labels = find_labels(prepared.training)
+    if len(labels) == 2:
+        return
+    name, other = ("desirable", "undesirable") if True in labels else ("undesirable", "desirable")
+    if other not in prepared.report.completion_lengths:
         raise DataError(
-            f"completions must have both labels, found only {label_names[0]}",
-            where=sources[0].place,
+            f"completions must have both labels, found only {name}",
+            where=where,
             fix="add rows with the other value in 'label'",
         )
-    return prepared
+    raise DataError(
+        f"completions to train on must have both labels, found only {name}; all {other} ones were dropped or held out",
+        where=where,
+        fix="raise max_length or set overlength: truncate, lower val_size, or add rows with the other value in 'label'",
+    )
 
 
 def _make_tree_kind(

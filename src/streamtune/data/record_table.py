@@ -523,6 +523,12 @@ def measure_trees(trees: Stored[Tree], *, share: bool) -> tuple[npt.NDArray[np.i
     return tokens[trees.table_indices()], squares[trees.table_indices()]
 
 
+def find_labels(trees: Stored[Tree]) -> set[bool]:
+    """Return the distinct labels of the completions of all trees, without decoding the trees."""
+    labels = trees.column_cells("labels").take(pa.array(trees.table_indices()))
+    return set(pyarrow.compute.unique(pyarrow.compute.list_flatten(labels)).to_pylist())
+
+
 def gather_columns(prompts: Sequence[Prompt]) -> dict[str, list[Any]]:
     """Return column -> list of the prompts' values, for reward functions; None where a prompt lacks the column."""
     names = dict.fromkeys(name for prompt in prompts for name in prompt.columns)

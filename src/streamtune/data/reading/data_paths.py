@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from streamtune.base.privacy import is_offline
-from streamtune.data.reading.cells import remove_nulls
 from streamtune.data.reading.files import DataFile, file_format, make_local_file
 from streamtune.data.reading.folders import ChosenFiles, choose_files
-from streamtune.data.reading.readers import READERS, Row, error_in_one_line
+from streamtune.data.reading.readers import READERS, Row, error_in_one_line, row_of_table
 from streamtune.errors import DataError, did_you_mean
 
 FoundFiles = tuple[list[DataFile], ChosenFiles | None]
@@ -265,7 +264,7 @@ def hub_rows(name: str, config: str | None, split: str, where: str, *, streamed:
                 fix="check your access and the network, and start again: the run resumes from its last checkpoint",
             ) from error
         number += 1
-        yield Row(f"{shown}:row {number}", remove_nulls(columns))
+        yield row_of_table(f"{shown}:row {number}", columns)
 
 
 def load_hub_dataset(name: str, config: str | None, split: str, where: str, *, streamed: bool = False) -> Any:

@@ -42,6 +42,8 @@ class Row:
     """column name -> value"""
     separator: str = "\n\n"
     """text between ``instruction`` and ``input`` of a row of type ``alpaca``"""
+    null_columns: tuple[str, ...] = ()
+    """columns of the table without a value in this row; they are not in :attr:`columns`"""
 
 
 Reader = Callable[[DataFile, BadRows], Iterator[Row]]
@@ -350,7 +352,7 @@ def _arrow_rows(file: DataFile, iter_batches: Callable[[Any], Iterator[Any]], fo
             for batch in iter_batches(raw):
                 for columns in batch.to_pylist(maps_as_pydicts="strict"):
                     number += 1
-                    yield Row(f"{file.shown}:row {number}", remove_nulls(columns))
+                    yield row_of_table(f"{file.shown}:row {number}", columns)
     # pyarrow raises its own errors, Python errors, and MemoryError if a damaged file states a huge size
     except (pa.ArrowException, OSError, ValueError, TypeError, OverflowError, KeyError, MemoryError) as error:
         where = f"{file.shown}:row {number + 1}" if number else file.shown
@@ -358,6 +360,12 @@ def _arrow_rows(file: DataFile, iter_batches: Callable[[Any], Iterator[Any]], fo
         raise DataError(
             f"cannot read the {format_name} file: {error_in_one_line(error, 200)}", where=where, fix=fix
         ) from error
+
+
+def row_of_table(origin: str, columns: Mapping[str, Any]) -> Row:
+    """Return a row of a table, in which every row has all columns, without its nulls."""
+    nulls = tuple(name for name, value in columns.items() if value is None)
+    return Row(origin, remove_nulls(columns), null_columns=nulls)
 
 
 def error_in_one_line(error: BaseException, max_characters: int) -> str:

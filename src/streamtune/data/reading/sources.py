@@ -144,10 +144,11 @@ def _rename_columns(rows: Iterable[Row], source: Source, bad: BadRows) -> Iterat
         return
     theirs = set(source.columns.values())
     for number, row in enumerate(rows):
-        missing = sorted(theirs - row.columns.keys())
+        missing = sorted(theirs - row.columns.keys() - set(row.null_columns))
         if missing:
-            what = f"'columns' refers to '{missing[0]}', but the row has {column_names(row.columns)}"
-            fix = did_you_mean(missing[0], row.columns) or "use one of these names"
+            names = dict.fromkeys((*row.columns, *row.null_columns))
+            what = f"'columns' refers to '{missing[0]}', but the row has {column_names(names)}"
+            fix = did_you_mean(missing[0], names) or "use one of these names"
             if number == 0:
                 raise DataError(f"{what} ({row.origin})", where=source.place, fix=fix)
             bad.report(DataError(what, where=row.origin, fix=fix))
@@ -155,8 +156,9 @@ def _rename_columns(rows: Iterable[Row], source: Source, bad: BadRows) -> Iterat
         hidden = [name for name in source.columns if name in row.columns and name not in theirs]
         if hidden and number == 0:
             bad.notify(f"{source.path}: the column '{hidden[0]}' is ignored: 'columns' renames another column to it")
-        kept = {name: value for name, value in row.columns.items() if name not in theirs}
-        yield Row(row.origin, {**kept, **{ours: row.columns[name] for ours, name in source.columns.items()}})
+        kept = {name: value for name, value in row.columns.items() if name not in (*theirs, *source.columns)}
+        renamed = {ours: row.columns[name] for ours, name in source.columns.items() if name in row.columns}
+        yield replace(row, columns={**kept, **renamed}, null_columns=())
 
 
 def typed_rows(
