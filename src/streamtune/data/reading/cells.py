@@ -406,10 +406,10 @@ def read_text_or_messages(
         DataError: The value is empty, of another type, or a message is malformed.
     """
     if isinstance(columns[name], str) and not _looks_like_messages(_parse_leniently(columns[name])):
-        value = read_text_cell(columns, name, origin)  # text that merely starts with a bracket stays text
-        if not value.strip() and not allow_blank:
+        text = read_text_cell(columns, name, origin)  # text that merely starts with a bracket stays text
+        if not text.strip() and not allow_blank:
             raise DataError(f"'{name}' is empty or only whitespace", where=origin, fix="remove the row")
-        return value
+        return text
     value = parse_cell(columns[name], name, origin)
     value = [value] if _is_message(value) else value
     if not isinstance(value, list):
