@@ -31,9 +31,9 @@ import streamtune
 from streamtune import Schedule
 from streamtune.engine import decoder_layers, fused
 from streamtune.engine.fused import FusedLinears, FusedParts
-from streamtune.engine.observe import Autocast
 from streamtune.engine.vjp import GradientSum
 from streamtune.ops import fused as operators
+from streamtune.ops.forward_state import Autocast
 from tests.exactness.families import batch, build, gradients, worst
 from tests.precision_kit import EXACT, Float64, in_float64, total_error
 

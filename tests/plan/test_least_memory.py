@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from streamtune import Schedule
+from streamtune.engine import decoder_layers
 from streamtune.errors import UnsupportedModelError
 from streamtune.models import ModelOptions, add_lora, build_meta_model
-from streamtune.plan import Limits
+from streamtune.plan import Limits, Rates, choose
 from streamtune.plan.choices import chunk_order_schedules, excess_bytes, find_least_memory_chunk_order
 from streamtune.plan.least_memory import (
     least_excess_bound,
@@ -26,6 +27,7 @@ from streamtune.plan.simulate import Simulation, Workload, simulate
 from streamtune.plan.simulate.cluster import Cluster
 
 LENGTH = 8192
+RATES = Rates("a device", 1e13, 1e13, 1e13, 1e12, 1e11, launch_seconds=1e-8)
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -44,6 +46,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
                "vocab_size": 256, "n_groups": 1},
     "gpt2": {"n_embd": 64, "n_layer": 6, "n_head": 4, "vocab_size": 256, "n_positions": LENGTH},
     "cohere": SIZES,
+    "falcon": {"hidden_size": 64, "num_hidden_layers": 6, "num_attention_heads": 4, "vocab_size": 256, "alibi": False,
+               "multi_query": True, "new_decoder_architecture": False},
 }  # fmt: skip
 SCHEDULES = {
     "plain": Schedule(1024, 256),
@@ -55,6 +59,7 @@ SCHEDULES = {
     "disk": Schedule(1024, 256, offload="disk", offload_dir="scratch"),
     "weights on the host": Schedule(1024, 256, weights="host", offload="host"),
     "order chunk": Schedule(1024, 256, order="chunk"),
+    "order chunk, only keys on the host": Schedule(1024, 256, order="chunk", keep_kv="host"),
     "order chunk, keys on the host": Schedule(
         1024, 256, order="chunk", levels=2, offload="host", keep_kv="host", stream_grads=True
     ),
@@ -65,10 +70,20 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), foreach=False)
 
 
-def make_workload(family: str, dtype: str = "bfloat16", *, adapted: bool = False, **changes: Any) -> Workload:
+def decoder_parameters(model: Any, count: int) -> list[nn.Parameter]:
+    return [parameter for layer in decoder_layers(model)[:count] for parameter in layer.parameters()]
+
+
+def make_workload(
+    family: str, dtype: str = "bfloat16", *, adapted: bool = False, frozen: int = 0, **changes: Any
+) -> Workload:
+    """``frozen``: number of the lowest layers that are not trained, with the embedding."""
     model: Any = build_meta_model({"model_type": family, **FAMILIES[family]}, ModelOptions(dtype))
     if adapted:
         model = add_lora(model, r=8, alpha=16, dropout=0.0, target="all-linear", seed=0)
+    if frozen:
+        for parameter in [*model.get_input_embeddings().parameters(), *decoder_parameters(model, frozen)]:
+            parameter.requires_grad_(False)
     return Workload(lambda: model, LENGTH, **{"make_optimizer": adamw, **changes})
 
 
@@ -88,6 +103,8 @@ STEPS: dict[str, dict[str, Any]] = {
     "bf16": {},
     "fp32, later micro-batch": {"dtype": "float32", "micro_batches": 3, "autocast": True},
     "adapters": {"adapted": True},
+    "last layer": {"frozen": 5},
+    "head alone": {"frozen": 6},
     "no optimizer": {"make_optimizer": None},
     "zero2": {"cluster": Cluster(4, 4, engine="zero2")},
     "sequence": {"cluster": Cluster(4, 4, sequence_size=4, form="ulysses")},
@@ -123,6 +140,23 @@ def test_no_step_needs_less_than_the_bound(family: str, step: str) -> None:
     if (family, step) == ("qwen3", "bf16"):  # of most of the memory that grows with the length
         least = bound.least_bytes(SCHEDULES["plain"], LENGTH)
         assert least.terms["layer inputs"] == simulate(workload, SCHEDULES["plain"]).terms["layer inputs"]
+
+
+@pytest.mark.parametrize("frozen", [0, 5])
+def test_what_fits_is_not_refused_by_the_bound(frozen: int) -> None:
+    workload = make_workload("qwen3", frozen=frozen)
+    schedule = Schedule(1024, 256, stream_grads=True)
+    limits = Limits(int(1.06 * simulate(workload, schedule).peak_bytes / 0.95), 0)
+    assert least_excess_bound(workload, limits, {}).excess_bytes(limits) <= 0
+    assert least_excess_bound(workload, limits, {"levels": 1, "order": "layer"}).excess_bytes(limits) <= 0
+
+
+def test_a_small_disk_does_not_hide_the_host() -> None:
+    """Sequences that ranks share exclude ``order: chunk``, which could also fit."""
+    workload = make_workload("qwen3", cluster=Cluster(4, 4, sequence_size=4, form="ulysses"))
+    step = simulate(workload, Schedule(1024, 256, levels=2, offload="host", stream_grads=True))
+    limits = Limits(int(1.3 * step.peak_bytes), int(1.3 * step.host_bytes), disk_bytes=1 << 20)
+    assert choose(workload, limits, RATES, fixed={"offload_dir": "scratch"}).schedule.offload == "host"
 
 
 def test_a_refusal_needs_no_simulation_of_what_cannot_fit(counted: Any) -> None:

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from streamtune.engine.observe import Autocast
 from streamtune.engine.sharded import Weights
+from streamtune.ops.forward_state import Autocast
 
 _aten = torch.ops.aten
 

@@ -29,10 +29,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.functional import linear
 
-from streamtune.engine.observe import Autocast, function_modes, restore_forward
+from streamtune.engine.observe import function_modes, restore_forward
 from streamtune.engine.sharded import is_sharded
 from streamtune.engine.vjp import GradientSum
 from streamtune.ops.devices import autocast_device_type
+from streamtune.ops.forward_state import Autocast
 from streamtune.ops.fused import apply_rotary, is_norm_kernel_correct, rms_norm
 from streamtune.ops.gate import is_gate_kernel_correct, is_liger_installed, silu_mul
 

@@ -22,7 +22,7 @@ from streamtune.engine.chain import run_in_chain
 from streamtune.engine.hf_names import STATE
 from streamtune.engine.kv import Past, refuse_filled_cache
 from streamtune.engine.memory.tiers import StoredTensor
-from streamtune.engine.observe import RandomState, notify_chunk
+from streamtune.engine.observe import notify_chunk
 from streamtune.engine.outside_layers import pop_embeddings
 from streamtune.engine.own_attention import OwnAttention
 from streamtune.engine.passes import LayerStream, placeholder
@@ -33,6 +33,7 @@ from streamtune.engine.vjp import GradientSum, LayerInput, streamed_vjp
 from streamtune.errors import ArgumentError, StreamTuneError, UnsupportedModelError
 from streamtune.ops import first_order, is_graph_retained
 from streamtune.ops.attention.rules import NeedsMaskTensorError
+from streamtune.ops.forward_state import RandomState
 
 
 class StreamedForward(StreamedLayer):

@@ -25,7 +25,7 @@ from torch.nn.modules import module as torch_module
 from streamtune.engine.evaluated import map_nested
 from streamtune.engine.lazy_logits import is_scalar
 from streamtune.engine.memory.tiers import StoredTensor
-from streamtune.engine.observe import Autocast, notify_chunk
+from streamtune.engine.observe import notify_chunk
 from streamtune.engine.offloaded_weights import OffloadedWeights
 from streamtune.engine.passes import LayerStream, placeholder
 from streamtune.engine.sharded import Weights
@@ -33,6 +33,7 @@ from streamtune.engine.streamed_layer import ModelParts
 from streamtune.engine.vjp import GradientSum, LayerInput, streamed_vjp
 from streamtune.errors import ArgumentError, UnsupportedModelError
 from streamtune.ops import first_order, is_graph_retained
+from streamtune.ops.forward_state import Autocast
 
 LOOKUP_PACKAGES = ("torch.", "transformers.")
 """Packages whose embeddings are plain lookups, so that a second call returns the same values."""

@@ -31,7 +31,7 @@ from streamtune.engine.fused import FusedLinears
 from streamtune.engine.inspect_model import caches_keys
 from streamtune.engine.kv import KeysAndValues, States
 from streamtune.engine.memory.tiers import Source, StoredTensor, Tier
-from streamtune.engine.observe import Autocast, Modes, RandomState, notify_chunk
+from streamtune.engine.observe import Modes, notify_chunk
 from streamtune.engine.rows import PackedRows
 from streamtune.engine.saved import SavedTensors, save_kv_spans
 from streamtune.engine.scan import scans_from_state
@@ -40,6 +40,7 @@ from streamtune.engine.sequence.states import NeedsFragments, SharedStates
 from streamtune.engine.sharded import gathered_weights
 from streamtune.engine.streamed_layer import Scope, StreamedLayer
 from streamtune.engine.vjp import Along, GradientSum, chunk_view, read_chunk
+from streamtune.ops.forward_state import Autocast, RandomState
 from streamtune.schedule import Schedule
 from streamtune.schedule import Tier as TierName
 

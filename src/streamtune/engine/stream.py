@@ -17,7 +17,7 @@ from streamtune.engine.hf_names import check_internal_names
 from streamtune.engine.inspect_model import base_model
 from streamtune.engine.lazy_logits import LazyLogits
 from streamtune.engine.model_call import ModelCall
-from streamtune.engine.observe import RandomState, temporary_attribute
+from streamtune.engine.observe import temporary_attribute
 from streamtune.engine.preflight import (
     check_chunk_order,
     check_exact,
@@ -30,6 +30,7 @@ from streamtune.engine.routers import RouterLoss, sum_counts_over_ranks, without
 from streamtune.engine.rows import Branches
 from streamtune.engine.sequence.shards import SequenceParallel
 from streamtune.errors import ArgumentError
+from streamtune.ops.forward_state import RandomState
 from streamtune.schedule import Schedule
 
 

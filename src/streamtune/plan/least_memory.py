@@ -8,7 +8,7 @@ that could allow the longest row.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -52,6 +52,11 @@ def least_memory_schedule(limits: Limits, fixed: Mapping[str, Any]) -> Schedule:
     Layer inputs are stored on the first tier of disk, host and device that has memory and that ``fixed`` allows.
     ``offload_dir`` is dropped if nothing is offloaded to disk.
     """
+    return next(_least_memory_schedules(limits, fixed), None) or Schedule(**fixed)
+
+
+def _least_memory_schedules(limits: Limits, fixed: Mapping[str, Any]) -> Iterator[Schedule]:
+    """Yield :func:`least_memory_schedule` for each tier that can store the layer inputs."""
     tiers = ["device"]
     if limits.host_bytes and not limits.shared:
         tiers.insert(0, "host")
@@ -59,13 +64,17 @@ def least_memory_schedule(limits: Limits, fixed: Mapping[str, Any]) -> Schedule:
         tiers.insert(0, "disk")
     tiers += [tier for tier in ("host", "disk") if tier not in tiers and (tier == "host" or "offload_dir" in fixed)]
     sizes = {"chunk_size": CHUNKS[0], "head_chunk_size": HEAD_CHUNKS[0], "stream_grads": True}
+    yielded = set()
     for offload, levels in product(tiers, (2, 1)):
         chosen: dict[str, Any] = {**sizes, "offload": offload, "levels": levels, **fixed}
         if chosen["offload"] != "disk":
             chosen.pop("offload_dir", None)
+        if chosen["offload"] in yielded:
+            continue
         with suppress(ArgumentError):  # the user's fields exclude this tier
-            return Schedule(**chosen)
-    return Schedule(**fixed)
+            schedule = Schedule(**chosen)
+            yielded.add(chosen["offload"])
+            yield schedule
 
 
 def least_excess_bound(workload: Workload, limits: Limits, fixed: Mapping[str, Any]) -> LeastBytes:
@@ -233,9 +242,9 @@ def _may_mix_tiers(schedule: Schedule, limits: Limits, fixed: Mapping[str, Any])
 
 
 def _schedule_families(workload: Workload, limits: Limits, fixed: Mapping[str, Any]) -> list[_ScheduleFamily]:
-    """Return the schedules of least memory: with ``order: layer``, and the variants of ``order: chunk``."""
-    schedule = least_memory_schedule(limits, fixed)
-    families = [_ScheduleFamily(schedule, _may_mix_tiers(schedule, limits, fixed))]
+    """Return the schedules of least memory: with ``order: layer`` on each tier, and all with ``order: chunk``."""
+    schedules = list(_least_memory_schedules(limits, fixed)) or [Schedule(**fixed)]
+    families = [_ScheduleFamily(each, _may_mix_tiers(each, limits, fixed)) for each in schedules]
     if allows_chunk_order(fixed, workload.cluster):
         families += [_ScheduleFamily(variant, False) for variant in chunk_order_schedules(limits, fixed)]
     return families

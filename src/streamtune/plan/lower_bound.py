@@ -26,6 +26,9 @@ from streamtune.plan.simulate.simulation_cache import all_modules, model_configs
 from streamtune.plan.simulate.workload import Workload
 from streamtune.schedule import Schedule, Tier, WeightTier
 
+OTHER_HEAD_COUNTS = {"multi_query", "num_kv_heads", "attn_config", "new_decoder_architecture"}
+"""Configuration keys that change the number of key/value heads without ``num_key_value_heads``."""
+
 NARROW = 2
 """Smallest number of bytes of a number that is stored for the backward."""
 
@@ -64,7 +67,12 @@ class LowerBound:
     def __init__(self, workload: Workload) -> None:
         self._workload = workload
         model: Any = workload.make_model()
-        self.layers = len(decoder_layers(model))
+        layers = decoder_layers(model)
+        self.layers = len(layers)
+        embedding_trains = any(p.requires_grad for p in model.get_input_embeddings().parameters())
+        trained = (index for index, layer in enumerate(layers) if any(p.requires_grad for p in layer.parameters()))
+        self._first_trained = 0 if embedding_trains else next(trained, self.layers)
+        """Index of the first layer that the backward reaches; the layers below store nothing."""
         embedding: Tensor = model.get_input_embeddings().weight
         self._hidden, self._element = embedding.shape[1], embedding.element_size()
         self._key_values_per_token = _key_values_per_token(model)
@@ -111,14 +119,16 @@ class LowerBound:
             return stored
         tokens = workload.num_rows * workload.shard_tokens
         if schedule.order == "chunk":
-            tier: Tier = "host" if schedule.keep_kv == "host" else "device"
-            streamed = max(0, self.layers - schedule.keep_layers)
+            streamed = max(0, self.layers - schedule.keep_layers - self._first_trained)
             values = self._key_values_per_token * streamed
-            summed = tokens - workload.num_rows * min(schedule.chunk_size, workload.shard_tokens)
+            before_last = tokens - workload.num_rows * min(schedule.chunk_size, workload.shard_tokens)
             sum_element = 4 if schedule.grad_dtype == "float32" else NARROW
-            stored[tier] = values * (NARROW * tokens + sum_element * summed)
+            if schedule.keep_kv == "host":  # the last chunk's keys and values stay on the device
+                stored["host"] = values * (NARROW + sum_element) * before_last
+            else:
+                stored["device"] = values * (NARROW * tokens + sum_element * before_last)
             return stored
-        for tier, count in _count_stored_inputs(schedule, self.layers).items():
+        for tier, count in _count_stored_inputs(schedule, self.layers, self._first_trained).items():
             stored[tier] = count * self.input_bytes(schedule, tokens)
         return stored
 
@@ -128,11 +138,15 @@ class LowerBound:
 
 
 @lru_cache(maxsize=4096)
-def _count_stored_inputs(schedule: Schedule, layers: int) -> dict[Tier, int]:
+def _count_stored_inputs(schedule: Schedule, layers: int, first_trained: int) -> dict[Tier, int]:
     """Return how many layer inputs are stored before the backward of the last layer or segment, by tier."""
     streamed = [place for place in place_layers(schedule, layers) if not place.unstreamed]
     last_segment = max((index for index, place in enumerate(streamed) if place.begins_segment), default=0)
-    return Counter(place.tier for index, place in enumerate(streamed) if place.begins_segment or index > last_segment)
+    return Counter(
+        place.tier
+        for index, place in enumerate(streamed)
+        if index >= first_trained and (place.begins_segment or index > last_segment)
+    )
 
 
 def _key_values_per_token(model: nn.Module) -> int:
@@ -141,6 +155,8 @@ def _key_values_per_token(model: nn.Module) -> int:
     if any(isinstance(s.get(name), int) and s[name] > 0 for s in settings for name in (*WINDOWS, *CHUNKED_ATTENTION)):
         return 0
     if not all(map(caches_keys, decoder_layers(model))):
+        return 0
+    if any(not s.get("num_key_value_heads") and OTHER_HEAD_COUNTS & s.keys() for s in settings):
         return 0
     heads = count_heads(model)
     return heads.keys * (heads.key_dim + heads.value_dim)

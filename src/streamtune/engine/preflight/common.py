@@ -24,10 +24,10 @@ from streamtune.engine.call_parts import SharedKey
 from streamtune.engine.context import CallContext
 from streamtune.engine.layer import StreamedForward
 from streamtune.engine.memory.placement import Tiers
-from streamtune.engine.observe import RandomState
 from streamtune.engine.streamed_layer import ModelParts
 from streamtune.engine.streamed_model import StreamedModel
 from streamtune.errors import ArgumentError
+from streamtune.ops.forward_state import RandomState
 from streamtune.schedule import Schedule
 
 

@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from streamtune.base.model_facts import IGNORE_INDEX, model_device
 from streamtune.engine.hf_names import CACHES, KERNEL_ROWS, MAKES_POSITIONS, POSITIONS, TOKEN_TYPES
 from streamtune.engine.inspect_model import carries_states
-from streamtune.engine.observe import RandomState
 from streamtune.engine.rotary import RowLengths
 from streamtune.engine.rows import Branches
 from streamtune.engine.sequence.shards import SequenceParallel, SequenceShards
 from streamtune.engine.streamed_model import StreamedModel
 from streamtune.errors import ArgumentError, UnsupportedModelError
+from streamtune.ops.forward_state import RandomState
 
 TOKENS = {"input_ids": 1, "inputs_embeds": 1, "labels": 1, "position_ids": -1, "shift_labels": 1}
 """Arguments with a sequence dimension, each with the index of this dimension."""

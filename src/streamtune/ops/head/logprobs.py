@@ -20,6 +20,7 @@ from torch import Tensor
 from streamtune.base.model_facts import IGNORE_INDEX
 from streamtune.ops.devices import MAX_ELEMENTS, autocast_device_type, block_slices
 from streamtune.ops.first_order import first_order, suspend_tensor_hooks
+from streamtune.ops.forward_state import Autocast, RandomState
 from streamtune.ops.head.sweep import (
     HeadGradients,
     HeadSettings,
@@ -167,9 +168,11 @@ class _ProjectScores(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(hidden, *params)
         ctx.rows, ctx.project = rows, project
+        ctx.autocast, ctx.random_states = Autocast.capture(hidden.device), []
         ctx.set_materialize_grads(False)
         scores = _score_buffers(hidden, rows, entropy)
         for chunk in rows.chunks():
+            ctx.random_states.append(RandomState.capture(hidden.device))  # for dropout in the head
             _write_scores(scores, chunk, project(hidden[chunk]), rows.targets[chunk])
         return scores
 
@@ -182,9 +185,9 @@ class _ProjectScores(torch.autograd.Function):
         wanted = [p for p, each in zip(params, needed, strict=True) if each]
         sums = gradient_buffers(wanted)
         grad_hidden = rows.gradient_buffer(hidden)
-        for chunk in rows.chunks():
+        for chunk, random_state in zip(rows.chunks(), ctx.random_states, strict=True):
             given = [None if grad is None else grad[chunk] for grad in (grad_logprobs, grad_entropy)]
-            with torch.enable_grad():
+            with torch.enable_grad(), ctx.autocast.applied(), random_state.replayed():
                 h = hidden[chunk].detach().requires_grad_()
                 logits = ctx.project(h)
             grad = _logits_gradient(logits.detach(), rows.targets[chunk], None, *given)
