@@ -12,7 +12,7 @@ from tests.exactness.test_adapters import ON_WHOLE, Nothing, moved
 
 from streamtune.base.adapters import ADAPTERS
 from streamtune.errors import ArgumentError
-from streamtune.models import AdapterSpec, add_adapters, load_initial_adapters, save_pretrained
+from streamtune.models import AdapterSpec, add_adapters, load_initial_adapters, load_run_adapters, save_pretrained
 
 
 def names_of(model: Any) -> set[str]:
@@ -61,6 +61,34 @@ def test_a_copy_of_an_end_that_is_shared_is_for_low_rank_alone() -> None:
         )
     with pytest.raises(ArgumentError, match="new tokens"):
         add_adapters(build("qwen3"), AdapterSpec(kind="ia3"), new_tokens=[5])
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_head_has_an_adapter_or_rows_of_new_tokens(tied: bool) -> None:
+    base = build("qwen3", tie_word_embeddings=tied)
+    with pytest.raises(ArgumentError, match="lm_head cannot have an adapter and trained rows") as caught:
+        add_adapters(base, AdapterSpec(r=4, target=["q_proj", "lm_head"]), new_tokens=[5])
+    assert caught.value.where == "lora_target"
+    add_adapters(base, AdapterSpec(r=4, target=["q_proj"]), new_tokens=[5])
+
+
+@pytest.mark.parametrize("kind", ["paca", "pissa"])
+@pytest.mark.parametrize("whole", ["embed_tokens", "lm_head"])
+def test_tied_ends_trained_whole_beside_adapters_that_are_saved_as_lora(kind: str, whole: str, tmp_path: Path) -> None:
+    def base() -> Any:
+        return build("qwen3", tie_word_embeddings=True)
+
+    spec = AdapterSpec(kind=kind, r=4, target=["q_proj"], modules_to_save=[whole])
+    model = moved(add_adapters(base(), spec))
+    save_pretrained(model, Nothing(), tmp_path)
+    ids = torch.arange(3, 20)[None]
+    with torch.no_grad():
+        want = model(input_ids=ids).logits
+        resumed = load_run_adapters(base(), tmp_path, spec)
+        assert torch.equal(resumed(input_ids=ids).logits, want)
+        torch.testing.assert_close(load_initial_adapters(base(), str(tmp_path))(input_ids=ids).logits, want)
+    ends = [name for name, x in resumed.named_parameters() if x.requires_grad and "modules_to_save" in name]
+    assert len(ends) == 1
 
 
 MIXTURES: dict[str, dict[str, Any]] = {

@@ -32,6 +32,10 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "saved whole": ("llama", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "norm"]}),
     "saved whole, tied": ("gemma2", {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}),
     "some tokens": ("llama", {"target_modules": ["q_proj"], "trainable_token_indices": [4, 7]}),
+    "some tokens and the head of a tied pair": (
+        "gemma2",
+        {"target_modules": ["lm_head", "q_proj"], "trainable_token_indices": [4, 7]},
+    ),
     "stacked experts": ("gpt_oss", {"target_modules": [], "target_parameters": ["mlp.experts.down_proj"]}),
     "two of the experts' tensors": (
         "mixtral",
@@ -41,12 +45,14 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.quick("head of a tied pair", "saved whole", "two of the experts' tensors")
+@pytest.mark.quick(
+    "head of a tied pair", "some tokens and the head of a tied pair", "saved whole", "two of the experts' tensors"
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_adapter(kind: str, tmp_path: Path) -> None:
     family, settings = KINDS[kind]
     model = adapt(make_base(family), **settings)
-    if kind == "some tokens":
+    if "some tokens" in kind:
         with torch.no_grad():
             for name, x in model.named_parameters():
                 if "token_adapter" in name and "delta" in name:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +34,7 @@ from streamtune.models.adapters.initial_values import (
 from streamtune.models.adapters.targets import (
     PEFT_FORM,
     embedding_and_head_names,
+    has_suffix,
     linear_target_names,
     lora_layers,
     match_suffixes,
@@ -120,6 +121,8 @@ def add_peft_adapters(model: PreTrainedModel, spec: AdapterSpec, seed: int, new_
     from peft import get_peft_config, get_peft_model
 
     _check_rank_and_alpha_patterns(spec, model)
+    if new_tokens:
+        _refuse_adapter_on_head_with_new_tokens(spec, model)
     options = spec.peft_options(seed)
     options |= {"task_type": "CAUSAL_LM", "modules_to_save": list(spec.modules_to_save) or None}
     match_suffixes(
@@ -175,6 +178,19 @@ def _refuse_low_rank_only_options(spec: AdapterSpec, model: PreTrainedModel, new
             where="modules_to_save",
             fix=f"{fix}, or leave {name} out",
         )
+
+
+def _refuse_adapter_on_head_with_new_tokens(spec: AdapterSpec, model: PreTrainedModel) -> None:
+    head = model.get_output_embeddings()
+    for name in [name for name, module in model.named_modules() if module is head]:
+        if not isinstance(spec.target, str) and any(has_suffix(name, end) for end in spec.target):
+            if any(has_suffix(name, end) for end in spec.exclude):
+                continue
+            raise ArgumentError(
+                f"{name} cannot have an adapter and trained rows of new tokens",
+                where="lora_target",
+                fix=f"leave {name} out of lora_target; the rows of added_tokens and special_tokens are trained anyway",
+            )
 
 
 def _check_rank_and_alpha_patterns(spec: AdapterSpec, model: nn.Module) -> None:
@@ -283,7 +299,18 @@ def convert_to_lora(
         like = adapters[f"{layer.removesuffix('A')}B.weight"]
         ones = like.new_zeros(len(index), adapted_model.get_submodule(f"{layer}.default").width)
         adapters[f"{layer}.weight"] = ones.scatter_(1, index[:, None].to(ones.device), 1)
-    return config, {name: values.contiguous() for name, values in adapters.items()}
+    return config, dict(_without_shared_storage(adapters))
+
+
+def _without_shared_storage(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield contiguous tensors; a tensor that shares its storage with an earlier one (tied weights) is copied."""
+    seen: set[int] = set()
+    for name, values in tensors.items():
+        own = values.contiguous()
+        if (storage := own.untyped_storage().data_ptr()) in seen:
+            own = own.clone()
+        seen.add(storage)
+        yield name, own
 
 
 def load_run_adapters(

@@ -103,6 +103,7 @@ def add_constant_adapter(adapted_model: Any) -> None:
     """Add a constant adapter, stored in buffers, to each layer: it cancels the trained adapter's initial product."""
     plain = copy.deepcopy(adapted_model.peft_config["default"])
     plain.lora_dropout, plain.modules_to_save, plain.trainable_token_indices = 0.0, None, None
+    plain.ensure_weight_tying, plain.modules_to_tie = False, None
     adapted_model.add_adapter(START, plain)
     for _, layer in lora_layers(adapted_model):
         for part in (layer.lora_A[START], layer.lora_B[START]):

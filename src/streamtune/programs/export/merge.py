@@ -136,12 +136,15 @@ def merged_parameters(wrapper: nn.Module) -> dict[str, Tensor]:
     inner, chain = inner_module(wrapper)
     with _using_fp32_parameters(inner, chain), torch.no_grad():
         for layer in reversed(chain):  # adapters on adapters: merge the inner ones first
-            _merge_adapters(layer)
+            _merge_adapters(layer, inner)
         return {key: x.data for key, x in inner._parameters.items() if x is not None}
 
 
-def _merge_adapters(layer: Any) -> None:
-    """Merge the active adapters of one wrapper into the fp32 weights of its base layer, with peft's rule.
+def _merge_adapters(layer: Any, inner: nn.Module) -> None:
+    """Merge the active adapters of one wrapper into the fp32 weights of the module inside, with peft's rule.
+
+    The rule is applied to ``inner`` itself: a wrapper in between, such as one of new tokens, may return copies of its
+    weights.
 
     Raises:
         ArgumentError: peft has no rule for this kind, such as activated LoRA.
@@ -155,6 +158,7 @@ def _merge_adapters(layer: Any) -> None:
     read = ("quantization_backend", "fan_in_fan_out")  # use the rule of plain layers
     before = {name: vars(layer)[name] for name in read if name in vars(layer)}
     layer.quantization_backend, layer.fan_in_fan_out = None, bool(before.get("fan_in_fan_out"))
+    base_layer, layer.base_layer = layer.base_layer, inner
     try:
         rule(layer)
     except (NotImplementedError, RuntimeError) as error:
@@ -162,6 +166,7 @@ def _merge_adapters(layer: Any) -> None:
             f"peft cannot merge these adapters: {error}", where="RUN", fix="--no-merge exports the adapters alone"
         ) from error
     finally:
+        layer.base_layer = base_layer
         for name in read:
             delattr(layer, name)
         vars(layer).update(before)
