@@ -40,3 +40,40 @@ def test_any_number_comes_back(rate, tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text(dump_recipe(recipe))
     assert load_recipe(path).recipe.learning_rate == rate
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"finetuning_type": "lora"},
+        {"finetuning_type": "lora", "adapter_type": "ia3"},
+        {"finetuning_type": "lora", "adapter_name_or_path": "first/final"},
+        {"finetuning_type": "qlora", "adapter_name_or_path": "first/final"},
+    ],
+)
+def test_a_dumped_recipe_names_no_adapter_key_without_effect(keys, tmp_path):
+    recipe = Recipe(model_name_or_path="a", datasets=[{"path": "a"}], **keys)
+    path = tmp_path / "recipe.yaml"
+    path.write_text(dump_recipe(recipe))
+    again = load_recipe(path)
+    assert again.recipe == recipe
+    assert again.notes == ()
+    assert Recipe.model_validate(dict(recipe)) == recipe  # as for a copy with another placement
+    assert ("lora_r: 16" in path.read_text()) == (keys == {"finetuning_type": "lora"})
+
+
+def test_an_adapter_key_that_was_given_is_dumped_though_it_has_no_effect(tmp_path):
+    recipe = Recipe(model_name_or_path="a", datasets=[{"path": "a"}], lora_r=8)
+    path = tmp_path / "recipe.yaml"
+    path.write_text(dump_recipe(recipe))
+    assert load_recipe(path).recipe == recipe
+    assert load_recipe(path).notes == ("'lora_r' has no effect with finetuning_type: full",)
+
+
+def test_a_default_beside_a_folder_of_adapters_is_noted(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        "model_name_or_path: a\ndatasets: [a]\nfinetuning_type: lora\nadapter_name_or_path: b\nlora_r: 16\n"
+    )
+    assert load_recipe(path).notes == ("'lora_r' has no effect with adapter_name_or_path: b",)

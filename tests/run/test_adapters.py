@@ -144,7 +144,10 @@ def test_a_run_starts_from_the_adapters_of_another(folder: Path, kind: str, caps
     assert run("--output-dir", "second") == 0
     assert losses("second") == before
     assert saved("second") == kept
+    assert load_recipe(Path("second/recipe.yaml")).notes == ()
     capsys.readouterr()
+    assert streamtune("export", "second", "merged") == 0
+    assert "cannot read" not in " ".join(capsys.readouterr().err.split())
     assert run("--output-dir", "third", "--set", "lora_r=2") == 2
     assert "'lora_r' has no effect: the adapters in" in capsys.readouterr().err
 

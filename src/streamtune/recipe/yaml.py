@@ -19,6 +19,8 @@ import yaml
 
 from streamtune.errors import RecipeError
 
+from .keys.adapters import keys_without_effect
+from .rules import is_given
 from .schema import Recipe
 
 KeyPath = tuple[str | int, ...]
@@ -282,7 +284,7 @@ def _syntax_error(error: yaml.MarkedYAMLError, file: str) -> RecipeError:
 
 
 def dump_recipe(recipe: Recipe, *, comment: str = "") -> str:
-    """Return the recipe as YAML, with every default written out.
+    """Return the recipe as YAML, with every default written out, except of adapter keys that have no effect.
 
     Args:
         recipe: Recipe; keys without a value are left out.
@@ -298,7 +300,8 @@ def dump_recipe(recipe: Recipe, *, comment: str = "") -> str:
     """
     head = "".join(f"# {line}".rstrip() + "\n" for line in comment.splitlines())
     # mode="json" turns tuples into lists.
-    values = recipe.model_dump(mode="json", exclude_none=True)
+    unread = {key for key in keys_without_effect(recipe) if not is_given(recipe, key)}
+    values = recipe.model_dump(mode="json", exclude_none=True, exclude=unread)
     return head + dump_yaml(values)
 
 

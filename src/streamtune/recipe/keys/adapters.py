@@ -20,6 +20,7 @@ from streamtune.recipe.rules import (
     Text,
     Where,
     at_most,
+    is_given,
     names_where,
 )
 
@@ -30,13 +31,20 @@ ADAPTER_KEYS = ("adapter_type", *OF_KINDS, *OF_ALL)
 UNQUANTISED = tuple(name for name, kind in ADAPTERS.items() if not kind.on_quantised)
 
 
-def unread_adapter_keys(recipe: Any) -> dict[str, str]:
-    """Return the adapter keys of a recipe that have no effect, each with the setting that disables it."""
-    given = [key for key in ADAPTER_KEYS if key in recipe.model_fields_set]
+def keys_without_effect(recipe: Any) -> dict[str, str]:
+    """Return the adapter keys that have no effect in a recipe, each with the setting that disables it."""
     if recipe.finetuning_type == "full":
-        return dict.fromkeys(given, "finetuning_type: full")
-    unread = [key for key in given if key in OF_KINDS and key not in ADAPTERS[recipe.adapter_type].own_recipe_keys]
+        return dict.fromkeys(ADAPTER_KEYS, "finetuning_type: full")
+    if recipe.adapter_name_or_path is not None:
+        others = (key for key in ADAPTER_KEYS if key != "adapter_name_or_path")
+        return dict.fromkeys(others, f"adapter_name_or_path: {recipe.adapter_name_or_path}")
+    unread = (key for key in OF_KINDS if key not in ADAPTERS[recipe.adapter_type].own_recipe_keys)
     return dict.fromkeys(unread, f"adapter_type: {recipe.adapter_type}")
+
+
+def unread_adapter_keys(recipe: Any) -> dict[str, str]:
+    """Return the keys of :func:`keys_without_effect` that the recipe sets."""
+    return {key: setting for key, setting in keys_without_effect(recipe).items() if key in recipe.model_fields_set}
 
 
 class AdapterKeys(Spec):
@@ -123,8 +131,8 @@ class AdapterKeys(Spec):
 
 
 def _refuse_keys_of_adapter_folder(recipe: Any) -> Iterator[Refusal]:
-    for key in ADAPTER_KEYS:
-        if key in recipe.model_fields_set and key != "adapter_name_or_path":
+    for key in keys_without_effect(recipe):
+        if is_given(recipe, key):
             what = f"'{key}' has no effect: the adapters in {recipe.adapter_name_or_path} set it"
             yield Refusal(key, what, "delete one of the two lines")
 
