@@ -63,6 +63,22 @@ def test_validate_says_what_a_recipe_does(tmp_path, capsys):
     ]
 
 
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ("lora_r: 4\n", "LoRA of rank 4 on all-linear; weights"),
+        ("adapter_type: ia3\n", "ia3 adapters on all-linear; weights"),
+        ("adapter_type: dora\nlora_r: 4\n", "dora adapters of rank 4 on all-linear; weights"),
+        ("adapter_name_or_path: org/adapters\n", "adapters of org/adapters; weights"),
+    ],
+)
+def test_validate_says_which_adapters_are_trained(keys, said, tmp_path, capsys):
+    path = tmp_path / "my.yaml"
+    path.write_text(f"model_name_or_path: a\ndatasets: [{{path: org/rows}}]\nfinetuning_type: lora\n{keys}")
+    assert call("validate", str(path)) == 0
+    assert said in " ".join(capsys.readouterr().out.split())
+
+
 def test_validate_names_data_files_that_are_not_here(tmp_path, capsys):
     (tmp_path / "here.jsonl").write_text("{}\n")
     recipe = tmp_path / "recipe.yaml"

@@ -29,6 +29,7 @@ from streamtune.recipe import (
     third_party_code_of,
     with_schema_header,
 )
+from streamtune.recipe.keys.adapters import keys_without_effect
 
 from .console import err, make_table, out, print_json, print_note, print_rows, print_table, print_text
 from .options import HelpCommand, HelpGroup, JsonOption, RecipeArgument, SetOption, option
@@ -305,11 +306,8 @@ def _describe_objective(recipe: Recipe) -> str:
 
 
 def _describe_trained_weights(recipe: Recipe) -> str:
-    kind = "all weights"
-    if recipe.finetuning_type != "full":
-        target = recipe.lora_target if isinstance(recipe.lora_target, str) else ", ".join(recipe.lora_target)
-        kind = f"{ADAPTERS[recipe.finetuning_type]} of rank {recipe.lora_r} on {target}"
     full = recipe.finetuning_type == "full"
+    kind = "all weights" if full else _describe_adapters(recipe)
     open_names = {"auto": "float32, or bfloat16 if that does not fit" if full else "the checkpoint's dtype"}
     open_names["mixed"] = "float32" if full else "the checkpoint's dtype"
     weights: str = open_names.get(recipe.dtype, recipe.dtype) if recipe.model is None else recipe.dtype
@@ -318,6 +316,15 @@ def _describe_trained_weights(recipe: Recipe) -> str:
         bits = "nf4 on an accelerator, int8 on the CPU" if recipe.quantization == "auto" else recipe.quantization
         weights = f"{weights}, linear layers in {bits}"
     return f"{kind}; weights in {weights}" + ("; computed in bfloat16" if recipe.bf16 else "")
+
+
+def _describe_adapters(recipe: Recipe) -> str:
+    if recipe.adapter_name_or_path is not None:
+        return f"adapters of {recipe.adapter_name_or_path}"
+    name = ADAPTERS[recipe.finetuning_type] if recipe.adapter_type == "lora" else f"{recipe.adapter_type} adapters"
+    rank = "" if "lora_r" in keys_without_effect(recipe) else f" of rank {recipe.lora_r}"
+    target = recipe.lora_target if isinstance(recipe.lora_target, str) else ", ".join(recipe.lora_target)
+    return f"{name}{rank} on {target}"
 
 
 DATA_FILES = (".jsonl", ".json", ".parquet", ".csv")

@@ -156,7 +156,7 @@ def _read_file(name: str, where: str) -> dict[str, Any]:
         )
     if (found := _find_secret(config)) is not None:
         kind, key = found
-        lines = [number for number, line in enumerate(text.splitlines(), 1) if find_secret(line)]
+        lines = [number for number, line in enumerate(text.split("\n"), 1) if find_secret(line)]
         raise ArgumentError(
             f"'{redact(key)}' contains {kind}, but the DeepSpeed configuration is copied into every run",
             where=f"{name}:{lines[0]}" if lines else name,

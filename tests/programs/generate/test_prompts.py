@@ -33,6 +33,7 @@ def written(folder: Path, name: str, content: Any) -> Path:
         ("a.json", [{"prompt": "one"}, {"messages": [ASK]}, "three"], ["one", [ASK], "three"]),
         ("a.json", ASK, [[ASK]]),
         ("a.jsonl", '{"prompt": "one"}\n\n"two"\n', ["one", "two"]),
+        ("a.jsonl", '{"prompt": "a\u2028b\x85c"}\r\n"two\u2029"', ["a\u2028b\x85c", "two\u2029"]),
     ],
 )
 def test_what_a_file_asks(name: str, content: Any, want: list[Any], tmp_path: Path) -> None:

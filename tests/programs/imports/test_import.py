@@ -421,6 +421,16 @@ def test_yaml_json_and_command_of_swift_are_the_same(tmp_path: Path) -> None:
     assert recipes[0] == recipes[1] == recipes[2]
 
 
+def test_separators_within_a_word_of_a_command_stay(tmp_path: Path) -> None:
+    (tmp_path / "r.jsonl").write_text('{"query": "a", "response": "b"}\n')
+    command = f"swift sft --model a --max_length 64 --dataset {tmp_path / 'r.jsonl'} --system 'One.\u2028Two.'\n"
+    path = tmp_path / "r.sh"
+    path.write_text(command, encoding="utf-8")
+    out = tmp_path / "ours.yaml"
+    out.write_text(import_recipe(path).text, encoding="utf-8")
+    assert load_recipe(out).recipe.default_system == "One.\u2028Two."
+
+
 def test_commands_of_trl_and_llamafactory(tmp_path: Path) -> None:
     imported = convert(tmp_path, "trl dpo --model_name_or_path a --dataset_name b --beta=0.3 --bf16\n", "r.sh")
     assert (imported.trainer.name, imported.objective) == ("trl", "dpo")

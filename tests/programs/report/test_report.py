@@ -143,6 +143,20 @@ def test_the_longest_row_is_the_one_that_was_trained(recipe: dict[str, Any], sai
     assert f">{said}<" in text.partition("longest row")[2][:200]
 
 
+@pytest.mark.parametrize(
+    ("recipe", "said"),
+    [
+        ({"lora_r": 8}, "; lora of rank 8;"),
+        ({"lora_r": 16, "adapter_name_or_path": "first/final"}, "; lora from first/final;"),
+        ({"lora_r": 16, "adapter_type": "ia3"}, "; lora (ia3);"),
+        ({"lora_r": 4, "adapter_type": "dora", "finetuning_type": "qlora"}, "; qlora (dora) of rank 4;"),
+    ],
+)
+def test_adapters_are_named_with_a_rank_that_they_have(recipe: dict[str, Any], said: str, tmp_path: Path) -> None:
+    path = write_run(tmp_path / "r", 3, **{"finetuning_type": "lora", **recipe})
+    assert said in render_page([read_run(path)])
+
+
 def test_torn_young_and_old_runs(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "torn", 5)
     with (folder / "metrics.jsonl").open("a") as file:

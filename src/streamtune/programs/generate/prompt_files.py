@@ -55,7 +55,7 @@ def read_prompts(path: Path) -> list[Prompt]:
     if ending == ".json":
         found = list(_iterate_document_prompts(_parse_json(text, str(path)), str(path)))
     elif ending == ".jsonl":
-        lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+        lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
         found = [_parse_prompt(_parse_json(line, f"{path}:{number}"), f"{path}:{number}") for number, line in lines]
     else:
         found = [text] if text.strip() else []

@@ -171,7 +171,7 @@ def _split_statements(text: str) -> list[list[tuple[str, int]]]:
     statements: list[list[tuple[str, int]]] = []
     words: list[tuple[str, int]] = []
     pending, start = "", 1
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):
         continues = len(line) - len(line.rstrip("\\")) & 1 == 1
         start = start if pending else number
         pending += line[:-1] if continues else line

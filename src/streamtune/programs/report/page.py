@@ -15,6 +15,7 @@ import typer
 import yaml
 from rich.text import Text
 
+from streamtune.base.adapters import ADAPTERS
 from streamtune.base.text import eval_set_names
 from streamtune.cli.console import out, print_labelled, print_note, replace_page
 from streamtune.cli.options import option
@@ -140,12 +141,20 @@ def _describe_run(run: RunRecords) -> str:
     model = recipe.get("model_name_or_path") or _nested_value(recipe, "model", "init", "model_type") or "a model"
     parts = [f"{recipe.get('objective', 'sft')} of {model}"]
     if recipe.get("finetuning_type", "full") != "full":
-        parts.append(f"{recipe['finetuning_type']} of rank {recipe.get('lora_r')}")
+        parts.append(_describe_adapters(recipe))
     sources = [str(each.get("path")) for each in _as_sequence(recipe.get("datasets")) if isinstance(each, Mapping)]
     if sources:
         parts.append(f"on {', '.join(sources[:4])}{' ...' if len(sources) > 4 else ''}")
     parts.append(_describe_state(run))
     return "; ".join(parts)
+
+
+def _describe_adapters(recipe: Mapping[str, Any]) -> str:
+    tuning, kind = str(recipe["finetuning_type"]), str(recipe.get("adapter_type", "lora"))
+    if recipe.get("adapter_name_or_path") is not None:  # the folder sets their kind and rank
+        return f"{tuning} from {recipe['adapter_name_or_path']}"
+    has_rank = kind in ADAPTERS and "lora_r" in ADAPTERS[kind].own_recipe_keys and "lora_r" in recipe
+    return tuning + (f" ({kind})" if kind != "lora" else "") + (f" of rank {recipe['lora_r']}" if has_rank else "")
 
 
 def _describe_state(run: RunRecords) -> str:
