@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,15 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 from streamtune.cli import main
+from streamtune.errors import RecipeError
 from streamtune.models import load_model
+from streamtune.recipe import load_recipe
+from streamtune.run.ranks import resolve_setup
+from streamtune.run.start import _make_identity as make_identity
+from streamtune.run.start import _with_generation_size as with_generation_size
+from streamtune.tasks.steps import count_micro_batches
+from streamtune.train import World
+from streamtune.train.rundir import check_same_run
 
 RECIPE: dict[str, Any] = {
     "objective": "grpo",
@@ -186,6 +196,66 @@ def test_a_run_goes_on_in_the_middle_of_inner_epochs_bit_for_bit(grpo: Grpo) -> 
     assert len(groups) == 6
     assert [len(row) for row in groups[0]["old"]] == [len(row) for row in groups[0]["completions"]]
     assert state["stream"]["picker"]["rates"]
+
+
+@pytest.mark.full
+def test_other_data_begins_with_new_completions(grpo: Grpo) -> None:
+    """The completions of the checkpoint belong to prompts of the old data, which has as many rows."""
+    settings = {"num_iterations": 4, "val_size": 0}
+    for word in ("Say", "Add"):
+        prompts = [[{"role": "user", "content": f"{word} {number}."}] for number in range(20)]
+        Path(f"{word}.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    assert grpo(max_steps=2, datasets=[{"path": "Say.jsonl"}], **settings) == 0
+    changes = ("--allow-change", "data", "--allow-change", "max_steps")
+    assert grpo(*changes, max_steps=4, datasets=[{"path": "Add.jsonl"}], **settings) == 0
+    written = lines("runs/tiny", "completions.jsonl")
+    assert {record["step"] for record in written} == {1, 3}
+    assert {record["origin"].partition(":")[0] for record in written if record["step"] == 3} == {"Add.jsonl"}
+
+
+def test_the_size_of_a_generation_is_compared_over_all_ranks(grpo: Grpo) -> None:
+    def identity_of(ranks: int, **settings: Any) -> dict[str, Any]:
+        loaded = load_recipe("tiny.yaml", [f"{key}={value}" for key, value in settings.items()])
+        setup = resolve_setup(loaded, lambda text: None)
+        world = World(0, ranks)
+        setup = replace(setup, world=world, micro_batches=count_micro_batches(loaded.recipe, world))
+        return make_identity(setup, None, "2030-01-01")
+
+    two = identity_of(2, steps_per_generation=4)
+    assert two["recipe"]["generation_batch_size"] == 2 * 4 * 6
+    older_recipe = {**two["recipe"], "steps_per_generation": 4, "generation_batch_size": None}
+    assert with_generation_size({**two, "recipe": older_recipe}) == two == with_generation_size(two)
+    step = {"train_batch_size": 24}
+    for ranks, settings, same in (
+        (1, {"steps_per_generation": 8}, True),
+        (1, {"generation_batch_size": 48}, True),
+        (2, {"generation_batch_size": 48}, True),
+        (1, {"steps_per_generation": 4}, False),
+    ):
+        other = identity_of(ranks, **settings, **step)
+        with nullcontext() if same else pytest.raises(RecipeError, match="generation_batch_size was 48, is now 24"):
+            check_same_run(two, other, where=Path("run"))
+
+
+@pytest.mark.full
+def test_a_run_of_two_ranks_is_not_resumed_with_fewer_completions_per_generation(
+    grpo: Grpo, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The saved run is one of an older version: it has the number of micro-batches of one rank."""
+    settings = {"train_batch_size": 12, "reward_funcs": ["rewards.py:raising"]}
+    assert grpo(steps_per_generation=8, **settings) == 1  # before the first checkpoint, which has a checksum
+    identity = json.loads(Path("runs/tiny/run.json").read_text())
+    identity["recipe"] |= {"steps_per_generation": 4, "generation_batch_size": None}
+    Path("runs/tiny/run.json").write_text(json.dumps({**identity, "world_size": 2}))
+    capsys.readouterr()
+    assert grpo("--dry-run", steps_per_generation=4, **settings) == 2
+    shown = " ".join(capsys.readouterr().err.split())
+    assert "writes 48 completions per generation on 2 ranks, but this recipe writes 24 on 1 rank" in shown
+    assert "write generation_batch_size: 48 in place of steps_per_generation" in shown
+    assert grpo("--dry-run", generation_batch_size=48, **settings) == 0
+    allowed = ("--dry-run", "--allow-change", "steps_per_generation")
+    assert grpo(*allowed, steps_per_generation=4, **settings) == 0
+    assert "generation_batch_size was 48, is now 24" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.full

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from streamtune import data, train
-from streamtune.errors import OutOfMemoryError, RunError
+from streamtune.errors import CheckpointError, OutOfMemoryError, RunError
 from streamtune.recipe.schema import GrpoRecipe
 from streamtune.run.train import SLOW_ACTIVITIES
 from streamtune.tasks.grpo.groups import BatchLayout, Group, group_metrics
@@ -126,6 +127,101 @@ def test_inner_epochs_go_through_one_rollout_and_resume_anywhere(tmp_path: Path)
         assert [seen(resumed.next_step()) for _ in range(8 - at)] == taken[at + 1 :]
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "left"),
+    [
+        ({"num_iterations": 4}, {"num_iterations": 2}, 1),
+        ({"num_iterations": 4}, {"num_iterations": 8}, 1),
+        ({"steps_per_generation": 4}, {"steps_per_generation": 2}, 1),
+        ({"steps_per_generation": 4}, {"steps_per_generation": 6}, 1),
+        ({"steps_per_generation": 2, "num_iterations": 2}, {"steps_per_generation": 1}, 1),
+        ({"steps_per_generation": 3}, {"num_iterations": 2}, 0),
+    ],
+)
+def test_a_resumed_rollout_is_used_as_often_as_when_it_was_written(
+    tmp_path: Path, before: dict[str, Any], after: dict[str, Any], left: int
+) -> None:
+    torch.manual_seed(5)
+    whole = steps(tmp_path / "whole", **before)
+    for _ in range(3):
+        whole.next_step()
+    state = json.loads(json.dumps(whole.state_dict()))
+    resumed = steps(tmp_path / "resumed", **after)
+    resumed.load_state_dict(state)
+    assert [seen(resumed.next_step()) for _ in range(left)] == [seen(whole.next_step()) for _ in range(left)]
+    writer: Any = resumed.tools.writer
+    assert writer.asked == []
+    part_count = resumed.recipe.steps_per_rollout * resumed.recipe.num_iterations
+    for rollouts in (1, 2):
+        for _ in range(part_count):
+            resumed.next_step()
+        assert len(writer.asked) == rollouts
+
+
+@pytest.mark.parametrize("num_iterations", [1, 2, 3])
+def test_a_rollout_of_an_older_checkpoint_is_never_trained_on_until_the_end(
+    tmp_path: Path, num_iterations: int
+) -> None:
+    whole = steps(tmp_path / "whole", num_iterations=4)
+    for _ in range(3):
+        whole.next_step()
+    state = json.loads(json.dumps(whole.state_dict()))
+    for name in ("parts", "iterations", "temperature"):
+        del state["rollout"][name]
+    resumed = steps(tmp_path / "resumed", num_iterations=num_iterations)
+    resumed.load_state_dict(state)
+    resumed.next_step()
+    assert len(resumed.tools.writer.asked) == 1  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", ["parts", "iterations"])
+def test_a_rollout_without_parts_is_refused(tmp_path: Path, name: str) -> None:
+    stream = steps(tmp_path, num_iterations=2)
+    stream.next_step()
+    state = stream.state_dict()
+    state["rollout"][name] = 0
+    with pytest.raises(CheckpointError, match="at least one part and one iteration"):
+        stream.load_state_dict(state)
+
+
+@pytest.mark.parametrize("change", ["reference", "temperature", "layout", "none"])
+def test_a_resumed_rollout_without_the_log_probs_of_a_changed_loss_is_not_trained_on(
+    tmp_path: Path, change: str
+) -> None:
+    """With a KL the loss needs the reference's log-probs, and log-probs of completions whose advantage is 0."""
+    settings = {"num_iterations": 2, "per_device_train_batch_size": 18}
+    flat = Lengths(flat=frozenset({0, 1}))
+    whole = steps(tmp_path / "whole", flat, **settings)
+    whole.next_step()
+    state = json.loads(json.dumps(whole.state_dict()))
+    resumed = steps(tmp_path / "resumed", flat, **settings, **({"temperature": 0.7} if change == "temperature" else {}))
+    if change == "reference":
+        resumed.tools.reference = resumed.tools.policy
+    if change == "layout":
+        resumed.tools.layout = replace(resumed.tools.layout, leave_out=False)
+    resumed.load_state_dict(state)
+    batches = resumed.next_step()
+    kept = change == "none"
+    assert len(resumed.tools.writer.asked) == (0 if kept else 1)  # type: ignore[attr-defined]
+    events = train.read_records(resumed.log.run.events) if resumed.log.run.events.exists() else []
+    assert [event["event"] for event in events] == ([] if kept else ["skip"])
+    for batch in batches:
+        assert isinstance(batch, PolicyBatch)
+        assert batch.old_K is not None
+        assert len(batch.old_K) == len(batch.row_K)
+        assert (batch.ref_K is not None) is (change == "reference")
+
+
+def test_after_a_change_of_the_data_only_the_number_of_steps_is_kept(tmp_path: Path) -> None:
+    whole = steps(tmp_path / "whole", num_iterations=2, prompts="pass_rate")
+    whole.next_step()
+    resumed = steps(tmp_path / "resumed", num_iterations=2, prompts="pass_rate")
+    resumed.load_state_dict({"taken": whole.state_dict()["taken"]})
+    assert resumed.steps_taken == 1
+    resumed.next_step()
+    assert len(resumed.tools.writer.asked) == 1  # type: ignore[attr-defined]
+
+
 def test_one_pass_over_one_step_needs_no_old_log_probs(tmp_path: Path) -> None:
     ((_, _, old, metrics),) = seen(steps(tmp_path / "run").next_step())
     assert old is None
@@ -158,6 +254,24 @@ def test_batches_that_teach_nothing_are_drawn_anew_counted_and_end_the_run(tmp_p
     hopeless = steps(tmp_path / "hopeless", Lengths(flat=frozenset(range(6))), skip_limit=4)
     with pytest.raises(RunError, match="4 rollouts in a row had no gradient"):
         hopeless.next_step()
+
+
+def test_skipped_batches_are_counted_by_the_first_step_that_has_a_gradient(tmp_path: Path) -> None:
+    """The third rollout has a gradient only in its second part."""
+
+    class Judge:
+        calls = 0
+
+        def __call__(self, prompts: Sequence[data.Prompt], completions: Sequence[list[int]]) -> RewardScores:
+            self.calls += 1
+            flat = len(completions) // 2 if self.calls > 2 else len(completions)
+            scores: list[float | None] = [float(max(0, place - flat)) for place in range(len(completions))]
+            return RewardScores(scores, {"place": scores})
+
+    stream = steps(tmp_path, Judge(), steps_per_generation=2, num_iterations=2)
+    metrics = [stream.next_step()[0].metrics for _ in range(2)]
+    assert metrics[0]["skipped_batches"] == (2.0, 1.0)
+    assert "skipped_batches" not in metrics[1]
 
 
 def test_a_call_of_the_reward_is_a_phase_of_its_own_in_training_and_evaluation(tmp_path: Path) -> None:

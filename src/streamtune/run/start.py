@@ -21,6 +21,7 @@ from streamtune import __version__, models, train
 from streamtune.distributed import check_ranks_agree
 from streamtune.errors import ArgumentError, RecipeError, did_you_mean
 from streamtune.recipe.keys.adapters import ADAPTER_KEYS
+from streamtune.recipe.keys.rollouts import RolloutKeys
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.run.data import fingerprint_inputs, fingerprint_tokenizer_files
 from streamtune.run.ranks import RunSetup, resolve_setup
@@ -142,8 +143,11 @@ class Start(RunSetup):
         self.identity["data"] = fingerprint
         changed = [text for text in self._compare_with_resumed() if text not in earlier_changes]
         self._notify_changes(changed)
-        if changed and self.checkpoint is not None and "epoch" in self.checkpoint.state["stream"]:
-            self.checkpoint.state["stream"] = None
+        position = None if self.checkpoint is None else self.checkpoint.state["stream"]
+        if changed and self.checkpoint is not None and position is not None and {"epoch", "picker"} & position.keys():
+            # Completions, pass rates and gradient norms of grpo belong to the prompts of the old data.
+            kept = {key: position[key] for key in position if key == "taken"}
+            self.checkpoint.state["stream"] = kept if "picker" in position else None
             self.notify("the data changed, which --allow-change data permits: it is read again from its beginning")
 
     def record_files(self, *, include_hubs: bool = False) -> None:
@@ -208,6 +212,7 @@ class Start(RunSetup):
         """Raise an error unless this run may resume; return the allowed differences from the resumed run, as text."""
         for where, started_as in self.resumed_identities.items():
             self._check_rows_per_step(started_as, where)
+            self._check_generation_size(started_as, where)
         changes = (
             train.check_same_run(
                 started_as, self.identity, where=where, allowed_keys=self.allow, never_allowed_keys=UNCHANGEABLE_KEYS
@@ -226,7 +231,7 @@ class Start(RunSetup):
         batch = current["per_device_train_batch_size"]
         if saved.get("per_device_train_batch_size") != batch:
             return
-        names = [f"{count} rank{'' if count == 1 else 's'}" for count in (ranks, self.world.size)]
+        names = [_count_ranks(count) for count in (ranks, self.world.size)]
         raise RecipeError(
             f"the run in {where} trains {batch * saved[key]} rows per step on {names[0]}, but this recipe trains "
             f"{batch * current[key]} on {names[1]}",
@@ -234,10 +239,28 @@ class Start(RunSetup):
             f"{names[0]}; to resume with other steps, use --allow-change {key}",
         )
 
+    def _check_generation_size(self, started_as: Mapping[str, Any], where: Path) -> None:
+        """Check that another number of ranks does not change how many completions are written at a time."""
+        key = "generation_batch_size"
+        ranks = started_as.get("world_size", 1)
+        saved, current = started_as.get("recipe", {}).get(key), self.identity["recipe"].get(key)
+        if key in self.allow or ranks == self.world.size or None in (saved, current) or saved == current:
+            return
+        raise RecipeError(
+            f"the run in {where} writes {saved} completions per generation on {_count_ranks(ranks)}, but this recipe "
+            f"writes {current} on {_count_ranks(self.world.size)}",
+            fix=f"write {key}: {saved} in place of steps_per_generation, which holds on any number of ranks, or start "
+            f"{_count_ranks(ranks)}; to resume with other generations, use --allow-change {key}",
+        )
+
     def _notify_changes(self, changes: Iterable[str]) -> None:
         for text in changes:
             self.changes.append(text)
             self.notify(f"resumed with a change: {text}")
+
+
+def _count_ranks(count: int) -> str:
+    return f"{count} rank{'' if count == 1 else 's'}"
 
 
 def start_run(
@@ -311,6 +334,7 @@ def start_run(
         continued = {directory.path: existing} if existing is not None and resume != "never" else {}
         if checkpoint is not None:
             continued[checkpoint.path] = checkpoint.state["identity"]
+        continued = {path: _with_generation_size(identity) for path, identity in continued.items()}
         dates = [identity["date"] for identity in continued.values() if "date" in identity]
         times: models.FileTimes = {}
         start = Start(
@@ -320,7 +344,9 @@ def start_run(
             identity=_make_identity(setup, existing if resume != "never" else None, [today, *dates][-1]),
             replaces_run=existing is not None and resume == "never",
             resumed_identities=continued,
-            allow=frozenset(allow_change),
+            allow=frozenset(
+                "generation_batch_size" if name == "steps_per_generation" else name for name in allow_change
+            ),
             notify=notify,
             fingerprint=lambda hubs: fingerprint_inputs(
                 setup.task, loaded.path.parent, resumed=checkpoint is not None, include_hubs=hubs, times=times
@@ -338,9 +364,8 @@ def start_run(
         if start.resets_optimizer:
             notify("the optimizer changed, so its states are initialised again")
         if checkpoint is not None and checkpoint.num_ranks != world.size:
-            ranks = checkpoint.num_ranks
             notify(
-                f"the checkpoint was saved on {ranks} rank{'' if ranks == 1 else 's'} and is resumed on {world.size}: "
+                f"the checkpoint was saved on {_count_ranks(checkpoint.num_ranks)} and is resumed on {world.size}: "
                 "dropout and other random numbers are seeded again, by step and rank"
             )
         lock_stack.pop_all()
@@ -386,6 +411,9 @@ def _make_identity(setup: RunSetup, resumed_identity: Mapping[str, Any] | None, 
     compared_settings["gradient_accumulation_steps"] = setup.micro_batches * setup.world.data_size
     if recipe.tokens_per_batch is not None:  # tokens_per_batch sets the size of a step on any number of ranks
         compared_settings["gradient_accumulation_steps"] = 1
+    if isinstance(recipe, RolloutKeys) and recipe.steps_per_generation is not None:  # which counts those of one rank
+        compared_settings["steps_per_generation"] = None
+        compared_settings["generation_batch_size"] = recipe.completions_per_generation * setup.world.data_size
     if recipe.objective == "sft":  # older runs were started before there were other objectives
         del compared_settings["objective"]
         if recipe.loss_type == "nll":
@@ -422,6 +450,16 @@ def _make_identity(setup: RunSetup, resumed_identity: Mapping[str, Any] | None, 
         ),
         "versions": {"streamtune": __version__, "torch": torch.__version__, "transformers": transformers.__version__},
     }
+
+
+def _with_generation_size(identity: dict[str, Any]) -> dict[str, Any]:
+    """Return the identity of an older run with ``generation_batch_size`` in place of ``steps_per_generation``."""
+    settings = identity.get("recipe", {})
+    if settings.get("steps_per_generation") is None:
+        return identity
+    data_size = identity.get("world_size", 1) // identity.get("free", {}).get("sequence_parallel_size", 1)
+    size = settings["steps_per_generation"] * settings["per_device_train_batch_size"] * data_size
+    return {**identity, "recipe": {**settings, "steps_per_generation": None, "generation_batch_size": size}}
 
 
 def notify_model_warnings(model: Any, longest_row: int, start: Start, notify: Notify) -> None:

@@ -155,6 +155,16 @@ def store_logprobs(
         setattr(group, field_name, values)
 
 
+def has_logprobs(groups: Sequence[Group], layout: BatchLayout, *, needs_old: bool, needs_ref: bool) -> bool:
+    """Return True if every completion that micro-batches will contain has the log-probs that the loss needs."""
+    trained = [(groups[g], i) for g, i in _completion_indices(groups, layout)[1] if layout.is_trained(groups[g], i)]
+    return all(
+        len(rows[index]) == len(group.completions[index]) if rows is not None else not needed
+        for group, index in trained
+        for rows, needed in ((group.old, needs_old), (group.ref, needs_ref))
+    )
+
+
 def _completion_indices(
     groups: Sequence[Group], layout: BatchLayout
 ) -> tuple[list[CompletionIndex], list[CompletionIndex]]:

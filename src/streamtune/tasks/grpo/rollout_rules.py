@@ -43,6 +43,11 @@ DEFAULT_PASS_RATE = 0.5
 T = TypeVar("T")
 
 
+def groups_of_step(groups: Sequence[T], step_index: int, num_steps: int) -> list[T]:
+    """Return the groups of a rollout (or values, one per group) that one of its ``num_steps`` steps trains on."""
+    return list(groups[len(groups) * step_index // num_steps : len(groups) * (step_index + 1) // num_steps])
+
+
 @dataclass(kw_only=True)
 class RolloutTools:
     """Objects that generate completions, score them and compute log-probs. All ranks must call each method together."""
@@ -76,14 +81,10 @@ class RolloutTools:
             repetition_penalty=recipe.repetition_penalty,
         )
 
-    def groups_of_step(self, groups: Sequence[T], step_index: int) -> list[T]:
-        """Return the groups of a rollout (or values, one per group) that optimizer step ``step_index`` trains on."""
-        num_steps = self.recipe.steps_per_rollout
-        return list(groups[len(groups) * step_index // num_steps : len(groups) * (step_index + 1) // num_steps])
-
     def groups_by_step(self, groups: Sequence[T]) -> list[list[T]]:
-        """Return the groups of a rollout (or values, one per group) as one list per optimizer step."""
-        return [self.groups_of_step(groups, step_index) for step_index in range(self.recipe.steps_per_rollout)]
+        """Return the groups of a new rollout (or values, one per group) as one list per optimizer step."""
+        num_steps = self.recipe.steps_per_rollout
+        return [groups_of_step(groups, step_index, num_steps) for step_index in range(num_steps)]
 
     def write(
         self, prompts: Sequence[data.Prompt], count: int | Sequence[int], sampling: rollout.Sampling

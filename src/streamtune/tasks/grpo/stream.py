@@ -31,9 +31,15 @@ from streamtune.data.row_types import detect_type, normalise_row
 from streamtune.errors import CheckpointError, DataError, RunError
 from streamtune.recipe.settings import RolloutSettings
 from streamtune.tasks import rewards, rollout
-from streamtune.tasks.grpo.groups import Group, group_metrics, has_gradient, make_micro_batches
+from streamtune.tasks.grpo.groups import Group, group_metrics, has_gradient, has_logprobs, make_micro_batches
 from streamtune.tasks.grpo.objective import MetricsBatch, PolicyBatch, completion_loss
-from streamtune.tasks.grpo.rollout_rules import RolloutTools, ScoredRollout, rewards_tensor, rollout_rules_for
+from streamtune.tasks.grpo.rollout_rules import (
+    RolloutTools,
+    ScoredRollout,
+    groups_of_step,
+    rewards_tensor,
+    rollout_rules_for,
+)
 from streamtune.tasks.steps import divide_among_ranks
 from streamtune.tasks.task import chat_options
 from streamtune.train.records import append_records, delete_rotated_records_after_step, rotate_file
@@ -47,11 +53,23 @@ GROUP_METRICS = ("reward_std", "frac_reward_zero_std")
 
 @dataclass
 class _Rollout:
+    """Groups of completions, divided as the recipe said when they were written: a resumed run may have another one."""
+
     groups: list[Group]
+    parts: int
+    """Number of parts. A part has the groups of one optimizer step."""
+    iterations: int
+    """Number of times that all parts are trained on."""
+    temperature: float
+    """Divisor of the logits in the stored log-probs."""
     next_part: int = 0
-    """Number of parts used so far, over all iterations. A part has the groups of one optimizer step."""
+    """Number of parts used so far, over all iterations."""
     skipped: int = 0
-    """Number of rollouts without a gradient that were skipped just before this rollout."""
+    """Number of rollouts without a gradient that were skipped just before this rollout, and are not yet reported."""
+
+    @property
+    def is_used_up(self) -> bool:
+        return self.next_part >= self.parts * self.iterations
 
 
 class GrpoSteps:
@@ -98,20 +116,19 @@ class GrpoSteps:
             return self.supervised.next_step()
         if self.supervised is not None and self.steps_taken == self.recipe.sft_steps:
             self.on_first_rollout()
-        parts, iterations = self.recipe.steps_per_rollout, self.recipe.num_iterations
         while True:
-            if self.current is None or self.current.next_part == parts * iterations:
-                self.current = self._next_rollout()
-            part, first = self.current.next_part % parts, self.current.next_part == 0
-            self.current.next_part += 1
-            batches = make_micro_batches(
-                self.tools.groups_of_step(self.current.groups, part), self.prompts.training, self.tools.layout
-            )
+            current = self.current
+            if current is None or current.is_used_up:
+                current = self.current = self._next_rollout()
+            groups = groups_of_step(current.groups, current.next_part % current.parts, current.parts)
+            current.next_part += 1
+            batches = make_micro_batches(groups, self.prompts.training, self.tools.layout)
             if batches:  # else no completion of this part has a gradient
                 self.steps_taken += 1
-                if first and self.current.skipped:
-                    more = {**batches[0].metrics, "skipped_batches": (float(self.current.skipped), 1.0)}
+                if current.skipped:
+                    more = {**batches[0].metrics, "skipped_batches": (float(current.skipped), 1.0)}
                     batches[0] = replace(batches[0], metrics=more)
+                    current.skipped = 0
                 return batches
 
     def held_out_batches(self, eval_set: data.EvalSet | None = None) -> Iterator[train.MicroBatch]:
@@ -168,7 +185,13 @@ class GrpoSteps:
             groups = self._write_and_score()
             if any(has_gradient(part, self.tools.layout) for part in self.tools.groups_by_step(groups)):
                 self.tools.store_logprobs(groups, needs_old=self.recipe.needs_old_logprobs)
-                return _Rollout(groups, skipped=skipped)
+                return _Rollout(
+                    groups,
+                    parts=self.recipe.steps_per_rollout,
+                    iterations=self.recipe.num_iterations,
+                    temperature=self.recipe.temperature,
+                    skipped=skipped,
+                )
             self.log.record_skip(self.steps_taken + 1, reason)
         raise RunError(f"{self.recipe.skip_limit} rollouts in a row had no gradient: in each of them {reason}", fix=fix)
 
@@ -228,8 +251,7 @@ class GrpoSteps:
         current = self.current
         rollout_state = None
         if current is not None:
-            groups = [group.to_json() for group in current.groups]
-            rollout_state = {"groups": groups, "next_part": current.next_part, "skipped": current.skipped}
+            rollout_state = {**vars(current), "groups": [group.to_json() for group in current.groups]}
         return {
             "taken": self.steps_taken,
             "picker": self.picker.state_dict(),
@@ -243,16 +265,41 @@ class GrpoSteps:
             what = f"the number of steps in the checkpoint must be a whole number from 0, found {state['taken']}"
             raise CheckpointError(what, fix="use another checkpoint")
         self.steps_taken = state["taken"]
+        if "picker" not in state:  # the data changed
+            return
         self.picker.load_state_dict(state["picker"])
         for rule in self.rules:
             rule.load_state_dict(state)
         current = state["rollout"]
         self.current = None
         if current is not None:
-            groups = [Group(**group) for group in current["groups"]]
-            self.current = _Rollout(groups, int(current["next_part"]), int(current["skipped"]))
+            self.current = _Rollout(
+                groups=[Group(**group) for group in current["groups"]],
+                parts=int(current.get("parts", self.recipe.steps_per_rollout)),  # older checkpoints have neither
+                iterations=int(current.get("iterations", self.recipe.num_iterations)),
+                temperature=float(current.get("temperature", self.recipe.temperature)),
+                next_part=int(current["next_part"]),
+                # older checkpoints keep the number after its report by the first part
+                skipped=int(current["skipped"]) if "parts" in current or not current["next_part"] else 0,
+            )
+            if min(self.current.parts, self.current.iterations) < 1 or self.current.next_part < 0:
+                what = "the rollout in the checkpoint must have at least one part and one iteration"
+                raise CheckpointError(what, fix="use another checkpoint")
+            if not self._may_continue(self.current):
+                self.log.record_skip(self.steps_taken + 1, "the loss changed and needs other log-probs than are saved")
+                self.current = None
         if self.supervised is not None:
             self.supervised.load_state_dict(state["warm"])
+
+    def _may_continue(self, current: _Rollout) -> bool:
+        """Return False if stored log-probs are needed that are missing, or were computed at another temperature."""
+        if current.is_used_up:
+            return True
+        needs_old = not self.recipe.is_distillation and current.parts * current.iterations > 1
+        needs_ref = self.tools.reference is not None
+        if (needs_old or needs_ref) and current.temperature != self.recipe.temperature:
+            return False
+        return has_logprobs(current.groups, self.tools.layout, needs_old=needs_old, needs_ref=needs_ref)
 
 
 @dataclass(frozen=True)
