@@ -282,6 +282,26 @@ def test_damaged_log_probs_are_computed_again_at_a_start_and_at_a_resume(
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("keys", [{}, LORA], ids=["full", "lora"])
+def test_a_run_resumed_with_other_rows_does_not_read_the_log_probs_of_the_old_rows(
+    dpo: Callable[..., int], capsys: pytest.CaptureFixture[str], keys: dict[str, Any]
+) -> None:
+    """The new rows have as many tokens. The learning rate is 0, so with their own log-probs each loss is ln 2."""
+    for number in range(18):
+        prompt = f"Add {number}." * (1 + number % 3)
+        add("others.jsonl", prompt=prompt, chosen=f"Is it {number + 1}?", rejected="Oh dear!" * (1 + number % 2))
+    model = {"init": {**INIT, "attention_dropout": 0.0}}
+    still = {**keys, "model": model, "learning_rate": 0.0, "precompute_ref_log_probs": True, "eval_steps": 0}
+    if keys:
+        still["lora_dropout"] = 0.0
+    assert dpo(**still, max_steps=1, output_dir="run") == 0
+    more = {"datasets": [{"path": "others.jsonl"}], "max_steps": 3, "output_dir": "run"}
+    assert dpo("--allow-change", "data", "--allow-change", "max_steps", **{**still, **more}) == 0
+    assert "log-probs of the reference are computed again" in said(capsys)
+    assert losses("run") == pytest.approx([math.log(2)] * 5, abs=1e-5)  # with two evaluations
+
+
+@pytest.mark.full
 @pytest.mark.parametrize(
     "keys", [{}, {"loss_type": "kto", "datasets": [{"path": "pairs.jsonl"}], "val_size": 0, "eval_steps": 0}], ids=str
 )

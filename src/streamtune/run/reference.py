@@ -35,7 +35,8 @@ from streamtune.tasks.reference import (
     compute_logps,
     configuration_hash,
     read_logps,
-    reference_hash,
+    rows_hash,
+    weights_hash,
 )
 
 if TYPE_CHECKING:
@@ -128,15 +129,16 @@ def load_or_compute_logps(
         start.checkpoint.state["identity"].get("reference") if start.checkpoint is not None and unchanged else None
     )
     computation_key = computation_hash(start.device, bf16=bool(recipe.bf16), temperature=start.task.temperature)
+    key_parts = [computation_key, rows_hash(batches.reference_trees())]
     is_own_model = start.task.reference_name is None
     if saved_key is not None:
-        parts = [computation_key, *([configuration_hash(model, adapters=False)] if is_own_model else [])]
+        parts = [*key_parts, *([configuration_hash(model, adapters=False)] if is_own_model else [])]
         cached = read_logps(saved_key, notify) if str(saved_key).split("-")[: len(parts)] == parts else None
         if not world.any_rank(cached is None):
             assert cached is not None
             start.identity["reference"] = saved_key
             return cached
-        notify("log-probs of the reference are computed again: the cached ones are damaged, missing or outdated")
+        notify("log-probs of the reference are computed again: the cached ones are damaged, missing, outdated or of other rows")
     scored_model: Any = model
     if not is_own_model or (recipe.finetuning_type == "full" and start.checkpoint is not None):
         with doing("loading the reference"):
@@ -146,8 +148,8 @@ def load_or_compute_logps(
     with doing("reading the reference's weights"):
         weights = gather_weights(recipe, scored_model) if start.weights_are_sharded else scored_model.named_parameters()
         adapters = scored_model is not model
-        rows_key = world.gather_all_ranks(reference_hash(weights, batches.reference_trees(), adapters=adapters))[0]
-        key = f"{computation_key}-{configuration_hash(scored_model, adapters=adapters)}-{rows_key}"
+        weights_key = world.gather_all_ranks(weights_hash(weights, adapters=adapters))[0]
+        key = "-".join([*key_parts, configuration_hash(scored_model, adapters=adapters), weights_key])
     start.identity["reference"] = key
     cached = None if key == saved_key else read_logps(key, notify)  # read above, and unusable
     if not world.any_rank(cached is None):

@@ -1,8 +1,8 @@
 """Log-probs of the reference model, computed once and cached on disk.
 
-The cache key has three hashes: of the computation (versions, device, precision, temperature), of the model's
-configuration, and of weights and rows. A resumed run compares the first hash with its own. If the reference is the
-model before training, it also compares the second. It cannot compute the third, because the weights have changed.
+The cache key has four hashes: of the computation (versions, device, precision, temperature), of the rows, of the
+model's configuration, and of its weights. A resumed run compares the first two hashes with its own. If the reference
+is the model before training, it also compares the third. It cannot compute the fourth, because the weights have changed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ UNHASHED_SETTINGS = ("_name_or_path", "transformers_version", "architectures", "
 Settings that end in ``_token_id`` are not hashed either.
 """
 KEY_PART_LENGTH = 20
-"""Number of characters of the first and of the second hash in a cache key."""
+"""Number of characters of the first three hashes in a cache key."""
 
 
 @dataclass(frozen=True)
@@ -84,12 +84,19 @@ def _sort_keys(value: Any) -> Any:
     return [_sort_keys(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def reference_hash(weights: Iterable[tuple[str, Tensor | None]], trees: Iterable[data.Tree], *, adapters: bool) -> str:
-    """Return a hash of the reference model's weights and of the rows whose log-probs it computes.
+def rows_hash(trees: Iterable[data.Tree]) -> str:
+    """Return a hash of the rows whose log-probs the reference computes."""
+    digest = hashlib.blake2b(digest_size=20)
+    for tree in trees:
+        digest.update(repr((tree.prompt, tree.completions, tree.masks)).encode())
+    return digest.hexdigest()[:KEY_PART_LENGTH]
+
+
+def weights_hash(weights: Iterable[tuple[str, Tensor | None]], *, adapters: bool) -> str:
+    """Return a hash of the reference model's weights.
 
     Args:
         weights: Names and tensors of the reference. A tensor is None if another rank hashes it.
-        trees: Rows whose log-probs the reference computes.
         adapters: True if adapters are part of the reference; False if it is the trained model without its adapters.
     """
     digest = hashlib.blake2b(digest_size=20)
@@ -98,8 +105,6 @@ def reference_hash(weights: Iterable[tuple[str, Tensor | None]], trees: Iterable
             base_name = name.replace(".base_layer", "").replace(".original_module", "")
             digest.update(f"{base_name} {parameter.dtype} {tuple(parameter.shape)}".encode())
             _hash_tensor(digest.update, parameter.detach())
-    for tree in trees:
-        digest.update(repr((tree.prompt, tree.completions, tree.masks)).encode())
     return digest.hexdigest()
 
 
@@ -144,7 +149,7 @@ def compute_logps(
     """Compute the reference's log-probs of every tree, cache them under ``key``, and return them.
 
     Args:
-        key: Cache key: hashes of the computation, of the configuration, and of weights and rows.
+        key: Cache key: hashes of the computation, of the rows, of the configuration, and of the weights.
         batches: Batches with one tree each.
         notify: Function called with the path of the cache file, or with the reason why it cannot be written.
     """
