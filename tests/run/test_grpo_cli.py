@@ -18,6 +18,7 @@ from streamtune.cli import main
 from streamtune.errors import RecipeError
 from streamtune.models import load_model
 from streamtune.recipe import load_recipe
+from streamtune.run.build import build_run
 from streamtune.run.ranks import resolve_setup
 from streamtune.run.start import _make_identity as make_identity
 from streamtune.run.start import _with_generation_size as with_generation_size
@@ -235,6 +236,23 @@ def test_the_size_of_a_generation_is_compared_over_all_ranks(grpo: Grpo) -> None
         other = identity_of(ranks, **settings, **step)
         with nullcontext() if same else pytest.raises(RecipeError, match="generation_batch_size was 48, is now 24"):
             check_same_run(two, other, where=Path("run"))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_the_learning_rate_is_scaled_once_by_the_completions_of_all_ranks(grpo: Grpo, ranks: int) -> None:
+    """A step has 12 completions on each rank, and the rate is that of 12 completions."""
+    scaled = ["lr_scaling_base=12", "lr_scaling=linear", "lr_scheduler_type=constant", "warmup_steps=0"]
+    built = build_run(load_recipe("tiny.yaml", scaled), dry_run=True)
+
+    class OfRanks:
+        world = World(0, ranks)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(built, name)
+
+    rate = built.start.task.make_training(OfRanks()).learning_rate_at  # type: ignore[arg-type]
+    assert rate(1) == pytest.approx(ranks * 1e-2)
 
 
 @pytest.mark.full

@@ -159,6 +159,18 @@ def test_the_step_that_is_planned_where_tokens_are_counted(
     assert task_of(recipe).planned_length(700) == (1024 if recipe.packing else 700)
 
 
+@pytest.mark.parametrize("make", [dpo, grpo, lambda **keys: Recipe(**COMMON, **keys)])
+def test_a_trial_accumulates_gradients_if_the_run_does(make: Any) -> None:
+    """A second micro-batch is computed while the gradients of the first are in memory."""
+    for keys, count in (
+        ({}, 1),
+        ({"train_batch_size": 8}, 1),
+        ({"train_batch_size": 32}, 2),
+        ({"gradient_accumulation_steps": 4}, 2),
+    ):
+        assert len(task_of(make(per_device_train_batch_size=8, **keys))._trial_micro_batches()) == count
+
+
 @pytest.mark.parametrize(("group", "size"), [(8, 8), (8, 4), (4, 8), (4, 6), (3, 5), (2, 3), (5, 4)])
 def test_a_micro_batch_meets_no_more_prompts_than_are_planned_for(group: int, size: int) -> None:
     """Completions of further prompts go into the next micro-batch, also if completions are left out."""

@@ -339,12 +339,13 @@ def _describe_dataset(path: str, max_rows: int | None) -> str:
 
 
 def _describe_batch(recipe: Recipe) -> str:
-    rows, micro = recipe.per_device_train_batch_size, recipe.gradient_accumulation_steps
+    rows = recipe.per_device_train_batch_size
+    step = recipe.train_batch_size or rows * recipe.gradient_accumulation_steps
     unit = "packed sequence" if recipe.packing else "row"
     if recipe.tokens_per_batch is not None:
         unit = "piece" if recipe.batching == "buckets" else unit
         return f"{recipe.tokens_per_batch:,} tokens a step in {unit}s ({rows} at a time)"
-    return f"{rows * micro:,} {unit}s a step ({rows} at a time)" if rows * micro > 1 else f"1 {unit} a step"
+    return f"{step:,} {unit}s a step ({rows} at a time)" if step > 1 else f"1 {unit} a step"
 
 
 def _describe_optimizer(recipe: Recipe) -> str:

@@ -480,10 +480,7 @@ class Task(ABC, Generic[R_co]):
         """
 
     def _trial_micro_batches(self) -> range:
-        recipe = self.recipe
-        if recipe.tokens_per_batch is not None:
-            return range(min(count_micro_batches(recipe, train.WORLD), 2))
-        return range(min(recipe.gradient_accumulation_steps, 2))
+        return range(min(count_micro_batches(self.recipe, train.WORLD), 2))
 
 
 def held_out_sets(

@@ -240,7 +240,7 @@ class Grpo(ScoringTask[GrpoRecipe]):
             objective=self.make_objective(built.handle, built.reference, device),
             steps=steps,
             held_out=held_out_sets(built.prepared, steps.held_out_batches),
-            learning_rate_at=_build_learning_rate(recipe, built.plan, built.world),
+            learning_rate_at=_build_learning_rate(self.recipe, built.plan, world),
             before_first_step=before_first_step,
         )
 
