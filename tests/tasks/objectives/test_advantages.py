@@ -8,6 +8,7 @@ from ragged_kit import make_rows
 
 from streamtune.base.policy_losses import POLICY_LOSS_FACTS
 from streamtune.errors import ArgumentError
+from streamtune.tasks.grpo.rollout_rules import rewards_tensor
 from streamtune.tasks.objectives import (
     ADVANTAGES,
     POLICY_LOSSES,
@@ -156,3 +157,20 @@ def test_long_rows_keep_what_float32_sums_lose() -> None:
     row_K = torch.arange(2).repeat_interleave(100_000)
     sums_N = sum_by_row(logp_K, row_K, 2)
     assert (sums_N[1] - sums_N[0]).item() == pytest.approx(0.001, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["dapo", "dr_grpo", "rloo", "remax"])
+def test_sums_of_scores_that_differ_by_their_rounding_have_no_advantage(name: str) -> None:
+    rewards_N = torch.tensor([0.1 + 0.2, 0.3, 1e9 + 0.1 + 0.2, 1e9 + 0.3], dtype=torch.float64)
+    greedy_N = torch.tensor([0.3, 0.1 + 0.2, 1e9 + 0.3, 1e9 + 0.3], dtype=torch.float64)
+    found = group_advantages(name, rewards_N, torch.tensor([0, 0, 1, 1]), greedy_N=greedy_N)
+    assert found.values_N.tolist() == [0.0] * 4
+    assert found.no_advantage_N.all()
+
+
+@pytest.mark.parametrize("rewards", [[16777217.0, 16777216.0], [-20000001.0, -20000002.0], [1e39, 0.0]])
+def test_rewards_beyond_float32_keep_their_differences(rewards: list[float]) -> None:
+    found = group_advantages("dapo", rewards_tensor([*rewards, None]), torch.tensor([0, 0, 0]))
+    assert found.values_N.tolist() == pytest.approx([0.5**0.5, -(0.5**0.5), 0.0], abs=1e-3)
+    minus_kl_N, _ = reward_with_kl(rewards_tensor(rewards), torch.ones(2), torch.ones(2), torch.arange(2), beta=0.1)
+    assert minus_kl_N.tolist() == rewards

@@ -135,9 +135,9 @@ class ScoredRollout:
     prompts: Sequence[data.Prompt]
     groups: Sequence[Group]
     rewards_N: Tensor  # noqa: N815
-    """fp32 ``[N]``; NaN if no reward function scored the completion"""
+    """float64 ``[N]``; NaN if no reward function scored the completion"""
     greedy_N: Tensor | None = None  # noqa: N815
-    """fp32 ``[N]``: reward of the greedy completion of each completion's prompt; None unless a rule computes it"""
+    """float64 ``[N]``: reward of the greedy completion of each completion's prompt; None unless a rule computes it"""
 
     @property
     def group_index_N(self) -> Tensor:  # noqa: N802
@@ -300,7 +300,7 @@ class Allocation(RolloutRule):
     def apply(self, scored_rollout: ScoredRollout) -> None:
         for group in scored_rollout.groups:  # every prompt counts the same, however many completions it has
             share = self.tools.recipe.num_generations / len(group.completions)
-            group.advantages = (torch.tensor(group.advantages, dtype=torch.float32) * share).tolist()
+            group.advantages = [advantage * share for advantage in group.advantages]
         self._measure_gradient_norms(scored_rollout.groups)
 
     def _measure_gradient_norms(self, groups: Sequence[Group]) -> None:
@@ -339,8 +339,8 @@ def rollout_rules_for(recipe: RolloutSettings) -> list[type[RolloutRule]]:
 
 
 def rewards_tensor(values: Sequence[float | None]) -> Tensor:
-    """Return rewards as fp32 ``[N]``, with NaN for None."""
-    return torch.tensor([float("nan") if value is None else value for value in values], dtype=torch.float32)
+    """Return rewards as float64 ``[N]``, with NaN for None."""
+    return torch.tensor([float("nan") if value is None else value for value in values], dtype=torch.float64)
 
 
 def _set_statistics(scored_rollout: ScoredRollout, advantages: Advantages) -> None:

@@ -53,6 +53,8 @@ def mean_by_row(values_K: Tensor, row_K: Tensor, num_rows: int) -> Tensor:
 
 
 EPSILON = 1e-4  # TRL's, added to the standard deviation
+EQUAL_WITHIN = 1e-12
+"""Largest relative difference of rewards that are equal: 0.1 + 0.2 and 0.3, as sums of weighted scores."""
 SCALES = ("group", "batch", "none")
 
 
@@ -104,7 +106,8 @@ class _Groups:
 
     @property
     def has_equal_rewards_N(self) -> Tensor:  # noqa: N802
-        """bool ``[N]``: True if all rewards of the completion's group are equal; NaN rewards are ignored"""
+        """bool ``[N]``: True if all rewards of the completion's group are equal, up to the rounding of float64; NaN
+        rewards are ignored"""
         lowest, highest = (
             self.sum_G.new_full((len(self.size_G),), fill).scatter_reduce(0, self.index_N, values_N, how)
             for fill, how, values_N in (
@@ -112,7 +115,11 @@ class _Groups:
                 (-torch.inf, "amax", torch.where(self.known_N, self.rewards_N, -torch.inf)),
             )
         )
-        return (lowest >= highest)[self.index_N]
+        return _are_equal(lowest, highest)[self.index_N]
+
+
+def _are_equal(lower: Tensor, higher: Tensor) -> Tensor:
+    return higher - lower <= EQUAL_WITHIN * torch.maximum(lower.abs(), higher.abs())
 
 
 def _reward_minus_group_mean(groups: _Groups, greedy_N: Tensor | None) -> Tensor:
@@ -127,8 +134,9 @@ def _reward_minus_mean_of_others(groups: _Groups, greedy_N: Tensor | None) -> Te
 def _reward_minus_greedy(groups: _Groups, greedy_N: Tensor | None) -> Tensor:
     if greedy_N is None:
         raise ArgumentError("remax needs the reward of the greedy completion of each prompt", where="loss_type")
-    difference_N = groups.rewards_N - greedy_N.double()
-    return torch.where(greedy_N.isnan(), 0.0, difference_N)
+    lower_N, higher_N = (how(groups.rewards_N, greedy_N.double()) for how in (torch.minimum, torch.maximum))
+    has_none_N = greedy_N.isnan() | _are_equal(lower_N, higher_N)
+    return torch.where(has_none_N, 0.0, groups.rewards_N - greedy_N.double())
 
 
 @dataclass(frozen=True)
