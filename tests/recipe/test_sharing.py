@@ -12,11 +12,12 @@ import torch
 from streamtune import train
 from streamtune.distributed.deepspeed_config import PRESETS, zero_stage
 from streamtune.errors import ArgumentError
-from streamtune.recipe import load_recipe
+from streamtune.recipe import GrpoRecipe, load_recipe
 from streamtune.recipe.keys.engine import SHARDING_PRESETS
 from streamtune.run.model import choose_quantization
 from streamtune.run.ranks import check_rank_layout, weights_are_sharded
 from streamtune.tasks import TASKS
+from streamtune.tasks.grpo.groups import single_rank_recipe
 
 GRPO = "objective: grpo\nreward_funcs: [exact_match]\n"
 REFUSED = [
@@ -73,6 +74,40 @@ def test_completions_that_make_no_whole_steps_of_the_ranks_are_refused_before_an
     with pytest.raises(ArgumentError, match=r"must be a multiple of completions per step \(18 on 1 rank\)") as caught:
         task.check_ranks(torch.device("cpu"), train.World())
     assert caught.value.where == "generation_batch_size"
+
+
+@pytest.mark.parametrize(
+    ("lines", "ranks", "found"),
+    [
+        ("num_generations: 8\nper_device_train_batch_size: 4\ntrain_batch_size: 16", 1, (16, 16)),
+        ("num_generations: 8\nper_device_train_batch_size: 4\ntrain_batch_size: 16", 4, (16, 16)),
+        ("per_device_train_batch_size: 8\ntrain_batch_size: 16\ngeneration_batch_size: 32", 2, (16, 32)),
+        ("per_device_train_batch_size: 8\ntrain_batch_size: 32\nsteps_per_generation: 2", 4, (32, 64)),
+        ("gradient_accumulation_steps: 2\ngeneration_batch_size: 32", 2, (32, 32)),
+        ("num_generations: 4\nper_device_train_batch_size: 6\nsteps_per_generation: 2", 2, (12, 24)),
+    ],
+)
+def test_completions_of_a_step_and_of_a_generation_over_all_ranks(
+    write: Any, lines: str, ranks: int, found: tuple[int, int]
+) -> None:
+    recipe = load_recipe(write(GRPO + lines)).recipe
+    assert isinstance(recipe, GrpoRecipe)
+    joint = single_rank_recipe(recipe, train.World(0, ranks))
+    assert (joint.completions_per_step, joint.completions_per_generation) == found
+    assert recipe.needs_old_logprobs >= joint.needs_old_logprobs  # the plan reads the recipe, whose ranks are unknown
+    if recipe.train_batch_size is not None and recipe.steps_per_generation is None:
+        assert (recipe.completions_per_step, recipe.completions_per_generation) == found
+        assert recipe.needs_old_logprobs == joint.needs_old_logprobs
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_steps_that_would_have_different_numbers_of_prompts_are_refused(write: Any, ranks: int) -> None:
+    lines = "num_generations: 4\nper_device_train_batch_size: 6\nsteps_per_generation: 2"
+    recipe = load_recipe(write(GRPO + lines)).recipe
+    assert isinstance(recipe, GrpoRecipe)
+    with pytest.raises(ArgumentError, match=rf"completions per step \({6 * ranks} on {ranks} rank") as caught:
+        single_rank_recipe(recipe, train.World(0, ranks))
+    assert "and completions per step of num_generations, found 4" in caught.value.what
 
 
 @pytest.mark.parametrize("lines", [lines for lines, *_ in REFUSED])

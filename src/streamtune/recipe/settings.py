@@ -99,3 +99,13 @@ class PolicySettings(PolicyKeys, RolloutKeys, StepKeys, LossKeys):
 
 class RolloutSettings(PolicySettings, RewardKeys, TrainingSettings):
     """Recipe keys that decide how completions are written, scored and trained on."""
+
+    @property
+    def completions_per_step(self) -> int:
+        """Number of completions in one optimizer step of one rank alone; of all ranks with ``train_batch_size``.
+
+        If ``steps_per_generation`` is set too, their ratio depends on the number of ranks: then the smallest number.
+        """
+        if self.train_batch_size is None:
+            return super().completions_per_step
+        return self.train_batch_size if self.steps_per_generation is None else self.per_device_train_batch_size

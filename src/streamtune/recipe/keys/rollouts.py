@@ -96,8 +96,8 @@ class RolloutKeys(StepKeys):
     `generation_batch_size`."""
 
     generation_batch_size: Rows | None = None
-    """Number of completions that each rank writes before it trains on them. Default: `steps_per_generation` times
-    `per_device_train_batch_size`. Set either this key or `steps_per_generation`."""
+    """Number of completions that all ranks together write before they train on them. Default: `steps_per_generation`
+    times `per_device_train_batch_size` times the number of ranks. Set either this key or `steps_per_generation`."""
 
     per_device_generation_batch_size: Rows | None = None
     """Number of completions whose KV cache is in memory at once during generation. Default:
@@ -151,24 +151,26 @@ class RolloutKeys(StepKeys):
 
     @property
     def completions_per_step(self) -> int:
-        """Number of completions that each rank trains on in one optimizer step."""
+        """Number of completions that one rank alone trains on in one optimizer step."""
         return self.per_device_train_batch_size * self.gradient_accumulation_steps
 
     @property
     def completions_per_generation(self) -> int:
-        """Number of completions that each rank writes before it trains on them."""
+        """Number of completions that one rank alone writes before it trains on them."""
         if self.generation_batch_size is not None:
             return self.generation_batch_size
-        return self.per_device_train_batch_size * (self.steps_per_generation or self.gradient_accumulation_steps)
+        if self.steps_per_generation is not None:
+            return self.per_device_train_batch_size * self.steps_per_generation
+        return self.completions_per_step
 
     @property
     def prompts_per_generation(self) -> int:
-        """Number of prompts that each rank completes before it trains on the completions."""
+        """Number of prompts that one rank alone completes before it trains on the completions."""
         return self.completions_per_generation // self.num_generations
 
     @property
     def steps_per_rollout(self) -> int:
-        """Number of optimizer steps in which each rank trains once on all completions of one generation."""
+        """Number of optimizer steps in which one rank alone trains once on all completions of one generation."""
         return self.completions_per_generation // self.completions_per_step
 
 
@@ -230,6 +232,9 @@ def _refuse_short_max_length(recipe: Any) -> Iterator[Refusal]:
 
 
 def _refuse_partial_groups_or_steps(recipe: Any) -> Iterator[Refusal]:
+    """Refuse completions that one rank cannot divide. ``single_rank_recipe`` checks those of all ranks together."""
+    if recipe.train_batch_size is not None:  # over all ranks, whose number is unknown here
+        return
     written, a_step, group = recipe.completions_per_generation, recipe.completions_per_step, recipe.num_generations
     if written % group:
         yield Refusal(

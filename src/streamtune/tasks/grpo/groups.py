@@ -305,20 +305,21 @@ def single_rank_recipe(recipe: Settings, world: train.World) -> Settings:
     """Return a recipe with which one rank alone would make the same optimizer steps as all ranks together.
 
     Raises:
-        ArgumentError: The completions of a rollout do not fill whole optimizer steps of all ranks, or whole groups.
+        ArgumentError: The completions of a rollout do not fill whole optimizer steps of all ranks, or those of a step
+            do not fill whole groups.
     """
-    if world.size == 1 and recipe.train_batch_size is None:
-        return recipe
-    steps, changes = count_micro_batches(recipe, world) * world.data_size, {}
-    if recipe.steps_per_generation is not None:
-        changes["steps_per_generation"] = recipe.steps_per_generation * world.data_size
-    joint = recipe.model_copy(update={"gradient_accumulation_steps": steps, "train_batch_size": None, **changes})
+    joint = recipe
+    if world.size > 1 or recipe.train_batch_size is not None:
+        steps, changes = count_micro_batches(recipe, world) * world.data_size, {}
+        if recipe.steps_per_generation is not None:
+            changes["steps_per_generation"] = recipe.steps_per_generation * world.data_size
+        joint = recipe.model_copy(update={"gradient_accumulation_steps": steps, "train_batch_size": None, **changes})
     per_rollout, per_step = joint.completions_per_generation, joint.completions_per_step
-    if per_rollout % joint.num_generations or per_rollout % per_step:
+    if per_rollout % per_step or per_step % joint.num_generations:
         raise ArgumentError(
             f"completions per rollout must be a multiple of completions per step ({per_step} on {world.data_size} "
-            f"rank{'s' * (world.data_size > 1)}) and of num_generations ({joint.num_generations}), found "
-            f"{per_rollout}",
+            f"rank{'s' * (world.data_size > 1)}), found {per_rollout}, and completions per step of num_generations, "
+            f"found {joint.num_generations}",
             where="generation_batch_size" if recipe.generation_batch_size is not None else "num_generations",
             fix="change the completions per step: per_device_train_batch_size x gradient_accumulation_steps x ranks",
         )
