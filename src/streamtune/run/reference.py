@@ -139,7 +139,8 @@ def load_or_compute_logps(
             start.identity["reference"] = saved_key
             return cached
         notify(
-            "log-probs of the reference are computed again: the cached ones are damaged, missing, outdated or of other rows"
+            "log-probs of the reference are computed again: the cached ones are damaged, missing, outdated or "
+            "of other rows"
         )
     scored_model: Any = model
     if not is_own_model or (recipe.finetuning_type == "full" and start.checkpoint is not None):

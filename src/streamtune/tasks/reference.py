@@ -2,7 +2,8 @@
 
 The cache key has four hashes: of the computation (versions, device, precision, temperature), of the rows, of the
 model's configuration, and of its weights. A resumed run compares the first two hashes with its own. If the reference
-is the model before training, it also compares the third. It cannot compute the fourth, because the weights have changed.
+is the model before training, it also compares the third. It cannot compute the fourth, because the weights have
+changed.
 """
 
 from __future__ import annotations

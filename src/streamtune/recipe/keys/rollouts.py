@@ -232,7 +232,7 @@ def _refuse_short_max_length(recipe: Any) -> Iterator[Refusal]:
 
 
 def _refuse_partial_groups_or_steps(recipe: Any) -> Iterator[Refusal]:
-    """Refuse completions that one rank cannot divide. ``single_rank_recipe`` checks those of all ranks together."""
+    """Refuse completions that one rank cannot divide. ``single_rank_recipe`` checks all ranks together."""
     if recipe.train_batch_size is not None:  # over all ranks, whose number is unknown here
         return
     written, a_step, group = recipe.completions_per_generation, recipe.completions_per_step, recipe.num_generations

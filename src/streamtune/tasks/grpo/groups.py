@@ -305,8 +305,8 @@ def single_rank_recipe(recipe: Settings, world: train.World) -> Settings:
     """Return a recipe with which one rank alone would make the same optimizer steps as all ranks together.
 
     Raises:
-        ArgumentError: The completions of a rollout do not fill whole optimizer steps of all ranks, or those of a step
-            do not fill whole groups.
+        ArgumentError: The completions of a rollout do not fill whole optimizer steps of all ranks, or the completions
+            of a step do not fill whole groups.
     """
     joint = recipe
     if world.size > 1 or recipe.train_batch_size is not None:
