@@ -35,6 +35,7 @@ from streamtune.train.guard import (
     ChangedWeights,
     describe_unchanged_weights,
 )
+from streamtune.train.slices import SliceReader, write_slices
 
 
 def losses(folder: Path) -> list[float]:
@@ -252,6 +253,43 @@ def test_resume_refuses_the_optimizer_of_another_model(trainer: Trainer) -> None
     other.lm_head.weight.requires_grad_(False)
     with pytest.raises(CheckpointError, match=r"lm_head\.weight"):
         trainer(other, steps=2, resume_from=newest(trainer.folder))
+
+
+def test_a_run_whose_steps_were_all_skipped_is_resumed(trainer: Trainer) -> None:
+    """Its checkpoint has no optimizer states, because the weights were never updated."""
+    model = make_model()
+    hook = model.model.norm.weight.register_hook(lambda gradient: gradient * float("inf"))
+    trainer(model, steps=1, on_nan="skip", max_skips=1)
+    hook.remove()
+    checkpoint = newest(trainer.folder)
+    assert checkpoint.optimizer_tensors() == {}
+    before = weights(model)
+    trainer(model, steps=3, resume_from=checkpoint)
+    assert any(not torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert {name.rpartition("/")[0] for name in newest(trainer.folder).optimizer_tensors()} == {
+        name for name, _ in model.named_parameters()
+    }
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_a_weight_without_gradient_has_no_state_until_it_is_updated(tmp_path: Path, name: str) -> None:
+    """The embeddings had no gradient before the checkpoint."""
+    model = nn.Sequential(nn.Embedding(4, 3), nn.Linear(3, 2))
+
+    def backend() -> LocalBackend:
+        return LocalBackend(model, build_optimizer(OptimChoice(name, 0.1), model.named_parameters()))
+
+    saving = backend()
+    model[1](torch.ones(1, 3)).sum().backward()
+    saving.step(0.1)
+    write_slices(tmp_path, saving.optimizer_slices(), 0, has_whole_tensors=True)
+    resumed = backend()
+    resumed.load_optimizer_slices(SliceReader(tmp_path))
+    assert [bool(resumed.optimizer.state[p]) for p in model.parameters()] == [False, True, True]
+    before = model[0].weight.detach().clone()
+    model(torch.tensor([1])).sum().backward()
+    resumed.step(0.1)
+    assert not torch.equal(model[0].weight, before)
 
 
 def test_frozen_parameters_stay_frozen(trainer: Trainer) -> None:

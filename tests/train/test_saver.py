@@ -123,11 +123,12 @@ def test_the_loop_ends_where_a_save_failed(trainer: Trainer, monkeypatch: pytest
 
 
 def test_without_the_memory_for_a_copy_training_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Little:
-        available = 10
-
-    monkeypatch.setattr("streamtune.train.saver.psutil.virtual_memory", Little)
-    with saver(tmp_path) as made:
+    """The host has enough memory, but the container's limit leaves 10 bytes."""
+    limit, used = tmp_path / "limit", tmp_path / "used"
+    limit.write_text("1010")
+    used.write_text("1000")
+    monkeypatch.setattr("streamtune.engine.memory.host.CGROUP_FILES", ((str(limit), str(used)),))
+    with saver(tmp_path / "saved") as made:
         save(made, 1)
         assert [path.name for path in made.pop_committed()] == ["step-000001"]
 

@@ -29,7 +29,7 @@ from streamtune.optim import (
 )
 from streamtune.train.objective import StepScore
 from streamtune.train.process import capture_rng, restore_rng
-from streamtune.train.slices import MASTER, Slice, SliceReader, check_same_parameters, slices_of_replicated_state
+from streamtune.train.slices import MASTER, Slice, SliceReader, check_parameters_are_trained, slices_of_replicated_state
 from streamtune.train.world import WORLD, World
 
 TRAINED = "trained"
@@ -124,6 +124,8 @@ class Backend(ABC):
     @abstractmethod
     def load_optimizer_slices(self, saved: SliceReader) -> None:
         """Load the optimizer states of this rank, which any number of ranks may have saved.
+
+        A parameter without saved state starts with a fresh one.
 
         Raises:
             CheckpointError: The states do not belong to this model.
@@ -267,10 +269,6 @@ class BlockBackend(LocalBackend):
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.optimizer.train_block_after(state["steps_taken"])
 
-    def load_optimizer_slices(self, saved: SliceReader) -> None:
-        if saved.parameter_names():
-            super().load_optimizer_slices(saved)
-
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
     """Return the tensors of the optimizer states by ``NAME/KEY`` (parameter name and state key), not copied."""
@@ -293,12 +291,12 @@ def load_optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module, t
         by_parameter[name][key] = value
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     parameter_order = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
-    check_same_parameters(by_parameter, parameter_order)
+    check_parameters_are_trained(by_parameter, parameter_order)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            _check_state_shapes(names[id(parameter)], parameter, by_parameter[names[id(parameter)]], group)
+            _check_state_shapes(names[id(parameter)], parameter, by_parameter.get(names[id(parameter)], {}), group)
     # torch numbers parameters in the order of the groups, and moves each entry to its device.
-    state = {index: by_parameter[name] for index, name in enumerate(parameter_order)}
+    state = {index: by_parameter[name] for index, name in enumerate(parameter_order) if name in by_parameter}
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 

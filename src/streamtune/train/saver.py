@@ -23,10 +23,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from streamtune.engine.memory.host import free_host_bytes
 from streamtune.errors import CheckpointError
 from streamtune.train.backend import Backend
 from streamtune.train.checkpoint import (
@@ -347,7 +347,7 @@ def _copies_fit_in_host_memory(world: World, num_bytes: int) -> bool:
     """Return True if the copies of all ranks need at most half of the free memory on every host."""
     host = socket.gethostname()
     needed_bytes = sum(size for other, size in world.gather_all_ranks((host, num_bytes)) if other == host)
-    return not world.any_rank(2 * needed_bytes > psutil.virtual_memory().available)
+    return not world.any_rank(2 * needed_bytes > free_host_bytes())
 
 
 def _check_free_bytes(folder: Path, needed_bytes: int) -> None:

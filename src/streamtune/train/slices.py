@@ -157,8 +157,8 @@ class SliceReader:
         return {name.rpartition("/")[0] for name in self._shapes}
 
     def check_parameters(self, trained: Iterable[str]) -> None:
-        """Raise a CheckpointError unless the checkpoint has optimizer states for exactly the parameters ``trained``."""
-        check_same_parameters(self.parameter_names(), trained)
+        """Raise a CheckpointError if the checkpoint has optimizer states of parameters that are not in ``trained``."""
+        check_parameters_are_trained(self.parameter_names(), trained)
 
     def shape(self, parameter: str, key: str) -> tuple[int, ...]:
         """Return the shape of the state ``key`` (such as ``exp_avg``) of a parameter; ``()`` for a scalar."""
@@ -185,12 +185,16 @@ class SliceReader:
         return self.read(parameter, key, 0, math.prod(shape)).reshape(shape)
 
 
-def check_same_parameters(saved: Iterable[str], trained: Iterable[str]) -> None:
-    """Raise a CheckpointError unless ``saved`` and ``trained`` have the same parameter names."""
-    if differing := sorted({*saved} ^ {*trained}):
+def check_parameters_are_trained(saved: Iterable[str], trained: Iterable[str]) -> None:
+    """Raise a CheckpointError if ``saved`` has parameter names that are not in ``trained``.
+
+    The opposite is allowed: a parameter that was never updated, because steps were skipped or it had no gradient, has
+    no state yet.
+    """
+    if untrained := sorted({*saved} - {*trained}):
         raise CheckpointError(
-            f"the checkpoint's optimizer state is for another model: {len(differing)} parameter names differ, such as "
-            f"{differing[0]}",
+            f"the checkpoint's optimizer state is for another model: it has states of {len(untrained)} parameters that "
+            f"this run does not train, such as {untrained[0]}",
             fix="start a new run with --resume never",
         )
 

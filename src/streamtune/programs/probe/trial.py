@@ -31,7 +31,7 @@ from streamtune.base.child import Child
 from streamtune.base.model_facts import model_device
 from streamtune.base.text import show_size
 from streamtune.engine import StreamHandle, decoder_layers
-from streamtune.engine.memory.host import Tally, reserved_host_bytes, usable_host_bytes
+from streamtune.engine.memory.host import Tally, free_host_bytes, reserved_host_bytes, usable_host_bytes
 from streamtune.errors import OutOfMemoryError, StorageError
 from streamtune.optim import state_tensors
 from streamtune.plan.budget import Budget
@@ -154,9 +154,9 @@ class _ProcessWatch:
         if self.rss > self._most:
             reason = f"host memory: the process used {show_size(self.rss)}, only {show_size(self._most)} were free"
             self._kill("host memory", reason)
-        elif psutil.virtual_memory().available < self._reserve // 2:
+        elif free_host_bytes() < self._reserve // 2:
             self._kill(
-                "host memory", f"host memory: less than {show_size(self._reserve / 2)} of the machine's memory is free"
+                "host memory", f"host memory: less than {show_size(self._reserve / 2)} of host memory is free"
             )
         elif time.monotonic() - self._started > self._seconds:
             self._kill("time", f"not finished after {self._seconds:g} s (--trial-timeout)")

@@ -21,7 +21,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 from torch import Tensor, nn
 
@@ -36,6 +35,7 @@ from streamtune.engine import (
     balance_coefficient,
     decoder_layers,
 )
+from streamtune.engine.memory.host import free_host_bytes
 from streamtune.engine.rotary import rotate_rows_as_if_alone
 from streamtune.errors import DataError
 from streamtune.ops import TokenLoss, token_loss_reference
@@ -319,7 +319,7 @@ def measure_memory(
     # per_token T + per_square T^2 through both points
     square = max(0.0, (held[1] / whole - held[0] / half) / (whole - half))
     per_token = max(1.0, held[1] / whole - square * whole)
-    host_free = int(psutil.virtual_memory().available)
+    host_free = free_host_bytes()
     device = model_device(model)
     free = host_free
     if device.type == "cuda":
