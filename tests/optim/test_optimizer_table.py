@@ -503,6 +503,35 @@ def test_weights_that_are_rounded_stochastically_are_the_same_in_any_order() -> 
     assert not all(map(torch.equal, other.parameters(), found["after"]))
 
 
+@pytest.mark.skipif(not OPTIMIZERS["adamw_torch_8bit"].is_installed, reason="torchao is not installed")
+@pytest.mark.full
+def test_a_step_on_the_host_seeds_no_generator_of_other_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise AssertionError("a generator that all threads use was seeded")
+
+    model = Net(torch.bfloat16)
+    backend = backend_of(model, "adamw_torch_8bit", "after", args={"bf16_stochastic_round": True})
+    for place in (torch, torch.random, torch.cuda):
+        monkeypatch.setattr(place, "manual_seed", fail)
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", fail)
+    monkeypatch.setattr(torch.random, "set_rng_state", fail)
+    before = torch.get_rng_state()
+    run_steps(model, backend, range(2))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.quick("badam_ratio")
+@pytest.mark.parametrize("name", [each for each in ON_CPU if each.values[0] in ("badam_ratio", "apollo")])
+def test_the_seed_decides_the_random_choices(name: str) -> None:
+    found = []
+    for seed in (1, 2, 1):
+        model = Net()
+        run_steps(model, backend_of(model, name, "after", seed=seed), range(3))
+        found.append(list(model.parameters()))
+    assert all(map(torch.equal, found[0], found[2]))
+    assert not all(map(torch.equal, found[0], found[1]))
+
+
 def test_an_unknown_name_is_refused_with_the_nearest() -> None:
     with pytest.raises(ArgumentError) as caught:
         build_optimizer(OptimChoice("adam", 1.0), torch.nn.Linear(2, 2).named_parameters())

@@ -85,6 +85,42 @@ def test_the_end_says_that_better_weights_are_gone(folder: Path, capsys: pytest.
     assert "metric_for_best_model: eval_loss" in said
 
 
+STOP_IN_EVALUATION = """import os, signal
+class Stop:
+    def on_step(self, record):
+        if record["step"] == 2 and not os.path.exists("stopped"):
+            open("stopped", "w").close()
+            signal.raise_signal(signal.SIGINT)
+"""
+
+
+@pytest.mark.full
+def test_a_stop_in_the_last_evaluation_leaves_the_run_unfinished(folder: Path) -> None:
+    (folder / "stop.py").write_text(STOP_IN_EVALUATION)
+    write_recipe(folder, {**COMMON, "max_steps": 2, "callbacks": ["stop.py:Stop"], "allow_code": True})
+    assert run() == 130
+    events = [json.loads(line) for line in (folder / "out/events.jsonl").read_text().splitlines()]
+    assert (events[-1]["event"], events[-1]["reason"]) == ("stop", "SIGINT")
+    assert evaluations("out") == {}
+    assert not (folder / "out/final").exists()
+    assert run() == 0
+    assert set(evaluations("out")) == {2}
+    assert (folder / "out/final/model.safetensors").exists()
+
+
+@pytest.mark.full
+def test_the_note_on_a_changed_patience_says_its_values(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    best = {**COMMON, "max_steps": 3, "eval_steps": 1, "metric_for_best_model": "eval_loss"}
+    write_recipe(folder, {**best, "early_stopping_patience": 1, "early_stopping_threshold": 100.0})
+    assert run() == 0
+    capsys.readouterr()
+    write_recipe(folder, best)
+    assert run() == 0
+    said = " ".join("".join(capsys.readouterr()).split())
+    assert "early_stopping_patience was 1, is now 0" in said
+    assert set(evaluations("out")) == {1, 2, 3}
+
+
 @pytest.mark.full
 def test_early_stopping_leaves_the_best_weights(folder: Path) -> None:
     """The final model is the model of the last step, and no periodic checkpoint saves the best weights."""

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from streamtune.errors import RecipeError
+from streamtune.errors import ArgumentError, RecipeError
 from streamtune.recipe import load_recipe
 from streamtune.recipe.keys.preset import describe_preset
 from streamtune.run.build import build_run
+from streamtune.run.ranks import resolve_setup
 from streamtune.tasks.steps import peak_learning_rate
 from streamtune.train import World
 from tests.sft_kit import FIXED, RECIPE, run, write_recipe, write_rows
@@ -65,6 +66,23 @@ def test_a_warmup_longer_than_the_run_is_told(folder: Path) -> None:
 def test_the_rate_is_scaled_by_the_size_of_a_step(folder: Path, keys: dict[str, Any], ranks: int, want: float) -> None:
     recipe = load_recipe(write_recipe(folder, {**COMMON, "lr_scaling_base": 2, **keys}), []).recipe
     assert peak_learning_rate(recipe, World(0, ranks)) == pytest.approx(want * 1e-2)
+
+
+@pytest.mark.parametrize(
+    ("name", "option"), [("cosine_with_min_lr", "min_lr"), ("polynomial", "lr_end")], ids=lambda word: str(word)
+)
+def test_a_scaled_rate_does_not_end_above_its_peak(folder: Path, name: str, option: str) -> None:
+    """The peak is 1e-2 * 2 / lr_scaling_base."""
+    keys = {"lr_scheduler_type": name, "lr_scaling": "linear", "gradient_accumulation_steps": 2}
+    for base, final, refused in ((8, 5e-3, True), (8, 2e-3, False), (1, 1.5e-2, False), (1, 2.5e-2, True)):
+        recipe = {**COMMON, **keys, "lr_scaling_base": base, "lr_scheduler_kwargs": {option: final}}
+        loaded = load_recipe(write_recipe(folder, recipe), [])
+        if refused:
+            with pytest.raises(ArgumentError, match=f"rise to {option} {final:g}: .* a peak of") as caught:
+                resolve_setup(loaded, print)
+            assert caught.value.where == "lr_scheduler_kwargs"
+        else:
+            resolve_setup(loaded, print)
 
 
 EARLY = {"val_size": 3, "eval_steps": 1, "metric_for_best_model": "eval_loss", "early_stopping_patience": 2}

@@ -7,6 +7,7 @@ import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from streamtune.train import (
     find_checkpoint,
     read_records,
 )
+from streamtune.train.checkpoint import read_manifest
 from streamtune.train.guard import (
     MAX_COMPARED_VALUES,
     MAX_FULLY_COMPARED_VALUES,
@@ -179,6 +181,63 @@ def test_an_interrupted_evaluation_is_made_up_for(tmp_path: Path, steps: int) ->
     assert evals[0] == evals[1]
 
 
+def test_an_interrupted_evaluation_keeps_the_metric_of_its_step(trainer: Trainer) -> None:
+    def interrupted() -> Iterator[MicroBatch]:
+        for batch in held_out():
+            os.kill(os.getpid(), signal.SIGTERM)
+            yield batch
+
+    settings = {"steps": 2, "eval_steps": 2, "save_steps": 2, "metric_for_best_model": "loss"}
+    with StopRequest() as stop:
+        trainer(make_model(), validation=interrupted, stop=stop, **settings)
+    checkpoint = newest(trainer.folder)
+    model = load_model(str(checkpoint.model_dir))
+    trainer(model, validation=held_out, resume_from=checkpoint, **settings)
+    checkpoint = newest(trainer.folder)
+    assert checkpoint.state["progressed"]["eval_due"] is False
+    manifest = read_manifest(checkpoint.path)
+    assert (manifest.metric_name, manifest.metric) == ("loss", losses(trainer.folder)[-1])
+    assert "unknown metric" not in trainer.output.getvalue()
+
+
+def test_a_metric_that_a_skipped_step_has_not_is_not_unknown(trainer: Trainer) -> None:
+    model = make_model()
+    factors = iter([float("inf")] + 9 * [1.0])
+    model.model.norm.weight.register_hook(lambda gradient: gradient * next(factors))
+    common = {"on_nan": "skip", "max_skips": 1, "validation": held_out, "eval_steps": 1}
+    trainer(model, stream=RowStream(accumulation=1), steps=2, metric_for_best_model="loss", **common)
+    assert "unknown metric" not in trainer.output.getvalue()
+    factors = iter([float("inf")] + 9 * [1.0])
+    trainer(model, stream=RowStream(accumulation=1), steps=2, metric_for_best_model="los", **common)
+    assert "did you mean 'loss'" in trainer.output.getvalue()
+
+
+EARLY: dict[str, Any] = {"eval_steps": 1, "metric_for_best_model": "eval_loss", "validation": held_out}
+
+
+def test_a_patience_of_zero_goes_on_after_an_early_end(trainer: Trainer) -> None:
+    early = trainer(make_model(), steps=4, **EARLY, early_stopping_patience=1, early_stopping_threshold=100.0)
+    assert (early.step, early.ended_early) == (2, True)
+    checkpoint = newest(trainer.folder)
+    whole = trainer(load_model(str(checkpoint.model_dir)), steps=4, resume_from=checkpoint, **EARLY)
+    assert (whole.step, whole.ended_early) == (4, False)
+
+
+@pytest.mark.parametrize("change", [{"greater_is_better": True}, {"metric_for_best_model": "eval_other_loss"}])
+def test_values_of_two_metrics_are_not_compared(trainer: Trainer, change: dict[str, Any]) -> None:
+    settings = {**EARLY, "early_stopping_patience": 1, "early_stopping_threshold": 100.0}
+    assert trainer(make_model(), steps=4, **settings).ended_early
+    checkpoint = newest(trainer.folder)
+    model = load_model(str(checkpoint.model_dir))
+    resumed = trainer(model, steps=4, resume_from=checkpoint, **{**settings, "early_stopping_patience": 2, **change})
+    assert resumed.step == 4
+    said = " ".join(trainer.output.getvalue().split())
+    assert "is now the best, before it was the smallest eval_loss" in said
+    steps = {int(step) for _, step in resumed.best_evaluations}
+    assert steps <= {3, 4}, "earlier evaluations were ranked by another metric"
+    assert resumed.ranked_by == change.get("metric_for_best_model", "eval_loss")
+
+
 def test_only_the_newest_checkpoints_are_kept(trainer: Trainer) -> None:
     trainer(make_model(), steps=7, save_steps=2, save_total_limit=2)
     assert sorted(path.name for path in (trainer.folder / "checkpoints").iterdir()) == ["step-000006", "step-000007"]
@@ -300,6 +359,25 @@ def test_frozen_parameters_stay_frozen(trainer: Trainer) -> None:
     changed = {name for name, tensor in model.state_dict().items() if not torch.equal(before[name], tensor)}
     assert "model.embed_tokens.weight" not in changed
     assert len(changed) == len(before) - 1
+
+
+@pytest.mark.parametrize(("dtype", "value"), [(torch.float16, 2000.0), (torch.bfloat16, 0.03), (torch.float32, 0.03)])
+@pytest.mark.parametrize("kind", ["after", "backward"])
+def test_the_norm_of_narrow_gradients_is_that_of_float32(dtype: torch.dtype, value: float, kind: str) -> None:
+    """A float16 norm above 65,504 would be infinite, and a bfloat16 one has 8 bits."""
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(5))).to(dtype)
+    grads = [torch.randn(64, 64, generator=torch.Generator().manual_seed(n)) * value for n in range(5)]
+    optimizer = build_optimizer(OptimChoice("adamw", 1e-3), model.named_parameters())
+    backend: LocalBackend = LocalBackend(model, optimizer)
+    if kind == "backward":
+        backend = InBackwardBackend(model, optimizer, 1.0)
+        backend.begin_step(1e-3, lambda: None)
+    with backend.micro_batch_context(last=True):
+        loss = sum((p * grad.to(dtype)).float().sum() for p, grad in zip(model.parameters(), grads, strict=True))
+        loss.backward()
+    want = torch.cat([grad.to(dtype).double().flatten() for grad in grads]).norm().item()
+    assert backend.clip_gradients(1.0) == pytest.approx(want, rel=1e-5)
+    backend.close()
 
 
 def test_bf16_trains_float32_weights_under_autocast(trainer: Trainer) -> None:

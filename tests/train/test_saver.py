@@ -122,6 +122,26 @@ def test_the_loop_ends_where_a_save_failed(trainer: Trainer, monkeypatch: pytest
         trainer(make_model(), steps=6, save_steps=2)
 
 
+def test_checkpoints_ranked_by_another_metric_are_not_the_best(tmp_path: Path) -> None:
+    with saver(tmp_path, KeepPolicy(1, best=1, metric="eval_easy_loss")) as made:
+        save(made, 1, metric=0.1)
+    with saver(tmp_path, KeepPolicy(1, best=1, metric="eval_hard_loss")) as made:
+        for step, metric in ((2, 0.5), (3, 0.6), (4, 0.7)):
+            save(made, step, metric=metric)
+    assert steps(tmp_path) == [2, 4]
+
+
+def test_a_checkpoint_without_the_name_of_its_metric_is_ranked(tmp_path: Path) -> None:
+    """Older versions did not write it."""
+    with saver(tmp_path, KeepPolicy(1, best=1)) as made:
+        save(made, 1, metric=0.1)
+    assert "metric_name" not in (tmp_path / "step-000001/manifest.json").read_text()
+    with saver(tmp_path, KeepPolicy(1, best=1, metric="eval_loss")) as made:
+        for step in (2, 3):
+            save(made, step, metric=0.5)
+    assert steps(tmp_path) == [1, 3]
+
+
 def test_without_the_memory_for_a_copy_training_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The host has enough memory, but the container's limit leaves 10 bytes."""
     limit, used = tmp_path / "limit", tmp_path / "used"

@@ -18,6 +18,7 @@ from streamtune.base.optimizer_table import OPTIMIZERS
 from streamtune.optim.badam import RatioAdamW
 from streamtune.optim.matrix_optimizers import GaLoreAdamW, NaturalGaLoreAdamW, SinkGD
 from streamtune.optim.narrow_states import ExpandedFp8AdamW
+from streamtune.optim.weight_step import hash_integers
 
 Options = Mapping[str, Any]
 Maker = Callable[[list[nn.Parameter], Options], torch.optim.Optimizer]
@@ -36,8 +37,8 @@ class Rule:
     """False if the library's step needs values; then a plan reads the state's size from the table of optimizers."""
     is_compiled: bool = False
     """True if the library compiles its step; here the step is compiled only on an accelerator."""
-    initial_state: Callable[[int], dict[str, Any]] = lambda number: {}
-    """Function of a weight's number, counted from 1, that returns the weight's initial state."""
+    initial_state: Callable[[int, int], dict[str, Any]] = lambda seed, number: {}
+    """Function of the run's seed and a weight's number, counted from 1, that returns the weight's initial state."""
     random_option: str = ""
     """Option that makes a step draw random numbers; here the numbers depend only on the seed, step and weight."""
     rebuild_objects: Mapping[str, Callable[[Mapping[str, Any], Options], Any]] = field(default_factory=dict)
@@ -144,8 +145,9 @@ _CODE_TABLES = ("qmap1", "qmap2")
 _STEP = {"step": 0}
 
 
-def _make_seed_state(weight_number: int) -> dict[str, Any]:
-    return {"seed": weight_number}
+def _make_seed_state(seed: int, weight_number: int) -> dict[str, Any]:
+    """Return the seed of a weight's random numbers; with seed 0 it is that of the library apollo_torch."""
+    return {"seed": hash_integers(seed, weight_number) >> 1 if seed else weight_number}
 
 
 LIBRARIES: dict[str, Callable[[str], Rule]] = {

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from streamtune.base.optimizer_table import OPTIMIZERS, state_bytes
 from streamtune.ops.devices import loop_or_simulate
@@ -115,8 +116,8 @@ class WeightwiseOptimizer(torch.optim.Optimizer):
         settings.update({name: state.pop(GROUP_PREFIX + name, first) for name, first in rule.group_numbers.items()})
         new = not state
         if new:
-            state.update(rule.initial_state(self._weight_number.get(id(parameter), 0)))
-        with _without_compilation(rule, parameter), self._seed_torch_generators(rule, group, parameter, state):
+            state.update(rule.initial_state(group.get("seed", 0), self._weight_number.get(id(parameter), 0)))
+        with _without_compilation(rule, parameter), self._seed_random_numbers(rule, group, parameter, state):
             optimizer.step()
         state = optimizer.state[stepped]
         if stepped is not parameter:
@@ -129,18 +130,28 @@ class WeightwiseOptimizer(torch.optim.Optimizer):
             state[STEPS_TAKEN] = state.get(STEPS_TAKEN, 0) + 1
 
     @contextmanager
-    def _seed_torch_generators(
+    def _seed_random_numbers(
         self, rule: Rule, group: dict[str, Any], parameter: Tensor, state: dict[str, Any]
     ) -> Iterator[None]:
-        """Context manager: seed torch's generators if the rule draws random numbers; restore them on exit."""
+        """Context manager: if the rule draws random numbers, they depend on the seed, step and weight, and no
+        generator of other work changes."""
         if not (rule.random_option and group[rule.random_option]) or parameter.is_meta:
             yield
             return
         taken = int(state.get("step", 0))
         key = (group.get("seed", 0), taken, self._weight_number.get(id(parameter), 0))
-        with torch.random.fork_rng([parameter.device] if parameter.device.type == "cuda" else []):
-            torch.manual_seed(hash_integers(*key) >> 1)
+        if parameter.device.type != "cuda":
+            with _DrawsOf(torch.Generator(parameter.device).manual_seed(hash_integers(*key) >> 1)):
+                yield
+            return
+        # A compiled step draws from the device's own generator.
+        generator = torch.cuda.default_generators[parameter.device.index]
+        before = generator.get_state()
+        generator.manual_seed(hash_integers(*key) >> 1)
+        try:
             yield
+        finally:
+            generator.set_state(before)
 
     def _allocate_state_on_meta(self, group: dict[str, Any], parameter: nn.Parameter) -> None:
         """On ``meta``, allocate what the library would: the state of a weight, and the temporaries of its step."""
@@ -156,6 +167,20 @@ class WeightwiseOptimizer(torch.optim.Optimizer):
             torch.empty(entry.scratch(shape, width), dtype=torch.uint8, device=parameter.device).zero_()
         self.state[parameter]["state"].add_(0)  # read and written
         parameter.add_(parameter.grad)  # type: ignore[arg-type]  # a stepped weight has a gradient
+
+
+class _DrawsOf(TorchFunctionMode):
+    """Mode in which this thread draws random numbers from ``generator``: the global ones serve all threads."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        super().__init__()
+        self._generator = generator
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        more = {"generator": self._generator} if func in (torch.rand, torch.randint, torch.randn) else {}
+        return func(*args, **{**(kwargs or {}), **more})
 
 
 def _is_rounded_stochastically(parameter: Tensor, group: Mapping[str, Any]) -> bool:

@@ -23,7 +23,7 @@ from streamtune.recipe.settings import OptimizerSettings, TrainingSettings
 from streamtune.run.device import choose_device, prepare_libraries
 from streamtune.run.model import choose_quantization, make_optimizer, weights_are_sharded
 from streamtune.tasks import TASKS, Task
-from streamtune.tasks.steps import count_micro_batches
+from streamtune.tasks.steps import check_final_learning_rate, count_micro_batches
 from streamtune.tasks.task import Notify
 
 
@@ -308,6 +308,7 @@ def resolve_setup(loaded: LoadedRecipe, notify: Notify) -> RunSetup:
     check_ranks_agree(_shared_settings(recipe))
     is_weight_sharded = weights_are_sharded(recipe)
     world = make_world(recipe, device, weights_are_sharded=is_weight_sharded)
+    check_final_learning_rate(recipe, world)
     return RunSetup(loaded, task, device, world, quantization, is_weight_sharded, count_micro_batches(recipe, world))
 
 

@@ -20,9 +20,11 @@ import transformers
 from streamtune import __version__, models, train
 from streamtune.distributed import check_ranks_agree
 from streamtune.errors import ArgumentError, RecipeError, did_you_mean
+from streamtune.optim.optimizers import WHOLE_STEP_MAKERS
 from streamtune.recipe.keys.adapters import ADAPTER_KEYS
 from streamtune.recipe.keys.rollouts import RolloutKeys
 from streamtune.recipe.loader import LoadedRecipe
+from streamtune.recipe.schema import Recipe
 from streamtune.run.data import fingerprint_inputs, fingerprint_tokenizer_files
 from streamtune.run.ranks import RunSetup, resolve_setup
 from streamtune.run.weight_choices import rounding_warning, with_saved_precision
@@ -63,6 +65,10 @@ UNCHANGEABLE_KEYS = frozenset({"model", "finetuning_type", *ADAPTER_KEYS})
 """Keys that cannot change: the checkpoint already has the model that they describe, so a new value has no effect."""
 
 
+STATE_DTYPE_KEYS = (("dtype", "auto"), ("weight_rounding", "nearest"))
+"""Keys that decide the dtype of optimizer states, with their defaults."""
+
+
 KEYS_ADDED_LATER = ("roles_to_train", "train_on_eos", "reasoning", "on_empty", "default_system", "chat_template_kwargs",
               "split_special_tokens",
               "rope_scaling", "rope_theta", "truncate_side", "split_at", "split_overlap", "mix_by", "special_tokens",
@@ -75,6 +81,13 @@ KEYS_ADDED_LATER = ("roles_to_train", "train_on_eos", "reasoning", "on_empty", "
               "lora_ga_rows", "lora_ga_gamma", "loftq_iter", "oft_block_size", "modules_to_save",
               "adapter_name_or_path", "allocation")  # fmt: skip
 """Keys that are compared only if they are set, because older runs were started before these keys existed."""
+
+
+FREE_KEYS_ADDED_LATER = ("sample_steps", "callbacks", "on_bad_row", "max_bad_rows", "cache", "dataset_num_proc",
+              "peak_flops", "optim_in_backward", "early_stopping_patience", "early_stopping_threshold",
+              "preset")  # fmt: skip
+"""Keys of :data:`FREE_KEYS` that are recorded only if they are set, because older runs were started before they
+existed."""
 
 
 @dataclass(frozen=True)
@@ -185,13 +198,15 @@ class Start(RunSetup):
 
     @property
     def resets_optimizer(self) -> bool:
-        """True if the resumed run had another optimizer or other optimizer options, so that its states cannot be
-        loaded."""
+        """True if the states of the resumed run cannot be loaded: its optimizer or optimizer options were others, or
+        the dtype of the states of an optimizer that cannot convert them."""
         if self.checkpoint is None:
             return False
         saved, current = (identity.get("recipe", {}) for identity in (self.checkpoint.state["identity"], self.identity))
         pairs = [(identity.get("optim") or "adamw", identity.get("optim_args") or {}) for identity in (saved, current)]
-        return pairs[0] != pairs[1]
+        if pairs[0] != pairs[1] or pairs[1][0] in WHOLE_STEP_MAKERS:  # these convert states of another dtype
+            return pairs[0] != pairs[1]
+        return any((saved.get(key) or default) != (current.get(key) or default) for key, default in STATE_DTYPE_KEYS)
 
     def changed_file_keys(self) -> set[str]:
         """Return the keys of ``train.FILES`` whose files differ from the files of the resumed run."""
@@ -360,9 +375,10 @@ def start_run(
             start.record_files()
         start._notify_tokenizer_change(tokenizer_files)
         last = list(continued.values())[-1] if continued else start.identity
-        start._notify_changes(train.describe_harmless_changes(last, start.identity))
+        settings = [_with_unset_free_keys(identity, type(recipe)) for identity in (last, start.identity)]
+        start._notify_changes(train.describe_harmless_changes(*settings))
         if start.resets_optimizer:
-            notify("the optimizer changed, so its states are initialised again")
+            notify("the optimizer or the dtype of its states changed, so its states are initialised again")
         if checkpoint is not None and checkpoint.num_ranks != world.size:
             notify(
                 f"the checkpoint was saved on {_count_ranks(checkpoint.num_ranks)} and is resumed on {world.size}: "
@@ -424,20 +440,9 @@ def _make_identity(setup: RunSetup, resumed_identity: Mapping[str, Any] | None, 
         field = type(recipe).model_fields.get(key)  # some keys belong to one objective
         if field is not None and getattr(recipe, key) == field.get_default(call_default_factory=True):
             del compared_settings[key]
-    later_keys = (
-        "sample_steps",
-        "callbacks",
-        "on_bad_row",
-        "max_bad_rows",
-        "cache",
-        "dataset_num_proc",
-        "peak_flops",
-        "optim_in_backward",
-        "early_stopping_patience",
-        "early_stopping_threshold",
-        "preset",
-    )  # runs are older than these
-    unset_keys = {key for key in later_keys if getattr(recipe, key) == type(recipe).model_fields[key].default}
+    unset_keys = {
+        key for key in FREE_KEYS_ADDED_LATER if getattr(recipe, key) == type(recipe).model_fields[key].default
+    }
     if setup.quantization is not None:  # the choice of `auto`, which differs by device
         compared_settings["quantization"] = setup.quantization
     return {
@@ -460,6 +465,15 @@ def _with_generation_size(identity: dict[str, Any]) -> dict[str, Any]:
     data_size = identity.get("world_size", 1) // identity.get("free", {}).get("sequence_parallel_size", 1)
     size = settings["steps_per_generation"] * settings["per_device_train_batch_size"] * data_size
     return {**identity, "recipe": {**settings, "steps_per_generation": None, "generation_batch_size": size}}
+
+
+def _with_unset_free_keys(identity: Mapping[str, Any], recipe_type: type[Recipe]) -> Mapping[str, Any]:
+    """Return ``identity`` with the defaults of the keys that are recorded only if they are set."""
+    if "free" not in identity:
+        return identity
+    defaults = {key: recipe_type.model_fields[key].default for key in FREE_KEYS_ADDED_LATER}
+    defaults = {key: list(value) if isinstance(value, tuple) else value for key, value in defaults.items()}
+    return {**identity, "free": {**defaults, **identity["free"]}}
 
 
 def notify_model_warnings(model: Any, longest_row: int, start: Start, notify: Notify) -> None:

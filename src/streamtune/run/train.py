@@ -140,7 +140,8 @@ def _train_run(run: Run, console: Console, listeners: train.Listeners, outcome: 
             outcome["step"] = progressed.step
             run.world.run_on_rank_0(listeners.raise_first_error)
         seconds = time.perf_counter() - started
-        finished = progressed.step >= run.plan.total_steps or progressed.ended_early
+        is_last = progressed.step >= run.plan.total_steps or progressed.ended_early
+        finished = is_last and not progressed.eval_due  # a stop may interrupt the last evaluation
         samples = _write_final_model_and_samples(run, progressed.step, writer, listeners) if finished else []
         failure = _most_skipped_error(run, progressed) if finished else None
         if world.is_main:

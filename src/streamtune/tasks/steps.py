@@ -30,6 +30,7 @@ from streamtune import data, models, train
 from streamtune.base.adapters import base_of
 from streamtune.errors import ArgumentError
 from streamtune.recipe.keys.batching import BucketSpec
+from streamtune.recipe.keys.learning_rate import FINAL_RATES
 from streamtune.recipe.settings import BatchSettings
 from streamtune.train.backend import TorchBackend
 from streamtune.train.records import append_record, delete_records_after_step
@@ -270,6 +271,24 @@ def peak_learning_rate(recipe: BatchSettings, world: train.World) -> float:
         size = count_micro_batches(recipe, world) * recipe.per_device_train_batch_size * world.data_size
     share = size / recipe.lr_scaling_base
     return recipe.learning_rate * (math.sqrt(share) if recipe.lr_scaling == "sqrt" else share)
+
+
+def check_final_learning_rate(recipe: BatchSettings, world: train.World) -> None:
+    """Check that the schedule does not rise above its peak, which ``lr_scaling`` may have lowered.
+
+    Raises:
+        ArgumentError: The final learning rate is above the peak.
+    """
+    peak = peak_learning_rate(recipe, world)
+    for option in FINAL_RATES:
+        final = recipe.lr_scheduler_kwargs.get(option, 0)
+        if final > peak:
+            raise ArgumentError(
+                f"the schedule would rise to {option} {final:g}: lr_scaling makes of learning_rate "
+                f"{recipe.learning_rate:g} a peak of {peak:.4g}, which is lower",
+                where="lr_scheduler_kwargs",
+                fix=f"write {option} below {peak:.4g}, a higher learning_rate, or lr_scaling: none",
+            )
 
 
 def count_micro_batches(recipe: BatchSettings, world: train.World) -> int:

@@ -173,7 +173,7 @@ class TorchBackend(Backend):
 
     def clip_gradients(self, max_norm: float) -> float:
         trained = [parameter for parameter in self.module.parameters() if parameter.grad is not None]
-        norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in trained if parameter.grad is not None])
+        norm = total_gradient_norm([parameter.grad for parameter in trained if parameter.grad is not None])
         value = self._to_float(norm)
         if max_norm > 0 and math.isfinite(value):
             torch.nn.utils.clip_grads_with_norm_(trained, max_norm, norm)
@@ -244,6 +244,29 @@ class TorchBackend(Backend):
 
     def full_weights(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor | None]]:
         return ((name, x.detach()) for name, x in self.module.named_parameters() if names is None or name in names)
+
+
+NORM_SLICE = 1 << 20
+"""Number of values of a narrow gradient on the CPU that are read at a time."""
+
+
+def gradient_norm(grad: Tensor) -> Tensor:
+    """Return the norm of a gradient, in float32 if the gradient is narrower: a float16 norm is infinite from 65,520."""
+    if grad.dtype.itemsize >= 4:
+        return torch.linalg.vector_norm(grad)
+    if type(grad) is not Tensor or grad.device.type != "cpu" or not grad.is_contiguous():
+        return torch.linalg.vector_norm(grad, dtype=torch.float32)
+    # On the CPU torch makes a float32 copy of what it reads.
+    parts = grad.view(-1).split(NORM_SLICE)
+    return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(x, dtype=torch.float32) for x in parts]))
+
+
+def total_gradient_norm(grads: list[Tensor]) -> Tensor:
+    """Return the norm of all gradients together."""
+    if all(grad.dtype.itemsize >= 4 for grad in grads):
+        return torch.nn.utils.get_total_norm(grads)
+    device = grads[0].device
+    return torch.linalg.vector_norm(torch.stack([gradient_norm(grad).to(device) for grad in grads]))
 
 
 class LocalBackend(TorchBackend):

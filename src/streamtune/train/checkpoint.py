@@ -124,8 +124,8 @@ def _check_state_types(value: Any) -> dict[str, Any]:
     if state["step"] < 0 or not isinstance(ranks, int) or ranks < 1:
         raise ValueError("'step' must be 0 or more, and 'ranks' 1 or more")
     for name, number in state.get("progressed", {}).items():
-        if not isinstance(number, (int, float, list, type(None))):
-            raise ValueError(f"'progressed.{name}' must be a number or a list, found {type(number).__name__}")
+        if not isinstance(number, (int, float, list, str, type(None))):
+            raise ValueError(f"'progressed.{name}' must be a number, a list or a text, found {type(number).__name__}")
     check_identity(state["identity"])
     return state
 
@@ -268,12 +268,14 @@ class Manifest:
     """Value by which checkpoints are ranked (``metric_for_best_model``); None if there is none."""
     files: Mapping[str, Mapping[str, Any]]
     """Relative path with ``/`` -> ``{"bytes": n, "sha256": hex}``"""
+    metric_name: str | None = None
+    """Name of ``metric``; None without a metric and in checkpoints of older runs."""
 
 
-def write_manifest(folder: Path, *, run: str, step: int, metric: float | None) -> None:
+def write_manifest(folder: Path, *, run: str, step: int, metric: float | None, metric_name: str | None = None) -> None:
     """Write a manifest of all files below ``folder``, after computing their hashes."""
     files = {name: _size_and_hash(folder / name) for name in sorted(_files_below(folder))}
-    (folder / MANIFEST).write_text(_manifest_text(Manifest(run, step, metric, files)), encoding="utf-8")
+    (folder / MANIFEST).write_text(_manifest_text(Manifest(run, step, metric, files, metric_name)), encoding="utf-8")
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -294,14 +296,21 @@ def read_manifest(path: Path) -> Manifest:
                 f"{path} has checkpoint format {document['format']}; this version reads {FORMAT}",
                 fix="use the version of streamtune that wrote it",
             )
-        manifest = Manifest(document["run"], int(document["step"]), document["metric"], document["files"])
+        manifest = Manifest(
+            document["run"],
+            int(document["step"]),
+            document["metric"],
+            document["files"],
+            document.get("metric_name"),
+        )
         if (
             _manifest_text(manifest) != text
             or not isinstance(document["run"], str)
             or not isinstance(document["files"], dict)
         ):
             raise _damaged_error(path, f"{MANIFEST} was changed")
-        if manifest.metric is not None and not isinstance(manifest.metric, float):
+        is_number, is_text = isinstance(manifest.metric, float), isinstance(manifest.metric_name, str)
+        if (manifest.metric is not None and not is_number) or (manifest.metric_name is not None and not is_text):
             raise _damaged_error(path, f"{MANIFEST} was changed")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
@@ -337,6 +346,8 @@ def verify_files(path: Path, manifest: Manifest) -> None:
 
 def _manifest_text(manifest: Manifest) -> str:
     body = {"format": FORMAT, **asdict(manifest)}
+    if manifest.metric_name is None:
+        del body["metric_name"]
     digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
     return json.dumps({**body, "digest": digest}, indent=1, sort_keys=True) + "\n"
 

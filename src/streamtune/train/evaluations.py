@@ -33,17 +33,33 @@ class RunProgress:
     skipped: int = 0
     """Number of steps without an update, because a loss or gradient was not finite."""
     best: float | None = None
-    """Best value so far of ``metric_for_best_model``, for early stopping."""
+    """Best value so far of ``ranked_by``, for early stopping."""
     not_better: int = 0
     """Number of consecutive evaluations that did not improve ``best``."""
     ended_early: bool = False
     best_evaluations: Sequence[Sequence[float]] = ()
-    """(metric value, step) of the best evaluations, best first, by ``metric_for_best_model`` or ``eval_loss``."""
+    """(value of ``ranked_by``, step) of the best evaluations, best first."""
+    ranked_by: str | None = None
+    """Metric that ranks evaluations: ``metric_for_best_model`` or ``eval_loss``; None in checkpoints of older runs."""
+    greater_is_better: bool | None = None
 
     @property
     def checkpoint_key(self) -> tuple[int, bool, bool]:
         """(``step``, ``eval_due``, ``sample_due``): at most one checkpoint is saved with each of these values."""
         return self.step, self.eval_due, self.sample_due
+
+
+def rank_by_current_metric(state: RunProgress, settings: TrainSettings, progress: Progress) -> RunProgress:
+    """Return ``state`` of a resumed run; earlier evaluations are forgotten if ``settings`` rank by another metric."""
+    before, now = (state.ranked_by, state.greater_is_better), (settings.ranked_by, settings.greater_is_better)
+    if state.ranked_by is not None and before != now and (state.best is not None or state.best_evaluations):
+        kinds = [f"the {'greatest' if greater else 'smallest'} {name}" for name, greater in (before, now)]
+        progress.report_note(
+            state.step,
+            f"{kinds[1]} is now the best, before it was {kinds[0]}: evaluations are ranked from here on",
+        )
+        state = replace(state, best=None, not_better=0, ended_early=False, best_evaluations=())
+    return replace(state, ranked_by=settings.ranked_by, greater_is_better=settings.greater_is_better)
 
 
 def update_early_stopping(
@@ -81,7 +97,7 @@ def update_best_evaluations(
 
     It must be saved if ``metric_for_best_model`` is set and this evaluation is among the best.
     """
-    value = metrics.get(settings.metric_for_best_model or "eval_loss")
+    value = metrics.get(settings.ranked_by)
     if value is None:
         return state, False
     limit = settings.save_best_limit or 1
@@ -105,9 +121,17 @@ def note_unsaved_best(state: RunProgress, settings: TrainSettings, run: RunDirec
 
 
 def note_missing_metric(settings: TrainSettings, latest: Mapping[str, Any], step: int, progress: Progress) -> None:
-    """Show a note if ``metric_for_best_model`` names a metric that is not measured."""
+    """Show a note if ``metric_for_best_model`` names a metric that is not measured.
+
+    Args:
+        settings: Settings of the run.
+        latest: Record of the step with the metrics of its evaluation; the step's own record may be missing.
+        step: Number of the step.
+        progress: Output.
+    """
     name = settings.metric_for_best_model
-    if name is not None and name not in latest:
+    is_step_measured = "lr" in latest and not latest.get("skipped")
+    if name is not None and name not in latest and (is_step_measured or name.startswith("eval_")):
         use = "keep checkpoints by" if settings.early_stopping_patience == 0 else "stop early by"
         suggestion = did_you_mean(name, latest) or f"metrics: {', '.join(latest)}"
         progress.report_note(step, f"unknown metric '{name}' to {use}; {suggestion}")

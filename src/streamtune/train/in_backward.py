@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from streamtune.engine.memory.host import HostPool, is_host_storage
 from streamtune.errors import NonFiniteError, OutOfMemoryError
 from streamtune.optim import set_learning_rate
-from streamtune.train.backend import LocalBackend
+from streamtune.train.backend import LocalBackend, gradient_norm
 
 
 class InBackwardBackend(LocalBackend):
@@ -180,7 +180,7 @@ class InBackwardBackend(LocalBackend):
         grad, parameter.grad = parameter.grad, None
         assert grad is not None
         if self._measures_norms:
-            self._norms[id(parameter)] = torch.linalg.vector_norm(grad)
+            self._norms[id(parameter)] = gradient_norm(grad)
         if not self._updates_weights or self._is_non_finite:  # a loss of this step was not finite
             return
         self._has_updated_weights = True

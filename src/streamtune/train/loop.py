@@ -16,6 +16,7 @@ from streamtune.train.evaluations import (
     RunProgress,
     note_missing_metric,
     note_unsaved_best,
+    rank_by_current_metric,
     update_best_evaluations,
     update_early_stopping,
 )
@@ -29,6 +30,7 @@ from streamtune.train.records import (
     append_records,
     delete_events_after_step,
     delete_records_after_step,
+    read_records_backwards,
 )
 from streamtune.train.rundir import RunDirectory
 from streamtune.train.saver import CheckpointSaver, KeepPolicy, ModelWriter
@@ -116,8 +118,11 @@ class _Loop:
         self.state = self._restore_or_seed()
         self.position = ResumePosition(capture_rng(), job.steps.state_dict())
         self.saved_checkpoint_key = self.state.checkpoint_key
-        self.latest_record: dict[str, Any] = {}
-        """Record of the last step, with the metrics of the last evaluation; empty before the first step."""
+        self.latest_record = self._read_latest_record()
+        """Record of the last step, with the metrics of its evaluation; empty before the first step, and on other ranks
+        than 0 also until the first step of this process."""
+        self.has_updated = False
+        """True if this process has updated the weights."""
         self.plot = LossPlot(self.directory)
         self.guard = StepGuard(
             settings, self.directory, model_device(self.backend.model), next_schedule=job.next_schedule, world=job.world
@@ -125,7 +130,9 @@ class _Loop:
         self.saver = CheckpointSaver(
             self.directory.checkpoints,
             job.writer,
-            KeepPolicy(settings.save_total_limit, settings.save_best_limit, settings.greater_is_better),
+            KeepPolicy(
+                settings.save_total_limit, settings.save_best_limit, settings.greater_is_better, settings.ranked_by
+            ),
             world=job.world.with_new_group() if settings.save_async else job.world,
             run=str(job.identity.get("run", "")),
             asynchronous=settings.save_async,
@@ -150,8 +157,16 @@ class _Loop:
         seed_everything(settings.seed, self.world.rank)
         if job.resume_from is not None:
             state = restore_from_checkpoint(job, job.resume_from, settings.seed)
-        if state.not_better < settings.early_stopping_patience:  # the patience was raised
+        state = rank_by_current_metric(state, settings, self.progress)
+        patience = settings.early_stopping_patience
+        if patience == 0 or state.not_better < patience:  # early stopping was disabled, or the patience raised
             state = replace(state, ended_early=False)
+        # The resumed run may have no held-out rows or samples.
+        state = replace(
+            state,
+            eval_due=state.eval_due and bool(job.held_out),
+            sample_due=state.sample_due and job.sample is not None,
+        )
         if self.world.is_main:  # after the checkpoint was loaded without error
             if job.resume_from is not None:
                 set_aside_later_checkpoints(directory.checkpoints, state.step)
@@ -159,6 +174,16 @@ class _Loop:
             delete_records_after_step(directory.samples, state.step - state.sample_due)
             delete_events_after_step(directory.events, state.step)
         return state
+
+    def _read_latest_record(self) -> dict[str, Any]:
+        """Return the record of the step from which the run is resumed, for the metrics of its next checkpoint."""
+        latest: dict[str, Any] = {}
+        if self.world.is_main and self.job.resume_from is not None and self.directory.metrics.is_file():
+            for record in read_records_backwards(self.directory.metrics):
+                if record.get("step") != self.state.step:
+                    break
+                latest = {**record, **latest}
+        return latest
 
     def _evaluate_if_due(self) -> bool:
         """Evaluate if due; return True if a checkpoint must be saved because this evaluation is among the best."""
@@ -267,7 +292,7 @@ class _Loop:
             with explain_out_of_memory(f"the optimizer at step {step}", micro_batches, settings.out_of_memory_fix):
                 backend.step(learning_rate)
         changed = None if before is None or skip else round(before.changed_fraction(self.world), 6)
-        if not self.latest_record:  # the optimizer now has its state, so the size of a checkpoint is known
+        if not skip and not self.has_updated:  # the optimizer now has its state: the size of a checkpoint is known
             self.saver.check_disk_space(backend)
         batches = counted_batches(micro_batches)
         self._record_step(_StepResult(started, batches, learning_rate, score, grad_norm, skip, changed))
@@ -291,8 +316,10 @@ class _Loop:
         )
         self.position = ResumePosition(capture_rng(), self.job.steps.state_dict())
         record = self._make_record(taken, tokens, time.perf_counter() - taken.started)
-        if not self.latest_record and not (settings.metric_for_best_model or "").startswith("eval_"):
-            note_missing_metric(settings, record, step, self.progress)
+        if not skip and not self.has_updated:
+            self.has_updated = True
+            if not (settings.metric_for_best_model or "").startswith("eval_"):
+                note_missing_metric(settings, record, step, self.progress)
         if taken.changed_fraction is not None and step == min(FIRST_STEPS, settings.total_steps):
             self._note_unchanged_weights(taken.changed_fraction, taken.learning_rate)
         self.latest_record = dict(record)

@@ -88,6 +88,13 @@ class KeepPolicy:
     best: int = 0
     """Number of checkpoints with the best metric to keep in addition."""
     greater_is_better: bool = False
+    metric: str | None = None
+    """Name of the metric; checkpoints ranked by another metric count as not ranked. None: names are not compared."""
+
+    def ranks(self, manifest: Manifest) -> bool:
+        """Return True if a checkpoint has a value of this policy's metric."""
+        is_same = self.metric is None or manifest.metric_name in (None, self.metric)
+        return manifest.metric is not None and is_same
 
 
 def delete_old_checkpoints(folder: Path, keep: KeepPolicy, *, run: str = "") -> list[Path]:
@@ -99,8 +106,10 @@ def delete_old_checkpoints(folder: Path, keep: KeepPolicy, *, run: str = "") -> 
         return []
     manifests = ((path, _read_manifest_of_run(path, run)) for path in list_checkpoints(folder))
     own = [(path, manifest) for path, manifest in manifests if manifest is not None]
-    measured = [(manifest.metric, path) for path, manifest in own if manifest.metric is not None]
-    measured.sort(key=lambda found: found[0] if keep.greater_is_better else -found[0])  # on a tie the newer is kept
+    measured = [(manifest.metric, path) for path, manifest in own if keep.ranks(manifest)]
+    measured.sort(
+        key=lambda found: (found[0] or 0.0) if keep.greater_is_better else -(found[0] or 0.0)
+    )  # on a tie the newer is kept
     kept = {path for path, _ in own[-keep.newest :]} | {path for _, path in measured[-keep.best :] if keep.best}
     deleted = [path for path, _ in own if path not in kept]
     for path in deleted:
@@ -175,7 +184,9 @@ class CheckpointSaver:
             slices = iter([part._replace(values=part.values.detach().to("cpu", copy=True)) for part in slices])
             writer = writer.snapshot_writer(world)
         metric = None if metric is None else float(metric)
-        content = CheckpointContent(state, rng, slices, backend.has_whole_state, needed_bytes, self.run, metric)
+        content = CheckpointContent(
+            state, rng, slices, backend.has_whole_state, needed_bytes, self.run, metric, self.keep.metric
+        )
 
         def write() -> None:
             path = save_checkpoint(
@@ -252,6 +263,8 @@ class CheckpointContent:
     """Id of the run; a run deletes only its own checkpoints."""
     metric: float | None = None
     """Value by which checkpoints are ranked; None if there is none."""
+    metric_name: str | None = None
+    """Name of the metric."""
 
 
 def save_checkpoint(
@@ -293,7 +306,8 @@ def save_checkpoint(
             write_index(staged, all_entries)
         _write_json(staged / STATE, {**content.state, **ranks, "rng": content.rng.json_states})
         # The manifest is written last, so it lists only complete files.
-        write_manifest(staged, run=content.run, step=step, metric=content.metric)
+        name = None if content.metric is None else content.metric_name
+        write_manifest(staged, run=content.run, step=step, metric=content.metric, metric_name=name)
         staging.pop_all().close()
         after_commit(target)
 

@@ -74,6 +74,11 @@ class TrainSettings:
     peak_flops: float | None = None
     """Peak FLOP/s of one device, for ``mfu``; None if unknown."""
 
+    @property
+    def ranked_by(self) -> str:
+        """Name of the metric by which evaluations are ranked."""
+        return self.metric_for_best_model or "eval_loss"
+
 
 @dataclass(frozen=True)
 class StepContext:

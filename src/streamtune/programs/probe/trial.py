@@ -155,9 +155,7 @@ class _ProcessWatch:
             reason = f"host memory: the process used {show_size(self.rss)}, only {show_size(self._most)} were free"
             self._kill("host memory", reason)
         elif free_host_bytes() < self._reserve // 2:
-            self._kill(
-                "host memory", f"host memory: less than {show_size(self._reserve / 2)} of host memory is free"
-            )
+            self._kill("host memory", f"host memory: less than {show_size(self._reserve / 2)} of host memory is free")
         elif time.monotonic() - self._started > self._seconds:
             self._kill("time", f"not finished after {self._seconds:g} s (--trial-timeout)")
 

@@ -58,6 +58,8 @@ there."""
 
 NEEDED = {"power": ("batch_size", "tokens_per_step")}
 ONE_OF = {"cosine_with_min_lr": ("min_lr", "min_lr_rate"), "warmup_stable_decay": ("num_decay_steps", "decay_ratio")}
+FINAL_RATES = ("min_lr", "lr_end")
+"""Options that are a learning rate, which the schedule reaches at its end."""
 KEY = "lr_scheduler_kwargs"
 
 
@@ -134,7 +136,8 @@ def _refuse_wrong_scheduler_options(recipe: Any) -> Iterator[Refusal]:
                 f"the schedule '{name}' needs '{option}'",
                 "add lr_scheduler_kwargs: {batch_size: ROWS_OF_A_STEP, tokens_per_step: TOKENS_OF_A_STEP}",
             )
-    if given.get("min_lr", 0) > recipe.learning_rate or given.get("lr_end", 0) > recipe.learning_rate:
+    is_scaled = recipe.lr_scaling_base is not None  # then the peak depends on the number of ranks
+    if not is_scaled and max(given.get(option, 0) for option in FINAL_RATES) > recipe.learning_rate:
         yield Refusal(KEY, "the final rate of the schedule is above 'learning_rate'", "lower min_lr or lr_end")
 
 
