@@ -73,6 +73,7 @@ STATE = {"step": 2, "identity": {"recipe": {}}, "progressed": {}, "stream": None
         {"identity": {"recipe": {"rope_scaling": "linear"}}},
         {"progressed": [1]},
         {"progressed": {"step": "2"}},
+        {"progressed": {"ranked_by": 2}},
         {"stream": 3},
         {"rng": None},
     ],

@@ -146,7 +146,7 @@ _STEP = {"step": 0}
 
 
 def _make_seed_state(seed: int, weight_number: int) -> dict[str, Any]:
-    """Return the seed of a weight's random numbers; with seed 0 it is that of the library apollo_torch."""
+    """Return the seed of a weight's random numbers; with seed 0 the library apollo_torch has the same."""
     return {"seed": hash_integers(seed, weight_number) >> 1 if seed else weight_number}
 
 

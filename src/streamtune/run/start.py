@@ -198,8 +198,8 @@ class Start(RunSetup):
 
     @property
     def resets_optimizer(self) -> bool:
-        """True if the states of the resumed run cannot be loaded: its optimizer or optimizer options were others, or
-        the dtype of the states of an optimizer that cannot convert them."""
+        """True if the states of the resumed run cannot be loaded: they are of another optimizer, of other options, or
+        of another dtype that the optimizer cannot convert."""
         if self.checkpoint is None:
             return False
         saved, current = (identity.get("recipe", {}) for identity in (self.checkpoint.state["identity"], self.identity))

@@ -123,9 +123,10 @@ def _check_state_types(value: Any) -> dict[str, Any]:
     ranks = state.get("ranks", 1)
     if state["step"] < 0 or not isinstance(ranks, int) or ranks < 1:
         raise ValueError("'step' must be 0 or more, and 'ranks' 1 or more")
-    for name, number in state.get("progressed", {}).items():
-        if not isinstance(number, (int, float, list, str, type(None))):
-            raise ValueError(f"'progressed.{name}' must be a number, a list or a text, found {type(number).__name__}")
+    for name, entry in state.get("progressed", {}).items():
+        allowed, expected = ((str,), "a text") if name == "ranked_by" else ((int, float, list), "a number or a list")
+        if entry is not None and not isinstance(entry, allowed):
+            raise ValueError(f"'progressed.{name}' must be {expected}, found {type(entry).__name__}")
     check_identity(state["identity"])
     return state
 
