@@ -303,3 +303,23 @@ def test_the_line_after_one_that_is_too_long(
     found = prepare([Source(str(path))], tokenizer, max_length=64, on_bad_row="skip")  # type: ignore[arg-type]
     assert [row.origin for row in found.training] == [f"{path}:1", f"{path}:3"]
     assert [row["row"] for row in found.bad_rows] == [f"{path}:2", f"{path}:4"]
+
+
+@pytest.mark.parametrize("end", [b"\n", b"\r\n", b""])
+@pytest.mark.parametrize("extra", [0, 1, 2])
+def test_a_line_at_the_limit_is_read_and_no_line_after_it_is_lost(
+    end: bytes, extra: int, tmp_path: Path, tokenizer: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = b'{"text": "at the limit"}'
+    monkeypatch.setattr(files, "MAX_LINE_BYTES", len(row) - extra)
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(row + end + (b'{"text": "next"}' + end if end else b""))
+    left = ([1] if not extra else []) + ([2] if end else [])
+    options = {"max_length": 64, "on_bad_row": "skip"}
+    if not left:
+        with pytest.raises(DataError, match="no row is left"):
+            prepare([Source(str(path))], tokenizer, **options)  # type: ignore[arg-type]
+        return
+    found = prepare([Source(str(path))], tokenizer, **options)  # type: ignore[arg-type]
+    assert [row.origin for row in found.training] == [f"{path}:{number}" for number in left]
+    assert [row["row"] for row in found.bad_rows] == ([f"{path}:1"] if extra else [])

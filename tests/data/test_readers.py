@@ -13,7 +13,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from streamtune.data.reading.readers import read_file
+from streamtune.data.bad_rows import BadRows
+from streamtune.data.reading import files
+from streamtune.data.reading.files import make_local_file
+from streamtune.data.reading.readers import read_data_file, read_file
 from streamtune.errors import DataError
 
 Write = Callable[..., str]
@@ -153,3 +156,44 @@ def test_unknown_format_names_the_known_ones(write: Write) -> None:
     with pytest.raises(DataError, match=r"unknown file format: 'a\.docx'") as caught:
         read(write("a.docx", "x"))
     assert ".jsonl" in caught.value.fix
+
+
+CSV_WITH_A_BAD_LINE = {
+    "bad byte within a cell": (b'text,n\n"one\ntw\xffo\nthree",1\nnext,2\n', 3),
+    "bad byte where a cell begins": (b'text,n\n"o\xffne\ntwo",1\nnext,2\n', 2),
+    "bad byte where a cell ends": (b'text,n\n"one\ntw\xffo",1\nnext,2\n', 3),
+    "NUL within a cell": (b'text,n\n"one\n\0\nthree",1\nnext,2\n', 3),
+    "NUL in UTF-16": ('text,n\n"one\n\0\nthree",1\nnext,2\n'.encode("utf-16"), 3),
+    "bad line between rows": (b"text,n\n\xff\nnext,2\n", 2),
+}
+
+
+@pytest.mark.parametrize("name", CSV_WITH_A_BAD_LINE)
+def test_a_csv_row_with_a_line_that_cannot_be_read_is_bad_as_a_whole(write: Write, name: str) -> None:
+    content, line = CSV_WITH_A_BAD_LINE[name]
+    path, bad = write("a.csv", content), BadRows("skip")
+    rows = list(read_data_file(make_local_file(Path(path), path), bad))
+    assert [row.columns for row in rows] == [{"text": "next", "n": "2"}]
+    assert [error.where for error in bad.errors] == [f"{path}:{line}"]
+
+
+def test_a_csv_header_that_cannot_be_read_is_never_skipped(write: Write) -> None:
+    path = write("a.csv", b"te\xffxt,n\none,1\ntwo,2\n")
+    with pytest.raises(DataError, match="not valid UTF-8") as caught:
+        list(read_data_file(make_local_file(Path(path), path), BadRows("skip")))
+    assert caught.value.where == f"{path}:1"
+
+
+def test_a_csv_line_that_is_too_long_is_never_skipped(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "MAX_LINE_BYTES", 20)
+    path = write("a.csv", 'text,n\n"one\n' + "x" * 30 + '\nthree",1\nnext,2\n')
+    with pytest.raises(DataError, match="the line is longer") as caught:
+        list(read_data_file(make_local_file(Path(path), path), BadRows("skip")))
+    assert caught.value.where == f"{path}:3"
+
+
+@pytest.mark.parametrize("content", ["text,n\rone,1\rtwo,2\r", '"text","n"\r"one","1"\r'])
+def test_line_ends_of_old_macs_are_told(write: Write, content: str) -> None:
+    with pytest.raises(DataError, match="carriage return") as caught:
+        read(write("a.csv", content))
+    assert "tr '" in caught.value.fix

@@ -210,10 +210,33 @@ _MARKS = {
 """Byte order mark -> encoding. UTF-32 is tried first, because its mark begins with the mark of UTF-16."""
 
 
+Line = tuple[int, str, DataError | None]
+"""Line number from 1, the decoded line with its line break, and the error of a line that cannot be read.
+
+Such a line has U+FFFD in place of bytes that cannot be decoded, or no text if it is too long."""
+
+
 def iter_lines(file: DataFile, bad: BadRows) -> Iterator[tuple[int, str]]:
     """Yield (line number from 1, decoded line with its line break), without the byte order mark.
 
     UTF-16 and UTF-32 files need a byte order mark. A line that cannot be decoded is reported to ``bad`` and skipped.
+
+    Raises:
+        DataError: The file cannot be read, or its encoding is not recognised.
+    """
+    for line in iter_checked_lines(file):
+        number, text, error = line
+        del line
+        if error is not None:
+            bad.report(error)
+            continue
+        held = [text]
+        del text
+        yield number, held.pop()  # keep no reference to a long line
+
+
+def iter_checked_lines(file: DataFile) -> Iterator[Line]:
+    """Yield every :data:`Line` of a file, as :func:`iter_lines`, also lines that cannot be read.
 
     Raises:
         DataError: The file cannot be read, or its encoding is not recognised.
@@ -229,53 +252,53 @@ def iter_lines(file: DataFile, bad: BadRows) -> Iterator[tuple[int, str]]:
                 fix=f"convert it: iconv -f UTF-16{order} -t UTF-8",
             )
         encoding = next((name for mark, name in _MARKS.items() if start.startswith(mark)), None)
-        lines = (
-            _utf8_lines(buffered, file, bad)
-            if encoding is None
-            else _lines_after_byte_order_mark(buffered, encoding, file, bad)
+        yield from (
+            _utf8_lines(buffered, file) if encoding is None else _lines_after_byte_order_mark(buffered, encoding, file)
         )
-        yield from lines
 
 
-def _utf8_lines(raw: IO[bytes], file: DataFile, bad: BadRows) -> Iterator[tuple[int, str]]:
+_LINE_BREAK_BYTES = len("\r\n")
+
+
+def _utf8_lines(raw: IO[bytes], file: DataFile) -> Iterator[Line]:
     number = 0
-    while line := raw.readline(MAX_LINE_BYTES + 1):
+    while line := raw.readline(MAX_LINE_BYTES + _LINE_BREAK_BYTES):
         number += 1
         where = f"{file.shown}:{number}"
-        if len(line) > MAX_LINE_BYTES:
+        if len(line) - (2 if line.endswith(b"\r\n") else line.endswith(b"\n")) > MAX_LINE_BYTES:
+            is_whole = line.endswith(b"\n")
             del line
-            bad.report(_long_line_error(where))
-            while (rest := raw.readline(1 << 20)) and not rest.endswith(b"\n"):
-                pass
+            while not is_whole and (rest := raw.readline(1 << 20)):
+                is_whole = rest.endswith(b"\n")
+            yield number, "", _long_line_error(where)
             continue
-        if b"\0" in line:
-            bad.report(_nul_byte_error(where))
-            continue
+        encoding = "utf-8-sig" if number == 1 else "utf-8"
+        found: DataError | None = None
         try:
-            text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+            text = line.decode(encoding)
         except UnicodeDecodeError as error:
-            bad.report(_encoding_error(line, error, where))
-            continue
+            found, text = _encoding_error(line, error, where), line.decode(encoding, "replace")
+        if b"\0" in line:
+            found, text = _nul_byte_error(where), text.replace("\0", "\ufffd")
         del line
         held = [text]
         del text
-        yield number, held.pop()  # keep no reference to a long line
+        yield number, held.pop(), found  # keep no reference to a long line
 
 
-def _lines_after_byte_order_mark(
-    raw: IO[bytes], encoding: str, file: DataFile, bad: BadRows
-) -> Iterator[tuple[int, str]]:
+def _lines_after_byte_order_mark(raw: IO[bytes], encoding: str, file: DataFile) -> Iterator[Line]:
     number = 0
     wrapped = io.TextIOWrapper(cast(Any, raw), encoding=encoding, newline="\n")
     try:
-        while line := wrapped.readline(MAX_LINE_BYTES + 1):
+        while line := wrapped.readline(MAX_LINE_BYTES + _LINE_BREAK_BYTES):
             number += 1
-            if len(line) > MAX_LINE_BYTES:
-                raise _long_line_error(f"{file.shown}:{number}")
+            where = f"{file.shown}:{number}"
+            if len(line) - (2 if line.endswith("\r\n") else line.endswith("\n")) > MAX_LINE_BYTES:
+                raise _long_line_error(where)
             if "\0" in line:
-                bad.report(_nul_byte_error(f"{file.shown}:{number}"))
+                yield number, line.replace("\0", "\ufffd"), _nul_byte_error(where)
                 continue
-            yield number, line
+            yield number, line, None
     except UnicodeError as error:
         raise DataError(
             f"the file begins as {encoding.upper()}, but this line is not valid {encoding.upper()}: {error}",

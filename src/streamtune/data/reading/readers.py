@@ -24,6 +24,8 @@ from streamtune.data.reading.files import (
     MAX_LINE_BYTES,
     DataFile,
     file_format,
+    Line,
+    iter_checked_lines,
     iter_lines,
     make_local_file,
     open_bytes,
@@ -209,16 +211,17 @@ def _read_csv(file: DataFile, bad: BadRows, delimiter: str | None = None) -> Ite
     """Yield the rows below the header line of a CSV file; quoted cells may contain line breaks.
 
     Args:
-        bad: Object to which rows with a wrong number of cells are reported.
+        bad: Object to which rows with a wrong number of cells, or with a line that cannot be read, are reported.
         delimiter: Character between cells; None detects it from the header.
 
     Raises:
-        DataError: A quote is not closed, or the header has a column twice.
+        DataError: A quote is not closed, the header has a column twice, or a line that cannot be read is the header or
+            is too long.
     """
     # The csv module rejects cells above 128 KiB by default; long texts need more.
     csv.field_size_limit(min(sys.maxsize, MAX_LINE_BYTES))
     shown = file.shown
-    lines = _CountedLines(iter_lines(file, bad))
+    lines = _CsvLines(iter_checked_lines(file))
     if delimiter is None:
         delimiter = _find_delimiter(lines.peek())
         if delimiter != ",":
@@ -233,9 +236,14 @@ def _read_csv(file: DataFile, bad: BadRows, delimiter: str | None = None) -> Ite
         except StopIteration:
             return
         except csv.Error as error:
-            fix = 'close the quote; write a quote inside a cell as ""'
-            raise DataError(f"malformed CSV: {error}", where=f"{shown}:{start}", fix=fix) from error
+            raise lines.take_error() or _csv_error(error, f"{shown}:{start}") from error
         origin = f"{shown}:{start}"
+        unreadable = lines.take_error()
+        if unreadable is not None and header is None:
+            raise unreadable
+        if unreadable is not None:
+            bad.report(unreadable)
+            continue
         if not cells:
             continue
         if header is None:
@@ -253,22 +261,41 @@ def _read_csv(file: DataFile, bad: BadRows, delimiter: str | None = None) -> Ite
         yield Row(origin, dict(zip(header, cells, strict=True)))
 
 
-class _CountedLines:
-    """Iterates over lines of text; :attr:`next_line_number` also counts lines that were left out."""
+def _csv_error(error: csv.Error, origin: str) -> DataError:
+    if "new-line character" in str(error):
+        what = "malformed CSV: a carriage return (CR) outside of quotes; lines must end with LF or CRLF"
+        fix = r"if CR ends every line, convert the file: tr '\r' '\n' < old.csv > new.csv; else quote the cell"
+        return DataError(what, where=origin, fix=fix)
+    fix = 'close the quote; write a quote inside a cell as ""'
+    return DataError(f"malformed CSV: {error}", where=origin, fix=fix)
 
-    def __init__(self, lines: Iterator[tuple[int, str]]) -> None:
+
+class _CsvLines:
+    """Iterates over the text of lines, and keeps the first error of lines that cannot be read.
+
+    The CSV reader also gets lines that cannot be read: without them it would join the lines around them in one cell.
+
+    Raises:
+        DataError: A line is too long, so it is unknown whether it opens or closes a quote.
+    """
+
+    def __init__(self, lines: Iterator[Line]) -> None:
         self._lines = lines
+        self._error: DataError | None = None
         self._waiting = next(lines, None)
 
-    def __iter__(self) -> _CountedLines:
+    def __iter__(self) -> _CsvLines:
         return self
 
     def __next__(self) -> str:
         if self._waiting is None:
             raise StopIteration
-        line = self._waiting[1]
+        _, text, error = self._waiting
+        if error is not None and not text:
+            raise error
+        self._error = self._error or error
         self._waiting = next(self._lines, None)
-        return line
+        return text
 
     @property
     def next_line_number(self) -> int:
@@ -276,6 +303,11 @@ class _CountedLines:
 
     def peek(self) -> str:
         return self._waiting[1] if self._waiting is not None else ""
+
+    def take_error(self) -> DataError | None:
+        """Return the first error of the lines since the last call, or None."""
+        error, self._error = self._error, None
+        return error
 
 
 _QUOTED = re.compile(r'"(?:[^"]|"")*"')
