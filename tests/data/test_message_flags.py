@@ -13,7 +13,8 @@ from transformers import PreTrainedTokenizerFast
 from streamtune.base.model_facts import IGNORE_INDEX
 from streamtune.data import ChatOptions, Source
 from streamtune.data.reading.readers import Row
-from streamtune.data.rendering.render import RowRenderer
+from streamtune.data.rendering.pool import Item
+from streamtune.data.rendering.render import RowRenderer, TurnRenderer
 from streamtune.data.row_types import Conversation, detect_type, normalise_row
 from streamtune.errors import ArgumentError, DataError
 
@@ -161,6 +162,38 @@ def test_train_on_eos(which: str, expected: list[str]) -> None:
     # Of Mistral's format the end of an answer is the end of no question.
     trained, _ = pieces({"messages": chat(None, None)}, "mistral3", train_on_eos="all")
     assert trained == [" a1</s>", " a2</s>"]
+
+
+def trained_text(messages: list[dict[str, Any]], train_on: str = "assistant", **options: Any) -> str:
+    """The trained text under a tokenizer whose EOS is not the end of a turn."""
+    tokenizer = fixed_tokenizer("chatml")
+    tokenizer.eos_token = "<|endoftext|>"
+    render = RowRenderer(tokenizer, train_on=train_on, notify=print, chat=ChatOptions(**options))
+    rendered = render(normalise_row(Row("x:1", {"messages": messages}), "messages"), "x:1")
+    return tokenizer.decode([label for label in rendered.labels if label != IGNORE_INDEX])
+
+
+@pytest.mark.parametrize(
+    ("which", "expected"),
+    [("turn", "q1<E>q2<E>"), ("none", "q1q2"), ("last", "q1q2<E>"), ("all", "q1<E><E>q2<E><E>")],
+)
+def test_ends_of_turns_where_no_answer_is_trained(which: str, expected: str) -> None:
+    expected = expected.replace("<E>", "<|im_end|>")
+    assert trained_text(chat(None, None), roles_to_train=("user",), train_on_eos=which) == expected
+    off = chat({"weight": 0}, {"weight": 0})
+    assert trained_text(off, roles_to_train=("user", "assistant"), train_on_eos=which) == expected
+
+
+def test_the_end_of_a_last_turn_of_the_user() -> None:
+    asked = [*chat(None), {"role": "user", "content": "q2"}]
+    assert trained_text(asked, "last", roles_to_train=("user", "assistant")) == "q2<|im_end|>"
+    tokenizer, told = fixed_tokenizer("chatml"), list[str]()
+    tokenizer.eos_token = "<|endoftext|>"
+    chat_options = ChatOptions(roles_to_train=("user", "assistant"))
+    item = Item("x", "x:1", 9, normalise_row(Row("x:1", {"messages": chat(None)}), "messages"))
+    turns = TurnRenderer(tokenizer, notify=told.append, chat=chat_options).render_item(item) or []
+    labels = [[label for label in turn.labels if label != IGNORE_INDEX] for turn in turns]
+    assert tokenizer.batch_decode(labels) == ["q1<|im_end|>", "a1<|im_end|>"]
 
 
 def test_the_last_turn() -> None:

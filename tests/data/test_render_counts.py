@@ -88,6 +88,36 @@ def test_reasoning_that_the_template_prints_in_another_form_is_not_dropped(write
     assert made.told == []
 
 
+IN_ITS_ANSWER = "Paris is the capital of it"
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        answer(f"{IN_ITS_ANSWER}, France.", reasoning_content=IN_ITS_ANSWER),
+        answer(f"<think>\n{IN_ITS_ANSWER}\n</think>\n\n{IN_ITS_ANSWER}, France."),
+        answer("think of Paris", reasoning_content="think"),
+    ],
+    ids=["field", "content", "short"],
+)
+@pytest.mark.parametrize("template", ["qwen3", "deepseek_r1"])
+def test_reasoning_that_also_occurs_in_its_answer_is_missed(write: Write, template: str, asked: dict[str, Any]) -> None:
+    path = write("a.jsonl", [{"messages": [user("q1"), asked, user("q2"), answer("a2")]}])
+    with pytest.raises(DataError, match="the chat template drops the reasoning of 1 of 2 answers"):
+        Made(path, fixed_tokenizer(template), reasoning="error")
+    made = Made(path, fixed_tokenizer(template), reasoning="keep")
+    assert made.told == ["reasoning that the chat template drops was restored in 1 of 2 answers (reasoning: keep)"]
+    reasoning, text = asked.get("reasoning_content", IN_ITS_ANSWER), asked["content"].rpartition("</think>")[2].strip()
+    assert f"{reasoning}\n</think>\n\n{text}" in made.trained[0]
+
+
+def test_an_answer_that_is_not_printed_is_refused_although_another_contains_it(write: Write) -> None:
+    tokenizer = fixed_tokenizer("chatml")
+    tokenizer.chat_template = read_template("chatml").replace("messages %}", "messages if message.content != 'a' %}", 1)
+    with pytest.raises(DataError, match=r"messages\[1\] cannot be masked exactly"):
+        Made(write("a.jsonl", [{"messages": [user("q1"), answer("a"), user("q2"), answer("ab")]}]), tokenizer)
+
+
 def test_kept_reasoning_goes_with_flags_ends_and_every_token(write: Write) -> None:
     rows = [{"messages": [user("q1"), answer("a1", thinking="first"), user("q2"), answer("a2", thinking="second")]}]
     path, tokenizer = write("a.jsonl", rows), fixed_tokenizer("gpt_oss")

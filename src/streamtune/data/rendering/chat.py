@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -124,8 +125,8 @@ class ChatRenderer:
         if turns is None:
             turns = self._locate_turns(chat, answers)
         texts = [chat.text[turn.start : turn.end] for turn in turns]
-        for index in answers:
-            self._check_answer_is_printed(chat, index, texts)
+        for place, index in enumerate(answers):
+            self._check_answer_is_printed(chat, index, texts[place : place + 1] if len(texts) == len(answers) else texts)
         reasoned = [index for index in (trained if reasoned is None else reasoned) if reasoning_of(messages[index])]
         turns_by_index = dict(zip(answers, turns, strict=True)) if len(answers) == len(turns) else {}
         texts_by_index = {index: chat.text[turn.start : turn.end] for index, turn in turns_by_index.items()}
@@ -440,10 +441,25 @@ class ChatRenderer:
         return _join_turns(turns)
 
     def _end_token_names(self, chat: Renderings, turns: Sequence[ChatTurn]) -> set[str]:
-        """Return the texts of the tokens that end answers: EOS, and the special token at the end of each turn."""
+        """Return the texts of the tokens that end answers: EOS, and the special token at the end of each turn.
+
+        Args:
+            turns: Turns of the answers to train on; if there are none, the ends of all answers are found.
+        """
         texts = [chat.text[turn.start : turn.end] for turn in turns]
+        for index in () if turns else chat.answers():
+            with suppress(DataError):  # an answer that is not trained on need not be found
+                texts += [chat.text[turn.start : turn.end] for turn in self._locate_turns(chat, [index])]
+        texts = texts or [self._text_of_next_answer(chat)]
         ends = {next((token for token in self._special_tokens if text.endswith(token)), "") for text in texts}
         return (ends | {str(self._end or "")}) - {""}
+
+    def _text_of_next_answer(self, chat: Renderings) -> str:
+        """Return an unused character as the next answer, with what the template prints after it up to a special token."""
+        mark = chat.unused_character()
+        text = chat.try_render([*chat.messages, {"role": "assistant", "content": mark}]) or ""
+        specials = list(self._special.finditer(text, text.find(mark) + 1)) if mark in text else []
+        return text[text.find(mark) : specials[-1].end()] if specials else ""
 
     def _position_after_end_token(self, text: str, position: int, end_tokens: set[str]) -> int:
         """Return the position after the end token (after whitespace) at ``position``; without it, ``position``."""
@@ -507,7 +523,7 @@ class ChatRenderer:
                 continue
             start = self._find_turn_start(chat, index, len(before), through)
             turn = through[start:].rstrip()
-            if reasoning in turn:
+            if turn.count(reasoning) > printed.count(reasoning):  # the answer itself may contain the same text
                 token = next((token for token in self._special_tokens if printed.endswith(token)), "")
                 # The last turn of a chat may end with another token than earlier turns.
                 specials = list(self._special.finditer(turn))

@@ -428,7 +428,9 @@ def _common_suffix_length(first: str, second: str, limit: int) -> int:
 
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 _MOST_REPLACED = 1000
-"""Maximum number of answers whose reasoning is replaced, each by its own unused character."""
+"""Maximum number of answers whose reasoning is replaced in one rendering, each by its own unused character."""
+_SHORT = 16
+"""Number of characters below which reasoning may also occur in the template's own text, such as ``<think>``."""
 
 
 def reasoning_of(message: Mapping[str, Any]) -> str:
@@ -447,29 +449,50 @@ def reasoning_of(message: Mapping[str, Any]) -> str:
 def answers_without_printed_reasoning(chat: Renderings, answers: Sequence[int], turns: Mapping[int, str]) -> list[int]:
     """Return the indices of answers whose reasoning the template does not print.
 
-    If the text of a turn does not contain the reasoning, the template may print it in another form. So the reasoning is
-    replaced by an unused character, and the conversation is rendered again.
+    Long reasoning that occurs in the text of its turn, and in nothing else of its message, is printed. Other reasoning
+    may be printed in another form, or its text may belong to the answer. So it is replaced by an unused character, and
+    the conversation is rendered again.
 
     Args:
         answers: Indices of the answers to check; all have reasoning.
-        turns: Message index -> text of the answer's turn; for missing indices, the whole rendering is searched.
+        turns: Message index -> text of the answer's turn; reasoning of missing indices is always replaced.
     """
-    missing = [index for index in answers if reasoning_of(chat.messages[index]) not in turns.get(index, chat.text)]
-    marks: dict[int, str] = {}
-    after, messages = "\ue000", list(chat.messages)
-    for index in missing[:_MOST_REPLACED]:
-        marks[index] = chat.unused_character(after)
-        after = chr(ord(marks[index]) + 1)
-        messages[index] = _with_marked_reasoning(messages[index], marks[index])
-    changed = chat.try_render(messages) if missing else None
-    return [index for index in missing if changed is None or index not in marks or marks[index] not in changed]
+    unsure = [index for index in answers if not _is_surely_printed(chat.messages[index], turns.get(index, ""))]
+    missing: list[int] = []
+    for first in range(0, len(unsure), _MOST_REPLACED):
+        part, marks = unsure[first : first + _MOST_REPLACED], list[str]()
+        messages = list(chat.messages)
+        for index in part:
+            marks.append(chat.unused_character(chr(ord(marks[-1]) + 1) if marks else "\ue000"))
+            messages[index] = _with_marked_reasoning(messages[index], marks[-1])
+        changed = chat.try_render(messages)
+        missing += [index for index, mark in zip(part, marks, strict=True) if changed is None or mark not in changed]
+    return missing
+
+
+def _is_surely_printed(message: Message, turn: str) -> bool:
+    reasoning = reasoning_of(message)
+    if len(reasoning) < _SHORT or reasoning not in turn:
+        return False
+    return not any(reasoning in text for text in _nested_strings(_with_marked_reasoning(message, "")))
+
+
+def _nested_strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _nested_strings(item)
 
 
 def _with_marked_reasoning(message: Message, mark: str) -> Message:
-    text = reasoning_of(message)
-    if isinstance(message.get("content"), str) and not any(message.get(name) for name in REASONING_FIELDS):
-        return {**message, "content": message["content"].replace(text, mark, 1)}
-    return {**message, **{name: mark for name in REASONING_FIELDS if isinstance(message.get(name), str)}}
+    content = message.get("content")
+    if any(isinstance(value := message.get(name), str) and value.strip() for name in REASONING_FIELDS):
+        return {**message, **{name: mark for name in REASONING_FIELDS if isinstance(message.get(name), str)}}
+    assert isinstance(content, str), "without a field, the reasoning is in the content"
+    before, end, after = content.rpartition("</think>")
+    lead, start, thought = before.partition("<think>") if "<think>" in before else ("", "", before)
+    return {**message, "content": f"{lead}{start}{thought.replace(reasoning_of(message), mark, 1)}{end}{after}"}
 
 
 def forms_as_last_answer(chat: Renderings, index: int) -> list[list[Message]]:
