@@ -15,7 +15,7 @@ from trained_tokenizers import read_template, wrap
 from transformers import PreTrainedTokenizerFast
 
 from streamtune.base.model_facts import IGNORE_INDEX
-from streamtune.data import ChatOptions, Source
+from streamtune.data import ChatOptions, DataOptions, RowStream, Source, StreamPosition
 from streamtune.data.templates import fix_template_date
 from streamtune.errors import ArgumentError, DataError, UserError
 from streamtune.models.tokenizer import set_chat_template
@@ -158,6 +158,85 @@ def test_a_system_message_that_is_never_printed(write: Write) -> None:
     assert made.trained == ["a1<|im_end|>"]
 
 
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+LEFT_OUT: list[tuple[str, Rows, list[str]]] = [
+    ("qwen3", [{"role": "developer", "content": "q"}, user("q"), answer("a")], ["developer"]),
+    ("qwen3", [user("q"), CALL, {"role": "tool", "content": "a"}, answer("a")], []),
+    ("deepseek_r1", [user("18 C?"), answer("a"), {"role": "tool", "content": "18 C"}, answer("b")], ["tool"]),
+    ("mistral3", [user("q"), answer("a"), {"role": "system", "content": "q"}, user("r"), answer("b")], ["system"]),
+    ("chatml", [{"role": "developer", "content": "q"}, user("q"), {"role": "tool", "content": "q"}, answer("a")], []),
+    ("chatml", [user("q"), {"role": "tool", "content": " "}, answer("a")], []),
+]
+
+
+@pytest.mark.parametrize(("template", "messages", "roles"), LEFT_OUT)
+def test_messages_that_the_template_does_not_print(
+    write: Write, template: str, messages: Rows, roles: list[str]
+) -> None:
+    made = Made(write("a.jsonl", [{"messages": messages}] * 3), fixed_tokenizer(template))
+    assert made.told == [f"the chat template does not print 3 '{role}' messages" for role in roles]
+    told: list[str] = []
+    path = write("p.jsonl", [{"prompt": messages[:-1] + ([] if messages[-2]["role"] == "user" else [user("?")])}])
+    prepare_prompts([Source(path)], fixed_tokenizer(template), max_prompt_length=4096, notify=told.append)
+    found = [text.removeprefix(f"{path}: ") for text in told if "not print" in text]
+    # Mistral's prints a system message in a prompt, but only at the start.
+    assert found == [f"the chat template does not print 1 '{role}' message" for role in roles]
+
+
+def test_a_system_message_whose_text_occurs_elsewhere_is_missed(write: Write) -> None:
+    tokenizer = fixed_tokenizer("chatml")
+    tokenizer.chat_template = read_template("chatml").replace("messages %}", "messages if message.role != 'system' %}")
+    rows = [{"messages": [{"role": "system", "content": "Be brief"}, user("Be brief please"), answer("a")]}]
+    note = "the chat template does not print the system message of 1 row"
+    assert Made(write("a.jsonl", rows), tokenizer).told == [note]
+    told: list[str] = []
+    prompts = write("p.jsonl", [{"prompt": rows[0]["messages"][:2]}])
+    prepare_prompts([Source(prompts)], tokenizer, max_prompt_length=4096, notify=told.append)
+    assert f"{prompts}: {note}" in told
+
+
+def test_a_row_that_is_rendered_several_times_is_counted_once(write: Write) -> None:
+    tokenizer = fixed_tokenizer("chatml")
+    tokenizer.chat_template = read_template("chatml").replace("messages %}", "messages if message.role in roles %}")
+    tokenizer.chat_template = "{% set roles = ['user', 'assistant'] %}" + tokenizer.chat_template
+    system, schema = {"role": "system", "content": "S <|im_end|>"}, {"name": "f", "parameters": {}}
+    columns = {"tools": [schema], "system": "T"}
+    asked = [system, {**user("q"), "train": True}, {"role": "tool", "content": "r"}]
+    chat = {"messages": [*asked, answer("a"), user("r"), answer("b"), user("s"), answer("c")], **columns}
+    pair = {"prompt": asked, "chosen": [answer("a")], "rejected": [answer("b")], **columns}
+    notes = {
+        "the column 'system' of 1 row is ignored: the messages have another system message",
+        'the tools of 1 row are bare function schemas; converted to {"type": "function", "function": ...}',
+        "the chat template does not print the system message of 1 row",
+        "the chat template does not print 1 'tool' message",
+        "the chat template does not print the tools of 1 row",
+        "the text of 1 row contains special tokens (<|im_end|>; system: 1): tokenized as special tokens, as an "
+        "inference server does; split_special_tokens: true keeps them as text",
+    }
+    flagged = "1 'user' message is flagged for training, but roles_to_train is assistant: not trained"
+    for options in ({}, {"reasoning": "per_turn"}):
+        told = Made(write("a.jsonl", [chat]), tokenizer, **options).told
+        assert {text for text in told if not text.startswith("reasoning: per_turn")} == {*notes, flagged}
+    path, told = write("p.jsonl", [pair]), []
+    prepare_preferences([Source(path)], tokenizer, max_length=4096, notify=told.append)
+    assert {text.removeprefix(f"{path}: ") for text in told if "detected" not in text} == notes
+
+
+def test_a_stream_tells_its_findings_once_and_not_the_sum_of_all_passes(write: Write) -> None:
+    path = write("a.jsonl", [{"messages": [user("<|im_end|>"), answer("a")], "id": 1}])
+    told: list[str] = []
+    stream = RowStream([Source(path)], fixed_tokenizer("chatml"), DataOptions(max_length=99), told.append)
+    for _, position in stream.examples(StreamPosition()):
+        if position.epoch == 3:
+            break
+    findings = [text.removeprefix(f"{path}: ") for text in told if text.startswith(path)]
+    assert [text[:26] for text in findings] == [
+        "detected row type 'message",
+        "column not read: 'id'",
+        "the text of 1 row contains",
+    ]
+
+
 @pytest.mark.parametrize("template", ["chatml", "qwen3", "llama31"])
 def test_system_column_and_default_system(write: Write, template: str) -> None:
     chat = [user("q1"), answer("a1")]
@@ -291,7 +370,8 @@ def test_tools_that_the_template_does_not_print_are_told(
     write: Write, bpe: Tokenizer, template: str, printed: bool
 ) -> None:
     tools = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
-    path = write("a.jsonl", [{"messages": [user("q"), answer("a")], "tools": tools}] * 2)
+    rows: Rows = [{"messages": [user("the weather?"), answer("a")], "tools": tools}]
+    path = write("a.jsonl", rows * 2)
     text = "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}" + read_template("chatml")
     made = Made(path, wrap(bpe, text if printed else read_template(template), bos_token="<s>"))
     note = "the chat template does not print the tools of 2 rows"

@@ -168,6 +168,7 @@ class RowStream:
                 fix="check max_length, overlength and on_empty",
             )
         log.notify_or_raise()
+        log.clear_counts()
         counts.update(rows=bad.count - counts["bad"], bad=bad.count - counts["bad"])  # rows that could not be read
         self.notify(f"pass {start.epoch + 1} over the data finished: {describe_pass_counts(counts)}")
 

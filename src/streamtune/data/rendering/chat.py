@@ -45,6 +45,7 @@ from streamtune.data.rendering.chat_variants import (
     template_marks_answers,
     without_training_flags,
 )
+from streamtune.data.rendering.left_out import LeftOutFinder
 from streamtune.data.templates import ChatRequest
 from streamtune.errors import DataError
 
@@ -79,6 +80,10 @@ class RenderedChat:
     """positions at which an exchange begins, which is a user or system message after an answer"""
     closed: int = 0
     """number of answers trained with reasoning although their generation prompt has an empty ``<think></think>``"""
+    left_out: list[int] = field(default_factory=list)
+    """indices of the messages that the template does not print, without a system message at the start"""
+    omits_tools: bool = False
+    """True if the template does not print the tools"""
 
 
 _COMPARED, _DISAGREED = 8, -1
@@ -94,6 +99,7 @@ class ChatRenderer:
         self._options = options
         self._end = tokenizer.eos_token
         self._special_tokens = special_names(tokenizer)
+        self._left_out = LeftOutFinder()
         self._agreed = 0
         """number of conversations for which both methods gave the same spans; :data:`_DISAGREED` after a difference"""
         self._special = re.compile("|".join(map(re.escape, self._special_tokens)) or r"(?!)")
@@ -120,13 +126,20 @@ class ChatRenderer:
         """
         messages = request.messages
         chat = Renderings(self._tokenizer, request, origin)
+        left_out = self._left_out.find_messages(request, chat.text, chat.try_render)
+        if left_out[:1] == [0] and messages[0]["role"] == "system":
+            del left_out[0]
+            chat.print_system_late()
+        omits_tools = self._left_out.omits_tools(request, chat.text, chat.render_without_tools, chat.system)
         answers = [index for index in trained if messages[index]["role"] == "assistant"]
         turns = self._find_turns_by_marks(chat, answers)
         if turns is None:
             turns = self._locate_turns(chat, answers)
         texts = [chat.text[turn.start : turn.end] for turn in turns]
         for place, index in enumerate(answers):
-            self._check_answer_is_printed(chat, index, texts[place : place + 1] if len(texts) == len(answers) else texts)
+            self._check_answer_is_printed(
+                chat, index, texts[place : place + 1] if len(texts) == len(answers) else texts
+            )
         reasoned = [index for index in (trained if reasoned is None else reasoned) if reasoning_of(messages[index])]
         turns_by_index = dict(zip(answers, turns, strict=True)) if len(answers) == len(turns) else {}
         texts_by_index = {index: chat.text[turn.start : turn.end] for index, turn in turns_by_index.items()}
@@ -142,7 +155,9 @@ class ChatRenderer:
             text, moved = self._restore_reasoning(chat, [*turns, *exchange_ends], restored_turns)
             turns, exchange_ends = moved[: len(turns)], moved[len(turns) :]
         exchanges = [_skip_blanks(text, turn.end) for turn in exchange_ends]
-        return RenderedChat(text, turns, ends, chat.system, len(reasoned), dropped, exchanges, closed)
+        return RenderedChat(
+            text, turns, ends, chat.system, len(reasoned), dropped, exchanges, closed, left_out, omits_tools
+        )
 
     def _count_closed_reasoning(self, chat: Renderings, reasoned: Sequence[int], dropped: Sequence[int]) -> int:
         """Return :attr:`RenderedChat.closed`."""
@@ -455,7 +470,7 @@ class ChatRenderer:
         return (ends | {str(self._end or "")}) - {""}
 
     def _text_of_next_answer(self, chat: Renderings) -> str:
-        """Return an unused character as the next answer, with what the template prints after it up to a special token."""
+        """Return an unused character as the next answer, up to the last special token that the template prints."""
         mark = chat.unused_character()
         text = chat.try_render([*chat.messages, {"role": "assistant", "content": mark}]) or ""
         specials = list(self._special.finditer(text, text.find(mark) + 1)) if mark in text else []

@@ -157,7 +157,7 @@ class Renderings:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, request: ChatRequest, origin: str) -> None:
-        self.messages = messages = request.messages
+        self.messages = request.messages
         self._tokenizer, self._request, self._origin = tokenizer, request, origin
         self._cache: dict[tuple[int, bool], str | int | None] = {}
         """(number of messages, with generation prompt) -> rendering, or its length if it is a long prefix"""
@@ -168,8 +168,6 @@ class Renderings:
         self._spans = None if ahead is None else ahead[1]
         text = render_messages(tokenizer, request, origin, explain=True) if ahead is None else ahead[0]
         self.text = check_unicode(text, origin)
-        if messages[0]["role"] == "system" and messages[0].get("content", "").strip() not in self.text:
-            self._find_unprinted_system_message()
 
     def answers(self) -> list[int]:
         return [index for index, message in enumerate(self.messages) if message["role"] == "assistant"]
@@ -184,19 +182,19 @@ class Renderings:
         request = replace(self._request, messages=messages, generation=generation)
         return render_messages(self._tokenizer, request, self._origin, template=template)
 
-    def _find_unprinted_system_message(self) -> None:
-        """Set ``system`` if the text of the system message is not in the rendering; render the message if possible.
+    def print_system_late(self) -> None:
+        """Set ``system`` if the rendering does not print the system message; render the message if possible.
 
         Some templates (Mistral, 2024) print the system message before the user's last message, and only if the
         conversation ends with this message, as at inference. Then the last answer is appended to that rendering.
         """
-        if self.text_range(0) != (0, 0):
-            return  # printed in another form
         self.system = "left out"
         if self.messages[-1]["role"] != "assistant":
             return
-        with_prompt = self.try_render(self.messages[:-1], generation=True)
-        if with_prompt is not None and self.messages[0]["content"].strip() in with_prompt:
+        system, *others = self.messages[:-1]
+        with_prompt = self.try_render([system, *others], generation=True)
+        changed = self.try_render([{**system, "content": self.unused_character()}, *others], generation=True)
+        if with_prompt is not None and changed is not None and with_prompt != changed:
             self.system = "late"
             self._cache.clear()
             self.text = check_unicode(self._render(self.messages), self._origin)
@@ -299,9 +297,17 @@ class Renderings:
         text = self.try_render([*self.messages[:index], plain, *self.messages[index + 1 :]]) or ""
         return text, text.find(mark)
 
+    def render_without_tools(self) -> str | None:
+        """Return the rendering of the conversation without its tools; None if the template rejects it."""
+        request, self._request = self._request, replace(self._request, tools=None)
+        try:
+            return self.try_render(self.messages)
+        finally:
+            self._request = request
+
     def unused_character(self, first: str = "\ue000") -> str:
         """Return a private-use character, from ``first`` on, that does not occur in the rendered conversation."""
-        return next(chr(code) for code in range(ord(first), 0xF900) if chr(code) not in self.text)
+        return first_unused_character(self.text, first)
 
     def text_range(self, index: int) -> tuple[int, int] | None:
         """Return start and end (exclusive) of the characters in the full rendering that print the text of message
@@ -372,6 +378,11 @@ class Renderings:
             fix="set chat_template to a template that prints the whole conversation and encloses answers in "
             "{% generation %} ... {% endgeneration %}",
         )
+
+
+def first_unused_character(text: str, first: str) -> str:
+    """Return the first private-use character, from ``first`` on, that does not occur in ``text``."""
+    return next(chr(code) for code in range(ord(first), 0xF900) if chr(code) not in text)
 
 
 _NOT_TEXT = frozenset({"role", "type", "id", "tool_call_id", "name"})

@@ -38,6 +38,8 @@ class RenderCounts:
     """number of rows whose system message the chat template prints with the user's last message"""
     answers_before_system: int = 0
     """number of answers to train on before a system message that is printed late"""
+    messages_left_out: Counter[str] = field(default_factory=Counter)
+    """role -> number of messages that the chat template does not print, without system messages at the start"""
     tools_left_out: int = 0
     """number of rows whose tools the chat template does not print"""
     other_system: int = 0
@@ -93,10 +95,10 @@ class RenderCounts:
         self.specials_by[role] += 1
         self.specials |= dict.fromkeys(names)
 
-    def add_empty_answers(self, answers: int, origin: str) -> None:
+    def add_empty_answers(self, answers: int, origin: str, *, new_row: bool) -> None:
         self.empty += answers
-        self.rows_with_empty += 1
-        self.empty_at += [origin] if len(self.empty_at) < _SHOWN else []
+        self.rows_with_empty += new_row
+        self.empty_at += [origin] if new_row and len(self.empty_at) < _SHOWN else []
 
 
 class RenderLog:
@@ -119,10 +121,16 @@ class RenderLog:
     def counts_of(self, path: str) -> RenderCounts:
         return self.by_path.setdefault(path, RenderCounts())
 
-    def notify_once(self, message: str) -> None:
-        if message not in self._noted:
-            self._noted.add(message)
+    def notify_once(self, message: str, key: str = "") -> None:
+        """Show the user a message, once per ``key``, which is the message by default."""
+        if (key or message) not in self._noted:
+            self._noted.add(key or message)
             self._notify(message)
+
+    def clear_counts(self) -> None:
+        """Count from zero again, for another pass over the data; what the user was told is not told again."""
+        self.by_path.clear()
+        self.current = RenderCounts()
 
     def notify_or_raise(self) -> None:
         """Notify the user of the counts of each dataset.
@@ -133,8 +141,8 @@ class RenderLog:
         all_counts = self._counts_by_path()
         self._check_findings(all_counts)
         for path, counts in all_counts.items():
-            for text in _describe_findings(counts, self.options):
-                self.notify_once(f"{path}: {text}" if path else text)
+            for kind, text in _describe_findings(counts, self.options).items():
+                self.notify_once(f"{path}: {text}" if path else text, f"{path}: {kind}")
 
     def raise_errors(self) -> None:
         """Raise the error that :meth:`notify_or_raise` would raise; call it while rows are still being rendered."""
@@ -166,57 +174,69 @@ def _join_places(places: Iterable[str]) -> str:
     return "; ".join(list(places)[:_SHOWN])
 
 
-def _describe_findings(counts: RenderCounts, options: ChatOptions) -> list[str]:
-    found = []
+def _describe_findings(counts: RenderCounts, options: ChatOptions) -> dict[str, str]:
+    """Return a message for each kind of finding, which the key names without numbers."""
+    found: dict[str, str] = {}
     if counts.unread_columns:
         names = ", ".join(f"'{name}'" for name in counts.unread_columns)
-        found.append(f"column{'s' if len(counts.unread_columns) > 1 else ''} not read: {names}")
+        text = f"column{'s' if len(counts.unread_columns) > 1 else ''} not read: {names}"
+        found[text] = text
     if counts.reasoning_dropped:
         share = f"{counts.reasoning_dropped:,} of {counts.answers:,} answers"
-        found.append(
+        found["reasoning dropped"] = (
             f"reasoning that the chat template drops was restored in {share} (reasoning: keep)"
             if options.reasoning == "keep"
             else f"the chat template drops the reasoning of {share}; reasoning: keep would train on it"
         )
     if counts.reasoning_closed:
-        found.append(
+        found["reasoning closed"] = (
             f"{counts.reasoning_closed:,} answers are trained with reasoning, but their generation prompt has an empty "
             "<think></think>: check chat_template_kwargs (enable_thinking: false?)"
         )
     if counts.empty and options.on_empty == "train":
-        found.append(f"{counts.empty:,} of {counts.answers:,} trained answers are empty (on_empty: train)")
+        found["empty"] = f"{counts.empty:,} of {counts.answers:,} trained answers are empty (on_empty: train)"
     elif counts.empty:
-        found.append(f"{_rows_text(counts.rows_with_empty)} with an empty answer dropped (on_empty: drop)")
+        found["empty"] = f"{_rows_text(counts.rows_with_empty)} with an empty answer dropped (on_empty: drop)"
     if counts.other_system:
-        found.append(
+        found["other system"] = (
             f"the column 'system' of {_rows_text(counts.other_system)} is ignored: the messages have another "
             "system message"
         )
     if counts.wrapped_tools:
         form = '{"type": "function", "function": ...}'
-        found.append(f"the tools of {_rows_text(counts.wrapped_tools)} are bare function schemas; converted to {form}")
+        found["wrapped tools"] = (
+            f"the tools of {_rows_text(counts.wrapped_tools)} are bare function schemas; converted to {form}"
+        )
     if counts.system_left_out:
-        found.append(f"the chat template does not print the system message of {_rows_text(counts.system_left_out)}")
+        found["system left out"] = (
+            f"the chat template does not print the system message of {_rows_text(counts.system_left_out)}"
+        )
+    for role, number in counts.messages_left_out.items():
+        noun = "message" if number == 1 else "messages"
+        found[f"{role} left out"] = f"the chat template does not print {number:,} '{role}' {noun}"
     if counts.tools_left_out:
-        found.append(f"the chat template does not print the tools of {_rows_text(counts.tools_left_out)}")
+        found["tools left out"] = f"the chat template does not print the tools of {_rows_text(counts.tools_left_out)}"
     if counts.system_late:
         text = "the chat template prints the system message only before the user's last message: "
         text += f"{_rows_text(counts.system_late)} affected"
-        earlier = counts.answers_before_system
-        found.append(text + (f", with {earlier:,} earlier answers trained without a system message" if earlier else ""))
+        if earlier := counts.answers_before_system:
+            text += f", with {earlier:,} earlier answers trained without a system message"
+        found["system late"] = text
     if counts.special_rows:
-        found.append(_describe_specials(counts, options))
+        found["specials"] = _describe_specials(counts, options)
     if counts.begins_twice:
-        found.append(f"{counts.begins_twice:,} texts already begin with BOS: no second BOS is added")
+        found["begins twice"] = f"{counts.begins_twice:,} texts already begin with BOS: no second BOS is added"
     if counts.merged_borders:
-        found.append(
+        found["merged borders"] = (
             f"in {counts.merged_borders:,} of {counts.completions:,} texts a token crosses the border between prompt "
             "and completion; it is trained with the completion"
         )
     for role, number in counts.flags_of_other_roles.items():
         have = "message is" if number == 1 else "messages are"
         trained = ", ".join(options.roles_to_train)
-        found.append(f"{number:,} '{role}' {have} flagged for training, but roles_to_train is {trained}: not trained")
+        found[f"flags of {role}"] = (
+            f"{number:,} '{role}' {have} flagged for training, but roles_to_train is {trained}: not trained"
+        )
     return found
 
 

@@ -40,6 +40,7 @@ from streamtune.data.rendering.chat_variants import (
     require_template,
 )
 from streamtune.data.rendering.counts import RenderLog
+from streamtune.data.rendering.left_out import LeftOutFinder
 from streamtune.data.rendering.long_text import LongTextTokenizer
 from streamtune.data.rendering.pool import Item
 from streamtune.data.rendering.specials import SpecialText
@@ -100,8 +101,8 @@ class RowRenderer:
         self._policy = policy
         self._tokens = MaskTokenizer(tokenizer, policy, self.log.notify_once)
         self._specials = SpecialText(tokenizer, policy, self.log.notify_once)
-        self._counted: tuple[str, set[int]] = ("", set())
-        """row whose special tokens were counted last, and the ``id()`` of its counted messages"""
+        self._counted: tuple[str, set[tuple[str, int]]] = ("", set())
+        """row that was counted last; what was counted of it, and ``id()`` of the message or 0"""
         self._variables = TemplateVariables(tokenizer, chat.variables)
         self._renders_ahead = True
         """False after the template failed to render several rows in one request"""
@@ -155,14 +156,14 @@ class RowRenderer:
         else:
             empty = int(isinstance(content, PromptCompletion) and not content.completion.strip())
         if empty:
-            self.log.current.add_empty_answers(empty, origin)
+            self.log.current.add_empty_answers(empty, origin, new_row=self._is_first(origin, "empty"))
         return empty > 0 and self._options.on_empty != "train"
 
     def _render_conversation(self, content: Conversation, origin: str) -> Rendered:
         require_template(self._tokenizer, "row", origin)
         content = _add_default_system(content, self._options.default_system)
-        self._count_special_names(origin, content.messages)
-        whole = content
+        self._count_columns(content, origin)
+        whole, identities = content, list(map(id, content.messages))
         content = self._replace_special_names(content, origin) if self._options.split_special_tokens else content
         shielded = content is not whole
         del whole
@@ -184,9 +185,10 @@ class RowRenderer:
             self.log.notify_once(
                 "the chat template ends answers without a special token: the model does not learn to stop"
             )
-        self._count_findings(content, trained, answers, chat.system)
-        self.log.current.tools_left_out += bool(content.tools) and not any(
-            name in chat.text for name in _tool_names(content.tools)
+        self._count_left_out(content, chat, origin, identities)
+        self.log.current.answers += len(answers)
+        self.log.current.answers_before_system += (
+            len(trained) - 1 if chat.system == "late" and self._train_on != "all" else 0
         )
         self.log.current.reasoning += chat.reasoned
         self.log.current.reasoning_closed += chat.closed
@@ -210,26 +212,55 @@ class RowRenderer:
         same = messages is content.messages and tools is content.tools
         return content if same else replace(content, messages=messages, tools=tools)
 
-    def _count_special_names(self, origin: str, messages: Sequence[Message]) -> None:
-        """Count the messages that contain a special token as text, such as ``<|im_end|>``.
+    def _is_first(self, origin: str, what: str, identity: int = 0) -> bool:
+        """Return True if something is counted for the first time of a row, which may be rendered several times.
 
-        If a row is rendered twice, each of its messages is counted once.
+        A pair of answers is rendered twice, and with ``reasoning: per_turn`` a conversation is rendered once per turn.
+
+        Args:
+            identity: ``id()`` of the message if messages are counted, else 0.
         """
-        now, (row, seen) = self.log.current, self._counted
-        if row != origin:
-            self._counted = row, seen = origin, set()
-        found = [(message, names) for message in messages if (names := self._specials.find_names_in_message(message))]
-        for message, names in found:
-            if id(message) not in seen:
-                now.add_special_names(message["role"], names, new_row=not seen)
-                seen.add(id(message))
+        if self._counted[0] != origin:
+            self._counted = origin, set()
+        seen = self._counted[1]
+        if (what, identity) in seen:
+            return False
+        seen.add((what, identity))
+        return True
+
+    def _count_columns(self, content: Conversation, origin: str) -> None:
+        """Count ignored and converted columns, ignored flags, and messages that contain special tokens as text."""
+        now = self.log.current
+        now.other_system += content.other_system and self._is_first(origin, "other_system")
+        now.wrapped_tools += content.wrapped_tools and self._is_first(origin, "wrapped_tools")
+        for message in content.messages[content.first_answer :]:
+            ignored = message.get("weight") == 1 and message["role"] not in self._options.roles_to_train
+            if ignored and self._is_first(origin, "flag", id(message)):
+                now.flags_of_other_roles[message["role"]] += 1
+        for message in content.messages:
+            names = self._specials.find_names_in_message(message)
+            if names and self._is_first(origin, "special", id(message)):
+                now.add_special_names(message["role"], names, new_row=self._is_first(origin, "special row"))
+
+    def _count_left_out(
+        self, content: Conversation, chat: RenderedChat, origin: str, identities: Sequence[int]
+    ) -> None:
+        """Count what the template does not print, or prints late; ``identities`` has ``id()`` of each message."""
+        now = self.log.current
+        now.system_left_out += chat.system == "left out" and self._is_first(origin, "system left out")
+        now.system_late += chat.system == "late" and self._is_first(origin, "system late")
+        now.tools_left_out += chat.omits_tools and self._is_first(origin, "tools left out")
+        for index in chat.left_out:
+            if self._is_first(origin, "left out", identities[index]):
+                now.messages_left_out[content.messages[index]["role"]] += 1
 
     def _tokenise_text(
         self, text: str, origin: str, *, turns: list[ChatTurn] | None = None, border: int | None = None
     ) -> Any:
         names = self._specials.find_names(text.removeprefix(self._tokenizer.bos_token or ""))
         if names:
-            self.log.current.add_special_names("text", names, new_row=True)
+            new_row = self._is_first(origin, "special row")
+            self.log.current.add_special_names("text", names, new_row=new_row)
 
         def encode(masker: MaskTokenizer, text: str) -> TextTokens:
             return masker(MarkedText(text, turns, origin, add_special_tokens=True, border=border))
@@ -252,19 +283,6 @@ class RowRenderer:
         return self._chat.system_prefix_length(
             ChatRequest(messages[:count], content.tools, variables=variables), chat.text, origin
         )
-
-    def _count_findings(
-        self, content: Conversation, trained: Sequence[int], answers: Sequence[int], system: str
-    ) -> None:
-        now, messages = self.log.current, content.messages
-        now.answers += len(answers)
-        now.other_system += content.other_system
-        now.wrapped_tools += content.wrapped_tools
-        now.system_left_out += system == "left out"
-        now.system_late += system == "late"
-        now.answers_before_system += len(trained) - 1 if system == "late" and self._train_on != "all" else 0
-        marked = (message["role"] for message in messages[content.first_answer :] if message.get("weight") == 1)
-        now.flags_of_other_roles.update(role for role in marked if role not in self._options.roles_to_train)
 
     def _trained_answers(self, content: Conversation) -> list[int]:
         return [index for index in self._trained_indices(content) if content.messages[index]["role"] == "assistant"]
@@ -341,11 +359,6 @@ def _add_default_system(content: Conversation, text: str | None) -> Conversation
         return content
     first = content.first_answer + 1 if content.first_answer else 0
     return replace(content, messages=[{"role": "system", "content": text}, *content.messages], first_answer=first)
-
-
-def _tool_names(tools: Sequence[Mapping[str, Any]] | None) -> list[str]:
-    functions = [tool.get("function") or tool for tool in tools or ()]
-    return [str(each.get("name", each)) for each in functions]
 
 
 def _is_empty_answer(message: Message) -> bool:
@@ -473,6 +486,7 @@ class PromptRenderer:
         self.log = RenderLog(chat, notify)
         self._long_text = LongTextTokenizer(tokenizer, self.log.notify_once)
         self._specials = SpecialText(tokenizer, None, self.log.notify_once)
+        self._left_out = LeftOutFinder()
 
     def render_item(self, item: Item[tuple[Row, TextOrMessages]]) -> tuple[Prompt, bytes]:
         (row, prompt), origin = item.take_row(), item.origin
@@ -544,9 +558,29 @@ class PromptRenderer:
         request = ChatRequest(shown[0], shown[1], True, variables)
         text = render_messages(self._tokenizer, request, origin, explain=True)
         text = check_unicode(text, origin)
+        self._count_left_out(request, text, origin)
         return self._tokenise_ids(
             text, origin, add_special_tokens=False, has_names=shown[0] is not messages, rendered=True
         )
+
+    def _count_left_out(self, request: ChatRequest, text: str, origin: str) -> None:
+        def render(changed: ChatRequest) -> str | None:
+            try:
+                return render_messages(self._tokenizer, changed, origin)
+            except DataError:
+                return None
+
+        now = self.log.current
+        left_out = self._left_out.find_messages(
+            request, text, lambda messages: render(replace(request, messages=messages))
+        )
+        for index in left_out:
+            role = request.messages[index]["role"]
+            if index == 0 and role == "system":
+                now.system_left_out += 1
+            else:
+                now.messages_left_out[role] += 1
+        now.tools_left_out += self._left_out.omits_tools(request, text, lambda: render(replace(request, tools=None)))
 
     def _tokenise_ids(
         self, text: str, origin: str, *, add_special_tokens: bool, has_names: bool, rendered: bool
