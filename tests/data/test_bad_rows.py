@@ -18,7 +18,7 @@ from preparing import prepare, prepare_preferences, prepare_prompts, prepare_unp
 from tests.sft_kit import FIXED, RECIPE, write_recipe
 from tests.sft_kit import run as run_recipe
 
-from streamtune.data import iter_texts
+from streamtune.data import DataOptions, RowStream, StreamPosition, iter_texts
 from streamtune.data.reading.sources import Source
 from streamtune.errors import ArgumentError, DataError, RecipeError
 from streamtune.recipe.keys.datasets import DatasetSpec
@@ -313,3 +313,25 @@ def test_the_record_of_rows_goes_through_no_link(tmp_path: Path) -> None:
     assert (tmp_path / "mine").read_text() == "mine"
     rows = json.loads((tmp_path / "bad_rows.json").read_text())["bad_rows"]
     assert [each["row"] for each in rows] == ["rows.jsonl:3", "rows.jsonl:5"]
+
+
+OFF = {"messages": [CHAT["messages"][0], {**CHAT["messages"][1], "weight": 0}]}
+
+
+@pytest.mark.parametrize("bad", ['{"messages": 1}', '{"messages"', json.dumps(OFF)], ids=["column", "JSON", "rendered"])
+@pytest.mark.parametrize("mixed_by", [{"repeat": 5}, {"weight": 1.0}], ids=["repeat", "weight"])
+def test_a_stream_that_reads_a_bad_row_again_counts_it_once(
+    bad: str, mixed_by: dict[str, Any], write: Write, tokenizer: Any
+) -> None:
+    short = Source(write("short.jsonl", f"{json.dumps(CHAT)}\n{bad}\n"), **mixed_by)
+    long = Source(write("long.jsonl", [CHAT] * 20), weight=mixed_by.get("weight"))
+    options = DataOptions(max_length=64, on_bad_row="skip", max_bad_rows=1)
+    told: list[str] = []
+    stream = RowStream([short, long], tokenizer, options, told.append)
+    left_out: list[str] = []
+    stream.left_out = lambda error: left_out.append(error.where)
+    for example, position in stream.examples(StreamPosition()):
+        if example is None and position.epoch == 2:
+            break
+    assert left_out == [f"{short.path}:2"] * 2
+    assert sum("; 1 skipped as bad" in text for text in told) == 2

@@ -9,6 +9,7 @@ from typing import Any
 import datasets
 import pytest
 
+from streamtune.data.bad_rows import BadRows
 from streamtune.data.reading.data_paths import hub_rows
 from streamtune.data.reading.sources import Source, read_rows
 from streamtune.errors import DataError
@@ -29,6 +30,39 @@ def test_file_folder_and_pattern(write: Write, tmp_path: Path) -> None:
     assert texts(path=str(tmp_path / "data")) == ["a", "b1", "b2", "c"]
     assert texts(path=str(tmp_path / "data/*.jsonl")) == ["b1", "b2"]
     assert texts(path=str(tmp_path / "data/**/*.csv")) == ["c"]
+
+
+@pytest.mark.parametrize("scheme", ["", "file://"])
+def test_a_pattern_matches_hidden_files_only_if_it_names_their_dot(write: Write, tmp_path: Path, scheme: str) -> None:
+    write(".above/a.jsonl", [{"text": "a"}])
+    write(".above/.b.jsonl", [{"text": "b"}])
+    write(".above/.ipynb_checkpoints/a-checkpoint.jsonl", [{"text": "old"}])
+    folder, told = f"{scheme}{tmp_path}/.above", list[str]()
+    assert texts(path=f"{folder}/*.jsonl") == texts(path=f"{folder}/**/*.jsonl") == ["a"]
+    assert texts(path=f"{folder}/.*.jsonl") == ["b"]
+    assert texts(path=f"{folder}/.ipynb*/*.jsonl") == ["old"]
+    pattern = f"{folder}/*.jsonl"
+    list(read_rows(Source(pattern), BadRows(notify=told.append)))
+    assert told == [
+        f"{pattern}: files that match: {tmp_path}/.above/a.jsonl",
+        f"{pattern}: hidden files not read: {tmp_path}/.above/.b.jsonl",
+    ]
+    with pytest.raises(DataError, match="no visible file matches") as caught:
+        texts(path=f"{folder}/*/*.jsonl")
+    assert ".ipynb_checkpoints/a-checkpoint.jsonl" in caught.value.fix
+
+
+@pytest.mark.parametrize("scheme", ["", "file://"])
+def test_a_pattern_that_is_not_valid_names_the_valid_one(tmp_path: Path, scheme: str) -> None:
+    with pytest.raises(DataError, match="is not a valid pattern") as caught:
+        texts(path=f"{scheme}{tmp_path}/**.jsonl", where="recipe.yaml:7")
+    assert caught.value.where == "recipe.yaml:7"
+    assert caught.value.fix == f"write '{scheme}{tmp_path}/**/*.jsonl'"
+
+
+def test_the_home_of_an_unknown_user() -> None:
+    with pytest.raises(DataError, match="home folder of a user that does not exist"):
+        texts(path="~no-such-user/rows.jsonl")
 
 
 def test_relative_paths(write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

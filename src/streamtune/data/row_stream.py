@@ -146,7 +146,7 @@ class RowStream:
             with bad:
                 examples, of_row = self._make_examples(outcome.get_or_raise(), item.origin)
             if bad.count > before:
-                of_row = Counter(rows=1, bad=1)
+                of_row = Counter(rows=1, bad=1)  # empty if an earlier reading of the row was counted
             log.raise_errors()
             reported_errors = self._report_bad_rows(bad, reported_errors)
             for piece in range(done, len(examples)):
@@ -190,7 +190,7 @@ class RowStream:
 
     def _make_bad_rows(self) -> BadRows:
         action = "skip" if self.options.on_bad_row == "skip" else "raise"
-        return BadRows(action, self.options.max_bad_rows, self._notify_once)
+        return _BadRowsOfPass(action, self.options.max_bad_rows, self._notify_once)
 
     def _make_fitter(self) -> tuple[RowFitter, _ExampleCollector]:
         writer = _ExampleCollector()
@@ -260,6 +260,19 @@ class RowStream:
                 )
             yield item
             del item
+
+
+class _BadRowsOfPass(BadRows):
+    """Counts each bad row once, although one pass over the data may read a source several times."""
+
+    def __init__(self, *options: Any) -> None:
+        super().__init__(*options)
+        self._places = set[str]()
+
+    def report(self, error: DataError) -> None:
+        if self.on_bad_row != "skip" or error.where not in self._places:
+            self._places.add(error.where)
+            super().report(error)
 
 
 class _ExampleCollector(TableWriter):

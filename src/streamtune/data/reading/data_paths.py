@@ -9,8 +9,9 @@ import os
 import re
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -21,7 +22,7 @@ from streamtune.data.reading.readers import READERS, Row, error_in_one_line, row
 from streamtune.errors import DataError, did_you_mean
 
 FoundFiles = tuple[list[DataFile], ChosenFiles | None]
-"""Files to read, and the chosen files of a folder; the second is None if the path is not a folder."""
+"""Files to read, and the chosen files of a folder or pattern; the second is None if the path is a file."""
 
 MOST_LISTED = 1_000_000
 """Maximum number of files in a folder. More files suggest a wrong path, such as the root of a disk."""
@@ -45,7 +46,14 @@ def find_local_files(path: str, *, split: str, config: str | None, where: str) -
         DataError: The file, folder or split does not exist.
         OSError: The path cannot be accessed.
     """
-    local = Path(path).expanduser()
+    try:
+        local = Path(path).expanduser()
+    except RuntimeError as error:  # ~name of an unknown user
+        raise DataError(
+            f"'{path}' begins with the home folder of a user that does not exist",
+            where=where,
+            fix="write the whole path, or ./~... for a file whose name begins with ~",
+        ) from error
     if local.is_dir():
         names = list(_walk_files(local, path, where))
         chosen = choose_files(
@@ -56,9 +64,13 @@ def find_local_files(path: str, *, split: str, config: str | None, where: str) -
     if os.path.lexists(local):  # True for a broken link and a pipe too: opening them raises the error
         files = [make_local_file(local, path)]
     elif re.search(r"[*?\[]", path):
-        files = [make_local_file(file, str(file)) for file in sorted(_expand_glob(local)) if not file.is_dir()]
-        if not files:
-            raise DataError(f"no file matches the pattern '{path}'", where=where, fix="check the path")
+        try:
+            matches = sorted(str(file) for file in _expand_glob(local) if not file.is_dir())
+        except (ValueError, NotImplementedError) as error:
+            raise _pattern_error(path, error, where) from error
+        chosen = _leave_out_hidden(matches, str(local), path, where)
+        _refuse_split(path, split, config, where)
+        return [make_local_file(Path(name), name) for name in chosen.names], chosen
     elif _looks_like_hub_name(path):
         return None
     else:
@@ -119,6 +131,34 @@ def _expand_glob(pattern: Path) -> Iterator[Path]:
     return anchor.glob(str(pattern.relative_to(anchor) if pattern.is_absolute() else pattern))
 
 
+def _pattern_error(pattern: str, error: Exception, where: str) -> DataError:
+    what = f"'{pattern}' is not a valid pattern: {error_in_one_line(error, 300)}"
+    parts = re.sub(r"\*{2,}(?=[^/*])", "**/*", pattern)
+    return DataError(what, where=where, fix=f"write '{parts}'" if parts != pattern else "check the pattern")
+
+
+def _leave_out_hidden(matches: Sequence[str], pattern: str, shown: str, where: str) -> ChosenFiles:
+    """Return the files that match a pattern; hidden ones only if the pattern names their dot, as ``data/.*.jsonl``.
+
+    Raises:
+        DataError: No file is left.
+    """
+    dotted = [part for part in pattern.split("/") if part.startswith(".")]
+    hidden = [
+        name
+        for name in matches
+        if any(
+            part.startswith(".") and not any(fnmatchcase(part, named) for named in dotted) for part in name.split("/")
+        )
+    ]
+    names = [name for name in matches if name not in set(hidden)]
+    if not names:
+        fix = f"to read hidden files, write the dot in the pattern: '{hidden[0]}'" if hidden else "check the path"
+        only = "visible " if hidden else ""
+        raise DataError(f"no {only}file matches the pattern '{shown}'", where=where, fix=fix)
+    return ChosenFiles(names, [], hidden)
+
+
 def _looks_like_hub_name(path: str) -> bool:
     """Return True if a path has the form ``name`` or ``owner/name``, and no extension of a known file format."""
     return bool(re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", path)) and file_format(path) not in READERS
@@ -170,11 +210,9 @@ def find_remote_files(address: str, *, split: str, config: str | None, where: st
     try:
         system, path = fsspec.core.url_to_fs(address)
         if re.search(r"[*?\[]", path) and protocol not in ("http", "https"):
-            found = sorted(str(name) for name in system.glob(path))
-            if not found:
-                raise DataError(f"no file matches the pattern '{address}'", where=where, fix="check the path")
+            chosen = _leave_out_hidden(sorted(map(str, system.glob(path))), str(path), address, where)
             _refuse_split(address, split, config, where)
-            return [_remote_file(system, name, f"{protocol}://{name.lstrip('/')}") for name in found], None
+            return [_remote_file(system, name, f"{protocol}://{name.lstrip('/')}") for name in chosen.names], chosen
         if protocol not in ("http", "https") and system.isdir(path):
             root = str(path).rstrip("/")
             names = [str(name)[len(root) :].lstrip("/") for name in system.find(path)]
@@ -196,6 +234,8 @@ def find_remote_files(address: str, *, split: str, config: str | None, where: st
             f"reading '{protocol}://' needs a package: {error_in_one_line(error, 300)}", where=where, fix=fix
         ) from error
     except ValueError as error:
+        if "**" in address:
+            raise _pattern_error(address, error, where) from error
         raise DataError(
             f"cannot read '{address}': {error_in_one_line(error, 300)}", where=where, fix=_PROTOCOLS
         ) from error

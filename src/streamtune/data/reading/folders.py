@@ -57,12 +57,17 @@ NOT_ROWS = {
 
 @dataclass(frozen=True)
 class ChosenFiles:
-    """The files of a folder that belong to a split, and its other data files; paths are relative to the folder."""
+    """The files of a folder that belong to a split, and its other data files; paths are relative to the folder.
+
+    Or the files that match a pattern.
+    """
 
     names: list[str]
     """files to read, in order"""
     left_out: list[str]
-    """data files that are not read"""
+    """data files of the folder that are not read"""
+    hidden: list[str] | None = None
+    """hidden files that match the pattern and are not read; None for a folder"""
 
 
 def is_data_file_name(name: str) -> bool:

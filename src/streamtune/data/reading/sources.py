@@ -221,9 +221,12 @@ def _read_source(source: Source, bad: BadRows) -> Iterator[Row]:
         return
     files, folder = found
     if folder is not None:
-        bad.notify(f"{source.path}: files of split '{source.split}': {_join_names(folder.names)}")
+        which = f"files of split '{source.split}'" if folder.hidden is None else "files that match"
+        bad.notify(f"{source.path}: {which}: {_join_names(folder.names)}")
         if folder.left_out:
             bad.notify(f"{source.path}: files not read: {_join_names(folder.left_out)}")
+        if folder.hidden:
+            bad.notify(f"{source.path}: hidden files not read: {_join_names(folder.hidden)}")
     if source.watch is not None:
         source.watch.check_listing(source, files)
     for file in files:
