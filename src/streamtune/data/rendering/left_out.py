@@ -2,7 +2,7 @@
 
 Text that occurs in the rendering need not be printed for its message: a short text may occur in another message too. So
 the text is replaced, and the conversation is rendered again. What a template prints depends on roles, fields and
-positions of messages, not on their text. So this is done once for messages in the same situation.
+positions of messages, not on their text. So one rendering serves all messages in the same situation.
 """
 
 from __future__ import annotations
