@@ -8,15 +8,14 @@ positions of messages, not on their text. So one rendering serves all messages i
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
 
 from streamtune.data.reading.cells import FLAGS
 from streamtune.data.rendering.chat_variants import Message, first_unused_character
 from streamtune.data.templates import ChatRequest
 
 _MOST_KNOWN = 10_000
-"""Maximum number of remembered situations."""
+"""Number of remembered situations above which all are forgotten."""
 
 Render = Callable[[list[Message]], str | None]
 """Function that renders other messages in place of a conversation's; None if the template rejects them."""
@@ -35,6 +34,7 @@ class LeftOutFinder:
         Args:
             text: The rendered conversation.
         """
+        self._forget_too_many()
         shared, kinds = _describe_request(request), [_describe_message(message) for message in request.messages]
         around = [None, *kinds, None]
         situations = {
@@ -45,7 +45,7 @@ class LeftOutFinder:
         unknown = {situation: index for index, situation in situations.items() if situation not in self._known}
         if unknown:
             left_out = set(_find_left_out(request.messages, list(unknown.values()), text, render))
-            self._remember({situation: index in left_out for situation, index in unknown.items()})
+            self._known.update({situation: index in left_out for situation, index in unknown.items()})
         return [index for index, situation in situations.items() if self._known[situation]]
 
     def omits_tools(
@@ -59,16 +59,16 @@ class LeftOutFinder:
         """
         if not request.tools:
             return False
+        self._forget_too_many()
         forms = frozenset(frozenset(tool) for tool in request.tools)
         situation = ("tools", state, _describe_request(request), forms)
         if situation not in self._known:
-            self._remember({situation: render_without_tools() == text})
+            self._known[situation] = render_without_tools() == text
         return self._known[situation]
 
-    def _remember(self, found: Mapping[Any, bool]) -> None:
-        if len(self._known) > _MOST_KNOWN:  # before the new entries are added, which the caller reads
-            self._known = {situation: self._known[situation] for situation in list(self._known)[-_MOST_KNOWN // 2 :]}
-        self._known.update(found)
+    def _forget_too_many(self) -> None:
+        if len(self._known) > _MOST_KNOWN:
+            self._known.clear()
 
 
 def _describe_request(request: ChatRequest) -> Hashable:
@@ -92,7 +92,7 @@ def _has_text(message: Message) -> bool:
 
 
 def _find_left_out(messages: Sequence[Message], indices: Sequence[int], text: str, render: Render) -> list[int]:
-    """Return those of ``indices`` whose message can have another text without a change of the rendering."""
+    """Return the indices of messages that can have another text without a change of the rendering."""
     marks: dict[int, str] = {}
     for index in indices:
         after = chr(ord(marks[next(reversed(marks))]) + 1) if marks else "\ue000"
