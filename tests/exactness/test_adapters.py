@@ -7,6 +7,8 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import streamtune
 from streamtune.base.adapters import ADAPTERS, AdapterName
@@ -249,3 +251,58 @@ def test_experts_that_are_one_tensor(family: str, schedule: str) -> None:
     want = reference(model, inputs)
     with streamtune.stream(model, schedule=Schedule(chunk_size=8, **SCHEDULES[schedule])):
         want.check(gradients(model, inputs))
+
+
+def adapted_head(dropout: float) -> Any:
+    """A model in fp64 with adapters on its head, whose effect is not zero."""
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(
+            "qwen3", hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+            num_key_value_heads=1, head_dim=8, vocab_size=61, tie_word_embeddings=False,
+        )
+    ).double()  # fmt: skip
+    model = add_adapters(model, AdapterSpec(r=4, alpha=8, dropout=dropout, target=["lm_head", "q_proj"]))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    return model.double().train()
+
+
+def test_log_probs_of_a_head_with_dropout_have_the_gradient_of_their_forward() -> None:
+    """The backward computes logits again, and draws the same mask."""
+    model = adapted_head(0.5)
+    ids, weights = torch.randint(0, 61, (1, 64)), torch.rand(1, 64, dtype=torch.float64)
+    handle = streamtune.stream(model, schedule=Schedule(chunk_size=64, head_chunk_size=16))
+    parameter = next(p for name, p in model.named_parameters() if "lm_head" in name and "lora_B" in name)
+
+    def loss() -> Tensor:
+        torch.manual_seed(5)
+        return (handle.logprobs(ids, ids).logprobs * weights).sum()
+
+    loss().backward()
+    gradient, direction = parameter.grad.clone(), torch.randn_like(parameter)
+    found = []
+    for step in (1e-6, -1e-6):
+        with torch.no_grad():
+            parameter.add_(direction, alpha=step)
+            found.append(float(loss()))
+            parameter.sub_(direction, alpha=step)
+    assert (found[0] - found[1]) / 2e-6 == pytest.approx(float((gradient * direction).sum()), rel=1e-5)
+    value, after = loss(), torch.get_rng_state()
+    value.backward()
+    assert torch.equal(torch.get_rng_state(), after)
+
+
+def test_log_probs_of_a_projected_head_are_computed_again_with_the_same_autocast() -> None:
+    model = adapted_head(0.0).float()
+    ids, dtypes = torch.randint(0, 61, (1, 64)), []
+    handle = streamtune.stream(model, schedule=Schedule(chunk_size=64, head_chunk_size=16))
+    base = next(m for name, m in model.named_modules() if name.endswith("lm_head.base_layer"))
+    plain = base.forward
+    base.forward = lambda h: dtypes.append((out := plain(h)).dtype) or out
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logprobs = handle.logprobs(ids, ids).logprobs
+    logprobs.sum().backward()
+    assert set(dtypes) == {torch.bfloat16}
+    assert len(dtypes) >= 8  # forward and backward, four chunks each
