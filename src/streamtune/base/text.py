@@ -1,4 +1,4 @@
-"""Look-up of names in tables, and formatting of sizes."""
+"""Look-up of names in tables, formatting of sizes, and one line of an error of a library."""
 
 from __future__ import annotations
 
@@ -84,3 +84,11 @@ def show_size(size: float) -> str:
         value /= 1024
     digits = 0 if unit == "B" or abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2
     return f"{value:,.{digits}f} {unit}"
+
+
+def first_error_line(error: Exception) -> str:
+    """Return the first line of an error message; if it is a heading, the next line and the number of others."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if len(lines) > 1 and lines[0].endswith(":"):
+        return f"{lines[1]}" + (f" (and {len(lines) - 2} more)" if len(lines) > 2 else "")
+    return lines[0] if lines else type(error).__name__

@@ -6,10 +6,14 @@ from streamtune.base.adapters import AdapterSpec
 from streamtune.models.adapters.attach import (
     add_adapters,
     add_lora,
-    load_initial_adapters,
     load_peft_adapters,
     load_run_adapters,
     make_loftq_quantizer,
+)
+from streamtune.models.adapters.initial_adapters import (
+    check_tokens_of_adapters,
+    embedding_rows_of_adapters,
+    load_initial_adapters,
 )
 from streamtune.models.adapters.initial_values import (
     LOFTQ_FILE,
@@ -123,12 +127,14 @@ __all__ = [
     "build_meta_model",
     "check_adapter_config_file",
     "check_positions",
+    "check_tokens_of_adapters",
     "checkpoint_dtype",
     "choose_quantization",
     "copy_gathered_weights",
     "copy_weights",
     "copy_with_generation_config",
     "count_parameters",
+    "embedding_rows_of_adapters",
     "encode_prompt",
     "eos_token_ids",
     "factors_from_gradients",

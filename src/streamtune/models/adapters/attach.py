@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from streamtune.base.adapters import ADAPTERS, NAMED_STARTS, AdapterSpec
+from streamtune.base.adapters import ADAPTERS, AdapterSpec
 from streamtune.base.patterns import find_matches
+from streamtune.base.text import first_error_line
 from streamtune.errors import ArgumentError, did_you_mean
 from streamtune.models.adapters.initial_values import (
     CONSTANT,
-    LOFTQ_FILE,
     START,
     LoftqQuantizer,
     add_constant_adapter,
@@ -33,15 +33,19 @@ from streamtune.models.adapters.initial_values import (
 )
 from streamtune.models.adapters.targets import (
     PEFT_FORM,
+    all_embedding_and_head_names,
     embedding_and_head_names,
+    explicit_target_names,
     has_suffix,
+    is_inside,
+    is_tied,
     linear_target_names,
     lora_layers,
-    match_suffixes,
     module_and_parameter_names,
     peft_target_options,
     selected_tied_layers,
     suppress_pattern_warnings,
+    whole_module_names,
     write_expert_targets,
 )
 from streamtune.models.folder import (
@@ -50,10 +54,13 @@ from streamtune.models.folder import (
     read_without_mmap,
     refuse_file_changes,
 )
+from streamtune.models.quantize import is_quantized
 
 if TYPE_CHECKING:  # peft imports every quantiser: two seconds
     from peft import PeftConfig, PeftModel
 
+EMBEDDING_LAYER_NAMES = ("embed_tokens", "lm_head")
+"""Last parts of the names by which peft recognises a tied embedding among ``modules_to_save``."""
 COLUMNS = "lora_A.index"
 """Suffix of the state entries that hold the indices of the columns that ``paca`` trains."""
 
@@ -124,22 +131,24 @@ def add_peft_adapters(model: PreTrainedModel, spec: AdapterSpec, seed: int, new_
     if new_tokens:
         _refuse_adapter_on_head_with_new_tokens(spec, model)
     options = spec.peft_options(seed)
-    options |= {"task_type": "CAUSAL_LM", "modules_to_save": list(spec.modules_to_save) or None}
-    match_suffixes(
-        spec.modules_to_save, [name for name, _ in model.named_modules() if name], "modules_to_save", "module", model
-    )
+    whole = whole_module_names(model, spec.modules_to_save)
+    tied = selected_tied_layers(model, whole)
+    ends = all_embedding_and_head_names(model) if tied else []  # peft trains both, as one weight
+    _check_whole_modules(model, spec, {*whole, *ends})
     if spec.adapter_kind.is_lora:
         options |= peft_target_options(model, spec)
-        options["trainable_token_indices"] = (
-            {name: list(new_tokens) for name in embedding_and_head_names(model)} if new_tokens else None
-        )
-        options["ensure_weight_tying"] = bool(selected_tied_layers(model, spec.modules_to_save))
+        options["trainable_token_indices"] = _rows_of_new_tokens(model, new_tokens, {*whole, *ends}) or None
+        options["ensure_weight_tying"] = bool(tied)
+        if tied:
+            _check_tied_modules(model, whole, ends)
+            whole = [*(name for name in whole if name not in ends), ends[0]]
     else:
         options["target_modules"] = linear_target_names(model, spec)
-        _refuse_low_rank_only_options(spec, model, new_tokens)
+        _refuse_low_rank_only_options(spec, tied, new_tokens)
         _check_recipe_rank([model.get_submodule(name) for name in options["target_modules"]], spec)
+    options |= {"task_type": "CAUSAL_LM", "modules_to_save": whole or None}
     config = get_peft_config(options)
-    write_expert_targets(model, spec, config)
+    write_expert_targets(model, spec, config, {*whole, *ends})
     if spec.adapter_kind.columns:
         from streamtune.models.adapters.paca import register_paca_layer
 
@@ -150,11 +159,14 @@ def add_peft_adapters(model: PreTrainedModel, spec: AdapterSpec, seed: int, new_
         try:
             adapted_model: PeftModel = get_peft_model(model, config)
         except (ValueError, TypeError, NotImplementedError) as error:
+            in_whole = "modules_to_save" in str(error)
             raise ArgumentError(
-                f"peft cannot put adapters of kind {spec.kind} on {type(model).__name__}: {error}",
-                where="adapter_type",
-                fix="name other layers in lora_target, or write adapter_type: lora",
+                f"peft cannot put adapters of kind {spec.kind} on {type(model).__name__}: {first_error_line(error)}",
+                where="modules_to_save" if in_whole else "lora_target" if spec.kind == "lora" else "adapter_type",
+                fix=f"name other {'modules in modules_to_save' if in_whole else 'layers in lora_target'}"
+                + ("" if spec.kind == "lora" or in_whole else ", or write adapter_type: lora"),
             ) from error
+    _check_wrapped_modules(adapted_model, {*whole, *ends})
     if spec.adapter_kind.is_lora:
         _check_ranks_fit_layers(dict(lora_layers(adapted_model)), spec)
     if spec.adapter_kind.divides_by_rows:
@@ -162,7 +174,91 @@ def add_peft_adapters(model: PreTrainedModel, spec: AdapterSpec, seed: int, new_
     return adapted_model
 
 
-def _refuse_low_rank_only_options(spec: AdapterSpec, model: PreTrainedModel, new_tokens: Sequence[int]) -> None:
+def _check_whole_modules(model: PreTrainedModel, spec: AdapterSpec, whole: Collection[str]) -> None:
+    """Raise an ArgumentError for modules of ``modules_to_save`` that cannot be trained, or that also get adapters."""
+    modules = {name: model.get_submodule(name) for name in whole}
+    for name, module in modules.items():
+        if any(is_quantized(weight) for weight in (*module.parameters(), *module.buffers())):
+            raise ArgumentError(
+                f"{name} is quantised, and quantised weights cannot be trained",
+                where="modules_to_save",
+                fix="name the embedding, norms or the head, or write finetuning_type: lora",
+            )
+    if modules and not any(list(module.parameters()) for module in modules.values()):
+        raise ArgumentError(
+            f"{min(modules)} has no weights to train", where="modules_to_save", fix="name modules with weights"
+        )
+    for name in explicit_target_names(model, spec):
+        if is_inside(name, whole):
+            raise ArgumentError(
+                f"{name} would be trained both by an adapter (lora_target) and whole (modules_to_save)",
+                where="modules_to_save",
+                fix="delete it from one of the two, or name it in lora_exclude",
+            )
+
+
+def _check_tied_modules(model: PreTrainedModel, whole: Collection[str], ends: Sequence[str]) -> None:
+    """Raise an ArgumentError if peft would not train the tied embedding and head ``ends`` as the base has them."""
+    why = None
+    if not any(name in ends for name in whole):
+        why = f"{next(name for name in whole if is_inside(ends[0], [name]))} contains it"
+    elif _bias_of_head(model) is not None:
+        why = "peft would leave out the bias of the head"
+    elif ends[0].rpartition(".")[2] not in EMBEDDING_LAYER_NAMES:
+        why = f"peft would not keep it tied: its name is not {' or '.join(EMBEDDING_LAYER_NAMES)}"
+    if why is not None:
+        raise ArgumentError(
+            f"{ends[0]} is tied (embedding and head share a weight) and cannot be trained whole: {why}",
+            where="modules_to_save",
+            fix="leave it out, or write finetuning_type: full",
+        )
+
+
+def _bias_of_head(model: PreTrainedModel) -> Any:
+    return getattr(model.get_output_embeddings(), "bias", None)
+
+
+def _rows_of_new_tokens(
+    model: PreTrainedModel, new_tokens: Sequence[int], whole: Collection[str]
+) -> dict[str, list[int]]:
+    """Return the rows that are trained in the embedding and the head; none in those that are trained ``whole``."""
+    names = [name for name in embedding_and_head_names(model) if not is_inside(name, whole)] if new_tokens else []
+    ends = ", ".join(name.rpartition(".")[2] for name in all_embedding_and_head_names(model))
+    fix = "write finetuning_type: full"
+    if not is_tied(model):
+        fix = f"write modules_to_save: [{ends}], which trains them whole, or finetuning_type: full"
+    refuse_rows_of_biased_head(model, names, where="added_tokens", fix=fix)
+    return {name: list(new_tokens) for name in names}
+
+
+def refuse_rows_of_biased_head(model: PreTrainedModel, names: Sequence[str], *, where: str, fix: str) -> None:
+    """Raise an ArgumentError if single rows of the layers ``names`` are trained and the head has a bias."""
+    if _bias_of_head(model) is None or not names:
+        return
+    head = all_embedding_and_head_names(model)[-1]
+    if is_tied(model) or head in names:
+        raise ArgumentError(
+            f"{head} has a bias, and peft computes it without the bias where it trains rows of new tokens",
+            where=where,
+            fix=fix,
+        )
+
+
+def _check_wrapped_modules(adapted_model: Any, whole: Collection[str]) -> None:
+    """Raise an ArgumentError if peft trains other modules whole than those of ``modules_to_save``."""
+    from peft.utils import ModulesToSaveWrapper
+
+    named = adapted_model.get_base_model().named_modules()
+    wrapped = {name for name, module in named if isinstance(module, ModulesToSaveWrapper)}
+    if wrong := sorted(wrapped ^ set(whole)):
+        raise ArgumentError(
+            f"peft cannot tell {wrong[0]} from other modules of 'modules_to_save' by its name",
+            where="modules_to_save",
+            fix="leave it out, or write finetuning_type: full",
+        )
+
+
+def _refuse_low_rank_only_options(spec: AdapterSpec, tied: Sequence[str], new_tokens: Sequence[int]) -> None:
     *others, last = (name for name, kind in ADAPTERS.items() if kind.is_lora)
     fix = f"write adapter_type: {', '.join(others)} or {last}"
     if new_tokens:
@@ -171,7 +267,7 @@ def _refuse_low_rank_only_options(spec: AdapterSpec, model: PreTrainedModel, new
             where="adapter_type",
             fix=f"{fix}, or add no tokens",
         )
-    for name in selected_tied_layers(model, spec.modules_to_save):
+    for name in tied:
         raise ArgumentError(
             f"{name} is tied (embedding and head share a weight); adapters of kind {spec.kind} would train an untied "
             "copy of it",
@@ -360,63 +456,3 @@ def load_peft_adapters(model: PreTrainedModel, folder: Path) -> PeftModel:
     check_adapter_config_file(folder, module_and_parameter_names(model), where="adapters")
     with suppress_pattern_warnings(), refuse_file_changes(folder, where="adapters"), read_without_mmap(folder):
         return PeftModel.from_pretrained(model, str(folder), is_trainable=True)
-
-
-def load_initial_adapters(model: PreTrainedModel, folder: str) -> PeftModel:
-    """Return the base model with existing adapters in peft's format, to train them further.
-
-    On ``meta`` no weight is read.
-
-    Raises:
-        ArgumentError: The folder has no adapters, their kind cannot be trained, or they belong to another base.
-    """
-    from peft import PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
-    from safetensors import safe_open
-
-    key, path = "adapter_name_or_path", Path(folder).expanduser()
-    fix = "name a folder with adapters in peft's format"
-    for name in ("adapter_config.json", "adapter_model.safetensors"):
-        if not (path / name).is_file():
-            raise ArgumentError(f"{folder} has no {name}", where=key, fix=fix)
-    check_adapter_config_file(path, module_and_parameter_names(model), where=key)
-    try:
-        config: Any = PeftConfig.from_pretrained(str(path))
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise ArgumentError(f"{path / 'adapter_config.json'} cannot be read: {error}", where=key, fix=fix) from error
-    changed = str(getattr(config, "init_lora_weights", True)).lower()
-    if config.is_prompt_learning or changed.startswith(("corda", *NAMED_STARTS)):
-        kind = (
-            "a learned prompt"
-            if config.is_prompt_learning
-            else f"adapters initialised by {changed}, which changed the weights of their base"
-        )
-        raise ArgumentError(f"{folder} contains {kind}", where=key, fix="convert them to LoRA with peft")
-    if (path / LOFTQ_FILE).is_file():
-        raise ArgumentError(
-            f"the adapters in {folder} were trained with loftq_iter, on weights that were changed before quantisation",
-            where=key,
-            fix=f"merge them with `streamtune export {folder} OUT`, and use OUT as the model",
-        )
-    config.inference_mode = False
-    try:
-        with suppress_pattern_warnings():
-            if next(model.parameters()).device.type == "meta":
-                return get_peft_model(model, config)
-            with refuse_file_changes(path, where=key), read_without_mmap(path):
-                adapted_model = PeftModel.from_pretrained(model, str(path), is_trainable=True, config=config)
-    except (IndexError, KeyError, NotImplementedError, RuntimeError, ValueError) as error:
-        raise ArgumentError(
-            f"peft cannot put the adapters in {folder} on this base: {str(error).splitlines()[0]}",
-            where=key,
-            fix="use adapters of this model",
-        ) from error
-    with safe_open(path / "adapter_model.safetensors", framework="pt") as file:
-        saved = {name for name in file.keys() if not name.endswith(".base_layer.weight")}  # noqa: SIM118
-    wanted = get_peft_model_state_dict(adapted_model, save_embedding_layers=False)
-    if lost := sorted(saved ^ {name for name in wanted if not name.endswith(".base_layer.weight")}):
-        raise ArgumentError(
-            f"the adapters in {folder} belong to another base: {len(lost)} weights do not match, such as {lost[0]}",
-            where=key,
-            fix="use adapters of this model",
-        )
-    return adapted_model

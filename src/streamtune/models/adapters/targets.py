@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -115,8 +115,12 @@ def peft_target_options(model: PreTrainedModel, spec: AdapterSpec) -> dict[str, 
     }
 
 
-def write_expert_targets(model: PreTrainedModel, spec: AdapterSpec, config: PeftConfig) -> None:
+def write_expert_targets(
+    model: PreTrainedModel, spec: AdapterSpec, config: PeftConfig, whole: Collection[str] = ()
+) -> None:
     """Write the names of the expert tensors that get adapters into ``config``; routers only if the recipe names them.
+
+    Tensors inside the modules ``whole``, which are trained themselves, get no adapters.
 
     Raises:
         ArgumentError: Adapters of this kind, or with dropout, are not supported on stacked experts.
@@ -129,6 +133,9 @@ def write_expert_targets(model: PreTrainedModel, spec: AdapterSpec, config: Peft
     convert_peft_config_for_transformers(config, model, None)
     if isinstance(spec.target, str):
         names = {name for name in options.target_parameters or () if not name.endswith("gate.weight")}
+        full_names = [name for name, _ in model.named_parameters() if any(has_suffix(name, end) for end in names)]
+        if any(is_inside(name, whole) for name in full_names):
+            names = {name for name in full_names if not is_inside(name, whole)}
         options.target_parameters = sorted(names) or None
     if not options.target_parameters:
         return
@@ -142,22 +149,53 @@ def write_expert_targets(model: PreTrainedModel, spec: AdapterSpec, config: Peft
         )
 
 
-def selected_tied_layers(model: PreTrainedModel, suffixes: Sequence[str]) -> list[str]:
-    """Return the names of the tied embedding and head that end in one of ``suffixes``; an empty list if not tied."""
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    if head is None or embedding.weight is not head.weight:
-        return []
-    names = [name for name, module in model.named_modules() if module in (embedding, head)]
-    return [name for name in names if any(has_suffix(name, suffix) for suffix in suffixes)]
+def is_inside(name: str, modules: Collection[str]) -> bool:
+    """Return True if the module or tensor ``name`` is one of ``modules``, or is inside one of them."""
+    parts = name.split(".")
+    return any(".".join(parts[:count]) in modules for count in range(1, len(parts) + 1))
+
+
+def whole_module_names(model: PreTrainedModel, suffixes: Sequence[str]) -> list[str]:
+    """Return the full names of the modules that ``modules_to_save`` selects, without modules inside another of them.
+
+    Peft matches short names differently: to peft, ``norm`` also names ``input_layernorm``.
+    """
+    names = [name for name, _ in model.named_modules() if name]
+    found = match_suffixes(suffixes, names, "modules_to_save", "module", model)
+    return [name for name in found if not is_inside(name.rpartition(".")[0], set(found))]
+
+
+def selected_tied_layers(model: PreTrainedModel, modules: Collection[str]) -> list[str]:
+    """Return the full names of the tied embedding and head that ``modules`` contain; an empty list if not tied."""
+    names = all_embedding_and_head_names(model)
+    return [name for name in names if is_inside(name, modules)] if is_tied(model) else []
+
+
+def is_tied(model: PreTrainedModel) -> bool:
+    head = model.get_output_embeddings()
+    return head is not None and model.get_input_embeddings().weight is head.weight
+
+
+def all_embedding_and_head_names(model: PreTrainedModel) -> list[str]:
+    """Return the full names of the embedding and the head, also if they are tied."""
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    names = {id(module): name for name, module in model.named_modules()}
+    return [names[id(end)] for end in ends if end is not None]
 
 
 def embedding_and_head_names(model: PreTrainedModel) -> list[str]:
-    """Return the last name components of the embedding and the head, such as ``lm_head``; no head if they are tied."""
-    ends = [model.get_input_embeddings(), model.get_output_embeddings()]
-    if ends[1] is None or ends[0].weight is ends[1].weight:  # peft trains a tied head with the embedding
-        del ends[1]
-    names = {id(module): name.rpartition(".")[2] for name, module in model.named_modules()}
-    return [names[id(end)] for end in ends]
+    """Return the full names of the embedding and the head; no head if they are tied."""
+    names = all_embedding_and_head_names(model)
+    return names[:1] if is_tied(model) else names  # peft trains a tied head with the embedding
+
+
+def explicit_target_names(model: PreTrainedModel, spec: AdapterSpec) -> list[str]:
+    """Return the full names of the layers and tensors that a list ``lora_target`` selects; none for ``all-linear``."""
+    if isinstance(spec.target, str):
+        return []
+    names = [*linear_layer_names(model), *_adaptable_tensor_names(model)]
+    chosen = [name for name in names if any(has_suffix(name, suffix) for suffix in spec.target)]
+    return [name for name in chosen if not any(has_suffix(name, suffix) for suffix in spec.exclude)]
 
 
 def module_and_parameter_names(model: nn.Module) -> list[str]:

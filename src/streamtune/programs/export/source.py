@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from streamtune import models, train
+from streamtune.base.text import first_error_line
 from streamtune.errors import ArgumentError, RecipeError, StreamTuneError, did_you_mean
 from streamtune.recipe import LoadedRecipe, load_recipe
 from streamtune.train.checkpoint import (
@@ -326,22 +327,13 @@ def load_trained(
             trust_remote_code=trust_remote_code,
             allow_pickle=recipe is not None and recipe.allow_pickle,
         )
-        rows, wanted_rows = made.get_input_embeddings().weight.shape[0], _embedding_rows_needed(Path(trained.folder))
+        rows = made.get_input_embeddings().weight.shape[0]
+        wanted_rows = models.embedding_rows_of_adapters(made, Path(trained.folder))
         if wanted_rows > rows:  # rows of new tokens, whose values come with the adapters
             models.add_embedding_rows(made, wanted_rows, range(rows, wanted_rows))
     models.add_saved_eos_tokens(made, Path(trained.folder))
     adapted = _load_adapters(made, Path(trained.folder))
     return adapted.requires_grad_(False).eval(), tokenizer
-
-
-def _embedding_rows_needed(folder: Path) -> int:
-    """Return the number of embedding rows that ``trainable_token_indices`` of the adapters needs; 0 without it."""
-    try:
-        named = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))["trainable_token_indices"]
-        tables = named.values() if isinstance(named, dict) else [named or []]
-        return max((int(token) + 1 for table in tables for token in table), default=0)
-    except (OSError, ValueError, TypeError, KeyError):  # loading the adapters reports the mistake
-        return 0
 
 
 def _load_adapters(base: Any, folder: Path) -> Any:
@@ -360,7 +352,7 @@ def _load_adapters(base: Any, folder: Path) -> Any:
         config = PeftConfig.from_pretrained(str(folder))
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ArgumentError(
-            f"{folder / 'adapter_config.json'} cannot be read: {_first_error_line(error)}",
+            f"{folder / 'adapter_config.json'} cannot be read: {first_error_line(error)}",
             where="RUN",
             fix=USE_CHECKPOINT,
         ) from error
@@ -380,19 +372,11 @@ def _load_adapters(base: Any, folder: Path) -> Any:
         ) from error
     except (IndexError, KeyError, NotImplementedError, RuntimeError, ValueError) as error:
         raise ArgumentError(
-            f"peft cannot load the adapters in {folder} onto this base: {_first_error_line(error)}",
+            f"peft cannot load the adapters in {folder} onto this base: {first_error_line(error)}",
             where="RUN",
             fix=NAME_BASE,
         ) from error
     return adapted
-
-
-def _first_error_line(error: Exception) -> str:
-    """Return the first line of an error message; if it is a heading, the next line and the number of others."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    if len(lines) > 1 and lines[0].endswith(":"):
-        return f"{lines[1]}" + (f" (and {len(lines) - 2} more)" if len(lines) > 2 else "")
-    return lines[0] if lines else type(error).__name__
 
 
 def resolve_base(trained: TrainedModel, base: str | None = None, notify: Notify = lambda text: None) -> str | None:
