@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import get_peft_model_state_dict
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
@@ -18,6 +19,7 @@ from streamtune.programs.export.export import ExportOptions, export_model
 from streamtune.programs.export.source import find_trained, load_trained
 from streamtune.recipe import load_recipe
 from streamtune.run.build import build_run
+from streamtune.run.model import make_model_without_data
 from tests.sft_kit import FIXED, QWEN3, run, write_recipe
 
 NEW = ["<|im_end|>", "<|im_start|>", "<think>", "</think>"]
@@ -34,6 +36,16 @@ RECIPE: dict[str, Any] = {
     "max_steps": 2,
     "save_steps": 1,
 }
+
+TEMPLATE = "{% for message in messages %}{{ message.content + eos_token }}{% endfor %}"
+PLAIN_LORA: dict[str, Any] = {
+    **RECIPE,
+    "finetuning_type": "lora",
+    "special_tokens": {},
+    "chat_template": TEMPLATE,
+    "max_steps": 1,
+}
+"""Adapters with tokens that a template does not need."""
 
 
 def write_base(folder: Path, *, tied: bool = True, spare: int = 0, eos: bool = True) -> None:
@@ -183,6 +195,83 @@ def test_tied_tables_with_new_rows_are_exported_tied(folder: Path) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_matrices_trained_whole_hold_the_new_rows(folder: Path, tied: bool) -> None:
+    write_base(folder / "base", tied=tied)
+    more = {"finetuning_type": "lora", "lora_r": 4, "modules_to_save": ["embed_tokens", "lm_head"]}
+    write_recipe(folder, {**RECIPE, **more})
+    assert run("--output-dir", "run") == 0
+    adapters = load_file("run/final/adapter_model.safetensors")
+    assert not any("trainable_tokens" in name for name in adapters)
+    shutil.rmtree("run/checkpoints/step-000002")
+    shutil.rmtree("run/final")
+    assert run("--output-dir", "run") == 0
+    again = load_file("run/final/adapter_model.safetensors")
+    assert all(torch.equal(again[name], adapters[name]) for name in adapters)
+    with pytest.raises(SystemExit) as left:
+        main(["export", "run", "out"])  # which compares logits with those of the model that trained
+    assert not left.value.code
+    merged = AutoModelForCausalLM.from_pretrained("out")
+    embedding = adapters["base_model.model.model.embed_tokens.weight"]
+    assert len(embedding) == len(AutoTokenizer.from_pretrained("out"))
+    assert torch.equal(merged.get_input_embeddings().weight, embedding)
+    assert (merged.get_output_embeddings().weight is merged.get_input_embeddings().weight) is tied
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("whole", [[], ["embed_tokens", "lm_head"]], ids=["rows", "whole"])
+@pytest.mark.parametrize("spare", [0, 64])
+def test_adapters_of_other_tokens_are_not_trained_further(
+    folder: Path, capsys: pytest.CaptureFixture[str], whole: list[str], spare: int
+) -> None:
+    write_base(folder / "base", tied=False, spare=spare)
+    write_recipe(folder, {**PLAIN_LORA, "lora_r": 4, "modules_to_save": whole})
+    assert run("--output-dir", "first") == 0
+
+    def refusal(**keys: Any) -> str:
+        write_recipe(folder, {**PLAIN_LORA, "adapter_name_or_path": "first/final", **keys})
+        capsys.readouterr()
+        assert run("--output-dir", "second") == 2
+        return " ".join(capsys.readouterr().err.split())
+
+    right = 'write added_tokens: ["<think>", "</think>"] (or special_tokens) as the run that trained the adapters'
+    said = refusal(added_tokens=[])
+    assert "there <think> has id" in said
+    assert "here it is no token" in said
+    assert right in said
+    said = refusal(added_tokens=["</think>", "<think>"])
+    assert "and here id" in said
+    assert right in said
+    if not (whole and spare):  # a whole matrix with spare rows has one for <more>
+        said = refusal(added_tokens=["<think>", "</think>", "<more>"])
+        assert "do not train the rows of new tokens in model.embed_tokens and lm_head" in said
+        assert right in said
+    if not spare:
+        said = refusal(added_tokens=[], tokenizer={"path": "first/final"})
+        assert "rows of the embedding, and this base has" in said
+        assert f"{right}, and name no other tokenizer" in said
+    path = write_recipe(folder, {**PLAIN_LORA, "adapter_name_or_path": "first/final"})
+    loaded = load_recipe(path, [])
+    saved = load_file("first/final/adapter_model.safetensors")
+    for model in (build_run(loaded).model, make_model_without_data(loaded.recipe, torch.device("cpu"))):
+        state = get_peft_model_state_dict(model, save_embedding_layers=False)
+        assert all(torch.equal(state[name], saved[name]) for name in saved)
+
+
+@pytest.mark.full
+def test_adapters_without_rows_get_no_new_tokens(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_base(folder / "base")
+    write_recipe(folder, {**PLAIN_LORA, "lora_r": 4, "added_tokens": []})
+    assert run("--output-dir", "first") == 0
+    write_recipe(folder, {**PLAIN_LORA, "adapter_name_or_path": "first/final"})
+    capsys.readouterr()
+    assert run("--output-dir", "second") == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "the recipe adds <think>, </think> to the tokenizer" in said
+    assert "add no tokens, or merge the adapters, `streamtune export first/final OUT`" in said
+
+
+@pytest.mark.full
 def test_a_reference_has_the_same_rows(folder: Path) -> None:
     """At the start the model equals its reference, so all margins are 0, also with new tokens."""
     write_base(folder / "base")
@@ -227,8 +316,7 @@ def test_tokens_that_are_there_need_no_rows(folder: Path) -> None:
     """Existing tokens work with adapters, and with a tokenizer without padding or end token."""
     write_base(folder / "base", eos=False)
     keys = {"special_tokens": {"eos_token": "<|endoftext|>"}, "added_tokens": ["a"], "finetuning_type": "lora"}
-    template = "{% for message in messages %}{{ message.content + eos_token }}{% endfor %}"
-    write_recipe(folder, {**RECIPE, **keys, "chat_template": template})
+    write_recipe(folder, {**RECIPE, **keys, "chat_template": TEMPLATE})
     built = build_run(load_recipe(folder / "tiny.yaml", []))
     assert built.tokenizer.pad_token == built.tokenizer.eos_token == "<|endoftext|>"
     assert len(built.tokenizer) == built.model.get_input_embeddings().weight.shape[0]

@@ -10,6 +10,7 @@ For a reference model there are ``make_reference_model``, ``make_reference_witho
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -75,6 +76,10 @@ def _make_model(
     model = _make_base_model(
         recipe, device, len(tokenizer), _token_ids(tokenizer), name=name, shard_world=shard_world, change=change
     )
+    if adapters and checkpoint is None and recipe.adapter_name_or_path is not None:
+        models.check_tokens_of_adapters(
+            model, recipe.adapter_name_or_path, tokenizer, new_tokens, trust_remote_code=recipe.trust_remote_code
+        )
     if new_tokens and (adapters or checkpoint is None):
         models.add_embedding_rows(model, len(tokenizer), new_tokens)
     models.write_special_token_ids(model, tokenizer, recipe.special_tokens.model_dump())
@@ -191,7 +196,10 @@ def make_trial_model(recipe: ModelSettings, model: Any, device: torch.device) ->
     """
     if models.find_deferred_weights(model) is None:
         return model
-    return _add_adapters(recipe, models.make_small_copy(model, decoder_layers(model), seed=recipe.seed).to(device))
+    small = models.make_small_copy(model, decoder_layers(model), seed=recipe.seed).to(device)
+    if recipe.finetuning_type != "full" and recipe.adapter_name_or_path is not None:  # saved for more layers
+        return models.load_initial_adapters(small, recipe.adapter_name_or_path, reads_weights=False)
+    return _add_adapters(recipe, small)
 
 
 def make_model_without_data(recipe: ModelSettings, device: torch.device) -> Any:
@@ -199,6 +207,11 @@ def make_model_without_data(recipe: ModelSettings, device: torch.device) -> Any:
     base = _make_base_without_data(
         recipe, _loading_device(recipe, device), recipe.model_name_or_path, _make_loftq_quantizer(recipe)
     )
+    if recipe.finetuning_type != "full" and recipe.adapter_name_or_path is not None:
+        rows = base.get_input_embeddings().weight.shape[0]
+        wanted_rows = models.embedding_rows_of_adapters(base, Path(recipe.adapter_name_or_path).expanduser())
+        if rows < wanted_rows <= rows + _count_added_tokens(recipe):
+            models.add_embedding_rows(base, wanted_rows, range(rows, wanted_rows))
     return _move_to_device(recipe, _add_adapters(recipe, base), device)
 
 
