@@ -237,7 +237,7 @@ def test_adapters_of_other_tokens_are_not_trained_further(
     right = 'write added_tokens: ["<think>", "</think>"] (or special_tokens) as the run that trained the adapters'
     said = refusal(added_tokens=[])
     assert "there <think> has id" in said
-    assert "here it is no token" in said
+    assert "here the tokenizer lacks it" in said
     assert right in said
     said = refusal(added_tokens=["</think>", "<think>"])
     assert "and here id" in said

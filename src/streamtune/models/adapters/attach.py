@@ -245,7 +245,7 @@ def refuse_rows_of_biased_head(model: PreTrainedModel, names: Sequence[str], *, 
 
 
 def _check_wrapped_modules(adapted_model: Any, whole: Collection[str]) -> None:
-    """Raise an ArgumentError if peft trains other modules whole than those of ``modules_to_save``."""
+    """Raise an ArgumentError if peft does not train exactly the modules of ``modules_to_save`` whole."""
     from peft.utils import ModulesToSaveWrapper
 
     named = adapted_model.get_base_model().named_modules()

@@ -156,7 +156,7 @@ def check_tokens_of_adapters(
         if (found := now.get(token)) != before[token]:
             raise ArgumentError(
                 f"the adapters in {folder} were trained with other tokens: there {token} has id {before[token]:,}, "
-                + ("and here it is no token" if found is None else f"and here id {found:,}"),
+                + ("and here the tokenizer lacks it" if found is None else f"and here id {found:,}"),
                 where=KEY,
                 fix=_tokens_fix(added),
             )
