@@ -16,7 +16,8 @@ from streamtune.base.patterns import find_matches, pattern_error, search_within_
 from streamtune.data.rendering.long_text import LongTextTokenizer
 from streamtune.errors import ArgumentError
 from streamtune.models import AdapterSpec, load_tokenizer, train_tokenizer
-from streamtune.models.adapters.attach import add_adapters, load_initial_adapters
+from streamtune.models.adapters.attach import add_adapters
+from streamtune.models.adapters.initial_adapters import load_initial_adapters
 from streamtune.models.folder import check_adapter_config, check_adapter_config_file
 from streamtune.optim.badam import split_blocks
 from streamtune.tasks.rewards import load_rewards

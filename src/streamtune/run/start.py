@@ -22,7 +22,6 @@ from streamtune.distributed import check_ranks_agree
 from streamtune.errors import ArgumentError, RecipeError, did_you_mean
 from streamtune.optim.optimizers import WHOLE_STEP_MAKERS
 from streamtune.recipe.keys.adapters import ADAPTER_KEYS
-from streamtune.recipe.keys.rollouts import RolloutKeys
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import Recipe
 from streamtune.run.data import fingerprint_inputs, fingerprint_tokenizer_files
@@ -427,9 +426,9 @@ def _make_identity(setup: RunSetup, resumed_identity: Mapping[str, Any] | None, 
     compared_settings["gradient_accumulation_steps"] = setup.micro_batches * setup.world.data_size
     if recipe.tokens_per_batch is not None:  # tokens_per_batch sets the size of a step on any number of ranks
         compared_settings["gradient_accumulation_steps"] = 1
-    if isinstance(recipe, RolloutKeys) and recipe.steps_per_generation is not None:  # which counts those of one rank
-        compared_settings["steps_per_generation"] = None
-        compared_settings["generation_batch_size"] = recipe.completions_per_generation * setup.world.data_size
+    if (steps := compared_settings.get("steps_per_generation")) is not None:  # it counts the completions of one rank
+        size = steps * compared_settings["per_device_train_batch_size"] * setup.world.data_size
+        compared_settings |= {"steps_per_generation": None, "generation_batch_size": size}
     if recipe.objective == "sft":  # older runs were started before there were other objectives
         del compared_settings["objective"]
         if recipe.loss_type == "nll":
