@@ -241,7 +241,7 @@ Written by `make faults`; do not edit. Every figure is counted by a test that fa
 "Bit-identical" compares a run that was broken and went on with one that was left alone: every weight, the optimizer's
 state, the generators, the position in the data, and each line of `metrics.jsonl` but for its clock.
 
-Measured on {machine}.
+The page was written on {machine}. A suite was run with the versions of its commit, which is named below.
 """
 
 STATUS = """## Suites
