@@ -27,7 +27,7 @@ from tests.faults.reliability import write_page
 ROOT = Path(__file__).parents[2]
 FIGURES = ROOT / "build/faults"
 RECORD = ROOT / "docs/reference/reliability.json"
-"""What the page is made of: the last outcome and the figures of every suite."""
+"""Source of the page: the last outcome and the figures of every suite."""
 
 SUITES = {
     # name -> what pytest is given; a bench is run as it is

@@ -50,8 +50,8 @@ class Failure:
     own: bool = True
     """True if the failed rank reported the error itself; False if another rank noticed the failure."""
     seen: str = ""
-    """How another rank noticed the failure: ``died``, ``silent``, ``still`` (hangs) or ``missing``; empty if
-    ``own``."""
+    """Sign by which another rank noticed the failure: ``died``, ``silent``, ``still`` (hangs) or ``missing``; empty
+    if ``own``."""
     time: float = field(default_factory=time.time)
 
     @classmethod

@@ -242,11 +242,14 @@ def _may_mix_tiers(schedule: Schedule, limits: Limits, fixed: Mapping[str, Any])
 
 
 def _schedule_families(workload: Workload, limits: Limits, fixed: Mapping[str, Any]) -> list[_ScheduleFamily]:
-    """Return the schedules of least memory: with ``order: layer`` on each tier, and all with ``order: chunk``."""
+    """Return the schedule of least memory for each order, chunk size and choice of tiers."""
     schedules = list(_least_memory_schedules(limits, fixed)) or [Schedule(**fixed)]
     families = [_ScheduleFamily(each, _may_mix_tiers(each, limits, fixed)) for each in schedules]
     if allows_chunk_order(fixed, workload.cluster):
-        families += [_ScheduleFamily(variant, False) for variant in chunk_order_schedules(limits, fixed)]
+        least: dict[tuple[int, str, str], Schedule] = {}
+        for variant in chunk_order_schedules(limits, fixed):  # of those on the same tiers, the first needs the least
+            least.setdefault((variant.chunk_size, str(variant.keep_kv), variant.offload), variant)
+        families += [_ScheduleFamily(variant, False) for variant in least.values()]
     return families
 
 

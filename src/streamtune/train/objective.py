@@ -345,7 +345,7 @@ class TreeBatch(MicroBatch):
     num_rows: int
     """Number of completions, N"""
     branches: Branches | None = None
-    """Which tokens each token attends to, if prefixes are shared"""
+    """Tokens that each token attends to, if prefixes are shared"""
 
     _tensor_fields: ClassVar[tuple[str, ...]] = (
         "input_ids",
