@@ -174,6 +174,19 @@ def test_a_refusal_needs_no_simulation_of_what_cannot_fit(counted: Any) -> None:
     assert excess_bytes(simulate_least_memory_step(replace(far, length=longest), limits, {}, simulate)[1], limits) <= 0
 
 
+@pytest.mark.parametrize(("host", "offload"), [(1 << 16, "device"), (1 << 20, "host")])
+def test_the_longest_row_of_ranks_is_accepted(host: int, offload: str) -> None:
+    """The search may find it on another tier than the first, which is the host."""
+    workload = make_workload("qwen3", cluster=Cluster(4, 4, sequence_size=4, form="ulysses"))
+    step = simulate(workload, Schedule(1024, 256, levels=2, stream_grads=True))
+    limits = Limits(int(1.2 * step.peak_bytes / 0.95), host)
+    longest = longest_row_up_to(replace(workload, length=64 * LENGTH), limits, {}, simulate)
+    assert longest > LENGTH
+    schedule, step = simulate_least_memory_step(replace(workload, length=longest), limits, {}, simulate)
+    assert excess_bytes(step, limits) <= 0
+    assert schedule.offload == offload
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("host", [0, 1 << 22, 1 << 34])
 @pytest.mark.parametrize("fixed", [{}, {"levels": 1}, {"order": "layer", "offload": "device"}, {"keep_kv": "device"}])

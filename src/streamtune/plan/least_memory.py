@@ -115,27 +115,26 @@ def simulate_least_memory_step(
 ) -> tuple[Schedule, Simulation]:
     """Return the schedule that needs the least memory, and its simulated step.
 
-    The schedule is :func:`least_memory_schedule`, or a variant of ``order: chunk`` with a smaller excess. If host or
-    disk is too small for all layer inputs, the remaining inputs stay on the device, provided that the step then fits.
+    The schedule is :func:`least_memory_schedule`, or a variant of ``order: chunk`` with a smaller excess. If neither
+    fits, some or all layer inputs are stored on another tier, provided that the step then fits.
     """
-    schedule = least_memory_schedule(limits, fixed)
-    found = simulate(workload, schedule)
-    if (fixed.get("order") == "chunk" or excess_bytes(found, limits) > 0) and allows_chunk_order(
-        fixed, workload.cluster
-    ):
-        by_chunks = find_least_memory_chunk_order(
-            workload, limits, fixed, simulate, smallest_excess=excess_bytes(found, limits)
-        )
-        if by_chunks is not None and excess_bytes(by_chunks[1], limits) < excess_bytes(found, limits):
-            return by_chunks
-    if not _may_mix_tiers(schedule, limits, fixed):
-        return schedule, found
-    bound, family = LowerBound(workload), _ScheduleFamily(schedule, mixes_tiers=True)
-    mixed = family.fitting_schedule(bound, workload.length, limits, _remainder(bound, workload.length, schedule, found))
-    if mixed == schedule or bound.least_bytes(mixed, workload.length).excess_bytes(limits) > 0:
-        return schedule, found
-    step = simulate(workload, mixed)
-    return (mixed, step) if excess_bytes(step, limits) <= 0 else (schedule, found)
+    first, *others = _schedule_families(workload, limits, fixed)
+    found = first.schedule, simulate(workload, first.schedule)
+    bound, length = LowerBound(workload), workload.length
+    first.remainders[length] = _remainder(bound, length, *found)
+    excess = excess_bytes(found[1], limits)
+    if (fixed.get("order") == "chunk" or excess > 0) and allows_chunk_order(fixed, workload.cluster):
+        by_chunks = find_least_memory_chunk_order(workload, limits, fixed, simulate, smallest_excess=excess)
+        if by_chunks is not None and excess_bytes(by_chunks[1], limits) < excess:
+            found = by_chunks
+    if excess_bytes(found[1], limits) <= 0:
+        return found
+    for family in (first, *(other for other in others if other.schedule.order == "layer")):
+        schedule = family.fitting_schedule(bound, length, limits, family.remainder_at(length))
+        may_fit = bound.least_bytes(schedule, length).excess_bytes(limits) <= 0
+        if may_fit and schedule != first.schedule and excess_bytes(step := simulate(workload, schedule), limits) <= 0:
+            return schedule, step
+    return found
 
 
 def longest_row_from(workload: Workload, limits: Limits, fixed: Mapping[str, Any]) -> int:
