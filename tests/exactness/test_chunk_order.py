@@ -221,6 +221,19 @@ def test_several_backwards() -> None:
                 loss.backward()
 
 
+def test_the_gradient_of_some_weights_before_the_backward() -> None:
+    """A backward pass that ends above the first layer leaves nothing for the next one to add."""
+    model, inputs = build("qwen3", num_hidden_layers=3), batch("plain")
+    want = reference(model, inputs)
+    for name in ORDERS:
+        with streamtune.stream(model, schedule=chunked(name)):
+            model.zero_grad()
+            loss = model(**inputs).loss
+            torch.autograd.grad(loss, [model.model.layers[2].mlp.up_proj.weight], retain_graph=True)
+            loss.backward()
+            want.check((loss.detach(), {n: p.grad for n, p in model.named_parameters()}))
+
+
 def test_a_forward_without_a_backward_leaves_nothing() -> None:
     model, inputs = build("qwen3", num_hidden_layers=4), batch("plain")
     for name in ("keys on host", "two levels, keys on host"):

@@ -285,10 +285,24 @@ class LayerChain:
 
 
 class _GradientSlot:
-    """Holds the gradient of a chain's first input until the autograd node of this input returns it."""
+    """Holds the gradient of a chain's first input until the autograd node of this input returns it.
+
+    A backward pass may end before that node, for example ``torch.autograd.grad`` of a layer's weights. Its gradient
+    stays here, and a later backward pass must not use it.
+    """
 
     def __init__(self) -> None:
-        self.grad: Tensor | None = None
+        self._grad: Tensor | None = None
+        self._task = -1
+
+    def add(self, grad: Tensor) -> None:
+        task = torch._C._current_graph_task_id()
+        self._grad = grad if self._grad is None or self._task != task else self._grad + grad
+        self._task = task
+
+    def take(self) -> Tensor | None:
+        grad, self._grad = self._grad, None
+        return grad if self._task == torch._C._current_graph_task_id() else None
 
 
 class _ChainInput(torch.autograd.Function):
@@ -301,8 +315,7 @@ class _ChainInput(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None]:
-        grad_x, ctx.slot.grad = ctx.slot.grad, None
-        return None, grad_x
+        return None, ctx.slot.take()
 
 
 class _ChainedLayers(torch.autograd.Function):
@@ -396,8 +409,7 @@ class _ChainBackward:
         if isinstance(grads_z[0], StoredTensor):
             grads_z[0].free()
         if grad_input is not None:
-            slot = chain.grad_input
-            slot.grad = grad_input if slot.grad is None else slot.grad + grad_input
+            chain.grad_input.add(grad_input)
         return self._other_grads(), list(self._parameter_grads())
 
     def _input_grad_buffer(self, source: Source, grad_z: Source | None, incoming: Tensor | None) -> Tensor:
