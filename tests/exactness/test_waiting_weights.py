@@ -197,6 +197,26 @@ def _stop(*_: Any) -> None:
     raise KeyboardInterrupt
 
 
+def _run_out_of_memory(*_: Any) -> None:
+    raise torch.OutOfMemoryError
+
+
+@pytest.mark.parametrize("part", ["get_input_embeddings", "get_output_embeddings"])
+def test_a_call_that_fails_before_its_copies_are_there(part: str) -> None:
+    """The next call copies the weights again, in bfloat16 as before."""
+    model, inputs = build("qwen3"), batch("plain")
+    with streamtune.stream(model, schedule=waiting("one level", fetch_dtype="bfloat16"), head=False):
+        want = gradients(model, inputs)
+        hook = getattr(model, part)().register_forward_pre_hook(_run_out_of_memory, prepend=True)
+        with pytest.raises(torch.OutOfMemoryError):
+            model(**inputs)
+        hook.remove()
+        for _ in range(2):
+            found = gradients(model, inputs)
+            assert torch.equal(found[0], want[0])
+            assert all(torch.equal(found[1][name], grad) for name, grad in want[1].items())
+
+
 def test_generation_and_the_preflight() -> None:
     model = build("qwen3").eval()
     ids = batch("plain")["input_ids"][:1, :5]

@@ -317,6 +317,8 @@ class OffloadedWeights:
 
     def _restore_host_weights(self, module: nn.Module) -> None:
         unit = self._units[id(module)]
+        if not unit.depth:  # torch runs this hook also if the call failed before its copies were installed
+            return
         unit.depth -= 1
         if not unit.depth:
             self._restore_weights(unit)
