@@ -145,6 +145,18 @@ def test_the_file_is_as_long_as_the_most_that_was_held(tmp_path: Path) -> None:
     assert tier.tally.moved_bytes == 24 * MIB
 
 
+def test_losses_that_never_go_backward_take_no_more_of_the_disk(tmp_path: Path) -> None:
+    """Each is dropped once the next one is there, as ``loss`` is in an evaluation with gradients on."""
+    model, inputs = build("qwen3"), batch("plain")
+    with streamtune.stream(model, schedule=schedule(tmp_path)) as handle:
+        for _ in range(20):
+            loss = model(**inputs).loss
+        file = handle.tiers.get_tier("disk", CPU).file  # type: ignore[attr-defined]
+        assert file.length < 3 * handle.tiers.disk.peak_bytes
+        loss.backward()
+        assert handle.tiers.disk.live_bytes == 0
+
+
 def test_writes_under_way_outlive_their_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last to hold the file may be a thread that writes: it must not wait for itself, nor leave the file open."""
     go, real = threading.Event(), os.pwrite

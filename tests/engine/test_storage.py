@@ -86,6 +86,23 @@ def test_blocks_that_are_held_never_overlap() -> None:
     assert stack.top == 0
 
 
+def test_space_below_the_top_is_allocated_again() -> None:
+    """As where each forward begins before the one before it has gone backward."""
+    stack = Stack()
+    earlier = [stack.allocate(PAGE) for _ in range(3)]
+    for _ in range(99):
+        later = [stack.allocate(PAGE) for _ in range(3)]
+        for offset in reversed(earlier):
+            stack.free(offset)
+        earlier = later
+    assert stack.top == 6 * PAGE
+    offset = stack.allocate(2 * PAGE)
+    assert offset < stack.top - 2 * PAGE, "part of the space is enough"
+    for each in (*earlier, offset):
+        stack.free(each)
+    assert stack.top == 0
+
+
 def test_an_arena_uses_its_memory_again_and_counts() -> None:
     tally = Tally()
     arena = Arena(tally)

@@ -17,7 +17,8 @@ import os
 import sys
 import weakref
 from collections import defaultdict
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -109,26 +110,75 @@ def _reclaimable_bytes(folder: Path) -> int:
 
 
 class Stack:
-    """Allocates offsets in a memory region like a stack; freed blocks are removed once they are at the top."""
+    """Allocates offsets in a memory region like a stack; space that is freed below the top is allocated again.
+
+    A backward frees what was stored last, so the top sinks. If another forward comes before that, or a forward has no
+    backward, a block is freed below the top.
+    """
 
     def __init__(self) -> None:
         self.top = 0
-        self._blocks: dict[int, bool] = {}  # by offset: is the block freed?
-        self._order: list[int] = []
+        self._sizes: dict[int, int] = {}
+        """Size of each allocated block, by offset."""
+        self._gaps: dict[int, int] = {}
+        """Size of each free range below the top, by offset; no two of them are adjacent."""
+        self._gap_ends: dict[int, int] = {}
+        """Offset of each free range, by its end."""
+        self._freed: list[int] = []
+        """Offsets of freed blocks that are still in ``_sizes``."""
+        self._is_busy = False
+        """True while the ranges change: Python's collector may free a block at any time."""
+
+    def find_offset(self, nbytes: int) -> int:
+        """Return the offset that :meth:`allocate` would return for ``nbytes``."""
+        size = round_up_to_pages(nbytes)
+        return min((offset for offset, room in list(self._gaps.items()) if room >= size), default=self.top)
 
     def allocate(self, nbytes: int) -> int:
         """Return the offset of a new block of ``nbytes``; offsets are multiples of :data:`PAGE`."""
-        offset, self.top = self.top, self.top + round_up_to_pages(nbytes)
-        self._blocks[offset] = False
-        self._order.append(offset)
+        with self._merging_after():
+            size, offset = round_up_to_pages(nbytes), self.find_offset(nbytes)
+            if offset == self.top:
+                self.top += size
+            else:
+                end = offset + self._gaps.pop(offset)
+                del self._gap_ends[end]
+                if offset + size < end:
+                    self._add_gap(offset + size, end)
+            self._sizes[offset] = size
         return offset
 
     def free(self, offset: int) -> None:
-        """Free the block at ``offset``; its space can be allocated again once all blocks above it are freed."""
-        self._blocks[offset] = True
-        while self._order and self._blocks[self._order[-1]]:
-            self.top = self._order.pop()
-            del self._blocks[self.top]
+        """Free the block at ``offset``, so that its space can be allocated again."""
+        self._freed.append(offset)
+        if not self._is_busy:
+            with self._merging_after():
+                pass
+
+    @contextmanager
+    def _merging_after(self) -> Iterator[None]:
+        """Merge freed blocks with the ranges beside them, after the ``with`` block."""
+        self._is_busy = True
+        try:
+            yield
+            while self._freed:
+                start = self._freed.pop()
+                end = start + self._sizes.pop(start)
+                if start in self._gap_ends:
+                    start = self._gap_ends.pop(start)
+                    del self._gaps[start]
+                if end in self._gaps:
+                    end += self._gaps.pop(end)
+                    del self._gap_ends[end]
+                if end == self.top:
+                    self.top = start
+                else:
+                    self._add_gap(start, end)
+        finally:
+            self._is_busy = False
+
+    def _add_gap(self, start: int, end: int) -> None:
+        self._gaps[start], self._gap_ends[end] = end - start, start
 
 
 def round_up_to_pages(nbytes: int) -> int:
@@ -158,7 +208,7 @@ class _Region:
             pin_pages(self.bytes, owner=self.bytes.untyped_storage())
 
     def has_room_for(self, nbytes: int) -> bool:
-        return self.stack.top + round_up_to_pages(nbytes) <= self.size
+        return self.stack.find_offset(nbytes) + round_up_to_pages(nbytes) <= self.size
 
 
 def map_pages(nbytes: int) -> mmap.mmap:
