@@ -20,16 +20,19 @@ import streamtune
 from streamtune import Schedule
 from streamtune.engine.memory import host as arena_module
 from streamtune.engine.memory.host import (
+    CGROUP_FILES,
     PAGE,
     REGION,
     Arena,
     Stack,
     Tally,
+    container_limit_bytes,
     exclude_from_forks,
     free_host_bytes,
     is_host_storage,
     map_pages,
     reserved_host_bytes,
+    total_host_bytes,
     touch_pages,
 )
 from streamtune.engine.memory.placement import Tiers, best_segment_size, place_layers
@@ -184,8 +187,37 @@ def test_free_memory_is_that_of_the_container(tmp_path: Path) -> None:
     assert free_host_bytes(tmp_path) == 300_000
     (tmp_path / "memory.stat").write_text("anon 5\ninactive_file 200000\n")
     assert free_host_bytes(tmp_path) == 500_000
+    (tmp_path / "memory.stat").write_text("anon 5\ninactive_file 200000\nactive_file 100000\n")
+    assert free_host_bytes(tmp_path) == 600_000, "files that were read twice can be dropped too"
     (tmp_path / "memory.max").write_text("max\n")
     assert free_host_bytes(tmp_path) > 1_000_000
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_limit_below_the_mount_point_counts(version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Schedulers such as Slurm limit a group of the job's own, and the job's step is a group within it."""
+    own, job = tmp_path / "own", tmp_path / ("memory/job" if version == 1 else "job")
+    (job / "step").mkdir(parents=True)
+    own.write_text("4:cpu,memory:/job/step\n0::/\n" if version == 1 else "0::/job/step\n")
+    monkeypatch.setattr(arena_module, "OWN_GROUPS", own)
+    limit, used = CGROUP_FILES[2 - version]
+    (job / Path(limit).name).write_text("1000000\n")
+    (job / Path(used).name).write_text("400000\n")
+    (job / "step" / Path(limit).name).write_text(f"{2**63 - 4096}\n")
+    assert free_host_bytes(tmp_path) == 600_000
+    assert total_host_bytes(tmp_path) == container_limit_bytes(tmp_path) == 1_000_000
+    own.write_text("0::/elsewhere\n")
+    assert container_limit_bytes(tmp_path) is None
+
+
+def test_what_stays_free_is_a_share_of_the_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A share of a large machine may be more than all of a small container."""
+    memory = psutil.virtual_memory()
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory._replace(total=2048 * GIB, available=1900 * GIB))
+    (tmp_path / "memory.max").write_text(f"{32 * GIB}\n")
+    (tmp_path / "memory.current").write_text(f"{2 * GIB}\n")
+    assert free_host_bytes(tmp_path) == 30 * GIB
+    assert reserved_host_bytes(tmp_path) == int(0.02 * 32 * GIB)
 
 
 def test_host_memory_is_told_from_the_device_where_both_are_the_cpu() -> None:

@@ -135,23 +135,14 @@ def _describe_fused_heads(head: dict[str, list[str]]) -> str:
 def _host_memory() -> dict[str, int | None]:
     import psutil
 
+    from streamtune.engine.memory.host import container_limit_bytes
+
     memory = psutil.virtual_memory()
     return {
         "total_bytes": memory.total,
         "available_bytes": memory.available,
-        "container_limit_bytes": _container_memory_limit(),
+        "container_limit_bytes": container_limit_bytes(),
     }
-
-
-def _container_memory_limit() -> int | None:
-    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            limit = Path(file).read_text().strip()
-        except OSError:
-            continue
-        # "max", or close to 2**63 in the older hierarchy, means no limit.
-        return int(limit) if limit.isdecimal() and int(limit) < 2**62 else None
-    return None
 
 
 def _describe_device(device: dict[str, Any]) -> str:

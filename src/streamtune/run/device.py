@@ -38,12 +38,12 @@ def choose_device(name: str) -> torch.device:
 
 
 def check_host_memory(spec: EngineSpec) -> None:
-    """Raise an ArgumentError if ``engine.host_memory`` exceeds the machine's memory."""
+    """Raise an ArgumentError if ``engine.host_memory`` exceeds the memory of the machine or its container."""
     total = total_host_bytes()
     if spec.host_memory == "auto" or parse_size(spec.host_memory, where="engine.host_memory") <= total:
         return
     raise ArgumentError(
-        f"'host_memory: {spec.host_memory}' is more than the {show_size(total)} of this machine",
+        f"'host_memory: {spec.host_memory}' is more than the {show_size(total)} of this machine or its container",
         where="engine.host_memory",
         fix="delete the line to use the memory that is free at the start; `streamtune plan --host-memory` plans for "
         "another machine",

@@ -38,7 +38,20 @@ CGROUP_FILES = (
     ("memory.max", "memory.current"),  # control groups, version 2
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),  # version 1
 )
-"""Files with a container's memory limit and its usage."""
+"""Files with the memory limit of a control group and its usage: of a container, a job of a scheduler, or a service."""
+
+CACHE_ENTRIES = ("inactive_file", "active_file")
+"""Entries of ``memory.stat`` with the bytes of files in the page cache, which the kernel frees before it ends a
+process.
+"""
+
+CGROUP_ROOT = Path("/sys/fs/cgroup")
+
+OWN_GROUPS = Path("/proc/self/cgroup")
+"""File with the control groups of this process."""
+
+NO_LIMIT = 1 << 62
+"""Limits from this number of bytes are none: version 1 writes a number near 2**63."""
 
 RESERVE = 1 << 28
 """Smallest number of bytes of host memory that stay free."""
@@ -63,34 +76,67 @@ def is_host_storage(storage: torch.UntypedStorage) -> bool:
     return storage._cdata in _host_storages
 
 
-def free_host_bytes(root: Path = Path("/sys/fs/cgroup")) -> int:
+def free_host_bytes(root: Path = CGROUP_ROOT) -> int:
     """Return the number of bytes of host memory that can be allocated without swapping, within a container's limit.
 
     Args:
         root: Mount point of the control groups, which limit a container's memory.
     """
     free = int(psutil.virtual_memory().available)
-    for limit_name, used_name in CGROUP_FILES:
-        limit, used = _read_number(root / limit_name), _read_number(root / used_name)
-        if limit is not None and used is not None:
-            free = min(free, max(0, limit - used + _reclaimable_bytes((root / used_name).parent)))
+    for limit, used_file in _memory_limits(root):
+        if (used := _read_number(used_file)) is not None:
+            free = min(free, max(0, limit - used + _cached_bytes(used_file.parent)))
     return free
 
 
-def total_host_bytes(root: Path = Path("/sys/fs/cgroup")) -> int:
+def container_limit_bytes(root: Path = CGROUP_ROOT) -> int | None:
+    """Return the smallest memory limit of this process's control groups; None if there is none."""
+    return min((limit for limit, _ in _memory_limits(root)), default=None)
+
+
+def total_host_bytes(root: Path = CGROUP_ROOT) -> int:
     """Return the size of host memory in bytes, or a container's limit if that is smaller."""
-    limits = [limit for name, _ in CGROUP_FILES if (limit := _read_number(root / name)) is not None]
-    return min([int(psutil.virtual_memory().total), *limits])
+    limit = container_limit_bytes(root)
+    total = int(psutil.virtual_memory().total)
+    return total if limit is None else min(total, limit)
 
 
-def reserved_host_bytes() -> int:
+def reserved_host_bytes(root: Path = CGROUP_ROOT) -> int:
     """Return the number of bytes of host memory that stay free, so that the system does not swap."""
-    return max(RESERVE, int(SHARE * psutil.virtual_memory().total))
+    return max(RESERVE, int(SHARE * total_host_bytes(root)))
 
 
 def usable_host_bytes() -> int:
     """Return the number of free bytes of host memory beyond :func:`reserved_host_bytes`."""
     return max(0, free_host_bytes() - reserved_host_bytes())
+
+
+def _memory_limits(root: Path) -> Iterator[tuple[int, Path]]:
+    """Yield (limit in bytes, file with the usage) of this process's control group and of the groups that contain it.
+
+    In a container, ``root`` is the container's own group. A scheduler or service manager puts a process into a group
+    below it, which ``/proc/self/cgroup`` names.
+    """
+    for (limit_name, used_name), group in zip(CGROUP_FILES, _own_groups(), strict=False):
+        for folder in (group, *group.parents):
+            limit = _read_number(root / Path(limit_name).parent / folder / Path(limit_name).name)
+            if limit is not None and limit < NO_LIMIT:
+                yield limit, root / Path(used_name).parent / folder / Path(used_name).name
+
+
+def _own_groups() -> tuple[Path, Path]:
+    """Return the paths of this process's control groups below their mount points, of version 2 and version 1."""
+    groups = {"": Path(), "memory": Path()}
+    try:
+        lines = OWN_GROUPS.read_text().splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        for name in controllers.split(","):
+            if name in groups and ".." not in path:
+                groups[name] = Path(path.strip("/"))
+    return groups[""], groups["memory"]
 
 
 def _read_number(file: Path) -> int | None:
@@ -100,13 +146,13 @@ def _read_number(file: Path) -> int | None:
         return None
 
 
-def _reclaimable_bytes(folder: Path) -> int:
+def _cached_bytes(folder: Path) -> int:
     try:
         lines = (folder / "memory.stat").read_text().splitlines()
     except OSError:
         return 0
     numbers = dict(line.split(" ", 1) for line in lines if " " in line)
-    return int(numbers.get("total_inactive_file", numbers.get("inactive_file", "0")))
+    return sum(int(numbers.get(f"total_{name}", numbers.get(name, "0"))) for name in CACHE_ENTRIES)
 
 
 class Stack:
