@@ -25,6 +25,7 @@ from streamtune import Schedule
 from streamtune.engine.memory import disk as disk_module
 from streamtune.engine.memory.disk import DiskTier
 from streamtune.engine.memory.host import Arena, Tally
+from streamtune.engine.memory.placement import Tiers
 from streamtune.errors import StorageError
 from tests.exactness.families import batch, build, gradients, reference
 
@@ -82,6 +83,14 @@ def test_the_file_has_no_name_and_goes_with_its_tier(tmp_path: Path) -> None:
     del tier
     gc.collect()
     assert not files_open_in(tmp_path)
+
+
+def test_a_directory_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "me"))
+    monkeypatch.chdir(tmp_path)
+    tier: Any = Tiers(schedule(Path("~/scratch"))).get_tier("disk", CPU)
+    assert_works(tier)
+    assert [path.name for path in tmp_path.rglob("*")] == ["me", "scratch"]
 
 
 @pytest.mark.parametrize("missing", [["O_DIRECT"], ["O_TMPFILE"], ["O_DIRECT", "O_TMPFILE"], ["posix_fallocate"]])

@@ -483,6 +483,16 @@ def test_local_paths_are_taken_from_the_recipes_folder(tmp_path, monkeypatch):
     assert recipe.output_dir == "runs/run"
 
 
+def test_folders_in_the_home_folder(write, refused, tmp_path, monkeypatch):
+    """A folder named ``~`` in the working directory is hard to find, and dangerous to delete."""
+    monkeypatch.setenv("HOME", str(tmp_path / "me"))
+    text = "output_dir: ~{user}/runs/one\nengine: {{offload: disk, offload_dir: ~{user}/scratch}}\n"
+    recipe = load_recipe(write(text.format(user=""))).recipe
+    assert recipe.output_dir == str(tmp_path / "me/runs/one")
+    assert recipe.engine.offload_dir == str(tmp_path / "me/scratch")
+    assert "no home folder '~nobody-of-this-name'" in str(refused(text.format(user="nobody-of-this-name")))
+
+
 def test_an_inline_template_is_not_taken_for_a_path(write):
     template = "{% for m in messages %}" + "x" * 5000 + "{% endfor %}"
     assert load_recipe(write(f'chat_template: "{template}"\n')).recipe.chat_template == template

@@ -68,8 +68,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), objective: str 
 
     Returns:
         Recipe with resolved local paths. ``datasets[].path``, ``chat_template``, ``tokenizer.path`` and
-        ``model_name_or_path`` are searched in the recipe's folder, then in the working directory. ``output_dir`` is
-        relative to the working directory.
+        ``model_name_or_path`` are searched in the recipe's folder, then in the working directory. ``output_dir`` and
+        ``engine.offload_dir`` are relative to the working directory.
 
     Raises:
         RecipeError: The file or a setting is wrong. The error has ``file:line`` and every mistake found.
@@ -227,6 +227,11 @@ def _resolve_local_paths(recipe: Recipe, folder: Path, origins: KeyOrigins) -> R
         changes["eval_datasets"] = {
             name: with_local_paths(specs, "eval_datasets", name) for name, specs in recipe.eval_datasets.items()
         }
+    if recipe.output_dir.startswith("~"):
+        changes["output_dir"] = str(_expand_home(recipe.output_dir, origins.key_origin("output_dir")))
+    if recipe.engine.offload_dir is not None and recipe.engine.offload_dir.startswith("~"):
+        offload_dir = _expand_home(recipe.engine.offload_dir, origins.key_origin("engine", "offload_dir"))
+        changes["engine"] = recipe.engine.model_copy(update={"offload_dir": str(offload_dir)})
     if recipe.tokenizer and recipe.tokenizer.path:
         changes["tokenizer"] = recipe.tokenizer.model_copy(
             update={"path": local_path(recipe.tokenizer.path, "tokenizer", "path")}

@@ -9,6 +9,7 @@ Sublinear Memory Cost, arXiv 1604.06174). With ``order: chunk`` only the first l
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -117,7 +118,8 @@ class Tiers:
         if name == "host":
             return HostTier(device, self.arena)
         assert self.schedule.offload_dir is not None
-        return DiskTier(device, self.schedule.offload_dir, Arena(self.host), self.disk)
+        directory = Path(self.schedule.offload_dir).expanduser()
+        return DiskTier(device, str(directory), Arena(self.host), self.disk)
 
     def __reduce__(self) -> tuple[type[Tiers], tuple[Schedule]]:
         return Tiers, (self.schedule,)  # a copy has its own memory
