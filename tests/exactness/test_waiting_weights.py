@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ import streamtune
 from streamtune import Schedule
 from streamtune.engine.memory.host import is_host_storage
 from streamtune.errors import ArgumentError, UnsupportedModelError
-from streamtune.models import AdapterSpec, add_adapters, add_lora
+from streamtune.models import AdapterSpec, add_adapters, add_lora, copy_weights, save_pretrained
 from tests.conformance.reducer import build as build_any
 
 from . import test_branches as branches
@@ -235,6 +237,30 @@ def test_saved_weights_are_whole_tensors(tmp_path: Any) -> None:
         state = {name: x.clone() for name, x in model.state_dict().items()}
     loaded = type(model).from_pretrained(tmp_path).state_dict()
     assert all(torch.equal(loaded[name], x) and torch.equal(state[name], x) for name, x in want.items())
+
+
+class _NoTokenizer:
+    def save_pretrained(self, folder: Path) -> None:
+        pass
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_copied_weights_are_written_while_the_model_computes(tmp_path: Path, frozen: bool) -> None:
+    """A checkpoint is written by another thread, also while the embedding's copy stands in place of the tied weight."""
+    model, tokenizer = build("qwen3", tie_word_embeddings=True), cast("Any", _NoTokenizer())
+    model.get_input_embeddings().weight.requires_grad_(not frozen)
+    save_pretrained(model, tokenizer, tmp_path / "before")
+
+    def write_in_thread(*_: Any) -> None:
+        with ThreadPoolExecutor(1) as threads:
+            threads.submit(save_pretrained, model, tokenizer, tmp_path / "during", weights=copies).result()
+
+    with streamtune.stream(model, schedule=waiting("one level")):
+        copies = copy_weights(model)
+        model.get_input_embeddings().register_forward_hook(write_in_thread, prepend=True)
+        model(**batch("plain"))
+    before, during = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("before", "during"))
+    assert before == during
 
 
 def test_what_excludes_it_is_refused() -> None:

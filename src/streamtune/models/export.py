@@ -75,8 +75,8 @@ class SavedTokenizer:
 def copy_weights(model: nn.Module, changing_weights: Sequence[nn.Parameter] | None = None) -> dict[str, Any]:
     """Return the state dict of ``model``, in which changing weights and buffers are copies in host memory.
 
-    Frozen weights are not copied. A shared weight is copied once and stays shared in the copy. ``changing_weights`` are
-    by default the weights that require a gradient.
+    Frozen weights are not copied. A shared weight is one tensor in the result. ``changing_weights`` are by default the
+    weights that require a gradient.
     """
     changing = {id(p) for p in changing_weights or (p for p in model.parameters() if p.requires_grad)}
     copies: dict[int, torch.Tensor] = {}
@@ -84,10 +84,9 @@ def copy_weights(model: nn.Module, changing_weights: Sequence[nn.Parameter] | No
     def copy_value(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        if isinstance(value, nn.Parameter) and id(value) not in changing:
-            return value.detach()
         if id(value) not in copies:
-            copies[id(value)] = value.detach().to("cpu", copy=True)
+            is_frozen = isinstance(value, nn.Parameter) and id(value) not in changing
+            copies[id(value)] = value.detach() if is_frozen else value.detach().to("cpu", copy=True)
         return copies[id(value)]
 
     state = model.state_dict(keep_vars=True)
@@ -111,7 +110,7 @@ def save_pretrained(
     A tensor larger than ``shard_bytes`` is written to a separate file.
     """
     if not hasattr(model, "peft_config"):
-        _write_model(model, tokenizer, folder, _tensors_to_save(model, weights), shard_bytes)
+        _write_model(model, tokenizer, folder, _tensors_to_save(model, weights), shard_bytes, weights)
         save_loftq_file(model, folder)
         return
     if is_converted_when_saved(model):
@@ -238,6 +237,7 @@ def _write_model(
     folder: Path,
     tensors: Iterator[tuple[str, Tensor]],
     shard_bytes: int,
+    copies: Mapping[str, Any] | None = None,
 ) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if hasattr(model, "peft_config"):
@@ -245,7 +245,7 @@ def _write_model(
             model.save_pretrained(folder, state_dict={name: x.contiguous() for name, x in tensors})
         _write_generation_config(model, folder)
     else:
-        write_shards(model, tensors, folder, shard_bytes)
+        write_shards(model, tensors, folder, shard_bytes, copies=copies)
         _write_all_but_weights(model, folder)
         add_transformers4_names(folder)
     tokenizer.save_pretrained(folder)
@@ -264,7 +264,13 @@ def _values_on_rank_0(gathered: NamedValues) -> Iterator[tuple[str, Tensor]]:
 
 
 def write_shards(
-    model: Any, tensors: Iterable[tuple[str, Tensor]], folder: Path, shard_bytes: int, *, untied: bool = False
+    model: Any,
+    tensors: Iterable[tuple[str, Tensor]],
+    folder: Path,
+    shard_bytes: int,
+    *,
+    untied: bool = False,
+    copies: Mapping[str, Any] | None = None,
 ) -> None:
     """Write weights as safetensors under the names of ``save_pretrained``; several files get an index.
 
@@ -274,8 +280,9 @@ def write_shards(
         folder: Existing folder for the files.
         shard_bytes: Largest size of a file. A larger tensor is written to a separate file.
         untied: True writes all weights that the model class ties, because their values differ.
+        copies: Result of :func:`copy_weights`, which says which weights are shared; None asks the model.
     """
-    ties = {} if untied else _saved_name_by_tied_weight(model)
+    ties = {} if untied else _saved_name_by_tied_weight(model, copies)
     collected: dict[str, Tensor] = {}
     names_by_file: list[list[str]] = []
     total_bytes = 0
@@ -307,33 +314,54 @@ def write_shards(
 
 def _tensors_to_save(model: Any, weights: Mapping[str, Any] | None) -> Iterator[tuple[str, Tensor]]:
     state = model.state_dict(keep_vars=True) if weights is None else weights
-    parameters = ((name, state[name].detach().cpu()) for name, _ in model.named_parameters())
-    return _with_buffers(model, parameters, state)
+    parameters = ((first, state[first].detach().cpu()) for first, *_ in _names_by_weight(model, weights))
+    return _with_buffers(model, parameters, state, weights)
 
 
-def _with_shared_names(model: Any, parameters: NamedValues) -> Iterator[tuple[str, Tensor]]:
+def _weights_by_name(model: Any, copies: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return the weights of ``model`` by all of their names; from ``copies`` (:func:`copy_weights`), if given.
+
+    Another thread reads the copies: while an offloaded module computes, the model has other tensors in their place.
+    """
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    return parameters if copies is None else {name: copies[name] for name in parameters}
+
+
+def _names_by_weight(model: Any, copies: Mapping[str, Any] | None = None) -> Iterable[list[str]]:
+    """Return the names of each weight; a shared weight has several."""
+    names = defaultdict(list)
+    for name, weight in _weights_by_name(model, copies).items():
+        names[id(weight)].append(name)
+    return names.values()
+
+
+def _with_shared_names(
+    model: Any, parameters: NamedValues, copies: Mapping[str, Any] | None = None
+) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, parameter) for every name to save.
 
     ``parameters`` has each shared parameter once; here each further name gets a copy, because loading with the model
     class needs every name. Weights that the class ties have only one saved name.
     """
-    ties, names = _saved_name_by_tied_weight(model), defaultdict(list)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names[id(parameter)].append(name)
-    shared = {first: [name for name in more if name not in ties] for first, *more in names.values()}
-    copies = []
+    ties = _saved_name_by_tied_weight(model, copies)
+    shared = {first: [name for name in more if name not in ties] for first, *more in _names_by_weight(model, copies)}
+    repeated = []
     for name, values in _values_on_rank_0(parameters):
         yield name, values
-        copies += [(shared_name, values.clone()) for shared_name in shared.get(name, ())]
-    yield from copies  # last: a layer's own weights stay next to each other
+        repeated += [(shared_name, values.clone()) for shared_name in shared.get(name, ())]
+    yield from repeated  # last: a layer's own weights stay next to each other
 
 
 def _with_buffers(
-    model: Any, parameters: NamedValues, state: Mapping[str, Any] | None = None
+    model: Any,
+    parameters: NamedValues,
+    state: Mapping[str, Any] | None = None,
+    copies: Mapping[str, Any] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor) for the parameters and buffers to save; a layer's buffers precede its parameters.
 
-    ``state`` contains the buffers, by default the state of ``model``. A model with adapters saves no buffers.
+    ``state`` contains the buffers, by default the state of ``model``; ``copies`` as for :func:`write_shards`. A model
+    with adapters saves no buffers.
     """
     if hasattr(model, "peft_config"):
         yield from _values_on_rank_0(parameters)
@@ -342,7 +370,7 @@ def _with_buffers(
     state = model.state_dict(keep_vars=True) if state is None else state
     buffers = {name: x for name, x in state.items() if name not in parameter_names}
     layer = ""
-    for name, values in _with_shared_names(model, parameters):
+    for name, values in _with_shared_names(model, parameters, copies):
         if _layer_prefix(name) != layer:
             layer = _layer_prefix(name)
             for buffer in [buffer_name for buffer_name in buffers if _layer_prefix(buffer_name) == layer]:
@@ -372,10 +400,10 @@ def _layer_prefix(name: str) -> str:
     return match[0] if match else name
 
 
-def _saved_name_by_tied_weight(model: Any) -> dict[str, str]:
-    """Return {name: saved name} of the weights that the model class ties and that are one parameter in ``model``."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    return {name: saved for name, saved in tied_weights(model).items() if parameters.get(name) is parameters.get(saved)}
+def _saved_name_by_tied_weight(model: Any, copies: Mapping[str, Any] | None = None) -> dict[str, str]:
+    """Return {name: saved name} of the weights that the model class ties and that are one weight (in ``copies``)."""
+    weights = _weights_by_name(model, copies)
+    return {name: saved for name, saved in tied_weights(model).items() if weights.get(name) is weights.get(saved)}
 
 
 def _convert_to_saved_names(model: Any, tensors: dict[str, Tensor], ties: Mapping[str, str]) -> dict[str, Tensor]:
