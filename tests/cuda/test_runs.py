@@ -43,7 +43,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "bf16 weights": {"dtype": "bfloat16"},
     "autocast": {"bf16": True},
     "planned": {"engine": {"schedule": "auto"}},
-    "weights on host": {"engine": {**FIXED, "weights": "host"}},
+    "weights on host": {"engine": {**FIXED, "weights": "host"}, "sample": {"prompt": "Add 3.", "max_new_tokens": 4}},
     "weights and optimizer on host": {"engine": {**FIXED, **HOST}, "optim_in_backward": True},
     "states narrow": {"optim_states": "bfloat16", "dtype": "bfloat16"},
     "order of chunks": {"engine": {**FIXED, "order": "chunk", "keep_kv": "host"}},

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from streamtune.run.samples import make_samples
 from tests.sft_kit import FIXED, RECIPE, run, write_recipe, write_rows
 
 COMMON: dict[str, Any] = {
@@ -50,6 +51,23 @@ def trained(folder: Path, name: str, *arguments: str, **more: Any) -> tuple[dict
     shown = [[each.get(key) for key in ("step", "loss", "grad_norm", "eval_loss")] for each in records]
     (file,) = (folder / name / "final").glob("*model.safetensors")
     return load_file(file), shown
+
+
+@pytest.mark.parametrize("weights", ["device", "host"])
+def test_the_last_samples_are_of_a_model_that_can_compute(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, weights: str
+) -> None:
+    """Without streaming, weights on the host would meet tokens on the accelerator."""
+    streamed: list[bool] = []
+
+    def watched(run: Any, *more: Any) -> Any:
+        streamed.append(bool(run.handle.layers))
+        return make_samples(run, *more)
+
+    monkeypatch.setattr("streamtune.run.train.make_samples", watched)
+    trained(folder, "run", engine={**FIXED, "weights": weights}, max_steps=1)
+    assert streamed == [weights == "host"]
+    assert len((folder / "run/samples.jsonl").read_text().splitlines()) == 1
 
 
 @pytest.mark.full

@@ -325,7 +325,8 @@ def _write_final_model_and_samples(
         train.write_final_model(run.directory.final, writer, world)
     if run.recipe.sample is None:
         return []
-    run.handle.remove()
+    if run.handle.offloaded is None:  # else only a streamed model copies its weights to the device
+        run.handle.remove()
     with backend.use_averaged_weights(), backend.allow_direct_calls() if run.weights_are_sharded else nullcontext():
         samples = make_samples(run, run.recipe, step)
     assert samples is not None, "unreachable: only a stop request leaves samples incomplete"
