@@ -253,6 +253,27 @@ def test_an_error_in_a_thread_ends_the_step_it_belongs_to(
         assert handle.tiers.disk.live_bytes == 0
 
 
+def test_an_error_after_weights_were_updated_does_not_deny_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With ``optim_in_backward`` the layers above have been updated when a lower layer's input cannot be read."""
+    model, inputs = build("qwen3", num_hidden_layers=3), batch("plain")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+
+    def update(parameter: Any) -> None:
+        with torch.no_grad():
+            parameter.sub_(parameter.grad)
+        monkeypatch.setattr(os, "preadv", fail)
+
+    def fail(*args: Any) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(update)
+    with streamtune.stream(model, schedule=schedule(tmp_path)), pytest.raises(StorageError) as caught:
+        model(**inputs).loss.backward()
+    assert any(not torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert "no weight was changed" not in str(caught.value)
+
+
 def test_a_failed_write_leaves_no_host_memory_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any) -> int:
         raise OSError(errno.EIO, "Input/output error")

@@ -232,8 +232,8 @@ class _File:
         return StorageError(
             what,
             where=self.directory,
-            fix="free space, set another offload_dir, or use levels: 2 or a shorter max_length; no weight was "
-            "changed, and the run resumes from its last checkpoint",
+            fix="free space, set another offload_dir, or use levels: 2 or a shorter max_length; a run resumes from its "
+            "last checkpoint",
         )
 
 
