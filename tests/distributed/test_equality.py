@@ -90,6 +90,14 @@ def test_ranks_that_share_sequences_of_layers_with_a_state() -> None:
     show(2, check(2, STATES, 300))
 
 
+@pytest.mark.full
+def test_experts_that_a_rank_did_not_use_have_the_gradient_of_the_others() -> None:
+    """Each rank uses another expert, and no rank the last one: ranks reduce the gradients of a layer together."""
+    for engine, found in run_ranks(2, "tests.distributed.experts_cases", ENGINES).items():
+        assert found["norms"] == pytest.approx(found["wanted"], rel=1e-5), engine
+        assert found["apart"] < 1e-4, engine
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_that_share_sequences(size: int) -> None:

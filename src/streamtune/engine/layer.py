@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
 from streamtune.engine.attention import BiasError
 from streamtune.engine.cache import ChunkCache
@@ -275,6 +275,12 @@ class _StreamedLayer(torch.autograd.Function):
             grad_inputs, grad_parameters = streamed_vjp(run_chunk, stream.chunks, leaves, grads_z, sums, stream.widen)
             for total in sums:
                 total.total = None  # free the sums before their casts are copied to the host
+            if distributed.is_available() and distributed.is_initialized():
+                # Ranks reduce the gradients of a layer together, also of experts that no token of this rank chose.
+                grad_parameters = [
+                    torch.zeros_like(parameter, dtype=total.dtype) if grad is None else grad
+                    for grad, parameter, total in zip(grad_parameters, parameters, sums, strict=True)
+                ]
             grad_parameters = owner.gradients_to_host(ctx.parameters, grad_parameters)
         if grad_target is not None:
             grad_inputs[0] = placeholder(inputs[0])
