@@ -344,6 +344,18 @@ def test_families(family: str) -> None:
     compare(recipe_of(), "shared", (2, 2), [Schedule(chunk_size=7, head_chunk_size=5)], family)
 
 
+def test_an_evaluation_of_kto_scores_a_filler_like_any_batch() -> None:
+    """Another rank may have one batch more; the filler then needs a baseline too."""
+    recipe, (model, other) = recipe_of(loss_type="kto"), models()
+    singles = [Tree(tree.prompt, tree.completions[:1], None, labels=[True]) for tree in pairs()[:2]]
+    batch = collated(singles, "right", recipe, singles)
+    with streamtune.stream(model) as handle, streamtune.stream(other) as second, torch.no_grad():
+        reference = train.ModelReference(other, second)
+        objective = UnpairedObjective(handle, recipe, reference, torch.device("cpu"))
+        losses = [objective.score(model, replace(batch, filler=filler), None).loss for filler in (False, True)]
+    assert losses[0] == losses[1]
+
+
 @pytest.mark.parametrize("keys", [{}, {"loss_type": "kto"}, {"loss_type": "orpo"}], ids=str)
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "autocast"])
 def test_as_precise_as_torch(keys: dict[str, Any], bf16: bool) -> None:

@@ -282,7 +282,8 @@ class UnpairedObjective:
     def score(self, model: nn.Module, batch: train.MicroBatch, totals: _UnpairedTotals | None) -> train.Score:
         batch, recipe = _as_preference_batch(batch), self.recipe
         assert batch.desirable_N is not None
-        baseline = self._compute_baseline([batch]) if totals is None else totals.baseline
+        # In evaluation a filler has a baseline of its own too: without one it could not be scored.
+        baseline = self._compute_baseline([replace(batch, filler=False)]) if totals is None else totals.baseline
         ref_K = self.reference.logprobs(batch)
         logp_K, router_loss = _policy_logps(self.handle, model, batch)
         row_K, rows = batch.row_K, batch.num_rows
