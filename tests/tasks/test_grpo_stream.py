@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,11 +18,12 @@ from streamtune.errors import CheckpointError, OutOfMemoryError, RunError
 from streamtune.recipe.schema import GrpoRecipe
 from streamtune.run.train import SLOW_ACTIVITIES
 from streamtune.tasks.grpo.groups import BatchLayout, Group, group_metrics
-from streamtune.tasks.grpo.objective import PolicyBatch
+from streamtune.tasks.grpo.objective import PolicyBatch, PolicyObjective
 from streamtune.tasks.grpo.rollout_rules import RolloutTools
 from streamtune.tasks.grpo.stream import CompletionLog, GrpoSteps
 from streamtune.tasks.rewards import RewardScores
-from streamtune.tasks.rollout import Completion, Sampling
+from streamtune.tasks.rollout import Completion, GenerationStopped, Sampling
+from streamtune.train.step import evaluate
 
 PROMPTS = [data.Prompt([10 + number, 9], f"prompt {number}", {}, f"rows:{number}") for number in range(6)]
 
@@ -298,6 +300,22 @@ def test_held_out_prompts_are_answered_by_the_likeliest_tokens(tmp_path: Path) -
     assert stream.tools.writer.asked == [(4, 1, 0.0)]  # type: ignore[attr-defined]
     assert batch.metrics["reward"][1] == 4
     assert "reward_std" not in batch.metrics
+
+
+def test_a_stop_while_held_out_completions_are_written_ends_the_evaluation(tmp_path: Path) -> None:
+    """The evaluation is due again after a resume; the run saves, as after any other stop."""
+    stream, stop = steps(tmp_path / "run"), train.StopRequest()
+
+    def write(*_: Any) -> Any:
+        stop.signum = signal.SIGINT
+        raise GenerationStopped
+
+    stream.tools.writer.write = write  # type: ignore[method-assign]
+    model = torch.nn.Linear(1, 1)
+    backend = train.LocalBackend(model, torch.optim.SGD(model.parameters()))
+    settings = train.TrainSettings(1, 1, 0.0, 0, 0, 1, bf16=False, seed=0, out_of_memory_fix="")
+    context = train.StepContext(backend, PolicyObjective(None, stream.recipe), settings)  # type: ignore[arg-type]
+    assert evaluate(context, {"": stream.held_out_batches}, 1, stop) is None
 
 
 def test_remax_compares_with_the_likeliest_completion(tmp_path: Path) -> None:

@@ -138,9 +138,14 @@ class GrpoSteps:
         """
         prompts, size = self.prompts.validation, self.recipe.prompts_per_generation * self.recipe.num_generations
         first, stop = (0, len(prompts)) if eval_set is None else (eval_set.start, eval_set.stop)
+        empty = torch.zeros(1, 1, dtype=torch.int64)
         for start in range(first, stop, size):
             asked_prompts = [prompts[index] for index in range(start, min(start + size, stop))]
-            written = self.tools.write_greedy(asked_prompts)
+            try:
+                written = self.tools.write_greedy(asked_prompts)
+            except rollout.GenerationStopped:  # the evaluation ends at the next batch, whatever it contains
+                yield MetricsBatch(empty, empty, empty, (), metrics={})
+                return
             self.tools.show_activity("scoring held-out completions")
             scores = self.tools.score(asked_prompts, [completion.token_ids for completion in written])
             self.tools.show_activity("evaluating")
@@ -155,7 +160,6 @@ class GrpoSteps:
                 scores=scores.by_function,
             )
             metrics = {name: value for name, value in group_metrics([group]).items() if name not in GROUP_METRICS}
-            empty = torch.zeros(1, 1, dtype=torch.int64)
             yield MetricsBatch(empty, empty, empty, tuple(prompt.origin for prompt in asked_prompts), metrics=metrics)
 
     def _make_held_out_batches(
