@@ -6,13 +6,19 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import distributed
+from transformers import AutoModelForCausalLM, Qwen3Config
 
-from streamtune import train
+from streamtune import stream, train
 from streamtune.errors import StreamTuneError
+from streamtune.recipe import Recipe
+from streamtune.run.ranks import make_backend
+from streamtune.schedule import Schedule
 from streamtune.tasks import rollout
 from streamtune.tasks.grpo.groups import DistributedRewards, DistributedWriter
 from streamtune.tasks.rewards import RewardScores
+from tests.sft_kit import QWEN3
 
 
 class _BrokenError(Exception):
@@ -37,8 +43,41 @@ class _Writer:
         return [[rollout.Completion(prompt, truncated=False)] * count for prompt in prompts]
 
 
+def divided(engine: str, world: train.World) -> list[str]:
+    """Return how each rank ends whose weights are divided, if the last one is asked to stop in the first of batches."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(Qwen3Config(**QWEN3, vocab_size=64))
+    recipe = Recipe(
+        model_name_or_path="none",
+        datasets=[{"path": "none"}],
+        deepspeed=engine if engine != "fsdp" else None,
+        fsdp=engine == "fsdp",
+    )
+    handle = stream(model, schedule=Schedule(chunk_size=8, head_chunk_size=8))
+    backend = make_backend(recipe, model, handle.layers, world)
+    writer = rollout.TransformersGenerator(
+        model,
+        end_token_ids=[],
+        pad_token_id=0,
+        prefill_chunk_size=8,
+        max_rows=1,
+        should_stop=lambda: world.rank == world.size - 1,
+        max_over_ranks=world.max_over_ranks,
+    )
+    try:
+        written = DistributedWriter(writer, world).write([[n, n + 1] for n in range(4)], 1, rollout.Sampling(2))
+        outcome = f"{len(written)} written"
+    except rollout.GenerationStopped:
+        outcome = "GenerationStopped"
+    found = world.gather_all_ranks(outcome)
+    backend.close()
+    return found
+
+
 def run(case: str) -> Any:
     """Return how each rank ends: name and text of its error, or its result."""
+    if case in ("fsdp", "zero3"):
+        return divided(case, train.World(distributed.get_rank(), distributed.get_world_size()))
     world = train.World(distributed.get_rank(), distributed.get_world_size())
     last = world.rank == world.size - 1
 

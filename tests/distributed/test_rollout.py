@@ -20,6 +20,13 @@ def test_ranks_share_a_rollout_and_how_it_ends() -> None:
 
 
 @pytest.mark.full
+def test_ranks_that_divide_the_weights_stop_after_the_same_batch() -> None:
+    """One rank is asked to stop; without it the others could not write the next batch."""
+    found = run_ranks(2, "tests.distributed.rollout_cases", ["fsdp", "zero3"])
+    assert found == {engine: ["GenerationStopped"] * 2 for engine in ("fsdp", "zero3")}
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("finetuning", ["full", "lora", "qlora"])
 def test_ranks_that_divide_the_weights_write_the_same(finetuning: str) -> None:
     pytest.importorskip("bitsandbytes")

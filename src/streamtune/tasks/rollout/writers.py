@@ -175,9 +175,14 @@ class TransformersGenerator:
             streamer=self.streamer,
             **generate_arguments,
         )
-        if self.should_stop():
+        if self._all_ranks_stop():
             raise GenerationStopped
         return [cut_at_end_token(row, self.end_token_ids) for row in output[:, ids_PT.shape[1] :].tolist()]
+
+    def _all_ranks_stop(self) -> bool:
+        """Return True if this rank must stop; ranks that share the weights stop together, after the same batch."""
+        stops = self.should_stop()
+        return stops if self.max_over_ranks is None else self.max_over_ranks(int(stops)) > 0
 
     def _pad_prompts(self, prompts: Sequence[list[int]]) -> tuple[Tensor, Tensor]:
         """Return token ids ``[P, T]``, padded on the left, and their mask."""
