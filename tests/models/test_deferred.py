@@ -82,6 +82,20 @@ def test_weights_that_are_read_later_are_those_that_are_loaded(family: str, tmp_
     assert differing(model, models.load_model(str(tmp_path), models.ModelOptions("bfloat16"))) == []
 
 
+def test_settings_of_generation_are_read_too(tmp_path: Path) -> None:
+    """Such as a second stop token: a run that divides the weights generates and saves with them."""
+    config = CONFIG_MAPPING["qwen3"](**TINY, eos_token_id=3)
+    made = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    made.generation_config.update(eos_token_id=[3, 5], do_sample=True, temperature=0.6)
+    made.save_pretrained(tmp_path)
+    loaded = (models.load_model_deferred(str(tmp_path)), models.load_model(str(tmp_path), device="cpu"))
+    settings, whole = (model.generation_config.to_dict() for model in loaded if model.generation_config is not None)
+    assert settings == whole
+    assert settings["eos_token_id"] == [3, 5]
+    (tmp_path / "generation_config.json").unlink()  # then the configuration of the model has them
+    assert models.eos_token_ids(models.load_model_deferred(str(tmp_path)).generation_config) == [3]
+
+
 def test_adapters_are_made_beside_weights_that_are_to_come() -> None:
     keys, given = {"model_type": "qwen3", **TINY}, {"vocab_size": 64, "token_ids": {}, "seed": 5}
     plain = models.add_lora(models.init_model(keys, **given), r=4, seed=7)  # type: ignore[arg-type]

@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from streamtune.base.adapters import base_of
 from streamtune.models.checkpoint_files import CheckpointFiles
@@ -175,6 +175,9 @@ def load_model_deferred(
         remote = {"trust_remote_code": True} if trust_remote_code else {}
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, **remote)
     model.config.name_or_path = model.name_or_path = name_or_path
+    if model.can_generate():
+        with suppress(OSError):  # without the file, the configuration of the model has the settings
+            model.generation_config = GenerationConfig.from_pretrained(name_or_path)
     files.map_parameters(model)
     for name in [name for name, _ in model.named_buffers()]:
         if files.has_parameter(name):  # buffers are small: every rank reads them
