@@ -22,6 +22,7 @@ VALUES = {
     "train_batch_size": 16,
     "gradient_clipping": 1.0,
     "bf16.enabled": False,
+    "fp16.enabled": False,
     "torch_autocast.enabled": True,
     "zero_optimization.reduce_bucket_size": 1000,
     "zero_optimization.stage3_param_persistence_threshold": 0,
@@ -99,6 +100,18 @@ def test_a_file_of_the_users_own_may_say_what_the_recipe_says(tmp_path: Path) ->
     config = resolve_config(path, VALUES)
     assert (config["train_batch_size"], config["gradient_clipping"]) == (16, 1.0)
     assert filled_auto_values(path, config) == {"gradient_clipping": 1.0}
+
+
+def test_a_file_without_sections_of_precision_computes_in_that_of_the_recipe(tmp_path: Path) -> None:
+    """Without the section torch_autocast, DeepSpeed would disable the autocast of ``bf16: true`` on a GPU."""
+    config = resolve_config(write(tmp_path, fp16={"enabled": "auto"}), VALUES)
+    assert config["torch_autocast"] == {**PRESETS["zero2"]["torch_autocast"], "enabled": True}
+    assert (config["bf16"], config["fp16"]) == ({"enabled": False}, {"enabled": False})
+    assert resolve_config(write(tmp_path), {**VALUES, "bf16.enabled": True})["bf16"] == {"enabled": True}
+    with pytest.raises(ArgumentError, match=r"has fp16\.enabled: true, but the recipe gives false"):
+        resolve_config(write(tmp_path, fp16={"enabled": True}), VALUES)
+    with pytest.raises(ArgumentError, match=r"has torch_autocast\.enabled: false, but the recipe gives true"):
+        resolve_config(write(tmp_path, torch_autocast={"enabled": False}), VALUES)
 
 
 def test_a_contradiction_names_both_sides(tmp_path: Path) -> None:

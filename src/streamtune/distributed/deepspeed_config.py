@@ -26,7 +26,7 @@ COMMON: dict[str, Any] = {
     "gradient_accumulation_steps": "auto",
     "gradient_clipping": "auto",
     "bf16": {"enabled": "auto"},
-    # Without this section DeepSpeed disables autocast. Gradients are reduced in the dtype of the weights.
+    # Without this section DeepSpeed disables autocast on a GPU. Gradients are reduced in the dtype of the weights.
     "torch_autocast": {"enabled": "auto", "dtype": "bfloat16", "lower_precision_safe_modules": []},
     "zero_allow_untested_optimizer": True,
     "steps_per_print": 2**31 - 1,  # StreamTune shows progress itself
@@ -43,6 +43,8 @@ ZERO3: dict[str, Any] = {
     "stage3_max_reuse_distance": 0,
     "stage3_gather_16bit_weights_on_model_save": False,  # weights are written shard by shard
 }
+PRECISION_SECTIONS = ("bf16", "torch_autocast")
+"""Sections that a file gets from the presets if it does not have them."""
 HOST = {"device": "cpu", "pin_memory": "auto"}
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -73,6 +75,8 @@ def resolve_config(name: str, values: Mapping[str, Any], *, where: str = "deepsp
             optimizer or scheduler, or has a ZeRO stage other than 1 to 3.
     """
     config = read_config(name, where=where)
+    for section in PRECISION_SECTIONS:  # DeepSpeed would disable what the recipe sets
+        config.setdefault(section, copy.deepcopy(COMMON[section]))
     source = f"the preset {name}" if name in PRESETS else name
     for key, value in values.items():
         section, last = _find_section(config, key)

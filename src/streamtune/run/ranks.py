@@ -245,6 +245,7 @@ def deepspeed_values(recipe: TrainingSettings, model: Any, world: train.World) -
         "gradient_accumulation_steps": steps,
         "train_batch_size": recipe.per_device_train_batch_size * steps * world.size,
         "gradient_clipping": recipe.max_grad_norm,
+        "fp16.enabled": False,
         "bf16.enabled": next(model.parameters()).dtype == torch.bfloat16,
         "torch_autocast.enabled": bool(recipe.bf16),
         "zero_optimization.reduce_bucket_size": min(500_000_000, max(1, layers)),
