@@ -29,6 +29,7 @@ from streamtune.distributed.watchdog import Watchdog
 from streamtune.errors import ArgumentError
 from tests.distributed.ranks_kit import start, wait
 from tests.distributed.running import Running, command
+from tests.sft_kit import FIXED, RECIPE, write_recipe, write_rows
 
 CASES = {
     "kill": {},
@@ -241,6 +242,37 @@ def test_ranks_that_wait_for_a_judge_are_not_ended(tmp_path: Path) -> None:
     (tmp_path / "judge.yaml").write_text(JUDGED)
     (tmp_path / "judge.py").write_text(JUDGE)
     with Running(tmp_path, command("grpo", "judge.yaml", "--allow-code", "--nproc", "2")) as running:
+        assert running.process.wait(400) == 0, running.stderr
+
+
+WAITING = """
+import os, time
+
+class Wait:
+    def on_step(self, record):
+        time.sleep(12)
+    def on_end(self, outcome):
+        time.sleep(12)
+
+fsync, waited = os.fsync, []
+
+def slow(descriptor):
+    if not waited and "final" in os.readlink(f"/proc/self/fd/{descriptor}"):
+        waited.append(time.sleep(12))
+    fsync(descriptor)
+
+os.fsync = slow
+"""
+
+
+@pytest.mark.slow
+def test_ranks_that_wait_for_a_callback_or_for_the_disk_of_the_final_model_are_not_ended(tmp_path: Path) -> None:
+    """For longer than ranks may make no progress: a tracker waits for its server, and a disk for its cache."""
+    write_rows(tmp_path, 8)
+    own = {"callbacks": ["wait.py:Wait"], "allow_code": True, "output_dir": "runs/tiny"}
+    write_recipe(tmp_path, {**RECIPE, "max_steps": 1, "engine": FIXED, "device": "cpu", **own})
+    (tmp_path / "wait.py").write_text(WAITING)
+    with Running(tmp_path, command("sft", "tiny.yaml", "--nproc", "2"), STREAMTUNE_WATCHDOG="6") as running:
         assert running.process.wait(400) == 0, running.stderr
 
 

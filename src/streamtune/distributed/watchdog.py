@@ -17,8 +17,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from types import TracebackType
 from typing import Any
@@ -107,6 +107,16 @@ class Watchdog:
             waits_outside: True if the main thread may wait for something outside this process, such as a disk.
         """
         self._phase = (step, phase, waits_outside)
+
+    @contextmanager
+    def waiting_outside(self, doing: str) -> Iterator[None]:
+        """Context manager in which the main thread may wait for something outside this process, such as a disk."""
+        before = self._phase
+        self.record_phase(before[0], doing, waits_outside=True)
+        try:
+            yield
+        finally:
+            self._phase = before
 
     def __enter__(self) -> Watchdog:
         if self._enabled:

@@ -110,6 +110,7 @@ def train_run(run: Run, console: Console, listeners: train.Listeners | None = No
         RunError: Training or a listener failed; checkpoints that were saved before are intact.
     """
     listeners = train.Listeners() if listeners is None or not run.world.is_main else listeners
+    listeners.while_called = partial(run.watchdog.waiting_outside, "callbacks and trackers")
     outcome: dict[str, Any] = {"status": "failed", "step": run.first_step}
     try:
         return _train_run(run, console, listeners, outcome)
@@ -321,7 +322,7 @@ def _write_final_model_and_samples(
     run: Run, step: int, writer: train.ModelWriter, listeners: train.Listeners
 ) -> list[dict[str, Any]]:
     world, backend = run.world, run.backend
-    with backend.use_averaged_weights():
+    with run.watchdog.waiting_outside("saving"), backend.use_averaged_weights():
         train.write_final_model(run.directory.final, writer, world)
     if run.recipe.sample is None:
         return []

@@ -10,7 +10,7 @@ import json
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from io import BytesIO
 from itertools import cycle
@@ -420,6 +420,8 @@ class Listeners(Listener):
     """Calls several listeners, each with its own copy of the arguments."""
 
     listeners: Sequence[Listener] = ()
+    while_called: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Function that returns a context manager, in which listeners are called."""
     error: Exception | None = field(default=None, init=False)
     """First error that a listener raised; this listener is no longer called."""
     _failed: Listener | None = field(default=None, init=False)
@@ -450,14 +452,17 @@ class Listeners(Listener):
             raise self.error
 
     def _call_each(self, call: Callable[[Listener], None]) -> None:
-        for listener in self.listeners:
-            if listener is self._failed:
-                continue
-            if self.error is not None:  # only the first error is reported
-                with suppress(Exception):
+        if not self.listeners:
+            return
+        with self.while_called():
+            for listener in self.listeners:
+                if listener is self._failed:
+                    continue
+                if self.error is not None:  # only the first error is reported
+                    with suppress(Exception):
+                        call(listener)
+                    continue
+                try:
                     call(listener)
-                continue
-            try:
-                call(listener)
-            except Exception as error:
-                self.error, self._failed = error, listener
+                except Exception as error:
+                    self.error, self._failed = error, listener
