@@ -32,6 +32,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "tied": {"model.init.tie_word_embeddings": True},
     "waiting": {"save_async": False},
     "dropout": {"model.init.attention_dropout": 0.2},
+    "skipping": {"on_nan": "skip", "max_skips": 2},
 }
 OPTIMIZERS: dict[str, list[str]] = {
     "muon": ["ddp"],
@@ -177,6 +178,23 @@ def test_what_two_ranks_save_any_layout_goes_on_with(tmp_path: Path) -> None:
     assert "is not the same directory on all nodes" in found["apart"]["said"]
     assert "rank 1" in found["apart"]["said"]
     assert found["apart"]["left"] == []
+
+
+@pytest.mark.full
+def test_a_run_whose_first_steps_were_skipped_goes_on_with_fresh_states(tmp_path: Path) -> None:
+    """Its checkpoint has no optimizer states; the steps after it are those of a run that was not interrupted."""
+    prepare(tmp_path)
+    cases = [begin(tmp_path, layout, "skipping", skipped=2) for layout in ("one", *ENGINES)]
+    cases += [go_on(tmp_path, layout, layout, "skipping") for layout in ENGINES]
+    cases += [go_on(tmp_path, *pair, "skipping") for pair in (("one", "zero2"), ("zero3", "fsdp"), ("fsdp", "one"))]
+    found = by_output(run_ranks(2, "tests.distributed.state_cases", cases, 600))
+    for name, result in found.items():
+        assert result["losses"] == pytest.approx(found["skipping-one"]["losses"], rel=1e-5), name
+        assert len(result["losses"]) == 2, name
+        _, before, *after = name.split("-")
+        if after == [before]:
+            assert result["exact"] is True, name
+            assert result["final"] == found[f"skipping-{before}"]["final"], name
 
 
 @pytest.mark.parametrize(
