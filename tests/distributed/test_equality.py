@@ -91,6 +91,13 @@ def test_ranks_that_share_sequences_of_layers_with_a_state() -> None:
 
 
 @pytest.mark.full
+def test_ranks_whose_rows_have_other_rotary_frequencies() -> None:
+    """Frequencies are buffers, which each rank sets for the lengths of its own rows."""
+    for engine, found in run_ranks(2, "tests.distributed.lengths_cases", ["ddp", "zero2", "fsdp"]).items():
+        assert found["norms"] == pytest.approx(found["wanted"], rel=1e-5), engine
+
+
+@pytest.mark.full
 def test_experts_that_a_rank_did_not_use_have_the_gradient_of_the_others() -> None:
     """Each rank uses another expert, and no rank the last one: ranks reduce the gradients of a layer together."""
     for engine, found in run_ranks(2, "tests.distributed.experts_cases", ENGINES).items():

@@ -230,8 +230,16 @@ class DdpBackend(TorchBackend):
         # Each rank packs these parameters from the same weights; DDP cannot broadcast them.
         packed = [name for name, p in module.named_parameters() if type(p).__name__ == "PackedExperts"]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, packed)
+        for buffer in module.buffers():
+            values = buffer.data.contiguous()
+            distributed.broadcast(values, 0)
+            buffer.data = values
+        # DDP would broadcast them in every forward, but rotary frequencies may depend on the lengths of a rank's rows.
         self.engine = DistributedDataParallel(
-            module, device_ids=[device] if device.type == "cuda" else None, gradient_as_bucket_view=True
+            module,
+            device_ids=[device] if device.type == "cuda" else None,
+            broadcast_buffers=False,
+            gradient_as_bucket_view=True,
         )
         self.size = distributed.get_world_size()
 
