@@ -38,8 +38,9 @@ def _choose(model: Any, expert: int) -> None:
             module.chosen = expert
 
 
-def run(engine: str) -> dict[str, Any]:
+def run(case: list[Any]) -> dict[str, Any]:
     """Return the norms of each step, those of one rank, and the largest difference of a weight after the last step."""
+    engine, keep_layers = case
     rank, world = distributed.get_rank(), train.World(distributed.get_rank(), distributed.get_world_size())
     torch.manual_seed(0)
     plain: Any = AutoModelForCausalLM.from_config(Qwen3Config(**QWEN3, vocab_size=64))
@@ -57,7 +58,7 @@ def run(engine: str) -> dict[str, Any]:
         deepspeed=engine if engine.startswith("zero") else None,
         fsdp=engine == "fsdp",
     )
-    handle = stream(model, schedule=Schedule(chunk_size=5, head_chunk_size=4))
+    handle = stream(model, schedule=Schedule(chunk_size=5, head_chunk_size=4, keep_layers=keep_layers))
     backend = make_backend(recipe, model, handle.layers, world)
     optimizer = torch.optim.AdamW(plain.parameters(), lr=RATE, weight_decay=0.0)
     targets, norms, wanted = world.size * (LENGTH - 1), [], []

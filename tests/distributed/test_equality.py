@@ -99,10 +99,14 @@ def test_ranks_whose_rows_have_other_rotary_frequencies() -> None:
 
 @pytest.mark.full
 def test_experts_that_a_rank_did_not_use_have_the_gradient_of_the_others() -> None:
-    """Each rank uses another expert, and no rank the last one: ranks reduce the gradients of a layer together."""
-    for engine, found in run_ranks(2, "tests.distributed.experts_cases", ENGINES).items():
-        assert found["norms"] == pytest.approx(found["wanted"], rel=1e-5), engine
-        assert found["apart"] < 1e-4, engine
+    """Each rank uses another expert, and no rank the last one: ranks reduce the gradients of a layer together.
+
+    In layers that are streamed, and in layers that keep their activations.
+    """
+    cases = [*([engine, 0] for engine in ENGINES), *([engine, 1] for engine in ("ddp", "fsdp"))]
+    for case, found in run_ranks(2, "tests.distributed.experts_cases", cases).items():
+        assert found["norms"] == pytest.approx(found["wanted"], rel=1e-5), case
+        assert found["apart"] < 1e-4, case
 
 
 @pytest.mark.slow

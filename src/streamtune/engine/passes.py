@@ -20,7 +20,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed, nn
 
 from streamtune.engine.attention import SavedAttention, SavedOutputs
 from streamtune.engine.cache import ChunkCache, Pass, ProjectionDone
@@ -272,6 +272,8 @@ class LayerStream:
             random_before.restore()
             self._cut_chunks_at_rows()
             return None
+        if distributed.is_available() and distributed.is_initialized():
+            z[0] = _with_unused_weights(z, inputs, self.call.layer)
         return z + [cache.chunk_kv[2 * index + place] for index in self.entry_updates.values() for place in (0, 1)]
 
     def assemble_output(self, outputs: list[Tensor], sharing: Any) -> Any:
@@ -503,6 +505,25 @@ def is_placeholder(grad: Tensor) -> bool:
 @lru_cache(maxsize=32)
 def _zero_scalar(dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.zeros((), dtype=dtype, device=device)
+
+
+def _with_unused_weights(outputs: Sequence[Tensor], inputs: Sequence[Tensor], layer: nn.Module) -> Tensor:
+    """Return the first output plus 0 times the trained weights that took no part in the outputs.
+
+    These weights then have a gradient of 0, as ranks need it, which reduce the gradients of a layer together.
+    """
+    seen, nodes, used = {x.grad_fn for x in inputs}, [x.grad_fn for x in outputs], set[int]()
+    while nodes:
+        if (node := nodes.pop()) is None or node in seen:
+            continue
+        seen.add(node)
+        used.add(id(getattr(node, "variable", None)))
+        nodes += [before for before, _ in node.next_functions]
+    out = outputs[0]
+    for parameter in layer.parameters():
+        if parameter.requires_grad and parameter.numel() and id(parameter) not in used:
+            out = out + (0.0 * parameter.reshape(-1)[0]).to(out.dtype)
+    return out
 
 
 def _repeat_token(x: Tensor, sequence_dim: Along) -> Tensor:
