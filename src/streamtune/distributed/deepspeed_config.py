@@ -43,7 +43,7 @@ ZERO3: dict[str, Any] = {
     "stage3_max_reuse_distance": 0,
     "stage3_gather_16bit_weights_on_model_save": False,  # weights are written shard by shard
 }
-PRECISION_SECTIONS = ("bf16", "torch_autocast")
+PRECISION_SECTIONS = {"bf16", "torch_autocast"}
 """Sections that a file gets from the presets if it does not have them."""
 HOST = {"device": "cpu", "pin_memory": "auto"}
 
@@ -75,8 +75,8 @@ def resolve_config(name: str, values: Mapping[str, Any], *, where: str = "deepsp
             optimizer or scheduler, or has a ZeRO stage other than 1 to 3.
     """
     config = read_config(name, where=where)
-    for section in PRECISION_SECTIONS:  # DeepSpeed would disable what the recipe sets
-        config.setdefault(section, copy.deepcopy(COMMON[section]))
+    for missing in PRECISION_SECTIONS - config.keys():  # DeepSpeed would disable what the recipe sets
+        config[missing] = copy.deepcopy(COMMON[missing])
     source = f"the preset {name}" if name in PRESETS else name
     for key, value in values.items():
         section, last = _find_section(config, key)
