@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from streamtune.engine.cache import attached_prefix_grads
@@ -149,6 +150,11 @@ def _as_mask_view(mask: MaskView | LazyMask | Tensor | None, query: Tensor, key:
         return mask.view_queries(0, mask.q_length)
     if isinstance(mask, Tensor):
         return lazy_mask_from_dense(mask).view_queries(0, queries)
+    if mask is not None:
+        raise UnsupportedModelError(
+            f"attention gets a mask of type {type(mask).__name__}, which streaming does not support",
+            fix="pass a padding mask [B, T] or a dense mask [B, 1, T, T]",
+        )
     lazy = LazyMask(batch, queries, keys, q_offset=keys - queries, causal=causal, device=query.device)
     return lazy.view_queries(0, queries)
 
@@ -167,6 +173,30 @@ def lazy_mask_from_dense(mask: Tensor) -> LazyMask:
     if allowed.shape[1] != 1:
         raise BiasError("a dense attention mask differs between heads")
     return LazyMask.from_dense(allowed)
+
+
+def lazy_mask_from_blocks(mask: BlockMask) -> LazyMask:
+    """Convert a mask of ``flex_attention`` to a ``LazyMask``; its last query and last key are the same token.
+
+    Raises:
+        UnsupportedModelError: The mask differs between heads.
+    """
+    rows, heads, queries, keys = mask.shape
+    if heads != 1:
+        raise UnsupportedModelError(
+            f"a BlockMask has a mask for each of {heads} heads, which streaming does not support",
+            fix="pass a dense mask [B, H, T, T]",
+        )
+    visible_blocks, (q_size, k_size), offset = mask.to_dense().bool(), mask.BLOCK_SIZE, keys - queries
+
+    def function(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        q = q - offset
+        return visible_blocks[b, h, q // q_size, k // k_size] & mask.mask_mod(b, h, q, k)
+
+    device = visible_blocks.device
+    return LazyMask(
+        rows, queries, keys, q_offset=offset, causal=False, function=function, vectorize=True, device=device
+    )
 
 
 def lazy_mask(

@@ -11,6 +11,7 @@ sequence dimension. Otherwise it is passed unchanged:
     a bias over the keys (alibi: [..., 1, T])             last dim, cut to prefix and chunk
     a lazy mask                                           rows
     a dense mask ([B, H, T, T])                           rows; columns cut to prefix and chunk
+    a mask of flex_attention (BlockMask)                  as a lazy mask
     distances of queries to keys ([T, T])                 rows; columns cut to prefix and chunk
     the cache, keys and values shared between layers      replaced by the cache of the chunk
 
@@ -32,8 +33,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
 
-from streamtune.engine.attention import NAME, lazy_mask_from_dense
+from streamtune.engine.attention import NAME, lazy_mask_from_blocks, lazy_mask_from_dense
 from streamtune.engine.cache import ChunkCache, save_returned_state, state_argument
 from streamtune.engine.call_parts import ChunkSharing, SharedKey
 from streamtune.engine.hf_names import (
@@ -148,6 +150,9 @@ class LayerCall:
         length = hidden.shape[along]
         _refuse_other_sequences(name, arguments, length)
         for key, value in arguments.items():
+            if isinstance(value, BlockMask):
+                arguments[key] = lazy_mask_from_blocks(value)
+                continue
             if not _is_dense_mask(value, length):
                 continue
             if own_attention is None:
