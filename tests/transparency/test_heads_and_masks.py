@@ -174,3 +174,20 @@ def test_a_bias_that_is_trained_or_sees_the_future_is_refused() -> None:
             model(input_ids=IDS, labels=IDS, attention_mask=bias.clone().requires_grad_())
         with pytest.raises(UnsupportedModelError, match="later tokens"):
             model(input_ids=IDS, labels=IDS, attention_mask=bias.clamp(min=-100.0))
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_dense_mask_of_all_queries(attention: str) -> None:
+    """``[B, 1, 1, T]``: every query sees the same keys, later ones too, so a call is one chunk."""
+    seen = torch.ones(2, 1, 1, 27, dtype=torch.bool)
+    seen[0, :, :, 20:] = False
+    mask = torch.zeros(seen.shape, dtype=torch.float64).masked_fill(~seen, torch.finfo(torch.float32).min)
+    with Float64():
+        model = build("qwen3").double()
+        model.set_attn_implementation(attention)
+        want = gradients(model, input_ids=IDS, labels=IDS, attention_mask=mask)
+        with streamtune.stream(model, chunk_size=27):
+            got = gradients(model, input_ids=IDS, labels=IDS, attention_mask=mask)
+        with streamtune.stream(model, chunk_size=9), pytest.raises(UnsupportedModelError, match="see later tokens"):
+            model(input_ids=IDS, labels=IDS, attention_mask=mask)
+    assert max(errors(got, want).values()) < 1e-9

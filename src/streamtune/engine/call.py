@@ -11,6 +11,7 @@ sequence dimension. Otherwise it is passed unchanged:
     a bias over the keys (alibi: [..., 1, T])             last dim, cut to prefix and chunk
     a lazy mask                                           rows
     a dense mask ([B, H, T, T])                           rows; columns cut to prefix and chunk
+    a dense mask of all queries ([B, H, 1, T])            as a dense mask
     a mask of flex_attention (BlockMask)                  as a lazy mask
     distances of queries to keys ([T, T])                 rows; columns cut to prefix and chunk
     the cache, keys and values shared between layers      replaced by the cache of the chunk
@@ -153,6 +154,8 @@ class LayerCall:
             if isinstance(value, BlockMask):
                 arguments[key] = lazy_mask_from_blocks(value)
                 continue
+            if key.endswith("mask") and isinstance(value, Tensor) and _is_one_query_mask(value, length):
+                arguments[key] = value = value.expand(-1, -1, length, -1)
             if not _is_dense_mask(value, length):
                 continue
             if own_attention is None:
@@ -519,3 +522,8 @@ def _holds_gradient(value: Any) -> bool:
 
 def _is_dense_mask(value: Any, length: int) -> bool:
     return isinstance(value, Tensor) and value.dim() == 4 and tuple(value.shape[2:]) == (length, length)
+
+
+def _is_one_query_mask(value: Tensor, length: int) -> bool:
+    """Return True if a mask ``[B, H, 1, T]`` stands for all queries."""
+    return length > 1 and value.dim() == 4 and tuple(value.shape[2:]) == (1, length)
