@@ -191,3 +191,14 @@ def test_a_dense_mask_of_all_queries(attention: str) -> None:
         with streamtune.stream(model, chunk_size=9), pytest.raises(UnsupportedModelError, match="see later tokens"):
             model(input_ids=IDS, labels=IDS, attention_mask=mask)
     assert max(errors(got, want).values()) < 1e-9
+
+
+def test_streams_of_hidden_states_are_no_mask() -> None:
+    """gemma3n's layers get ``[N, B, T, C]``: with as many tokens as channels, its last two dimensions are equal."""
+    with Float64():
+        model = build("gemma3n_text").double()
+        ids = torch.randint(3, 60, (2, model.config.hidden_size), generator=torch.Generator().manual_seed(0))
+        want = gradients(model, input_ids=ids, labels=ids)
+        with streamtune.stream(model, chunk_size=9):
+            got = gradients(model, input_ids=ids, labels=ids)
+    assert max(errors(got, want).values()) < 1e-9

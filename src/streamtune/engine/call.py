@@ -156,7 +156,7 @@ class LayerCall:
                 continue
             if key.endswith("mask") and isinstance(value, Tensor) and _is_one_query_mask(value, length):
                 arguments[key] = value = value.expand(-1, -1, length, -1)
-            if not _is_dense_mask(value, length):
+            if key == hidden_name or not _is_dense_mask(value, length):  # streams [N, B, T, C] may have T = C
                 continue
             if own_attention is None:
                 arguments[key] = lazy_mask_from_dense(value)
@@ -216,6 +216,7 @@ class LayerCall:
             if (
                 isinstance(value, Tensor)
                 and value.dim() == 4
+                and key != self.hidden_name
                 and (key.endswith("mask") or _is_dense_mask(value, self.length))
             ):
                 refuse_filled_cache(f"{key!r} is a dense mask", name)

@@ -113,7 +113,7 @@ class StreamedForward(StreamedLayer):
         """Bind the arguments for eager attention, which adds the mask ``[B, H, T, T]`` to the scores as a bias."""
 
         def as_additive(value: Any) -> Any:
-            if not isinstance(value, Tensor) or value.dim() != 4 or value.shape[2] != value.shape[3]:
+            if value is hidden or not isinstance(value, Tensor) or value.dim() != 4 or value.shape[2] != value.shape[3]:
                 return value
             if value.requires_grad:
                 raise UnsupportedModelError(
