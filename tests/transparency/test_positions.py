@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 import streamtune
+from tests.conformance.reducer import build as build_any
 from tests.exactness.families import build
-from tests.precision_kit import Float64
+from tests.precision_kit import Float64, in_float64
 
 LENGTH = 27
 POSITIONS = {
@@ -74,6 +75,19 @@ def test_the_configuration_and_checkpointing_decide_as_they_do(configured: bool,
         with streamtune.stream(model, chunk_size=9):
             got = gradients(model, **given)
     assert_same(got, want)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "gpt_oss", "qwen3_next"])
+@pytest.mark.parametrize("call", ["as configured", "use_cache=True", "mask"])
+def test_evaluation_of_one_row_with_gaps(family: str, call: str) -> None:
+    """A call that makes a cache has one row, whatever its positions; layers with a state go on through it."""
+    with Float64(), torch.no_grad():
+        model = in_float64(build_any(family)).eval()
+        given = {"position_ids": torch.tensor([POSITIONS["restart"]] * 2), **CALLS[call]}
+        want = model(tokens(), **given).logits
+        with streamtune.stream(model, chunk_size=9):
+            got = model(tokens(), **given).logits
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
 
 
 def test_positions_by_place_and_embeddings() -> None:

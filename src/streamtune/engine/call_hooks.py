@@ -204,10 +204,12 @@ class StreamedCalls(StreamedModel):
 
     def _disable_cache(self, call: ModelCall, with_labels: bool) -> None:
         """Turn ``use_cache`` off in a training call, as ``transformers`` does under gradient checkpointing."""
+        if call.cache is not None:
+            return
+        if self.scored is None:
+            self._add_mask_for_one_row(call)
         by_default = call.get_argument("use_cache") is None and (with_labels or self.model.training)
-        if call.cache is None and (torch.is_grad_enabled() or by_default):
-            if self.scored is None:
-                self._add_mask_for_one_row(call)
+        if torch.is_grad_enabled() or by_default:
             call.set_argument("use_cache", False)
 
     def _set_call_context(self, call: ModelCall, with_labels: bool) -> None:
