@@ -90,6 +90,21 @@ def test_evaluation_of_one_row_with_gaps(family: str, call: str) -> None:
     torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("call", CALLS)
+def test_positions_of_text_and_image_axes(call: str) -> None:
+    """``[4, B, T]``: the first are the positions of tokens, which show the rows."""
+    with Float64():
+        model = build_any("qwen3_5_text").double().train()
+        positions = torch.tensor([POSITIONS["restart"]] * 2)
+        given = {"position_ids": positions.expand(4, -1, -1), **CALLS[call]}
+        want = gradients(model, **given)
+        with streamtune.stream(model, chunk_size=9):
+            got, flat = gradients(model, **given), gradients(model, **{**given, "position_ids": positions})
+    assert_same(got, flat)
+    if call != "use_cache=False":  # the plain model passes its states from row to row
+        assert_same(got, want)
+
+
 def test_positions_by_place_and_embeddings() -> None:
     with Float64():
         model = build("qwen3").double().train()

@@ -84,6 +84,10 @@ DISTANCES = ("relative_distance",)
 """Arguments with the distance of each query to each key, ``[T, T]`` for all rows; since 5.24."""
 POSITIONS = ("position_ids", "cache_position")
 """Arguments with positions of tokens in their last dimension; ``cache_position`` was used before 5.17."""
+TEXT_AND_AXES = 4
+"""First dimension of ``position_ids`` ``[4, B, T]`` in models with images: positions of tokens, then time, height and
+width. The first shows packed rows; the others are the angles of the rotary embedding.
+"""
 ROTATIONS = "position_embeddings"
 """Argument that holds cosine and sine ``[B, T, D]``."""
 OTHER_SEQUENCES = ("cross_attention_states", "encoder_hidden_states")

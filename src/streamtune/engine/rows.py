@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from streamtune.engine.hf_names import ROW_ENDS, ROW_IDS
+from streamtune.engine.hf_names import ROW_ENDS, ROW_IDS, TEXT_AND_AXES
 from streamtune.errors import ArgumentError, UnsupportedModelError
 from streamtune.ops import Branch, BranchTable, LazyMask, row_starts
 from streamtune.ops.attention.runs import run_starts
@@ -55,7 +55,13 @@ class PackedRows:
 
     @classmethod
     def from_positions(cls, position_ids: Any) -> PackedRows | None:
-        """Return the packed rows of ``position_ids`` ``[T]`` or ``[B, T]``; None if each sequence is one row."""
+        """Return the packed rows of ``position_ids`` ``[T]`` or ``[B, T]``; None if each sequence is one row.
+
+        Models with a position per image axis (M-RoPE) also take ``[4, B, T]``, where the first ``[B, T]`` counts tokens
+        (``TEXT_AND_AXES``). Positions ``[3, B, T]`` do not show rows.
+        """
+        if isinstance(position_ids, Tensor) and position_ids.dim() == 3 and position_ids.shape[0] == TEXT_AND_AXES:
+            position_ids = position_ids[0]
         if not isinstance(position_ids, Tensor) or position_ids.dim() not in (1, 2):
             return None
         rows = cls(torch.atleast_2d(position_ids))
