@@ -179,6 +179,20 @@ def test_what_flattening_collators_say_beside_positions_is_not_needed() -> None:
             model(**inputs, **words)
 
 
+@pytest.mark.parametrize("kind", ["ends", "ids"])
+def test_rows_that_arguments_of_kernels_add_are_refused(kind: str) -> None:
+    """Positions that go on where ``cu_seq_lens`` or ``seq_idx`` begin a row: flash attention would separate it."""
+    model, inputs = build("qwen3"), packed(rows((9, 13, 10)))
+    ends = torch.tensor([0, 9, 15, 22, 32], dtype=torch.int32)
+    ids = torch.arange(4).repeat_interleave(ends.diff())[None]
+    words = {"seq_idx": ids} if kind == "ids" else {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
+    with (
+        streamtune.stream(model, chunk_size=8),
+        pytest.raises(UnsupportedModelError, match="begin a row at token 15, where position_ids do not restart"),
+    ):
+        model(**inputs, **words)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("chunk_size", [1, 5, 64])
 @pytest.mark.parametrize("lengths", [(1,) * 12, (37,), (36, 1), (1, 36), (18, 19)])

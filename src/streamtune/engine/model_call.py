@@ -82,11 +82,12 @@ class ModelCall:
         ``transformers`` finds packed rows if the position ids restart, and the call has no attention mask and no cache.
 
         Raises:
-            UnsupportedModelError: Kernel arguments describe packed rows, but positions do not restart.
+            UnsupportedModelError: Kernel arguments describe packed rows at which positions do not restart.
         """
         if self.get_argument("attention_mask") is None and self.cache is None:
             rows = PackedRows.from_positions(self.get_argument("position_ids"))
             if rows is not None:
+                rows.check_described_rows(self.kwargs)
                 return rows
         if describes_packed_rows(self.kwargs):
             raise UnsupportedModelError(

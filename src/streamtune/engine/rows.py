@@ -79,6 +79,28 @@ class PackedRows:
         begins[:, 1:] = self.positions_BT.diff(dim=-1) != 1
         return begins
 
+    def check_described_rows(self, arguments: dict[str, Any]) -> None:
+        """Raise an error if arguments for attention kernels begin a row at a token where the positions do not restart.
+
+        Raises:
+            UnsupportedModelError: ``cu_seq_lens`` or ``seq_idx`` describe such a row; ``arguments`` are the call's.
+        """
+        ends, ids = arguments.get(ROW_ENDS), arguments.get(ROW_IDS)
+        begins = host_copy(self.is_row_start)
+        missed: list[int] = []
+        if isinstance(ends, Tensor):
+            places = host_copy(ends).flatten().long()
+            places = places[places < begins.numel()]
+            missed += places[~begins.flatten()[places]].tolist()
+        if isinstance(ids, Tensor) and ids.dim() == 2 and ids.shape[1] == begins.shape[1]:
+            changes = host_copy(ids).diff(dim=1) != 0
+            missed += ((changes & ~begins[:, 1:]).nonzero()[:, 1] + 1).tolist()
+        if missed:
+            raise UnsupportedModelError(
+                f"cu_seq_lens or seq_idx begin a row at token {min(missed):,}, where position_ids do not restart",
+                fix="pass position_ids that restart at each row, and no attention_mask",
+            )
+
     @cached_property
     def common_starts(self) -> frozenset[int]:
         """Positions at which a row begins in every sequence of the batch."""
