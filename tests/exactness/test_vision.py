@@ -50,6 +50,17 @@ def test_padded_on_the_right(kind: str) -> None:
         want.check(gradients(model, inputs))
 
 
+@pytest.mark.parametrize("image", [True, False], ids=["image", "text"])
+def test_the_balance_loss_of_a_mixture(image: bool) -> None:
+    """The number of experts of a token stands in the configuration of the text model."""
+    model, inputs = build("qwen3_vl_moe"), batch("qwen3_vl_moe", image)
+    model.config.text_config.router_aux_loss_coef = 0.5
+    inputs["output_router_logits"] = True
+    want = reference(model, inputs)
+    with streamtune.stream(model, chunk_size=7):
+        want.check(gradients(model, inputs))
+
+
 @pytest.mark.quick("paligemma", "llama4", "qwen2_vl")
 @pytest.mark.parametrize("kind", EXACT)
 def test_the_preflight_agrees(kind: str) -> None:

@@ -151,6 +151,16 @@ MODELS: dict[str, dict[str, Any]] = {
         "vision_config": {**QWEN_TOWER, "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16},
         **QWEN_TOKENS,
     },
+    "qwen3_vl_moe": {
+        "text_config": {
+            **_rope(mrope_section=[2, 1, 1], mrope_interleaved=True),
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+        },
+        "vision_config": {**QWEN_TOWER, "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16},
+        **QWEN_TOKENS,
+    },
     "glm4v": {
         "text_config": _rope(mrope_section=[2, 1, 1], partial_rotary_factor=1.0),
         "vision_config": {**QWEN_TOWER, "image_size": 16},
@@ -166,7 +176,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 IMAGE_TOKENS = {"paligemma": 16, "paligemma 2": 16, "llava": 17, "mllama": 0}
-GRIDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v")
+GRIDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v")
 """Models that are given patches and the grid they come from instead of pictures."""
 
 

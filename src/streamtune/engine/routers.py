@@ -245,7 +245,8 @@ class RouterLogitCollector:
 
     @property
     def _top_k(self) -> int:
-        return int(getattr(self.model, "num_experts_per_tok", None) or self.model.config.num_experts_per_tok)
+        config = self.model.config.get_text_config(decoder=True)
+        return int(getattr(self.model, "num_experts_per_tok", None) or config.num_experts_per_tok)
 
     def _check_supported(self) -> None:
         name = type(self.model).__name__
