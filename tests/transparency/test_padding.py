@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import streamtune
 from tests.conformance.reducer import build as build_any
@@ -113,6 +114,22 @@ def test_trainers_collator_gives_the_ordinary_curve() -> None:
             losses.append(curve)
     assert losses[1] == pytest.approx(losses[0], rel=1e-9)
     assert losses[0][-1] < losses[0][0]
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("number", [-1e4, -1e9, torch.finfo(torch.float32).min])
+def test_a_dense_mask_that_adds_a_number(attention: str, number: float) -> None:
+    """All scores of padding have the number added, so that it attends to all tokens, under sdpa too."""
+    batch = padded(True)
+    seen = batch["attention_mask"].bool()[:, None, None] & torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+    batch["attention_mask"] = torch.zeros(seen.shape, dtype=torch.float64).masked_fill(~seen, number)
+    with Float64(), sdpa_kernel(SDPBackend.MATH):  # the backward of the fused kernel is wrong there
+        model = build_any("qwen3").double().eval()
+        model.set_attn_implementation(attention)
+        want = gradients(model, batch)
+        with streamtune.stream(model, chunk_size=9), pytest.warns(UserWarning, match=TOLD):
+            got = gradients(model, batch)
+    assert max(errors(got, want).values()) < 1e-9
 
 
 def test_padding_whose_outputs_reach_other_tokens() -> None:

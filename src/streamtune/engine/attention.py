@@ -24,6 +24,7 @@ from streamtune.engine.observe import notify_tensors
 from streamtune.engine.sequence.shards import ChunkExchange
 from streamtune.errors import UnsupportedModelError
 from streamtune.ops import LazyMask, MaskView, prefix_attention
+from streamtune.ops.attention.mask import HIGHEST_HIDDEN
 from streamtune.ops.attention.ring import ring_attention
 from streamtune.ops.attention.rules import NeedsMaskTensorError
 from streamtune.ops.devices import autocast_device_type
@@ -168,7 +169,7 @@ def lazy_mask_from_dense(mask: Tensor) -> LazyMask:
         BiasError: The mask has other values, or differs between heads.
     """
     allowed = mask if mask.dtype == torch.bool else mask == 0
-    if mask.dtype != torch.bool and not bool((allowed | (mask <= -1e4)).all()):
+    if mask.dtype != torch.bool and not bool((allowed | (mask <= HIGHEST_HIDDEN)).all()):
         raise BiasError("a dense attention mask has values other than 0 and -inf, so it is a bias")
     if allowed.shape[1] != 1:
         raise BiasError("a dense attention mask differs between heads")

@@ -235,16 +235,20 @@ class StreamedCalls(StreamedModel):
         """Return True if the loss or a later layer reads the outputs of left padding, which attends to all tokens.
 
         Eager attention gives a query whose keys are all masked the mean of all values, and no chunk has them all
-        (docs/decisions/003-queries-that-see-nothing.md). This matters if left padding has a label, or if a
-        cross-attention between the layers (blt) reads its outputs.
+        (docs/decisions/003-queries-that-see-nothing.md). So does every attention with a dense mask that adds a finite
+        number. This matters if left padding has a label, or if a cross-attention between the layers (blt) reads its
+        outputs.
 
         Raises:
             UnsupportedModelError: Ranks share the sequence.
         """
-        if "eager" not in {self.own_attention, *self.names.plain_names}:
-            return False
-        mixes = call.has_left_padding() and any("CrossAttention" in type(m).__name__ for m in self.model.modules())
-        if not mixes and not call.has_labelled_padding(None if self.scored is None else self.scored.targets):
+        eager = "eager" in {self.own_attention, *self.names.plain_names}
+        mixes = (
+            eager
+            and call.has_left_padding()
+            and any("CrossAttention" in type(m).__name__ for m in self.model.modules())
+        )
+        if not mixes and not call.has_labelled_padding(None if self.scored is None else self.scored.targets, eager):
             return False
         if self.sequence_parallel is not None:
             raise UnsupportedModelError(
@@ -255,9 +259,9 @@ class StreamedCalls(StreamedModel):
         if not self._warned_of_padding:
             self._warned_of_padding = True
             warnings.warn(
-                "a label is predicted from left padding, which attends to all tokens under eager attention: the call "
-                "runs in one chunk. Give the first token of each row the label -100, pad on the right, or load the "
-                "model with attn_implementation='sdpa'",
+                "a label is predicted from left padding, which attends to all tokens under eager attention and with a "
+                "dense mask of numbers: the call runs in one chunk. Give the first token of each row the label -100, "
+                "pad on the right, or load the model with attn_implementation='sdpa' and pass a boolean mask",
                 stacklevel=2,
             )
         return True

@@ -21,6 +21,7 @@ from streamtune.base.model_facts import IGNORE_INDEX
 from streamtune.engine.hf_names import BY_POSITIONS, CACHE, cache_argument, parameters_of, renamed_cache
 from streamtune.engine.rows import PackedRows, describes_packed_rows
 from streamtune.errors import ArgumentError, UnsupportedModelError
+from streamtune.ops.attention.mask import HIGHEST_HIDDEN
 from streamtune.ops.devices import clear_host_copies
 
 TOKENS = ("input_ids", "inputs_embeds")
@@ -129,21 +130,39 @@ class ModelCall:
         mask = self.get_argument("attention_mask")
         return isinstance(mask, Tensor) and mask.dim() == 2 and bool((mask[:, 0] == 0).any())
 
-    def has_labelled_padding(self, targets: Tensor | None) -> bool:
-        """Return True if a padding token has a target.
+    def has_labelled_padding(self, targets: Tensor | None, eager: bool) -> bool:
+        """Return True if a token has a target, but attends to all tokens because the mask hides all keys from it.
 
-        ``targets`` are shifted targets ``[B, T]``; None uses the call's ``shift_labels`` or ``labels``.
+        Args:
+            targets: Shifted targets ``[B, T]``; None uses the call's ``shift_labels`` or ``labels``.
+            eager: True if layers use eager attention.
         """
         targets = self.kwargs.get("shift_labels") if targets is None else targets
-        labels, mask = self.get_argument("labels"), self.get_argument("attention_mask")
-        if isinstance(mask, Tensor) and mask.dim() == 2 and self.cache is not None:
-            is_token = mask.cumsum(1) > 0  # padding behind a token of the cache sees that token
-            mask = is_token[:, is_token.shape[1] - self.batch_and_length[1] :]
+        labels, mask = self.get_argument("labels"), self._seeing_tokens(eager)
         if targets is None and labels is not None:
             targets = nn.functional.pad(labels, (0, 1), value=IGNORE_INDEX)[..., 1:]
-        if targets is None or not isinstance(mask, Tensor) or mask.shape != targets.shape:
+        if targets is None or mask is None or mask.shape[1:] != targets.shape[1:]:
             return False
         return bool(((mask == 0) & (targets != IGNORE_INDEX)).any())
+
+    def _seeing_tokens(self, eager: bool) -> Tensor | None:
+        """Return ``[B, T]``, 0 at tokens from which the mask hides all keys, so that they attend to all tokens.
+
+        Eager attention treats padding so. All attentions do if a dense mask adds a finite number to the scores. None if
+        the mask is of another kind.
+        """
+        mask = self.get_argument("attention_mask")
+        if not isinstance(mask, Tensor):
+            return None
+        if mask.dim() == 4 and mask.is_floating_point():
+            hidden = (mask <= HIGHEST_HIDDEN) & mask.isfinite()
+            return ~hidden.all(-1).any(1)
+        if mask.dim() != 2 or not eager:
+            return None
+        if self.cache is not None:
+            is_token = mask.cumsum(1) > 0  # padding behind a token of the cache sees that token
+            mask = is_token[:, is_token.shape[1] - self.batch_and_length[1] :]
+        return mask
 
 
 def mark_cache_read(call: ModelCall) -> None:

@@ -31,7 +31,7 @@ from streamtune.engine.attention import NAME, lazy_mask
 from streamtune.engine.hf_names import attention_name, set_attention_name
 from streamtune.engine.observe import temporary_attention_names
 from streamtune.errors import UnsupportedModelError
-from streamtune.ops.attention.mask import LazyMask, MaskView
+from streamtune.ops.attention.mask import HIGHEST_HIDDEN, LazyMask, MaskView
 
 TILED_IMPLEMENTATIONS = ("eager", "sdpa")
 """Attention implementations that a layer may keep: they accept tiles."""
@@ -158,7 +158,7 @@ def sees_future(dense_BHTT: Tensor) -> bool:
     later = torch.ones(dense_BHTT.shape[-2:], dtype=torch.bool, device=dense_BHTT.device).triu(1)
     above = dense_BHTT[..., later]
     if dense_BHTT.dtype != torch.bool:
-        return bool((above > -1e4).any())
+        return bool((above > HIGHEST_HIDDEN).any())
     if not bool(above.any()):
         return False
     return not bool(above.all()) or bool(dense_BHTT.diagonal(dim1=-2, dim2=-1).all())

@@ -16,6 +16,9 @@ from streamtune.errors import UnsupportedModelError
 from streamtune.ops.attention.rules import MaskPlaceholder, MaskRules
 from streamtune.ops.attention.runs import Branch, BranchTable, QueryRange, overlapping_runs
 
+HIGHEST_HIDDEN = -1e4
+"""Highest number that hides a key in a mask that is added to the scores."""
+
 MASKED_KEYS = 2048
 """Largest number of keys in a masked segment of a branch; the mask of a segment is one dense tensor."""
 
