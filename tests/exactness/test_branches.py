@@ -129,6 +129,25 @@ def test_branches_take_up_the_state_of_their_trunk(family: str) -> None:
         check_branches(handle)
 
 
+@pytest.mark.quick("qwen3_next", "mamba2", "kimi_linear")
+@pytest.mark.parametrize("family", ["qwen3_next", "lfm2", "mamba2", "granitemoehybrid", "kimi_linear"])
+def test_a_part_of_one_token_is_exact_or_refused(family: str) -> None:
+    """Many layers compute it as a decoding step, in place: the branches behind it would start from another state."""
+    model, branches = build_any(family), Branches.of_nodes([(-1, 5), (0, 1), (0, 6)])
+    ids = torch.randint(3, VOCAB, (1, branches.length), generator=torch.Generator().manual_seed(3))
+    targets = torch.full_like(ids, 5)
+    with torch.no_grad(), streamtune.stream(model, chunk_size=8) as handle:
+        if family not in ("qwen3_next", "lfm2"):
+            with pytest.raises(UnsupportedModelError, match="a chunk of 1 token as a decoding step") as caught:
+                handle.logprobs(ids, targets, branches=branches)
+            assert caught.value.fix == "set share_prefix: never"
+            return
+        shared = handle.logprobs(ids, targets, branches=branches).logprobs[:, 6:]
+        row = torch.cat([ids[:, :5], ids[:, 6:]], dim=1)
+        alone = handle.logprobs(row, torch.full_like(row, 5)).logprobs[:, 5:]
+    torch.testing.assert_close(shared, alone)
+
+
 @pytest.mark.parametrize(
     "choices",
     [

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from streamtune.engine.hf_names import CACHE, CACHE_CLASS, RWKV_KERNEL, RWKV_LAYER, RWKV_SIZE, hf_internal
-from streamtune.engine.kv import KeysAndValues, StateKey, States, refuse_filled_cache
+from streamtune.engine.kv import KeysAndValues, StateKey, States, refuse_filled_cache, version_counter
 from streamtune.engine.sequence.shards import ChunkExchange
 from streamtune.errors import UnsupportedModelError
 from streamtune.ops.devices import autocast_device_type
@@ -77,6 +77,8 @@ class ChunkCache(hf_internal(CACHE_CLASS)):  # type: ignore[misc]
         self.chunk_states: dict[StateKey, Tensor] = {}
         self.sent_states: list[Tensor] = []
         self.state_leaves: dict[StateKey, Tensor] = {}
+        self.read_states: list[tuple[Tensor, int]] = []
+        """States that the layer read in the forward, each with its version counter."""
         self.updates = 0
         self.uses_states = False
         """True if the layer has read or written a state."""
@@ -120,9 +122,30 @@ class ChunkCache(hf_internal(CACHE_CLASS)):  # type: ignore[misc]
             self.states.add_state_grads(self._own_tokens, *self._state_positions, parts)
 
     def end_chunk(self) -> None:
-        """Free the states that no other chunk reads, after the chunk's forward; does nothing in the backward."""
+        """Free the states that no other chunk reads, after the chunk's forward; does nothing in the backward.
+
+        Raises:
+            UnsupportedModelError: The layer wrote into a state of earlier tokens.
+        """
         if self.uses_states and self.pass_name == "store":
+            self._refuse_changed_states()
             self.states.end_chunk(*self._state_positions)
+
+    def _refuse_changed_states(self) -> None:
+        """Raise an error if the layer wrote into a state that it read, from which other chunks start too.
+
+        Many layers do so with a single token: they compute it as a decoding step, which also gives no gradient.
+
+        Raises:
+            UnsupportedModelError: The layer wrote into a state.
+        """
+        if any(version_counter(state) != version for state, version in self.read_states):
+            start, tokens = self._own_tokens.start, self._own_tokens.stop - self._own_tokens.start
+            raise UnsupportedModelError(
+                f"a layer with a recurrent state writes into the state before position {start}, from which other rows "
+                f"start too; it computes a chunk of {tokens} token{'s' * (tokens > 1)} as a decoding step",
+                fix="set share_prefix: never",
+            )
 
     @property
     def _own_tokens(self) -> slice:
@@ -280,6 +303,8 @@ class ChunkCache(hf_internal(CACHE_CLASS)):  # type: ignore[misc]
         if self.pass_name == "replay" and state.is_floating_point() and key not in self.state_leaves:
             state = self.state_leaves[key] = state.detach().requires_grad_()
             self.states.on_state_leaf(self._own_tokens, read_position, key, state)
+        if self.pass_name == "store":
+            self.read_states.append((state, version_counter(state)))
         start = self.chunk.start if self.exchange is None else self.exchange.start
         return state if rows is None or start not in rows.row_starts else rows.zero_states_at_row_starts(state, start)
 

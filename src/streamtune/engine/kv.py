@@ -315,7 +315,7 @@ class Past:
             refuse_filled_cache(
                 f"the cache holds {keys.shape[2]} keys for {length} tokens (a sliding or static cache)", name
             )
-        return cls(keys, values, (_version_counter(keys), _version_counter(values)), index)
+        return cls(keys, values, (version_counter(keys), version_counter(values)), index)
 
     def detached(self) -> Past:
         """Return the keys and values detached from their graph."""
@@ -323,14 +323,15 @@ class Past:
 
     def check_unchanged(self) -> None:
         """Raise :class:`ArgumentError` if the keys or values were changed in place since the forward."""
-        if (_version_counter(self.keys), _version_counter(self.values)) != self.versions:
+        if (version_counter(self.keys), version_counter(self.values)) != self.versions:
             raise ArgumentError(
                 "the cache that was passed was changed in place between the forward and its backward; both read it",
                 fix="call loss.backward() first, or pass a copy of the cache",
             )
 
 
-def _version_counter(x: Tensor) -> int:
+def version_counter(x: Tensor) -> int:
+    """Return how often ``x`` was changed in place; 0 for an inference tensor, which does not count this."""
     return 0 if x.is_inference() else x._version
 
 
