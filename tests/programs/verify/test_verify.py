@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, VeraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -111,6 +111,17 @@ def test_adapters_start_with_a_zero_half_and_are_compared_all_the_same() -> None
     assert report.filled == 14
     assert all(row.torch_error > 0 for row in report.modules)
     assert all(not p.any() for name, p in model.named_parameters() if "lora_B" in name)
+
+
+def test_a_zero_vector_of_adapters_hides_no_gradient() -> None:
+    config = VeraConfig(r=4, d_initial=0.1, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    model = get_peft_model(build("qwen3"), config)
+    zeros = [p for name, p in model.named_parameters() if "vera_lambda_b" in name]
+    report = check(model)
+    assert report.exact, report.worst
+    assert report.filled == len(zeros) > 0
+    assert all(error > 0 for run in report.runs[-1:] for error in run.errors.values())
+    assert not any(p.any() for p in zeros)
 
 
 @pytest.mark.parametrize("weights", [torch.bfloat16, torch.float32, torch.float64])

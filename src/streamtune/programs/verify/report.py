@@ -163,7 +163,7 @@ class VerifyReport:
         worst: Finding with the largest error relative to its bound.
         modules: Largest errors by kind of module.
         trained: Number of trainable tensors.
-        filled: Number of all-zero matrices that were filled with random values during the comparison.
+        filled: Number of all-zero matrices and vectors that held random values during the comparison.
         refusal: Reason why training would refuse a model that is not exact; empty if it would train.
     """
 

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from streamtune.base.adapters import base_of
+from streamtune.base.adapters import base_of, is_adapter_name
 from streamtune.base.model_facts import IGNORE_INDEX
 from streamtune.engine.hf_names import CAUSAL_LOSS, FIXED_LOSS, LOSS, hf_internal
 
 FILL_STD = 1e-2
-"""Standard deviation of the random values that replace all-zero matrices."""
+"""Standard deviation of the random values that replace all-zero matrices and vectors."""
 
 
 @contextmanager
@@ -23,15 +23,17 @@ def prepared_for_comparison(model: nn.Module) -> Iterator[int]:
 
     Inside, the model is in evaluation mode, ``grad`` is cleared, float32 matrix products have full precision, and
     random numbers have a fixed seed. The second matrix of a fresh LoRA adapter is all zeros, which makes the gradient
-    of the first matrix zero even if streaming is wrong. All-zero matrices therefore hold small random values.
+    of the first matrix zero even if streaming is wrong; so does a zero vector of VeRA. All-zero matrices, and all-zero
+    vectors of adapters, therefore hold small random values.
 
     Yields:
-        The number of all-zero matrices.
+        The number of all-zero matrices and vectors.
     """
     training = [(module, module.training) for module in model.modules()]
     grads = [(p, p.grad) for p in model.parameters() if p.grad is not None]
-    matrices = [p for p in model.parameters() if p.requires_grad and p.dim() > 1]
-    zeros = [(p, p.detach().clone()) for p in matrices if not bool(p.detach().any())]
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    factors = [p for name, p in trained if p.dim() > 1 or is_adapter_name(name)]
+    zeros = [(p, p.detach().clone()) for p in factors if not bool(p.detach().any())]
     precision = torch.get_float32_matmul_precision()
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
     with torch.random.fork_rng(devices):

@@ -191,7 +191,7 @@ def _print_report(report: VerifyReport) -> None:
     if report.exact:  # else the verdict names it
         rows.append(("worst", report.worst.describe()))
     if report.filled:
-        rows.append(("filled", f"{report.filled} all-zero matrices (fresh adapters) held random values for this test"))
+        rows.append(("filled", f"{report.filled} all-zero tensors (fresh adapters) held random values for this test"))
     if report.routed and not report.exact and report.worst.run.dtype.itemsize == 4:
         rows.append(
             ("experts", "rounding may send a token to another expert; rule that out with a shorter --length or float64")
