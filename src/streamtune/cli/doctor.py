@@ -9,6 +9,7 @@ import os
 import shutil
 import tempfile
 import time
+import urllib.error
 import urllib.request
 import warnings
 from collections.abc import Callable, Iterator
@@ -176,7 +177,7 @@ def _check_exact_gradient(environment: dict[str, Any], directory: Path) -> Itera
             for name, p in model.named_parameters()
             if p.grad is not None
         }
-        worst = max(errors, key=lambda name: errors[name])
+        worst = max(errors, key=lambda name: (errors[name] != errors[name], errors[name]))  # NaN is the largest
         text = (
             f"{device['name']}: gradients with and without streaming differ by {errors[worst]:.1e} of their norm (fp32)"
         )
@@ -254,20 +255,25 @@ def _check_disk(environment: dict[str, Any], directory: Path) -> Iterator[CheckR
 
 
 def _check_hub(environment: dict[str, Any], directory: Path) -> Iterator[CheckResult]:
-    from huggingface_hub.constants import ENDPOINT, HF_HUB_CACHE
+    from huggingface_hub.constants import ENDPOINT, ENV_VARS_TRUE_VALUES, HF_HUB_CACHE
 
     cache = Path(HF_HUB_CACHE)
     above = next(folder for folder in (cache, *cache.parents) if folder.exists())
     if not os.access(above, os.W_OK):
         yield CheckResult("hub cache", "problem", f"{cache} cannot be written", "set HF_HOME to a writable folder")
-    if is_offline() or os.environ.get("HF_HUB_OFFLINE") == "1":
+    switch = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE") or ""
+    if is_offline() or switch.upper() in ENV_VARS_TRUE_VALUES:
         yield CheckResult("hub", "ok", "offline, as requested: local files and caches only")
         return
+    fix = "use local folders, or set HF_ENDPOINT to a mirror or HTTPS_PROXY to a proxy; --offline skips this check"
     try:
         with urllib.request.urlopen(urllib.request.Request(ENDPOINT, method="HEAD"), timeout=HUB_SECONDS):
             pass
+    except urllib.error.HTTPError as error:
+        if error.code == 407 or error.code >= 500:  # of a proxy; a mirror need not have a first page
+            yield CheckResult("hub", "advice", f"{ENDPOINT} answers with {error.code} ({error.reason})", fix)
+            return
     except (OSError, ValueError) as error:
-        fix = "use local folders, or set HF_ENDPOINT to a mirror or HTTPS_PROXY to a proxy; --offline skips this check"
         yield CheckResult("hub", "advice", f"{ENDPOINT} does not answer: {getattr(error, 'reason', error)}", fix)
         return
     yield CheckResult("hub", "ok", f"{ENDPOINT} answers")
