@@ -421,6 +421,20 @@ def test_the_command_simulates_a_device_that_is_not_there(tmp_path: Path, monkey
     assert (tmp_path / "max-length-4-mib-simulated.md").is_file()
 
 
+def test_a_budget_of_no_host_memory_is_a_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure_table, "LENGTHS", Range(first=256, least=256, most=256, step=256))
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    options = ["--table", "max-length", "--device-memory", "4MiB", "--host-memory", "0GiB", "--modes", "stream"]
+    options += ["--output-dir", str(tmp_path), "--json"]
+    result = CliRunner().invoke(app, ["bench", str(tmp_path / "recipe.yaml"), *options], catch_exceptions=False)
+    rows = {row["label"]: row for row in json.loads(result.stdout)["rows"]}
+    for label, row in rows.items():
+        offloads = "on host" in label or "on disk" in label  # the disk has buffers in host memory
+        assert row["max_length"] == (0 if offloads else 256), label
+    assert " of host memory" in rows["layer inputs on host"]["error"]
+    assert "device" not in rows["layer inputs on host"]["error"]
+
+
 CONFIG = {"model_type": "mistral", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
           "num_key_value_heads": 2, "intermediate_size": 48, "vocab_size": 300, "max_position_embeddings": 512,
           "architectures": ["MistralForCausalLM"]}  # fmt: skip
@@ -436,7 +450,7 @@ def simulated_table(folder: Path, *settings: str) -> dict[str, Any]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("change", ["model", "adapters", "optimizer", "positions", "nothing", "rows"])
+@pytest.mark.parametrize("change", ["model", "adapters", "optimizer", "positions", "accumulation", "nothing", "rows"])
 def test_rows_of_another_model_at_the_same_path_are_simulated_again(
     change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -457,6 +471,7 @@ def test_rows_of_another_model_at_the_same_path_are_simulated_again(
     elif change == "adapters":
         (tmp_path / "ad/adapter_config.json").write_text(json.dumps({**adapters, "r": 8}))
     more = {"optimizer": "optim=adafactor", "positions": "rope_scaling.rope_type=default", "rows": "val_size=0.1"}
+    more["accumulation"] = "gradient_accumulation_steps=2"
     again = simulated_table(tmp_path, *settings, *([more[change]] if change in more else ()))
     assert again["rows"][0]["max_length"] == (7 if change in ("nothing", "rows") else 256)
 

@@ -68,7 +68,7 @@ FREE_KEYS = {
     # and where it goes.
     "output_dir", "preset", "peak_flops",
 }  # fmt: skip
-"""Recipe keys that do not affect any measurement.
+"""Recipe keys that do not affect any measurement. The table ``max-length`` also compares the number of micro-batches.
 
 Keys in neither set are compared only if the recipe sets them. So a table that was begun before StreamTune had a key can
 still be resumed.

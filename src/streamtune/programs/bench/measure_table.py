@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from streamtune import train
 from streamtune.base import interrupts
 from streamtune.base.text import show_size
 from streamtune.errors import ArgumentError, RunError
@@ -42,6 +43,7 @@ from streamtune.run.plan import recipe_workload
 from streamtune.run.weight_choices import with_best_precision
 from streamtune.schedule import Schedule
 from streamtune.tasks import task_of
+from streamtune.tasks.steps import count_micro_batches
 
 MeasureGroup = Callable[[Sequence[Entry], Sequence[Entry]], Iterator[TableRow]]
 """Function ``(entries, references) -> rows``: measure entries, with times relative to the reference entries."""
@@ -227,6 +229,8 @@ def measure_longest_lengths(
     notify("building the model")
     env, attempt = (_prepare_simulated_lengths if simulates else _prepare_measured_lengths)(recipe, job, budget)
     settings = {**settings, "budget": str(budget), "method": options.method}
+    if (count := count_micro_batches(recipe, train.WORLD)) > 1:  # gradients of the first wait during the second
+        settings["micro_batches"] = count
     report = TableReport("max-length", options.command, settings, env)
     with interrupts.temporary_directory(dir=options.folder, prefix=".offload-") as scratch:
         entries = maxlen_entries(make_schedule(recipe.engine), scratch)
@@ -264,9 +268,17 @@ def _prepare_simulated_lengths(recipe: TrainingSettings, job: Job, budget: Budge
         workload = replace(shortest, length=length, mode=entry.case.mode)
         found = simulate(workload, entry.case.schedule)
         outcome = Outcome(True, "", "", "", found.peak_bytes, found.host_bytes, found.disk_bytes, terms=found.terms)
-        filled = (1 + MARGIN) * (budget.used_fraction(found.peak_bytes, found.host_bytes, found.disk_bytes) or 0)
-        reason = f"a step needs {show_size(found.peak_bytes)} of device memory"
-        return outcome if filled <= 1 else replace(outcome, fits=False, reason=reason)
+        needs = (
+            ("device memory", found.peak_bytes, budget.device_bytes),
+            ("host memory", found.host_bytes, budget.host_bytes),
+            ("disk space", found.disk_bytes, budget.disk_bytes),
+        )
+        reasons = [
+            f"a step needs {show_size(used)} of {name}"
+            for name, used, limit in needs
+            if limit is not None and (1 + MARGIN) * used > limit
+        ]
+        return replace(outcome, fits=False, reason=" and ".join(reasons)) if reasons else outcome
 
     return env, try_length
 
