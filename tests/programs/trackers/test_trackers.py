@@ -8,8 +8,10 @@ import sqlite3
 import struct
 import subprocess
 import sys
+import threading
 from collections import defaultdict
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +28,18 @@ RUN = "0123456789abcdef"
 
 def facts(folder: Path, step: int = 0, seed: int = 1) -> RunFacts:
     folder.mkdir(exist_ok=True)
-    recipe = {"seed": seed, "engine": {"chunk_size": 16}, "datasets": [{"path": "rows.jsonl"}]}
+    recipe = {"seed": seed, "engine": {"chunk_size": 16}, "datasets": [{"path": "rows.jsonl"}],
+              "lora_rank_pattern": {r"layers\.0\..*q_proj$": 4}}  # fmt: skip
     plan = {"peak_bytes": 7, "terms": {"weights": 3, "layer inputs": 4}}
     return RunFacts(RUN, folder.name, folder, step, 6, recipe, {"torch": "2.13"}, plan)
 
 
-def report(folder: Path, names: list[str], *, first: int = 0, last: int = 4, seed: int = 1) -> None:
+def report(
+    folder: Path, names: list[str], *, first: int = 0, last: int = 4, seed: int = 1, offline: bool = True
+) -> None:
     """Steps ``first + 1 .. last`` of a run, of which each loss is 1 / step + first."""
     notes: list[str] = []
-    group = make_reporters(names, offline=True, notify=notes.append)
+    group = make_reporters(names, offline=offline, notify=notes.append)
     group.seconds = 120.0
     group.started(facts(folder, first, seed))
     for step in range(first + 1, last + 1):
@@ -103,17 +108,17 @@ def log_records(data: bytes) -> Iterator[bytes]:
             whole = b""
 
 
-def of_wandb(folder: Path) -> tuple[set[str], Curves, dict[str, Any]]:
-    """Run ids, curves and configuration of all offline files."""
+def of_wandb(folder: Path) -> tuple[set[tuple[str, str]], Curves, dict[str, Any]]:
+    """(project, run id) pairs, curves and configuration of all offline files."""
     from wandb.proto import wandb_internal_pb2
 
-    ids, config, curves = set[str](), dict[str, Any](), defaultdict[str, list[tuple[int, float]]](list)
+    ids, config, curves = set[tuple[str, str]](), dict[str, Any](), defaultdict[str, list[tuple[int, float]]](list)
     for file in sorted((folder / "wandb").glob("offline-run-*/*.wandb")):
         for data in log_records(file.read_bytes()):
             record = wandb_internal_pb2.Record()
             record.ParseFromString(data)
             if record.HasField("run"):
-                ids.add(record.run.run_id)
+                ids.add((record.run.project, record.run.run_id))
                 config |= {each.key: json.loads(each.value_json) for each in record.run.config.update}
             elif record.HasField("history"):
                 row = {
@@ -157,6 +162,7 @@ def test_mlflow_has_one_run_with_all_of_it(tmp_path: Path) -> None:
     assert curves == expected(0, 4)
     assert found.data.params["recipe.engine.chunk_size"] == "16"
     assert found.data.params["plan.terms.layer inputs"] == "4"
+    assert json.loads(found.data.params["recipe.lora_rank_pattern"]) == {r"layers\.0\..*q_proj$": 4}
     assert found.info.status == "FINISHED"
     artifacts = next((tmp_path / "mlflow").glob("*/*/artifacts"))
     assert {path.name for path in artifacts.iterdir()} == {"run.json", "loss.png", "samples"}
@@ -169,12 +175,52 @@ def test_mlflow_has_one_run_with_all_of_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_wandb_offline_has_one_run_with_all_of_it(tmp_path: Path) -> None:
+def test_a_password_of_mlflows_server_is_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("mlflow")
+    info = {"run_id": "1", "experiment_id": "1", "status": "RUNNING", "artifact_uri": (tmp_path / "files").as_uri()}
+    made: list[str] = []
+
+    class Server(BaseHTTPRequestHandler):
+        """Answers as if it had one experiment and one run."""
+
+        def answer(self) -> None:
+            self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            if self.path.endswith("/runs/create"):
+                made.append(self.path)
+            found = {"experiment": {"experiment_id": "1"}, "run": {"info": info, "data": {}}, "run_info": info}
+            body = json.dumps(found).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_GET = do_POST = answer
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    (tmp_path / "files").mkdir()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Server)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    for password in ("first-pass-word", "other-pass-word"):
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://alice:{password}@127.0.0.1:{server.server_port}")
+        report(tmp_path, ["mlflow"], offline=False)
+        assert "pass-word" not in (tmp_path / "trackers.json").read_text() + "".join(capfd.readouterr())
+    server.shutdown()
+    server.server_close()
+    assert len(made) == 1, "the run is resumed"
+
+
+@pytest.mark.full
+def test_wandb_offline_has_one_run_with_all_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb")
     report(tmp_path, ["wandb"])
+    monkeypatch.setenv("WANDB_PROJECT", "another")  # a run has one project
     report(tmp_path, ["wandb"], first=2, last=6)
     ids, curves, config = of_wandb(tmp_path)
-    assert ids == {RUN}
+    assert ids == {("streamtune", RUN)}
     for name, curve in expected(0, 4).items():
         assert sorted(curves[name]) == sorted(curve + expected(2, 6)[name]), name
     assert config["recipe"]["engine"] == {"chunk_size": 16}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import time
 from abc import ABC, abstractmethod
@@ -21,6 +22,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from streamtune.base.privacy import redact
 from streamtune.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -126,11 +128,16 @@ def values_at_start(facts: RunFacts) -> dict[str, Any]:
     return {"recipe": dict(facts.recipe), "versions": dict(facts.versions), "plan": dict(facts.plan), **more}
 
 
-def flatten_mappings(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted name, value) of every leaf of nested mappings; a list is a leaf."""
+def flatten_mappings(
+    values: Mapping[str, Any], prefix: str = "", *, names: re.Pattern[str] | None = None
+) -> Iterator[tuple[str, Any]]:
+    """Yield (dotted name, value) of every leaf of nested mappings.
+
+    Lists are leaves, and so are mappings with a key that does not match ``names``.
+    """
     for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from flatten_mappings(value, f"{prefix}{name}.")
+        if isinstance(value, Mapping) and (names is None or all(names.fullmatch(key) for key in value)):
+            yield from flatten_mappings(value, f"{prefix}{name}.", names=names)
         else:
             yield f"{prefix}{name}", value
 
@@ -228,7 +235,7 @@ class WandbTracker(Tracker):
         )
         self.facts.directory.mkdir(parents=True, exist_ok=True)
         self._run = wandb.init(
-            project=project_name("WANDB_PROJECT"),
+            project=self.ids.get("project") or project_name("WANDB_PROJECT"),
             name=os.environ.get("WANDB_NAME") or self.facts.name,
             id=self.ids.get("id", self.facts.run),
             resume="allow",
@@ -299,11 +306,15 @@ MLFLOW_DEFAULTS = {
     "MLFLOW_ALLOW_FILE_STORE": "true",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "3",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
 }
 """Environment variables that are set unless the user has set them.
 
-With these values, retries of a server that does not answer end within a minute.
+With these values, retries of a server that does not answer end within a minute. MLflow prints no link to the run: the
+link would have the password of the server's address.
 """
+PARAMETER_NAME = re.compile(r"[\w .-]{1,80}")
+"""Pattern of a mapping's key that may be a part of a parameter's name; MLflow refuses regular expressions."""
 MLFLOW_STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 
 
@@ -327,7 +338,8 @@ class MlflowTracker(Tracker):
         self._metric = Metric
         uri = self._store_uri()
         self._client = mlflow.MlflowClient(tracking_uri=uri)
-        if self.resumed and self.ids.get("tracking_uri") == uri:
+        address = redact(uri)  # the file of the ids must not have the password of a server's address
+        if self.resumed and redact(str(self.ids.get("tracking_uri"))) == address:
             self._id = str(self.ids["run_id"])
             self._client.update_run(self._id, status="RUNNING")
         else:
@@ -336,14 +348,15 @@ class MlflowTracker(Tracker):
             experiment_id = found.experiment_id if found is not None else self._client.create_experiment(project)
             self._id = self._client.create_run(experiment_id, run_name=self.facts.name).info.run_id
         before = self._client.get_run(self._id).data.params
-        values = {key: _shorten(value) for key, value in flatten_mappings(values_at_start(self.facts))}
+        leaves = flatten_mappings(values_at_start(self.facts), names=PARAMETER_NAME)
+        values = {key: _shorten(value) for key, value in leaves}
         fresh = [Param(key, value) for key, value in values.items() if key not in before]
         changed = [RunTag(key, value) for key, value in values.items() if before.get(key, value) != value]
         for first in range(0, len(fresh), PARAMETERS_PER_CALL):
             self._client.log_batch(self._id, params=fresh[first : first + PARAMETERS_PER_CALL])
         self._client.log_batch(self._id, tags=changed[:PARAMETERS_PER_CALL])
         self._client.log_dict(self._id, values_at_start(self.facts), "run.json")
-        return {"run_id": self._id, "tracking_uri": uri}
+        return {"run_id": self._id, "tracking_uri": address}
 
     def _store_uri(self) -> str:
         import mlflow
