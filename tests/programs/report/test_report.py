@@ -111,6 +111,11 @@ def test_ticks_enclose_the_values(low: float, high: float) -> None:
     assert 2 <= len(found) <= 9
 
 
+def test_values_that_differ_by_rounding_are_drawn() -> None:
+    points = [(1, 1.0000000000000009e30), (2, 1.0000000000000007e30)]
+    assert "polyline" in line_chart("Loss", [Curve("training", points, 0)])
+
+
 def test_a_chart_of_one_point_or_none() -> None:
     assert line_chart("Loss", [Curve("a", [], 0)]) == ""
     assert "<circle" in line_chart("Loss", [Curve("a", [(1.0, 2.0)], 0)])
@@ -155,6 +160,13 @@ def test_the_longest_row_is_the_one_that_was_trained(recipe: dict[str, Any], sai
 def test_adapters_are_named_with_a_rank_that_they_have(recipe: dict[str, Any], said: str, tmp_path: Path) -> None:
     path = write_run(tmp_path / "r", 3, **{"finetuning_type": "lora", **recipe})
     assert said in render_page([read_run(path)])
+
+
+@pytest.mark.parametrize(("event", "said"), [("finish", "finished"), ("start", "running or killed")])
+def test_a_run_without_an_end_may_have_been_killed(event: str, said: str, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", 2)
+    (folder / "events.jsonl").write_text(json.dumps({"time": "2026-01-01T00:00:00+00:00", "event": event}) + "\n")
+    assert f"; {said}</p>" in render_page([read_run(folder)])
 
 
 def test_torn_young_and_old_runs(tmp_path: Path) -> None:

@@ -167,7 +167,7 @@ def memory_chart(
 
 def axis_ticks(low: float, high: float, count: int, *, whole_numbers: bool = False) -> list[float]:
     """Return about ``count`` round numbers, as axis ticks that cover the range from ``low`` to ``high``."""
-    if high <= low:
+    if high - low <= 1e-12 * max(abs(low), abs(high)):  # equal up to rounding, which ticks could not tell apart
         high = low + (abs(low) or 1.0)
     rough = (high - low) / count
     power = 10.0 ** math.floor(math.log10(rough))

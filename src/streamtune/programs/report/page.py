@@ -158,7 +158,8 @@ def _describe_adapters(recipe: Mapping[str, Any]) -> str:
 
 
 def _describe_state(run: RunRecords) -> str:
-    states = {"finish": "finished", "stop": "stopped", "failure": "failed", "start": "running", "resume": "running"}
+    open_end = "running or killed"  # a run that is killed writes no event
+    states = {"finish": "finished", "stop": "stopped", "failure": "failed", "start": open_end, "resume": open_end}
     found = [event for event in run.events if str(event.get("event")) in states]
     if not found:
         return "no events"
