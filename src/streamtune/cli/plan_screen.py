@@ -171,10 +171,16 @@ def _describe_time(recipe_plan: RecipePlan) -> str:
 
 
 def _describe_flops(recipe_plan: RecipePlan) -> str:
-    """Return FLOPs and MFU, such as ``9.6 PFLOP/step, and 3.1 PFLOP recomputed; MFU 38% of 989 TFLOP/s``."""
+    """Return FLOPs and MFU, such as ``9.6 PFLOP/step, and 3.1 PFLOP recomputed; MFU 38% of 989 TFLOP/s``.
+
+    Forwards of a reference or a teacher are not recomputed: a step that has them says ``or without gradient``.
+    """
     text = f"{_show_flops(recipe_plan.flops)}/step"
     if (more := recipe_plan.computed_flops - recipe_plan.flops) > 0:
-        text += f", and {_show_flops(more)} recomputed"
+        recipe, scored = recipe_plan.loaded.recipe, recipe_plan.scored
+        has_teacher = recipe.teacher is not None and recipe.teacher_file is None
+        others = " or without gradient" if has_teacher or (scored is not None and scored.forwards) else ""
+        text += f", and {_show_flops(more)} recomputed{others}"
     if recipe_plan.mfu is None:
         return text
     assert recipe_plan.peak_flops is not None
