@@ -6,12 +6,13 @@ import json
 import os
 import platform
 import sys
+from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
 
-from streamtune.cli import main
+from streamtune.cli import env, main
 from streamtune.cli.machine import ALLOCATOR_VARIABLES, allocator_setting, use_expandable_segments
 
 
@@ -48,6 +49,17 @@ def test_env_for_people(capsys):
         assert f"{title}\n" in printed
     assert "cpu float32" in printed
     assert "GiB" in printed
+
+
+@pytest.mark.parametrize(("major", "bf16"), [(7, False), (9, True)])
+def test_emulated_bfloat16_is_none(monkeypatch, major, bf16):
+    """torch says that a T4 supports bfloat16, since tensors of it exist; each operation is emulated."""
+    card = SimpleNamespace(name="a card", major=major, minor=5)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: card)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (1 << 30, 1 << 34))
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: bf16 or including_emulation)
+    assert [device["bf16"] for device in env._list_devices()[1:]] == [bf16]
 
 
 @pytest.fixture

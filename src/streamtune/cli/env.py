@@ -97,7 +97,8 @@ def _list_devices() -> list[dict[str, Any]]:
                 "capability": f"{properties.major}.{properties.minor}",
                 "memory_bytes": total,
                 "free_bytes": free,
-                "bf16": torch.cuda.is_bf16_supported(),
+                # is_bf16_supported() counts emulation, and asks the current device only
+                "bf16": torch.version.hip is not None or properties.major >= 8,
             }
         )
     return devices
