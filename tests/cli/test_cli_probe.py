@@ -61,6 +61,27 @@ def test_a_length_beyond_the_positions_of_the_model_is_told(
     assert "rope_scaling: {rope_type: yarn, factor: 2}" in json.loads(capsys.readouterr().out)["positions"]
 
 
+def test_the_next_command_plans_for_the_machine_of_the_search(
+    probe: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine = ("--device-memory", "1GiB", "--host-memory", "2GiB", "--disk-memory", "3GiB")
+    search = ("--method", "simulate", "--margin", "0.02", "--from", "256", "--to", "256")
+    assert probe(*machine, *search, "--output-dir", "out") == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    settings = "--set engine.margin=0.02 --set max_length=256"
+    assert last == f"Next: streamtune plan tiny.yaml {settings} {' '.join(machine)}"
+
+
+@pytest.mark.full
+def test_a_measured_search_says_which_keys_it_leaves_out(
+    probe: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("--device-memory", "1GiB", "--from", "64", "--to", "64", "--output-dir", "out")
+    assert probe(*options, "--set", "deepspeed=zero2") == 0
+    assert "on one device, without deepspeed: --method simulate" in capsys.readouterr().out
+    assert json.loads(Path("out/probe.json").read_text())["not_measured"] == ["deepspeed"]
+
+
 @pytest.mark.slow
 def test_the_longest_of_each_mode(probe: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
     """The range has one length, which fits the budget with streaming and not with the other modes."""

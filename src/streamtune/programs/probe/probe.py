@@ -100,6 +100,8 @@ class ProbeReport:
     trials: list[Trial] = field(default_factory=list)
     positions: str | None = None
     """Warning that the found length exceeds the model's maximum position; None if it does not."""
+    not_measured: tuple[str, ...] = ()
+    """Recipe keys about several devices, which measured trials leave out."""
 
     @property
     def complete(self) -> bool:
@@ -137,6 +139,7 @@ class ProbeReport:
             "method": task.method,
             "objective": task.objective,
             "positions": self.positions,
+            "not_measured": list(self.not_measured),
             "unit": task.unit,
             "device_memory_bytes": self.device_bytes,
             "host_memory_bytes": task.host_bytes,

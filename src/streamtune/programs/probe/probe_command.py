@@ -167,8 +167,16 @@ def probe_max_len(
         print_json(document)
     else:
         _print_report(report, folder)
-        simulated = {"device": device, "device-memory": device_memory, "ranks": ranks, "nodes": nodes}
-        if report.complete and (command := _next_command(report, recipe, set_, simulated)):
+        simulated = {
+            "device": device,
+            "device-memory": device_memory,
+            "host-memory": host_memory,
+            "disk-memory": disk_memory,
+            "ranks": ranks,
+            "nodes": nodes,
+        }
+        settings = [*(set_ or []), *([] if margin is None else [f"engine.margin={margin:g}"])]
+        if report.complete and (command := _next_command(report, recipe, settings, simulated)):
             print_labelled(Text("Next: ", style="bold"), Text(command))
     if interrupted:
         print_note("stopped before the end of the search: the result covers the finished trials only")
@@ -195,13 +203,13 @@ def _describe_answer(report: ProbeReport) -> str:
 
 
 def _next_command(
-    report: ProbeReport, recipe: Path, settings: list[str] | None, simulated: dict[str, str | int | None]
+    report: ProbeReport, recipe: Path, settings: list[str], simulated: dict[str, str | int | None]
 ) -> str:
     """Return the command to run next: training if trials were measured, else ``plan``; empty if nothing fits.
 
     Args:
-        settings: Values of ``--set``.
-        simulated: {name: value} of the options that describe the simulated device.
+        settings: Values of ``--set``, with the margin of the search.
+        simulated: {name: value} of the options that describe the simulated machine.
     """
     task, limit = report.task, report.limits.get("stream")
     if limit is None or not limit.fits:
@@ -211,7 +219,7 @@ def _next_command(
     else:
         found = [f"max_length={task.fixed}", f"per_device_train_batch_size={limit.fits}"]
     words = ["streamtune", "plan" if task.method == "simulate" else task.objective, str(recipe)]
-    words += [part for setting in [*(settings or []), *found] for part in ("--set", setting)]
+    words += [part for setting in [*settings, *found] for part in ("--set", setting)]
     if task.method == "simulate":
         words += [part for name, value in simulated.items() if value for part in (f"--{name}", str(value))]
     return shlex.join(words)
@@ -250,6 +258,9 @@ def _print_report(report: ProbeReport, folder: Path) -> None:
     out.print()
     step = "predicted" if report.task.method == "simulate" else "measured"
     rows = [("figures", f"peaks are {report.task.method}d, step times {step}")]
+    if report.not_measured:
+        keys = " and ".join(report.not_measured)
+        rows.append(("", f"on one device, without {keys}: --method simulate, with --ranks, counts several"))
     rows.append(("schedule", _describe_schedule(report)))
     if report.positions is not None:
         rows.append(("positions", report.positions))

@@ -105,6 +105,10 @@ def probe_recipe(
                 recipe, task, target, here, rates, RequestedRanks(options.ranks, options.nodes)
             )
         report, interrupted = run_probe(task, run, notify=notify, on_trial=on_trial)
+        if task.method == "measure":
+            keys = {"deepspeed": recipe.deepspeed, "fsdp": recipe.fsdp}
+            keys["sequence_parallel_size"] = recipe.sequence_parallel_size > 1
+            report.not_measured = tuple(key for key, value in keys.items() if value)
         limit = report.limits.get("stream")
         if isinstance(run, SimulatedTrials) and limit is not None and limit.trial is not None and not interrupted:
             notify(f"planning {limit.fits:,}")
