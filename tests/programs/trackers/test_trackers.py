@@ -185,7 +185,10 @@ def test_a_password_of_mlflows_server_is_not_kept(
     class Server(BaseHTTPRequestHandler):
         """Answers as if it had one experiment and one run."""
 
-        def answer(self) -> None:
+        def do_GET(self) -> None:
+            self.do_POST()
+
+        def do_POST(self) -> None:
             self.rfile.read(int(self.headers.get("Content-Length") or 0))
             if self.path.endswith("/runs/create"):
                 made.append(self.path)
@@ -195,8 +198,6 @@ def test_a_password_of_mlflows_server_is_not_kept(
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)
-
-        do_GET = do_POST = answer
 
         def log_message(self, *_: Any) -> None:
             pass
