@@ -30,7 +30,7 @@ from streamtune.programs.bench.measure_table import (
     search_longest,
 )
 from streamtune.programs.bench.modes import MODE_SETUPS
-from streamtune.programs.bench.named_tables import draw_table, table_markdown
+from streamtune.programs.bench.named_tables import draw_table, table_markdown, table_notes
 from streamtune.programs.bench.subject import SHARING, Case, Job, MeasuredModel
 from streamtune.programs.bench.table_rows import (
     DEFAULT,
@@ -307,6 +307,16 @@ def test_a_page_and_a_picture_show_all_rows(ablation: TableReport) -> None:
         assert "out of memory" in table_markdown(report)
         with Image.open(BytesIO(draw_table(report))) as image:
             assert len(image.convert("RGB").getcolors(1 << 24) or []) > 10
+
+
+@pytest.mark.parametrize(("mode", "label"), [("plain", "plain autograd"), ("checkpoint", "gradient checkpointing")])
+def test_a_table_says_against_what_its_errors_are(mode: Any, label: str) -> None:
+    found = {dropout: MeasuredModel(Job(partial(build, "llama", attention_dropout=dropout))) for dropout in (0.0, 0.1)}
+    for dropout, measured in found.items():
+        rows = [TableRow(name, 8, name, loss=2.0, grad_norm=1.0) for name in (mode, "stream")]
+        said = table_notes(TableReport("bp-time", "", {}, measured.environment(), rows))
+        errors = f"Loss and grad are the relative errors of loss and gradient norm against {label}."
+        assert (errors + " With dropout, each method draws other numbers." if dropout else errors) in said
 
 
 RECIPE = """

@@ -199,8 +199,12 @@ def table_notes(report: TableReport) -> list[str]:
     """Return notes on a table: meaning of its columns, compared libraries, and training methods that did not run."""
     table = TABLES[report.table]
     lines = [table.note(report)]
+    truths = dict.fromkeys(LABELS[truth.mode] for row in report.rows if (truth := report.true_row(row)) is not None)
     if any(report.relative_errors(row) for row in report.rows):
-        lines.append("Loss and grad are the relative errors of loss and gradient norm against plain autograd.")
+        against = f"Loss and grad are the relative errors of loss and gradient norm against {' or '.join(truths)}."
+        lines.append(
+            f"{against} With dropout, each method draws other numbers." if report.env.get("dropout") else against
+        )
     if table.compares_modes:
         peers = dict.fromkeys(row.mode for row in report.rows if row.mode not in MODES)
         lines += [f"{mode}: {LABELS[mode]}." for mode in peers]

@@ -217,7 +217,17 @@ def describe_environment(model: Any, job: Job, device: torch.device) -> dict[str
         "layers": len(decoder_layers(model)),
         "parameters": sum(_logical_size(p) for p in model.parameters()),
         "batch_size": job.batch_size,
+        **({"dropout": True} if _has_dropout(model) else {}),
     }
+
+
+def _has_dropout(model: nn.Module) -> bool:
+    """Return True if a module drops activations or attention weights in training."""
+    rates = [
+        getattr(module, "attention_dropout", 0.0) for module in model.modules()
+    ]  # some families have a module there
+    rates += [module.p for module in model.modules() if isinstance(module, nn.Dropout)]
+    return any(isinstance(rate, float) and rate > 0 for rate in rates)
 
 
 def _layout_batches(ids: Tensor, layout: Layout, rows: int) -> list[Batch]:

@@ -135,19 +135,24 @@ class TableReport:
         asked = (entry.case.mode, entry.case.length, entry.label)
         return next((row for row in self.rows if (row.mode, row.length, row.label) == asked), None)
 
-    def relative_errors(self, row: TableRow) -> dict[str, float]:
-        """Return the relative errors of a row's loss and gradient norm; empty if they cannot be computed.
+    def true_row(self, row: TableRow) -> TableRow | None:
+        """Return the row whose loss and gradient norm are the true values at this row's length; None if there is none.
 
-        The true values are plain autograd's; if it was not measured, gradient checkpointing's.
+        It is plain autograd's row; if plain autograd was not measured, gradient checkpointing's.
         """
         for mode in ("plain", "checkpoint"):
-            truth = next(
-                (r for r in self.rows if (r.mode, r.length) == (mode, row.length) and r.loss is not None), None
-            )
-            if truth is not None and row.loss is not None:
-                pairs = {"loss": (row.loss, truth.loss), "gradient norm": (row.grad_norm, truth.grad_norm)}
-                return {name: abs(ours / theirs - 1) for name, (ours, theirs) in pairs.items() if ours and theirs}
-        return {}
+            for other in self.rows:
+                if (other.mode, other.length) == (mode, row.length) and other.loss is not None:
+                    return other
+        return None
+
+    def relative_errors(self, row: TableRow) -> dict[str, float]:
+        """Return the relative errors of a row's loss and gradient norm; empty if they cannot be computed."""
+        truth = self.true_row(row)
+        if truth is None or row.loss is None:
+            return {}
+        pairs = {"loss": (row.loss, truth.loss), "gradient norm": (row.grad_norm, truth.grad_norm)}
+        return {name: abs(ours / theirs - 1) for name, (ours, theirs) in pairs.items() if ours and theirs}
 
     def to_json(self) -> dict[str, Any]:
         return {**vars(self), "rows": [{**asdict(row), "errors": self.relative_errors(row)} for row in self.rows]}
