@@ -223,9 +223,7 @@ def describe_environment(model: Any, job: Job, device: torch.device) -> dict[str
 
 def _has_dropout(model: nn.Module) -> bool:
     """Return True if a module drops activations or attention weights in training."""
-    rates = [
-        getattr(module, "attention_dropout", 0.0) for module in model.modules()
-    ]  # some families have a module there
+    rates = [getattr(module, "attention_dropout", 0.0) for module in model.modules()]  # a module in some families
     rates += [module.p for module in model.modules() if isinstance(module, nn.Dropout)]
     return any(isinstance(rate, float) and rate > 0 for rate in rates)
 

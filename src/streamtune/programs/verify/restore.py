@@ -23,8 +23,8 @@ def prepared_for_comparison(model: nn.Module) -> Iterator[int]:
 
     Inside, the model is in evaluation mode, ``grad`` is cleared, float32 matrix products have full precision, and
     random numbers have a fixed seed. The second matrix of a fresh LoRA adapter is all zeros, which makes the gradient
-    of the first matrix zero even if streaming is wrong; so does a zero vector of VeRA. All-zero matrices, and all-zero
-    vectors of adapters, therefore hold small random values.
+    of the first matrix zero even if streaming is wrong. A fresh VeRA adapter has a zero vector with the same effect.
+    All-zero matrices, and all-zero vectors of adapters, therefore hold small random values.
 
     Yields:
         The number of all-zero matrices and vectors.
