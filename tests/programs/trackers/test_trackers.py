@@ -228,6 +228,35 @@ def test_wandb_offline_has_one_run_with_all_of_it(tmp_path: Path, monkeypatch: p
     assert config["plan"]["terms"]["weights"] == 3
 
 
+ASKS = """
+from pathlib import Path
+from streamtune.programs.trackers.reporter import make_reporters
+from streamtune.train import RunFacts
+
+group = make_reporters(["wandb"], offline=False, notify=print)
+group.seconds = 20.0
+group.started(RunFacts("0123", "run", Path("run").absolute(), 0, 1, {}, {}, {}))
+group.finished({"status": "finished", "step": 1})
+"""
+
+
+@pytest.mark.full
+def test_wandb_without_a_key_asks_no_question_in_a_terminal(tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    (tmp_path / "run").mkdir()
+    here = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB_", "NETRC"))}
+    here |= {"HOME": str(tmp_path), "WANDB_BASE_URL": "http://127.0.0.1:9", "PYTHONPATH": os.pathsep.join(sys.path)}
+    screen, terminal = os.openpty()
+    told = subprocess.run([sys.executable, "-c", ASKS], env=here, cwd=tmp_path, stdin=terminal, stderr=terminal,
+                          stdout=subprocess.PIPE, text=True, timeout=120)  # fmt: skip
+    os.write(terminal, b"end")
+    asked = os.read(screen, 1 << 16).decode()
+    os.close(screen)
+    os.close(terminal)
+    assert "Enter your choice" not in asked
+    assert "API key" in told.stdout
+
+
 @pytest.mark.full
 def test_wandb_follows_no_address_or_key_of_the_working_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -220,6 +220,8 @@ class WandbTracker(Tracker):
 
     def start(self) -> dict[str, Any]:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+        # Without an API key wandb would ask for one, on this thread, while the run uses the terminal.
+        os.environ.setdefault("WANDB_SILENT", "true")
         if not self.offline:
             _check_wandb_settings()
         import wandb
