@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from streamtune.base.libraries import name_untested_as_cause, untested_versions_note
-from streamtune.base.model_facts import model_device
+from streamtune.base.model_facts import decoder_of, model_device
 from streamtune.engine.call_hooks import SHORT, StreamedCalls
 from streamtune.engine.hf_names import check_internal_names
 from streamtune.engine.inspect_model import base_model
@@ -264,7 +264,7 @@ class StreamHandle(StreamedCalls):
             Counts ``[E + 1]``: tokens per expert and, last, the number of (token, router) pairs. They are summed over
                 all ranks if ``torch.distributed`` is initialised.
         """
-        decoder: Any = getattr(self.model, self.model.base_model_prefix)
+        decoder: Any = decoder_of(self.model)
         counts: Tensor | None = None
         with RandomState.capture(model_device(self.model)).replayed():
             for batch in batches:
