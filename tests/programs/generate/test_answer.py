@@ -66,6 +66,22 @@ def test_read_in_chunks_and_turn_by_turn(family: str, monkeypatch: pytest.Monkey
     assert reader.answer(messages[:1]).read_tokens == len(reader.encode(messages[:1]))
 
 
+def test_keys_of_other_rotary_frequencies_are_not_reused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A conversation that grows beyond the length from which frequencies depend on it, and a shorter one after it."""
+    monkeypatch.setattr(answering, "PREFILL_CHUNK", 7)
+    parameters = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0}
+
+    def make() -> Any:
+        limits = {"max_position_embeddings": 64, "initializer_range": 0.5}
+        return build("llama", vocab_size=259, rope_parameters=parameters, **limits).eval()
+
+    reader = answerer(make())
+    first, longer = "return a", "return a" + " + b" * 20
+    for text in (first, longer, first):
+        ids = reader.encode(text)
+        assert reader.answer(text).text == tokenizer().decode(plain(make(), ids), skip_special_tokens=True)
+
+
 def widened_vocabulary(family: str) -> Any:
     model = build_any(family).eval()
     model.resize_token_embeddings(259)

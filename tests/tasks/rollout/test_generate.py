@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,14 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import AutoConfig, GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    GenerationConfig,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 from streamtune import stream
 from streamtune.errors import ArgumentError
@@ -102,6 +110,53 @@ def test_prompts_of_several_lengths_are_padded_together_and_each_gets_its_own() 
     together = writer(model).write(asked, 2, greedy)
     alone = [plain(model, prompt, 2, greedy) for prompt in asked]
     assert [[completion.token_ids for completion in group] for group in together] == alone
+
+
+SCALED: dict[str, dict[str, Any]] = {
+    "dynamic": {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0},
+    "longrope": {
+        "rope_type": "longrope",
+        "rope_theta": 10_000.0,
+        "factor": 16.0,
+        "original_max_position_embeddings": 16,
+        "short_factor": [1.0] * 4,
+        "long_factor": [4.0] * 4,
+    },
+}
+"""Rotary parameters whose frequencies depend on the length above 16 tokens."""
+
+
+def scaled(rope_type: str) -> PreTrainedModel:
+    """A model with these parameters, whose weights are large enough for positions to matter."""
+    limits = {"max_position_embeddings": 256 if rope_type == "longrope" else 16}
+    if rope_type == "longrope":
+        limits["original_max_position_embeddings"] = 16
+    family = "phi3" if rope_type == "longrope" else "llama"
+    return build(family, rope_parameters=SCALED[rope_type], initializer_range=0.5, **limits)
+
+
+@pytest.mark.parametrize("rope_type", SCALED)
+@pytest.mark.parametrize("streamed", [False, True])
+def test_every_chunk_of_a_prompt_has_the_frequencies_of_its_length(rope_type: str, streamed: bool) -> None:
+    """Also after a longer prompt, and beside one."""
+    asked, greedy = prompts(60, 9, 31, 31), Sampling(max_completion_length=6, temperature=0.0)
+    alone = [plain(scaled(rope_type), prompt, 2, greedy) for prompt in asked]
+    model = scaled(rope_type)
+    with stream(model, chunk_size=16) if streamed else nullcontext():
+        together = writer(model, prefill_chunk_size=7).write(asked, 2, greedy)
+    assert [[completion.token_ids for completion in group] for group in together] == alone
+
+
+def test_a_decoder_that_the_prefix_does_not_name_is_found() -> None:
+    """``base_model_prefix`` of Llama 4's text model is the name of a part that only the multimodal model has."""
+    shape = {"attention_chunk_size": 8, "intermediate_size_mlp": 48, "num_local_experts": 2, "no_rope_layers": [1, 0]}
+    small = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": VOCAB, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": PAD, "bos_token_id": 1}
+    torch.manual_seed(0)
+    model = Llama4ForCausalLM(Llama4TextConfig(**shape, **small, **heads))
+    (prompt,), greedy = prompts(15), Sampling(max_completion_length=5, temperature=0.0)
+    (written,) = writer(model).write([prompt], 1, greedy)
+    assert [completion.token_ids for completion in written] == plain(model, prompt, 1, greedy)
 
 
 def test_rows_written_at_a_time_are_bounded() -> None:

@@ -1,7 +1,8 @@
 """Generate text with a trained model, loaded as in training: adapters on their base, with the same quantisation.
 
 Long prompts are prefilled in chunks. In a conversation, the KV cache of the prefix that two successive prompts share
-is reused, if no layer has a sliding window or a recurrent state. The cache of such layers cannot be truncated.
+is reused, if no layer has a sliding window or a recurrent state. The cache of such layers cannot be truncated. Keys that
+were rotated by frequencies of another length (``dynamic``, ``longrope``) are not reused either.
 """
 
 from __future__ import annotations
@@ -144,7 +145,7 @@ class _ReusingWriter(TransformersGenerator):
     ) -> DynamicCache:
         ids = ids_PT[0].tolist()
         same = 0
-        if self.cache is not None and self._can_truncate(self.cache):
+        if self.cache is not None and self._can_truncate(self.cache) and self._has_fixed_rotation(self.cache, len(ids)):
             cache = self.cache
             known = self.known[: cache.get_seq_length()]
             while same < min(len(known), len(ids) - 1) and known[same] == ids[same]:
@@ -160,6 +161,10 @@ class _ReusingWriter(TransformersGenerator):
     def _can_truncate(cache: DynamicCache) -> bool:
         """Return True if no layer has a sliding window, whose cache has already dropped its first tokens."""
         return all(not getattr(layer, "is_sliding", False) for layer in cache.layers)
+
+    def _has_fixed_rotation(self, cache: DynamicCache, length: int) -> bool:
+        """Return True if a prompt of ``length`` tokens has the rotary frequencies of the keys in the cache."""
+        return self.unscaled_length is None or max(length, cache.get_seq_length() + 1) <= self.unscaled_length
 
     def on_prefill(self, done: int, total: int) -> None:
         self.reading(done, total)

@@ -4,6 +4,9 @@ With ``transformers`` the prefill of a prompt is computed once for all of its co
 last go through the decoder without the head, ``prefill_chunk_size`` tokens at a time. Their keys and values are then
 repeated for each completion, and ``generate`` continues from the prompt's last token.
 
+Rotary frequencies may depend on the longest position of a call (``dynamic``, ``longrope``). Then each chunk gets the
+frequencies of the whole prompt, and all prompts of a batch have the same length.
+
 Layers with a recurrent state instead of keys and values do not allow this. Their caches cannot be repeated, and many of
 them lose the state if a second chunk has more than one token. For such models the prompt is repeated, and all prompts
 of a batch have the same length, because padding would change the state.
@@ -31,8 +34,9 @@ from torch import Tensor, nn
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 from streamtune.base.adapters import base_of
-from streamtune.base.model_facts import model_device
+from streamtune.base.model_facts import decoder_of, model_device
 from streamtune.engine.hf_names import LINEAR_CACHE, cache_keyword, hf_internal, is_stateful
+from streamtune.engine.rotary import LengthRotary, RowLengths, longest_unscaled_length
 from streamtune.errors import ArgumentError
 from streamtune.models.generation import copy_with_generation_config
 
@@ -135,6 +139,10 @@ class TransformersGenerator:
         self.max_over_ranks, self.streamer = max_over_ranks, streamer
         self.shares_prompts = _can_repeat_cache(self.model)
         """True if a prompt's prefill is computed once for all of its completions; False if once per completion."""
+        self.unscaled_length = longest_unscaled_length(self.model.config)
+        """Length above which rotary frequencies depend on the length; None if they never do."""
+        self._prefilled_length: int | None = None
+        """Length of the prompts while they are prefilled, otherwise None."""
 
     def write(
         self, prompts: Sequence[list[int]], count: int | Sequence[int], sampling: Sampling
@@ -142,8 +150,9 @@ class TransformersGenerator:
         """Generate completions, a list for each prompt. On a CPU, the same random state gives identical completions."""
         written: list[list[Completion]] = [[] for _ in prompts]
         counts = [count] * len(prompts) if isinstance(count, int) else list(count)
-        # A repetition penalty would count padding tokens.
-        padded = self.max_over_ranks is not None or (self.shares_prompts and sampling.repetition_penalty == 1.0)
+        # A repetition penalty would count padding tokens, and short prompts would get the frequencies of longer ones.
+        may_pad = sampling.repetition_penalty == 1.0 and self.unscaled_length is None
+        padded = self.max_over_ranks is not None or (self.shares_prompts and may_pad)
         with torch.no_grad(), self._generation_mode(sampling) as model, self.compute_context():
             for batch in _batch_prompts(prompts, counts, max_rows=self.max_rows, padded=padded):
                 repeats = [prompt_count for _, prompt_count in batch]
@@ -205,28 +214,39 @@ class TransformersGenerator:
             cache: Cache that already has the first ``done`` tokens; None makes a new one.
             done: Number of tokens in the cache.
         """
-        decoder: Any = getattr(self.model, self.model.base_model_prefix)
+        decoder: Any = decoder_of(self.model)
         takes_positions = "position_ids" in inspect.signature(type(decoder).forward).parameters
         cache = DynamicCache(config=self.model.config) if cache is None else cache
         positions_PT = (mask_PT.cumsum(dim=1) - 1).clamp_min(0)
         last = ids_PT.shape[1] - 1
-        for start in range(done, last, self.prefill_chunk_size):
-            if self.max_over_ranks is None and self.should_stop():
-                raise GenerationStopped
-            self.on_prefill(start, last)
-            stop = min(start + self.prefill_chunk_size, last)
-            position_arguments = {"position_ids": positions_PT[:, start:stop]} if takes_positions else {}
-            # If ranks share the weights, weights outside of the layers are gathered only in a call of the whole model.
-            forward = decoder if self.max_over_ranks is None else partial(self.model, logits_to_keep=1)
-            forward(
-                input_ids=ids_PT[:, start:stop],
-                attention_mask=mask_PT[:, :stop],
-                use_cache=True,
-                **position_arguments,
-                **cache_keyword(type(decoder).forward, cache),
-            )
+        self._prefilled_length = int(positions_PT.max()) + 1
+        try:
+            for start in range(done, last, self.prefill_chunk_size):
+                if self.max_over_ranks is None and self.should_stop():
+                    raise GenerationStopped
+                self.on_prefill(start, last)
+                stop = min(start + self.prefill_chunk_size, last)
+                position_arguments = {"position_ids": positions_PT[:, start:stop]} if takes_positions else {}
+                # If ranks share the weights, those outside of the layers are gathered only in a call of the whole model.
+                forward = decoder if self.max_over_ranks is None else partial(self.model, logits_to_keep=1)
+                forward(
+                    input_ids=ids_PT[:, start:stop],
+                    attention_mask=mask_PT[:, :stop],
+                    use_cache=True,
+                    **position_arguments,
+                    **cache_keyword(type(decoder).forward, cache),
+                )
+        finally:
+            self._prefilled_length = None
         self.on_prefill(last, last)
         return cache
+
+    def _row_lengths(self, position_ids: Tensor) -> RowLengths | None:
+        """Return the lengths of the prompts during the prefill; None for the longest position of the call."""
+        if self._prefilled_length is None:
+            return None
+        each_BT = torch.full_like(position_ids, self._prefilled_length)
+        return RowLengths(each_BT, each_BT)
 
     def on_prefill(self, done: int, total: int) -> None:
         """Do nothing; subclasses may show progress. Called with token counts before each chunk and at the end."""
@@ -247,9 +267,12 @@ class TransformersGenerator:
         )
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
+        rotations = LengthRotary.install_in_model(self.model, self._row_lengths)
         try:
             yield copy_with_generation_config(self.model, settings)
         finally:
+            for rotation in rotations:
+                rotation.remove()
             for module, training in modes:
                 module.training = training
 
