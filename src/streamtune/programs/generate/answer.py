@@ -1,8 +1,8 @@
 """Generate text with a trained model, loaded as in training: adapters on their base, with the same quantisation.
 
 Long prompts are prefilled in chunks. In a conversation, the KV cache of the prefix that two successive prompts share
-is reused, if no layer has a sliding window or a recurrent state. The cache of such layers cannot be truncated. Keys that
-were rotated by frequencies of another length (``dynamic``, ``longrope``) are not reused either.
+is reused, if no layer has a sliding window or a recurrent state. The cache of such layers cannot be truncated. Keys
+with rotary frequencies of another length (``dynamic``, ``longrope``) are not reused either.
 """
 
 from __future__ import annotations

@@ -227,7 +227,7 @@ class TransformersGenerator:
                 self.on_prefill(start, last)
                 stop = min(start + self.prefill_chunk_size, last)
                 position_arguments = {"position_ids": positions_PT[:, start:stop]} if takes_positions else {}
-                # If ranks share the weights, those outside of the layers are gathered only in a call of the whole model.
+                # Ranks that share the weights gather those outside of the layers only in a call of the whole model.
                 forward = decoder if self.max_over_ranks is None else partial(self.model, logits_to_keep=1)
                 forward(
                     input_ids=ids_PT[:, start:stop],
