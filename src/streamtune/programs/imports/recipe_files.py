@@ -31,7 +31,10 @@ The trainer of a script is empty if only the script's path shows it.
 """
 
 _ASSIGNMENT = re.compile(r"(?:export\s+)?([A-Za-z_]\w*)=(.*)", re.DOTALL)
-_VARIABLE = re.compile(r"\$\{(\w+)\}|\$(\w+)")
+_VARIABLE = re.compile(r"\$\{(\w+)(?::?-([^{}]*))?\}|\$(\w+)")
+"""``$NAME``, ``${NAME}``, and ``${NAME:-VALUE}`` with the value for a variable that is not set."""
+_COMPUTED = re.compile(r"\$[({]|`")
+"""Beginning of text that the shell replaces by its own result."""
 
 
 @dataclass
@@ -123,10 +126,15 @@ def _read_script(text: str, path: Path) -> PeerFile:
             fix=f"add the command's other options{told} to that file, then run `streamtune recipes import {config}`",
         )
     read.notes += [
-        f"{path}:{line}: '${match[1] or match[2]}' is not set by the script"
+        f"{path}:{line}: '${match[1] or match[3]}' is not set by the script"
         for word, line in words[options:]
         for match in _VARIABLE.finditer(word)
-        if (match[1] or match[2]) not in assigned
+        if (match[1] or match[3]) not in assigned and match[2] is None
+    ]
+    read.notes += [
+        f"{path}:{line}: the shell computes '{word}': write its value"
+        for word, line in words[options:]
+        if _COMPUTED.search(_expand_variables(word, assigned))
     ]
     if len(commands) > 1:
         read.notes.append(f"{path}:{commands[1][0][0][1]}: only the first training command is converted")
@@ -151,6 +159,14 @@ def _find_launcher_options(words: list[tuple[str, int]], assigned: dict[str, str
 
 
 HASH, _IN_WORD = "\ue000", re.compile(r"(?<=[^\s'\"])#")
+OPERATOR = "\ue001"
+"""Mark before an operator of the shell, which is then a word of its own."""
+_OPERATOR = re.compile(
+    r"""(?P<other>'[^']*'|"(?:\\.|[^"\\])*"|\\.|\$\([^()]*\)|\$\{[^{}]*\}|(?:^|(?<=\s))\#[^\n]*)"""
+    r"""|(?:(?<!\S)\d+)?(?:&>>?|[<>]+&?)|\|\|?|&&?|;+""",
+    re.DOTALL,
+)
+"""Quoted text and comments, which have no operators, or an operator outside of them."""
 
 
 def _find_training_commands(text: str) -> list[tuple[list[tuple[str, int]], int]]:
@@ -167,7 +183,10 @@ def _find_training_commands(text: str) -> list[tuple[list[tuple[str, int]], int]
 
 
 def _split_statements(text: str) -> list[list[tuple[str, int]]]:
-    """Return the statements of a script, as words with line numbers. Continued lines are one statement."""
+    """Return the statements of a script, as words with line numbers. Continued lines are one statement.
+
+    Redirections are left out. Commands that ``;``, ``&``, ``|``, ``&&`` or ``||`` separate are statements of their own.
+    """
     statements: list[list[tuple[str, int]]] = []
     words: list[tuple[str, int]] = []
     pending, start = "", 1
@@ -177,11 +196,19 @@ def _split_statements(text: str) -> list[list[tuple[str, int]]]:
         pending += line[:-1] if continues else line
         try:
             # Within a word, `#` starts a comment for shlex but not for a shell: `own/rows#500`.
-            parts = [part.replace(HASH, "#") for part in shlex.split(_IN_WORD.sub(HASH, pending), comments=True)]
+            marked = _OPERATOR.sub(lambda it: it["other"] or f" {OPERATOR}{it[0]} ", pending)
+            parts = [part.replace(HASH, "#") for part in shlex.split(_IN_WORD.sub(HASH, marked), comments=True)]
         except ValueError:  # an unclosed quote: the statement continues
             pending += "\n"
             continue
-        words += [(part, start) for part in parts]
+        redirected = False  # the word after a redirection is a file
+        for part in parts:
+            if not part.startswith(OPERATOR):
+                words += [] if redirected else [(part, start)]
+                redirected = False
+            elif not (redirected := "<" in part or ">" in part) and words:
+                statements.append(words)
+                words = []
         pending = ""
         if not continues and words:
             statements.append(words)
@@ -204,7 +231,7 @@ def _find_assignments(text: str) -> dict[str, str]:
 
 
 def _expand_variables(word: str, assigned: dict[str, str]) -> str:
-    return _VARIABLE.sub(lambda name: assigned.get(name[1] or name[2], name[0]), word)
+    return _VARIABLE.sub(lambda name: assigned.get(name[1] or name[3], name[0] if name[2] is None else name[2]), word)
 
 
 def _parse_value(word: str, assigned: dict[str, str]) -> Any:
