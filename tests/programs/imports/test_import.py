@@ -8,6 +8,7 @@ from textwrap import dedent
 from typing import Any
 
 import pytest
+import yaml
 
 from streamtune.cli import main
 from streamtune.data.preferences import normalise_preference
@@ -429,6 +430,56 @@ def test_separators_within_a_word_of_a_command_stay(tmp_path: Path) -> None:
     out = tmp_path / "ours.yaml"
     out.write_text(import_recipe(path).text, encoding="utf-8")
     assert load_recipe(out).recipe.default_system == "One.\u2028Two."
+
+
+@pytest.mark.parametrize(
+    "end",
+    ["2>&1 | tee log.txt", "> log.txt", "2>>log.txt 1>&2 &", "&& echo done", "; echo done", "&>log.txt", "|| exit 1"],
+)
+def test_what_a_shell_does_with_a_command_is_no_argument(end: str, tmp_path: Path) -> None:
+    command = "swift sft --model a --max_length 64 --dataset b 'c > d;' --lora_rank 4 --target_modules q_proj v_proj"
+    for given in (f"{command} {end}\n", f"cd x && nohup {command} \\\n  {end}\n"):
+        imported = convert(tmp_path, given, "r.sh")
+        recipe = yaml.safe_load(imported.text)
+        assert (recipe["lora_r"], recipe["lora_target"]) == (4, ["q_proj", "v_proj"])
+        assert [each["path"] for each in recipe["datasets"]] == ["b", "c > d;"]
+
+
+def test_a_variable_has_its_default_and_what_a_shell_computes_is_noted(tmp_path: Path) -> None:
+    command = "MODEL=${1:-own/m}\nswift sft --model $MODEL --max_length 64 --dataset b --learning_rate ${LR:-3e-5}"
+    imported = convert(tmp_path, f"{command} --output_dir runs/$(date +%F)\n", "r.sh")
+    assert "model_name_or_path: own/m" in imported.text
+    assert "learning_rate: 3.0e-05" in imported.text
+    assert imported.notes == (f"{tmp_path / 'r.sh'}:2: the shell computes 'runs/$(date': write its value",)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "lines", "key", "kept", "starred"),
+    [
+        ("trl", "use_peft: true\nuse_rslora: true\nuse_dora: true\n", "adapter_type", "rslora", {"use_dora"}),
+        ("llamafactory", "use_rslora: true\npissa_init: true\n", "adapter_type", "rslora", {"pissa_init"}),
+        ("axolotl", "rl: orpo\norpo_alpha: 0.3\nrl_beta: 0.2\n", "beta", 0.3, {"rl_beta", "loss_type"}),
+        ("axolotl", "rl: dpo\ndpo_loss_type: [ipo]\n", "loss_type", "ipo", set()),
+        ("swift", "loss_type: focal\nenable_dft_loss: true\n", "loss_type", "focal", {"enable_dft_loss"}),
+        ("swift", "loss_type: focal\nenable_dft_loss: false\n", "loss_type", "focal", set()),
+        ("llamafactory", "stage: kto\npref_loss: sigmoid\n", "loss_type", "kto", set()),
+        ("llamafactory", "stage: dpo\nuse_dft_loss: false\n", "loss_type", None, set()),
+        ("trl", "max_length: 64\nmax_seq_length: 32\n", "max_length", 64, {"max_seq_length"}),
+        ("trl", "packing: true\npacking_strategy: wrapped\ntruncation_mode: keep_end\n", "overlength", "split", set()),
+    ],
+)
+def test_two_fields_of_one_key_are_not_both_mapped(
+    trainer: str, lines: str, key: str, kept: Any, starred: set[str], tmp_path: Path
+) -> None:
+    base = {
+        "trl": "model_name_or_path: a\ndataset_name: b\ncompletion_only_loss: false\nlora_target_modules: [q_proj]\n",
+        "llamafactory": "model_name_or_path: a\ndataset: b\ndataset_dir: ONLINE\ncutoff_len: 64\n",
+        "axolotl": "base_model: a\nsequence_len: 64\ndatasets: [{path: b}]\n",
+        "swift": "model: a\nmax_length: 64\ndataset: [b]\n",
+    }
+    imported = convert(tmp_path, base[trainer] + lines, trainer=trainer)
+    assert yaml.safe_load(imported.text).get(key) == kept
+    assert lost(imported) == starred
 
 
 def test_commands_of_trl_and_llamafactory(tmp_path: Path) -> None:

@@ -322,7 +322,8 @@ def _convert_dependent_fields(conversion: Conversion) -> None:
         conversion.left["trl"] = {key: value for key, value in policy.items() if key != "use_bias_correction_kl"}
         conversion.report_unneeded("trl", "use_bias_correction_kl", why="used only with trl.beta")
     if "dpo_loss_type" in conversion.left:
-        conversion.convert_key("loss_type", single_loss_name, conversion.pop_field("dpo_loss_type"), "dpo_loss_type")
+        loss = conversion.pop_field("dpo_loss_type")
+        conversion.convert_key("loss_type", single_loss_name, loss, "dpo_loss_type", replaces=True)
     for name in ("overrides_of_model_config", "model_config"):
         _convert_model_overrides(conversion, name)
     _convert_adapter(conversion)

@@ -77,6 +77,8 @@ class Conversion:
     findings: list[FieldFinding] = field(default_factory=list)
     lines: dict[KeyPath, int] = field(default_factory=dict)
     """{StreamTune key: line of the original field}."""
+    written_by: dict[str, KeyPath] = field(default_factory=dict)
+    """{StreamTune key: original field}."""
 
     def __post_init__(self) -> None:
         self.left = dict(self.file.fields)
@@ -107,13 +109,24 @@ class Conversion:
             self.write_key(key, value, name, note=note)
         self.mark_unneeded(name, why=why)
 
-    def write_key(self, key: str, value: Any, *path: str | int, note: str = "", changes_training: bool = True) -> bool:
-        """Write a StreamTune key for an original field; if the schema rejects the value, report the field as lost.
+    def write_key(
+        self,
+        key: str,
+        value: Any,
+        *path: str | int,
+        note: str = "",
+        changes_training: bool = True,
+        replaces: bool = False,
+    ) -> bool:
+        """Write a StreamTune key for an original field, or report the field as lost.
+
+        It is lost if the schema rejects the value, or if another field has set the key to another value.
 
         Args:
             path: Names and indices that lead to the original field.
             note: Comment on the key in the new recipe.
             changes_training: True if training changes without the value.
+            replaces: True if the value includes or overrides that of another field.
 
         Returns:
             True if the key was written.
@@ -125,19 +138,31 @@ class Conversion:
         if wrong := self._why_rejected(key, value):
             self.report_lost(*path, why=wrong, changes_training=changes_training)
             return False
+        other = self.written_by.get(key, path)
+        if other != path and self.ours.get(key, value) != value and not replaces:
+            why = f"'{_dotted_name(other)}' sets '{_show_field(key, self.ours[key])}'; '{key}' has one value"
+            self.report_lost(*path, why=why, changes_training=changes_training)
+            return False
+        theirs = _dotted_name(path)
+        self.written_by[key] = path
         self.ours[key] = value
         self.lines[(key,)] = self.file.marks.key_line(path)
-        theirs = _dotted_name(path)
         self.notes[key] = "; ".join(part for part in (theirs if theirs != key else "", note) if part)
         self._add_finding("mapped", path, our_setting=_show_field(key, value), note=note)
         return True
 
     def merge_into_key(self, key: str, values: dict[str, Any], *path: str | int, note: str = "") -> bool:
         """Add entries to a key whose value is a mapping; return True if it was written."""
-        return self.write_key(key, {**self.ours.get(key, {}), **values}, *path, note=note)
+        return self.write_key(key, {**self.ours.get(key, {}), **values}, *path, note=note, replaces=True)
 
     def convert_key(
-        self, key: str, convert: Callable[[Any], Any], value: Any, *path: str | int, changes_training: bool = True
+        self,
+        key: str,
+        convert: Callable[[Any], Any],
+        value: Any,
+        *path: str | int,
+        changes_training: bool = True,
+        replaces: bool = False,
     ) -> None:
         """Write a key with the value that ``convert`` returns; if ``convert`` fails, report the field as lost."""
         try:
@@ -145,7 +170,7 @@ class Conversion:
         except UnconvertedError as error:
             self.report_lost(*path, why=str(error), changes_training=changes_training)
         else:
-            self.write_key(key, converted, *path, changes_training=changes_training)
+            self.write_key(key, converted, *path, changes_training=changes_training, replaces=replaces)
 
     def write_default(self, key: str, value: Any, note: str = "") -> None:
         """Write the other trainer's default for a key, unless the recipe already has the key."""

@@ -119,8 +119,8 @@ def negate_switch(value: Any) -> bool:
     return not value
 
 
-def dft_or_nll(value: Any) -> str:
-    return "dft" if value else "nll"
+def dft_if_on(value: Any) -> str | None:
+    return "dft" if value else None
 
 
 def zero_if_negative(value: Any) -> Any:

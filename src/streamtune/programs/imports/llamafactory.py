@@ -14,7 +14,7 @@ from .field_rules import (
     convert_module_names,
     convert_rope_scaling,
     convert_token_list,
-    dft_or_nll,
+    dft_if_on,
     field_table,
     key_rule,
     lookup_converter,
@@ -72,7 +72,7 @@ FIELDS: dict[str, FieldRule] = field_table(
         "add_tokens": key_rule("added_tokens", convert_token_list),
         "add_special_tokens": key_rule("special_tokens", convert_additional_special_tokens),
         "additional_target": key_rule("modules_to_save", convert_module_list),
-        "use_dft_loss": key_rule("loss_type", dft_or_nll),
+        "use_dft_loss": key_rule("loss_type", dft_if_on),
         "disable_shuffling": key_rule("shuffle", negate_switch),
         "model_revision": no_counterpart("download the model revision and give its folder", off=("main",)),
         "quantization_method": no_counterpart(
@@ -191,6 +191,7 @@ def _convert_dependent_fields(conversion: Conversion) -> None:
     texts = stage == "pt"
     if stage == "kto":
         conversion.write_key("loss_type", "kto", "stage")
+        conversion.mark_unneeded("pref_loss", why="LLaMA-Factory reads this field only with stage: dpo")
     elif stage is not None:
         conversion.report_unneeded("stage", why=f"objective: {conversion.objective}")
     convert_llamafactory_template(conversion, texts=texts)

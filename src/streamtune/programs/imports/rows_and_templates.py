@@ -112,7 +112,7 @@ def write_datasets(conversion: Conversion, specs: list[dict[str, Any]], *path: s
     for spec in specs:
         if str(spec["path"]).endswith(DATA_FILES) and spec.get("split") == "train":
             del spec["split"]  # a file has no split
-    conversion.write_key("datasets", entries, *path, note=note)
+    conversion.write_key("datasets", entries, *path, note=note, replaces=True)
     for index in range(len(entries)):
         conversion.lines.setdefault(("datasets", index), conversion.file.marks.key_line(path))
 
@@ -145,7 +145,11 @@ def write_weights(conversion: Conversion, value: Any, *path: str | int, note: st
         return
     weighted = [{**entry, "weight": weight} for entry, weight in zip(entries, weights, strict=True)]
     conversion.write_key(
-        "datasets", weighted, *path, note=note or "a weight is the share of the dataset in the rows of an epoch"
+        "datasets",
+        weighted,
+        *path,
+        note=note or "a weight is the share of the dataset in the rows of an epoch",
+        replaces=True,
     )
 
 
@@ -163,7 +167,7 @@ def write_eval_sets(conversion: Conversion, specs: list[dict[str, Any]], *path: 
             name += "-2"
         named[name] = [spec]
     if named:
-        conversion.write_key("eval_datasets", {**conversion.ours.get("eval_datasets", {}), **named}, *path, note=note)
+        conversion.merge_into_key("eval_datasets", named, *path, note=note)
 
 
 def write_columns(spec: dict[str, Any], columns: dict[str, Any], row_type: str) -> None:

@@ -13,7 +13,7 @@ from .field_rules import (
     convert_module_list,
     convert_module_names,
     convert_rope_scaling,
-    dft_or_nll,
+    dft_if_on,
     field_table,
     key_rule,
     lookup_converter,
@@ -98,7 +98,7 @@ FIELDS: dict[str, FieldRule] = field_table(
         "modules_to_save": key_rule("modules_to_save", convert_module_list),
         "init_weights": key_rule("adapter_type", convert_adapter_initialisation),
         "init_lora_weights": key_rule("adapter_type", convert_adapter_initialisation),
-        "enable_dft_loss": key_rule("loss_type", dft_or_nll),
+        "enable_dft_loss": key_rule("loss_type", dft_if_on),
         "is_binary_loss_scale": no_counterpart("StreamTune weights tokens in the loss by 1 or 0", off=(True,)),
         "add_non_thinking_prefix": no_counterpart(
             "StreamTune keeps text that the chat template adds before an answer", off=(True,)

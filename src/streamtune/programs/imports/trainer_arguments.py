@@ -260,7 +260,9 @@ def convert_trackers(conversion: Conversion, settings: dict[str, str]) -> None:
                 conversion.report_unneeded(name, why="no value")
             elif tracker in names:
                 conversion.report_unneeded(name, why=variable or f"'{tracker}' is named already")
-            elif conversion.write_key("report_to", [*names, tracker], name, note=variable, changes_training=False):
+            elif conversion.write_key(
+                "report_to", [*names, tracker], name, note=variable, changes_training=False, replaces=True
+            ):
                 names = conversion.ours["report_to"]
     if len(variables) > 1 and names:
         conversion.notes["report_to"] = "; ".join(variables)

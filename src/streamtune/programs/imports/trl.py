@@ -278,7 +278,7 @@ def _convert_text_column(conversion: Conversion, first_rows: list[Row]) -> None:
         entries = list(conversion.ours["datasets"])
         for index in named:
             entries[index] = {**entries[index], "columns": {"text": column}, "type": "text"}
-        conversion.write_key("datasets", entries, name)
+        conversion.write_key("datasets", entries, name, replaces=True)
 
 
 def _convert_trained_tokens(conversion: Conversion, first_rows: list[Row]) -> None:
@@ -336,7 +336,10 @@ def _convert_length_limit(conversion: Conversion) -> None:
             conversion.report_lost(name, why=why, changes_training=False)
             conversion.left.pop("truncation_mode", None)
             conversion.write_default("overlength", "error", "no row is truncated")
-    if conversion.objective == "sft" and conversion.get("truncation_mode") == "keep_end":
+    strategy = given.get("packing_strategy")
+    if conversion.objective == "sft" and conversion.get("packing") and strategy in ("wrapped", "bfd_split"):
+        conversion.mark_unneeded("truncation_mode", why="TRL's packing truncates no row; see packing_strategy")
+    elif conversion.objective == "sft" and conversion.get("truncation_mode") == "keep_end":
         conversion.pop_field("truncation_mode")
         conversion.write_key("overlength", "truncate", "truncation_mode")
         conversion.write_key("truncate_side", "left", "truncation_mode")
@@ -344,11 +347,9 @@ def _convert_length_limit(conversion: Conversion) -> None:
     if shuffles is not None and conversion.objective == "grpo":
         conversion.write_key("shuffle", shuffles, "shuffle_dataset")
     conversion.mark_unneeded("shuffle_dataset", why="StreamTune shuffles the rows in each epoch anyway")
-    strategy = given.get("packing_strategy")
     if conversion.objective != "sft" or not conversion.get("packing"):
         conversion.mark_unneeded("packing_strategy", why="used only with packing")
     elif strategy in ("wrapped", "bfd_split"):
-        conversion.pop_field("truncation_mode")
         see = "; packed rows attend to each other in TRL, but not in StreamTune" if strategy == "wrapped" else ""
         conversion.write_if_on(
             "packing_strategy", "overlength", "split", note=f"TRL continues rows in the next sequence{see}"
