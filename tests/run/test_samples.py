@@ -15,8 +15,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from streamtune.data.reading.builtin import passkey_rows
+from streamtune.errors import ArgumentError
+from streamtune.models import generate_greedily
 from streamtune.train import StopRequest
 from tests.distributed.rank_group import run_ranks
+from tests.exactness.families import VOCAB, build
 from tests.sft_kit import FIXED, QWEN3, RECIPE, run, write_recipe, write_rows
 
 TINY: dict[str, Any] = {
@@ -61,6 +64,20 @@ def same(first: str, second: str) -> None:
     for (name, mine), (_, other) in zip(ours, theirs, strict=True):
         assert mine.keys() == other.keys()
         assert all(torch.equal(mine[key], other[key]) for key in mine), name
+
+
+def test_a_greedy_continuation_is_that_of_the_largest_logits() -> None:
+    """Whatever the model's generation config has, and up to the end of its table of positions."""
+    model = build("gpt2").eval()
+    model.generation_config.update(repetition_penalty=1.5, no_repeat_ngram_size=2)
+    prompt = torch.randint(3, VOCAB, (100,), generator=torch.Generator().manual_seed(0)).tolist()
+    ids = list(prompt)
+    with torch.no_grad():
+        while len(ids) < 128:
+            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+    assert generate_greedily(model, prompt, max_new_tokens=40, eos=[], pad=0) == ids[100:]
+    with pytest.raises(ArgumentError, match="position table has only 128"):
+        generate_greedily(model, ids, max_new_tokens=1, eos=[], pad=0)
 
 
 @pytest.mark.full

@@ -79,6 +79,7 @@ from streamtune.models.positions import (
     RopeChange,
     check_positions,
     position_limit,
+    position_table_limit,
     position_warning,
     pretrained_position_limit,
 )
@@ -164,6 +165,7 @@ __all__ = [
     "make_small_copy",
     "new_token_ids",
     "position_limit",
+    "position_table_limit",
     "position_warning",
     "pretrained_position_limit",
     "quantization_kind",

@@ -18,6 +18,7 @@ from streamtune.base.adapters import base_of
 from streamtune.base.model_facts import model_device
 from streamtune.data import ChatOptions, PromptRenderer
 from streamtune.errors import ArgumentError, DataError
+from streamtune.models.positions import position_table_limit
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -115,21 +116,30 @@ def generate_greedily(
 ) -> list[int]:
     """Return the token ids of the greedy continuation of the token ids ``prompt``, including a final EOS.
 
-    The model is left in evaluation mode.
+    The model is left in evaluation mode. Its generation config does not count, such as a repetition penalty.
     """
     return _generate(model, prompt, Decoding(max_new_tokens, synced_gpus=synced_gpus), eos, pad)
 
 
 def _generate(model: Any, prompt: Sequence[int], decoding: Decoding, eos: Sequence[int], pad: int | None) -> list[int]:
     ids = torch.tensor([list(prompt)], device=model_device(model))
-    sampling = {"do_sample": True, "temperature": decoding.temperature} if decoding.temperature > 0 else {}
+    limit = position_table_limit(base_of(model))
+    if limit is not None and len(prompt) >= limit:
+        raise ArgumentError(
+            f"the prompt has {len(prompt):,} tokens, but the model's position table has only {limit:,}",
+            where="sample",
+            fix="shorten the prompt",
+        )
     model.eval()
+    sampling: dict[str, Any] = {"do_sample": True, "temperature": decoding.temperature}
+    if decoding.temperature <= 0:
+        model, sampling = copy_with_generation_config(base_of(model), GenerationConfig(do_sample=False)), {}
     with torch.no_grad():
         output = model.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
-            **{"do_sample": False, **sampling},
-            max_new_tokens=decoding.max_new_tokens,
+            **sampling,
+            max_new_tokens=min(decoding.max_new_tokens, limit - len(prompt) if limit else decoding.max_new_tokens),
             synced_gpus=decoding.synced_gpus,
             eos_token_id=list(eos) or None,
             pad_token_id=pad,

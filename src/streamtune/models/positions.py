@@ -191,16 +191,13 @@ def check_positions(model: Any, longest_row: int, *, training: bool = True) -> s
     limit = position_limit(model.config)
     if limit is None or longest_row <= limit:
         return None
-    embedding = model.get_input_embeddings()
-    for name, module in model.named_modules():
-        table = isinstance(module, torch.nn.Embedding) and module is not embedding
-        if table and limit <= module.num_embeddings <= limit + 2:  # some tables have two more rows, for padding
-            raise ArgumentError(
-                f"the longest row has {longest_row:,} tokens; the model's learned position embeddings ({name}) end at "
-                f"{limit:,}",
-                where="max_length",
-                fix=f"set max_length: {limit} and overlength: split, or choose a model with rotary positions",
-            )
+    if (name := _position_table_name(model)) is not None:
+        raise ArgumentError(
+            f"the longest row has {longest_row:,} tokens; the model's learned position embeddings ({name}) end at "
+            f"{limit:,}",
+            where="max_length",
+            fix=f"set max_length: {limit} and overlength: split, or choose a model with rotary positions",
+        )
     what = f"the longest row has {longest_row:,} tokens; the model supports {limit:,} (max_position_embeddings)"
     original = pretrained_position_limit(model.config)
     if original is not None and original < limit:
@@ -217,6 +214,20 @@ def check_positions(model: Any, longest_row: int, *, training: bool = True) -> s
         fix=f"scale the positions: rope_scaling: {{rope_type: yarn, factor: {factor}}}; or train "
         f"at new positions: rope_scaling: {{rope_type: default}}; or set max_length: {limit}",
     )
+
+
+def position_table_limit(model: Any) -> int | None:
+    """Return the number of positions at which learned position embeddings end; None if positions are computed."""
+    return position_limit(model.config) if _position_table_name(model) is not None else None
+
+
+def _position_table_name(model: Any) -> str | None:
+    limit, embedding = position_limit(model.config), model.get_input_embeddings()
+    for name, module in model.named_modules() if limit is not None else ():
+        table = isinstance(module, torch.nn.Embedding) and module is not embedding
+        if table and limit <= module.num_embeddings <= limit + 2:  # some tables have two more rows, for padding
+            return name
+    return None
 
 
 def position_warning(model: Any, longest_row: int) -> str | None:

@@ -104,6 +104,23 @@ def test_a_code_that_is_known_by_heart_matches_and_gains_nothing(
     assert all(cell["gain"] < 0.5 for cell in cells)
 
 
+@pytest.mark.full
+def test_a_completion_ends_with_the_table_of_positions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A prompt of all positions leaves room for the answer alone."""
+    monkeypatch.chdir(tmp_path)
+    write_rows(tmp_path, 12)
+    shape = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256}
+    changes = {"model": {"init": shape}, "max_length": 256, "val_size": 2, "engine": FIXED, "max_steps": 1}
+    write_recipe(tmp_path, {**RECIPE, **changes})
+    assert run() == 0
+    options = ["--needle", "--needle-lengths", "256", "--needle-depths", "0", "--needle-trials", "1", "--json"]
+    code, shown, problem = evaluated(capsys, "runs/tiny", *options)
+    assert code == 0, problem
+    assert [cell["length"] for cell in json.loads(shown)["needle"]["cells"]] == [256]
+
+
 def plain_logprob(model: Any, prompt: list[int], answer: list[int]) -> float:
     with torch.no_grad():
         logits = model(torch.tensor([[*prompt, *answer[:-1]]])).logits[0, len(prompt) - 1 :]

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from streamtune.data.options import ChatOptions
 from streamtune.data.reading.readers import Row
@@ -16,7 +18,15 @@ from streamtune.data.rendering.render import RowRenderer
 from streamtune.data.row_types import normalise_row
 from streamtune.errors import ArgumentError
 from streamtune.programs.generate import answer as answering
-from streamtune.programs.generate.answer import Answer, Answerer, GenerateOptions, PromptEncoder, load_answerer
+from streamtune.programs.generate.answer import (
+    Answer,
+    Answerer,
+    GenerateOptions,
+    PromptEncoder,
+    _Printer,
+    load_answerer,
+)
+from streamtune.programs.generate.generate_command import _print_speed
 from streamtune.programs.generate.prompt_files import read_prompts
 from tests.conformance.reducer import build as build_any
 from tests.exactness.families import FAMILIES, build
@@ -112,13 +122,32 @@ def test_a_stop_ends_the_answer_and_the_next_one_is_whole() -> None:
     assert again.text == tokenizer().decode(plain(model, reader.encode(ASKED), 40), skip_special_tokens=True)
 
 
-def test_a_table_of_positions_ends_the_answer() -> None:
+def test_a_table_of_positions_ends_the_answer(capsys: pytest.CaptureFixture[str]) -> None:
     model = build("gpt2", vocab_size=259).eval()
     reader = answerer(model, max_new_tokens=100)
     answer = reader.answer(ASKED)
     assert answer.prompt_tokens + answer.tokens <= 128
+    _print_speed(answer, 100)
+    assert "truncated at the end of the model's position table" in capsys.readouterr().err.replace("\n", " ")
     with pytest.raises(ArgumentError, match="position table has only 128"):
         reader.answer(ASKED * 4)
+
+
+def test_lines_are_shown_with_their_first_space() -> None:
+    """Tokenizers of SentencePiece's kind remove a space at the beginning of a decoded text."""
+    tokens = ["<unk>", "<0x0A>", "▁def", ":", "▁▁▁", "▁", "return", "▁x"]
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    made = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    strip = decoders.Strip(" ", 1, 0)
+    made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), strip])
+    tok = PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>")
+    ids = [2, 3, 1, 4, 5, 6, 7, 1, 1, 5, 6]
+    pieces: list[str] = []
+    printer = _Printer(tok, pieces.append)
+    for given in ([0], *([token] for token in ids)):  # the prompt comes first
+        printer.put(torch.tensor(given))
+    printer.end()
+    assert "".join(pieces) == tok.decode(ids) == "def:\n    return x\n\n return"
 
 
 def test_settings_of_the_draw() -> None:

@@ -26,7 +26,7 @@ from streamtune import data, train
 from streamtune.base.model_facts import IGNORE_INDEX
 from streamtune.data.templates import ChatRequest, render_chat
 from streamtune.errors import ArgumentError
-from streamtune.models import all_eos_token_ids
+from streamtune.models import all_eos_token_ids, position_table_limit
 from streamtune.programs.evaluate.eval_scores import ScoringModel, mean_and_error
 from streamtune.tasks.rollout import Sampling, TransformersGenerator
 
@@ -252,7 +252,10 @@ def _mean_logprob(streamed: ScoringModel, prompt: Sequence[int], answer: Sequenc
 
 def _answers_with_code(writer: TransformersGenerator, tokenizer: Any, prompt: list[int], trial: _NeedleTrial) -> bool:
     """Return True if the first word of the greedy completion is the code."""
-    [[written]] = writer.write([prompt], 1, Sampling(len(trial.answer) + EXTRA_TOKENS, temperature=0.0))
+    limit = position_table_limit(writer.model)
+    most = len(trial.answer) + EXTRA_TOKENS
+    most = most if limit is None else min(most, limit - len(prompt))
+    [[written]] = writer.write([prompt], 1, Sampling(most, temperature=0.0))
     words = tokenizer.decode(written.token_ids, skip_special_tokens=True).split()
     return bool(words) and words[0].strip(".,:;!?\"'`*()") == trial.code
 

@@ -129,7 +129,9 @@ class _Printer(hf_internal(STREAMER)):  # type: ignore[misc]
             self.show(new)
         self._shown = text
         if text.endswith("\n"):  # later tokens do not change the spelling of a complete line
-            self._line, self._shown = [], ""
+            # The line's end stays: SentencePiece removes a space at the beginning of a decoded text.
+            self._line = self._line[-1:]
+            self._shown = self.tokenizer.decode(self._line, skip_special_tokens=True)
 
 
 class _ReusingWriter(TransformersGenerator):
@@ -229,7 +231,7 @@ class Answerer:
         self.sampling = _sampling_settings(base.generation_config, options)
         self.vocabulary: int = base.get_input_embeddings().weight.shape[0]
         self.positions = models.position_limit(base.config)
-        self.has_position_table = _has_position_table(base, self.positions)
+        self.has_position_table = models.position_table_limit(base) is not None
         """True if the model has a position table, which limits the length."""
         torch.manual_seed(options.seed)
 
@@ -319,15 +321,6 @@ class Answerer:
             f"prompt and answer may reach {longest + self.sampling.max_completion_length:,} tokens, beyond the model's "
             f"limit of {self.positions:,} (max_position_embeddings)"
         )
-
-
-def _has_position_table(base: Any, positions: Any) -> bool:
-    """Return True if the model has a position-embedding table of fixed length."""
-    try:
-        models.check_positions(base, positions + 1 if isinstance(positions, int) else 0, training=False)
-    except ArgumentError:
-        return True
-    return False
 
 
 def _sampling_settings(configured: Any, options: GenerateOptions) -> Sampling:

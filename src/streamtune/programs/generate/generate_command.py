@@ -217,7 +217,7 @@ def _answer_all(answerer: Answerer, prompts: list[Prompt], *, as_json: bool) -> 
             found.append({**_prompt_json(each), **vars(answer)})
             if not as_json:
                 print(flush=True)  # the speed is printed on stderr
-                _print_speed(answer)
+                _print_speed(answer, answerer.options.max_new_tokens)
             if stopped := answer.stopped:
                 break
     if as_json:
@@ -260,12 +260,13 @@ def _print_answer(answerer: Answerer, prompt: Prompt, *, quiet: bool = False) ->
         status.stop()
 
 
-def _print_speed(answer: Answer) -> None:
+def _print_speed(answer: Answer, max_new_tokens: int) -> None:
     cached_tokens = answer.prompt_tokens - answer.read_tokens
     cached = f" ({cached_tokens:,} cached)" if cached_tokens > 0 else ""
     read = f"prompt: {answer.prompt_tokens:,} tokens{cached}, {answer.prompt_seconds:.1f} s to the first token"
     rate = f", {answer.rate:,.1f} tokens/s" if answer.rate else ""
-    end = "stopped" if answer.stopped else "" if answer.finished else "truncated at --max-new-tokens"
+    limit = "--max-new-tokens" if answer.tokens >= max_new_tokens else "the end of the model's position table"
+    end = "stopped" if answer.stopped else "" if answer.finished else f"truncated at {limit}"
     parts = [read, f"answer: {answer.tokens:,} tokens{rate}", end]
     err.print(Text("; ".join(part for part in parts if part), style="dim"), soft_wrap=not err.is_terminal)
 
@@ -339,7 +340,7 @@ def _chat(answerer: Answerer) -> None:
             print_error(error)
             continue
         print()
-        _print_speed(answer)
+        _print_speed(answer, answerer.options.max_new_tokens)
         if templated:
             messages = [*turns, {"role": "assistant", "content": answer.text}]
     print()
