@@ -46,3 +46,23 @@ def test_a_resumed_run_keeps_its_date(
         assert (after["date"], after["data"]) == (before["date"], before["data"])
     finally:
         fix_template_date(None)
+
+
+@pytest.mark.full
+def test_a_run_with_the_file_of_a_teacher_has_its_date(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that is written on one day has the rows of a run on another day."""
+    monkeypatch.chdir(tmp_path)
+    write_rows(tmp_path, 4)
+    write_recipe(tmp_path, {**RECIPE, "engine": FIXED, "max_steps": 1, "max_length": 256, "output_dir": "taught"})
+    assert run() == 0
+    student = {key: value for key, value in DATED.items() if key not in ("model", "tokenizer")}
+    write_recipe(tmp_path, {**student, "model_name_or_path": "taught/final", "teacher": "taught/final"})
+    try:
+        assert run("taught.safetensors", "--top-k", "8", command="teach") == 0
+        fix_template_date(None)
+        with monkeypatch.context() as patch:
+            patch.setattr(start, "date", Another)
+            assert run("--set", "teacher=taught.safetensors", "--set", "output_dir=run") == 0
+        assert json.loads((tmp_path / "run/run.json").read_text())["date"] == datetime.date.today().isoformat()
+    finally:
+        fix_template_date(None)

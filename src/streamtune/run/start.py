@@ -29,6 +29,7 @@ from streamtune.run.ranks import RunSetup, resolve_setup
 from streamtune.run.weight_choices import rounding_warning, with_saved_precision
 from streamtune.tasks import Task
 from streamtune.tasks.task import Notify
+from streamtune.tasks.teacher_file import teacher_file_date
 
 Doing = Callable[[str], AbstractContextManager[Any]]
 """Returns a context manager that shows a message during a slow activity."""
@@ -337,7 +338,9 @@ def start_run(
                 train.check_records((directory.metrics, directory.samples, *of_rows), directory.events)
             found = train.find_checkpoint(directory, resume, notify)
             files = fingerprint_tokenizer_files(recipe)
-            return identity, None if found is None else (found.path, found.state), files, date.today().isoformat()
+            taught = teacher_file_date(Path(recipe.teacher_file)) if recipe.teacher_file is not None else None
+            state = None if found is None else (found.path, found.state)
+            return identity, state, files, taught or date.today().isoformat()
 
         locks: list[train.DirectoryLock] = []
         existing, saved, tokenizer_files, today = world.run_on_rank_0(inspect_directory)

@@ -7,8 +7,9 @@ A teacher file is a safetensors file with four tensors, for R rows that have N t
     ids        int32 [N, k]       top-k tokens, the most probable first
     logprobs   fp32 [N, k + 1]    log-probs of these tokens, then the log-prob of all other tokens together
 
-The metadata has k, the vocabulary size, the temperature, the teacher's name, and hashes of the tokenizer and of the
-whole file. Rows are written one by one and read when they are needed, so the file is never in memory as a whole.
+The metadata has k, the vocabulary size, the temperature, the teacher's name, the date that chat templates printed, and
+hashes of the tokenizer and of the whole file. Rows are written one by one and read when they are needed, so the file is
+never in memory as a whole.
 
 The file is written as ``.NAME.writing/rows``, under a lock, and renamed to ``NAME`` when it is complete. When a run
 starts, it reads the whole file once and compares the hash. If the file changes after that, an error names it.
@@ -228,6 +229,17 @@ def teacher_file_digest(path: Path) -> str:
         ArgumentError: The file does not exist, or has another format.
     """
     return _read_metadata(path)["digest"]
+
+
+def teacher_file_date(path: Path) -> str | None:
+    """Return the date that chat templates printed into the rows of a teacher file, in ISO 8601.
+
+    None for a file of an earlier version, which has no date, and for a file that cannot be read.
+    """
+    try:
+        return _read_metadata(path).get("date")
+    except ArgumentError:
+        return None  # reported when the run opens the file
 
 
 @contextmanager

@@ -6,6 +6,7 @@ A run with ``teacher: FILE`` distils from the file without loading the teacher.
 from __future__ import annotations
 
 from contextlib import ExitStack
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 
 from streamtune import data, train
 from streamtune.base.model_facts import IGNORE_INDEX
+from streamtune.data.templates import fix_template_date
 from streamtune.errors import ArgumentError
 from streamtune.ops import top_k_classes
 from streamtune.ops.head.sweep import TargetRows
@@ -61,6 +63,8 @@ def teach(loaded: LoadedRecipe, output: Path, *, top_k: int, feedback: Feedback 
         device = choose_device(recipe.device)
         prepare_libraries(device)
         sources = make_sources(loaded)
+        today = date.today().isoformat()
+        fix_template_date(today)  # a run with the file renders the same date
         with doing("making the tokenizer"):
             tokenizer = make_tokenizer(recipe, sources, None, notify)
         prepared = task.prepare(sources, tokenizer, notify)
@@ -86,6 +90,7 @@ def teach(loaded: LoadedRecipe, output: Path, *, top_k: int, feedback: Feedback 
             "k": str(top_k),
             "vocabulary": str(vocabulary),
             "temperature": repr(recipe.kd_temperature),
+            "date": today,
             "teacher": recipe.teacher,
             "tokenizer": tokenizer_hash(tokenizer),
         }
