@@ -179,6 +179,20 @@ def test_prompts_of_each_form() -> None:
         answerer(make_base("llama")).encode("zzz")
 
 
+def test_a_system_message_that_nothing_renders_is_refused(tmp_path: Path) -> None:
+    write_run(tmp_path, "llama", "full", vocab_size=259)
+    final = tmp_path / "run/final"
+    with pytest.raises(ArgumentError, match="needs the chat template, but --raw leaves it out"):
+        load_answerer(str(final), GenerateOptions(**GREEDY, system="Be brief.", raw=True))
+    plain_text = deepcopy(tokenizer())
+    plain_text.chat_template = None
+    (final / "chat_template.jinja").unlink(missing_ok=True)
+    plain_text.save_pretrained(final)
+    with pytest.raises(ArgumentError, match="but this model's tokenizer has none"):
+        load_answerer(str(final), GenerateOptions(**GREEDY, system="Be brief."))
+    assert load_answerer(str(final), GenerateOptions(**GREEDY)).answer("a").tokens > 0
+
+
 TEMPLATE = (
     "{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
     "{{ m.content }}{% for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}<|im_end|>\n"

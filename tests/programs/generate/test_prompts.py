@@ -67,6 +67,13 @@ def test_a_row_is_asked_as_it_is_trained(tmp_path: Path) -> None:
     assert second == [ASK]
 
 
+def test_a_text_with_a_system_message_or_tools_is_a_user_message(tmp_path: Path) -> None:
+    lines = [{"prompt": "a", "system": "Be brief."}, {"prompt": "b", "tools": TOOLS}, {"prompt": "c", "tools": None}]
+    found = read_prompts(written(tmp_path, "a.json", lines))
+    system, asked = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "a"}
+    assert found == [[system, asked], ToolPrompt([{"role": "user", "content": "b"}], TOOLS), "c"]
+
+
 def test_messages_that_training_refuses_are_refused(tmp_path: Path) -> None:
     for messages, text in (
         ([{"role": "usr", "content": "x"}], "unknown role 'usr'"),

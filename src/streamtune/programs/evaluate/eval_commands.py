@@ -43,7 +43,12 @@ def evaluate(
     ] = "held-out",
     max_rows: Annotated[
         int | None,
-        option("N", "Maximum number of rows to score in each split, from its start. [default: all rows]", min_value=1),
+        option(
+            "N",
+            "Maximum number of rows to score, from the start of each split, of each set of eval_datasets, and of each "
+            "task of --lm-eval. [default: all rows]",
+            min_value=1,
+        ),
     ] = None,
     needle: Annotated[
         bool,

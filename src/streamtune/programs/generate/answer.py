@@ -369,6 +369,7 @@ def load_answerer(
             trust_remote_code=trained.trusts_code,
             notify=notify,
         )
+    _check_system(options, tokenizer)
     if trained.loaded is not None:
         options = options.with_recipe_defaults(trained.loaded.recipe)
     base = base_of(model)
@@ -377,6 +378,17 @@ def load_answerer(
     dtype = str(base.dtype).removeprefix("torch.")
     description = f"{trained.describe()}: {type(base).__name__}{adapters}, {dtype}{kind} on {device}"
     return Answerer(model, tokenizer, options, description)
+
+
+def _check_system(options: GenerateOptions, tokenizer: Any) -> None:
+    """Raise an ArgumentError if a system message is given that no chat template would render."""
+    if options.system is not None and (options.raw or not tokenizer.chat_template):
+        why = "--raw leaves it out" if options.raw else "this model's tokenizer has none"
+        raise ArgumentError(
+            f"a system message needs the chat template, but {why}",
+            where="--system",
+            fix="leave --system out, and write its text into the prompt",
+        )
 
 
 def require_vllm() -> None:
@@ -405,6 +417,8 @@ def answer_with_vllm(
             fix=f"merge them with `streamtune export {model_name_or_path} OUT`, then run "
             "`streamtune generate OUT --vllm`",
         )
+    tokenizer = load_tokenizer(trained.folder, trust_remote_code=trained.trusts_code)
+    _check_system(options, tokenizer)
     import vllm  # type: ignore[import-not-found, unused-ignore]
 
     engine = vllm.LLM(model=trained.folder, dtype=options.dtype or "auto", seed=options.seed)
@@ -415,7 +429,7 @@ def answer_with_vllm(
             setattr(settings, name, getattr(options, name))
     if trained.loaded is not None:
         options = options.with_recipe_defaults(trained.loaded.recipe)
-    encode = PromptEncoder(load_tokenizer(trained.folder, trust_remote_code=trained.trusts_code), options)
+    encode = PromptEncoder(tokenizer, options)
     outputs: Any = engine.generate([{"prompt_token_ids": encode(each)} for each in prompts], settings)
     return [
         {

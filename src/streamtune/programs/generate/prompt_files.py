@@ -26,6 +26,9 @@ class ToolPrompt:
 Prompt = str | list[dict[str, Any]] | ToolPrompt
 """A prompt: text, the messages of a conversation, or messages with tools and variables."""
 
+CHAT_COLUMNS = ("system", "tools", "chat_template_kwargs")
+"""Keys of a prompt's JSON object that the chat template reads."""
+
 MAX_BYTES = 1 << 30
 """Maximum size of a prompt file, in bytes."""
 
@@ -105,9 +108,14 @@ def _parse_prompt(value: Any, where: str) -> Prompt:
 
 
 def _add_columns_to_prompt(prompt: Prompt, columns: Mapping[str, Any], where: str) -> Prompt:
-    """Return the prompt with the system message, tools and template variables of its JSON object ``columns``."""
+    """Return the prompt with the system message, tools and template variables of its JSON object ``columns``.
+
+    A text with one of these becomes a user message.
+    """
     if not isinstance(prompt, list):
-        return prompt
+        if not isinstance(prompt, str) or not any(columns.get(name) for name in CHAT_COLUMNS):
+            return prompt
+        prompt = [{"role": "user", "content": prompt}]
     messages, _ = add_system(prompt, columns, where)
     tools, variables = (
         read_tools(columns.get("tools"), where),
