@@ -458,8 +458,11 @@ def test_a_variable_has_its_default_and_what_a_shell_computes_is_noted(tmp_path:
     [
         ("trl", "use_peft: true\nuse_rslora: true\nuse_dora: true\n", "adapter_type", "rslora", {"use_dora"}),
         ("llamafactory", "use_rslora: true\npissa_init: true\n", "adapter_type", "rslora", {"pissa_init"}),
-        ("axolotl", "rl: orpo\norpo_alpha: 0.3\nrl_beta: 0.2\n", "beta", 0.3, {"rl_beta", "loss_type"}),
+        ("axolotl", "rl: orpo\norpo_alpha: 0.3\nrl_beta: 0.2\n", "beta", 0.2, {"loss_type"}),
         ("axolotl", "rl: dpo\ndpo_loss_type: [ipo]\n", "loss_type", "ipo", set()),
+        ("axolotl", "rl: simpo\n", "rpo_alpha", 1.0, {"rpo_alpha"}),
+        ("axolotl", "rl: simpo\ncpo_alpha: 0.0\n", "rpo_alpha", None, set()),
+        ("swift", "rlhf_type: simpo\ncpo_alpha: 0.5\n", "rpo_alpha", 0.5, {"dataset", "rpo_alpha"}),
         ("swift", "loss_type: focal\nenable_dft_loss: true\n", "loss_type", "focal", {"enable_dft_loss"}),
         ("swift", "loss_type: focal\nenable_dft_loss: false\n", "loss_type", "focal", set()),
         ("llamafactory", "stage: kto\npref_loss: sigmoid\n", "loss_type", "kto", set()),

@@ -28,6 +28,7 @@ from .trainer_arguments import (
     CHECKPOINTING,
     KERNELS,
     TRAINER_FIELDS,
+    convert_nll_of_simpo,
     convert_quantization_bits,
     convert_trackers,
     convert_warmup,
@@ -317,6 +318,10 @@ def _convert_dependent_fields(conversion: Conversion) -> None:
         if loss := OBJECTIVES.get(str(conversion.get(name)), ("", ""))[1]:
             conversion.write_key("loss_type", loss, name)
         conversion.mark_unneeded(name, why="see objective")
+    if conversion.ours.get("loss_type") == "simpo":
+        convert_nll_of_simpo(conversion)
+    if conversion.get("rl_beta") is not None:
+        conversion.mark_unneeded("orpo_alpha", why="axolotl reads this field only without rl_beta")
     policy = conversion.get("trl")
     if isinstance(policy, dict) and "use_bias_correction_kl" in policy and not policy.get("beta"):
         conversion.left["trl"] = {key: value for key, value in policy.items() if key != "use_bias_correction_kl"}

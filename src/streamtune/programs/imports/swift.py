@@ -27,6 +27,7 @@ from .trainer_arguments import (
     CHECKPOINTING,
     KERNELS,
     TRAINER_FIELDS,
+    convert_nll_of_simpo,
     convert_thinking,
     convert_trackers,
     convert_warmup,
@@ -271,6 +272,8 @@ def _convert_dependent_fields(conversion: Conversion) -> None:
         conversion.report_unneeded("rlhf_type", why=f"objective: {conversion.objective}")
     elif kind is not None:
         conversion.report_lost("rlhf_type", why=f"not an objective of StreamTune; {conversion.objective} was given")
+    if kind == "simpo" or (kind == "cpo" and conversion.get("loss_type") == "simpo"):
+        convert_nll_of_simpo(conversion)
     use_hf = conversion.get("use_hf")
     conversion.mark_unneeded("use_hf", why="StreamTune looks up names on the Hugging Face hub")
     for name in ("model", "model_id_or_path"):

@@ -225,6 +225,19 @@ def convert_optimizer(conversion: Conversion) -> None:
             conversion.mark_unneeded("adam_beta1", "adam_beta2", why="StreamTune reads the betas from optim_args")
 
 
+def convert_nll_of_simpo(conversion: Conversion) -> None:
+    """Convert ``cpo_alpha``, the weight of the NLL term that TRL's CPO trainer adds to SimPO's loss too."""
+    alpha = conversion.get("cpo_alpha", 1.0)
+    if not alpha:
+        conversion.mark_unneeded("cpo_alpha", why="no NLL term, as in StreamTune")
+    elif conversion.get("cpo_alpha") is None:
+        conversion.mark_unneeded("cpo_alpha", why="no value")
+        conversion.write_default("rpo_alpha", alpha, "from cpo_alpha, the weight of the NLL term in TRL's CPO trainer")
+    else:
+        conversion.pop_field("cpo_alpha")
+        conversion.write_key("rpo_alpha", alpha, "cpo_alpha")
+
+
 def report_nll_differences(conversion: Conversion) -> None:
     """Report that TRL averages the NLL term of ``orpo``, ``cpo`` and ``rpo_alpha`` differently from StreamTune."""
     loss = conversion.ours.get("loss_type")

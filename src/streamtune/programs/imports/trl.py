@@ -37,6 +37,7 @@ from .trainer_arguments import (
     CHECKPOINTING,
     KERNELS,
     TRAINER_FIELDS,
+    convert_nll_of_simpo,
     convert_quantization_bits,
     convert_trackers,
     convert_warmup,
@@ -358,16 +359,11 @@ def _convert_length_limit(conversion: Conversion) -> None:
 
 
 def _convert_cpo_loss(conversion: Conversion) -> None:
-    """Convert the loss of TRL's CPO trainer, which adds an NLL term also to SimPO's loss."""
-    loss, alpha = conversion.pop_field("loss_type") or "sigmoid", conversion.get("cpo_alpha", 1.0)
+    """Convert the loss of TRL's CPO trainer."""
+    loss = conversion.pop_field("loss_type") or "sigmoid"
     if loss == "simpo":
         conversion.write_key("loss_type", "simpo", "loss_type")
-        if not alpha:
-            conversion.mark_unneeded("cpo_alpha", why="no NLL term, as in StreamTune")
-        elif conversion.pop_field("cpo_alpha") is None:
-            conversion.write_default("rpo_alpha", alpha, "from cpo_alpha")
-        else:
-            conversion.write_key("rpo_alpha", alpha, "cpo_alpha")
+        convert_nll_of_simpo(conversion)
     elif loss == "sigmoid":
         conversion.ours["loss_type"] = "cpo"
         if "loss_type" in conversion.file.fields:
