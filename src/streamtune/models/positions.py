@@ -223,10 +223,12 @@ def position_table_limit(model: Any) -> int | None:
 
 def _position_table_name(model: Any) -> str | None:
     limit, embedding = position_limit(model.config), model.get_input_embeddings()
-    for name, module in model.named_modules() if limit is not None else ():
+    if limit is None:
+        return None
+    for name, module in model.named_modules():
         table = isinstance(module, torch.nn.Embedding) and module is not embedding
         if table and limit <= module.num_embeddings <= limit + 2:  # some tables have two more rows, for padding
-            return name
+            return str(name)
     return None
 
 
