@@ -404,6 +404,7 @@ def test_packing_without_a_length_is_what_trl_refuses(tmp_path: Path) -> None:
 def test_the_kl_of_axolotl(beta: float, on: bool, tmp_path: Path) -> None:
     text = f"""base_model: a
 rl: grpo
+micro_batch_size: 4
 datasets: [{{path: own/a}}]
 trl: {{beta: {beta}, num_generations: 4, use_bias_correction_kl: true, reward_funcs: [rewards.f]}}
 """
@@ -507,6 +508,26 @@ def test_rows_of_a_step_of_axolotl(tmp_path: Path) -> None:
     assert "train_batch_size: 16" in convert(tmp_path, text).text
     imported = convert(tmp_path, text + "gradient_accumulation_steps: 8\n")
     assert "train_batch_size: 16" not in imported.text
+
+
+@pytest.mark.parametrize(
+    ("trainer", "lines", "sizes"),
+    [
+        ("swift", "", (None, 16)),
+        ("swift", "per_device_train_batch_size: 32\n", (32, 32)),
+        ("swift", "per_device_train_batch_size: 6\n", (6, 18)),
+        ("swift", "gradient_accumulation_steps: 2\n", (None, None)),
+        ("swift", "rlhf_type: grpo\nreward_funcs: [accuracy]\n", (1, 16)),
+        ("swift", "rlhf_type: grpo\nreward_funcs: [accuracy]\nper_device_train_batch_size: 4\n", (4, 16)),
+        ("axolotl", "rl: grpo\ngradient_accumulation_steps: 8\ntrl: {reward_funcs: [r.f]}\n", (1, None)),
+    ],
+)
+def test_rows_of_a_step_that_a_trainer_chooses(
+    trainer: str, lines: str, sizes: tuple[int | None, int | None], tmp_path: Path
+) -> None:
+    base = {"swift": "model: a\ndataset: [b]\n", "axolotl": "base_model: a\ndatasets: [{path: b}]\n"}
+    recipe = yaml.safe_load(convert(tmp_path, base[trainer] + lines, trainer=trainer).text)
+    assert (recipe.get("per_device_train_batch_size"), recipe.get("train_batch_size")) == sizes
 
 
 def test_a_switch_that_a_command_turns_off(tmp_path: Path) -> None:

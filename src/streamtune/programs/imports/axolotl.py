@@ -446,7 +446,9 @@ def _convert_chat_template(conversion: Conversion) -> None:
 
 def _write_trainer_defaults(conversion: Conversion) -> None:
     write_default_truncation(conversion)
-    if conversion.objective != "grpo":
+    if conversion.objective == "grpo":
+        conversion.write_default("per_device_train_batch_size", 1)
+    else:
         conversion.write_default("max_length", 512)
         conversion.write_default("overlength", "drop")
     if "warmup_steps" not in conversion.ours and conversion.get("lr_scheduler") != "constant":

@@ -50,7 +50,7 @@ NEAREST = {"accuracy": "numeric_answer", "format": "format_tags"}
 """{reward function of ms-swift: most similar reward function of StreamTune}."""
 
 ROWS_PER_STEP = 16
-"""Number of rows in an optimizer step if ``gradient_accumulation_steps`` is not given."""
+"""Number of rows in an optimizer step if ``gradient_accumulation_steps`` is not given; of completions for grpo."""
 
 TUNER = ("tuner_type", "train_type", "sft_type")
 """Names of one field of ms-swift, from the newest release to the oldest."""
@@ -376,9 +376,13 @@ def _write_trainer_defaults(conversion: Conversion) -> None:
     conversion.write_default("weight_decay", 0.1)
     conversion.write_default("adam_beta2", 0.95)
     conversion.write_default("num_train_epochs", 3.0)
+    if objective == "grpo":
+        conversion.write_default("per_device_train_batch_size", 1)
+    if "gradient_accumulation_steps" not in ours:
+        at_once = ours.get("per_device_train_batch_size", 1)
+        rows = at_once * -(-ROWS_PER_STEP // at_once)
+        conversion.write_default("train_batch_size", rows, "rows of a step, over all ranks")
     if objective != "grpo":
-        if "gradient_accumulation_steps" not in ours:
-            conversion.write_default("train_batch_size", ROWS_PER_STEP, "rows of a step, over all ranks")
         if "max_length" in ours:
             conversion.write_default("overlength", "drop")
         elif ours.get("overlength") == "drop":
@@ -390,7 +394,6 @@ def _write_trainer_defaults(conversion: Conversion) -> None:
             )
             conversion.report_lost_setting("max_length", why, changes_training=False)
     else:
-        conversion.write_default("per_device_train_batch_size", 1)
         conversion.write_default("beta", 0.04)
         for key, value in (("temperature", 0.9), ("top_p", 0.9), ("top_k", 50)):
             conversion.write_default(key, value)
