@@ -120,13 +120,13 @@ class Conversion:
     ) -> bool:
         """Write a StreamTune key for an original field, or report the field as lost.
 
-        It is lost if the schema rejects the value, or if another field has set the key to another value.
+        The field is lost if the schema rejects the value, or if another field has set the key to another value.
 
         Args:
             path: Names and indices that lead to the original field.
             note: Comment on the key in the new recipe.
             changes_training: True if training changes without the value.
-            replaces: True if the value includes or overrides that of another field.
+            replaces: True if the value includes or overrides the value of another field.
 
         Returns:
             True if the key was written.
