@@ -98,3 +98,9 @@ def test_a_reference_beside_the_recipe_is_found(write, tmp_path):
     recipe = load_recipe(write("ref_model_name_or_path: reference\n"), (), "dpo").recipe
     assert isinstance(recipe, DpoRecipe)
     assert recipe.ref_model_name_or_path == str(tmp_path / "reference")
+
+
+def test_the_order_of_rows_excludes_a_choice_of_prompts(write, refused):
+    lines = "objective: grpo\nreward_funcs: [length]\nshuffle: false\n"
+    assert "'prompts: pass_rate' draws prompts by their pass rates" in refused(f"{lines}prompts: pass_rate\n").what
+    load_recipe(write(f"{lines}prompts: pass_rate\nsft_steps: 2\n"))  # the supervised steps have an order

@@ -110,6 +110,14 @@ def seen(batches: Sequence[train.MicroBatch]) -> list[Any]:
     return found
 
 
+def test_without_shuffle_prompts_come_in_the_order_of_the_rows(tmp_path: Path) -> None:
+    ordered = steps(tmp_path / "ordered", num_completions_to_print=2, shuffle=False)
+    for _ in range(4):
+        ordered.next_step()
+    lines = [json.loads(line) for line in ordered.log.path.read_text().splitlines()]
+    assert [line["origin"] for line in lines] == [f"rows:{number % 6}" for number in range(8)]
+
+
 def test_inner_epochs_go_through_one_rollout_and_resume_anywhere(tmp_path: Path) -> None:
     settings = {"num_iterations": 2, "steps_per_generation": 3}  # 6 prompts in parts of 2, twice: six steps
     whole = steps(tmp_path / "whole", **settings)

@@ -36,6 +36,14 @@ def test_uniform_takes_every_prompt_once_an_epoch_in_a_new_order_each_time() -> 
     assert picker("uniform", seed=4).next_prompts(10) != epochs[0]
 
 
+def test_uniform_without_shuffle_keeps_the_order_of_the_prompts_in_every_epoch() -> None:
+    ordered = PromptPicker(5, choice="uniform", seed=3, shuffle=False)
+    assert [ordered.next_prompts(3) for _ in range(3)] == [[0, 1, 2], [3, 4, 0], [1, 2, 3]]
+    before_the_key = {key: value for key, value in ordered.state_dict().items() if key != "shuffle"}
+    with pytest.raises(CheckpointError, match="shuffle = True, this run with False"):
+        ordered.load_state_dict(before_the_key)
+
+
 def test_more_prompts_than_there_are() -> None:
     assert Counter(picker("uniform", num_prompts=2).next_prompts(6)) == {0: 3, 1: 3}
     assert Counter(picker("pass_rate", num_prompts=2).next_prompts(6)) == {0: 3, 1: 3}

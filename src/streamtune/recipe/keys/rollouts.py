@@ -17,6 +17,7 @@ from streamtune.recipe.rules import (
     DELETE,
     GIVEN,
     KEEP_ONE,
+    ONE_OF_TWO,
     Clash,
     Count,
     Custom,
@@ -212,6 +213,11 @@ REWARD_RULES: Rules = (
         for key in ("reward_weights", "prompts", "pass_reward")
     ),
     Custom(_refuse_mismatched_weights),
+    Clash(
+        {"shuffle": False, "prompts": Not("uniform"), "sft_steps": 0},
+        "'shuffle: false' keeps the order of the rows, and 'prompts: {prompts}' draws prompts by their pass rates",
+        ONE_OF_TWO,
+    ),
     Clash(
         {"num_generations": 1, "loss_type": Not("remax", "gkd")},
         "'num_generations: 1' gives no advantage: a completion is compared with the mean of its group",

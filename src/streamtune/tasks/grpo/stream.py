@@ -90,6 +90,7 @@ class GrpoSteps:
             len(self.prompts.training),
             choice=self.recipe.prompts,
             seed=self.recipe.seed,
+            shuffle=self.recipe.shuffle,
             record_rates=any(rule.reads_pass_rates for rule in self.rules),
         )
         self.steps_taken = 0

@@ -95,12 +95,15 @@ class PromptPicker:
 
     Args:
         choice: ``uniform``, ``pass_rate`` (more often at rates near 1/2) or ``middle`` (at rates from 1/4 to 3/4).
+        shuffle: Whether ``uniform`` visits the prompts of each epoch in random order. False keeps their order.
         record_rates: True to record pass rates even if the choice does not depend on them.
     """
 
-    def __init__(self, num_prompts: int, *, choice: str, seed: int, record_rates: bool = False) -> None:
+    def __init__(
+        self, num_prompts: int, *, choice: str, seed: int, shuffle: bool = True, record_rates: bool = False
+    ) -> None:
         assert choice in PROMPT_CHOICES
-        self.num_prompts, self.choice, self.seed = num_prompts, choice, seed
+        self.num_prompts, self.choice, self.seed, self.shuffle = num_prompts, choice, seed, shuffle
         self.record_rates = record_rates or choice != "uniform"
         self.drawn = 0
         self.rates = PassRates()
@@ -127,7 +130,8 @@ class PromptPicker:
 
     def _epoch_order(self, epoch: int) -> list[int]:
         order = list(range(self.num_prompts))
-        random.Random(f"{self.seed} epoch {epoch}").shuffle(order)
+        if self.shuffle:
+            random.Random(f"{self.seed} epoch {epoch}").shuffle(order)
         return order
 
     def _pick_by_rate(self, count: int) -> list[int]:
@@ -146,6 +150,7 @@ class PromptPicker:
             "num_prompts": self.num_prompts,
             "choice": self.choice,
             "seed": self.seed,
+            "shuffle": self.shuffle,
             "drawn": self.drawn,
             "rates": self.rates.state_dict(),
         }
@@ -154,10 +159,10 @@ class PromptPicker:
         """Continue from a result of :meth:`state_dict`.
 
         Raises:
-            CheckpointError: The number of prompts, the choice or the seed differs.
+            CheckpointError: The number of prompts, the choice, the seed or ``shuffle`` differs.
         """
-        mine = self.state_dict()
-        for key in ("num_prompts", "choice", "seed"):
+        mine, state = self.state_dict(), {"shuffle": True, **state}  # older checkpoints always shuffled
+        for key in ("num_prompts", "choice", "seed", "shuffle"):
             if state[key] != mine[key]:
                 raise CheckpointError(
                     f"the checkpoint draws its prompts with {key} = {state[key]}, this run with {mine[key]}",
