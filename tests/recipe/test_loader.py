@@ -483,16 +483,6 @@ def test_local_paths_are_taken_from_the_recipes_folder(tmp_path, monkeypatch):
     assert recipe.output_dir == "runs/run"
 
 
-def test_folders_in_the_home_folder(write, refused, tmp_path, monkeypatch):
-    """A folder named ``~`` in the working directory is hard to find, and dangerous to delete."""
-    monkeypatch.setenv("HOME", str(tmp_path / "me"))
-    text = "output_dir: ~{user}/runs/one\nengine: {{offload: disk, offload_dir: ~{user}/scratch}}\n"
-    recipe = load_recipe(write(text.format(user=""))).recipe
-    assert recipe.output_dir == str(tmp_path / "me/runs/one")
-    assert recipe.engine.offload_dir == str(tmp_path / "me/scratch")
-    assert "no home folder '~nobody-of-this-name'" in str(refused(text.format(user="nobody-of-this-name")))
-
-
 def test_an_inline_template_is_not_taken_for_a_path(write):
     template = "{% for m in messages %}" + "x" * 5000 + "{% endfor %}"
     assert load_recipe(write(f'chat_template: "{template}"\n')).recipe.chat_template == template
@@ -520,3 +510,15 @@ def test_mistakes_of_several_rules_are_told_at_once(refused):
 def test_a_mistake_that_may_follow_from_another_is_not_told(refused):
     error = refused("val_size: much\neval_steps: 5\n")
     assert error.what == "'val_size' must be a number of at least 0; found 'much'"
+
+
+def test_folders_that_a_run_writes_to_may_be_in_the_home_folder(write, refused, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    lines = "output_dir: ~/runs/a\nengine: {offload: disk, offload_dir: ~/layers}\n"
+    recipe = load_recipe(write(lines)).recipe
+    assert recipe.output_dir == str(tmp_path / "home/runs/a")
+    assert recipe.engine.offload_dir == str(tmp_path / "home/layers")
+    assert load_recipe(write("output_dir: runs/~a\n")).recipe.output_dir == "runs/~a"
+    monkeypatch.setenv("STREAMTUNE_NO_HOME", "1")  # HOME is deleted when the command ends
+    assert "there is no home folder '~'" in refused("output_dir: ~/runs/a\n").what
+    assert "no home folder '~nobody-of-this-name'" in str(refused("output_dir: ~nobody-of-this-name/a\n"))

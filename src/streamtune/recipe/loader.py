@@ -18,7 +18,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from streamtune.base.paths import open_nonblocking
+from streamtune.base.paths import NO_HOME, open_nonblocking
 from streamtune.base.privacy import find_secret, redact
 from streamtune.errors import RecipeError, did_you_mean
 from streamtune.recipe.keys.adapters import unread_adapter_keys
@@ -69,7 +69,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), objective: str 
     Returns:
         Recipe with resolved local paths. ``datasets[].path``, ``chat_template``, ``tokenizer.path`` and
         ``model_name_or_path`` are searched in the recipe's folder, then in the working directory. ``output_dir`` and
-        ``engine.offload_dir`` are relative to the working directory.
+        ``engine.offload_dir`` are relative to the working directory; ``~`` in them is the home folder.
 
     Raises:
         RecipeError: The file or a setting is wrong. The error has ``file:line`` and every mistake found.
@@ -222,16 +222,17 @@ def _resolve_local_paths(recipe: Recipe, folder: Path, origins: KeyOrigins) -> R
             spec.model_copy(update={"path": local_path(spec.path, *key, i, "path")}) for i, spec in enumerate(specs)
         )
 
-    changes: dict[str, Any] = {"datasets": with_local_paths(recipe.datasets, "datasets")}
+    changes: dict[str, Any] = {
+        "datasets": with_local_paths(recipe.datasets, "datasets"),
+        "output_dir": _with_home(recipe.output_dir, origins.key_origin("output_dir")),
+    }
+    if recipe.engine.offload_dir is not None:
+        offload_dir = _with_home(recipe.engine.offload_dir, origins.key_origin("engine", "offload_dir"))
+        changes["engine"] = recipe.engine.model_copy(update={"offload_dir": offload_dir})
     if recipe.eval_datasets:
         changes["eval_datasets"] = {
             name: with_local_paths(specs, "eval_datasets", name) for name, specs in recipe.eval_datasets.items()
         }
-    if recipe.output_dir.startswith("~"):
-        changes["output_dir"] = str(_expand_home(recipe.output_dir, origins.key_origin("output_dir")))
-    if recipe.engine.offload_dir is not None and recipe.engine.offload_dir.startswith("~"):
-        offload_dir = _expand_home(recipe.engine.offload_dir, origins.key_origin("engine", "offload_dir"))
-        changes["engine"] = recipe.engine.model_copy(update={"offload_dir": str(offload_dir)})
     if recipe.tokenizer and recipe.tokenizer.path:
         changes["tokenizer"] = recipe.tokenizer.model_copy(
             update={"path": local_path(recipe.tokenizer.path, "tokenizer", "path")}
@@ -257,8 +258,15 @@ def _has_glob_match(folder: Path, pattern: str) -> bool:
         return False
 
 
+def _with_home(path: str, where: str) -> str:
+    """Return a path with its leading ``~`` expanded; other paths stay as they are written."""
+    return str(_expand_home(path, where)) if path.startswith("~") else path
+
+
 def _expand_home(path: str, where: str) -> Path:
     try:
+        if path.startswith("~") and os.environ.get(NO_HOME):  # $HOME is deleted when the command ends
+            raise RuntimeError
         return Path(path).expanduser()
     except RuntimeError:
         raise RecipeError(f"there is no home folder '{path.partition('/')[0]}'", where=where,

@@ -46,7 +46,8 @@ class RunKeys(Spec):
     made."""
 
     output_dir: Annotated[Text, Field(default_factory=lambda: "runs/recipe")]
-    """Folder of the run, relative to the working directory. Default: `runs/` and the name of the recipe file."""
+    """Folder of the run, relative to the working directory; `~` is the home folder. Default: `runs/` and the name of
+    the recipe file."""
 
     save_steps: Steps = 0
     """Number of steps between checkpoints. 0 saves a checkpoint only at the end and when the run is interrupted."""
