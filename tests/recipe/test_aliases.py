@@ -82,6 +82,11 @@ def test_bits_in_other_trainers_names(write, lines, quantization):
             "finetuning_type: qlora\nquantization: int8\nload_in_4bit: true\n",
             "'load_in_4bit' means 'quantization: nf4', and",
         ),
+        ("adapter: qlora\nload_in_4bit: false\n", "'load_in_4bit: false' excludes nf4, which 'finetuning_type: qlora'"),
+        ("adapter: qlora\nquantization_bit: 4\nload_in_4bit: false\n", "'load_in_4bit: false' excludes 'quantization"),
+        ("adapter: lora\nadapter_type: dora\nuse_dora: false\n", "'use_dora: false' excludes 'adapter_type: dora'"),
+        ("adapter: lora\nuse_dora: true\npeft_use_dora: false\n", "'peft_use_dora: false' excludes 'adapter_type: do"),
+        ("adapter: lora\npeft_use_dora: true\nseed: 1\nuse_dora: false\n", "'use_dora: false' excludes"),
     ],
 )
 def test_a_switch_that_says_something_else(refused, lines, what):

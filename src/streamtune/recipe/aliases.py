@@ -128,7 +128,7 @@ SWITCHES: dict[str, tuple[str, str]] = {
     "load_in_8bit": ("quantization", "int8"),
     **{switch: ("adapter_type", name) for name, kind in ADAPTERS.items() for switch in kind.switches},
 }
-"""Another trainer's boolean key -> StreamTune's key and value if it is true. If it is false, it has no effect."""
+"""Another trainer's boolean key -> StreamTune's key and value if it is true. If it is false, it excludes this value."""
 
 VALUES: dict[str, dict[str, Any]] = {
     "lora_target": {"all": "all-linear"},
@@ -250,20 +250,6 @@ def apply_aliases(tree: dict[str, Any], origins: KeyOrigins) -> tuple[list[str],
             del tree[key]
             mistakes.append(Mistake((key,), f"'{key}' is another trainer's key", fix))
     _rename_choices(tree, origins, notes, mistakes)
-    for key in [key for key in tree if key in SWITCHES]:
-        ours, meaning = SWITCHES[key]
-        switch = tree.pop(key)
-        if not isinstance(switch, bool):
-            mistakes.append(
-                Mistake((key,), f"'{key}' must be true or false; found {switch!r}", f"write {ours}: {meaning}")
-            )
-        elif switch and ours in tree:
-            what = f"'{key}' means '{ours}: {meaning}', and '{ours}' is already set at {origins.key_origin(ours)}"
-            mistakes.append(Mistake((key,), what, "delete one of the two"))
-        elif switch:
-            tree[ours] = meaning
-            origins.rename_key((key,), (ours,))
-            notes.append(f"'{key}' is read as '{ours}: {meaning}'")
     for key in [key for key in tree if key in ALIASES]:
         ours = ALIASES[key]
         if ours in tree:
@@ -284,6 +270,26 @@ def apply_aliases(tree: dict[str, Any], origins: KeyOrigins) -> tuple[list[str],
             tree[key] = values[str(value)]
             shown = "[]" if tree[key] == [] else tree[key]
             notes.append(f"'{key}: {value}' is read as '{shown}'")
+    for key in sorted((key for key in tree if key in SWITCHES), key=lambda key: tree[key] is False):
+        ours, meaning = SWITCHES[key]
+        switch = tree.pop(key)
+        if not isinstance(switch, bool):
+            mistakes.append(
+                Mistake((key,), f"'{key}' must be true or false; found {switch!r}", f"write {ours}: {meaning}")
+            )
+        elif switch and ours in tree:
+            what = f"'{key}' means '{ours}: {meaning}', and '{ours}' is already set at {origins.key_origin(ours)}"
+            mistakes.append(Mistake((key,), what, "delete one of the two"))
+        elif not switch and tree.get(ours) == meaning:
+            what = f"'{key}: false' excludes '{ours}: {meaning}', which is set at {origins.key_origin(ours)}"
+            mistakes.append(Mistake((key,), what, "delete one of the two"))
+        elif not switch and meaning == "nf4" and tree.get("finetuning_type") == "qlora" and ours not in tree:
+            what = f"'{key}: false' excludes nf4, which 'finetuning_type: qlora' uses on an accelerator"
+            mistakes.append(Mistake((key,), what, "write quantization: int8, or finetuning_type: lora"))
+        elif switch:
+            tree[ours] = meaning
+            origins.rename_key((key,), (ours,))
+            notes.append(f"'{key}' is read as '{ours}: {meaning}'")
     for (key, value), (what, fix) in REFUSED_VALUES.items():
         if tree.get(key) == value:
             del tree[key]
