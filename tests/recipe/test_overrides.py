@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from streamtune.recipe import load_recipe
+from streamtune.errors import RecipeError
+from streamtune.recipe import DpoRecipe, load_recipe
 
 INIT = """\
 model:
@@ -112,3 +113,16 @@ def test_a_name_that_stands_in_a_list(refused):
     error = refused("", before=INIT.replace("path: a", "path: a, max_rows: 5"), overrides=("max_rows=7",))
     assert error.what == "'max_rows' is a key in an entry of 'datasets'"
     assert error.fix == "write --set datasets.0.max_rows=..."
+
+
+def test_a_switch_that_is_set_to_false_is_not_left_out(write):
+    path = write("adapter: qlora\nload_in_4bit: true\n")
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(path, ["load_in_4bit=false"])
+    assert caught.value.what.startswith("'load_in_4bit: false' excludes 'quantization: nf4', which is set at")
+    assert caught.value.where == "--set load_in_4bit=false"
+
+
+@pytest.mark.parametrize("value", ["dpo", '"dpo"', "'dpo'", "dpo # pairs"])
+def test_the_objective_is_read_as_in_the_file(write, value):
+    assert isinstance(load_recipe(write(""), [f"objective={value}"]).recipe, DpoRecipe)

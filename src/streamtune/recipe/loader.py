@@ -23,7 +23,7 @@ from streamtune.base.privacy import find_secret, redact
 from streamtune.errors import RecipeError, did_you_mean
 from streamtune.recipe.keys.adapters import unread_adapter_keys
 from streamtune.recipe.mistakes import leaf_key_paths
-from streamtune.recipe.yaml import MAX_BYTES, KeyOrigins, KeyPath, parse_scalar, read_yaml, show_path
+from streamtune.recipe.yaml import MAX_BYTES, KeyOrigins, KeyPath, read_yaml, show_path
 
 from .aliases import ALIASES, INSTEAD, SWITCHES, apply_aliases
 from .keys.datasets import DatasetSpec
@@ -116,7 +116,7 @@ def _recipe_class(tree: dict[str, Any], overrides: Sequence[str], objective: str
     for override in overrides:
         name, _, value = override.partition("=")
         if ALIASES.get(name.strip(), name.strip()) == "objective":
-            named = parse_scalar(value.strip())
+            named = _parse_override_value(value, f"--set {override}")
     return RECIPES.get(str(named)) or RECIPES[objective or "sft"]
 
 
