@@ -266,6 +266,31 @@ def test_another_run_in_the_same_place_is_refused_or_moved_aside(
 
 
 @pytest.mark.full
+def test_a_change_that_is_allowed_has_an_effect_or_is_said_to_have_none(
+    sft: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def resume(key: str, value: str) -> tuple[int, str]:
+        shutil.rmtree("runs", ignore_errors=True)
+        shutil.copytree("kept", "runs")
+        done = sft(
+            "--set", f"{key}={value}", "--allow-change", key, "--set", "max_steps=4", "--allow-change", "max_steps"
+        )
+        return done, " ".join(capsys.readouterr().err.split())
+
+    assert sft("--set", "max_steps=2", "--set", "val_size=0", "--set", "eval_steps=0") == 0
+    Path("runs").rename("kept")
+    for key, value in (("added_tokens", "[<x>]"), ("special_tokens", "{bos_token: <x>}")):
+        assert f"'{key}' cannot change: the checkpoint has the tokens of the old value" in resume(key, value)[1]
+    recipe = yaml.safe_load(Path("tiny.yaml").read_text())
+    Path("tiny.yaml").write_text(yaml.safe_dump({**recipe, "val_size": 0, "eval_steps": 0}))
+    done, said = resume("chat_template", "zephyr")
+    assert (done, "the change of chat_template has no effect: the run keeps the tokenizer" in said) == (0, True)
+    for key, value in (("seed", "7"), ("shuffle", "false")):
+        done, said = resume(key, value)
+        assert (done, f"the order of the rows changed ({key}): the data is read" in said) == (0, True)
+
+
+@pytest.mark.full
 def test_chunks_may_change_on_resume_for_they_change_no_gradient(sft: Callable[..., int]) -> None:
     """The run has no dropout, whose random numbers depend on the chunks."""
     settings = ("--set", "save_steps=2", "--set", "max_steps=4", "--set", "model.init.attention_dropout=0.0")

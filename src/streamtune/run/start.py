@@ -61,8 +61,17 @@ FREE_KEYS = frozenset(
 """Keys that may change between the start of a run and its resumption."""
 
 
-UNCHANGEABLE_KEYS = frozenset({"model", "finetuning_type", *ADAPTER_KEYS})
-"""Keys that cannot change: the checkpoint already has the model that they describe, so a new value has no effect."""
+UNCHANGEABLE_KEYS = frozenset({"model", "finetuning_type", "special_tokens", "added_tokens", *ADAPTER_KEYS})
+"""Keys that cannot change: the checkpoint already has the model or tokenizer that they describe, so a new value has no
+effect."""
+
+
+TOKENIZER_KEYS = ("tokenizer", "chat_template")
+"""Keys of the tokenizer. They may change, as when a folder was moved, and the run keeps the checkpoint's tokenizer."""
+
+
+ORDER_KEYS = ("seed", "shuffle", "prompts")
+"""Keys that decide the order of the rows. After a change the data is read again from its beginning."""
 
 
 STATE_DTYPE_KEYS = (("dtype", "auto"), ("weight_rounding", "nearest"))
@@ -157,11 +166,29 @@ class Start(RunSetup):
         changed = [text for text in self._compare_with_resumed() if text not in earlier_changes]
         self._notify_changes(changed)
         position = None if self.checkpoint is None else self.checkpoint.state["stream"]
-        if changed and self.checkpoint is not None and position is not None and {"epoch", "picker"} & position.keys():
+        reordered = self._keys_changed_since_checkpoint(ORDER_KEYS)
+        if (
+            (changed or reordered)
+            and self.checkpoint is not None
+            and position is not None
+            and {"epoch", "picker"} & position.keys()
+        ):
             # Completions, pass rates and gradient norms of grpo belong to the prompts of the old data.
             kept = {key: position[key] for key in position if key == "taken"}
             self.checkpoint.state["stream"] = kept if "picker" in position else None
-            self.notify("the data changed, which --allow-change data permits: it is read again from its beginning")
+            if changed:
+                self.notify("the data changed, which --allow-change data permits: it is read again from its beginning")
+            else:
+                self.notify(
+                    f"the order of the rows changed ({', '.join(reordered)}): the data is read from its beginning"
+                )
+
+    def _keys_changed_since_checkpoint(self, keys: Iterable[str]) -> list[str]:
+        """Return the recipe keys whose values differ from the checkpoint; empty without a checkpoint."""
+        if self.checkpoint is None:
+            return []
+        saved, current = self.checkpoint.state["identity"].get("recipe", {}), self.identity["recipe"]
+        return [key for key in keys if saved.get(key) != current.get(key)]
 
     def record_files(self, *, include_hubs: bool = False) -> None:
         """Record the fingerprints of files other than the data, and compare them with the resumed run.
@@ -193,6 +220,11 @@ class Start(RunSetup):
             self.notify(
                 "the files of the tokenizer or its chat template changed since the run started; the run keeps the "
                 "tokenizer of its checkpoint"
+            )
+        elif keys := self._keys_changed_since_checkpoint(TOKENIZER_KEYS):
+            self.notify(
+                f"the change of {' and '.join(keys)} has no effect: the run keeps the tokenizer and chat template of its "
+                "checkpoint"
             )
         self.identity["tokenizer_files"] = saved_files if self.checkpoint is not None else files
 
@@ -314,8 +346,9 @@ def start_run(
             fix = did_you_mean(name, known) or f"give a recipe key, or one of: data, {', '.join(train.FILES)}"
             raise ArgumentError(f"--allow-change: unknown name '{name}'", where="--allow-change", fix=fix)
         if name in UNCHANGEABLE_KEYS:
+            what = "tokens" if name in ("special_tokens", "added_tokens") else "weights"
             raise ArgumentError(
-                f"'{name}' cannot change: the checkpoint has the weights of the old value",
+                f"'{name}' cannot change: the checkpoint has the {what} of the old value",
                 where="--allow-change",
                 fix="undo the change, or start a new run with another --output-dir",
             )
