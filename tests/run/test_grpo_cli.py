@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from streamtune.cli import main
@@ -212,6 +214,22 @@ def test_other_data_begins_with_new_completions(grpo: Grpo) -> None:
     written = lines("runs/tiny", "completions.jsonl")
     assert {record["step"] for record in written} == {1, 3}
     assert {record["origin"].partition(":")[0] for record in written if record["step"] == 3} == {"Add.jsonl"}
+
+
+@pytest.mark.full
+def test_another_reference_begins_with_new_completions(grpo: Grpo, capsys: pytest.CaptureFixture[str]) -> None:
+    """The log-probs in the checkpoint are those of the old reference."""
+    assert grpo() == 0
+    Path("runs/tiny/final").rename("reference")
+    shutil.rmtree("runs")
+    settings = {"beta": 0.1, "ref_model_name_or_path": "reference", "num_iterations": 4}
+    assert grpo(max_steps=2, **settings) == 0
+    weights = load_file("reference/model.safetensors")
+    save_file({name: 1.1 * weight for name, weight in weights.items()}, "reference/model.safetensors", {"format": "pt"})
+    changes = ("--allow-change", "reference", "--allow-change", "max_steps")
+    assert grpo(*changes, max_steps=4, **settings) == 0
+    assert {record["step"] for record in lines("runs/tiny", "completions.jsonl")} == {1, 3}
+    assert "the reference changed: completions" in " ".join(capsys.readouterr().err.split())
 
 
 def test_the_size_of_a_generation_is_compared_over_all_ranks(grpo: Grpo) -> None:

@@ -250,6 +250,20 @@ class Start(RunSetup):
             if now.get(key, value) != value
         }
 
+    def drop_old_reference_logprobs(self) -> None:
+        """Delete the log-probs of the unfinished completions of grpo under a reference that has changed since.
+
+        The run then writes new completions in place of these.
+        """
+        changed = self.changed_file_keys() & {"base", "adapter", "reference"}
+        if self.checkpoint is None or not (changed or self._keys_changed_since_checkpoint(["ref_model_name_or_path"])):
+            return
+        rollout = (self.checkpoint.state["stream"] or {}).get("rollout") or {"groups": []}
+        if any(group.get("ref") is not None for group in rollout["groups"]):
+            for group in rollout["groups"]:
+                group["ref"] = None
+            self.notify("the reference changed: completions that the run has not finished with are written again")
+
     def copy_unread_fingerprints(self) -> None:
         """Copy the fingerprints of files that this process does not read from the resumed run."""
         for started_as in self.resumed_identities.values():  # the checkpoint comes last, so its fingerprints win
@@ -535,6 +549,7 @@ def notify_model_warnings(model: Any, longest_row: int, start: Start, notify: No
         if note is not None:
             notify(note)
     start.record_files(include_hubs=True)
+    start.drop_old_reference_logprobs()
     last = list(start.resumed_identities.values())[-1] if start.resumed_identities else None
     if last is not None and "files" not in last and start.identity["files"]:
         notify(
