@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from streamtune.errors import RecipeError
-from streamtune.recipe import load_recipe, shipped_names, shipped_recipes
+from streamtune.recipe import dump_recipe, load_recipe, shipped_names, shipped_recipes
 
 
 def line_of(error: RecipeError) -> int:
@@ -522,3 +522,30 @@ def test_folders_that_a_run_writes_to_may_be_in_the_home_folder(write, refused, 
     monkeypatch.setenv("STREAMTUNE_NO_HOME", "1")  # HOME is deleted when the command ends
     assert "there is no home folder '~'" in refused("output_dir: ~/runs/a\n").what
     assert "no home folder '~nobody-of-this-name'" in str(refused("output_dir: ~nobody-of-this-name/a\n"))
+
+
+@pytest.mark.parametrize(
+    ("lines", "notes"),
+    [
+        ("train_batch_size: 8\ngradient_accumulation_steps: 4\n", ["gradient_accumulation_steps"]),
+        ("train_batch_size: 8\ngradient_accumulation_steps: 1\n", []),
+        ("max_steps: 9\nnum_train_epochs: 3\n", ["num_train_epochs"]),
+        ("max_bad_rows: 5\nmax_skips: 3\n", ["max_bad_rows", "max_skips"]),
+        ("on_bad_row: skip\nmax_bad_rows: 5\non_nan: skip\nmax_skips: 3\n", []),
+        ("save_best_limit: 3\ngreater_is_better: true\n", ["save_best_limit", "greater_is_better"]),
+        ("sequence_parallel: ring\nengine: {disk_memory: 1GiB}\n", ["sequence_parallel", "engine.disk_memory"]),
+        ("val_size: 2\nsample: {held_out: 2, max_new_tokens: 3}\n", ["sample.max_new_tokens"]),
+        ("val_size: 2\nsample: {held_out: 2, prompt: a, max_new_tokens: 3}\n", []),
+        ("objective: dpo\nloss_type: kto\nidentical_pairs: drop\n", ["identical_pairs"]),
+        (
+            "objective: grpo\nreward_funcs: [length]\nsft_batch_size: 3\npass_reward: 0.5\ndataloader_num_workers: 2\n",
+            ["dataloader_num_workers", "pass_reward", "sft_batch_size"],
+        ),
+        ("objective: grpo\nreward_funcs: [length]\nsft_steps: 2\nsft_batch_size: 3\nprompts: middle\n", []),
+    ],
+)
+def test_a_key_without_effect_is_named_with_the_reason(write, lines, notes):
+    loaded = load_recipe(write(lines))
+    assert [note.split("'")[1] for note in loaded.notes] == notes
+    assert all(" has no effect with" in note for note in loaded.notes)
+    assert load_recipe(write(dump_recipe(loaded.recipe), before="", name="again.yaml")).notes == loaded.notes

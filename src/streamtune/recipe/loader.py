@@ -27,8 +27,10 @@ from streamtune.recipe.yaml import MAX_BYTES, KeyOrigins, KeyPath, read_yaml, sh
 
 from .aliases import ALIASES, INSTEAD, SWITCHES, apply_aliases
 from .keys.datasets import DatasetSpec
+from .keys.preferences import UNPAIRED
 from .keys.run import RunKeys
 from .mistakes import find_recipe_mistakes, mistakes_to_error, unknown_key_mistake
+from .rules import Condition, Not, OneOf, condition_holds, fill_placeholders, is_given
 from .schema import RECIPES, Recipe, objectives_with
 from .shipped import read_shipped, shipped_names
 
@@ -204,8 +206,34 @@ def _missing_file_fix(path: Path) -> str:
     )
 
 
+UNREAD_KEYS: tuple[tuple[str, Condition, str], ...] = (
+    ("gradient_accumulation_steps", {"train_batch_size": Not(None)}, "with train_batch_size: {train_batch_size}"),
+    ("num_train_epochs", {"max_steps": Not(-1)}, "with max_steps: {max_steps}"),
+    ("max_bad_rows", {"on_bad_row": "error"}, "with on_bad_row: error"),
+    ("max_skips", {"on_nan": "stop"}, "with on_nan: stop"),
+    ("save_best_limit", {"metric_for_best_model": None}, "without metric_for_best_model"),
+    ("greater_is_better", {"metric_for_best_model": None}, "without metric_for_best_model"),
+    ("sequence_parallel", {"sequence_parallel_size": 1}, "with sequence_parallel_size: 1"),
+    ("engine.disk_memory", {"engine.offload_dir": None}, "without engine.offload_dir"),
+    ("sample.max_new_tokens", {"sample": Not(None), "sample.prompt": None}, "without sample.prompt"),
+    ("identical_pairs", {"objective": "dpo", "loss_type": OneOf(*UNPAIRED)}, "with loss_type: {loss_type}"),
+    ("dataloader_num_workers", {"objective": "grpo"}, "with objective: grpo"),
+    ("pass_reward", {"objective": "grpo", "prompts": "uniform", "allocation": "equal"}, "with prompts: uniform"),
+    ("sft_batch_size", {"objective": "grpo", "sft_steps": 0}, "without sft_steps"),
+    ("sft_learning_rate", {"objective": "grpo", "sft_steps": 0}, "without sft_steps"),
+    ("vllm_gpu_memory_utilization", {"objective": "grpo", "use_vllm": False}, "without use_vllm"),
+    ("per_device_generation_batch_size", {"objective": "grpo", "use_vllm": True}, "with use_vllm"),
+)
+"""Key, the condition under which it has no effect on training, and the end of the note, which names the condition."""
+
+
 def _notes_on_unread_keys(recipe: Recipe) -> list[str]:
-    return [f"'{key}' has no effect with {setting}" for key, setting in unread_adapter_keys(recipe).items()]
+    notes = [f"'{key}' has no effect with {setting}" for key, setting in unread_adapter_keys(recipe).items()]
+    return notes + [
+        f"'{key}' has no effect {fill_placeholders(why, recipe)}"
+        for key, when, why in UNREAD_KEYS
+        if condition_holds(recipe, when) and is_given(recipe, key)
+    ]
 
 
 def _resolve_local_paths(recipe: Recipe, folder: Path, origins: KeyOrigins) -> Recipe:

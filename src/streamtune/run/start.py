@@ -223,8 +223,7 @@ class Start(RunSetup):
             )
         elif keys := self._keys_changed_since_checkpoint(TOKENIZER_KEYS):
             self.notify(
-                f"the change of {' and '.join(keys)} has no effect: the run keeps the tokenizer and chat template of its "
-                "checkpoint"
+                f"the change of {' and '.join(keys)} has no effect: the run keeps the tokenizer of its checkpoint"
             )
         self.identity["tokenizer_files"] = saved_files if self.checkpoint is not None else files
 
