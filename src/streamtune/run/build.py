@@ -26,7 +26,14 @@ from streamtune.errors import ArgumentError
 from streamtune.plan.simulate.memory import device_model_bytes
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.settings import ModelSettings
-from streamtune.run.data import locate_errors, make_shared_tokenizer, make_sources, make_tokenizer, prepare_on_all_ranks
+from streamtune.run.data import (
+    locate_errors,
+    make_shared_tokenizer,
+    make_sources,
+    make_tokenizer,
+    prepare_on_all_ranks,
+    unread_chat_keys_note,
+)
 from streamtune.run.device import check_host_memory, prepare_libraries
 from streamtune.run.engine import plan_schedule, stream_and_make_backend, with_chosen_placement
 from streamtune.run.model import make_model, make_trial_model
@@ -85,6 +92,8 @@ def build_run(
         with doing("reading the tokenizer" if start.checkpoint else "making the tokenizer"):
             tokenizer = make_shared_tokenizer(start.world, recipe, sources, start.checkpoint, notify)
         prepared = prepare_on_all_ranks(task, start.world, sources, tokenizer, notify)
+        if (note := unread_chat_keys_note(recipe, sources)) is not None:
+            notify(note)
         start.record_data(prepared.fingerprint)
         longest_row = task.longest_row_tokens(prepared)
         with doing("choosing the precision and placement of the weights"):
@@ -274,6 +283,8 @@ def inspect_recipe(
         with doing("making the tokenizer"):
             tokenizer = make_tokenizer(recipe, sources, None, notify)
         prepared: Prepared[Any, Any] = task.prepare(sources, tokenizer, notify)  # type: ignore[assignment]
+        if (note := unread_chat_keys_note(recipe, sources)) is not None:
+            notify(note)
     trees = task.scores_completions and not isinstance(prepared, GrpoData)
     limit_name, limit = task.row_limit
     kinds = tuple(prepared.report.completion_lengths) if trees else ()

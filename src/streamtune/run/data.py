@@ -26,6 +26,8 @@ from streamtune.errors import OutOfMemoryError, UserError
 from streamtune.recipe.keys.datasets import DatasetSpec
 from streamtune.recipe.keys.model_and_tokenizer import ModelKeys
 from streamtune.recipe.loader import LoadedRecipe
+from streamtune.recipe.rules import is_given
+from streamtune.recipe.schema import Recipe
 from streamtune.recipe.settings import TokenizerSettings
 from streamtune.tasks import Task, rewards
 from streamtune.tasks.task import PreparedRows, row_cache
@@ -283,6 +285,19 @@ def locate_errors(loaded: LoadedRecipe) -> Iterator[None]:
             where=loaded.key_origin("model_name_or_path"),
             fix="use a smaller model, dtype: bfloat16, or a device with more memory",
         ) from error
+
+
+CHAT_KEYS = ("default_system", "chat_template_kwargs", "roles_to_train", "train_on_eos")
+"""Keys that only rows with messages read."""
+
+
+def unread_chat_keys_note(recipe: Recipe, sources: Sequence[data.Source]) -> str | None:
+    """Return a note on keys of chats that the recipe sets although no dataset begins with a chat; None without any."""
+    given = [key for key in CHAT_KEYS if is_given(recipe, key)]
+    if not given or any(data.has_chat_messages([source]) for source in sources if source.evaluates is None):
+        return None
+    keys = " and ".join(f"'{key}'" for key in given) + (" has" if len(given) == 1 else " have")
+    return f"{keys} no effect on rows of plain text, and no dataset begins with a chat"
 
 
 def make_sources(loaded: LoadedRecipe, *, include_eval_sets: bool = True) -> list[data.Source]:
