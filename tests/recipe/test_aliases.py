@@ -170,3 +170,13 @@ def test_keys_of_other_trainers_in_an_entry(refused, write):
     assert "write columns: {messages: NAME}" in str(error)
     loaded = load_recipe(write("tokens: [<a>]\n"))
     assert loaded.recipe.added_tokens == ("<a>",)
+
+
+def test_the_name_in_a_list_of_eval_sets_is_not_a_subset(write):
+    loaded = load_recipe(write("eval_datasets: [{name: en, path: org/data}, {name: de, path: org/data, subset: de}]\n"))
+    assert [loaded.recipe.eval_datasets[name][0].name for name in ("en", "de")] == [None, "de"]
+    found = [note for note in loaded.notes if "is the name of the eval set" in note]
+    assert found == [
+        "'eval_datasets[0].name' is the name of the eval set; to read a subset of org/data, write subset: NAME"
+    ]
+    assert load_recipe(write("eval_datasets: [{name: en, path: rows/en.jsonl}]\n")).notes == ()

@@ -103,3 +103,9 @@ def test_a_shipped_recipe_points_an_editor_to_the_schema(shipped, tmp_path):
     assert rest == shipped.text.partition("\n")[2]
     assert shipped.summary.endswith(".")
     assert max(len(line) for line in shipped.text.splitlines()) <= 120
+
+
+def test_eval_sets_may_be_a_list_in_the_schema_too():
+    forms = json_schema()["$defs"]["Recipe"]["properties"]["eval_datasets"]["anyOf"]
+    assert [form["type"] for form in forms] == ["object", "array"]
+    assert forms[1]["items"]["required"] == ["name", "path"]

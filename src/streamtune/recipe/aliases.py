@@ -320,14 +320,14 @@ def _rename_choices(tree: dict[str, Any], origins: KeyOrigins, notes: list[str],
 
 def _expand_datasets(tree: dict[str, Any], origins: KeyOrigins, notes: list[str], mistakes: list[Mistake]) -> None:
     """Rewrite each entry of ``datasets`` and ``eval_datasets`` as ``{path: ...}``, with StreamTune's key names."""
-    _expand_eval_sets(tree, origins, mistakes)
+    _expand_eval_sets(tree, origins, notes, mistakes)
     _expand_entries(tree.get("datasets"), ("datasets",), origins, notes, mistakes)
     sets = tree.get("eval_datasets")
     for name, entries in sets.items() if isinstance(sets, dict) else ():
         _expand_entries(entries, ("eval_datasets", name), origins, notes, mistakes)
 
 
-def _expand_eval_sets(tree: dict[str, Any], origins: KeyOrigins, mistakes: list[Mistake]) -> None:
+def _expand_eval_sets(tree: dict[str, Any], origins: KeyOrigins, notes: list[str], mistakes: list[Mistake]) -> None:
     """Rewrite ``eval_datasets`` as a mapping from names to lists of entries.
 
     It may also be a list of named entries, or have one entry in place of a list.
@@ -341,6 +341,10 @@ def _expand_eval_sets(tree: dict[str, Any], origins: KeyOrigins, mistakes: list[
                 what, fix = "an entry of 'eval_datasets' has no name", "write eval_datasets: {NAME: PATH, ...}"
                 mistakes.append(Mistake(("eval_datasets", index), what, fix))
                 continue
+            path = entry.get("path")
+            if isinstance(path, str) and "." not in path.rpartition("/")[2] and "subset" not in entry:
+                what = f"'eval_datasets[{index}].name' is the name of the eval set"
+                notes.append(f"{what}; to read a subset of {path}, write subset: NAME")
             origins.rename_key(("eval_datasets", index), ("eval_datasets", name, len(named.setdefault(name, []))))
             named[name].append(entry)
         if len(named) or not given:

@@ -175,6 +175,9 @@ def json_schema() -> dict[str, Any]:
         one = {"anyOf": [entries["items"], path]}  # a path alone
         entries["items"] = sets["additionalProperties"]["items"] = one
         sets["additionalProperties"] = {"anyOf": [sets["additionalProperties"], *one["anyOf"]]}
+        named = {"allOf": [entries["items"]["anyOf"][0]], "type": "object", "required": ["name", "path"]}
+        form = {key: sets.pop(key) for key in ("type", "additionalProperties")}
+        sets["anyOf"] = [form, {"type": "array", "items": named}]
         definitions[kind.__name__] = schema
     others = [(objective, kind) for objective, kind in RECIPES.items() if objective != "sft"]
     rest: dict[str, Any] = {"$ref": f"#/$defs/{RECIPES['sft'].__name__}"}
