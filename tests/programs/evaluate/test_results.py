@@ -79,6 +79,22 @@ def test_a_run_keeps_the_result_and_the_next_one_replaces_it(
     assert "was not written by `streamtune eval`" in shown
 
 
+@pytest.mark.full
+def test_another_chat_template_than_the_model_has_is_said_to_have_no_effect(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_rows(tmp_path, 12)
+    write_recipe(tmp_path, {**TINY, "chat_template": "chatml"})
+    assert run() == 0
+    code, shown, told = evaluated(capsys, "runs/tiny")
+    assert (code, "has no effect" in told) == (0, False)
+    plain = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    code, again, told = evaluated(capsys, "runs/tiny", "--set", f"chat_template={json.dumps(plain)}")
+    assert (code, again) == (0, shown)
+    assert "'chat_template' has no effect: the model's tokenizer has another chat template" in " ".join(told.split())
+
+
 def sums(*rows: list[float], start: int = 10) -> dict[str, Any]:
     found = LossSums()
     for losses in rows:

@@ -99,7 +99,7 @@ def evaluate_model(
         sources = make_sources(loaded)
         fix_template_date(trained.identity.get("date"))
         with doing("reading the tokenizer"):
-            tokenizer = load_evaluated_tokenizer(trained, recipe)
+            tokenizer = load_evaluated_tokenizer(trained, recipe, notify=notify)
         prepared = task.prepare(sources, tokenizer, notify)
         chosen = _choose_splits(prepared, options)
         longest = task.longest_row_tokens(prepared)

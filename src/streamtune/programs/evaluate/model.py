@@ -6,7 +6,7 @@ All weights are frozen. A model without adapters is not quantised, even if the r
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 from streamtune import models, train
 from streamtune.base.adapters import base_of
 from streamtune.engine import StreamHandle, decoder_layers
+from streamtune.errors import ArgumentError
 from streamtune.plan.simulate.scored import Completions
 from streamtune.programs.export.source import Notify, TrainedModel, load_trained, load_trained_tokenizer
 from streamtune.recipe.keys.model_and_tokenizer import ModelKeys
@@ -36,13 +37,24 @@ class EvaluatedModel:
     """True if the model has adapters; with its adapters disabled, it is the model before training."""
 
 
-def load_evaluated_tokenizer(trained: TrainedModel, recipe: ModelKeys) -> Any:
-    """Load the tokenizer of a trained model; if it has no chat template, set the recipe's."""
+def load_evaluated_tokenizer(trained: TrainedModel, recipe: ModelKeys, *, notify: Notify = lambda text: None) -> Any:
+    """Load the tokenizer of a trained model; if it has no chat template, set the recipe's.
+
+    ``notify`` is called with a note if the recipe has another chat template than the tokenizer.
+    """
     tokenizer = load_trained_tokenizer(
         trained, recipe.model_name_or_path if trained.base is None else None, recipe.trust_remote_code
     )
-    if recipe.chat_template is not None and not tokenizer.chat_template:
+    if recipe.chat_template is None:
+        return tokenizer
+    own = tokenizer.chat_template
+    with suppress(ArgumentError) if own else nullcontext():  # a file that the model's tokenizer makes unnecessary
         models.set_chat_template(tokenizer, recipe.chat_template)
+        if tokenizer.chat_template == own:
+            return tokenizer
+    if own:
+        tokenizer.chat_template = own
+        notify("'chat_template' has no effect: the model's tokenizer has another chat template, which is used")
     return tokenizer
 
 
