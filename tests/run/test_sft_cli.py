@@ -19,6 +19,7 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from streamtune.cli import main
 from streamtune.models import ModelOptions, load_model
 from streamtune.models.quantize import quantize
 from tests.sft_kit import FIXED, QWEN3, RECIPE, run, write_recipe, write_rows
@@ -288,6 +289,29 @@ def test_a_change_that_is_allowed_has_an_effect_or_is_said_to_have_none(
     for key, value in (("seed", "7"), ("shuffle", "false")):
         done, said = resume(key, value)
         assert (done, f"the order of the rows changed ({key}): the data is read" in said) == (0, True)
+
+
+@pytest.mark.full
+def test_a_run_resumes_from_another_working_directory(
+    recipe: Path, sft: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, run_folder = recipe.absolute().parent, str(recipe.absolute().parent / "runs/tiny")
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
+    for name in ("a.jinja", "b.jinja"):
+        Path(name).write_text(template)
+    Path("tiny.yaml").write_text(yaml.safe_dump({**TINY, "chat_template": "a.jinja", "output_dir": run_folder}))
+    assert sft("--set", "max_steps=2", "--set", "train_on=all") == 0
+    monkeypatch.chdir(folder.parent)
+    change = ("--set", "max_steps=3", "--set", "train_on=all", "--allow-change", "max_steps")
+    arguments = ["sft", f"{folder.name}/tiny.yaml", *change]
+    with pytest.raises(SystemExit) as left:
+        main([*arguments, "--set", "chat_template=b.jinja"])
+    assert left.value.code == 2
+    assert "chat_template was" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as left:
+        main(arguments)
+    assert not left.value.code
+    assert "chat_template" not in capsys.readouterr().err
 
 
 @pytest.mark.full

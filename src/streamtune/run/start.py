@@ -6,6 +6,7 @@ it is read, so that its files do not change during the run.
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
@@ -22,7 +23,7 @@ from streamtune.distributed import check_ranks_agree
 from streamtune.errors import ArgumentError, RecipeError, did_you_mean
 from streamtune.optim.optimizers import WHOLE_STEP_MAKERS
 from streamtune.recipe.keys.adapters import ADAPTER_KEYS
-from streamtune.recipe.loader import LoadedRecipe
+from streamtune.recipe.loader import LoadedRecipe, path_exists
 from streamtune.recipe.schema import Recipe
 from streamtune.run.data import fingerprint_inputs, fingerprint_tokenizer_files
 from streamtune.run.ranks import RunSetup, resolve_setup
@@ -68,6 +69,13 @@ effect."""
 
 TOKENIZER_KEYS = ("tokenizer", "chat_template")
 """Keys of the tokenizer. They may change, as when a folder was moved, and the run keeps the checkpoint's tokenizer."""
+
+
+PATH_KEYS = (
+    *("model_name_or_path", "ref_model_name_or_path", "teacher", "adapter_name_or_path"),
+    *TOKENIZER_KEYS,
+)
+"""Keys that may name local files by paths, which depend on the working directory."""
 
 
 ORDER_KEYS = ("seed", "shuffle", "prompts")
@@ -187,7 +195,7 @@ class Start(RunSetup):
         """Return the recipe keys whose values differ from the checkpoint; empty without a checkpoint."""
         if self.checkpoint is None:
             return []
-        saved, current = self.checkpoint.state["identity"].get("recipe", {}), self.identity["recipe"]
+        saved, current = self.resumed_identities[self.checkpoint.path].get("recipe", {}), self.identity["recipe"]
         return [key for key in keys if saved.get(key) != current.get(key)]
 
     def record_files(self, *, include_hubs: bool = False) -> None:
@@ -397,7 +405,10 @@ def start_run(
         continued = {directory.path: existing} if existing is not None and resume != "never" else {}
         if checkpoint is not None:
             continued[checkpoint.path] = checkpoint.state["identity"]
-        continued = {path: _with_generation_size(identity) for path, identity in continued.items()}
+        continued = {
+            path: _with_current_paths(_with_generation_size(identity), setup.recipe)
+            for path, identity in continued.items()
+        }
         dates = [identity["date"] for identity in continued.values() if "date" in identity]
         times: models.FileTimes = {}
         start = Start(
@@ -513,6 +524,27 @@ def _with_generation_size(identity: dict[str, Any]) -> dict[str, Any]:
     data_size = identity.get("world_size", 1) // identity.get("free", {}).get("sequence_parallel_size", 1)
     size = settings["steps_per_generation"] * settings["per_device_train_batch_size"] * data_size
     return {**identity, "recipe": {**settings, "steps_per_generation": None, "generation_batch_size": size}}
+
+
+def _with_current_paths(identity: dict[str, Any], recipe: Recipe) -> dict[str, Any]:
+    """Return the identity of a resumed run with the current paths of files that it names from another directory.
+
+    Fingerprints compare the content of these files.
+    """
+    settings = identity.get("recipe", {})
+    current = recipe.model_dump(mode="json", include={*PATH_KEYS})
+    same = {key: value for key, value in current.items() if _is_same_path(settings.get(key), value)}
+    return {**identity, "recipe": {**settings, **same}} if same else identity
+
+
+def _is_same_path(old: Any, new: Any) -> bool:
+    """Return True if a path that exists ends with the parts of an earlier path, which was relative or the same."""
+    if isinstance(old, dict) and isinstance(new, dict):  # tokenizer: {path: ...}
+        old, new = old.get("path"), new.get("path")
+    if not isinstance(old, str) or not isinstance(new, str) or old == new:
+        return False
+    parts, path = Path(os.path.normpath(old)).parts, Path(os.path.abspath(new))  # noqa: PTH100 - without "..", links kept
+    return path_exists(path) and path.parts[-len(parts) :] == parts
 
 
 def _with_unset_free_keys(identity: Mapping[str, Any], recipe_type: type[Recipe]) -> Mapping[str, Any]:
