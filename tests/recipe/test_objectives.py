@@ -104,3 +104,10 @@ def test_the_order_of_rows_excludes_a_choice_of_prompts(write, refused):
     lines = "objective: grpo\nreward_funcs: [length]\nshuffle: false\n"
     assert "'prompts: pass_rate' draws prompts by their pass rates" in refused(f"{lines}prompts: pass_rate\n").what
     load_recipe(write(f"{lines}prompts: pass_rate\nsft_steps: 2\n"))  # the supervised steps have an order
+
+
+@pytest.mark.parametrize("value", ["[dpo]", "{name: dpo}", "1", "null"])
+def test_an_objective_that_is_no_text_is_one_mistake(write, value):
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(write(f"objective: {value}\n"), (), "dpo")
+    assert "'objective' " in caught.value.what

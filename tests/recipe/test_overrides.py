@@ -115,6 +115,12 @@ def test_a_name_that_stands_in_a_list(refused):
     assert error.fix == "write --set datasets.0.max_rows=..."
 
 
+def test_an_unknown_key_is_named_whatever_the_datasets_are(write):
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(write("datasets: 2\n", before="model_name_or_path: a\n"), ["nothing=1"])
+    assert caught.value.what == "unknown key 'nothing'"
+
+
 def test_a_switch_that_is_set_to_false_is_not_left_out(write):
     path = write("adapter: qlora\nload_in_4bit: true\n")
     with pytest.raises(RecipeError) as caught:

@@ -124,7 +124,7 @@ def _recipe_class(tree: dict[str, Any], overrides: Sequence[str], objective: str
 
 def _check_objective(tree: dict[str, Any], origins: KeyOrigins, objective: str | None) -> None:
     named = tree.setdefault("objective", objective) if objective is not None else tree.get("objective")
-    if objective is not None and named != objective and named in RECIPES:
+    if objective is not None and named != objective and isinstance(named, str) and named in RECIPES:
         raise RecipeError(
             f"the recipe has objective {named}, and the command trains {objective}",
             where=origins.key_origin("objective"),
@@ -443,9 +443,9 @@ def _find_key_path(name: str, tree: dict[str, Any], setting: str, recipe_type: t
             where=setting,
             fix=f"write the full key, such as --set {'.'.join(map(str, places[0]))}=...",
         )
-    if entries := [
-        i for i, entry in enumerate(tree.get("datasets") or []) if isinstance(entry, dict) and name in entry
-    ]:
+    datasets = tree.get("datasets")
+    given = datasets if isinstance(datasets, list) else []
+    if entries := [i for i, entry in enumerate(given) if isinstance(entry, dict) and name in entry]:
         raise RecipeError(
             f"'{name}' is a key in an entry of 'datasets'",
             where=setting,
