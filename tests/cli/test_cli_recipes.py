@@ -79,6 +79,32 @@ def test_validate_says_which_adapters_are_trained(keys, said, tmp_path, capsys):
     assert said in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ("dtype: auto\n", "all weights; weights in float32, or bfloat16 if that does not fit"),
+        ("deepspeed: zero2\n", "all weights; weights in the checkpoint's dtype batch"),
+        ("fsdp: true\n", "all weights; weights in float32 batch"),
+        ("finetuning_type: qlora\nfsdp: true\n", "linear layers in nf4 batch"),
+        ("finetuning_type: qlora\n", "linear layers in nf4 on an accelerator, int8 on the CPU batch"),
+        ("objective: dpo\nper_device_train_batch_size: 4\n", "batch 4 pairs a step"),
+        ("objective: dpo\nloss_type: kto\nper_device_train_batch_size: 4\n", "batch 4 rows a step"),
+        ("objective: grpo\nreward_funcs: [length]\n", "batch 8 completions a step"),
+        ("objective: grpo\nloss_type: gkd\nteacher: b\n", "objective the teacher's distribution: gkd loss"),
+    ],
+)
+def test_validate_says_how_weights_are_kept_and_what_a_batch_counts(keys, said, tmp_path, capsys):
+    path = tmp_path / "my.yaml"
+    path.write_text(f"model_name_or_path: a\ndatasets: [{{path: org/rows}}]\n{keys}")
+    assert call("validate", str(path)) == 0
+    lines = [
+        line
+        for line in capsys.readouterr().out.splitlines()
+        if not line.startswith(("  data", "  length", "  loss on"))
+    ]
+    assert said in " ".join(" ".join(lines).split())
+
+
 def test_validate_names_data_files_that_are_not_here(tmp_path, capsys):
     (tmp_path / "here.jsonl").write_text("{}\n")
     recipe = tmp_path / "recipe.yaml"

@@ -298,7 +298,8 @@ def _describe_tokenizer(recipe: Recipe) -> str:
 def _describe_objective(recipe: Recipe) -> str:
     if isinstance(recipe, GrpoRecipe):
         functions, count = ", ".join(recipe.reward_funcs), recipe.num_generations
-        return f"{OBJECTIVES['grpo']} from {functions}: {recipe.loss_type} loss, {count} completions per prompt"
+        source = "the teacher's distribution" if recipe.is_distillation else f"{OBJECTIVES['grpo']} from {functions}"
+        return f"{source}: {recipe.loss_type} loss, {count} completions per prompt"
     if not isinstance(recipe, DpoRecipe):
         return OBJECTIVES[recipe.objective]
     compared = "unpaired completions" if recipe.is_unpaired else "pairs of completions"
@@ -309,11 +310,14 @@ def _describe_trained_weights(recipe: Recipe) -> str:
     full = recipe.finetuning_type == "full"
     kind = "all weights" if full else _describe_adapters(recipe)
     open_names = {"auto": "float32, or bfloat16 if that does not fit" if full else "the checkpoint's dtype"}
+    if full and recipe.sharding_key is not None:
+        open_names["auto"] = "float32" if recipe.fsdp else "the checkpoint's dtype"
     open_names["mixed"] = "float32" if full else "the checkpoint's dtype"
     weights: str = open_names.get(recipe.dtype, recipe.dtype) if recipe.model is None else recipe.dtype
     weights = "float32" if weights in ("auto", "mixed") else weights
     if recipe.finetuning_type == "qlora":
-        bits = "nf4 on an accelerator, int8 on the CPU" if recipe.quantization == "auto" else recipe.quantization
+        automatic = "nf4" if recipe.shards_weights else "nf4 on an accelerator, int8 on the CPU"
+        bits = automatic if recipe.quantization == "auto" else recipe.quantization
         weights = f"{weights}, linear layers in {bits}"
     return f"{kind}; weights in {weights}" + ("; computed in bfloat16" if recipe.bf16 else "")
 
@@ -341,7 +345,9 @@ def _describe_dataset(path: str, max_rows: int | None) -> str:
 def _describe_batch(recipe: Recipe) -> str:
     rows = recipe.per_device_train_batch_size
     step = recipe.train_batch_size or rows * recipe.gradient_accumulation_steps
-    unit = "packed sequence" if recipe.packing else "row"
+    unit = "packed sequence" if recipe.packing else "completion" if isinstance(recipe, GrpoRecipe) else "row"
+    if isinstance(recipe, DpoRecipe) and not recipe.is_unpaired:
+        unit = "pair"
     if recipe.tokens_per_batch is not None:
         unit = "piece" if recipe.batching == "buckets" else unit
         return f"{recipe.tokens_per_batch:,} tokens a step in {unit}s ({rows} at a time)"
