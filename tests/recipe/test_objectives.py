@@ -100,6 +100,13 @@ def test_a_reference_beside_the_recipe_is_found(write, tmp_path):
     assert recipe.ref_model_name_or_path == str(tmp_path / "reference")
 
 
+def test_a_deepspeed_configuration_beside_the_recipe_is_found(write, tmp_path):
+    for name in ("ds.json", "zero2"):
+        (tmp_path / name).write_text("{}")
+    assert load_recipe(write("deepspeed: ds.json\n")).recipe.deepspeed == str(tmp_path / "ds.json")
+    assert load_recipe(write("deepspeed: zero2\n")).recipe.deepspeed == "zero2"
+
+
 def test_the_order_of_rows_excludes_a_choice_of_prompts(write, refused):
     lines = "objective: grpo\nreward_funcs: [length]\nshuffle: false\n"
     assert "'prompts: pass_rate' draws prompts by their pass rates" in refused(f"{lines}prompts: pass_rate\n").what

@@ -27,6 +27,7 @@ from streamtune.recipe.yaml import MAX_BYTES, KeyOrigins, KeyPath, read_yaml, sh
 
 from .aliases import ALIASES, INSTEAD, SWITCHES, apply_aliases
 from .keys.datasets import DatasetSpec
+from .keys.engine import DEEPSPEED_PRESETS
 from .keys.preferences import UNPAIRED
 from .keys.run import RunKeys
 from .mistakes import find_recipe_mistakes, mistakes_to_error, unknown_key_mistake
@@ -69,7 +70,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), objective: str 
             is refused. None: the objective in the recipe, or sft.
 
     Returns:
-        Recipe with resolved local paths. ``datasets[].path``, ``chat_template``, ``tokenizer.path`` and
+        Recipe with resolved local paths. ``datasets[].path``, ``chat_template``, ``tokenizer.path``, ``deepspeed`` and
         ``model_name_or_path`` are searched in the recipe's folder, then in the working directory. ``output_dir`` and
         ``engine.offload_dir`` are relative to the working directory; ``~`` in them is the home folder.
 
@@ -265,7 +266,8 @@ def _resolve_local_paths(recipe: Recipe, folder: Path, origins: KeyOrigins) -> R
         changes["tokenizer"] = recipe.tokenizer.model_copy(
             update={"path": local_path(recipe.tokenizer.path, "tokenizer", "path")}
         )
-    for key in ("chat_template", "model_name_or_path", "ref_model_name_or_path", "adapter_name_or_path", "teacher"):
+    keys = ["chat_template", "model_name_or_path", "ref_model_name_or_path", "adapter_name_or_path", "teacher"]
+    for key in [*keys, *(["deepspeed"] if recipe.deepspeed not in DEEPSPEED_PRESETS else [])]:
         if value := getattr(recipe, key, None):
             changes[key] = local_path(value, key)
     if rewards := getattr(recipe, "reward_funcs", None):

@@ -276,6 +276,8 @@ NEEDS_WHOLE_WEIGHTS: Rules = (
 )
 
 
+DEEPSPEED_PRESETS = ("zero1", "zero2", "zero3", "zero3_offload")
+"""Values of ``deepspeed`` that are not the path of a DeepSpeed configuration."""
 SHARDING_PRESETS = ("zero3", "zero3_offload")
 """Values of ``deepspeed`` with which ranks shard the weights."""
 
