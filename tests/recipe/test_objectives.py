@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from streamtune.distributed.deepspeed_config import PRESETS
 from streamtune.errors import RecipeError
 from streamtune.recipe import DpoRecipe, Recipe, dump_recipe, load_recipe
+from streamtune.recipe.keys.engine import DEEPSPEED_PRESETS
 
 
 def test_a_recipe_that_says_nothing_is_supervised_fine_tuning(write):
@@ -105,6 +107,7 @@ def test_a_deepspeed_configuration_beside_the_recipe_is_found(write, tmp_path):
         (tmp_path / name).write_text("{}")
     assert load_recipe(write("deepspeed: ds.json\n")).recipe.deepspeed == str(tmp_path / "ds.json")
     assert load_recipe(write("deepspeed: zero2\n")).recipe.deepspeed == "zero2"
+    assert tuple(PRESETS) == DEEPSPEED_PRESETS
 
 
 def test_the_order_of_rows_excludes_a_choice_of_prompts(write, refused):
