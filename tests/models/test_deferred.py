@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
@@ -126,3 +129,37 @@ def test_a_small_model_has_one_layer_of_each_kind() -> None:
     assert small.config.layer_types == kinds[:2]
     assert len(decoder_layers(small)) == 2
     assert model.config.num_hidden_layers == 6
+
+
+def test_a_single_file_is_read_before_an_index_that_an_earlier_save_left(tmp_path: Path) -> None:
+    models_made = []
+    for seed, size in ((0, "8KB"), (1, "1GB")):
+        torch.manual_seed(seed)
+        models_made.append(AutoModelForCausalLM.from_config(CONFIG_MAPPING["qwen3"](**TINY)))
+        models_made[-1].save_pretrained(tmp_path / str(size), max_shard_size=size)
+    for file in (tmp_path / "8KB").glob("model*"):
+        shutil.copy(file, tmp_path / "1GB" / file.name)
+    plain = models.load_model(str(tmp_path / "1GB"))
+    model = models.load_model_deferred(str(tmp_path / "1GB"))
+    place_all(model)
+    assert differing(model, plain) == differing(model, models_made[1]) == []
+    for file in (tmp_path / "1GB").glob("model-*"):  # the index stays
+        file.unlink()
+    place_all(models.load_model_deferred(str(tmp_path / "1GB")))
+
+
+def test_a_checkpoint_without_a_dtype_has_the_dtype_that_transformers_finds(tmp_path: Path) -> None:
+    made = AutoModelForCausalLM.from_config(CONFIG_MAPPING["qwen3"](**TINY), dtype=torch.bfloat16)
+    made.lm_head.float()  # the first tensor by name, in the last file
+    made.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    index = {name: f"model-0000{1 + (name == 'lm_head.weight')}-of-00002.safetensors" for name in sorted(tensors)}
+    for file in sorted(set(index.values())):
+        save_file({name: x for name, x in tensors.items() if index[name] == file}, tmp_path / file, {"format": "pt"})
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({key: value for key, value in config.items() if key != "dtype"}))
+    plain = models.load_model(str(tmp_path))
+    assert plain.dtype == models.checkpoint_dtype(str(tmp_path), False) == torch.bfloat16
+    assert models.load_model_deferred(str(tmp_path)).dtype == torch.bfloat16

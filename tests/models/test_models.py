@@ -219,6 +219,16 @@ def test_a_checkpoint_that_lacks_weights_is_refused(tokenizer: Any, tmp_path: Pa
         load_model(str(tmp_path))
 
 
+def test_an_index_of_pickles_that_were_not_downloaded_is_passed_over(tokenizer: Any, tmp_path: Path) -> None:
+    save_pretrained(make(tokenizer), tokenizer, tmp_path)
+    index = {"metadata": {}, "weight_map": {"lm_head.weight": "pytorch_model-00001-of-00002.bin"}}
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    load_model(str(tmp_path))
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ArgumentError, match="names files that do not exist"):
+        load_model(str(tmp_path), allow_pickle=True)
+
+
 def test_a_folder_that_is_not_there_is_refused_with_the_nearest(tmp_path: Path) -> None:
     (tmp_path / "qwen-small").mkdir()
     with pytest.raises(ArgumentError, match=r"the folder .* does not exist") as caught:

@@ -96,15 +96,16 @@ class CheckpointFiles:
         """Names of the tensors in the files that the model uses."""
 
     def dtype(self) -> torch.dtype:
-        """Return the dtype of the first floating-point tensor in the files; float32 if no tensor is floating-point.
+        """Return the dtype of the first floating-point tensor in the first file; float32 if it has no such tensor.
 
-        ``dtype: auto`` means this dtype if the configuration has no dtype.
+        ``dtype: auto`` means this dtype if the configuration has no dtype. ``from_pretrained`` reads the same tensor.
         """
-        for key, path in self._files.items():
-            with safe_open(path, framework="pt") as file:
-                found: torch.dtype = file.get_slice(key)[:0].dtype
-            if found.is_floating_point:
-                return found
+        if self._files:
+            with safe_open(min(self._files.values()), framework="pt") as file:
+                for key in file.keys():  # noqa: SIM118 - it is not a mapping
+                    found: torch.dtype = file.get_slice(key)[:0].dtype
+                    if found.is_floating_point:
+                        return found
         return torch.float32
 
     def map_parameters(self, model: PreTrainedModel) -> None:
@@ -210,15 +211,15 @@ def _parameter_dtypes(model: PreTrainedModel, state: Mapping[str, Tensor]) -> di
 def _tensor_files(name_or_path: str) -> dict[str, Path]:
     options: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False}
     try:
+        single = hf_internal(HUB_FILE)(name_or_path, SAFE_FILE, **options)
+        if single is not None:  # as `from_pretrained` does: an index beside it is of an earlier save
+            with safe_open(single, framework="pt") as file:
+                return dict.fromkeys(file.keys(), Path(single))
         index = hf_internal(HUB_FILE)(name_or_path, SAFE_INDEX, **options)
         if index is not None:
             listed: dict[str, str] = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
             paths = {name: hf_internal(HUB_FILE)(name_or_path, name) for name in dict.fromkeys(listed.values())}
             return {key: Path(str(paths[name])) for key, name in listed.items()}
-        single = hf_internal(HUB_FILE)(name_or_path, SAFE_FILE, **options)
-        if single is not None:
-            with safe_open(single, framework="pt") as file:
-                return dict.fromkeys(file.keys(), Path(single))
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise make_loading_error("model", name_or_path, error) from error
     raise ArgumentError(

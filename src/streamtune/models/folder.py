@@ -55,8 +55,10 @@ def check_model_folder(name_or_path: str, *, allow_pickle: bool = False, reads_w
     folder = Path(name_or_path).expanduser()
     if not folder.is_dir():
         return not allow_pickle
+    is_safe = any((folder / name).is_file() for name in SAFE)
     for index in sorted(folder.glob("*.index.json")):
-        _check_weight_index(index, check_shards=reads_weights)
+        # Pickles beside safetensors are not read: a download may have left them out, but not their index.
+        _check_weight_index(index, check_shards=reads_weights and (index.name in SAFE or not is_safe))
     config = _read_json_object(folder / "config.json")
     explicit = config.get("transformers_weights")
     if explicit is not None and (unsafe_name_reason(explicit) or not str(explicit).endswith((".safetensors", ".json"))):
@@ -66,7 +68,7 @@ def check_model_folder(name_or_path: str, *, allow_pickle: bool = False, reads_w
         _check_adapter_folder(folder, allow_pickle=allow_pickle, reads_weights=reads_weights)
         if not (folder / "config.json").is_file():
             return not allow_pickle
-    if any((folder / name).is_file() for name in SAFE) or (isinstance(explicit, str) and (folder / explicit).is_file()):
+    if is_safe or (isinstance(explicit, str) and (folder / explicit).is_file()):
         return True
     pickles = pickle_names(folder)
     if pickles and not allow_pickle:
