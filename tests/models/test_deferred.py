@@ -163,3 +163,37 @@ def test_a_checkpoint_without_a_dtype_has_the_dtype_that_transformers_finds(tmp_
     plain = models.load_model(str(tmp_path))
     assert plain.dtype == models.checkpoint_dtype(str(tmp_path), False) == torch.bfloat16
     assert models.load_model_deferred(str(tmp_path)).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("load", [models.load_model, models.load_model_deferred])
+def test_a_norm_that_the_configuration_leaves_out_is_not_dropped(load: Any, tmp_path: Path) -> None:
+    keys = {**PLAIN, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
+    made = AutoModelForCausalLM.from_config(CONFIG_MAPPING["glm4_moe"](**keys, use_qk_norm=True))
+    made.save_pretrained(tmp_path)
+    load(str(tmp_path))
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "use_qk_norm": False}))
+    with pytest.raises(ArgumentError, match=r"layers\.0\.self_attn\.k_norm\.weight and 3 more, which .* not load"):
+        load(str(tmp_path))
+
+
+@pytest.mark.parametrize("load", [models.load_model, models.load_model_deferred])
+def test_stacked_experts_of_8_bits_without_a_quantization_config_are_refused(load: Any, tmp_path: Path) -> None:
+    keys = {**TINY, "num_local_experts": 4, "intermediate_size_mlp": 48}
+    AutoModelForCausalLM.from_config(CONFIG_MAPPING["llama4_text"](**keys)).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name in [name for name in tensors if "experts" in name]:
+        tensors |= {name: tensors[name].to(torch.float8_e4m3fn), f"{name}_scale": torch.ones(4, 1, 1)}
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ArgumentError, match=r"experts\.down_proj has dtype F8_E4M3"):
+        load(str(tmp_path))
+
+
+@pytest.mark.parametrize("load", [models.load_model, models.load_model_deferred])
+def test_a_buffer_that_is_not_finite_is_refused(load: Any, tmp_path: Path) -> None:
+    keys = {**PLAIN, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    made = AutoModelForCausalLM.from_config(CONFIG_MAPPING["glm4_moe"](**keys))
+    made.model.layers[1].mlp.gate.e_score_correction_bias.fill_(float("nan"))
+    made.save_pretrained(tmp_path)
+    with pytest.raises(ArgumentError, match="e_score_correction_bias contains 4 NaN"):
+        load(str(tmp_path))

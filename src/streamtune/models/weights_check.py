@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from streamtune.models.folder import READ_BACKEND
 
 FLOAT_NAMES = ("F64", "F32", "F16", "BF16")
 """Names of floating-point dtypes in safetensors."""
+NARROW_FLOATS = ("F8_", "F6_", "F4")
+"""Beginnings of the names of floating-point dtypes with 8 bits or fewer."""
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 PART = 1 << 22
 DRAFT_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
@@ -54,25 +57,32 @@ def refuse_missing_weights(name_or_path: str, model: Any, missing_names: Collect
 def refuse_unused_tensors(name_or_path: str, model: Any, unused_names: Collection[str]) -> None:
     """Raise an ArgumentError if a checkpoint has a tensor that belongs to a layer but would not be loaded.
 
-    Examples are a bias of a layer without bias, adapters that were not merged, and scales of a quantisation. Tensors
-    outside the model's layers are allowed.
+    Examples are a bias of a layer without bias, a norm that the layer does not have with this configuration, adapters
+    that were not merged, and scales of a quantisation. Tensors outside the model's layers are allowed, and tensors
+    that the model class says it ignores.
     """
+    ignored = re.compile("|".join(f"({pattern})" for pattern in model._keys_to_ignore_on_load_unexpected or ("(?!)",)))
+    unused_names = [name for name in unused_names if ignored.search(name) is None]
     refuse_unloaded_layers(name_or_path, model, unused_names)
     if getattr(model.config, "quantization_config", None) is not None:
         return
     modules = dict(model.named_modules())
     prefix = f"{model.base_model_prefix}."
 
-    def is_in_weight_module(name: str) -> bool:
+    def belongs_to_layer(name: str) -> bool:
         parts = name.split(".")
         for end in range(len(parts) - 1, 0, -1):
             path = ".".join(parts[:end])
             owner = modules.get(path) or modules.get(prefix + path) or modules.get(path.removeprefix(prefix))
             if owner is not None:
-                return isinstance(getattr(owner, "weight", None), Tensor)
+                # A leftover mask or table of an old version is no weight, and its module exists.
+                is_module_missing = (
+                    end < len(parts) - 1 and parts[-1] == "weight" and any(map(str.isdigit, parts[:end]))
+                )
+                return is_module_missing or isinstance(getattr(owner, "weight", None), Tensor)
         return False
 
-    lost = sorted(name for name in unused_names if is_in_weight_module(name))
+    lost = sorted(name for name in unused_names if belongs_to_layer(name))
     if lost:
         adapters = any(is_adapter_name(name) or ".base_layer." in name for name in lost)
         raise ArgumentError(
@@ -86,17 +96,27 @@ def refuse_unused_tensors(name_or_path: str, model: Any, unused_names: Collectio
 
 
 def check_file_dtypes(name_or_path: str, config: Any) -> None:
-    """Raise an ArgumentError for weights that are not floating-point, unless there is a quantization_config."""
+    """Raise an ArgumentError for weights that are not floating-point, unless there is a quantization_config.
+
+    Numbers of 8 bits or fewer are weights whatever their name, such as ``experts.gate_up_proj``.
+    """
     folder = Path(name_or_path).expanduser()
     if getattr(config, "quantization_config", None) is not None or not folder.is_dir():
         return
     for path in sorted(filter(Path.is_file, folder.glob("*.safetensors"))):  # opening a pipe would block
         try:
             with safe_open(path, framework="pt") as file:
-                kinds = {key: file.get_slice(key).get_dtype() for key in file.keys() if key.endswith(".weight")}  # noqa: SIM118
+                kinds = {key: file.get_slice(key).get_dtype() for key in file.keys()}  # noqa: SIM118
         except (OSError, SafetensorError):  # reading it reports the error
             continue
-        wrong = next((key for key, kind in kinds.items() if kind not in FLOAT_NAMES), None)
+        wrong = next(
+            (
+                key
+                for key, kind in kinds.items()
+                if kind.startswith(NARROW_FLOATS) or (key.endswith(".weight") and kind not in FLOAT_NAMES)
+            ),
+            None,
+        )
         if wrong is not None:
             raise ArgumentError(
                 f"{wrong} has dtype {kinds[wrong]}; weights must be floating-point with 16 bits or more, unless "
@@ -197,14 +217,21 @@ CPU_METHODS = {"bitsandbytes": "nf4", "torchao": "int8"}
 
 
 def check_weights_finite(model: Any, name_or_path: str = "", where: str = "model_name_or_path") -> None:
-    """Raise an ArgumentError for weights with NaN or infinity: no loss can be computed with them.
+    """Raise an ArgumentError for weights or saved buffers with NaN or infinity: no loss can be computed with them.
 
     The error names the tensor, and its file in the folder ``name_or_path`` or, without a file, ``where``.
     """
-    for name, parameter in model.named_parameters():
-        if not is_finite(parameter.detach()):
-            file, tensor, values = _first_nonfinite_tensor(name_or_path) or (None, name, parameter.detach())
+    for name, tensor_in_model in chain(model.named_parameters(), _saved_buffers(model)):
+        if not is_finite(tensor_in_model.detach()):
+            file, tensor, values = _first_nonfinite_tensor(name_or_path) or (None, name, tensor_in_model.detach())
             raise make_not_finite_error(tensor, values, where if file is None else str(file))
+
+
+def _saved_buffers(model: Any) -> Iterator[tuple[str, Tensor]]:
+    for prefix, module in model.named_modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None and key not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{key}", buffer
 
 
 def make_not_finite_error(name: str, values: Tensor, where: str) -> ArgumentError:
