@@ -165,6 +165,22 @@ def test_a_checkpoint_without_a_dtype_has_the_dtype_that_transformers_finds(tmp_
     assert models.load_model_deferred(str(tmp_path)).dtype == torch.bfloat16
 
 
+def test_weights_that_differ_are_not_tied(tmp_path: Path) -> None:
+    """Whatever the configuration says: neither when they are loaded, nor when rows are added, nor in what is saved."""
+    made = AutoModelForCausalLM.from_config(CONFIG_MAPPING["qwen3"](**TINY, tie_word_embeddings=False))
+    made.config.tie_word_embeddings = True
+    made.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    later = models.load_model_deferred(str(tmp_path))
+    place_all(later)
+    for model in (models.load_model(str(tmp_path)), later):
+        assert differing(model, made) == []
+        assert model.config.tie_word_embeddings is False
+        models.add_embedding_rows(model, 65, [64])
+        assert torch.equal(model.get_output_embeddings().weight[:64], made.get_output_embeddings().weight)
+
+
 @pytest.mark.parametrize("load", [models.load_model, models.load_model_deferred])
 def test_a_norm_that_the_configuration_leaves_out_is_not_dropped(load: Any, tmp_path: Path) -> None:
     keys = {**PLAIN, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from streamtune.base.paths import cache_folder, unsafe_name_reason
@@ -54,6 +54,7 @@ from streamtune.models.weights_check import (
     make_shape_error,
     refuse_missing_weights,
     refuse_unused_tensors,
+    write_untied_embeddings,
 )
 
 
@@ -120,6 +121,7 @@ class CheckpointFiles:
         converters = [entry for entry in mapping if isinstance(entry, hf_internal(CONVERTER))]
         by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
         prefix, renamed = model.base_model_prefix, hf_internal(RENAMED_KEY)
+        keys: dict[str, str] = {}
         for key in sorted(self._files, key=hf_internal(ORDER_OF_KEYS)):
             name, pattern = renamed(key, renamings, converters, prefix, state)
             if name not in state and key in state:
@@ -130,13 +132,34 @@ class CheckpointFiles:
             conversion = hf_internal(RENAMING)(key, name) if pattern is None else copy.deepcopy(by_pattern[pattern])
             if pattern is None:
                 self._check_shape(key, name, state[name])
+                keys[name] = key
             load = self._conversions.setdefault(name, conversion)
             load.add_tensor(name, key, pattern or key, partial(self._read_tensor, key, self.dtypes[name]))
         # `from_pretrained` sets this too: saving converts back.
         model._weight_conversions = [entry for entry in mapping if entry.was_used()]
+        self._untie_different_weights(keys)
         self._map_parameters_to_conversions(state)
         refuse_unused_tensors(self.name, model, self._files.keys() - self._used)
         check_file_dtypes(self.name, model.config)
+
+    def _untie_different_weights(self, keys: Mapping[str, str]) -> None:
+        """Untie weights that the configuration ties although the files have both, with different values.
+
+        ``keys`` are names in the files, by parameter name. ``from_pretrained`` does not tie such weights either.
+        """
+        assert self._model is not None
+        for name, first in self._aliases.items():
+            if name == first or not {name, first} <= keys.keys():
+                continue
+            dtype = self.dtypes[name]
+            if not torch.equal(self._read_tensor(keys[name], dtype), self._read_tensor(keys[first], dtype)):
+                owner, _, last = name.rpartition(".")
+                parameters = self._model.get_submodule(owner)._parameters
+                tied = parameters[last]
+                assert tied is not None
+                parameters[last] = nn.Parameter(torch.empty_like(tied), requires_grad=tied.requires_grad)
+                self._aliases[name] = name
+        write_untied_embeddings(self._model)
 
     def _check_shape(self, key: str, name: str, parameter: Tensor) -> None:
         try:

@@ -34,6 +34,7 @@ from streamtune.models.weights_check import (
     check_loading_report,
     check_quantization_trainable,
     check_weights_finite,
+    write_untied_embeddings,
 )
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -144,6 +145,7 @@ def load_model(
                 ignore_mismatched_sizes=True,  # refused below, by name
             )
         check_loading_report(name_or_path, model, report)
+        write_untied_embeddings(model)
         check_file_dtypes(name_or_path, config)
         check_weights_finite(model, name_or_path)
         if options.quantization is not None:  # before the weights are copied: mapped weights are read layer by layer

@@ -95,6 +95,20 @@ def refuse_unused_tensors(name_or_path: str, model: Any, unused_names: Collectio
         )
 
 
+def write_untied_embeddings(model: Any) -> None:
+    """Set ``tie_word_embeddings`` to False if the checkpoint has an embedding and another head, so they are not tied.
+
+    Otherwise they would be tied when the embedding is enlarged, and by servers that load the saved model.
+    """
+    parameters, pairs = dict(model.named_parameters(remove_duplicate=False)), dict(model._tied_weights_keys or {})
+    tied = [parameters[one] is parameters[other] for one, other in pairs.items() if {one, other} <= parameters.keys()]
+    if not tied or any(tied):
+        return
+    for config in (model.config, model.config.get_text_config(decoder=True)):
+        if getattr(config, "tie_word_embeddings", False):
+            config.tie_word_embeddings = False
+
+
 def check_file_dtypes(name_or_path: str, config: Any) -> None:
     """Raise an ArgumentError for weights that are not floating-point, unless there is a quantization_config.
 
