@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -335,3 +336,29 @@ def test_a_stream_that_reads_a_bad_row_again_counts_it_once(
             break
     assert left_out == [f"{short.path}:2"] * 2
     assert sum("; 1 skipped as bad" in text for text in told) == 2
+
+
+@pytest.mark.parametrize("mixed_by", [{"repeat": 3}, {"weight": 1.0}], ids=["repeat", "weight"])
+def test_a_resumed_stream_counts_a_bad_row_once(mixed_by: dict[str, Any], write: Write, tokenizer: Any) -> None:
+    """Its place is part of the position, because a resumed stream does not render the rows before the position."""
+    short = Source(write("short.jsonl", [CHAT, OFF, CHAT]), **mixed_by)
+    long = Source(write("long.jsonl", [CHAT] * 6), weight=mixed_by.get("weight"))
+    told: list[str] = []
+
+    def read(start: StreamPosition) -> list[StreamPosition]:
+        options = DataOptions(max_length=64, on_bad_row="skip", max_bad_rows=1)
+        positions = []
+        with closing(RowStream([short, long], tokenizer, options, told.append).examples(start)) as examples:
+            for example, position in examples:
+                if example is None:
+                    return positions
+                positions.append(position)
+        raise AssertionError("a stream does not end")
+
+    whole = read(StreamPosition())
+    for index, position in enumerate(whole):
+        again = read(StreamPosition(**json.loads(json.dumps(position.to_json()))))
+        assert [each.rows for each in again] == [each.rows for each in whole[index + 1 :]]
+    passes = [text for text in told if text.startswith("pass 1")]
+    assert len(set(passes)) == 1
+    assert "; 1 skipped as bad" in passes[0]

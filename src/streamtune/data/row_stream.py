@@ -54,6 +54,8 @@ class StreamPosition:
     """number of examples of the next row that were already yielded"""
     counts: Mapping[str, int] = field(default_factory=dict)
     """counts of the finished rows, by name"""
+    bad_places: Sequence[str] = ()
+    """places of finished rows that are bad, if the pass may read a row again"""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -128,6 +130,7 @@ class RowStream:
             while True:
                 bad = self._make_bad_rows()
                 bad.count = position.counts.get("bad", 0)
+                bad.places.update(position.bad_places)
                 order = self._order_rows(position.epoch, Reading(self.sources, self._make_fitter()[0], log, bad))
                 rendered = render(islice(order, position.rows, None))
                 yield from self._iterate_pass(position, rendered, log, bad)
@@ -135,9 +138,11 @@ class RowStream:
                 yield None, position
 
     def _iterate_pass(
-        self, start: StreamPosition, rendered: Iterator[tuple[Item[Content], Any]], log: RenderLog, bad: BadRows
+        self, start: StreamPosition, rendered: Iterator[tuple[Item[Content], Any]], log: RenderLog, bad: _BadRowsOfPass
     ) -> Iterator[tuple[Example, StreamPosition]]:
         counts, reported_errors, handed_out = Counter(start.counts), 0, bool(start.rows or start.pieces)
+        may_repeat = any(source.repeat > 1 or source.weight is not None for source in self.sources)
+        bad_places = tuple(start.bad_places)
         rows, done = start.rows, start.pieces
         for item, outcome in rendered:
             of_row: Counter[str] = Counter()
@@ -147,16 +152,17 @@ class RowStream:
                 examples, of_row = self._make_examples(outcome.get_or_raise(), item.origin)
             if bad.count > before:
                 of_row = Counter(rows=1, bad=1)  # empty if an earlier reading of the row was counted
+                bad_places += (bad.last_place,) if may_repeat else ()
             log.raise_errors()
             reported_errors = self._report_bad_rows(bad, reported_errors)
             for piece in range(done, len(examples)):
                 handed_out = True
                 if piece + 1 < len(examples):
-                    yield examples[piece], StreamPosition(start.epoch, rows, piece + 1, dict(counts))
+                    yield examples[piece], StreamPosition(start.epoch, rows, piece + 1, dict(counts), bad_places)
                 else:
                     behind = counts.copy()
                     behind.update(of_row)
-                    yield examples[piece], StreamPosition(start.epoch, rows + 1, 0, dict(behind))
+                    yield examples[piece], StreamPosition(start.epoch, rows + 1, 0, dict(behind), bad_places)
             rows, done = rows + 1, 0
             counts.update(of_row)
         self._report_bad_rows(bad, reported_errors)
@@ -188,7 +194,7 @@ class RowStream:
         fitter.counts["rows"] = 1
         return writer.records, fitter.counts
 
-    def _make_bad_rows(self) -> BadRows:
+    def _make_bad_rows(self) -> _BadRowsOfPass:
         action = "skip" if self.options.on_bad_row == "skip" else "raise"
         return _BadRowsOfPass(action, self.options.max_bad_rows, self._notify_once)
 
@@ -263,15 +269,22 @@ class RowStream:
 
 
 class _BadRowsOfPass(BadRows):
-    """Counts each bad row once, although one pass over the data may read a source several times."""
+    """Counts each bad row once, although one pass over the data may read a source several times.
+
+    Attributes:
+        places: Places of the bad rows that were counted.
+        last_place: Place of the last of them.
+    """
 
     def __init__(self, *options: Any) -> None:
         super().__init__(*options)
-        self._places = set[str]()
+        self.places = set[str]()
+        self.last_place = ""
 
     def report(self, error: DataError) -> None:
-        if self.on_bad_row != "skip" or error.where not in self._places:
-            self._places.add(error.where)
+        if self.on_bad_row != "skip" or error.where not in self.places:
+            self.places.add(error.where)
+            self.last_place = error.where
             super().report(error)
 
 

@@ -217,8 +217,9 @@ class StreamSteps:
                 )
         self._cancel_prefetch()
         fields = data.StreamPosition().to_json()
-        position = {name: state[name] for name in fields}
-        if any(type(count) is not int or count < 0 for name, count in position.items() if name != "counts"):
+        position = {name: state.get(name, ()) if name == "bad_places" else state[name] for name in fields}
+        whole = (count for name, count in position.items() if name not in ("counts", "bad_places"))
+        if any(type(count) is not int or count < 0 for count in whole):
             raise CheckpointError(
                 f"the checkpoint has an invalid position: row {position['rows']} of epoch {position['epoch']}",
                 fix="use another checkpoint: --resume PATH",
