@@ -58,7 +58,7 @@ class StreamPosition:
     """places of finished rows that are bad, if the pass may read a row again"""
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return {**asdict(self), "bad_places": list(self.bad_places)}  # equal to the state in a checkpoint
 
 
 class RowStream:

@@ -217,7 +217,7 @@ class StreamSteps:
                 )
         self._cancel_prefetch()
         fields = data.StreamPosition().to_json()
-        position = {name: state.get(name, ()) if name == "bad_places" else state[name] for name in fields}
+        position = {name: state.get(name, []) if name == "bad_places" else state[name] for name in fields}
         whole = (count for name, count in position.items() if name not in ("counts", "bad_places"))
         if any(type(count) is not int or count < 0 for count in whole):
             raise CheckpointError(

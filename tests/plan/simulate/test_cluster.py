@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from streamtune.cli import main
 from streamtune.errors import ArgumentError
@@ -20,6 +21,7 @@ from streamtune.plan import Limits, Rates, choose
 from streamtune.plan.refusal import make_nothing_fits_error
 from streamtune.plan.simulate import Simulation, Workload, simulate
 from streamtune.plan.simulate.cluster import ENGINES, Buckets, Cluster, Engine, HeadCounts, Links, choose_sequence_split
+from streamtune.plan.simulate.shard import count_heads
 from streamtune.plan.traffic import Flow, StepTimeModel
 from streamtune.recipe import Recipe
 from streamtune.run.cluster import RequestedRanks, cluster_of
@@ -283,6 +285,36 @@ def test_which_form() -> None:
     assert "sequence_parallel: ring" in caught.value.fix
     assert [heads.kv_copies(Cluster(size, sequence_size=size)) for size in (1, 2, 4, 8)] == [1, 1, 2, 4]
     assert math.isclose(heads.kv_copies(Cluster(16, sequence_size=16, form="ring")), 1)
+
+
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
+GEMMA = {**SIZES, "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 48}
+VISION = {"hidden_size": 36, "num_hidden_layers": 1, "num_attention_heads": 12, "intermediate_size": 48}
+HEADS: dict[str, tuple[dict[str, Any], HeadCounts]] = {
+    "qwen3": ({**GEMMA, "vocab_size": 64}, HeadCounts(4, 2, 8, 8)),
+    "falcon": ({**SIZES, "multi_query": True}, HeadCounts(4, 1, 8, 8)),
+    "falcon, a group each": ({**SIZES, "new_decoder_architecture": True, "num_kv_heads": 2}, HeadCounts(4, 4, 8, 8)),
+    "gpt_bigcode": ({"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 64}, HeadCounts(4, 1, 8, 8)),
+    "gemma3": ({"text_config": GEMMA, "vision_config": VISION}, HeadCounts(4, 2, 8, 8)),
+    "gemma4_text": (
+        {
+            **{key: size for key, size in GEMMA.items() if key != "num_hidden_layers"},
+            **{"layer_types": ["sliding_attention", "full_attention"], "num_hidden_layers": 2, "global_head_dim": 16},
+            **{"vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 8},
+        },
+        HeadCounts(4, 2, 16, 16),
+    ),
+}
+"""One key head for all queries; keys repeated for all; images beside text; heads of two widths."""
+
+
+@pytest.mark.parametrize("family", HEADS)
+def test_heads_are_counted_in_the_keys_of_each_family(family: str) -> None:
+    keys, heads = HEADS[family]
+    config = CONFIG_MAPPING[family.split(",")[0]](**keys)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert count_heads(model) == heads
 
 
 @pytest.mark.parametrize(

@@ -105,26 +105,37 @@ def is_purely_recurrent(layer: nn.Module) -> bool:
 def count_heads(model: Any) -> HeadCounts:
     """Return numbers and sizes of a model's attention heads, from its first configuration that has a number of heads.
 
+    Of a model for images and text this is the text's configuration. A value that differs between layers is the largest.
     All counts are 0 if no layer has attention.
     """
     layers = decoder_layers(model)
     if layers and all(is_purely_recurrent(layer) for layer in layers):
         return HeadCounts(0, 0, 0, 0)
-    configs = [m.config for m in model.modules() if hasattr(m, "config")]
-    config = next((c for c in configs if getattr(c, "num_attention_heads", None)), configs[0])
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
-
-    def config_value(*names: str) -> int:
-        return next((value for name in names if isinstance(value := getattr(config, name, None), int) and value), 0)
-
-    queries = config_value("num_attention_heads", "n_head") or 1
-    dim = config_value("head_dim") or config_value("hidden_size", "n_embd") // queries
+    own = [m.config for m in model.modules() if hasattr(m, "config")]
+    configs = [c.get_text_config(decoder=True) if hasattr(c, "get_text_config") else c for c in own]
+    config = next((c for c in configs if _largest_value(c, "num_attention_heads")), configs[0])
+    queries = _largest_value(config, "num_attention_heads", "n_head") or 1
+    dim = _largest_value(config, "head_dim") or _largest_value(config, "hidden_size", "n_embd") // queries
+    keys = _largest_value(config, "num_key_value_heads") or queries
+    if getattr(config, "new_decoder_architecture", False):  # Falcon: keys are repeated for every query head
+        keys = queries
+    elif getattr(config, "multi_query", False):  # Falcon and GPT-BigCode
+        keys = 1
     return HeadCounts(
-        queries,
-        config_value("num_key_value_heads") or queries,
-        config_value("qk_head_dim") or dim,
-        config_value("v_head_dim") or dim,
+        queries, keys, _largest_value(config, "qk_head_dim") or dim, _largest_value(config, "v_head_dim") or dim
     )
+
+
+def _largest_value(config: Any, *names: str) -> int:
+    """Return the first of these values that is a number above 0, the largest if layers differ; 0 if there is none."""
+    for name in names:
+        try:
+            values = [getattr(config, name, None)]
+        except Exception:  # transformers raises if layers differ and have no common value
+            values = [getattr(layer, name, None) for layer in getattr(config, "per_layer_config", None) or ()]
+        if found := max((value for value in values if isinstance(value, int)), default=0):
+            return found
+    return 0
 
 
 @contextmanager
