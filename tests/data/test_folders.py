@@ -293,3 +293,18 @@ def test_a_pattern_and_a_broken_link_beside_the_recipe(
     found = [spec.path for spec in load_recipe(recipe).recipe.datasets]
     assert found == [str(tmp_path / "here/data/*.jsonl"), str(tmp_path / "here/gone.jsonl")]
     assert texts(found[0]) == ["one", "two"]
+
+
+def test_shards_that_are_not_there_are_named(write: Write, tmp_path: Path) -> None:
+    """A download that was broken off would train on a part of the rows without a word."""
+    (tmp_path / "rows").mkdir()
+    for number in (0, 2):
+        write(f"rows/train-{number:05d}-of-00004.jsonl", [{"text": "one"}])
+    told: list[str] = []
+    assert len(list(read_rows(Source(str(tmp_path / "rows")), BadRows("error", 0, told.append)))) == 2
+    assert f"{tmp_path / 'rows'}: files missing, a download may be incomplete: train-00001-of-00004.jsonl, " in told[1]
+    for number in (1, 3):
+        write(f"rows/train-{number:05d}-of-00004.jsonl", [{"text": "one"}])
+    told.clear()
+    assert len(list(read_rows(Source(str(tmp_path / "rows")), BadRows("error", 0, told.append)))) == 4
+    assert not any("missing" in text for text in told)

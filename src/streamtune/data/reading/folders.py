@@ -36,6 +36,7 @@ KEYWORDS = {
 _WORD = {
     split: re.compile(rf"(?:^|[-._ 0-9])(?:{'|'.join(words)})(?:[-._ 0-9]|$)") for split, words in KEYWORDS.items()
 }
+_COUNTED = re.compile(r"(?P<start>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<end>[^/]*)")
 _SHARD = re.compile(r"(?:.*/)?data/(?P<split>[^/]+)-\d{5}-of-\d{5}[^/]*\.[^/]+")
 
 DOCUMENTS = re.compile(
@@ -68,6 +69,8 @@ class ChosenFiles:
     """data files of the folder that are not read"""
     hidden: list[str] | None = None
     """hidden files that match the pattern and are not read; None for a folder"""
+    missing: Sequence[str] = ()
+    """files that are not there although the names of other files count them, as in ``train-00000-of-00002.parquet``"""
 
 
 def is_data_file_name(name: str) -> bool:
@@ -115,7 +118,22 @@ def choose_files(
             where=where,
             fix="check the 'configs' in its README.md",
         )
-    return ChosenFiles(chosen, [name for name in every if name not in set(chosen) and file_format(name) in READERS])
+    left_out = [name for name in every if name not in set(chosen) and file_format(name) in READERS]
+    return ChosenFiles(chosen, left_out, missing=_missing_shards(chosen))
+
+
+def _missing_shards(names: Sequence[str]) -> list[str]:
+    """Return the files that the names of shards (``NAME-00000-of-00002.parquet``) count, but that are not there."""
+    counted: dict[tuple[str, int, str], set[int]] = {}
+    for name in names:
+        if match := _COUNTED.fullmatch(name):
+            counted.setdefault((match["start"], int(match["count"]), match["end"]), set()).add(int(match["number"]))
+    return [
+        f"{start}-{number:05d}-of-{count:05d}{end}"
+        for (start, count, end), found in counted.items()
+        for number in range(count)
+        if number not in found
+    ]
 
 
 def _unknown_split_error(split: str, splits: Iterable[str], shown: str, where: str) -> DataError:

@@ -225,6 +225,8 @@ def _read_source(source: Source, bad: BadRows) -> Iterator[Row]:
         bad.notify(f"{source.path}: {which}: {_join_names(folder.names)}")
         if folder.left_out:
             bad.notify(f"{source.path}: files not read: {_join_names(folder.left_out)}")
+        if folder.missing:
+            bad.notify(f"{source.path}: files missing, a download may be incomplete: {_join_names(folder.missing)}")
         if folder.hidden:
             bad.notify(f"{source.path}: hidden files not read: {_join_names(folder.hidden)}")
     if source.watch is not None:
