@@ -13,7 +13,7 @@ import pytest
 import torch
 from tests import versions
 from tests.sft_kit import FIXED, QWEN3, run, write_recipe, write_rows
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from streamtune.models import RopeChange, SavedTokenizer, save_pretrained, train_tokenizer
 from streamtune.models.transformers4 import with_transformers4_names
@@ -97,6 +97,23 @@ def test_positions_that_a_recipe_extends_are_read_back(family: str, kind: str, t
     text = with_transformers4_names(json.loads(config.to_json_string()))
     (tmp_path / "config.json").write_text(json.dumps(text))
     assert AutoConfig.from_pretrained(tmp_path).rope_parameters == config.rope_parameters
+
+
+NESTED = ("gemma4_text", "lfm3", "dory", "laguna", "mellum", "mimo_v2_flash")
+"""Families with parameters for each kind of layer, which an old ``rope_scaling`` would replace."""
+
+
+@pytest.mark.parametrize("kind", [None, "yarn", "llama3", "dynamic"])
+@pytest.mark.parametrize("family", [name for name in NESTED if name in CONFIG_MAPPING])
+def test_parameters_of_each_kind_of_layer_are_read_back(family: str, kind: str | None, tmp_path: Path) -> None:
+    config = AutoConfig.for_model(family)
+    if kind is not None:
+        RopeChange({"rope_type": kind, "factor": 4.0}, theta=5e6, length=7).apply(config)
+    text = json.loads(config.to_json_string())
+    (tmp_path / "config.json").write_text(json.dumps(text))
+    plain = AutoConfig.from_pretrained(tmp_path).rope_parameters
+    (tmp_path / "config.json").write_text(json.dumps(with_transformers4_names(text)))
+    assert AutoConfig.from_pretrained(tmp_path).rope_parameters == plain
 
 
 def test_configurations_inside_of_others_have_them_too() -> None:

@@ -2,12 +2,15 @@
 
 ``transformers`` 5 writes the RoPE base and scaling, the dtype and the tokenizer's class under new names. Version 4
 ignores the new names without a warning: it uses a RoPE base of 10,000 for a model with a base of 1,000,000. So the old
-names are written in addition to the new names; version 5 reads both.
+names are written in addition to the new names; version 5 reads both. A name with which version 5 would read other
+rotary parameters is left out.
 """
 
 from __future__ import annotations
 
+import copy
 import json
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -94,7 +97,27 @@ def with_transformers4_names(config: Mapping[str, Any]) -> dict[str, Any]:
                 "type": scaling.get("rope_type"),
                 **{key: scaling[key] for key in ("short_factor", "long_factor") if key in scaling},
             }
-    return {**settings, **{key: value for key, value in old.items() if value is not None}}
+    old = {key: value for key, value in old.items() if value is not None}
+    if nested and not _reads_same_rope(model_type, settings, {**settings, **old}):
+        old.pop("rope_scaling", None)
+        old = old if _reads_same_rope(model_type, settings, {**settings, **old}) else {}
+    return {**settings, **old}
+
+
+def _reads_same_rope(model_type: str, settings: Mapping[str, Any], more: Mapping[str, Any]) -> bool:
+    """Return True if version 5 reads the same rotary parameters from ``more`` as from ``settings``.
+
+    With parameters for each kind of layer, some classes (Gemma 4) replace them all by an old ``rope_scaling``.
+    """
+    if model_type not in CONFIG_MAPPING:
+        return True
+    try:
+        with warnings.catch_warnings(action="ignore"):  # the old names are deprecated
+            # Copies: a class may complete the parameters in place.
+            first, second = (CONFIG_MAPPING[model_type].from_dict(copy.deepcopy(dict(x))) for x in (settings, more))
+        return bool(first.rope_parameters == second.rope_parameters)
+    except Exception:  # the validators of each configuration class raise types of their own
+        return False
 
 
 def _expert_count_keys(model_type: str) -> Iterator[tuple[str, str]]:
