@@ -31,12 +31,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": TINY,
     "llama": {**TINY, "tie_word_embeddings": True},
     "gpt2": {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "bos_token_id": 1, "eos_token_id": 1},
+    "gptj": {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 8, "n_positions": 512},
     "gemma2": TINY,
     "qwen3_moe": {**PLAIN, "num_experts": 4, "moe_intermediate_size": 16, "decoder_sparse_step": 1},
     "gpt_oss": {**TINY, "num_local_experts": 4, "num_experts_per_tok": 2, "pad_token_id": 0},
     "mamba2": {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 4, "head_dim": 16},
 }
-"""Tied weights, learnt positions, experts that are stacked, and one that draws in a way that is not written down."""
+"""Tied weights, learnt positions and a table of them, stacked experts, and one whose draws are not written down."""
 
 
 def place_all(model: Any) -> None:
@@ -97,6 +98,13 @@ def test_settings_of_generation_are_read_too(tmp_path: Path) -> None:
     assert settings["eos_token_id"] == [3, 5]
     (tmp_path / "generation_config.json").unlink()  # then the configuration of the model has them
     assert models.eos_token_ids(models.load_model_deferred(str(tmp_path)).generation_config) == [3]
+
+
+def test_the_positions_of_a_new_model_are_those_of_the_saved_one(tmp_path: Path) -> None:
+    keys = {"model_type": "gptj", **FAMILIES["gptj"]}
+    made = models.init_model(keys, models.ModelOptions("bfloat16"), vocab_size=64, token_ids={}, seed=5)
+    made.save_pretrained(tmp_path)
+    assert differing(AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto"), made) == []
 
 
 def test_adapters_are_made_beside_weights_that_are_to_come() -> None:

@@ -33,7 +33,7 @@ from streamtune.models.config import (
     wrap_constructor_errors,
     wrap_loading_errors,
 )
-from streamtune.models.load import DEFAULT_OPTIONS, ModelOptions, read_unquantized_config
+from streamtune.models.load import DEFAULT_OPTIONS, ModelOptions, read_unquantized_config, recompute_tables
 
 ATTRIBUTE = "_streamtune_deferred"
 
@@ -174,6 +174,7 @@ def load_model_deferred(
     with wrap_loading_errors(name_or_path), torch.random.fork_rng(devices=[]), RecordedInit(draw=False):
         remote = {"trust_remote_code": True} if trust_remote_code else {}
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, **remote)
+    recompute_tables(model)
     model.config.name_or_path = model.name_or_path = name_or_path
     if model.can_generate():
         with suppress(OSError):  # without the file, the configuration of the model has the settings
@@ -222,6 +223,7 @@ def init_model_deferred(
             model = make_model()
         note = f"{type(model).__name__} cannot be initialised weight by weight: rank 0 makes all weights in host memory"
         DeferredWeights(model, lambda: _WholeInit(make_model()), note=note)
+    recompute_tables(model)
     return model
 
 

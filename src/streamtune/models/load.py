@@ -201,10 +201,23 @@ def init_model(
     with torch.random.fork_rng(), wrap_constructor_errors(config):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(hf_config, dtype=options.torch_dtype or torch.float32)
+    recompute_tables(model)
     check_weights_finite(model, where="model.init")
     if options.quantization is not None:
         quantize(model, options.quantization, torch.device(device), layer_quantizer=options.layer_quantizer)
     return model.to(device)
+
+
+def recompute_tables(model: PreTrainedModel) -> None:
+    """Compute the tables of a model from ``from_config`` again, in float32 (GPT-J, CodeGen).
+
+    ``from_config`` computes them in the dtype of the weights, and bfloat16 has only 8 bits for a position.
+    ``from_pretrained`` computes them in float32, and they are not saved. So a saved model would differ.
+    """
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        for module in model.modules():
+            if module._non_persistent_buffers_set and next(module.parameters(), None) is None:
+                model._init_weights(module)
 
 
 def build_meta_model(
