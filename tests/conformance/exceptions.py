@@ -208,3 +208,66 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         "vocab_size": VOCAB,
     },
 }
+
+MROPE = {**ROPE, "mrope_section": [2, 1, 1]}
+IMAGE_TEXT_EXCEPTIONS: dict[str, dict[str, Any]] = {
+    "apertus1p5": {
+        "audio_config": {"codebook_dim": 32, "codebook_size": 4},
+        "vision_config": {"codebook_size": 4, "base_channels": 32},
+        "image_token_offset": 80,
+        "audio_token_offset": 84,
+    },
+    "chameleon": {"vocabulary_map": {"<image>": 90}, "vq_config": {"base_channels": 32, "resolution": 32}},
+    "cohere_compass": {"text_config": {"rope_parameters": {"full_attention": ROPE, "sliding_attention": ROPE}}},
+    "cosmos3_edge": {"text_config": {"rope_parameters": MROPE}},
+    "deepseek_ocr2": {
+        "text_config": {"num_experts_per_tok": 2, "mlp_layer_types": ["dense", "sparse"]},
+        "vision_config": {
+            "sam_config": {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4},
+            "encoder_config": {
+                **SMALL_TOWER,
+                "num_key_value_heads": 2,
+                "intermediate_size": 48,
+                "num_hidden_layers": 1,
+            },
+        },
+    },
+    "diffusion_gemma": {"text_config": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16}},
+    "dots3_note": {
+        "vision_config": {"adapter_in_dim": 32, "adapter_out_dim": 32},
+        "audio_config": {"adapter_input_size": 32, "adapter_out_dim": 32},
+    },
+    "emu3": {"vocabulary_map": {"<image>": 90}, "vq_config": {"base_channels": 32}},
+    "ernie4_5_vl_moe": {
+        "text_config": {"moe_intermediate_size": [16, 16], "rope_parameters": {**ROPE, "mrope_section": [1, 1, 2]}}
+    },
+    "glm4v": {"text_config": {"rope_parameters": {**MROPE, "partial_rotary_factor": 1.0}}},
+    "glm46v": {"text_config": {"rope_parameters": {**MROPE, "partial_rotary_factor": 1.0}}},
+    "glm4v_moe": {"text_config": {"rope_parameters": {**MROPE, "partial_rotary_factor": 1.0}}},
+    "glmga": {"text_config": {"rope_parameters": {**MROPE, "partial_rotary_factor": 1.0}}},
+    "glm_ocr": {"text_config": {"rope_parameters": {**MROPE, "partial_rotary_factor": 1.0}}},
+    "glm5_next": {"text_config": {"index_topk": 16, "qk_rope_head_dim": 0}},
+    "granite4_vision": {
+        "downsample_rate": "4/8",
+        "deepstack_layer_map": [[0, 0]],
+        "spatial_target_layers": [1],
+        "vision_config": {"hidden_size": 64},
+    },
+    "granite_docling": {"vision_config": {"out_hidden_size": 32}},
+    "hunyuan_vl": {"text_config": {"rope_parameters": MROPE, "head_dim": 8}},
+    "hy_v4_vl": {"text_config": {"rope_parameters": {**ROPE, "mrope_section": [2, 1, 1]}}},
+    **dict.fromkeys(("paddleocr_vl", "qwen2_vl", "qwen2_5_vl"), {"text_config": {"rope_parameters": MROPE}}),
+    "inkling2": {"vision_config": {"text_hidden_size": 32}, "audio_config": {"text_hidden_size": 32}},
+    "inkling2_loop": {"vision_config": {"text_hidden_size": 32}, "audio_config": {"text_hidden_size": 32}},
+    "mistral4": {"rope_parameters": {**ROPE, "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 64}},
+    "molmo2": {"adapter_config": {"vision_feature_layer": [0, 1]}},
+    "muse_spark": {
+        "vision_config": {"out_hidden_size": 32},
+        "audio_config": {"out_hidden_size": 32},
+        "out_hidden_size": 48,
+        "projector_hidden_size": 32,
+    },
+    "nemotron_h_omni": {"vision_config": {"video_temporal_patch_size": 2}},
+    "idefics": {"vision_config": {"embed_dim": 32, "intermediate_size": 48, "num_hidden_layers": 1}},
+}
+"""What the parts of an image-text configuration get beside what their keys say; None leaves a part out."""

@@ -13,9 +13,19 @@ import re
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
-from tests.conformance.exceptions import EXCEPTIONS, LEAVE_OUT
+from tests.conformance.exceptions import EXCEPTIONS, IMAGE_TEXT_EXCEPTIONS, LEAVE_OUT
 from tests.exactness.families import VOCAB
 
 LAYERS = 2
@@ -114,6 +124,15 @@ PER_LAYER_VALUES: dict[str, Any] = {
 }
 NOISE = re.compile(r"drop|jitter")
 TEXT_CONFIGS = ("text_config", "decoder", "thinker_config")
+IMAGE_TEXT = "/image-text"
+"""End of the name of a family whose class for images and text is meant, beside or instead of a class for text."""
+
+
+def family_names() -> list[str]:
+    """The names of all causal language models, and of all image-text classes that are not one of them."""
+    causal, image_text = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    others = [name for name, model in image_text.items() if name in CONFIG_MAPPING and causal.get(name) != model]
+    return sorted([*causal, *(name + IMAGE_TEXT for name in others)])
 
 
 def build(name: str, *, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
@@ -128,8 +147,9 @@ def build(name: str, *, dtype: torch.dtype = torch.float32, **changes: Any) -> P
     config = tiny_config(name)
     for key, value in changes.items():
         setattr(config, key, value)
-    _refuse_large(config)
-    model = _new(config)
+    mapping = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if name.endswith(IMAGE_TEXT) else MODEL_FOR_CAUSAL_LM_MAPPING
+    _refuse_large(config, mapping)
+    model = _new(config, mapping)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.is_floating_point():
@@ -139,19 +159,24 @@ def build(name: str, *, dtype: torch.dtype = torch.float32, **changes: Any) -> P
     return model.to(dtype).train()
 
 
-def _new(config: PreTrainedConfig) -> PreTrainedModel:
-    """The class of ``AutoModelForCausalLM``, on the decoder's part of the configuration where that is what it takes."""
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+def _new(config: PreTrainedConfig, mapping: Any) -> PreTrainedModel:
+    """The class in a mapping, on the decoder's part of the configuration where that is what it takes."""
+    model_class = mapping[type(config)]
     if not isinstance(config, model_class.config_class):
-        config = config.get_text_config(decoder=True)
+        part = config.get_text_config(decoder=True)
+        config = part if isinstance(part, model_class.config_class) else config
     model: PreTrainedModel = model_class._from_config(config)
     if getattr(model.config, "attn_logit_softcapping", None) and model.config._attn_implementation == "sdpa":
         model.set_attn_implementation("eager")  # transformers 5.17 lets gemma2 attend by sdpa, which drops its softcap
+    if getattr(model.config.get_text_config(decoder=True), "use_bidirectional_attention", None) is True:
+        model.set_attn_implementation("eager")  # paligemma: sdpa gets no mask of text alone, and sees later tokens
     return model
 
 
 def tiny_config(name: str) -> PreTrainedConfig:
     """The reduced configuration; of a multimodal model the text part is reduced, unless its exception says more."""
+    if name.endswith(IMAGE_TEXT):
+        return _tiny_image_text_config(name.removesuffix(IMAGE_TEXT))
     config_class = CONFIG_MAPPING[name]
     parts = getattr(config_class, "sub_configs", None) or {}
     text = next((part for part in TEXT_CONFIGS if part in parts), None)
@@ -159,6 +184,36 @@ def tiny_config(name: str) -> PreTrainedConfig:
         others = {part: value for part, value in EXCEPTIONS.get(name, {}).items() if part in parts and part != text}
         return config_class(**{text: _reduced(parts[text], name)}, **others)
     return config_class(**_reduced(config_class, name))
+
+
+def _tiny_image_text_config(name: str) -> PreTrainedConfig:
+    """The configuration with every part reduced, the vision tower too."""
+    config_class = CONFIG_MAPPING[name]
+    parts = getattr(config_class, "sub_configs", None) or {}
+    exceptions = IMAGE_TEXT_EXCEPTIONS.get(name, {})
+    if not any(part in parts for part in TEXT_CONFIGS):
+        return config_class(**{**_reduced(config_class, name), **exceptions})
+    arguments: dict[str, Any] = {}
+    for part, part_class in parts.items():
+        if part in exceptions and exceptions[part] is None:
+            continue
+        automatic = not isinstance(part_class, type) or part_class.__name__ == "AutoConfig"
+        if automatic:
+            default = getattr(config_class(), part)
+            if default is None:
+                continue
+            part_class = type(default)
+        found = _reduced(part_class, name)
+        if part not in TEXT_CONFIGS:
+            found.pop("vocab_size", None)
+        arguments[part] = {**found, **({"model_type": part_class.model_type} if automatic else {})}
+    for key, value in exceptions.items():
+        if key in arguments and isinstance(value, dict):
+            merged = {**arguments[key], **value}
+            arguments[key] = {part: one for part, one in merged.items() if one is not LEAVE_OUT}
+        elif value is not None:
+            arguments[key] = value
+    return config_class(**arguments)
 
 
 def _reduced(config_class: type[PreTrainedConfig], name: str) -> dict[str, Any]:
@@ -232,11 +287,11 @@ def _tiny_value(key: str, default: Any) -> Any:
     return LEAVE_OUT
 
 
-def _refuse_large(config: PreTrainedConfig) -> None:
+def _refuse_large(config: PreTrainedConfig, mapping: Any) -> None:
     """Raise when the model would not be tiny; found without allocating it."""
     try:
         with torch.device("meta"):
-            model = _new(copy.deepcopy(config))
+            model = _new(copy.deepcopy(config), mapping)
     except NotImplementedError:  # its initialisation reads values, which the meta device has none of
         return
     except RuntimeError as error:

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 import transformers
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tests.conformance import survey as module
 from tests.conformance.exceptions import EXCEPTIONS, NOT_CAUSAL
+from tests.conformance.reducer import family_names
 from tests.conformance.survey import FAULTS, Category, classify, survey
 from tests.conformance.table import outcomes, render
 
-NAMES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+NAMES = family_names()
 KNOWN_VERSION = "5.24."
 KNOWN_NOT_BUILT: set[str] = set()
 REPRESENTATIVE = {

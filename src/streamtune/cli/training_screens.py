@@ -83,7 +83,7 @@ def _describe_model(run: Run) -> str:
     if run.recipe.weight_rounding == "stochastic":
         dtype += ", rounded stochastically"
     autocast = ", computed in bf16" if run.recipe.bf16 else ""
-    name, device = type(base).__name__.removesuffix("ForCausalLM"), str(run.device)
+    name, device = models.architecture_name(base), str(run.device)
     where = "CPU" if device == "cpu" else device
     return f"{name}, {_show_count(total)} parameters, {trained}; {dtype}{autocast}; {where}"
 
@@ -237,7 +237,9 @@ def print_outcome(run: Run, outcome: RunOutcome) -> None:
 
 def _describe_trained_rows(run: Run, outcome: RunOutcome) -> str:
     """Return a text such as ``456K parameters of Qwen3 on 3,234 training rows, 405 steps``."""
-    name = type(base_of(run.model)).__name__.removesuffix("ForCausalLM")
+    from streamtune import models
+
+    name = models.architecture_name(base_of(run.model))
     steps = outcome.progress.step - run.first_step
     resumed = f" after a resume at step {run.first_step:,}" if run.first_step else ""
     number = getattr(run.prepared.report, "train_examples", None)
@@ -299,7 +301,7 @@ def _model_loading_call(run: Run) -> str:
         return "merge the adapters first: the base was made from a configuration, so it has no folder to refer to"
     if run.recipe.finetuning_type != "full" and _describe_rope_extension(run):
         return "merge the adapters first: they were trained with RoPE settings that the base's configuration lacks"
-    loader = "AutoPeftModelForCausalLM" if run.recipe.finetuning_type != "full" else "AutoModelForCausalLM"
+    loader = models.loader_class_name(run.model, adapters=run.recipe.finetuning_type != "full")
     quantized = f", quantization_config={QUANTIZED[run.start.quantization]}" if run.start.quantization else ""
     return f'{loader}.from_pretrained("{run.directory.final}"{quantized})'
 

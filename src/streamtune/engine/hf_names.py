@@ -113,6 +113,10 @@ loss are among them, because models pass unknown arguments on to their layers.
 """
 KNOWN_ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
 """Attention implementations that compute softmax(q k' + mask) v, as StreamTune's attention does."""
+TEXT_CLASS_ONLY = frozenset({"llama4"})
+"""Families whose class for images and text cannot compute text alone in ``transformers`` 5.24, so that the class for
+text is used.
+"""
 HUB_KERNELS = "kernels-community/"
 """Prefix of attention kernels from the Hugging Face hub that replace the implementations in ``KNOWN_ATTENTION``."""
 BY_POSITIONS = ("flash_attention", HUB_KERNELS)
@@ -161,6 +165,7 @@ MTP_MODEL = "modeling_layers.MtpModel"
 ATTENTIONS = "modeling_utils.ALL_ATTENTION_FUNCTIONS"
 SAFE_OPEN = "modeling_utils.safe_open"
 CAUSAL_NAMES = "models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
+IMAGE_TEXT_NAMES = "models.auto.modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES"
 CONV1D = "pytorch_utils.Conv1D"
 QUANTIZERS = "quantizers.AutoHfQuantizer"
 HUB_FILE = "utils.hub.cached_file"
@@ -184,6 +189,7 @@ FUNCTIONS = {
     GGUF_ORDERS: "5.17",
     HUB_COMMIT: "5.17",
     HUB_FILE: "5.17",
+    IMAGE_TEXT_NAMES: "5.17",
     LINEAR_CACHE: "5.17",
     LOSSES: "5.17",
     MTP_MODEL: "5.17",

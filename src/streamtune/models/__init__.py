@@ -74,6 +74,13 @@ from streamtune.models.load import (
     make_small_copy,
     unloaded_layers_warning,
 )
+from streamtune.models.model_class import (
+    architecture_name,
+    auto_class_of,
+    freeze_other_modules,
+    is_vision_language,
+    loader_class_name,
+)
 from streamtune.models.packed import PackedExperts, has_packed_experts
 from streamtune.models.positions import (
     RopeChange,
@@ -125,6 +132,8 @@ __all__ = [
     "add_tokens",
     "add_transformers4_names",
     "all_eos_token_ids",
+    "architecture_name",
+    "auto_class_of",
     "build_meta_model",
     "check_adapter_config_file",
     "check_positions",
@@ -143,6 +152,7 @@ __all__ = [
     "fingerprint_files",
     "fingerprint_model",
     "fingerprint_tokenizer",
+    "freeze_other_modules",
     "full_parameter_size",
     "generate_greedily",
     "gradient_sum_bytes",
@@ -152,12 +162,14 @@ __all__ = [
     "initial_value_tensors",
     "initialize_from_factors",
     "is_local_folder",
+    "is_vision_language",
     "load_initial_adapters",
     "load_model",
     "load_model_deferred",
     "load_peft_adapters",
     "load_run_adapters",
     "load_tokenizer",
+    "loader_class_name",
     "local_adapter_base",
     "loftq_file_tensors",
     "make_loftq_quantizer",

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from streamtune.base.adapters import base_of
 from streamtune.models.checkpoint_files import CheckpointFiles
@@ -34,6 +34,7 @@ from streamtune.models.config import (
     wrap_loading_errors,
 )
 from streamtune.models.load import DEFAULT_OPTIONS, ModelOptions, read_unquantized_config, recompute_tables
+from streamtune.models.model_class import auto_class_of, freeze_other_modules
 
 ATTRIBUTE = "_streamtune_deferred"
 
@@ -173,8 +174,9 @@ def load_model_deferred(
     # Values drawn by a constructor are not used.
     with wrap_loading_errors(name_or_path), torch.random.fork_rng(devices=[]), RecordedInit(draw=False):
         remote = {"trust_remote_code": True} if trust_remote_code else {}
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, **remote)
+        model: PreTrainedModel = auto_class_of(config).from_config(config, dtype=dtype, **remote)
     recompute_tables(model)
+    freeze_other_modules(model)
     model.config.name_or_path = model.name_or_path = name_or_path
     if model.can_generate():
         with suppress(OSError):  # without the file, the configuration of the model has the settings
@@ -209,7 +211,8 @@ def init_model_deferred(
         dtype = options.torch_dtype or torch.float32
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(copy.deepcopy(wanted), dtype=dtype)
+            model: PreTrainedModel = auto_class_of(wanted).from_config(copy.deepcopy(wanted), dtype=dtype)
+        freeze_other_modules(model)
         return model
 
     recorded = RecordedInit(draw=draw)

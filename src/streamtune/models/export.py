@@ -12,7 +12,7 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -23,11 +23,12 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from streamtune.base.adapters import base_of
-from streamtune.engine.hf_names import AS_IN_FILES, SAFE_FILE, SAFE_INDEX, hf_internal, tied_weights
+from streamtune.engine.hf_names import AS_IN_FILES, HUB_FILE, SAFE_FILE, SAFE_INDEX, hf_internal, tied_weights
 from streamtune.errors import ArgumentError
 from streamtune.models.adapters.attach import convert_to_lora, is_converted_when_saved
 from streamtune.models.adapters.initial_values import save_loftq_file
 from streamtune.models.generation import add_eos_token_ids, eos_token_ids
+from streamtune.models.model_class import is_vision_language
 from streamtune.models.transformers4 import (
     AS_TRANSFORMERS,
     TOKENIZER_CONFIG,
@@ -45,11 +46,13 @@ SHARD_BYTES = 2 << 30
 class SavedTokenizer:
     """A tokenizer's files, created once and kept in memory, because training does not change them.
 
-    Later writes do not use the tokenizer, which two threads must not use at the same time.
+    Later writes do not use the tokenizer, which two threads must not use at the same time. With a vision-language
+    model, the files of its base's image processor are included.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, model: Any = None) -> None:
         self._tokenizer = tokenizer
+        self._processor_files = {} if model is None else _read_processor_files(base_of(model).config)
         self._files: Mapping[Path, bytes] | None = None
 
     def read_files(self) -> Mapping[Path, bytes]:
@@ -63,13 +66,29 @@ class SavedTokenizer:
                     settings = transformers4_tokenizer_config(written, self._tokenizer)
                     path.write_text(json.dumps(settings, **AS_TRANSFORMERS) + "\n", encoding="utf-8")
                 files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-                self._files = {path.relative_to(folder): path.read_bytes() for path in files}
+                self._files = {path.relative_to(folder): path.read_bytes() for path in files} | self._processor_files
         return self._files
 
     def save_pretrained(self, folder: Path) -> None:
         for name, content in self.read_files().items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_bytes(content)
+
+
+PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
+
+
+def _read_processor_files(config: Any) -> dict[Path, bytes]:
+    """Return the files of the image processor in a vision-language model's checkpoint, by name."""
+    if not is_vision_language(config) or not config.name_or_path:
+        return {}
+    found: dict[Path, bytes] = {}
+    for name in PROCESSOR_FILES:
+        with suppress(OSError):  # this checkpoint does not have it
+            path = hf_internal(HUB_FILE)(config.name_or_path, name, _raise_exceptions_for_missing_entries=False)
+            if path is not None:
+                found[Path(name)] = Path(path).read_bytes()
+    return found
 
 
 def copy_weights(model: nn.Module, changing_weights: Sequence[nn.Parameter] | None = None) -> dict[str, Any]:

@@ -9,10 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    PreTrainedModel,
-)
+from transformers import PreTrainedModel
 
 from streamtune.base.adapters import base_of
 from streamtune.errors import ArgumentError
@@ -26,6 +23,7 @@ from streamtune.models.config import (
     wrap_loading_errors,
 )
 from streamtune.models.folder import check_model_folder, read_without_mmap, refuse_file_changes
+from streamtune.models.model_class import auto_class_of, freeze_other_modules
 from streamtune.models.positions import RopeChange
 from streamtune.models.quantize import logical_numel, quantize
 from streamtune.models.weights_check import (
@@ -134,7 +132,7 @@ def load_model(
             options.rope.apply(config)
         check_quantization_trainable(name_or_path, config, options.quantization, device)
         with wrap_loading_errors(name_or_path):
-            model, report = AutoModelForCausalLM.from_pretrained(
+            model, report = auto_class_of(config).from_pretrained(
                 name_or_path,
                 config=config,
                 dtype=options.torch_dtype or "auto",
@@ -148,6 +146,7 @@ def load_model(
         write_untied_embeddings(model)
         check_file_dtypes(name_or_path, config)
         check_weights_finite(model, name_or_path)
+        freeze_other_modules(model)
         if options.quantization is not None:  # before the weights are copied: mapped weights are read layer by layer
             quantize(model, options.quantization, torch.device(device), layer_quantizer=options.layer_quantizer)
         return _copy_mapped_weights(model.to(device))
@@ -200,8 +199,9 @@ def init_model(
         options.rope.apply(hf_config)
     with torch.random.fork_rng(), wrap_constructor_errors(config):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(hf_config, dtype=options.torch_dtype or torch.float32)
+        model = auto_class_of(hf_config).from_config(hf_config, dtype=options.torch_dtype or torch.float32)
     recompute_tables(model)
+    freeze_other_modules(model)
     check_weights_finite(model, where="model.init")
     if options.quantization is not None:
         quantize(model, options.quantization, torch.device(device), layer_quantizer=options.layer_quantizer)
@@ -257,7 +257,8 @@ def build_meta_model(
         wrap_loading_errors(source) if isinstance(source, str) else wrap_constructor_errors(source),
         torch.device("meta"),
     ):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, **remote)
+        model = auto_class_of(config).from_config(config, dtype=dtype, **remote)
+    freeze_other_modules(model)
     if options.quantization is not None:
         quantize(model, options.quantization, torch.device("meta"))
     return model

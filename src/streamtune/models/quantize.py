@@ -29,6 +29,7 @@ from streamtune.base.text import show_size
 from streamtune.engine.hf_names import QUANTIZERS, fp32_weight_names, hf_internal
 from streamtune.errors import ArgumentError
 from streamtune.models.adapters.initial_values import LayerQuantizer, LoftqQuantizer
+from streamtune.models.model_class import frozen_modules, is_inside
 from streamtune.models.packed import PackedExperts, pack_experts, shard_packed_experts
 
 if TYPE_CHECKING:
@@ -240,9 +241,11 @@ def _linear_layers_to_quantize(model: PreTrainedModel) -> Iterator[tuple[str, nn
     """Yield (name, layer) for each ``nn.Linear`` except the head, layers tied to the embedding, and fp32 layers."""
     ends: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
     excluded = {id(module.weight) for module in ends if hasattr(module, "weight")}
-    fp32_names = fp32_weight_names(model)
+    fp32_names, frozen = fp32_weight_names(model), frozen_modules(model)
     for name, module in model.named_modules():
-        if type(module) is nn.Linear and id(module.weight) not in excluded and fp32_names.isdisjoint(name.split(".")):
+        if type(module) is not nn.Linear or id(module.weight) in excluded:
+            continue
+        if fp32_names.isdisjoint(name.split(".")) and not is_inside(name, frozen):
             yield name, module
 
 

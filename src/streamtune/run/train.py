@@ -345,7 +345,7 @@ def _make_model_writer(run: Run) -> train.ModelWriter:
         trained = run.backend.optimizer.all_parameters
     saved = list(run.model.parameters()) if run.recipe.finetuning_type == "full" else trained
     num_bytes = sum(models.full_parameter_size(parameter) * parameter.element_size() for parameter in saved)
-    tokenizer = models.SavedTokenizer(run.tokenizer)
+    tokenizer = models.SavedTokenizer(run.tokenizer, run.model)
     if run.weights_are_sharded:
         is_main = run.world.is_main
 

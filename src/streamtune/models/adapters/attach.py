@@ -37,7 +37,6 @@ from streamtune.models.adapters.targets import (
     embedding_and_head_names,
     explicit_target_names,
     has_suffix,
-    is_inside,
     is_tied,
     linear_target_names,
     lora_layers,
@@ -54,6 +53,7 @@ from streamtune.models.folder import (
     read_without_mmap,
     refuse_file_changes,
 )
+from streamtune.models.model_class import is_inside
 from streamtune.models.quantize import is_quantized
 
 if TYPE_CHECKING:  # peft imports every quantiser: two seconds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from transformers import PreTrainedModel
 from streamtune.base.adapters import AdapterSpec
 from streamtune.engine.hf_names import CONV1D, hf_internal
 from streamtune.errors import ArgumentError, did_you_mean
+from streamtune.models.model_class import frozen_modules, is_inside
 
 if TYPE_CHECKING:  # peft imports every quantiser: two seconds
     from peft import PeftConfig
@@ -34,8 +36,10 @@ def is_unquantized(weight: Any) -> bool:
     return type(weight) is nn.Parameter and weight.is_floating_point()
 
 
-def linear_layer_names(model: nn.Module) -> list[str]:
-    return [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, hf_internal(CONV1D)))]
+def linear_layer_names(model: PreTrainedModel) -> list[str]:
+    """Return the names of the linear layers of a model; of a vision-language model, those of its language model."""
+    linear, frozen = (nn.Linear, hf_internal(CONV1D)), frozen_modules(model)
+    return [name for name, x in model.named_modules() if isinstance(x, linear) and not is_inside(name, frozen)]
 
 
 def has_suffix(name: str, suffix: str) -> bool:
@@ -59,11 +63,12 @@ def match_suffixes(suffixes: Sequence[str], names: Sequence[str], where: str, ki
     return [name for name in names if any(has_suffix(name, suffix) for suffix in suffixes)]
 
 
-def _adaptable_tensor_names(model: nn.Module) -> list[str]:
-    linear = {f"{name}.weight" for name in linear_layer_names(model)}
-    return [
+def _adaptable_tensor_names(model: PreTrainedModel) -> list[str]:
+    linear, frozen = {f"{name}.weight" for name in linear_layer_names(model)}, frozen_modules(model)
+    adaptable = [
         name for name, x in model.named_parameters() if x.dim() == 3 or (is_router(model, name) and name not in linear)
     ]
+    return [name for name in adaptable if not is_inside(name, frozen)]
 
 
 def is_router(model: nn.Module, name: str) -> bool:
@@ -100,7 +105,7 @@ def peft_target_options(model: PreTrainedModel, spec: AdapterSpec) -> dict[str, 
     if isinstance(spec.target, str):
         linear_target_names(model, spec)
         routers = [name for name in linear_layer_names(model) if is_router(model, name)]
-        return {"target_modules": spec.target, "exclude_modules": [*spec.exclude, *routers] or None}
+        return {"target_modules": spec.target, "exclude_modules": _exclude([*spec.exclude, *routers], model)}
     tensors = _adaptable_tensor_names(model)
     linear = linear_layer_names(model)
     others = [suffix for suffix in spec.target if not any(has_suffix(name, suffix) for name in linear)]
@@ -111,8 +116,20 @@ def peft_target_options(model: PreTrainedModel, spec: AdapterSpec) -> dict[str, 
     return {
         "target_modules": modules,
         "target_parameters": tensor_suffixes or None,
-        "exclude_modules": list(spec.exclude) or None,
+        "exclude_modules": _exclude(spec.exclude, model),
     }
+
+
+def _exclude(suffixes: Sequence[str], model: PreTrainedModel) -> list[str] | str | None:
+    """Return peft's ``exclude_modules`` for names that end in ``suffixes``, and for modules that are always frozen.
+
+    A regular expression names the modules, because a vision tower has hundreds of linear layers.
+    """
+    if not (frozen := frozen_modules(model)):
+        return list(suffixes) or None
+    patterns = [rf"{re.escape(name)}(\..*)?" for name in frozen]
+    patterns += [rf"(.*\.)?{re.escape(suffix)}" for suffix in suffixes]
+    return "|".join(patterns)
 
 
 def write_expert_targets(
@@ -147,12 +164,6 @@ def write_expert_targets(
             where="adapter_type" if unsupported else "lora_dropout",
             fix="name other layers: lora_target: [q_proj, k_proj, v_proj, o_proj]",
         )
-
-
-def is_inside(name: str, modules: Collection[str]) -> bool:
-    """Return True if the module or tensor ``name`` is one of ``modules``, or is inside one of them."""
-    parts = name.split(".")
-    return any(".".join(parts[:count]) in modules for count in range(1, len(parts) + 1))
 
 
 def whole_module_names(model: PreTrainedModel, suffixes: Sequence[str]) -> list[str]:

@@ -88,6 +88,8 @@ class ExportReport:
     out: str
     kind: str
     """Kind of the exported model: ``full``, ``merged`` or ``adapters``."""
+    loader: str
+    """Name of the class of ``transformers`` or ``peft`` that loads the written folder."""
     base: str | None
     dtype: str
     quantization: str | None
@@ -160,6 +162,7 @@ def export_model(
             check_convertible(base_of(model).config, tokenizer, converter)
     merges = trained.adapters and options.merge
     own: torch.dtype = base_of(model).dtype
+    loader = models.loader_class_name(model, adapters=bool(trained.adapters and not merges))
     dtype = DTYPES[options.dtype] if options.dtype is not None and DTYPES[options.dtype] != own else None
     rounded_to = dtype or (own if merges else None)
     rows = choose_rows(trained, model, tokenizer, notify) if options.check else None
@@ -216,6 +219,7 @@ def export_model(
         source=trained.describe(),
         out=str(out),
         kind="merged" if merges else "adapters" if trained.adapters else "full",
+        loader=loader,
         base=base,
         dtype=str(dtype or own).removeprefix("torch."),
         quantization=trained.quantization,
@@ -332,9 +336,10 @@ def _compare_written(
 
 
 def _load_written(folder: Path, device: str) -> Any:
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig
 
-    written, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    auto_class = models.auto_class_of(AutoConfig.from_pretrained(folder))
+    written, info = auto_class.from_pretrained(folder, output_loading_info=True)
     lost = [key for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") for key in info.get(kind, ())]
     if lost:
         raise RunError(f"the written model has missing or additional weights: {', '.join(map(str, lost[:4]))}")

@@ -149,7 +149,7 @@ def _print_report(report: ExportReport) -> None:
         *_comparison_screen_rows(report),
         *_gguf_screen_rows(report),
         *([("pushed", report.pushed)] if report.pushed else []),
-        ("load with", f'{_loader_class(report)}.from_pretrained("{report.out}")'),
+        ("load with", f'{report.loader}.from_pretrained("{report.out}")'),
     ]
     print_rows(rows)
     print_labelled(Text("Next: ", style="bold"), Text(shlex.join(["streamtune", "generate", str(report.out)])))
@@ -211,7 +211,3 @@ def _gguf_screen_rows(report: ExportReport) -> list[tuple[str, str]]:
     if found.not_compared:
         rows.append(("", f"not compared, because the model has no such weight: {', '.join(found.not_compared[:4])}"))
     return rows
-
-
-def _loader_class(report: ExportReport) -> str:
-    return "AutoPeftModelForCausalLM" if report.kind == "adapters" else "AutoModelForCausalLM"

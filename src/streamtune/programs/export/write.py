@@ -167,7 +167,7 @@ def write_merged(
     names = _cpu_weights(model, dtype)
     models.write_shards(base, names, folder, shard_bytes, untied=untied)
     _write_configuration(base, folder, dtype, untied=untied)
-    models.SavedTokenizer(tokenizer).save_pretrained(folder)
+    models.SavedTokenizer(tokenizer, base).save_pretrained(folder)
 
 
 def _cpu_weights(model: nn.Module, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:

@@ -1,0 +1,94 @@
+"""The class of a checkpoint's model, and the part of a vision-language model that is trained: its language model.
+
+A vision-language model has a vision tower and a projector beside its language model. Text alone uses neither of them.
+They are frozen, so training keeps their weights bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+
+from streamtune.base.adapters import base_of
+from streamtune.engine import decoder_layers
+from streamtune.engine.hf_names import CAUSAL_NAMES, IMAGE_TEXT_NAMES, TEXT_CLASS_ONLY, hf_internal
+
+
+def is_vision_language(config: Any) -> bool:
+    """Return True if a configuration belongs to a model of a vision-language class of ``transformers``.
+
+    Some families have a class for text alone as well. Then the configuration's ``architectures`` decide.
+    """
+    kind = getattr(config, "model_type", None)
+    name = hf_internal(IMAGE_TEXT_NAMES).get(kind)
+    text_name = hf_internal(CAUSAL_NAMES).get(kind)
+    if name is None or "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
+        return False
+    if text_name is None or name == text_name:
+        return True
+    return kind not in TEXT_CLASS_ONLY and name in (getattr(config, "architectures", None) or ())
+
+
+def auto_class_of(config: Any) -> type[AutoModelForCausalLM] | type[AutoModelForImageTextToText]:
+    """Return the class with which ``transformers`` makes a model of a configuration that generates text."""
+    return AutoModelForImageTextToText if is_vision_language(config) else AutoModelForCausalLM
+
+
+def loader_class_name(model: Any, *, adapters: bool) -> str:
+    """Return the name of the class whose ``from_pretrained`` loads a saved ``model``, or its saved ``adapters``.
+
+    Peft has no class for adapters on a vision-language model. The class of ``transformers`` loads them with their base.
+    """
+    if is_vision_language(base_of(model).config):
+        return AutoModelForImageTextToText.__name__
+    return "AutoPeftModelForCausalLM" if adapters else AutoModelForCausalLM.__name__
+
+
+def architecture_name(model: nn.Module) -> str:
+    """Return the name of a model's class without its suffix, such as ``Qwen3`` for ``Qwen3ForCausalLM``."""
+    return type(model).__name__.removesuffix("ForCausalLM").removesuffix("ForConditionalGeneration")
+
+
+def frozen_modules(model: PreTrainedModel) -> list[str]:
+    """Return the names of the outermost modules that are not part of the language model, such as the vision tower.
+
+    The language model is the module with the decoder layers, and the embedding and the head. The list is empty for a
+    model that is not a vision-language model.
+    """
+    layers = decoder_layers(model) if is_vision_language(model.config) else []
+    if not layers:
+        return []
+    ends = {id(model.get_input_embeddings()), id(model.get_output_embeddings())}
+    names = {id(module): name for name, module in model.named_modules()}
+    parts = {names[each] for each in ends if each in names}
+    parts.add(names[id(layers[0])].rpartition(".")[0].rpartition(".")[0])  # the parent of the list of layers
+    found: list[str] = []
+
+    def visit(prefix: str, module: nn.Module) -> None:
+        for key, child in module.named_children():
+            name = f"{prefix}{key}"
+            if name in parts:
+                continue
+            if any(part.startswith(f"{name}.") for part in parts):
+                visit(f"{name}.", child)
+            elif any(True for _ in child.parameters()):
+                found.append(name)
+
+    if "" not in parts:
+        visit("", model)
+    return found
+
+
+def is_inside(name: str, modules: Collection[str]) -> bool:
+    """Return True if the module or tensor ``name`` is one of ``modules``, or is inside one of them."""
+    parts = name.split(".")
+    return any(".".join(parts[:count]) in modules for count in range(1, len(parts) + 1))
+
+
+def freeze_other_modules(model: PreTrainedModel) -> None:
+    """Freeze all parameters of a vision-language model that are not part of its language model."""
+    for name in frozen_modules(model):
+        model.get_submodule(name).requires_grad_(False)
