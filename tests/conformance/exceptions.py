@@ -256,7 +256,7 @@ IMAGE_TEXT_EXCEPTIONS: dict[str, dict[str, Any]] = {
     "granite_docling": {"vision_config": {"out_hidden_size": 32}},
     "hunyuan_vl": {"text_config": {"rope_parameters": MROPE, "head_dim": 8}},
     "hy_v4_vl": {"text_config": {"rope_parameters": {**ROPE, "mrope_section": [2, 1, 1]}}},
-    **dict.fromkeys(("paddleocr_vl", "qwen2_vl", "qwen2_5_vl"), {"text_config": {"rope_parameters": MROPE}}),
+    **{key: {"text_config": {"rope_parameters": MROPE}} for key in ("paddleocr_vl", "qwen2_vl", "qwen2_5_vl")},
     "inkling2": {"vision_config": {"text_hidden_size": 32}, "audio_config": {"text_hidden_size": 32}},
     "inkling2_loop": {"vision_config": {"text_hidden_size": 32}, "audio_config": {"text_hidden_size": 32}},
     "mistral4": {"rope_parameters": {**ROPE, "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 64}},

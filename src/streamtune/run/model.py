@@ -326,7 +326,7 @@ def train_largest_block(recipe: OptimizerSettings, model: nn.Module) -> None:
     if recipe.step_kind.gradients == "block":
         if recipe.finetuning_type == "full":
             model.requires_grad_(True)  # in a resumed run only one block is trainable
-            models.freeze_other_modules(model)  # type: ignore[arg-type]
+            models.freeze_other_modules(model)
         optim.train_largest_block(model, **recipe.optim_args)
 
 
