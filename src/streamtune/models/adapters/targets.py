@@ -37,7 +37,7 @@ def is_unquantized(weight: Any) -> bool:
 
 
 def linear_layer_names(model: PreTrainedModel) -> list[str]:
-    """Return the names of the linear layers of a model; of a vision-language model, those of its language model."""
+    """Return the names of a model's linear layers. Of a vision-language model, only its language model is searched."""
     linear, frozen = (nn.Linear, hf_internal(CONV1D)), frozen_modules(model)
     return [name for name, x in model.named_modules() if isinstance(x, linear) and not is_inside(name, frozen)]
 
