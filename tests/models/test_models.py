@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.exactness.test_adapters import Nothing
 from tests.plan.simulate.test_simulate import allocated
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, ViTConfig, ViTModel
 
 from streamtune.errors import ArgumentError
 from streamtune.models import (
@@ -19,6 +19,7 @@ from streamtune.models import (
     Decoding,
     ModelOptions,
     add_lora,
+    build_meta_model,
     check_positions,
     copy_weights,
     count_parameters,
@@ -227,6 +228,15 @@ def test_an_index_of_pickles_that_were_not_downloaded_is_passed_over(tokenizer: 
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ArgumentError, match="names files that do not exist"):
         load_model(str(tmp_path), allow_pickle=True)
+
+
+def test_a_model_that_writes_no_text_is_named(tmp_path: Path) -> None:
+    config = ViTConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
+    ViTModel(config).save_pretrained(tmp_path)
+    for load in (load_model, build_meta_model):
+        with pytest.raises(ArgumentError, match="no class that writes text for its model_type 'vit'") as caught:
+            load(str(tmp_path))
+        assert str(caught.value.where).startswith(f"{tmp_path / 'config.json'}:")
 
 
 def test_a_folder_that_is_not_there_is_refused_with_the_nearest(tmp_path: Path) -> None:

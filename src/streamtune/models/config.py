@@ -223,6 +223,11 @@ def make_loading_error(kind: str, name_or_path: str, error: Exception) -> Argume
     elif lacks_safetensors:
         first_line = "it has no safetensors weights, and reading a pickle can run code"
         fix = "use a copy in safetensors format, or set allow_pickle: true if you trust its author"
+    elif "Unrecognized configuration class" in str(error):
+        keys, place = read_config_json(name_or_path)
+        where = place("model_type")
+        first_line = f"transformers has no class that writes text for its model_type '{keys.get('model_type', '')}'"
+        fix = "use a checkpoint of a causal language model or of a vision-language model"
     elif "alidation error" in str(error):  # from transformers, about config.json, which a tokenizer reads too
         _, place = read_config_json(name_or_path)
         field = re.search(r"field '(\w+)'", str(error))
