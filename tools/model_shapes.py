@@ -122,6 +122,33 @@ def _gemma3(
     }
 
 
+QWEN3_VL_8B: dict[str, Any] = {
+    "architectures": ["Qwen3VLForConditionalGeneration"],
+    "model_type": "qwen3_vl",
+    "text_config": {
+        **_qwen3(4096, 36, 32, 12288),
+        "model_type": "qwen3_vl_text",
+        "max_position_embeddings": 262144,
+        "rope_theta": 5e6,
+        "rope_scaling": {"rope_type": "default", "mrope_interleaved": True, "mrope_section": [24, 20, 20]},
+    },
+    "vision_config": {
+        "model_type": "qwen3_vl",
+        "depth": 27,
+        "hidden_size": 1152,
+        "num_heads": 16,
+        "intermediate_size": 4304,
+        "out_hidden_size": 4096,
+        "patch_size": 16,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "num_position_embeddings": 2304,
+        "deepstack_visual_indexes": [8, 16, 24],
+    },
+    "tie_word_embeddings": False,
+    "dtype": "bfloat16",
+}
+
 SHAPES: Mapping[str, Mapping[str, Any]] = {
     "Qwen/Qwen3-0.6B": _qwen3(1024, 28, 16, 3072, tie_word_embeddings=True),
     "Qwen/Qwen3-1.7B": _qwen3(2048, 28, 16, 6144, tie_word_embeddings=True),
@@ -130,6 +157,7 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
     ),
     "Qwen/Qwen3-8B": _qwen3(4096, 36, 32, 12288, tie_word_embeddings=False),
     "Qwen/Qwen3-14B": _qwen3(5120, 40, 40, 17408, tie_word_embeddings=False),
+    "Qwen/Qwen3-VL-8B-Instruct": QWEN3_VL_8B,
     "Qwen/Qwen3-32B": _qwen3(5120, 64, 64, 25600, tie_word_embeddings=False),
     "meta-llama/Llama-3.2-1B-Instruct": _llama(2048, 16, 32, 64, 8192, 32.0, tie_word_embeddings=True),
     "meta-llama/Llama-3.2-3B-Instruct": _llama(3072, 28, 24, 128, 8192, 32.0, tie_word_embeddings=True),

@@ -34,6 +34,14 @@ def test_every_shipped_recipe_is_valid(name, capsys):
     assert printed.err == ""
 
 
+@pytest.mark.parametrize("command", ["verify", "bench --lengths x", "probe-max-len --from 9 --to 3"])
+def test_commands_that_measure_name_keys_without_effect(command, tmp_path, capsys):
+    path = tmp_path / "my.yaml"
+    path.write_text("model_name_or_path: ./none\nmax_bad_rows: 3\ndatasets: [{path: rows.jsonl}]\n")
+    assert call(*command.split(), str(path)) == 2, "a wrong length, or no such model"
+    assert "note: 'max_bad_rows' has no effect with" in capsys.readouterr().err
+
+
 def test_validate_says_what_a_recipe_does(tmp_path, capsys):
     path = tmp_path / "my.yaml"
     path.write_text(

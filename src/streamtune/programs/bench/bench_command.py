@@ -14,7 +14,7 @@ from rich.text import Text
 
 from streamtune.base import interrupts
 from streamtune.base.text import parse_size
-from streamtune.cli.console import err, make_table, out, print_json, print_labelled
+from streamtune.cli.console import err, make_table, out, print_json, print_labelled, print_note
 from streamtune.cli.options import JsonOption, RecipeArgument, SetOption, option, read_recipe
 from streamtune.errors import ArgumentError, did_you_mean
 
@@ -126,6 +126,8 @@ def bench(
             f"unknown table {table!r}", fix=nearest or f"choose from {', '.join(filter(None, LENGTHS))}"
         )
     loaded = read_recipe(recipe, set_)
+    for note in loaded.notes:
+        print_note(note)
     folder = output_dir or Path(loaded.recipe.output_dir)
     if not table:
         compared = _parse_modes(modes or DEFAULT_MODES)

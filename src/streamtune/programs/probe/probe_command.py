@@ -134,6 +134,8 @@ def probe_max_len(
         )
     ]
     loaded = read_recipe(recipe, set_)
+    for note in loaded.notes:
+        print_note(note)
     folder = output_dir or Path(loaded.recipe.output_dir)
     with err.status("loading libraries") as status:
         from streamtune.programs.probe.probe import draw_probe

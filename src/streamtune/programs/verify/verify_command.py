@@ -60,6 +60,8 @@ def verify(
     Exits with 0 if they are equal up to rounding. If not, exits with 1 and names the parameter with the largest error.
     """
     loaded = read_recipe(recipe, set_)
+    for note in loaded.notes:
+        print_note(note)
     with loading_libraries():
         from streamtune.programs.verify.verify_recipe import build_verify, verify_recipe
     subject = build_verify(loaded, length=length, dtype=dtype, notify=print_note, doing=err.status)
