@@ -237,6 +237,13 @@ IMAGE_TEXT_EXCEPTIONS: dict[str, dict[str, Any]] = {
         "vision_config": {"adapter_in_dim": 32, "adapter_out_dim": 32},
         "audio_config": {"adapter_input_size": 32, "adapter_out_dim": 32},
     },
+    "evolla": {"protein_encoder_config": {**SMALL_TOWER, "intermediate_size": 48, "num_hidden_layers": 1}},
+    "unlimited_ocr": {
+        "vision_config": {
+            "sam_config": {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4},
+            "encoder_config": {**SMALL_TOWER, "intermediate_size": 48, "num_hidden_layers": 1},
+        },
+    },
     "emu3": {"vocabulary_map": {"<image>": 90}, "vq_config": {"base_channels": 32}},
     "ernie4_5_vl_moe": {
         "text_config": {"moe_intermediate_size": [16, 16], "rope_parameters": {**ROPE, "mrope_section": [1, 1, 2]}}

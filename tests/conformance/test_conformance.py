@@ -16,7 +16,11 @@ from tests.conformance.table import outcomes, render
 
 NAMES = family_names()
 KNOWN_VERSION = "5.24."
-KNOWN_NOT_BUILT: set[str] = set()
+KNOWN_NOT_BUILT = {
+    f"{name}/image-text" for name in ("fast_vlm", "inkling_mm_model", "perception_lm", "pi0", "t5gemma2")
+}
+"""Three need packages that are not installed, two have parts that their keys do not describe."""
+
 REPRESENTATIVE = {
     "bart": "its own loss",
     "bloom": "alibi, dense tiles",
