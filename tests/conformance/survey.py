@@ -55,7 +55,7 @@ SCHEDULES = (
 )
 """Everything computed again from the layer inputs; everything kept or moved that can be, over two levels."""
 # In training these refuse a batch that does not say which tokens are text.
-NEEDS_TOKEN_TYPES = ("gemma3", "gemma4", "gemma4_unified")
+NEEDS_TOKEN_TYPES = ("gemma3", "gemma4", "gemma4_unified", "molmo2/image-text")
 
 
 class Category(StrEnum):

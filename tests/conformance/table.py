@@ -19,7 +19,8 @@ HEAD = """\
 
 <!-- written by `{command}`; do not edit -->
 
-Every name of the causal language models of `transformers` {version}, tried with a tiny random model of its class.
+Every name of the causal language models of `transformers` {version}, and of its classes for images and text
+(`/image-text`, here with text alone), tried with a tiny random model of its class.
 *Exact*: loss and the gradient of every parameter equal plain autograd's,
 `||g - g_ref|| <= 2e-5 max(||g_ref||, 1e-3 ||G_ref||)` in fp32, for plain, masked, right- and left-padded batches of
 3 x 37 tokens in training mode, in chunks of 13 by a plain schedule, and in chunks of 5 with layer inputs, their

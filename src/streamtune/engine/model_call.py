@@ -137,11 +137,13 @@ class ModelCall:
             targets: Shifted targets ``[B, T]``; None uses the call's ``shift_labels`` or ``labels``.
             eager: True if layers use eager attention.
         """
+        if (mask := self._seeing_tokens(eager)) is None:
+            return False
         targets = self.kwargs.get("shift_labels") if targets is None else targets
-        labels, mask = self.get_argument("labels"), self._seeing_tokens(eager)
+        labels = self.get_argument("labels")
         if targets is None and labels is not None:
             targets = nn.functional.pad(labels, (0, 1), value=IGNORE_INDEX)[..., 1:]
-        if targets is None or mask is None or mask.shape[1:] != targets.shape[1:]:
+        if targets is None or mask.shape[1:] != targets.shape[1:]:
             return False
         return bool(((mask == 0) & (targets != IGNORE_INDEX)).any())
 

@@ -86,6 +86,8 @@ class PackedRows:
             UnsupportedModelError: ``cu_seq_lens`` or ``seq_idx`` describe such a row; ``arguments`` are the call's.
         """
         ends, ids = arguments.get(ROW_ENDS), arguments.get(ROW_IDS)
+        if not isinstance(ends, Tensor) and not isinstance(ids, Tensor):
+            return  # nothing is copied to the host, for which it would wait
         begins = host_copy(self.is_row_start)
         missed: list[int] = []
         if isinstance(ends, Tensor):
