@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from streamtune import models
 from streamtune.cli import main
+from streamtune.errors import ArgumentError
 from streamtune.models.model_class import frozen_modules
 from tests.exactness.vision import IMAGE, MODELS
 from tests.models.test_deferred import place_all
@@ -165,6 +166,13 @@ def test_the_written_class_decides_where_there_are_two(tmp_path: Path) -> None:
         assert type(model) is type(made)
         assert bool(frozen_modules(model)) == (auto_class is AutoModelForImageTextToText)
         assert all(x.requires_grad != is_in_tower(name) for name, x in model.named_parameters())
+
+
+def test_a_family_that_needs_token_types_is_named(folder: Path) -> None:
+    config = AutoConfig.for_model("molmo2")
+    config.save_pretrained(folder / "base")
+    with pytest.raises(ArgumentError, match="only with the type of each token"):
+        models.build_meta_model("base")
 
 
 @pytest.mark.full

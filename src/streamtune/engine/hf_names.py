@@ -117,6 +117,8 @@ TEXT_CLASS_ONLY = frozenset({"llama4"})
 """Families whose class for images and text cannot compute text alone in ``transformers`` 5.24, so that the class for
 text is used.
 """
+NEEDS_TOKEN_TYPES = frozenset({"molmo2"})
+"""Families whose class for images and text is trained in ``transformers`` 5.24 only with the type of each token."""
 HUB_KERNELS = "kernels-community/"
 """Prefix of attention kernels from the Hugging Face hub that replace the implementations in ``KNOWN_ATTENTION``."""
 BY_POSITIONS = ("flash_attention", HUB_KERNELS)

@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from streamtune.base.privacy import is_offline
-from streamtune.engine.hf_names import CAUSAL_NAMES, hf_internal
+from streamtune.engine.hf_names import CAUSAL_NAMES, NEEDS_TOKEN_TYPES, hf_internal
 from streamtune.errors import ArgumentError, StreamTuneError, did_you_mean
 from streamtune.models.folder import pickle_names
 
@@ -44,6 +44,13 @@ def read_config(name_or_path: str, trust_remote_code: bool) -> Any:
     except Exception as error:  # the validators of each configuration class raise types of their own
         raise make_loading_error("model", name_or_path, error) from error
     check_config(config, keys, place)
+    if config.model_type in NEEDS_TOKEN_TYPES:
+        raise ArgumentError(
+            f"models of type {config.model_type} are trained only with the type of each token (mm_token_type_ids), "
+            "which recipes do not pass",
+            where=place("model_type"),
+            fix="train this model in Python: streamtune.stream(model) streams it with mm_token_type_ids",
+        )
     return config
 
 
