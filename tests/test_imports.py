@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 import streamtune
 from streamtune.cli.programs import COMMANDS
 
@@ -260,6 +262,7 @@ for module in sys.argv[1:]:
 """
 
 
+@pytest.mark.full
 def test_any_command_may_be_imported_first() -> None:
     """`streamtune` loads all commands, and they load parts of `streamtune.cli`: none may load the others."""
     modules = sorted({entry.partition(":")[0] for _, _, entry in COMMANDS})

@@ -159,6 +159,7 @@ def test_a_small_disk_does_not_hide_the_host() -> None:
     assert choose(workload, limits, RATES, fixed={"offload_dir": "scratch"}).schedule.offload == "host"
 
 
+@pytest.mark.full
 def test_a_refusal_needs_no_simulation_of_what_cannot_fit(counted: Any) -> None:
     """At any length but the longest ones that could fit, the bound is enough."""
     count, simulated = counted
@@ -174,7 +175,9 @@ def test_a_refusal_needs_no_simulation_of_what_cannot_fit(counted: Any) -> None:
     assert excess_bytes(simulate_least_memory_step(replace(far, length=longest), limits, {}, simulate)[1], limits) <= 0
 
 
-@pytest.mark.parametrize(("host", "offload"), [(1 << 16, "device"), (1 << 20, "host")])
+@pytest.mark.parametrize(
+    ("host", "offload"), [(1 << 16, "device"), pytest.param(1 << 20, "host", marks=pytest.mark.full)]
+)
 def test_the_longest_row_of_ranks_is_accepted(host: int, offload: str) -> None:
     """The search may find it on another tier than the first, which is the host."""
     workload = make_workload("qwen3", cluster=Cluster(4, 4, sequence_size=4, form="ulysses"))

@@ -268,9 +268,9 @@ def _utf8_lines(raw: IO[bytes], file: DataFile) -> Iterator[Line]:
         if len(line) - (2 if line.endswith(b"\r\n") else line.endswith(b"\n")) > MAX_LINE_BYTES:
             is_whole = line.endswith(b"\n")
             del line
-            while not is_whole and (rest := raw.readline(1 << 20)):
-                is_whole = rest.endswith(b"\n")
             yield number, "", _long_line_error(where)
+            while not is_whole and (rest := raw.readline(1 << 20)):  # only if the error does not end the reading
+                is_whole = rest.endswith(b"\n")
             continue
         encoding = "utf-8-sig" if number == 1 else "utf-8"
         found: DataError | None = None
