@@ -277,4 +277,4 @@ IMAGE_TEXT_EXCEPTIONS: dict[str, dict[str, Any]] = {
     "nemotron_h_omni": {"vision_config": {"video_temporal_patch_size": 2}},
     "idefics": {"vision_config": {"embed_dim": 32, "intermediate_size": 48, "num_hidden_layers": 1}},
 }
-"""What the parts of an image-text configuration get beside what their keys say; None leaves a part out."""
+"""Values that the parts of an image-text configuration get in addition, by family; None leaves a part out."""

@@ -39,7 +39,7 @@ def _choose(model: Any, expert: int) -> None:
 
 
 def run(case: list[Any]) -> dict[str, Any]:
-    """Return the norms of each step, those of one rank, and the largest difference of a weight after the last step."""
+    """Return the gradient norms of each step on two ranks and on one, and the largest final difference of a weight."""
     engine, keep_layers = case
     rank, world = distributed.get_rank(), train.World(distributed.get_rank(), distributed.get_world_size())
     torch.manual_seed(0)

@@ -21,7 +21,7 @@ ROPE = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
 
 
 def run(engine: str) -> dict[str, list[float]]:
-    """Return the gradient norms of three steps on two ranks, and those of a streamed model on one."""
+    """Return the gradient norms of three steps on two ranks, and of the same steps on one rank."""
     rank, world = distributed.get_rank(), train.World(distributed.get_rank(), distributed.get_world_size())
     torch.manual_seed(0)
     config = Qwen3Config(**QWEN3, vocab_size=64, max_position_embeddings=8, rope_parameters=ROPE)

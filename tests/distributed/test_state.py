@@ -182,7 +182,7 @@ def test_what_two_ranks_save_any_layout_goes_on_with(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_a_run_whose_first_steps_were_skipped_goes_on_with_fresh_states(tmp_path: Path) -> None:
-    """Its checkpoint has no optimizer states; the steps after it are those of a run that was not interrupted."""
+    """Its checkpoint has no optimizer states. The later steps are equal to an uninterrupted run's."""
     prepare(tmp_path)
     cases = [begin(tmp_path, layout, "skipping", skipped=2) for layout in ("one", *ENGINES)]
     cases += [go_on(tmp_path, layout, layout, "skipping") for layout in ENGINES]

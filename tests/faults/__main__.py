@@ -10,6 +10,7 @@ A suite that is not here yet is said to be missing. Others join by a line in :da
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -62,17 +63,26 @@ SUITES = {
 
 def main(arguments: list[str]) -> int:
     """Run the suites that are named, or all; the exit code is 1 where one failed."""
-    named = [argument for argument in arguments if not argument.startswith("--")]
+    parser = argparse.ArgumentParser(prog="python -m tests.faults", description="Run fault suites, and write the page.")
+    parser.add_argument(
+        "suites", nargs="*", metavar="SUITE", help=f"suites to run, by default all: {', '.join(SUITES)}"
+    )
+    parser.add_argument("--again", action="store_true", help="run only the tests that failed in the run before")
+    parser.add_argument("--report-only", action="store_true", help="run nothing, and write the page")
+    options = parser.parse_args(arguments)
+    named = options.suites
+    if unknown := [name for name in named if name not in SUITES]:
+        parser.error(f"no suite {', '.join(unknown)}; choose from {', '.join(SUITES)}")
     kept = FIGURES / "suites.json"
-    if "--report-only" not in arguments:
+    if not options.report_only:
         if not named:
             shutil.rmtree(FIGURES, ignore_errors=True)  # a figure that is not measured now is not on the page
         for name in named or SUITES:
             before = _read(kept)
-            outcome = {**before, name: asdict(run_suite(name, before.get(name) if "--again" in arguments else None))}
+            outcome = {**before, name: asdict(run_suite(name, before.get(name) if options.again else None))}
             FIGURES.mkdir(parents=True, exist_ok=True)
             kept.write_text(json.dumps(outcome, indent=1) + "\n")
-    whole = not named and "--report-only" not in arguments
+    whole = not named and not options.report_only
     record = _updated({} if whole else _read(RECORD), kept)
     RECORD.write_text(json.dumps(record, indent=1) + "\n")
     found = {name: Outcome(**values) for name, values in record["suites"].items()}

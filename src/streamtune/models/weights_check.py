@@ -75,7 +75,7 @@ def refuse_unused_tensors(name_or_path: str, model: Any, unused_names: Collectio
             path = ".".join(parts[:end])
             owner = modules.get(path) or modules.get(prefix + path) or modules.get(path.removeprefix(prefix))
             if owner is not None:
-                # A leftover mask or table of an old version is no weight, and its module exists.
+                # Old versions also saved masks and tables. These are not weights, and their modules exist.
                 is_module_missing = (
                     end < len(parts) - 1 and parts[-1] == "weight" and any(map(str.isdigit, parts[:end]))
                 )
