@@ -63,10 +63,11 @@ def is_in_tower(name: str) -> bool:
 
 @pytest.mark.quick("qwen3_vl")
 @pytest.mark.parametrize("kind", ["qwen3_vl", *(pytest.param(kind, marks=pytest.mark.slow) for kind in OTHERS)])
-def test_full_training_leaves_the_tower(folder: Path, kind: str) -> None:
+def test_full_training_leaves_the_tower(folder: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     before = save_base(kind, folder / "base")
     write_recipe(folder, RECIPE)
     assert run() == 0
+    assert "only the language model is trained; frozen: model." in capsys.readouterr().err
     after = load_file("run/final/model.safetensors")
     assert after.keys() == before.keys()
     moved = {name for name in after if not torch.equal(after[name].float(), before[name].float())}

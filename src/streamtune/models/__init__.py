@@ -78,6 +78,7 @@ from streamtune.models.model_class import (
     architecture_name,
     auto_class_of,
     freeze_other_modules,
+    frozen_modules_note,
     is_vision_language,
     loader_class_name,
 )
@@ -153,6 +154,7 @@ __all__ = [
     "fingerprint_model",
     "fingerprint_tokenizer",
     "freeze_other_modules",
+    "frozen_modules_note",
     "full_parameter_size",
     "generate_greedily",
     "gradient_sum_bytes",

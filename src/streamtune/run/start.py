@@ -575,7 +575,7 @@ def notify_model_warnings(model: Any, longest_row: int, start: Start, notify: No
         rounding_warning(start.recipe, model),
     ]
     if start.checkpoint is None:
-        notes.append(models.unloaded_layers_warning(model))
+        notes += [models.unloaded_layers_warning(model), models.frozen_modules_note(model)]
     for note in notes:
         if note is not None:
             notify(note)
