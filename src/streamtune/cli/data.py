@@ -179,6 +179,7 @@ def _sample_document(
         "tokens": view.num_tokens,
         "supervised_tokens": view.num_trained,
         "tokens_lost": view.lost,
+        "images": [vars(file) for file in view.images],
         "reason": reason or None,
         "parts": parts,
     }

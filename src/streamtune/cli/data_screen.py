@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.padding import Padding
@@ -18,7 +19,8 @@ from streamtune.data.data_report import (
     SourceReport,
     format_epoch_shares,
 )
-from streamtune.data.inspect_rows import RowPart, RowView, TokenGap, TokenRun
+from streamtune.data.images import ImageFile, Thumbnail
+from streamtune.data.inspect_rows import RowPart, RowView, TokenGap, TokenRun, shorten_repeats
 
 from .console import make_table, out, print_labelled, print_rows, print_table, print_text, print_title
 from .options import recipe_name
@@ -78,6 +80,10 @@ def print_row_view(
     """
     out.print()
     print_labelled(Text(f"row {view.number:,}  ", style="bold"), Text(describe_row_view(view, reason)))
+    if view.images:
+        shown = [f"{safe_text(Path(file.path).name)}{_describe_size(file)}" for file in view.images[:MOST_IMAGES]]
+        more = len(view.images) - len(shown)
+        print_text(Text(f"images: {', '.join(shown)}{f' and {more:,} more' if more else ''}", style="dim"), indent=2)
     for part in view.parts:
         if len(view.parts) > 1:
             trained = (
@@ -96,6 +102,15 @@ def print_row_view(
             out.print(Padding(text, (0, 0, 0, 4)))
         else:
             out.print(text, soft_wrap=True)
+
+
+MOST_IMAGES = 8
+"""Maximum number of images of a row that are named."""
+
+
+def _describe_size(file: ImageFile) -> str:
+    small = Thumbnail.of_file(file, 8)
+    return "" if small is None else f" ({small.width} x {small.height})"
 
 
 def describe_row_view(view: RowView, reason: str = "") -> str:
@@ -132,7 +147,7 @@ def format_token_runs(runs: Sequence[TokenRun | TokenGap]) -> Text:
             line = "\n" if text.plain and not text.plain.endswith("\n") else ""
             text.append(f"{line}... {describe_token_gap(run)} ...\n", style="yellow")
         else:
-            shown = safe_text(run.text)
+            shown = safe_text(shorten_repeats(run.text) if run.special else run.text)
             # The sign makes the colour of a trained line break visible.
             text.append(shown.replace("\n", "↵\n") if out.is_terminal and trained else shown, style=_token_style(run))
     return text.append(closes) if before else text

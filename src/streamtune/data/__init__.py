@@ -36,6 +36,7 @@ from streamtune.data.batches.sampler import Mixture, Packs, Pieces, ResumableSam
 from streamtune.data.data_report import CompletionReport as CompletionReport
 from streamtune.data.data_report import DataReport
 from streamtune.data.fit.held_out import EvalSet
+from streamtune.data.images import ImageFile, ImageOptions, ImageProcessor, have_images
 from streamtune.data.inspect_rows import trained_end_tokens
 from streamtune.data.length_measures import BatchStatistics, EpochLayout, concat_squared_lengths, measure_epoch_layout
 from streamtune.data.options import (
@@ -89,6 +90,9 @@ __all__ = [
     "EpochSteps",
     "EvalSet",
     "Example",
+    "ImageFile",
+    "ImageOptions",
+    "ImageProcessor",
     "Mixture",
     "PackedBatch",
     "Packs",
@@ -118,6 +122,7 @@ __all__ = [
     "first_chat_context",
     "gather_columns",
     "has_chat_messages",
+    "have_images",
     "hash_streamed_sources",
     "iter_texts",
     "make_bucket_sampler",

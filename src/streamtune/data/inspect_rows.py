@@ -5,6 +5,7 @@ The whole row is decoded at once, and its text is cut between tokens, so that th
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
@@ -16,6 +17,7 @@ import numpy.typing as npt
 
 from streamtune.base.model_facts import IGNORE_INDEX
 from streamtune.data.fit import Prepared
+from streamtune.data.images import ImageFile
 from streamtune.data.options import ChatOptions
 from streamtune.data.record_table import Example, Prompt, Record, Tree
 from streamtune.data.rendering.chat_variants import common_prefix_length
@@ -83,6 +85,8 @@ class RowView:
     """number of tokens that truncation cut off"""
     parts: list[RowPart]
     """the row, or its prompt and completions"""
+    images: tuple[ImageFile, ...] = ()
+    """images in the order of their tokens"""
 
     @property
     def num_tokens(self) -> int:
@@ -126,6 +130,7 @@ class RowInspector:
             held_out=bool(self.held_out[place]),
             lost=int(self.measured.lost[place]),
             parts=_make_parts(record, self.kinds),
+            images=tuple(map(ImageFile.parse, record.images)) if isinstance(record, Example) else (),
         )
 
     def record_numbers(self, origin: str) -> list[int]:
@@ -185,6 +190,19 @@ class RowInspector:
     def token_texts(self, part: RowPart) -> list[str]:
         """Return the text of each token. A character made of several tokens is the text of the last of these tokens."""
         return decode_parts(self.tokenizer, part.input_ids, range(1, len(part.input_ids) + 1))
+
+
+_REPEATED = re.compile(r"(.{2,64}?)\1{7,}", re.DOTALL)
+
+
+def shorten_repeats(text: str) -> str:
+    """Return a text of special tokens in which a token that is repeated, as those of an image, is shown once.
+
+    Example:
+        >>> shorten_repeats("<|vision_start|>" + "<|image_pad|>" * 64)
+        '<|vision_start|><|image_pad|>(64 times)'
+    """
+    return _REPEATED.sub(lambda found: f"{found[1]}({len(found[0]) // len(found[1])} times)", text)
 
 
 def decode_parts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], bounds: Sequence[int]) -> list[str]:

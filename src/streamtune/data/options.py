@@ -10,6 +10,7 @@ from streamtune.data.reading.cells import ROLES
 from streamtune.errors import ArgumentError
 
 if TYPE_CHECKING:
+    from streamtune.data.images import ImageOptions
     from streamtune.data.row_cache import RowCache
 
 OVERLENGTH = ("error", "truncate", "drop", "split")
@@ -202,6 +203,8 @@ class DataOptions:
     """maximum number of rows that ``skip`` may leave out, for a stream per pass over the data"""
     processes: int = 1
     """number of processes that render rows; 1 renders in the calling process"""
+    images: ImageOptions | None = None
+    """model whose processor prepares images of rows; None refuses rows with images"""
     cache: RowCache | None = None
     """disk cache of prepared rows; None disables the cache. Streams do not use it"""
 

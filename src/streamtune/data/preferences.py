@@ -32,6 +32,7 @@ from streamtune.data.reading.cells import (
     read_tools,
     wrap_tools,
 )
+from streamtune.data.reading.image_cells import refuse_images
 from streamtune.data.reading.readers import Row
 from streamtune.data.rendering.chat_variants import common_prefix_length
 from streamtune.data.row_types import Conversation, PromptCompletion
@@ -108,6 +109,7 @@ def normalise_preference(row: Row, row_type: str) -> Answers:
                 where=row.origin,
                 fix=did_you_mean(name, row.columns) or f"add the column '{name}' or set the dataset's 'type'",
             )
+    refuse_images(row, "dpo trains")
     return _NORMALISERS[row_type](row)
 
 

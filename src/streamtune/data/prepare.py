@@ -247,11 +247,23 @@ def prepare(
     policy, max_length = options.row_policy(), options.max_length
     kind = RowKind(
         Example,
-        settings={"policy": vars(policy), "train_on": options.train_on, "chat": vars(options.chat)},
+        settings={
+            "policy": vars(policy),
+            "train_on": options.train_on,
+            "chat": vars(options.chat),
+            "images": None if options.images is None else options.images.identity(),
+        },
         make_fitter=lambda writer: RowFitter(writer, policy),
-        make_renderer=partial(TurnRenderer, tokenizer, chat=options.chat, policy=policy)
+        make_renderer=partial(TurnRenderer, tokenizer, chat=options.chat, policy=policy, images=options.images)
         if options.one_example_per_turn
-        else partial(RowRenderer, tokenizer, train_on=options.train_on, chat=options.chat, policy=policy),
+        else partial(
+            RowRenderer,
+            tokenizer,
+            train_on=options.train_on,
+            chat=options.chat,
+            policy=policy,
+            images=options.images,
+        ),
         read=partial(read_training_rows, tokenizer),
         add=_add_rendered_row,
     )

@@ -287,6 +287,7 @@ class Example:
             ("labels", pa.list_(pa.int32())),
             ("origin", pa.string()),
             ("weight", pa.float64()),
+            ("images", pa.list_(pa.string())),
         ],
     )
 
@@ -298,6 +299,8 @@ class Example:
     """file and line of the row, ``file:line`` or ``file:row N``"""
     weight: float = 1.0
     """factor of the loss of the example's tokens"""
+    images: Sequence[str] = ()
+    """files of the images, in the order of their tokens (:class:`streamtune.data.images.ImageFile`)"""
 
     @property
     def num_tokens(self) -> int:
@@ -314,6 +317,7 @@ class Example:
             labels=_integer_array(table["labels"][row].values, np.int32).copy(),
             origin=table["origin"][row].as_py(),
             weight=table["weight"][row].as_py(),
+            images=table["images"][row].as_py(),
         )
 
     @staticmethod

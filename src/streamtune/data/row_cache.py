@@ -40,6 +40,7 @@ from streamtune.base.result_cache import CacheFile, Notify, checksum_of, file_lo
 from streamtune.base.text import show_size
 from streamtune.data.fit import LengthFitter
 from streamtune.data.fit.length_fit import load_counts, save_counts
+from streamtune.data.images import first_changed_image
 from streamtune.data.reading.contents import FileHashes, StreamedFiles, fingerprint_source, fingerprint_streamed_source
 from streamtune.data.reading.sources import Source
 from streamtune.data.record_table import ROWS, MappedTable, Record, TableWriter, open_record_table
@@ -170,7 +171,9 @@ def load_or_prepare_rows(
     key, contents = entry_key_and_contents
     entry = cache.root / key
     if (
-        cached_rows := _read_entry(entry, make_fitter(TableWriter(None, inputs.record.schema)), inputs.sources, notify)
+        cached_rows := _read_entry(
+            entry, make_fitter(TableWriter(None, inputs.record.schema)), inputs.sources, contents, notify
+        )
     ) is not None:
         return cached_rows
     if (unfinished := _new_unfinished_folder(cache.root)) is None:
@@ -191,7 +194,7 @@ def _has_pickled_values(table: pa.Table) -> bool:
 
 
 def _read_entry(
-    entry: Path, fitter: FitterT, sources: Sequence[Source], notify: Notify
+    entry: Path, fitter: FitterT, sources: Sequence[Source], contents: SourceContents, notify: Notify
 ) -> tuple[FitterT, MappedTable] | None:
     """Return a cache entry as ``fitter`` with its counts and the table; delete a damaged entry and return None."""
     try:
@@ -214,6 +217,10 @@ def _read_entry(
     except (OSError, ValueError, LookupError, TypeError, AttributeError, StorageError, *_UNREADABLE) as error:
         if _delete_entry(entry, inode):
             notify(f"the cached rows in {entry} are damaged ({error}); they are prepared again")
+        return None
+    if (changed := contents.first_changed_image(table.table)) is not None:
+        if _delete_entry(entry, inode):
+            notify(f"{changed} has changed since its row was cached: the rows are prepared again")
         return None
     for message in facts["notes"]:
         notify(message)
@@ -322,6 +329,12 @@ class SourceContents:
         changed_names = ", ".join(map(str, changed[:MOST_NAMED])) or "a source of rows"
         notify(f"{changed_names} changed while it was read: its rows are used for this run, but not cached")
         return True
+
+    def first_changed_image(self, table: pa.Table) -> str | None:
+        """Return the path of an image of cached rows that is missing or has changed; None if there is none."""
+        changed = first_changed_image(table, self._hashes) if "images" in table.schema.names else None
+        self._hashes.save()
+        return changed
 
     @staticmethod
     def _hash(sources: Sequence[Source], hashes: FileHashes) -> str | None:

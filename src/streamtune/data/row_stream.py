@@ -125,7 +125,14 @@ class RowStream:
             DataError: A row is bad, too many rows are bad, a file changed, or no row of a pass is left.
         """
         options, position = self.options, start
-        make = partial(RowRenderer, self.tokenizer, train_on=options.train_on, chat=options.chat, policy=self.policy)
+        make = partial(
+            RowRenderer,
+            self.tokenizer,
+            train_on=options.train_on,
+            chat=options.chat,
+            policy=self.policy,
+            images=options.images,
+        )
         with open_renderer(make, options.processes, self._notify_once) as (log, render):
             while True:
                 bad = self._make_bad_rows()

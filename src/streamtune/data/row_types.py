@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from streamtune.data.reading.cells import (
@@ -42,6 +42,7 @@ from streamtune.data.reading.cells import (
     read_text_or_messages,
     wrap_tools,
 )
+from streamtune.data.reading.image_cells import ImageCell, mark_images, refuse_images
 from streamtune.data.reading.readers import Row
 from streamtune.errors import DataError, did_you_mean
 
@@ -62,6 +63,8 @@ class Conversation:
     """True if the column ``system`` was ignored because the messages have a different system message"""
     wrapped_tools: bool = False
     """True if a tool was a bare function schema, without ``{"type": "function", ...}`` around it"""
+    images: tuple[ImageCell, ...] = ()
+    """images in the order of their marks in the messages"""
 
 
 @dataclass(frozen=True)
@@ -132,7 +135,12 @@ def normalise_row(row: Row, row_type: str) -> Content:
     for names in REQUIRED_COLUMNS[row_type]:
         if not any(name in row.columns for name in names):
             raise _missing_column_error(row, row_type, names[0])
-    return _NORMALISERS[row_type](row)
+    row, images = mark_images(row)
+    content = _NORMALISERS[row_type](row)
+    if not images:
+        return content
+    assert isinstance(content, Conversation), "only messages have marks of images"
+    return replace(content, images=images)
 
 
 def match_row_type(columns: Mapping[str, Any]) -> str | None:
@@ -264,6 +272,8 @@ _COLUMNS_OF_TYPE: dict[str, tuple[str, ...]] = {
 
 def row_columns(row_type: str, content: Content) -> tuple[str, ...]:
     chat_columns = ("tools", "system", "chat_template_kwargs") if isinstance(content, Conversation) else ()
+    if isinstance(content, Conversation) and content.images:
+        chat_columns += ("images", "image")
     return (*_COLUMNS_OF_TYPE[row_type], WEIGHT, *chat_columns)
 
 
@@ -328,6 +338,7 @@ def read_prompt(row: Row, row_type: str) -> TextOrMessages:
     Raises:
         DataError: The prompt is missing, malformed, or ends with an assistant message.
     """
+    refuse_images(row, "grpo trains")
     column = _PROMPT_COLUMN[row_type]
     if row.columns.get(column) is None:
         found = "null" if column in row.columns else column_names(row.columns)

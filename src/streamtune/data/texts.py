@@ -13,6 +13,7 @@ from streamtune.data.bad_rows import ON_BAD_ROW, BadRows
 from streamtune.data.options import ChatOptions, check_choice
 from streamtune.data.preferences import PREFERENCE_TYPES, normalise_preference
 from streamtune.data.reading.cells import TextOrMessages, has_system, message_texts, read_chat_kwargs, read_tools
+from streamtune.data.reading.image_cells import MARK
 from streamtune.data.reading.readers import Row
 from streamtune.data.reading.sources import Source, typed_rows
 from streamtune.data.rendering.chat_variants import REASONING_FIELDS
@@ -57,7 +58,7 @@ def iter_texts(
             texts = _row_texts(row, row_type)
             if calls:
                 texts += _tool_texts(row, row_type)
-        yield from texts
+        yield from (text.replace(MARK, "") for text in texts)
     bad.raise_or_notify()
 
 

@@ -119,6 +119,12 @@ text is used.
 """
 NEEDS_TOKEN_TYPES = frozenset({"molmo2"})
 """Families whose class for images and text is trained in ``transformers`` 5.24 only with the type of each token."""
+IMAGES_REFUSED = {
+    "llama4": "Llama 4 is trained with its class for text, which takes no images",
+    "mllama": "Mllama's cross-attention to images is not streamed",
+    "paligemma": "PaliGemma's processor lets the tokens of a prompt see each other",
+}
+"""Families whose rows with images are refused, each with the reason."""
 HUB_KERNELS = "kernels-community/"
 """Prefix of attention kernels from the Hugging Face hub that replace the implementations in ``KNOWN_ATTENTION``."""
 BY_POSITIONS = ("flash_attention", HUB_KERNELS)
@@ -168,6 +174,7 @@ ATTENTIONS = "modeling_utils.ALL_ATTENTION_FUNCTIONS"
 SAFE_OPEN = "modeling_utils.safe_open"
 CAUSAL_NAMES = "models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
 IMAGE_TEXT_NAMES = "models.auto.modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES"
+PROCESSOR_NAMES = "models.auto.processing_auto.PROCESSOR_MAPPING_NAMES"
 CONV1D = "pytorch_utils.Conv1D"
 QUANTIZERS = "quantizers.AutoHfQuantizer"
 HUB_FILE = "utils.hub.cached_file"
@@ -196,6 +203,7 @@ FUNCTIONS = {
     LOSSES: "5.17",
     MTP_MODEL: "5.17",
     ORDER_OF_KEYS: "5.17",
+    PROCESSOR_NAMES: "5.17",
     QUANTIZERS: "5.17",
     RENAMED_KEY: "5.17",
     RENAMING: "5.17",

@@ -91,7 +91,7 @@ def is_inside(name: str, modules: Collection[str]) -> bool:
 def frozen_modules_note(model: Any) -> str | None:
     """Return a note that names the modules of a vision-language model that are not trained; None for other models."""
     names = ", ".join(frozen_modules(base_of(model)))
-    return f"the rows are text, so only the language model is trained; frozen: {names}" if names else None
+    return f"only the language model is trained; frozen: {names}" if names else None
 
 
 def freeze_other_modules(model: PreTrainedModel) -> None:

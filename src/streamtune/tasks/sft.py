@@ -20,14 +20,14 @@ from streamtune.base.paths import cache_folder
 from streamtune.data.length_measures import fewest_packs
 from streamtune.engine import Branches, StreamHandle, check_branches, check_packing
 from streamtune.engine.rotary import longest_unscaled_length
-from streamtune.errors import DataError, UnsupportedModelError
+from streamtune.errors import ArgumentError, DataError, UnsupportedModelError
 from streamtune.ops import Divergence, TokenLoss
 from streamtune.recipe.keys.batching import BucketSpec
 from streamtune.recipe.schema import Recipe
 from streamtune.tasks.random_batches import RandomTokens
 from streamtune.tasks.steps import SKETCH_SIZE, RowCost, SelectedSteps, StepPlan, first_epoch_steps
 from streamtune.tasks.streamed import SAMPLE_ROWS, StreamedRows, StreamReport, StreamSteps, record_bad_rows
-from streamtune.tasks.task import BuiltRun, Notify, RandomStep, Task, Training, TrialStep, chat_options, delay_messages
+from streamtune.tasks.task import BuiltRun, Notify, RandomStep, Task, Training, TrialStep, chat_options, delay_messages, image_options
 from streamtune.tasks.teacher_file import TeacherFile
 from streamtune.train.sketch import RowSketch, value_projection_weights
 
@@ -68,6 +68,8 @@ class Sft(Task[Recipe]):
                 for source in sources
             ]
         prepared = self._prepare(sources, tokenizer, self.data_options(val_size), notify)
+        if data.have_images(prepared.training) or data.have_images(prepared.validation):
+            self._refuse_images()
         if recipe.batching != "buckets":
             return prepared
         if not recipe.packing:
@@ -122,6 +124,23 @@ class Sft(Task[Recipe]):
             ),
             fingerprint=contents_hash if held_out is None else f"{contents_hash} {held_out.fingerprint}",
         )
+
+    def _refuse_images(self) -> None:
+        """Refuse options that rows with images do not support.
+
+        Raises:
+            ArgumentError: An option is set.
+        """
+        recipe = self.recipe
+        for key, is_set, what in (
+            ("packing", recipe.packing, "rows with images are not packed"),
+            ("batching", recipe.batching == "buckets", "rows with images are not cut into pieces"),
+            ("reasoning", self.splits_turns, "turns with images do not share their beginning"),
+            ("sequence_parallel_size", recipe.sequence_parallel_size > 1, "rows with images are not divided"),
+        ):
+            if is_set:
+                shown = str(getattr(recipe, key)).lower()
+                raise ArgumentError(f"{what}, but the recipe has {key}: {shown}", where=key, fix="delete the line")
 
     def _cut_into_pieces(self, prepared: data.PreparedData) -> data.PreparedData:
         """Return ``prepared`` with training rows cut into pieces (``batching: buckets``) and with a new fingerprint."""
@@ -226,11 +245,12 @@ class Sft(Task[Recipe]):
         # A stream without held-out rows has no batches here, and none are requested.
         prepared_rows: Any = prepared.held_out if isinstance(prepared, StreamedRows) else prepared
         teacher_path = self.recipe.teacher_file
+        images = image_options(self.recipe)
         if teacher_path is None:
-            return Batches(prepared_rows, tokenizer)
+            return Batches(prepared_rows, tokenizer, images=images)
         teacher = TeacherFile.open(Path(teacher_path), self.recipe.kd_temperature)
         teacher.check_rows(prepared_rows.training, tokenizer)
-        return Batches(prepared_rows, tokenizer, teacher)
+        return Batches(prepared_rows, tokenizer, teacher, images)
 
     def count_steps(self, batches: Batches, micro_batches: int, world: train.World) -> StepPlan:
         recipe = self.recipe
@@ -370,6 +390,8 @@ class Batches:
     """Tokenizer with the padding token; None if batches are only counted."""
     teacher: TeacherFile | None = None
     """File with a teacher's top-k tokens for the training rows; None without ``teacher_file``."""
+    images: data.ImageOptions | None = None
+    """Model whose processor prepares images; None for rows without images."""
 
     @property
     def is_packed(self) -> bool:
@@ -393,7 +415,17 @@ class Batches:
             return collate_prefix_batch(examples)
         if packed:
             return train.MicroBatch(**data.collate_packed(sequences, pad_token_id=pad), origins=origins)
-        return train.MicroBatch(**data.collate(examples, pad_token_id=pad), origins=origins)
+        batch = train.MicroBatch(**data.collate(examples, pad_token_id=pad), origins=origins)
+        if not any(example.images for example in examples):
+            return batch
+        images = [list(map(data.ImageFile.parse, example.images)) for example in examples]
+        return replace(batch, images=self._image_processor.model_inputs(images, batch.input_ids))
+
+    @cached_property
+    def _image_processor(self) -> data.ImageProcessor:
+        assert self.images is not None, "rows with images have a model with a processor"
+        assert self.tokenizer is not None, "batches are made with a tokenizer"
+        return data.ImageProcessor(self.images, self.tokenizer)
 
     @property
     def num_training_units(self) -> int:

@@ -240,6 +240,7 @@ class Task(ABC, Generic[R_co]):
             on_bad_row=recipe.on_bad_row,
             max_bad_rows=recipe.max_bad_rows,
             processes=recipe.dataset_num_proc,
+            images=image_options(recipe),
             cache=row_cache(recipe),
         )
 
@@ -562,6 +563,19 @@ def chat_options(recipe: TrainedTokenKeys) -> data.ChatOptions:
         default_system=recipe.default_system,
         variables=recipe.chat_template_kwargs,
         split_special_tokens=recipe.split_special_tokens,
+    )
+
+
+def image_options(recipe: Recipe) -> data.ImageOptions | None:
+    """Return the model whose processor prepares images, and their limits; None for a new model of random weights."""
+    if recipe.model_name_or_path is None:
+        return None
+    return data.ImageOptions(
+        recipe.model_name_or_path,
+        str(cache_folder() / "images"),
+        recipe.trust_remote_code,
+        recipe.max_pixels,
+        recipe.min_pixels,
     )
 
 

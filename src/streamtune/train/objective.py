@@ -267,6 +267,8 @@ class MicroBatch:
     """[B, T] floating point, loss weight of the target of position t; None if all are 1"""
     top_k: TopKTeacher | None = None
     """Top-k probabilities of a teacher at the positions with a target, in host memory"""
+    images: Mapping[str, Tensor] | None = None
+    """inputs of the model for the images of the rows, such as ``pixel_values``; None without images"""
     filler: bool = False
     """True for a dummy micro-batch, which only gives all ranks the same number of forward passes; its loss does not
     count."""
@@ -308,11 +310,15 @@ class MicroBatch:
         packed = {} if self.position_ids is None else {"position_ids": self.position_ids}
         # Tokens do not see padding after them, and an unneeded mask would prevent faster kernels.
         mask = self.attention_mask if self.is_padded_left else None
-        return {"input_ids": self.input_ids, **packed, "attention_mask": mask, "use_cache": False}
+        images = self.images or {}
+        return {"input_ids": self.input_ids, **packed, "attention_mask": mask, "use_cache": False, **images}
 
     def to(self, device: torch.device) -> Self:
-        tensors = {name: getattr(self, name) for name in self._tensor_fields}
-        return replace(self, **{name: x.to(device) for name, x in tensors.items() if x is not None})
+        tensors: dict[str, Any] = {name: getattr(self, name) for name in self._tensor_fields}
+        moved = {name: x.to(device) for name, x in tensors.items() if x is not None}
+        if self.images is not None:
+            moved["images"] = {name: x.to(device) for name, x in self.images.items()}
+        return replace(self, **moved)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from streamtune.base.model_facts import IGNORE_INDEX
 from streamtune.data.data_report import DataReport
 from streamtune.data.fit.length_fit import LengthFitter, Notify, count_with_verb
+from streamtune.data.images import ImageFile
 from streamtune.data.options import SPLIT_AT, RowPolicy
 from streamtune.data.record_table import Example, IntArray, TableWriter
 from streamtune.data.rendering.tokens import Rendered
@@ -170,12 +171,16 @@ class RowFitter(LengthFitter[Example, DataReport]):
                 equal examples form a group.
         """
         self._group = group_digest
-        row = _Row(_to_int_array(rendered.input_ids), _to_int_array(rendered.labels), rendered.weight)
+        row = _Row(
+            _to_int_array(rendered.input_ids), _to_int_array(rendered.labels), rendered.weight, rendered.images
+        )
         trained = row.labels != IGNORE_INDEX
         uncut_size = _RowSize(len(trained), int(np.count_nonzero(trained)))
         if rendered.estimated is not None:
             uncut_size = _RowSize(rendered.estimated, round(rendered.estimated * rendered.trained_share))
         size = uncut_size.tokens
+        if row.images and size > self.policy.max_length and self.policy.cuts_rows:
+            raise _cut_images_error(row, size, self.policy, origin)
         self.counts["estimated"] += rendered.estimated is not None
         untrained_length = largest_untrained_length(trained, self.policy, has_answer=rendered.has_answer)
         self.record_row_lengths(
@@ -222,6 +227,8 @@ class RowFitter(LengthFitter[Example, DataReport]):
             ids, labels = row.join_spans(parts)
             piece_digest = hashlib.blake2b(ids.data, digest_size=16)
             piece_digest.update(labels.data)
+            for image in row.images:
+                piece_digest.update(ImageFile.parse(image).digest.encode())
             row_digest.update(piece_digest.digest())  # the weight does not make two rows different
             if row.weight != 1:
                 piece_digest.update(np.float64(row.weight).tobytes())
@@ -231,7 +238,7 @@ class RowFitter(LengthFitter[Example, DataReport]):
             self.counts["tokens_repeated"] += len(ids)
             self.counts["supervised_tokens"] += trained
             self.counts["supervised_tokens_lost"] -= trained
-            example = Example(ids, labels, origin, row.weight)
+            example = Example(ids, labels, origin, row.weight, row.images)
             cut = lost if counter_name == "truncated" else 0
             self.write_record(example, digest, trained_tokens=trained, lost_tokens=cut)
         self.groups.append(self._group or row_digest.digest())
@@ -272,6 +279,7 @@ class _Row:
     input_ids: IntArray
     labels: IntArray
     weight: float
+    images: tuple[str, ...] = ()
 
     def join_spans(self, spans: Sequence[TokenSpan]) -> tuple[IntArray, IntArray]:
         ids = [self.input_ids[part.start : part.stop] for part in spans]
@@ -279,6 +287,15 @@ class _Row:
         for part, each in zip(spans, labels, strict=True):
             each[: part.context] = IGNORE_INDEX
         return (ids[0], labels[0]) if len(spans) == 1 else (np.concatenate(ids), np.concatenate(labels))
+
+
+def _cut_images_error(row: _Row, size: int, policy: RowPolicy, origin: str) -> DataError:
+    return DataError(
+        f"the row has {size:,} tokens with its {len(row.images)} images, more than max_length = "
+        f"{policy.max_length:,}, and a row with images is not {'split' if policy.overlength == 'split' else 'cut'}",
+        where=origin,
+        fix=f"set max_length to {size} or more, max_pixels for smaller images, or overlength: drop",
+    )
 
 
 def _cuts_system_message(rendered: Rendered, spans: Sequence[TokenSpan]) -> bool:

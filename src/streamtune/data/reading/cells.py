@@ -199,7 +199,7 @@ def _message_text(content: Any, location: str, origin: str) -> str:
     for index, part in enumerate(content):
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             raise DataError(
-                f"{location}[{index}] must be a text part; images and audio are not supported",
+                f"{location}[{index}] must be a text part; other parts are not supported here",
                 where=origin,
                 fix='write it as {"type": "text", "text": "..."}',
             )

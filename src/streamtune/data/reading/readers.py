@@ -46,6 +46,8 @@ class Row:
     """text between ``instruction`` and ``input`` of a row of type ``alpaca``"""
     null_columns: tuple[str, ...] = ()
     """columns of the table without a value in this row; they are not in :attr:`columns`"""
+    folder: Path | None = None
+    """folder of the row's file, to which paths of images are relative; None for rows that are not in a local file"""
 
 
 Reader = Callable[[DataFile, BadRows], Iterator[Row]]

@@ -234,7 +234,9 @@ def _read_source(source: Source, bad: BadRows) -> Iterator[Row]:
     for file in files:
         if source.watch is not None:
             source.watch.check_file(source, file)
-        yield from read_data_file(file, bad)
+        folder_of_file = None if file.path is None else file.path.parent
+        for row in read_data_file(file, bad):
+            yield replace(row, folder=folder_of_file)
 
 
 MOST_LISTED = 20

@@ -22,10 +22,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from streamtune.base.model_facts import IGNORE_INDEX
+from streamtune.data.images import ImageOptions, ImageProcessor
 from streamtune.data.options import DEFAULT_CHAT, ChatOptions, RowPolicy
 from streamtune.data.preferences import Answers
 from streamtune.data.reading.cells import TextOrMessages, has_system, prompt_digest, read_chat_kwargs, wrap_tools
@@ -75,6 +78,7 @@ class RowRenderer:
     Args:
         train_on: One of :data:`TRAIN_ON`.
         policy: Maximum length, and options for longer rows; None does not limit the length.
+        images: The model whose processor prepares images; None refuses rows with images.
 
     Raises:
         ArgumentError: ``train_on`` is unknown.
@@ -88,6 +92,7 @@ class RowRenderer:
         notify: Callable[[str], None],
         chat: ChatOptions = DEFAULT_CHAT,
         policy: RowPolicy | None = None,
+        images: ImageOptions | None = None,
     ) -> None:
         if train_on not in TRAIN_ON:
             raise ArgumentError(f"unknown train_on '{train_on}'", where="train_on", fix=f"use {', '.join(TRAIN_ON)}")
@@ -99,6 +104,7 @@ class RowRenderer:
         """counts of what the user should know; call its ``notify_or_raise`` after the last row"""
         self._chat = ChatRenderer(tokenizer, chat)
         self._policy = policy
+        self._image_options = images
         self._tokens = MaskTokenizer(tokenizer, policy, self.log.notify_once)
         self._specials = SpecialText(tokenizer, policy, self.log.notify_once)
         self._counted: tuple[str, set[tuple[str, int]]] = ("", set())
@@ -129,7 +135,9 @@ class RowRenderer:
                         content = self._replace_special_names(content, "")
                 trained = self._trained_answers(content)
                 variables = {**self._options.variables, **(content.variables or {})}
-                request = ChatRequest(content.messages, content.tools, variables=variables)
+                request = ChatRequest(
+                    content.messages, content.tools, variables=variables, has_images=bool(content.images)
+                )
                 requests += self._chat.requests_to_render_ahead(request, trained)
         if requests:
             self._renders_ahead = render_ahead(self._tokenizer, requests)
@@ -175,7 +183,7 @@ class RowRenderer:
             raise DataError(f"the row has no {names} message to train on", where=origin, fix="remove the row")
         variables = self._variables(content.variables, content.tools, origin)
         chat = self._chat.render(
-            ChatRequest(content.messages, content.tools, variables=variables),
+            ChatRequest(content.messages, content.tools, variables=variables, has_images=bool(content.images)),
             trained if self._train_on != "all" else off,  # `all`: untrained messages; the mask is inverted below
             origin,
             reasoned=[index for index in trained if index in answers],
@@ -193,6 +201,8 @@ class RowRenderer:
         self.log.current.reasoning += chat.reasoned
         self.log.current.reasoning_closed += chat.closed
         self.log.current.add_dropped_reasoning(f"{origin} messages[{index}]" for index in chat.dropped)
+        if content.images:
+            return self._render_images(content, chat, origin, shielded=shielded)
         prefix = self._find_system_prefix_end(content, chat, origin)
         # Without special tokens, as apply_chat_template does: the template has printed them.
         ask = partial(_tokenise_chat, turns=chat.turns, origin=origin, exchanges=chat.exchanges, prefix=prefix or 0)
@@ -205,6 +215,34 @@ class RowRenderer:
         return self._to_rendered(
             tokens, has_answer=self._train_on != "all", system=None if prefix is None else tokens.prefix
         )
+
+    def _render_images(self, content: Conversation, chat: RenderedChat, origin: str, *, shielded: bool) -> Rendered:
+        """Return a rendered conversation with the tokens of its images, which are not trained."""
+        files, images = self._images.read_cells(content.images, origin)
+        whole = self._images.expand(chat.text, images, origin)
+        turns = [ChatTurn(whole.moved(turn.start), whole.moved(turn.end)) for turn in chat.turns]
+        ask = partial(_tokenise_chat, turns=turns, origin=origin, exchanges=(), prefix=0)
+        tokens = (
+            self._specials.tokenise(whole.text, ask, origin, rendered=True)
+            if shielded
+            else ask(self._tokens, whole.text)
+        )
+        trained = ~tokens.trained if self._train_on == "all" else tokens.trained
+        share = 1 - tokens.trained_share if self._train_on == "all" else tokens.trained_share
+        trained &= ~np.isin(np.asarray(tokens.ids, np.int64), list(whole.image_tokens))
+        tokens = replace(tokens, trained=trained, trained_share=share)
+        rendered = self._to_rendered(tokens, has_answer=self._train_on != "all")
+        return replace(rendered, images=tuple(map(str, files)))
+
+    @cached_property
+    def _images(self) -> ImageProcessor:
+        if self._image_options is None:
+            raise DataError(
+                "rows have images, and a new model of random weights has no image processor",
+                where="model",
+                fix="name a vision-language model: model_name_or_path",
+            )
+        return ImageProcessor(self._image_options, self._tokenizer)
 
     def _replace_special_names(self, content: Conversation, origin: str) -> Conversation:
         messages = self._specials.replace_names(content.messages, origin)
@@ -390,9 +428,10 @@ class TurnRenderer:
         notify: Callable[[str], None],
         chat: ChatOptions = DEFAULT_CHAT,
         policy: RowPolicy | None = None,
+        images: ImageOptions | None = None,
     ) -> None:
         chat = replace(chat, reasoning="keep")
-        self._rows = RowRenderer(tokenizer, train_on="last", notify=notify, chat=chat, policy=policy)
+        self._rows = RowRenderer(tokenizer, train_on="last", notify=notify, chat=chat, policy=policy, images=images)
         self.log = self._rows.log
 
     def render_item(self, item: Item[Content]) -> list[Rendered] | None:

@@ -66,6 +66,8 @@ class Rendered:
     """fraction of the characters to train on"""
     weight: float = 1.0
     """factor of the row's loss"""
+    images: tuple[str, ...] = ()
+    """files of the row's images, in order (:class:`streamtune.data.images.ImageFile`)"""
 
 
 @dataclass(frozen=True)

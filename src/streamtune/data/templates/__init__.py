@@ -29,6 +29,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from streamtune.data.reading.image_cells import MARK
 from streamtune.errors import ArgumentError, DataError, did_you_mean
 
 if TYPE_CHECKING:
@@ -88,16 +89,61 @@ class ChatRequest:
     """True adds the generation prompt"""
     variables: Mapping[str, Any] = field(default_factory=dict)
     """further variables of the template, such as ``enable_thinking``"""
+    has_images: bool = False
+    """True if texts have :data:`MARK` in place of images; the template then gets them as lists of parts"""
 
-    def to_kwargs(self) -> dict[str, Any]:
-        """Return the keyword arguments of ``render_jinja_template``, without message fields that are None."""
+    def to_kwargs(self, *, as_parts: bool = False) -> dict[str, Any]:
+        """Return the keyword arguments of ``render_jinja_template``, without message fields that are None.
+
+        Args:
+            as_parts: True to give the template the content of every message as a list of parts.
+        """
         messages = [{key: value for key, value in m.items() if value is not None} for m in self.messages]
+        if self.has_images or as_parts:
+            messages = [_with_parts(message, self.has_images, as_parts) for message in messages]
         return {
             **self.variables,
             "conversations": [messages],
             "tools": self.tools,
             "add_generation_prompt": self.generation,
         }
+
+
+def _with_parts(message: dict[str, Any], has_images: bool, as_parts: bool) -> dict[str, Any]:
+    """Return a message whose content is a list of parts; unchanged if its content is no text that needs parts."""
+    content = message.get("content")
+    if not isinstance(content, str) or not (as_parts or (has_images and MARK in content)):
+        return message
+    parts: list[dict[str, Any]] = []
+    for number, text in enumerate(content.split(MARK) if has_images else [content]):
+        parts += [{"type": "image"}] if number else []
+        parts += [{"type": "text", "text": text}] if text or not has_images else []
+    return {**message, "content": parts or [{"type": "text", "text": ""}]}
+
+
+def _reads_parts_only(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return True if the chat template prints a list of parts, but not a text, as the templates of Llava do."""
+    template = tokenizer.get_chat_template()
+    if template not in _PARTS_ONLY:
+        _PARTS_ONLY[template] = False
+        request = ChatRequest([{"role": "user", "content": _PROBE}])
+        shared = {**tokenizer.special_tokens_map, "chat_template": template}
+
+        def prints(as_parts: bool) -> bool:
+            with suppress(ArgumentError):
+                return _PROBE in _WORKERS.render({**shared, **request.to_kwargs(as_parts=as_parts)}, TemplateLimits())
+            return False
+
+        _PARTS_ONLY[template] = "image" in template and not prints(False) and prints(True)
+    return _PARTS_ONLY[template]
+
+
+_PARTS_ONLY: dict[str, bool] = {}
+_PROBE = "Hello"
+
+
+def _request_kwargs(tokenizer: PreTrainedTokenizerBase, request: ChatRequest) -> dict[str, Any]:
+    return request.to_kwargs(as_parts=_reads_parts_only(tokenizer))
 
 
 def render_chat(
@@ -117,7 +163,7 @@ def render_chat(
     """
     if _has_own_rendering(tokenizer):
         return _render_by_method(tokenizer, request)
-    shared, own = _shared_arguments(tokenizer, template, request.tools, limits), request.to_kwargs()
+    shared, own = _shared_arguments(tokenizer, template, request.tools, limits), _request_kwargs(tokenizer, request)
     ready = _WORKERS.take_rendered(shared["chat_template"], own)
     return _WORKERS.render({**shared, **own}, limits) if ready is None else ready[0]
 
@@ -141,7 +187,7 @@ def render_ahead(tokenizer: PreTrainedTokenizerBase, conversations: Sequence[Cha
             by_template.setdefault(tokenizer.get_chat_template(None, each.tools), []).append(each)
         for some in by_template.values():
             _WORKERS.render_ahead(
-                _shared_arguments(tokenizer, None, some[0].tools, limits), [each.to_kwargs() for each in some], limits
+                _shared_arguments(tokenizer, None, some[0].tools, limits), [_request_kwargs(tokenizer, each) for each in some], limits
             )
     except (ValueError, ArgumentError):
         return False
@@ -163,7 +209,8 @@ def find_rendered_ahead(
     """
     if not _WORKERS.ready or _has_own_rendering(tokenizer):
         return None
-    ready = _WORKERS.take_rendered(tokenizer.get_chat_template(None, request.tools), request.to_kwargs())
+    own = _request_kwargs(tokenizer, request)
+    ready = _WORKERS.take_rendered(tokenizer.get_chat_template(None, request.tools), own)
     if ready is None:
         return None
     text, spans = ready

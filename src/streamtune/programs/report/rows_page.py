@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from base64 import b64encode
 from collections.abc import Iterator, Sequence
 from html import escape
 from importlib.resources import files
@@ -10,7 +11,8 @@ from typing import Any
 
 from streamtune.base.privacy import safe_text
 from streamtune.data.data_report import EPOCH_COLUMNS, SourceReport, format_epoch_shares
-from streamtune.data.inspect_rows import RowPart, RowView, TokenGap
+from streamtune.data.images import ImageFile, Thumbnail
+from streamtune.data.inspect_rows import RowPart, RowView, TokenGap, shorten_repeats
 from streamtune.run.build import Inspection
 
 MAX_TOKENS = 600
@@ -133,6 +135,19 @@ def _length_limits_table(inspection: Inspection) -> str:
     return _html_table(head, rows)
 
 
+MOST_IMAGES = 24
+"""Maximum number of images of a row that are shown."""
+
+
+def _image_html(file: ImageFile) -> str:
+    small = Thumbnail.of_file(file)
+    name = escape(safe_text(file.path.rpartition("/")[2]), quote=True)
+    if small is None:
+        return f" <small>{name}: missing or changed</small>"
+    title = f"{name}, {small.width} x {small.height}"
+    return f'<img src="data:image/jpeg;base64,{b64encode(small.jpeg).decode()}" title="{title}" alt="{title}">'
+
+
 def _rows_html(inspection: Inspection, views: Sequence[tuple[str, RowView]]) -> Iterator[str]:
     left = MAX_BYTES
     for place, (reason, view) in enumerate(views):
@@ -143,6 +158,7 @@ def _rows_html(inspection: Inspection, views: Sequence[tuple[str, RowView]]) -> 
         facts += [f"{view.lost:,} truncated"] if view.lost else []
         summary = f"row {view.number:,} <small>{escape(safe_text(', '.join(facts)))}</small>"
         summary += f" <b>{escape(reason)}</b>" if reason else ""
+        summary += "".join(map(_image_html, view.images[:MOST_IMAGES]))
         parts = "".join(_part_html(inspection, part, with_name=len(view.parts) > 1) for part in view.parts)
         text = f"<details{' open' if place < 4 else ''}><summary>{summary}</summary>{parts}</details>"
         left -= len(text.encode())
@@ -162,6 +178,6 @@ def _token_run_html(run: Any) -> str:
     if isinstance(run, TokenGap):
         trained = f", {run.trained:,} of them trained" if run.trained else ""
         return f"<span class=gap>... {run.tokens:,} tokens{trained} ...</span>"
-    text = escape(safe_text(run.text))
+    text = escape(safe_text(shorten_repeats(run.text) if run.special else run.text))
     style = " ".join([*(["t"] if run.trained else []), *(["x"] if run.special else [])])
     return f"<span class='{style}'>{text}</span>" if style else text

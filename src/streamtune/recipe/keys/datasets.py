@@ -41,6 +41,11 @@ def _refuse_duplicate_columns(spec: Any) -> Iterator[Refusal]:
         yield Refusal("datasets", f"'columns' reads the column '{twice}' twice", "delete one of the two entries")
 
 
+PIXELS = ("max_pixels", "min_pixels")
+Pixels = Annotated[int, Field(ge=4), at_most(1 << 26)]
+"""Number of pixels of an image, its width times its height."""
+
+
 class DatasetSpec(Spec):
     """Keys of one entry of the recipe key ``datasets``, a source of rows."""
 
@@ -135,6 +140,14 @@ class DataKeys(Spec):
     max_bad_rows: Steps = 100
     """Maximum number of rows that `on_bad_row: skip` leaves out. With more bad rows the run ends with an error."""
 
+    max_pixels: Pixels | None = None
+    """Only for `sft` on rows with images: number of pixels to which a larger image is scaled down before the model's
+    processor prepares it. Fewer pixels give fewer tokens with most models. Default: only the processor's limits."""
+
+    min_pixels: Pixels | None = None
+    """Only for `sft` on rows with images: number of pixels to which a smaller image is scaled up before the model's
+    processor prepares it. Default: only the processor's limits."""
+
     dataset_num_proc: Annotated[int, Field(ge=1, le=1024)] = 1
     """Number of processes that render and tokenise rows. More processes take less time; the resulting rows are the
     same."""
@@ -214,7 +227,18 @@ def _refuse_overlength_error(recipe: Any) -> Iterator[Refusal]:
         yield Refusal(key, what, "write overlength: drop, truncate or split")
 
 
-DATASET_RULES: Rules = (Custom(_refuse_partial_weights), Custom(_refuse_wrong_eval_sets))
+def _refuse_pixel_limits(recipe: Any) -> Iterator[Refusal]:
+    least, most = recipe.min_pixels, recipe.max_pixels
+    if least is not None and most is not None and least > most:
+        yield Refusal("min_pixels", f"'min_pixels' {least} is above 'max_pixels' {most}", "write a smaller number")
+
+
+DATASET_RULES: Rules = (
+    Custom(_refuse_partial_weights),
+    Custom(_refuse_wrong_eval_sets),
+    Custom(_refuse_pixel_limits),
+    *(OnlyFor("sft", key, what="'{key}' is for rows with images, which {objective} does not read") for key in PIXELS),
+)
 
 PREPARED = "delete this line, or streaming: true"
 

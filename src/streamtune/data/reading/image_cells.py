@@ -1,0 +1,267 @@
+"""Find the images of a row, and replace each in the messages by the character :data:`MARK`.
+
+A row names its images in its messages, or in the column ``images``::
+
+    {"type": "image", "image": VALUE}    a part of a message's content; also "path", "url" or "base64" for the value
+    {"type": "image_url", "image_url": {"url": VALUE}}
+    {"type": "image"}                    the next image of the column
+    <image>                              in a text, if the row has the column: its next image
+
+An image of the column without a place in the messages is put before the first user message, as TRL does; then no message
+may have a place for an image. A value is the path of a file, relative to the file of the row; a ``data:`` URL; the bytes
+of a file; or an object with ``bytes`` or ``path``, as in columns of ``datasets``.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from streamtune.data.reading.cells import SHAREGPT_ROLES, json_type_of, parse_cell
+from streamtune.data.reading.readers import Row
+from streamtune.errors import DataError
+
+MARK = "\ufdd0"
+"""Character of a message's text at the place of an image: a code point that Unicode never assigns to a character."""
+_MESSAGE_COLUMNS = ("messages", "conversations", "conversation", "prompt", "completion")
+TEXT_MARK = "<image>"
+"""Place of an image in the text of a row with the column, as in LLaMA-Factory and ms-swift."""
+_REMOTE = ("http://", "https://", "s3://", "gs://", "hf://", "ftp://")
+_VALUE_KEYS = ("image", "path", "url", "base64")
+
+
+@dataclass(frozen=True)
+class ImageCell:
+    """An image of a row that is not read yet: the path of a file, or the bytes of a file."""
+
+    where: str
+    """place in the row, such as ``images[0]``, for errors"""
+    path: Path | None = None
+    content: bytes | None = None
+
+
+def image_column(row: Row) -> str | None:
+    """Return the name of the row's column with images; None if it has none.
+
+    A column ``image`` that is text counts only if a text of the row has :data:`TEXT_MARK`.
+    """
+    if row.columns.get("images") not in (None, "", []):
+        return "images"
+    value = row.columns.get("image")
+    if value in (None, "", []) or (isinstance(value, str) and TEXT_MARK not in str(row.columns)):
+        return None
+    return "image"
+
+
+def refuse_images(row: Row, command: str) -> None:
+    """Raise an error if a row has images.
+
+    Args:
+        command: Beginning of the error, such as ``dpo trains``.
+
+    Raises:
+        DataError: The row has a column with images.
+    """
+    if column := image_column(row):
+        raise DataError(
+            f"the row has images in the column '{column}', and {command} on text only",
+            where=row.origin,
+            fix="rows with images are for streamtune sft; to train without the images, remove the column",
+        )
+
+
+def mark_images(row: Row) -> tuple[Row, tuple[ImageCell, ...]]:
+    """Return a row with :data:`MARK` in place of each image in its messages, and the images in this order.
+
+    A row without images is returned unchanged.
+
+    Raises:
+        DataError: An image is malformed, is part of an answer, or has no place in the messages; or a place has no
+            image.
+    """
+    column = image_column(row)
+    lists = {name: _message_list(row, name) for name in _MESSAGE_COLUMNS if name in row.columns}
+    if column is None and not any(_has_image_part(message) for each in lists.values() for message in each):
+        return row, ()
+    if not any(lists.values()):
+        raise DataError(
+            f"the row has images in the column '{column}', and no messages that could show them",
+            where=row.origin,
+            fix="write the row as messages, or remove the column",
+        )
+    waiting = [] if column is None else _read_column(row, column)
+    found: list[ImageCell] = []
+    used = 0
+    marked: dict[str, list[Any]] = {}
+    for name, messages in lists.items():
+        marked[name] = []
+        for number, message in enumerate(messages):
+            parts = _split_content(message, column is not None)
+            for index, part in enumerate(parts):
+                where = f"{name}[{number}].content[{index}]"
+                if MARK in (_text_of(part) or ""):
+                    raise DataError(
+                        f"{where} has the character U+FDD0, which marks images here",
+                        where=row.origin,
+                        fix="remove the character",
+                    )
+                if not _is_image_part(part):
+                    continue
+                if _role_of(message) == "assistant":
+                    raise DataError(
+                        f"{where} is an image in an answer, and models write text only",
+                        where=row.origin,
+                        fix="remove the image, or the row",
+                    )
+                value = _part_value(part)
+                if value is None and used == len(waiting):
+                    raise _wrong_count_error(row, column, len(waiting), "more places for images")
+                found.append(waiting[used] if value is None else _to_cell(value, where, row))
+                used += value is None
+                parts[index] = {"type": "text", "text": MARK}
+            marked[name].append({**message, _content_key(message): parts} if parts else message)
+    if waiting and not found:
+        found, used = waiting, len(waiting)
+        _put_before_first_user(row, marked, len(waiting))
+    if used < len(waiting):
+        raise _wrong_count_error(row, column, len(waiting), f"{used} places for them")
+    return replace(row, columns={**row.columns, **marked}), tuple(found)
+
+
+def _message_list(row: Row, name: str) -> list[Any]:
+    value = row.columns[name]
+    value = parse_cell(value, name, row.origin) if value is not None else value
+    value = [value] if isinstance(value, Mapping) else value
+    return value if isinstance(value, list) else []
+
+
+def _role_of(message: Any) -> Any:
+    if not isinstance(message, Mapping):
+        return None
+    speaker = message.get("from")
+    return message.get("role") or (SHAREGPT_ROLES.get(speaker) if isinstance(speaker, str) else None)
+
+
+def _content_key(message: Mapping[str, Any]) -> str:
+    return "value" if "from" in message and "value" in message else "content"
+
+
+def _wrong_count_error(row: Row, column: str | None, count: int, places: str) -> DataError:
+    what = f"the column '{column}' has {count}" if column else "the row has no column 'images'"
+    return DataError(
+        f"the messages have {places}, and {what}",
+        where=row.origin,
+        fix=f'write one {TEXT_MARK} or {{"type": "image"}} for each image',
+    )
+
+
+def _put_before_first_user(row: Row, lists: Mapping[str, list[Any]], count: int) -> None:
+    for messages in lists.values():
+        for number, message in enumerate(messages):
+            if _role_of(message) == "user":
+                key = _content_key(message)
+                marks = {"type": "text", "text": MARK * count}
+                messages[number] = {**message, key: [marks, *(message.get(key) or [])]}
+                return
+    raise DataError("the row has images and no user message", where=row.origin, fix="add a user message")
+
+
+def _has_image_part(message: Any) -> bool:
+    content = message.get(_content_key(message)) if isinstance(message, Mapping) else None
+    return isinstance(content, list) and any(map(_is_image_part, content))
+
+
+def _is_image_part(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") in ("image", "image_url")
+
+
+def _part_value(part: Mapping[str, Any]) -> Any:
+    """Return the image of a content part; None if the part is only a place for one."""
+    if part.get("type") == "image_url":
+        address = part.get("image_url")
+        return address.get("url") if isinstance(address, Mapping) else address
+    name = next((name for name in _VALUE_KEYS if part.get(name) is not None), None)
+    if name is None:
+        return None
+    return f"data:;base64,{part[name]}" if name == "base64" else part[name]
+
+
+def _split_content(message: Any, has_column: bool) -> list[Any]:
+    """Return the parts of a message's content; with a column of images, its texts are split at ``<image>``.
+
+    The list is empty if the content is missing or malformed, which a later check refuses.
+    """
+    content = message.get(_content_key(message)) if isinstance(message, Mapping) else None
+    if not isinstance(content, list | str):
+        return []
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
+    if not has_column:
+        return parts
+    found: list[Any] = []
+    for part in parts:
+        text = _text_of(part)
+        if not text or TEXT_MARK not in text:
+            found.append(part)
+            continue
+        for number, piece in enumerate(text.split(TEXT_MARK)):
+            found += [{"type": "image"}] if number else []
+            found += [{"type": "text", "text": piece}] if piece else []
+    return found
+
+
+def _text_of(part: Any) -> str | None:
+    text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
+    return text if isinstance(text, str) else None
+
+
+def _read_column(row: Row, column: str) -> list[ImageCell]:
+    value = parse_cell(row.columns[column], column, row.origin)
+    values = value if isinstance(value, list) else [value]
+    return [_to_cell(each, f"{column}[{index}]", row) for index, each in enumerate(values)]
+
+
+def _to_cell(value: Any, where: str, row: Row) -> ImageCell:
+    if isinstance(value, Mapping):
+        held = next((value[name] for name in ("bytes", "path", "url") if value.get(name) is not None), None)
+        if held is None:
+            raise DataError(f"{where} must have 'bytes' or 'path'", where=row.origin, fix="name the file of the image")
+        value = held
+    if isinstance(value, bytes | bytearray):
+        return ImageCell(where, content=bytes(value))
+    if hasattr(value, "save") and hasattr(value, "mode"):  # a Pillow image, as `datasets` decodes it
+        held = io.BytesIO()
+        value.save(held, "PNG")
+        return ImageCell(where, content=held.getvalue())
+    if not isinstance(value, str) or not value:
+        raise DataError(
+            f"{where} must be the path of an image, found {json_type_of(value)}",
+            where=row.origin,
+            fix="write the path of a file, or an object with 'bytes'",
+        )
+    if value.startswith("data:"):
+        return ImageCell(where, content=_decode_data_url(value, where, row.origin))
+    if value.startswith(_REMOTE):
+        raise DataError(
+            f"{where} is a URL: {value:.80}", where=row.origin, fix="download the image, and write the path of the file"
+        )
+    path = Path(value.removeprefix("file://")).expanduser()
+    return ImageCell(where, (row.folder or Path()) / path)
+
+
+def _decode_data_url(value: str, where: str, origin: str) -> bytes:
+    head, _, body = value.partition(",")
+    try:
+        if not head.endswith(";base64"):
+            raise ValueError("it is not base64")
+        return base64.b64decode(body, validate=True)
+    except (ValueError, binascii.Error) as error:
+        raise DataError(
+            f"{where} is not a valid data URL: {error}",
+            where=origin,
+            fix="write it as data:image/png;base64,...",
+        ) from error

@@ -1,0 +1,167 @@
+"""Recipes on rows with images: the tower computes, the language model is trained, exactly and resumably."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText, AutoTokenizer
+
+import streamtune
+from streamtune import Schedule, data
+from streamtune.tasks.sft import Batches
+from tests.exactness.families import gradients, reference
+from tests.sft_kit import FIXED, run, write_recipe
+from tests.vision_kit import KINDS, draw, save_checkpoint, write_image_rows
+
+TOWER = ("vision", "visual", "projector", "connector")
+RECIPE: dict[str, Any] = {
+    "model_name_or_path": "base",
+    "datasets": [{"path": "rows.jsonl"}],
+    "engine": FIXED,
+    "max_length": 128,
+    "learning_rate": 1.0e-2,
+    "max_steps": 4,
+    "per_device_train_batch_size": 2,
+    "output_dir": "run",
+}
+SCHEDULES = {
+    "chunks": Schedule(chunk_size=13, head_chunk_size=9),
+    "two levels": Schedule(chunk_size=20, head_chunk_size=9, levels=2, segment_size=1),
+    "host": Schedule(chunk_size=20, head_chunk_size=9, offload="host"),
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def losses(run_folder: str) -> list[float]:
+    records = map(json.loads, Path(run_folder, "metrics.jsonl").read_text().splitlines())
+    return [record["loss"] for record in records if "loss" in record]
+
+
+@pytest.mark.quick("qwen3_vl")
+@pytest.mark.parametrize("kind", ["qwen3_vl", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("gemma3", "idefics3"))])
+def test_trained_and_resumed(folder: Path, kind: str) -> None:
+    save_checkpoint(kind, folder / "base")
+    write_image_rows(folder, 6)
+    write_recipe(folder, {**RECIPE, "save_steps": 2})
+    assert run() == 0
+    before, after = load_file("base/model.safetensors"), load_file("run/final/model.safetensors")
+    moved = {name for name in after if not torch.equal(after[name], before[name])}
+    assert moved
+    assert not [name for name in moved if any(part in name for part in TOWER)]
+    assert Path("run/final/preprocessor_config.json").read_bytes() == Path("base/preprocessor_config.json").read_bytes()
+    whole = losses("run")
+    assert whole[-1] < whole[0]
+    assert run("--output-dir", "again", "--resume", "run/checkpoints/step-000002") == 0
+    assert losses("again") == whole[2:]
+    resumed = load_file("again/final/model.safetensors")
+    assert all(torch.equal(resumed[name], value) for name, value in after.items())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_gradient_of_a_batch_with_images(kind: str, schedule: str, folder: Path) -> None:
+    """One image, two and none in a batch; of all parameters, the tower's included; three ways."""
+    save_checkpoint(kind, folder / "base")
+    write_image_rows(folder, 3)
+    tokenizer, images = AutoTokenizer.from_pretrained("base"), data.ImageOptions("base", "held")
+    prepared = data.prepare([data.Source("rows.jsonl")], tokenizer, data.DataOptions(max_length=512, images=images))
+    batch = Batches(prepared, tokenizer, images=images).training_batch([0, 1, 2])
+    model = AutoModelForImageTextToText.from_pretrained("base").train()
+    inputs = {**batch.inputs, "labels": batch.shift_labels, "shift_labels": batch.shift_labels}
+    want = reference(model, inputs)
+    with streamtune.stream(model, schedule=SCHEDULES[schedule]):
+        want.check(gradients(model, inputs))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"finetuning_type": "lora"},
+        {"finetuning_type": "qlora", "quantization": "int8"},
+        {"gradient_accumulation_steps": 2, "dataset_num_proc": 2, "dataloader_num_workers": 2},
+        {"batching": "tokens", "tokens_per_batch": 200},
+        {"streaming": True, "overlength": "drop"},
+        {"val_size": 2, "eval_steps": 2},
+        {"dtype": "bfloat16"},
+        {"engine": {**FIXED, "weights": "host"}, "optim_in_backward": True},
+    ],
+    ids=lambda keys: " ".join(f"{key}={value}" for key, value in keys.items())[:40],
+)
+def test_other_ways_to_train(folder: Path, keys: dict[str, Any]) -> None:
+    save_checkpoint("qwen3_vl", folder / "base")
+    write_image_rows(folder, 6)
+    write_recipe(folder, {**RECIPE, **keys})
+    assert run() == 0
+    found = losses("run")
+    assert found[-1] < found[0] + 0.2
+
+
+@pytest.mark.full
+def test_ranks(folder: Path) -> None:
+    """Two ranks train on the rows of one, to the same loss."""
+    save_checkpoint("qwen3_vl", folder / "base")
+    write_image_rows(folder, 6)
+    write_recipe(folder, {**RECIPE, "train_batch_size": 2, "per_device_train_batch_size": 1})
+    assert run("--output-dir", "one") == 0
+    assert run("--output-dir", "two", "--nproc", "2") == 0
+    assert losses("two") == pytest.approx(losses("one"), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("keys", "what"),
+    [
+        ({"packing": True}, "rows with images are not packed"),
+        pytest.param({"reasoning": "per_turn", "per_device_train_batch_size": 1}, "do not share their beginning", marks=pytest.mark.full),
+        pytest.param(
+            {"batching": "buckets", "tokens_per_batch": 512}, "rows with images are not cut", marks=pytest.mark.full
+        ),
+    ],
+)
+def test_refused_with_images(folder: Path, keys: dict[str, Any], what: str, capsys: pytest.CaptureFixture[str]) -> None:
+    save_checkpoint("qwen3_vl", folder / "base")
+    write_image_rows(folder, 3)
+    write_recipe(folder, {**RECIPE, **keys})
+    assert run() == 2
+    assert what in capsys.readouterr().err
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("command", ["dpo", "grpo"])
+def test_other_commands_refuse_images(folder: Path, command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    save_checkpoint("qwen3_vl", folder / "base")
+    draw(folder / "a.png", "red")
+    row = {"prompt": "Which colour?", "images": ["a.png"]}
+    row |= {"chosen": "red", "rejected": "blue"} if command == "dpo" else {}
+    (folder / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    more = {"reward_funcs": ["exact_match"], "num_generations": 2, "max_completion_length": 8, "max_prompt_length": 64}
+    kept = {key: value for key, value in RECIPE.items() if command == "dpo" or key != "max_length"}
+    write_recipe(folder, {**kept, "objective": command, **(more if command == "grpo" else {})})
+    assert run(command=command) == 2
+    assert f"the row has images in the column 'images', and {command} trains on text only" in capsys.readouterr().err
+
+
+@pytest.mark.full
+def test_rows_are_shown_with_their_images(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_checkpoint("qwen3_vl", folder / "base")
+    write_image_rows(folder, 3)
+    write_recipe(folder, RECIPE)
+    assert run("--html", "page.html", command="data") == 0
+    shown = capsys.readouterr().out
+    assert "images: 1-0.png (21 x 16), 1-1.png (27 x 16)" in shown
+    page = Path("page.html").read_text()
+    assert page.count('<img src="data:image/jpeg;base64,') >= 3
+    assert run("--json", command="data") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [len(each["images"]) for each in found["samples"]] == [1, 2, 0]
