@@ -96,7 +96,11 @@ KINDS: dict[str, Kind] = {
         "Idefics3ImageProcessorPil",
         {"size": {"longest_edge": 32}, "max_image_size": {"longest_edge": 16}},
         "<image>",
-        {"image_token": "<image>", "fake_image_token": "<fake_token_around_image>", "global_image_token": "<global-img>"}
+        {
+            "image_token": "<image>",
+            "fake_image_token": "<fake_token_around_image>",
+            "global_image_token": "<global-img>",
+        }
         | {f"row_{row}_col_{col}": f"<row_{row}_col_{col}>" for row in range(1, 3) for col in range(1, 3)}
         | {"end_of_utterance_token": "<end_of_utterance>"},
         {"image_seq_len": 4},

@@ -14,13 +14,13 @@ import pyarrow.parquet as pq  # type: ignore[import-untyped]
 import pytest
 import torch
 from PIL import Image
+from tests.vision_kit import KINDS, draw, processor_of, save_checkpoint, write_image_rows
 from transformers import AutoTokenizer
 
 from streamtune import data
 from streamtune.errors import DataError
 from streamtune.tasks.sft import Batches
 from streamtune.train import MicroBatch
-from tests.vision_kit import KINDS, draw, processor_of, save_checkpoint, write_image_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # glm4v's processor
 ANSWER = {"role": "assistant", "content": "red"}
@@ -35,7 +35,11 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def prepare(
-    base: Path, rows: Path, notify: Any = lambda message: None, pixels: tuple[int | None, int | None] = (None, None), **options: Any
+    base: Path,
+    rows: Path,
+    notify: Any = lambda message: None,
+    pixels: tuple[int | None, int | None] = (None, None),
+    **options: Any,
 ) -> tuple[data.PreparedData, Batches]:
     images = data.ImageOptions(str(base), str(rows.parent / "held"), max_pixels=pixels[0], min_pixels=pixels[1])
     tokenizer = AutoTokenizer.from_pretrained(base)
@@ -229,10 +233,16 @@ def test_places_and_images_must_agree(qwen: Path, tmp_path: Path) -> None:
     draw(tmp_path / "a.png", "red")
     image = {"type": "image", "image": "a.png"}
     for row, what in (
-        ({"messages": [QUESTION, ANSWER], "images": ["a.png"] * 2}, "have 1 places for them, and the column 'images' has 2"),
+        (
+            {"messages": [QUESTION, ANSWER], "images": ["a.png"] * 2},
+            "have 1 places for them, and the column 'images' has 2",
+        ),
         ({"messages": [QUESTION, QUESTION, ANSWER], "images": ["a.png"]}, "more places for images, and .* has 1"),
         ({"messages": [QUESTION, ANSWER]}, "more places for images, and the row has no column 'images'"),
-        ({"messages": [QUESTION, {"role": "assistant", "content": [image]}], "images": ["a.png"]}, "an image in an answer"),
+        (
+            {"messages": [QUESTION, {"role": "assistant", "content": [image]}], "images": ["a.png"]},
+            "an image in an answer",
+        ),
         ({"text": "a", "images": ["a.png"]}, "no messages that could show them"),
         ({"messages": [{"role": "user", "content": "\ufdd0"}, ANSWER], "images": ["a.png"]}, r"U\+FDD0"),
         (

@@ -18,6 +18,7 @@ from tests.exactness.families import gradients, reference
 from tests.sft_kit import FIXED, run, write_recipe
 from tests.vision_kit import KINDS, draw, save_checkpoint, write_image_rows
 
+OTHERS = ("gemma3", "idefics3")
 TOWER = ("vision", "visual", "projector", "connector")
 RECIPE: dict[str, Any] = {
     "model_name_or_path": "base",
@@ -48,7 +49,9 @@ def losses(run_folder: str) -> list[float]:
 
 
 @pytest.mark.quick("qwen3_vl")
-@pytest.mark.parametrize("kind", ["qwen3_vl", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("gemma3", "idefics3"))])
+@pytest.mark.parametrize(
+    "kind", ["qwen3_vl", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("gemma3", "idefics3"))]
+)
 def test_trained_and_resumed(folder: Path, kind: str) -> None:
     save_checkpoint(kind, folder / "base")
     write_image_rows(folder, 6)
@@ -123,7 +126,11 @@ def test_ranks(folder: Path) -> None:
     ("keys", "what"),
     [
         ({"packing": True}, "rows with images are not packed"),
-        pytest.param({"reasoning": "per_turn", "per_device_train_batch_size": 1}, "do not share their beginning", marks=pytest.mark.full),
+        pytest.param(
+            {"reasoning": "per_turn", "per_device_train_batch_size": 1},
+            "do not share their beginning",
+            marks=pytest.mark.full,
+        ),
         pytest.param(
             {"batching": "buckets", "tokens_per_batch": 512}, "rows with images are not cut", marks=pytest.mark.full
         ),

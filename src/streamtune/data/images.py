@@ -1,8 +1,8 @@
 """Images of rows: read and checked, replaced by their tokens in the text, and prepared as inputs of the model.
 
-The model's own processor of ``transformers`` knows both: which tokens stand for an image (:meth:`ImageProcessor.expand`)
-and which tensors its model reads (:meth:`ImageProcessor.model_inputs`). A prepared row keeps the path and the digest of
-each image (:class:`ImageFile`), not its pixels. The pixels are read again for each batch.
+The model's own processor of ``transformers`` decides which tokens an image has (:meth:`ImageProcessor.expand`), and
+which tensors the model reads (:meth:`ImageProcessor.model_inputs`). A prepared row keeps the path and the digest of each
+image (:class:`ImageFile`), not its pixels. The pixels are read again for each batch.
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ class ImageProcessor:
         Raises:
             DataError: The image is damaged, animated, too large or too small.
         """
-        from PIL import Image, ImageOps
+        from PIL import Image, ImageOps, UnidentifiedImageError
 
         where = origin or shown
 
@@ -242,7 +242,7 @@ class ImageProcessor:
                 turned = ImageOps.exif_transpose(image).convert("RGB")
         except DataError:
             raise
-        except Image.UnidentifiedImageError as error:
+        except UnidentifiedImageError as error:
             raise refuse("is not an image in a format that Pillow reads", "save it as PNG or JPEG") from error
         except Exception as error:  # Pillow raises many kinds of exceptions for damaged files
             raise refuse(f"is damaged: {error}", "replace it, or remove the row") from error

@@ -271,7 +271,9 @@ _COLUMNS_OF_TYPE: dict[str, tuple[str, ...]] = {
 
 
 def row_columns(row_type: str, content: Content) -> tuple[str, ...]:
-    chat_columns = ("tools", "system", "chat_template_kwargs") if isinstance(content, Conversation) else ()
+    chat_columns: tuple[str, ...] = ()
+    if isinstance(content, Conversation):
+        chat_columns = ("tools", "system", "chat_template_kwargs")
     if isinstance(content, Conversation) and content.images:
         chat_columns += ("images", "image")
     return (*_COLUMNS_OF_TYPE[row_type], WEIGHT, *chat_columns)

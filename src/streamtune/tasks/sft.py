@@ -27,7 +27,17 @@ from streamtune.recipe.schema import Recipe
 from streamtune.tasks.random_batches import RandomTokens
 from streamtune.tasks.steps import SKETCH_SIZE, RowCost, SelectedSteps, StepPlan, first_epoch_steps
 from streamtune.tasks.streamed import SAMPLE_ROWS, StreamedRows, StreamReport, StreamSteps, record_bad_rows
-from streamtune.tasks.task import BuiltRun, Notify, RandomStep, Task, Training, TrialStep, chat_options, delay_messages, image_options
+from streamtune.tasks.task import (
+    BuiltRun,
+    Notify,
+    RandomStep,
+    Task,
+    Training,
+    TrialStep,
+    chat_options,
+    delay_messages,
+    image_options,
+)
 from streamtune.tasks.teacher_file import TeacherFile
 from streamtune.train.sketch import RowSketch, value_projection_weights
 

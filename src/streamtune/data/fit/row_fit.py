@@ -171,9 +171,7 @@ class RowFitter(LengthFitter[Example, DataReport]):
                 equal examples form a group.
         """
         self._group = group_digest
-        row = _Row(
-            _to_int_array(rendered.input_ids), _to_int_array(rendered.labels), rendered.weight, rendered.images
-        )
+        row = _Row(_to_int_array(rendered.input_ids), _to_int_array(rendered.labels), rendered.weight, rendered.images)
         trained = row.labels != IGNORE_INDEX
         uncut_size = _RowSize(len(trained), int(np.count_nonzero(trained)))
         if rendered.estimated is not None:

@@ -7,9 +7,10 @@ A row names its images in its messages, or in the column ``images``::
     {"type": "image"}                    the next image of the column
     <image>                              in a text, if the row has the column: its next image
 
-An image of the column without a place in the messages is put before the first user message, as TRL does; then no message
-may have a place for an image. A value is the path of a file, relative to the file of the row; a ``data:`` URL; the bytes
-of a file; or an object with ``bytes`` or ``path``, as in columns of ``datasets``.
+If the messages have no place for an image, the images of the column are put before the first user message, as TRL does.
+
+A value is the path of a file, relative to the file of the row; a ``data:`` URL; the bytes of a file; or an object with
+``bytes`` or ``path``, as in columns of ``datasets``.
 """
 
 from __future__ import annotations

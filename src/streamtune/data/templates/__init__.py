@@ -187,7 +187,9 @@ def render_ahead(tokenizer: PreTrainedTokenizerBase, conversations: Sequence[Cha
             by_template.setdefault(tokenizer.get_chat_template(None, each.tools), []).append(each)
         for some in by_template.values():
             _WORKERS.render_ahead(
-                _shared_arguments(tokenizer, None, some[0].tools, limits), [_request_kwargs(tokenizer, each) for each in some], limits
+                _shared_arguments(tokenizer, None, some[0].tools, limits),
+                [_request_kwargs(tokenizer, each) for each in some],
+                limits,
             )
     except (ValueError, ArgumentError):
         return False
