@@ -1,8 +1,8 @@
 """Images of rows: read and checked, replaced by their tokens in the text, and prepared as inputs of the model.
 
-The model's own processor of ``transformers`` decides which tokens an image has (:meth:`ImageProcessor.expand`), and
-which tensors the model reads (:meth:`ImageProcessor.model_inputs`). A prepared row keeps the path and the digest of each
-image (:class:`ImageFile`), not its pixels. The pixels are read again for each batch.
+The processor of the model decides which tokens an image has (:meth:`ImageProcessor.expand`), and which tensors the
+model reads (:meth:`ImageProcessor.model_inputs`). A prepared row keeps the path and the digest of each image, not its
+pixels (:class:`ImageFile`). The pixels are read again for each batch.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
 
 from streamtune.base.paths import open_nonblocking
 from streamtune.data.reading.image_cells import ImageCell
@@ -419,6 +422,12 @@ def _digest(content: bytes) -> str:
 def have_images(rows: Stored[Any]) -> bool:
     """Return True if a table of examples has a row with images, also one that is not among ``rows``."""
     return any(map(len, rows.column_cells("images").combine_chunks().flatten().slice(0, 1).to_pylist()))
+
+
+def count_images(rows: Stored[Any]) -> npt.NDArray[np.int64]:
+    """Return the number of images of each example of a table, ``[rows]``."""
+    counts = rows.column_cells("images").combine_chunks().value_lengths().to_numpy(zero_copy_only=False)
+    return counts.astype(np.int64)[rows.table_indices()]
 
 
 def first_changed_image(table: Any, hashes: FileHashes) -> str | None:
