@@ -179,6 +179,17 @@ def test_texts_are_those_of_the_makers_template(bpe: Tokenizer, name: str) -> No
                     assert render_chat(ours, request) == render_chat(theirs, request), (chat, options)
 
 
+@pytest.mark.skipif(not MAKERS.exists(), reason="left out: TRL, which has the makers' templates, is not installed")
+def test_qwen3_nothink_is_the_format_of_qwen2_5_with_its_system_message(bpe: Tokenizer) -> None:
+    default = {"role": "system", "content": "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."}
+    theirs = made(bpe, (MAKERS / "qwen2_5.jinja").read_text(encoding="utf-8"))
+    ours = made(bpe, read_chat_template("qwen3_nothink"))
+    for messages in {**CHATS, **TOOL_CHATS, **PARALLEL}.values():
+        filled = messages if messages[0]["role"] == "system" else [default, *messages]
+        for tools in (None, TOOLS):
+            assert render_chat(ours, ChatRequest(filled, tools)) == render_chat(theirs, ChatRequest(messages, tools))
+
+
 @pytest.mark.full
 @pytest.mark.skipif(not MAKERS.exists(), reason="left out: TRL, which has the makers' templates, is not installed")
 @pytest.mark.parametrize("reasoning", ["template", "keep"])
