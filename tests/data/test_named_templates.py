@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -390,6 +391,34 @@ def test_formats_without_tools_refuse_calls_and_results(bpe: Tokenizer, name: st
 def test_what_a_format_cannot_print_is_refused(bpe: Tokenizer, name: str, messages: list[Message], said: str) -> None:
     with pytest.raises(TemplateRefusalError, match=said):
         render_chat(made(bpe, read_chat_template(name)), ChatRequest(messages))
+
+
+def test_text_beside_a_call_that_the_format_drops_is_refused(bpe: Tokenizer) -> None:
+    """Llama 3.1's format has no text beside a tool call; its own template drops the text silently."""
+    messages = [user("q1"), answer("Look.", tool_calls=calls("now")), result("12"), answer("A-1.")]
+    with pytest.raises(DataError, match=r"omits 'Look\.'"):
+        rendered(made(bpe, read_chat_template("llama3_tools")), messages, TOOLS)
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not MAKERS.exists(), reason="left out: TRL, which has the makers' templates, is not installed")
+@pytest.mark.parametrize("train_on_eos", ["all", "last", "none"])
+@pytest.mark.parametrize("roles", [("assistant",), ("assistant", "user"), ("user",)], ids="+".join)
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_other_masks_are_those_of_the_makers_template(
+    bpe: Tokenizer, name: str, roles: tuple[str, ...], train_on_eos: str
+) -> None:
+    maker, chats, _ = PUBLISHED[name]
+    theirs = made(bpe, (MAKERS / f"{maker}.jinja").read_text(encoding="utf-8"))
+    ours = made(bpe, read_chat_template(name))
+    options = {"train_on_eos": train_on_eos, "roles_to_train": roles}
+    for chat, messages in chats.items():
+        tools = TOOLS if any("tool_calls" in message for message in messages) else None
+        want = None
+        with suppress(DataError):  # without marks, some turns cannot be found
+            want = trained_pieces(theirs, rendered(theirs, messages, tools, **options))
+        if want is not None:
+            assert trained_pieces(ours, rendered(ours, messages, tools, **options)) == want, chat
 
 
 def test_tokens_that_the_tokenizer_splits_are_named_with_the_keys_that_add_them() -> None:

@@ -34,7 +34,7 @@ from streamtune.errors import did_you_mean
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """What a chat template of this folder prints, and which tokens it needs."""
+    """Description of a chat template of this folder: its format, and the tokens that it needs."""
 
     about: str
     """Models whose format it is."""
