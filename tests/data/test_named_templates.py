@@ -381,7 +381,7 @@ def test_formats_without_tools_refuse_calls_and_results(bpe: Tokenizer, name: st
         ("gemma", [BRIEF, *TURNS], "gemma has no system message"),
         ("gemma3", [*TURNS[:2], TURNS[1]], "must alternate"),
         ("cohere2", TURNS[1:2], "must alternate"),
-        ("deepseek_r1", [*TURNS, BRIEF], "a system message at the start alone"),
+        ("deepseek_r1", [*TURNS, BRIEF], "a system message only at the start"),
         ("llama3_tools", PARALLEL["calls at once"], "one tool call in a message"),
         ("gpt_oss", PARALLEL["calls at once"], "one tool call in a message"),
         ("gpt_oss", [user("q1"), answer("A <|channel|>")], "writes channels itself"),
