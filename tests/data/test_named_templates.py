@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -139,7 +140,6 @@ PUBLISHED: dict[str, tuple[str, dict[str, list[Message]], list[dict[str, Any]]]]
         {**CHATS, **TOOL_CHATS, **thoughts("thinking")},
         [{}, {"reasoning_effort": "high", "model_identity": "You are X."}],
     ),
-    "cohere2": ("cohere2", CHATS, [{}]),
 }
 """Name -> the maker's template, the chats and the variables that are compared."""
 
@@ -190,6 +190,20 @@ def test_qwen3_nothink_is_the_format_of_qwen2_5_with_its_system_message(bpe: Tok
         filled = messages if messages[0]["role"] == "system" else [default, *messages]
         for tools in (None, TOOLS):
             assert render_chat(ours, ChatRequest(filled, tools)) == render_chat(theirs, ChatRequest(messages, tools))
+
+
+@pytest.mark.skipif(not MAKERS.exists(), reason="left out: TRL, which has the makers' templates, is not installed")
+def test_cohere2_is_the_format_of_tiny_aya_without_its_preamble(bpe: Tokenizer) -> None:
+    theirs = made(bpe, (MAKERS / "cohere2.jinja").read_text(encoding="utf-8"))
+    ours = made(bpe, read_chat_template("cohere2"))
+    system = re.compile(r"<\|START_OF_TURN_TOKEN\|><\|SYSTEM_TOKEN\|>.*?<\|END_OF_TURN_TOKEN\|>", re.DOTALL)
+    for messages in CHATS.values():
+        for generation in (False, True):
+            request = ChatRequest(messages, None, generation)
+            found = system.sub("", render_chat(ours, request), 1)
+            assert found == system.sub("", render_chat(theirs, request), 1)
+            if messages[0]["role"] == "system":
+                assert f"<|SYSTEM_TOKEN|>{messages[0]['content']}<|END" in render_chat(ours, request)
 
 
 @pytest.mark.full

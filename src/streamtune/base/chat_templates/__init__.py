@@ -12,7 +12,7 @@
     deepseek_r1     DeepSeek-R1 and its distilled models
     gpt_oss         gpt-oss, with tools and reasoning
     granite         Granite 4, with tools
-    cohere2         Tiny Aya
+    cohere2         Command R7B, Command A and Tiny Aya
     smollm2         SmolLM2
     vicuna          Vicuna 1.1 and later
     alpaca          Alpaca
@@ -74,7 +74,7 @@ CHAT_TEMPLATES: dict[str, ChatTemplate] = {
                             ("<|start|>", "<|message|>", "<|channel|>", "<|end|>", "<|call|>"),
                             tools=True, reasoning=True),
     "granite": ChatTemplate("Granite 4", "<|end_of_text|>", ("<|start_of_role|>", "<|end_of_role|>"), tools=True),
-    "cohere2": ChatTemplate("Tiny Aya", "<|END_OF_TURN_TOKEN|>",
+    "cohere2": ChatTemplate("Command R7B, Command A, Tiny Aya", "<|END_OF_TURN_TOKEN|>",
                             ("<|START_OF_TURN_TOKEN|>", "<|SYSTEM_TOKEN|>", "<|USER_TOKEN|>", "<|CHATBOT_TOKEN|>",
                              "<|START_RESPONSE|>", "<|END_RESPONSE|>")),
     "smollm2": ChatTemplate("SmolLM2", "<|im_end|>", ("<|im_start|>",)),
