@@ -41,7 +41,7 @@ MOST_PIXELS = 1 << 26
 MOST_BYTES = 1 << 28
 """Largest size of an image's file."""
 _COMPARED = 2
-"""Number of rows whose tokens are compared with those of the processor."""
+"""Number of rows whose tokens are compared with the processor's tokens."""
 _FILES = ("processor_config.json", "preprocessor_config.json")
 
 
@@ -264,7 +264,7 @@ class ImageProcessor:
     def expand(self, text: str, images: Sequence[Image], origin: str) -> ExpandedText:
         """Replace the placeholder of each image in a rendered chat.
 
-        For the first rows, the tokens of the result are compared with those of the processor.
+        For the first rows, the tokens of the result are compared with the processor's tokens.
 
         Raises:
             DataError: The text has another number of placeholders than images, or the processor rejects an image.
