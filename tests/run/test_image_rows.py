@@ -239,3 +239,16 @@ def test_rows_are_shown_with_their_images(folder: Path, capsys: pytest.CaptureFi
     assert run("--json", command="data") == 0
     found = json.loads(capsys.readouterr().out)
     assert [len(each["images"]) for each in found["samples"]] == [1, 2, 0]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["qwen3_vl", "gemma3", "llava"])
+def test_verify_with_images(folder: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    save_checkpoint(kind, folder / "base")
+    write_image_rows(folder, 3)
+    write_recipe(folder, RECIPE)
+    assert run(command="verify") == 0, "the exit code is 1 if a gradient is not exact"
+    shown = capsys.readouterr()
+    assert "without images" not in shown.err
+    assert run("--length", "20", command="verify") == 0
+    assert "the rows that are compared are without images" in capsys.readouterr().err
