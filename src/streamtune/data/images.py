@@ -59,13 +59,18 @@ class ImageOptions:
     min_pixels: int | None = None
     """number of pixels to which a smaller image is scaled up, before the processor; None: no limit"""
 
-    def identity(self) -> tuple[Any, ...]:
-        """Return all values that determine the tokens of an image, for the key of a cache."""
+    def identity(self) -> tuple[Any, ...] | None:
+        """Return all values that determine the tokens of an image, for the key of a cache.
+
+        Return None for a model without a processor, whose rows have no images.
+        """
         texts = []
         for name in _FILES:
             with suppress(Exception):  # a model without such a file, or no connection
                 found = hf_internal(HUB_FILE)(self.model, name, _raise_exceptions_for_missing_entries=False)
                 texts.append(Path(found).read_text(encoding="utf-8"))
+        if not texts:
+            return None
         return self.model, self.max_pixels, self.min_pixels, hashlib.sha256("\0".join(texts).encode()).hexdigest()
 
 

@@ -19,6 +19,7 @@ import base64
 import binascii
 import io
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,8 @@ def mark_images(row: Row) -> tuple[Row, tuple[ImageCell, ...]]:
             image.
     """
     column = image_column(row)
+    if column is None and not any(_may_have_image(row.columns.get(name)) for name in MESSAGE_COLUMNS):
+        return row, ()
     lists = {name: _message_list(row, name) for name in MESSAGE_COLUMNS if name in row.columns}
     if column is None and not any(_has_image_part(message) for each in lists.values() for message in each):
         return row, ()
@@ -153,7 +156,9 @@ def _mark_other_answer(row: Row, chosen: Sequence[Any], marked: Sequence[Any], r
 
 def _message_list(row: Row, name: str) -> list[Any]:
     value = row.columns[name]
-    value = parse_cell(value, name, row.origin) if value is not None else value
+    if isinstance(value, str):  # JSON text in a cell of CSV or Parquet, or a text that only looks like it
+        with suppress(DataError):
+            value = parse_cell(value, name, row.origin)
     value = [value] if isinstance(value, Mapping) else value
     return value if isinstance(value, list) else []
 
@@ -187,6 +192,11 @@ def _put_before_first_user(row: Row, lists: Mapping[str, list[Any]], count: int)
                 messages[number] = {**message, key: [marks, *(message.get(key) or [])]}
                 return
     raise DataError("the row has images and no user message", where=row.origin, fix="add a user message")
+
+
+def _may_have_image(value: Any) -> bool:
+    """Return True if a cell of messages may have an image; False for most cells, without parsing them."""
+    return '"image' in value if isinstance(value, str) else isinstance(value, list | Mapping)
 
 
 def _has_image_part(message: Any) -> bool:
