@@ -133,6 +133,8 @@ def test_every_form_of_an_image(qwen: Path, tmp_path: Path) -> None:
         {"conversations": sharegpt, "images": ["a.png"]},
         {"conversations": sharegpt, "image": "a.png"},
         {"prompt": [QUESTION], "completion": [ANSWER], "images": ["a.png"]},
+        {"instruction": "<image>Which colour?", "output": "red", "images": ["a.png"]},
+        {"instruction": "Which colour?", "input": "", "output": "red", "image": {"path": "a.png"}},
     ]
     prepared, batches = prepare(qwen, write(tmp_path, *forms[:1]))
     want = batches.training_batch([0])

@@ -7,6 +7,8 @@ A row names its images in its messages, or in the column ``images``::
     {"type": "image"}                    the next image of the column
     <image>                              in a text, if the row has the column: its next image
 
+Rows of type ``alpaca`` have ``<image>`` in ``instruction`` or ``input``.
+
 If the messages have no place for an image, the images of the column are put before the first user message, as TRL does.
 
 A value is the path of a file, a ``data:`` URL, the bytes of a file, or an object with ``bytes`` or ``path``, as in
@@ -93,6 +95,8 @@ def mark_images(row: Row) -> tuple[Row, tuple[ImageCell, ...]]:
     lists = {name: _message_list(row, name) for name in MESSAGE_COLUMNS if name in row.columns}
     if column is None and not any(_has_image_part(message) for each in lists.values() for message in each):
         return row, ()
+    if column is not None and isinstance(row.columns.get("instruction"), str) and not any(lists.values()):
+        return _mark_instruction(row, column)
     if not any(lists.values()):
         raise DataError(
             f"the row has images in the column '{column}', and no messages that could show them",
@@ -139,6 +143,25 @@ def mark_images(row: Row) -> tuple[Row, tuple[ImageCell, ...]]:
     if used < len(waiting):
         raise _wrong_count_error(row, column, len(waiting), f"{used} places for them")
     return replace(row, columns={**row.columns, **marked}), tuple(found)
+
+
+def _mark_instruction(row: Row, column: str) -> tuple[Row, tuple[ImageCell, ...]]:
+    """Return a row of type ``alpaca`` with the marks of its images, which belong to ``instruction`` and ``input``."""
+    images = _read_column(row, column)
+    texts = {name: text for name in ("instruction", "input") if isinstance(text := row.columns.get(name), str)}
+    places = sum(text.count(TEXT_MARK) for text in texts.values())
+    if MARK in "".join(texts.values()) or TEXT_MARK in str(row.columns.get("history")):
+        raise DataError(
+            "images of an alpaca row belong to 'instruction' and 'input'",
+            where=row.origin,
+            fix="write the row as messages",
+        )
+    if places not in (0, len(images)):
+        raise _wrong_count_error(row, column, len(images), f"{places} places for them")
+    marked = {name: text.replace(TEXT_MARK, MARK) for name, text in texts.items()}
+    if not places:
+        marked["instruction"] = MARK * len(images) + marked["instruction"]
+    return replace(row, columns={**row.columns, **marked}), tuple(images)
 
 
 def _mark_other_answer(row: Row, chosen: Sequence[Any], marked: Sequence[Any], rejected: Sequence[Any]) -> list[Any]:
