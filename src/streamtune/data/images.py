@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from streamtune.data.reading.contents import FileHashes
     from streamtune.data.record_table import Stored
 
+IMAGES = "images"
+"""Folder of the row cache with images that rows have as bytes."""
 MOST_PIXELS = 1 << 26
 """Largest number of pixels of an image, 67 million: a page of A4 at 600 dots per inch has 35 million."""
 MOST_BYTES = 1 << 28

@@ -576,7 +576,7 @@ def image_options(recipe: Recipe) -> data.ImageOptions | None:
         return None
     return data.ImageOptions(
         recipe.model_name_or_path,
-        str(cache_folder() / "images"),
+        str(cache_folder() / "rows" / data.IMAGES),
         recipe.trust_remote_code,
         recipe.max_pixels,
         recipe.min_pixels,
