@@ -42,7 +42,7 @@ MOST_PIXELS = 1 << 26
 """Largest number of pixels of an image, 67 million: a page of A4 at 600 dots per inch has 35 million."""
 MOST_BYTES = 1 << 28
 """Largest size of an image's file."""
-FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "AVIF", "GIF", "BMP", "TIFF", "PPM", "JPEG2000")
+FORMATS = ("PNG", "JPEG", "WEBP", "AVIF", "GIF", "BMP", "TIFF", "PPM", "JPEG2000")
 """Formats that are read. Pillow reads more, some of them with other programs (EPS with Ghostscript)."""
 _COMPARED = 2
 """Number of rows whose tokens are compared with the processor's tokens."""
@@ -124,7 +124,7 @@ class Thumbnail:
         from PIL import Image, ImageOps
 
         try:
-            opened = Image.open(io.BytesIO(file.read()), formats=FORMATS)
+            opened = Image.open(io.BytesIO(file.read()), formats=_readable_formats())
             image = ImageOps.exif_transpose(opened).convert("RGB")
         except (DataError, OSError, ValueError, SyntaxError):
             return None
@@ -242,7 +242,7 @@ class ImageProcessor:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of Pillow, about sizes that are checked here
-                image: Image.Image = Image.open(io.BytesIO(content), formats=FORMATS)
+                image: Image.Image = Image.open(io.BytesIO(content), formats=_readable_formats())
                 width, height = image.size
                 if width * height > MOST_PIXELS:
                     millions = f"{width * height / 1e6:,.0f} million pixels, more than {MOST_PIXELS // 10**6} million"
@@ -366,6 +366,13 @@ class ImageProcessor:
                     types[torch.isin(input_ids, ids[found == number].unique())] = number
             inputs[name] = types
         return inputs
+
+
+def _readable_formats() -> list[str]:
+    from PIL import Image
+
+    Image.init()  # an older Pillow lacks AVIF
+    return [name for name in FORMATS if name in Image.OPEN]
 
 
 def _load_processor(options: ImageOptions, tokenizer: PreTrainedTokenizerBase) -> Any:
