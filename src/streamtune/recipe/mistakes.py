@@ -296,7 +296,8 @@ def describe_accepted_values(fragment: Fragment) -> str:
         case "number":
             return f"a number{_describe_range(fragment)}"
         case _:
-            return f"a size such as {fragment['examples'][0]}" if fragment.get("pattern") == SIZE_PATTERN else "text"
+            noun = "a size" if fragment.get("pattern") == SIZE_PATTERN else "text"
+            return f"{noun} such as {fragment['examples'][0]}" if "examples" in fragment else noun
 
 
 @cache

@@ -12,7 +12,7 @@ import inspect
 import math
 from collections import UserDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from streamtune.engine.call_parts import SharedKey
 from streamtune.engine.context import CallContext
 from streamtune.engine.layer import StreamedForward
 from streamtune.engine.memory.placement import Tiers
+from streamtune.engine.offloaded_weights import ADAPTED
 from streamtune.engine.streamed_layer import ModelParts
 from streamtune.engine.streamed_model import StreamedModel
 from streamtune.errors import ArgumentError
@@ -35,7 +36,7 @@ from streamtune.schedule import Schedule
 def checking_mode(handle: StreamedModel) -> Iterator[None]:
     """Put the model in evaluation mode, with gradients on and the head frozen, in the ``with`` block.
 
-    On exit, restore the training flags, the layers' ``forward``, ``requires_grad`` of the head, the precision of fp32
+    If trained weights are float32 and frozen weights bfloat16, the model computes in bfloat16 autocast. On exit, restore the training flags, the layers' ``forward``, ``requires_grad`` of the head, the precision of fp32
     matrix products and the random state.
     """
     model = handle.model
@@ -46,7 +47,7 @@ def checking_mode(handle: StreamedModel) -> Iterator[None]:
     precision = torch.get_float32_matmul_precision()
     device = model_device(model)
     try:
-        with RandomState.capture(device).replayed(), torch.enable_grad():
+        with RandomState.capture(device).replayed(), torch.enable_grad(), _autocast_of_mixed_dtypes(model):
             torch.set_float32_matmul_precision("highest")
             for module, _ in training:
                 module.training = False
@@ -61,6 +62,19 @@ def checking_mode(handle: StreamedModel) -> Iterator[None]:
             parameter.requires_grad_(True)
         for layer, forward in zip(handle.layers, forwards, strict=True):
             layer.forward = forward
+
+
+def _autocast_of_mixed_dtypes(model: nn.Module) -> AbstractContextManager[Any]:
+    """Return bfloat16 autocast if all trained weights are float32 and some frozen weights bfloat16, without adapters.
+
+    Such a model computes only in autocast, because a linear layer needs inputs of the dtype of its weight.
+    """
+    dtypes: dict[bool, set[torch.dtype]] = {True: set(), False: set()}
+    for parameter in model.parameters():
+        dtypes[parameter.requires_grad].add(parameter.dtype)
+    adapted = any(hasattr(module, ADAPTED) for module in model.modules())
+    mixed = dtypes[True] == {torch.float32} and torch.bfloat16 in dtypes[False] and not adapted
+    return torch.autocast(model_device(model).type, dtype=torch.bfloat16, enabled=mixed, cache_enabled=False)
 
 
 @contextmanager
@@ -121,9 +135,13 @@ BOUND = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 1e-2, torch.bf
 def error_bound_dtype(tensor: Tensor, layer: nn.Module | None = None) -> torch.dtype:
     """Return the dtype with the largest entry in ``BOUND``, of a tensor and of its layer's parameters.
 
-    Some models have fp32 hidden states between layers that compute in bf16.
+    Some models have fp32 hidden states between layers that compute in bf16. In autocast, all layers compute in its
+    dtype.
     """
     dtypes = [tensor.dtype, *(p.dtype for p in layer.parameters())] if layer is not None else [tensor.dtype]
+    kind = tensor.device.type
+    if torch.is_autocast_enabled(kind):
+        dtypes.append(torch.get_autocast_dtype(kind))
     return max((dtype for dtype in dtypes if dtype in BOUND), key=BOUND.__getitem__, default=torch.float32)
 
 
