@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -84,6 +84,28 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
         2
     """
     return list(_outermost_layers(model, False)) or list(_outermost_layers(model, True))
+
+
+def first_differentiated_layer(model: Any) -> int:
+    """Return the number of the lowest layer with a backward; the number of layers if none has one.
+
+    The backward ends at the lowest trained weight. Layers below that weight run only forward and store nothing. A
+    trained embedding, of tokens or positions, is below all layers.
+    """
+    layers = decoder_layers(model)
+    if any(_trained_embeddings(model, layers)):
+        return 0
+    trained = (number for number, layer in enumerate(layers) if any(p.requires_grad for p in layer.parameters()))
+    return next(trained, len(layers))
+
+
+def _trained_embeddings(model: Any, layers: Sequence[nn.Module]) -> Iterator[bool]:
+    """Yield True for each trained parameter of embeddings and of modules named after them, outside layers and head."""
+    head = model.get_output_embeddings()
+    known_ids = {id(module) for layer in (*layers, *([] if head is None else [head])) for module in layer.modules()}
+    for name, module in model.named_modules():
+        if id(module) not in known_ids and (isinstance(module, nn.Embedding) or "embed" in name):
+            yield any(parameter.requires_grad for parameter in module.parameters(recurse=False))
 
 
 def _outermost_layers(module: nn.Module, in_lists: bool) -> Iterator[nn.Module]:

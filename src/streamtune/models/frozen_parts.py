@@ -24,6 +24,7 @@ from streamtune.base.adapters import base_of
 from streamtune.base.patterns import find_matches
 from streamtune.engine import decoder_layers
 from streamtune.engine.hf_names import fp32_weight_names
+from streamtune.engine.inspect_model import first_differentiated_layer
 from streamtune.errors import ArgumentError, did_you_mean
 from streamtune.models.model_class import freeze_other_modules, frozen_modules, is_inside
 
@@ -102,7 +103,7 @@ def _matching_parameters(
 ) -> set[nn.Parameter]:
     named = [(name, parameter) for parameter, aliases in names.items() for name in aliases]
     all_names = [name for name, _ in named]
-    matches = find_matches(patterns, all_names, where=key, match_function="match")
+    matches = find_matches(list(map(_escape_points, patterns)), all_names, where=key, match_function="match")
     for pattern, found in zip(patterns, matches, strict=True):
         if not found:
             raise ArgumentError(
@@ -111,17 +112,25 @@ def _matching_parameters(
     return {named[index][1] for found in matches for index in found}
 
 
+def _escape_points(pattern: str) -> str:
+    """Return a pattern in which a ``.`` is a point, unless a quantifier such as ``*`` follows.
+
+    So ``model.layers.1.`` does not match layers 10 to 19.
+    """
+    return re.sub(r"(?<!\\)\.(?![*+?{])", r"\\.", pattern)
+
+
 def _describe_mismatch(model: PreTrainedModel, pattern: str, key: str) -> str:
     modules = frozen_modules(model)
     names = [name for name, _ in model.named_parameters() if is_inside(name, modules)]
-    if any(find_matches([pattern], names, where=key, match_function="match")):
+    if any(find_matches([_escape_points(pattern)], names, where=key, match_function="match")):
         shown = ", ".join(modules)
         return f"the pattern '{pattern}' matches only frozen modules ({shown}), which rows of text do not train"
     return f"the pattern '{pattern}' matches the beginning of no parameter name"
 
 
 def _suggest_pattern(pattern: str, names: Sequence[str], key: str) -> str:
-    if find_matches([pattern], names, where=key)[0]:
+    if find_matches([_escape_points(pattern)], names, where=key)[0]:
         return f"patterns match from the beginning of a name: write '.*{pattern}'"
     beginnings = dict.fromkeys(name[: dot.start()] for name in names for dot in re.finditer(r"\.|$", name))
     shown = ", ".join(dict.fromkeys(re.sub(r"\d+", "N", name) for name in names))
@@ -142,7 +151,7 @@ def narrow_dtypes(model: PreTrainedModel, parts: TrainedParts | None) -> dict[st
 
 
 def narrow_frozen_weights(model: PreTrainedModel, parts: TrainedParts | None) -> None:
-    """Cast the frozen parameters of a model to ``parts.frozen_dtype``, which is exact for a checkpoint of this dtype."""
+    """Cast the frozen parameters of a model to ``parts.frozen_dtype``; a checkpoint of this dtype keeps its values."""
     for name, dtype in narrow_dtypes(model, parts).items():
         parameter = model.get_parameter(name)
         parameter.data = parameter.data.to(dtype)
@@ -173,15 +182,14 @@ def frozen_parts_note(model: Any, parts: TrainedParts | None) -> str | None:
     if parts is None:
         return None
     base = base_of(model)
-    count, numbers = len(decoder_layers(base)), _trained_layer_numbers(base)
+    count, first = len(decoder_layers(base)), first_differentiated_layer(base)
     others = ", ".join(_trained_outside_layers(base)) or "none"
-    embedding: Any = base.get_input_embeddings()
-    if any(p.requires_grad for p in embedding.parameters()):
+    if first == count:
+        reach = "the layers have no backward"
+    elif first < min(_trained_layer_numbers(base), default=count):
         reach = f"the embedding is trained, so the backward runs through all {count} layers"
-    elif numbers:
-        reach = f"the backward ends at layer {numbers[0]} of 0 to {count - 1}"
     else:
-        reach = "no layer is trained, so the layers have no backward"
+        reach = f"the backward ends at layer {first} of 0 to {count - 1}"
     return f"trained layers: {trained_layers_text(base)}; other trained parameters: {others}; {reach}"
 
 

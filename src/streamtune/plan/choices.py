@@ -57,7 +57,7 @@ class SearchSpace:
     """Values that the planner may choose for the fields of a schedule.
 
     Args:
-        layers: Number of decoder layers of the model.
+        layers: Number of decoder layers with a backward.
         length: Number of tokens of a row, or of one rank's shard of a row.
         limits: Memory limits; host or disk is not used if its limit is 0.
         fixed: Schedule fields that the user set, by name; the planner does not change them.

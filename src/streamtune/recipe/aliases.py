@@ -212,8 +212,8 @@ INSTEAD: dict[str, str] = {
 
 REFUSED_VALUES: dict[tuple[str, Any], tuple[str, str]] = {
     ("finetuning_type", "freeze"): (
-        "trains some of the layers, which is not supported",
-        "write finetuning_type: lora or full",
+        "is full fine-tuning of some layers",
+        "write finetuning_type: full and trainable_layers: last N",
     ),
     ("quantization", "int4"): (
         "is not supported",

@@ -36,8 +36,9 @@ from streamtune.schedule import Schedule
 def checking_mode(handle: StreamedModel) -> Iterator[None]:
     """Put the model in evaluation mode, with gradients on and the head frozen, in the ``with`` block.
 
-    If trained weights are float32 and frozen weights bfloat16, the model computes in bfloat16 autocast. On exit, restore the training flags, the layers' ``forward``, ``requires_grad`` of the head, the precision of fp32
-    matrix products and the random state.
+    If trained weights are float32 and frozen weights bfloat16, the model computes in bfloat16 autocast. On exit,
+    restore the training flags, the layers' ``forward``, ``requires_grad`` of the head, the precision of fp32 matrix
+    products and the random state.
     """
     model = handle.model
     training = [(module, module.training) for module in model.modules()]

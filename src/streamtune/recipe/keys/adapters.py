@@ -68,8 +68,8 @@ class AdapterKeys(Spec):
 
     freeze: Annotated[tuple[Text, ...], Field(strict=False)] = ()
     """With `finetuning_type: full`: list of patterns of parameters that are not trained: `[model.embed_tokens]`. A
-    pattern is a regular expression that matches the beginning of a parameter's name. It is applied after
-    `trainable_layers`."""
+    pattern is a regular expression that matches the beginning of a parameter's name. A `.` in it is a point, except
+    in `.*` and `.+`. Patterns are applied after `trainable_layers`."""
 
     train: Annotated[tuple[Text, ...], Field(strict=False)] = ()
     """With `finetuning_type: full`: list of patterns of parameters that are trained: `[lm_head, model.norm]`. Without
