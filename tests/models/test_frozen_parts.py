@@ -61,7 +61,7 @@ def test_tied_weights_are_one_parameter() -> None:
     assert note is not None
     assert "the embedding is trained, so the backward runs through all 12 layers" in note
     note = frozen_parts_note(meta(TrainedParts("10-11")), TrainedParts("10-11"))
-    assert note == "trained layers: 10-11; other trained parameters: none; the backward ends at layer 10 of 0 to 11"
+    assert note == "trained: layers 10-11; the backward ends at layer 10 (of 0 to 11)"
 
 
 @pytest.mark.parametrize(

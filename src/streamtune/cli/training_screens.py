@@ -77,7 +77,7 @@ def _describe_model(run: Run) -> str:
     if run.recipe.step_kind.gradients == "block":
         trained += " at a time"
     if any(getattr(run.recipe, key) for key in FREEZE_KEYS):
-        trained += f", layers {models.trained_layers_text(run.model)}"
+        trained += f", {models.trained_layers_text(run.model)}"
     base = base_of(run.model)
     dtype, frozen = (short_dtype(str(x).removeprefix("torch.")) for x in (models.trained_dtype(run.model), base.dtype))
     if dtype != frozen:

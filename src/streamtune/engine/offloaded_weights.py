@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from streamtune.base.model_facts import model_device
 from streamtune.engine.hf_names import fp32_weight_names
-from streamtune.engine.inspect_model import base_model, decoder_layers
+from streamtune.engine.inspect_model import base_model, decoder_layers, has_adapters
 from streamtune.engine.lazy_logits import LazyForward
 from streamtune.engine.memory.host import HostPool, is_host_storage, mark_host_storage
 from streamtune.engine.memory.placement import Tiers
@@ -39,8 +39,6 @@ from streamtune.errors import UnsupportedModelError
 
 PLAIN_TYPES = (Tensor, nn.Parameter)
 """Tensor types that are offloaded. Quantised and sharded tensors have other types."""
-ADAPTED = "base_layer"
-"""Attribute of peft's modules with adapters: the module without them."""
 
 
 def offloaded_parameters(model: Any, layers: Iterable[nn.Module]) -> list[nn.Parameter]:
@@ -92,7 +90,7 @@ def keep_on_host(model: Any, device: torch.device, pool: HostPool | None = None)
 
 def _layer_weights(layer: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
     entries = [entry for module in layer.modules() for entry in _plain_parameters(module)]
-    if not any(hasattr(module, ADAPTED) for module in layer.modules()):
+    if not has_adapters(layer):
         return entries
     return [entry for entry in entries if not entry[2].requires_grad] or entries
 

@@ -168,8 +168,9 @@ def trained_dtype(model: Any) -> torch.dtype:
 
 
 def trained_layers_text(model: Any) -> str:
-    """Return the numbers of the decoder layers with a trained parameter, such as ``0-3, 28-35``, or ``none``."""
-    return _show_ranges(_trained_layer_numbers(base_of(model))) or "none"
+    """Return the decoder layers with a trained parameter: ``layers 0-3, 28-35``, ``layer 3`` or ``no layer``."""
+    numbers = _trained_layer_numbers(base_of(model))
+    return f"layer{'s' if len(numbers) > 1 else ''} {_show_ranges(numbers)}" if numbers else "no layer"
 
 
 def _trained_layer_numbers(base: nn.Module) -> list[int]:
@@ -183,14 +184,13 @@ def frozen_parts_note(model: Any, parts: TrainedParts | None) -> str | None:
         return None
     base = base_of(model)
     count, first = len(decoder_layers(base)), first_differentiated_layer(base)
-    others = ", ".join(_trained_outside_layers(base)) or "none"
     if first == count:
         reach = "the layers have no backward"
     elif first < min(_trained_layer_numbers(base), default=count):
         reach = f"the embedding is trained, so the backward runs through all {count} layers"
     else:
-        reach = f"the backward ends at layer {first} of 0 to {count - 1}"
-    return f"trained layers: {trained_layers_text(base)}; other trained parameters: {others}; {reach}"
+        reach = f"the backward ends at layer {first} (of 0 to {count - 1})"
+    return f"trained: {', '.join((trained_layers_text(base), *_trained_outside_layers(base)))}; {reach}"
 
 
 def _trained_outside_layers(model: Any) -> Iterator[str]:

@@ -12,7 +12,7 @@ import inspect
 import math
 from collections import UserDict
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from streamtune.base.model_facts import IGNORE_INDEX, model_device
 from streamtune.engine.call_parts import SharedKey
 from streamtune.engine.context import CallContext
+from streamtune.engine.inspect_model import autocast_of_mixed_dtypes
 from streamtune.engine.layer import StreamedForward
 from streamtune.engine.memory.placement import Tiers
-from streamtune.engine.offloaded_weights import ADAPTED
 from streamtune.engine.streamed_layer import ModelParts
 from streamtune.engine.streamed_model import StreamedModel
 from streamtune.errors import ArgumentError
@@ -48,7 +48,7 @@ def checking_mode(handle: StreamedModel) -> Iterator[None]:
     precision = torch.get_float32_matmul_precision()
     device = model_device(model)
     try:
-        with RandomState.capture(device).replayed(), torch.enable_grad(), _autocast_of_mixed_dtypes(model):
+        with RandomState.capture(device).replayed(), torch.enable_grad(), autocast_of_mixed_dtypes(model):
             torch.set_float32_matmul_precision("highest")
             for module, _ in training:
                 module.training = False
@@ -63,19 +63,6 @@ def checking_mode(handle: StreamedModel) -> Iterator[None]:
             parameter.requires_grad_(True)
         for layer, forward in zip(handle.layers, forwards, strict=True):
             layer.forward = forward
-
-
-def _autocast_of_mixed_dtypes(model: nn.Module) -> AbstractContextManager[Any]:
-    """Return bfloat16 autocast if all trained weights are float32 and some frozen weights bfloat16, without adapters.
-
-    Such a model computes only in autocast, because a linear layer needs inputs of the dtype of its weight.
-    """
-    dtypes: dict[bool, set[torch.dtype]] = {True: set(), False: set()}
-    for parameter in model.parameters():
-        dtypes[parameter.requires_grad].add(parameter.dtype)
-    adapted = any(hasattr(module, ADAPTED) for module in model.modules())
-    mixed = dtypes[True] == {torch.float32} and torch.bfloat16 in dtypes[False] and not adapted
-    return torch.autocast(model_device(model).type, dtype=torch.bfloat16, enabled=mixed, cache_enabled=False)
 
 
 @contextmanager
