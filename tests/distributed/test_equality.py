@@ -38,6 +38,9 @@ FROZEN: list[dict[str, Any]] = [
         (["0-1", ["model.layers.1.mlp"], ["lm_head"]], 1, {"schedule": {"levels": 2, "segment_size": 2}}),
         ([None, [], ["model.norm"]], 1, {"family": "qwen3"}),
     )
+] + [
+    {"engine": engine, "sequence": 2, "form": form, "trained": ["last 1"], "settings": {"num_hidden_layers": 3}}
+    for engine, form in (("ddp", "ring"), ("zero3", "ulysses"))
 ]
 """Frozen layers below and above the trained layers; no trained layer."""
 CONVOLUTIONS = {"layer_types": ["conv", "full_attention"], "conv_L_cache": 3}

@@ -18,6 +18,8 @@ from streamtune.models.frozen_parts import narrow_frozen_weights
 from tests.conformance.reducer import build as build_any
 
 from .families import batch, build, gradients, reference
+from .test_routers import routed
+from .test_states import SHARING, sharing
 
 SCHEDULES: dict[str, dict[str, Any]] = {
     "recomputed": {},
@@ -88,6 +90,18 @@ def test_gradients_of_other_families_are_exact(family: str) -> None:
             continue
         for schedule, fields in SCHEDULES.items():
             check(model, f"{family}, {name}, {schedule}", inputs, **fields)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["gemma3n_text", "zamba2", "mixtral", "gpt_oss"])
+def test_frozen_layers_that_share_keys_or_weights_or_count_in_a_router_loss(family: str) -> None:
+    make_model = sharing if family in SHARING else routed if family in ("mixtral", "gpt_oss") else build_any
+    for parts in (TrainedParts("last 1"), TrainedParts("first 1"), TrainedParts(train=(r".*norm",))):
+        model = make_model(family)
+        freeze_parts(model, parts)
+        for schedule, fields in SCHEDULES.items():
+            if family not in SHARING or fields.get("order") != "chunk":  # refused
+                check(model, f"{family}, {parts}, {schedule}", batch("right"), **fields)
 
 
 @pytest.mark.full

@@ -28,6 +28,7 @@ ALIASES: dict[str, str] = {
     "lora_target_modules": "lora_target",
     "quantization_bit": "quantization",
     "target_modules": "lora_target",
+    "unfrozen_parameters": "train",
     # data
     "cutoff_len": "max_length",
     "max_seq_len": "max_length",
@@ -212,7 +213,7 @@ INSTEAD: dict[str, str] = {
 
 REFUSED_VALUES: dict[tuple[str, Any], tuple[str, str]] = {
     ("finetuning_type", "freeze"): (
-        "is full fine-tuning of some layers",
+        "trains some of the layers",
         "write finetuning_type: full and trainable_layers: last N",
     ),
     ("quantization", "int4"): (

@@ -303,8 +303,9 @@ def _trained_parts_of_model(recipe: ModelSettings, *, frozen: bool) -> models.Tr
     """
     if frozen or trained_parts(recipe) is None:
         return None
-    narrow = recipe.dtype == "mixed" and recipe.bf16 and recipe.model_name_or_path is not None
-    dtype = models.checkpoint_dtype(recipe.model_name_or_path, recipe.trust_remote_code) if narrow else None
+    name, dtype = recipe.model_name_or_path, None
+    if recipe.dtype == "mixed" and recipe.bf16 and name is not None:
+        dtype = models.checkpoint_dtype(name, recipe.trust_remote_code)
     return trained_parts(recipe, dtype if dtype == torch.bfloat16 else None)
 
 
