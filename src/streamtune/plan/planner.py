@@ -23,6 +23,7 @@ from streamtune.base.text import parse_size, show_size
 from streamtune.engine import decoder_layers
 from streamtune.engine.inspect_model import first_differentiated_layer
 from streamtune.engine.memory.host import usable_host_bytes
+from streamtune.engine.memory.placement import best_segment_size
 from streamtune.errors import ArgumentError
 from streamtune.plan.budget import Limits, free_device_bytes, free_disk_bytes
 from streamtune.plan.calibrate import load_rates
@@ -177,8 +178,7 @@ def choose(
         if not allows_chunk_order(fixed_fields, workload.cluster) or not _is_slowed(plan, workload):
             return plan
     started, time_model = time.perf_counter(), StepTimeModel(workload, rates)
-    differentiated = _count_differentiated_layers(workload.make_model())
-    search_space = SearchSpace(differentiated, workload.shard_tokens, limits, fixed_fields)
+    search_space = _make_search_space(workload, limits, fixed_fields)
     found = find_best_chunk_order(workload, search_space, simulate)
     if plan is None and found is None:
         found = simulate_least_memory_step(workload, limits, fixed_fields, simulate)
@@ -199,9 +199,12 @@ def _is_slowed(plan: Plan, workload: Workload) -> bool:
     return plan.schedule.levels == 2 or plan.step_seconds > MIN_SLOWDOWN * undelayed
 
 
-def _count_differentiated_layers(model: Any) -> int:
-    """Return how many layers have a backward; only they store tensors for it."""
-    return len(decoder_layers(model)) - first_differentiated_layer(model)
+def _make_search_space(workload: Workload, limits: Limits, fixed: Mapping[str, Any]) -> SearchSpace:
+    """Return the values to try; only layers with a backward store tensors for it."""
+    model: Any = workload.make_model()
+    count, first = len(decoder_layers(model)), first_differentiated_layer(model)
+    size = best_segment_size(count, first) if 0 < first < count else None
+    return SearchSpace(count - first, workload.shard_tokens, limits, fixed, size)
 
 
 def _make_short_error(*_: Any) -> NothingFitsError:
@@ -220,7 +223,7 @@ def _plan_layer_order(
     started = time.perf_counter()
     time_model = StepTimeModel(workload, rates)
     model: Any = workload.make_model()
-    search_space = SearchSpace(_count_differentiated_layers(model), workload.shard_tokens, limits, fixed or {})
+    search_space = _make_search_space(workload, limits, fixed or {})
     if _may_keep_every_layer(search_space, workload, model.get_input_embeddings().weight) and (
         keeping_all := _keep_every_layer(search_space, workload, simulate)
     ):

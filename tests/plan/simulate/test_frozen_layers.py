@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from streamtune.engine.memory.placement import best_segment_size, place_differentiated_layers
 from streamtune.models import ModelOptions, TrainedParts, build_meta_model
 from streamtune.plan.simulate import Workload
 from streamtune.plan.simulate.simulate import Simulation, simulate
@@ -56,7 +57,13 @@ def test_frozen_layers_below_take_the_bytes_of_their_weights(name: str) -> None:
     assert large.host_bytes - small.host_bytes == (weights if on_host else 0)
     if on_host:  # the backward fetches no weights of frozen layers
         assert large.work.moved_bytes - small.work.moved_bytes == weights
-    assert step(whole, full=True, **fields).phases == large.phases
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", [*SCHEDULES, "two levels"])
+def test_layers_left_out_of_a_simulation_change_nothing(name: str) -> None:
+    model, fields = model_of(12, TrainedParts("last 3")), SCHEDULES.get(name, {"levels": 2})
+    assert step(model, full=True, **fields).phases == step(model, **fields).phases
 
 
 def test_frozen_layers_compute_no_gradients_of_weights() -> None:
@@ -76,3 +83,16 @@ def test_model_flops_count_only_layers_with_a_backward() -> None:
     saved = everything.step_flops([(0, LENGTH)]) - last.step_flops([(0, LENGTH)])
     pairs = LENGTH * (LENGTH + 1) // 2
     assert saved == 9 * (4 * LENGTH * layer + 4 * last.width * pairs)
+
+
+def test_segments_are_sized_for_the_layers_with_a_backward() -> None:
+    assert [best_segment_size(36), best_segment_size(36, 28), best_segment_size(36, 35)] == [6, 2, 1]
+    for first in range(36):
+        sizes = [_stored_inputs(size, first) for size in range(1, 37)]
+        assert _stored_inputs(best_segment_size(36, first), first) == min(sizes), first
+
+
+def _stored_inputs(size: int, first: int) -> int:
+    """Return the most inputs of 36 layers that are stored at once, if the backward ends at layer ``first``."""
+    places = place_differentiated_layers(Schedule(levels=2, segment_size=size), 36, first)
+    return sum(place.begins_segment for place in places) + min(size, 36) - 1

@@ -749,6 +749,7 @@ def test_unfrozen_parameters_of_axolotl_train_the_same_parameters(tmp_path: Path
     assert "unfrozen_parameters" in lost(adapters)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("options", "trained", "missing"),
     [

@@ -94,9 +94,13 @@ def _placement(schedule: Schedule, index: int, layer_count: int, segment_size: i
     )
 
 
-def best_segment_size(layer_count: int) -> int:
-    """Return the number of layers per segment for which the fewest of ``layer_count`` inputs are stored at once."""
-    return min(range(1, max(1, layer_count) + 1), key=lambda size: -(-layer_count // size) + size - 1)
+def best_segment_size(layer_count: int, first: int = 0) -> int:
+    """Return the number of layers per segment for which the fewest of ``layer_count`` inputs are stored at once.
+
+    Layers below ``first`` are frozen and store nothing.
+    """
+    sizes = range(1, max(1, layer_count - first) + 1)
+    return min(sizes, key=lambda size: -(-layer_count // size) - first // size + size - 1)
 
 
 class Tiers:
