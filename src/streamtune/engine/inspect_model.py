@@ -96,19 +96,22 @@ def first_differentiated_layer(model: Any) -> int:
     trained embedding, of tokens or positions, is below all layers.
     """
     layers = decoder_layers(model)
-    if any(_trained_embeddings(model, layers)):
+    if _trains_embeddings(model, layers):
         return 0
     trained = (number for number, layer in enumerate(layers) if any(p.requires_grad for p in layer.parameters()))
     return next(trained, len(layers))
 
 
-def _trained_embeddings(model: Any, layers: Sequence[nn.Module]) -> Iterator[bool]:
-    """Yield True for each trained parameter of embeddings and of modules named after them, outside layers and head."""
+def _trains_embeddings(model: Any, layers: Sequence[nn.Module]) -> bool:
+    """Return True if an embedding, or a module named after it, has a trained parameter; not in layers or the head."""
     head = model.get_output_embeddings()
-    known_ids = {id(module) for layer in (*layers, *([] if head is None else [head])) for module in layer.modules()}
-    for name, module in model.named_modules():
-        if id(module) not in known_ids and (isinstance(module, nn.Embedding) or "embed" in name):
-            yield any(parameter.requires_grad for parameter in module.parameters(recurse=False))
+    known_ids = {id(module) for part in (*layers, *([] if head is None else [head])) for module in part.modules()}
+    return any(
+        parameter.requires_grad
+        for name, module in model.named_modules()
+        if id(module) not in known_ids and (isinstance(module, nn.Embedding) or "embed" in name)
+        for parameter in module.parameters(recurse=False)
+    )
 
 
 def has_adapters(module: nn.Module) -> bool:

@@ -194,7 +194,8 @@ def _suggest_fix(fragment: dict[str, Any], value: Any) -> str:
     if "array" in takes and isinstance(value, dict):
         return "start each entry with '- '"
     if takes == {"string"} and not accepted_words(fragment) and isinstance(value, (bool, int, float)):
-        return "put the value in quotes"
+        patterns = [part["pattern"] for part in (fragment, *fragment.get("anyOf", ())) if "pattern" in part]
+        return "put the value in quotes" if all(re.search(each, str(value)) for each in patterns) else ""
     return ""
 
 
