@@ -107,7 +107,8 @@ def _describe_model(recipe_plan: RecipePlan) -> str:
     if recipe_plan.loaded.recipe.step_kind.gradients == "block":
         trained += " at a time"
     rounded = ", rounded stochastically" if recipe_plan.loaded.recipe.weight_rounding == "stochastic" else ""
-    autocast = ", computed in bf16" if recipe_plan.loaded.recipe.bf16 and recipe_plan.dtype != "bfloat16" else ""
+    computed = recipe_plan.loaded.recipe.autocast_dtype
+    autocast = f", computed in {short_dtype(computed)}" if computed and computed != recipe_plan.dtype else ""
     size = f"{total / 1e9:.2f}B" if total >= 1e9 else f"{total / 1e6:.1f}M"
     return (
         f"{recipe_plan.model_name}, {size} parameters, {trained}; {short_dtype(recipe_plan.dtype)}{rounded}{autocast}"

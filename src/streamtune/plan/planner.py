@@ -521,7 +521,7 @@ def plan_step(
         batch_size=batch_size,
         micro_batches=2 if accumulated else 1,
         make_optimizer=optimizer or _make_adamw,
-        autocast=autocast,
+        autocast="bfloat16" if autocast else None,
         device_type=device_type,
     )
     if schedule is not None:

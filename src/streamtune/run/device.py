@@ -136,6 +136,14 @@ def stream_model(
         raise
 
 
+def compute_dtype(recipe: EngineKeys, model: Any) -> torch.dtype:
+    """Return the dtype of the model's matrix products: the dtype of autocast, or of the weights without autocast."""
+    dtype: torch.dtype = (
+        base_of(model).dtype if recipe.autocast_dtype is None else getattr(torch, recipe.autocast_dtype)
+    )
+    return dtype
+
+
 def known_peak_flops(recipe: EngineKeys, device: torch.device) -> float | None:
     """Return the peak FLOP/s that the recipe sets, or that the device's data sheet states; None if unknown."""
     if recipe.peak_flops is not None:

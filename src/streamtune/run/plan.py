@@ -49,7 +49,7 @@ from streamtune.run.cluster import (
     micro_batches_per_step,
 )
 from streamtune.run.data import locate_errors
-from streamtune.run.device import choose_device, known_peak_flops, make_schedule, prepare_libraries
+from streamtune.run.device import choose_device, compute_dtype, known_peak_flops, make_schedule, prepare_libraries
 from streamtune.run.model import make_meta_model, make_optimizer, make_reference_blueprint, train_largest_block
 from streamtune.run.plan_cache import PlanOptions
 from streamtune.run.weight_choices import Settings, first_fitting_choice, placement_choices, with_best_precision
@@ -429,7 +429,7 @@ def make_workload(
         micro_batches=micro_batches_per_step(recipe, cluster or Cluster()),
         cluster=cluster or Cluster(),
         make_optimizer=partial(make_optimizer, recipe),
-        autocast=bool(recipe.bf16),
+        autocast=recipe.autocast_dtype,
         device_type=device.type,
         completions=longest_step.completions,
         token_loss=None if (loss := task_of(recipe).token_loss).is_plain else loss,
@@ -568,8 +568,7 @@ def _parse_size(option: str | None, key: str, name: str) -> int | None:
 def local_rates(recipe: EngineKeys, model: Any, device: torch.device, notify: Callable[[str], None]) -> Rates:
     """Return measured speeds of the local device in the recipe's compute dtype, and of the disk of
     ``engine.offload_dir``."""
-    base = base_of(model)
-    rates = load_rates(device, torch.bfloat16 if recipe.bf16 else base.dtype, notify=notify)
+    rates = load_rates(device, compute_dtype(recipe, model), notify=notify)
     directory = recipe.engine.offload_dir
     if directory is not None and Path(directory).is_dir():
         try:

@@ -107,6 +107,27 @@ def make_backend(
     world: train.World,
     device: torch.device | None = None,
 ) -> train.Backend:
+    """Return the training backend that the recipe sets, with a loss scale if it computes in float16.
+
+    Arguments and errors are as for :func:`_make_backend`.
+    """
+    return with_loss_scale(recipe, _make_backend(recipe, model, layers, world, device))
+
+
+def with_loss_scale(recipe: OptimizerSettings, backend: train.Backend) -> train.Backend:
+    """Return ``backend``, with the initial loss scale if it computes gradients in float16."""
+    if recipe.fp16 and recipe.step_kind.gradients != "none":
+        backend.loss_scale = train.LossScale()
+    return backend
+
+
+def _make_backend(
+    recipe: TrainingSettings,
+    model: Any,
+    layers: Iterable[nn.Module],
+    world: train.World,
+    device: torch.device | None = None,
+) -> train.Backend:
     """Return the training backend: DDP, FSDP2 or DeepSpeed, as the recipe sets, or a backend for one device.
 
     Args:
@@ -245,7 +266,7 @@ def deepspeed_values(recipe: TrainingSettings, model: Any, world: train.World) -
         "gradient_accumulation_steps": steps,
         "train_batch_size": recipe.per_device_train_batch_size * steps * world.size,
         "gradient_clipping": recipe.max_grad_norm,
-        "fp16.enabled": False,
+        "fp16.enabled": False,  # the recipe's rules exclude fp16 with DeepSpeed
         "bf16.enabled": next(model.parameters()).dtype == torch.bfloat16,
         "torch_autocast.enabled": bool(recipe.bf16),
         "zero_optimization.reduce_bucket_size": min(500_000_000, max(1, layers)),

@@ -96,7 +96,7 @@ KEYS_ADDED_LATER = ("roles_to_train", "train_on_eos", "reasoning", "on_empty", "
               "kd_temperature", "kd_hard_share", "lr_scheduler_kwargs", "lr_scaling",
               "lr_scaling_base", "adapter_type", "lora_exclude", "lora_rank_pattern", "lora_alpha_pattern",
               "lora_ga_rows", "lora_ga_gamma", "loftq_iter", "oft_block_size", "modules_to_save",
-              "adapter_name_or_path", "allocation")  # fmt: skip
+              "adapter_name_or_path", "allocation", "fp16")  # fmt: skip
 """Keys that are compared only if they are set, because older runs were started before these keys existed."""
 
 

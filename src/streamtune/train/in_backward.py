@@ -92,7 +92,7 @@ class InBackwardBackend(LocalBackend):
         if self._updates_weights and not math.isfinite(loss.item()):
             self._is_non_finite = True
         else:
-            loss.backward()
+            self.scaled_loss(loss).backward()
 
     def clip_gradients(self, max_norm: float) -> float:
         """Return the gradient norm of this step; gradients are clipped in the backward pass that updates the weights.
@@ -106,6 +106,8 @@ class InBackwardBackend(LocalBackend):
         device = self._norms[next(iter(self._norms))].device
         norms = [self._norms[id(p)].to(device) for p in self._trained if id(p) in self._norms]
         norm = torch.linalg.vector_norm(torch.stack(norms))
+        if self.loss_scale is not None:
+            norm = norm / self.loss_scale.value
         value = norm.item()
         if self._updates_weights and not math.isfinite(value):
             raise NonFiniteError(
@@ -208,6 +210,8 @@ class InBackwardBackend(LocalBackend):
     @torch.no_grad()
     def _update_weight(self, parameter: Tensor, grad: Tensor) -> None:
         """Update one weight by an optimizer step whose parameter groups contain only this weight."""
+        if self.loss_scale is not None:
+            grad.mul_(1 / self.loss_scale.value)
         if self._gradient_scale is not None:
             grad.mul_(self._gradient_scale.to(grad.device))
         own_group_index = self._group_of[id(parameter)]

@@ -145,9 +145,11 @@ class SupervisedObjective:
         return Score(loss, reported=None if terms is None else terms.loss, metrics=metrics)
 
 
-def supervised_loss(model: nn.Module, batch: MicroBatch, *, num_targets: float, bf16: bool) -> Tensor:
+def supervised_loss(
+    model: nn.Module, batch: MicroBatch, *, num_targets: float, autocast_dtype: str | None = None
+) -> Tensor:
     """Return the sum of ``-log p`` over the targets of ``batch``, divided by ``num_targets``, plus the router loss."""
-    with autocast(batch.input_ids.device, bf16):
+    with autocast(batch.input_ids.device, autocast_dtype):
         loss: Tensor = call_model(model, batch, num_targets=num_targets).loss
     return loss
 
@@ -179,9 +181,10 @@ def call_model(model: nn.Module, batch: MicroBatch, *, num_targets: float, **ext
         )
 
 
-def autocast(device: torch.device, bf16: bool) -> torch.autocast:
-    """Return a bfloat16 autocast context, enabled if ``bf16``, without a cache of cast weights."""
-    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=bf16, cache_enabled=False)
+def autocast(device: torch.device, dtype: str | None) -> torch.autocast:
+    """Return an autocast context in ``bfloat16`` or ``float16`` (None: off), without a cache of cast weights."""
+    computed = torch.float16 if dtype == "float16" else torch.bfloat16
+    return torch.autocast(device.type, dtype=computed, enabled=dtype is not None, cache_enabled=False)
 
 
 class Reference(Protocol):

@@ -35,6 +35,7 @@ from streamtune.plan.simulate.scored import Completions
 from streamtune.plan.simulate.workload import Mode
 from streamtune.programs.bench.modes import MODE_SETUPS, Batch, Ready, last_hidden_state
 from streamtune.schedule import Schedule
+from streamtune.train.objective import autocast
 
 Layout = Literal["row", "packed", "separate", "shared", "batch", "turns"]
 """Layout of a step's tokens: one row, several packed rows, the same rows one by one, or a layout of :data:`SHARING`."""
@@ -57,8 +58,8 @@ class Job:
 
     make_model: MakeModel
     batch_size: int = 1
-    autocast: bool = False
-    """True to compute under bfloat16 autocast."""
+    autocast: str | None = None
+    """Dtype of autocast, ``bfloat16`` or ``float16``; None: no autocast."""
     completions: Completions | None = None
     """Picklable function that returns the completions to score; None to train on next tokens."""
 
@@ -186,9 +187,8 @@ class MeasuredModel:
             return self._ready.loss(batch)
 
     def _autocast(self) -> torch.autocast:
-        """Return autocast as in training: without the cache, which would hold a bfloat16 copy of all weights."""
-        enabled = self.job.autocast
-        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=enabled, cache_enabled=False)
+        """Return autocast as in training: without the cache, which would hold a 16-bit copy of all weights."""
+        return autocast(self.device, self.job.autocast)
 
     def _run_without_head(self, batches: list[Batch]) -> None:
         for batch in batches:
@@ -213,7 +213,7 @@ def describe_environment(model: Any, job: Job, device: torch.device) -> dict[str
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "dtype": "bfloat16 autocast" if job.autocast else str(model.dtype).removeprefix("torch."),
+        "dtype": f"{job.autocast} autocast" if job.autocast else str(model.dtype).removeprefix("torch."),
         "layers": len(decoder_layers(model)),
         "parameters": sum(_logical_size(p) for p in model.parameters()),
         "batch_size": job.batch_size,

@@ -32,15 +32,15 @@ LEAST_TOKENS = 3
 
 @dataclass(frozen=True)
 class ScoringModel:
-    """A model on which ``streamtune.stream`` was called, with its device; ``bf16`` selects bfloat16 autocast."""
+    """A model on which ``streamtune.stream`` was called, with its device and the dtype of autocast (None: off)."""
 
     handle: StreamHandle
     model: Any
     device: torch.device
-    bf16: bool
+    autocast_dtype: str | None
 
     def autocast(self) -> AbstractContextManager[Any]:
-        return train.autocast(self.device, self.bf16)
+        return train.autocast(self.device, self.autocast_dtype)
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
@@ -259,7 +259,7 @@ def measure_rows(
     make_run: Callable[[Sequence[Any]], BuiltRun],
     rows: Sequence[Any],
     *,
-    bf16: bool,
+    autocast_dtype: str | None,
     rows_done: Callable[[int, int], None],
     names: Sequence[str] | None = None,
 ) -> dict[str, Any]:
@@ -268,7 +268,7 @@ def measure_rows(
     Args:
         make_run: Function that returns a run whose held-out rows are the given rows.
         rows: Preference pairs, single completions, or prompts.
-        bf16: True to compute in bfloat16.
+        autocast_dtype: Dtype of autocast; None: no autocast.
         rows_done: Called after each batch with the number of finished rows and the number of all rows.
         names: Dataset name of each row in the results; None takes the file or dataset that the row comes from.
     """
@@ -279,7 +279,7 @@ def measure_rows(
     done = 0
     for name, group in groups.items():
         built = make_run(group)
-        for metrics, size in _measure_batches(task, built, bf16=bf16):
+        for metrics, size in _measure_batches(task, built, autocast_dtype=autocast_dtype):
             found[name].add(metrics)
             done += size
             rows_done(done, len(rows))
@@ -291,7 +291,7 @@ def measure_rows(
 
 @torch.no_grad()
 def _measure_batches(
-    task: Task[Any], built: BuiltRun, *, bf16: bool
+    task: Task[Any], built: BuiltRun, *, autocast_dtype: str | None
 ) -> Iterator[tuple[Mapping[str, SumAndCount], int]]:
     """Yield, for each batch, its metrics (loss included) and its number of rows."""
     training = task.make_training(built)
@@ -299,7 +299,7 @@ def _measure_batches(
     with train.evaluation_mode(built.model), train.preserve_rng(), built.handle.routers.without_losses():
         for batch in make_batches():
             moved = batch.to(built.device)
-            with train.autocast(built.device, bf16):
+            with train.autocast(built.device, autocast_dtype):
                 score = training.objective.score(built.model, moved, None)
             losses = dict(zip(("loss",), score.held_out, strict=False))
             yield {**losses, **score.metrics}, len(batch.origins)
