@@ -42,6 +42,7 @@ def plan_screen_texts(recipe_plan: RecipePlan) -> dict[str, Any]:
             ("step", _describe_step(recipe_plan)),
             *([("positions", recipe_plan.position_advice)] if recipe_plan.position_advice is not None else []),
             ("device", _describe_device(recipe_plan)),
+            *([("", recipe_plan.device_advice)] if recipe_plan.device_advice is not None else []),
             ("schedule", describe_schedule(chosen.schedule, recipe_plan.layers)),
             ("time", _describe_time(recipe_plan)),
             ("flop", _describe_flops(recipe_plan)),

@@ -20,7 +20,7 @@ from streamtune.recipe.keys.engine import DeviceKeys
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import Recipe
 from streamtune.recipe.settings import OptimizerSettings, TrainingSettings
-from streamtune.run.device import choose_device, prepare_libraries
+from streamtune.run.device import choose_device, prepare_libraries, refuse_unsuitable_device
 from streamtune.run.model import choose_quantization, make_optimizer, weights_are_sharded
 from streamtune.tasks import TASKS, Task
 from streamtune.tasks.steps import check_final_learning_rate, count_micro_batches
@@ -322,6 +322,7 @@ def resolve_setup(loaded: LoadedRecipe, notify: Notify) -> RunSetup:
     task = TASKS[recipe.objective].for_run(recipe, loaded.path.parent, notify)
     check_reference_start(task)
     device = device_of_rank(choose_device(recipe.device))
+    refuse_unsuitable_device(device, recipe.objective, int(os.environ.get("WORLD_SIZE", "1")))
     if recipe.deterministic:
         train.use_deterministic_kernels()
     quantization = choose_quantization(recipe, device)

@@ -27,7 +27,7 @@ from streamtune.recipe.loader import LoadedRecipe, path_exists
 from streamtune.recipe.schema import Recipe
 from streamtune.run.data import fingerprint_inputs, fingerprint_tokenizer_files
 from streamtune.run.ranks import RunSetup, resolve_setup
-from streamtune.run.weight_choices import rounding_warning, with_saved_precision
+from streamtune.run.weight_choices import emulation_warning, rounding_warning, with_saved_precision
 from streamtune.tasks import Task
 from streamtune.tasks.task import Notify
 from streamtune.tasks.teacher_file import teacher_file_date
@@ -573,6 +573,7 @@ def notify_model_warnings(model: Any, longest_row: int, start: Start, notify: No
         models.check_positions(model, longest_row),
         models.unquantized_experts_note(model),
         rounding_warning(start.recipe, model),
+        emulation_warning(start.recipe, model, start.device),
     ]
     if start.checkpoint is None:
         notes += [models.unloaded_layers_warning(model), models.frozen_modules_note(model)]

@@ -25,6 +25,7 @@ from streamtune import models
 from streamtune.base.optimizer_table import state_bytes
 from streamtune.base.text import show_size
 from streamtune.errors import ArgumentError, UserError
+from streamtune.ops.devices import device_name, has_bfloat16
 from streamtune.plan.budget import Limits
 from streamtune.plan.choices import excess_bytes
 from streamtune.plan.estimate import Simulate
@@ -35,7 +36,7 @@ from streamtune.plan.simulate.cluster import Cluster
 from streamtune.plan.simulate.simulate import Simulation, resident_memory, simulate
 from streamtune.plan.simulate.workload import Workload
 from streamtune.recipe.settings import TrainingSettings
-from streamtune.run.device import make_schedule
+from streamtune.run.device import compute_dtype, make_schedule
 
 Settings = TypeVar("Settings", bound=TrainingSettings)
 
@@ -152,6 +153,16 @@ def describe_precision(recipe: TrainingSettings, chosen: TrainingSettings, model
     if chosen.step_kind.gradients == "block":
         reason = f"'optim: {chosen.optim}' keeps its current block in float32"
     return f"float32 weights do not fit (they take {extra_bytes} more): weights are bfloat16, and {reason}"
+
+
+def emulation_warning(recipe: TrainingSettings, model: Any, device: torch.device) -> str | None:
+    """Return a warning if the run computes in bfloat16 on a device that only emulates it; None if it does not."""
+    if compute_dtype(recipe, model) != torch.bfloat16 or has_bfloat16(device):
+        return None
+    return (
+        f"{device_name(device)} has no bfloat16 and emulates it slowly: start a new run with fp16: true, without bf16 "
+        "and dtype"
+    )
 
 
 def rounding_warning(recipe: TrainingSettings, model: Any) -> str | None:

@@ -24,6 +24,7 @@ from streamtune.base.adapters import is_adapter_name
 from streamtune.base.paths import cache_folder
 from streamtune.base.result_cache import CacheFile, Notify, code_versions, json_hash
 from streamtune.base.text import show_size
+from streamtune.ops.devices import device_name
 
 UNHASHED_SETTINGS = ("_name_or_path", "transformers_version", "architectures", "use_cache", "dtype", "torch_dtype")
 """Settings of a model configuration that are not hashed: they do not affect log-probs, or another hash includes them.
@@ -50,7 +51,7 @@ class CachedLogps:
 
 def computation_hash(device: torch.device, *, autocast_dtype: str | None, temperature: float) -> str:
     """Return a hash of all that affects how log-probs are computed: code, versions, device, precision, temperature."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    name = device.type if device.type == "cpu" else device_name(device)
     precision = [torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.allow_tf32, str(torch.version.cuda)]
     return json_hash([code_versions(), name, precision, autocast_dtype, temperature])[:KEY_PART_LENGTH]
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from streamtune.errors import NonFiniteError, OutOfMemoryError, StreamTuneError
+from streamtune.ops.devices import empty_cache
 from streamtune.schedule import Schedule
 from streamtune.train.loss_scale import LossScale
 from streamtune.train.objective import MicroBatch, StepScore
@@ -191,8 +192,7 @@ class StepGuard:
             failure.what += f" (peak {peak / GIB:.2f} GiB)"
             drop_gradients()
             gc.collect()
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()
+            empty_cache(self.device)
             schedule = None
             if alone and attempt < MAX_REPLANS:
                 # An error of the planner must not hide the out-of-memory error.

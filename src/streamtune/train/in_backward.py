@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from streamtune.engine.memory.host import HostPool, is_host_storage
 from streamtune.errors import NonFiniteError, OutOfMemoryError
+from streamtune.ops.devices import has_streams
 from streamtune.optim import set_learning_rate
 from streamtune.train.backend import LocalBackend, gradient_norm
 
@@ -63,7 +64,7 @@ class InBackwardBackend(LocalBackend):
         self._gradient_scale: Tensor | None = None
         self._norms: dict[int, Tensor] = {}
         self._recompute: Callable[[], object] = lambda: None
-        is_accelerated = any(p.device.type != "cpu" for p in module.parameters())
+        is_accelerated = any(has_streams(p.device) for p in module.parameters())
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="optimizer") if is_accelerated else None
         self._pending_updates: list[Future[None]] = []
         self._groups_lock = Lock()
@@ -189,7 +190,7 @@ class InBackwardBackend(LocalBackend):
         if self._thread is None or not self._is_updated_in_thread(parameter):
             self._update_weight(parameter, grad)
         else:
-            event = torch.cuda.current_stream(grad.device).record_event() if grad.device.type == "cuda" else None
+            event = torch.cuda.current_stream(grad.device).record_event() if has_streams(grad.device) else None
             self._pending_updates.append(self._thread.submit(self._update_in_thread, parameter, grad, event))
             while len(self._pending_updates) > MAX_PENDING_UPDATES:
                 self._pending_updates.pop(0).result()
@@ -258,7 +259,7 @@ class HostOptimizer(torch.optim.Optimizer):
         self.inner = make_optimizer([{**g, "params": [self._cpu_parameters[p] for p in g["params"]]} for g in groups])
         self.state = _StatesByWeight(self._cpu_parameters, self.inner)  # type: ignore[assignment]
         self.pool = HostPool()
-        device = next((p.device for p in parameters if p.device.type == "cuda"), None)
+        device = next((p.device for p in parameters if has_streams(p.device)), None)
         self.stream = None if device is None else torch.cuda.Stream(device)
         """CUDA stream for the copies, for a caller that updates weights while the device computes."""
 
@@ -310,16 +311,16 @@ class HostOptimizer(torch.optim.Optimizer):
             self._synchronize(parameter)
             self.inner.step()
             if not is_on_host:
-                parameter.copy_(cpu_parameter, non_blocking=True)
+                parameter.copy_(cpu_parameter, non_blocking=has_streams(parameter.device))
                 self._synchronize(parameter)  # before the pinned memory is reused
         finally:
             cpu_parameter.data, cpu_parameter.grad = empty_data, None
 
     def _copy_to_host(self, x: Tensor) -> Tensor:
-        return self.pool.allocate(x.shape, x.dtype, x.device).copy_(x, non_blocking=True)
+        return self.pool.allocate(x.shape, x.dtype, x.device).copy_(x, non_blocking=has_streams(x.device))
 
     def _synchronize(self, parameter: Tensor) -> None:
-        if parameter.device.type == "cuda":
+        if has_streams(parameter.device):
             torch.cuda.current_stream(parameter.device).synchronize()
 
 

@@ -20,6 +20,7 @@ from streamtune.base.model_facts import IGNORE_INDEX
 from streamtune.engine import LazyLogits, LossRequest, StreamHandle
 from streamtune.errors import NonFiniteError
 from streamtune.ops import TokenLoss, token_loss_reference
+from streamtune.ops.devices import to_float64
 from streamtune.train.world import WORLD, World
 
 if TYPE_CHECKING:
@@ -292,7 +293,7 @@ class MicroBatch:
         """Sum of the weights of all targets; without weights, their number."""
         if self.weights is None:
             return self.num_targets
-        return float(self.weights[self.shift_labels != IGNORE_INDEX].double().sum())
+        return float(to_float64(self.weights[self.shift_labels != IGNORE_INDEX]).sum())
 
     @property
     def num_tokens(self) -> int:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from streamtune.engine import StreamHandle
 from streamtune.errors import UnsupportedModelError
+from streamtune.ops.devices import to_float64
 from streamtune.train.objective import MicroBatch, Objective, TreeBatch, autocast, evaluation_mode
 from streamtune.train.process import preserve_rng
 
@@ -182,7 +183,7 @@ class CompletionGradient:
             return -batch.gather_targets(scores.logprobs).sum()
 
         grads = _weight_gradients(self.model, self.handle, self.weights, loss)
-        return float(torch.stack([grad.double().norm() for grad in grads]).norm())
+        return float(torch.stack([to_float64(grad).norm() for grad in grads]).norm())
 
 
 def _weight_gradients(model: Any, handle: StreamHandle, weights: Weights, loss: Callable[[], Tensor]) -> list[Tensor]:

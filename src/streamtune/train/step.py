@@ -24,6 +24,7 @@ import torch
 from streamtune.base.model_facts import model_device
 from streamtune.engine import StreamHandle
 from streamtune.errors import NonFiniteError, OutOfMemoryError
+from streamtune.ops import devices
 from streamtune.train.backend import Backend
 from streamtune.train.objective import MicroBatch, Objective, StepScore, SumAndCount, autocast, counted_batches
 from streamtune.train.process import StopRequest, preserve_rng
@@ -273,14 +274,13 @@ def describe_rows(micro_batches: Sequence[MicroBatch], max_rows: int = 4) -> str
 
 def reset_peak_memory(device: torch.device) -> None:
     """Reset the peak memory of an accelerator; on a CPU nothing happens."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
+    devices.reset_peak_bytes(device)
 
 
 def peak_memory_bytes(device: torch.device) -> int:
     """Return the peak memory in bytes: of an accelerator since the last reset, of a CPU process since its start."""
-    if device.type == "cuda":
-        return int(torch.cuda.max_memory_allocated(device))
+    if (counted := devices.peak_bytes(device)) is not None:
+        return counted
     if sys.platform == "win32":
         return int(psutil.Process().memory_info().peak_wset)
     import resource  # not available on Windows

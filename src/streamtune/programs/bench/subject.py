@@ -30,6 +30,7 @@ from streamtune.base.child import Child
 from streamtune.base.model_facts import IGNORE_INDEX, model_device
 from streamtune.engine import Branches, decoder_layers
 from streamtune.errors import RunError, StreamTuneError, UnsupportedModelError
+from streamtune.ops.devices import device_name, synchronize
 from streamtune.plan.simulate.memory import LiveBytes, model_bytes
 from streamtune.plan.simulate.scored import Completions
 from streamtune.plan.simulate.workload import Mode
@@ -197,8 +198,7 @@ class MeasuredModel:
             hidden.backward(torch.ones((), dtype=hidden.dtype, device=hidden.device).expand_as(hidden))
 
     def _synchronised_time(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        synchronize(self.device)
         return time.perf_counter()
 
 
@@ -206,7 +206,7 @@ def describe_environment(model: Any, job: Job, device: torch.device) -> dict[str
     """Return the machine, library versions and size of the model as JSON values."""
     names = {"cpu": platform.processor() or platform.machine(), "meta": "simulated"}
     return {
-        "device": names[device.type] if device.type in names else torch.cuda.get_device_name(device),
+        "device": names[device.type] if device.type in names else device_name(device),
         "device_type": device.type,
         "threads": torch.get_num_threads(),
         "cpus": os.cpu_count(),

@@ -21,6 +21,7 @@ import torch
 from streamtune import data, train
 from streamtune.base.model_facts import IGNORE_INDEX
 from streamtune.engine import StreamHandle
+from streamtune.ops.devices import to_float64
 from streamtune.tasks import Task
 from streamtune.tasks.task import BuiltRun
 
@@ -62,7 +63,7 @@ class LossSum:
 
     def add(self, losses: torch.Tensor) -> None:
         """Add the losses of K tokens, ``[K]``."""
-        wide = losses.double()
+        wide = to_float64(losses)
         self.tokens += wide.numel()
         self.total += float(wide.sum())
         self.squares += float(wide.square().sum())
@@ -99,9 +100,9 @@ class LossSums:
             if bool(inside.any()):
                 self.buckets.setdefault(bucket, LossSum()).add(losses_K[inside])
         if len(positions_K) >= LEAST_TOKENS:
-            part_K = (positions_K - positions_K[0]).double() / float(positions_K[-1] - positions_K[0])
+            part_K = to_float64(positions_K - positions_K[0]) / float(positions_K[-1] - positions_K[0])
             early, late = losses_K[3 * part_K < 1], losses_K[3 * part_K > 2]
-            self.thirds.append((float(early.double().mean()), float(late.double().mean())))
+            self.thirds.append((float(to_float64(early).mean()), float(to_float64(late).mean())))
 
     def to_json(self) -> dict[str, Any]:
         """Return the entry of the split in ``eval.json``."""

@@ -22,8 +22,9 @@ from streamtune.base.model_facts import model_device
 from streamtune.base.text import show_size
 from streamtune.engine import StreamHandle
 from streamtune.errors import ArgumentError
+from streamtune.ops.devices import device_name
 from streamtune.optim import BlockAdamW
-from streamtune.plan.budget import Budget, Limits, device_name
+from streamtune.plan.budget import Budget, Limits
 from streamtune.plan.choices import excess_bytes
 from streamtune.plan.least_memory import simulate_least_memory_step
 from streamtune.plan.planner import choose

@@ -39,6 +39,7 @@ from streamtune.engine.memory.host import free_host_bytes
 from streamtune.engine.rotary import rotate_rows_as_if_alone
 from streamtune.errors import DataError
 from streamtune.ops import TokenLoss, token_loss_reference
+from streamtune.ops.devices import free_device_bytes, shares_host_memory
 from streamtune.plan.simulate.memory import LiveBytes
 from streamtune.plan.simulate.scored import PlainScores
 from streamtune.programs.verify.restore import widening_weights
@@ -338,8 +339,5 @@ def measure_memory(
     per_token = max(1.0, held[1] / whole - square * whole)
     host_free = free_host_bytes()
     device = model_device(model)
-    free = host_free
-    if device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0]
-        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    free = host_free if shares_host_memory(device) else free_device_bytes(device)
     return FreeMemory(model, measured, free, host_free, per_token, square)

@@ -27,8 +27,10 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from streamtune.base.model_facts import model_device
 from streamtune.engine import StreamHandle, stream
 from streamtune.errors import ArgumentError, NonFiniteError, StreamTuneError, UnsupportedModelError
+from streamtune.ops.devices import has_float64
 from streamtune.programs.verify.report import (
     SAME,
     Loss,
@@ -254,6 +256,8 @@ class _Runs:
         wider += [torch.float32] if self.computed.itemsize < 4 else []
         for dtype in wider if self.computed != torch.float64 else []:
             reason = why_not_widened(self.model) or self.comparison.why_too_large(dtype)
+            if dtype == torch.float64 and not has_float64(model_device(self.model)):
+                reason = "the device has no float64"
             if not reason:
                 with widening_weights(self.model, dtype):
                     try:

@@ -39,6 +39,7 @@ from streamtune.run.device import (
     make_router_loss,
     make_schedule,
     prepare_libraries,
+    refuse_unsuitable_device,
     stream_model,
 )
 from streamtune.run.model import make_model
@@ -154,6 +155,7 @@ def build_verify(
     task = task_of(recipe)
     with locate_errors(loaded):
         device = choose_device(recipe.device)
+        refuse_unsuitable_device(device, recipe.objective, 1)
         prepare_libraries(device)
         with doing("making the tokenizer"):
             sources = make_sources(loaded, include_eval_sets=False)

@@ -234,8 +234,10 @@ class EngineKeys(Spec):
     gradient overflows is skipped and halves the scale; 2,000 steps without overflow double it. `metrics.jsonl` has
     `loss_scale`, and `overflow` for skipped steps. Write `bf16: true` on devices that have bfloat16."""
 
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device to train on: `cpu`, `cuda`, or `auto` for an accelerator if one exists, else the CPU."""
+    device: Literal["auto", "cpu", "cuda", "xpu", "mps"] = "auto"
+    """Device to train on: `cpu`, `cuda` (also AMD devices with ROCm), `xpu` (Intel), `mps` (Apple). `auto` is `cuda` if
+    such a device exists, else the CPU. Nobody has tried `xpu` and `mps` yet, so they are used only if they are written;
+    they train on one device, without fused attention kernels."""
 
     peak_flops: Annotated[float, Field(gt=0), at_most(10**20)] | None = None
     """Peak dense FLOP/s of one device, from which `mfu` (model FLOPs utilisation) is computed. Set it if the device is
