@@ -133,7 +133,7 @@ def concat_and_chunk(examples: Any, max_length: int, count: int, random: np.rand
 def processor_seconds(model: Any, batch: MicroBatch) -> float:
     model.zero_grad(set_to_none=True)
     start = time.process_time()
-    supervised_loss(model, batch, num_targets=batch.num_targets, bf16=False).backward()
+    supervised_loss(model, batch, num_targets=batch.num_targets).backward()
     return time.process_time() - start
 
 

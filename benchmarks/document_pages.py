@@ -59,9 +59,9 @@ def main(arguments: list[str]) -> None:
         for pages in [int(each) for each in arguments] or [50, 100, 200]:
             length = pages * (SIDE // PATCH) ** 2 // MERGED + TEXT
             inputs = page_inputs(pages)
-            parts = measure_images(model, inputs, autocast=True)
+            parts = measure_images(model, inputs, autocast="bfloat16")
             image_tower.FROZEN_ELEMENTS, kept = 1 << 62, image_tower.FROZEN_ELEMENTS
-            whole = measure_images(model, inputs, autocast=True)
+            whole = measure_images(model, inputs, autocast="bfloat16")
             image_tower.FROZEN_ELEMENTS = kept
             print(f"{pages} pages, {length:,} tokens; pixels {inputs['pixel_values'].nbytes / 2**30:.1f} GiB")
             print(f"  tower, all images at once   {whole.peak / 2**30:7.1f} GiB, held {whole.held / 2**30:.1f}")

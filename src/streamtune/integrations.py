@@ -154,7 +154,7 @@ class StreamTuneCallback(TrainerCallback):
                 device_memory=self.device_memory,
                 batch_size=self.rows or _rows_per_forward(args),
                 accumulated=args.gradient_accumulation_steps > 1,
-                autocast=bool(args.bf16),
+                autocast=bool(args.bf16 or args.fp16),
                 schedule=self.schedule,
             )
 

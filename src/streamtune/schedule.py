@@ -17,6 +17,7 @@ from streamtune.errors import ArgumentError
 __all__ = [
     "DEFAULTS",
     "GIVEN",
+    "AutocastDtype",
     "FetchDtype",
     "Fuse",
     "GradDtype",
@@ -53,6 +54,9 @@ of a chunk, then the preceding chunk).
 
 WeightTier = Literal["device", "host"]
 """Memory that holds weights while their module does not compute."""
+
+AutocastDtype = Literal["bfloat16", "float16"]
+"""Dtype in which autocast computes."""
 
 FetchDtype = Literal["param", "bfloat16"]
 """Dtype of a weight's copy on the device: the weight's own (``param``), or bfloat16."""

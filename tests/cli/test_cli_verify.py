@@ -266,7 +266,7 @@ def test_a_thousandth_in_one_parameter(
     ("arguments", "said"),
     [
         (["--length", "1"], "--length must be at least 4 tokens, found 1"),
-        (["--dtype", "int8"], "choose from float32, bfloat16, float64"),
+        (["--dtype", "int8"], "choose from float32, bfloat16, float16, float64"),
         (["--set", "max_length=8"], "more than max_length = 8 tokens"),
         (["--set", "datasets=[{path: nowhere.jsonl}]"], "nowhere.jsonl"),
         (["--set", "model.init.hiden_size=8"], "did you mean 'hidden_size'?"),

@@ -63,14 +63,14 @@ def runtime() -> dict[str, str]:
     return {**kept, **libraries, **caches}
 
 
-def claimed() -> dict[str, str]:
-    """Return the environment of a process on the claimed device."""
+def claimed(kind: str = "cuda") -> dict[str, str]:
+    """Return the environment of a process on the claimed device: ``cuda``, ``xpu`` or ``mps``."""
     source, torch = SOURCES / "claimed.cpp", Path(sysconfig.get_paths()["purelib"]) / "torch"
-    options = ["-shared", "-fPIC", "-O1", "-std=c++20"]
+    options = ["-shared", "-fPIC", "-O1", "-std=c++20", f"-DKIND={kind.upper()}", f"-DCLAIMS_{kind.upper()}"]
     includes = [f"-I{torch}/include", f"-I{torch}/include/torch/csrc/api/include"]
     libraries = [f"-L{torch}/lib", "-lc10", "-ltorch_cpu"]
     folder = compiled([source], {"libclaimed.so": ["g++", *options, *includes, str(source), *libraries]})
-    return {**os.environ, "LD_LIBRARY_PATH": f"{torch}/lib", "LD_PRELOAD": f"{folder}/libclaimed.so"}
+    return {**os.environ, "CLAIMED": kind, "LD_LIBRARY_PATH": f"{torch}/lib", "LD_PRELOAD": f"{folder}/libclaimed.so"}
 
 
 if __name__ == "__main__":

@@ -1,15 +1,17 @@
-"""A device that says it is ``cuda:0`` and computes on the CPU, for a torch without CUDA.
+"""A device that says it is ``cuda:0`` and computes on the CPU, for a torch without CUDA; or ``xpu:0``, or ``mps:0``.
 
 Its tensors hold CPU numbers and are dispatched as CUDA's: the engine takes its CUDA paths, with values that are right.
 Tensors of two devices in one operator raise, as they do on a device. Operators that only CUDA has are computed by their
 formulas in fp64, and refuse what the real ones refuse: dtypes, head sizes, strides, alignment of biases.
 
-``stub/claimed.cpp`` must be loaded before torch is.
+``stub/claimed.cpp`` must be loaded before torch is. The variable ``CLAIMED`` names the device. On xpu and mps there is
+no float64, and ``torch.cuda`` raises: nothing that runs there may call it.
 """
 
 from __future__ import annotations
 
 import math
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +24,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-CUDA = torch.device("cuda", 0)
+KIND = os.environ.get("CLAIMED", "cuda")
+CUDA = torch.device(KIND, 0)
 CALLED: Counter[str] = Counter()
 """Operators that ran on the device, by name and overload."""
 WAITED: Counter[str] = Counter()
@@ -73,10 +76,10 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return CUDA
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     ours, wanted = any(isinstance(x, Claimed) for x in tensors), kwargs.get("device")
-    if not ours and (wanted is None or torch.device(wanted).type != "cuda"):
+    if not ours and (wanted is None or torch.device(wanted).type != KIND):
         return func(*args, **kwargs)
     if ours and name not in ACROSS and any(not isinstance(x, Claimed) and x.dim() for x in tensors):
-        raise RuntimeError(f"{name}: tensors are on cuda:0 and on the CPU")
+        raise RuntimeError(f"{name}: tensors are on {CUDA} and on the CPU")
     CALLED[f"{name}.{func._schema.overload_name}".rstrip(".")] += 1
     leaves = name == "_to_copy" and ours and wanted is not None and torch.device(wanted).type == "cpu"
     lands = name == "copy_" and not isinstance(args[0], Claimed)
@@ -84,6 +87,8 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         WAITED[name] += 1
     given = {**kwargs, **({} if wanted is None else {"device": torch.device("cpu")})}
     args_in, kwargs_in = tree_map_only(Claimed, lambda x: x.inner, (args, given))
+    if KIND != "cuda" and any(x.dtype == torch.float64 for x in tensors if isinstance(x, Claimed)):
+        raise TypeError(f"{name}: there is no float64 on {KIND}")
     run = ONLY_ON_CUDA.get(f"{name}.{func._schema.overload_name}".rstrip("."), func)
     out = run(*args_in, **kwargs_in)
     for place, argument in enumerate(func._schema.arguments):  # an operator in place returns its argument
@@ -307,8 +312,52 @@ def on_stream(stream: Stream) -> Iterator[None]:
     yield
 
 
+CUDA_CALLS = (
+    "Stream", "Event", "stream", "current_stream", "default_stream", "synchronize", "get_device_name", "cudart",
+    "get_device_properties", "get_device_capability", "get_rng_state", "set_rng_state", "mem_get_info", "empty_cache",
+    "memory_allocated", "memory_reserved", "max_memory_allocated", "reset_peak_memory_stats",
+)  # fmt: skip
+"""Functions of ``torch.cuda`` that fail where there is no CUDA device."""
+
+
+def install_other() -> None:
+    """Let ``torch.xpu`` or ``torch.mps`` speak of the device, and ``torch.cuda`` raise."""
+
+    def refused(name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            raise AssertionError(f"torch.cuda.{name} is called on {KIND}")
+
+        return call
+
+    for name in CUDA_CALLS:
+        setattr(torch.cuda, name, refused(name))
+    replaced: dict[str, Any] = {
+        "synchronize": lambda *_: None, "empty_cache": lambda: None,
+        "get_rng_state": lambda *_: torch.get_rng_state(),
+        "set_rng_state": lambda state, *_: torch.set_rng_state(state),
+    }  # fmt: skip
+    if KIND == "xpu":
+        properties = SimpleNamespace(has_fp64=False, total_memory=16 << 30)
+        replaced |= {
+            "_lazy_init": lambda: None, "is_available": lambda: True, "device_count": lambda: 1,
+            "get_device_name": lambda *_: "Claimed", "get_device_properties": lambda *_: properties,
+            "mem_get_info": lambda *_: (8 << 30, 16 << 30),
+            "memory_allocated": lambda *_: 1 << 30, "memory_reserved": lambda *_: 1 << 30,
+            "max_memory_allocated": lambda *_: 2 << 30, "reset_peak_memory_stats": lambda *_: None,
+        }  # fmt: skip
+    else:
+        torch.backends.mps.is_available = lambda: True  # type: ignore[assignment]
+    for name, value in replaced.items():
+        setattr(getattr(torch, KIND), name, value)
+    torch.Generator = Generator  # type: ignore[misc]
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+
+
 def install() -> None:
     """Let ``torch.cuda`` speak of the device."""
+    if KIND != "cuda":
+        install_other()
+        return
     main = Stream()
     properties = SimpleNamespace(
         name="Claimed", major=9, minor=0, total_memory=80 << 30, multi_processor_count=132, L2_cache_size=50 << 20,

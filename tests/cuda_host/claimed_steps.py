@@ -45,8 +45,8 @@ def case_on_device(case: dict[str, Any]) -> dict[str, Any]:
     want, inputs = reference(model, case["batch"])
     found = {}
     with claimed.OnDevice():
-        there = copy.deepcopy(model).to("cuda")
-        given = {name: x.to("cuda") if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
+        there = copy.deepcopy(model).to(claimed.KIND)
+        given = {name: x.to(claimed.KIND) if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
         for name, settings in case["schedules"].items():
             with streamtune.stream(there, schedule=Schedule(**settings)):
                 gradients(there, given)

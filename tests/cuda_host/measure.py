@@ -174,7 +174,9 @@ def measure(case: dict[str, Any], counts: Counts) -> dict[str, Any]:
     torch.cuda.empty_cache()
     folder.cleanup()
     if case.get("simulated", False):
-        workload = Workload(lambda: make(case, "meta"), case["length"], autocast=case.get("autocast", False))
+        workload = Workload(
+            lambda: make(case, "meta"), case["length"], autocast="bfloat16" if case.get("autocast") else None
+        )
         found["simulated_bytes"] = simulate(workload, schedule).peak_bytes
     return found
 

@@ -37,7 +37,7 @@ def moved(monkeypatch: pytest.MonkeyPatch, autocast: bool) -> tuple[float, dict[
 
     monkeypatch.setattr(trace.Trace, "__torch_dispatch__", dispatch)
     case = {"layers": 3, "dtype": "float32" if autocast else "bfloat16"}
-    workload = Workload(lambda: make(case, "meta"), LENGTH, autocast=autocast)
+    workload = Workload(lambda: make(case, "meta"), LENGTH, autocast="bfloat16" if autocast else None)
     simulate(workload, Schedule(chunk_size=CHUNK, head_chunk_size=1024), full=True)
     return total / (LENGTH // CHUNK), casts
 

@@ -49,20 +49,25 @@ WAITS = {"gemma2": 5, "gemma3_text": 3}
 DTYPES = ("float32", "bfloat16")
 
 
-def computed(family: str) -> dict[tuple[str, str], dict[str, Any]]:
-    """All cases of a family, by one process."""
+def computed(
+    family: str,
+    kind: str = "cuda",
+    schedules: dict[str, dict[str, Any]] = SCHEDULES,
+    dtypes: tuple[str, ...] = DTYPES,
+) -> dict[tuple[str, str], dict[str, Any]]:
+    """All cases of a family, by one process, on a claimed device of a kind."""
     if torch.version.cuda is not None:
         pytest.skip("this torch has CUDA")
     if shutil.which("g++") is None:
         pytest.skip("there is no C++ compiler")
-    keys = [(dtype, kind) for dtype in DTYPES for kind in BATCHES.get(family, ONE)]
+    keys = [(dtype, rows) for dtype in dtypes for rows in BATCHES.get(family, ONE)]
     cases = [
-        {"family": family, "config": FAMILIES[family], "dtype": dtype, "batch": kind, "schedules": SCHEDULES}
-        for dtype, kind in keys
+        {"family": family, "config": FAMILIES[family], "dtype": dtype, "batch": rows, "schedules": schedules}
+        for dtype, rows in keys
     ]
     command = [sys.executable, "-m", "tests.cuda_host.claimed_steps"]
     done = subprocess.run(
-        command, input=json.dumps(cases), capture_output=True, text=True, cwd=ROOT, env=build_stub.claimed()
+        command, input=json.dumps(cases), capture_output=True, text=True, cwd=ROOT, env=build_stub.claimed(kind)
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return dict(zip(keys, json.loads(done.stdout), strict=True))
@@ -94,6 +99,17 @@ def test_gradients_are_as_precise_as_plain_autograds(family: str) -> None:
             if family in PLAIN and dtype == "bfloat16":
                 assert {"addmm.dtype_out", "mm.dtype"} <= case["called"].keys(), where
             assert sum(case["waited"].values()) <= WAITS.get(family, 2), (where, case["waited"])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["mps", pytest.param("xpu", marks=pytest.mark.slow)])
+def test_other_accelerators_take_no_call_of_cuda(kind: str) -> None:
+    """Nor float64; attention is computed by its formula, and copies to the host are synchronous."""
+    schedules = {name: SCHEDULES[name] for name in ("plain chunks", "attention on the host")}
+    for key, cases in computed("llama", kind, schedules, ("float32",)).items():
+        for schedule, case in cases.items():
+            assert case["wrong"] == {}, (key, schedule)
+            assert not any("attention" in name or name == "addmm.dtype_out" for name in case["called"])
 
 
 @pytest.mark.parametrize("causal", [False, True])

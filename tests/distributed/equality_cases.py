@@ -152,7 +152,7 @@ def _deepspeed(engine: str) -> str | None:
 
 
 def _accumulate(backend: Any, objective: Any, handle: Any, batches: list[Any], world: train.World) -> train.StepScore:
-    settings = train.TrainSettings(1, 1, 0.5, 0, 0, 1, bf16=False, seed=0, out_of_memory_fix="")
+    settings = train.TrainSettings(1, 1, 0.5, 0, 0, 1, autocast_dtype=None, seed=0, out_of_memory_fix="")
     context = train.StepContext(backend, objective, settings, handle, world)
     score = accumulate_gradients(context, batches, step=1, stop=train.StopRequest())
     assert score is not None

@@ -227,7 +227,7 @@ def ours(
         objective = UnpairedObjective(handle, recipe, reference, torch.device("cpu"))
     else:
         objective = PairObjective(handle, recipe, reference)
-    settings = TrainSettings(1, 1, 0.0, 0, 0, 1, bf16=bool(recipe.bf16), seed=0, out_of_memory_fix="")
+    settings = TrainSettings(1, 1, 0.0, 0, 0, 1, autocast_dtype=recipe.autocast_dtype, seed=0, out_of_memory_fix="")
     backend = train.LocalBackend(model, torch.optim.SGD(model.parameters()))
     context = train.StepContext(backend, objective, settings, handle)
     score = accumulate_gradients(context, batches, step=1, stop=train.StopRequest())

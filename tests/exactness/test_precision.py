@@ -46,6 +46,36 @@ def test_as_precise_as_torch(family: str, how: str, kind: str) -> None:
         assert all(ours[name].dtype == p.dtype for name, p in model.named_parameters())
 
 
+SCALE = 256.0
+
+
+def scaled_loss(model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.float16, cache_enabled=False):
+        return model(**inputs).loss * SCALE
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["mixed", "float16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_as_precise_as_torch_in_float16(family: str, frozen: bool) -> None:
+    """With a scaled loss, on float32 weights or on a base in float16."""
+    inputs = batch("masked")
+    rounded = build(family, **({"sliding_window": 20} if family == "gemma2" else {})).to(torch.float16)
+    with Float64():
+        _, truth = gradients(in_float64(rounded), inputs)
+    model = rounded if frozen else copy.deepcopy(rounded).float()
+
+    def error() -> float:
+        return total_error(
+            {name: x.double() / SCALE for name, x in gradients(model, inputs, scaled_loss)[1].items()}, truth
+        )
+
+    torch_error = error()
+    for chunk_size in (8, 37):
+        with streamtune.stream(model, schedule=Schedule(chunk_size=chunk_size, head_chunk_size=16)):
+            our_error = error()
+        assert our_error <= 1.1 * torch_error + 1e-6, (our_error, torch_error)
+
+
 def test_many_chunks_do_not_add_rounding_in_bf16() -> None:
     """Sums over chunks are held in fp32: 37 chunks are as good as one."""
     inputs = batch("plain")

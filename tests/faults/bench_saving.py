@@ -146,7 +146,7 @@ def costs(model: LlamaForCausalLM, every: int, saves: int, *, asynchronous: bool
             eval_steps=0,
             save_steps=2 * every,
             save_total_limit=1,
-            bf16=False,
+            autocast_dtype=None,
             seed=0,
             out_of_memory_fix="",
             save_async=asynchronous,

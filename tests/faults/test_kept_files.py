@@ -109,7 +109,7 @@ def use_logps(root: Path, notify: Callable[[str], None], key: str = "a-b-c") -> 
         trees = [Tree([1], [[2, 3], [4, len(key)]]), Tree([1], [[5]])]
         batches: Any = [OneTree(tree.completions) for tree in trees]
         reference: Any = TokenLogps()
-        kept = compute_logps(key, reference, batches, CPU, bf16=False, notify=lambda text: None)
+        kept = compute_logps(key, reference, batches, CPU, autocast_dtype=None, notify=lambda text: None)
     return [kept.logps.tolist(), kept.offsets.tolist()]
 
 

@@ -289,6 +289,32 @@ def test_as_precise_as_torch_in_bf16(how: str, autocast: bool) -> None:
             assert relative(g, w) <= 1.1 * relative(t, w) + 1e-4
 
 
+@pytest.mark.parametrize("kind", ["confident", "large activations"])
+@pytest.mark.parametrize("how", LOSSES)
+def test_as_precise_as_torch_in_float16(how: str, kind: str) -> None:
+    """Probabilities below 6e-8 count, and a sum over tokens above 65,504 is finite; the loss is scaled after it."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(500, 64, generator=generator) * 0.125
+    targets = torch.randint(0, 500, (1, 1024), generator=generator)
+    hidden, scale = weight[targets] * 32, 65536.0
+    if kind == "large activations":
+        hidden, scale, targets = torch.randn(1, 1024, 64, generator=generator) + 80, 64.0, torch.full_like(targets, 3)
+        weight = weight * 0.01
+    hidden, weight = (x.half().float() for x in (hidden, weight))
+
+    def gradients(loss: Callable[[Head], Tensor], dtype: torch.dtype, scale: float) -> tuple[Tensor, ...]:
+        head = Head(hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), None, targets)
+        with torch.autocast("cpu", dtype=torch.float16, enabled=scale != 1.0):
+            value = loss(head) * scale
+        return tuple(g.double() / scale for g in torch.autograd.grad(value, (head.hidden, head.weight)))
+
+    truth = gradients(lambda head: dense_sum(head) / 1024, torch.float64, 1.0)
+    theirs = gradients(lambda head: dense_sum(head) / 1024, torch.float32, scale)
+    ours = gradients(lambda head: LOSSES[how](head, num_items=1024, chunk_size=1024), torch.float32, scale)
+    for g, t, w in zip(ours, theirs, truth, strict=True):
+        assert relative(g, w) <= 1.1 * relative(t, w) + 1e-5
+
+
 @pytest.mark.parametrize("loss", ["mean", "logprobs"])
 def test_few_rows_at_a_time_add_no_rounding(loss: str) -> None:
     """A matmul of few rows may sum a large vocabulary in one running sum; up to 10 times the error."""

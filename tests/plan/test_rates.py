@@ -65,6 +65,9 @@ GIB = 1 << 30
         ("RTX 4090", "rtx-4090-24gb"),
         ("4090", "rtx-4090-24gb"),
         ("a100-40gb", "a100-40gb"),
+        ("t4", "t4-16gb"),
+        ("RTX 3060", "rtx-3060-12gb"),
+        ("RTX 4070 Ti Super", "rtx-4070-ti-super-16gb"),
     ],
 )
 def test_by_name(name: str, found: str):
@@ -79,6 +82,13 @@ def test_an_unknown_name_lists_them_all():
     assert all(name in caught.value.fix for name in DEVICES)
 
 
+@pytest.mark.parametrize(("name", "meant"), [("v10", "v100"), ("a10", "a10"), ("rtx 5090 ti", "rtx-5090-32gb")])
+def test_an_unknown_name_proposes_the_nearest(name: str, meant: str):
+    with pytest.raises(ArgumentError) as caught:
+        find_device(name)
+    assert caught.value.fix.startswith(f"did you mean '{meant}")
+
+
 def test_a_name_of_several():
     with pytest.raises(ArgumentError, match="could be a100-40gb or a100-80gb"):
         find_device("a100")
@@ -91,7 +101,15 @@ def test_the_nearest_memory_and_of_those_the_fastest(gib: int, name: str):
 
 def test_figures_make_sense():
     for device in DEVICES.values():
-        assert 20 * GIB < device.memory_bytes < 256 * GIB
-        assert 5e13 < device.matmul_flops < 5e15
+        assert 7 * GIB < device.memory_bytes < 400 * GIB
+        assert 1e13 < device.matmul_flops < 5e15
         assert 1e11 < device.memory_bandwidth < 1e13
-        assert device.host_bandwidth < device.memory_bandwidth
+        assert device.host_bandwidth < device.memory_bandwidth or device.is_unified
+        nominal = int(device.name.rpartition("-")[2].removesuffix("gb"))
+        assert 0.7 * nominal < device.memory_bytes / GIB < nominal
+    assert {name for name, device in DEVICES.items() if not device.has_bfloat16} == {
+        "t4-16gb",
+        "v100-16gb",
+        "v100-32gb",
+    }
+    assert {name for name, device in DEVICES.items() if device.is_tested} == {"h100-80gb", "h200-141gb"}

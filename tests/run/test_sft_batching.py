@@ -67,7 +67,7 @@ def rows_of(run: Run, units: list[int]) -> list[Example]:
 def gradient(model: Any, batches: list[MicroBatch], num_targets: int) -> tuple[float, dict[str, Tensor]]:
     """Return the gradients as ``train.step.accumulate_gradients`` sums them."""
     model.zero_grad(set_to_none=True)
-    losses = [supervised_loss(model, batch, num_targets=num_targets, bf16=False) for batch in batches]
+    losses = [supervised_loss(model, batch, num_targets=num_targets) for batch in batches]
     for loss in losses:
         loss.backward()
     return sum(loss.item() for loss in losses), {name: p.grad.clone() for name, p in model.named_parameters()}

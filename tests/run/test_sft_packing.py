@@ -52,7 +52,7 @@ def built(folder: Path, **more: Any) -> Run:
 def gradient(model: Any, batches: list[MicroBatch], num_targets: int) -> tuple[float, dict[str, Tensor]]:
     """Return the gradients as ``train.step.accumulate_gradients`` sums them."""
     model.zero_grad(set_to_none=True)
-    losses = [supervised_loss(model, batch, num_targets=num_targets, bf16=False) for batch in batches]
+    losses = [supervised_loss(model, batch, num_targets=num_targets) for batch in batches]
     for loss in losses:
         loss.backward()
     return sum(loss.item() for loss in losses), {name: p.grad.clone() for name, p in model.named_parameters()}
@@ -88,9 +88,9 @@ def test_held_out_rows_have_the_loss_they_have_unpacked(folder: Path) -> None:
     assert sorted(o for batch in held_out for o in batch.origins) == sorted(e.origin for e in run.prepared.validation)
     apart = MicroBatch(**collate(list(run.prepared.validation), pad_token_id=0), origins=())
     with torch.no_grad():
-        total = sum(float(supervised_loss(run.model, batch, num_targets=1, bf16=False)) for batch in held_out)
+        total = sum(float(supervised_loss(run.model, batch, num_targets=1)) for batch in held_out)
         run.handle.remove()
-        want = reference_of(run.model, lambda model: (supervised_loss(model, apart, num_targets=1, bf16=False), {}))
+        want = reference_of(run.model, lambda model: (supervised_loss(model, apart, num_targets=1), {}))
         want.check((total, {}))
 
 

@@ -57,7 +57,7 @@ def test_a_conversation_has_the_gradient_of_its_turns_apart(folder: Path, kind: 
 
     def gradient(model: Any, batches: list[MicroBatch]) -> tuple[float, dict[str, torch.Tensor]]:
         model.zero_grad(set_to_none=True)
-        losses = [supervised_loss(model, each, num_targets=batch.num_targets, bf16=False) for each in batches]
+        losses = [supervised_loss(model, each, num_targets=batch.num_targets) for each in batches]
         torch.stack(losses).sum().backward()
         return sum(loss.item() for loss in losses), {name: p.grad.clone() for name, p in model.named_parameters()}
 

@@ -321,7 +321,7 @@ def test_a_stop_while_held_out_completions_are_written_ends_the_evaluation(tmp_p
     stream.tools.writer.write = write  # type: ignore[method-assign]
     model = torch.nn.Linear(1, 1)
     backend = train.LocalBackend(model, torch.optim.SGD(model.parameters()))
-    settings = train.TrainSettings(1, 1, 0.0, 0, 0, 1, bf16=False, seed=0, out_of_memory_fix="")
+    settings = train.TrainSettings(1, 1, 0.0, 0, 0, 1, autocast_dtype=None, seed=0, out_of_memory_fix="")
     context = train.StepContext(backend, PolicyObjective(None, stream.recipe), settings)  # type: ignore[arg-type]
     assert evaluate(context, {"": stream.held_out_batches}, 1, stop) is None
 

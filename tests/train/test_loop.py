@@ -382,7 +382,7 @@ def test_the_norm_of_narrow_gradients_is_that_of_float32(dtype: torch.dtype, val
 
 def test_bf16_trains_float32_weights_under_autocast(trainer: Trainer) -> None:
     model = make_model()
-    result = trainer(model, steps=20, bf16=True)
+    result = trainer(model, steps=20, autocast_dtype="bfloat16")
     assert result.last_loss < result.first_loss
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 

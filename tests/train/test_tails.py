@@ -33,8 +33,8 @@ from streamtune.train.step import TrainSettings
 
 
 def settings() -> TrainSettings:
-    rest = {"max_grad_norm": 1.0, "eval_steps": 0, "save_steps": 0, "save_total_limit": 0, "bf16": False, "seed": 0}
-    return TrainSettings(total_steps=1000, steps_per_epoch=1000, out_of_memory_fix="", **rest)  # type: ignore[arg-type]
+    rest = {"max_grad_norm": 1.0, "eval_steps": 0, "save_steps": 0, "save_total_limit": 0, "autocast_dtype": None}
+    return TrainSettings(total_steps=1000, steps_per_epoch=1000, seed=0, out_of_memory_fix="", **rest)  # type: ignore[arg-type]
 
 
 def lines(count: int, **more: Any) -> list[dict[str, Any]]:

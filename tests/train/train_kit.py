@@ -109,7 +109,7 @@ class Trainer:
             "eval_steps": 0,
             "save_steps": 0,
             "save_total_limit": 2,
-            "bf16": False,
+            "autocast_dtype": None,
             "seed": 1,
             "out_of_memory_fix": "lower engine.chunk_size",
         }

@@ -116,6 +116,9 @@ def _check_devices(environment: dict[str, Any], directory: Path) -> Iterator[Che
 
     build = f"torch {torch.__version__}"
     accelerators = [device for device in environment["devices"] if device["name"] != "cpu"]
+    if torch.version.hip is not None:
+        found = f"{build} is built for ROCm: nobody has tried AMD devices yet"
+        yield CheckResult("device", "advice", found, "compare the gradient first: `streamtune verify`")
     nvidia = shutil.which("nvidia-smi") is not None or Path("/dev/nvidia0").exists()
     if not accelerators:
         if torch.version.cuda and nvidia:
@@ -133,8 +136,12 @@ def _check_devices(environment: dict[str, Any], directory: Path) -> Iterator[Che
         text = f"{device['name']}: {name}, {show_size(free)} of {show_size(total)} free"
         if free < 0.9 * total:
             yield CheckResult("device", "advice", text, "other processes use this device's memory: see `nvidia-smi`")
+        elif not device["capability"]:
+            kind = device["name"].partition(":")[0]
+            fix = f"to use it, write device: {kind}; what runs: docs/guide/devices.md"
+            yield CheckResult("device", "advice", f"{text}; nobody has tried this kind yet", fix)
         elif not device["bf16"]:
-            yield CheckResult("device", "advice", f"{text}; no bfloat16", "do not write bf16: true in recipes")
+            yield CheckResult("device", "advice", f"{text}; no bfloat16", "write fp16: true in recipes, not bf16: true")
         else:
             yield CheckResult("device", "ok", text)
 
@@ -143,7 +150,7 @@ def _check_attention_kernels(environment: dict[str, Any], directory: Path) -> It
     for device, by_dtype in environment["attention"].items():
         for dtype, by_mask in by_dtype.items():
             names = ", ".join(f"{kernel} ({mask})" for mask, kernel in by_mask.items())
-            tiled = "tiled" in by_mask.values() and device != "cpu"
+            tiled = "tiled" in by_mask.values() and device.startswith("cuda")
             fix = (
                 "no kernel gave correct results: attention runs in plain PyTorch, several times slower" if tiled else ""
             )
@@ -194,7 +201,7 @@ def _check_copy_speed(environment: dict[str, Any], directory: Path) -> Iterator[
     import torch
 
     for device in environment["devices"]:
-        if device["name"] == "cpu":
+        if not device["name"].startswith("cuda"):  # others copy without pinned memory
             continue
         try:
             host = torch.empty(PINNED_BYTES, dtype=torch.uint8, pin_memory=True)

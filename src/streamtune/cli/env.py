@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,8 @@ def _list_devices() -> list[dict[str, Any]]:
         "cores": psutil.cpu_count(logical=False) or psutil.cpu_count(),
         "threads": torch.get_num_threads(),
     }
+    from streamtune.ops.devices import has_bfloat16
+
     devices: list[dict[str, Any]] = [cpu]
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
@@ -98,10 +101,29 @@ def _list_devices() -> list[dict[str, Any]]:
                 "memory_bytes": total,
                 "free_bytes": free,
                 # is_bf16_supported() counts emulation, and asks the current device only
-                "bf16": torch.version.hip is not None or properties.major >= 8,
+                "bf16": has_bfloat16(torch.device("cuda", index)),
             }
         )
-    return devices
+    return [*devices, *_list_untried_devices()]
+
+
+def _list_untried_devices() -> Iterator[dict[str, Any]]:
+    """Yield the Intel and Apple devices, which run only if a recipe names them."""
+    import psutil
+    import torch
+
+    from streamtune.engine.memory.host import total_host_bytes
+    from streamtune.ops.devices import accelerators, device_name, free_device_bytes, shares_host_memory
+
+    for device in accelerators():
+        if device.type == "cuda":
+            continue
+        if shares_host_memory(device):
+            total, free = total_host_bytes(), psutil.virtual_memory().available
+        else:
+            total, free = torch.xpu.get_device_properties(device).total_memory, free_device_bytes(device)
+        found = {"name": str(device), "model": device_name(device), "capability": ""}
+        yield {**found, "memory_bytes": total, "free_bytes": free, "bf16": True}
 
 
 def _cpu_model() -> str:
@@ -151,7 +173,8 @@ def _describe_device(device: dict[str, Any]) -> str:
         return f"{device['model']}, {device['cores']} cores, {device['threads']} threads"
     memory = f"{_show_gib(device['free_bytes'])} of {_show_gib(device['memory_bytes'])} free"
     bf16 = "bfloat16" if device["bf16"] else "no bfloat16"
-    return f"{device['model']}, {memory}, compute capability {device['capability']}, {bf16}"
+    capability = f"compute capability {device['capability']}, {bf16}" if device["capability"] else "untested"
+    return f"{device['model']}, {memory}, {capability}"
 
 
 def _show_gib(size: int) -> str:

@@ -155,6 +155,7 @@ def _plan_document(recipe_plan: RecipePlan) -> dict[str, Any]:
         "mfu": recipe_plan.mfu,
         "length": recipe_plan.length,
         "positions": recipe_plan.position_advice,
+        "device_advice": recipe_plan.device_advice,
         "tokens": recipe_plan.tokens,
         "objective": recipe_plan.loaded.recipe.objective,
         **(

@@ -42,6 +42,7 @@ def plan_screen_texts(recipe_plan: RecipePlan) -> dict[str, Any]:
             ("step", _describe_step(recipe_plan)),
             *([("positions", recipe_plan.position_advice)] if recipe_plan.position_advice is not None else []),
             ("device", _describe_device(recipe_plan)),
+            *([("", recipe_plan.device_advice)] if recipe_plan.device_advice is not None else []),
             ("schedule", describe_schedule(chosen.schedule, recipe_plan.layers)),
             ("time", _describe_time(recipe_plan)),
             ("flop", _describe_flops(recipe_plan)),
@@ -107,7 +108,8 @@ def _describe_model(recipe_plan: RecipePlan) -> str:
     if recipe_plan.loaded.recipe.step_kind.gradients == "block":
         trained += " at a time"
     rounded = ", rounded stochastically" if recipe_plan.loaded.recipe.weight_rounding == "stochastic" else ""
-    autocast = ", computed in bf16" if recipe_plan.loaded.recipe.bf16 and recipe_plan.dtype != "bfloat16" else ""
+    computed = recipe_plan.loaded.recipe.autocast_dtype
+    autocast = f", computed in {short_dtype(computed)}" if computed and computed != recipe_plan.dtype else ""
     size = f"{total / 1e9:.2f}B" if total >= 1e9 else f"{total / 1e6:.1f}M"
     return (
         f"{recipe_plan.model_name}, {size} parameters, {trained}; {short_dtype(recipe_plan.dtype)}{rounded}{autocast}"

@@ -319,7 +319,7 @@ def _describe_trained_weights(recipe: Recipe) -> str:
         automatic = "nf4" if recipe.shards_weights else "nf4 on an accelerator, int8 on the CPU"
         bits = automatic if recipe.quantization == "auto" else recipe.quantization
         weights = f"{weights}, linear layers in {bits}"
-    return f"{kind}; weights in {weights}" + ("; computed in bfloat16" if recipe.bf16 else "")
+    return f"{kind}; weights in {weights}" + (f"; computed in {recipe.autocast_dtype}" if recipe.autocast_dtype else "")
 
 
 def _describe_trained_parts(recipe: Recipe) -> str:

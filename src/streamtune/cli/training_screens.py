@@ -87,7 +87,8 @@ def _describe_model(run: Run) -> str:
         dtype += f", linear layers{experts} in {run.start.quantization}"
     if run.recipe.weight_rounding == "stochastic":
         dtype += ", rounded stochastically"
-    autocast = ", computed in bf16" if run.recipe.bf16 else ""
+    computed = run.recipe.autocast_dtype
+    autocast = f", computed in {short_dtype(computed)}" if computed else ""
     name, device = models.architecture_name(base), str(run.device)
     where = "CPU" if device == "cpu" else device
     return f"{name}, {_show_count(total)} parameters, {trained}; {dtype}{autocast}; {where}"
@@ -206,6 +207,9 @@ def print_outcome(run: Run, outcome: RunOutcome) -> None:
     if state.skipped:
         text = f"{state.skipped:,} of {state.step:,} steps, with a NaN or infinite loss or gradient; see events.jsonl"
         rows.append(("skipped", text))
+    if state.overflows:
+        text = f"{state.overflows:,} of {state.step:,} steps, skipped: the gradient overflowed float16"
+        rows.append(("overflow", text))
     if outcome.tokens > 0:
         rate = f"{outcome.tokens / outcome.seconds:,.0f} tokens/s"
         since = " since the resume" if run.first_step else ""

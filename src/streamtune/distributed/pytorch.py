@@ -252,7 +252,7 @@ class DdpBackend(TorchBackend):
         return nullcontext() if last else self.engine.no_sync()
 
     def backward(self, loss: Tensor) -> None:
-        (loss * self.size).backward()
+        (self.scaled_loss(loss) * self.size).backward()
 
     def optimizer_slices(self) -> Iterator[Slice]:
         """Yield this rank's share of the optimizer state; every rank has the whole state."""
@@ -314,7 +314,7 @@ class FsdpBackend(TorchBackend):
     def backward(self, loss: Tensor) -> None:
         """Run the backward pass; gradients are reduced in every micro-batch, because whole gradients may not fit in
         memory."""
-        (loss * self.size).backward()
+        (self.scaled_loss(loss) * self.size).backward()
 
     def _to_float(self, norm: Tensor) -> float:
         return float((norm.full_tensor() if isinstance(norm, DTensor) else norm).item())

@@ -238,6 +238,12 @@ def check_weights_finite(model: Any, name_or_path: str = "", where: str = "model
     for name, tensor_in_model in chain(model.named_parameters(), _saved_buffers(model)):
         if not is_finite(tensor_in_model.detach()):
             file, tensor, values = _first_nonfinite_tensor(name_or_path) or (None, name, tensor_in_model.detach())
+            if file is None and values.dtype == torch.float16 and not bool(values.isnan().any()):
+                raise ArgumentError(
+                    f"{tensor} has {int(values.isinf().sum()):,} values above 65,504, the largest number of float16",
+                    where=where,
+                    fix="write dtype: float32, or bf16: true in place of fp16 on a device that has bfloat16",
+                )
             raise make_not_finite_error(tensor, values, where if file is None else str(file))
 
 

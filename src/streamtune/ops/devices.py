@@ -1,4 +1,8 @@
-"""Simulation of a device by ``meta`` tensors, limits and timing of kernels, and cached CPU copies of small tensors.
+"""Differences between device types, simulation by ``meta`` tensors, timing of kernels, and cached CPU copies.
+
+CUDA (with ROCm), Intel's ``xpu`` and Apple's ``mps`` have different functions for memory, random state and names. The
+functions below call the right one, and other modules call only these. Streams, pinned memory and fused kernels are used
+on CUDA alone: elsewhere copies are synchronous and attention is computed by its formula.
 
 A training step on ``meta`` has the shapes and tensor lifetimes of a real step, but no values.
 
@@ -13,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from statistics import median
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -91,6 +95,120 @@ def autocast_device_type(device: torch.device) -> str:
     return "cpu" if device.type == "meta" else device.type
 
 
+# --- device types ----------------------------------------------------------------------------------------------------
+
+
+def _backend(device: torch.device) -> Any:
+    """Return ``torch.cuda``, ``torch.xpu`` or ``torch.mps``; None for other types, such as ``cpu`` and ``meta``."""
+    return getattr(torch, device.type) if device.type in ACCELERATORS else None
+
+
+ACCELERATORS = ("cuda", "xpu", "mps")
+"""Types of the devices on which a model can be trained, besides ``cpu``."""
+
+
+def is_available(kind: str) -> bool:
+    """Return True if this process has an accelerator of a type of :data:`ACCELERATORS`."""
+    return bool(torch.backends.mps.is_available() if kind == "mps" else getattr(torch, kind).is_available())
+
+
+def accelerators() -> list[torch.device]:
+    """Return the accelerators of this process: all CUDA and Intel devices, and Apple's, which has no index."""
+    found = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    found += [torch.device("xpu", index) for index in range(torch.xpu.device_count())]
+    return [*found, torch.device("mps")] if is_available("mps") else found
+
+
+def has_streams(device: torch.device) -> bool:
+    """Return True if copies and computation overlap on streams, with pinned host memory: on CUDA."""
+    return device.type == "cuda"
+
+
+def has_bfloat16(device: torch.device) -> bool:
+    """Return False for a CUDA device that only emulates bfloat16: below compute capability 8.0 (T4, V100, RTX 20)."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return True
+    return bool(torch.cuda.get_device_properties(device).major >= 8)
+
+
+def has_float64(device: torch.device) -> bool:
+    """Return False if the device has no float64: Apple's, and some of Intel's."""
+    if device.type == "xpu":
+        return bool(torch.xpu.get_device_properties(device).has_fp64)
+    return device.type != "mps"
+
+
+def to_float64(x: Tensor) -> Tensor:
+    """Return ``x`` in float64, on the CPU if its device has no float64."""
+    return (x if has_float64(x.device) else x.cpu()).double()
+
+
+def simulated_device_type(device: torch.device) -> str:
+    """Return the device type to simulate for a model on ``device``: ``cuda``, or ``cpu`` where no kernel is fused."""
+    return "cuda" if device.type in ("cuda", "meta") else "cpu"
+
+
+def shares_host_memory(device: torch.device) -> bool:
+    """Return True if the device computes in the host's memory: the CPU, and Apple's unified memory."""
+    return device.type in ("cpu", "mps")
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has finished all queued work; on a CPU nothing is queued."""
+    if device.type == "mps":
+        torch.mps.synchronize()
+    elif (backend := _backend(device)) is not None:
+        backend.synchronize(device)
+
+
+def free_device_bytes(device: torch.device) -> int:
+    """Return the free bytes of a device with its own memory, including memory reserved by PyTorch and not used."""
+    backend = _backend(device)
+    free, _ = backend.mem_get_info(device)
+    return int(free + backend.memory_reserved(device) - backend.memory_allocated(device))
+
+
+def device_name(device: torch.device) -> str:
+    """Return the name of a device, as its driver gives it."""
+    if device.type == "mps":
+        return "Apple GPU"
+    return "this machine's CPU" if device.type == "cpu" else str(_backend(device).get_device_name(device))
+
+
+def empty_cache(device: torch.device) -> None:
+    """Free the memory that PyTorch has reserved on an accelerator and does not use."""
+    if (backend := _backend(device)) is not None:
+        backend.empty_cache()
+
+
+def reset_peak_bytes(device: torch.device) -> None:
+    """Reset the peak memory of a device that counts it."""
+    if device.type in ("cuda", "xpu"):
+        _backend(device).reset_peak_memory_stats(device)
+
+
+def peak_bytes(device: torch.device) -> int | None:
+    """Return the peak bytes since the last reset; None if the device does not count them (CPU, Apple)."""
+    return int(_backend(device).max_memory_allocated(device)) if device.type in ("cuda", "xpu") else None
+
+
+def random_state(device: torch.device) -> Tensor | None:
+    """Return the state of a device's own random generator; None for the CPU and ``meta``."""
+    if device.type == "mps":
+        return torch.mps.get_rng_state()
+    backend = _backend(device)
+    state: Tensor | None = None if backend is None else backend.get_rng_state(device)
+    return state
+
+
+def set_random_state(state: Tensor, device: torch.device) -> None:
+    """Set the state of a device's own random generator."""
+    if device.type == "mps":
+        torch.mps.set_rng_state(state)
+    else:
+        _backend(device).set_rng_state(state, device)
+
+
 # --- kernels ---------------------------------------------------------------------------------------------------------
 
 MAX_ELEMENTS = (1 << 31) - 1
@@ -108,17 +226,12 @@ def median_time(run: Callable[[], object], device: torch.device, run_count: int)
     """Return the median time of ``run_count`` calls of ``run``, in seconds; each call waits for the device."""
     times = []
     for _ in range(run_count):
-        _synchronize(device)
+        synchronize(device)
         start = time.perf_counter()
         run()
-        _synchronize(device)
+        synchronize(device)
         times.append(time.perf_counter() - start)
     return median(times)
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 # --- copies on the host ----------------------------------------------------------------------------------------------
@@ -148,7 +261,7 @@ def cached_host_copy(x: Tensor) -> Tensor | None:
 
 def to_device_with_host_copy(copy: Tensor, device: torch.device) -> Tensor:
     """Return ``copy`` on ``device``, and cache ``copy`` as the CPU copy of the result (:func:`host_copy`)."""
-    x = copy.to(device, non_blocking=True)
+    x = copy.to(device, non_blocking=has_streams(device))
     if x is not copy:
         _cache_host_copy(x, copy)
     return x

@@ -9,10 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from streamtune.ops.devices import autocast_device_type, random_state, set_random_state
+
 
 @dataclass(frozen=True)
 class RandomState:
-    """State of the CPU's random generator and, on CUDA, of the device's generator."""
+    """State of the CPU's random generator and, on an accelerator, of the device's generator."""
 
     cpu: Tensor
     device: torch.device
@@ -21,8 +23,7 @@ class RandomState:
     @classmethod
     def capture(cls, device: torch.device) -> RandomState:
         """Return the current state of the CPU's and the device's random generators."""
-        accelerator = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        return cls(torch.get_rng_state(), device, accelerator)
+        return cls(torch.get_rng_state(), device, random_state(device))
 
     @contextmanager
     def replayed(self) -> Iterator[None]:
@@ -38,7 +39,7 @@ class RandomState:
         """Set the random generators to this state."""
         torch.set_rng_state(self.cpu)
         if self.accelerator is not None:
-            torch.cuda.set_rng_state(self.accelerator, self.device)
+            set_random_state(self.accelerator, self.device)
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Autocast:
     @classmethod
     def capture(cls, device: torch.device) -> Autocast:
         """Return the autocast settings now active for ``device``."""
-        kind = device.type if device.type in ("cpu", "cuda") else "cpu"
+        kind = autocast_device_type(device)
         return cls(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
 
     def applied(self) -> AbstractContextManager[None]:

@@ -28,6 +28,8 @@ def weight_gradient(grad_nV: Tensor, hidden_nC: Tensor, dtype: torch.dtype) -> T
     """Return ``grad.T @ hidden`` ``[V, C]`` in ``dtype``, rounded once if the device has a matmul with this output."""
     if dtype != grad_nV.dtype and _can_output_wide(grad_nV, dtype):
         return torch.mm(grad_nV.mT, hidden_nC, out_dtype=dtype)
+    if grad_nV.dtype == torch.float16 and dtype != torch.float16:  # a sum over tokens may exceed 65,504
+        return grad_nV.to(dtype).mT @ hidden_nC.to(dtype)
     return (grad_nV.mT @ hidden_nC).to(dtype)
 
 
@@ -39,8 +41,10 @@ def add_weight_gradient(acc_VC: Tensor, grad_nV: Tensor, hidden_nC: Tensor) -> N
         torch.addmm(acc_VC, grad_nV.mT, hidden_nC, out_dtype=acc_VC.dtype, out=acc_VC)
     else:
         block = max(1, (1 << 24) // acc_VC.shape[1])
+        if grad_nV.dtype == torch.float16:  # a sum over tokens may exceed 65,504
+            hidden_nC = hidden_nC.to(acc_VC.dtype)
         for part in block_slices(len(acc_VC), block):
-            acc_VC[part] += grad_nV[:, part].mT @ hidden_nC
+            acc_VC[part] += grad_nV[:, part].to(hidden_nC.dtype).mT @ hidden_nC
 
 
 def _can_output_wide(grad: Tensor, wide: torch.dtype) -> bool:

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 
 @dataclass(frozen=True)
 class Budget:
@@ -103,22 +101,12 @@ def _format_bytes(size: int) -> str:
     return f"{size:,} B"
 
 
-def free_device_bytes(device: torch.device) -> int:
-    """Return the free bytes of a CUDA device, including memory that PyTorch has reserved but does not use."""
-    free, _ = torch.cuda.mem_get_info(device)
-    return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
-
-
 def free_disk_bytes(directory: str | Path) -> int:
     """Return how many bytes are free on the disk of a directory; the directory need not exist yet."""
     path = Path(directory).expanduser().absolute()
     while not path.exists() and path != path.parent:
         path = path.parent
     return int(shutil.disk_usage(path).free)
-
-
-def device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "this machine's CPU"
 
 
 MAX_SLOPE_RATIO = 0.8

@@ -31,6 +31,7 @@ from streamtune.base.result_cache import CacheFile
 from streamtune.engine import stream
 from streamtune.ops.attention.attention import prefix_attention
 from streamtune.ops.attention.mask import LazyMask
+from streamtune.ops.devices import device_name, has_streams, simulated_device_type, synchronize
 from streamtune.plan.rates import DISK_BANDWIDTH, Rates
 from streamtune.plan.simulate import Workload, simulate
 from streamtune.schedule import Schedule
@@ -236,8 +237,8 @@ def _open_cache() -> CacheFile:
 
 
 def _describe_device(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
+    if device.type != "cpu":
+        return device_name(device)
     return f"this {platform.machine()} CPU with {torch.get_num_threads()} threads"
 
 
@@ -293,8 +294,7 @@ class _Clock:
         return min(elapsed, time.process_time() - cpu_start) if self.device.type == "cpu" else elapsed
 
     def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        synchronize(self.device)
 
 
 def _measure_matmul(clock: _Clock, dtype: torch.dtype) -> float:
@@ -343,10 +343,10 @@ def _measure_elementwise(clock: _Clock, dtype: torch.dtype) -> float:
 def _measure_copy(clock: _Clock) -> float:
     """Return the bytes/s of copies between device and host, in the slower direction; on a CPU, within memory."""
     size = (16 << 20) if clock.device.type == "cpu" else (256 << 20)
-    host_tensor = torch.empty(size, dtype=torch.uint8, pin_memory=clock.device.type == "cuda")
+    host_tensor = torch.empty(size, dtype=torch.uint8, pin_memory=has_streams(clock.device))
     device_tensor = torch.zeros(size, dtype=torch.uint8, device=clock.device)
-    to_host = clock.time_fastest_run(lambda: host_tensor.copy_(device_tensor, non_blocking=True))
-    to_device = clock.time_fastest_run(lambda: device_tensor.copy_(host_tensor, non_blocking=True))
+    to_host = clock.time_fastest_run(lambda: host_tensor.copy_(device_tensor, non_blocking=has_streams(clock.device)))
+    to_device = clock.time_fastest_run(lambda: device_tensor.copy_(host_tensor, non_blocking=has_streams(clock.device)))
     return size / max(to_host, to_device)
 
 
@@ -360,7 +360,7 @@ def _measure_launch_overhead(clock: _Clock) -> float:
         with torch.device(device):
             return LlamaForCausalLM(config).train()
 
-    workload = Workload(partial(make_tiny_model, "meta"), 128, device_type=clock.device.type)
+    workload = Workload(partial(make_tiny_model, "meta"), 128, device_type=simulated_device_type(clock.device))
     operators = simulate(workload, schedule).work.operators
     model: Any = make_tiny_model(clock.device)
     ids = torch.zeros(1, workload.length, dtype=torch.long, device=clock.device)

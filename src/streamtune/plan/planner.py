@@ -25,7 +25,8 @@ from streamtune.engine.inspect_model import first_differentiated_layer
 from streamtune.engine.memory.host import usable_host_bytes
 from streamtune.engine.memory.placement import best_segment_size
 from streamtune.errors import ArgumentError
-from streamtune.plan.budget import Limits, free_device_bytes, free_disk_bytes
+from streamtune.ops.devices import free_device_bytes, shares_host_memory, simulated_device_type
+from streamtune.plan.budget import Limits, free_disk_bytes
 from streamtune.plan.calibrate import load_rates
 from streamtune.plan.choices import (
     Candidate,
@@ -504,7 +505,7 @@ def plan_step(
     if unknown:
         names = ", ".join(Schedule.__dataclass_fields__)
         raise ArgumentError(f"unknown schedule field {unknown[0]!r}", fix=f"fields: {names}")
-    device_type = "cpu" if device.type == "cpu" else "cuda"  # a model on meta is planned for an accelerator
+    device_type = simulated_device_type(device)  # a model on meta is planned for CUDA
     requested = _parse_bytes(device_memory, "device_memory")
     if device.type == "meta" and requested is None:
         raise ArgumentError(
@@ -518,7 +519,7 @@ def plan_step(
         host_bytes=usable_host_bytes() if host_bytes is None else host_bytes,
         disk_bytes=free_disk_bytes(offload_dir) if offload_dir is not None else 0,
         margin=margin,
-        shared=device_type == "cpu",
+        shared=shares_host_memory(device),
     )
     limits = add_offloaded_weights(limits, model, device_given=requested is not None, host_given=host_bytes is not None)
     dtype = torch.bfloat16 if autocast else next(p.dtype for p in model.parameters() if p.is_floating_point())
@@ -530,7 +531,7 @@ def plan_step(
         batch_size=batch_size,
         micro_batches=2 if accumulated else 1,
         make_optimizer=optimizer or _make_adamw,
-        autocast=autocast,
+        autocast="bfloat16" if autocast else None,
         device_type=device_type,
     )
     if schedule is not None:
@@ -551,7 +552,7 @@ def add_offloaded_weights(limits: Limits, model: nn.Module, *, device_given: boo
 
 
 def _free_bytes(device: torch.device) -> int:
-    return usable_host_bytes() if device.type == "cpu" else free_device_bytes(device)
+    return usable_host_bytes() if shares_host_memory(device) else free_device_bytes(device)
 
 
 def _parse_bytes(size: int | str | None, name: str) -> int | None:

@@ -274,7 +274,7 @@ class CarriedStates:
     row_bytes: int
 
 
-def measure_carried_states(model: Any, *, autocast: bool = False) -> CarriedStates:
+def measure_carried_states(model: Any, *, autocast: str | None = None) -> CarriedStates:
     """Return the recurrent states of a model on ``meta``, measured in a simulated step; the model is not changed."""
     layers = sum(map(carries_states, decoder_layers(model)))
     if not layers:

@@ -151,7 +151,7 @@ VALUES: dict[str, dict[str, Any]] = {
     },
     "quantization": {"4": "nf4", "8": "int8"},
     "report_to": {"none": []},
-    "dtype": {"bf16": "bfloat16", "fp32": "float32"},
+    "dtype": {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"},
 }
 """StreamTune's key -> values of other trainers -> StreamTune's value with the same meaning."""
 
@@ -179,7 +179,6 @@ INSTEAD: dict[str, str] = {
     "evals_per_epoch": "write eval_steps: N",
     "eval_strategy": "write eval_steps: N",
     "flash_attention": "delete the line; the engine picks the attention kernel, see `streamtune env`",
-    "fp16": "write bf16: true; on a device without bfloat16 (V100, T4) bf16: false, which computes in float32",
     "group_by_length": "write packing: true, or batching: tokens with tokens_per_batch: N",
     "gradient_checkpointing": "delete the line; the keys under engine: decide what the backward recomputes",
     "output_router_logits": "write router_aux_loss_coef: 0.001, or the value in the model's card",

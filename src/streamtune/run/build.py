@@ -211,7 +211,7 @@ def _init_adapters(recipe: ModelSettings, task: Task[Any], model: Any, handle: S
     totals = objective.step_totals(rows, world)
 
     def row_loss(batch: train.MicroBatch) -> Tensor:
-        with train.autocast(device, bool(recipe.bf16)):
+        with train.autocast(device, recipe.autocast_dtype):
             return objective.score(model, batch.to(device), totals).total_loss
 
     schedule, training = handle.schedule, model.training

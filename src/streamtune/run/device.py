@@ -14,27 +14,47 @@ from streamtune.base.text import parse_size, show_size
 from streamtune.engine import RouterLoss, SequenceParallel, StreamHandle, adds_balance_loss, balance_coefficient, stream
 from streamtune.engine.memory.host import total_host_bytes
 from streamtune.errors import ArgumentError, UnsupportedModelError
-from streamtune.plan.budget import device_name
+from streamtune.ops.devices import device_name, has_float64, is_available
 from streamtune.plan.rates import peak_flops
 from streamtune.recipe.keys.engine import EngineKeys, EngineSpec
 from streamtune.recipe.keys.loss import RouterKeys
 from streamtune.recipe.settings import ModelSettings
 from streamtune.schedule import Schedule
 
+TITLES = {"cuda": "CUDA", "xpu": "Intel (xpu)", "mps": "Apple (mps)"}
+
 
 def choose_device(name: str) -> torch.device:
-    """Return the device for ``cpu``, ``cuda`` or ``auto``; ``auto`` is CUDA if a CUDA device exists.
+    """Return the device for a value of the recipe key ``device``; ``auto`` is CUDA if a CUDA device exists.
 
     Raises:
-        ArgumentError: ``cuda`` is requested, and there is no CUDA device.
+        ArgumentError: The recipe names an accelerator that does not exist.
     """
-    if name == "cuda" and not torch.cuda.is_available():
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name != "cpu" and not is_available(name):
         raise ArgumentError(
-            "there is no CUDA device",
+            f"there is no {TITLES[name]} device",
             where="device",
             fix="write device: cpu; `streamtune doctor` lists what is missing",
         )
-    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+    return torch.device(name)
+
+
+def refuse_unsuitable_device(device: torch.device, objective: str, ranks: int) -> None:
+    """Raise an ArgumentError if a run cannot use its device: several ranks on xpu or mps, or sums without float64."""
+    if ranks > 1 and device.type not in ("cpu", "cuda"):
+        raise ArgumentError(
+            f"the run has {ranks} ranks, and {TITLES[device.type]} devices train with one",
+            where="device",
+            fix="start one process, or write device: cpu",
+        )
+    if objective != "sft" and not has_float64(device):
+        raise ArgumentError(
+            f"'objective: {objective}' sums in float64, which this {TITLES[device.type]} device does not have",
+            where="device",
+            fix="write device: cpu",
+        )
 
 
 def check_host_memory(spec: EngineSpec) -> None:
@@ -134,6 +154,14 @@ def stream_model(
         if keys:
             error.where, error.fix = keys[0], f"delete {' and '.join(keys)}; the model trains without a router loss"
         raise
+
+
+def compute_dtype(recipe: EngineKeys, model: Any) -> torch.dtype:
+    """Return the dtype of the model's matrix products: the dtype of autocast, or of the weights without autocast."""
+    dtype: torch.dtype = (
+        base_of(model).dtype if recipe.autocast_dtype is None else getattr(torch, recipe.autocast_dtype)
+    )
+    return dtype
 
 
 def known_peak_flops(recipe: EngineKeys, device: torch.device) -> float | None:

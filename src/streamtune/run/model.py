@@ -485,8 +485,16 @@ def _add_adapters(recipe: ModelSettings, model: Any, new_tokens: Sequence[int] =
             fix=f"merge them: `streamtune export {recipe.model_name_or_path} OUT`, and set model_name_or_path: OUT",
         )
     if recipe.adapter_name_or_path is not None:
-        return models.load_initial_adapters(model, recipe.adapter_name_or_path)
-    return models.add_adapters(model, _adapter_spec(recipe), seed=recipe.seed, new_tokens=new_tokens)
+        adapted = models.load_initial_adapters(model, recipe.adapter_name_or_path)
+    else:
+        adapted = models.add_adapters(model, _adapter_spec(recipe), seed=recipe.seed, new_tokens=new_tokens)
+    if any(p.requires_grad and p.dtype == torch.float16 for p in adapted.parameters()):
+        raise ArgumentError(
+            "the adapters train modules of a float16 base (modules_to_save), and float16 weights lose small steps",
+            where="adapter_name_or_path" if recipe.adapter_name_or_path is not None else "dtype",
+            fix="write dtype: float32",
+        )
+    return adapted
 
 
 def _adapter_spec(recipe: ModelSettings) -> models.AdapterSpec:

@@ -24,7 +24,8 @@ from streamtune.engine import decoder_layers
 from streamtune.engine.memory.host import usable_host_bytes
 from streamtune.engine.offloaded_weights import offloaded_parameters
 from streamtune.errors import ArgumentError, UnsupportedModelError
-from streamtune.plan.budget import Limits, device_name, free_device_bytes, free_disk_bytes
+from streamtune.ops.devices import device_name, free_device_bytes, shares_host_memory, simulated_device_type
+from streamtune.plan.budget import Limits, free_disk_bytes
 from streamtune.plan.calibrate import load_rates, measure_disk
 from streamtune.plan.estimate import Simulate
 from streamtune.plan.planner import Plan, add_offloaded_weights, as_fixed_fields, choose, evaluate_schedule
@@ -50,7 +51,7 @@ from streamtune.run.cluster import (
     micro_batches_per_step,
 )
 from streamtune.run.data import locate_errors
-from streamtune.run.device import choose_device, known_peak_flops, make_schedule, prepare_libraries
+from streamtune.run.device import choose_device, compute_dtype, known_peak_flops, make_schedule, prepare_libraries
 from streamtune.run.model import make_meta_model, make_optimizer, make_reference_blueprint, train_largest_block
 from streamtune.run.plan_cache import PlanOptions
 from streamtune.run.weight_choices import Settings, first_fitting_choice, placement_choices, with_best_precision
@@ -90,6 +91,7 @@ class RecipePlan:
         peak_flops: Peak FLOP/s of one device, from the recipe or its data sheet; None if unknown.
         row_selection_flops: FLOPs per rank of selecting the rows of a step (``select_rows``).
         position_advice: Advice if rows are longer than the model's positions; None if they are not.
+        device_advice: What is missing or unknown of a device that is not the local one; None if nothing is.
     """
 
     loaded: LoadedRecipe
@@ -109,6 +111,7 @@ class RecipePlan:
     peak_flops: float | None = None
     row_selection_flops: int = 0
     position_advice: str | None = None
+    device_advice: str | None = None
 
     @property
     def row_selection_seconds(self) -> float:
@@ -189,7 +192,7 @@ def plan_recipe(
     with locate_errors(loaded):
         target, here = _planned_device(recipe, options)
         prepare_libraries(here)
-        device = here if target is None else torch.device("cuda")
+        device = here if target is None else torch.device("mps" if target.is_unified else "cuda")
         model_of = blueprint_cache(device)
         model = model_of(with_best_precision(recipe))
         length = options.length or recipe.max_length
@@ -234,7 +237,17 @@ def plan_recipe(
         peak_flops=recipe.peak_flops or (target.matmul_flops if target else known_peak_flops(recipe, here)),
         row_selection_flops=_row_selection_flops(recipe, workload),
         position_advice=models.position_warning(base, length),
+        device_advice=None if target is None else _device_advice(recipe, target, base.dtype),
     )
+
+
+def _device_advice(recipe: EngineKeys, device: Device, dtype: torch.dtype) -> str | None:
+    """Return what is known of a device from the table: that nobody has tried it, or that it has no bfloat16."""
+    texts = [] if device.is_tested else ["untested: nobody has run StreamTune on this device"]
+    if not device.has_bfloat16:
+        needs = recipe.autocast_dtype == "bfloat16" or dtype == torch.bfloat16
+        texts.append("it has no bfloat16" + (": write fp16: true, and delete bf16 and dtype" if needs else ""))
+    return "; ".join(texts) or None
 
 
 def _row_selection_flops(recipe: BatchKeys, workload: Workload) -> int:
@@ -433,8 +446,8 @@ def make_workload(
         micro_batches=micro_batches_per_step(recipe, cluster or Cluster()),
         cluster=cluster or Cluster(),
         make_optimizer=partial(make_optimizer, recipe),
-        autocast=bool(recipe.bf16),
-        device_type=device.type,
+        autocast=recipe.autocast_dtype,
+        device_type=simulated_device_type(device),
         completions=longest_step.completions,
         token_loss=None if (loss := task_of(recipe).token_loss).is_plain else loss,
         teacher=_teacher_shape(recipe, device),
@@ -442,7 +455,7 @@ def make_workload(
         reference_bytes=longest_step.reference_bytes,
         images=None
         if images is None
-        else measure_images(model, images, autocast=bool(recipe.bf16), device=device.type),
+        else measure_images(model, images, autocast=recipe.autocast_dtype, device=simulated_device_type(device)),
         step=recipe.step_kind,
         keep=recipe.cache,
     )
@@ -484,7 +497,9 @@ def shares_prompts(task: Task[Any], model: nn.Module, device: torch.device) -> b
     if not task.may_share_prompts:
         return False
     tree = Scored(((5, (6, 6)),))
-    workload = Workload(lambda: model, tree.length, device_type=device.type, completions=lambda length, size: tree)
+    workload = Workload(
+        lambda: model, tree.length, device_type=simulated_device_type(device), completions=lambda length, size: tree
+    )
     try:
         simulate(workload, Schedule(chunk_size=4))
     except UnsupportedModelError as error:
@@ -529,7 +544,7 @@ def device_memory_bytes(device: Device | None, local_device: torch.device) -> in
     device."""
     if device is not None:
         return device.memory_bytes
-    return usable_host_bytes() if local_device.type == "cpu" else free_device_bytes(local_device)
+    return usable_host_bytes() if shares_host_memory(local_device) else free_device_bytes(local_device)
 
 
 # --- available memory -------------------------------------------------------------------------------------------------
@@ -547,7 +562,7 @@ def _memory_limits(
     spec: EngineSpec, options: PlanOptions, target: Device | None, local_device: torch.device, cluster: Cluster
 ) -> Limits:
     """Return the memory to plan with, per rank: from the command line, else the recipe, else the device."""
-    on_cpu = target is None and local_device.type == "cpu"
+    is_shared = shares_host_memory(local_device) if target is None else target.is_unified
     device_bytes = _parse_size(options.device_memory, spec.device_memory, "device_memory")
     if device_bytes is None:
         device_bytes = device_memory_bytes(target, local_device)
@@ -558,11 +573,11 @@ def _memory_limits(
     if host_bytes is None:
         host_bytes = usable_host_bytes()
     return Limits(
-        device_bytes=device_bytes // (cluster.ranks_per_node if on_cpu else 1),
+        device_bytes=device_bytes // (cluster.ranks_per_node if is_shared else 1),
         host_bytes=host_bytes // cluster.ranks_per_node,
         disk_bytes=disk_bytes // cluster.ranks_per_node,
         margin=spec.margin,
-        shared=on_cpu,
+        shared=is_shared,
     )
 
 
@@ -575,8 +590,7 @@ def _parse_size(option: str | None, key: str, name: str) -> int | None:
 def local_rates(recipe: EngineKeys, model: Any, device: torch.device, notify: Callable[[str], None]) -> Rates:
     """Return measured speeds of the local device in the recipe's compute dtype, and of the disk of
     ``engine.offload_dir``."""
-    base = base_of(model)
-    rates = load_rates(device, torch.bfloat16 if recipe.bf16 else base.dtype, notify=notify)
+    rates = load_rates(device, compute_dtype(recipe, model), notify=notify)
     directory = recipe.engine.offload_dir
     if directory is not None and Path(directory).is_dir():
         try:

@@ -20,7 +20,7 @@ from streamtune.recipe.keys.engine import DeviceKeys
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import Recipe
 from streamtune.recipe.settings import OptimizerSettings, TrainingSettings
-from streamtune.run.device import choose_device, prepare_libraries
+from streamtune.run.device import choose_device, prepare_libraries, refuse_unsuitable_device
 from streamtune.run.model import choose_quantization, make_optimizer, weights_are_sharded
 from streamtune.tasks import TASKS, Task
 from streamtune.tasks.steps import check_final_learning_rate, count_micro_batches
@@ -101,6 +101,27 @@ def sequence_ranks(recipe: DeviceKeys, world: train.World) -> SequenceParallel |
 
 
 def make_backend(
+    recipe: TrainingSettings,
+    model: Any,
+    layers: Iterable[nn.Module],
+    world: train.World,
+    device: torch.device | None = None,
+) -> train.Backend:
+    """Return the training backend that the recipe sets, with a loss scale if it computes in float16.
+
+    Arguments and errors are as for :func:`_make_backend`.
+    """
+    return with_loss_scale(recipe, _make_backend(recipe, model, layers, world, device))
+
+
+def with_loss_scale(recipe: OptimizerSettings, backend: train.Backend) -> train.Backend:
+    """Return ``backend``, with the initial loss scale if it computes gradients in float16."""
+    if recipe.fp16 and recipe.step_kind.gradients != "none":
+        backend.loss_scale = train.LossScale()
+    return backend
+
+
+def _make_backend(
     recipe: TrainingSettings,
     model: Any,
     layers: Iterable[nn.Module],
@@ -245,7 +266,7 @@ def deepspeed_values(recipe: TrainingSettings, model: Any, world: train.World) -
         "gradient_accumulation_steps": steps,
         "train_batch_size": recipe.per_device_train_batch_size * steps * world.size,
         "gradient_clipping": recipe.max_grad_norm,
-        "fp16.enabled": False,
+        "fp16.enabled": False,  # the recipe's rules exclude fp16 with DeepSpeed
         "bf16.enabled": next(model.parameters()).dtype == torch.bfloat16,
         "torch_autocast.enabled": bool(recipe.bf16),
         "zero_optimization.reduce_bucket_size": min(500_000_000, max(1, layers)),
@@ -301,6 +322,7 @@ def resolve_setup(loaded: LoadedRecipe, notify: Notify) -> RunSetup:
     task = TASKS[recipe.objective].for_run(recipe, loaded.path.parent, notify)
     check_reference_start(task)
     device = device_of_rank(choose_device(recipe.device))
+    refuse_unsuitable_device(device, recipe.objective, int(os.environ.get("WORLD_SIZE", "1")))
     if recipe.deterministic:
         train.use_deterministic_kernels()
     quantization = choose_quantization(recipe, device)

@@ -128,7 +128,9 @@ def load_or_compute_logps(
     saved_key = (
         start.checkpoint.state["identity"].get("reference") if start.checkpoint is not None and unchanged else None
     )
-    computation_key = computation_hash(start.device, bf16=bool(recipe.bf16), temperature=start.task.temperature)
+    computation_key = computation_hash(
+        start.device, autocast_dtype=recipe.autocast_dtype, temperature=start.task.temperature
+    )
     key_parts = [computation_key, rows_hash(batches.reference_trees())]
     is_own_model = start.task.reference_name is None
     if saved_key is not None:
@@ -161,7 +163,7 @@ def load_or_compute_logps(
         return cached
     with doing("computing log-probs of the reference"):
         trees = map(batches.make_single_batch, batches.reference_trees())
-        return compute_logps(key, reference, trees, start.device, bf16=bool(recipe.bf16), notify=notify)
+        return compute_logps(key, reference, trees, start.device, autocast_dtype=recipe.autocast_dtype, notify=notify)
 
 
 def _shard_loader(start: Start, closing: ExitStack) -> Callable[[Any, Any], None]:

@@ -28,7 +28,7 @@ from streamtune.recipe.schema import Recipe
 from streamtune.run.data import fingerprint_inputs, fingerprint_tokenizer_files
 from streamtune.run.model import trained_parts
 from streamtune.run.ranks import RunSetup, resolve_setup
-from streamtune.run.weight_choices import rounding_warning, with_saved_precision
+from streamtune.run.weight_choices import emulation_warning, rounding_warning, with_saved_precision
 from streamtune.tasks import Task
 from streamtune.tasks.task import Notify
 from streamtune.tasks.teacher_file import teacher_file_date
@@ -99,7 +99,7 @@ KEYS_ADDED_LATER = ("roles_to_train", "train_on_eos", "reasoning", "on_empty", "
               "kd_temperature", "kd_hard_share", "lr_scheduler_kwargs", "lr_scaling",
               "lr_scaling_base", "adapter_type", "lora_exclude", "lora_rank_pattern", "lora_alpha_pattern",
               "lora_ga_rows", "lora_ga_gamma", "loftq_iter", "oft_block_size", "modules_to_save",
-              "adapter_name_or_path", "allocation", *FREEZE_KEYS, *TOWER_KEYS)  # fmt: skip
+              "adapter_name_or_path", "allocation", *FREEZE_KEYS, *TOWER_KEYS, "fp16")  # fmt: skip
 """Keys that are compared only if they are set, because older runs were started before these keys existed."""
 
 
@@ -576,6 +576,7 @@ def notify_model_warnings(model: Any, longest_row: int, start: Start, notify: No
         models.check_positions(model, longest_row),
         models.unquantized_experts_note(model),
         rounding_warning(start.recipe, model),
+        emulation_warning(start.recipe, model, start.device),
     ]
     if start.checkpoint is None:
         notes += [models.unloaded_layers_warning(model), models.frozen_modules_note(model)]

@@ -10,10 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from streamtune import data, models, train
-from streamtune.base.adapters import base_of
 from streamtune.base.privacy import redact, redact_values
 from streamtune.base.streams import lost_output_error
 from streamtune.distributed import RankEnvironment, Watchdog, move_log_to_run, read_environment
@@ -23,7 +20,7 @@ from streamtune.recipe.keys.run import RunKeys
 from streamtune.recipe.schema import Recipe
 from streamtune.recipe.settings import OptimizerSettings, TrainingSettings
 from streamtune.recipe.yaml import dump_recipe
-from streamtune.run.device import known_peak_flops
+from streamtune.run.device import compute_dtype, known_peak_flops
 from streamtune.run.engine import TrainableModel
 from streamtune.run.listeners import StepFlops, StepTimes
 from streamtune.run.samples import make_samples
@@ -264,7 +261,7 @@ def _make_step_times(run: Run, progress: train.Progress) -> StepTimes | None:
         progress.report_note(step, text)
         train.append_event(run.directory.events, "step_time", step=step, **figures)
 
-    return StepTimes(plan, run.device, torch.bfloat16 if recipe.bf16 else base_of(run.model).dtype, report)
+    return StepTimes(plan, run.device, compute_dtype(recipe, run.model), report)
 
 
 def _batches_of_rank(make: Callable[[], Iterable[train.MicroBatch]], world: train.World) -> Iterator[train.MicroBatch]:
@@ -311,7 +308,7 @@ def _schedule_with_less_memory(run: Run, install: bool) -> Schedule | None:
 
 def _most_skipped_error(run: Run, progressed: train.RunProgress) -> NonFiniteError | None:
     dtype = next(run.model.parameters()).dtype
-    return train.mostly_skipped_error(progressed.step, progressed.skipped, run.directory, dtype)
+    return train.mostly_skipped_error(progressed.step, progressed.skipped, progressed.overflows, run.directory, dtype)
 
 
 def _activity_reporter(watchdog: Watchdog) -> Callable[[int, str], None]:
@@ -387,7 +384,7 @@ def train_settings(recipe: TrainingSettings, plan: StepPlan, schedule: Schedule)
         eval_steps=recipe.eval_steps,
         save_steps=recipe.save_steps,
         save_total_limit=recipe.save_total_limit,
-        bf16=bool(recipe.bf16),
+        autocast_dtype=recipe.autocast_dtype,
         seed=recipe.seed,
         out_of_memory_fix=fix,
         on_nan=recipe.on_nan,

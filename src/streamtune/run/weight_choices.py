@@ -5,6 +5,8 @@ numbers are 1.2e-4 apart, so rounding to nearest loses a step of 1e-5. Therefore
 trained in float32, with computation in bfloat16 (``dtype: mixed``). If float32 does not fit in memory, weights stay
 bfloat16, and updates are rounded stochastically, which is unbiased.
 
+With ``fp16`` trained weights are always float32: the updates of float16 weights would be lost in the same way.
+
 Host memory is used only if nothing fits on the device, because copies make a step slower. Optimizer states are moved
 first: they are copied once per step, but weights at least twice. Each placement is tried in every precision that the
 recipe allows, the best first.
@@ -23,6 +25,7 @@ from streamtune import models
 from streamtune.base.optimizer_table import state_bytes
 from streamtune.base.text import show_size
 from streamtune.errors import ArgumentError, UserError
+from streamtune.ops.devices import device_name, has_bfloat16
 from streamtune.plan.budget import Limits
 from streamtune.plan.choices import excess_bytes
 from streamtune.plan.estimate import Simulate
@@ -33,7 +36,7 @@ from streamtune.plan.simulate.cluster import Cluster
 from streamtune.plan.simulate.simulate import Simulation, resident_memory, simulate
 from streamtune.plan.simulate.workload import Workload
 from streamtune.recipe.settings import TrainingSettings
-from streamtune.run.device import make_schedule
+from streamtune.run.device import compute_dtype, make_schedule
 
 Settings = TypeVar("Settings", bound=TrainingSettings)
 
@@ -52,6 +55,9 @@ def recipes_by_precision(recipe: Settings) -> list[Settings]:
     checkpoint_dtype = models.checkpoint_dtype(recipe.model_name_or_path, recipe.trust_remote_code)
     if checkpoint_dtype not in (torch.bfloat16, torch.float16):
         return [recipe]
+    if recipe.fp16:  # trained weights are float32, and modules_to_save have the dtype of the base
+        dtype = "mixed" if recipe.finetuning_type == "full" else "float32" if recipe.modules_to_save else "float16"
+        return [_copy_with(recipe, dtype=dtype)]
     dtype_change = {"dtype": "bfloat16"} if checkpoint_dtype == torch.float16 else {}
     if recipe.finetuning_type != "full":  # adapters are float32, but modules_to_save are not
         modules = recipe.modules_to_save or recipe.adapter_name_or_path  # these adapters may include modules_to_save
@@ -123,12 +129,14 @@ def describe_precision(recipe: TrainingSettings, chosen: TrainingSettings, model
     if not changed:
         return None
     extra_bytes = show_size(_extra_float32_bytes(recipe, model))
-    if chosen.dtype == "mixed":
-        computed = " and computed in bfloat16" if chosen.bf16 else ""
+    if chosen.dtype == "mixed" or (chosen.fp16 and chosen.dtype == "float32"):
+        computed = f" and computed in {chosen.autocast_dtype}" if chosen.autocast_dtype else ""
         return (
-            f"weights of a 16-bit checkpoint are trained in float32{computed} (dtype: mixed); this takes {extra_bytes} "
-            "more, but 16-bit weights would lose small steps to rounding"
+            f"weights of a 16-bit checkpoint are trained in float32{computed} (dtype: {chosen.dtype}); this takes "
+            f"{extra_bytes} more, but 16-bit weights would lose small steps to rounding"
         )
+    if chosen.dtype == "float16":
+        return "the frozen weights are loaded in float16, in which they are computed (fp16); adapters are float32"
     if chosen.finetuning_type != "full" or chosen.deepspeed is not None:
         texts = []
         if "dtype" in changed:
@@ -145,6 +153,16 @@ def describe_precision(recipe: TrainingSettings, chosen: TrainingSettings, model
     if chosen.step_kind.gradients == "block":
         reason = f"'optim: {chosen.optim}' keeps its current block in float32"
     return f"float32 weights do not fit (they take {extra_bytes} more): weights are bfloat16, and {reason}"
+
+
+def emulation_warning(recipe: TrainingSettings, model: Any, device: torch.device) -> str | None:
+    """Return a warning if the run computes in bfloat16 on a device that only emulates it; None if it does not."""
+    if compute_dtype(recipe, model) != torch.bfloat16 or has_bfloat16(device):
+        return None
+    return (
+        f"{device_name(device)} has no bfloat16 and emulates it slowly: start a new run with fp16: true, without bf16 "
+        "and dtype"
+    )
 
 
 def rounding_warning(recipe: TrainingSettings, model: Any) -> str | None:

@@ -352,7 +352,7 @@ class UnpairedObjective:
         return joined.token_means() if self.recipe.length_normalization else joined
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        return train.autocast(self.device, bool(self.recipe.bf16))
+        return train.autocast(self.device, self.recipe.autocast_dtype)
 
 
 def pair_options(recipe: PreferenceSettings) -> objectives.PairOptions:

@@ -24,6 +24,7 @@ from streamtune.base.adapters import is_adapter_name
 from streamtune.base.paths import cache_folder
 from streamtune.base.result_cache import CacheFile, Notify, code_versions, json_hash
 from streamtune.base.text import show_size
+from streamtune.ops.devices import device_name
 
 UNHASHED_SETTINGS = ("_name_or_path", "transformers_version", "architectures", "use_cache", "dtype", "torch_dtype")
 """Settings of a model configuration that are not hashed: they do not affect log-probs, or another hash includes them.
@@ -48,11 +49,11 @@ class CachedLogps:
         return torch.cat(parts)
 
 
-def computation_hash(device: torch.device, *, bf16: bool, temperature: float) -> str:
+def computation_hash(device: torch.device, *, autocast_dtype: str | None, temperature: float) -> str:
     """Return a hash of all that affects how log-probs are computed: code, versions, device, precision, temperature."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    name = device.type if device.type == "cpu" else device_name(device)
     precision = [torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.allow_tf32, str(torch.version.cuda)]
-    return json_hash([code_versions(), name, precision, bf16, temperature])[:KEY_PART_LENGTH]
+    return json_hash([code_versions(), name, precision, autocast_dtype, temperature])[:KEY_PART_LENGTH]
 
 
 def configuration_hash(model: nn.Module, *, adapters: bool) -> str:
@@ -145,7 +146,7 @@ def compute_logps(
     batches: Iterable[train.TreeBatch],
     device: torch.device,
     *,
-    bf16: bool,
+    autocast_dtype: str | None,
     notify: Callable[[str], None],
 ) -> CachedLogps:
     """Compute the reference's log-probs of every tree, cache them under ``key``, and return them.
@@ -157,7 +158,7 @@ def compute_logps(
     """
     logps_of_batches: list[Tensor] = []
     for batch in batches:
-        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=bf16, cache_enabled=False):
+        with train.autocast(device, autocast_dtype):
             logps_of_batches.append(reference.logprobs(batch.to(device)).float().cpu())
     sizes = torch.tensor([0, *(len(part) for part in logps_of_batches)])
     logps = CachedLogps(torch.cat(logps_of_batches), sizes.cumsum(0))

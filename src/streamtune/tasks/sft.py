@@ -303,7 +303,7 @@ class Sft(Task[Recipe]):
                 device=built.device,
                 size=SKETCH_SIZE,
                 seed=recipe.seed,
-                bf16=bool(recipe.bf16),
+                autocast_dtype=recipe.autocast_dtype,
             ),
             source_bounds=prepared.bounds,
             source_sizes=np.diff(prepared.bounds).tolist() if mixture is None else mixture.visits,

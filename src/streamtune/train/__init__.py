@@ -9,6 +9,7 @@ from streamtune.train.evaluations import RunProgress
 from streamtune.train.guard import mostly_skipped_error
 from streamtune.train.in_backward import HostOptimizer, InBackwardBackend
 from streamtune.train.loop import TrainJob, train
+from streamtune.train.loss_scale import LossScale
 from streamtune.train.objective import (
     MicroBatch,
     ModelReference,
@@ -68,6 +69,7 @@ __all__ = [
     "Listener",
     "Listeners",
     "LocalBackend",
+    "LossScale",
     "MicroBatch",
     "ModelReference",
     "ModelWriter",

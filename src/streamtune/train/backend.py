@@ -27,6 +27,7 @@ from streamtune.optim import (
     set_learning_rate,
     uses_averaged_weights,
 )
+from streamtune.train.loss_scale import LossScale
 from streamtune.train.objective import StepScore
 from streamtune.train.process import capture_rng, restore_rng
 from streamtune.train.slices import MASTER, Slice, SliceReader, check_parameters_are_trained, slices_of_replicated_state
@@ -51,6 +52,9 @@ class Backend(ABC):
 
     clip_norm: float | None = None
     """Gradient norm by which this step is clipped; None if it is the step's own norm."""
+
+    loss_scale: LossScale | None = None
+    """Factor of the loss in float16 training; None: the loss is not scaled."""
 
     def __init__(self, module: nn.Module, config: Mapping[str, Any] = MappingProxyType({})) -> None:
         self.module, self.config = module, config
@@ -105,6 +109,10 @@ class Backend(ABC):
     @abstractmethod
     def reset_optimizer(self) -> None:
         """Reset the optimizer states to the states before the first step."""
+
+    def scaled_loss(self, loss: Tensor) -> Tensor:
+        """Return ``loss`` times the loss scale, from which the backward starts."""
+        return loss if self.loss_scale is None else loss * self.loss_scale.value
 
     def state(self) -> dict[str, Any]:
         """Return JSON values, equal on all ranks, to save in a checkpoint in addition to the optimizer states."""
@@ -169,11 +177,15 @@ class TorchBackend(Backend):
         """Copies of the trained weights while the model has the averaged weights; empty at other times."""
 
     def backward(self, loss: Tensor) -> None:
-        loss.backward()
+        self.scaled_loss(loss).backward()
 
     def clip_gradients(self, max_norm: float) -> float:
         trained = [parameter for parameter in self.module.parameters() if parameter.grad is not None]
-        norm = total_gradient_norm([parameter.grad for parameter in trained if parameter.grad is not None])
+        grads = [parameter.grad for parameter in trained if parameter.grad is not None]
+        if self.loss_scale is not None:
+            with torch.no_grad():
+                torch._foreach_mul_(grads, 1 / self.loss_scale.value)
+        norm = total_gradient_norm(grads)
         value = self._to_float(norm)
         if max_norm > 0 and math.isfinite(value):
             torch.nn.utils.clip_grads_with_norm_(trained, max_norm, norm)

@@ -32,6 +32,8 @@ class RunProgress:
     """True if the sample prompts have not been completed after this step."""
     skipped: int = 0
     """Number of steps without an update, because a loss or gradient was not finite."""
+    overflows: int = 0
+    """Number of steps without an update, because a gradient overflowed float16; not counted in ``skipped``."""
     best: float | None = None
     """Best value so far of ``ranked_by``, for early stopping."""
     not_better: int = 0

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from streamtune.errors import NonFiniteError, OutOfMemoryError, StreamTuneError
+from streamtune.ops.devices import empty_cache
 from streamtune.schedule import Schedule
-from streamtune.train.objective import MicroBatch
+from streamtune.train.loss_scale import LossScale
+from streamtune.train.objective import MicroBatch, StepScore
 from streamtune.train.process import capture_rng, restore_rng
 from streamtune.train.records import append_event, read_records, read_records_backwards
 from streamtune.train.rundir import RunDirectory
@@ -50,18 +52,28 @@ MAX_FULLY_COMPARED_VALUES = 4096
 """Largest number of values of a weight that is always compared whole."""
 
 
-def mostly_skipped_error(steps: int, skipped: int, run: RunDirectory, dtype: torch.dtype) -> NonFiniteError | None:
+def mostly_skipped_error(
+    steps: int, skipped: int, overflows: int, run: RunDirectory, dtype: torch.dtype
+) -> NonFiniteError | None:
     """Return an error that names the first skipped step if most steps were skipped; else None.
 
     Args:
         steps: Number of steps of the run.
-        skipped: Number of skipped steps.
+        skipped: Number of steps that were skipped because a loss or gradient was not finite.
+        overflows: Number of steps that were skipped because a gradient overflowed float16.
         run: Directory of the run.
         dtype: Dtype of the weights.
     """
-    if 2 * skipped <= steps:
+    if 2 * (skipped + overflows) <= steps:
         return None
-    first = next((r for r in read_records(run.metrics) if r.get("skipped")), {})
+    if overflows > skipped:
+        return NonFiniteError(
+            f"{overflows:,} of {steps:,} steps were skipped because a gradient overflowed float16",
+            where=str(run.metrics),
+            fix="train more steps: each skipped step halves the loss scale, and a resumed run keeps it; or write "
+            "fp16: false",
+        )
+    first = next((r for r in read_records(run.metrics) if r.get("skipped") and not r.get("overflow")), {})
     event = next((r for r in read_records(run.events) if r.get("event") == "non_finite"), {})
     what = f"{skipped:,} of {steps:,} steps were skipped because a loss or gradient was not finite"
     if first:
@@ -145,6 +157,15 @@ class StepGuard:
             append_event(self.run.events, "non_finite", step=step, what=what, rows=where, skipped=skipped + 1)
         return True
 
+    def has_overflowed(self, scale: LossScale | None, score: StepScore, grad_norm: float) -> bool:
+        """Return True on all ranks if the step's gradient overflowed float16, and the loss of every rank is finite.
+
+        Called by all ranks, which have the same ``grad_norm``.
+        """
+        if scale is None or not scale.is_overflow(grad_norm):
+            return False
+        return not self.world.any_rank(score.not_finite is not None)
+
     def run_or_replan(self, compute: Callable[[], T], drop_gradients: Callable[[], None], step: int) -> T:
         """Return ``compute()``; with ``on_oom: replan``, repeat it with less memory if memory runs out.
 
@@ -171,8 +192,7 @@ class StepGuard:
             failure.what += f" (peak {peak / GIB:.2f} GiB)"
             drop_gradients()
             gc.collect()
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()
+            empty_cache(self.device)
             schedule = None
             if alone and attempt < MAX_REPLANS:
                 # An error of the planner must not hide the out-of-memory error.

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from streamtune.engine.memory.host import HostPool, is_host_storage
 from streamtune.errors import NonFiniteError, OutOfMemoryError
+from streamtune.ops.devices import has_streams
 from streamtune.optim import set_learning_rate
 from streamtune.train.backend import LocalBackend, gradient_norm
 
@@ -63,7 +64,7 @@ class InBackwardBackend(LocalBackend):
         self._gradient_scale: Tensor | None = None
         self._norms: dict[int, Tensor] = {}
         self._recompute: Callable[[], object] = lambda: None
-        is_accelerated = any(p.device.type != "cpu" for p in module.parameters())
+        is_accelerated = any(has_streams(p.device) for p in module.parameters())
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="optimizer") if is_accelerated else None
         self._pending_updates: list[Future[None]] = []
         self._groups_lock = Lock()
@@ -92,7 +93,7 @@ class InBackwardBackend(LocalBackend):
         if self._updates_weights and not math.isfinite(loss.item()):
             self._is_non_finite = True
         else:
-            loss.backward()
+            self.scaled_loss(loss).backward()
 
     def clip_gradients(self, max_norm: float) -> float:
         """Return the gradient norm of this step; gradients are clipped in the backward pass that updates the weights.
@@ -106,6 +107,8 @@ class InBackwardBackend(LocalBackend):
         device = self._norms[next(iter(self._norms))].device
         norms = [self._norms[id(p)].to(device) for p in self._trained if id(p) in self._norms]
         norm = torch.linalg.vector_norm(torch.stack(norms))
+        if self.loss_scale is not None:
+            norm = norm / self.loss_scale.value
         value = norm.item()
         if self._updates_weights and not math.isfinite(value):
             raise NonFiniteError(
@@ -187,7 +190,7 @@ class InBackwardBackend(LocalBackend):
         if self._thread is None or not self._is_updated_in_thread(parameter):
             self._update_weight(parameter, grad)
         else:
-            event = torch.cuda.current_stream(grad.device).record_event() if grad.device.type == "cuda" else None
+            event = torch.cuda.current_stream(grad.device).record_event() if has_streams(grad.device) else None
             self._pending_updates.append(self._thread.submit(self._update_in_thread, parameter, grad, event))
             while len(self._pending_updates) > MAX_PENDING_UPDATES:
                 self._pending_updates.pop(0).result()
@@ -208,6 +211,8 @@ class InBackwardBackend(LocalBackend):
     @torch.no_grad()
     def _update_weight(self, parameter: Tensor, grad: Tensor) -> None:
         """Update one weight by an optimizer step whose parameter groups contain only this weight."""
+        if self.loss_scale is not None:
+            grad.mul_(1 / self.loss_scale.value)
         if self._gradient_scale is not None:
             grad.mul_(self._gradient_scale.to(grad.device))
         own_group_index = self._group_of[id(parameter)]
@@ -254,7 +259,7 @@ class HostOptimizer(torch.optim.Optimizer):
         self.inner = make_optimizer([{**g, "params": [self._cpu_parameters[p] for p in g["params"]]} for g in groups])
         self.state = _StatesByWeight(self._cpu_parameters, self.inner)  # type: ignore[assignment]
         self.pool = HostPool()
-        device = next((p.device for p in parameters if p.device.type == "cuda"), None)
+        device = next((p.device for p in parameters if has_streams(p.device)), None)
         self.stream = None if device is None else torch.cuda.Stream(device)
         """CUDA stream for the copies, for a caller that updates weights while the device computes."""
 
@@ -306,16 +311,16 @@ class HostOptimizer(torch.optim.Optimizer):
             self._synchronize(parameter)
             self.inner.step()
             if not is_on_host:
-                parameter.copy_(cpu_parameter, non_blocking=True)
+                parameter.copy_(cpu_parameter, non_blocking=has_streams(parameter.device))
                 self._synchronize(parameter)  # before the pinned memory is reused
         finally:
             cpu_parameter.data, cpu_parameter.grad = empty_data, None
 
     def _copy_to_host(self, x: Tensor) -> Tensor:
-        return self.pool.allocate(x.shape, x.dtype, x.device).copy_(x, non_blocking=True)
+        return self.pool.allocate(x.shape, x.dtype, x.device).copy_(x, non_blocking=has_streams(x.device))
 
     def _synchronize(self, parameter: Tensor) -> None:
-        if parameter.device.type == "cuda":
+        if has_streams(parameter.device):
             torch.cuda.current_stream(parameter.device).synchronize()
 
 

@@ -250,6 +250,8 @@ class _Loop:
         with self.backend.use_averaged_weights():
             if backend_state := self.backend.state():
                 values["backend"] = backend_state
+            if self.backend.loss_scale is not None:
+                values["loss_scale"] = self.backend.loss_scale.state()
             metric = self.latest_record.get(settings.metric_for_best_model or "")
             self.saver.save(self.backend, state=values, rng=position.rng, metric=metric)
         self.saved_checkpoint_key = state.checkpoint_key
@@ -282,8 +284,10 @@ class _Loop:
             backend.drop_gradients()
             return
         grad_norm = backend.clip_gradients(settings.max_grad_norm)
+        scale = backend.loss_scale
+        overflow = guard.has_overflowed(scale, score, grad_norm)
         not_finite = score.not_finite or non_finite_error("gradient norm", grad_norm, step, micro_batches)
-        skip = guard.should_skip(not_finite, step, self.state.skipped)
+        skip = overflow or guard.should_skip(not_finite, step, self.state.skipped)
         if skip:
             backend.drop_gradients()
         else:
@@ -295,7 +299,12 @@ class _Loop:
         if not skip and not self.has_updated:  # the optimizer now has its state: the size of a checkpoint is known
             self.saver.check_disk_space(backend)
         batches = counted_batches(micro_batches)
-        self._record_step(_StepResult(started, batches, learning_rate, score, grad_norm, skip, changed))
+        scale_value = None if scale is None else scale.value
+        if scale is not None and (overflow or not skip):
+            scale.update(overflowed=overflow)
+        self._record_step(
+            _StepResult(started, batches, learning_rate, score, grad_norm, skip, changed, overflow, scale_value)
+        )
 
     def _record_step(self, taken: _StepResult) -> None:
         state, settings, skip = self.state, self.settings, taken.is_skipped
@@ -307,7 +316,8 @@ class _Loop:
             tokens=state.tokens + tokens,
             first_loss=loss if state.first_loss is None and not skip else state.first_loss,
             last_loss=state.last_loss if skip else loss,
-            skipped=state.skipped + skip,
+            skipped=state.skipped + (skip and not taken.is_overflow),
+            overflows=state.overflows + taken.is_overflow,
             eval_due=bool(self.job.held_out) and (step == settings.total_steps or is_due(step, settings.eval_steps)),
             # The caller writes the last step's samples, at the end of every run.
             sample_due=self.job.sample is not None
@@ -336,6 +346,8 @@ class _Loop:
         return {
             "step": self.state.step,
             **({"skipped": True} if skip else measured),  # JSON has no NaN
+            **({"overflow": True} if taken.is_overflow else {}),
+            **({} if taken.loss_scale is None else {"loss_scale": taken.loss_scale}),
             "lr": taken.learning_rate,
             **({} if skip else {"grad_norm": taken.grad_norm}),
             **({} if skip or clip_norm is None else {"clip_norm": clip_norm}),
@@ -365,9 +377,13 @@ class _StepResult:
     score: StepScore
     grad_norm: float
     is_skipped: bool
-    """True if the weights were not updated, because a loss or gradient was not finite."""
+    """True if the weights were not updated, because a loss or gradient was not finite or overflowed float16."""
     changed_fraction: float | None
     """Fraction of the trained weights that the step changed; None if not measured."""
+    is_overflow: bool
+    """True if the gradient overflowed float16; a smaller loss scale will follow."""
+    loss_scale: float | None
+    """Loss scale of the step; None if the loss is not scaled."""
 
 
 def _epoch_entry(settings: TrainSettings, step: int) -> dict[str, float]:
@@ -428,6 +444,9 @@ def restore_from_checkpoint(job: TrainJob, checkpoint: Checkpoint, seed: int) ->
                 job.backend.load_optimizer_slices(saved)
 
         job.world.run_on_all_ranks(load)
+    if job.backend.loss_scale is not None and "loss_scale" in checkpoint.state:
+        with explain_restore_errors(path, "loss scale"):
+            job.backend.loss_scale.load_state(checkpoint.state["loss_scale"])
     if checkpoint.state["stream"] is not None:  # None: the data may have changed and starts from the beginning
         with explain_restore_errors(path, "position in the data"):
             job.steps.load_state_dict(checkpoint.state["stream"])

@@ -21,6 +21,7 @@ from streamtune.engine import LazyLogits, LossRequest, StreamHandle
 from streamtune.engine.image_tower import stays_on_host
 from streamtune.errors import NonFiniteError
 from streamtune.ops import TokenLoss, token_loss_reference
+from streamtune.ops.devices import to_float64
 from streamtune.train.world import WORLD, World
 
 if TYPE_CHECKING:
@@ -146,9 +147,11 @@ class SupervisedObjective:
         return Score(loss, reported=None if terms is None else terms.loss, metrics=metrics)
 
 
-def supervised_loss(model: nn.Module, batch: MicroBatch, *, num_targets: float, bf16: bool) -> Tensor:
+def supervised_loss(
+    model: nn.Module, batch: MicroBatch, *, num_targets: float, autocast_dtype: str | None = None
+) -> Tensor:
     """Return the sum of ``-log p`` over the targets of ``batch``, divided by ``num_targets``, plus the router loss."""
-    with autocast(batch.input_ids.device, bf16):
+    with autocast(batch.input_ids.device, autocast_dtype):
         loss: Tensor = call_model(model, batch, num_targets=num_targets).loss
     return loss
 
@@ -180,9 +183,10 @@ def call_model(model: nn.Module, batch: MicroBatch, *, num_targets: float, **ext
         )
 
 
-def autocast(device: torch.device, bf16: bool) -> torch.autocast:
-    """Return a bfloat16 autocast context, enabled if ``bf16``, without a cache of cast weights."""
-    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=bf16, cache_enabled=False)
+def autocast(device: torch.device, dtype: str | None) -> torch.autocast:
+    """Return an autocast context in ``bfloat16`` or ``float16`` (None: off), without a cache of cast weights."""
+    computed = torch.float16 if dtype == "float16" else torch.bfloat16
+    return torch.autocast(device.type, dtype=computed, enabled=dtype is not None, cache_enabled=False)
 
 
 class Reference(Protocol):
@@ -292,7 +296,7 @@ class MicroBatch:
         """Sum of the weights of all targets; without weights, their number."""
         if self.weights is None:
             return self.num_targets
-        return float(self.weights[self.shift_labels != IGNORE_INDEX].double().sum())
+        return float(to_float64(self.weights[self.shift_labels != IGNORE_INDEX]).sum())
 
     @property
     def num_tokens(self) -> int:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from streamtune.base import interrupts
 from streamtune.base.streams import reader_is_gone
+from streamtune.ops.devices import accelerators, random_state, set_random_state
 
 
 @dataclass(frozen=True)
@@ -55,8 +56,9 @@ def use_deterministic_kernels() -> None:
 def capture_rng() -> RngState:
     """Return the state of every random generator; nothing is drawn."""
     tensors = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        tensors |= {f"cuda:{i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())}
+    for device in accelerators():
+        if (state := random_state(device)) is not None:
+            tensors[str(device)] = state
     version, internal, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     plain = {
@@ -69,9 +71,9 @@ def capture_rng() -> RngState:
 def restore_rng(state: RngState) -> None:
     """Restore the state of every random generator; saved devices that do not exist are ignored."""
     torch.set_rng_state(state.tensors["cpu"])
-    for index in range(torch.cuda.device_count()):
-        if f"cuda:{index}" in state.tensors:
-            torch.cuda.set_rng_state(state.tensors[f"cuda:{index}"], index)
+    for device in accelerators():
+        if str(device) in state.tensors:
+            set_random_state(state.tensors[str(device)], device)
     version, internal, gauss = state.json_states["python"]
     random.setstate((version, tuple(internal), gauss))
     name, keys, *rest = state.json_states["numpy"]

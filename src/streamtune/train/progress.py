@@ -75,7 +75,11 @@ class Progress:
         self.show_activity("")
         step = record["step"]
         if "loss" not in record:
-            self.report_note(step, "skipped: loss or gradient not finite")
+            if record.get("overflow"):
+                text = f"skipped: the gradient overflowed float16 at loss scale {record['loss_scale']:,.0f}, now halved"
+                self.report_note(step, text)
+            else:
+                self.report_note(step, "skipped: loss or gradient not finite")
             return
         if not self.console.is_terminal and (step % self.logging_steps == 0 or step == self.total_steps):
             self._print_values(

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from streamtune.engine import StreamHandle
 from streamtune.errors import UnsupportedModelError
+from streamtune.ops.devices import to_float64
 from streamtune.train.objective import MicroBatch, Objective, TreeBatch, autocast, evaluation_mode
 from streamtune.train.process import preserve_rng
 
@@ -91,7 +92,7 @@ class RowSketch:
         device: Device of the model.
         size: Number of values of a projection.
         seed: Seed of the projection.
-        bf16: True to run the forward pass under bfloat16 autocast.
+        autocast_dtype: Dtype of autocast in the forward pass; None: no autocast.
     """
 
     def __init__(
@@ -103,9 +104,10 @@ class RowSketch:
         device: torch.device,
         size: int,
         seed: int,
-        bf16: bool = False,
+        autocast_dtype: str | None = None,
     ) -> None:
-        self.model, self.handle, self.objective, self.device, self.bf16 = model, handle, objective, device, bf16
+        self.model, self.handle, self.objective = model, handle, objective
+        self.device, self.autocast_dtype = device, autocast_dtype
         self.weights: Weights = value_projection_weights(handle.layers)
         self.project = CountSketch(sum(weight.numel() for weight in self.weights.values()), size, seed)
         self.optimizer: torch.optim.Optimizer | None = None
@@ -122,7 +124,7 @@ class RowSketch:
             return torch.zeros(self.project.size)
 
         def loss() -> Tensor:
-            with autocast(self.device, self.bf16):
+            with autocast(self.device, self.autocast_dtype):
                 return self.objective.score(self.model, batch, totals).loss
 
         grads = _weight_gradients(self.model, self.handle, self.weights, loss)
@@ -149,13 +151,20 @@ class CompletionGradient:
         handle: Handle of the model, returned by ``streamtune.stream``.
         temperature: Divisor of the logits.
         device: Device of the model.
-        bf16: True to run the forward pass under bfloat16 autocast.
+        autocast_dtype: Dtype of autocast in the forward pass; None: no autocast.
     """
 
     def __init__(
-        self, model: Any, handle: StreamHandle, *, temperature: float, device: torch.device, bf16: bool = False
+        self,
+        model: Any,
+        handle: StreamHandle,
+        *,
+        temperature: float,
+        device: torch.device,
+        autocast_dtype: str | None = None,
     ) -> None:
-        self.model, self.handle, self.temperature, self.device, self.bf16 = model, handle, temperature, device, bf16
+        self.model, self.handle, self.temperature = model, handle, temperature
+        self.device, self.autocast_dtype = device, autocast_dtype
 
     @cached_property
     def weights(self) -> Weights:
@@ -167,14 +176,14 @@ class CompletionGradient:
         batch = batch.to(self.device)
 
         def loss() -> Tensor:
-            with autocast(self.device, self.bf16):
+            with autocast(self.device, self.autocast_dtype):
                 scores = self.handle.logprobs(
                     targets=batch.shift_labels, temperature=self.temperature, model=self.model, **batch.inputs
                 )
             return -batch.gather_targets(scores.logprobs).sum()
 
         grads = _weight_gradients(self.model, self.handle, self.weights, loss)
-        return float(torch.stack([grad.double().norm() for grad in grads]).norm())
+        return float(torch.stack([to_float64(grad).norm() for grad in grads]).norm())
 
 
 def _weight_gradients(model: Any, handle: StreamHandle, weights: Weights, loss: Callable[[], Tensor]) -> list[Tensor]:

@@ -24,6 +24,7 @@ import torch
 from streamtune.base.model_facts import model_device
 from streamtune.engine import StreamHandle
 from streamtune.errors import NonFiniteError, OutOfMemoryError
+from streamtune.ops import devices
 from streamtune.train.backend import Backend
 from streamtune.train.objective import MicroBatch, Objective, StepScore, SumAndCount, autocast, counted_batches
 from streamtune.train.process import StopRequest, preserve_rng
@@ -45,8 +46,8 @@ class TrainSettings:
     save_steps: int
     """Number of steps between checkpoints; 0: only at the end or a stop, which are always saved."""
     save_total_limit: int
-    bf16: bool
-    """True to run the forward pass under bfloat16 autocast."""
+    autocast_dtype: str | None
+    """Dtype in which autocast computes the forward pass, ``bfloat16`` or ``float16``; None: no autocast."""
     seed: int
     out_of_memory_fix: str
     """Advice in the error when memory runs out."""
@@ -151,7 +152,7 @@ def accumulate_gradients(
     model.train()
     if routers.needs_expert_counts:
         context.show_activity("counting expert choices")
-        with explain_out_of_memory(f"step {step}", micro_batches, fix), autocast(device, settings.bf16):
+        with explain_out_of_memory(f"step {step}", micro_batches, fix), autocast(device, settings.autocast_dtype):
             routers.count_expert_choices(device)
     for index, batch in enumerate(micro_batches):
         if world.any_rank(stop.requested):
@@ -162,7 +163,7 @@ def accumulate_gradients(
             batch = batch.to(device)
             last = index == len(micro_batches) - 1
             with routers.weight_micro_batch(batch), backend.micro_batch_context(last=last):
-                with autocast(device, settings.bf16):
+                with autocast(device, settings.autocast_dtype):
                     score = objective.score(model, batch, totals)
                 minimised = score.total_loss * 0.0 if batch.filler else score.total_loss
                 value = minimised.item()
@@ -207,7 +208,7 @@ def evaluate(context: StepContext, held_out: HeldOut, step: int, stop: StopReque
                     return None
                 with explain_out_of_memory(f"the evaluation at step {step}", [batch], settings.out_of_memory_fix):
                     batch = batch.to(device)
-                    with autocast(device, settings.bf16):
+                    with autocast(device, settings.autocast_dtype):
                         score = objective.score(model, batch, None)
                 if batch.filler:
                     continue
@@ -273,14 +274,13 @@ def describe_rows(micro_batches: Sequence[MicroBatch], max_rows: int = 4) -> str
 
 def reset_peak_memory(device: torch.device) -> None:
     """Reset the peak memory of an accelerator; on a CPU nothing happens."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
+    devices.reset_peak_bytes(device)
 
 
 def peak_memory_bytes(device: torch.device) -> int:
     """Return the peak memory in bytes: of an accelerator since the last reset, of a CPU process since its start."""
-    if device.type == "cuda":
-        return int(torch.cuda.max_memory_allocated(device))
+    if (counted := devices.peak_bytes(device)) is not None:
+        return counted
     if sys.platform == "win32":
         return int(psutil.Process().memory_info().peak_wset)
     import resource  # not available on Windows

@@ -138,8 +138,15 @@ def test_devices_are_known_by_the_names_that_drivers_give() -> None:
         "NVIDIA L40S": "l40s-48gb",
         "NVIDIA GeForce RTX 4090": "rtx-4090-24gb",
         "AMD Instinct MI300X": "mi300x-192gb",
+        "Tesla T4": "t4-16gb",
+        "Tesla V100-SXM2-32GB": "v100-32gb",
+        "NVIDIA A10G": "a10g-24gb",
+        "NVIDIA GeForce RTX 3060 Ti": "rtx-3060-ti-8gb",
+        "NVIDIA GeForce RTX 4070 Ti SUPER": "rtx-4070-ti-super-16gb",
+        "NVIDIA RTX 6000 Ada Generation": "rtx-6000-ada-48gb",
     }
     for name, device in named.items():
         assert peak_flops(name) == DEVICES[device].matmul_flops
     assert peak_flops("NVIDIA H100 PCIe") == 756e12
     assert peak_flops("this machine's CPU") is None
+    assert peak_flops("NVIDIA GeForce RTX 4090 Laptop GPU") is None

@@ -48,7 +48,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 }
 STEPS: dict[str, dict[str, Any]] = {
     "first micro-batch": {},
-    "later micro-batch": {"accumulating": True, "autocast": True},
+    "later micro-batch": {"accumulating": True, "autocast": "bfloat16"},
     "gradients freed": {"frees_gradients": True, "device": "cpu"},
 }
 
@@ -116,7 +116,7 @@ def test_so_it_is_of_other_families(family: str, schedule: str) -> None:
 @pytest.mark.parametrize("family", ["qwen3", "gpt_oss"])
 def test_so_it_is_with_adapters(family: str, schedule: str) -> None:
     chosen = Schedule(chunk_size=64, head_chunk_size=32, **SCHEDULES[schedule])
-    check(build(family, adapted=True), chosen, Step("stream", LENGTH, accumulating=True, autocast=True))
+    check(build(family, adapted=True), chosen, Step("stream", LENGTH, accumulating=True, autocast="bfloat16"))
 
 
 @pytest.mark.full
@@ -125,7 +125,7 @@ def test_so_it_is_without_chunks(mode: Any) -> None:
     check(
         build("qwen3"),
         Schedule(chunk_size=64, head_chunk_size=32),
-        Step(mode, LENGTH, accumulating=True, autocast=True),
+        Step(mode, LENGTH, accumulating=True, autocast="bfloat16"),
     )
 
 

@@ -44,6 +44,7 @@ from streamtune.train import (
     ZerothOrderBackend,
 )
 from streamtune.train.objective import StepScore
+from streamtune.train.objective import autocast as autocasting
 from tests.conformance.reducer import tiny_config
 
 LENGTH = 384
@@ -126,7 +127,7 @@ def measured(
     mode: Mode,
     schedule: Schedule,
     optimizer: Any = None,
-    autocast: bool = False,
+    autocast: str | None = None,
     length: int = LENGTH,
     token_loss: TokenLoss | None = None,
 ) -> int:
@@ -144,7 +145,7 @@ def measured(
     steps = None if optimizer is None else optimizer(model)
 
     def backward() -> None:
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast, cache_enabled=False):
+        with autocasting(torch.device("cpu"), autocast):
             loss = model(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()
 
@@ -248,9 +249,17 @@ def test_so_it_is_in_bf16(mode: Mode) -> None:
 @pytest.mark.parametrize("mode", ["plain", "checkpoint", "stream"])
 def test_so_it_is_under_autocast(family: str, mode: Mode) -> None:
     make = partial(build, family)
-    found = simulate(workload(make, mode, autocast=True), BASE).peak_bytes
-    assert found == pytest.approx(measured(make, mode, BASE, autocast=True), rel=0.01)
+    found = simulate(workload(make, mode, autocast="bfloat16"), BASE).peak_bytes
+    assert found == pytest.approx(measured(make, mode, BASE, autocast="bfloat16"), rel=0.01)
     assert found != simulate(workload(make, mode), BASE).peak_bytes
+
+
+@pytest.mark.parametrize(("dtype", "mode"), [(torch.float32, "stream"), (torch.float16, "plain")])
+def test_so_it_is_under_autocast_in_float16(dtype: torch.dtype, mode: Mode) -> None:
+    """The peak is that of bfloat16; frozen weights in float16 are not cast."""
+    make = partial(build_adapted, dtype=dtype)
+    found = simulate(workload(make, mode, autocast="float16"), BASE).peak_bytes
+    assert found == pytest.approx(measured(make, mode, BASE, autocast="float16"), rel=0.01)
 
 
 def build_adapted(
@@ -269,9 +278,11 @@ def build_adapted(
 @pytest.mark.parametrize("mode", ["checkpoint", "stream"])
 @pytest.mark.parametrize("kind", [None, "int8", "nf4"])
 @pytest.mark.parametrize(
-    ("dtype", "autocast"), [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float32, True)]
+    ("dtype", "autocast"), [(torch.bfloat16, None), (torch.bfloat16, "bfloat16"), (torch.float32, "bfloat16")]
 )
-def test_so_it_is_with_adapters_on_any_base(mode: Mode, kind: str | None, dtype: torch.dtype, autocast: bool) -> None:
+def test_so_it_is_with_adapters_on_any_base(
+    mode: Mode, kind: str | None, dtype: torch.dtype, autocast: str | None
+) -> None:
     make = partial(build_adapted, kind=kind, dtype=dtype, num_hidden_layers=2)
     found = simulate(workload(make, mode, autocast=autocast), BASE).peak_bytes
     assert found == pytest.approx(measured(make, mode, BASE, autocast=autocast), rel=0.01)
@@ -280,9 +291,9 @@ def test_so_it_is_with_adapters_on_any_base(mode: Mode, kind: str | None, dtype:
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["plain chunks", "weights on host"])
 @pytest.mark.parametrize(
-    ("dtype", "autocast"), [(torch.bfloat16, False), (torch.float32, False), (torch.float32, True)]
+    ("dtype", "autocast"), [(torch.bfloat16, None), (torch.float32, None), (torch.float32, "bfloat16")]
 )
-def test_so_it_is_with_trained_columns(name: str, dtype: torch.dtype, autocast: bool, tmp_path: Any) -> None:
+def test_so_it_is_with_trained_columns(name: str, dtype: torch.dtype, autocast: str | None, tmp_path: Any) -> None:
     def make(device: str) -> nn.Module:
         model: Any = build("qwen3", device, dtype)
         with torch.device(device):
@@ -294,15 +305,19 @@ def test_so_it_is_with_trained_columns(name: str, dtype: torch.dtype, autocast: 
 
 
 @pytest.mark.full
-@pytest.mark.quick("qwen3_moe-dtype0-False-nf4-stream")
+@pytest.mark.quick("qwen3_moe-dtype0-None-nf4-stream")
 @pytest.mark.parametrize("mode", ["checkpoint", "stream"])
 @pytest.mark.parametrize("kind", [None, "int8", "nf4"])
 @pytest.mark.parametrize(
     ("family", "dtype", "autocast"),
-    [("qwen3_moe", torch.bfloat16, False), ("qwen3_moe", torch.float32, True), ("qwen3_next", torch.bfloat16, False)],
+    [
+        ("qwen3_moe", torch.bfloat16, None),
+        ("qwen3_moe", torch.float32, "bfloat16"),
+        ("qwen3_next", torch.bfloat16, None),
+    ],
 )
 def test_so_it_is_with_adapters_on_experts_of_one_tensor(
-    family: str, dtype: torch.dtype, autocast: bool, kind: str | None, mode: Mode
+    family: str, dtype: torch.dtype, autocast: str | None, kind: str | None, mode: Mode
 ) -> None:
     layers = 4 if family == "qwen3_next" else 2
     make = partial(build_adapted, family=family, kind=kind, dtype=dtype, num_hidden_layers=layers)
@@ -372,9 +387,9 @@ def test_what_autocast_makes_on_an_accelerator(rule: str, call: Callable[[torch.
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("loss", "autocast"), [(TokenLoss("dft"), True), (TokenLoss(label_smoothing=0.1, z_loss=1e-3), False)]
+    ("loss", "autocast"), [(TokenLoss("dft"), "bfloat16"), (TokenLoss(label_smoothing=0.1, z_loss=1e-3), None)]
 )
-def test_so_it_is_with_another_loss(loss: TokenLoss, autocast: bool) -> None:
+def test_so_it_is_with_another_loss(loss: TokenLoss, autocast: str | None) -> None:
     """The peak is in the head here."""
     make, schedule = partial(build, "qwen3", vocab_size=20_011), replace(BASE, head_chunk_size=64)
     found = simulate(workload(make, token_loss=loss, autocast=autocast), schedule)
@@ -384,8 +399,8 @@ def test_so_it_is_with_another_loss(loss: TokenLoss, autocast: bool) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("autocast", [False, True])
-def test_so_it_is_with_a_teacher(autocast: bool) -> None:
+@pytest.mark.parametrize("autocast", [None, "bfloat16"])
+def test_so_it_is_with_a_teacher(autocast: str | None) -> None:
     """The teacher's weights, hidden states and logits of one chunk count, if the peak is in the head."""
     make, schedule = partial(build, "qwen3", vocab_size=20_011), replace(BASE, head_chunk_size=64)
     loss = TokenLoss(divergence=Divergence("reverse"))
@@ -397,7 +412,7 @@ def test_so_it_is_with_a_teacher(autocast: bool) -> None:
         objective = SupervisedObjective(handle, loss, ModelReference(teacher, other))
 
         def backward() -> None:
-            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast, cache_enabled=False):
+            with autocasting(torch.device("cpu"), autocast):
                 score = objective.score(model, batch, 1.0)
             score.total_loss.backward()
 
@@ -416,8 +431,8 @@ def test_so_it_is_with_a_teacher(autocast: bool) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("autocast", [False, True])
-def test_so_it_is_with_likeliest_tokens_of_a_file(autocast: bool) -> None:
+@pytest.mark.parametrize("autocast", [None, "bfloat16"])
+def test_so_it_is_with_likeliest_tokens_of_a_file(autocast: str | None) -> None:
     """One chunk of the saved tokens is on the device, the rest in host memory, and there is no teacher model."""
     make, schedule = partial(build, "qwen3", vocab_size=20_011), replace(BASE, head_chunk_size=64)
     loss, k = TokenLoss(divergence=Divergence("reverse")), 512
@@ -430,7 +445,7 @@ def test_so_it_is_with_likeliest_tokens_of_a_file(autocast: bool) -> None:
         objective = SupervisedObjective(handle, loss)
 
         def backward() -> None:
-            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast, cache_enabled=False):
+            with autocasting(torch.device("cpu"), autocast):
                 score = objective.score(model, batch, 1.0)
             score.total_loss.backward()
 
@@ -778,7 +793,7 @@ def test_so_it_is_where_chunks_fill_regions_of_host_memory(settings: dict[str, A
 
 @pytest.mark.full
 def test_so_it_is_of_steps_under_autocast() -> None:
-    long = Workload(partial(build, "qwen3", "meta", num_hidden_layers=9), 64 * 9, autocast=True)
+    long = Workload(partial(build, "qwen3", "meta", num_hidden_layers=9), 64 * 9, autocast="bfloat16")
     assert simulate(long, BASE) == simulate(long, BASE, full=True)
 
 

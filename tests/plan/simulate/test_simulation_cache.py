@@ -87,7 +87,7 @@ def test_everything_that_decides_a_step_is_part_of_its_key(monkeypatch: pytest.M
         step_of(model_of(), length=65),
         step_of(model_of(), batch_size=2),
         step_of(model_of(), micro_batches=2),
-        step_of(model_of(), autocast=True),
+        step_of(model_of(), autocast="bfloat16"),
         step_of(model_of(), device_type="cuda"),
         step_of(model_of(), mode="checkpoint"),
         step_of(model_of(), completions=lambda length, size: tree),

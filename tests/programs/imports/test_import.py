@@ -105,6 +105,7 @@ beta: 0.04
 attn_implementation: flash_attention_2
 learning_rate: 1e-6
 fp16: true
+neftune_noise_alpha: 5
 """
 
 SWIFT = """\
@@ -149,6 +150,7 @@ WANTED: dict[str, dict[str, Any]] = {
         "max_prompt_length": 256, "max_completion_length": 128, "max_length": 384, "scale_rewards": "none",
         "beta": 0.04, "use_bias_correction_kl": True,
         "learning_rate": 1e-6, "lr_scheduler_type": "linear", "num_train_epochs": 3, "dtype": "float32",
+        "fp16": True,
     },
     "swift": {
         "model_name_or_path": "own/base-7b", "finetuning_type": "qlora", "quantization": "nf4", "lora_r": 8,
@@ -170,7 +172,7 @@ DATASETS = {
 LOST = {
     "axolotl": {"datasets.type", "neftune_noise_alpha"},
     "llamafactory": {"dataset", "template"},
-    "trl": {"fp16"},
+    "trl": {"neftune_noise_alpha"},
     "swift": {"lora_bias"},
 }
 """Fields that change training and have no counterpart."""
@@ -270,10 +272,30 @@ def test_json(theirs: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> No
     document = json.loads(capsys.readouterr().out)
     assert (document["from"], document["objective"], document["path"]) == ("trl", "grpo", "ours.yaml")
     assert document["changes_training"] == 1
-    (fp16,) = document["lost"]
-    note = "StreamTune does not train in float16; write bf16: true"
-    assert fp16 == {"theirs": "fp16: true", "where": "t.yaml:17", "note": note, "changes_training": True}
+    (noise,) = document["lost"]
+    note = "noise on embeddings"
+    assert noise == {"theirs": "neftune_noise_alpha: 5", "where": "t.yaml:18", "note": note, "changes_training": True}
+    assert {"theirs": "fp16: true", "where": "t.yaml:17", "ours": "fp16: true"} in document["mapped"]
     assert {"theirs": "scale_rewards: false", "where": "t.yaml:13", "ours": "scale_rewards: none"} in document["mapped"]
+
+
+@pytest.mark.parametrize(
+    ("text", "keys"),
+    [
+        (
+            "base_model: a\nsequence_len: 64\ndatasets: [{path: r.jsonl}]\nadapter: lora\nfp16: true\nbf16: auto\n",
+            ("fp16: true", "dtype: float16"),
+        ),
+        ("model_name_or_path: a\nstage: sft\ndataset: d\nfp16: true\n", ("fp16: true", "dtype: float16")),
+        ("model: a\ntrain_type: full\ndataset: r.jsonl\ntorch_dtype: float16\n", ("fp16: true", "dtype: auto")),
+    ],
+    ids=["axolotl", "llamafactory", "swift"],
+)
+def test_float16_is_computed_with_a_scaled_loss(tmp_path: Path, text: str, keys: tuple[str, ...]) -> None:
+    (tmp_path / "theirs.yaml").write_text(text)
+    lines = [line.partition("  #")[0] for line in import_recipe(tmp_path / "theirs.yaml").text.splitlines()]
+    assert {*keys} <= {*lines}
+    assert not any(line.startswith("bf16: true") for line in lines)
 
 
 def test_a_project_is_no_line_of_the_recipe(tmp_path: Path) -> None:
@@ -623,7 +645,8 @@ def test_the_configuration_of_a_launcher_is_read(tmp_path: Path, monkeypatch: py
 
 def test_what_a_launcher_changes_and_is_not_here_is_starred(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert "mixed_precision" in lost(launched(tmp_path, "--mixed_precision fp16"))
+    assert "fp16: true  # mixed_precision" in launched(tmp_path, "--mixed_precision fp16").text
+    assert "mixed_precision" in lost(launched(tmp_path, "--mixed_precision fp8"))
     assert "config_file" in lost(launched(tmp_path, "--config_file gone.yaml"))
     with pytest.raises(ArgumentError, match="configuration of accelerate"):
         convert(tmp_path, ACCELERATE)

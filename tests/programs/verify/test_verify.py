@@ -20,6 +20,7 @@ from streamtune.errors import ArgumentError, NonFiniteError, UnsupportedModelErr
 from streamtune.programs.verify.report import VerifyReport, module_of
 from streamtune.programs.verify.restore import prepared_for_comparison, widening_weights
 from streamtune.programs.verify.verify import Comparison, LossOf, compare_gradients, verify_schedules
+from streamtune.train.objective import autocast
 from tests.conformance.reducer import build as build_any
 from tests.exactness.families import batch, build
 from tests.precision_kit import ROUNDING, Errors
@@ -28,8 +29,8 @@ ROWS, LENGTH = 2, 47
 Plant = Callable[[pytest.MonkeyPatch, nn.Module], None]
 
 
-def loss_of(model: Any, bf16: bool) -> Tensor:
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16):
+def loss_of(model: Any, autocast_dtype: str | None) -> Tensor:
+    with autocast(torch.device("cpu"), autocast_dtype):
         return model(**batch("masked", rows=ROWS, length=LENGTH), use_cache=False).loss
 
 
@@ -47,7 +48,8 @@ class SameLoss:
         return self.plain_loss
 
 
-def check(model: nn.Module, loss: LossOf = loss_of, **options: Any) -> VerifyReport:
+def check(model: nn.Module, loss: LossOf = loss_of, bf16: bool = False, **options: Any) -> VerifyReport:
+    options |= {"autocast_dtype": "bfloat16"} if bf16 else {}
     return compare_gradients(Comparison(model, SameLoss(loss), verify_schedules(LENGTH, Schedule()), **options))
 
 
@@ -85,7 +87,7 @@ def test_a_model_that_has_learnt_its_rows_is_as_exact(adapters: bool) -> None:
     """Its p - 1 is next to nothing: a head or loss in float32 would be no float64 truth."""
     model = build("llama")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    while (loss := loss_of(model, False)) > 0.1:
+    while (loss := loss_of(model, None)) > 0.1:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -366,10 +368,10 @@ def test_the_model_is_left_as_it_was(fails: bool, adapters: bool) -> None:
     attributes = [set(module.__dict__) for module in model.modules()]
     config, state = copy.deepcopy(model.config.to_dict()), torch.get_rng_state()
 
-    def loss(given: nn.Module, bf16: bool) -> Tensor:
+    def loss(given: nn.Module, autocast_dtype: str | None) -> Tensor:
         if fails and given.dtype == torch.bfloat16:
             raise MemoryError("here")
-        return loss_of(given, bf16)
+        return loss_of(given, autocast_dtype)
 
     if fails:
         with pytest.raises(MemoryError, match="here"):

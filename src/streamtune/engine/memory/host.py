@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from streamtune.errors import OutOfMemoryError
-from streamtune.ops.devices import repeat_work
+from streamtune.ops.devices import has_streams, repeat_work
 
 PAGE = 4096
 """Alignment of blocks in bytes, required for direct reads and writes of a file."""
@@ -247,7 +247,7 @@ class _Region:
             self.map = map_pages(size)
             self.bytes = torch.frombuffer(self.map, dtype=torch.uint8)
             mark_host_storage(self.bytes.untyped_storage())
-        if device.type == "cuda":
+        if has_streams(device):
             assert self.map is not None
             exclude_from_forks(self.map)
             touch_pages(self.bytes)
@@ -413,7 +413,7 @@ class _Pages:
 
     def __init__(self, size: int, device: torch.device) -> None:
         self.map = mmap.mmap(-1, size)
-        if device.type == "cuda":
+        if has_streams(device):
             flat = torch.frombuffer(self.map, dtype=torch.uint8)
             touch_pages(flat)
             pin_pages(flat, owner=self)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from streamtune.engine.memory.host import Arena
 from streamtune.engine.observe import notify_tensors
+from streamtune.ops.devices import has_streams
 
 IN_FLIGHT = 2
 """Largest number of copies to the host in flight while the next chunk is computed."""
@@ -90,7 +91,7 @@ class Copies:
     """Copies tensors between a device and the host, on a separate stream if the device is CUDA."""
 
     def __init__(self, device: torch.device) -> None:
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.stream = torch.cuda.Stream(device) if has_streams(device) else None
         self._in_flight: deque[tuple[torch.cuda.Event, Tensor]] = deque()
 
     def to_host(self, x: Tensor, host: Tensor) -> torch.cuda.Event | None:

@@ -53,6 +53,7 @@ from streamtune.engine.routers import without_router_loss
 from streamtune.engine.rows import Branches, PackedRows
 from streamtune.engine.streamed_model import StreamedModel
 from streamtune.errors import StreamTuneError, UnsupportedModelError
+from streamtune.ops.devices import to_float64
 from streamtune.schedule import Schedule
 
 ROWS = (9, 2, 13, 3, 11, 10)
@@ -341,7 +342,7 @@ class _Forwards:
     def _check_output(self, index: int, z: Tensor, z_in: Tensor, z_ref: Tensor) -> None:
         layer = self.layers[index]
         dtype = error_bound_dtype(z_ref, layer)
-        error, added, norm = ((x.double().norm(dim=-1)) for x in (z - z_ref, z_ref - z_in, z_ref))
+        error, added, norm = ((to_float64(x).norm(dim=-1)) for x in (z - z_ref, z_ref - z_in, z_ref))
         excess = error / (BOUND[dtype] * added + torch.finfo(dtype).eps * norm).clamp_min(1e-30)
         for chunk in self.schedule.chunks(z.shape[-2]):
             median = float(excess[..., chunk].flatten().nan_to_num(torch.inf).median())

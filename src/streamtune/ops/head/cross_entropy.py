@@ -17,6 +17,7 @@ from streamtune.base.model_facts import IGNORE_INDEX
 from streamtune.ops.devices import autocast_device_type
 from streamtune.ops.first_order import first_order, suspend_tensor_hooks
 from streamtune.ops.head.kernels import Chunk, HeadShape, choose_head_kernel, run_head_kernel
+from streamtune.ops.head.logprobs import project_scores
 from streamtune.ops.head.sweep import (
     HeadGradients,
     HeadSettings,
@@ -25,6 +26,7 @@ from streamtune.ops.head.sweep import (
     autocast_dtype,
     cast_tensors,
     gradient_buffers,
+    gradient_unit,
     gradients_or_none,
     loss_and_grad,
     pop_stored_gradients,
@@ -94,9 +96,14 @@ def project_cross_entropy(
     """Return the cross entropy of a head given as a function, computed one chunk of tokens at a time.
 
     ``project`` maps hidden states to logits; ``parameters`` are the tensors that ``project`` uses and that get
-    gradients. Other arguments are as for :func:`linear_cross_entropy`.
+    gradients. Other arguments are as for :func:`linear_cross_entropy`. In float16 the backward recomputes the logits.
     """
     rows = TargetRows(targets_BT, ignore_index, chunk_size)
+    if (autocast_dtype(hidden_BTC) or hidden_BTC.dtype) == torch.float16:
+        # The gradients of parameters are summed in float16: only the backward knows the scale of the loss.
+        how: dict[str, Any] = {"ignore_index": ignore_index, "chunk_size": chunk_size}
+        logprobs, _ = project_scores(hidden_BTC, project, parameters, targets_BT, **how)
+        return -logprobs.sum() / rows.loss_divisor(num_items)
     total = _ProjectCrossEntropy.apply(hidden_BTC.flatten(0, -2), rows, project, torch.is_grad_enabled(), *parameters)
     return total / rows.loss_divisor(num_items)
 
@@ -124,6 +131,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         wanted = [settings.grad_enabled and needed for needed in ctx.needs_input_grad[:3]]
         ctx.inputs = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
         weight, bias = cast_tensors(settings.compute_dtype, weight, bias)
+        ctx.unit = gradient_unit(weight.dtype, accumulate_dtype)
         sums = HeadGradients(
             rows.gradient_buffer(hidden) if wanted[0] else None, weight, bias, wanted, accumulate_dtype
         )
@@ -144,7 +152,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 sums.add_gradients(chunk, grad_h, grad_weight)
             else:
                 logits = torch.nn.functional.linear(h, weight, bias)
-                loss, grad = loss_and_grad(logits, targets, transform, any(wanted), overwrite_logits=transform is None)
+                overwrite = transform is None
+                loss, grad = loss_and_grad(
+                    logits, targets, transform, any(wanted), overwrite_logits=overwrite, unit=ctx.unit
+                )
                 del logits
                 if grad is not None:
                     sums.add_chunk(chunk, h, weight, grad)
@@ -155,7 +166,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor | None, ...]:
-        return (*scale_gradients(pop_stored_gradients(ctx), ctx.inputs, grad_total), None)
+        return (*scale_gradients(pop_stored_gradients(ctx), ctx.inputs, grad_total, ctx.unit), None)
 
 
 class _ProjectCrossEntropy(torch.autograd.Function):

@@ -34,8 +34,11 @@ Chunk = tuple[Tensor, Tensor | None, Tensor | None]
 """Summed loss of a chunk, gradient of its hidden states, and gradient of the weight."""
 
 RUNS = 3
-BOUNDS = {torch.bfloat16: (1e-3, 1e-2), torch.float16: (1e-3, 2e-3), torch.float32: (1e-5, 1e-5)}
-"""Largest relative difference of (loss, gradients) from the sweep: twice the rounding of logits and gradients."""
+BOUNDS = {torch.bfloat16: (1e-3, 1e-2), torch.float32: (1e-5, 1e-5)}
+"""Largest relative difference of (loss, gradients) from the sweep: twice the rounding of logits and gradients.
+
+In float16 the sweep is used: the kernels compute gradients without a factor, and small ones would be zero.
+"""
 
 
 @dataclass(frozen=True)

@@ -33,8 +33,20 @@ operators.
 FEW_ROWS, FEW_ROWS_BLOCK = 12, 512
 """On a CPU, a matmul of fewer rows than the first number sums the vocabulary in blocks of the second number."""
 
+FLOAT16_UNIT = 1024.0
+"""Factor by which gradients of float16 logits are multiplied until the backward.
+
+Losses that are computed in the forward have their gradients before the loss is scaled. Without this factor, a
+probability below 6e-8 would be zero in float16. The backward divides by the factor, which is a power of two.
+"""
+
 Project = Callable[[Tensor], Tensor]
 """Differentiable function from hidden states ``[n, C]`` to logits ``[n, V]``, or from logits to logits."""
+
+
+def gradient_unit(logits_dtype: torch.dtype, sum_dtype: torch.dtype = torch.float32) -> float:
+    """Return the factor of gradients that the forward computes; ``sum_dtype`` is the dtype of sums over chunks."""
+    return FLOAT16_UNIT if logits_dtype == torch.float16 and sum_dtype != torch.float16 else 1.0
 
 
 class HeadGradients:
@@ -109,6 +121,7 @@ def loss_and_grad(
     with_grad: bool,
     overwrite_logits: bool = False,
     factor_n: Tensor | None = None,
+    unit: float = 1.0,
     max_elements: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return a chunk's summed cross entropy, and the gradient ``[n, V]`` of the logits before ``transform``.
@@ -120,6 +133,7 @@ def loss_and_grad(
         with_grad: True to compute the gradient; False returns None in its place.
         overwrite_logits: True to write the gradient into ``logits_nV``; then no autograd graph may need the logits.
         factor_n: Factor of each position's gradient, applied before rounding to the dtype of the logits.
+        unit: Factor of all gradients, applied there too (:func:`gradient_unit`).
         max_elements: Largest number of logits that are processed at a time. The default is the limit of 32-bit indices,
             or :data:`WIDENED` for logits narrower than fp32.
     """
@@ -127,13 +141,13 @@ def loss_and_grad(
         max_elements = MAX_ELEMENTS if logits_nV.dtype in (torch.float32, torch.float64) else WIDENED
     parts = list(block_slices(len(logits_nV), max_elements // logits_nV.shape[1]))
     if len(parts) <= 1:
-        return _loss_and_grad(logits_nV, targets_n, transform, with_grad, overwrite_logits, factor_n)
+        return _loss_and_grad(logits_nV, targets_n, transform, with_grad, overwrite_logits, factor_n, unit)
     grad = None if not with_grad else logits_nV if overwrite_logits else torch.empty_like(logits_nV)
     losses = []
     for part in parts:
         factor = None if factor_n is None else factor_n[part]
         loss, grad_part = _loss_and_grad(
-            logits_nV[part], targets_n[part], transform, with_grad, overwrite_logits, factor
+            logits_nV[part], targets_n[part], transform, with_grad, overwrite_logits, factor, unit
         )
         losses.append(loss)
         if grad is not None and grad_part is not None:
@@ -148,6 +162,7 @@ def _loss_and_grad(
     with_grad: bool,
     overwrite_logits: bool,
     factor_n: Tensor | None,
+    unit: float,
 ) -> tuple[Tensor, Tensor | None]:
     raw = logits_nV
     if transform is not None:
@@ -160,6 +175,8 @@ def _loss_and_grad(
     grad.scatter_add_(1, targets_n[:, None], grad.new_full((len(targets_n), 1), -1.0))
     if factor_n is not None:
         grad.mul_(factor_n[:, None])
+    if unit != 1.0:
+        grad.mul_(unit)
     grad = grad.to(logits_nV.dtype)
     if transform is not None:
         (grad,) = torch.autograd.grad(logits_nV, raw, grad)
@@ -241,12 +258,14 @@ def cast_tensors(dtype: torch.dtype | None, *tensors: Tensor | None) -> tuple[An
 
 
 def scale_gradients(
-    grads: Sequence[Tensor | None], dtypes: Sequence[torch.dtype | None], factor: Tensor
+    grads: Sequence[Tensor | None], dtypes: Sequence[torch.dtype | None], factor: Tensor, unit: float = 1.0
 ) -> list[Tensor | None]:
     """Return the gradients times ``factor``, the gradient of the loss, each cast to its dtype in ``dtypes``.
 
+    ``unit`` is the factor with which the gradients were computed (:func:`gradient_unit`).
     The product is computed in the wider dtype of both: ``factor`` in bf16 would change the gradient by up to 0.4%.
     """
+    factor = factor if unit == 1.0 else factor / unit
     out: list[Tensor | None] = []
     for grad, dtype in zip(grads, dtypes, strict=True):
         if grad is None or dtype is None:

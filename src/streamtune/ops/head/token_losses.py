@@ -47,6 +47,7 @@ from streamtune.ops.head.sweep import (
     autocast_dtype,
     cast_tensors,
     gradient_buffers,
+    gradient_unit,
     gradients_or_none,
     pop_stored_gradients,
     scale_gradients,
@@ -181,11 +182,11 @@ class _Sweep(HeadSettings):
     teacher: TeacherHead | TopKTeacher | None
 
     def chunk_loss_and_grad(
-        self, logits_nV: Tensor, chunk: Tensor | slice, with_grad: bool
+        self, logits_nV: Tensor, chunk: Tensor | slice, with_grad: bool, unit: float = 1.0
     ) -> tuple[Tensor, Tensor | None]:
         """Return (loss, nll, kl) summed over a chunk, and the gradient of the logits before ``transform``.
 
-        The gradient overwrites the logits.
+        The gradient overwrites the logits, and is multiplied by ``unit`` (:func:`gradient_unit`).
         """
         targets = self.rows.targets[chunk]
         weights = None if self.weights_N is None else self.weights_N[chunk]
@@ -211,7 +212,7 @@ class _Sweep(HeadSettings):
             sums += found
             if grad is None:
                 continue
-            grad = grad.to(logits.dtype)
+            grad = (grad if unit == 1.0 else grad.mul_(unit)).to(logits.dtype)
             if self.transform is not None:
                 (grad,) = torch.autograd.grad(logits, raw, grad)
             logits_nV[part] = grad
@@ -491,6 +492,7 @@ class _LinearTokenLoss(torch.autograd.Function):
         weight, bias = cast_tensors(sweep.compute_dtype, weight, bias)
         grad_hidden = rows.gradient_buffer(hidden) if wanted[0] else None
         gradients = HeadGradients(grad_hidden, weight, bias, wanted, sweep.accumulate_dtype)
+        ctx.unit = gradient_unit(weight.dtype, sweep.accumulate_dtype)
 
         def head_logits(chunk: Tensor | slice) -> tuple[Tensor, Tensor]:
             (h,) = cast_tensors(sweep.compute_dtype, hidden[chunk])
@@ -499,7 +501,7 @@ class _LinearTokenLoss(torch.autograd.Function):
         sums = _zero_sums(hidden)
         for chunk in rows.chunks():
             h, logits = head_logits(chunk)
-            found, grad = sweep.chunk_loss_and_grad(logits, chunk, any(wanted))
+            found, grad = sweep.chunk_loss_and_grad(logits, chunk, any(wanted), ctx.unit)
             sums += found
             if grad is not None:
                 gradients.add_chunk(chunk, h, weight, grad)
@@ -510,7 +512,7 @@ class _LinearTokenLoss(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, grad_total: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        return (*scale_gradients(pop_stored_gradients(ctx), ctx.inputs, grad_total), None)
+        return (*scale_gradients(pop_stored_gradients(ctx), ctx.inputs, grad_total, ctx.unit), None)
 
 
 class _ProjectTokenLoss(torch.autograd.Function):

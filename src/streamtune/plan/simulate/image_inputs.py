@@ -67,7 +67,7 @@ def _to_meta(value: Any) -> Any:
 
 
 def measure_images(
-    model: Any, inputs: Mapping[str, Tensor], *, autocast: bool = False, device: str = "cuda"
+    model: Any, inputs: Mapping[str, Tensor], *, autocast: str | None = None, device: str = "cuda"
 ) -> ImageMemory:
     """Return the memory of the vision tower of a model on ``meta``, which computes parts of the images at a time.
 
@@ -75,7 +75,7 @@ def measure_images(
         model: Model on ``meta``; its parameters say whether they are trained.
         inputs: Inputs of the model for the images of a micro-batch, such as ``pixel_values``. Only the values of
             integers are read.
-        autocast: True to compute in bf16 autocast.
+        autocast: Dtype of autocast, ``bfloat16`` or ``float16``; None: no autocast.
         device: Type of the simulated device.
     """
     base = base_of(model)
@@ -106,10 +106,11 @@ def measure_images(
 
 
 def _trace_bytes(
-    model: Any, layers: Sequence[nn.Module], compute: Callable[[], Any], autocast: bool, device: str
+    model: Any, layers: Sequence[nn.Module], compute: Callable[[], Any], autocast: str | None, device: str
 ) -> tuple[int, int]:
     """Return the bytes that are live when a function has returned, with its result, and the peak."""
     switch = MetaAutocast(device)
+    dtype = torch.float16 if autocast == "float16" else torch.bfloat16
     with (
         simulate_device_type(device),
         autocast_on_meta(),
@@ -117,7 +118,7 @@ def _trace_bytes(
         Trace(model, layers, device=device, tiers=lambda: (0, 0, 0, 0)) as trace,
         _IntegersOnHost(),
         switch.outermost_autocast(),
-        torch.autocast(switch.switch, dtype=torch.bfloat16, enabled=autocast, cache_enabled=False),
+        torch.autocast(switch.switch, dtype=dtype, enabled=autocast is not None, cache_enabled=False),
     ):
         results = compute()
         held = trace.total

@@ -49,7 +49,7 @@ class Step:
         length: Number of tokens of a row.
         batch_size: Number of rows.
         accumulating: True if gradients of a previous micro-batch are already allocated.
-        autocast: True to compute in bf16 autocast.
+        autocast: Dtype of autocast, ``bfloat16`` or ``float16``; None: no autocast.
         device: Type of the simulated device.
         targets: Number of tokens with a target in each row; None: all tokens.
         scored: Completions to score instead of ordinary rows; ``token_loss`` replaces their log-probabilities.
@@ -67,7 +67,7 @@ class Step:
     length: int
     batch_size: int = 1
     accumulating: bool = False
-    autocast: bool = False
+    autocast: str | None = None
     device: str = "cuda"
     targets: int | None = None
     scored: Scored | None = None
@@ -99,7 +99,11 @@ def trace_step(model: Any, schedule: Schedule, step: Step) -> Trace:
         stack.enter_context(simulate_device_type(step.device))
         stack.enter_context(autocast_on_meta())
         if schedule.stream_grads:  # placeholders exist once for all steps, so they are not recorded
-            for dtype in {torch.bfloat16, *(p.dtype for p in model.parameters() if p.is_floating_point())}:
+            for dtype in {
+                torch.bfloat16,
+                torch.float16,
+                *(p.dtype for p in model.parameters() if p.is_floating_point()),
+            }:
                 placeholder(torch.empty((), dtype=dtype, device="meta"))
         if step.mode != "stream" or step.autocast:
             stack.enter_context(DeviceChoices(step.device, autocast))
@@ -124,16 +128,17 @@ def trace_step(model: Any, schedule: Schedule, step: Step) -> Trace:
             for parameter in model.parameters():
                 if parameter.requires_grad:
                     stack.callback(parameter.register_post_accumulate_grad_hook(_free_gradient).remove)
-        bf16 = torch.autocast(autocast.switch, dtype=torch.bfloat16, enabled=step.autocast, cache_enabled=False)
+        dtype = torch.float16 if step.autocast == "float16" else torch.bfloat16
+        region = torch.autocast(autocast.switch, dtype=dtype, enabled=step.autocast is not None, cache_enabled=False)
         if step.scored is not None and step.scored.forwards:
             trace.begin_cell("reference")
-            with autocast.outermost_autocast(), bf16, _reference_mode(model):
+            with autocast.outermost_autocast(), region, _reference_mode(model):
                 _score_completions(scorer, step, ids, labels)
             trace.begin_cell("forward")
         if step.perturb is not None:
             stack.enter_context(torch.no_grad())
             stack.enter_context(step.perturb(model))
-        with autocast.outermost_autocast(), bf16:
+        with autocast.outermost_autocast(), region:
             if step.mode in FUSED_LOSS_MODES:
                 loss = fused_loss(model, ids)
             elif step.scored is None or step.token_loss is not None:

@@ -124,7 +124,7 @@ class Workload:
         micro_batches: Number of micro-batches of a step. With two or more, gradients of earlier micro-batches occupy
             memory.
         make_optimizer: Function that builds the optimizer of a model; None: no optimizer.
-        autocast: True to compute in bf16 autocast.
+        autocast: Dtype of autocast, ``bfloat16`` or ``float16``; None: no autocast.
         mode: Method to compute the gradient: ``stream``, ``plain`` autograd, ``checkpoint`` for every layer,
             checkpointing with Liger's fused loss (``liger-loss``), or also with layer inputs on the host
             (``liger-loss-offload``).
@@ -151,7 +151,7 @@ class Workload:
     batch_size: int = 1
     micro_batches: int = 1
     make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None
-    autocast: bool = False
+    autocast: str | None = None
     mode: Mode = "stream"
     cluster: Cluster = field(default_factory=Cluster)
     device_type: str = "cuda"

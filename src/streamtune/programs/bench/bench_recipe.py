@@ -34,6 +34,7 @@ DECISIVE_KEYS = {
     "model",
     "dtype",
     "bf16",
+    "fp16",
     "finetuning_type",
     "quantization",
     "lora_r",
@@ -127,7 +128,7 @@ def make_job(recipe: Recipe) -> Job:
     """Return the model and batch size of a recipe as a :class:`Job`, which child processes can unpickle."""
     recipe = with_best_precision(recipe)
     make_model = partial(_make_model, recipe, str(choose_device(recipe.device)))
-    return Job(make_model, recipe.per_device_train_batch_size, bool(recipe.bf16))
+    return Job(make_model, recipe.per_device_train_batch_size, recipe.autocast_dtype)
 
 
 def _make_model(recipe: Recipe, device: str) -> Any:

@@ -30,11 +30,13 @@ from streamtune.base.child import Child
 from streamtune.base.model_facts import IGNORE_INDEX, model_device
 from streamtune.engine import Branches, decoder_layers
 from streamtune.errors import RunError, StreamTuneError, UnsupportedModelError
+from streamtune.ops.devices import device_name, synchronize
 from streamtune.plan.simulate.memory import LiveBytes, model_bytes
 from streamtune.plan.simulate.scored import Completions
 from streamtune.plan.simulate.workload import Mode
 from streamtune.programs.bench.modes import MODE_SETUPS, Batch, Ready, last_hidden_state
 from streamtune.schedule import Schedule
+from streamtune.train.objective import autocast
 
 Layout = Literal["row", "packed", "separate", "shared", "batch", "turns"]
 """Layout of a step's tokens: one row, several packed rows, the same rows one by one, or a layout of :data:`SHARING`."""
@@ -57,8 +59,8 @@ class Job:
 
     make_model: MakeModel
     batch_size: int = 1
-    autocast: bool = False
-    """True to compute under bfloat16 autocast."""
+    autocast: str | None = None
+    """Dtype of autocast, ``bfloat16`` or ``float16``; None: no autocast."""
     completions: Completions | None = None
     """Picklable function that returns the completions to score; None to train on next tokens."""
 
@@ -186,9 +188,8 @@ class MeasuredModel:
             return self._ready.loss(batch)
 
     def _autocast(self) -> torch.autocast:
-        """Return autocast as in training: without the cache, which would hold a bfloat16 copy of all weights."""
-        enabled = self.job.autocast
-        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=enabled, cache_enabled=False)
+        """Return autocast as in training: without the cache, which would hold a 16-bit copy of all weights."""
+        return autocast(self.device, self.job.autocast)
 
     def _run_without_head(self, batches: list[Batch]) -> None:
         for batch in batches:
@@ -197,8 +198,7 @@ class MeasuredModel:
             hidden.backward(torch.ones((), dtype=hidden.dtype, device=hidden.device).expand_as(hidden))
 
     def _synchronised_time(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        synchronize(self.device)
         return time.perf_counter()
 
 
@@ -206,14 +206,14 @@ def describe_environment(model: Any, job: Job, device: torch.device) -> dict[str
     """Return the machine, library versions and size of the model as JSON values."""
     names = {"cpu": platform.processor() or platform.machine(), "meta": "simulated"}
     return {
-        "device": names[device.type] if device.type in names else torch.cuda.get_device_name(device),
+        "device": names[device.type] if device.type in names else device_name(device),
         "device_type": device.type,
         "threads": torch.get_num_threads(),
         "cpus": os.cpu_count(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "dtype": "bfloat16 autocast" if job.autocast else str(model.dtype).removeprefix("torch."),
+        "dtype": f"{job.autocast} autocast" if job.autocast else str(model.dtype).removeprefix("torch."),
         "layers": len(decoder_layers(model)),
         "parameters": sum(_logical_size(p) for p in model.parameters()),
         "batch_size": job.batch_size,

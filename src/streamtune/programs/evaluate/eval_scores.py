@@ -21,6 +21,7 @@ import torch
 from streamtune import data, train
 from streamtune.base.model_facts import IGNORE_INDEX
 from streamtune.engine import StreamHandle
+from streamtune.ops.devices import to_float64
 from streamtune.tasks import Task
 from streamtune.tasks.task import BuiltRun
 
@@ -32,15 +33,15 @@ LEAST_TOKENS = 3
 
 @dataclass(frozen=True)
 class ScoringModel:
-    """A model on which ``streamtune.stream`` was called, with its device; ``bf16`` selects bfloat16 autocast."""
+    """A model on which ``streamtune.stream`` was called, with its device and the dtype of autocast (None: off)."""
 
     handle: StreamHandle
     model: Any
     device: torch.device
-    bf16: bool
+    autocast_dtype: str | None
 
     def autocast(self) -> AbstractContextManager[Any]:
-        return train.autocast(self.device, self.bf16)
+        return train.autocast(self.device, self.autocast_dtype)
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
@@ -62,7 +63,7 @@ class LossSum:
 
     def add(self, losses: torch.Tensor) -> None:
         """Add the losses of K tokens, ``[K]``."""
-        wide = losses.double()
+        wide = to_float64(losses)
         self.tokens += wide.numel()
         self.total += float(wide.sum())
         self.squares += float(wide.square().sum())
@@ -99,9 +100,9 @@ class LossSums:
             if bool(inside.any()):
                 self.buckets.setdefault(bucket, LossSum()).add(losses_K[inside])
         if len(positions_K) >= LEAST_TOKENS:
-            part_K = (positions_K - positions_K[0]).double() / float(positions_K[-1] - positions_K[0])
+            part_K = to_float64(positions_K - positions_K[0]) / float(positions_K[-1] - positions_K[0])
             early, late = losses_K[3 * part_K < 1], losses_K[3 * part_K > 2]
-            self.thirds.append((float(early.double().mean()), float(late.double().mean())))
+            self.thirds.append((float(to_float64(early).mean()), float(to_float64(late).mean())))
 
     def to_json(self) -> dict[str, Any]:
         """Return the entry of the split in ``eval.json``."""
@@ -259,7 +260,7 @@ def measure_rows(
     make_run: Callable[[Sequence[Any]], BuiltRun],
     rows: Sequence[Any],
     *,
-    bf16: bool,
+    autocast_dtype: str | None,
     rows_done: Callable[[int, int], None],
     names: Sequence[str] | None = None,
 ) -> dict[str, Any]:
@@ -268,7 +269,7 @@ def measure_rows(
     Args:
         make_run: Function that returns a run whose held-out rows are the given rows.
         rows: Preference pairs, single completions, or prompts.
-        bf16: True to compute in bfloat16.
+        autocast_dtype: Dtype of autocast; None: no autocast.
         rows_done: Called after each batch with the number of finished rows and the number of all rows.
         names: Dataset name of each row in the results; None takes the file or dataset that the row comes from.
     """
@@ -279,7 +280,7 @@ def measure_rows(
     done = 0
     for name, group in groups.items():
         built = make_run(group)
-        for metrics, size in _measure_batches(task, built, bf16=bf16):
+        for metrics, size in _measure_batches(task, built, autocast_dtype=autocast_dtype):
             found[name].add(metrics)
             done += size
             rows_done(done, len(rows))
@@ -291,7 +292,7 @@ def measure_rows(
 
 @torch.no_grad()
 def _measure_batches(
-    task: Task[Any], built: BuiltRun, *, bf16: bool
+    task: Task[Any], built: BuiltRun, *, autocast_dtype: str | None
 ) -> Iterator[tuple[Mapping[str, SumAndCount], int]]:
     """Yield, for each batch, its metrics (loss included) and its number of rows."""
     training = task.make_training(built)
@@ -299,7 +300,7 @@ def _measure_batches(
     with train.evaluation_mode(built.model), train.preserve_rng(), built.handle.routers.without_losses():
         for batch in make_batches():
             moved = batch.to(built.device)
-            with train.autocast(built.device, bf16):
+            with train.autocast(built.device, autocast_dtype):
                 score = training.objective.score(built.model, moved, None)
             losses = dict(zip(("loss",), score.held_out, strict=False))
             yield {**losses, **score.metrics}, len(batch.origins)

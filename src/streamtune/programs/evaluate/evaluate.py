@@ -150,6 +150,7 @@ def evaluate_model(
         "objective": recipe.objective,
         "device": str(device),
         "bf16": bool(recipe.bf16),
+        "fp16": recipe.fp16,
         "chunk_size": chunk_size,
         "splits": splits,
         **({"needle": needle} if needle is not None else {}),
@@ -177,7 +178,7 @@ class _Evaluation:
         rows_done = partial(self.feedback.progress, "rows")
         if self.task.scores_completions:
             return measure_rows(
-                self.task, self._make_run, rows, bf16=bool(recipe.bf16), rows_done=rows_done, names=names
+                self.task, self._make_run, rows, autocast_dtype=recipe.autocast_dtype, rows_done=rows_done, names=names
             )
         return score_rows(
             self._streamed_model,
@@ -190,7 +191,7 @@ class _Evaluation:
 
     @property
     def _streamed_model(self) -> ScoringModel:
-        return ScoringModel(self.handle, self.model, self.device, bool(self.task.recipe.bf16))
+        return ScoringModel(self.handle, self.model, self.device, self.task.recipe.autocast_dtype)
 
     def _make_run(self, rows: Sequence[Any]) -> BuiltRun:
         """Return a run whose held-out rows are ``rows``; no file is written."""

@@ -27,6 +27,7 @@ from streamtune.base.model_facts import IGNORE_INDEX
 from streamtune.data.templates import ChatRequest, render_chat
 from streamtune.errors import ArgumentError
 from streamtune.models import all_eos_token_ids, position_table_limit
+from streamtune.ops.devices import to_float64
 from streamtune.programs.evaluate.eval_scores import ScoringModel, mean_and_error
 from streamtune.tasks.rollout import Sampling, TransformersGenerator
 
@@ -247,7 +248,7 @@ def _mean_logprob(streamed: ScoringModel, prompt: Sequence[int], answer: Sequenc
     targets_BT[0, len(prompt) - 1 :] = torch.tensor(answer, device=streamed.device)
     with streamed.autocast():
         scores_BT = streamed.handle.logprobs(ids_BT, targets_BT, model=streamed.model).logprobs
-        return float(scores_BT[0, len(prompt) - 1 :].double().mean())
+        return float(to_float64(scores_BT[0, len(prompt) - 1 :]).mean())
 
 
 def _answers_with_code(writer: TransformersGenerator, tokenizer: Any, prompt: list[int], trial: _NeedleTrial) -> bool:

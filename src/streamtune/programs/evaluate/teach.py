@@ -96,7 +96,7 @@ def teach(loaded: LoadedRecipe, output: Path, *, top_k: int, feedback: Feedback 
         }
         writer = TeacherFileWriter(partial, [num_targets(rows[number]) for number in numbers], facts)
         model = train.ModelReference(teacher, handle)
-        with writer.renamed_on_success(output), torch.no_grad(), train.autocast(device, bool(recipe.bf16)):
+        with writer.renamed_on_success(output), torch.no_grad(), train.autocast(device, recipe.autocast_dtype):
             for start in range(0, len(numbers), recipe.per_device_eval_batch_size):
                 part = [rows[number] for number in numbers[start : start + recipe.per_device_eval_batch_size]]
                 tensors = data.collate(part, pad_token_id=tokenizer.pad_token_id)

@@ -247,7 +247,7 @@ FIELDS: dict[str, FieldRule] = field_table(
         "embeddings are not resized": "resize_token_embeddings_to_32x mean_resizing_embeddings shrink_embeddings",
         "embeddings are not reinitialised": "fix_untrained_tokens reinit_weights",
         "training in fp8": "fp8 fp8_enable_fsdp_float8_all_gather",
-        "StreamTune does not support float16 weights; write dtype: bfloat16": "float16",
+        "StreamTune needs fp16: true, which scales the loss, to compute in float16": "float16",
         "download the model revision and give its folder": "revision_of_model",
         "StreamTune does not change the model's configuration": "overrides_of_model_kwargs",
         "weights quantised by GPTQ": "gptq",
@@ -335,6 +335,8 @@ def _convert_dependent_fields(conversion: Conversion) -> None:
         _convert_model_overrides(conversion, name)
     _convert_adapter(conversion)
     convert_unfrozen_parameters(conversion)
+    if conversion.get("fp16") and conversion.get("bf16") == "auto":
+        conversion.mark_unneeded("bf16", why="set by fp16")
     # axolotl loads the weights in the precision that it computes in
     conversion.write_if_on("bfloat16", "dtype", "bfloat16")
     conversion.write_if_on("float32", "dtype", "float32")
@@ -454,7 +456,11 @@ def _write_trainer_defaults(conversion: Conversion) -> None:
         conversion.write_default("overlength", "drop")
     if "warmup_steps" not in conversion.ours and conversion.get("lr_scheduler") != "constant":
         conversion.write_default("warmup_ratio", 0.03, "axolotl limits warm-up to 100 steps")
-    if conversion.get("bf16", "auto") in ("auto", True) and "dtype" not in conversion.ours:
+    if conversion.ours.get("fp16") and "dtype" not in conversion.ours:
+        adapters = conversion.ours.get("finetuning_type", "full") != "full"
+        note = "axolotl loads weights in the compute dtype" if adapters else "float16 weights cannot be trained"
+        conversion.write_default("dtype", "float16" if adapters else "float32", note)
+    elif conversion.get("bf16", "auto") in ("auto", True) and "dtype" not in conversion.ours:
         conversion.write_default("bf16", True, "axolotl uses bf16 if the device supports it")
         conversion.write_default("dtype", "bfloat16", "axolotl loads weights in the compute dtype")
     report_default_targets(conversion)

@@ -282,14 +282,15 @@ def _write_trainer_defaults(conversion: Conversion) -> None:
     write_default_truncation(conversion)
     if "bf16" not in conversion.ours:
         conversion.write_default("bf16", False, "LLaMA-Factory uses no mixed precision by default")
-    if "dtype" not in conversion.ours and conversion.get("bf16"):
+    if "dtype" not in conversion.ours and (conversion.get("bf16") or conversion.get("fp16")):
         frozen = conversion.ours.get("trainable_layers") or conversion.ours.get("train")
+        narrow = "bfloat16" if conversion.get("bf16") else "float16"
         note = (
             "LLaMA-Factory keeps frozen weights in the compute dtype"
             if adapters or frozen
             else "LLaMA-Factory keeps weights in fp32"
         )
-        conversion.write_default("dtype", "bfloat16" if adapters else "mixed" if frozen else "float32", note)
+        conversion.write_default("dtype", narrow if adapters else "mixed" if frozen else "float32", note)
 
 
 ALPACA = {

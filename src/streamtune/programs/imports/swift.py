@@ -290,7 +290,7 @@ def _convert_dependent_fields(conversion: Conversion) -> None:
     _convert_length_limit(conversion)
     _convert_quantization(conversion)
     _convert_tuner_type(conversion)
-    convert_weights_dtype(conversion, "torch_dtype", "dtype")
+    convert_weights_dtype(conversion, "torch_dtype", "dtype", computes_in_it=not conversion.get("bf16"))
     # swift pt has no chat template unless it is asked for
     texts = conversion.file.command == "pt" and not conversion.get("use_chat_template")
     convert_swift_template(conversion, texts=texts)
@@ -405,6 +405,9 @@ def _write_trainer_defaults(conversion: Conversion) -> None:
         conversion.write_default("simpo_gamma", 1.0)
     if conversion.file.command == "pt":
         conversion.write_default("train_on", "all", "swift pt")
+    dtypes = [conversion.get(name) for name in ("torch_dtype", "dtype")]
+    if conversion.get("fp16") is None and conversion.get("bf16") is None and "float16" in dtypes:
+        conversion.write_default("fp16", True, "ms-swift computes in torch_dtype")
     if conversion.get("bf16") is None and ours.get("dtype") == "bfloat16":
         conversion.write_default("bf16", True)
     unknown = [name for name in ours.get("reward_funcs", []) if name.startswith("REWARDS.py:")]

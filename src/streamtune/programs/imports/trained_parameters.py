@@ -85,7 +85,7 @@ def convert_tower(conversion: Conversion, fields: Mapping[str, str]) -> None:
     """Convert fields that freeze the vision tower or the projector; ``fields`` maps them to StreamTune's keys."""
     for name, key in fields.items():
         if conversion.get(name) is False:
-            if conversion.ours.get("finetuning_type", "full") == "full":
+            if conversion.ours.get("finetuning_type") == "full":
                 conversion.write_key(key, False, name)
             else:
                 conversion.report_lost(name, why="StreamTune's adapters are on the language model only")

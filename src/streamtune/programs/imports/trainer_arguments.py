@@ -76,7 +76,7 @@ TRAINER_FIELDS: dict[str, FieldRule] = field_table(
     {
         **same_name_rules("""
             label_smoothing_factor learning_rate lr_scheduler_type weight_decay adam_beta1 adam_beta2 adam_epsilon
-            max_grad_norm num_train_epochs per_device_train_batch_size gradient_accumulation_steps seed bf16
+            max_grad_norm num_train_epochs per_device_train_batch_size gradient_accumulation_steps seed bf16 fp16
             trust_remote_code"""),
         **same_name_rules("per_device_eval_batch_size output_dir greater_is_better", changes_training=False),
         **same_name_rules("dataloader_num_workers save_total_limit", changes_training=False),
@@ -136,7 +136,6 @@ TRAINER_FIELDS: dict[str, FieldRule] = field_table(
         "put the token of the Hugging Face hub into HF_TOKEN": "hub_token push_to_hub_token hf_hub_token",
     },
     lost={
-        "StreamTune does not train in float16; write bf16: true": "fp16",
         "noise on embeddings": "neftune_noise_alpha",
         "arguments of the optimizer": "optim_args",
         "target modules of a layer-wise or low-rank optimizer are not converted": "optim_target_modules",
@@ -435,8 +434,8 @@ def _convert_launcher_option(conversion: Conversion, option: LauncherOption) -> 
 
 def _recipe_key_of_option(option: LauncherOption) -> tuple[str, Any] | None:
     name, value, text = option.name, option.value, option.text
-    if name == "mixed_precision" and text == "bf16":
-        return "bf16", True
+    if name == "mixed_precision" and text in ("bf16", "fp16"):
+        return text, True
     if name == "zero_stage" and text in ("1", "2", "3"):
         places = [option.beside.get(f"offload_{part}_device") for part in ("optimizer", "param")]
         return "deepspeed", f"zero{value}" + ("_offload" if text == "3" and "cpu" in places else "")
@@ -454,8 +453,8 @@ def _why_option_not_written(option: LauncherOption) -> tuple[str, bool | None]:
     name, text = option.name, option.text
     if name in RANKS:
         return f"use `--nproc {option.value}`", None
-    if name == "mixed_precision" and text in ("fp16", "fp8"):
-        return f"StreamTune does not train in {text}; write bf16: true", True
+    if name == "mixed_precision" and text == "fp8":
+        return "StreamTune does not train in fp8; write bf16: true", True
     if name in ("mixed_precision", "use_fsdp"):
         return "off, as in StreamTune", None
     if name in FALLBACK_OPTIONS:

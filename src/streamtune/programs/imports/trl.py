@@ -387,11 +387,15 @@ def _convert_loss(conversion: Conversion) -> None:
         conversion.report_lost("loss_type", why="StreamTune's sft losses are nll, dft and focal")
 
 
-def convert_weights_dtype(conversion: Conversion, *names: str) -> None:
+def convert_weights_dtype(conversion: Conversion, *names: str, computes_in_it: bool = False) -> None:
+    """Convert the dtype of the weights; ``computes_in_it`` is True if float16 weights imply ``fp16``."""
     for name in names:
         value = conversion.file.fields.get(name)
-        if value in ("float16", "fp16", "half"):
-            conversion.report_lost(name, why="no float16: weights keep the checkpoint's dtype")
+        if value in ("float16", "fp16", "half") and (conversion.get("fp16") or computes_in_it):
+            note = "with fp16, frozen weights of a 16-bit checkpoint are float16, and trained weights float32"
+            conversion.write_key("dtype", "auto", name, note=note)
+        elif value in ("float16", "fp16", "half"):
+            conversion.report_lost(name, why="StreamTune needs fp16: true, which scales the loss, for float16 weights")
         elif value is not None:
             conversion.write_key("dtype", value, name)
         conversion.mark_unneeded(name, why="no value")
@@ -471,7 +475,7 @@ def _write_trainer_defaults(conversion: Conversion) -> None:
     write_default_truncation(conversion)
     if objective == "sft":
         conversion.write_default("train_on", "all")
-    if not conversion.get("fp16") and conversion.get("bf16") is None:
+    if not ours.get("fp16") and conversion.get("bf16") is None:
         conversion.write_default("bf16", True)
     conversion.write_default("dtype", "float32", "older TRL releases keep the checkpoint's dtype (auto)")
     if objective == "grpo" and ours.get("beta"):

@@ -22,8 +22,9 @@ from streamtune.base.model_facts import model_device
 from streamtune.base.text import show_size
 from streamtune.engine import StreamHandle
 from streamtune.errors import ArgumentError
+from streamtune.ops.devices import device_name
 from streamtune.optim import BlockAdamW
-from streamtune.plan.budget import Budget, Limits, device_name
+from streamtune.plan.budget import Budget, Limits
 from streamtune.plan.choices import excess_bytes
 from streamtune.plan.least_memory import simulate_least_memory_step
 from streamtune.plan.planner import choose
@@ -49,7 +50,7 @@ from streamtune.run.plan import (
     recipe_workload,
     shares_prompts,
 )
-from streamtune.run.ranks import local_backend, local_optimizer
+from streamtune.run.ranks import local_backend, local_optimizer, with_loss_scale
 from streamtune.run.reference import wrap_reference
 from streamtune.run.weight_choices import exceeds_device_at_any_length, placement_choices, with_best_precision
 from streamtune.schedule import Schedule
@@ -170,13 +171,13 @@ def run_optimizer_step(
         eval_steps=0,
         save_steps=0,
         save_total_limit=1,
-        bf16=bool(recipe.bf16),
+        autocast_dtype=recipe.autocast_dtype,
         seed=recipe.seed,
         out_of_memory_fix="",
     )
     objective, make_batches = random_step
     batches = make_batches()
-    backend = local_backend(recipe, trial.model, optimizer)
+    backend = with_loss_scale(recipe, local_backend(recipe, trial.model, optimizer))
     context = train.StepContext(backend, objective, settings, trial.handle)
     gradients = partial(compute_step_gradients, context, batches, step=1, stop=train.StopRequest())
     if recipe.clip_norm == "lagged":

@@ -33,6 +33,7 @@ from streamtune.base.text import show_size
 from streamtune.engine import StreamHandle, decoder_layers
 from streamtune.engine.memory.host import Tally, free_host_bytes, reserved_host_bytes, usable_host_bytes
 from streamtune.errors import OutOfMemoryError, StorageError
+from streamtune.ops.devices import synchronize
 from streamtune.optim import state_tensors
 from streamtune.plan.budget import Budget
 from streamtune.plan.simulate.memory import (
@@ -283,7 +284,7 @@ def _run_trial_on_cpu(
     watch = _BudgetWatch(step, budget)
     try:
         with watch:
-            result["step_seconds"] = _run_steps(step, notify_phase, lambda: None)
+            result["step_seconds"] = _run_steps(step, notify_phase, lambda: synchronize(model_device(step.model)))
     finally:
         result["peak_bytes"], result["terms"] = watch.weights + watch.peak, watch.bytes_at_peak()
         result.update(_offloaded_peaks(step, budget))

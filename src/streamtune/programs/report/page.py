@@ -28,7 +28,12 @@ MAX_CHARTS = 100
 """Maximum number of charts of metrics that are in neither :data:`FIRST` nor :data:`LATER`."""
 FIRST = {"loss": "Loss", "reward": "Reward", "rewards/accuracies": "Accuracy of preferences"}
 """Metrics whose charts come first on the page -> titles of the charts."""
-LATER = {"lr": "Learning rate", "grad_norm": "Gradient norm", "aux_loss": "Load-balancing loss of the MoE routers"}
+LATER = {
+    "lr": "Learning rate",
+    "grad_norm": "Gradient norm",
+    "loss_scale": "Loss scale of float16",
+    "aux_loss": "Load-balancing loss of the MoE routers",
+}
 """Metrics whose charts come last -> titles of the charts."""
 NOT_DRAWN = {
     "step",
@@ -38,6 +43,7 @@ NOT_DRAWN = {
     "peak_mem_gib",
     "epoch",
     "skipped",
+    "overflow",
     "flops",
     "mfu",
     "seconds",

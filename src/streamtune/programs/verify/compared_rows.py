@@ -39,6 +39,7 @@ from streamtune.engine.memory.host import free_host_bytes
 from streamtune.engine.rotary import rotate_rows_as_if_alone
 from streamtune.errors import DataError
 from streamtune.ops import TokenLoss, token_loss_reference
+from streamtune.ops.devices import free_device_bytes, shares_host_memory
 from streamtune.plan.simulate.memory import LiveBytes
 from streamtune.plan.simulate.scored import PlainScores
 from streamtune.programs.verify.restore import widening_weights
@@ -62,32 +63,36 @@ class RowLosses:
     teacher: Any | None
     """Teacher model of a distillation loss; None without distillation."""
 
-    def plain_loss(self, model: nn.Module, bf16: bool) -> Tensor:
+    def plain_loss(self, model: nn.Module, autocast_dtype: str | None) -> Tensor:
         """Return the loss of the unpacked rows by plain autograd, with each row's own rotary embeddings."""
         packed = self.batch is not self.alone
         with rotate_rows_as_if_alone(model, self.alone.attention_mask) if packed else nullcontext():
-            return self._loss(self.alone, None, model, bf16)
+            return self._loss(self.alone, None, model, autocast_dtype)
 
-    def streamed_loss(self, handle: StreamHandle) -> Callable[[nn.Module, bool], Tensor]:
+    def streamed_loss(self, handle: StreamHandle) -> Callable[[nn.Module, str | None], Tensor]:
         """Return a function that computes the loss of ``batch`` with the streamed model."""
         return partial(self._loss, self.batch, handle)
 
-    def _loss(self, batch: train.MicroBatch, handle: StreamHandle | None, model: nn.Module, bf16: bool) -> Tensor:
-        """Return the loss of ``batch``, streamed if ``handle`` is given; ``bf16`` turns on bf16 autocast."""
+    def _loss(
+        self, batch: train.MicroBatch, handle: StreamHandle | None, model: nn.Module, autocast_dtype: str | None
+    ) -> Tensor:
+        """Return the loss of ``batch``, streamed if ``handle`` is given; ``autocast_dtype`` turns on autocast."""
         router_loss, token_loss, teacher = self.router_loss, self.token_loss, self.teacher
         if token_loss.is_plain and batch.weights is None:
-            return model_cross_entropy(batch, router_loss, model, bf16)
+            return model_cross_entropy(batch, router_loss, model, autocast_dtype)
         device = batch.input_ids.device
-        with widening_weights(teacher or model, _parameter_dtype(model) if teacher is not None and not bf16 else None):
+        with widening_weights(
+            teacher or model, _parameter_dtype(model) if teacher is not None and not autocast_dtype else None
+        ):
             if handle is not None:
                 teacher_logits = None
                 if teacher is not None:
-                    with (reference := stream_reference(teacher, handle)).handle, autocast(device, bf16):
+                    with (reference := stream_reference(teacher, handle)).handle, autocast(device, autocast_dtype):
                         teacher_logits = reference.lazy_logits(batch)
                 with handle.with_loss(LossRequest(token_loss, batch.weights, teacher_logits, batch.top_k)):
-                    return model_cross_entropy(batch, router_loss, model, bf16)
+                    return model_cross_entropy(batch, router_loss, model, autocast_dtype)
             arguments, balance = _balance_loss_arguments(batch, router_loss, model)
-            with autocast(device, bf16):
+            with autocast(device, autocast_dtype):
                 output = model(**{**batch.inputs, **arguments})
                 with torch.no_grad():
                     teacher_BTV = None if teacher is None else teacher(**batch.inputs).logits
@@ -99,13 +104,13 @@ class RowLosses:
 
 
 def model_cross_entropy(
-    batch: train.MicroBatch, router_loss: RouterLoss | None, model: nn.Module, bf16: bool
+    batch: train.MicroBatch, router_loss: RouterLoss | None, model: nn.Module, autocast_dtype: str | None
 ) -> Tensor:
     """Return the cross-entropy that the model computes from labels, with its load-balancing loss if there is one."""
     arguments, balance = _balance_loss_arguments(batch, router_loss, model)
     if not arguments:
-        return supervised_loss(model, batch, num_targets=batch.target_weight, bf16=bf16)
-    with autocast(batch.input_ids.device, bf16), warnings.catch_warnings():
+        return supervised_loss(model, batch, num_targets=batch.target_weight, autocast_dtype=autocast_dtype)
+    with autocast(batch.input_ids.device, autocast_dtype), warnings.catch_warnings():
         # The argument asks for the balance loss; nobody reads the router logits.
         warnings.filterwarnings("ignore", message="a streamed evaluation with labels or gradients returns")
         output = call_model(model, batch, num_targets=batch.target_weight, **arguments)
@@ -145,31 +150,44 @@ class TreeLosses:
     apart: train.TreeBatch
     """Completions as one row each."""
 
-    def plain_loss(self, model: nn.Module, bf16: bool) -> Tensor:
+    def plain_loss(self, model: nn.Module, autocast_dtype: str | None) -> Tensor:
         """Return the loss by plain autograd from full logits, with a row for each completion."""
         return self._loss(
-            PlainScores(model), wrap_reference(self.task, model, None, self.own_reference), self.apart, model, bf16
+            PlainScores(model),
+            wrap_reference(self.task, model, None, self.own_reference),
+            self.apart,
+            model,
+            autocast_dtype,
         )
 
-    def streamed_loss(self, handle: StreamHandle) -> Callable[[nn.Module, bool], Tensor]:
+    def streamed_loss(self, handle: StreamHandle) -> Callable[[nn.Module, str | None], Tensor]:
         """Return a function that computes the loss of ``shared`` with the streamed model."""
         return partial(self._loss_with_handle, handle)
 
-    def _loss_with_handle(self, handle: StreamHandle, model: nn.Module, bf16: bool) -> Tensor:
+    def _loss_with_handle(self, handle: StreamHandle, model: nn.Module, autocast_dtype: str | None) -> Tensor:
         reference = wrap_reference(self.task, model, handle, self.own_reference)
         with nullcontext() if self.own_reference is None else reference.handle:
-            return self._loss(handle, reference, self.shared, model, bf16)
+            return self._loss(handle, reference, self.shared, model, autocast_dtype)
 
     def _loss(
-        self, scorer: Any, reference: train.Reference, batch: train.TreeBatch, model: nn.Module, bf16: bool
+        self,
+        scorer: Any,
+        reference: train.Reference,
+        batch: train.TreeBatch,
+        model: nn.Module,
+        autocast_dtype: str | None,
     ) -> Tensor:
-        """Return the loss of ``batch``; without ``bf16``, policy and reference compute in the policy's dtype."""
-        task = type(self.task)(self.task.recipe.model_copy(update={"bf16": bf16}))
+        """Return the loss of ``batch``; without autocast, policy and reference compute in the policy's dtype."""
+        task = type(self.task)(
+            self.task.recipe.model_copy(
+                update={"bf16": autocast_dtype == "bfloat16", "fp16": autocast_dtype == "float16"}
+            )
+        )
         device = batch.input_ids.device
-        dtype = _parameter_dtype(model) if self.own_reference is not None and not bf16 else None
+        dtype = _parameter_dtype(model) if self.own_reference is not None and not autocast_dtype else None
         with (
             widening_weights(self.own_reference or model, dtype),
-            autocast(device, bf16),
+            autocast(device, autocast_dtype),
             scorer.routers.without_losses(),
         ):
             batch = task.with_reference(batch, reference)
@@ -323,8 +341,5 @@ def measure_memory(
     per_token = max(1.0, held[1] / whole - square * whole)
     host_free = free_host_bytes()
     device = model_device(model)
-    free = host_free
-    if device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0]
-        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    free = host_free if shares_host_memory(device) else free_device_bytes(device)
     return FreeMemory(model, measured, free, host_free, per_token, square)

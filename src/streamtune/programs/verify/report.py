@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from streamtune.base.adapters import is_adapter_name
+from streamtune.ops.devices import to_float64
 from streamtune.schedule import Schedule
 
 
@@ -305,7 +306,7 @@ def gradient_norm(grad: Tensor, subtracted: Tensor | None = None) -> float:
     if subtracted is not None and subtracted.numel() != flat.numel():  # the reference had no gradient: zero
         subtracted = None
     for start in range(0, flat.numel(), BLOCK):
-        block = flat[start : start + BLOCK].double()
+        block = to_float64(flat[start : start + BLOCK])
         if subtracted is not None:
             block = block - subtracted.reshape(-1)[start : start + BLOCK].to(block.device, torch.float64)
         total += float(block.dot(block))

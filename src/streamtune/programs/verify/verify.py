@@ -27,8 +27,10 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from streamtune.base.model_facts import model_device
 from streamtune.engine import StreamHandle, stream
 from streamtune.errors import ArgumentError, NonFiniteError, StreamTuneError, UnsupportedModelError
+from streamtune.ops.devices import has_float64
 from streamtune.programs.verify.report import (
     SAME,
     Loss,
@@ -50,12 +52,14 @@ from streamtune.programs.verify.restore import (
     widening_weights,
 )
 from streamtune.schedule import Schedule
+from streamtune.train.loss_scale import INITIAL_SCALE
 
 SMALL = 64
 """Maximum size of the smallest chunks, in tokens."""
 
-LossOf = Callable[[nn.Module, bool], Tensor]
-"""Function ``(model, bf16)`` that returns the scalar loss of the batch, under bfloat16 autocast if ``bf16``."""
+LossOf = Callable[[nn.Module, str | None], Tensor]
+"""Function ``(model, autocast_dtype)`` that returns the scalar loss of the batch, under autocast unless the dtype is
+None."""
 
 
 class Losses(Protocol):
@@ -64,7 +68,7 @@ class Losses(Protocol):
     The streamed batch may have another layout: packed rows, or completions with a shared prompt.
     """
 
-    def plain_loss(self, model: nn.Module, bf16: bool, /) -> Tensor:
+    def plain_loss(self, model: nn.Module, autocast_dtype: str | None, /) -> Tensor:
         """Return the loss that plain autograd computes."""
         ...
 
@@ -81,7 +85,7 @@ class Comparison:
         model: Causal language model, with or without adapters, not streamed.
         schedules: Schedules to stream with, one after another.
         dtype: Dtype to which narrower weights are converted; None keeps all dtypes.
-        bf16: True if training uses bfloat16 autocast.
+        autocast_dtype: Dtype of autocast in training, ``bfloat16`` or ``float16``; None: no autocast.
         why_too_large: Function from a wider dtype to the reason why its gradients do not fit in memory; empty if they
             fit.
         notify: Callback for the name of each run.
@@ -91,7 +95,7 @@ class Comparison:
     losses: Losses
     schedules: Sequence[Schedule]
     dtype: torch.dtype | None = None
-    bf16: bool = False
+    autocast_dtype: str | None = None
     why_too_large: Callable[[torch.dtype], str] = lambda dtype: ""
     notify: Callable[[str], None] = lambda message: None
 
@@ -201,30 +205,47 @@ class _Runs:
     """All forward-backward runs of a verification with one attention implementation."""
 
     def __init__(self, comparison: Comparison) -> None:
-        self.comparison, self.model, self.bf16 = comparison, comparison.model, comparison.bf16
+        self.comparison, self.model, self.autocast_dtype = comparison, comparison.model, comparison.autocast_dtype
         self.names = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         self.routed = has_experts(self.model)
         weights = {p.dtype for p in self.model.parameters() if p.is_floating_point()}
-        self.computed = torch.bfloat16 if self.bf16 else min(weights, key=lambda dtype: dtype.itemsize)
+        narrowest = min(weights, key=lambda dtype: dtype.itemsize)
+        self.computed = getattr(torch, self.autocast_dtype) if self.autocast_dtype else narrowest
+        self.loss_scale = 1.0
         self.why_no_truth = ""
         self.runs_started = self.total = 0
 
     def run(self) -> VerifyReport:
+        if self.autocast_dtype == "float16":
+            self._choose_loss_scale()
         truth, runs = self._find_truth()
         if truth is None:
-            truth = self._plain_gradients(self.bf16, self.computed)
+            truth = self._plain_gradients(self.autocast_dtype, self.computed)
             runs = [self._run_of_truth(truth)]
         else:
-            runs.append(self._compare_run(truth, None, self.bf16, self.computed))
-        runs += self._streamed_runs(truth, self.bf16, self.computed)
+            runs.append(self._compare_run(truth, None, self.autocast_dtype, self.computed))
+        runs += self._streamed_runs(truth, self.autocast_dtype, self.computed)
         self.plain_result = (truth.dtype, truth.loss, truth.norms)
         return self._make_report(truth, runs)
+
+    def _choose_loss_scale(self) -> None:
+        """Set the loss scale of float16 runs, as training finds it: the largest at which no gradient overflows."""
+        is_finite = False
+
+        def check_gradient(name: str, grad: Tensor) -> None:
+            nonlocal is_finite
+            is_finite = is_finite and bool(grad.isfinite().all())
+
+        self.loss_scale = 2 * INITIAL_SCALE
+        while not is_finite and self.loss_scale > 1:
+            self.loss_scale, is_finite = self.loss_scale / 2, True
+            self._backward(self.comparison.losses.plain_loss, self.autocast_dtype, check_gradient)
 
     def is_same_function(self, other: _Runs) -> bool:
         """Return True if plain autograd has the same loss and gradient norms as in ``other``, a finished comparison."""
         dtype, loss, norms = other.plain_result
         with widening_weights(self.model, dtype):
-            found = self._plain_gradients(self.bf16 and dtype == self.computed, dtype)
+            found = self._plain_gradients(self.autocast_dtype if dtype == self.computed else None, dtype)
         self.runs_started = 0
         gaps = [relative_to(abs(norm - norms[name]), found.error_scale(name)) for name, norm in found.norms.items()]
         return max(*gaps, relative_to(abs(found.loss - loss), abs(loss))) <= SAME[dtype]
@@ -235,17 +256,19 @@ class _Runs:
         wider += [torch.float32] if self.computed.itemsize < 4 else []
         for dtype in wider if self.computed != torch.float64 else []:
             reason = why_not_widened(self.model) or self.comparison.why_too_large(dtype)
+            if dtype == torch.float64 and not has_float64(model_device(self.model)):
+                reason = "the device has no float64"
             if not reason:
                 with widening_weights(self.model, dtype):
                     try:
-                        truth = self._plain_gradients(False, dtype)
+                        truth = self._plain_gradients(None, dtype)
                     except StreamTuneError:
                         raise
                     except Exception as error:  # no kernel for this dtype, or no memory
                         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
                         self.runs_started = 0
                     else:
-                        return truth, [self._run_of_truth(truth), *self._streamed_runs(truth, False, dtype)]
+                        return truth, [self._run_of_truth(truth), *self._streamed_runs(truth, None, dtype)]
             self.why_no_truth = "; ".join(filter(None, [self.why_no_truth, f"{_dtype_name(dtype)}: {reason}"]))
         return None, []
 
@@ -253,8 +276,8 @@ class _Runs:
         """Return the true gradients as a run; every error is 0."""
         return VerifyRun(None, truth.dtype, truth.loss, dict.fromkeys(self.names, 0.0))
 
-    def _plain_gradients(self, bf16: bool, dtype: torch.dtype) -> _Truth:
-        self._notify_run(f"{self._run_label(bf16, dtype)}, plain autograd", is_wide=dtype != self.computed)
+    def _plain_gradients(self, autocast_dtype: str | None, dtype: torch.dtype) -> _Truth:
+        self._notify_run(f"{self._run_label(autocast_dtype, dtype)}, plain autograd", is_wide=dtype != self.computed)
         grads = {name: torch.zeros(0) for name in self.names}
         norms = dict.fromkeys(self.names, 0.0)
 
@@ -262,23 +285,25 @@ class _Runs:
             grads[name], norms[name] = grad.to("cpu", copy=True), gradient_norm(grad)
 
         with computing_wide_loss(self.model):
-            loss = self._backward(self.comparison.losses.plain_loss, bf16, store_gradient)
+            loss = self._backward(self.comparison.losses.plain_loss, autocast_dtype, store_gradient)
         truth = _Truth(dtype, loss, grads, norms)
         if not math.isfinite(loss + truth.total_norm):
             raise NonFiniteError(
                 f"plain autograd gives a loss of {loss} and a gradient of norm {truth.total_norm} in "
-                f"{self._run_label(bf16, dtype)}, so there is nothing to compare",
+                f"{self._run_label(autocast_dtype, dtype)}, so there is nothing to compare",
                 fix="check the weights and the first rows of the data",
             )
         return truth
 
-    def _streamed_runs(self, truth: _Truth, bf16: bool, dtype: torch.dtype) -> list[VerifyRun]:
-        return [self._compare_run(truth, schedule, bf16, dtype) for schedule in self.comparison.schedules]
+    def _streamed_runs(self, truth: _Truth, autocast_dtype: str | None, dtype: torch.dtype) -> list[VerifyRun]:
+        return [self._compare_run(truth, schedule, autocast_dtype, dtype) for schedule in self.comparison.schedules]
 
-    def _compare_run(self, truth: _Truth, schedule: Schedule | None, bf16: bool, dtype: torch.dtype) -> VerifyRun:
+    def _compare_run(
+        self, truth: _Truth, schedule: Schedule | None, autocast_dtype: str | None, dtype: torch.dtype
+    ) -> VerifyRun:
         """Run forward and backward once; compare and free each gradient as soon as it is computed."""
         how = "plain autograd" if schedule is None else f"streamed in chunks of {schedule.chunk_size:,}"
-        self._notify_run(f"{self._run_label(bf16, dtype)}, {how}", is_wide=True)
+        self._notify_run(f"{self._run_label(autocast_dtype, dtype)}, {how}", is_wide=True)
         differences = dict(truth.norms)  # without a gradient, the whole gradient of the truth is the difference
 
         def add_difference(name: str, grad: Tensor) -> None:
@@ -286,11 +311,11 @@ class _Runs:
 
         narrow = False
         if schedule is None:
-            loss = self._backward(self.comparison.losses.plain_loss, bf16, add_difference)
+            loss = self._backward(self.comparison.losses.plain_loss, autocast_dtype, add_difference)
         else:
             with stream(self.model, schedule=schedule) as handle:
                 try:
-                    loss = self._backward(self.comparison.losses.streamed_loss(handle), bf16, add_difference)
+                    loss = self._backward(self.comparison.losses.streamed_loss(handle), autocast_dtype, add_difference)
                 except (StreamTuneError, torch.OutOfMemoryError, MemoryError):
                     raise
                 except Exception:
@@ -300,19 +325,23 @@ class _Runs:
         errors = {name: relative_to(difference, truth.error_scale(name)) for name, difference in differences.items()}
         return VerifyRun(schedule, dtype, loss, errors, narrow_states=narrow)
 
-    def _backward(self, loss_of: LossOf, bf16: bool, use_gradient: Callable[[str, Tensor], None]) -> float:
+    def _backward(
+        self, loss_of: LossOf, autocast_dtype: str | None, use_gradient: Callable[[str, Tensor], None]
+    ) -> float:
         """Run forward and backward, pass each computed gradient to ``use_gradient`` and free it; return the loss."""
+
+        scale = self.loss_scale if autocast_dtype == "float16" else 1.0
 
         def move_gradient(name: str, parameter: Tensor) -> None:
             if parameter.grad is not None:
-                use_gradient(name, parameter.grad)
+                use_gradient(name, parameter.grad if scale == 1.0 else parameter.grad / scale)
             parameter.grad = None
 
         hooks = [p.register_post_accumulate_grad_hook(partial(move_gradient, name)) for name, p in self.names.items()]
         try:
-            loss = loss_of(self.model, bf16)
+            loss = loss_of(self.model, autocast_dtype)
             value = float(loss.detach())
-            loss.backward()
+            (loss * scale).backward()
             return value
         finally:
             for hook in hooks:
@@ -324,8 +353,8 @@ class _Runs:
         self.runs_started += 1
         self.comparison.notify(f"{what} ({self.runs_started} of {self.total})")
 
-    def _run_label(self, bf16: bool, dtype: torch.dtype) -> str:
-        return f"{_dtype_name(dtype)} autocast" if bf16 else _dtype_name(dtype)
+    def _run_label(self, autocast_dtype: str | None, dtype: torch.dtype) -> str:
+        return f"{_dtype_name(dtype)} autocast" if autocast_dtype else _dtype_name(dtype)
 
     def _make_report(self, truth: _Truth, runs: list[VerifyRun]) -> VerifyReport:
         plain = next(run for run in reversed(runs) if run.schedule is None)
@@ -340,7 +369,7 @@ class _Runs:
         streamed = max(trained, key=lambda run: abs(run.loss - plain.loss))
         return VerifyReport(
             exact=worst.error_over_bound <= 1 and worst_loss.error_over_bound <= 1,
-            dtype=self._run_label(self.bf16, self.computed),
+            dtype=self._run_label(self.autocast_dtype, self.computed),
             truth=_dtype_name(truth.dtype) if truth.dtype != self.computed else None,
             why_no_truth=self.why_no_truth,
             attention="",

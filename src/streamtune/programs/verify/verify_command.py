@@ -47,9 +47,9 @@ def verify(
     dtype: Annotated[
         str | None,
         option(
-            "float32|bfloat16|float64",
+            "float32|bfloat16|float16|float64",
             "Dtype of the compared computation; float64 shows errors that rounding hides. [default: as the recipe's "
-            "dtype and bf16 set]",
+            "dtype, bf16 and fp16 set]",
         ),
     ] = None,
     set_: SetOption = None,
@@ -123,7 +123,7 @@ def _describe_model(subject: VerifySubject) -> str:
     base = base_of(subject.model)
     dtypes = dict.fromkeys(p.dtype for frozen in (False, True) for p in base.parameters() if p.requires_grad != frozen)
     dtype = " and ".join(str(each).removeprefix("torch.") for each in dtypes if each.is_floating_point)
-    computed = ", computed in bfloat16" if subject.bf16 else ""
+    computed = f", computed in {subject.autocast_dtype}" if subject.autocast_dtype else ""
     computed = f", computed in {str(subject.dtype).removeprefix('torch.')}" if subject.dtype else computed
     return f"{type(base).__name__}, {total:,} parameters, {trained}; {dtype}{computed} on {subject.device}"
 

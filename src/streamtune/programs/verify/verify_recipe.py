@@ -39,6 +39,7 @@ from streamtune.run.device import (
     make_router_loss,
     make_schedule,
     prepare_libraries,
+    refuse_unsuitable_device,
     stream_model,
 )
 from streamtune.run.model import make_model
@@ -54,7 +55,8 @@ from streamtune.train.objective import autocast
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-DTYPES = ("float32", "bfloat16", "float64")
+AUTOCAST_DTYPES = ("bfloat16", "float16")
+DTYPES = ("float32", *AUTOCAST_DTYPES, "float64")
 
 FIRST_ROWS = 64
 """Number of rows to read; one or a few of them are compared."""
@@ -79,7 +81,7 @@ class _Options:
     length: int | None
     widened: torch.dtype | None
     """Dtype to which narrower weights are converted; None keeps all dtypes."""
-    bf16: bool
+    autocast_dtype: str | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +110,7 @@ class VerifySubject(_ChosenBatch):
     schedules: list[Schedule]
     dtype: torch.dtype | None
     """Dtype to which narrower weights are converted; None keeps all dtypes."""
-    bf16: bool
+    autocast_dtype: str | None
 
     @property
     def length(self) -> int:
@@ -153,6 +155,7 @@ def build_verify(
     task = task_of(recipe)
     with locate_errors(loaded):
         device = choose_device(recipe.device)
+        refuse_unsuitable_device(device, recipe.objective, 1)
         prepare_libraries(device)
         with doing("making the tokenizer"):
             sources = make_sources(loaded, include_eval_sets=False)
@@ -162,10 +165,12 @@ def build_verify(
             model = make_model(recipe, tokenizer, None, device)
         with stream_model(recipe, model) as handle:  # refuses unsupported models early
             task.check_model(handle)
-        bf16 = bool(recipe.bf16) if dtype is None else dtype == "bfloat16"
+        autocast_dtype = recipe.autocast_dtype if dtype is None else dtype if dtype in AUTOCAST_DTYPES else None
         widened: torch.dtype | None = getattr(torch, dtype) if dtype in ("float32", "float64") else None
         choose: Any = _choose_completions if isinstance(task, ScoringTask) else _choose_rows
-        chosen = choose(task, _Options(model, tokenizer, length, widened, bf16), rows, notify=notify, doing=doing)
+        chosen = choose(
+            task, _Options(model, tokenizer, length, widened, autocast_dtype), rows, notify=notify, doing=doing
+        )
         if (note := models.check_positions(model, chosen.alone.input_ids.shape[1], training=False)) is not None:
             notify(note)
         schedules = verify_schedules(chosen.batch.input_ids.shape[1], make_schedule(recipe.engine))
@@ -177,7 +182,7 @@ def build_verify(
         device=device,
         schedules=schedules,
         dtype=widened,
-        bf16=bf16,
+        autocast_dtype=autocast_dtype,
     )
 
 
@@ -198,7 +203,7 @@ def _choose_rows(
         with doing("loading the teacher"):
             teacher = load_reference(task, model, tokenizer, device)
     with doing("measuring the longest row that plain autograd has memory for"):
-        memory = _measure_row_memory(model, rows, tokenizer, device, options.bf16, router_loss)
+        memory = _measure_row_memory(model, rows, tokenizer, device, options.autocast_dtype, router_loss)
     limit, why = (
         (length, "--length") if length is not None else _longest_fitting_length(memory, device, options.widened)
     )
@@ -243,7 +248,7 @@ def _choose_completions(
     with doing("checking that prompts can be shared"):
         share = task.can_share_prompts(model, notify, second_model=second_model)
     with doing("measuring the longest row that plain autograd has memory for"):
-        memory = _measure_completion_memory(model, device, options.bf16)
+        memory = _measure_completion_memory(model, device, options.autocast_dtype)
     limit, why = (
         (length, "--length") if length is not None else _longest_fitting_length(memory, device, options.widened)
     )
@@ -276,7 +281,7 @@ def verify_recipe(subject: VerifySubject, notify: Callable[[str], None] = lambda
                 subject.losses,
                 subject.schedules,
                 subject.dtype,
-                subject.bf16,
+                subject.autocast_dtype,
                 why_too_large=why_too_large,
                 notify=notify,
             )
@@ -344,7 +349,7 @@ def _measure_row_memory(
     examples: Sequence[data.Example],
     tokenizer: PreTrainedTokenizerBase,
     device: torch.device,
-    bf16: bool,
+    autocast_dtype: str | None,
     router_loss: RouterLoss | None,
 ) -> FreeMemory:
     base = base_of(model)
@@ -354,22 +359,24 @@ def _measure_row_memory(
     def forward(tokens: int) -> torch.Tensor:
         ids = np.tile(np.asarray(window.example.input_ids), repeats)[:tokens]
         probe = _collate_windows([Window(data.Example(ids, ids, window.example.origin), 0, tokens)], tokenizer)
-        return model_cross_entropy(probe.to(device), router_loss, model, bf16)
+        return model_cross_entropy(probe.to(device), router_loss, model, autocast_dtype)
 
     limit = getattr(base.config.get_text_config(decoder=True), "max_position_embeddings", None)
     tokens = min(MEASURED_TOKENS, limit) if isinstance(limit, int) else MEASURED_TOKENS
-    return measure_memory(base, torch.bfloat16 if bf16 else base.dtype, forward, tokens)
+    return measure_memory(base, getattr(torch, autocast_dtype) if autocast_dtype else base.dtype, forward, tokens)
 
 
-def _measure_completion_memory(model: Any, device: torch.device, bf16: bool) -> FreeMemory:
+def _measure_completion_memory(model: Any, device: torch.device, autocast_dtype: str | None) -> FreeMemory:
     base = base_of(model)
 
     def forward(tokens: int) -> torch.Tensor:
         ids = torch.zeros(1, tokens, dtype=torch.long, device=device)
-        with autocast(device, bf16):
+        with autocast(device, autocast_dtype):
             return PlainScores(base).logprobs(ids, ids).logprobs.sum()
 
-    return measure_memory(base, torch.bfloat16 if bf16 else base.dtype, forward, MEASURED_TOKENS)
+    return measure_memory(
+        base, getattr(torch, autocast_dtype) if autocast_dtype else base.dtype, forward, MEASURED_TOKENS
+    )
 
 
 def _longest_fitting_length(

@@ -25,6 +25,7 @@ from streamtune.recipe.rules import (
 )
 from streamtune.schedule import (
     DEFAULTS,
+    AutocastDtype,
     FetchDtype,
     Fuse,
     GradDtype,
@@ -226,16 +227,93 @@ class EngineKeys(Spec):
     """Compute in bfloat16 (autocast); the weights keep their `dtype`. Default: true in full fine-tuning of a bfloat16
     or float16 checkpoint if `dtype: auto` chooses float32 weights, else false."""
 
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device to train on: `cpu`, `cuda`, or `auto` for an accelerator if one exists, else the CPU."""
+    fp16: bool = False
+    """Compute in float16 (autocast) with a scaled loss, for a device without bfloat16 (V100, T4, RTX 20). Trained
+    weights are float32 (`dtype: mixed`); adapters are float32 on a frozen base in float16. The loss is multiplied by a
+    scale before the backward, and gradients are divided by it before clipping. The scale starts at 65,536. A step whose
+    gradient overflows is skipped and halves the scale; 2,000 steps without overflow double it. `metrics.jsonl` has
+    `loss_scale`, and `overflow` for skipped steps. Write `bf16: true` on devices that have bfloat16."""
+
+    device: Literal["auto", "cpu", "cuda", "xpu", "mps"] = "auto"
+    """Device to train on: `cpu`, `cuda` (also AMD devices with ROCm), `xpu` (Intel), `mps` (Apple). `auto` is `cuda` if
+    such a device exists, else the CPU. Nobody has tried `xpu` and `mps` yet, so they are used only if they are written;
+    they train on one device, without fused attention kernels."""
 
     peak_flops: Annotated[float, Field(gt=0), at_most(10**20)] | None = None
     """Peak dense FLOP/s of one device, from which `mfu` (model FLOPs utilisation) is computed. Set it if the device is
     unknown to StreamTune. Default: the bfloat16 figure in the data sheet of a known device; otherwise `mfu` is not
     reported."""
 
+    @property
+    def autocast_dtype(self) -> AutocastDtype | None:
+        """Dtype in which autocast computes; None without autocast."""
+        return "float16" if self.fp16 else "bfloat16" if self.bf16 else None
+
+
+FP16_RULES: Rules = (
+    Clash({"fp16": True, "bf16": True}, "'fp16' and 'bf16' exclude each other", KEEP_ONE),
+    Clash(
+        {"dtype": "float16", "fp16": False},
+        "'dtype: float16' needs 'fp16: true', which scales the loss; otherwise float16 gradients become zero",
+        "add fp16: true, or write dtype: bfloat16",
+    ),
+    Clash(
+        {"dtype": "float16", "finetuning_type": "full"},
+        "'dtype: float16' is for frozen weights, and full fine-tuning trains all weights, in float32 with 'fp16'",
+        "write dtype: mixed, or train adapters with finetuning_type: lora",
+    ),
+    Clash(
+        {"dtype": "float16", "modules_to_save": GIVEN},
+        "'modules_to_save' are trained in the dtype of the base, and float16 weights lose small steps to rounding",
+        "write dtype: float32",
+        key="dtype",
+    ),
+    Clash(
+        {"fp16": True, "dtype": "bfloat16"},
+        "'fp16' computes in float16, and 'dtype: bfloat16' would round each weight to both dtypes",
+        "delete the line of 'dtype', or write bf16: true in place of fp16",
+        key="dtype",
+    ),
+    Clash(
+        {"fp16": True, "engine.fetch_dtype": "bfloat16"},
+        "'fp16' computes in float16, and 'fetch_dtype: bfloat16' computes in bfloat16",
+        "delete fetch_dtype, or write fp16: false",
+    ),
+    Clash(
+        {"fp16": True, "deepspeed": Not(None)},
+        "'fp16' scales the loss itself, and DeepSpeed would scale and skip by its own rules, which no checkpoint saves",
+        "write fsdp: true in place of 'deepspeed', or bf16: true in place of fp16",
+    ),
+    Clash(
+        {"fp16": True, "weight_rounding": GIVEN},
+        "'weight_rounding: stochastic' rounds trained bfloat16 weights, and 'fp16' trains float32 weights",
+        "delete the line of 'weight_rounding'",
+    ),
+    *(
+        Clash(
+            {"fp16": True, "optim_in_backward": True, **setting},
+            "'fp16' skips a step whose gradient overflows, and 'optim_in_backward' has updated weights by then",
+            f"write {first}, which measures the gradient first, or delete 'optim_in_backward'",
+        )
+        for setting, first in (
+            ({"max_grad_norm": 0}, "max_grad_norm: 1.0"),
+            ({"clip_norm": "lagged"}, "clip_norm: exact"),
+        )
+    ),
+    Clash(
+        {"fp16": True, "adapter_type": "lora_ga"},
+        "'adapter_type: lora_ga' starts from a gradient, whose float16 parts become zero without a scaled loss",
+        "write adapter_type: lora, or bf16: true in place of fp16",
+    ),
+    Clash(
+        {"fp16": True, "select_rows": Not(None)},
+        "'select_rows' compares gradients of single rows, whose float16 parts become zero without a scaled loss",
+        "delete the line of 'select_rows', or write bf16: true in place of fp16",
+    ),
+)
 
 ENGINE_RULES: Rules = (
+    *FP16_RULES,
     Clash(
         {"engine.order": "chunk", "sequence_parallel_size": GIVEN},
         "'order: chunk' needs whole rows, and 'sequence_parallel_size' splits each row between ranks",

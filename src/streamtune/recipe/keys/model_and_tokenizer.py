@@ -206,13 +206,14 @@ class ModelKeys(Spec):
     """Also read weights from pickle files (`pytorch_model.bin`); of these files, only tensors are loaded. With `false`,
     only safetensors files are read."""
 
-    dtype: Literal["auto", "mixed", "float32", "bfloat16"] = "auto"
+    dtype: Literal["auto", "mixed", "float32", "bfloat16", "float16"] = "auto"
     """Dtype of the model's weights; adapters are float32. `float32` or `bfloat16`: all weights have this dtype.
-    `mixed`: trained weights are float32, so that small updates are not lost by rounding; frozen weights keep the
-    checkpoint's dtype. `auto`: the checkpoint's dtype, except that float16 becomes bfloat16; a model built from a
-    configuration is float32. In full fine-tuning of a 16-bit checkpoint without DeepSpeed, `auto` is `mixed` with
-    `bf16: true`. If that does not fit in memory, it is `bfloat16` with `weight_rounding: stochastic`. The start of the
-    run reports this choice."""
+    `float16`: the frozen weights under adapters have this dtype; it needs `fp16: true`. `mixed`: trained weights are
+    float32, so that small updates are not lost by rounding; frozen weights keep the checkpoint's dtype. `auto`: the
+    checkpoint's dtype, except that float16 becomes bfloat16; a model built from a configuration is float32. In full
+    fine-tuning of a 16-bit checkpoint without DeepSpeed, `auto` is `mixed` with `bf16: true`. If that does not fit in
+    memory, it is `bfloat16` with `weight_rounding: stochastic`. With `fp16: true`, a 16-bit checkpoint is `mixed`, or
+    `float16` under adapters. The start of the run reports this choice."""
 
     weight_rounding: Literal["nearest", "stochastic"] = "nearest"
     """Rounding of a bfloat16 weight after an optimizer step, which is computed in float32. `nearest`: to the nearest

@@ -282,6 +282,11 @@ ALLOCATION_RULES: Rules = (
             for key in ("fsdp", "deepspeed")
         ),
         Clash(
+            {"fp16": True},
+            "compares gradients of single completions, whose float16 parts become zero without a scaled loss",
+            "write allocation: equal, or bf16: true in place of fp16",
+        ),
+        Clash(
             {"sequence_parallel_size": GIVEN},
             "computes the gradient of each completion, but here each rank has a part of a completion",
             "write sequence_parallel_size: 1",

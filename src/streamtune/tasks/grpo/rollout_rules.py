@@ -123,7 +123,7 @@ class RolloutTools:
                 store_logprobs(name, logprobs, part, self.prompts.training, self.layout)
 
     def _logprobs(self, model: train.Reference, batch: train.TreeBatch) -> list[float]:
-        with autocast(self.device, bool(self.recipe.bf16)):
+        with autocast(self.device, self.recipe.autocast_dtype):
             found: list[float] = model.logprobs(batch.to(self.device)).tolist()
         return found
 

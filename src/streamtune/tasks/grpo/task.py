@@ -221,7 +221,7 @@ class Grpo(ScoringTask[GrpoRecipe]):
             reference=built.reference if self.loss.reads_logprobs else None,
             layout=self._layout(built.tokenizer, built.share),
             gradient=CompletionGradient(
-                built.model, built.handle, temperature=temperature, device=device, bf16=bool(recipe.bf16)
+                built.model, built.handle, temperature=temperature, device=device, autocast_dtype=recipe.autocast_dtype
             ),
             device=device,
             world=world,
@@ -281,7 +281,7 @@ class Grpo(ScoringTask[GrpoRecipe]):
             batches_with_logprobs = []
             for batch in drawn:
                 moved = batch.to(device)
-                with autocast(device, bool(recipe.bf16)):
+                with autocast(device, recipe.autocast_dtype):
                     logprobs: dict[str, Any] = {
                         name: each.logprobs(moved).cpu() for name, each in references.items() if each is not None
                     }
@@ -302,7 +302,7 @@ class Grpo(ScoringTask[GrpoRecipe]):
             pad_token_id=0,
             prefill_chunk_size=(Schedule() if trial.handle is None else trial.handle.schedule).chunk_size,
             max_rows=max_rows,
-            compute_context=lambda: autocast(trial.device, bool(recipe.bf16)),
+            compute_context=lambda: autocast(trial.device, recipe.autocast_dtype),
         )
         num_tokens = min(TRIAL_TOKENS, trial.length - 1)
         prompts = draw.draw_prompts(
@@ -370,7 +370,7 @@ def _make_writer(recipe: GrpoRecipe, built: BuiltRun) -> rollout.Writer:
     def compute_context() -> Iterator[None]:
         # Adapters are around the model that writes; so are the hooks of FSDP2 that gather what is outside of layers.
         weights_context = built.backend.allow_direct_calls() if built.weights_are_sharded else nullcontext()
-        with weights_context, built.handle.routers.without_losses(), autocast(built.device, bool(recipe.bf16)):
+        with weights_context, built.handle.routers.without_losses(), autocast(built.device, recipe.autocast_dtype):
             yield
 
     if recipe.use_vllm:
