@@ -238,9 +238,9 @@ class RowRenderer:
     def _images(self) -> ImageProcessor:
         if self._image_options is None:
             raise DataError(
-                "rows have images, and a new model of random weights has no image processor",
+                "rows have images, and a new model of this type takes none",
                 where="model",
-                fix="name a vision-language model: model_name_or_path",
+                fix="name a vision-language model: model_name_or_path, or model_type: qwen3_vl for a new one",
             )
         return ImageProcessor(self._image_options, self._tokenizer)
 
