@@ -15,6 +15,7 @@ import math
 import os
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -306,6 +307,18 @@ class ImageProcessor:
         }
         ids = {number for replacement in set(replaced) for number in self._encode(replacement)}
         return ExpandedText(expanded, tuple(spans), frozenset(ids & special))
+
+    def images_before(self, files: Sequence[ImageFile], input_ids: Sequence[int]) -> list[ImageFile]:
+        """Return the images of a row whose tokens are in ``input_ids``, the first tokens of the row."""
+        found: list[ImageFile] = []
+        left = Counter(input_ids)
+        for file in files:
+            tokens = Counter(self._encode(self._replacement(self.decode(file.read(), file.path, ""), file.path)))
+            if not tokens <= left:
+                break
+            left -= tokens
+            found.append(file)
+        return found
 
     def _encode(self, text: str) -> list[int]:
         with self._lock:

@@ -34,7 +34,7 @@ from streamtune.models.checkpoint_files import (
     is_local_folder,
     make_path_absolute,
 )
-from streamtune.models.config import build_config, text_keys
+from streamtune.models.config import build_config, check_model_type, text_keys
 from streamtune.models.deferred import (
     DeferredWeights,
     find_deferred_weights,
@@ -87,7 +87,7 @@ from streamtune.models.new_processor import (
     add_image_tokens,
     count_image_tokens,
     image_family,
-    image_token_ids,
+    new_model_token_ids,
     print_images,
     processor_files,
 )
@@ -148,6 +148,7 @@ __all__ = [
     "build_config",
     "build_meta_model",
     "check_adapter_config_file",
+    "check_model_type",
     "check_positions",
     "check_tokens_of_adapters",
     "checkpoint_dtype",
@@ -172,7 +173,6 @@ __all__ = [
     "gradient_sum_bytes",
     "has_packed_experts",
     "image_family",
-    "image_token_ids",
     "init_model",
     "init_model_deferred",
     "initial_value_tensors",
@@ -191,6 +191,7 @@ __all__ = [
     "make_loftq_quantizer",
     "make_path_absolute",
     "make_small_copy",
+    "new_model_token_ids",
     "new_token_ids",
     "position_limit",
     "position_table_limit",

@@ -134,23 +134,28 @@ def first_error_line(error: BaseException) -> str:
     return _shorten(text, 300)
 
 
-def build_config(keys: Mapping[str, Any]) -> PreTrainedConfig:
-    """Return the transformers configuration for a recipe's keys; raise an ArgumentError for unknown keys."""
+def check_model_type(keys: Mapping[str, Any]) -> None:
+    """Raise an ArgumentError if no new model can be made of the ``model_type`` in a recipe's keys."""
     types = sorted(name for name in (*hf_internal(CAUSAL_NAMES), *NEW_IMAGE_MODELS) if name in CONFIG_MAPPING)
     model_type = str(keys.get("model_type", ""))
-    if model_type not in types:
-        problem = f"transformers has no causal language model of type '{model_type}'"
-        fix = "use the model_type in the config.json of a causal language model, such as qwen3 or llama"
-        if model_type in hf_internal(IMAGE_TEXT_NAMES):
-            problem = f"a new vision-language model of type '{model_type}' is not supported: it has no image processor"
-            raise ArgumentError(
-                problem, where="model.init.model_type", fix=f"use one of {', '.join(NEW_IMAGE_MODELS)}, or a checkpoint"
-            )
-        raise ArgumentError(
-            problem if model_type else "model_type is missing",
-            where="model.init.model_type",
-            fix=did_you_mean(model_type, types) or fix,
-        )
+    if model_type in types:
+        return
+    problem = f"transformers has no causal language model of type '{model_type}'" if model_type else ""
+    fix = did_you_mean(model_type, types)
+    if model_type in hf_internal(IMAGE_TEXT_NAMES):
+        problem = f"a new vision-language model of type '{model_type}' is not supported: it has no image processor"
+        fix = f"use {', '.join(NEW_IMAGE_MODELS)}, or a checkpoint"
+    raise ArgumentError(
+        problem or "model_type is missing",
+        where="model.init.model_type",
+        fix=fix or "use the model_type in the config.json of a causal language model, such as qwen3 or llama",
+    )
+
+
+def build_config(keys: Mapping[str, Any]) -> PreTrainedConfig:
+    """Return the transformers configuration for a recipe's keys; raise an ArgumentError for unknown keys."""
+    check_model_type(keys)
+    model_type = keys["model_type"]
     refuse_hub_kernels(keys)
     config_class = CONFIG_MAPPING[model_type]
     check_layer_limit(keys, recipe_init_key)

@@ -10,6 +10,7 @@ from typing import Any
 from transformers import AddedToken, PreTrainedTokenizerBase
 
 from streamtune.engine.hf_names import PROCESSOR_NAMES, hf_internal
+from streamtune.errors import ArgumentError
 
 
 @dataclass(frozen=True)
@@ -60,12 +61,22 @@ def add_image_tokens(tokenizer: PreTrainedTokenizerBase, keys: Mapping[str, Any]
         tokenizer.add_tokens(tokens, special_tokens=True)
 
 
-def image_token_ids(tokenizer: PreTrainedTokenizerBase, keys: Mapping[str, Any]) -> dict[str, int]:
-    """Return key of the configuration -> id in a tokenizer with image tokens; empty if the model takes no images."""
+def new_model_token_ids(tokenizer: PreTrainedTokenizerBase, keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the ids of special tokens for a new model, by key of its configuration; those of images included.
+
+    Raises:
+        ArgumentError: The configuration has an id of an image token.
+    """
     family = image_family(keys)
-    return {} if family is None else {
-        key: int(tokenizer.convert_tokens_to_ids(text)) for key, text in family.tokens.items()
-    }  # fmt: skip
+    tokens = {} if family is None else family.tokens
+    if written := next((key for key in tokens if key in keys), None):
+        raise ArgumentError(
+            f"'{written}' is the id of a token, and the tokenizer decides ids",
+            where=f"model.init.{written}",
+            fix="delete the line",
+        )
+    ids = {key: getattr(tokenizer, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    return ids | {key: tokenizer.convert_tokens_to_ids(text) for key, text in tokens.items()}
 
 
 def print_images(template: str, keys: Mapping[str, Any]) -> str:

@@ -353,7 +353,7 @@ def _make_base_model(
     recipe: ModelSettings,
     device: torch.device,
     vocab_size: int,
-    token_ids: dict[str, int],
+    token_ids: dict[str, Any],
     *,
     name: str | None,
     shard_world: train.World | None = None,
@@ -402,18 +402,8 @@ def _rope_change(recipe: ModelSettings) -> models.RopeChange | None:
     return models.RopeChange.from_settings(recipe.model_dump(include={"rope_scaling", "rope_theta", "max_length"}))
 
 
-def _token_ids(recipe: ModelSettings, tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
-    ids = {key: getattr(tokenizer, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    if recipe.model is None:
-        return ids
-    images = models.image_token_ids(tokenizer, recipe.model.init)
-    if written := next((key for key in images if key in recipe.model.init), None):
-        raise ArgumentError(
-            f"'{written}' is the id of a token, and the tokenizer decides ids",
-            where=f"model.init.{written}",
-            fix="delete the line",
-        )
-    return ids | images
+def _token_ids(recipe: ModelSettings, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    return models.new_model_token_ids(tokenizer, {} if recipe.model is None else recipe.model.init)
 
 
 def _add_adapters(recipe: ModelSettings, model: Any, new_tokens: Sequence[int] = ()) -> Any:

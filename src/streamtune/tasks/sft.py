@@ -429,10 +429,10 @@ class Batches:
         if not any(example.images for example in examples):
             return batch
         images = [list(map(data.ImageFile.parse, example.images)) for example in examples]
-        return replace(batch, images=self._image_processor.model_inputs(images, batch.input_ids))
+        return replace(batch, images=self.image_processor.model_inputs(images, batch.input_ids))
 
     @cached_property
-    def _image_processor(self) -> data.ImageProcessor:
+    def image_processor(self) -> data.ImageProcessor:
         assert self.images is not None, "rows with images have a model with a processor"
         assert self.tokenizer is not None, "batches are made with a tokenizer"
         return data.ImageProcessor(self.images, self.tokenizer)

@@ -571,6 +571,7 @@ def image_options(recipe: Recipe) -> data.ImageOptions | None:
     name, files = recipe.model_name_or_path, None
     if name is None:
         assert recipe.model is not None, "unreachable: the recipe schema requires a model"
+        models.check_model_type(recipe.model.init)
         if models.image_family(recipe.model.init) is None:
             return None
         config = models.build_config(recipe.model.init)
