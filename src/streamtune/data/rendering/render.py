@@ -544,6 +544,7 @@ class PromptRenderer:
         tools: Any,
         origin: str,
         variables: Mapping[str, Any] | None = None,
+        expand: Callable[[str], str] | None = None,
     ) -> list[int]:
         """Return the token ids of a prompt.
 
@@ -551,6 +552,8 @@ class PromptRenderer:
             prompt: Text, or messages.
             tools: JSON schemas of the tools; None without tools.
             origin: File and line of the row, for errors.
+            expand: Function that replaces the placeholders of images in the rendered messages by the text of their
+                tokens; None if the messages have no images.
 
         Raises:
             ArgumentError: The chat template does not read a variable of the options.
@@ -560,7 +563,7 @@ class PromptRenderer:
         ids = (
             self._tokenise_text(prompt, origin)
             if isinstance(prompt, str)
-            else self._tokenise_messages(prompt, tools, origin, variables)
+            else self._tokenise_messages(prompt, tools, origin, variables, expand)
         )
         if not ids:
             raise DataError("the tokenizer gives no token for the prompt", where=origin, fix="remove the row")
@@ -580,7 +583,12 @@ class PromptRenderer:
         return ids
 
     def _tokenise_messages(
-        self, messages: list[dict[str, Any]], tools: Any, origin: str, row_variables: Mapping[str, Any] | None
+        self,
+        messages: list[dict[str, Any]],
+        tools: Any,
+        origin: str,
+        row_variables: Mapping[str, Any] | None,
+        expand: Callable[[str], str] | None,
     ) -> list[int]:
         require_template(self._tokenizer, "prompt", origin)
         if self._options.default_system is not None and not has_system(messages):
@@ -594,12 +602,16 @@ class PromptRenderer:
         if self._options.split_special_tokens:
             shown = self._specials.replace_names([messages, tools], origin)
         variables = self._variables(row_variables, tools, origin)
-        request = ChatRequest(shown[0], shown[1], True, variables)
+        request = ChatRequest(shown[0], shown[1], True, variables, has_images=expand is not None)
         text = render_messages(self._tokenizer, request, origin, explain=True)
         text = check_unicode(text, origin)
         self._count_left_out(request, text, origin)
         return self._tokenise_ids(
-            text, origin, add_special_tokens=False, has_names=shown[0] is not messages, rendered=True
+            text if expand is None else expand(text),
+            origin,
+            add_special_tokens=False,
+            has_names=shown[0] is not messages,
+            rendered=True,
         )
 
     def _count_left_out(self, request: ChatRequest, text: str, origin: str) -> None:
