@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 import streamtune
+from streamtune.base.chat_templates import CHAT_TEMPLATES
 from streamtune.recipe.shipped import shipped_names
 
 ROOT = Path(__file__).parents[1]
@@ -120,6 +121,8 @@ def test_wheel_and_sdist(tmp_path: Path) -> None:
     assert not any(name.startswith((".venv", "runs", "build", "dist")) for name in inside)
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "installed")
+    templates = tmp_path / "installed" / "streamtune" / "base" / "chat_templates"
+    assert {path.stem for path in templates.glob("*.jinja")} == CHAT_TEMPLATES.keys()
     # In another directory and with nothing but the wheel's own files before the installed libraries.
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "installed")}
     command = [sys.executable, "-m", "streamtune", "recipes", "ls"]

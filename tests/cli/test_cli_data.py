@@ -157,6 +157,15 @@ def test_prompts_of_a_shipped_recipe(folder: Path, capfd: pytest.CaptureFixture[
     assert "45 train, 5 held out; tokens: prompts " in out
 
 
+def test_rows_rendered_by_a_named_template(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert data("rows.yaml", "--template", "alpaca", "--row", "1") == 0
+    assert "### Response:" in capfd.readouterr().out
+    assert data("rows.yaml", "--template", "llama3", "--rows", "1", "--set", "overlength=truncate") == 0
+    said = capfd.readouterr()
+    assert "chat template llama3" in said.out
+    assert "splits <|start_header_id|>, <|end_header_id|> and <|eot_id|>" in " ".join(said.err.split())
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -166,8 +175,9 @@ def test_prompts_of_a_shipped_recipe(folder: Path, capfd: pytest.CaptureFixture[
         (["--row", "qa.jsonl:99"], "no row was prepared from 'qa.jsonl:99'"),
         (["--ids"], "--ids needs --row"),
         (["--png", "none/a.png"], "cannot be written"),
+        (["--template", "lama3"], "did you mean 'llama3'? the names are chatml,"),
     ],
-    ids=["too long", "no file", "no number", "no row", "no row for ids", "no folder"],
+    ids=["too long", "no file", "no number", "no row", "no row for ids", "no folder", "no template"],
 )
 @pytest.mark.quick("too long", "no row for ids")
 def test_what_is_refused(arguments: list[str], said: str, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:

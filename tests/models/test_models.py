@@ -13,6 +13,7 @@ from tests.exactness.test_adapters import Nothing
 from tests.plan.simulate.test_simulate import allocated
 from transformers import AutoModelForCausalLM, AutoTokenizer, ViTConfig, ViTModel
 
+from streamtune.base.chat_templates import read_chat_template
 from streamtune.errors import ArgumentError
 from streamtune.models import (
     CHATML_TEMPLATE,
@@ -112,6 +113,19 @@ def test_chat_templates_by_name_by_file_and_inline(tokenizer: Any, tmp_path: Pat
     assert tokenizer.chat_template == CHATML_TEMPLATE
     with pytest.raises(ArgumentError, match=r"the chat template file nowhere.jinja does not exist"):
         set_chat_template(tokenizer, "nowhere.jinja")
+    with pytest.raises(ArgumentError, match=r"unknown chat template 'nowhere', and no file") as caught:
+        set_chat_template(tokenizer, "nowhere")
+    assert "chatml, llama3," in caught.value.fix
+
+
+def test_a_name_of_a_template_is_never_read_as_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = train_tokenizer(TEXTS, vocab_size=300)
+    monkeypatch.chdir(tmp_path)
+    Path("llama3").write_text("{{ 1 }}")
+    set_chat_template(tokenizer, "llama3")
+    assert tokenizer.chat_template == read_chat_template("llama3")
+    set_chat_template(tokenizer, "./llama3")
+    assert tokenizer.chat_template == "{{ 1 }}"
 
 
 # --- model ----------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from streamtune.base.chat_templates import CHAT_TEMPLATES
 from streamtune.errors import RecipeError
 from streamtune.recipe import dump_recipe, load_recipe, shipped_names, shipped_recipes
 
@@ -486,6 +487,31 @@ def test_local_paths_are_taken_from_the_recipes_folder(tmp_path, monkeypatch):
 def test_an_inline_template_is_not_taken_for_a_path(write):
     template = "{% for m in messages %}" + "x" * 5000 + "{% endfor %}"
     assert load_recipe(write(f'chat_template: "{template}"\n')).recipe.chat_template == template
+
+
+def test_a_name_of_a_template_wins_over_a_file(tmp_path, monkeypatch):
+    (tmp_path / "run.yaml").write_text("model_name_or_path: org/name\ndatasets: [{path: a.jsonl}]\n")
+    monkeypatch.chdir(tmp_path)
+    named = load_recipe("run.yaml", ["chat_template=llama3"])
+    assert (named.recipe.chat_template, named.notes) == ("llama3", ())
+    Path("llama3").write_text("{{ messages }}")
+    named = load_recipe("run.yaml", ["chat_template=llama3"])
+    assert named.recipe.chat_template == "llama3"
+    assert named.notes == (
+        "'chat_template: llama3' is StreamTune's template; to read the file 'llama3', write ./llama3",
+    )
+    for folder in (".", str(tmp_path)):
+        file = load_recipe(f"{folder}/run.yaml", ["chat_template=./llama3"]).recipe.chat_template
+        assert file not in CHAT_TEMPLATES
+        assert Path(file).read_text() == "{{ messages }}"
+    Path("lama3").write_text("{{ messages }}")
+    assert load_recipe("run.yaml", ["chat_template=lama3"]).recipe.chat_template == "lama3"
+
+
+def test_a_mistyped_name_of_a_template_is_refused(write):
+    with pytest.raises(RecipeError, match="unknown chat template 'lama-3', and no file has this name") as caught:
+        load_recipe(write("chat_template: lama-3\n"))
+    assert caught.value.fix.startswith("did you mean 'llama3'? the names are chatml, ")
 
 
 # --- keys without effect -------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import torch
 from peft import AutoPeftModelForCausalLM
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
+from streamtune.base.chat_templates import CHAT_TEMPLATES, read_chat_template
 from streamtune.data.templates import ChatRequest, render_chat
 from streamtune.models import all_eos_token_ids, train_tokenizer
 from streamtune.programs.export.export import ExportOptions, export_model
@@ -64,6 +65,19 @@ def written_ends(folder: str | Path) -> list[str]:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     found: Any = json.loads((Path(folder) / "generation_config.json").read_text())["eos_token_id"]
     return list(tokenizer.convert_ids_to_tokens(found if isinstance(found, list) else [found]))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("name", "end"), [("llama3", "<|eot_id|>"), ("gpt_oss", "<|return|>"), ("mistral", "")])
+def test_the_end_of_a_template_by_name_is_an_end_of_the_model(folder: Path, name: str, end: str) -> None:
+    save_base(folder / "base", [TEXT_END])
+    form = CHAT_TEMPLATES[name]
+    marks = [mark for mark in (*form.marks, form.end) if mark]
+    keys = {"chat_template": name, "special_tokens": {"additional_special_tokens": marks}, "max_length": 256}
+    write_recipe(folder, {**RECIPE, **keys, "max_steps": 1, "save_steps": 1})
+    assert run() == 0
+    assert written_ends("run/final") == ([TEXT_END, end] if end else [TEXT_END])
+    assert Path("run/final/chat_template.jinja").read_text().strip() == read_chat_template(name)
 
 
 KINDS: dict[str, dict[str, Any]] = {

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from streamtune.base.chat_templates import CHAT_TEMPLATES
 from streamtune.base.paths import cache_folder
 from streamtune.base.text import show_size
 from streamtune.errors import ArgumentError
@@ -54,6 +56,10 @@ def data(
             "--row",
         ),
     ] = None,
+    template: Annotated[
+        str | None,
+        option("NAME", f"Render the rows with this chat template: {', '.join(CHAT_TEMPLATES)}, or a Jinja file."),
+    ] = None,
     ids: Annotated[
         bool, option(None, "With --row: print the row as one token per line, with token ids.", "--ids")
     ] = False,
@@ -95,8 +101,11 @@ def data(
         streamtune data recipe.yaml --worst --set overlength=truncate --set max_length=8192
 
         streamtune data recipe.yaml --row chats.jsonl:17 --ids
+
+        streamtune data recipe.yaml --template llama3
     """
-    loaded = read_recipe(recipe, set_)
+    settings = [*(set_ or []), *([] if template is None else [f"chat_template={json.dumps(template)}"])]
+    loaded = read_recipe(recipe, settings)
     if ids and row is None:
         raise ArgumentError("--ids needs --row", where="--ids", fix="name the row: --row N --ids")
     with loading_libraries():

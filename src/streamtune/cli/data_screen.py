@@ -11,6 +11,7 @@ from rich.padding import Padding
 from rich.table import Column, Table
 from rich.text import Text
 
+from streamtune.base.chat_templates import CHAT_TEMPLATES
 from streamtune.base.privacy import safe_text
 from streamtune.data.data_report import (
     EPOCH_COLUMNS,
@@ -279,6 +280,8 @@ def _describe_tokenizer(inspection: Inspection) -> str:
     if recipe.tokenizer is None or recipe.tokenizer.train is None:
         source = safe_text(str(recipe.tokenizer.path if recipe.tokenizer is not None else recipe.model_name_or_path))
     template = "with a chat template" if inspection.tokenizer.chat_template else "without a chat template"
+    if recipe.chat_template in CHAT_TEMPLATES:
+        template = f"chat template {recipe.chat_template}"
     return f"{source}, {len(inspection.tokenizer):,} entries, {template}"
 
 

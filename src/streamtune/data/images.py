@@ -1,8 +1,8 @@
 """Images of rows: read and checked, replaced by their tokens in the text, and prepared as inputs of the model.
 
-The model's own processor of ``transformers`` decides which tokens an image has (:meth:`ImageProcessor.expand`), and
-which tensors the model reads (:meth:`ImageProcessor.model_inputs`). A prepared row keeps the path and the digest of
-each image (:class:`ImageFile`), not its pixels. The pixels are read again for each batch.
+The processor of the model decides which tokens an image has (:meth:`ImageProcessor.expand`), and which tensors the
+model reads (:meth:`ImageProcessor.model_inputs`). A prepared row keeps the path and the digest of each image, not its
+pixels (:class:`ImageFile`). The pixels are read again for each batch.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
+
 from streamtune.base.paths import open_nonblocking
 from streamtune.data.reading.image_cells import ImageCell
 from streamtune.engine.hf_names import HUB_FILE, IMAGES_REFUSED, PROCESSOR_NAMES, TOKEN_TYPES, hf_internal
@@ -41,7 +44,7 @@ MOST_PIXELS = 1 << 26
 MOST_BYTES = 1 << 28
 """Largest size of an image's file."""
 _COMPARED = 2
-"""Number of rows whose tokens are compared with those of the processor."""
+"""Number of rows whose tokens are compared with the processor's tokens."""
 _FILES = ("processor_config.json", "preprocessor_config.json")
 
 
@@ -278,7 +281,7 @@ class ImageProcessor:
     def expand(self, text: str, images: Sequence[Image], origin: str) -> ExpandedText:
         """Replace the placeholder of each image in a rendered chat.
 
-        For the first rows, the tokens of the result are compared with those of the processor.
+        For the first rows, the tokens of the result are compared with the processor's tokens.
 
         Raises:
             DataError: The text has another number of placeholders than images, or the processor rejects an image.
@@ -448,6 +451,12 @@ def _digest(content: bytes) -> str:
 def have_images(rows: Stored[Any]) -> bool:
     """Return True if a table of examples has a row with images, also one that is not among ``rows``."""
     return any(map(len, rows.column_cells("images").combine_chunks().flatten().slice(0, 1).to_pylist()))
+
+
+def count_images(rows: Stored[Any]) -> npt.NDArray[np.int64]:
+    """Return the number of images of each example of a table, ``[rows]``."""
+    counts = rows.column_cells("images").combine_chunks().value_lengths().to_numpy(zero_copy_only=False)
+    return counts.astype(np.int64)[rows.table_indices()]
 
 
 def first_changed_image(table: Any, hashes: FileHashes) -> str | None:

@@ -192,11 +192,11 @@ class RowInspector:
         return decode_parts(self.tokenizer, part.input_ids, range(1, len(part.input_ids) + 1))
 
 
-_REPEATED = re.compile(r"(.{2,64}?)\1{7,}", re.DOTALL)
+_REPEATED = re.compile(r"([<\[].{1,63}?)\1{7,}", re.DOTALL)
 
 
 def shorten_repeats(text: str) -> str:
-    """Return a text of special tokens in which a token that is repeated, as those of an image, is shown once.
+    """Return a text of special tokens in which a token that is repeated, such as an image's, is shown once.
 
     Example:
         >>> shorten_repeats("<|vision_start|>" + "<|image_pad|>" * 64)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from streamtune.engine.context import CallContext
 from streamtune.engine.head import StreamedHead, has_head
+from streamtune.engine.image_tower import install_image_tower
 from streamtune.engine.inspect_model import (
     attention_configs,
     base_model,
@@ -107,6 +108,7 @@ class StreamedModel:
         self._embedding = token_embedding(self.model)
         if self._embedding is not None:
             self._embedding.forward = StreamedEmbedding(self._embedding)  # type: ignore[method-assign]
+        self._tower = install_image_tower(self.model, self.layers)
         self._rotations = LengthRotary.install_in_model(self.model, partial(_row_lengths_of_call, self.context))
         self._checkpointing: set[Any] = set()
         """Modules whose gradient checkpointing is turned off while the model is streamed."""
@@ -133,6 +135,8 @@ class StreamedModel:
                 del module.forward
         for rotation in self._rotations:
             rotation.remove()
+        if self._tower is not None:
+            self._tower.remove()
         self.names.end_call(0)
         for module in self._checkpointing:
             module.gradient_checkpointing = True

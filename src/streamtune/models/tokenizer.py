@@ -16,6 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
 from transformers import AddedToken, AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from streamtune.base.chat_templates import CHAT_TEMPLATES, describe_missing_template, read_chat_template
 from streamtune.base.patterns import check_split_patterns
 from streamtune.errors import ArgumentError
 from streamtune.models.config import check_layer_limit, check_path_exists, make_loading_error, read_config_json
@@ -26,49 +27,7 @@ TURN_END = "<|im_end|>"
 MAX_TEMPLATE = 1 << 20
 """Largest number of characters of a chat template; the longest published templates have about thirty thousand."""
 
-CHATML_TEMPLATE = """
-{%- set calling = 'You can call the functions whose JSON schemas stand between <tools> and </tools>, one on a line:' -%}
-{%- set written = 'To call one, write its name and arguments as JSON between <tool_call> and </tool_call>:' -%}
-{%- set example = '<tool_call>\\n{"name": "function", "arguments": {"argument": "value"}}\\n</tool_call>' -%}
-{%- set first = messages[0] if messages and messages[0].role == 'system' else none -%}
-{%- if tools -%}
-    {{- '<|im_start|>system\\n' + (first.content + '\\n\\n' if first else '') + calling + '\\n<tools>' -}}
-    {%- for tool in tools -%}{{- '\\n' + (tool | tojson) -}}{%- endfor -%}
-    {{- '\\n</tools>\\n\\n' + written + '\\n' + example + '<|im_end|>\\n' -}}
-{%- endif -%}
-{%- for message in messages -%}
-    {%- set thinking = message.reasoning_content or message.reasoning or message.thinking -%}
-    {%- if message.role == 'assistant' -%}
-        {{- '<|im_start|>assistant\\n' -}}
-        {%- generation -%}
-            {%- if thinking is string -%}{{- '<think>\\n' + thinking.strip('\\n') + '\\n</think>\\n\\n' -}}{%- endif -%}
-            {{- message.content or '' -}}
-            {%- for call in message.tool_calls or [] -%}
-                {%- set called = call.function or call -%}
-                {{- '\\n' if message.content or not loop.first -}}
-                {{- '<tool_call>\\n{"name": ' + (called.name | tojson) + ', "arguments": ' -}}
-                {{- called.arguments if called.arguments is string else called.arguments | tojson -}}
-                {{- '}\\n</tool_call>' -}}
-            {%- endfor -%}
-            {{- '<|im_end|>' -}}
-        {%- endgeneration -%}
-        {{- '\\n' -}}
-    {%- elif message.role == 'tool' -%}
-        {{- '<|im_start|>user' if loop.first or loop.previtem.role != 'tool' -}}
-        {{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' -}}
-        {{- '<|im_end|>\\n' if loop.last or loop.nextitem.role != 'tool' -}}
-    {%- elif not (tools and loop.first and first) -%}
-        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' -}}
-    {%- endif -%}
-{%- endfor -%}
-{{- '<|im_start|>assistant\\n' if add_generation_prompt -}}
-""".strip()
-"""ChatML template, which marks the assistant's content and end of turn as the generated part.
-
-Reasoning is between ``<think>`` and ``</think>``. Tools are JSON schemas in the system message. Calls are between
-``<tool_call>`` and ``</tool_call>``, results in user turns between ``<tool_response>`` and ``</tool_response>``. This
-is the format of Hermes and Qwen, which inference servers parse.
-"""
+CHATML_TEMPLATE = read_chat_template("chatml")
 
 
 def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> PreTrainedTokenizerFast:
@@ -178,19 +137,29 @@ def _find_regular_expressions(value: Any) -> Iterator[str]:
 
 
 def set_chat_template(tokenizer: PreTrainedTokenizerBase, template: str) -> None:
-    """Set the chat template of ``tokenizer``: ``chatml``, the path of a Jinja file, or the template itself."""
-    if template == "chatml" or "{" in template:
-        tokenizer.chat_template = CHATML_TEMPLATE if template == "chatml" else template
+    """Set the chat template of ``tokenizer``: a name of :data:`CHAT_TEMPLATES`, the path of a Jinja file, or the
+    template itself.
+
+    A file with such a name needs a path with a folder: ``./chatml``.
+    """
+    if form := CHAT_TEMPLATES.get(template):
+        if not form.end and tokenizer.eos_token is None:
+            raise ArgumentError(
+                f"the chat template {template} ends answers with EOS, and the tokenizer has no EOS token",
+                where="chat_template",
+                fix="write special_tokens: {eos_token: ...}",
+            )
+        tokenizer.chat_template = read_chat_template(template)
+        return
+    if "{" in template:
+        tokenizer.chat_template = template
         return
     if len(template) > 4096 or "\0" in template:
         raise ArgumentError("chat_template is neither a template nor a path", where="chat_template")
     path = Path(template).expanduser()
     if not path.is_file():
-        raise ArgumentError(
-            f"the chat template file {path} does not exist",
-            where="chat_template",
-            fix="write 'chatml', the path of a Jinja file, or the template itself",
-        )
+        what, fix = describe_missing_template(template)
+        raise ArgumentError(what, where="chat_template", fix=fix)
     try:
         with path.open(encoding="utf-8") as file:
             text = file.read(MAX_TEMPLATE + 1)
@@ -201,6 +170,39 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, template: str) -> None
         raise ArgumentError(f"{path} has more than {MAX_TEMPLATE:,} characters: it is not a chat template",
                             where="chat_template", fix="name a Jinja file")  # fmt: skip
     tokenizer.chat_template = text
+
+
+def describe_missing_tokens(tokenizer: PreTrainedTokenizerBase, template: str) -> str | None:
+    """Return a note on the tokens that a named template prints and the tokenizer splits, with the keys that add them.
+
+    Return None if the tokenizer has all tokens, or if ``template`` is not a name of :data:`CHAT_TEMPLATES`.
+    """
+    form = CHAT_TEMPLATES.get(template)
+    split: dict[str, int] = {}
+    for text in () if form is None else filter(None, (*form.marks, form.end, *form.added)):
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        if text not in tokenizer.convert_ids_to_tokens(ids):
+            split[text] = len(ids)
+    if form is None or not split:
+        return None
+    special = {
+        **({"eos_token": form.end} if form.end in split else {}),
+        **({"additional_special_tokens": marks} if (marks := [each for each in form.marks if each in split]) else {}),
+    }
+    added = [each for each in form.added if each in split]
+    keys = [f"special_tokens: {_flow_mapping(special)}"] if special else []
+    keys += [f"added_tokens: {json.dumps(added, ensure_ascii=False)}"] if added else []
+    *names, last = split
+    counts = " and ".join(str(count) for count in split.values()) if len(split) <= 2 else "several"
+    return (
+        f"the tokenizer splits {', '.join(names)}{' and ' if names else ''}{last}, which the chat template {template} "
+        f"writes, into {counts} tokens{' each' if len(split) > 2 else ''}; "
+        f"to add each as one token, write {' and '.join(keys)}"
+    )
+
+
+def _flow_mapping(keys: Mapping[str, Any]) -> str:
+    return "{" + ", ".join(f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in keys.items()) + "}"
 
 
 SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")

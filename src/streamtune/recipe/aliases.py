@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from streamtune.base.adapters import ADAPTERS, NAMED_STARTS
+from streamtune.base.chat_templates import CHAT_TEMPLATES
 from streamtune.recipe.yaml import KeyOrigins, KeyPath, Mistake, show_path
 
 ALIASES: dict[str, str] = {
@@ -201,7 +202,8 @@ INSTEAD: dict[str, str] = {
     "max_samples": "write max_rows: N in each entry of datasets",
     "stage": "delete the line; the command sets the objective, as in `streamtune sft`",
     "strict": "write on_bad_row: error, or on_bad_row: skip",
-    "template": "delete the line; the tokenizer's own template is used, or write chat_template",
+    "template": f"write chat_template: NAME, one of {', '.join(CHAT_TEMPLATES)}; without it, the tokenizer's own "
+    "template is used",
     "train_on_inputs": "write train_on: all, or train_on: assistant",
     "test_datasets": "write eval_datasets: {NAME: PATH}",
     "train_on_prompt": "write train_on: all, or train_on: assistant",

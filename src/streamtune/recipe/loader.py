@@ -11,13 +11,14 @@ import json
 import os
 import re
 import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
+from streamtune.base.chat_templates import CHAT_TEMPLATES, describe_missing_template
 from streamtune.base.paths import NO_HOME, open_nonblocking
 from streamtune.base.privacy import find_secret, redact
 from streamtune.errors import RecipeError, did_you_mean
@@ -72,7 +73,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), objective: str 
     Returns:
         Recipe with resolved local paths. ``datasets[].path``, ``chat_template``, ``tokenizer.path``, ``deepspeed`` and
         ``model_name_or_path`` are searched in the recipe's folder, then in the working directory. ``output_dir`` and
-        ``engine.offload_dir`` are relative to the working directory; ``~`` in them is the home folder.
+        ``engine.offload_dir`` are relative to the working directory; ``~`` in them is the home folder. A name of
+        a chat template is not a path.
 
     Raises:
         RecipeError: The file or a setting is wrong. The error has ``file:line`` and every mistake found.
@@ -109,7 +111,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), objective: str 
         raise mistakes_to_error(mistakes + find_recipe_mistakes(tree, recipe_type), origins) from None
     if mistakes:
         raise mistakes_to_error(mistakes, origins)
-    notes += _notes_on_unread_keys(recipe)
+    notes += [*_notes_on_unread_keys(recipe), *_notes_on_hidden_files(recipe, path.parent)]
     return LoadedRecipe(_resolve_local_paths(recipe, path.parent, origins), path, tuple(notes), origins)
 
 
@@ -266,7 +268,9 @@ def _resolve_local_paths(recipe: Recipe, folder: Path, origins: KeyOrigins) -> R
         changes["tokenizer"] = recipe.tokenizer.model_copy(
             update={"path": local_path(recipe.tokenizer.path, "tokenizer", "path")}
         )
-    keys = ["chat_template", "model_name_or_path", "ref_model_name_or_path", "adapter_name_or_path", "teacher"]
+    if recipe.chat_template is not None:
+        changes["chat_template"] = _resolve_template(recipe.chat_template, local_path, origins)
+    keys = ["model_name_or_path", "ref_model_name_or_path", "adapter_name_or_path", "teacher"]
     for key in [*keys, *(["deepspeed"] if recipe.deepspeed not in DEEPSPEED_PRESETS else [])]:
         if value := getattr(recipe, key, None):
             changes[key] = local_path(value, key)
@@ -277,6 +281,24 @@ def _resolve_local_paths(recipe: Recipe, folder: Path, origins: KeyOrigins) -> R
             _resolve_code_path(spec, folder, origins, "callbacks") for spec in recipe.callbacks
         )
     return recipe.model_copy(update=changes)
+
+
+def _resolve_template(value: str, local_path: Callable[[str, str], str], origins: KeyOrigins) -> str:
+    """Return the value of ``chat_template`` with a resolved path; names of :data:`CHAT_TEMPLATES` stay unchanged."""
+    if value in CHAT_TEMPLATES or "{" in value:
+        return value
+    path = local_path(value, "chat_template")
+    what, fix = describe_missing_template(value)
+    if "did you mean" in fix and not path_exists(Path(path)):
+        raise RecipeError(what, where=origins.key_origin("chat_template"), fix=fix)
+    return f"./{path}" if path in CHAT_TEMPLATES else path
+
+
+def _notes_on_hidden_files(recipe: Recipe, folder: Path) -> list[str]:
+    name = recipe.chat_template
+    if name not in CHAT_TEMPLATES or not (path_exists(folder / name) or path_exists(Path(name))):
+        return []
+    return [f"'chat_template: {name}' is StreamTune's template; to read the file '{name}', write ./{name}"]
 
 
 def _has_glob_match(folder: Path, pattern: str) -> bool:

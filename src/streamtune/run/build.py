@@ -128,6 +128,7 @@ def build_run(
             task.planned_length(longest_row),
             completions,
             0 if second_model is None else device_model_bytes(second_model),
+            task.largest_images(batches),
         )
         planned = plan_schedule(start, model, longest_step, dry_run=dry_run, notify=notify, doing=doing)
         streamed = stream_and_make_backend(start, model, planned, start_adapters, notify=notify, doing=doing)

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from streamtune import data, models, train
+from streamtune.base.chat_templates import CHAT_TEMPLATES
 from streamtune.distributed import read_environment
 from streamtune.errors import OutOfMemoryError, UserError
 from streamtune.recipe.keys.datasets import DatasetSpec
@@ -81,7 +82,8 @@ def make_tokenizer(
     _notify_new_tokens(recipe, tokenizer, notify)
     if set_template and recipe.chat_template is not None:
         models.set_chat_template(tokenizer, recipe.chat_template)
-        _notify_split_markers(recipe, tokenizer, notify)
+        if note := models.describe_missing_tokens(tokenizer, recipe.chat_template):
+            notify(note)
     return tokenizer
 
 
@@ -146,20 +148,6 @@ def _notify_new_tokens(recipe: ModelKeys, tokenizer: PreTrainedTokenizerBase, no
     if new:
         shown = ", ".join(tokenizer.convert_ids_to_tokens(new[:8])) + (" ..." if len(new) > 8 else "")
         notify(f"added {len(new):,} tokens to the tokenizer: {shown}; it now has {len(tokenizer):,}")
-
-
-def _notify_split_markers(recipe: ModelKeys, tokenizer: PreTrainedTokenizerBase, notify: Callable[[str], None]) -> None:
-    if recipe.chat_template != "chatml":
-        return
-    marks = ("<|im_start|>", "<|im_end|>")
-    pieces = [len(tokenizer.encode(mark, add_special_tokens=False)) for mark in marks]
-    if max(pieces) > 1:
-        notify(
-            f"the tokenizer splits {' and '.join(marks)}, which the chat template chatml writes, into "
-            f"{pieces[0]} and {pieces[1]} tokens; "
-            'to add each as one token, write special_tokens: {eos_token: "<|im_end|>", '
-            'additional_special_tokens: ["<|im_start|>"]}'
-        )
 
 
 def new_token_ids(recipe: ModelKeys, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -251,7 +239,7 @@ def fingerprint_tokenizer_files(recipe: ModelKeys) -> str | None:
     name = recipe.tokenizer.path if recipe.tokenizer is not None else recipe.model_name_or_path
     parts = [models.fingerprint_tokenizer(name)] if name is not None else []
     template = recipe.chat_template
-    if template is not None and "{" not in template:
+    if template is not None and "{" not in template and template not in CHAT_TEMPLATES:
         with suppress(OSError, RuntimeError):  # not a file name: reading it raises the error
             if (path := Path(template).expanduser()).is_file():
                 parts.append(models.fingerprint_files([("chat_template", path)]))

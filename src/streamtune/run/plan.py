@@ -31,6 +31,7 @@ from streamtune.plan.planner import Plan, add_offloaded_weights, as_fixed_fields
 from streamtune.plan.rates import Device, Rates, data_sheet_rates, find_device, nearest_device
 from streamtune.plan.refusal import NothingFitsError
 from streamtune.plan.simulate.cluster import Cluster
+from streamtune.plan.simulate.image_inputs import measure_images
 from streamtune.plan.simulate.memory import device_model_bytes, model_bytes, storage_bytes
 from streamtune.plan.simulate.meta_operators import meta_copy
 from streamtune.plan.simulate.scored import Completions, Scored
@@ -145,11 +146,13 @@ class LongestStep:
         length: Tokens of the longest row, or of the longest prompt with its completion.
         completions: Completions of a micro-batch, for preference and reinforcement learning; else None.
         reference_bytes: Bytes of a reference model on the device.
+        images: Inputs of the model for the images of a micro-batch; None for rows of text.
     """
 
     length: int
     completions: Completions | None = None
     reference_bytes: int = 0
+    images: Mapping[str, torch.Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -422,6 +425,7 @@ def make_workload(
         cluster: Ranks that share the step; None for one rank.
     """
     train_largest_block(recipe, model)
+    images = longest_step.images
     return Workload(
         make_model=lambda: model,
         length=longest_step.length,
@@ -436,6 +440,9 @@ def make_workload(
         teacher=_teacher_shape(recipe, device),
         teacher_top_k=task_of(recipe).teacher_top_k,
         reference_bytes=longest_step.reference_bytes,
+        images=None
+        if images is None
+        else measure_images(model, images, autocast=bool(recipe.bf16), device=device.type),
         step=recipe.step_kind,
         keep=recipe.cache,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -218,6 +218,9 @@ class Sft(Task[Recipe]):
 
     def planned_length(self, longest_row: int) -> int:
         return self.recipe.max_length if self.recipe.packing or self.splits_turns else longest_row
+
+    def largest_images(self, batches: Batches) -> Mapping[str, torch.Tensor] | None:
+        return None if self.recipe.streaming else batches.largest_images(self.recipe.per_device_train_batch_size)
 
     @property
     def splits_turns(self) -> bool:
@@ -436,6 +439,23 @@ class Batches:
         assert self.images is not None, "rows with images have a model with a processor"
         assert self.tokenizer is not None, "batches are made with a tokenizer"
         return data.ImageProcessor(self.images, self.tokenizer)
+
+    def largest_images(self, batch_size: int) -> Mapping[str, torch.Tensor] | None:
+        """Return the inputs for the images of a micro-batch with the most pixels; None without images.
+
+        Of the rows with the most images, and of the longest rows with images, the larger are taken.
+        """
+        rows = self.prepared.training
+        if self.images is None or not data.have_images(rows):
+            return None
+        counts = data.count_images(rows)
+        chosen = [
+            np.argsort(-values, kind="stable")[:batch_size].tolist()
+            for values in (counts, (counts > 0) * rows.lengths())
+        ]
+        batches = [self.training_batch(units).images for units in chosen]
+        found = [images for images in batches if images is not None]
+        return max(found, key=lambda images: sum(x.numel() for x in images.values()), default=None)
 
     @property
     def num_training_units(self) -> int:

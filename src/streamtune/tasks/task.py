@@ -386,6 +386,10 @@ class Task(ABC, Generic[R_co]):
         """Return the same function as :meth:`make_shape_function`, but with token counts of the run's own rows."""
         return self.make_shape_function(share=share)
 
+    def largest_images(self, batches: Any) -> Mapping[str, torch.Tensor] | None:
+        """Return the model's inputs for the images of the largest micro-batch; None without images."""
+        return None
+
     def planned_length(self, longest_row: int) -> int:
         """Return the maximum number of tokens of a sequence in a micro-batch, given the length of the longest row."""
         return longest_row

@@ -30,7 +30,7 @@ from streamtune.plan.simulate import LiveBytes, Mode, Simulation, Workload, simu
 from streamtune.plan.simulate.memory import model_bytes, model_tensors
 from streamtune.plan.simulate.meta_operators import RULES, MetaAutocast
 from streamtune.plan.simulate.partition import ResidentMemory
-from streamtune.plan.simulate.step import _DeviceChoices, trace_step
+from streamtune.plan.simulate.step import DeviceChoices, trace_step
 from streamtune.plan.simulate.trace import Trace
 from streamtune.plan.simulate.workload import TeacherShape
 from streamtune.schedule import Schedule
@@ -364,7 +364,7 @@ def test_what_autocast_casts_is_on_the_lists_of_torch(device: str) -> None:
 )
 def test_what_autocast_makes_on_an_accelerator(rule: str, call: Callable[[torch.Tensor], torch.Tensor]) -> None:
     x = torch.empty(4, 4, device="meta")
-    with _DeviceChoices("cuda", MetaAutocast("cuda")), torch.autocast("cpu", dtype=torch.bfloat16):
+    with DeviceChoices("cuda", MetaAutocast("cuda")), torch.autocast("cpu", dtype=torch.bfloat16):
         assert call(x).dtype == (torch.bfloat16 if rule == "lower" else torch.float32)
         with torch.autocast("cpu", enabled=False):
             assert (x @ x).dtype == torch.float32

@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 import yaml
 
+from streamtune.base.chat_templates import CHAT_TEMPLATES
 from streamtune.cli import main
 from streamtune.data.preferences import normalise_preference
 from streamtune.data.reading.readers import Row
 from streamtune.data.reading.sources import read_rows
 from streamtune.errors import ArgumentError, RecipeError
 from streamtune.programs.imports.importing import ImportedRecipe, import_recipe
+from streamtune.programs.imports.rows_and_templates import EQUAL_TEMPLATES, NEAR_TEMPLATES
 from streamtune.recipe import load_recipe
 from streamtune.run.data import make_sources
 
@@ -131,6 +133,7 @@ WANTED: dict[str, dict[str, Any]] = {
         "warmup_steps": 10, "dtype": "bfloat16", "overlength": "drop", "report_to": ("wandb",),
     },
     "llamafactory": {
+        "chat_template": "llama3",
         "objective": "dpo", "model_name_or_path": "own/base-8b", "finetuning_type": "qlora", "quantization": "int8",
         "lora_r": 8, "lora_target": ("q_proj", "v_proj"), "beta": 0.2, "loss_type": "simpo", "max_length": 1024,
         "output_dir": "out/l", "learning_rate": 5e-6, "lr_scheduler_type": "constant", "bf16": True,
@@ -926,8 +929,9 @@ def test_columns_of_swift(
         ("qwen3", "", "keep", "adds a think block, maybe empty, to every answer"),
         ("qwen3", "mask_history: true\n", None, "adds a think block, maybe empty, to every answer"),
         ("qwen3", "enable_thinking: false\n", None, "removes reasoning"),
-        ("llama3", "", None, "without the tokenizer template's system message or date"),
-        ("vicuna", "", None, "StreamTune uses the tokenizer's own template"),
+        ("llama3", "", None, "StreamTune's llama3 strips whitespace at the ends of messages; LLaMA-Factory's does not"),
+        ("llama2", "", None, "without the tokenizer template's system message or date"),
+        ("default", "", None, "StreamTune uses the tokenizer's own template"),
     ],
 )
 def test_templates_of_llamafactory_are_starred(
@@ -938,10 +942,10 @@ def test_templates_of_llamafactory_are_starred(
     assert ("reasoning: keep" in imported.text) is (reasoning == "keep")
 
 
-def test_templates_of_llamafactory_that_are_chatml(tmp_path: Path) -> None:
+def test_templates_of_llamafactory_that_streamtune_has(tmp_path: Path) -> None:
     imported = llamafactory(tmp_path, "stage: sft\ntemplate: qwen3_nothink\nenable_thinking: false\n")
     assert lost(imported) == set()
-    assert "chat_template: chatml" in imported.text
+    assert "chat_template: qwen3_nothink" in imported.text
     assert kinds(imported, "enable_thinking") == ["not_needed"]
     assert "You are Qwen" in llamafactory(tmp_path, "stage: sft\ntemplate: qwen\n").text
     tools = {"messages": "conversations", "tools": "tools"}
@@ -1060,7 +1064,39 @@ def test_thoughts_of_swift(more: str, stars: set[str], reasoning: bool, tmp_path
     imported = convert(tmp_path, command, "r.sh")
     assert lost(imported) == stars
     assert ("reasoning: keep" in imported.text) is reasoning
-    assert ("chat_template: chatml" in imported.text) is ("nothinking" in more)
+    assert ("chat_template: qwen3_nothink" in imported.text) is ("nothinking" in more)
+
+
+TEMPLATES = [
+    (trainer, theirs, ours, system, equal)
+    for table, equal in ((EQUAL_TEMPLATES, True), (NEAR_TEMPLATES, False))
+    for trainer, names in table.items()
+    for theirs, (ours, rest) in names.items()
+    for system in [rest if equal else ""]
+]
+
+
+@pytest.mark.parametrize(
+    ("trainer", "theirs", "ours", "system", "equal"), TEMPLATES, ids=[f"{each[0]} {each[1]}" for each in TEMPLATES]
+)
+@pytest.mark.quick("LLaMA-Factory qwen", "axolotl alpaca", "ms-swift phi4")
+def test_templates_by_name(trainer: str, theirs: str, ours: str, system: str, equal: bool, tmp_path: Path) -> None:
+    """The recipe names StreamTune's template; one that only comes near has a star."""
+    own = f"chat_template: {theirs}\ndatasets: [{{path: own/a, type: chat_template}}]\n"
+    imported = {
+        "LLaMA-Factory": lambda: llamafactory(tmp_path, f"stage: sft\ntemplate: {theirs}\n"),
+        "axolotl": lambda: axolotl(tmp_path, own),
+        "ms-swift": lambda: convert(
+            tmp_path, f"swift sft --model a --max_length 64 --dataset own/a --use_hf true --template {theirs}\n", "r.sh"
+        ),
+    }[trainer]()
+    field = "chat_template" if trainer == "axolotl" else "template"
+    assert lost(imported) == (set() if equal else {field})
+    assert "mapped" in kinds(imported, field)
+    (tmp_path / "ours.yaml").write_text(imported.text)
+    recipe = load_recipe(tmp_path / "ours.yaml").recipe
+    assert (recipe.chat_template, recipe.default_system or "") == (ours, system)
+    assert ours in CHAT_TEMPLATES
 
 
 @pytest.mark.parametrize(("kind", "said"), [("dpo", "rejected_response"), ("kto", "a label")])

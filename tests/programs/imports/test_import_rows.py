@@ -71,6 +71,7 @@ ASKED = [
     for asked, answer in (("What is it?", "The answer is 42."), ("again\nThe quick", "Paris"), ("again", "Paris"))
 ]
 """Conversations of LLaMA-Factory and ms-swift for these rows."""
+SMOLLM = {"role": "system", "content": "You are a helpful AI assistant named SmolLM, trained by Hugging Face."}
 QUERY_ROWS = [{"q": "What is it?", "a": "The answer is 42."}]
 
 
@@ -153,6 +154,19 @@ def asked(conversations: Sequence[Sequence[dict[str, str]]]) -> Made:
     return lambda tokenizer: [chat(tokenizer, messages, answers(messages)) for messages in conversations]
 
 
+def llama3(tokenizer: Any) -> list[Tokens]:
+    """Conversations in the format of Llama 3, of which the answers and their ends are trained."""
+    rows = []
+    for row in CHAT_ROWS:
+        parts = [("<|begin_of_text|>", False)]
+        for message in row["messages"]:
+            on = message["role"] == "assistant"
+            parts += [(f"<|start_header_id|>{message['role']}<|end_header_id|>\n", False), ("\n", False)]
+            parts += [(message["content"], on), ("<|eot_id|>", on)]
+        rows.append([(token, on) for text, on in parts for token in tokenizer(text)["input_ids"]])
+    return rows
+
+
 @dataclass(frozen=True)
 class Case:
     """A recipe of another trainer, the rows it reads, and what the trainer makes of them."""
@@ -195,6 +209,14 @@ CASES: dict[str, Case] = {
         + "excess_length_strategy: truncate\ndatasets: [{path: rows.jsonl, type: completion, field: body}]\n",
         [{"body": text} for text in DOCUMENTS],
         texts(16),
+    ),
+    "axolotl llama3": Case(
+        "axolotl",
+        AXOLOTL.format(size=256)
+        + 'chat_template: llama3\neot_tokens: ["<|eot_id|>"]\n'
+        + "datasets: [{path: rows.jsonl, type: chat_template}]\n",
+        CHAT_ROWS,
+        llama3,
     ),
     "axolotl chat_template": Case(
         "axolotl",
@@ -296,6 +318,14 @@ CASES: dict[str, Case] = {
         FACTORY.replace("chatml", "qwen") + "stage: sft\n",
         CHAT_ROWS,
         asked([CHAT, [QWEN, *SHORT]]),
+        info=OPENAI,
+        template="qwen3",
+    ),
+    "llamafactory smollm2": Case(
+        "llamafactory",
+        FACTORY.replace("chatml", "smollm2") + "stage: sft\n",
+        CHAT_ROWS,
+        asked([CHAT, [SMOLLM, *SHORT]]),
         info=OPENAI,
         template="qwen3",
     ),

@@ -9,8 +9,8 @@ A row names its images in its messages, or in the column ``images``::
 
 If the messages have no place for an image, the images of the column are put before the first user message, as TRL does.
 
-A value is the path of a file, relative to the file of the row; a ``data:`` URL; the bytes of a file; or an object with
-``bytes`` or ``path``, as in columns of ``datasets``.
+A value is the path of a file, a ``data:`` URL, the bytes of a file, or an object with ``bytes`` or ``path``, as in
+columns of ``datasets``. A path is relative to the file of the row.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ def require_template(tokenizer: PreTrainedTokenizerBase, noun: str, origin: str)
         raise DataError(
             f"the {noun} is a conversation, but the tokenizer has no chat template",
             where=origin,
-            fix="set chat_template in the recipe: chatml, the path of a Jinja file, or the template itself",
+            fix="set chat_template in the recipe: a name such as chatml, or the path of a Jinja file",
         )
 
 

@@ -110,7 +110,7 @@ class ChatRequest:
 
 
 def _with_parts(message: dict[str, Any], has_images: bool, as_parts: bool) -> dict[str, Any]:
-    """Return a message whose content is a list of parts; unchanged if its content is no text that needs parts."""
+    """Return a message with its content as a list of parts; unchanged if the content needs no parts."""
     content = message.get("content")
     if not isinstance(content, str) or not (as_parts or (has_images and MARK in content)):
         return message

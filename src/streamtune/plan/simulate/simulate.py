@@ -54,6 +54,7 @@ TERMS = {
     FETCHED: "fetched weights",
     MASTER: "fp32 weights",
     "reference": "reference",
+    "images": "images",
     GRADIENT: "gradients",
     OPTIMIZER: "optimizer",
     INPUT: "layer inputs",
@@ -100,7 +101,7 @@ class Simulation:
         peak_bytes: Peak bytes on the device.
         host_bytes, disk_bytes: Peak bytes on host and disk; the peaks need not coincide.
         terms: Device bytes at the peak, by memory term.
-        phase: Phase of the peak: ``reference``, ``forward``, ``head``, ``backward`` or ``optimizer``.
+        phase: Phase of the peak: ``images``, ``reference``, ``forward``, ``head``, ``backward`` or ``optimizer``.
         phases: Peak device bytes of each phase.
         work: Work of the whole step.
         host_terms: Host bytes by memory term; ``layer inputs`` includes all tensors that the engine offloads.
@@ -310,6 +311,8 @@ def _phase_peaks(
     peaks: dict[str, tuple[int, dict[str, int]]] = {}
     constant_bytes = {"weights": resident.weights, MASTER: resident.master, OPTIMIZER: resident.state}
     constant_bytes |= {"reference": workload.reference_bytes}
+    if workload.images is not None:
+        constant_bytes["images"] = workload.images.held
     constant_bytes[GRADIENT] = resident.buckets + (resident.gradients if resident.gradients_sharded else 0)
     tokens, rows, keys = workload.num_tokens, workload.num_rows, COLUMNS.index(KEYS)
     ring_bytes = {late: shard.ring_buffer_bytes(model, tokens, rows, backward=late) for late in (False, True)}
@@ -327,6 +330,10 @@ def _phase_peaks(
         total = int(totals[at]) + sum(constant.values())
         if total > peaks.get(place.phase, (-1, {}))[0]:
             peaks[place.phase] = (total, _sum_terms(held[at], constant))
+    if workload.images is not None:
+        there = resident.gradients if resident.gradients_sharded or workload.micro_batches > 1 else 0
+        constant = {**constant_bytes, "images": workload.images.peak, GRADIENT: resident.buckets + there}
+        peaks["images"] = (sum(constant.values()), {TERMS[k]: v for k, v in constant.items() if v})
     if (teacher := _teacher_peak_bytes(workload, schedule)) is not None:
         there = resident.gradients if resident.gradients_sharded or workload.micro_batches > 1 else 0
         constant = {**constant_bytes, "reference": teacher, GRADIENT: resident.buckets + there}

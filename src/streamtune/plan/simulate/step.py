@@ -102,7 +102,7 @@ def trace_step(model: Any, schedule: Schedule, step: Step) -> Trace:
             for dtype in {torch.bfloat16, *(p.dtype for p in model.parameters() if p.is_floating_point())}:
                 placeholder(torch.empty((), dtype=dtype, device="meta"))
         if step.mode != "stream" or step.autocast:
-            stack.enter_context(_DeviceChoices(step.device, autocast))
+            stack.enter_context(DeviceChoices(step.device, autocast))
         recorder = Trace(model, decoder_layers(model), device=step.device, tiers=tiers, shard=step.shard)
         trace = stack.enter_context(recorder)
         stack.callback(model.zero_grad, set_to_none=True)
@@ -340,7 +340,7 @@ PLAIN = (Tensor, nn.Parameter)
 """Tensor classes that do not override ``__torch_function__``."""
 
 
-class _DeviceChoices(SimulatedDeviceMode):
+class DeviceChoices(SimulatedDeviceMode):
     """Torch function mode that makes two device-dependent choices as torch makes them on the simulated device.
 
     ``scaled_dot_product_attention`` calls a fused kernel (on ``meta`` torch would compute all scores). Autocast casts

@@ -99,6 +99,19 @@ class TeacherShape:
 
 
 @dataclass(frozen=True)
+class ImageMemory:
+    """Device bytes for the images of a micro-batch, which a vision tower computes before the tokens.
+
+    Attributes:
+        held: Bytes during the whole step: pixels, features, and what the backward of a trained tower needs.
+        peak: Largest number of bytes while the tower computes, ``held`` included.
+    """
+
+    held: int
+    peak: int
+
+
+@dataclass(frozen=True)
 class Workload:
     """Training step to simulate, without its schedule (chunk sizes, offloading, recomputation).
 
@@ -122,6 +135,7 @@ class Workload:
         teacher: Teacher of a distillation loss; ``reference_bytes`` includes its weights.
         teacher_top_k: Number of saved teacher tokens per target, in host memory; 0 without saved tokens.
         reference_bytes: Bytes of the weights of other models, such as a reference.
+        images: Memory of the images of a micro-batch; None for rows of text.
         step: Kind of the optimizer step: number of passes over each micro-batch, which gradients exist at once, and the
             tier of optimizer states.
         keep: True to cache simulations on disk.
@@ -144,6 +158,7 @@ class Workload:
     teacher: TeacherShape | None = None
     teacher_top_k: int = 0
     reference_bytes: int = 0
+    images: ImageMemory | None = None
     step: StepKind = PLAIN_STEP
     keep: bool = False
 

@@ -23,7 +23,7 @@ from .field_rules import (
     same_name_rules,
     switch_rules,
 )
-from .rows_and_templates import report_untrained_think_blocks
+from .rows_and_templates import NAME_OR_FILE, report_untrained_think_blocks, write_named_template
 from .trainer_arguments import (
     CHECKPOINTING,
     KERNELS,
@@ -437,10 +437,8 @@ def _convert_chat_template(conversion: Conversion) -> None:
         conversion.mark_unneeded(
             "chat_template", why="StreamTune uses the tokenizer's own template; without one, the run stops"
         )
-    elif template == "chatml" and not jinja:
-        conversion.write_key("chat_template", "chatml", "chat_template")
-    else:
-        why = "StreamTune uses the tokenizer's own template; if it differs, write chat_template: FILE.jinja"
+    elif jinja or not write_named_template(conversion, template, "chat_template"):
+        why = f"StreamTune uses the tokenizer's own template; if it differs, {NAME_OR_FILE}"
         conversion.report_lost("chat_template", why=why)
 
 

@@ -9,6 +9,7 @@ from .conversion import Conversion
 from .field_rules import FieldRule, UnconvertedError, field_table, lookup_converter
 from .rows_and_templates import (
     FLAGS,
+    NAME_OR_FILE,
     convert_split,
     first_local_row,
     report_media,
@@ -215,7 +216,7 @@ def _convert_dataset(conversion: Conversion, entry: dict[str, Any], name: str, i
             )
         elif key == "chat_template":
             if value not in ("tokenizer_default", "jinja"):
-                report_lost(key, "to change the tokenizer's own chat template, write chat_template: FILE.jinja")
+                report_lost(key, f"to change the tokenizer's own chat template, {NAME_OR_FILE}")
         elif key == "roles":
             if value not in USUAL_ROLES:
                 report_lost(key, "roles are user, assistant, system and tool; in sharegpt rows, human and gpt")

@@ -30,6 +30,7 @@ from .rows_and_templates import (
     convert_split,
     first_local_row,
     report_media,
+    report_tools_of_named_template,
     report_unread_columns,
     report_unread_fields,
     write_columns,
@@ -393,8 +394,8 @@ def _convert_dataset(
         report_lost(f"StreamTune trains on text only, not on the column {' and '.join(said)}")
     else:
         report_media(conversion, [spec], field)
-    if columns.get("tools") and conversion.ours.get("chat_template") == "chatml":
-        report_lost("StreamTune's chatml renders tools differently from LLaMA-Factory: write chat_template: FILE.jinja")
+    if columns.get("tools"):
+        report_tools_of_named_template(conversion, report_lost)
     if texts:
         _convert_pretraining_column(spec, entry, report_lost)
     else:

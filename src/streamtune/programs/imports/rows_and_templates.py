@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from streamtune.base.chat_templates import CHAT_TEMPLATES
+
 from .conversion import Conversion
 
 DATA_FILES = (".jsonl", ".json", ".parquet", ".csv", ".txt")
@@ -178,16 +180,65 @@ def write_columns(spec: dict[str, Any], columns: dict[str, Any], row_type: str) 
     spec["type"] = row_type
 
 
-CHATML: dict[str, str] = {
-    "chatml": "",
-    "chatml_de": "Du bist ein freundlicher und hilfsbereiter KI-Assistent.",
-    "qwen": "You are Qwen, created by Alibaba Cloud. You are a helpful assistant.",
-    "qwen3_nothink": "",
-}
-"""{LLaMA-Factory template that renders ChatML: default system message}."""
+QWEN = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
+SMOLLM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face."
+GRANITE = "You are Granite, developed by IBM. You are a helpful AI assistant."
 
-SWIFT_CHATML = ("chatml", "qwen3_nothinking")
-"""Templates of ms-swift that render ChatML without a default system message."""
+EQUAL_TEMPLATES: dict[str, dict[str, tuple[str, str]]] = {
+    "LLaMA-Factory": {
+        "chatml": ("chatml", ""),
+        "chatml_de": ("chatml", "Du bist ein freundlicher und hilfsbereiter KI-Assistent."),
+        "granite4": ("granite", GRANITE),
+        "mistral_small": ("mistral", ""),
+        "phi4": ("phi4", ""),
+        "qwen": ("qwen3_nothink", QWEN),
+        "qwen3_nothink": ("qwen3_nothink", ""),
+        "smollm": ("chatml", ""),
+        "smollm2": ("chatml", SMOLLM),
+    },
+    "axolotl": {
+        "chatml": ("chatml", ""),
+        "gemma": ("gemma", ""),
+        "gemma3": ("gemma3", ""),
+        "llama3": ("llama3", ""),
+        "qwen_25": ("qwen3_nothink", QWEN),
+    },
+    "ms-swift": {
+        "chatml": ("chatml", ""),
+        "phi4": ("phi4", ""),
+        "qwen": ("qwen3_nothink", "You are a helpful assistant."),
+        "qwen2_5": ("qwen3_nothink", QWEN),
+        "qwen3_nothinking": ("qwen3_nothink", ""),
+    },
+}
+"""Trainer -> its template -> StreamTune's template that prints the same without tools, and the default system
+message."""
+
+STRIPS = "strips whitespace at the ends of messages"
+NEAR_TEMPLATES: dict[str, dict[str, tuple[str, str]]] = {
+    "LLaMA-Factory": {
+        "alpaca": ("alpaca", "begins with BOS, and writes a blank line after a row's system message"),
+        "gemma": ("gemma3", STRIPS),
+        "gemma2": ("gemma3", STRIPS),
+        "gemma3": ("gemma3", STRIPS),
+        "llama3": ("llama3", STRIPS),
+        "vicuna": (
+            "vicuna",
+            "begins with BOS, and writes a blank before the first 'USER:' and after 'ASSISTANT:'",
+        ),
+    },
+    "axolotl": {
+        "alpaca": ("alpaca", "begins with Alpaca's prompt where a row has no system message"),
+        "mistral_v7_tekken": ("mistral", "writes no default system message"),
+        "qwen3": ("qwen3", "trains '<think>' and an empty think block before an answer"),
+    },
+    "ms-swift": {
+        "gemma3_text": ("gemma3", STRIPS),
+        "llama3": ("llama3", STRIPS),
+        "mistral_2501": ("mistral", "writes no default system message"),
+    },
+}
+"""Trainer -> its template -> StreamTune's nearest template, and what that does and the trainer's does not."""
 
 REASONING = (
     *("deepseekr1", "hy3", "ernie_vl", "gemma4", "gemma4n", "glm4_moe", "glm4v", "glm4_5v", "glm4_7", "glmz1"),
@@ -196,7 +247,7 @@ REASONING = (
 )
 """Templates of LLaMA-Factory that add a think block (``<think>...</think>``) to every answer."""
 
-GENERIC = ("alpaca", "default", "empty", "vicuna", "fewshot", "original", "aquila")
+GENERIC = ("default", "empty", "fewshot", "original", "aquila")
 """Templates of LLaMA-Factory that do not belong to a particular model."""
 
 THINKING_MODELS = re.compile(
@@ -205,7 +256,8 @@ THINKING_MODELS = re.compile(
 NON_THINKING_MODELS = re.compile("instruct|coder|embed|rerank", re.I)
 """Two patterns: names of models whose chat templates render think blocks, and names that are exceptions."""
 
-COMPARE = "check a row with `streamtune data`; if it differs, write chat_template: FILE.jinja"
+NAME_OR_FILE = "write chat_template: NAME or FILE.jinja"
+COMPARE = f"check a row with `streamtune data`; if it differs, {NAME_OR_FILE}"
 EVERY = (
     "the other trainer adds a think block, maybe empty, to every answer; "
     "StreamTune does so only if the tokenizer's template does"
@@ -242,6 +294,31 @@ def _write_keep_reasoning(conversion: Conversion) -> None:
         )
 
 
+def write_named_template(conversion: Conversion, name: Any, field: str) -> bool:
+    """Write the template of StreamTune for the trainer's template ``name``; return False if none prints the same.
+
+    A template that only comes near is written too, and what it does differently is reported as a star.
+    """
+    title = conversion.trainer.title
+    equal, near = (table[title].get(str(name)) for table in (EQUAL_TEMPLATES, NEAR_TEMPLATES))
+    ours, rest = equal or near or ("", "")
+    if not ours:
+        return False
+    if not conversion.write_key("chat_template", ours, field, note="StreamTune saves this template in final/ too"):
+        return True
+    if equal is not None and rest:
+        conversion.write_default("default_system", rest, f"{field}: {name}")
+    elif equal is None:
+        conversion.report_lost(field, why=f"StreamTune's {ours} {rest}; {title}'s does not")
+    return True
+
+
+def report_tools_of_named_template(conversion: Conversion, report_lost: Callable[[str], None]) -> None:
+    """Report rows with tools if StreamTune's template was written for the trainer's; they are equal without tools."""
+    if (ours := conversion.ours.get("chat_template")) in CHAT_TEMPLATES:
+        report_lost(f"StreamTune's {ours} renders tools differently from {conversion.trainer.title}: {NAME_OR_FILE}")
+
+
 def convert_llamafactory_template(conversion: Conversion, *, texts: bool) -> None:
     """Convert LLaMA-Factory's ``template``; ``texts`` is True for ``stage: pt``, which uses no chat template."""
     name, given = conversion.pop_field("template"), "template" in conversion.file.fields
@@ -249,10 +326,7 @@ def convert_llamafactory_template(conversion: Conversion, *, texts: bool) -> Non
         if given:
             conversion.report_unneeded("template", why="stage: pt trains texts without a chat template")
         return
-    if isinstance(name, str) and name in CHATML:
-        conversion.write_key("chat_template", "chatml", "template", note="StreamTune saves this template in final/ too")
-        if CHATML[name]:
-            conversion.write_default("default_system", CHATML[name], f"template: {name}")
+    if write_named_template(conversion, name, "template"):
         _report_thinking_unneeded(conversion, f"LLaMA-Factory's template: {name} renders no think block")
         return
     reasons = name in REASONING or (
@@ -276,7 +350,7 @@ def convert_llamafactory_template(conversion: Conversion, *, texts: bool) -> Non
     else:
         _report_thinking_unneeded(conversion, f"LLaMA-Factory's template: {name} does not use this field")
         own = f"LLaMA-Factory renders '{name}' without the tokenizer template's system message or date"
-        used = "StreamTune uses the tokenizer's own template; for another, write chat_template: FILE.jinja"
+        used = f"StreamTune uses the tokenizer's own template; for another, {NAME_OR_FILE}"
         why = used if name in GENERIC else f"{own}: {COMPARE}"
     if name:
         conversion.report_lost("template", why=why)
@@ -317,8 +391,7 @@ def convert_swift_template(conversion: Conversion, *, texts: bool) -> None:
         return
     if given and not name:
         conversion.report_unneeded("template", why="no value")
-    if name in SWIFT_CHATML:
-        conversion.write_key("chat_template", "chatml", "template", note="StreamTune saves this template in final/ too")
+    if write_named_template(conversion, name, "template"):
         return
     if name == "qwen3" or (not name and _template_renders_thinking(conversion)):
         keeps = conversion.get("preserve_thinking")

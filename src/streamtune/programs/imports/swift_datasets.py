@@ -15,6 +15,7 @@ from .rows_and_templates import (
     READ_OF_MESSAGES,
     first_local_row,
     report_media,
+    report_tools_of_named_template,
     report_unread_fields,
     write_columns,
     write_datasets,
@@ -110,8 +111,8 @@ def _make_entries(
                 conversion.make_lost_reporter(field, prefix=f"{path}: "),
             )
             convert_columns(spec, row, columns, report_lost)
-            if row is not None and row.get("tools") and conversion.ours.get("chat_template") == "chatml":
-                report_lost("chatml renders tools differently from ms-swift: write chat_template: FILE.jinja")
+            if row is not None and row.get("tools"):
+                report_tools_of_named_template(conversion, report_lost)
             if row is None and not columns:
                 away[path] = None
         elif columns:

@@ -194,7 +194,10 @@ class ModelKeys(Spec):
     head matrices start as the mean of the other rows, and are trained even with adapters."""
 
     chat_template: Text | None = None
-    """Jinja chat template, as text or as the path of a file. Default: the template of the tokenizer."""
+    """Chat template: a name, the path of a Jinja file, or the template itself. The names are `chatml`, `llama3`,
+    `llama3_tools`, `qwen3`, `qwen3_nothink`, `gemma`, `gemma3`, `mistral`, `phi4`, `deepseek_r1`, `gpt_oss`, `granite`,
+    `cohere2`, `smollm2`, `vicuna` and `alpaca`. A name is never read as a file: for a file of the same name write
+    `./chatml`. Default: the template of the tokenizer."""
 
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Set it only if you trust the source of the model."""
