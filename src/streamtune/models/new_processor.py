@@ -62,7 +62,7 @@ def add_image_tokens(tokenizer: PreTrainedTokenizerBase, keys: Mapping[str, Any]
 
 
 def new_model_token_ids(tokenizer: PreTrainedTokenizerBase, keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the ids of special tokens for a new model, by key of its configuration; those of images included.
+    """Return the ids of special tokens for a new model, by key of its configuration, image tokens included.
 
     Raises:
         ArgumentError: The configuration has an id of an image token.
@@ -106,7 +106,7 @@ _IMAGE_MACRO = """
 def processor_files(config: Any) -> dict[str, str]:
     """Return the files of the processor for the configuration of a new model, as name -> text.
 
-    The files are empty for a model that takes no images. Sizes of patches are those of the vision tower.
+    There are none for a model that takes no images. The patches have the sizes of the vision tower.
     """
     family = NEW_IMAGE_MODELS.get(config.model_type)
     if family is None:

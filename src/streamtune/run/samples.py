@@ -122,6 +122,7 @@ def _complete_row(built: BuiltRun, model: Any, row: data.Example, *, synced_gpus
         "right": generated == expected_ids,
         "prompt_tokens": begin,
         "row": row.origin,
+        **({"images": [data.ImageFile.parse(each).path for each in row.images]} if row.images else {}),
     }
 
 

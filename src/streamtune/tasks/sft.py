@@ -147,6 +147,7 @@ class Sft(Task[Recipe]):
             ("batching", recipe.batching == "buckets", "rows with images are not cut into pieces"),
             ("reasoning", self.splits_turns, "turns with images do not share their beginning"),
             ("sequence_parallel_size", recipe.sequence_parallel_size > 1, "rows with images are not divided"),
+            ("teacher", recipe.teacher_file is not None, "a teacher's file is for rows of text"),
         ):
             if is_set:
                 shown = str(getattr(recipe, key)).lower()

@@ -169,6 +169,7 @@ class RowRenderer:
 
     def _render_conversation(self, content: Conversation, origin: str) -> Rendered:
         require_template(self._tokenizer, "row", origin)
+        images = self._images if content.images else None  # a model without images is refused before its template
         content = _add_default_system(content, self._options.default_system)
         self._count_columns(content, origin)
         whole, identities = content, list(map(id, content.messages))
@@ -201,8 +202,8 @@ class RowRenderer:
         self.log.current.reasoning += chat.reasoned
         self.log.current.reasoning_closed += chat.closed
         self.log.current.add_dropped_reasoning(f"{origin} messages[{index}]" for index in chat.dropped)
-        if content.images:
-            return self._render_images(content, chat, origin, shielded=shielded)
+        if images is not None:
+            return self._render_images(images, content, chat, origin, shielded=shielded)
         prefix = self._find_system_prefix_end(content, chat, origin)
         # Without special tokens, as apply_chat_template does: the template has printed them.
         ask = partial(_tokenise_chat, turns=chat.turns, origin=origin, exchanges=chat.exchanges, prefix=prefix or 0)
@@ -216,10 +217,12 @@ class RowRenderer:
             tokens, has_answer=self._train_on != "all", system=None if prefix is None else tokens.prefix
         )
 
-    def _render_images(self, content: Conversation, chat: RenderedChat, origin: str, *, shielded: bool) -> Rendered:
+    def _render_images(
+        self, images: ImageProcessor, content: Conversation, chat: RenderedChat, origin: str, *, shielded: bool
+    ) -> Rendered:
         """Return a rendered conversation with the tokens of its images, which are not trained."""
-        files, images = self._images.read_cells(content.images, origin)
-        whole = self._images.expand(chat.text, images, origin)
+        files, pictures = images.read_cells(content.images, origin)
+        whole = images.expand(chat.text, pictures, origin)
         turns = [ChatTurn(whole.moved(turn.start), whole.moved(turn.end)) for turn in chat.turns]
         ask = partial(_tokenise_chat, turns=turns, origin=origin, exchanges=(), prefix=0)
         tokens = (
@@ -237,7 +240,7 @@ class RowRenderer:
     @cached_property
     def _images(self) -> ImageProcessor:
         if self._image_options is None:
-            raise DataError(
+            raise ArgumentError(
                 "rows have images, and a new model of this type takes none",
                 where="model",
                 fix="name a vision-language model: model_name_or_path, or model_type: qwen3_vl for a new one",
