@@ -13,6 +13,8 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 import streamtune
 from streamtune import Schedule, data
+from streamtune.recipe.loader import load_recipe
+from streamtune.tasks.preference import PreferenceBatches
 from streamtune.tasks.sft import Batches
 from tests.exactness.families import gradients, reference
 from tests.sft_kit import FIXED, run, write_recipe
@@ -144,13 +146,78 @@ def test_refused_with_images(folder: Path, keys: dict[str, Any], what: str, caps
     assert what in capsys.readouterr().err
 
 
+PAIRS: dict[str, Any] = {**RECIPE, "objective": "dpo", "loss_type": "sigmoid", "beta": 0.5}
+
+
+def write_pairs(folder: Path, *, with_prompt: bool) -> None:
+    """Four pairs on two images and two questions, one pair of text."""
+    rows = []
+    for number, colour in enumerate(("red", "green", "blue", "red")):
+        image = {"type": "image"} if number else {"type": "text", "text": "No picture. "}
+        prompt = [{"role": "user", "content": [image, {"type": "text", "text": "Which colour?"}]}]
+        chosen, rejected = ([{"role": "assistant", "content": each}] for each in (colour, "black and white"))
+        row: dict[str, Any] = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+        if not with_prompt:
+            row = {"chosen": prompt + chosen, "rejected": prompt + rejected}
+        if number:
+            row["images"] = [draw(folder / f"{colour}.png", colour, (20 + 8 * number, 16)).name]
+        rows.append(row)
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+MORE = [pytest.param(each, marks=pytest.mark.full) for each in KINDS if each != "qwen3_vl"]
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", *MORE])
+def test_pairs_with_images(folder: Path, kind: str) -> None:
+    """The log-probs of each answer are those of the plain model on the row with its image."""
+    save_checkpoint(kind, folder / "base")
+    options = data.ImageOptions("base", "held")
+    tokenizer, limits = AutoTokenizer.from_pretrained("base"), data.DataOptions(max_length=512, images=options)
+    source = data.Source("rows.jsonl", type="preference")
+    write_pairs(folder, with_prompt=False)
+    without = data.prepare_preferences([source], tokenizer, limits)
+    write_pairs(folder, with_prompt=True)
+    prepared = data.prepare_preferences([source], tokenizer, limits)
+    assert without.fingerprint == prepared.fingerprint
+    assert [len(tree.images) for tree in prepared.training] == [0, 1, 1, 1]
+    recipe: Any = load_recipe(write_recipe(folder, PAIRS)).recipe
+    processor, pad = data.ImageProcessor(options, tokenizer), tokenizer.pad_token_id
+    batches = PreferenceBatches(prepared, recipe, pad_token_id=pad, share=False, has_baseline=False, images=processor)
+    batch = batches.training_batch(range(4))
+    model = AutoModelForImageTextToText.from_pretrained("base").double().eval()
+    wide = {name: x.double() if torch.is_tensor(x) and x.is_floating_point() else x for name, x in batch.inputs.items()}
+    with torch.no_grad():
+        logits = model(**wide).logits.log_softmax(-1)
+        want = logits.gather(-1, batch.shift_labels.clamp(min=0)[..., None])[..., 0].flatten()[batch.flat_index_K]
+        with streamtune.stream(model, schedule=SCHEDULES["chunks"]) as handle:
+            found = batch.gather_targets(handle.logprobs(targets=batch.shift_labels, **wide).logprobs)
+    torch.testing.assert_close(found.double(), want, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("command", ["dpo", "grpo"])
+@pytest.mark.parametrize(
+    "keys",
+    [{}, {"precompute_ref_log_probs": True}, {"loss_type": "kto"}, {"finetuning_type": "lora"}, {"val_size": 1}],
+    ids=str,
+)
+def test_dpo_with_images(folder: Path, keys: dict[str, Any]) -> None:
+    save_checkpoint("qwen3_vl", folder / "base")
+    write_pairs(folder, with_prompt=True)
+    write_recipe(folder, {**PAIRS, **keys})
+    assert run(command="dpo") == 0
+    found = losses("run")
+    if keys.get("loss_type") != "kto":
+        assert found[0] == pytest.approx(0.6931, abs=1e-3)
+    assert found[-1] < found[0]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("command", ["grpo"])
 def test_other_commands_refuse_images(folder: Path, command: str, capsys: pytest.CaptureFixture[str]) -> None:
     save_checkpoint("qwen3_vl", folder / "base")
     draw(folder / "a.png", "red")
     row = {"prompt": "Which colour?", "images": ["a.png"]}
-    row |= {"chosen": "red", "rejected": "blue"} if command == "dpo" else {}
     (folder / "rows.jsonl").write_text(json.dumps(row) + "\n")
     more = {"reward_funcs": ["exact_match"], "num_generations": 2, "max_completion_length": 8, "max_prompt_length": 64}
     kept = {key: value for key, value in RECIPE.items() if command == "dpo" or key != "max_length"}
@@ -172,3 +239,16 @@ def test_rows_are_shown_with_their_images(folder: Path, capsys: pytest.CaptureFi
     assert run("--json", command="data") == 0
     found = json.loads(capsys.readouterr().out)
     assert [len(each["images"]) for each in found["samples"]] == [1, 2, 0]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["qwen3_vl", "gemma3", "llava"])
+def test_verify_with_images(folder: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    save_checkpoint(kind, folder / "base")
+    write_image_rows(folder, 3)
+    write_recipe(folder, RECIPE)
+    assert run(command="verify") == 0, "the exit code is 1 if a gradient is not exact"
+    shown = capsys.readouterr()
+    assert "without images" not in shown.err
+    assert run("--length", "20", command="verify") == 0
+    assert "the rows that are compared are without images" in capsys.readouterr().err

@@ -448,9 +448,13 @@ def _digest(content: bytes) -> str:
     return hashlib.blake2b(content, digest_size=20).hexdigest()  # as FileHashes
 
 
-def have_images(rows: Stored[Any]) -> bool:
-    """Return True if a table of examples has a row with images, also one that is not among ``rows``."""
-    return any(map(len, rows.column_cells("images").combine_chunks().flatten().slice(0, 1).to_pylist()))
+def have_images(rows: Any) -> bool:
+    """Return True if a table of prepared rows has a row with images, also one that is not among ``rows``."""
+    from streamtune.data.record_table import Stored
+
+    if not isinstance(rows, Stored) or "images" not in rows.column_names:
+        return False
+    return bool(len(rows.column_cells("images").combine_chunks().flatten()))
 
 
 def count_images(rows: Stored[Any]) -> npt.NDArray[np.int64]:

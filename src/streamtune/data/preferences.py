@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from streamtune.data.reading.cells import (
@@ -32,7 +32,7 @@ from streamtune.data.reading.cells import (
     read_tools,
     wrap_tools,
 )
-from streamtune.data.reading.image_cells import refuse_images
+from streamtune.data.reading.image_cells import mark_images
 from streamtune.data.reading.readers import Row
 from streamtune.data.rendering.chat_variants import common_prefix_length
 from streamtune.data.row_types import Conversation, PromptCompletion
@@ -93,6 +93,8 @@ def preference_columns(row_type: str, answers: Answers) -> tuple[str, ...]:
     columns = ("prompt", *_REQUIRED[row_type])
     if row_type == "preference":
         columns = (*columns, *(name for names in _SCORES for name in names), "margin")
+    if any(isinstance(each, Conversation) and each.images for each in answers.contents):
+        columns = (*columns, "images", "image")
     return columns if isinstance(answers.prompt, str) else (*columns, "tools", "system", "chat_template_kwargs")
 
 
@@ -109,8 +111,13 @@ def normalise_preference(row: Row, row_type: str) -> Answers:
                 where=row.origin,
                 fix=did_you_mean(name, row.columns) or f"add the column '{name}' or set the dataset's 'type'",
             )
-    refuse_images(row, "dpo trains")
-    return _NORMALISERS[row_type](row)
+    row, images = mark_images(row)
+    answers = _NORMALISERS[row_type](row)
+    if not images:
+        return answers
+    contents = [replace(each, images=images) for each in answers.contents if isinstance(each, Conversation)]
+    assert len(contents) == len(answers.contents), "only messages have marks of images"
+    return replace(answers, contents=contents)
 
 
 # ------------------------------------------------------------------------------------------------------------- pairs

@@ -454,9 +454,10 @@ def _make_tree_kind(
             "identical_pairs": options.identical_pairs,
             "kinds": kinds,
             "chat": vars(options.chat),
+            "images": None if options.images is None else options.images.identity(),
         },
         make_fitter=lambda writer: CompletionsFitter(writer, policy, options.identical_pairs, kinds),
-        make_renderer=partial(TreeRenderer, tokenizer, chat=options.chat),
+        make_renderer=partial(TreeRenderer, tokenizer, chat=options.chat, images=options.images),
         read=read,
         add=_add_tree,
     )

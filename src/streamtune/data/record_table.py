@@ -143,6 +143,12 @@ class Stored(Sequence[RecordT], Generic[RecordT]):
         """Return [records]: index of each record in the Arrow table, whose records are in the order of reading."""
         return self._rows
 
+    @property
+    def column_names(self) -> list[str]:
+        """Names of the columns of the Arrow table."""
+        names: list[str] = self._table.schema.names
+        return names
+
     def column_cells(self, column: str) -> pa.ChunkedArray:
         """Return a column of the whole Arrow table, including records that are not in this sequence."""
         return self._table[column]
@@ -342,6 +348,7 @@ class Tree:
             ("labels", pa.list_(pa.bool_())),
             ("margin", pa.float64()),
             ("tokens", pa.int64()),
+            ("images", pa.list_(pa.string())),
         ]
     )
 
@@ -357,6 +364,8 @@ class Tree:
     """True for each desirable completion; None for pairs"""
     margin: float | None = None
     """score of the first completion minus score of the second, or column ``margin``; None if the row has neither"""
+    images: Sequence[str] = ()
+    """files of the prompt's images, in order (:class:`streamtune.data.images.ImageFile`)"""
 
     def __post_init__(self) -> None:
         assert self.prompt, "a prompt has at least one token, which predicts the first token of a completion"
@@ -427,6 +436,7 @@ class Tree:
             origin=table["origin"][row].as_py(),
             labels=table["labels"][row].as_py(),
             margin=table["margin"][row].as_py(),
+            images=table["images"][row].as_py(),
         )
 
     @staticmethod

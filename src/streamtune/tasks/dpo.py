@@ -7,12 +7,13 @@ A prompt has two completions if the loss is on pairs, else one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -39,6 +40,7 @@ from streamtune.tasks.task import (
     ScoringTask,
     TrialStep,
     delay_messages,
+    image_options,
 )
 
 if TYPE_CHECKING:
@@ -132,16 +134,31 @@ class Dpo(ScoringTask[DpoRecipe]):
         Raises:
             DataError: The loss needs completions of other prompts (kto), but all rows have the same prompt.
         """
-        if self.has_baseline and all(tree.prompt == prepared.training[0].prompt for tree in prepared.training):
+        first = prepared.training[0]
+        same = ((tree.prompt, tree.images) == (first.prompt, first.images) for tree in prepared.training)
+        if self.has_baseline and all(same):
             raise DataError(
                 f"all rows to train on have the same prompt, but {self.recipe.loss_type} estimates the KL with the "
                 "reference on completions of other prompts",
                 where=prepared.training[0].origin,
                 fix="add rows with other prompts, or write loss_type: apo_zero_unpaired, which estimates no KL",
             )
+        options = image_options(self.recipe) if data.have_images(prepared.training) else None
         return PreferenceBatches(
-            prepared, self.recipe, pad_token_id=tokenizer.pad_token_id, share=share, has_baseline=self.has_baseline
+            prepared,
+            self.recipe,
+            pad_token_id=tokenizer.pad_token_id,
+            share=share,
+            has_baseline=self.has_baseline,
+            images=None if options is None else data.ImageProcessor(options, tokenizer),
         )
+
+    def largest_images(self, batches: PreferenceBatches) -> Mapping[str, torch.Tensor] | None:
+        rows = batches.prepared.training
+        if not data.have_images(rows):
+            return None
+        most = np.argsort(-data.count_images(rows), kind="stable")[: self.recipe.per_device_train_batch_size]
+        return batches.training_batch(most.tolist()).images
 
     def make_objective(self, scorer: Any, reference: train.Reference | None, device: torch.device) -> train.Objective:
         if self.recipe.is_unpaired:

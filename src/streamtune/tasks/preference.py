@@ -9,7 +9,7 @@ Shape suffixes: K target tokens, N completions, P pairs.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -94,12 +94,14 @@ def mismatched_tree(tree: data.Tree, donors: Sequence[data.Tree], start: int, ma
         max_length: Maximum number of tokens of the prompt plus a completion; longer completions are cut.
     """
     candidates = (donors[(start + distance) % len(donors)] for distance in range(len(donors)))
-    donor = next(candidate for candidate in candidates if candidate.prompt != tree.prompt)
+    asked = (tree.prompt, list(tree.images))
+    donor = next(candidate for candidate in candidates if (candidate.prompt, list(candidate.images)) != asked)
     max_tokens = max(max_length - len(tree.prompt), 1)
     masks = donor.masks and [mask[:max_tokens] for mask in donor.masks]
     if masks is not None and not all(any(mask) for mask in masks):
         masks = None
-    return data.Tree(tree.prompt, [ids[:max_tokens] for ids in donor.completions], masks, tree.origin)
+    completions = [ids[:max_tokens] for ids in donor.completions]
+    return data.Tree(tree.prompt, completions, masks, tree.origin, images=tree.images)
 
 
 class PreferenceBatches:
@@ -109,6 +111,7 @@ class PreferenceBatches:
         prepared: Trees (prompts with completions) to train on, and held-out trees.
         share: True if the common prefix of a prompt's completions is computed once.
         has_baseline: True to add each prompt with completions of other prompts, for the KL estimate of KTO.
+        images: Processor of the images of prompts; None for rows without images.
     """
 
     def __init__(
@@ -119,9 +122,11 @@ class PreferenceBatches:
         pad_token_id: int,
         share: bool,
         has_baseline: bool,
+        images: data.ImageProcessor | None = None,
     ) -> None:
         self.prepared, self.recipe = prepared, recipe
         self.pad_token_id, self.share, self.has_baseline = pad_token_id, share, has_baseline
+        self.images = images
         self.reference_logps: CachedLogps | None = None
         """Precomputed log-probs of all trees, in the order of :meth:`reference_trees`; None if there are none."""
 
@@ -176,7 +181,15 @@ class PreferenceBatches:
                 yield from (self._mismatched_tree(split, unit) for unit in range(len(split)))
 
     def make_single_batch(self, tree: data.Tree) -> train.TreeBatch:
-        return train.TreeBatch(**batch_trees([tree], pad_token_id=self.pad_token_id, share=self.share))
+        batch = train.TreeBatch(**batch_trees([tree], pad_token_id=self.pad_token_id, share=self.share))
+        return replace(batch, images=self._image_inputs([tree], batch))
+
+    def _image_inputs(self, trees: Sequence[data.Tree], batch: train.TreeBatch) -> Mapping[str, Tensor] | None:
+        if self.images is None or not any(tree.images for tree in trees):
+            return None
+        assert batch.branches is None, "prompts with images are not shared"
+        files = [list(map(data.ImageFile.parse, tree.images)) for tree in trees for _ in tree.completions]
+        return self.images.model_inputs(files, batch.input_ids)
 
     def _collate(self, split: Sequence[data.Tree], units: Sequence[int], first_index: int) -> PreferenceBatch:
         """Return a batch of the trees with indices ``units`` in ``split``, which has the training or the held-out
@@ -194,7 +207,7 @@ class PreferenceBatches:
 
     def _make_batch(self, trees: Sequence[data.Tree], reference_K: Tensor | None) -> PreferenceBatch:
         batch = preference_batch(trees, pad_token_id=self.pad_token_id, share=self.share)
-        return replace(batch, reference_K=reference_K)
+        return replace(batch, reference_K=reference_K, images=self._image_inputs(trees, batch))
 
     def _mismatched_tree(self, split: Sequence[data.Tree], unit: int) -> data.Tree:
         return mismatched_tree(split[unit], self.prepared.training, unit + 1, self.recipe.max_length)

@@ -89,7 +89,8 @@ def rows_hash(trees: Iterable[data.Tree]) -> str:
     """Return a hash of the rows whose log-probs the reference computes."""
     digest = hashlib.blake2b(digest_size=20)
     for tree in trees:
-        digest.update(repr((tree.prompt, tree.completions, tree.masks)).encode())
+        images = [data.ImageFile.parse(image).digest for image in tree.images]
+        digest.update(repr((tree.prompt, tree.completions, tree.masks, *images)).encode())
     return digest.hexdigest()[:KEY_PART_LENGTH]
 
 

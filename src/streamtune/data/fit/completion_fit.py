@@ -12,6 +12,7 @@ import numpy as np
 
 from streamtune.data.data_report import CompletionReport, length_percentiles
 from streamtune.data.fit.length_fit import LengthFitter, Notify, count_with_verb
+from streamtune.data.images import ImageFile
 from streamtune.data.options import COMPLETION_OVERLENGTH, check_choice
 from streamtune.data.record_table import Prompt, TableWriter, Tree
 from streamtune.errors import ArgumentError, DataError
@@ -103,6 +104,14 @@ class CompletionsFitter(LengthFitter[Tree, CompletionReport]):
         if self.policy.fits_limits(tree):
             self._write_tree(tree, prompt_digest)
             return
+        if tree.images and self.overlength == "truncate":
+            raise DataError(
+                f"the row has {tree.longest_row_tokens:,} tokens with its {len(tree.images)} images, more than its "
+                "limits, and a row with images is not cut",
+                where=tree.origin,
+                fix=f"set max_length to {tree.longest_row_tokens} or more, max_pixels for smaller images, or "
+                "overlength: drop",
+            )
         self.counts["too_long"] += 1
         self.counts["long_prompts"] += not self.policy.fits_prompt(tree)
         cut = self.policy.truncate(tree) if self.overlength == "truncate" else None
@@ -213,6 +222,8 @@ def _tree_digest(tree: Tree) -> bytes:
         digest.update(np.array(items, dtype=np.int32).tobytes())
     for mask in tree.masks or ():
         digest.update(np.array(mask, dtype=np.bool_).tobytes())
+    for image in tree.images:
+        digest.update(ImageFile.parse(image).digest.encode())
     return digest.digest()
 
 

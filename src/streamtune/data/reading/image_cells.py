@@ -18,7 +18,7 @@ from __future__ import annotations
 import base64
 import binascii
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,8 @@ from streamtune.errors import DataError
 
 MARK = "\ufdd0"
 """Character of a message's text at the place of an image: a code point that Unicode never assigns to a character."""
-_MESSAGE_COLUMNS = ("messages", "conversations", "conversation", "prompt", "completion")
+MESSAGE_COLUMNS = ("messages", "conversations", "conversation", "prompt", "completion", "chosen", "rejected")
+"""Columns with messages, in the order in which their images are counted."""
 TEXT_MARK = "<image>"
 """Place of an image in the text of a row with the column, as in LLaMA-Factory and ms-swift."""
 _REMOTE = ("http://", "https://", "s3://", "gs://", "hf://", "ftp://")
@@ -86,7 +87,7 @@ def mark_images(row: Row) -> tuple[Row, tuple[ImageCell, ...]]:
             image.
     """
     column = image_column(row)
-    lists = {name: _message_list(row, name) for name in _MESSAGE_COLUMNS if name in row.columns}
+    lists = {name: _message_list(row, name) for name in MESSAGE_COLUMNS if name in row.columns}
     if column is None and not any(_has_image_part(message) for each in lists.values() for message in each):
         return row, ()
     if not any(lists.values()):
@@ -101,6 +102,9 @@ def mark_images(row: Row) -> tuple[Row, tuple[ImageCell, ...]]:
     marked: dict[str, list[Any]] = {}
     for name, messages in lists.items():
         marked[name] = []
+        if name == "rejected":  # another answer to the same prompt, perhaps with the prompt before it
+            marked[name] = _mark_other_answer(row, lists["chosen"], marked["chosen"], messages)
+            continue
         for number, message in enumerate(messages):
             parts = _split_content(message, column is not None)
             for index, part in enumerate(parts):
@@ -132,6 +136,19 @@ def mark_images(row: Row) -> tuple[Row, tuple[ImageCell, ...]]:
     if used < len(waiting):
         raise _wrong_count_error(row, column, len(waiting), f"{used} places for them")
     return replace(row, columns={**row.columns, **marked}), tuple(found)
+
+
+def _mark_other_answer(row: Row, chosen: Sequence[Any], marked: Sequence[Any], rejected: Sequence[Any]) -> list[Any]:
+    """Return the rejected messages with the marks of the chosen ones, which begin with the same messages."""
+    same = next((n for n, (one, other) in enumerate(zip(chosen, rejected, strict=False)) if one != other), None)
+    shared = min(len(chosen), len(rejected)) if same is None else same
+    if any(map(_has_image_part, rejected[shared:])):
+        raise DataError(
+            "'rejected' has an image that 'chosen' does not have at the same place",
+            where=row.origin,
+            fix="put the images in the prompt",
+        )
+    return [*marked[:shared], *rejected[shared:]]
 
 
 def _message_list(row: Row, name: str) -> list[Any]:

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from streamtune.base.model_facts import IGNORE_INDEX
-from streamtune.data.images import ImageOptions, ImageProcessor
+from streamtune.data.images import ImageFile, ImageOptions, ImageProcessor
 from streamtune.data.options import DEFAULT_CHAT, ChatOptions, RowPolicy
 from streamtune.data.preferences import Answers
 from streamtune.data.reading.cells import TextOrMessages, has_system, prompt_digest, read_chat_kwargs, wrap_tools
@@ -464,9 +464,10 @@ class TreeRenderer:
         *,
         notify: Callable[[str], None],
         chat: ChatOptions = DEFAULT_CHAT,
+        images: ImageOptions | None = None,
     ) -> None:
         self.tokenizer = tokenizer
-        self._render = RowRenderer(tokenizer, train_on="assistant", notify=notify, chat=chat)
+        self._render = RowRenderer(tokenizer, train_on="assistant", notify=notify, chat=chat, images=images)
         self.log = self._render.log
 
     def render_item(self, item: Item[Answers]) -> tuple[Tree, bytes] | None:
@@ -474,7 +475,9 @@ class TreeRenderer:
         answers = item.take_row()
         if answers.identical:
             return None
-        return self(answers, item.origin), prompt_digest(answers.prompt, answers.tools)
+        tree = self(answers, item.origin)
+        images = [ImageFile.parse(image).digest for image in tree.images]
+        return tree, prompt_digest(answers.prompt, [answers.tools, images] if images else answers.tools)
 
     def render_ahead(self, items: Sequence[Item[Answers]]) -> None:
         self._render.render_contents_ahead(
@@ -500,6 +503,7 @@ class TreeRenderer:
             origin=origin,
             labels=None if answers.labels is None else list(answers.labels),
             margin=answers.margin,
+            images=rendered[0].images,
         )
 
 

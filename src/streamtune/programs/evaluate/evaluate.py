@@ -111,7 +111,8 @@ def evaluate_model(
             notify(note)
         with doing("loading the reference"):
             held = load_second_model(task, found, tokenizer, device)
-        share = task.scores_completions and task.can_share_prompts(found.model, notify, second_model=held)
+        may_share = task.scores_completions and not data.have_images(prepared.training)
+        share = may_share and task.can_share_prompts(found.model, notify, second_model=held)
         with doing("planning"):
             schedule = plan_evaluation(
                 recipe,

@@ -239,7 +239,9 @@ def _cut_window(example: data.Example, length: int) -> Window | None:
         start = int(min(trained[0] - length // 2, len(ids) - length))
     kept = labels[start : start + length].copy()
     kept[0] = IGNORE_INDEX  # nothing precedes it
-    return Window(replace(example, input_ids=ids[start : start + length], labels=kept), start, len(ids))
+    images = example.images if len(ids) <= length else ()  # a part of a row may lack tokens of an image
+    part = replace(example, input_ids=ids[start : start + length], labels=kept, images=images)
+    return Window(part, start, len(ids))
 
 
 MARGIN = 0.8

@@ -48,7 +48,7 @@ from streamtune.schedule import Schedule
 from streamtune.tasks import Task, task_of
 from streamtune.tasks.random_batches import RandomTokens
 from streamtune.tasks.sft import collate_prefix_batch
-from streamtune.tasks.task import ScoringTask
+from streamtune.tasks.task import ScoringTask, image_options
 from streamtune.train.objective import autocast
 
 if TYPE_CHECKING:
@@ -204,7 +204,9 @@ def _choose_rows(
     )
     per_turn = recipe.reasoning == "per_turn"
     windows = choose_windows(rows, limit, PACKED_ROWS if recipe.packing or per_turn else 1)
-    alone = batch = _collate_windows(windows, tokenizer).to(device)
+    alone = batch = _with_images(_collate_windows(windows, tokenizer), windows, task, tokenizer).to(device)
+    if data.have_images(rows) and batch.images is None:
+        notify("the rows that are compared are without images: give a --length that has room for a row with images")
     if per_turn:
         batch = collate_prefix_batch([window.example for window in windows]).to(device)
     elif recipe.packing:
@@ -315,6 +317,17 @@ def _collate_windows(
     if packed:
         return train.MicroBatch(**data.collate_packed([examples], pad_token_id=pad), origins=origins)
     return train.MicroBatch(**data.collate(examples, pad_token_id=pad), origins=origins)
+
+
+def _with_images(
+    batch: train.MicroBatch, windows: Sequence[Window], task: Task[Any], tokenizer: PreTrainedTokenizerBase
+) -> train.MicroBatch:
+    """Return a batch of windows with the inputs for the images of its rows."""
+    options = image_options(task.recipe)
+    if options is None or not any(window.example.images for window in windows):
+        return batch
+    files = [list(map(data.ImageFile.parse, window.example.images)) for window in windows]
+    return replace(batch, images=data.ImageProcessor(options, tokenizer).model_inputs(files, batch.input_ids))
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
