@@ -17,7 +17,7 @@ from streamtune.data.reading.pages import page_rows
 from streamtune.models.new_processor import NEW_IMAGE_MODELS
 from streamtune.programs.generate.answer import GenerateOptions, load_answerer
 from streamtune.programs.generate.prompt_files import prompt_with_images, read_prompts
-from tests.exactness.vision import MODELS, QWEN_TOKENS
+from tests.exactness.vision import MODELS
 from tests.sft_kit import FIXED, write_recipe
 
 QUESTION = "What is on the page?"
@@ -28,13 +28,13 @@ def new_model(kind: str) -> dict[str, Any]:
     text = {key: value for key, value in keys["text_config"].items() if not key.endswith("_token_id")}
     text.pop("vocab_size")
     vision = dict(keys["vision_config"])
-    if kind != "qwen3_vl":
+    if not kind.startswith("qwen3"):
         text.pop("head_dim")  # the other configurations derive it
     if kind == "qwen2_vl":
         for key in ("out_hidden_size", "intermediate_size"):
             vision.pop(key)
     keys |= {"text_config": text, "vision_config": vision}
-    return {key: value for key, value in keys.items() if key not in QWEN_TOKENS}
+    return {key: value for key, value in keys.items() if not key.endswith("_token_id")}
 
 
 def recipe(kind: str = "qwen3_vl", **keys: Any) -> dict[str, Any]:
@@ -97,7 +97,8 @@ def test_trained_sampled_evaluated_and_asked(kind: str, folder: Path, capsys: py
 
     tokenizer: Any = AutoTokenizer.from_pretrained("run/final")
     config = AutoConfig.from_pretrained("run/final")
-    assert config.image_token_id == tokenizer.convert_tokens_to_ids("<|image_pad|>") < len(tokenizer)
+    token = "<|image|>" if kind == "glm4v" else "<|image_pad|>"
+    assert config.image_token_id == tokenizer.convert_tokens_to_ids(token) < len(tokenizer)
     assert config.text_config.vocab_size == len(tokenizer)
     model: Any = AutoModelForImageTextToText.from_pretrained("run/final")
     processor = data.ImageProcessor(data.ImageOptions("run/final", "held", max_pixels=1024), tokenizer)

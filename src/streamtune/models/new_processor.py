@@ -15,7 +15,7 @@ from streamtune.errors import ArgumentError
 
 @dataclass(frozen=True)
 class ImageFamily:
-    """What a new model of a family needs to read images."""
+    """Image processor and image tokens of new models of a family."""
 
     image_processor: str
     """class of the image processor in ``transformers``"""
@@ -33,10 +33,21 @@ _TOKENS = {
     "video_token_id": "<|video_pad|>",
 }
 _SHOWN = "<|vision_start|><|image_pad|><|vision_end|>"
+_GLM_TOKENS = {
+    "image_start_token_id": "<|begin_of_image|>",
+    "image_end_token_id": "<|end_of_image|>",
+    "image_token_id": "<|image|>",
+    "video_start_token_id": "<|begin_of_video|>",
+    "video_end_token_id": "<|end_of_video|>",
+    "video_token_id": "<|video|>",
+}
+_GLM_SHOWN = "<|begin_of_image|><|image|><|end_of_image|>"
 NEW_IMAGE_MODELS = {
     "qwen2_vl": ImageFamily("Qwen2VLImageProcessor", "Qwen2VLVideoProcessor", _TOKENS, _SHOWN),
     "qwen2_5_vl": ImageFamily("Qwen2VLImageProcessor", "Qwen2VLVideoProcessor", _TOKENS, _SHOWN),
     "qwen3_vl": ImageFamily("Qwen2VLImageProcessor", "Qwen3VLVideoProcessor", _TOKENS, _SHOWN),
+    "qwen3_vl_moe": ImageFamily("Qwen2VLImageProcessor", "Qwen3VLVideoProcessor", _TOKENS, _SHOWN),
+    "glm4v": ImageFamily("Glm4vImageProcessor", "Glm4vVideoProcessor", _GLM_TOKENS, _GLM_SHOWN),
 }
 """``model_type`` -> family, for all vision-language models that can be made from a configuration."""
 LEAST_TOKENS, MOST_TOKENS = 4, 1280
