@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from streamtune.base.model_facts import IGNORE_INDEX
 from streamtune.data.rendering.tokens import Rendered
 from streamtune.data.row_types import Conversation
+from streamtune.data.templates import ChatRequest, _reads_parts_only
 from streamtune.errors import DataError
 from streamtune.models.tokenizer import train_tokenizer
 
@@ -80,10 +81,18 @@ def trained_pieces(tokenizer: PreTrainedTokenizerFast, rendered: Rendered) -> li
     return [tokenizer.decode(run) for run in runs if run]
 
 
+def as_shown(tokenizer: PreTrainedTokenizerFast, messages: list[Message]) -> list[Message]:
+    """The messages as the template gets them: with texts as lists of parts, if it prints only such."""
+    shown = ChatRequest(messages).to_kwargs(as_parts=_reads_parts_only(tokenizer))["conversations"][0]
+    return list(shown)
+
+
 def render(tokenizer: PreTrainedTokenizerFast, messages: list[Message], train_on: str = "assistant") -> Rendered:
     """Render, and check that the ids are those of the full rendering and the labels theirs where they are trained."""
     rendered = ListRenderer(tokenizer, train_on=train_on, notify=lambda message: None)(Conversation(messages), "x:1")
-    assert rendered.input_ids == tokenizer.apply_chat_template(messages, tokenize=True)["input_ids"]
+    assert (
+        rendered.input_ids == tokenizer.apply_chat_template(as_shown(tokenizer, messages), tokenize=True)["input_ids"]
+    )
     assert all(label in (token, IGNORE_INDEX) for token, label in zip(rendered.input_ids, rendered.labels, strict=True))
     return rendered
 
@@ -368,7 +377,7 @@ def test_agrees_with_the_marks_trl_added_by_hand(all_special: Tokenizer, path: P
         if ours is None:
             continue
         theirs = marked.apply_chat_template(
-            messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+            as_shown(plain, messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
         )
         if theirs["input_ids"] != ours.input_ids:
             continue

@@ -133,6 +133,8 @@ def test_every_form_of_an_image(qwen: Path, tmp_path: Path) -> None:
         {"conversations": sharegpt, "images": ["a.png"]},
         {"conversations": sharegpt, "image": "a.png"},
         {"prompt": [QUESTION], "completion": [ANSWER], "images": ["a.png"]},
+        {"instruction": "<image>Which colour?", "output": "red", "images": ["a.png"]},
+        {"instruction": "Which colour?", "input": "", "output": "red", "image": {"path": "a.png"}},
     ]
     prepared, batches = prepare(qwen, write(tmp_path, *forms[:1]))
     want = batches.training_batch([0])
@@ -186,18 +188,20 @@ def test_bad_images(qwen: Path, tmp_path: Path) -> None:
     (tmp_path / "cut.png").write_bytes(_png(sound)[:60])
     (tmp_path / "text.png").write_text("not an image")
     (tmp_path / "folder.png").mkdir()
+    _save(Image.new("RGB", (8, 8)), tmp_path / "figure.eps")
     _save(Image.new("RGB", (1, 1)), tmp_path / "dot.png")
     _save(Image.new("1", (9000, 9000)), tmp_path / "bomb.png")
     frames = [Image.new("RGB", (8, 8), colour) for colour in ("red", "blue")]
     frames[0].save(tmp_path / "moving.gif", save_all=True, append_images=frames[1:])
     for name, what in {
         "cut.png": r"cut\.png is damaged",
-        "text.png": r"text\.png is not an image in a format that Pillow reads",
+        "text.png": r"text\.png is in none of the formats PNG, JPEG",
         "folder.png": r"cannot read the image .*folder\.png: Is a directory",
         "none.png": r"cannot read the image .*none\.png: No such file",
+        "figure.eps": r"figure\.eps is in none of the formats",
         "dot.png": r"dot\.png has 1 x 1 pixels",
         "bomb.png": r"bomb\.png has 81 million pixels, more than 67 million",
-        "moving.gif": r"moving\.gif is animated",
+        "moving.gif": r"moving\.gif has 2 frames or pages",
         "https://example.com/a.png": r"images\[0\] is a URL: https://example\.com/a\.png",
         "data:image/png,abc": r"images\[0\] is not a valid data URL: it is not base64",
         7: r"images\[0\] must be the path of an image, found a number",

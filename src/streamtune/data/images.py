@@ -39,10 +39,14 @@ if TYPE_CHECKING:
     from streamtune.data.reading.contents import FileHashes
     from streamtune.data.record_table import Stored
 
+IMAGES = "images"
+"""Folder of the row cache with images that rows have as bytes."""
 MOST_PIXELS = 1 << 26
 """Largest number of pixels of an image, 67 million: a page of A4 at 600 dots per inch has 35 million."""
 MOST_BYTES = 1 << 28
 """Largest size of an image's file."""
+FORMATS = ("PNG", "JPEG", "WEBP", "AVIF", "GIF", "BMP", "TIFF", "PPM", "JPEG2000")
+"""Formats that are read. Pillow reads more, some of them with other programs (EPS with Ghostscript)."""
 _COMPARED = 2
 """Number of rows whose tokens are compared with the processor's tokens."""
 _FILES = ("processor_config.json", "preprocessor_config.json")
@@ -75,13 +79,18 @@ class ImageOptions:
                 Path(name, file).write_text(text, encoding="utf-8")
             yield name
 
-    def identity(self) -> tuple[Any, ...]:
-        """Return all values that determine the tokens of an image, for the key of a cache."""
+    def identity(self) -> tuple[Any, ...] | None:
+        """Return all values that determine the tokens of an image, for the key of a cache.
+
+        Return None for a model without a processor, whose rows have no images.
+        """
         texts = [] if self.files is None else list(self.files.values())
         for name in _FILES if self.files is None else ():
             with suppress(Exception):  # a model without such a file, or no connection
                 found = hf_internal(HUB_FILE)(self.model, name, _raise_exceptions_for_missing_entries=False)
                 texts.append(Path(found).read_text(encoding="utf-8"))
+        if not texts:
+            return None
         return self.model, self.max_pixels, self.min_pixels, hashlib.sha256("\0".join(texts).encode()).hexdigest()
 
 
@@ -131,7 +140,8 @@ class Thumbnail:
         from PIL import Image, ImageOps
 
         try:
-            image = ImageOps.exif_transpose(Image.open(io.BytesIO(file.read()))).convert("RGB")
+            opened = Image.open(io.BytesIO(file.read()), formats=_readable_formats())
+            image = ImageOps.exif_transpose(opened).convert("RGB")
         except (DataError, OSError, ValueError, SyntaxError):
             return None
         size, held = image.size, io.BytesIO()
@@ -207,7 +217,7 @@ class ImageProcessor:
         """Read and check the images of a row; an image without a file is written to :attr:`ImageOptions.folder`.
 
         Raises:
-            DataError: An image is missing, damaged, animated, too large or too small.
+            DataError: An image is missing, damaged, too large or too small, or has several frames.
         """
         files, images = [], []
         for cell in cells:
@@ -237,7 +247,7 @@ class ImageProcessor:
             origin: File and line of its row; empty if ``shown`` is enough.
 
         Raises:
-            DataError: The image is damaged, animated, too large or too small.
+            DataError: The image is damaged, too large or too small, or has several frames.
         """
         from PIL import Image, ImageOps, UnidentifiedImageError
 
@@ -249,21 +259,22 @@ class ImageProcessor:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of Pillow, about sizes that are checked here
-                image: Image.Image = Image.open(io.BytesIO(content))
+                image: Image.Image = Image.open(io.BytesIO(content), formats=_readable_formats())
                 width, height = image.size
                 if width * height > MOST_PIXELS:
                     millions = f"{width * height / 1e6:,.0f} million pixels, more than {MOST_PIXELS // 10**6} million"
                     raise refuse(f"has {millions}", "scale it down")
                 if min(width, height) < 2:
                     raise refuse(f"has {width} x {height} pixels", "remove the row, or give the right image")
-                if getattr(image, "n_frames", 1) > 1:
-                    raise refuse("is animated", "save one of its frames as an image of its own")
+                frames = 1 if image.format == "MPO" else getattr(image, "n_frames", 1)  # a photo and its previews
+                if frames > 1:
+                    raise refuse(f"has {frames} frames or pages", "save each as an image of its own")
                 image.load()
                 turned = ImageOps.exif_transpose(image).convert("RGB")
         except DataError:
             raise
         except UnidentifiedImageError as error:
-            raise refuse("is not an image in a format that Pillow reads", "save it as PNG or JPEG") from error
+            raise refuse(f"is in none of the formats {', '.join(FORMATS)}", "save it as PNG or JPEG") from error
         except Exception as error:  # Pillow raises many kinds of exceptions for damaged files
             raise refuse(f"is damaged: {error}", "replace it, or remove the row") from error
         return self._scale(turned)
@@ -384,6 +395,13 @@ class ImageProcessor:
                     types[torch.isin(input_ids, ids[found == number].unique())] = number
             inputs[name] = types
         return inputs
+
+
+def _readable_formats() -> list[str]:
+    from PIL import Image
+
+    Image.init()  # an older Pillow lacks AVIF
+    return [name for name in FORMATS if name in Image.OPEN]
 
 
 def _load_processor(options: ImageOptions, folder: str, tokenizer: PreTrainedTokenizerBase) -> Any:

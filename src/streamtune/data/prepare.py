@@ -251,7 +251,7 @@ def prepare(
             "policy": vars(policy),
             "train_on": options.train_on,
             "chat": vars(options.chat),
-            "images": None if options.images is None else options.images.identity(),
+            **_image_settings(options),
         },
         make_fitter=lambda writer: RowFitter(writer, policy),
         make_renderer=partial(TurnRenderer, tokenizer, chat=options.chat, policy=policy, images=options.images)
@@ -279,6 +279,11 @@ def prepare(
         return pack_sections(examples.lengths(), bounds, max_length, seed=options.seed)
 
     return _add_packs(prepared, sources, max_length, pack_examples)
+
+
+def _image_settings(options: DataOptions) -> dict[str, Any]:
+    identity = None if options.images is None else options.images.identity()
+    return {} if identity is None else {"images": identity}
 
 
 def _add_rendered_row(fitter: RowFitter, rendered: Rendered | list[Rendered] | None, origin: str) -> None:
@@ -454,7 +459,7 @@ def _make_tree_kind(
             "identical_pairs": options.identical_pairs,
             "kinds": kinds,
             "chat": vars(options.chat),
-            "images": None if options.images is None else options.images.identity(),
+            **_image_settings(options),
         },
         make_fitter=lambda writer: CompletionsFitter(writer, policy, options.identical_pairs, kinds),
         make_renderer=partial(TreeRenderer, tokenizer, chat=options.chat, images=options.images),

@@ -5,6 +5,7 @@ the same rows at the same time, and a killed process leaves no incomplete entry.
 
     ROOT/files.json         hashes of files, see :class:`FileHashes`
     ROOT/<key>.txt          a tokenizer that was trained on the rows
+    ROOT/images/            images that rows have as bytes, each under its digest
     ROOT/<key>/rows.arrow   the records
     ROOT/<key>/fit.*        the counts, see :mod:`streamtune.data.fit.length_fit`
     ROOT/<key>/entry.json   messages for the user, number of records, sizes and checksums of the other files
@@ -40,7 +41,7 @@ from streamtune.base.result_cache import CacheFile, Notify, checksum_of, file_lo
 from streamtune.base.text import show_size
 from streamtune.data.fit import LengthFitter
 from streamtune.data.fit.length_fit import load_counts, save_counts
-from streamtune.data.images import first_changed_image
+from streamtune.data.images import IMAGES, first_changed_image
 from streamtune.data.reading.contents import FileHashes, StreamedFiles, fingerprint_source, fingerprint_streamed_source
 from streamtune.data.reading.sources import Source
 from streamtune.data.record_table import ROWS, MappedTable, Record, TableWriter, open_record_table
@@ -75,11 +76,12 @@ class RowCache:
     def clear(self) -> tuple[int, int]:
         """Delete all entries; return their number and their size in bytes.
 
-        Processes that are reading an entry are not affected.
+        Processes that are reading an entry are not affected, but for images that its rows have as bytes.
         """
         size, entries = self.size_bytes(), 0
         for path in self.root.glob("*"):
-            entries += path.is_dir() and not path.is_symlink() and not path.name.startswith(_UNFINISHED)
+            named = path.name != IMAGES and not path.name.startswith(_UNFINISHED)
+            entries += path.is_dir() and not path.is_symlink() and named
             _remove_path(path)
         return entries, size
 

@@ -3,6 +3,9 @@
 The tower and the projector compute each image by itself. Therefore the results for parts of the images, concatenated,
 are the result for all of them, and the gradient is the sum of the parts' gradients. If the tower is trained, each part
 is recomputed in the backward (``torch.utils.checkpoint``), so that only one part's activations are in memory at a time.
+
+The pixels of many images may stay on the host (:func:`stays_on_host`). Each part is copied to the device when it is
+computed.
 """
 
 from __future__ import annotations
@@ -61,17 +64,26 @@ class ImageTower:
         parts = self.parts_of(given)
         if len(parts) < 2:
             return self.compute_whole(*args, **kwargs)
+        device = next(p.device for child in self._tower for p in child.parameters())
         results = []
         for part in parts:
-            compute = partial(self.compute_whole, **{**given, **part})
+            compute = partial(self._compute_part, device, {**given, **part})
             results.append(checkpoint(compute, use_reentrant=False) if self.is_trained else compute())
         return join_results(results)
+
+    def _compute_part(self, device: torch.device, inputs: Mapping[str, Any]) -> Any:
+        return self.compute_whole(**{**inputs, PIXELS: inputs[PIXELS].to(device, non_blocking=True)})
 
 
 def install_image_tower(model: nn.Module, layers: Sequence[nn.Module]) -> ImageTower | None:
     """Install an :class:`ImageTower` in a model with decoder ``layers``; None if it has no vision tower."""
     owners = [module for module in model.modules() if hasattr(type(module), "get_image_features")]
     return ImageTower(owners[-1], layers[0]) if owners else None  # outer modules only call the innermost one
+
+
+def stays_on_host(name: str, value: Tensor) -> bool:
+    """Return True for an input that :class:`ImageTower` reads in parts: the pixels of many images."""
+    return name == PIXELS and value.numel() > FROZEN_ELEMENTS
 
 
 def split_images(inputs: Mapping[str, Any], max_elements: int) -> list[dict[str, Tensor]]:

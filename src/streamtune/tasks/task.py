@@ -582,12 +582,17 @@ def image_options(recipe: Recipe) -> data.ImageOptions | None:
         name, files = config.model_type, models.processor_files(config)
     return data.ImageOptions(
         name,
-        str(cache_folder() / "images"),
+        image_folder(),
         recipe.trust_remote_code,
         recipe.max_pixels,
         recipe.min_pixels,
         files,
     )
+
+
+def image_folder() -> str:
+    """Return the folder in which images that rows hold as bytes are kept."""
+    return str(cache_folder() / "rows" / data.IMAGES)
 
 
 def row_cache(recipe: CacheKeys) -> data.RowCache | None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from streamtune.base.model_facts import IGNORE_INDEX
 from streamtune.engine import LazyLogits, LossRequest, StreamHandle
+from streamtune.engine.image_tower import stays_on_host
 from streamtune.errors import NonFiniteError
 from streamtune.ops import TokenLoss, token_loss_reference
 from streamtune.train.world import WORLD, World
@@ -317,7 +318,7 @@ class MicroBatch:
         tensors: dict[str, Any] = {name: getattr(self, name) for name in self._tensor_fields}
         moved = {name: x.to(device) for name, x in tensors.items() if x is not None}
         if self.images is not None:
-            moved["images"] = {name: x.to(device) for name, x in self.images.items()}
+            moved["images"] = {name: x if stays_on_host(name, x) else x.to(device) for name, x in self.images.items()}
         return replace(self, **moved)
 
 

@@ -7,6 +7,8 @@ A row names its images in its messages, or in the column ``images``::
     {"type": "image"}                    the next image of the column
     <image>                              in a text, if the row has the column: its next image
 
+Rows of type ``alpaca`` have ``<image>`` in ``instruction`` or ``input``.
+
 If the messages have no place for an image, the images of the column are put before the first user message, as TRL does.
 
 A value is the path of a file, a ``data:`` URL, the bytes of a file, or an object with ``bytes`` or ``path``, as in
@@ -19,6 +21,7 @@ import base64
 import binascii
 import io
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -87,9 +90,13 @@ def mark_images(row: Row) -> tuple[Row, tuple[ImageCell, ...]]:
             image.
     """
     column = image_column(row)
+    if column is None and not any(_may_have_image(row.columns.get(name)) for name in MESSAGE_COLUMNS):
+        return row, ()
     lists = {name: _message_list(row, name) for name in MESSAGE_COLUMNS if name in row.columns}
     if column is None and not any(_has_image_part(message) for each in lists.values() for message in each):
         return row, ()
+    if column is not None and isinstance(row.columns.get("instruction"), str) and not any(lists.values()):
+        return _mark_instruction(row, column)
     if not any(lists.values()):
         raise DataError(
             f"the row has images in the column '{column}', and no messages that could show them",
@@ -138,6 +145,25 @@ def mark_images(row: Row) -> tuple[Row, tuple[ImageCell, ...]]:
     return replace(row, columns={**row.columns, **marked}), tuple(found)
 
 
+def _mark_instruction(row: Row, column: str) -> tuple[Row, tuple[ImageCell, ...]]:
+    """Return a row of type ``alpaca`` with the marks of its images, which belong to ``instruction`` and ``input``."""
+    images = _read_column(row, column)
+    texts = {name: text for name in ("instruction", "input") if isinstance(text := row.columns.get(name), str)}
+    places = sum(text.count(TEXT_MARK) for text in texts.values())
+    if MARK in "".join(texts.values()) or TEXT_MARK in str(row.columns.get("history")):
+        raise DataError(
+            "images of an alpaca row belong to 'instruction' and 'input'",
+            where=row.origin,
+            fix="write the row as messages",
+        )
+    if places not in (0, len(images)):
+        raise _wrong_count_error(row, column, len(images), f"{places} places for them")
+    marked = {name: text.replace(TEXT_MARK, MARK) for name, text in texts.items()}
+    if not places:
+        marked["instruction"] = MARK * len(images) + marked["instruction"]
+    return replace(row, columns={**row.columns, **marked}), tuple(images)
+
+
 def _mark_other_answer(row: Row, chosen: Sequence[Any], marked: Sequence[Any], rejected: Sequence[Any]) -> list[Any]:
     """Return the rejected messages with the marks of the chosen ones, which begin with the same messages."""
     same = next((n for n, (one, other) in enumerate(zip(chosen, rejected, strict=False)) if one != other), None)
@@ -153,7 +179,9 @@ def _mark_other_answer(row: Row, chosen: Sequence[Any], marked: Sequence[Any], r
 
 def _message_list(row: Row, name: str) -> list[Any]:
     value = row.columns[name]
-    value = parse_cell(value, name, row.origin) if value is not None else value
+    if isinstance(value, str):  # JSON text in a cell of CSV or Parquet, or a text that only looks like it
+        with suppress(DataError):
+            value = parse_cell(value, name, row.origin)
     value = [value] if isinstance(value, Mapping) else value
     return value if isinstance(value, list) else []
 
@@ -187,6 +215,11 @@ def _put_before_first_user(row: Row, lists: Mapping[str, list[Any]], count: int)
                 messages[number] = {**message, key: [marks, *(message.get(key) or [])]}
                 return
     raise DataError("the row has images and no user message", where=row.origin, fix="add a user message")
+
+
+def _may_have_image(value: Any) -> bool:
+    """Return True if a cell of messages may have an image; False for most cells, without parsing them."""
+    return '"image' in value if isinstance(value, str) else isinstance(value, list | Mapping)
 
 
 def _has_image_part(message: Any) -> bool:

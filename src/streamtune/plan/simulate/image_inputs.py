@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 
 from streamtune.base.adapters import base_of
 from streamtune.engine import decoder_layers
-from streamtune.engine.image_tower import PIXELS, install_image_tower
+from streamtune.engine.image_tower import PIXELS, install_image_tower, stays_on_host
 from streamtune.errors import UnsupportedModelError
 from streamtune.ops.devices import simulate_device_type
 from streamtune.plan.simulate.meta_operators import MetaAutocast, autocast_on_meta, meta_tensor_with_value
@@ -84,7 +84,7 @@ def measure_images(
     assert tower is not None, "a model that reads images has a vision tower"
     tower.remove()
     given = {name: value for name, value in inputs.items() if name in tower.argument_names}
-    pixels = sum(value.nbytes for value in inputs.values())
+    waiting = sum(value.nbytes for name, value in inputs.items() if not stays_on_host(name, value))
     shapes = {name: value.to("meta") if value.is_floating_point() else value for name, value in given.items()}
 
     def run(compute: Callable[..., Any], arguments: Mapping[str, Tensor]) -> tuple[int, int]:
@@ -96,10 +96,13 @@ def measure_images(
         shapes = given
         held, peak = run(tower, shapes)
     parts = tower.parts_of(shapes)
-    if tower.is_trained and len(parts) > 1:  # the backward recomputes one part at a time
+    if len(parts) > 1:
         largest = max(parts, key=lambda part: part[PIXELS].numel())
-        peak = max(peak, held + run(tower.compute_whole, {**shapes, **largest})[1])
-    return ImageMemory(pixels + held, pixels + peak)
+        if tower.is_trained:  # the backward recomputes one part at a time
+            peak = max(peak, held + run(tower.compute_whole, {**shapes, **largest})[1])
+        if stays_on_host(PIXELS, inputs[PIXELS]):
+            peak += largest[PIXELS].nbytes  # its copy on the device
+    return ImageMemory(waiting + held, waiting + peak)
 
 
 def _trace_bytes(

@@ -21,7 +21,6 @@ from transformers import DynamicCache
 
 from streamtune import data, models
 from streamtune.base.adapters import base_of
-from streamtune.base.paths import cache_folder
 from streamtune.engine.hf_names import STREAMER, hf_internal
 from streamtune.errors import ArgumentError
 from streamtune.models import all_eos_token_ids, load_tokenizer
@@ -30,6 +29,7 @@ from streamtune.programs.generate.prompt_files import Prompt, ToolPrompt
 from streamtune.recipe.keys.trained_tokens import TrainedTokenKeys
 from streamtune.run.device import choose_device, prepare_libraries
 from streamtune.tasks.rollout import GenerationStopped, Sampling, TransformersGenerator
+from streamtune.tasks.task import image_folder
 
 PREFILL_CHUNK = 2048
 """Number of prompt tokens that are prefilled at a time."""
@@ -210,13 +210,14 @@ class PromptEncoder:
             given: str | list[dict[str, Any]] = [{"role": "user", "content": prompt}] if self._templated else prompt
             return self._render(given, None, "--prompt")
         if isinstance(prompt, ToolPrompt):
-            expand = partial(self._expand, prompt) if prompt.images else None
+            expand = partial(self._expand, prompt, self._images) if prompt.images else None
             return self._render(prompt.messages, prompt.tools, prompt.origin, prompt.variables, expand)
         return self._render(prompt, None, "--file")
 
-    def _expand(self, prompt: ToolPrompt, text: str) -> str:
-        _, images = self._images.read_cells(prompt.images, prompt.origin)
-        return self._images.expand(text, images, prompt.origin).text
+    @staticmethod
+    def _expand(prompt: ToolPrompt, processor: data.ImageProcessor, text: str) -> str:
+        _, images = processor.read_cells(prompt.images, prompt.origin)
+        return processor.expand(text, images, prompt.origin).text
 
     def image_inputs(self, prompt: Prompt, ids: list[int]) -> dict[str, Tensor]:
         """Return the model's inputs for the images of a prompt, whose token ids are ``ids``."""
@@ -422,7 +423,7 @@ def _image_loader(trained: TrainedModel, base: Any, tokenizer: Any) -> Callable[
     recipe = None if trained.loaded is None else trained.loaded.recipe
     options = data.ImageOptions(
         base.config.name_or_path or base.config.model_type,
-        str(cache_folder() / "images"),
+        image_folder(),
         trained.trusts_code,
         None if recipe is None else recipe.max_pixels,
         None if recipe is None else recipe.min_pixels,

@@ -204,7 +204,8 @@ def _choose_rows(
     )
     per_turn = recipe.reasoning == "per_turn"
     windows = choose_windows(rows, limit, PACKED_ROWS if recipe.packing or per_turn else 1)
-    alone = batch = _with_images(_collate_windows(windows, tokenizer), windows, task, tokenizer).to(device)
+    rows_as_text = _collate_windows(windows, tokenizer).to(device)
+    alone = batch = _with_images(rows_as_text, windows, task, tokenizer, device)
     if data.have_images(rows) and batch.images is None:
         notify("the rows that are compared are without images: give a --length that has room for a row with images")
     if per_turn:
@@ -320,14 +321,19 @@ def _collate_windows(
 
 
 def _with_images(
-    batch: train.MicroBatch, windows: Sequence[Window], task: Task[Any], tokenizer: PreTrainedTokenizerBase
+    batch: train.MicroBatch,
+    windows: Sequence[Window],
+    task: Task[Any],
+    tokenizer: PreTrainedTokenizerBase,
+    device: torch.device,
 ) -> train.MicroBatch:
-    """Return a batch of windows with the inputs for the images of its rows."""
+    """Return a batch of windows with the inputs for the images of its rows, on ``device``."""
     options = image_options(task.recipe)
     if options is None or not any(window.example.images for window in windows):
         return batch
     files = [list(map(data.ImageFile.parse, window.example.images)) for window in windows]
-    return replace(batch, images=data.ImageProcessor(options, tokenizer).model_inputs(files, batch.input_ids))
+    images = data.ImageProcessor(options, tokenizer).model_inputs(files, batch.input_ids)
+    return replace(batch, images={name: x.to(device) for name, x in images.items()})  # the plain model reads them too
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
