@@ -2,6 +2,7 @@
 
     python -m benchmarks.processor_time short-rows [--lengths 512,1024,2048,4096] [--pairs 9] [--out FILE]
     python -m benchmarks.processor_time blocks [--layers 36] [--length 2048] [--pairs 5]
+    python -m benchmarks.processor_time frozen [--layers 36] [--trained 8] [--length 2048] [--pairs 5]
 
 Processor time of one thread, so that other processes on the machine count little. Each step stands between two others
 and is divided by their mean; the median of these ratios is shown.
@@ -12,6 +13,9 @@ fixed one is ``Schedule()``, which does not look at the length.
 
 ``blocks`` compares the backward of one trained layer with the backward of all weights. The forward is a ratio too:
 inputs of frozen layers below the trained one are not stored.
+
+``frozen`` compares a whole step (forward, backward and AdamW) that trains only the last layers, as with
+``trainable_layers: last 8``, with a step that trains all weights.
 """
 
 from __future__ import annotations
@@ -168,6 +172,36 @@ def blocks(layers: int, length: int, pairs: int) -> None:
         print(f"| {layer} | " + " | ".join(spread(each) for each in zip(*ratios, strict=True)) + " |")
 
 
+# --- frozen parts -----------------------------------------------------------------------------------------------------
+
+
+def frozen(layers: int, trained: int, length: int, pairs: int) -> None:
+    model = small_model(**BLOCKS, num_hidden_layers=layers)
+    last = {p for layer in model.model.layers[-trained:] for p in layer.parameters()}
+    streamtune.stream(model, schedule=Schedule(chunk_size=length // 8))
+    ids = torch.randint(0, BLOCKS["vocab_size"], (1, length))
+    optimizers = {part: torch.optim.AdamW([p for p in model.parameters() if not part or p in last], lr=1e-5)
+                  for part in (False, True)}  # fmt: skip
+
+    def step_seconds(part: bool) -> float:
+        for parameter in model.parameters():
+            parameter.requires_grad_(not part or parameter in last)
+        model.zero_grad(set_to_none=True)
+        start = time.process_time()
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        optimizers[part].step()
+        return time.process_time() - start
+
+    step_seconds(False), step_seconds(True)  # warms up, and allocates the moments
+    whole, ratios = [step_seconds(False)], list[float]()
+    for _ in range(pairs):
+        took = step_seconds(True)
+        whole.append(step_seconds(False))
+        ratios.append(2 * took / (whole[-1] + whole[-2]))
+    print(f"{layers} layers, {length:,} tokens; all weights: {statistics.median(whole):.2f} s")
+    print(f"the last {trained} layers: {spread(ratios)} of it")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="what", required=True)
@@ -179,9 +213,16 @@ def main() -> None:
     trained.add_argument("--layers", type=int, default=36)
     trained.add_argument("--length", type=int, default=2048)
     trained.add_argument("--pairs", type=int, default=5)
+    parts = commands.add_parser("frozen")
+    parts.add_argument("--layers", type=int, default=36)
+    parts.add_argument("--trained", type=int, default=8)
+    parts.add_argument("--length", type=int, default=2048)
+    parts.add_argument("--pairs", type=int, default=5)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    if options.what == "blocks":
+    if options.what == "frozen":
+        frozen(options.layers, options.trained, options.length, options.pairs)
+    elif options.what == "blocks":
         blocks(options.layers, options.length, options.pairs)
     else:
         short_rows([int(length) for length in options.lengths.split(",")], options.pairs, options.out)

@@ -129,7 +129,10 @@ LEVELS = _options({"engine.levels": 1}, {"engine.levels": 2}, {"engine.keep_laye
 
 GROUPS: dict[str, tuple[Option, ...]] = {
     "objectives": tuple(Option(name, objective=name) for name in BASES),
-    "ways": (*_options({"finetuning_type": "full"}, {"finetuning_type": "lora"}), *QUANTISED),
+    "ways": (
+        *_options({"finetuning_type": "full"}, {"trainable_layers": "last 1"}, {"finetuning_type": "lora"}),
+        *QUANTISED,
+    ),
     "adapters": (
         *(
             # lora_ga needs twice the rank in singular vectors; the tiny model's matrices have enough for 8.

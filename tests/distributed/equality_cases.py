@@ -55,6 +55,8 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         sequence_parallel=case.get("form", "auto"),
     )
     model = build(case.get("family", "llama"), **case.get("settings", {})).train()
+    if "trained" in case:
+        models.freeze_parts(model, models.TrainedParts(*case["trained"]))
     adapters = recipe.finetuning_type != "full"  # which are their own reference, without themselves
     if recipe.finetuning_type == "qlora":
         quantize(model, "nf4", torch.device("cpu"))

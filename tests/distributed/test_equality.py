@@ -30,6 +30,19 @@ MORE: list[dict[str, Any]] = [
     *({"engine": engine, "accumulation": 2, "dropped": True} for engine in [*ENGINES, "zero2_offload"]),
     {"engine": "zero3", "sequence": 2, "form": "ulysses"},
 ]
+FROZEN: list[dict[str, Any]] = [
+    {"engine": engine, "trained": trained, "settings": {"num_hidden_layers": 3}, "accumulation": accumulation, **more}
+    for engine in [*ENGINES, "zero3_offload"]
+    for trained, accumulation, more in (
+        (["last 1"], 2, {}),
+        (["0-1", ["model.layers.1.mlp"], ["lm_head"]], 1, {"schedule": {"levels": 2, "segment_size": 2}}),
+        ([None, [], ["model.norm"]], 1, {"family": "qwen3"}),
+    )
+] + [
+    {"engine": engine, "sequence": 2, "form": form, "trained": ["last 1"], "settings": {"num_hidden_layers": 3}}
+    for engine, form in (("ddp", "ring"), ("zero3", "ulysses"))
+]
+"""Frozen layers below and above the trained layers; no trained layer."""
 CONVOLUTIONS = {"layer_types": ["conv", "full_attention"], "conv_L_cache": 3}
 STATES: list[dict[str, Any]] = [
     {"engine": engine, "sequence": 2, "family": "lfm2", "settings": CONVOLUTIONS, **more}
@@ -83,6 +96,11 @@ def show(size: int, found: dict[str, Any]) -> None:
 @pytest.mark.parametrize("cases", [QUICK, pytest.param(MORE, marks=pytest.mark.slow)], ids=["each", "more"])
 def test_two_ranks_have_the_gradient_of_one(cases: list[dict[str, Any]]) -> None:
     show(2, check(2, cases, 300))
+
+
+@pytest.mark.full
+def test_ranks_that_train_some_of_the_layers() -> None:
+    show(2, check(2, FROZEN, 300))
 
 
 @pytest.mark.full

@@ -15,11 +15,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from streamtune import Schedule
 from streamtune.engine import keep_on_host
 from streamtune.errors import ArgumentError
-from streamtune.models import ModelOptions, build_meta_model
+from streamtune.models import ModelOptions, TrainedParts, build_meta_model
 from streamtune.plan import Limits, Rates, as_fixed_fields, choose, evaluate_schedule
 from streamtune.plan.choices import SearchSpace, enumerate_candidates, excess_bytes
 from streamtune.plan.estimate import Estimator, StepCost
 from streamtune.plan.least_memory import least_memory_schedule, longest_row_up_to, simulate_least_memory_step
+from streamtune.plan.lower_bound import LowerBound
 from streamtune.plan.planner import add_offloaded_weights
 from streamtune.plan.simulate import Simulation, Workload, simulate
 from streamtune.plan.simulate.memory import device_model_bytes, host_model_bytes, model_bytes
@@ -43,6 +44,10 @@ CONFIG = {
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), foreach=False)
+
+
+def trained_adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], foreach=False)
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +101,24 @@ def test_an_estimate_is_near_the_simulation(workload: Workload, known: Any, sche
     assert estimated.work.matmul_flops == pytest.approx(truth.work.matmul_flops, rel=0.08)
     assert estimated.work.attention_flops == pytest.approx(truth.work.attention_flops, rel=0.08)
     assert estimated.work.moved_bytes == pytest.approx(truth.work.moved_bytes, rel=0.2, abs=MIB / 4)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "fields", [{}, {"levels": 2}, {"keep_layers": 1}, {"keep_kv": "device"}, {"offload": "host", "device_layers": 1}]
+)
+def test_an_estimate_counts_no_frozen_layers_below_the_trained_ones(fields: dict[str, Any]):
+    settings = {**CONFIG, "num_hidden_layers": 12}
+    model = build_meta_model(settings, ModelOptions("bfloat16", trained=TrainedParts("last 3")))
+    some = Workload(lambda: model, LENGTH, make_optimizer=trained_adamw)
+    schedule = Schedule(1024, 256, **fields)
+    estimated = Estimator(some, 12, simulate, chunks=(512, 1024, 2048), head_chunk=256).estimate(schedule)
+    found = simulate(some, schedule)
+    truth = StepCost.from_simulation(found)
+    assert estimated.device_bytes == pytest.approx(truth.device_bytes, rel=0.12)
+    assert estimated.work.matmul_flops == pytest.approx(truth.work.matmul_flops, rel=0.1)
+    assert estimated.work.attention_flops == pytest.approx(truth.work.attention_flops, rel=0.1)
+    assert LowerBound(some).least_bytes(schedule, LENGTH).peak_bytes <= found.peak_bytes
 
 
 # --- choices ----------------------------------------------------------------------------------------------------------

@@ -193,7 +193,7 @@ def test_byte_order_mark_and_windows_line_ends(tmp_path):
             "finetuning_type: freeze\n",
             4,
             "'finetuning_type: freeze' trains some of the layers",
-            "write finetuning_type: lora or full",
+            "write finetuning_type: full and trainable_layers: last N",
         ),
         ("finetuning_type: qlora\nquantization: int4\n", 5, "'quantization: int4' is not supported", "write nf4"),
         ("finetuning_type: qlora\nquantization: fp4\n", 5, "'quantization' must be", ""),

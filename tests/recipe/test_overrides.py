@@ -87,7 +87,7 @@ def test_another_model_by_setting(write):
         (
             "finetuning_type=freeze",
             "'finetuning_type: freeze' trains some of the layers",
-            "write finetuning_type: lora or full",
+            "write finetuning_type: full and trainable_layers: last N",
         ),
         ("quantization=int4", "'quantization: int4' is not supported", "write nf4"),
         ("quantization=nf4", "'quantization: nf4' needs 'finetuning_type: qlora'", "write finetuning_type: qlora"),

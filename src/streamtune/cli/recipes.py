@@ -309,7 +309,7 @@ def _describe_objective(recipe: Recipe) -> str:
 
 def _describe_trained_weights(recipe: Recipe) -> str:
     full = recipe.finetuning_type == "full"
-    kind = "all weights" if full else _describe_adapters(recipe)
+    kind = _describe_trained_parts(recipe) if full else _describe_adapters(recipe)
     open_names = {"auto": "float32, or bfloat16 if that does not fit" if full else "the checkpoint's dtype"}
     if full and recipe.sharding_key is not None:
         open_names["auto"] = "float32" if recipe.fsdp else "the checkpoint's dtype"
@@ -321,6 +321,14 @@ def _describe_trained_weights(recipe: Recipe) -> str:
         bits = automatic if recipe.quantization == "auto" else recipe.quantization
         weights = f"{weights}, linear layers in {bits}"
     return f"{kind}; weights in {weights}" + ("; computed in bfloat16" if recipe.bf16 else "")
+
+
+def _describe_trained_parts(recipe: Recipe) -> str:
+    """Return which weights full fine-tuning trains, such as ``layers (last 8) and lm_head``."""
+    layers, freeze, train = recipe.trainable_layers, ", ".join(recipe.freeze), ", ".join(recipe.train)
+    kind = f"layers ({layers})" if layers else "all weights" if freeze or not train else ""
+    kind += f" except {freeze}" if freeze else ""
+    return " and ".join(filter(None, (kind, train)))
 
 
 def _describe_adapters(recipe: Recipe) -> str:

@@ -15,6 +15,7 @@ from streamtune.base.adapters import base_of
 from streamtune.base.privacy import safe_text
 from streamtune.base.text import show_size
 from streamtune.recipe import third_party_code_of
+from streamtune.recipe.keys.adapters import FREEZE_KEYS
 from streamtune.recipe.keys.preset import describe_preset
 
 from .console import out, print_rows, print_text
@@ -75,8 +76,12 @@ def _describe_model(run: Run) -> str:
     trained = "all trained" if trainable == total else f"{trainable:,} ({trainable / total:.2%}) trained"
     if run.recipe.step_kind.gradients == "block":
         trained += " at a time"
+    if any(getattr(run.recipe, key) for key in FREEZE_KEYS):
+        trained += f", {models.trained_layers_text(run.model)}"
     base = base_of(run.model)
-    dtype = short_dtype(str(base.dtype).removeprefix("torch."))
+    dtype, frozen = (short_dtype(str(x).removeprefix("torch.")) for x in (models.trained_dtype(run.model), base.dtype))
+    if dtype != frozen:
+        dtype += f", frozen weights {frozen}"
     if run.start.quantization is not None:
         experts = " and experts" if models.has_packed_experts(run.model) else ""
         dtype += f", linear layers{experts} in {run.start.quantization}"

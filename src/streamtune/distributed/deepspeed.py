@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, distributed, nn
 
+from streamtune.base.adapters import base_of
+from streamtune.engine.inspect_model import first_differentiated_layer
 from streamtune.errors import ArgumentError
 from streamtune.optim import WeightwiseOptimizer, pack_number, set_learning_rate
 from streamtune.train.backend import Backend
@@ -98,9 +100,11 @@ class DeepSpeedBackend(Backend):
         except (ValueError, AssertionError, deepspeed.runtime.config.DeepSpeedConfigError) as error:
             raise ArgumentError(f"DeepSpeed rejects the configuration: {error}", where="deepspeed") from error
         embedding: Any = module.get_input_embeddings()  # type: ignore[operator]
-        if self.stage == 3 and not any(parameter.requires_grad for parameter in embedding.parameters()):
+        frozen = not any(parameter.requires_grad for parameter in embedding.parameters())
+        if self.stage == 3 and frozen and first_differentiated_layer(base_of(module)) == 0:
             # A leaf module gathers its weights in the backward only if its first input requires a gradient. This hook
             # must run after DeepSpeed's own hooks, which would otherwise gather the frozen embedding for a backward.
+            # If the lowest layers are frozen too, the streamed model does this for its lowest trained layer.
             embedding.register_forward_hook(_require_output_gradient)
         self.size = distributed.get_world_size()
 

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 from transformers import PreTrainedModel
 
+from streamtune.base.model_facts import model_device
 from streamtune.engine.call import forwarded_cache_argument, layer_cache_argument
 from streamtune.engine.hf_names import (
     ATTENTIONS,
@@ -84,6 +87,49 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
         2
     """
     return list(_outermost_layers(model, False)) or list(_outermost_layers(model, True))
+
+
+def first_differentiated_layer(model: Any) -> int:
+    """Return the number of the lowest layer with a backward; the number of layers if none has one.
+
+    The backward ends at the lowest trained weight. Layers below that weight run only forward and store nothing. A
+    trained embedding, of tokens or positions, is below all layers.
+    """
+    layers = decoder_layers(model)
+    if _trains_embeddings(model, layers):
+        return 0
+    trained = (number for number, layer in enumerate(layers) if any(p.requires_grad for p in layer.parameters()))
+    return next(trained, len(layers))
+
+
+def _trains_embeddings(model: Any, layers: Sequence[nn.Module]) -> bool:
+    """Return True if an embedding, or a module named after it, has a trained parameter; not in layers or the head."""
+    head = model.get_output_embeddings()
+    known_ids = {id(module) for part in (*layers, *([] if head is None else [head])) for module in part.modules()}
+    return any(
+        parameter.requires_grad
+        for name, module in model.named_modules()
+        if id(module) not in known_ids and (isinstance(module, nn.Embedding) or "embed" in name)
+        for parameter in module.parameters(recurse=False)
+    )
+
+
+def has_adapters(module: nn.Module) -> bool:
+    """Return True if a module inside ``module`` has adapters of peft, which name the adapted module ``base_layer``."""
+    return any(hasattr(each, "base_layer") for each in module.modules())
+
+
+def autocast_of_mixed_dtypes(model: nn.Module) -> AbstractContextManager[Any]:
+    """Return bfloat16 autocast if all trained weights are float32 and some frozen weights bfloat16, without adapters.
+
+    Such a model computes only in autocast, because a linear layer needs inputs of the dtype of its weight.
+    """
+    dtypes: dict[bool, set[torch.dtype]] = {True: set(), False: set()}
+    for parameter in model.parameters():
+        dtypes[parameter.requires_grad].add(parameter.dtype)
+    if dtypes[True] != {torch.float32} or torch.bfloat16 not in dtypes[False] or has_adapters(model):
+        return nullcontext()
+    return torch.autocast(model_device(model).type, dtype=torch.bfloat16, cache_enabled=False)
 
 
 def _outermost_layers(module: nn.Module, in_lists: bool) -> Iterator[nn.Module]:

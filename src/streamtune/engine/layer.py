@@ -247,7 +247,8 @@ class _StreamedLayer(torch.autograd.Function):
         notify_chunk(owner.layer, slice(0, 0), "prepare")
         with ExitStack() as stack:
             stack.enter_context(ctx.weights.applied())
-            parameters = stack.enter_context(owner.weights_on_device(ctx.parameters))
+            ends = not ctx.needs_input_grad[2]  # the layers below are frozen and have no backward
+            parameters = stack.enter_context(owner.weights_on_device(ctx.parameters, 0 if ends else None))
             sums = [GradientSum(p, stream.widen) for p in parameters]
             for total, parameter in zip(sums, ctx.parameters, strict=True):
                 total.dtype = parameter.dtype  # of the parameter, not of its narrower copy

@@ -8,8 +8,8 @@ a model on the CPU. While a layer computes (forward, recompute, backward), its m
 The next layer's weights are copied while a layer computes, so the weights of two layers are on the device at a time.
 The gradients of a layer are copied to the host after its last chunk.
 
-The weights of decoder layers, embedding and head are offloaded. Trained weights in a layer with frozen weights
-(adapters), quantised weights, and the weights of other modules (the final norm) stay on the device. Embedding and head
+The weights of decoder layers, embedding and head are offloaded. Trained weights in a layer with adapters, quantised
+weights, and the weights of other modules (the final norm) stay on the device. Embedding and head
 are copied for each of their calls, and an autograd node returns their gradients to the host.
 
 Copies may be narrower than the weights (``fetch_dtype``): W' = bf16(W). Then the whole model computes in that dtype,
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from streamtune.base.model_facts import model_device
 from streamtune.engine.hf_names import fp32_weight_names
-from streamtune.engine.inspect_model import base_model, decoder_layers
+from streamtune.engine.inspect_model import base_model, decoder_layers, has_adapters
 from streamtune.engine.lazy_logits import LazyForward
 from streamtune.engine.memory.host import HostPool, is_host_storage, mark_host_storage
 from streamtune.engine.memory.placement import Tiers
@@ -90,8 +90,9 @@ def keep_on_host(model: Any, device: torch.device, pool: HostPool | None = None)
 
 def _layer_weights(layer: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
     entries = [entry for module in layer.modules() for entry in _plain_parameters(module)]
-    frozen = [entry for entry in entries if not entry[2].requires_grad]
-    return frozen or entries  # trained weights in a layer with frozen weights are adapters
+    if not has_adapters(layer):
+        return entries
+    return [entry for entry in entries if not entry[2].requires_grad] or entries
 
 
 def _plain_parameters(module: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:

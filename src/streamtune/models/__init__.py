@@ -54,6 +54,13 @@ from streamtune.models.export import (
     write_shards,
 )
 from streamtune.models.folder import check_adapter_config_file, local_adapter_base
+from streamtune.models.frozen_parts import (
+    TrainedParts,
+    freeze_parts,
+    frozen_parts_note,
+    trained_dtype,
+    trained_layers_text,
+)
 from streamtune.models.generation import (
     Decoding,
     add_eos_token_ids,
@@ -78,7 +85,6 @@ from streamtune.models.load import (
 from streamtune.models.model_class import (
     architecture_name,
     auto_class_of,
-    freeze_other_modules,
     frozen_modules_note,
     is_vision_language,
     loader_class_name,
@@ -135,6 +141,7 @@ __all__ = [
     "RopeChange",
     "SavedLoftqQuantizer",
     "SavedTokenizer",
+    "TrainedParts",
     "add_adapters",
     "add_embedding_rows",
     "add_eos_token_ids",
@@ -168,8 +175,9 @@ __all__ = [
     "fingerprint_files",
     "fingerprint_model",
     "fingerprint_tokenizer",
-    "freeze_other_modules",
+    "freeze_parts",
     "frozen_modules_note",
+    "frozen_parts_note",
     "full_parameter_size",
     "generate_greedily",
     "gradient_sum_bytes",
@@ -213,6 +221,8 @@ __all__ = [
     "shard_packed_weights",
     "text_keys",
     "train_tokenizer",
+    "trained_dtype",
+    "trained_layers_text",
     "unloaded_layers_warning",
     "unquantized_experts_note",
     "use_placeholder_weights",

@@ -33,8 +33,9 @@ from streamtune.models.config import (
     wrap_constructor_errors,
     wrap_loading_errors,
 )
+from streamtune.models.frozen_parts import freeze_parts, narrow_dtypes
 from streamtune.models.load import DEFAULT_OPTIONS, ModelOptions, read_unquantized_config, recompute_tables
-from streamtune.models.model_class import auto_class_of, freeze_other_modules
+from streamtune.models.model_class import auto_class_of
 
 ATTRIBUTE = "_streamtune_deferred"
 
@@ -176,17 +177,17 @@ def load_model_deferred(
         remote = {"trust_remote_code": True} if trust_remote_code else {}
         model: PreTrainedModel = auto_class_of(config).from_config(config, dtype=dtype, **remote)
     recompute_tables(model)
-    freeze_other_modules(model)
     model.config.name_or_path = model.name_or_path = name_or_path
     if model.can_generate():
         with suppress(OSError):  # without the file, the configuration of the model has the settings
             model.generation_config = GenerationConfig.from_pretrained(name_or_path)
-    files.map_parameters(model)
+    files.map_parameters(model)  # may untie weights
+    freeze_parts(model, options.trained)
     for name in [name for name, _ in model.named_buffers()]:
         if files.has_parameter(name):  # buffers are small: every rank reads them
             owner, _, key = name.rpartition(".")
             model.get_submodule(owner)._buffers[key] = files.read([name])[name]
-    DeferredWeights(model, lambda: files, dtypes=files.dtypes)
+    DeferredWeights(model, lambda: files, dtypes={**files.dtypes, **narrow_dtypes(model, options.trained)})
     return model.eval()
 
 
@@ -212,7 +213,7 @@ def init_model_deferred(
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             model: PreTrainedModel = auto_class_of(wanted).from_config(copy.deepcopy(wanted), dtype=dtype)
-        freeze_other_modules(model)
+        freeze_parts(model, options.trained)
         return model
 
     recorded = RecordedInit(draw=draw)

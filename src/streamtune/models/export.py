@@ -27,6 +27,7 @@ from streamtune.engine.hf_names import AS_IN_FILES, HUB_FILE, SAFE_FILE, SAFE_IN
 from streamtune.errors import ArgumentError
 from streamtune.models.adapters.attach import convert_to_lora, is_converted_when_saved
 from streamtune.models.adapters.initial_values import save_loftq_file
+from streamtune.models.frozen_parts import trained_dtype
 from streamtune.models.generation import add_eos_token_ids, eos_token_ids
 from streamtune.models.model_class import is_vision_language
 from streamtune.models.new_processor import processor_files
@@ -437,6 +438,9 @@ def _convert_to_saved_names(model: Any, tensors: dict[str, Tensor], ties: Mappin
 def _write_all_but_weights(model: Any, folder: Path) -> None:
     written = {path.name for path in folder.iterdir()}
     model.save_pretrained(folder / "configuration", state_dict={})
+    if (dtype := trained_dtype(model)) != model.dtype:  # `dtype="auto"` then reads every weight as it was trained
+        model.config.dtype = dtype
+        model.config.save_pretrained(folder / "configuration")
     for path in (folder / "configuration").iterdir():
         if path.name not in written and not path.name.startswith(SAFE_FILE.split(".")[0] + "."):
             path.rename(folder / path.name)

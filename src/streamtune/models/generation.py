@@ -17,6 +17,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from streamtune.base.adapters import base_of
 from streamtune.base.model_facts import model_device
 from streamtune.data import ChatOptions, PromptRenderer
+from streamtune.engine.inspect_model import autocast_of_mixed_dtypes
 from streamtune.errors import ArgumentError, DataError
 from streamtune.models.positions import position_table_limit
 
@@ -143,7 +144,7 @@ def _generate(
     sampling: dict[str, Any] = {"do_sample": True, "temperature": decoding.temperature}
     if decoding.temperature <= 0:
         model, sampling = copy_with_generation_config(base_of(model), GenerationConfig(do_sample=False)), {}
-    with torch.no_grad():
+    with torch.no_grad(), autocast_of_mixed_dtypes(model):
         output = model.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),

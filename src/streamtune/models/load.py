@@ -23,7 +23,8 @@ from streamtune.models.config import (
     wrap_loading_errors,
 )
 from streamtune.models.folder import check_model_folder, read_without_mmap, refuse_file_changes
-from streamtune.models.model_class import auto_class_of, freeze_other_modules
+from streamtune.models.frozen_parts import TrainedParts, freeze_parts, narrow_frozen_weights
+from streamtune.models.model_class import auto_class_of
 from streamtune.models.positions import RopeChange
 from streamtune.models.quantize import logical_numel, quantize
 from streamtune.models.weights_check import (
@@ -51,6 +52,8 @@ class ModelOptions:
     """Change to the rotary positions in the configuration."""
     layer_quantizer: LayerQuantizer | None = None
     """Quantiser that changes weights before they are quantised (LoftQ); None quantises the loaded weights."""
+    trained: TrainedParts | None = None
+    """Parameters to train; None trains all, or for a vision-language model, all of its language model."""
 
     @property
     def torch_dtype(self) -> torch.dtype | None:
@@ -146,7 +149,8 @@ def load_model(
         write_untied_embeddings(model)
         check_file_dtypes(name_or_path, config)
         check_weights_finite(model, name_or_path)
-        freeze_other_modules(model)
+        freeze_parts(model, options.trained)
+        narrow_frozen_weights(model, options.trained)
         if options.quantization is not None:  # before the weights are copied: mapped weights are read layer by layer
             quantize(model, options.quantization, torch.device(device), layer_quantizer=options.layer_quantizer)
         return _copy_mapped_weights(model.to(device))
@@ -201,7 +205,7 @@ def init_model(
         torch.manual_seed(seed)
         model = auto_class_of(hf_config).from_config(hf_config, dtype=options.torch_dtype or torch.float32)
     recompute_tables(model)
-    freeze_other_modules(model)
+    freeze_parts(model, options.trained)
     check_weights_finite(model, where="model.init")
     if options.quantization is not None:
         quantize(model, options.quantization, torch.device(device), layer_quantizer=options.layer_quantizer)
@@ -258,7 +262,8 @@ def build_meta_model(
         torch.device("meta"),
     ):
         model = auto_class_of(config).from_config(config, dtype=dtype, **remote)
-    freeze_other_modules(model)
+    freeze_parts(model, options.trained)
+    narrow_frozen_weights(model, options.trained)
     if options.quantization is not None:
         quantize(model, options.quantization, torch.device("meta"))
     return model

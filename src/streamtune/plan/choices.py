@@ -57,16 +57,19 @@ class SearchSpace:
     """Values that the planner may choose for the fields of a schedule.
 
     Args:
-        layers: Number of decoder layers of the model.
+        layers: Number of decoder layers with a backward.
         length: Number of tokens of a row, or of one rank's shard of a row.
         limits: Memory limits; host or disk is not used if its limit is 0.
         fixed: Schedule fields that the user set, by name; the planner does not change them.
+        segment_size: Number of layers per segment with ``levels: 2``, unless the user set it; None for the default,
+            which is best if all layers have a backward.
     """
 
     layers: int
     length: int
     limits: Limits
     fixed: Mapping[str, Any]
+    segment_size: int | None = None
 
     def candidate_values(self, name: str) -> tuple[Any, ...]:
         """Return the values to try for the field ``name``, including the value with the least device memory."""
@@ -105,7 +108,7 @@ class SearchSpace:
             if chosen["offload"] == "disk":
                 chosen["offload_dir"] = self.fixed["offload_dir"]
             if chosen["levels"] == 2:
-                chosen["segment_size"] = self.fixed.get("segment_size")
+                chosen["segment_size"] = self.fixed.get("segment_size", self.segment_size)
             if self.fixed.get("device_layers") and chosen["offload"] == "device":
                 continue
             yield Schedule(**chosen)

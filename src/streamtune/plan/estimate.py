@@ -17,7 +17,8 @@ from typing import Any
 
 from torch import Tensor
 
-from streamtune.engine.memory.placement import count_recomputed_layers, place_layers
+from streamtune.engine.inspect_model import first_differentiated_layer
+from streamtune.engine.memory.placement import count_recomputed_layers, place_differentiated_layers
 from streamtune.plan.simulate.partition import recopied_weight_bytes
 from streamtune.plan.simulate.simulate import Simulation, Work
 from streamtune.plan.simulate.workload import Workload
@@ -27,8 +28,10 @@ Simulate = Callable[[Workload, Schedule], Simulation]
 
 DEVICE, WORK, HOST, DISK = "device:", "work:", "host", "disk"
 ATTENTION = f"{WORK}attention_flops"
-FORWARD_SHARE = 2 / 9
-"""Fraction of a step's attention FLOPs in one forward: 2 matrix products in each of two forwards, 5 in the backward."""
+MATMUL_FORWARDS, ATTENTION_FORWARDS = 3, 3.5
+"""Recomputed forward and backward of a layer, relative to its forward: matrix products, and attention FLOPs.
+
+A forward of attention has 2 matrix products, its backward 5."""
 
 IN_FLIGHT = 4
 """Number of chunks of an offloaded tensor that are on the device at a time: being copied out, or prefetched."""
@@ -127,6 +130,9 @@ class Estimator:
         """Bytes and work that are added by keeping all activations of one layer."""
         self.forwards = 0.0 if workload.scored is None else workload.scored.forwards
         model: Any = workload.make_model()
+        self._first = first_differentiated_layer(model)
+        self._differentiated = layers - self._first
+        """Number of layers with a backward; only they store inputs, keys, values or activations."""
         embedding: Tensor = model.get_input_embeddings().weight
         self._recopied_cost = StepCost({f"{WORK}moved_bytes": float(recopied_weight_bytes(model, workload, 1))})
         """Work of copying the weights of one recomputed layer from the host; 0 if weights are on the device."""
@@ -143,11 +149,12 @@ class Estimator:
             fewer = 4 * HEAD_COPIES * self.rows * self.vocabulary * (self.head_chunk - schedule.head_chunk_size)
             total = total.plus(StepCost({f"{DEVICE}head": -fewer}))
         total = total.plus(self._layer_input_cost(schedule))
-        share = (self.layers - min(schedule.keep_layers, self.layers)) / self.layers
+        unstreamed = min(schedule.keep_layers, self._differentiated)
+        share = (self._differentiated - unstreamed) / max(1, self._differentiated)
         for kept, tier in ((self._kv_cost, schedule.keep_kv), (self._attention_cost, schedule.keep_attention)):
             if tier != "no":
                 total = total.plus(self._kept_tensors_cost(kept, str(tier)), share)
-        return total.plus(self.kept_layer_cost, schedule.keep_layers)
+        return total.plus(self.kept_layer_cost, unstreamed)
 
     def device_layer_cost(self, schedule: Schedule) -> StepCost:
         return self._offload_cost(self.input_bytes, schedule.offload, -1.0)
@@ -167,13 +174,13 @@ class Estimator:
     def _layer_input_cost(self, schedule: Schedule) -> StepCost:
         """Return the extra cost of storing layer inputs as in ``schedule`` instead of all on the device."""
         each = self.input_bytes
-        streamed = self.layers - min(schedule.keep_layers, self.layers)
+        streamed = self._differentiated - min(schedule.keep_layers, self._differentiated)
         total = StepCost({})
         if schedule.levels == 2:
-            held = min(streamed, _max_stored_inputs(schedule, self.layers))
+            held = min(streamed, _max_stored_inputs(schedule, self.layers, self._first))
             forward = self._extra_forward_cost(attention=schedule.keep_attention == "no")
-            total = self._device_bytes_cost(-(streamed - held) * each).plus(forward, (streamed - held) / self.layers)
-            total = total.plus(self._recopied_cost, sum(count_recomputed_layers(schedule, self.layers)))
+            total = self._device_bytes_cost(-(streamed - held) * each).plus(forward, streamed - held)
+            total = total.plus(self._recopied_cost, sum(count_recomputed_layers(schedule, self.layers, self._first)))
             streamed = held
         if schedule.offload != "device":
             # The gradient passed between layers is offloaded too, unless it can replace a stored input.
@@ -186,14 +193,17 @@ class Estimator:
         return total
 
     def _extra_forward_cost(self, *, attention: bool) -> StepCost:
-        """Return the work of one more forward of all layers, without attention if ``attention`` is False.
+        """Return the work of one more forward of one layer, without attention if ``attention`` is False.
 
-        This forward is 1/4 of a step's matrix products and 2/9 of its attention FLOPs; less if the step has reference
-        forwards.
+        A step runs each layer forward once, and once more for each reference forward. For a layer with a backward, it
+        also recomputes the forward and computes gradients: 3 times the forward's matrix products, 3.5 times its
+        attention FLOPs.
         """
         work = self.plain_cost.values
-        forward = {name: work[name] / (4 + self.forwards) for name in (f"{WORK}matmul_flops", f"{WORK}touched_bytes")}
-        share = FORWARD_SHARE / (1 + FORWARD_SHARE * self.forwards)
+        forwards = self.layers * (1 + self.forwards)
+        names = (f"{WORK}matmul_flops", f"{WORK}touched_bytes")
+        forward = {name: work[name] / (forwards + MATMUL_FORWARDS * self._differentiated) for name in names}
+        share = 1 / (forwards + ATTENTION_FORWARDS * self._differentiated)
         return StepCost({**forward, ATTENTION: work[ATTENTION] * share if attention else 0.0})
 
     def _kept_tensors_cost(self, kept: StepCost, tier: str) -> StepCost:
@@ -218,9 +228,9 @@ class Estimator:
         return StepCost(dict.fromkeys(names, size))
 
 
-def _max_stored_inputs(schedule: Schedule, layers: int) -> int:
+def _max_stored_inputs(schedule: Schedule, layers: int, first: int) -> int:
     """Return the peak number of layer inputs in memory: all that the forward stores, plus the inputs of one segment."""
-    places = place_layers(schedule, layers)
+    places = place_differentiated_layers(schedule, layers, first)
     stored = sum(place.begins_segment and not place.unstreamed for place in places)
     longest = current = 0
     for place in places:

@@ -16,8 +16,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from streamtune.engine import decoder_layers
-from streamtune.engine.inspect_model import caches_keys
-from streamtune.engine.memory.placement import place_layers
+from streamtune.engine.inspect_model import caches_keys, first_differentiated_layer
+from streamtune.engine.memory.placement import place_differentiated_layers
 from streamtune.plan.budget import Limits
 from streamtune.plan.simulate.partition import ResidentMemory
 from streamtune.plan.simulate.shard import CHUNKED_ATTENTION, WINDOWS, count_heads
@@ -69,9 +69,7 @@ class LowerBound:
         model: Any = workload.make_model()
         layers = decoder_layers(model)
         self.layers = len(layers)
-        embedding_trains = any(p.requires_grad for p in model.get_input_embeddings().parameters())
-        trained = (index for index, layer in enumerate(layers) if any(p.requires_grad for p in layer.parameters()))
-        self._first_trained = 0 if embedding_trains else next(trained, self.layers)
+        self._first = first_differentiated_layer(model)
         """Index of the first layer that the backward reaches; the layers below store nothing."""
         embedding: Tensor = model.get_input_embeddings().weight
         self._hidden, self._element = embedding.shape[1], embedding.element_size()
@@ -119,7 +117,7 @@ class LowerBound:
             return stored
         tokens = workload.num_rows * workload.shard_tokens
         if schedule.order == "chunk":
-            streamed = max(0, self.layers - schedule.keep_layers - self._first_trained)
+            streamed = max(0, self.layers - schedule.keep_layers - self._first)
             values = self._key_values_per_token * streamed
             before_last = tokens - workload.num_rows * min(schedule.chunk_size, workload.shard_tokens)
             sum_element = 4 if schedule.grad_dtype == "float32" else NARROW
@@ -128,7 +126,7 @@ class LowerBound:
             else:
                 stored["device"] = values * (NARROW * tokens + sum_element * before_last)
             return stored
-        for tier, count in _count_stored_inputs(schedule, self.layers, self._first_trained).items():
+        for tier, count in _count_stored_inputs(schedule, self.layers, self._first).items():
             stored[tier] = count * self.input_bytes(schedule, tokens)
         return stored
 
@@ -138,15 +136,11 @@ class LowerBound:
 
 
 @lru_cache(maxsize=4096)
-def _count_stored_inputs(schedule: Schedule, layers: int, first_trained: int) -> dict[Tier, int]:
+def _count_stored_inputs(schedule: Schedule, layers: int, first: int) -> dict[Tier, int]:
     """Return how many layer inputs are stored before the backward of the last layer or segment, by tier."""
-    streamed = [place for place in place_layers(schedule, layers) if not place.unstreamed]
+    streamed = [place for place in place_differentiated_layers(schedule, layers, first) if not place.unstreamed]
     last_segment = max((index for index, place in enumerate(streamed) if place.begins_segment), default=0)
-    return Counter(
-        place.tier
-        for index, place in enumerate(streamed)
-        if index >= first_trained and (place.begins_segment or index > last_segment)
-    )
+    return Counter(place.tier for index, place in enumerate(streamed) if place.begins_segment or index > last_segment)
 
 
 def _key_values_per_token(model: nn.Module) -> int:

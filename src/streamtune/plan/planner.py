@@ -21,7 +21,9 @@ from torch import Tensor, nn
 from streamtune.base.model_facts import model_device
 from streamtune.base.text import parse_size, show_size
 from streamtune.engine import decoder_layers
+from streamtune.engine.inspect_model import first_differentiated_layer
 from streamtune.engine.memory.host import usable_host_bytes
+from streamtune.engine.memory.placement import best_segment_size
 from streamtune.errors import ArgumentError
 from streamtune.plan.budget import Limits, free_device_bytes, free_disk_bytes
 from streamtune.plan.calibrate import load_rates
@@ -176,7 +178,7 @@ def choose(
         if not allows_chunk_order(fixed_fields, workload.cluster) or not _is_slowed(plan, workload):
             return plan
     started, time_model = time.perf_counter(), StepTimeModel(workload, rates)
-    search_space = SearchSpace(len(decoder_layers(workload.make_model())), workload.shard_tokens, limits, fixed_fields)
+    search_space = _make_search_space(workload, limits, fixed_fields)
     found = find_best_chunk_order(workload, search_space, simulate)
     if plan is None and found is None:
         found = simulate_least_memory_step(workload, limits, fixed_fields, simulate)
@@ -197,6 +199,14 @@ def _is_slowed(plan: Plan, workload: Workload) -> bool:
     return plan.schedule.levels == 2 or plan.step_seconds > MIN_SLOWDOWN * undelayed
 
 
+def _make_search_space(workload: Workload, limits: Limits, fixed: Mapping[str, Any]) -> SearchSpace:
+    """Return the values to try; only layers with a backward store tensors for it."""
+    model: Any = workload.make_model()
+    count, first = len(decoder_layers(model)), first_differentiated_layer(model)
+    size = best_segment_size(count, first) if 0 < first < count else None
+    return SearchSpace(count - first, workload.shard_tokens, limits, fixed, size)
+
+
 def _make_short_error(*_: Any) -> NothingFitsError:
     return NothingFitsError("no schedule fits", where="max_length")
 
@@ -213,15 +223,14 @@ def _plan_layer_order(
     started = time.perf_counter()
     time_model = StepTimeModel(workload, rates)
     model: Any = workload.make_model()
-    layers = decoder_layers(model)
-    search_space = SearchSpace(len(layers), workload.shard_tokens, limits, fixed or {})
+    search_space = _make_search_space(workload, limits, fixed or {})
     if _may_keep_every_layer(search_space, workload, model.get_input_embeddings().weight) and (
         keeping_all := _keep_every_layer(search_space, workload, simulate)
     ):
         return _make_plan(*keeping_all, limits, time_model, started)
     estimator = Estimator(
         workload,
-        len(layers),
+        len(decoder_layers(model)),
         simulate,
         chunks=search_space.candidate_values("chunk_size"),
         head_chunk=search_space.candidate_values("head_chunk_size")[-1],

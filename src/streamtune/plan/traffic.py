@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from streamtune.engine import decoder_layers
-from streamtune.engine.inspect_model import carries_states
+from streamtune.engine.inspect_model import carries_states, first_differentiated_layer
 from streamtune.engine.memory.placement import count_recomputed_layers
 from streamtune.engine.observe import with_observer
 from streamtune.plan.rates import Rates, predict_seconds
@@ -119,10 +119,13 @@ class _Messages:
     def __init__(self, workload: Workload) -> None:
         model: Any = workload.make_model()
         self.workload, self.cluster = workload, workload.cluster
-        self.layers = len(decoder_layers(model))
+        self.layers, self.first = len(decoder_layers(model)), first_differentiated_layer(model)
+        self.differentiated = self.layers - self.first
+        """Number of layers with a backward; layers below the lowest trained weight have none."""
         self.num_gathers = self.layers + len(bytes_outside_layers(model))
         self.weights, self.trained = shardable_bytes(model), trained_bytes(model)
         self.layer_weights = max(map(shardable_bytes, decoder_layers(model)))
+        self.forward_only_weights = sum(map(shardable_bytes, decoder_layers(model)[: self.first]))
         self.trained_elements = sum(p.numel() for p in model.parameters() if p.requires_grad)
         embedding = model.get_input_embeddings().weight.element_size()
         self.element_bytes = 2 if workload.autocast else embedding
@@ -161,10 +164,10 @@ class _Messages:
                 yield self._collective_flow("gathering of weights, forward", times * self.num_gathers, whole)
                 yield self._collective_flow(
                     "gathering of weights, backward",
-                    times * (self.num_gathers + again),
-                    times * (self.weights + again * self.layer_weights),
+                    times * (self.num_gathers - self.first + again),
+                    times * (self.weights - self.forward_only_weights + again * self.layer_weights),
                 )
-                count = self.layers if cluster.engine == "fsdp" else max(buckets, 1)
+                count = self.differentiated if cluster.engine == "fsdp" else max(buckets, 1)
                 yield self._collective_flow("reduction of gradients", times * count, times * self.trained)
 
     def _collective_flow(self, what: str, count: int, size: int) -> Flow:
@@ -185,7 +188,7 @@ class _Messages:
         """
         if self.workload.mode != "stream":
             return 0
-        forwards = count_recomputed_layers(schedule, self.layers)
+        forwards = count_recomputed_layers(schedule, self.layers, self.first)
         return sum(forwards) - (sum(map(bool, forwards)) if skip_gathered else 0)
 
     def _sequence_flows(self, schedule: Schedule) -> Iterator[Flow]:
@@ -200,9 +203,9 @@ class _Messages:
         queries = tokens * heads.queries * (heads.key_dim + heads.value_dim) * self.element_bytes  # and outputs
         again = self._count_recomputed_layers(schedule) / self.layers
         yield from self._state_flows(workload.num_rows * chunks, 1 + self.reference_forwards + again)
-        layers = self.attention_fraction * self.layers
-        streamed = self.attention_fraction * (self.layers - min(schedule.keep_layers, self.layers))
-        forwards = (1 + self.reference_forwards + again) * layers
+        layers = self.attention_fraction * self.differentiated
+        streamed = self.attention_fraction * (self.differentiated - min(schedule.keep_layers, self.differentiated))
+        forwards = (1 + self.reference_forwards + again) * self.attention_fraction * self.layers
         if cluster.form == "ring":
             replayed = streamed if schedule.keep_attention == "no" else 0
             yield from self._ring_flows(keys, tokens * width * FP32, forwards + replayed, layers, chunks)

@@ -29,6 +29,7 @@ ALIASES: dict[str, str] = {
     "lora_target_modules": "lora_target",
     "quantization_bit": "quantization",
     "target_modules": "lora_target",
+    "unfrozen_parameters": "train",
     # data
     "cutoff_len": "max_length",
     "max_seq_len": "max_length",
@@ -214,8 +215,8 @@ INSTEAD: dict[str, str] = {
 
 REFUSED_VALUES: dict[tuple[str, Any], tuple[str, str]] = {
     ("finetuning_type", "freeze"): (
-        "trains some of the layers, which is not supported",
-        "write finetuning_type: lora or full",
+        "trains some of the layers",
+        "write finetuning_type: full and trainable_layers: last N",
     ),
     ("quantization", "int4"): (
         "is not supported",

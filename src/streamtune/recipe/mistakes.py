@@ -194,7 +194,8 @@ def _suggest_fix(fragment: dict[str, Any], value: Any) -> str:
     if "array" in takes and isinstance(value, dict):
         return "start each entry with '- '"
     if takes == {"string"} and not accepted_words(fragment) and isinstance(value, (bool, int, float)):
-        return "put the value in quotes"
+        patterns = [part["pattern"] for part in (fragment, *fragment.get("anyOf", ())) if "pattern" in part]
+        return "put the value in quotes" if all(re.search(each, str(value)) for each in patterns) else ""
     return ""
 
 
@@ -296,7 +297,8 @@ def describe_accepted_values(fragment: Fragment) -> str:
         case "number":
             return f"a number{_describe_range(fragment)}"
         case _:
-            return f"a size such as {fragment['examples'][0]}" if fragment.get("pattern") == SIZE_PATTERN else "text"
+            noun = "a size" if fragment.get("pattern") == SIZE_PATTERN else "text"
+            return f"{noun} such as {fragment['examples'][0]}" if "examples" in fragment else noun
 
 
 @cache

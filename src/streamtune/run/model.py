@@ -24,6 +24,7 @@ from streamtune.engine import decoder_layers, keep_on_host
 from streamtune.engine.memory.host import usable_host_bytes
 from streamtune.engine.offloaded_weights import offloaded_parameters
 from streamtune.errors import ArgumentError
+from streamtune.recipe.keys.adapters import FREEZE_KEYS, AdapterKeys
 from streamtune.recipe.settings import ModelSettings, OptimizerSettings, TrainingSettings
 from streamtune.run.data import new_token_ids
 
@@ -81,6 +82,8 @@ def _make_model(
             model, recipe.adapter_name_or_path, tokenizer, new_tokens, trust_remote_code=recipe.trust_remote_code
         )
     if new_tokens and (adapters or checkpoint is None):
+        if not adapters:
+            _refuse_frozen_new_tokens(recipe, model, tokenizer, new_tokens)
         models.add_embedding_rows(model, len(tokenizer), new_tokens)
     models.write_special_token_ids(model, tokenizer, recipe.special_tokens.model_dump())
     _check_vocabulary(model, tokenizer)
@@ -178,9 +181,28 @@ def _move_to_device(recipe: ModelSettings, model: Any, device: torch.device) -> 
     return model
 
 
+def _show_tokens(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:
+    tokens = tokenizer.convert_ids_to_tokens(list(token_ids))
+    return ", ".join(tokens[:5]) + (f" and {len(tokens) - 5:,} more" if len(tokens) > 5 else "")
+
+
+def _refuse_frozen_new_tokens(
+    recipe: ModelSettings, model: Any, tokenizer: PreTrainedTokenizerBase, new_tokens: Sequence[int]
+) -> None:
+    embedding = model.get_input_embeddings()
+    if embedding.weight.requires_grad:
+        return
+    name = next(name for name, module in model.named_modules() if module is embedding)
+    raise ArgumentError(
+        f"the vocabulary lacks {_show_tokens(tokenizer, new_tokens)}, and the embedding is frozen, so the vectors of "
+        "these tokens would not be trained",
+        where="added_tokens" if recipe.added_tokens else "special_tokens",
+        fix=f"add {name} to train" if not recipe.freeze else f"add {name} to train, or delete its pattern in freeze",
+    )
+
+
 def _refuse_new_tokens(recipe: ModelSettings, tokenizer: PreTrainedTokenizerBase, new_tokens: Sequence[int]) -> None:
-    tokens = tokenizer.convert_ids_to_tokens(list(new_tokens))
-    shown = ", ".join(tokens[:5]) + (f" and {len(tokens) - 5:,} more" if len(tokens) > 5 else "")
+    shown = _show_tokens(tokenizer, new_tokens)
     full_fix = "; or add them on one device: --set max_steps=1 --set learning_rate=0, then name the final/ of that run"
     raise ArgumentError(
         f"the vocabulary lacks {shown}; embeddings cannot be resized under ZeRO-3 or FSDP2",
@@ -247,17 +269,44 @@ def make_meta_model(recipe: ModelSettings, device: torch.device) -> Any:
 
 def _make_blueprint(recipe: ModelSettings, device: torch.device, name: str | None) -> Any:
     source: Any = recipe.model.init if recipe.model is not None else recipe.model_name_or_path
+    frozen = name not in (None, recipe.model_name_or_path)
     return models.build_meta_model(
         source if name is None else name,
         models.ModelOptions(
-            weights_dtype(recipe, frozen=name not in (None, recipe.model_name_or_path)),
+            weights_dtype(recipe, frozen=frozen),
             choose_quantization(recipe, device),
             _rope_change(recipe),
+            trained=_trained_parts_of_model(recipe, frozen=frozen),
         ),
         vocab_size=_trained_vocabulary_size(recipe) if name is None else None,
         new_token_count=_count_added_tokens(recipe) if name in (None, recipe.model_name_or_path) else 0,
         trust_remote_code=recipe.trust_remote_code,
     )
+
+
+def trained_parts(recipe: AdapterKeys, frozen_dtype: torch.dtype | None = None) -> models.TrainedParts | None:
+    """Return the recipe's choice of trained parameters; None if it trains all of them, or adapters.
+
+    ``frozen_dtype`` is the dtype of frozen weights, if it is not the dtype of the trained weights.
+    """
+    if recipe.finetuning_type != "full" or not any(getattr(recipe, key) for key in FREEZE_KEYS):
+        return None
+    return models.TrainedParts(recipe.trainable_layers, recipe.freeze, recipe.train, frozen_dtype)
+
+
+def _trained_parts_of_model(recipe: ModelSettings, *, frozen: bool) -> models.TrainedParts | None:
+    """Return the recipe's choice of trained parameters; the other weights of a bfloat16 checkpoint stay in bfloat16.
+
+    With ``dtype: mixed`` trained weights are float32. Autocast computes with bfloat16 copies of them, so frozen
+    weights of a bfloat16 checkpoint have the same effect in bfloat16. ``frozen`` is True for another model than the
+    recipe's.
+    """
+    if frozen or trained_parts(recipe) is None:
+        return None
+    name, dtype = recipe.model_name_or_path, None
+    if recipe.dtype == "mixed" and recipe.bf16 and name is not None:
+        dtype = models.checkpoint_dtype(name, recipe.trust_remote_code)
+    return trained_parts(recipe, dtype if dtype == torch.bfloat16 else None)
 
 
 def weights_dtype(recipe: ModelSettings, *, frozen: bool = False) -> str:
@@ -326,7 +375,7 @@ def train_largest_block(recipe: OptimizerSettings, model: nn.Module) -> None:
     if recipe.step_kind.gradients == "block":
         if recipe.finetuning_type == "full":
             model.requires_grad_(True)  # in a resumed run only one block is trainable
-            models.freeze_other_modules(model)
+            models.freeze_parts(model, trained_parts(recipe))
         optim.train_largest_block(model, **recipe.optim_args)
 
 
@@ -362,7 +411,8 @@ def _make_base_model(
 ) -> Any:
     """Return the pretrained model ``name``, or a new model if None, without adapters."""
     dtype, quantization = weights_dtype(recipe, frozen=frozen), choose_quantization(recipe, device)
-    options, remote = (models.ModelOptions(dtype, quantization, _rope_change(recipe), change), recipe.trust_remote_code)
+    parts, remote = _trained_parts_of_model(recipe, frozen=frozen), recipe.trust_remote_code
+    options = models.ModelOptions(dtype, quantization, _rope_change(recipe), change, parts)
     if shard_world is not None and quantization is None:
         if name is not None:
             return shard_world.run_on_all_ranks(

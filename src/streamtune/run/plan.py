@@ -220,7 +220,7 @@ def plan_recipe(
         loaded=replace(loaded, recipe=recipe),
         model_name=type(base).__name__,
         parameters=models.count_parameters(model),
-        dtype=str(base.dtype).removeprefix("torch."),
+        dtype=str(models.trained_dtype(model)).removeprefix("torch."),
         layers=len(decoder_layers(model)),
         length=length,
         device_name=target.title if target else device_name(here),

@@ -22,10 +22,11 @@ from streamtune import __version__, models, train
 from streamtune.distributed import check_ranks_agree
 from streamtune.errors import ArgumentError, RecipeError, did_you_mean
 from streamtune.optim.optimizers import WHOLE_STEP_MAKERS
-from streamtune.recipe.keys.adapters import ADAPTER_KEYS
+from streamtune.recipe.keys.adapters import ADAPTER_KEYS, FREEZE_KEYS
 from streamtune.recipe.loader import LoadedRecipe, path_exists
 from streamtune.recipe.schema import Recipe
 from streamtune.run.data import fingerprint_inputs, fingerprint_tokenizer_files
+from streamtune.run.model import trained_parts
 from streamtune.run.ranks import RunSetup, resolve_setup
 from streamtune.run.weight_choices import rounding_warning, with_saved_precision
 from streamtune.tasks import Task
@@ -62,9 +63,11 @@ FREE_KEYS = frozenset(
 """Keys that may change between the start of a run and its resumption."""
 
 
-UNCHANGEABLE_KEYS = frozenset({"model", "finetuning_type", "special_tokens", "added_tokens", *ADAPTER_KEYS})
+UNCHANGEABLE_KEYS = frozenset(
+    {"model", "finetuning_type", "special_tokens", "added_tokens", *FREEZE_KEYS, *ADAPTER_KEYS}
+)
 """Keys that cannot change: the checkpoint already has the model or tokenizer that they describe, so a new value has no
-effect."""
+effect, or it has optimizer states of other weights."""
 
 
 TOKENIZER_KEYS = ("tokenizer", "chat_template")
@@ -96,7 +99,7 @@ KEYS_ADDED_LATER = ("roles_to_train", "train_on_eos", "reasoning", "on_empty", "
               "kd_temperature", "kd_hard_share", "lr_scheduler_kwargs", "lr_scaling",
               "lr_scaling_base", "adapter_type", "lora_exclude", "lora_rank_pattern", "lora_alpha_pattern",
               "lora_ga_rows", "lora_ga_gamma", "loftq_iter", "oft_block_size", "modules_to_save",
-              "adapter_name_or_path", "allocation")  # fmt: skip
+              "adapter_name_or_path", "allocation", *FREEZE_KEYS)  # fmt: skip
 """Keys that are compared only if they are set, because older runs were started before these keys existed."""
 
 
@@ -576,6 +579,7 @@ def notify_model_warnings(model: Any, longest_row: int, start: Start, notify: No
     ]
     if start.checkpoint is None:
         notes += [models.unloaded_layers_warning(model), models.frozen_modules_note(model)]
+        notes.append(models.frozen_parts_note(model, trained_parts(start.recipe)))
     for note in notes:
         if note is not None:
             notify(note)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -16,6 +17,7 @@ from streamtune.data.preferences import normalise_preference
 from streamtune.data.reading.readers import Row
 from streamtune.data.reading.sources import read_rows
 from streamtune.errors import ArgumentError, RecipeError
+from streamtune.models import ModelOptions, TrainedParts, build_meta_model
 from streamtune.programs.imports.importing import ImportedRecipe, import_recipe
 from streamtune.programs.imports.rows_and_templates import EQUAL_TEMPLATES, NEAR_TEMPLATES
 from streamtune.recipe import load_recipe
@@ -703,11 +705,76 @@ def test_all_mistakes_at_once(tmp_path: Path) -> None:
         assert f"- line {line}: " in caught.value.what
 
 
-def test_freeze_is_not_lora(tmp_path: Path) -> None:
-    imported = llamafactory(tmp_path, "finetuning_type: freeze\nfreeze_trainable_layers: 4\nlora_rank: 8\n")
-    assert lost(imported) == {"finetuning_type", "freeze_trainable_layers"}
-    assert "finetuning_type: full" in imported.text
-    assert "lora_r:" not in imported.text
+FROZEN_MODEL = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 12,
+                "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 32}  # fmt: skip
+
+
+def trained_names(imported: ImportedRecipe) -> set[str]:
+    """Return the names of the parameters that an imported recipe trains, of a model of 12 layers."""
+    read = yaml.safe_load(imported.text)
+    parts = TrainedParts(read.get("trainable_layers"), tuple(read.get("freeze", ())), tuple(read.get("train", ())))
+    model = build_meta_model(FROZEN_MODEL, ModelOptions(trained=parts))
+    return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def test_freeze_of_llamafactory_trains_the_same_parameters(tmp_path: Path) -> None:
+    """As ``_setup_freeze_tuning`` of 0.9.5: names that contain ``.LAYER.MODULE``, or an extra module."""
+    all_names = [name for name, _ in build_meta_model(FROZEN_MODEL).named_parameters()]
+    for fields, layers, modules, extra in (
+        ("", range(10, 12), [""], []),
+        ("freeze_trainable_layers: 1", range(11, 12), [""], []),
+        ("freeze_trainable_layers: -2\nfreeze_trainable_modules: mlp,self_attn", range(2), ["mlp", "self_attn"], []),
+        ("freeze_extra_modules: embed_tokens,norm", range(10, 12), [""], ["embed_tokens", "norm"]),
+        ("freeze_trainable_layers: 0\nfreeze_extra_modules: lm_head", range(0), [""], ["lm_head"]),
+    ):
+        imported = llamafactory(tmp_path, f"finetuning_type: freeze\nlora_rank: 8\n{fields}\n")
+        assert lost(imported) == set()
+        assert "finetuning_type: full" in imported.text
+        assert "lora_r:" not in imported.text
+        parts = [*(f".{layer}.{module}" for layer in layers for module in modules), *extra]
+        assert trained_names(imported) == {name for name in all_names if any(part in name for part in parts)}
+    mixed = llamafactory(tmp_path, "finetuning_type: freeze\nbf16: true\n")
+    assert "dtype: mixed" in mixed.text  # trained weights in fp32, the others in the compute dtype
+
+
+def test_unfrozen_parameters_of_axolotl_train_the_same_parameters(tmp_path: Path) -> None:
+    """As ``freeze_layers_except`` of 0.19.0: ``re.match``, and a ``.`` is a point unless a ``+`` follows."""
+    all_names = [name for name, _ in build_meta_model(FROZEN_MODEL).named_parameters()]
+    patterns = ["^lm_head.weight$", "model.layers.1.", "model.layers.[5-7].mlp", "model.+norm"]
+    expressions = [re.sub(r"\.(?!\+)", "\\.", pattern) for pattern in patterns]
+    text = f"base_model: a\ndatasets: [{{path: b, type: alpaca}}]\nunfrozen_parameters: {json.dumps(patterns)}\n"
+    imported = convert(tmp_path, text, trainer="axolotl")
+    assert "unfrozen_parameters" not in lost(imported)
+    assert trained_names(imported) == {name for name in all_names if any(re.match(e, name) for e in expressions)}
+    ranged = convert(tmp_path, text.replace("weight$", "weight$[:100]"), trainer="axolotl")
+    assert "unfrozen_parameters" in lost(ranged)
+    adapters = convert(tmp_path, text + "adapter: lora\n", trainer="axolotl")
+    assert "unfrozen_parameters" in lost(adapters)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("options", "trained", "missing"),
+    [
+        ("--freeze_parameters model.embed_tokens model.layers.1", r"(?!model\.(embed_tokens|layers\.1))", set()),
+        ("--freeze_parameters model --trainable_parameters model.layers.11", r"(lm_head|model\.layers\.11)", set()),
+        ("--freeze_parameters_ratio 1 --trainable_parameters lm_head", "lm_head", set()),
+        ("--freeze_parameters model --trainable_parameters_regex layers.1..mlp", r"lm_head|model\.layers\.1\d\.mlp",
+         set()),
+        ("--freeze_parameters_regex mlp", r"(?!.*mlp)", set()),
+        ("--trainable_parameters lm_head", "", set()),  # nothing was frozen
+        ("--freeze_parameters_ratio 0.5", "", {"freeze_parameters_ratio"}),
+    ],
+)  # fmt: skip
+def test_frozen_parameters_of_swift_train_the_same_parameters(
+    tmp_path: Path, options: str, trained: str, missing: set[str]
+) -> None:
+    """As ``freeze_parameters`` and ``activate_parameters`` of 4.6.0: prefixes, or a pattern found anywhere."""
+    names = [name for name, _ in build_meta_model(FROZEN_MODEL).named_parameters()]
+    text = f"swift sft --model a --dataset b.jsonl --max_length 512 --tuner_type full {options}"
+    imported = convert(tmp_path, text, "run.sh")
+    assert lost(imported) & {*options.replace("--", "").split()} == missing
+    assert trained_names(imported) == {name for name in names if re.match(trained, name)}
 
 
 def test_oft_is_a_kind_of_adapters(tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ from streamtune.programs.imports import importing
 from streamtune.programs.imports.axolotl_datasets import SETS
 from streamtune.programs.imports.conversion import Conversion, FieldFinding, PeerTrainer
 from streamtune.programs.imports.importing import TRAINERS
-from streamtune.programs.imports.llamafactory import FREEZE
 from streamtune.programs.imports.recipe_files import PeerFile
 from streamtune.recipe.aliases import ALIASES
 from streamtune.recipe.schema import RECIPES
@@ -99,12 +98,7 @@ def test_a_key_is_answered_as_its_class_says(trainer: str) -> None:
             continue  # a switch in place of the name of a column is read as one
         if not (rule.ours or rule.needed) and name not in OBJECTIVE:
             assert {each.kind for each in found} <= {"not_needed"}, name
-        elif (
-            not rule.ours
-            and rule.needed
-            and name not in FREEZE
-            and not any(rule.is_off(value) for value in (True, VALUES.get(name, True)))
-        ):
+        elif not rule.ours and rule.needed and not any(rule.is_off(value) for value in (True, VALUES.get(name, True))):
             assert [(each.kind, each.changes_training) for each in found] == [("lost", rule.changes_training)], name
             assert rule.why, name
 
@@ -132,6 +126,8 @@ SAME = {
     "load_in_8bit": "off",
     "use_peft": "off is finetuning_type: full",
     "train_on_inputs": "off is train_on: assistant",
+    "freeze_parameters_ratio": "0 freezes nothing",
+    "freeze_trainable_modules": "all modules of a trained layer",
     "shuffle_dataset": "another shuffle in front of that of each epoch",
 }
 """Fields whose default is spelt otherwise and means ours, and why."""
@@ -140,7 +136,7 @@ SAME = {
 WRITTEN = {
     "axolotl": "bf16 dtype max_length overlength split_at truncate_side warmup_ratio",
     "llamafactory": """bf16 default_system dtype finetuning_type learning_rate lora_r lr_scheduler_type num_train_epochs
-    overlength packing per_device_train_batch_size reasoning split_at train_on truncate_side""",
+    overlength packing per_device_train_batch_size reasoning split_at train_on trainable_layers truncate_side""",
     "swift": """adam_beta2 beta bf16 finetuning_type learning_rate lora_alpha lora_dropout lora_r num_train_epochs
     overlength per_device_train_batch_size reasoning simpo_gamma split_at temperature top_k top_p train_batch_size
     train_on truncate_side weight_decay""",

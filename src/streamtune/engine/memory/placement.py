@@ -8,7 +8,7 @@ Sublinear Memory Cost, arXiv 1604.06174). With ``order: chunk`` only the first l
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -51,10 +51,22 @@ def place_layers(schedule: Schedule, layer_count: int) -> list[Placement]:
     return placed + [Placement(unstreamed=True)] * unstreamed
 
 
-def count_recomputed_layers(schedule: Schedule, layer_count: int) -> list[int]:
-    """Return, for each segment of ``layer_count`` layers, how many layers the backward runs forward once more."""
+def place_differentiated_layers(schedule: Schedule, layer_count: int, first: int) -> list[Placement]:
+    """Return the :class:`Placement` of each layer that the backward reaches, from layer ``first`` on.
+
+    Layers below are frozen and store nothing. So layer ``first`` stores its input, wherever its segment begins.
+    """
+    places = place_layers(schedule, layer_count)[first:]
+    return [replace(places[0], begins_segment=True), *places[1:]] if places else []
+
+
+def count_recomputed_layers(schedule: Schedule, layer_count: int, first: int = 0) -> list[int]:
+    """Return, for each segment of ``layer_count`` layers, how many layers the backward runs forward once more.
+
+    The backward ends at layer ``first``.
+    """
     extra: list[int] = []
-    for place in place_layers(schedule, layer_count):
+    for place in place_differentiated_layers(schedule, layer_count, first):
         if place.unstreamed:
             continue
         if place.begins_segment:
@@ -82,9 +94,13 @@ def _placement(schedule: Schedule, index: int, layer_count: int, segment_size: i
     )
 
 
-def best_segment_size(layer_count: int) -> int:
-    """Return the number of layers per segment for which the fewest of ``layer_count`` inputs are stored at once."""
-    return min(range(1, max(1, layer_count) + 1), key=lambda size: -(-layer_count // size) + size - 1)
+def best_segment_size(layer_count: int, first: int = 0) -> int:
+    """Return the number of layers per segment for which the fewest of ``layer_count`` inputs are stored at once.
+
+    Layers below ``first`` are frozen and store nothing.
+    """
+    sizes = range(1, max(1, layer_count - first) + 1)
+    return min(sizes, key=lambda size: -(-layer_count // size) - first // size + size - 1)
 
 
 class Tiers:

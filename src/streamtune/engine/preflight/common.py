@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from streamtune.base.model_facts import IGNORE_INDEX, model_device
 from streamtune.engine.call_parts import SharedKey
 from streamtune.engine.context import CallContext
+from streamtune.engine.inspect_model import autocast_of_mixed_dtypes
 from streamtune.engine.layer import StreamedForward
 from streamtune.engine.memory.placement import Tiers
 from streamtune.engine.streamed_layer import ModelParts
@@ -35,8 +36,9 @@ from streamtune.schedule import Schedule
 def checking_mode(handle: StreamedModel) -> Iterator[None]:
     """Put the model in evaluation mode, with gradients on and the head frozen, in the ``with`` block.
 
-    On exit, restore the training flags, the layers' ``forward``, ``requires_grad`` of the head, the precision of fp32
-    matrix products and the random state.
+    If trained weights are float32 and frozen weights bfloat16, the model computes in bfloat16 autocast. On exit,
+    restore the training flags, the layers' ``forward``, ``requires_grad`` of the head, the precision of fp32 matrix
+    products and the random state.
     """
     model = handle.model
     training = [(module, module.training) for module in model.modules()]
@@ -46,7 +48,7 @@ def checking_mode(handle: StreamedModel) -> Iterator[None]:
     precision = torch.get_float32_matmul_precision()
     device = model_device(model)
     try:
-        with RandomState.capture(device).replayed(), torch.enable_grad():
+        with RandomState.capture(device).replayed(), torch.enable_grad(), autocast_of_mixed_dtypes(model):
             torch.set_float32_matmul_precision("highest")
             for module, _ in training:
                 module.training = False
@@ -121,9 +123,13 @@ BOUND = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 1e-2, torch.bf
 def error_bound_dtype(tensor: Tensor, layer: nn.Module | None = None) -> torch.dtype:
     """Return the dtype with the largest entry in ``BOUND``, of a tensor and of its layer's parameters.
 
-    Some models have fp32 hidden states between layers that compute in bf16.
+    Some models have fp32 hidden states between layers that compute in bf16. In autocast, all layers compute in its
+    dtype.
     """
     dtypes = [tensor.dtype, *(p.dtype for p in layer.parameters())] if layer is not None else [tensor.dtype]
+    kind = tensor.device.type
+    if torch.is_autocast_enabled(kind):
+        dtypes.append(torch.get_autocast_dtype(kind))
     return max((dtype for dtype in dtypes if dtype in BOUND), key=BOUND.__getitem__, default=torch.float32)
 
 

@@ -168,18 +168,22 @@ class LayerCheck:
                     module.compute_dtype = torch.float32  # type: ignore[assignment]
             plain, chunked = (_widen_arguments(arguments, wide, wider) for arguments in (call.arguments, streamed))
             inputs = {name: widen_tensors(x, wider) for name, x in call.inputs.items()}
-            with torch.no_grad():
-                with self.names.using_names(self.reference):
-                    _, reference = run_and_list_outputs(type(wide).forward, replace_tensors(plain, inputs))
-                with self.names.using_names(self.names.engine_names):
-                    _, outputs = run_and_list_outputs(
-                        with_self_argument(streamed_forward(wide, self.own_attention)), replace_tensors(chunked, inputs)
-                    )
-            wide_call = RecordedCall(call.index, replace_tensors(plain, inputs), inputs, call.trained_inputs, reference)
-            errors = {"output": self._output_error(outputs, wide_call)}
-            if tensor_name != "output":
-                name, value = self._gradient_error(wide, wide_call, chunked)
-                errors[name] = value
+            with torch.autocast(call.z_in.device.type, enabled=False):
+                with torch.no_grad():
+                    with self.names.using_names(self.reference):
+                        _, reference = run_and_list_outputs(type(wide).forward, replace_tensors(plain, inputs))
+                    with self.names.using_names(self.names.engine_names):
+                        _, outputs = run_and_list_outputs(
+                            with_self_argument(streamed_forward(wide, self.own_attention)),
+                            replace_tensors(chunked, inputs),
+                        )
+                wide_call = RecordedCall(
+                    call.index, replace_tensors(plain, inputs), inputs, call.trained_inputs, reference
+                )
+                errors = {"output": self._output_error(outputs, wide_call)}
+                if tensor_name != "output":
+                    name, value = self._gradient_error(wide, wide_call, chunked)
+                    errors[name] = value
         except StreamTuneError:
             raise
         except Exception:  # no wider copy is possible (quantised weights, memory, kernels without the dtype)

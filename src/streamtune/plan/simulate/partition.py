@@ -42,6 +42,7 @@ from torch import nn
 
 from streamtune.base.adapters import base_of
 from streamtune.engine import decoder_layers
+from streamtune.engine.inspect_model import first_differentiated_layer
 from streamtune.engine.memory.placement import count_recomputed_layers
 from streamtune.engine.offloaded_weights import offloaded_parameters
 from streamtune.ops.devices import simulate_device_type
@@ -187,7 +188,8 @@ class ResidentMemory:
         cluster = workload.cluster
         if not cluster.gathers_layers or workload.mode != "stream":
             return self
-        forwards = count_recomputed_layers(schedule, len(decoder_layers(model)))
+        first = first_differentiated_layer(model)
+        forwards = count_recomputed_layers(schedule, len(decoder_layers(model)), first)
         return replace(
             self,
             gathered=_gathered_bytes(model, cluster, max(forwards, default=0)),

@@ -14,8 +14,9 @@ each attention layer and for each query-key pair that is not masked,
     2 H (d_k + d_v)    forward, for H heads with dimensions d_k and d_v: scores, and weighted sum of values
     4 H (d_k + d_v)    backward
 
-Tokens outside a sliding window are masked. Padding, reference forwards and recomputation do not count. The FLOPs that a
-step with a schedule really computes are ``Work.matmul_flops + Work.attention_flops`` (``simulate.simulate``).
+Layers below the lowest trained weight have no backward. Tokens outside a sliding window are masked. Padding, reference
+forwards and recomputation do not count. The FLOPs that a step with a schedule really computes are ``Work.matmul_flops +
+Work.attention_flops`` (``simulate.simulate``).
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from torch import nn
 
 from streamtune.base.optimizer_table import PLAIN_STEP, StepKind
 from streamtune.engine import decoder_layers
+from streamtune.engine.inspect_model import first_differentiated_layer
 from streamtune.errors import ArgumentError
 from streamtune.models import full_parameter_size
 from streamtune.ops import TokenLoss
@@ -221,28 +223,44 @@ class FlopCount:
     Attributes:
         weights: N, number of weights with which a token is multiplied.
         trained: N_t, number of these weights that are trained.
+        forward_only: Number of these weights that are in layers without a backward.
         width: ``H (d_k + d_v)``: number of query heads, times the summed dimensions of a key and a value.
         windows: Sliding window of each attention layer, in tokens; 0: the whole row.
+        forward_only_windows: Windows of the attention layers without a backward.
     """
 
     weights: int
     trained: int
     width: int
     windows: tuple[int, ...]
+    forward_only: int = 0
+    forward_only_windows: tuple[int, ...] = ()
 
     @classmethod
     def from_model(cls, model: Any) -> FlopCount:
-        weights = trained = 0.0
+        weights = trained = forward_only = 0.0
         lookup_ids, picked_fraction = _lookup_weight_ids(model), _routed_expert_fraction(model)
+        first = first_differentiated_layer(model)
+        below_ids = {id(p) for layer in decoder_layers(model)[:first] for p in layer.parameters()}
         for name, parameter in model.named_parameters():
             if id(parameter) in lookup_ids or (parameter.dim() < 2 and not hasattr(parameter, "quant_state")):
                 continue
             count = full_parameter_size(parameter) * (picked_fraction if ".experts." in name else 1.0)
             weights += count
             trained += count if parameter.requires_grad else 0
+            forward_only += count if id(parameter) in below_ids else 0
         heads = count_heads(model)
         width = heads.queries * (heads.key_dim + heads.value_dim)
-        return cls(round(weights), round(trained), width, tuple(_attention_windows(model)))
+        windows = _attention_windows(model)
+        below = [window for window in windows[:first] if window is not None]
+        return cls(
+            round(weights),
+            round(trained),
+            width,
+            tuple(window for window in windows if window is not None),
+            round(forward_only),
+            tuple(below),
+        )
 
     def step_flops(self, spans: Iterable[Span], kind: StepKind = PLAIN_STEP) -> int:
         """Return the FLOPs of a training step on ``spans``, which are parts of rows.
@@ -250,15 +268,15 @@ class FlopCount:
         A step without a backward counts all its forwards. Other steps count one forward and one backward, because a
         first backward that only measures the gradient norm does not count.
         """
-        tokens = pairs = 0
+        tokens = pairs = forward_only_pairs = 0
         for before, own in spans:
             tokens += own
-            pairs += sum(
-                _unmasked_pairs(before + own, window) - _unmasked_pairs(before, window) for window in self.windows
-            )
+            pairs += _count_pairs(before, own, self.windows)
+            forward_only_pairs += _count_pairs(before, own, self.forward_only_windows)
         if kind.backwards == 0:
             return kind.forwards * 2 * (tokens * self.weights + self.width * pairs)
-        return tokens * (4 * self.weights + 2 * self.trained) + 6 * self.width * pairs
+        whole = tokens * (4 * self.weights + 2 * self.trained) + 6 * self.width * pairs
+        return whole - 2 * tokens * self.forward_only - 4 * self.width * forward_only_pairs
 
 
 def workload_flops(workload: Workload) -> int:
@@ -283,11 +301,20 @@ def sketch_flops(workload: Workload) -> int:
     row, last = [(0, workload.length)], decoder_layers(model)[-1]
     weights = sum(full_parameter_size(p) for p in last.parameters() if p.dim() > 1 or hasattr(p, "quant_state"))
     last_layer = replace(
-        count, weights=round(weights * _routed_expert_fraction(model)), trained=0, windows=count.windows[-1:]
+        count,
+        weights=round(weights * _routed_expert_fraction(model)),
+        trained=0,
+        windows=count.windows[-1:],
+        forward_only=0,
+        forward_only_windows=(),
     )
     head_flops = 2 * workload.length * (0 if head is None else full_parameter_size(head.weight))
     teacher_flops = 0 if workload.teacher is None else workload.length * workload.teacher.flops
     return count.step_flops(row, FORWARD) + last_layer.step_flops(row) + round(head_flops) + teacher_flops
+
+
+def _count_pairs(before: int, own: int, windows: Iterable[int]) -> int:
+    return sum(_unmasked_pairs(before + own, window) - _unmasked_pairs(before, window) for window in windows)
 
 
 def _unmasked_pairs(tokens: int, window: int) -> int:
@@ -318,14 +345,16 @@ def _routed_expert_fraction(model: Any) -> float:
     return picked / count if count and picked else 1.0
 
 
-def _attention_windows(model: Any) -> list[int]:
-    """Return the sliding window of each attention layer, in tokens; 0: the whole row."""
+def _attention_windows(model: Any) -> list[int | None]:
+    """Return the sliding window of each layer's attention, in tokens; 0: the whole row; None: no attention."""
     config, count = _text_config(model), len(decoder_layers(model))
     window = next((v for name in WINDOWS if isinstance(v := getattr(config, name, None), int) and v > 0), 0)
     if getattr(config, "use_sliding_window", True) is False:
         window = 0
     kinds = getattr(config, "layer_types", None)
     if not isinstance(kinds, list) or len(kinds) != count:
-        return [window] * count if getattr(config, "num_attention_heads", None) else []
-    attending = [str(kind) for kind in kinds if "attention" in str(kind) and "linear" not in str(kind)]
-    return [window if "sliding" in kind else 0 for kind in attending]
+        return [window if getattr(config, "num_attention_heads", None) else None] * count
+    return [
+        (window if "sliding" in kind else 0) if "attention" in kind and "linear" not in kind else None
+        for kind in map(str, kinds)
+    ]

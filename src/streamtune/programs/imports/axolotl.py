@@ -24,6 +24,7 @@ from .field_rules import (
     switch_rules,
 )
 from .rows_and_templates import NAME_OR_FILE, report_untrained_think_blocks, write_named_template
+from .trained_parameters import convert_unfrozen_parameters
 from .trainer_arguments import (
     CHECKPOINTING,
     KERNELS,
@@ -127,6 +128,7 @@ FIELDS: dict[str, FieldRule] = field_table(
         "max_prompt_length": "max_prompt_len",
         "beta": "dpo_beta",
         "added_tokens": "tokens",
+        "train": "unfrozen_parameters",
     },
     not_needed={
         "completions.jsonl records them": "trl.log_multimodal",
@@ -227,7 +229,7 @@ FIELDS: dict[str, FieldRule] = field_table(
         "completions of earlier steps": "trl.replay_buffer_size",
         "code of axolotl's plugins": "trainer_cls dense_mixer mora",
         "an unsupported objective": "diffusion ebft hatchery nemo_gym_enabled kd_trainer",
-        "training only some layers is not supported": "spectrum_top_fraction",
+        "list the layers that Spectrum chooses in train": "spectrum_top_fraction",
         "StreamTune has no Grokfast filter of gradients": "grokfast_alpha grokfast_lamb",
         "compression during training": "llmcompressor qat use_onebitllms nvfp4_merge_aware",
         "StreamTune quantises only to nf4 and int8": """dsv4_bf16_all dsv4_fp4_grouped_mode dsv4_fp8_nonexpert_mode
@@ -247,7 +249,6 @@ FIELDS: dict[str, FieldRule] = field_table(
         "StreamTune does not support float16 weights; write dtype: bfloat16": "float16",
         "download the model revision and give its folder": "revision_of_model",
         "StreamTune does not change the model's configuration": "overrides_of_model_kwargs",
-        "StreamTune does not train selected parameters; finetuning_type is full, lora or qlora": "unfrozen_parameters",
         "weights quantised by GPTQ": "gptq",
         "settings of bitsandbytes": "bnb_config_kwargs",
         "the importer converts no trained adapters: merge the adapter first with `streamtune export`": "lora_model_dir",
@@ -332,6 +333,7 @@ def _convert_dependent_fields(conversion: Conversion) -> None:
     for name in ("overrides_of_model_config", "model_config"):
         _convert_model_overrides(conversion, name)
     _convert_adapter(conversion)
+    convert_unfrozen_parameters(conversion)
     # axolotl loads the weights in the precision that it computes in
     conversion.write_if_on("bfloat16", "dtype", "bfloat16")
     conversion.write_if_on("float32", "dtype", "float32")

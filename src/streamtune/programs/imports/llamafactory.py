@@ -38,6 +38,7 @@ from .rows_and_templates import (
     write_eval_sets,
     write_weights,
 )
+from .trained_parameters import convert_frozen_layers
 from .trainer_arguments import (
     CHECKPOINTING,
     KERNELS,
@@ -92,6 +93,9 @@ FIELDS: dict[str, FieldRule] = field_table(
         "chat_template_kwargs": "enable_thinking preserve_thinking",
         "loss_type": "pref_loss",
         "early_stopping_patience": "early_stopping_steps",
+        "trainable_layers": "freeze_trainable_layers",
+        "freeze": "freeze_trainable_modules",
+        "train": "freeze_extra_modules",
     },
     not_needed={
         CHECKPOINTING: "disable_gradient_checkpointing use_reentrant_gc",
@@ -144,7 +148,6 @@ FIELDS: dict[str, FieldRule] = field_table(
             swanlab_logdir swanlab_lark_webhook_url swanlab_lark_secret""",
     },
     lost={
-        "all layers are trained": "freeze_trainable_layers freeze_trainable_modules freeze_extra_modules",
         "the importer converts no trained adapters: merge the adapter first with `streamtune export`": """
             adapter_name_or_path adapter_folder""",
         "StreamTune initialises new embedding rows with the mean of the other rows": "new_special_tokens_config",
@@ -219,7 +222,7 @@ def _convert_dependent_fields(conversion: Conversion) -> None:
 
 
 def _convert_finetuning_type(conversion: Conversion) -> None:
-    """Convert ``finetuning_type``; ``oft`` becomes an ``adapter_type``, and ``freeze`` becomes full fine-tuning."""
+    """Convert ``finetuning_type``; ``oft`` becomes an ``adapter_type``, and ``freeze`` ``trainable_layers``."""
     name = "finetuning_type"
     given = name in conversion.left
     method = conversion.pop_field(name) or "lora"
@@ -235,11 +238,11 @@ def _convert_finetuning_type(conversion: Conversion) -> None:
         target = conversion.pop_field("oft_target")
         if target is not None:
             conversion.convert_key("lora_target", convert_module_names, target, "oft_target")
+    elif method == "freeze":
+        convert_frozen_layers(conversion)
     else:
         conversion.ours[name] = "full"
-        last = conversion.get("freeze_trainable_layers", 2)
-        why = f"LLaMA-Factory trains only {last} layers; StreamTune trains all weights"
-        conversion.report_lost(name, why=why if method == "freeze" else "finetuning_type is full, lora or qlora")
+        conversion.report_lost(name, why="finetuning_type is full, lora or qlora")
     if method != "freeze":
         conversion.mark_unneeded(*FREEZE, why="LLaMA-Factory reads this field only with finetuning_type: freeze")
 
@@ -274,12 +277,13 @@ def _write_trainer_defaults(conversion: Conversion) -> None:
     if "bf16" not in conversion.ours:
         conversion.write_default("bf16", False, "LLaMA-Factory uses no mixed precision by default")
     if "dtype" not in conversion.ours and conversion.get("bf16"):
+        frozen = conversion.ours.get("trainable_layers") or conversion.ours.get("train")
         note = (
             "LLaMA-Factory keeps frozen weights in the compute dtype"
-            if adapters
+            if adapters or frozen
             else "LLaMA-Factory keeps weights in fp32"
         )
-        conversion.write_default("dtype", "bfloat16" if adapters else "float32", note)
+        conversion.write_default("dtype", "bfloat16" if adapters else "mixed" if frozen else "float32", note)
 
 
 ALPACA = {

@@ -23,6 +23,7 @@ from .field_rules import (
 )
 from .rows_and_templates import convert_swift_template, first_local_row
 from .swift_datasets import convert_datasets
+from .trained_parameters import convert_frozen_parameters
 from .trainer_arguments import (
     CHECKPOINTING,
     KERNELS,
@@ -114,7 +115,9 @@ FIELDS: dict[str, FieldRule] = field_table(
         ),
     },
     renamed={
-        "finetuning_type": "tuner_type train_type sft_type freeze_parameters_ratio",
+        "finetuning_type": "tuner_type train_type sft_type",
+        "freeze": "freeze_parameters freeze_parameters_regex freeze_parameters_ratio",
+        "train": "trainable_parameters trainable_parameters_regex additional_trainable_parameters",
         "model_name_or_path": "model model_id_or_path",
         "quantization": "quant_bits quant_method",
         "datasets": "dataset columns interleave_prob",
@@ -232,8 +235,7 @@ FIELDS: dict[str, FieldRule] = field_table(
         "write optim: galore": "use_galore",
         "write optim: muon": "use_muon",
         "LISA": "lisa_activated_layers",
-        "frozen weights": """freeze_llm freeze_parameters freeze_parameters_regex trainable_parameters
-            trainable_parameters_regex additional_trainable_parameters""",
+        "StreamTune trains the language model of a vision-language model": "freeze_llm",
         "StreamTune trains no classifiers or embedding models": "num_labels problem_type",
     },
     lost_without_effect={
@@ -345,10 +347,6 @@ def _convert_tuner_type(conversion: Conversion) -> None:
     given = name in conversion.left
     tuner = conversion.pop_field(name) or "lora"
     conversion.mark_unneeded(*TUNER, why=f"set by '{name}'")
-    ratio = conversion.get("freeze_parameters_ratio")
-    if ratio and tuner == "full":
-        conversion.report_lost("freeze_parameters_ratio", why="ms-swift freezes weights; StreamTune trains all weights")
-    conversion.mark_unneeded("freeze_parameters_ratio", why="used only with full" if ratio else "off")
     if tuner in KINDS:
         conversion.write_key("adapter_type", tuner, name)
         conversion.ours["finetuning_type"] = "lora"
@@ -362,6 +360,7 @@ def _convert_tuner_type(conversion: Conversion) -> None:
             conversion.ours["finetuning_type"] = "qlora"
     else:
         conversion.report_lost(name, why="StreamTune's finetuning_type is full, lora or qlora; lora is written")
+    convert_frozen_parameters(conversion)
 
 
 def _write_trainer_defaults(conversion: Conversion) -> None:

@@ -142,11 +142,16 @@ def _describe_run(run: RunRecords) -> str:
     parts = [f"{recipe.get('objective', 'sft')} of {model}"]
     if recipe.get("finetuning_type", "full") != "full":
         parts.append(_describe_adapters(recipe))
+    parts += [f"{key}: {_show_list(recipe[key])}" for key in ("trainable_layers", "freeze", "train") if recipe.get(key)]
     sources = [str(each.get("path")) for each in _as_sequence(recipe.get("datasets")) if isinstance(each, Mapping)]
     if sources:
         parts.append(f"on {', '.join(sources[:4])}{' ...' if len(sources) > 4 else ''}")
     parts.append(_describe_state(run))
     return "; ".join(parts)
+
+
+def _show_list(value: Any) -> str:
+    return ", ".join(map(str, _as_sequence(value))) if not isinstance(value, str) else value
 
 
 def _describe_adapters(recipe: Mapping[str, Any]) -> str:

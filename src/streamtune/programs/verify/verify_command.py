@@ -121,7 +121,8 @@ def _describe_model(subject: VerifySubject) -> str:
     total, trainable = subject.parameters.total, subject.parameters.trainable
     trained = "all trained" if trainable == total else f"{trainable:,} trained"
     base = base_of(subject.model)
-    dtype = str(base.dtype).removeprefix("torch.")
+    dtypes = dict.fromkeys(p.dtype for frozen in (False, True) for p in base.parameters() if p.requires_grad != frozen)
+    dtype = " and ".join(str(each).removeprefix("torch.") for each in dtypes if each.is_floating_point)
     computed = ", computed in bfloat16" if subject.bf16 else ""
     computed = f", computed in {str(subject.dtype).removeprefix('torch.')}" if subject.dtype else computed
     return f"{type(base).__name__}, {total:,} parameters, {trained}; {dtype}{computed} on {subject.device}"

@@ -28,6 +28,9 @@ OF_ALL = ("lora_target", "lora_exclude", "modules_to_save", "adapter_name_or_pat
 OF_KINDS = tuple(dict.fromkeys(key for kind in ADAPTERS.values() for key in kind.own_recipe_keys))
 ADAPTER_KEYS = ("adapter_type", *OF_KINDS, *OF_ALL)
 """Keys without effect when all weights are trained."""
+FREEZE_KEYS = ("trainable_layers", "freeze", "train")
+"""Keys that choose the trained weights of full fine-tuning."""
+LAYERS_PATTERN = r"^((first|last) [1-9]\d{0,5}|\d{1,6}-\d{1,6})$"
 UNQUANTISED = tuple(name for name, kind in ADAPTERS.items() if not kind.on_quantised)
 
 
@@ -47,12 +50,31 @@ def unread_adapter_keys(recipe: Any) -> dict[str, str]:
     return {key: setting for key, setting in keys_without_effect(recipe).items() if key in recipe.model_fields_set}
 
 
+Layers = Annotated[str, Field(pattern=LAYERS_PATTERN, json_schema_extra={"examples": ["last 8", "first 8", "28-35"]})]
+
+
 class AdapterKeys(Spec):
-    """Recipe keys that select full fine-tuning or adapters, and configure the adapters."""
+    """Recipe keys that select full fine-tuning or adapters, choose the trained weights, and configure the adapters."""
 
     finetuning_type: Literal["full", "lora", "qlora"] = "full"
-    """Weights to train. `full`: all weights. `lora`: adapters, while the model's weights are frozen. `qlora`: adapters,
-    while the model's weights are frozen and quantised to 4 or 8 bits, which takes less memory."""
+    """Weights to train. `full`: all weights, or those that `trainable_layers`, `freeze` and `train` choose. `lora`:
+    adapters, while the model's weights are frozen. `qlora`: adapters, while the model's weights are frozen and
+    quantised to 4 or 8 bits, which takes less memory."""
+
+    trainable_layers: Layers | None = None
+    """With `finetuning_type: full`: decoder layers to train: `last 8`, `first 8`, or `28-35` (the first layer has
+    number 0). All other layers, the embedding, the final norm and the head are frozen; `train` adds them by name.
+    Default: all weights."""
+
+    freeze: Annotated[tuple[Text, ...], Field(strict=False)] = ()
+    """With `finetuning_type: full`: list of patterns of parameters that are not trained: `[model.embed_tokens]`. A
+    pattern is a regular expression that matches the beginning of a parameter's name. A `.` in it is a point, except
+    in `.*` and `.+`. Patterns are applied after `trainable_layers`."""
+
+    train: Annotated[tuple[Text, ...], Field(strict=False)] = ()
+    """With `finetuning_type: full`: list of patterns of parameters that are trained: `[lm_head, model.norm]`. Without
+    `trainable_layers` and `freeze`, all other parameters are frozen. With one of them, these parameters are trained as
+    well, because `train` is applied last. Patterns match as in `freeze`."""
 
     quantization: Literal["auto", "nf4", "int8"] = "auto"
     """With `finetuning_type: qlora`: number format of the frozen linear layers and experts. `nf4` has 4 bits
@@ -130,6 +152,13 @@ class AdapterKeys(Spec):
         return qlora and ADAPTERS[self.adapter_type].start == "quantisation"
 
 
+def _refuse_reversed_layers(recipe: Any) -> Iterator[Refusal]:
+    first, dash, last = (recipe.trainable_layers or "").partition("-")
+    if dash and int(first) > int(last):
+        what = f"'trainable_layers: {recipe.trainable_layers}' ends before it begins"
+        yield Refusal("trainable_layers", what, f"write trainable_layers: {last}-{first}")
+
+
 def _refuse_keys_of_adapter_folder(recipe: Any) -> Iterator[Refusal]:
     for key in keys_without_effect(recipe):
         if is_given(recipe, key):
@@ -141,6 +170,16 @@ OTHERS = ", ".join(f"adapter_type: {kind}" for kind in ADAPTERS if kind not in U
 LORA = "write adapter_type: lora, or "
 
 ADAPTER_RULES: Rules = (
+    *(
+        Clash(
+            {key: GIVEN, "finetuning_type": Not("full")},
+            f"'{key}' chooses weights of the model, and 'finetuning_type: {{finetuning_type}}' freezes all of them",
+            "write finetuning_type: full, or delete the line; lora_target, lora_exclude and modules_to_save choose "
+            "what adapters train",
+        )
+        for key in FREEZE_KEYS
+    ),
+    Custom(_refuse_reversed_layers),
     Clash(
         {"adapter_type": names_where(ADAPTERS, {"on_quantised": False}), "finetuning_type": "qlora"},
         "'adapter_type: {adapter_type}' needs unquantised weights, and 'finetuning_type: qlora' quantises them to 4 or "
