@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForImageTextToText, AutoTokenizer
+from transformers import AutoModelForImageTextToText, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 import streamtune
 from streamtune import Schedule, data
@@ -17,7 +17,7 @@ from streamtune.recipe.loader import load_recipe
 from streamtune.tasks.preference import PreferenceBatches
 from streamtune.tasks.sft import Batches
 from tests.exactness.families import gradients, reference
-from tests.sft_kit import FIXED, run, write_recipe
+from tests.sft_kit import FIXED, QWEN3, run, write_recipe, write_rows
 from tests.vision_kit import KINDS, draw, save_checkpoint, write_image_rows
 
 OTHERS = ("gemma3", "idefics3")
@@ -111,6 +111,61 @@ def test_other_ways_to_train(folder: Path, keys: dict[str, Any]) -> None:
     assert run() == 0
     found = losses("run")
     assert found[-1] < found[0] + 0.2
+
+
+PROJECTORS = ("projector", "connector", "merger")
+
+
+@pytest.mark.parametrize(
+    ("kind", "tower", "projector"),
+    [
+        ("qwen3_vl", True, False),
+        *(
+            pytest.param(*each, marks=pytest.mark.full)
+            for each in (
+                ("qwen3_vl", False, True),
+                ("qwen3_vl", True, True),
+                ("gemma3", False, True),
+                ("llava", True, True),
+            )
+        ),
+    ],
+)
+def test_the_tower_is_trained(folder: Path, kind: str, tower: bool, projector: bool) -> None:
+    """What is chosen moves with rows of images, in a few parts of the images as in one, and resumes bit for bit."""
+    save_checkpoint(kind, folder / "base")
+    write_image_rows(folder, 6)
+    keys = {"freeze_vision_tower": not tower, "freeze_projector": not projector, "trainable_layers": "last 1"}
+    write_recipe(folder, {**RECIPE, **keys, "save_steps": 2})
+    assert run() == 0
+    before, after = load_file("base/model.safetensors"), load_file("run/final/model.safetensors")
+    moved = {name for name in after if not torch.equal(after[name], before[name])}
+    in_projector = {name for name in after if any(part in name for part in PROJECTORS)}
+    in_tower = {name for name in after if any(part in name for part in TOWER)} - in_projector
+    assert bool(moved & in_tower) == tower
+    assert bool(moved & in_projector) == projector
+    assert not any(".layers.0." in name for name in moved - in_tower), "of the language model, the last layer"
+    assert run("--output-dir", "again", "--resume", "run/checkpoints/step-000002") == 0
+    resumed = load_file("again/final/model.safetensors")
+    assert all(torch.equal(resumed[name], value) for name, value in after.items())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("keys", "what"),
+    [
+        ({"freeze_projector": False, "finetuning_type": "lora"}, "'finetuning_type: lora' freezes all of them"),
+        ({"freeze_vision_tower": False, "model_name_or_path": "text"}, "and Qwen3ForCausalLM has none"),
+    ],
+)
+def test_no_tower_to_train(folder: Path, keys: dict[str, Any], what: str, capsys: pytest.CaptureFixture[str]) -> None:
+    save_checkpoint("qwen3_vl", folder / "base")
+    write_rows(folder, 3)
+    Qwen3ForCausalLM(Qwen3Config(**QWEN3, vocab_size=400)).save_pretrained("text")
+    AutoTokenizer.from_pretrained("base").save_pretrained("text")
+    write_recipe(folder, {**RECIPE, **keys})
+    assert run() == 2
+    assert what in capsys.readouterr().err
 
 
 @pytest.mark.full

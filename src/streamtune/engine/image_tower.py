@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.utils import ModelOutput
 
+from streamtune.engine.inspect_model import image_modules
+
 FROZEN_ELEMENTS = 1 << 25
 """Number of elements of ``pixel_values`` that a frozen tower computes at a time: about 20 pages of a million pixels."""
 TRAINED_ELEMENTS = 1 << 22
@@ -41,7 +43,7 @@ class ImageTower:
 
     def __init__(self, owner: Any, layer: nn.Module) -> None:
         self.owner, self.compute_whole = owner, owner.get_image_features
-        self._tower = [child for child in owner.children() if all(module is not layer for module in child.modules())]
+        self._tower = image_modules(owner, [layer])
         self.argument_names = list(inspect.signature(self.compute_whole).parameters)
         owner.get_image_features = self
 

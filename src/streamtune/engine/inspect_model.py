@@ -96,10 +96,20 @@ def first_differentiated_layer(model: Any) -> int:
     trained embedding, of tokens or positions, is below all layers.
     """
     layers = decoder_layers(model)
-    if _trains_embeddings(model, layers):
+    towers = (p for module in image_modules(model, layers) for p in module.parameters())
+    if _trains_embeddings(model, layers) or any(p.requires_grad for p in towers):
         return 0
     trained = (number for number, layer in enumerate(layers) if any(p.requires_grad for p in layer.parameters()))
     return next(trained, len(layers))
+
+
+def image_modules(model: nn.Module, layers: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return the modules that compute the features of images, such as the vision tower; an empty list without any."""
+    owners = [module for module in model.modules() if hasattr(type(module), "get_image_features")]
+    if not owners or not layers:
+        return []
+    # Outer modules only call the innermost one.
+    return [child for child in owners[-1].children() if all(module is not layers[0] for module in child.modules())]
 
 
 def _trains_embeddings(model: Any, layers: Sequence[nn.Module]) -> bool:

@@ -38,23 +38,32 @@ class TrainedParts:
         freeze: Patterns of parameters that are not trained.
         train: Patterns of parameters that are trained.
         frozen_dtype: Dtype of the frozen weights of a checkpoint; None leaves them in the dtype of the trained weights.
+        tower: True to train the vision tower of a vision-language model.
+        projector: True to train the projector of a vision-language model.
     """
 
     layers: str | None = None
     freeze: tuple[str, ...] = ()
     train: tuple[str, ...] = ()
     frozen_dtype: torch.dtype | None = None
+    tower: bool = False
+    projector: bool = False
 
 
 def freeze_parts(model: PreTrainedModel, parts: TrainedParts | None) -> None:
     """Freeze all parameters of a new model that are not trained; None trains all parameters.
 
-    Modules of a vision-language model outside its language model stay frozen.
+    Modules of a vision-language model outside its language model are frozen, unless ``parts`` says otherwise.
 
     Raises:
         ArgumentError: The model has fewer layers, a pattern matches no parameter, or no parameter is left to train.
     """
-    freeze_other_modules(model)
+    others: set[nn.Parameter] = set()
+    if parts is None:
+        freeze_other_modules(model)
+    else:
+        others = set(freeze_other_modules(model, tower=parts.tower, projector=parts.projector))
+        _check_tower(model, parts, others)
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if parameter.requires_grad:
@@ -63,9 +72,9 @@ def freeze_parts(model: PreTrainedModel, parts: TrainedParts | None) -> None:
         return
     trained = set(names)
     if parts.layers is not None:
-        trained &= {p for layer in _chosen_layers(model, parts.layers) for p in layer.parameters()}
+        trained &= {p for layer in _chosen_layers(model, parts.layers) for p in layer.parameters()} | others
     elif parts.train and not parts.freeze:
-        trained.clear()
+        trained &= others
     trained -= _matching_parameters(model, names, parts.freeze, "freeze")
     trained |= _matching_parameters(model, names, parts.train, "train")
     if not trained:
@@ -77,6 +86,21 @@ def freeze_parts(model: PreTrainedModel, parts: TrainedParts | None) -> None:
         )
     for parameter in names:
         parameter.requires_grad_(parameter in trained)
+
+
+def _check_tower(model: PreTrainedModel, parts: TrainedParts, others: set[nn.Parameter]) -> None:
+    """Check that a model has the parts that ``freeze_vision_tower`` and ``freeze_projector`` name.
+
+    Raises:
+        ArgumentError: The model has no vision tower, or no projector apart from its other modules.
+    """
+    for key, wanted in (("freeze_vision_tower", parts.tower), ("freeze_projector", parts.projector)):
+        if wanted and not others:
+            raise ArgumentError(
+                f"'{key}: false' trains a part of a vision-language model, and {type(model).__name__} has none",
+                where=key,
+                fix="delete the line",
+            )
 
 
 def _chosen_layers(model: PreTrainedModel, text: str) -> list[nn.Module]:

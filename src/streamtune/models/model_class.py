@@ -90,11 +90,32 @@ def is_inside(name: str, modules: Collection[str]) -> bool:
 
 def frozen_modules_note(model: Any) -> str | None:
     """Return a note that names the modules of a vision-language model that are not trained; None for other models."""
-    names = ", ".join(frozen_modules(base_of(model)))
-    return f"only the language model is trained; frozen: {names}" if names else None
+    base = base_of(model)
+    modules = {name: base.get_submodule(name) for name in frozen_modules(base)}
+    trains = {name: {p.requires_grad for p in module.parameters()} for name, module in modules.items()}
+    frozen = [name for name, flags in trains.items() if flags == {False}]
+    if len(frozen) == len(modules):
+        return f"only the language model is trained; frozen: {', '.join(frozen)}" if frozen else None
+    trained = [name if flags == {True} else f"a part of {name}" for name, flags in trains.items() if True in flags]
+    rest = f"; frozen: {', '.join(frozen)}" if frozen else ""
+    return f"trained with the language model: {', '.join(trained)}{rest}"
 
 
-def freeze_other_modules(model: PreTrainedModel) -> None:
-    """Freeze all parameters of a vision-language model that are not part of its language model."""
+PROJECTOR = ("projector", "connector", "merger", "aligner")
+"""Parts of the names of modules that project images to the language model. In some families they are in the tower."""
+
+
+def freeze_other_modules(model: PreTrainedModel, *, tower: bool = False, projector: bool = False) -> list[nn.Parameter]:
+    """Freeze the parameters of a vision-language model outside its language model; return those that are trained.
+
+    Args:
+        tower: True to train the vision tower.
+        projector: True to train the projector.
+    """
+    trained: list[nn.Parameter] = []
     for name in frozen_modules(model):
-        model.get_submodule(name).requires_grad_(False)
+        for inner, parameter in model.get_submodule(name).named_parameters():
+            is_projector = any(part in f"{name}.{inner}" for part in PROJECTOR)
+            parameter.requires_grad_(projector if is_projector else tower)
+            trained += [parameter] if parameter.requires_grad else []
+    return trained

@@ -24,6 +24,7 @@ from streamtune.engine import StreamHandle
 from streamtune.engine.memory.host import usable_host_bytes
 from streamtune.errors import ArgumentError
 from streamtune.plan.simulate.memory import device_model_bytes
+from streamtune.recipe.keys.adapters import TOWER_KEYS, AdapterKeys
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.settings import ModelSettings
 from streamtune.run.data import (
@@ -88,6 +89,8 @@ def build_run(
         fix_template_date(start.identity["date"])
         task.check_ranks(start.device, start.world)
         check_host_memory(recipe.engine)
+        if start.world.size > 1:
+            _refuse_tower(recipe)
         sources = make_sources(loaded)
         with doing("reading the tokenizer" if start.checkpoint else "making the tokenizer"):
             tokenizer = make_shared_tokenizer(start.world, recipe, sources, start.checkpoint, notify)
@@ -228,6 +231,21 @@ def _init_adapters(recipe: ModelSettings, task: Task[Any], model: Any, handle: S
         if handle.schedule != schedule:
             handle.reschedule(schedule)
     models.initialize_from_factors(model, factors)
+
+
+def _refuse_tower(recipe: AdapterKeys) -> None:
+    """Refuse to train a vision tower on several ranks: a rank without images in a step would have no gradients of it.
+
+    Raises:
+        ArgumentError: The recipe trains the vision tower or the projector.
+    """
+    for key in TOWER_KEYS:
+        if not getattr(recipe, key):
+            raise ArgumentError(
+                f"'{key}: false' is only for one device, and this run has several ranks",
+                where=key,
+                fix="delete the line, or train on one device",
+            )
 
 
 def _check_host_memory(recipe: ModelSettings, model: Any) -> None:

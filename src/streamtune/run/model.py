@@ -289,9 +289,13 @@ def trained_parts(recipe: AdapterKeys, frozen_dtype: torch.dtype | None = None) 
 
     ``frozen_dtype`` is the dtype of frozen weights, if it is not the dtype of the trained weights.
     """
-    if recipe.finetuning_type != "full" or not any(getattr(recipe, key) for key in FREEZE_KEYS):
+    tower, projector = not recipe.freeze_vision_tower, not recipe.freeze_projector
+    chosen = any(getattr(recipe, key) for key in FREEZE_KEYS)
+    if recipe.finetuning_type != "full" or not (chosen or tower or projector):
         return None
-    return models.TrainedParts(recipe.trainable_layers, recipe.freeze, recipe.train, frozen_dtype)
+    return models.TrainedParts(
+        recipe.trainable_layers, recipe.freeze, recipe.train, frozen_dtype if chosen else None, tower, projector
+    )
 
 
 def _trained_parts_of_model(recipe: ModelSettings, *, frozen: bool) -> models.TrainedParts | None:

@@ -22,7 +22,7 @@ from streamtune import __version__, models, train
 from streamtune.distributed import check_ranks_agree
 from streamtune.errors import ArgumentError, RecipeError, did_you_mean
 from streamtune.optim.optimizers import WHOLE_STEP_MAKERS
-from streamtune.recipe.keys.adapters import ADAPTER_KEYS, FREEZE_KEYS
+from streamtune.recipe.keys.adapters import ADAPTER_KEYS, FREEZE_KEYS, TOWER_KEYS
 from streamtune.recipe.loader import LoadedRecipe, path_exists
 from streamtune.recipe.schema import Recipe
 from streamtune.run.data import fingerprint_inputs, fingerprint_tokenizer_files
@@ -64,7 +64,7 @@ FREE_KEYS = frozenset(
 
 
 UNCHANGEABLE_KEYS = frozenset(
-    {"model", "finetuning_type", "special_tokens", "added_tokens", *FREEZE_KEYS, *ADAPTER_KEYS}
+    {"model", "finetuning_type", "special_tokens", "added_tokens", *FREEZE_KEYS, *TOWER_KEYS, *ADAPTER_KEYS}
 )
 """Keys that cannot change: the checkpoint already has the model or tokenizer that they describe, so a new value has no
 effect, or it has optimizer states of other weights."""
@@ -99,7 +99,7 @@ KEYS_ADDED_LATER = ("roles_to_train", "train_on_eos", "reasoning", "on_empty", "
               "kd_temperature", "kd_hard_share", "lr_scheduler_kwargs", "lr_scaling",
               "lr_scaling_base", "adapter_type", "lora_exclude", "lora_rank_pattern", "lora_alpha_pattern",
               "lora_ga_rows", "lora_ga_gamma", "loftq_iter", "oft_block_size", "modules_to_save",
-              "adapter_name_or_path", "allocation", *FREEZE_KEYS)  # fmt: skip
+              "adapter_name_or_path", "allocation", *FREEZE_KEYS, *TOWER_KEYS)  # fmt: skip
 """Keys that are compared only if they are set, because older runs were started before these keys existed."""
 
 

@@ -802,19 +802,32 @@ def test_thinking_is_handed_to_the_chat_template(trainer: str, value: str, tmp_p
     assert kinds(named, "enable_thinking") == ["not_needed"]
 
 
-def test_images_have_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_are_read_and_videos_have_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    said = llamafactory(tmp_path, "", columns={"prompt": "q", "response": "a", "images": "pictures"})
+    columns = {"prompt": "q", "response": "a", "images": "pictures"}
+    said = llamafactory(tmp_path, "", columns=columns)
+    assert not [each.note for each in said.changes_training if each.theirs == "dataset: mine"]
+    written = {line.strip().partition(" #")[0].rstrip() for line in said.text.splitlines()}
+    assert {"images: pictures", "max_pixels: 589824", "min_pixels: 1024"} <= written
+    given = "image_max_pixels: 9000\nfinetuning_type: full\nfreeze_multi_modal_projector: false\n"
+    said = llamafactory(tmp_path, given, columns=columns)
+    written = {line.strip().partition(" #")[0].rstrip() for line in said.text.splitlines()}
+    assert {"max_pixels: 9000", "min_pixels: 1024", "freeze_projector: false"} <= written
+    said = llamafactory(tmp_path, "freeze_vision_tower: false\n", columns=columns)
+    assert any("adapters are on the language model only" in each.note for each in said.changes_training)
+    said = llamafactory(tmp_path, "", columns={"prompt": "q", "response": "a", "videos": "films"})
     assert [each.note for each in said.changes_training if each.theirs == "dataset: mine"] == [
-        "'mine' in dataset_info.json: StreamTune trains on text only, not on the column 'pictures'"
+        "'mine' in dataset_info.json: StreamTune does not train on the column 'films'"
     ]
-    Path("r.jsonl").write_text(json.dumps({"messages": [], "images": ["a.png"]}) + "\n")
-    for imported in (
-        axolotl(tmp_path, "datasets: [{path: r.jsonl, type: chat_template}]\n"),
-        convert(tmp_path, "model: a\nmax_length: 64\ndataset: r.jsonl\n", trainer="swift"),
-        convert(tmp_path, "model_name_or_path: a\ndataset_name: r.jsonl\n", trainer="trl"),
-    ):
-        assert any("'images'" in each.note for each in imported.changes_training), imported.trainer.name
+    for column, starred in (("images", False), ("videos", True)):
+        Path("r.jsonl").write_text(json.dumps({"messages": [], column: ["a"]}) + "\n")
+        for imported in (
+            axolotl(tmp_path, "datasets: [{path: r.jsonl, type: chat_template}]\n"),
+            convert(tmp_path, "model: a\nmax_length: 64\ndataset: r.jsonl\nfreeze_vit: true\n", trainer="swift"),
+            convert(tmp_path, "model_name_or_path: a\ndataset_name: r.jsonl\n", trainer="trl"),
+        ):
+            found = any(f"'{column}'" in each.note for each in imported.changes_training)
+            assert found == starred, imported.trainer.name
 
 
 def test_rows_of_openai_are_messages(tmp_path: Path) -> None:

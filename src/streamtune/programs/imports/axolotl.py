@@ -202,7 +202,8 @@ FIELDS: dict[str, FieldRule] = field_table(
             swanlab_workspace""",
         "used only with use_comet": "comet_experiment_config comet_experiment_key comet_mode comet_online",
         "used only with use_otel_metrics": "otel_metrics_host otel_metrics_port",
-        "StreamTune trains on text only, not on images": "freeze_mm_modules processor_kwargs",
+        "set in preprocessor_config.json of the model": "processor_kwargs",
+        "StreamTune freezes them, unless freeze_vision_tower or freeze_projector is false": "freeze_mm_modules",
         "used only with axolotl's plugin lm_eval": "lm_eval_batch_size lm_eval_model lm_eval_post_train lm_eval_tasks",
         "used only with axolotl's plugin expert_parallel": """expert_parallel_backend expert_parallel_token_capacity
             expert_parallel_fallback_on_unsupported expert_parallel_num_nvl_bytes expert_parallel_num_rdma_bytes""",
@@ -269,7 +270,7 @@ FIELDS: dict[str, FieldRule] = field_table(
         "duplicate rows are trained": "dataset_exact_deduplication",
         "StreamTune trains short rows too": "min_sample_len",
         "rows are not sharded": "dataset_shard_num dataset_shard_idx",
-        "StreamTune trains on text only, not on images": "image_size image_resize_algorithm",
+        "images are scaled by the model's processor; see max_pixels": "image_size image_resize_algorithm",
     },
     lost_without_effect={
         SERVER: "vllm.host vllm.port vllm.serve_module vllm.worker_extension_cls",

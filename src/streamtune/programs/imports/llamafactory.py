@@ -38,7 +38,7 @@ from .rows_and_templates import (
     write_eval_sets,
     write_weights,
 )
-from .trained_parameters import convert_frozen_layers
+from .trained_parameters import convert_frozen_layers, convert_tower
 from .trainer_arguments import (
     CHECKPOINTING,
     KERNELS,
@@ -71,6 +71,8 @@ FIELDS: dict[str, FieldRule] = field_table(
         ),
         "rope_scaling": key_rule("rope_scaling", convert_rope_scaling),
         "oft_block_size": key_rule("oft_block_size", none_if_empty),
+        "image_max_pixels": key_rule("max_pixels"),
+        "image_min_pixels": key_rule("min_pixels"),
         "add_tokens": key_rule("added_tokens", convert_token_list),
         "add_special_tokens": key_rule("special_tokens", convert_additional_special_tokens),
         "additional_target": key_rule("modules_to_save", convert_module_list),
@@ -93,6 +95,8 @@ FIELDS: dict[str, FieldRule] = field_table(
         "chat_template_kwargs": "enable_thinking preserve_thinking",
         "loss_type": "pref_loss",
         "early_stopping_patience": "early_stopping_steps",
+        "freeze_vision_tower": "freeze_vision_tower",
+        "freeze_projector": "freeze_multi_modal_projector",
         "trainable_layers": "freeze_trainable_layers",
         "freeze": "freeze_trainable_modules",
         "train": "freeze_extra_modules",
@@ -130,9 +134,9 @@ FIELDS: dict[str, FieldRule] = field_table(
             export_quantization_bit export_quantization_dataset export_quantization_nsamples export_quantization_maxlen
             export_legacy_format""",
         "put the token into the hub's environment variable": "ms_hub_token om_hub_token",
-        "StreamTune trains on text only, not on images and audio": """image_max_pixels image_min_pixels video_max_pixels
-            video_min_pixels video_fps video_maxlen crop_to_patches audio_sampling_rate use_audio_in_video
-            image_do_pan_and_scan freeze_multi_modal_projector freeze_vision_tower""",
+        "StreamTune trains on no videos and audio": """video_max_pixels video_min_pixels video_fps video_maxlen
+            audio_sampling_rate use_audio_in_video""",
+        "set in preprocessor_config.json of the model": "crop_to_patches image_do_pan_and_scan",
         "StreamTune's nf4 always has double quantisation": "double_quantization",
         "read only if enabled": """galore_target galore_rank galore_update_interval galore_scale galore_proj_type
             galore_layerwise apollo_target apollo_rank apollo_update_interval apollo_scale apollo_proj apollo_proj_type
@@ -219,6 +223,8 @@ def _convert_dependent_fields(conversion: Conversion) -> None:
     convert_warmup(conversion)
     convert_trackers(conversion, {})
     convert_datasets(conversion, texts=texts)
+    tower = {"freeze_vision_tower": "freeze_vision_tower", "freeze_multi_modal_projector": "freeze_projector"}
+    convert_tower(conversion, tower)
 
 
 def _convert_finetuning_type(conversion: Conversion) -> None:
@@ -299,8 +305,10 @@ SHAREGPT_TAGS = {"role_tag": "from", "content_tag": "value", "user_tag": "human"
 Row = dict[str, Any] | None
 """First row of a dataset; None if unknown."""
 
-MEDIA = ("images", "videos", "audios")
-"""Keys of ``dataset_info.json`` for columns with images, videos and audio."""
+MEDIA = ("videos", "audios")
+"""Keys of ``dataset_info.json`` for columns with videos and audio."""
+IMAGE_PIXELS = {"max_pixels": 768 * 768, "min_pixels": 32 * 32}
+"""Keys and values of LLaMA-Factory's default limits of an image."""
 
 
 def convert_datasets(conversion: Conversion, *, texts: bool) -> None:
@@ -395,7 +403,7 @@ def _convert_dataset(
     columns = entry.get("columns") or {}
     said = [f"'{columns[key]}'" for key in MEDIA if columns.get(key)]
     if said:
-        report_lost(f"StreamTune trains on text only, not on the column {' and '.join(said)}")
+        report_lost(f"StreamTune does not train on the column {' and '.join(said)}")
     else:
         report_media(conversion, [spec], field)
     if columns.get("tools"):
@@ -404,6 +412,12 @@ def _convert_dataset(
         _convert_pretraining_column(spec, entry, report_lost)
     else:
         _convert_columns(spec, entry, report_lost, first_local_row(conversion, spec["path"]))
+    if columns.get("images"):
+        if columns["images"] != "images":
+            spec["columns"] = {**spec.get("columns", {}), "images": columns["images"]}
+        for key, pixels in IMAGE_PIXELS.items():
+            if conversion.file.fields.get(f"image_{key}") is None and key not in conversion.ours:
+                conversion.write_key(key, pixels, field, note="LLaMA-Factory's default")
     return spec
 
 

@@ -96,11 +96,12 @@ def _has_field(turn: Any, name: str) -> bool:
 
 
 def report_media(conversion: Conversion, specs: list[dict[str, Any]], *path: str | int) -> None:
-    """Report dataset columns with images, videos or audio, on which StreamTune does not train."""
+    """Report dataset columns with videos or audio, and for grpo with images, on which StreamTune does not train."""
+    names = MEDIA if conversion.ours.get("objective") == "grpo" else [each for each in MEDIA if "image" not in each]
     for spec in specs:
         row = first_local_row(conversion, str(spec["path"])) or {}
-        for column in [name for name in MEDIA if name in row and row[name] not in ("", [])]:
-            conversion.report_lost(*path, why=f"StreamTune trains only on text, not on '{column}' of {spec['path']}")
+        for column in [name for name in names if name in row and row[name] not in ("", [])]:
+            conversion.report_lost(*path, why=f"StreamTune does not train on '{column}' of {spec['path']}")
 
 
 def write_datasets(conversion: Conversion, specs: list[dict[str, Any]], *path: str | int, note: str = "") -> None:

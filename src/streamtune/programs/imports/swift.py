@@ -23,7 +23,7 @@ from .field_rules import (
 )
 from .rows_and_templates import convert_swift_template, first_local_row
 from .swift_datasets import convert_datasets
-from .trained_parameters import convert_frozen_parameters
+from .trained_parameters import convert_frozen_parameters, convert_tower
 from .trainer_arguments import (
     CHECKPOINTING,
     KERNELS,
@@ -72,6 +72,7 @@ FIELDS: dict[str, FieldRule] = field_table(
         **SHARED_FIELDS,
         **same_name_rules("""lora_rank chat_template"""),
         **same_name_rules("sequence_parallel_size", changes_training=False),
+        "max_pixels": key_rule("max_pixels"),
         "target_modules": key_rule("lora_target", convert_module_names),
         "truncation_strategy": key_rule(
             "overlength",
@@ -116,6 +117,8 @@ FIELDS: dict[str, FieldRule] = field_table(
     },
     renamed={
         "finetuning_type": "tuner_type train_type sft_type",
+        "freeze_vision_tower": "freeze_vit",
+        "freeze_projector": "freeze_aligner",
         "freeze": "freeze_parameters freeze_parameters_regex freeze_parameters_ratio",
         "train": "trainable_parameters trainable_parameters_regex additional_trainable_parameters",
         "model_name_or_path": "model model_id_or_path",
@@ -196,8 +199,8 @@ FIELDS: dict[str, FieldRule] = field_table(
         "StreamTune trains peft's adapters in fp32": "tuner_backend lora_dtype",
         "StreamTune takes code of models and datasets from the hub": "model_kwargs",
         "used only with swift/self-cognition": "model_author model_name",
-        "StreamTune trains on text only, not on images and audio": """max_pixels norm_bbox freeze_vit freeze_aligner
-            vit_lr aligner_lr""",
+        "boxes in texts stay as they are": "norm_bbox",
+        "the vision tower has the learning rate of the language model": "vit_lr aligner_lr",
         "completions.jsonl records them": "log_entropy",
         "use `streamtune export` to write the model": "merge_lora hub_model_id",
         "used only with rollout_importance_sampling_mode": "rollout_importance_sampling_threshold",
@@ -361,6 +364,7 @@ def _convert_tuner_type(conversion: Conversion) -> None:
     else:
         conversion.report_lost(name, why="StreamTune's finetuning_type is full, lora or qlora; lora is written")
     convert_frozen_parameters(conversion)
+    convert_tower(conversion, {"freeze_vit": "freeze_vision_tower", "freeze_aligner": "freeze_projector"})
 
 
 def _write_trainer_defaults(conversion: Conversion) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from .conversion import Conversion
@@ -78,6 +79,17 @@ def convert_frozen_parameters(conversion: Conversion) -> None:
             conversion.report_lost(name, why="see freeze_parameters_ratio")
     conversion.mark_unneeded(*frozen, why="no value")
     conversion.mark_unneeded(*trained, why="no parameter is frozen")
+
+
+def convert_tower(conversion: Conversion, fields: Mapping[str, str]) -> None:
+    """Convert fields that freeze the vision tower or the projector; ``fields`` maps them to StreamTune's keys."""
+    for name, key in fields.items():
+        if conversion.get(name) is False:
+            if conversion.ours.get("finetuning_type", "full") == "full":
+                conversion.write_key(key, False, name)
+            else:
+                conversion.report_lost(name, why="StreamTune's adapters are on the language model only")
+        conversion.mark_unneeded(name, why="frozen, as in StreamTune")
 
 
 def _add_patterns(conversion: Conversion, key: str, name: str) -> None:

@@ -30,6 +30,8 @@ ADAPTER_KEYS = ("adapter_type", *OF_KINDS, *OF_ALL)
 """Keys without effect when all weights are trained."""
 FREEZE_KEYS = ("trainable_layers", "freeze", "train")
 """Keys that choose the trained weights of full fine-tuning."""
+TOWER_KEYS = ("freeze_vision_tower", "freeze_projector")
+"""Keys that choose whether the parts of a vision-language model for images are trained."""
 LAYERS_PATTERN = r"^((first|last) [1-9]\d{0,5}|\d{1,6}-\d{1,6})$"
 UNQUANTISED = tuple(name for name, kind in ADAPTERS.items() if not kind.on_quantised)
 
@@ -75,6 +77,14 @@ class AdapterKeys(Spec):
     """With `finetuning_type: full`: list of patterns of parameters that are trained: `[lm_head, model.norm]`. Without
     `trainable_layers` and `freeze`, all other parameters are frozen. With one of them, these parameters are trained as
     well, because `train` is applied last. Patterns match as in `freeze`."""
+
+    freeze_vision_tower: bool = True
+    """With `finetuning_type: full` and a vision-language model: `false` also trains the vision tower, without the
+    projector. Only on one device."""
+
+    freeze_projector: bool = True
+    """With `finetuning_type: full` and a vision-language model: `false` also trains the projector, which maps features
+    of images to the language model. Only on one device."""
 
     quantization: Literal["auto", "nf4", "int8"] = "auto"
     """With `finetuning_type: qlora`: number format of the frozen linear layers and experts. `nf4` has 4 bits
@@ -178,6 +188,15 @@ ADAPTER_RULES: Rules = (
             "what adapters train",
         )
         for key in FREEZE_KEYS
+    ),
+    *(
+        Clash(
+            {key: False, "finetuning_type": Not("full")},
+            f"'{key}: false' trains weights of the model, and 'finetuning_type: {{finetuning_type}}' freezes all of "
+            "them",
+            "write finetuning_type: full, or delete the line",
+        )
+        for key in TOWER_KEYS
     ),
     Custom(_refuse_reversed_layers),
     Clash(
