@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import sys
 from collections import Counter
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 from preparing import prepare, prepare_preferences, prepare_prompts, prepare_unpaired
 from transformers import PreTrainedTokenizerFast
 
@@ -36,6 +38,7 @@ from streamtune.data.reading.builtin import (
     preference_rows,
     stdlib_rows,
 )
+from streamtune.data.reading.pages import CELL, DIGITS, DOT, PAINTS, SHADE, page_rows
 from streamtune.data.reading.readers import Row
 from streamtune.data.reading.sources import read_rows
 from streamtune.errors import DataError
@@ -128,6 +131,22 @@ def test_the_same_rows_everywhere() -> None:
     assert digest(preference_rows(max_rows=9)) == digest(list(preference_rows())[:9])
     assert digest(arithmetic_rows(max_rows=9)) == digest(list(arithmetic_rows())[:9])
     assert digest(preference_rows(seed=1)) != digest(preference_rows())
+
+
+def test_a_page_shows_what_its_answer_says() -> None:
+    rows = list(page_rows(max_rows=60))
+    seen, pixels = set(), hashlib.sha256()
+    for row in rows:
+        ((image,), (_, answer)) = row.columns["images"], row.columns["messages"]
+        page = np.array(Image.open(io.BytesIO(image["bytes"])).convert("RGB"))
+        pixels.update(page.tobytes())
+        _, _, digit, _, colour = answer["content"].rstrip(".").split()
+        painted = np.argwhere((page != 255).any(axis=2))
+        assert len(painted) == DIGITS[int(digit)].count("1") * DOT**2
+        assert np.abs(page[tuple(painted[0])].astype(int) - PAINTS[colour]).max() <= SHADE
+        seen.add((digit, colour, tuple(painted.min(axis=0) // CELL)))
+    assert len(seen) > 50
+    assert pixels.hexdigest()[:16] == "a15d85be3ba99bfe"
 
 
 def test_every_way_to_read_them(tokenizer: PreTrainedTokenizerFast) -> None:

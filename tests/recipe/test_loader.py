@@ -468,13 +468,13 @@ def test_local_paths_are_taken_from_the_recipes_folder(tmp_path, monkeypatch):
     (tmp_path / "project" / "data").mkdir(parents=True)
     (tmp_path / "project" / "data" / "train.jsonl").write_text("{}")
     (tmp_path / "project" / "template.jinja").write_text("{{ messages }}")
-    built_in = ["python-stdlib", "demo-preferences", "demo-arithmetic", "demo-passkey"]
+    built_in = ["python-stdlib", "demo-preferences", "demo-arithmetic", "demo-passkey", "demo-pages"]
     for name in built_in:
         (tmp_path / "project" / name).mkdir()
     (tmp_path / "project" / "run.yaml").write_text(
         "model_name_or_path: org/name\nchat_template: template.jinja\n"
         "datasets: [{path: data/train.jsonl}, {path: org/rows}, {path: python-stdlib}, {path: demo-preferences},\n"
-        "  {path: demo-arithmetic}, {path: demo-passkey}]\n"
+        "  {path: demo-arithmetic}, {path: demo-passkey}, {path: demo-pages}]\n"
     )
     monkeypatch.chdir(tmp_path)
     recipe = load_recipe("project/run.yaml").recipe

@@ -48,15 +48,16 @@ GENERAL_RECIPES = {
     "quickstart": "a tiny model from scratch on a CPU, 2 to 3 minutes",
     "quickstart_dpo": "the same with preference pairs, 1 to 2 minutes",
     "quickstart_grpo": "the same with rewards, a few minutes",
+    "quickstart_images": "the same with images of pages, 2 to 3 minutes",
     "sft-lora": "adapters on Qwen3-8B, rows up to 131,072 tokens",
     "sft-qlora": "adapters on a 4-bit Qwen3-32B, rows up to 65,536",
     "sft-full": "all weights of Qwen3-4B, rows up to 65,536 tokens",
     "qwen3-8b-long": "for planning: shape of Qwen3-8B, no download",
     "qwen3-32b-8gpu": "for planning: shape of Qwen3-32B, 8 devices",
-    "llama3-8b-32gpu": "for planning: shape of Llama-3.1-8B, 4 x 8 devices",
+    "llama3-8b-32gpu": "for planning: Llama-3.1-8B's shape, 4 x 8 devices",
     "bench": "the model that `streamtune bench` measures",
 }
-"""Name of a general recipe -> description of at most 51 characters, in the order of ``recipes ls``."""
+"""Name of a general recipe -> description of at most 49 characters, in the order of ``recipes ls``."""
 
 
 @recipes.command("ls", cls=HelpCommand)

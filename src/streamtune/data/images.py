@@ -10,14 +10,17 @@ from __future__ import annotations
 import copy
 import hashlib
 import io
+import json
 import math
 import os
 import threading
 import warnings
-from collections.abc import Sequence
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -62,14 +65,27 @@ class ImageOptions:
     """number of pixels to which a larger image is scaled down, before the processor; None: no limit"""
     min_pixels: int | None = None
     """number of pixels to which a smaller image is scaled up, before the processor; None: no limit"""
+    files: Mapping[str, str] | None = None
+    """files of the processor, name -> text, if ``model`` is the type of a new model; None: they are in ``model``"""
+
+    @contextmanager
+    def processor_folder(self) -> Iterator[str]:
+        """Context manager: a folder, or a name on the Hub, with the files of the processor."""
+        if self.files is None:
+            yield self.model
+            return
+        with TemporaryDirectory() as name:
+            for file, text in {**self.files, "config.json": json.dumps({"model_type": self.model})}.items():
+                Path(name, file).write_text(text, encoding="utf-8")
+            yield name
 
     def identity(self) -> tuple[Any, ...] | None:
         """Return all values that determine the tokens of an image, for the key of a cache.
 
         Return None for a model without a processor, whose rows have no images.
         """
-        texts = []
-        for name in _FILES:
+        texts = [] if self.files is None else list(self.files.values())
+        for name in _FILES if self.files is None else ():
             with suppress(Exception):  # a model without such a file, or no connection
                 found = hf_internal(HUB_FILE)(self.model, name, _raise_exceptions_for_missing_entries=False)
                 texts.append(Path(found).read_text(encoding="utf-8"))
@@ -164,7 +180,8 @@ class ImageProcessor:
     def __init__(self, options: ImageOptions, tokenizer: PreTrainedTokenizerBase) -> None:
         self.options = options
         self._tokenizer = copy.deepcopy(tokenizer)  # threads that make batches use it while rows are rendered
-        self._processor = _load_processor(options, self._tokenizer)
+        with options.processor_folder() as folder:
+            self._processor = _load_processor(options, folder, self._tokenizer)
         self._lock = threading.Lock()
         self._replacements: dict[tuple[int, int], str] = {}
         self._compared = 0
@@ -305,6 +322,18 @@ class ImageProcessor:
         ids = {number for replacement in set(replaced) for number in self._encode(replacement)}
         return ExpandedText(expanded, tuple(spans), frozenset(ids & special))
 
+    def images_before(self, files: Sequence[ImageFile], input_ids: Sequence[int]) -> list[ImageFile]:
+        """Return the images of a row whose tokens are in ``input_ids``, the first tokens of the row."""
+        found: list[ImageFile] = []
+        left = Counter(input_ids)
+        for file in files:
+            tokens = Counter(self._encode(self._replacement(self.decode(file.read(), file.path, ""), file.path)))
+            if not tokens <= left:
+                break
+            left -= tokens
+            found.append(file)
+        return found
+
     def _encode(self, text: str) -> list[int]:
         with self._lock:
             ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
@@ -375,13 +404,13 @@ def _readable_formats() -> list[str]:
     return [name for name in FORMATS if name in Image.OPEN]
 
 
-def _load_processor(options: ImageOptions, tokenizer: PreTrainedTokenizerBase) -> Any:
-    """Load the processor of a model with the given tokenizer, and without the parts for videos and audio."""
+def _load_processor(options: ImageOptions, folder: str, tokenizer: PreTrainedTokenizerBase) -> Any:
+    """Load the processor in ``folder`` with the given tokenizer, and without the parts for videos and audio."""
     import transformers
     from transformers import AutoImageProcessor, PreTrainedConfig
 
     settings: dict[str, Any] = {"trust_remote_code": options.trust_remote_code}
-    config, _ = PreTrainedConfig.get_config_dict(options.model, **settings)
+    config, _ = PreTrainedConfig.get_config_dict(folder, **settings)
     kind = config.get("model_type")
     refused = IMAGES_REFUSED.get(kind)
     name = hf_internal(PROCESSOR_NAMES).get(kind)
@@ -393,8 +422,8 @@ def _load_processor(options: ImageOptions, tokenizer: PreTrainedTokenizerBase) -
         )
     try:
         kept: Any = getattr(transformers, name)
-        values, _ = kept.get_processor_dict(options.model)
-        image_processor = AutoImageProcessor.from_pretrained(options.model, **settings)
+        values, _ = kept.get_processor_dict(folder)
+        image_processor = AutoImageProcessor.from_pretrained(folder, **settings)
         given = {"tokenizer": tokenizer, "image_processor": image_processor}
         return _images_only(kept).from_args_and_dict([given.get(each) for each in kept.get_attributes()], values)
     except Exception as error:  # of files, of the Hub, of packages that are not installed

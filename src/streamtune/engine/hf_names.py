@@ -129,6 +129,7 @@ HUB_KERNELS = "kernels-community/"
 """Prefix of attention kernels from the Hugging Face hub that replace the implementations in ``KNOWN_ATTENTION``."""
 BY_POSITIONS = ("flash_attention", HUB_KERNELS)
 """Prefixes of attention implementations that find packed rows by the ``position_ids``."""
+_IMAGE_POSITIONS = "rope_deltas"  # of a model, kept from its last call with images
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
 """Arguments with the type of each token: 0 is text."""
 INDEXER_POOLING = "compress_ratio"
@@ -340,6 +341,13 @@ def recorded_modules(module: Any, output: str) -> list[tuple[Any, str | None, in
         (getattr(spec, "target_class", spec), getattr(spec, "layer_name", None), getattr(spec, "index", 0))
         for spec in specs
     ]
+
+
+def forget_image_positions(model: PreTrainedModel) -> None:
+    """Reset what a model keeps of the images of an earlier call: the model adds it to positions after a cache."""
+    for module in model.modules():
+        if getattr(module, _IMAGE_POSITIONS, None) is not None:
+            setattr(module, _IMAGE_POSITIONS, None)
 
 
 def is_stateful(model: Any) -> bool:

@@ -34,6 +34,7 @@ from streamtune.models.checkpoint_files import (
     is_local_folder,
     make_path_absolute,
 )
+from streamtune.models.config import build_config, check_model_type, text_keys
 from streamtune.models.deferred import (
     DeferredWeights,
     find_deferred_weights,
@@ -88,6 +89,14 @@ from streamtune.models.model_class import (
     is_vision_language,
     loader_class_name,
 )
+from streamtune.models.new_processor import (
+    add_image_tokens,
+    count_image_tokens,
+    image_family,
+    new_model_token_ids,
+    print_images,
+    processor_files,
+)
 from streamtune.models.packed import PackedExperts, has_packed_experts
 from streamtune.models.positions import (
     RopeChange,
@@ -136,6 +145,7 @@ __all__ = [
     "add_adapters",
     "add_embedding_rows",
     "add_eos_token_ids",
+    "add_image_tokens",
     "add_lora",
     "add_saved_eos_tokens",
     "add_tokens",
@@ -143,8 +153,10 @@ __all__ = [
     "all_eos_token_ids",
     "architecture_name",
     "auto_class_of",
+    "build_config",
     "build_meta_model",
     "check_adapter_config_file",
+    "check_model_type",
     "check_positions",
     "check_tokens_of_adapters",
     "checkpoint_dtype",
@@ -152,6 +164,7 @@ __all__ = [
     "copy_gathered_weights",
     "copy_weights",
     "copy_with_generation_config",
+    "count_image_tokens",
     "count_parameters",
     "describe_missing_tokens",
     "embedding_rows_of_adapters",
@@ -169,6 +182,7 @@ __all__ = [
     "generate_greedily",
     "gradient_sum_bytes",
     "has_packed_experts",
+    "image_family",
     "init_model",
     "init_model_deferred",
     "initial_value_tensors",
@@ -187,11 +201,14 @@ __all__ = [
     "make_loftq_quantizer",
     "make_path_absolute",
     "make_small_copy",
+    "new_model_token_ids",
     "new_token_ids",
     "position_limit",
     "position_table_limit",
     "position_warning",
     "pretrained_position_limit",
+    "print_images",
+    "processor_files",
     "quantization_kind",
     "read_trained_tokenizer",
     "read_vocabulary",
@@ -202,6 +219,7 @@ __all__ = [
     "save_pretrained",
     "set_chat_template",
     "shard_packed_weights",
+    "text_keys",
     "train_tokenizer",
     "trained_dtype",
     "trained_layers_text",

@@ -27,9 +27,10 @@ from transformers import (
 )
 
 from streamtune.base.privacy import is_offline
-from streamtune.engine.hf_names import CAUSAL_NAMES, NEEDS_TOKEN_TYPES, hf_internal
+from streamtune.engine.hf_names import CAUSAL_NAMES, IMAGE_TEXT_NAMES, NEEDS_TOKEN_TYPES, hf_internal
 from streamtune.errors import ArgumentError, StreamTuneError, did_you_mean
 from streamtune.models.folder import pickle_names
+from streamtune.models.new_processor import NEW_IMAGE_MODELS
 
 
 def read_config(name_or_path: str, trust_remote_code: bool) -> Any:
@@ -60,8 +61,10 @@ def requested_vocab_size(config: Mapping[str, Any], tokenizer_size: int) -> int:
     Raises:
         ArgumentError: The value is not an int, or is below ``tokenizer_size``.
     """
-    wanted = config.get("vocab_size", tokenizer_size)
-    where, fix = recipe_init_key("vocab_size"), "remove vocab_size: the default is the tokenizer's size"
+    text = text_keys(config)
+    wanted = text.get("vocab_size", tokenizer_size)
+    where = recipe_init_key("vocab_size" if text is config else "text_config.vocab_size")
+    fix = "remove vocab_size: the default is the tokenizer's size"
     if isinstance(wanted, bool) or not isinstance(wanted, int):
         raise ArgumentError(f"'vocab_size: {str(wanted)[:60]}' is not a whole number", where=where, fix=fix)
     if wanted < tokenizer_size:
@@ -69,6 +72,12 @@ def requested_vocab_size(config: Mapping[str, Any], tokenizer_size: int) -> int:
             f"vocab_size is {wanted:,}, below the tokenizer's {tokenizer_size:,} tokens", where=where, fix=fix
         )
     return wanted
+
+
+def text_keys(keys: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the keys of the language model in a recipe's configuration: ``text_config``, or all keys without it."""
+    text = keys.get("text_config")
+    return text if isinstance(text, Mapping) else keys
 
 
 @contextmanager
@@ -125,22 +134,36 @@ def first_error_line(error: BaseException) -> str:
     return _shorten(text, 300)
 
 
+def check_model_type(keys: Mapping[str, Any]) -> None:
+    """Raise an ArgumentError if no new model can be made of the ``model_type`` in a recipe's keys."""
+    types = sorted(name for name in (*hf_internal(CAUSAL_NAMES), *NEW_IMAGE_MODELS) if name in CONFIG_MAPPING)
+    model_type = str(keys.get("model_type", ""))
+    if model_type in types:
+        return
+    problem = f"transformers has no causal language model of type '{model_type}'" if model_type else ""
+    fix = did_you_mean(model_type, types)
+    if model_type in hf_internal(IMAGE_TEXT_NAMES):
+        problem = f"a new vision-language model of type '{model_type}' is not supported: it has no image processor"
+        fix = f"use {', '.join(NEW_IMAGE_MODELS)}, or a checkpoint"
+    raise ArgumentError(
+        problem or "model_type is missing",
+        where="model.init.model_type",
+        fix=fix or "use the model_type in the config.json of a causal language model, such as qwen3 or llama",
+    )
+
+
 def build_config(keys: Mapping[str, Any]) -> PreTrainedConfig:
     """Return the transformers configuration for a recipe's keys; raise an ArgumentError for unknown keys."""
-    types = sorted(name for name in hf_internal(CAUSAL_NAMES) if name in CONFIG_MAPPING)
-    model_type = str(keys.get("model_type", ""))
-    if model_type not in types:
-        problem = f"transformers has no causal language model of type '{model_type}'"
-        fix = "use the model_type in the config.json of a causal language model, such as qwen3 or llama"
-        raise ArgumentError(
-            problem if model_type else "model_type is missing",
-            where="model.init.model_type",
-            fix=did_you_mean(model_type, types) or fix,
-        )
+    check_model_type(keys)
+    model_type = keys["model_type"]
     refuse_hub_kernels(keys)
     config_class = CONFIG_MAPPING[model_type]
     check_layer_limit(keys, recipe_init_key)
     arguments = {key: value for key, value in keys.items() if key != "model_type"}
+    if model_type in NEW_IMAGE_MODELS:
+        inner = {key: arguments.pop(key) for key in TEXT_ONLY if key in arguments}
+        arguments["text_config"] = {**inner, **_nested_keys(arguments, "text_config")}
+        arguments["vision_config"] = _nested_keys(arguments, "vision_config")
     try:
         config = config_class(**arguments)
     except Exception as error:  # the validators of each configuration class raise types of their own
@@ -148,16 +171,36 @@ def build_config(keys: Mapping[str, Any]) -> PreTrainedConfig:
         raise ArgumentError(
             f"{config_class.__name__} does not accept these values: {reason}", where="model.init", fix="fix the value"
         ) from error
-    known_keys = {*config_class().to_dict(), *config_class.attribute_map}
-    for key in arguments:
+    _refuse_unknown_keys(config, arguments, "")
+    if model_type in NEW_IMAGE_MODELS:
+        for part in ("text_config", "vision_config"):
+            _refuse_unknown_keys(getattr(config, part), arguments[part], f"{part}.")
+    text = "text_config." if model_type in NEW_IMAGE_MODELS else ""
+    check_config(config, arguments, lambda key: recipe_init_key(f"{text}{key}"))
+    return config
+
+
+TEXT_ONLY = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
+"""Keys of a vision-language model that belong into its ``text_config``."""
+
+
+def _nested_keys(keys: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    value = keys.get(name, {})
+    if not isinstance(value, Mapping):
+        raise ArgumentError(f"'{name}' must be a mapping, found {value!r:.60}", where=f"model.init.{name}")
+    return value
+
+
+def _refuse_unknown_keys(config: PreTrainedConfig, written: Mapping[str, Any], prefix: str) -> None:
+    config_class = type(config)
+    known_keys = {*config_class().to_dict(), *config_class.attribute_map, *TEXT_ONLY}
+    for key in written:
         if key not in known_keys and key in config.to_dict() and not _model_reads_key(config_class, key):
             raise ArgumentError(
                 f"{config_class.__name__} has no key '{key}'",
-                where=f"model.init.{key}",
+                where=f"model.init.{prefix}{key}",
                 fix=did_you_mean(key, known_keys) or "remove it",
             )
-    check_config(config, keys, recipe_init_key)
-    return config
 
 
 def _model_reads_key(config_class: type[Any], key: str) -> bool:
@@ -165,7 +208,7 @@ def _model_reads_key(config_class: type[Any], key: str) -> bool:
     try:
         model_class = MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
         source = inspect.getsource(sys.modules[model_class.__module__])
-    except (ImportError, OSError, RuntimeError):  # a package or the source is missing
+    except (ImportError, OSError, RuntimeError, KeyError):  # a package or the source is missing, or it is a part
         return False
     return re.search(rf"""config(\.|,\s*["']){re.escape(key)}\b""", source) is not None
 

@@ -30,6 +30,7 @@ from streamtune.models.adapters.initial_values import save_loftq_file
 from streamtune.models.frozen_parts import trained_dtype
 from streamtune.models.generation import add_eos_token_ids, eos_token_ids
 from streamtune.models.model_class import is_vision_language
+from streamtune.models.new_processor import processor_files
 from streamtune.models.transformers4 import (
     AS_TRANSFORMERS,
     TOKENIZER_CONFIG,
@@ -48,12 +49,12 @@ class SavedTokenizer:
     """A tokenizer's files, created once and kept in memory, because training does not change them.
 
     Later writes do not use the tokenizer, which two threads must not use at the same time. With a vision-language
-    model, the files of its base's image processor are included.
+    model, the files of its base's image processor are included, or those made for a new model.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, model: Any = None) -> None:
         self._tokenizer = tokenizer
-        self._processor_files = {} if model is None else _read_processor_files(base_of(model).config)
+        self._processor_files = {} if model is None else _find_processor_files(base_of(model).config)
         self._files: Mapping[Path, bytes] | None = None
 
     def read_files(self) -> Mapping[Path, bytes]:
@@ -79,10 +80,12 @@ class SavedTokenizer:
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 
 
-def _read_processor_files(config: Any) -> dict[Path, bytes]:
-    """Return the files of the image processor in a vision-language model's checkpoint, by name."""
-    if not is_vision_language(config) or not config.name_or_path:
+def _find_processor_files(config: Any) -> dict[Path, bytes]:
+    """Return the files of the image processor in a vision-language model's checkpoint, or of a new model, by name."""
+    if not is_vision_language(config):
         return {}
+    if not config.name_or_path:
+        return {Path(name): text.encode() for name, text in processor_files(config).items()}
     found: dict[Path, bytes] = {}
     for name in PROCESSOR_FILES:
         with suppress(OSError):  # this checkpoint does not have it

@@ -6,7 +6,7 @@ The generation config of a model is never changed in place: another thread may b
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -102,7 +102,7 @@ def sample_text(
     ends, pad = all_eos_token_ids(model, tokenizer), tokenizer.pad_token_id
     with torch.random.fork_rng():
         torch.manual_seed(decoding.seed)
-        generated = _generate(model, ids, decoding, ends, pad)
+        generated = _generate(model, ids, decoding, ends, pad, {})
     return tokenizer.decode(generated, skip_special_tokens=True)
 
 
@@ -114,15 +114,24 @@ def generate_greedily(
     eos: Sequence[int],
     pad: int | None,
     synced_gpus: bool = False,
+    images: Mapping[str, torch.Tensor] | None = None,
 ) -> list[int]:
     """Return the token ids of the greedy continuation of the token ids ``prompt``, including a final EOS.
 
-    The model is left in evaluation mode. Its generation config does not count, such as a repetition penalty.
+    ``images`` are the model's inputs for the images of the prompt. The model is left in evaluation mode. Its generation
+    config does not count, such as a repetition penalty.
     """
-    return _generate(model, prompt, Decoding(max_new_tokens, synced_gpus=synced_gpus), eos, pad)
+    return _generate(model, prompt, Decoding(max_new_tokens, synced_gpus=synced_gpus), eos, pad, images or {})
 
 
-def _generate(model: Any, prompt: Sequence[int], decoding: Decoding, eos: Sequence[int], pad: int | None) -> list[int]:
+def _generate(
+    model: Any,
+    prompt: Sequence[int],
+    decoding: Decoding,
+    eos: Sequence[int],
+    pad: int | None,
+    images: Mapping[str, torch.Tensor],
+) -> list[int]:
     ids = torch.tensor([list(prompt)], device=model_device(model))
     limit = position_table_limit(base_of(model))
     if limit is not None and len(prompt) >= limit:
@@ -139,6 +148,7 @@ def _generate(model: Any, prompt: Sequence[int], decoding: Decoding, eos: Sequen
         output = model.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
+            **{name: value.to(ids.device) for name, value in images.items()},
             **sampling,
             max_new_tokens=min(decoding.max_new_tokens, limit - len(prompt) if limit else decoding.max_new_tokens),
             synced_gpus=decoding.synced_gpus,

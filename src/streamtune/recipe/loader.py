@@ -36,7 +36,7 @@ from .rules import Condition, Not, OneOf, condition_holds, fill_placeholders, is
 from .schema import RECIPES, Recipe, objectives_with
 from .shipped import read_shipped, shipped_names
 
-BUILT_IN = ("python-stdlib", "demo-preferences", "demo-arithmetic", "demo-passkey")
+BUILT_IN = ("python-stdlib", "demo-preferences", "demo-arithmetic", "demo-passkey", "demo-pages")
 """Names of built-in datasets, which take precedence over local folders."""
 
 

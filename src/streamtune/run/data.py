@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -69,6 +69,8 @@ def make_tokenizer(
         )
         notify(f"{how} {len(tokenizer):,} entries")
         models.add_tokens(tokenizer, recipe.special_tokens.model_dump(), recipe.added_tokens)
+        models.add_image_tokens(tokenizer, _new_model_keys(recipe))
+        tokenizer.chat_template = models.print_images(tokenizer.chat_template, _new_model_keys(recipe))
     else:
         tokenizer = models.load_tokenizer(
             _tokenizer_name(recipe),
@@ -76,12 +78,17 @@ def make_tokenizer(
             special_tokens=recipe.special_tokens.model_dump(),
             added_tokens=recipe.added_tokens,
         )
+        models.add_image_tokens(tokenizer, _new_model_keys(recipe))
     _notify_new_tokens(recipe, tokenizer, notify)
     if set_template and recipe.chat_template is not None:
         models.set_chat_template(tokenizer, recipe.chat_template)
         if note := models.describe_missing_tokens(tokenizer, recipe.chat_template):
             notify(note)
     return tokenizer
+
+
+def _new_model_keys(recipe: ModelKeys) -> Mapping[str, Any]:
+    return {} if recipe.model is None else recipe.model.init
 
 
 def _train_tokenizer(
@@ -184,6 +191,7 @@ def make_shared_tokenizer(
         else:
             tokenizer = models.read_trained_tokenizer(text)
             models.add_tokens(tokenizer, recipe.special_tokens.model_dump(), recipe.added_tokens)
+            models.add_image_tokens(tokenizer, _new_model_keys(recipe))
         tokenizer.chat_template = template
         return tokenizer
 

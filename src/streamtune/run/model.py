@@ -75,7 +75,7 @@ def _make_model(
         _make_loftq_quantizer(recipe) if checkpoint is None else models.SavedLoftqQuantizer.load(checkpoint.model_dir)
     )
     model = _make_base_model(
-        recipe, device, len(tokenizer), _token_ids(tokenizer), name=name, shard_world=shard_world, change=change
+        recipe, device, len(tokenizer), _token_ids(recipe, tokenizer), name=name, shard_world=shard_world, change=change
     )
     if adapters and checkpoint is None and recipe.adapter_name_or_path is not None:
         models.check_tokens_of_adapters(
@@ -122,7 +122,7 @@ def make_reference_model(
         recipe,
         loading_device,
         len(tokenizer),
-        _token_ids(tokenizer),
+        _token_ids(recipe, tokenizer),
         name=name,
         shard_world=shard_world,
         change=change,
@@ -248,7 +248,7 @@ def _make_base_without_data(
 ) -> Any:
     size = _trained_vocabulary_size(recipe) or 0
     if recipe.model is not None:
-        size = recipe.model.init.get("vocab_size", size)
+        size = models.text_keys(recipe.model.init).get("vocab_size", size)
     frozen = name != recipe.model_name_or_path
     return _make_base_model(recipe, device, size, {}, name=name, change=change, frozen=frozen)
 
@@ -406,7 +406,7 @@ def _make_base_model(
     recipe: ModelSettings,
     device: torch.device,
     vocab_size: int,
-    token_ids: dict[str, int],
+    token_ids: dict[str, Any],
     *,
     name: str | None,
     shard_world: train.World | None = None,
@@ -456,8 +456,8 @@ def _rope_change(recipe: ModelSettings) -> models.RopeChange | None:
     return models.RopeChange.from_settings(recipe.model_dump(include={"rope_scaling", "rope_theta", "max_length"}))
 
 
-def _token_ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
-    return {key: getattr(tokenizer, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+def _token_ids(recipe: ModelSettings, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    return models.new_model_token_ids(tokenizer, {} if recipe.model is None else recipe.model.init)
 
 
 def _add_adapters(recipe: ModelSettings, model: Any, new_tokens: Sequence[int] = ()) -> Any:
@@ -514,7 +514,8 @@ def _adapter_spec(recipe: ModelSettings) -> models.AdapterSpec:
 
 def _trained_vocabulary_size(recipe: ModelSettings) -> int | None:
     trained = recipe.tokenizer.train if recipe.tokenizer is not None else None
-    return trained.vocab_size + _count_added_tokens(recipe) if trained is not None else None
+    images = 0 if recipe.model is None else models.count_image_tokens(recipe.model.init)
+    return trained.vocab_size + _count_added_tokens(recipe) + images if trained is not None else None
 
 
 def _count_added_tokens(recipe: ModelSettings) -> int:

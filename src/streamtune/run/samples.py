@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from streamtune import data, models, train
 from streamtune.base.adapters import base_of
@@ -66,7 +67,7 @@ def make_samples(
                 )
                 written.append({"prompt": prompt, "completion": text})
             else:
-                written.append(_complete_row(model, tokenizer, prompt, synced_gpus=on_all_ranks))
+                written.append(_complete_row(built, model, prompt, synced_gpus=on_all_ranks))
         return written
 
     routers: AbstractContextManager[Any] = (
@@ -95,14 +96,21 @@ def _answer_span(row: data.Example) -> tuple[int, int]:
     return int(trained[0]), int(trained[0] + after[0]) if len(after) else len(labels)
 
 
-def _complete_row(model: Any, tokenizer: Any, row: data.Example, *, synced_gpus: bool) -> dict[str, Any]:
+def _complete_row(built: BuiltRun, model: Any, row: data.Example, *, synced_gpus: bool) -> dict[str, Any]:
     """Return a line of ``samples.jsonl`` with the greedy completion of a row's prompt and the expected answer."""
+    tokenizer: Any = built.tokenizer
     begin, end = _answer_span(row)
     ids = [int(token) for token in row.input_ids]
     expected = ids[begin:end]
     ends = models.all_eos_token_ids(model, tokenizer)
     generated = models.generate_greedily(
-        model, ids[:begin], max_new_tokens=len(expected), eos=ends, pad=tokenizer.pad_token_id, synced_gpus=synced_gpus
+        model,
+        ids[:begin],
+        max_new_tokens=len(expected),
+        eos=ends,
+        pad=tokenizer.pad_token_id,
+        synced_gpus=synced_gpus,
+        images=_image_inputs(built, row, ids[:begin]),
     )
     end_position = next((position for position, token in enumerate(expected) if token in ends), len(expected))
     expected_ids = expected[: end_position + 1]  # without tokens that a template writes after the end
@@ -114,7 +122,17 @@ def _complete_row(model: Any, tokenizer: Any, row: data.Example, *, synced_gpus:
         "right": generated == expected_ids,
         "prompt_tokens": begin,
         "row": row.origin,
+        **({"images": [data.ImageFile.parse(each).path for each in row.images]} if row.images else {}),
     }
+
+
+def _image_inputs(built: BuiltRun, row: data.Example, prompt: list[int]) -> dict[str, torch.Tensor]:
+    """Return the model's inputs for the images in a row's prompt."""
+    if not row.images:
+        return {}
+    processor: data.ImageProcessor = built.batches.image_processor
+    images = processor.images_before(list(map(data.ImageFile.parse, row.images)), prompt)
+    return processor.model_inputs([images], torch.tensor([prompt])) if images else {}
 
 
 def add_stop_tokens(

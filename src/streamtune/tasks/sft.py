@@ -147,6 +147,7 @@ class Sft(Task[Recipe]):
             ("batching", recipe.batching == "buckets", "rows with images are not cut into pieces"),
             ("reasoning", self.splits_turns, "turns with images do not share their beginning"),
             ("sequence_parallel_size", recipe.sequence_parallel_size > 1, "rows with images are not divided"),
+            ("teacher", recipe.teacher_file is not None, "a teacher's file is for rows of text"),
         ):
             if is_set:
                 shown = str(getattr(recipe, key)).lower()
@@ -432,10 +433,10 @@ class Batches:
         if not any(example.images for example in examples):
             return batch
         images = [list(map(data.ImageFile.parse, example.images)) for example in examples]
-        return replace(batch, images=self._image_processor.model_inputs(images, batch.input_ids))
+        return replace(batch, images=self.image_processor.model_inputs(images, batch.input_ids))
 
     @cached_property
-    def _image_processor(self) -> data.ImageProcessor:
+    def image_processor(self) -> data.ImageProcessor:
         assert self.images is not None, "rows with images have a model with a processor"
         assert self.tokenizer is not None, "batches are made with a tokenizer"
         return data.ImageProcessor(self.images, self.tokenizer)

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, Self, TypeVa
 import torch
 from torch import nn
 
-from streamtune import data, optim, train
+from streamtune import data, models, optim, train
 from streamtune.base.model_facts import model_device
 from streamtune.base.paths import cache_folder
 from streamtune.engine import StreamHandle, check_branches, stream
@@ -571,16 +571,28 @@ def chat_options(recipe: TrainedTokenKeys) -> data.ChatOptions:
 
 
 def image_options(recipe: Recipe) -> data.ImageOptions | None:
-    """Return the model whose processor prepares images, and their limits; None for a new model of random weights."""
-    if recipe.model_name_or_path is None:
-        return None
+    """Return the model whose processor prepares images, and their limits; None for a new model that takes no images."""
+    name, files = recipe.model_name_or_path, None
+    if name is None:
+        assert recipe.model is not None, "unreachable: the recipe schema requires a model"
+        models.check_model_type(recipe.model.init)
+        if models.image_family(recipe.model.init) is None:
+            return None
+        config = models.build_config(recipe.model.init)
+        name, files = config.model_type, models.processor_files(config)
     return data.ImageOptions(
-        recipe.model_name_or_path,
-        str(cache_folder() / "rows" / data.IMAGES),
+        name,
+        image_folder(),
         recipe.trust_remote_code,
         recipe.max_pixels,
         recipe.min_pixels,
+        files,
     )
+
+
+def image_folder() -> str:
+    """Return the folder in which images that rows hold as bytes are kept."""
+    return str(cache_folder() / "rows" / data.IMAGES)
 
 
 def row_cache(recipe: CacheKeys) -> data.RowCache | None:

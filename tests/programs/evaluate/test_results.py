@@ -132,8 +132,8 @@ def test_scoring_a_row_holds_less_than_training_on_it() -> None:
         model.zero_grad(set_to_none=True)
         with LiveBytes(model, handle.layers) as scoring:
             found = score_rows(
-                ScoringModel(handle, model, torch.device("cpu"), False), [row], batch_size=1, pad_token_id=0,
-                rows_done=lambda done, rows: None,
+                ScoringModel(handle, model, torch.device("cpu"), False), [row], batch_size=1,
+                collate=lambda rows: batch, rows_done=lambda done, rows: None,
             )  # fmt: skip
     assert found.whole.tokens == length - 1
     # Of the three layer inputs one is alive at a time, and neither gradients nor logits of the row are.

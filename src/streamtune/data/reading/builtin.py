@@ -37,6 +37,8 @@ the two words. Rows are ordered from easy to hard. The first logs have at most 1
 tokens). From the short logs a new model learns which line to look for. With ``shuffle: false`` a recipe keeps this
 order.
 
+**demo-pages** (type ``messages``). Images of pages: see ``pages.py``.
+
 **python-stdlib** (type ``messages``). Documented functions, classes and whole modules of the running Python's standard
 library.
 """

@@ -24,6 +24,7 @@ from streamtune.data.reading.builtin import (
 from streamtune.data.reading.cells import column_names
 from streamtune.data.reading.data_paths import find_local_files, find_remote_files, hub_rows, is_url
 from streamtune.data.reading.files import DataFile
+from streamtune.data.reading.pages import PAGES_PATH, page_rows
 from streamtune.data.reading.readers import Row, read_data_file
 from streamtune.errors import DataError, did_you_mean
 
@@ -267,6 +268,7 @@ BUILT_IN: dict[str, Callable[[Source], Iterator[Row]]] = {
     PREFERENCES_PATH: lambda source: preference_rows(max_rows=source.max_rows),
     ARITHMETIC_PATH: lambda source: arithmetic_rows(task=source.name, max_rows=source.max_rows),
     PASSKEY_PATH: lambda source: passkey_rows(max_rows=source.max_rows),
+    PAGES_PATH: lambda source: page_rows(max_rows=source.max_rows),
 }
 """Name of a built-in dataset -> function that yields its rows."""
 

@@ -169,6 +169,7 @@ class RowRenderer:
 
     def _render_conversation(self, content: Conversation, origin: str) -> Rendered:
         require_template(self._tokenizer, "row", origin)
+        images = self._images if content.images else None  # a model without images is refused before its template
         content = _add_default_system(content, self._options.default_system)
         self._count_columns(content, origin)
         whole, identities = content, list(map(id, content.messages))
@@ -201,8 +202,8 @@ class RowRenderer:
         self.log.current.reasoning += chat.reasoned
         self.log.current.reasoning_closed += chat.closed
         self.log.current.add_dropped_reasoning(f"{origin} messages[{index}]" for index in chat.dropped)
-        if content.images:
-            return self._render_images(content, chat, origin, shielded=shielded)
+        if images is not None:
+            return self._render_images(images, content, chat, origin, shielded=shielded)
         prefix = self._find_system_prefix_end(content, chat, origin)
         # Without special tokens, as apply_chat_template does: the template has printed them.
         ask = partial(_tokenise_chat, turns=chat.turns, origin=origin, exchanges=chat.exchanges, prefix=prefix or 0)
@@ -216,10 +217,12 @@ class RowRenderer:
             tokens, has_answer=self._train_on != "all", system=None if prefix is None else tokens.prefix
         )
 
-    def _render_images(self, content: Conversation, chat: RenderedChat, origin: str, *, shielded: bool) -> Rendered:
+    def _render_images(
+        self, images: ImageProcessor, content: Conversation, chat: RenderedChat, origin: str, *, shielded: bool
+    ) -> Rendered:
         """Return a rendered conversation with the tokens of its images, which are not trained."""
-        files, images = self._images.read_cells(content.images, origin)
-        whole = self._images.expand(chat.text, images, origin)
+        files, pictures = images.read_cells(content.images, origin)
+        whole = images.expand(chat.text, pictures, origin)
         turns = [ChatTurn(whole.moved(turn.start), whole.moved(turn.end)) for turn in chat.turns]
         ask = partial(_tokenise_chat, turns=turns, origin=origin, exchanges=(), prefix=0)
         tokens = (
@@ -237,10 +240,10 @@ class RowRenderer:
     @cached_property
     def _images(self) -> ImageProcessor:
         if self._image_options is None:
-            raise DataError(
-                "rows have images, and a new model of random weights has no image processor",
+            raise ArgumentError(
+                "rows have images, and a new model of this type takes none",
                 where="model",
-                fix="name a vision-language model: model_name_or_path",
+                fix="name a vision-language model: model_name_or_path, or model_type: qwen3_vl for a new one",
             )
         return ImageProcessor(self._image_options, self._tokenizer)
 
@@ -548,6 +551,7 @@ class PromptRenderer:
         tools: Any,
         origin: str,
         variables: Mapping[str, Any] | None = None,
+        expand: Callable[[str], str] | None = None,
     ) -> list[int]:
         """Return the token ids of a prompt.
 
@@ -555,6 +559,8 @@ class PromptRenderer:
             prompt: Text, or messages.
             tools: JSON schemas of the tools; None without tools.
             origin: File and line of the row, for errors.
+            expand: Function that replaces the placeholders of images in the rendered messages by the text of their
+                tokens; None if the messages have no images.
 
         Raises:
             ArgumentError: The chat template does not read a variable of the options.
@@ -564,7 +570,7 @@ class PromptRenderer:
         ids = (
             self._tokenise_text(prompt, origin)
             if isinstance(prompt, str)
-            else self._tokenise_messages(prompt, tools, origin, variables)
+            else self._tokenise_messages(prompt, tools, origin, variables, expand)
         )
         if not ids:
             raise DataError("the tokenizer gives no token for the prompt", where=origin, fix="remove the row")
@@ -584,7 +590,12 @@ class PromptRenderer:
         return ids
 
     def _tokenise_messages(
-        self, messages: list[dict[str, Any]], tools: Any, origin: str, row_variables: Mapping[str, Any] | None
+        self,
+        messages: list[dict[str, Any]],
+        tools: Any,
+        origin: str,
+        row_variables: Mapping[str, Any] | None,
+        expand: Callable[[str], str] | None,
     ) -> list[int]:
         require_template(self._tokenizer, "prompt", origin)
         if self._options.default_system is not None and not has_system(messages):
@@ -598,12 +609,16 @@ class PromptRenderer:
         if self._options.split_special_tokens:
             shown = self._specials.replace_names([messages, tools], origin)
         variables = self._variables(row_variables, tools, origin)
-        request = ChatRequest(shown[0], shown[1], True, variables)
+        request = ChatRequest(shown[0], shown[1], True, variables, has_images=expand is not None)
         text = render_messages(self._tokenizer, request, origin, explain=True)
         text = check_unicode(text, origin)
         self._count_left_out(request, text, origin)
         return self._tokenise_ids(
-            text, origin, add_special_tokens=False, has_names=shown[0] is not messages, rendered=True
+            text if expand is None else expand(text),
+            origin,
+            add_special_tokens=False,
+            has_names=shown[0] is not messages,
+            rendered=True,
         )
 
     def _count_left_out(self, request: ChatRequest, text: str, origin: str) -> None:

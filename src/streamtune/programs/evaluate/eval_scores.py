@@ -163,7 +163,7 @@ def score_rows(
     rows: Sequence[data.Example],
     *,
     batch_size: int,
-    pad_token_id: int,
+    collate: Callable[[Sequence[data.Example]], train.MicroBatch],
     rows_done: Callable[[int, int], None],
     names: Sequence[str] | None = None,
 ) -> LossSums:
@@ -173,6 +173,7 @@ def score_rows(
     other.
 
     Args:
+        collate: Function that returns a right-padded batch of rows, with the inputs for their images.
         rows_done: Called after each batch with the number of finished rows and the number of all rows.
         names: Dataset name of each row in the results; None takes the file or dataset that the row comes from.
     """
@@ -181,7 +182,7 @@ def score_rows(
     with train.evaluation_mode(model), streamed.handle.routers.without_losses(), streamed.autocast():
         for start in range(0, len(rows), batch_size):
             part = rows[start : start + batch_size]
-            batch = _collate_rows(part, pad_token_id).to(streamed.device)
+            batch = collate(part).to(streamed.device)
             losses_BT = -streamed.handle.logprobs(targets=batch.shift_labels, model=model, **batch.inputs).logprobs
             for place, row in enumerate(part):
                 trained = batch.shift_labels[place].ne(IGNORE_INDEX).nonzero()[:, 0]
@@ -189,11 +190,6 @@ def score_rows(
                 sums.add(name, losses_BT[place][trained].cpu(), trained.cpu())
             rows_done(min(start + batch_size, len(rows)), len(rows))
     return sums
-
-
-def _collate_rows(rows: Sequence[data.Example], pad_token_id: int) -> train.MicroBatch:
-    batch = data.collate(rows, pad_token_id=pad_token_id)
-    return train.MicroBatch(**batch, origins=tuple(row.origin for row in rows))
 
 
 def set_name_of_origin(origin: str) -> str:

@@ -35,7 +35,8 @@ from streamtune.run.data import locate_errors, make_sources
 from streamtune.run.device import choose_device, prepare_libraries, stream_model
 from streamtune.run.weight_choices import with_saved_precision
 from streamtune.tasks import TASKS, Task
-from streamtune.tasks.task import BuiltRun, chat_options
+from streamtune.tasks.sft import Batches
+from streamtune.tasks.task import BuiltRun, chat_options, image_options
 
 SPLITS = ("held-out", "train", "all")
 """Accepted values of ``--split``."""
@@ -180,11 +181,12 @@ class _Evaluation:
             return measure_rows(
                 self.task, self._make_run, rows, autocast_dtype=recipe.autocast_dtype, rows_done=rows_done, names=names
             )
+        batches = Batches(self.prepared, self.tokenizer, images=image_options(recipe))
         return score_rows(
             self._streamed_model,
             rows,
             batch_size=recipe.per_device_eval_batch_size,
-            pad_token_id=self.tokenizer.pad_token_id,
+            collate=lambda part: batches.collate([[row] for row in part], packed=False),
             rows_done=rows_done,
             names=names,
         ).to_json()

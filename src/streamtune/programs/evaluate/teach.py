@@ -68,6 +68,13 @@ def teach(loaded: LoadedRecipe, output: Path, *, top_k: int, feedback: Feedback 
         with doing("making the tokenizer"):
             tokenizer = make_tokenizer(recipe, sources, None, notify)
         prepared = task.prepare(sources, tokenizer, notify)
+        training: Any = prepared.training
+        if data.have_images(training):
+            raise ArgumentError(
+                "the rows have images, and a teacher's file is for rows of text",
+                where="datasets",
+                fix="remove the rows with images",
+            )
         rows, numbers = prepared.training, list(distinct_row_indices(prepared.training))
         with doing("loading the teacher"):
             teacher = load_reference(task, None, tokenizer, device)

@@ -442,7 +442,7 @@ def _init_base_again(trained: TrainedModel, tokenizer: Any, options: models.Mode
         made["init"],
         options,
         vocab_size=len(tokenizer),
-        token_ids={key: getattr(tokenizer, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")},
+        token_ids=models.new_model_token_ids(tokenizer, made["init"]),
         device=device,
         seed=int(trained.settings["seed"]),
     )

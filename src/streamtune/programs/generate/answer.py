@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -23,11 +24,12 @@ from streamtune.base.adapters import base_of
 from streamtune.engine.hf_names import STREAMER, hf_internal
 from streamtune.errors import ArgumentError
 from streamtune.models import all_eos_token_ids, load_tokenizer
-from streamtune.programs.export.source import find_trained, load_trained
+from streamtune.programs.export.source import TrainedModel, find_trained, load_trained
 from streamtune.programs.generate.prompt_files import Prompt, ToolPrompt
 from streamtune.recipe.keys.trained_tokens import TrainedTokenKeys
 from streamtune.run.device import choose_device, prepare_libraries
 from streamtune.tasks.rollout import GenerationStopped, Sampling, TransformersGenerator
+from streamtune.tasks.task import image_folder
 
 PREFILL_CHUNK = 2048
 """Number of prompt tokens that are prefilled at a time."""
@@ -175,7 +177,10 @@ class _ReusingWriter(TransformersGenerator):
 class PromptEncoder:
     """Renders and tokenizes prompts as in training."""
 
-    def __init__(self, tokenizer: Any, options: GenerateOptions) -> None:
+    def __init__(
+        self, tokenizer: Any, options: GenerateOptions, load_images: Callable[[], data.ImageProcessor] | None = None
+    ) -> None:
+        self._load_images = load_images
         self._templated, self._raw = bool(tokenizer.chat_template) and not options.raw, options.raw
         chat = data.ChatOptions(
             default_system=options.system,
@@ -205,8 +210,29 @@ class PromptEncoder:
             given: str | list[dict[str, Any]] = [{"role": "user", "content": prompt}] if self._templated else prompt
             return self._render(given, None, "--prompt")
         if isinstance(prompt, ToolPrompt):
-            return self._render(prompt.messages, prompt.tools, "--file", prompt.variables)
+            expand = partial(self._expand, prompt, self._images) if prompt.images else None
+            return self._render(prompt.messages, prompt.tools, prompt.origin, prompt.variables, expand)
         return self._render(prompt, None, "--file")
+
+    @staticmethod
+    def _expand(prompt: ToolPrompt, processor: data.ImageProcessor, text: str) -> str:
+        _, images = processor.read_cells(prompt.images, prompt.origin)
+        return processor.expand(text, images, prompt.origin).text
+
+    def image_inputs(self, prompt: Prompt, ids: list[int]) -> dict[str, Tensor]:
+        """Return the model's inputs for the images of a prompt, whose token ids are ``ids``."""
+        if not isinstance(prompt, ToolPrompt) or not prompt.images:
+            return {}
+        files, _ = self._images.read_cells(prompt.images, prompt.origin)
+        return self._images.model_inputs([files], torch.tensor([ids]))
+
+    @cached_property
+    def _images(self) -> data.ImageProcessor:
+        if self._load_images is None:
+            raise ArgumentError(
+                "this model takes no images", where="--image", fix="use a vision-language model, or give text only"
+            )
+        return self._load_images()
 
 
 class Answerer:
@@ -215,10 +241,17 @@ class Answerer:
     Set ``stopping`` to True, such as in a signal handler, to end the current answer.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, options: GenerateOptions, description: str) -> None:
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        options: GenerateOptions,
+        description: str,
+        load_images: Callable[[], data.ImageProcessor] | None = None,
+    ) -> None:
         self.model, self.tokenizer, self.options, self.description = model, tokenizer, options, description
         self.stopping = False
-        self._encoder = PromptEncoder(tokenizer, options)
+        self._encoder = PromptEncoder(tokenizer, options, load_images)
         base = base_of(model)
         self._writer = _ReusingWriter(
             model,
@@ -268,6 +301,9 @@ class Answerer:
         printer = _Printer(self.tokenizer, show)
         writer = self._writer
         writer.streamer, writer.reading, writer.read_tokens = printer, reading, len(ids)
+        writer.images = self._encoder.image_inputs(prompt, ids)
+        if writer.images:
+            self.clear_cache()
         self.stopping = False
         started = time.perf_counter()
         try:
@@ -276,7 +312,7 @@ class Answerer:
         except GenerationStopped:
             printer.end()
             finished, stopped = False, True
-        writer.known = [*ids, *printer.written]
+        writer.known = [] if writer.images else [*ids, *printer.written]
         return Answer(
             text=self.tokenizer.decode(printer.written, skip_special_tokens=True),
             prompt_tokens=len(ids),
@@ -377,7 +413,23 @@ def load_answerer(
     adapters = ", with adapters" if trained.adapters else ""
     dtype = str(base.dtype).removeprefix("torch.")
     description = f"{trained.describe()}: {type(base).__name__}{adapters}, {dtype}{kind} on {device}"
-    return Answerer(model, tokenizer, options, description)
+    return Answerer(model, tokenizer, options, description, _image_loader(trained, base, tokenizer))
+
+
+def _image_loader(trained: TrainedModel, base: Any, tokenizer: Any) -> Callable[[], data.ImageProcessor] | None:
+    """Return a function that loads the processor of a model's images; None if the model takes none."""
+    if not models.is_vision_language(base.config):
+        return None
+    recipe = None if trained.loaded is None else trained.loaded.recipe
+    options = data.ImageOptions(
+        base.config.name_or_path or base.config.model_type,
+        image_folder(),
+        trained.trusts_code,
+        None if recipe is None else recipe.max_pixels,
+        None if recipe is None else recipe.min_pixels,
+        None if base.config.name_or_path else models.processor_files(base.config),
+    )
+    return partial(data.ImageProcessor, options, tokenizer)
 
 
 def _check_system(options: GenerateOptions, tokenizer: Any) -> None:
@@ -430,6 +482,8 @@ def answer_with_vllm(
     if trained.loaded is not None:
         options = options.with_recipe_defaults(trained.loaded.recipe)
     encode = PromptEncoder(tokenizer, options)
+    if any(isinstance(each, ToolPrompt) and each.images for each in prompts):
+        raise ArgumentError("--vllm takes no images", where="--vllm", fix="leave --vllm out")
     outputs: Any = engine.generate([{"prompt_token_ids": encode(each)} for each in prompts], settings)
     return [
         {

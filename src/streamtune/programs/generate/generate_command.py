@@ -51,6 +51,14 @@ def generate(
             "conversation per line. Other endings: the text is one prompt.",
         ),
     ] = None,
+    image: Annotated[
+        list[Path] | None,
+        option(
+            "FILE",
+            "Image for --prompt, with a vision-language model. `<image>` in the prompt is the place of an image; "
+            "otherwise images come first. Repeatable.",
+        ),
+    ] = None,
     system: Annotated[
         str | None,
         option(
@@ -138,10 +146,14 @@ def generate(
     """
     if prompt is not None and file is not None:
         raise ArgumentError("--prompt and --file exclude each other", where="--file", fix="give one of them")
+    if image and (file is not None or raw):
+        other = "--file" if file is not None else "--raw"
+        fix = "name the images in the file" if file is not None else "leave --raw out: images need the chat template"
+        raise ArgumentError(f"--image and {other} exclude each other", where="--image", fix=fix)
     _check_ranges(temperature, top_p, top_k, seed)
     with loading_libraries():
         from streamtune.programs.generate.answer import GenerateOptions, answer_with_vllm, load_answerer, require_vllm
-        from streamtune.programs.generate.prompt_files import read_prompts
+        from streamtune.programs.generate.prompt_files import prompt_with_images, read_prompts
     options = GenerateOptions(
         checkpoint=checkpoint,
         base=base,
@@ -166,12 +178,15 @@ def generate(
             raise ArgumentError(
                 "the prompt is missing: stdin is empty", where="--prompt", fix="give --prompt TEXT or --file FILE"
             )
-    if prompts is None and (as_json or vllm):
+    if prompts is None and (as_json or vllm or image):
         raise ArgumentError(
-            f"{'--json' if as_json else '--vllm'} needs a prompt; it cannot be used in a chat",
+            f"{'--json' if as_json else '--vllm' if vllm else '--image'} needs a prompt; it cannot be used in a chat",
             where="--prompt",
             fix="give --prompt TEXT or --file FILE",
         )
+    if image:
+        assert prompts is not None
+        prompts = [prompt_with_images(str(prompts[0]), image)]
     if vllm:
         require_vllm()
         assert prompts is not None
@@ -229,8 +244,22 @@ def _answer_all(answerer: Answerer, prompts: list[Prompt], *, as_json: bool) -> 
 def _prompt_json(prompt: Prompt) -> dict[str, Any]:
     if isinstance(prompt, (str, list)):
         return {"prompt": prompt}
-    given = {"tools": prompt.tools, "chat_template_kwargs": dict(prompt.variables)}
-    return {"prompt": prompt.messages, **{name: value for name, value in given.items() if value}}
+    given = {
+        "tools": prompt.tools,
+        "chat_template_kwargs": dict(prompt.variables),
+        "images": [str(each.path or each.where) for each in prompt.images],
+    }
+    return {
+        "prompt": [_show_marks(message) for message in prompt.messages],
+        **{name: value for name, value in given.items() if value},
+    }
+
+
+def _show_marks(message: dict[str, Any]) -> dict[str, Any]:
+    from streamtune.data.reading.image_cells import MARK, TEXT_MARK
+
+    content = message.get("content")
+    return {**message, "content": content.replace(MARK, TEXT_MARK)} if isinstance(content, str) else message
 
 
 def _print_answer(answerer: Answerer, prompt: Prompt, *, quiet: bool = False) -> Answer:

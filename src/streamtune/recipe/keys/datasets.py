@@ -55,7 +55,8 @@ class DatasetSpec(Spec):
     Relative paths are searched in the recipe's folder, then in the working directory. URLs: `hf://datasets/...`,
     `s3://`, `gs://`, `https://`. Built in: `python-stdlib` (documented functions, classes and modules of the running
     Python); `demo-preferences` (pairs of a good answer and a wrong or rude answer); `demo-arithmetic` (tasks on
-    digits); `demo-passkey` (short to long logs, with a question about one line)."""
+    digits); `demo-passkey` (short to long logs, with a question about one line); `demo-pages` (images of pages, with a
+    question about the digit on a page)."""
 
     type: Literal[
         "auto", "messages", "prompt_completion", "text", "alpaca", "sharegpt", "preference", "unpaired", "prompts"

@@ -18,7 +18,8 @@ class ModelInit(Spec):
         Field(json_schema_extra={"required": ["model_type"], "properties": {"model_type": {"type": "string"}}}),
     ]
     """Keys of the model's Hugging Face configuration. `model_type` is required: `{model_type: qwen3, hidden_size: 256,
-    ...}`. Other keys have the defaults of transformers."""
+    ...}`. Other keys have the defaults of transformers. Vision-language models: `qwen2_vl`, `qwen2_5_vl`,
+    `qwen3_vl`, `qwen3_vl_moe` and `glm4v`, with the keys `text_config` and `vision_config`."""
 
     @field_validator("init")
     @classmethod

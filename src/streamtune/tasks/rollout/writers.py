@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -35,7 +35,13 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel, Stoppi
 
 from streamtune.base.adapters import base_of
 from streamtune.base.model_facts import decoder_of, model_device
-from streamtune.engine.hf_names import LINEAR_CACHE, cache_keyword, hf_internal, is_stateful
+from streamtune.engine.hf_names import (
+    LINEAR_CACHE,
+    cache_keyword,
+    forget_image_positions,
+    hf_internal,
+    is_stateful,
+)
 from streamtune.engine.rotary import LengthRotary, RowLengths, longest_unscaled_length
 from streamtune.errors import ArgumentError
 from streamtune.models.generation import copy_with_generation_config
@@ -141,6 +147,8 @@ class TransformersGenerator:
         """True if a prompt's prefill is computed once for all of its completions; False if once per completion."""
         self.unscaled_length = longest_unscaled_length(self.model.config)
         """Length above which rotary frequencies depend on the length; None if they never do."""
+        self.images: Mapping[str, Tensor] = {}
+        """Inputs of the model for the images of a single prompt, whose prefill is then not divided into chunks."""
         self._prefilled_length: int | None = None
         """Length of the prompts while they are prefilled, otherwise None."""
 
@@ -165,8 +173,9 @@ class TransformersGenerator:
         self, model: PreTrainedModel, prompts: Sequence[list[int]], repeats: Sequence[int]
     ) -> list[Completion]:
         ids_PT, mask_PT = self._pad_prompts(prompts)
-        cache = self._prefill(ids_PT, mask_PT) if self.shares_prompts and ids_PT.shape[1] > 1 else None
-        generate_arguments: dict[str, Any] = {}
+        is_prefilled = self.shares_prompts and ids_PT.shape[1] > 1 and not self.images
+        cache = self._prefill(ids_PT, mask_PT) if is_prefilled else None
+        generate_arguments: dict[str, Any] = {name: value.to(ids_PT.device) for name, value in self.images.items()}
         repeats_P: Any = torch.tensor(repeats, device=ids_PT.device)
         if cache is not None:
             if max(repeats) > 1:
@@ -267,6 +276,7 @@ class TransformersGenerator:
         )
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
+        forget_image_positions(self.model)
         rotations = LengthRotary.install_in_model(self.model, self._row_lengths)
         try:
             yield copy_with_generation_config(self.model, settings)
