@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.padding import Padding
@@ -82,7 +81,7 @@ def print_row_view(
     out.print()
     print_labelled(Text(f"row {view.number:,}  ", style="bold"), Text(describe_row_view(view, reason)))
     if view.images:
-        shown = [f"{safe_text(Path(file.path).name)}{_describe_size(file)}" for file in view.images[:MOST_IMAGES]]
+        shown = [f"{safe_text(file.name)}{_describe_size(file)}" for file in view.images[:MOST_IMAGES]]
         more = len(view.images) - len(shown)
         print_text(Text(f"images: {', '.join(shown)}{f' and {more:,} more' if more else ''}", style="dim"), indent=2)
     for part in view.parts:

@@ -104,6 +104,12 @@ class ImageFile:
     def __str__(self) -> str:
         return f"{self.digest} {self.path}"
 
+    @property
+    def name(self) -> str:
+        """Name of the file; the start of the digest for an image that its row has as bytes."""
+        name = Path(self.path).name
+        return name[:8] if name == self.digest else name
+
     @classmethod
     def parse(cls, text: str) -> ImageFile:
         digest, _, path = text.partition(" ")

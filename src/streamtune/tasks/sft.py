@@ -195,7 +195,7 @@ class Sft(Task[Recipe]):
         )
         lengths = prepared.training.lengths()
         packs = None if self.splits_turns else prepared.packs  # turns that share a beginning have a fixed layout
-        if packs is None and try_packing and not self.splits_turns:
+        if packs is None and try_packing and not self.splits_turns and not data.have_images(prepared.training):
             packs = data.pack_rows(lengths, recipe.max_length, seed=recipe.seed)
         # With dataset weights, an epoch visits some rows several times or never. Pieces are compared with whole rows.
         visited = int(lengths.sum() if prepared.mixture is None else layout.step_tokens.sum())

@@ -141,7 +141,7 @@ MOST_IMAGES = 24
 
 def _image_html(file: ImageFile) -> str:
     small = Thumbnail.of_file(file)
-    name = escape(safe_text(file.path.rpartition("/")[2]), quote=True)
+    name = escape(safe_text(file.name), quote=True)
     if small is None:
         return f" <small>{name}: missing or changed</small>"
     title = f"{name}, {small.width} x {small.height}"
