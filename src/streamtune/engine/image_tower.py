@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers.utils import ModelOutput
 
 from streamtune.engine.inspect_model import image_modules
 
@@ -130,7 +129,7 @@ def split_images(inputs: Mapping[str, Any], max_elements: int) -> list[dict[str,
 def join_results(results: Sequence[Any], *, by_layer: bool = False) -> Any:
     """Return the result for all images, from the results for parts of them."""
     first = results[0]
-    if isinstance(first, ModelOutput):
+    if isinstance(first, dict):  # an output of transformers, which has its fields as keys too
         joined = {
             name: join_results([result[name] for result in results], by_layer=name == BY_LAYER)
             for name, value in first.items()
