@@ -139,10 +139,15 @@ def run_suite(name: str, before: dict[str, Any] | None = None) -> Outcome:
 
 
 def _commit() -> str:
-    """The state of the project: ``1a2b3c4``, and ``1a2b3c4-dirty`` where something is not committed."""
-    command = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
-    found = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
-    return found.stdout.strip() or "no commit"
+    """The state of the project: ``1a2b3c4``, and ``1a2b3c4-dirty`` where more than the page itself is not committed."""
+
+    def answer(*command: str) -> str:
+        return subprocess.run(["git", *command], cwd=ROOT, check=False, capture_output=True, text=True).stdout.strip()
+
+    commit = answer("describe", "--always", "--exclude", "*")
+    page = ":(exclude)docs/reference/reliability.*"
+    changed = answer("status", "--porcelain", "--untracked-files=no", "--", ".", page)
+    return (commit + ("-dirty" if changed else "")) or "no commit"
 
 
 def _read(kept: Path) -> dict[str, Any]:
