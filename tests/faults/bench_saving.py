@@ -110,7 +110,7 @@ class Noted(Progress):
         super().__init__(Console(file=io.StringIO()), total)
         self.rows, self.committed = rows, {}
 
-    def saved(self, step: int, path: object) -> None:
+    def report_checkpoint(self, step: int, path: object) -> None:
         self.committed[step] = len(self.rows.began)
 
 
