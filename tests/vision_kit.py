@@ -43,7 +43,7 @@ PARTS_ONLY = (
 
 @dataclass(frozen=True)
 class Kind:
-    """How the checkpoints of a family are processed."""
+    """Processor of the published checkpoints of a family."""
 
     image_processor: str
     settings: dict[str, Any]

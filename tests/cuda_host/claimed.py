@@ -88,7 +88,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     given = {**kwargs, **({} if wanted is None else {"device": torch.device("cpu")})}
     args_in, kwargs_in = tree_map_only(Claimed, lambda x: x.inner, (args, given))
     if KIND != "cuda" and any(x.dtype == torch.float64 for x in tensors if isinstance(x, Claimed)):
-        raise TypeError(f"{name}: there is no float64 on {KIND}")
+        raise TypeError(f"{name}: {KIND} has no float64")
     run = ONLY_ON_CUDA.get(f"{name}.{func._schema.overload_name}".rstrip("."), func)
     out = run(*args_in, **kwargs_in)
     for place, argument in enumerate(func._schema.arguments):  # an operator in place returns its argument

@@ -319,7 +319,7 @@ DEFAULT_SYSTEM = {
         "request.\n\n### Instruction:\n"
     ),
 }
-"""What a conversation without a system message begins with."""
+"""Text at the start of a conversation without a system message, by template."""
 
 
 @pytest.mark.parametrize("name", DOCUMENTED)
@@ -360,7 +360,7 @@ AROUND: dict[str, tuple[tuple[str, str], tuple[str, str]]] = {
     "cohere2": (("", "<|END_RESPONSE|><|END_OF_TURN_TOKEN|>"),) * 2,
     "vicuna": ((" ", "<eos>"),) * 2,
 }
-"""What is trained before and after the first and the last answer, where it is not only the end of the turn."""
+"""Trained text (before, after) the first and the last answer, for templates that train more than the end of a turn."""
 
 
 @pytest.mark.parametrize("name", CHAT_TEMPLATES)

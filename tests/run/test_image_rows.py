@@ -132,7 +132,7 @@ PROJECTORS = ("projector", "connector", "merger")
     ],
 )
 def test_the_tower_is_trained(folder: Path, kind: str, tower: bool, projector: bool) -> None:
-    """What is chosen moves with rows of images, in a few parts of the images as in one, and resumes bit for bit."""
+    """Only the weights that the recipe chooses change; a resumed run ends with the same weights, bit for bit."""
     save_checkpoint(kind, folder / "base")
     write_image_rows(folder, 6)
     keys = {"freeze_vision_tower": not tower, "freeze_projector": not projector, "trainable_layers": "last 1"}
@@ -225,7 +225,7 @@ MORE = [pytest.param(each, marks=pytest.mark.full) for each in KINDS if each != 
 
 @pytest.mark.parametrize("kind", ["qwen3_vl", *MORE])
 def test_pairs_with_images(folder: Path, kind: str) -> None:
-    """The log-probs of each answer are those of the plain model on the row with its image."""
+    """The log-probs of each answer equal the plain model's log-probs on the row with its image."""
     save_checkpoint(kind, folder / "base")
     options = data.ImageOptions("base", "held")
     tokenizer, limits = AutoTokenizer.from_pretrained("base"), data.DataOptions(max_length=512, images=options)

@@ -19,7 +19,7 @@ from streamtune.data.data_report import (
     SourceReport,
     format_epoch_shares,
 )
-from streamtune.data.images import ImageFile, Thumbnail
+from streamtune.data.image_files import ImageFile, Thumbnail
 from streamtune.data.inspect_rows import RowPart, RowView, TokenGap, TokenRun, shorten_repeats
 
 from .console import make_table, out, print_labelled, print_rows, print_table, print_text, print_title

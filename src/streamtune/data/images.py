@@ -1,15 +1,14 @@
-"""Images of rows: read and checked, replaced by their tokens in the text, and prepared as inputs of the model.
+"""Images of rows: replaced by their tokens in the text, and prepared as inputs of the model.
 
 The processor of the model decides which tokens an image has (:meth:`ImageProcessor.expand`), and which tensors the
 model reads (:meth:`ImageProcessor.model_inputs`). A prepared row keeps the path and the digest of each image, not its
-pixels (:class:`ImageFile`). The pixels are read again for each batch.
+pixels (:class:`~streamtune.data.image_files.ImageFile`). The pixels are read again for each batch.
 """
 
 from __future__ import annotations
 
 import copy
 import hashlib
-import io
 import json
 import math
 import os
@@ -23,10 +22,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
-
-from streamtune.base.paths import open_nonblocking
+from streamtune.data.image_files import ImageFile, decode_image, image_digest, read_image_bytes
 from streamtune.data.reading.image_cells import ImageCell
 from streamtune.engine.hf_names import HUB_FILE, IMAGES_REFUSED, PROCESSOR_NAMES, TOKEN_TYPES, hf_internal
 from streamtune.errors import ArgumentError, DataError
@@ -36,17 +32,9 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from transformers import PreTrainedTokenizerBase
 
-    from streamtune.data.reading.contents import FileHashes
-    from streamtune.data.record_table import Stored
 
 IMAGES = "images"
 """Folder of the row cache with images that rows have as bytes."""
-MOST_PIXELS = 1 << 26
-"""Largest number of pixels of an image, 67 million: a page of A4 at 600 dots per inch has 35 million."""
-MOST_BYTES = 1 << 28
-"""Largest size of an image's file."""
-FORMATS = ("PNG", "JPEG", "WEBP", "AVIF", "GIF", "BMP", "TIFF", "PPM", "JPEG2000")
-"""Formats that are read. Pillow reads more, some of them with other programs (EPS with Ghostscript)."""
 _COMPARED = 2
 """Number of rows whose tokens are compared with the processor's tokens."""
 _FILES = ("processor_config.json", "preprocessor_config.json")
@@ -92,68 +80,6 @@ class ImageOptions:
         if not texts:
             return None
         return self.model, self.max_pixels, self.min_pixels, hashlib.sha256("\0".join(texts).encode()).hexdigest()
-
-
-@dataclass(frozen=True)
-class ImageFile:
-    """An image of a prepared row: the path of its file, and the digest of the file's bytes."""
-
-    digest: str
-    path: str
-
-    def __str__(self) -> str:
-        return f"{self.digest} {self.path}"
-
-    @property
-    def name(self) -> str:
-        """Name of the file; the start of the digest for an image that its row has as bytes."""
-        name = Path(self.path).name
-        return name[:8] if name == self.digest else name
-
-    @classmethod
-    def parse(cls, text: str) -> ImageFile:
-        digest, _, path = text.partition(" ")
-        return cls(digest, path)
-
-    def read(self) -> bytes:
-        """Return the bytes of the file.
-
-        Raises:
-            DataError: The file is missing, or has changed since the row was prepared.
-        """
-        content = _read_file(Path(self.path), self.path, "")
-        if _digest(content) != self.digest:
-            raise DataError(
-                "the image has changed since its row was prepared",
-                where=self.path,
-                fix="start again: its row is then prepared again",
-            )
-        return content
-
-
-@dataclass(frozen=True)
-class Thumbnail:
-    """A small copy of an image, to be shown."""
-
-    width: int
-    """width of the image itself, in pixels"""
-    height: int
-    jpeg: bytes
-
-    @classmethod
-    def of_file(cls, file: ImageFile, side: int = 160) -> Thumbnail | None:
-        """Return a copy whose sides have at most ``side`` pixels; None if the image is missing or has changed."""
-        from PIL import Image, ImageOps
-
-        try:
-            opened = Image.open(io.BytesIO(file.read()), formats=_readable_formats())
-            image = ImageOps.exif_transpose(opened).convert("RGB")
-        except (DataError, OSError, ValueError, SyntaxError):
-            return None
-        size, held = image.size, io.BytesIO()
-        image.thumbnail((side, side))
-        image.save(held, "JPEG")
-        return cls(*size, held.getvalue())
 
 
 @dataclass(frozen=True)
@@ -228,10 +154,10 @@ class ImageProcessor:
         files, images = [], []
         for cell in cells:
             shown = str(cell.path) if cell.path is not None else cell.where
-            content = cell.content if cell.path is None else _read_file(cell.path, shown, origin)
+            content = cell.content if cell.path is None else read_image_bytes(cell.path, shown, origin)
             assert content is not None, "an image has a path or bytes"
-            images.append(self.decode(content, shown, origin))
-            digest = _digest(content)
+            images.append(self._decode(content, shown, origin))
+            digest = image_digest(content)
             path = self._store(content, digest) if cell.path is None else cell.path.absolute()
             files.append(ImageFile(digest, str(path)))
         return files, images
@@ -245,45 +171,8 @@ class ImageProcessor:
             part.replace(path)
         return path
 
-    def decode(self, content: bytes, shown: str, origin: str) -> Image:
-        """Return an image as RGB, turned as its EXIF data say and scaled to the limits of pixels.
-
-        Args:
-            shown: Name of the image in errors.
-            origin: File and line of its row; empty if ``shown`` is enough.
-
-        Raises:
-            DataError: The image is damaged, too large or too small, or has several frames.
-        """
-        from PIL import Image, ImageOps, UnidentifiedImageError
-
-        where = origin or shown
-
-        def refuse(what: str, fix: str) -> DataError:
-            return DataError(f"the image {shown} {what}", where=where, fix=fix)
-
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of Pillow, about sizes that are checked here
-                image: Image.Image = Image.open(io.BytesIO(content), formats=_readable_formats())
-                width, height = image.size
-                if width * height > MOST_PIXELS:
-                    millions = f"{width * height / 1e6:,.0f} million pixels, more than {MOST_PIXELS // 10**6} million"
-                    raise refuse(f"has {millions}", "scale it down")
-                if min(width, height) < 2:
-                    raise refuse(f"has {width} x {height} pixels", "remove the row, or give the right image")
-                frames = 1 if image.format == "MPO" else getattr(image, "n_frames", 1)  # a photo and its previews
-                if frames > 1:
-                    raise refuse(f"has {frames} frames or pages", "save each as an image of its own")
-                image.load()
-                turned = ImageOps.exif_transpose(image).convert("RGB")
-        except DataError:
-            raise
-        except UnidentifiedImageError as error:
-            raise refuse(f"is in none of the formats {', '.join(FORMATS)}", "save it as PNG or JPEG") from error
-        except Exception as error:  # Pillow raises many kinds of exceptions for damaged files
-            raise refuse(f"is damaged: {error}", "replace it, or remove the row") from error
-        return self._scale(turned)
+    def _decode(self, content: bytes, shown: str, origin: str) -> Image:
+        return self._scale(decode_image(content, shown, origin))
 
     def _scale(self, image: Image) -> Image:
         pixels, factor = image.width * image.height, 1.0
@@ -333,7 +222,7 @@ class ImageProcessor:
         found: list[ImageFile] = []
         left = Counter(input_ids)
         for file in files:
-            tokens = Counter(self._encode(self._replacement(self.decode(file.read(), file.path, ""), file.path)))
+            tokens = Counter(self._encode(self._replacement(self._decode(file.read(), file.path, ""), file.path)))
             if not tokens <= left:
                 break
             left -= tokens
@@ -387,7 +276,7 @@ class ImageProcessor:
         """
         import torch
 
-        images = [[self.decode(file.read(), file.path, "") for file in files] for files in rows]
+        images = [[self._decode(file.read(), file.path, "") for file in files] for files in rows]
         texts = [self.placeholder * len(each) for each in images]
         prepared = self._call(texts, images, padding=True, return_tensors="pt")
         ids = prepared.pop("input_ids")
@@ -401,13 +290,6 @@ class ImageProcessor:
                     types[torch.isin(input_ids, ids[found == number].unique())] = number
             inputs[name] = types
         return inputs
-
-
-def _readable_formats() -> list[str]:
-    from PIL import Image
-
-    Image.init()  # an older Pillow lacks AVIF
-    return [name for name in FORMATS if name in Image.OPEN]
 
 
 def _load_processor(options: ImageOptions, folder: str, tokenizer: PreTrainedTokenizerBase) -> Any:
@@ -449,55 +331,3 @@ def _images_only(kind: Any) -> Any:
             return None if argument is None else super().check_argument_for_proper_class(argument_name, argument)
 
     return ImagesOnly
-
-
-def _read_file(path: Path, shown: str, origin: str) -> bytes:
-    try:
-        with open(path, "rb", opener=open_nonblocking) as file:
-            content = file.read(MOST_BYTES + 1)
-    except OSError as error:
-        raise DataError(
-            f"cannot read the image {shown}: {error.strerror or error}",
-            where=origin or shown,
-            fix="correct the path, which is relative to the file of the row",
-        ) from error
-    if len(content) > MOST_BYTES:
-        raise DataError(
-            f"the image {shown} has more than {MOST_BYTES >> 20} MiB", where=origin or shown, fix="compress it"
-        )
-    return content
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.blake2b(content, digest_size=20).hexdigest()  # as FileHashes
-
-
-def have_images(rows: Any) -> bool:
-    """Return True if a table of prepared rows has a row with images, also one that is not among ``rows``."""
-    from streamtune.data.record_table import Stored
-
-    if not isinstance(rows, Stored) or "images" not in rows.column_names:
-        return False
-    return bool(len(rows.column_cells("images").combine_chunks().flatten()))
-
-
-def count_images(rows: Stored[Any]) -> npt.NDArray[np.int64]:
-    """Return the number of images of each example of a table, ``[rows]``."""
-    counts = rows.column_cells("images").combine_chunks().value_lengths().to_numpy(zero_copy_only=False)
-    return counts.astype(np.int64)[rows.table_indices()]
-
-
-def first_changed_image(table: Any, hashes: FileHashes) -> str | None:
-    """Return the path of an image of a table of examples that is missing or has changed; None if all are the same.
-
-    A file is read only if its size or times changed since it was hashed before.
-    """
-    for text in table["images"].combine_chunks().flatten().unique().to_pylist():
-        file = ImageFile.parse(text)
-        try:
-            if hashes.hash_file(Path(file.path)) == file.digest:
-                continue
-        except OSError:
-            pass
-        return file.path
-    return None

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from streamtune.base.model_facts import IGNORE_INDEX
 from streamtune.data.fit import Prepared
-from streamtune.data.images import ImageFile
+from streamtune.data.image_files import ImageFile
 from streamtune.data.options import ChatOptions
 from streamtune.data.record_table import Example, Prompt, Record, Tree
 from streamtune.data.rendering.chat_variants import common_prefix_length

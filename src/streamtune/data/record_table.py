@@ -306,7 +306,7 @@ class Example:
     weight: float = 1.0
     """factor of the loss of the example's tokens"""
     images: Sequence[str] = ()
-    """files of the images, in the order of their tokens (:class:`streamtune.data.images.ImageFile`)"""
+    """files of the images, in the order of their tokens (:class:`streamtune.data.image_files.ImageFile`)"""
 
     @property
     def num_tokens(self) -> int:
@@ -365,7 +365,7 @@ class Tree:
     margin: float | None = None
     """score of the first completion minus score of the second, or column ``margin``; None if the row has neither"""
     images: Sequence[str] = ()
-    """files of the prompt's images, in order (:class:`streamtune.data.images.ImageFile`)"""
+    """files of the prompt's images, in order (:class:`streamtune.data.image_files.ImageFile`)"""
 
     def __post_init__(self) -> None:
         assert self.prompt, "a prompt has at least one token, which predicts the first token of a completion"

@@ -41,7 +41,8 @@ from streamtune.base.result_cache import CacheFile, Notify, checksum_of, file_lo
 from streamtune.base.text import show_size
 from streamtune.data.fit import LengthFitter
 from streamtune.data.fit.length_fit import load_counts, save_counts
-from streamtune.data.images import IMAGES, first_changed_image
+from streamtune.data.image_files import first_changed_image
+from streamtune.data.images import IMAGES
 from streamtune.data.reading.contents import FileHashes, StreamedFiles, fingerprint_source, fingerprint_streamed_source
 from streamtune.data.reading.sources import Source
 from streamtune.data.record_table import ROWS, MappedTable, Record, TableWriter, open_record_table

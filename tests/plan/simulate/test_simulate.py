@@ -256,7 +256,7 @@ def test_so_it_is_under_autocast(family: str, mode: Mode) -> None:
 
 @pytest.mark.parametrize(("dtype", "mode"), [(torch.float32, "stream"), (torch.float16, "plain")])
 def test_so_it_is_under_autocast_in_float16(dtype: torch.dtype, mode: Mode) -> None:
-    """The peak is that of bfloat16; frozen weights in float16 are not cast."""
+    """float16 has the same peak as bfloat16; frozen weights in float16 are not cast."""
     make = partial(build_adapted, dtype=dtype)
     found = simulate(workload(make, mode, autocast="float16"), BASE).peak_bytes
     assert found == pytest.approx(measured(make, mode, BASE, autocast="float16"), rel=0.01)

@@ -12,7 +12,7 @@ import numpy as np
 
 from streamtune.data.data_report import CompletionReport, length_percentiles
 from streamtune.data.fit.length_fit import LengthFitter, Notify, count_with_verb
-from streamtune.data.images import ImageFile
+from streamtune.data.image_files import ImageFile
 from streamtune.data.options import COMPLETION_OVERLENGTH, check_choice
 from streamtune.data.record_table import Prompt, TableWriter, Tree
 from streamtune.errors import ArgumentError, DataError

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from streamtune.base.model_facts import IGNORE_INDEX
 from streamtune.data.data_report import DataReport
 from streamtune.data.fit.length_fit import LengthFitter, Notify, count_with_verb
-from streamtune.data.images import ImageFile
+from streamtune.data.image_files import ImageFile
 from streamtune.data.options import SPLIT_AT, RowPolicy
 from streamtune.data.record_table import Example, IntArray, TableWriter
 from streamtune.data.rendering.tokens import Rendered

@@ -28,7 +28,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from streamtune.base.model_facts import IGNORE_INDEX
-from streamtune.data.images import ImageFile, ImageOptions, ImageProcessor
+from streamtune.data.image_files import ImageFile
+from streamtune.data.images import ImageOptions, ImageProcessor
 from streamtune.data.options import DEFAULT_CHAT, ChatOptions, RowPolicy
 from streamtune.data.preferences import Answers
 from streamtune.data.reading.cells import TextOrMessages, has_system, prompt_digest, read_chat_kwargs, wrap_tools

@@ -67,7 +67,7 @@ class Rendered:
     weight: float = 1.0
     """factor of the row's loss"""
     images: tuple[str, ...] = ()
-    """files of the row's images, in order (:class:`streamtune.data.images.ImageFile`)"""
+    """files of the row's images, in order (:class:`streamtune.data.image_files.ImageFile`)"""
 
 
 @dataclass(frozen=True)

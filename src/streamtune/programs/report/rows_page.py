@@ -11,7 +11,7 @@ from typing import Any
 
 from streamtune.base.privacy import safe_text
 from streamtune.data.data_report import EPOCH_COLUMNS, SourceReport, format_epoch_shares
-from streamtune.data.images import ImageFile, Thumbnail
+from streamtune.data.image_files import ImageFile, Thumbnail
 from streamtune.data.inspect_rows import RowPart, RowView, TokenGap, shorten_repeats
 from streamtune.run.build import Inspection
 
