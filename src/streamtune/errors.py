@@ -106,7 +106,7 @@ class OutOfMemoryError(RunError):
 
 
 class StorageError(RunError):
-    """A file of offloaded layer inputs, tokenized rows or a teacher's top-k tokens cannot be written or read."""
+    """A file of offloaded layer inputs, tokenized rows, their images or a teacher's top-k tokens is not usable."""
 
 
 class CheckpointError(RunError):

@@ -18,7 +18,7 @@ from tests.vision_kit import KINDS, draw, processor_of, save_checkpoint, write_i
 from transformers import AutoTokenizer
 
 from streamtune import data
-from streamtune.errors import DataError
+from streamtune.errors import DataError, StorageError
 from streamtune.tasks.sft import Batches
 from streamtune.train import MicroBatch
 
@@ -147,6 +147,15 @@ def test_every_form_of_an_image(qwen: Path, tmp_path: Path) -> None:
     prepared, batches = prepare(qwen, tmp_path / "rows.parquet")
     assert same(batches.training_batch([0]), want)
     assert prepared.training[0].images[0].endswith(_digest(prepared)), "bytes are in a file named by their digest"
+
+
+def test_a_folder_that_takes_no_images(qwen: Path, tmp_path: Path) -> None:
+    encoded = base64.b64encode(_png(draw(tmp_path / "a.png", "red"))).decode()
+    Path(tmp_path, "held").write_text("a file")
+    rows = write(tmp_path, {"messages": [QUESTION, ANSWER], "images": [f"data:image/png;base64,{encoded}"]})
+    for on_bad_row in ("error", "skip"):
+        with pytest.raises(StorageError, match="cannot write an image that a row holds as bytes: Not a directory"):
+            prepare(qwen, rows, on_bad_row=on_bad_row)
 
 
 def _digest(prepared: data.PreparedData) -> str:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from streamtune.data.image_files import ImageFile, decode_image, image_digest, read_image_bytes
 from streamtune.data.reading.image_cells import ImageCell
 from streamtune.engine.hf_names import HUB_FILE, IMAGES_REFUSED, PROCESSOR_NAMES, TOKEN_TYPES, hf_internal
-from streamtune.errors import ArgumentError, DataError
+from streamtune.errors import ArgumentError, DataError, StorageError
 
 if TYPE_CHECKING:
     import torch
@@ -150,6 +150,7 @@ class ImageProcessor:
 
         Raises:
             DataError: An image is missing, damaged, too large or too small, or has several frames.
+            StorageError: An image cannot be written to the folder.
         """
         files, images = [], []
         for cell in cells:
@@ -164,11 +165,21 @@ class ImageProcessor:
 
     def _store(self, content: bytes, digest: str) -> Path:
         path = Path(self.options.folder) / digest[:2] / digest
-        if not path.exists():
+        if path.exists():
+            return path
+        part = path.with_name(f"{digest}.{os.getpid()}.{threading.get_ident()}")
+        try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            part = path.with_name(f"{digest}.{os.getpid()}.{threading.get_ident()}")
             part.write_bytes(content)
             part.replace(path)
+        except OSError as error:
+            with suppress(OSError):
+                part.unlink()
+            raise StorageError(
+                f"cannot write an image that a row holds as bytes: {error.strerror or error}",
+                where=self.options.folder,
+                fix="free space in that folder, name another with XDG_CACHE_HOME, or give images as paths of files",
+            ) from error
         return path
 
     def _decode(self, content: bytes, shown: str, origin: str) -> Image:
