@@ -139,13 +139,21 @@ MOST_IMAGES = 24
 """Maximum number of images of a row that are shown."""
 
 
+def _images_html(files: Sequence[ImageFile]) -> str:
+    if not files:
+        return ""
+    more = f"<figcaption>{len(files) - MOST_IMAGES:,} more images</figcaption>" if len(files) > MOST_IMAGES else ""
+    return f"<div class=images>{''.join(map(_image_html, files[:MOST_IMAGES]))}{more}</div>"
+
+
 def _image_html(file: ImageFile) -> str:
     small = Thumbnail.of_file(file)
     name = escape(safe_text(file.name), quote=True)
     if small is None:
-        return f" <small>{name}: missing or changed</small>"
+        return f"<figure><figcaption>{name}: missing or changed</figcaption></figure>"
     title = f"{name}, {small.width} x {small.height}"
-    return f'<img src="data:image/jpeg;base64,{b64encode(small.jpeg).decode()}" title="{title}" alt="{title}">'
+    image = f'<img src="data:image/jpeg;base64,{b64encode(small.jpeg).decode()}" alt="{title}">'
+    return f"<figure>{image}<figcaption>{title}</figcaption></figure>"
 
 
 def _rows_html(inspection: Inspection, views: Sequence[tuple[str, RowView]]) -> Iterator[str]:
@@ -158,8 +166,9 @@ def _rows_html(inspection: Inspection, views: Sequence[tuple[str, RowView]]) -> 
         facts += [f"{view.lost:,} truncated"] if view.lost else []
         summary = f"row {view.number:,} <small>{escape(safe_text(', '.join(facts)))}</small>"
         summary += f" <b>{escape(reason)}</b>" if reason else ""
-        summary += "".join(map(_image_html, view.images[:MOST_IMAGES]))
-        parts = "".join(_part_html(inspection, part, with_name=len(view.parts) > 1) for part in view.parts)
+        parts = _images_html(view.images) + "".join(
+            _part_html(inspection, part, with_name=len(view.parts) > 1) for part in view.parts
+        )
         text = f"<details{' open' if place < 4 else ''}><summary>{summary}</summary>{parts}</details>"
         left -= len(text.encode())
         if left < 0:
