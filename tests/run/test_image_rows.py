@@ -290,7 +290,9 @@ def test_rows_are_shown_with_their_images(folder: Path, capsys: pytest.CaptureFi
     shown = capsys.readouterr().out
     assert "images: 1-0.png (21 x 16), 1-1.png (27 x 16)" in shown
     page = Path("page.html").read_text()
-    assert page.count('<figure><img src="data:image/jpeg;base64,') == 6, "each row stands twice: by its length, as a sample"
+    assert page.count('<figure><img src="data:image/jpeg;base64,') == 6, (
+        "each row stands twice: by its length, as a sample"
+    )
     assert page.count("<figcaption>1-1.png, 27 x 16</figcaption>") == 2
     assert run("--json", command="data") == 0
     found = json.loads(capsys.readouterr().out)
