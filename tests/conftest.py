@@ -65,6 +65,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if isinstance(item, pytest.Function) and item.path.relative_to(TESTS).parts[0] in PLANNED:
             item.fixturenames.insert(0, "measured_once")
         if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+            if is_full(item) and item.get_closest_marker("quick"):
+                raise pytest.UsageError(
+                    f"{item.nodeid}: `quick` names cases of `make test`, which has none of a `full` test"
+                )
             if not is_long(item):
                 cases[item.nodeid.partition("[")[0]].append(item)
             elif is_full(item):

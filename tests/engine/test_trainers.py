@@ -181,7 +181,6 @@ def test_hugging_face_trainer(tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 
 
 @pytest.mark.full
-@pytest.mark.quick("False")
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_streaming_stands_in_the_place_of_checkpointing(
     tokenizer: PreTrainedTokenizerFast, tmp_path: Path, reentrant: bool
@@ -201,7 +200,6 @@ def test_streaming_stands_in_the_place_of_checkpointing(
 
 
 @pytest.mark.full
-@pytest.mark.quick("qwen3")
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
 def test_hugging_face_trainer_under_bf16_autocast(
     tokenizer: PreTrainedTokenizerFast, tmp_path: Path, family: str
@@ -333,7 +331,6 @@ def test_sft_trainer_under_bf16_autocast(tokenizer: PreTrainedTokenizerFast, tmp
 
 
 @pytest.mark.full
-@pytest.mark.quick("before wrapping-True")
 @pytest.mark.usefixtures("fp64")
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("order", ["before wrapping", "after wrapping"])

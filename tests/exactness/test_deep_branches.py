@@ -62,7 +62,6 @@ def rows(nodes: tuple[tuple[int, int], ...], seed: int = 5) -> Rows:
 
 
 @pytest.mark.full
-@pytest.mark.quick("gemma2")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rows_of_deep_trees_equal_their_rows_alone(family: str) -> None:
     model = build(family, **FAMILIES[family])
@@ -71,7 +70,6 @@ def test_rows_of_deep_trees_equal_their_rows_alone(family: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.quick("qwen3_next")
 @pytest.mark.parametrize("family", RECURRENT)
 def test_states_are_taken_up_at_every_level(family: str) -> None:
     model = build_any(family)

@@ -72,7 +72,6 @@ def check(model: Any, what: str, inputs: dict[str, Any], **schedule: Any) -> Non
     assert all(p.grad is None for p in model.parameters())
 
 
-@pytest.mark.full
 @pytest.mark.quick("recomputed")
 @pytest.mark.parametrize("schedule", ["recomputed", "two levels", "chunk order"])
 def test_gradients_are_exact(schedule: str) -> None:
@@ -135,7 +134,6 @@ def test_frozen_weights_in_bfloat16_are_as_precise_as_with_autograd(family: str)
             want.check(gradients(model, inputs, in_autocast), schedule, constant=2e-3)
 
 
-@pytest.mark.full
 @pytest.mark.quick("two levels")
 @pytest.mark.parametrize("schedule", ["recomputed", "two levels", "chunk order"])
 def test_layers_below_the_lowest_trained_weight_run_only_forward(schedule: str) -> None:

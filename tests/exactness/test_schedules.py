@@ -88,7 +88,6 @@ def test_every_combination(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.quick("gemma2", "mamba2")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_combinations_of_other_families(family: str, tmp_path: Path) -> None:
     model = build(family) if family in SOFTCAPS_AND_SINKS else build_any(family)
@@ -99,7 +98,6 @@ def test_combinations_of_other_families(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.quick("gemma3n_text")
 @pytest.mark.parametrize("family", MORE_INPUTS)
 def test_combinations_where_layers_share_more(family: str, tmp_path: Path) -> None:
     model = sharing(family) if family in SHARING else build_any(family)

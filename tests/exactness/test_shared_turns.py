@@ -103,7 +103,6 @@ def test_the_trees_are_deep(least: int) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.quick("deep-sigmoid-0.1-0.5", "deep-orpo", "deep-ipo")
 @pytest.mark.parametrize("keys", dpo.LOSSES, ids=lambda keys: "-".join(map(str, keys.values())))
 def test_every_loss_of_pairs(keys: dict[str, Any], least: int) -> None:
     model, reference = dpo.models()
@@ -186,7 +185,6 @@ def test_completions_that_were_resampled(loss_type: str, least: int, monkeypatch
 
 
 @pytest.mark.full
-@pytest.mark.quick("deep-llama", "deep-gemma2", "deep-gpt_oss", "deep-qwen3_next", "deep-mamba2")
 @pytest.mark.parametrize("family", [*FAMILIES, *RECURRENT])
 def test_completions_that_were_resampled_in_families(family: str, least: int) -> None:
     groups, prompts = resampled()

@@ -157,7 +157,6 @@ def test_generation_is_the_models_own(family: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.quick("multiturn")
 @pytest.mark.parametrize("kind", ["plain", "multiturn", "left", "right"])
 @pytest.mark.parametrize("family", SHARING)
 def test_shared_keys_and_values_get_the_gradients_of_all_their_readers(family: str, kind: str) -> None:

@@ -227,7 +227,6 @@ def interrupt_after(seconds: float) -> Callable[[int], None]:
 
 
 @pytest.mark.full
-@pytest.mark.quick("sft")
 @pytest.mark.parametrize(
     "name",
     ["sft", "grpo", "plan", "verify", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dpo", "simulate"))],

@@ -93,7 +93,6 @@ def test_what_was_made_for_nothing_is_removed(zygotes: Zygotes, tmp_path: Path) 
 
 
 @pytest.mark.full
-@pytest.mark.quick("flipped")
 @pytest.mark.parametrize("damage", ["flipped", "deleted"])
 def test_a_run_none_of_whose_checkpoints_can_be_used_is_left_as_it_is(
     zygotes: Zygotes, tmp_path: Path, damage: str

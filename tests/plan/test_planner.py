@@ -139,7 +139,6 @@ def budgets(workload: Workload, known: Any) -> list[int]:
 
 
 @pytest.mark.full
-@pytest.mark.quick("host-2")
 @pytest.mark.parametrize("index", [0, 2])
 @pytest.mark.parametrize("host", [0, 1 << 30], ids=["no host", "host"])
 def test_what_is_chosen_fits_and_nothing_that_fits_is_faster(workload: Workload, known: Any, index: int, host: int):

@@ -77,7 +77,6 @@ def test_common_turns_are_computed_once() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.quick("orpo")
 @pytest.mark.parametrize(
     "keys",
     [

@@ -71,7 +71,6 @@ def test_the_last_samples_are_of_a_model_that_can_compute(
 
 
 @pytest.mark.full
-@pytest.mark.quick("host, in the backward")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_is_the_ordinary_one_to_the_same_bits(folder: Path, kind: str) -> None:
     want, shown = trained(folder, "device")

@@ -237,7 +237,6 @@ def test_a_file_the_system_cuts_off_is_reported_with_what_is_needed(tmp_path: Pa
 
 
 @pytest.mark.full
-@pytest.mark.quick("between the renames")
 @pytest.mark.parametrize("moment", ["while writing", "before the rename", "between the renames"])
 def test_killed_at_any_moment_the_directory_is_the_old_or_the_new_one(tmp_path: Path, moment: str) -> None:
     target = tmp_path / "final"

@@ -43,7 +43,6 @@ def step(model: Any, *, full: bool = False, **fields: Any) -> Simulation:
 
 
 @pytest.mark.full
-@pytest.mark.quick("recomputed")
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_frozen_layers_below_take_the_bytes_of_their_weights(name: str) -> None:
     """12 layers, of which 3 are trained, against a model of the last 3 layers alone."""

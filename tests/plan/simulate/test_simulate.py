@@ -305,7 +305,6 @@ def test_so_it_is_with_trained_columns(name: str, dtype: torch.dtype, autocast: 
 
 
 @pytest.mark.full
-@pytest.mark.quick("qwen3_moe-dtype0-None-nf4-stream")
 @pytest.mark.parametrize("mode", ["checkpoint", "stream"])
 @pytest.mark.parametrize("kind", [None, "int8", "nf4"])
 @pytest.mark.parametrize(
@@ -726,7 +725,6 @@ def test_bytes_of_weights_gradients_and_optimizer_on_the_host() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.quick("two levels on host")
 @pytest.mark.parametrize("name", ["plain chunks", "host but for two", "two levels on host", "last layer whole"])
 def test_a_step_told_from_shorter_ones_is_the_whole_step(name: str, tmp_path: Any) -> None:
     make = partial(build, "qwen3", "meta", num_hidden_layers=9)
@@ -746,7 +744,6 @@ def test_so_it_is_for_a_row_of_any_length(name: str, tokens: int, tmp_path: Any)
 
 
 @pytest.mark.full
-@pytest.mark.quick("host")
 @pytest.mark.parametrize("name", ["host", "disk", "host but for two", "keys on host", "gradients streamed"])
 def test_so_it_is_where_the_last_two_chunks_are_copied_with_others(name: str, tmp_path: Any) -> None:
     """The last two chunks are shorter, and are copied while chunks before them are computed."""

@@ -106,7 +106,6 @@ def test_so_it_is_with_adapters_that_are_switched_off_for_the_reference() -> Non
 
 
 @pytest.mark.full
-@pytest.mark.quick("True-two pairs")
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("share", [True, False], ids=str)
 def test_so_it_is_with_the_divergence_from_a_teacher(share: bool, shape: str) -> None:
