@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ class Kind:
 
 
 QWEN = Kind(
-    "Qwen2VLImageProcessorPil",
+    "Qwen2VLImageProcessor",
     {**QWEN_PROCESSOR, "size": {"shortest_edge": 64, "longest_edge": 1024}},
     "<|vision_start|><|image_pad|><|vision_end|>",
     {
@@ -73,7 +74,7 @@ KINDS: dict[str, Kind] = {
     "qwen2_5_vl": QWEN,
     "qwen3_vl": QWEN,
     "glm4v": Kind(
-        "Glm4vImageProcessorPil",
+        "Glm4vImageProcessor",
         {**QWEN_PROCESSOR, "size": {"shortest_edge": 64, "longest_edge": 1024}},
         "<|begin_of_image|><|image|><|end_of_image|>",
         {
@@ -84,14 +85,14 @@ KINDS: dict[str, Kind] = {
         },
     ),
     "gemma3": Kind(
-        "Gemma3ImageProcessorPil",
+        "Gemma3ImageProcessor",
         {"size": SIDE},
         "<start_of_image>",
         {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"},
         {"image_seq_length": 4},
     ),
     "llava": Kind(
-        "LlavaImageProcessorPil",
+        "LlavaImageProcessor",
         {"size": {"shortest_edge": 16}, "crop_size": SIDE},
         "",
         {"image_token": "<image>"},
@@ -99,7 +100,7 @@ KINDS: dict[str, Kind] = {
         PARTS_ONLY,
     ),
     "idefics3": Kind(
-        "Idefics3ImageProcessorPil",
+        "Idefics3ImageProcessor",
         {"size": {"longest_edge": 32}, "max_image_size": {"longest_edge": 16}},
         "<image>",
         {
@@ -112,7 +113,7 @@ KINDS: dict[str, Kind] = {
         {"image_seq_len": 4},
     ),
     "internvl": Kind(
-        "GotOcr2ImageProcessorPil",
+        "GotOcr2ImageProcessor",
         {"size": SIDE, "crop_to_patches": True, "min_patches": 1, "max_patches": 3},
         "<IMG_CONTEXT>\n",
         {
@@ -162,7 +163,8 @@ def save_checkpoint(kind: str, folder: Path, dtype: torch.dtype = torch.float32)
     torch.manual_seed(0)
     AutoModelForImageTextToText.from_config(config, dtype=dtype).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    getattr(transformers, family.image_processor)(**family.settings).save_pretrained(folder)
+    pil = "" if find_spec("torchvision") else "Pil"  # as published where torchvision is installed
+    getattr(transformers, family.image_processor + pil)(**family.settings).save_pretrained(folder)
     values = {"processor_class": PROCESSOR_MAPPING_NAMES[kind], **family.values}
     (folder / "processor_config.json").write_text(json.dumps(values))
 

@@ -94,7 +94,6 @@ from streamtune.models.new_processor import (
     count_image_tokens,
     image_family,
     new_model_token_ids,
-    print_images,
     processor_files,
 )
 from streamtune.models.packed import PackedExperts, has_packed_experts
@@ -207,7 +206,6 @@ __all__ = [
     "position_table_limit",
     "position_warning",
     "pretrained_position_limit",
-    "print_images",
     "processor_files",
     "quantization_kind",
     "read_trained_tokenizer",

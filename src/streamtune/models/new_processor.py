@@ -90,30 +90,6 @@ def new_model_token_ids(tokenizer: PreTrainedTokenizerBase, keys: Mapping[str, A
     return ids | {key: tokenizer.convert_tokens_to_ids(text) for key, text in tokens.items()}
 
 
-def print_images(template: str, keys: Mapping[str, Any]) -> str:
-    """Return the ChatML template, changed so that it prints the images of a message for a new model."""
-    family = image_family(keys)
-    if family is None:
-        return template
-    plain = "message.role + '\\n' + message.content + '<|im_end|>"
-    assert plain in template, "the ChatML template prints the content of user messages"
-    return _IMAGE_MACRO.format(shown=family.shown) + template.replace(
-        plain, plain.replace("message.content", "shown(message.content)")
-    )
-
-
-_IMAGE_MACRO = """
-{{%- macro shown(content) -%}}
-    {{%- if content is string -%}}{{{{- content -}}}}
-    {{%- else -%}}
-        {{%- for part in content -%}}
-            {{{{- '{shown}' if part.type == 'image' else part.text -}}}}
-        {{%- endfor -%}}
-    {{%- endif -%}}
-{{%- endmacro -%}}
-""".lstrip()
-
-
 def processor_files(config: Any) -> dict[str, str]:
     """Return the files of the processor for the configuration of a new model, as name -> text.
 

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
 from transformers import AddedToken, AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from streamtune.base.chat_templates import CHAT_TEMPLATES, describe_missing_template, read_chat_template
+from streamtune.base.chat_templates import CHAT_TEMPLATES, describe_missing_template, print_images, read_chat_template
 from streamtune.base.patterns import check_split_patterns
 from streamtune.errors import ArgumentError
 from streamtune.models.config import check_layer_limit, check_path_exists, make_loading_error, read_config_json
@@ -136,11 +136,15 @@ def _find_regular_expressions(value: Any) -> Iterator[str]:
         yield from _find_regular_expressions(part)
 
 
-def set_chat_template(tokenizer: PreTrainedTokenizerBase, template: str) -> None:
+def set_chat_template(tokenizer: PreTrainedTokenizerBase, template: str, image_text: str = "") -> None:
     """Set the chat template of ``tokenizer``: a name of :data:`CHAT_TEMPLATES`, the path of a Jinja file, or the
     template itself.
 
     A file with such a name needs a path with a folder: ``./chatml``.
+
+    Args:
+        image_text: Text of an image for templates of :data:`CHAT_TEMPLATES` that print no images
+            (:func:`streamtune.data.templates.image_text`); an empty string for a model of text.
     """
     if form := CHAT_TEMPLATES.get(template):
         if not form.end and tokenizer.eos_token is None:
@@ -149,7 +153,8 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, template: str) -> None
                 where="chat_template",
                 fix="write special_tokens: {eos_token: ...}",
             )
-        tokenizer.chat_template = read_chat_template(template)
+        text = read_chat_template(template)
+        tokenizer.chat_template = print_images(text, image_text) if image_text and "image" not in text else text
         return
     if "{" in template:
         tokenizer.chat_template = template

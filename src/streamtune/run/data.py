@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from streamtune import data, models, train
-from streamtune.base.chat_templates import CHAT_TEMPLATES
+from streamtune.base.chat_templates import CHAT_TEMPLATES, print_images
+from streamtune.data.templates import image_text
 from streamtune.distributed import read_environment
 from streamtune.errors import OutOfMemoryError, UserError
 from streamtune.recipe.keys.datasets import DatasetSpec
@@ -70,7 +71,8 @@ def make_tokenizer(
         notify(f"{how} {len(tokenizer):,} entries")
         models.add_tokens(tokenizer, recipe.special_tokens.model_dump(), recipe.added_tokens)
         models.add_image_tokens(tokenizer, _new_model_keys(recipe))
-        tokenizer.chat_template = models.print_images(tokenizer.chat_template, _new_model_keys(recipe))
+        if family := models.image_family(_new_model_keys(recipe)):
+            tokenizer.chat_template = print_images(str(tokenizer.chat_template), family.shown)
     else:
         tokenizer = models.load_tokenizer(
             _tokenizer_name(recipe),
@@ -81,7 +83,7 @@ def make_tokenizer(
         models.add_image_tokens(tokenizer, _new_model_keys(recipe))
     _notify_new_tokens(recipe, tokenizer, notify)
     if set_template and recipe.chat_template is not None:
-        models.set_chat_template(tokenizer, recipe.chat_template)
+        models.set_chat_template(tokenizer, recipe.chat_template, image_text(tokenizer))
         if note := models.describe_missing_tokens(tokenizer, recipe.chat_template):
             notify(note)
     return tokenizer

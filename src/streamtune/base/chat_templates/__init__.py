@@ -24,6 +24,7 @@ before torch and transformers are imported.
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
 from functools import cache
@@ -88,6 +89,30 @@ CHAT_TEMPLATES: dict[str, ChatTemplate] = {
 def read_chat_template(name: str) -> str:
     """Return the Jinja text of a template of :data:`CHAT_TEMPLATES`."""
     return Path(__file__).with_name(f"{name}.jinja").read_text(encoding="utf-8").strip()
+
+
+def print_images(template: str, image_text: str) -> str:
+    """Return a template that also accepts messages whose content is a list of parts, and prints ``image_text`` for each
+    part that is an image.
+    """
+    return _PARTS.replace("IMAGE_TEXT", json.dumps(image_text)) + template
+
+
+_PARTS = """
+{%- set joined = namespace(messages=[]) -%}
+{%- for message in messages -%}
+    {%- set content = namespace(text='') -%}
+    {%- if message.content is string or message.content is not iterable -%}
+        {%- set joined.messages = joined.messages + [message] -%}
+    {%- else -%}
+        {%- for part in message.content -%}
+            {%- set content.text = content.text + (IMAGE_TEXT if part.type == 'image' else part.text) -%}
+        {%- endfor -%}
+        {%- set joined.messages = joined.messages + [dict(message, content=content.text)] -%}
+    {%- endif -%}
+{%- endfor -%}
+{%- set messages = joined.messages -%}
+""".lstrip()
 
 
 def describe_missing_template(value: str) -> tuple[str, str]:

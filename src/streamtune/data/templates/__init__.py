@@ -44,6 +44,7 @@ __all__ = [
     "find_rendered_ahead",
     "fix_template_date",
     "fixed_template_date",
+    "image_text",
     "render_ahead",
     "render_chat",
 ]
@@ -136,6 +137,29 @@ def _reads_parts_only(tokenizer: PreTrainedTokenizerBase) -> bool:
 
         _PARTS_ONLY[template] = "image" in template and not prints(False) and prints(True)
     return _PARTS_ONLY[template]
+
+
+def image_text(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the text that the tokenizer's chat template prints for an image of a message.
+
+    Return an empty string if the template prints no images, or if there is no template.
+    """
+    template = tokenizer.chat_template
+    if not isinstance(template, str) or "image" not in template:
+        return ""
+    parts = [{"type": "text", "text": "1"}, {"type": "image"}, {"type": "text", "text": "2"}]
+    try:
+        plain, shown = (
+            render_chat(tokenizer, ChatRequest([{"role": "user", "content": content}]))
+            for content in (parts[::2], parts)
+        )
+    except ArgumentError:  # the template takes texts only
+        return ""
+    start = next(
+        (place for place, (one, other) in enumerate(zip(plain, shown, strict=False)) if one != other), len(plain)
+    )
+    added = shown[start : start + len(shown) - len(plain)]
+    return added if plain[:start] + added + plain[start:] == shown else ""
 
 
 _PARTS_ONLY: dict[str, bool] = {}

@@ -15,6 +15,7 @@ import torch
 
 from streamtune import models, train
 from streamtune.base.adapters import base_of
+from streamtune.data.templates import image_text
 from streamtune.engine import StreamHandle, decoder_layers
 from streamtune.errors import ArgumentError
 from streamtune.plan.simulate.scored import Completions
@@ -49,7 +50,7 @@ def load_evaluated_tokenizer(trained: TrainedModel, recipe: ModelKeys, *, notify
         return tokenizer
     own = tokenizer.chat_template
     with suppress(ArgumentError) if own else nullcontext():  # a file that the model's tokenizer makes unnecessary
-        models.set_chat_template(tokenizer, recipe.chat_template)
+        models.set_chat_template(tokenizer, recipe.chat_template, image_text(tokenizer))
         if tokenizer.chat_template == own:
             return tokenizer
     if own:

@@ -360,6 +360,35 @@ def _convert_dependent_fields(conversion: Conversion) -> None:
     convert_trackers(conversion, {**trackers, "use_tensorboard": "tensorboard", "use_trackio": "trackio"})
     convert_datasets(conversion)
     report_untrained_think_blocks(conversion, dataset_types(conversion))
+    if not on_inputs:
+        _report_trained_prompts(conversion)
+
+
+ROLE_BOUNDARIES = [
+    "qwen2_vl",
+    "qwen3_5",
+    "gemma3",
+    "gemma3n",
+    "gemma4",
+    "gemma4_unified",
+    "llama3_2_vision",
+    "llama4",
+    "pixtral",
+    "mistral_v7_tekken",
+]
+"""Values of ``chat_template`` with which axolotl 0.19 finds the answers in rows with images."""
+
+
+def _report_trained_prompts(conversion: Conversion) -> None:
+    """Report a recipe with images for whose chat template axolotl trains every token."""
+    given = conversion.file.fields
+    template = given.get("chat_template") or "tokenizer_default"
+    if given.get("processor_type") and template not in ROLE_BOUNDARIES and not given.get("role_boundaries"):
+        conversion.report_lost_setting(
+            f"processor_type with chat_template: {template}",
+            "with images, axolotl trains prompts too for this template, except with GLM-4V, InternVL and SmolVLM; "
+            "StreamTune trains the answers",
+        )
 
 
 def _convert_model_overrides(conversion: Conversion, name: str) -> None:
