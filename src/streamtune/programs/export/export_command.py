@@ -87,7 +87,8 @@ def export(
         ),
     ] = True,
     device: Annotated[
-        Literal["cpu", "cuda"], option("cpu|cuda", "Device that runs the comparison of --check. [default: cpu]")
+        Literal["cpu", "cuda", "xpu", "mps"],
+        option("cpu|cuda|xpu|mps", "Device that runs the comparison of --check. [default: cpu]"),
     ] = "cpu",
     gguf: Annotated[
         str | None,

@@ -118,8 +118,8 @@ def generate(
         ),
     ] = None,
     device: Annotated[
-        Literal["auto", "cpu", "cuda"],
-        option("auto|cpu|cuda", "Device to run on; auto is a GPU if one exists, else the CPU. [default: auto]"),
+        Literal["auto", "cpu", "cuda", "xpu", "mps"],
+        option("DEVICE", "Device to run on: auto, cpu, cuda, xpu or mps; auto is CUDA, else the CPU. [default: auto]"),
     ] = "auto",
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"] | None,
