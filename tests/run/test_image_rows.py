@@ -297,6 +297,7 @@ def test_rows_are_shown_with_their_images(folder: Path, capsys: pytest.CaptureFi
     assert run("--json", command="data") == 0
     found = json.loads(capsys.readouterr().out)
     assert [len(each["images"]) for each in found["samples"]] == [1, 2, 0]
+    assert {each["lost_if_truncated"] for each in found["lengths"]} == {None}  # rows with images are never cut
 
 
 @pytest.mark.full

@@ -92,7 +92,7 @@ def compare_max_lengths(
     *,
     batch_size: int | None,
     shuffle: bool = True,
-    cuts_trees: bool = False,
+    cuts_rows: bool = True,
 ) -> list[MaxLengthEffect]:
     """Return the effects of several values of ``max_length``: the current value, and powers of two near the row
     lengths.
@@ -100,7 +100,7 @@ def compare_max_lengths(
     Args:
         options: Options for preparing the rows. With ``overlength: split``, parts are assumed to end at any token.
         batch_size: Number of rows of a batch; None computes neither padding nor packing.
-        cuts_trees: Whether rows are prompts with completions; then the tokens lost by truncation are not computed.
+        cuts_rows: False if rows cannot be truncated: prompts with completions, and rows with images.
     """
     choices = []
     overlap, seed = options.split_overlap, options.seed
@@ -119,7 +119,7 @@ def compare_max_lengths(
             MaxLengthEffect(
                 max_length=length,
                 rows_over=int(exceeds.sum()),
-                lost_if_truncated=None if cuts_trees else int(tokens_lost[exceeds].sum()),
+                lost_if_truncated=int(tokens_lost[exceeds].sum()) if cuts_rows else None,
                 lost_if_dropped=int(measured.tokens[exceeds].sum()),
                 padding=padding,
                 packs=packs,

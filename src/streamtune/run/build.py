@@ -325,7 +325,7 @@ def inspect_recipe(
                 task.data_options(),
                 batch_size=None if task.scores_completions else recipe.per_device_train_batch_size,
                 shuffle=recipe.shuffle,
-                cuts_trees=trees,
+                cuts_rows=not (trees or data.have_images(prepared.training)),
             ),
             batches=task.first_epoch_statistics(prepared),
         )
