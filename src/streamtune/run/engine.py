@@ -20,7 +20,7 @@ from streamtune.run.cluster import cluster_of_run
 from streamtune.run.device import stream_model
 from streamtune.run.model import make_meta_model, make_trial_model
 from streamtune.run.plan import LongestStep, PlanInputs, choose_placement, make_workload, plan_model, shares_prompts
-from streamtune.run.ranks import make_backend, sequence_ranks
+from streamtune.run.ranks import make_backend, sequence_ranks, with_loss_scale
 from streamtune.run.start import Doing, Start
 from streamtune.run.weight_choices import (
     changed_precision_keys,
@@ -198,7 +198,7 @@ def stream_and_make_backend(
         _check_exact_streaming(start, model, handle, notify)
     before_backend(handle)
     with doing("setting up the optimizer"):  # after the checks, because a backend may shard the weights
-        backend = make_backend(recipe, model, handle.layers, world, start.device)
+        backend = with_loss_scale(recipe, make_backend(recipe, model, handle.layers, world, start.device))
     if planned.reserved_host_bytes is not None:
         handle.tiers.reserve(planned.reserved_host_bytes, start.device)
     start.identity["schedule"] = asdict(

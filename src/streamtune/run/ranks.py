@@ -107,27 +107,6 @@ def make_backend(
     world: train.World,
     device: torch.device | None = None,
 ) -> train.Backend:
-    """Return the training backend that the recipe sets, with a loss scale if it computes in float16.
-
-    Arguments and errors are as for :func:`_make_backend`.
-    """
-    return with_loss_scale(recipe, _make_backend(recipe, model, layers, world, device))
-
-
-def with_loss_scale(recipe: OptimizerSettings, backend: train.Backend) -> train.Backend:
-    """Return ``backend``, with the initial loss scale if it computes gradients in float16."""
-    if recipe.fp16 and recipe.step_kind.gradients != "none":
-        backend.loss_scale = train.LossScale()
-    return backend
-
-
-def _make_backend(
-    recipe: TrainingSettings,
-    model: Any,
-    layers: Iterable[nn.Module],
-    world: train.World,
-    device: torch.device | None = None,
-) -> train.Backend:
     """Return the training backend: DDP, FSDP2 or DeepSpeed, as the recipe sets, or a backend for one device.
 
     Args:
@@ -171,6 +150,13 @@ def _make_backend(
     from streamtune.distributed.pytorch import DdpBackend
 
     return DdpBackend(model, optimizer)
+
+
+def with_loss_scale(recipe: OptimizerSettings, backend: train.Backend) -> train.Backend:
+    """Return ``backend``, with the initial loss scale if it computes gradients in float16."""
+    if recipe.fp16 and recipe.step_kind.gradients != "none":
+        backend.loss_scale = train.LossScale()
+    return backend
 
 
 def local_optimizer(recipe: OptimizerSettings, model: nn.Module) -> torch.optim.Optimizer:
