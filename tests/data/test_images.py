@@ -107,6 +107,31 @@ def test_as_the_processor_prepares_them(kind: str, tmp_path: Path) -> None:
     assert [text.strip() for text in trained] == ["red<|im_end|>", "green blue<|im_end|>", "none<|im_end|>"]
 
 
+@pytest.mark.quick("qwen3_vl", "idefics3")
+@pytest.mark.parametrize("kind", KINDS)
+def test_shapes_without_pixels(kind: str, tmp_path: Path) -> None:
+    """What ``plan --images`` plans with, and the inputs of a row with three images of that size."""
+    base = tmp_path / "base"
+    save_checkpoint(kind, base)
+    paths = [str(draw(tmp_path / f"{number}.png", "red", (60, 48))) for number in range(3)]
+    row = {"messages": [{"role": "user", "content": "<image><image><image>"}, ANSWER], "images": paths}
+    prepared, batches = prepare(base, write(tmp_path, row))
+    batch = batches.training_batch([0])
+    assert batch.images is not None
+    assert batches.images is not None
+    processor = data.ImageProcessor(batches.images, AutoTokenizer.from_pretrained(base))
+    found, tokens = processor.shapes_of(3, 60, 48)
+    assert {name: value.shape for name, value in found.items()} == {
+        name: value.shape for name, value in batch.images.items() if not name.endswith("token_type_ids")
+    }
+    for name, value in found.items():
+        assert value.is_floating_point() or torch.equal(value, batch.images[name]), name
+    one = {**row, "messages": [{"role": "user", "content": "<image>"}, ANSWER], "images": paths[:1]}
+    fewer, _ = prepare(base, write(tmp_path, one))
+    marks = prepared.training.lengths()[0] - fewer.training.lengths()[0] - 2 * tokens
+    assert 0 <= marks <= 2 * 2, "the chat template prints at most two tokens around an image"
+
+
 def _png(path: Path) -> bytes:
     return path.read_bytes()
 

@@ -281,6 +281,29 @@ def test_other_commands_refuse_images(folder: Path, command: str, capsys: pytest
     assert f"the row has images in the column 'images', and {command} trains on text only" in capsys.readouterr().err
 
 
+def test_images_of_a_plan(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_checkpoint("qwen3_vl", folder / "base")
+    write_recipe(folder, RECIPE)
+    device = ("--device", "h100", "--host-memory", "64GiB", "--json")
+    held = []
+    capsys.readouterr()  # a library may print while it saves
+    for count in (1, 3):
+        assert run(*device, "--images", str(count), "--image-size", "60x48", command="plan") == 0
+        document = json.loads(capsys.readouterr().out)
+        assert document["images"] == count
+        held.append(document["terms"]["images"])
+    assert held[1] == 3 * held[0] > 0
+    for arguments, problem in {
+        ("--images", "20", "--image-size", "60x48"): "20 images of 60x48 pixels have 240 tokens, and a row has 128",
+        ("--images", "2", "--image-size", "60"): "'60' is no size of an image",
+    }.items():
+        assert run(*device, *arguments, command="plan") == 2
+        assert problem in capsys.readouterr().err
+    write_recipe(folder, {**RECIPE, "model_name_or_path": None, "model": {"init": QWEN3}, "tokenizer": {"train": {}}})
+    assert run(*device, "--images", "2", command="plan") == 2
+    assert "rows of this recipe have no images" in capsys.readouterr().err
+
+
 @pytest.mark.full
 def test_rows_are_shown_with_their_images(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_checkpoint("qwen3_vl", folder / "base")

@@ -61,6 +61,13 @@ def plan(
     length: Annotated[
         int | None, option("N", "Row length to plan for, in tokens. [default: the recipe's max_length]", min_value=2)
     ] = None,
+    images: Annotated[
+        int | None,
+        option("N", "Number of images of a row, for a vision-language model. [default: rows of text]", min_value=1),
+    ] = None,
+    image_size: Annotated[
+        str | None, option("WIDTHxHEIGHT", "Size of these images in pixels. [default: 1024x1024]")
+    ] = None,
     ranks: RanksOption = None,
     nodes: NodesOption = None,
     set_: SetOption = None,
@@ -77,12 +84,14 @@ def plan(
 
         streamtune plan my.yaml --device h100-80gb --ranks 16 --nodes 2 --set deepspeed=zero3
 
+        streamtune plan my.yaml --images 200 --image-size 1024x1448
+
         streamtune plan my.yaml --set hidden_size=5120 --set num_hidden_layers=40 --set num_attention_heads=40
     """
     loaded = read_recipe(recipe, set_)
     from streamtune.run.plan_cache import PLANS, PlanOptions, plan_key
 
-    options = PlanOptions(device, device_memory, host_memory, disk_memory, length, ranks, nodes)
+    options = PlanOptions(device, device_memory, host_memory, disk_memory, length, ranks, nodes, images, image_size)
     key = plan_key(loaded, options)
     page = read_cached(PLANS, key, print_note) if key is not None else None
     if page is None:
@@ -154,6 +163,7 @@ def _plan_document(recipe_plan: RecipePlan) -> dict[str, Any]:
         "peak_flops": recipe_plan.peak_flops,
         "mfu": recipe_plan.mfu,
         "length": recipe_plan.length,
+        "images": recipe_plan.images,
         "positions": recipe_plan.position_advice,
         "device_advice": recipe_plan.device_advice,
         "tokens": recipe_plan.tokens,

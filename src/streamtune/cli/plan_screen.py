@@ -124,6 +124,8 @@ def _describe_step(recipe_plan: RecipePlan) -> str:
         text = _describe_completion_batch(recipe_plan.scored, recipe)
         return f"{text}, {micro} times; {optimizer}" if micro > 1 else f"{text}; {optimizer}"
     text = f"{rows * micro} row{'s' if rows * micro > 1 else ''} of {recipe_plan.length:,} tokens"
+    if recipe_plan.images:
+        text += f" with {recipe_plan.images:,} image{'s' if recipe_plan.images > 1 else ''}"
     if recipe.tokens_per_batch is not None:
         text = f"{recipe.tokens_per_batch:,} tokens at most, planned as {text}"
     return (

@@ -275,6 +275,29 @@ class ImageProcessor:
             fix="train on rows of text, or report this model",
         )
 
+    def shapes_of(self, count: int, width: int, height: int) -> tuple[dict[str, torch.Tensor], int]:
+        """Return the inputs of a model for ``count`` images of one size, and the number of tokens of an image, without
+        the tokens that the chat template prints around it.
+
+        Pixels have the shape and no memory: all are the same number. The processor prepares one image, and two.
+        """
+        import torch
+        from PIL import Image
+
+        blank = self._scale(Image.new("RGB", (width, height)))
+        one, two = (self._call([self.placeholder * n], [[blank] * n], return_tensors="pt") for n in (1, 2))
+        tokens = two["input_ids"].shape[1] - one["input_ids"].shape[1]
+        inputs = {}
+        for name, value in one.items():
+            if name in ("input_ids", "attention_mask", *TOKEN_TYPES) or not isinstance(value, torch.Tensor):
+                continue
+            shape = [n * count if m != n else n for n, m in zip(value.shape, two[name].shape, strict=True)]
+            if value.is_floating_point():
+                inputs[name] = value.new_ones(()).expand(shape)
+            else:
+                inputs[name] = value.repeat([total // n for total, n in zip(shape, value.shape, strict=True)])
+        return inputs, tokens
+
     def model_inputs(self, rows: Sequence[Sequence[ImageFile]], input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the inputs of a model for the images of a batch, such as ``pixel_values``.
 

@@ -7,6 +7,7 @@ plan_model         for a run, after its model is loaded: within the remaining me
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from streamtune import models
+from streamtune import data, models
 from streamtune.base.adapters import base_of
 from streamtune.base.text import parse_size
 from streamtune.engine import decoder_layers
@@ -50,13 +51,14 @@ from streamtune.run.cluster import (
     longest_rows_if_shared,
     micro_batches_per_step,
 )
-from streamtune.run.data import locate_errors
+from streamtune.run.data import locate_errors, make_tokenizer
 from streamtune.run.device import choose_device, compute_dtype, known_peak_flops, make_schedule, prepare_libraries
 from streamtune.run.model import make_meta_model, make_optimizer, make_reference_blueprint, train_largest_block
 from streamtune.run.plan_cache import PlanOptions
 from streamtune.run.weight_choices import Settings, first_fitting_choice, placement_choices, with_best_precision
 from streamtune.schedule import GIVEN, Schedule
 from streamtune.tasks import Task, task_of
+from streamtune.tasks.task import image_options
 
 MEMORY_FRACTIONS = (0.75, 0.9, 0.97)
 """Fractions of the failed schedule's memory that a smaller schedule may use, tried in order.
@@ -81,6 +83,7 @@ class RecipePlan:
         model_name: Class of the model.
         parameters: Number of parameters.
         length: Tokens of a row, or of a prompt with its longest completion.
+        images: Number of images of a row.
         is_local_device: True if the plan is for the local device.
         scored: Completions of a micro-batch, for preference and reinforcement learning; else None.
         cluster: Ranks of the step. The bytes of the plan are per rank.
@@ -110,6 +113,7 @@ class RecipePlan:
     flops: int = 0
     peak_flops: float | None = None
     row_selection_flops: int = 0
+    images: int = 0
     position_advice: str | None = None
     device_advice: str | None = None
 
@@ -202,6 +206,7 @@ def plan_recipe(
                 f"{length}",
                 where="max_length" if options.length is None else "--length",
             )
+        images = None if options.images is None else _planned_images(loaded, options, length)
         cluster = cluster_of(recipe, model, RequestedRanks(options.ranks, options.nodes), link_bandwidths(target, here))
         limits = _memory_limits(recipe.engine, options, target, here, cluster)
         rates = data_sheet_rates(target) if target else local_rates(with_best_precision(recipe), model, here, notify)
@@ -209,7 +214,7 @@ def plan_recipe(
         notify("planning")
         recipe, workload, chosen = _plan_first_that_fits(
             placement_choices(recipe, limits, cluster),
-            lambda choice: recipe_workload(choice, model_of(choice), length, device, cluster=cluster),
+            lambda choice: recipe_workload(choice, model_of(choice), length, device, cluster=cluster, images=images),
             limits,
             rates,
             announce_simulations(notify),
@@ -236,9 +241,36 @@ def plan_recipe(
         flops=cluster.data_size * chosen.flops,
         peak_flops=recipe.peak_flops or (target.matmul_flops if target else known_peak_flops(recipe, here)),
         row_selection_flops=_row_selection_flops(recipe, workload),
+        images=options.images or 0,
         position_advice=models.position_warning(base, length),
         device_advice=None if target is None else _device_advice(recipe, target, base.dtype),
     )
+
+
+def _planned_images(loaded: LoadedRecipe, options: PlanOptions, length: int) -> Mapping[str, torch.Tensor]:
+    """Return the model's inputs for the images of a micro-batch whose rows have images of one size."""
+    recipe, task = loaded.recipe, task_of(loaded.recipe)
+    size = re.fullmatch(r"(\d{1,6})[xX](\d{1,6})", options.image_size or "1024x1024")
+    if size is None or "0" in size.groups():
+        raise ArgumentError(
+            f"'{options.image_size}' is no size of an image", where="--image-size", fix="write 1024x1024"
+        )
+    spec = None if recipe.objective == "grpo" else image_options(recipe)
+    if spec is None:
+        raise ArgumentError(
+            "rows of this recipe have no images", where="--images", fix="use a vision-language model with sft or dpo"
+        )
+    processor = data.ImageProcessor(spec, make_tokenizer(recipe, (), None, lambda text: None))
+    rows = recipe.per_device_train_batch_size * (2 if task.scores_completions else 1)
+    inputs, tokens = processor.shapes_of((options.images or 0) * rows, int(size[1]), int(size[2]))
+    if tokens * (options.images or 0) >= length:
+        raise ArgumentError(
+            f"{options.images:,} images of {size[0]} pixels have {tokens * (options.images or 0):,} tokens, and a row "
+            f"has {length:,}",
+            where="--images",
+            fix="raise --length, or set max_pixels",
+        )
+    return inputs
 
 
 def _device_advice(recipe: EngineKeys, device: Device, dtype: torch.dtype) -> str | None:
@@ -479,12 +511,18 @@ def _teacher_shape(recipe: ModelSettings, device: torch.device) -> TeacherShape 
 
 
 def recipe_workload(
-    recipe: TrainingSettings, model: nn.Module, length: int, device: torch.device, *, cluster: Cluster | None = None
+    recipe: TrainingSettings,
+    model: nn.Module,
+    length: int,
+    device: torch.device,
+    *,
+    cluster: Cluster | None = None,
+    images: Mapping[str, torch.Tensor] | None = None,
 ) -> Workload:
     """Return the description of a training step with rows of ``length`` tokens, as in :func:`make_workload`."""
     task = task_of(recipe)
-    completions = task.make_shape_function(share=shares_prompts(task, model, device))
-    longest_step = LongestStep(length, completions, reference_bytes(task, device))
+    completions = task.make_shape_function(share=images is None and shares_prompts(task, model, device))
+    longest_step = LongestStep(length, completions, reference_bytes(task, device), images)
     return make_workload(recipe, model, longest_step, device, cluster)
 
 

@@ -39,6 +39,8 @@ class PlanOptions:
     length: int | None = None
     ranks: int | None = None
     nodes: int | None = None
+    images: int | None = None
+    image_size: str | None = None
 
 
 def plan_key(loaded: LoadedRecipe, options: PlanOptions) -> str | None:
