@@ -295,7 +295,7 @@ def test_images_of_a_plan(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert held[1] == 3 * held[0] > 0
     for arguments, problem in {
         ("--images", "20", "--image-size", "60x48"): "20 images of 60x48 pixels have 240 tokens, and a row has 128",
-        ("--images", "2", "--image-size", "60"): "'60' is no size of an image",
+        ("--images", "2", "--image-size", "60"): "'60' is not a size: WIDTHxHEIGHT in pixels",
     }.items():
         assert run(*device, *arguments, command="plan") == 2
         assert problem in capsys.readouterr().err

@@ -253,7 +253,7 @@ def _planned_images(loaded: LoadedRecipe, options: PlanOptions, length: int) -> 
     size = re.fullmatch(r"(\d{1,6})[xX](\d{1,6})", options.image_size or "1024x1024")
     if size is None or "0" in size.groups():
         raise ArgumentError(
-            f"'{options.image_size}' is no size of an image", where="--image-size", fix="write 1024x1024"
+            f"'{options.image_size}' is not a size: WIDTHxHEIGHT in pixels", where="--image-size", fix="write 1024x1024"
         )
     spec = None if recipe.objective == "grpo" else image_options(recipe)
     if spec is None:
