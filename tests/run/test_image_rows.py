@@ -182,12 +182,7 @@ def test_ranks(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "what"),
     [
-        ({"packing": True}, "rows with images are not packed"),
-        pytest.param(
-            {"reasoning": "per_turn", "per_device_train_batch_size": 1},
-            "do not share their beginning",
-            marks=pytest.mark.full,
-        ),
+        ({"reasoning": "per_turn", "per_device_train_batch_size": 1}, "do not share their beginning"),
         pytest.param(
             {"batching": "buckets", "tokens_per_batch": 512}, "rows with images are not cut", marks=pytest.mark.full
         ),

@@ -101,6 +101,7 @@ from streamtune.models.packed import PackedExperts, has_packed_experts
 from streamtune.models.positions import (
     RopeChange,
     check_positions,
+    packed_image_positions,
     position_limit,
     position_table_limit,
     position_warning,
@@ -203,6 +204,7 @@ __all__ = [
     "make_small_copy",
     "new_model_token_ids",
     "new_token_ids",
+    "packed_image_positions",
     "position_limit",
     "position_table_limit",
     "position_warning",

@@ -119,9 +119,11 @@ def build_run(
                     notify,
                     second_model=second_model if has_loaded_weights else None,
                 )
-        batches = task.make_batch_maker(prepared, tokenizer, share=share)
+        batches = task.make_batch_maker(prepared, tokenizer, model, share=share)
 
-        def start_adapters(handle: StreamHandle) -> None:
+        def check_and_start_adapters(handle: StreamHandle) -> None:
+            if models.find_deferred_weights(model) is None:
+                task.check_batches(handle, batches)
             if recipe.starts_from_gradients and start.checkpoint is None and not dry_run:
                 with doing("computing gradients to initialise the adapters"):
                     init_adapters_from_gradient(recipe, task, model, handle, batches, start.world)
@@ -134,7 +136,7 @@ def build_run(
             task.largest_images(batches),
         )
         planned = plan_schedule(start, model, longest_step, dry_run=dry_run, notify=notify, doing=doing)
-        streamed = stream_and_make_backend(start, model, planned, start_adapters, notify=notify, doing=doing)
+        streamed = stream_and_make_backend(start, model, planned, check_and_start_adapters, notify=notify, doing=doing)
         plan = task.count_steps(batches, start.micro_batches, start.world)
         if (note := plan.unfinished_warmup_warning) is not None:
             notify(note)

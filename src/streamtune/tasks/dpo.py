@@ -127,7 +127,7 @@ class Dpo(ScoringTask[DpoRecipe]):
     # --- training ----------------------------------------------------------------------------------------------
 
     def make_batch_maker(
-        self, prepared: data.PreparedCompletions, tokenizer: PreTrainedTokenizerBase, *, share: bool
+        self, prepared: data.PreparedCompletions, tokenizer: PreTrainedTokenizerBase, model: Any, *, share: bool
     ) -> PreferenceBatches:
         """Return the object that makes micro-batches of prompts with their completions.
 

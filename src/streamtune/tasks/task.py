@@ -397,11 +397,14 @@ class Task(ABC, Generic[R_co]):
     def check_model(self, handle: StreamHandle) -> None:
         """Raise ``UnsupportedModelError`` if the objective does not support the model."""
 
+    def check_batches(self, handle: StreamHandle, batches: Any) -> None:
+        """Raise ``UnsupportedModelError`` if the model computes rows in batches differently from the rows alone."""
+
     # --- training ----------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def make_batch_maker(self, prepared: Any, tokenizer: PreTrainedTokenizerBase, *, share: bool) -> Units:
-        """Return the object that makes micro-batches of the prepared rows."""
+    def make_batch_maker(self, prepared: Any, tokenizer: PreTrainedTokenizerBase, model: Any, *, share: bool) -> Units:
+        """Return the object that makes micro-batches of the prepared rows for a model."""
 
     @abstractmethod
     def make_objective(self, scorer: Any, reference: train.Reference | None, device: torch.device) -> train.Objective:
