@@ -88,6 +88,7 @@ from streamtune.models.model_class import (
     frozen_modules_note,
     is_vision_language,
     loader_class_name,
+    trained_image_modules,
 )
 from streamtune.models.new_processor import (
     add_image_tokens,
@@ -224,6 +225,7 @@ __all__ = [
     "text_keys",
     "train_tokenizer",
     "trained_dtype",
+    "trained_image_modules",
     "trained_layers_text",
     "unloaded_layers_warning",
     "unquantized_experts_note",
