@@ -215,6 +215,19 @@ def write_pairs(folder: Path, *, with_prompt: bool) -> None:
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+@pytest.mark.parametrize("objective", ["sft", "dpo"])
+def test_a_row_with_images_is_not_divided(folder: Path, objective: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Refused before any rank starts."""
+    save_checkpoint("qwen3_vl", folder / "base")
+    if objective == "dpo":
+        write_pairs(folder, with_prompt=True)
+    else:
+        write_image_rows(folder, 3)
+    write_recipe(folder, {**(PAIRS if objective == "dpo" else RECIPE), "sequence_parallel_size": 2})
+    assert run(command="data") == 2
+    assert "rows with images are not divided, but the recipe has sequence_parallel_size: 2" in capsys.readouterr().err
+
+
 MORE = [pytest.param(each, marks=pytest.mark.full) for each in KINDS if each != "qwen3_vl"]
 
 

@@ -22,7 +22,7 @@ from streamtune.data.length_measures import fewest_packs
 from streamtune.engine import Branches, StreamHandle, check_branches, check_packing
 from streamtune.engine.preflight import check_packed_images
 from streamtune.engine.rotary import longest_unscaled_length
-from streamtune.errors import ArgumentError, DataError, UnsupportedModelError
+from streamtune.errors import DataError, UnsupportedModelError
 from streamtune.ops import Divergence, TokenLoss
 from streamtune.recipe.keys.batching import BucketSpec
 from streamtune.recipe.schema import Recipe
@@ -39,6 +39,7 @@ from streamtune.tasks.task import (
     chat_options,
     delay_messages,
     image_options,
+    refuse_with_images,
 )
 from streamtune.tasks.teacher_file import TeacherFile
 from streamtune.train.sketch import RowSketch, value_projection_weights
@@ -82,8 +83,13 @@ class Sft(Task[Recipe]):
                 for source in sources
             ]
         prepared = self._prepare(sources, tokenizer, self.data_options(val_size), notify)
-        if data.have_images(prepared.training) or data.have_images(prepared.validation):
-            self._refuse_images()
+        refuse_with_images(
+            recipe,
+            prepared,
+            ("batching", recipe.batching == "buckets", "rows with images are not cut into pieces"),
+            ("reasoning", self.splits_turns, "turns with images do not share their beginning"),
+            ("teacher", recipe.teacher_file is not None, "a teacher's file is for rows of text"),
+        )
         if recipe.batching != "buckets":
             return prepared
         if not recipe.packing:
@@ -138,23 +144,6 @@ class Sft(Task[Recipe]):
             ),
             fingerprint=contents_hash if held_out is None else f"{contents_hash} {held_out.fingerprint}",
         )
-
-    def _refuse_images(self) -> None:
-        """Refuse options that rows with images do not support.
-
-        Raises:
-            ArgumentError: An option is set.
-        """
-        recipe = self.recipe
-        for key, is_set, what in (
-            ("batching", recipe.batching == "buckets", "rows with images are not cut into pieces"),
-            ("reasoning", self.splits_turns, "turns with images do not share their beginning"),
-            ("sequence_parallel_size", recipe.sequence_parallel_size > 1, "rows with images are not divided"),
-            ("teacher", recipe.teacher_file is not None, "a teacher's file is for rows of text"),
-        ):
-            if is_set:
-                shown = str(getattr(recipe, key)).lower()
-                raise ArgumentError(f"{what}, but the recipe has {key}: {shown}", where=key, fix="delete the line")
 
     def _cut_into_pieces(self, prepared: data.PreparedData) -> data.PreparedData:
         """Return ``prepared`` with training rows cut into pieces (``batching: buckets``) and with a new fingerprint."""
