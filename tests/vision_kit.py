@@ -161,7 +161,12 @@ def save_checkpoint(kind: str, folder: Path, dtype: torch.dtype = torch.float32)
     text |= {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     config = AutoConfig.for_model(kind, **sizes | {"text_config": text})
     torch.manual_seed(0)
-    AutoModelForImageTextToText.from_config(config, dtype=dtype).save_pretrained(folder)
+    model = AutoModelForImageTextToText.from_config(config, dtype=dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1 and not parameter.any():  # gemma3's projector, which would hide its tower
+                parameter.normal_(std=0.1)
+    model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     pil = "" if find_spec("torchvision") else "Pil"  # as published where torchvision is installed
     getattr(transformers, family.image_processor + pil)(**family.settings).save_pretrained(folder)

@@ -14,9 +14,11 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig, PeftModel, get_peft_model
+from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import (
+    AutoModelForImageTextToText,
     DataCollatorForSeq2Seq,
     EvalPrediction,
     PreTrainedModel,
@@ -27,9 +29,11 @@ from transformers import (
 from trl import SFTConfig, SFTTrainer
 
 import streamtune
+from streamtune.engine import decoder_layers
 from streamtune.errors import UnsupportedModelError
 from tests.exactness.families import batch, build
 from tests.precision_kit import Float64
+from tests.vision_kit import processor_of, save_checkpoint
 
 CHUNK = 7
 STEPS = 3
@@ -316,6 +320,57 @@ def test_sft_trainer(tokenizer: PreTrainedTokenizerFast, tmp_path: Path, more: d
         evaluated = streamed.evaluate()["eval_loss"]
     assert_same_run(streamed, plain, before)
     assert evaluated == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-9)
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("fp64")
+@pytest.mark.parametrize("adapters", [False, True], ids=["", "lora"])
+@pytest.mark.parametrize("kind", ["qwen3_vl", "gemma3", "idefics3"])
+def test_sft_trainer_on_rows_with_images(tmp_path: Path, kind: str, adapters: bool) -> None:
+    """Its own collator prepares the images; the vision tower is trained, or has adapters of all linear layers."""
+    save_checkpoint(kind, tmp_path / "base")
+    images = [Image.new("RGB", (20 + 8 * (n % 3), 16), ("red", "green", "blue")[n % 3]) for n in range(8)]
+    data = Dataset.from_list(
+        [
+            {
+                "messages": [
+                    {"role": "user", "content": "Which colour?"},
+                    {"role": "assistant", "content": f"It is {('red', 'green', 'blue')[n % 3]}" + " indeed" * (n % 4)},
+                ],
+                "images": [image],
+            }
+            for n, image in enumerate(images)
+        ]
+    )
+    arguments = {**settings(tmp_path), "bf16": False, "gradient_checkpointing": False, "max_length": None}
+    lora = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False) if adapters else None
+
+    def trainer(model: Any) -> SFTTrainer:
+        for layer in decoder_layers(model):
+            layer.mlp.register_forward_pre_hook(streamtune.chunkwise(note_length))
+        torch.manual_seed(0)
+        return SFTTrainer(
+            model,
+            SFTConfig(**arguments),
+            train_dataset=data,
+            processing_class=processor_of(kind, tmp_path / "base"),
+            peft_config=lora,
+        )
+
+    def load() -> Any:
+        return AutoModelForImageTextToText.from_pretrained(tmp_path / "base", dtype=torch.float64)
+
+    plain = trainer(load())
+    before = weights(plain.model)
+    plain.train()
+    model = load()
+    with streamtune.stream(model, chunk_size=CHUNK):
+        streamed = trainer(model)
+        streamed.train()
+    assert_same_run(streamed, plain, before)
+    ours = weights(streamed.model)
+    moved = {name for name in before if not torch.equal(ours[name], before[name])}
+    assert {name for name in moved if "vision" in name or "visual" in name}
 
 
 @pytest.mark.full

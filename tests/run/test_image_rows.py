@@ -182,12 +182,7 @@ def test_ranks(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "what"),
     [
-        ({"packing": True}, "rows with images are not packed"),
-        pytest.param(
-            {"reasoning": "per_turn", "per_device_train_batch_size": 1},
-            "do not share their beginning",
-            marks=pytest.mark.full,
-        ),
+        ({"reasoning": "per_turn", "per_device_train_batch_size": 1}, "do not share their beginning"),
         pytest.param(
             {"batching": "buckets", "tokens_per_batch": 512}, "rows with images are not cut", marks=pytest.mark.full
         ),
@@ -218,6 +213,19 @@ def write_pairs(folder: Path, *, with_prompt: bool) -> None:
             row["images"] = [draw(folder / f"{colour}.png", colour, (20 + 8 * number, 16)).name]
         rows.append(row)
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.mark.parametrize("objective", ["sft", "dpo"])
+def test_a_row_with_images_is_not_divided(folder: Path, objective: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Refused before any rank starts."""
+    save_checkpoint("qwen3_vl", folder / "base")
+    if objective == "dpo":
+        write_pairs(folder, with_prompt=True)
+    else:
+        write_image_rows(folder, 3)
+    write_recipe(folder, {**(PAIRS if objective == "dpo" else RECIPE), "sequence_parallel_size": 2})
+    assert run(command="data") == 2
+    assert "rows with images are not divided, but the recipe has sequence_parallel_size: 2" in capsys.readouterr().err
 
 
 MORE = [pytest.param(each, marks=pytest.mark.full) for each in KINDS if each != "qwen3_vl"]

@@ -170,7 +170,8 @@ class AdapterSpec:
         alpha: Scale: the adapters' output is multiplied by ``alpha / r`` (``rslora``, ``lora_ga``: ``alpha /
             sqrt(r)``). None: ``2 * r``.
         dropout: Dropout on the adapters' input.
-        target: ``all-linear``, or name endings of modules (``q_proj``) and of tensors (``gate_up_proj``).
+        target: ``all-linear``, or name endings of modules (``q_proj``) and of tensors (``gate_up_proj``). An ending
+            of a module may be a regular expression. ``all-linear`` may stand among them.
             ``all-linear`` is every linear layer except head and routers, and experts stored as one tensor if peft
             supports them.
         exclude: Name endings of modules without adapters.

@@ -56,6 +56,14 @@ def pattern_error(pattern: str) -> str | None:
     return None
 
 
+def escape_points(pattern: str) -> str:
+    """Return a pattern in which a ``.`` is a point, unless a quantifier such as ``*`` follows.
+
+    So ``model.layers.1.`` does not match layers 10 to 19.
+    """
+    return re.sub(r"(?<!\\)\.(?![*+?{])", r"\\.", pattern)
+
+
 def find_matches(
     patterns: Sequence[str],
     names: Sequence[str],

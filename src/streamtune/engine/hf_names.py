@@ -130,6 +130,8 @@ HUB_KERNELS = "kernels-community/"
 BY_POSITIONS = ("flash_attention", HUB_KERNELS)
 """Prefixes of attention implementations that find packed rows by the ``position_ids``."""
 _IMAGE_POSITIONS = "rope_deltas"  # of a model, kept from its last call with images
+NUMBERS_AXES = "get_rope_index"
+"""Method of models with a position per image axis: the positions ``[axes, B, T]`` of rows, padded on the right."""
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
 """Arguments with the type of each token: 0 is text."""
 INDEXER_POOLING = "compress_ratio"

@@ -177,7 +177,8 @@ def _detect_remapped_mask(mask_function: Function, row_start: Tensor | None) -> 
     """Return the properties of a mask of positions that restart in each row.
 
     The mask is recognised if positions restart only where packed rows begin. Then two positions in a row differ by as
-    much as their indices in the sequence.
+    much as their indices in the sequence. Blocks (images) are those at the tokens' indices. In Gemma 3's windows,
+    ``transformers`` 5.24 takes those at the tokens' positions: blocks of the first row.
     """
     inner, positions = _captured_variables(mask_function, REMAPPED)
     opaque = ParsedMask(rest=(mask_function,))
@@ -189,6 +190,10 @@ def _detect_remapped_mask(mask_function: Function, row_start: Tensor | None) -> 
     if bool(restarts.any()):
         return opaque
     parsed = _detect_mask(inner, positions)
+    if parsed.rest:
+        by_index = _detect_mask(inner, places[None])
+        if by_index.block_start is not None and not by_index.rest and by_index.span_start is None:
+            return by_index
     if parsed.rest or parsed.row_start is not None or parsed.block_start is not None:
         # The inner mask refers to positions, not to places in the sequence. Causality is the same for both.
         return replace(opaque, causal=parsed.causal and parsed.block_start is None)
@@ -204,12 +209,13 @@ def _intersect_masks(mask: ParsedMask, other: ParsedMask) -> ParsedMask:
     with_blocks = mask if mask.block_start is not None else other
     if blocks is not None and with_blocks.window is not None and without_blocks.window is not None:
         raise _UnknownCombinationError
+    rows = _elementwise_later_start(mask.row_start, other.row_start)
     return ParsedMask(
         causal=mask.causal or other.causal,
         window=min(windows, default=None),
-        row_start=_elementwise_later_start(mask.row_start, other.row_start),
+        row_start=rows,
         span_start=_elementwise_later_start(mask.span_start, other.span_start),
-        block_start=blocks,
+        block_start=None if blocks is None else _elementwise_later_start(blocks, rows),  # a block ends with its row
         window_cuts_blocks=blocks is not None and (with_blocks.window_cuts_blocks or without_blocks.window is not None),
         rest=(*mask.rest, *other.rest),
     )

@@ -88,6 +88,7 @@ from streamtune.models.model_class import (
     frozen_modules_note,
     is_vision_language,
     loader_class_name,
+    trained_image_modules,
 )
 from streamtune.models.new_processor import (
     add_image_tokens,
@@ -100,6 +101,7 @@ from streamtune.models.packed import PackedExperts, has_packed_experts
 from streamtune.models.positions import (
     RopeChange,
     check_positions,
+    packed_image_positions,
     position_limit,
     position_table_limit,
     position_warning,
@@ -202,6 +204,7 @@ __all__ = [
     "make_small_copy",
     "new_model_token_ids",
     "new_token_ids",
+    "packed_image_positions",
     "position_limit",
     "position_table_limit",
     "position_warning",
@@ -220,6 +223,7 @@ __all__ = [
     "text_keys",
     "train_tokenizer",
     "trained_dtype",
+    "trained_image_modules",
     "trained_layers_text",
     "unloaded_layers_warning",
     "unquantized_experts_note",

@@ -21,7 +21,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from streamtune.base.adapters import base_of
-from streamtune.base.patterns import find_matches
+from streamtune.base.patterns import escape_points, find_matches
 from streamtune.engine import decoder_layers
 from streamtune.engine.hf_names import fp32_weight_names
 from streamtune.engine.inspect_model import first_differentiated_layer
@@ -127,7 +127,7 @@ def _matching_parameters(
 ) -> set[nn.Parameter]:
     named = [(name, parameter) for parameter, aliases in names.items() for name in aliases]
     all_names = [name for name, _ in named]
-    matches = find_matches(list(map(_escape_points, patterns)), all_names, where=key, match_function="match")
+    matches = find_matches(list(map(escape_points, patterns)), all_names, where=key, match_function="match")
     for pattern, found in zip(patterns, matches, strict=True):
         if not found:
             raise ArgumentError(
@@ -136,25 +136,17 @@ def _matching_parameters(
     return {named[index][1] for found in matches for index in found}
 
 
-def _escape_points(pattern: str) -> str:
-    """Return a pattern in which a ``.`` is a point, unless a quantifier such as ``*`` follows.
-
-    So ``model.layers.1.`` does not match layers 10 to 19.
-    """
-    return re.sub(r"(?<!\\)\.(?![*+?{])", r"\\.", pattern)
-
-
 def _describe_mismatch(model: PreTrainedModel, pattern: str, key: str) -> str:
     modules = frozen_modules(model)
     names = [name for name, _ in model.named_parameters() if is_inside(name, modules)]
-    if any(find_matches([_escape_points(pattern)], names, where=key, match_function="match")):
+    if any(find_matches([escape_points(pattern)], names, where=key, match_function="match")):
         shown = ", ".join(modules)
         return f"the pattern '{pattern}' matches only frozen modules ({shown}), which rows of text do not train"
     return f"the pattern '{pattern}' matches the beginning of no parameter name"
 
 
 def _suggest_pattern(pattern: str, names: Sequence[str], key: str) -> str:
-    if find_matches([_escape_points(pattern)], names, where=key)[0]:
+    if find_matches([escape_points(pattern)], names, where=key)[0]:
         return f"patterns match from the beginning of a name: write '.*{pattern}'"
     beginnings = dict.fromkeys(name[: dot.start()] for name in names for dot in re.finditer(r"\.|$", name))
     shown = ", ".join(dict.fromkeys(re.sub(r"\d+", "N", name) for name in names))

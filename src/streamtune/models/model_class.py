@@ -90,15 +90,25 @@ def is_inside(name: str, modules: Collection[str]) -> bool:
 
 def frozen_modules_note(model: Any) -> str | None:
     """Return a note that names the modules of a vision-language model that are not trained; None for other models."""
-    base = base_of(model)
+    base, has_adapters = base_of(model), hasattr(model, "peft_config")
     modules = {name: base.get_submodule(name) for name in frozen_modules(base)}
     trains = {name: {p.requires_grad for p in module.parameters()} for name, module in modules.items()}
     frozen = [name for name, flags in trains.items() if flags == {False}]
     if len(frozen) == len(modules):
-        return f"only the language model is trained; frozen: {', '.join(frozen)}" if frozen else None
+        how = f" (lora_target adapts it by name: [all-linear, '{frozen[0]}.*'])" if has_adapters and frozen else ""
+        return f"only the language model is trained; frozen: {', '.join(frozen)}{how}" if frozen else None
     trained = [name if flags == {True} else f"a part of {name}" for name, flags in trains.items() if True in flags]
     rest = f"; frozen: {', '.join(frozen)}" if frozen else ""
+    if has_adapters:
+        return f"adapters are trained in {', '.join(trained_image_modules(model))} too{rest}"
     return f"trained with the language model: {', '.join(trained)}{rest}"
+
+
+def trained_image_modules(model: Any) -> list[str]:
+    """Return the names of the outermost modules outside the language model that have trained parameters or adapters."""
+    base: Any = base_of(model)
+    modules = {name: base.get_submodule(name) for name in frozen_modules(base)}
+    return [name for name, module in modules.items() if any(p.requires_grad for p in module.parameters())]
 
 
 PROJECTOR = ("projector", "connector", "merger", "aligner")

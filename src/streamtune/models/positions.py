@@ -12,13 +12,17 @@ inference servers use the same frequencies.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
+from streamtune.engine.hf_names import NUMBERS_AXES, TEXT_AND_AXES, TOKEN_TYPES
 from streamtune.errors import ArgumentError
 
 ORIGINAL = "original_max_position_embeddings"
@@ -238,3 +242,44 @@ def position_warning(model: Any, longest_row: int) -> str | None:
         return check_positions(model, longest_row)
     except ArgumentError as error:
         return f"{error.what}: a run refuses such rows; {error.fix}"
+
+
+def packed_image_positions(
+    model: Any, input_ids: Tensor, position_ids: Tensor, images: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return ``position_ids`` of packed rows in models that number the tokens of images along time, height and width.
+
+    Each row has the positions that the model gives to the row alone. The result is an argument of the model's call; it
+    is empty for other models, which read the positions in each row as they are.
+
+    Args:
+        model: Model, which may be on ``meta``.
+        input_ids: [B, T] token ids of packed sequences.
+        position_ids: [B, T] positions, counted from 0 in each row.
+        images: Inputs of the model for the images of the sequences, such as ``image_grid_thw``.
+
+    Raises:
+        ArgumentError: The positions have another number of axes, so that the model has no room for the rows' borders.
+    """
+    owner = next((module for module in model.modules() if hasattr(type(module), NUMBERS_AXES)), None)
+    if owner is None:
+        return {}
+    starts = (position_ids.flatten() == 0).nonzero()[:, 0].tolist()
+    lengths = torch.tensor([*starts, position_ids.numel()]).diff().tolist()
+
+    def by_row(values: Tensor) -> Tensor:
+        return pad_sequence(list(values.flatten().split(lengths)), batch_first=True)
+
+    number = getattr(owner, NUMBERS_AXES)
+    known = {name: value for name, value in images.items() if name in inspect.signature(number).parameters}
+    known |= {name: by_row(value) for name, value in known.items() if name in TOKEN_TYPES}
+    mask = by_row(torch.ones_like(input_ids))
+    axes, _ = number(input_ids=by_row(input_ids), attention_mask=mask, **known)
+    positions = torch.cat([position_ids[None], axes[:, mask.bool()].unflatten(1, tuple(position_ids.shape))])
+    if len(positions) != TEXT_AND_AXES:
+        raise ArgumentError(
+            f"rows with images are not packed for {type(model).__name__}: its positions have {len(axes)} axes, not 3",
+            where="packing",
+            fix="delete the line",
+        )
+    return {"position_ids": positions}

@@ -104,6 +104,8 @@ def build_run(
         recipe, task = start.recipe, start.task
         with doing("loading the model"):
             model = make_model(recipe, tokenizer, start.checkpoint, start.device, shard_world=start.shard_world)
+        if start.world.size > 1:
+            _refuse_adapters_of_tower(recipe, model)
         notify_model_warnings(model, longest_row, start, notify)
         added_stop_tokens = add_stop_tokens(task, prepared, tokenizer, model)
         second_model = None
@@ -119,9 +121,11 @@ def build_run(
                     notify,
                     second_model=second_model if has_loaded_weights else None,
                 )
-        batches = task.make_batch_maker(prepared, tokenizer, share=share)
+        batches = task.make_batch_maker(prepared, tokenizer, model, share=share)
 
-        def start_adapters(handle: StreamHandle) -> None:
+        def check_and_start_adapters(handle: StreamHandle) -> None:
+            if models.find_deferred_weights(model) is None:
+                task.check_batches(handle, batches)
             if recipe.starts_from_gradients and start.checkpoint is None and not dry_run:
                 with doing("computing gradients to initialise the adapters"):
                     init_adapters_from_gradient(recipe, task, model, handle, batches, start.world)
@@ -134,7 +138,7 @@ def build_run(
             task.largest_images(batches),
         )
         planned = plan_schedule(start, model, longest_step, dry_run=dry_run, notify=notify, doing=doing)
-        streamed = stream_and_make_backend(start, model, planned, start_adapters, notify=notify, doing=doing)
+        streamed = stream_and_make_backend(start, model, planned, check_and_start_adapters, notify=notify, doing=doing)
         plan = task.count_steps(batches, start.micro_batches, start.world)
         if (note := plan.unfinished_warmup_warning) is not None:
             notify(note)
@@ -246,6 +250,20 @@ def _refuse_tower(recipe: AdapterKeys) -> None:
                 where=key,
                 fix="delete the line, or train on one device",
             )
+
+
+def _refuse_adapters_of_tower(recipe: AdapterKeys, model: Any) -> None:
+    """Refuse adapters in a vision tower on several ranks, as :func:`_refuse_tower` refuses its weights.
+
+    Raises:
+        ArgumentError: Adapters are in the vision tower or the projector.
+    """
+    if modules := models.trained_image_modules(model):
+        raise ArgumentError(
+            f"adapters in {', '.join(modules)} are only for one device, and this run has several ranks",
+            where="lora_target" if recipe.adapter_name_or_path is None else "adapter_name_or_path",
+            fix="name layers of the language model, or train on one device",
+        )
 
 
 def _check_host_memory(recipe: ModelSettings, model: Any) -> None:

@@ -41,6 +41,7 @@ from streamtune.tasks.task import (
     TrialStep,
     delay_messages,
     image_options,
+    refuse_with_images,
 )
 
 if TYPE_CHECKING:
@@ -77,7 +78,9 @@ class Dpo(ScoringTask[DpoRecipe]):
     ) -> data.PreparedCompletions:
         prepare_trees = data.prepare_unpaired if self.recipe.is_unpaired else data.prepare_preferences
         with delay_messages(notify) as notify_later:
-            return prepare_trees(sources, tokenizer, self.data_options(val_size), notify_later)
+            prepared = prepare_trees(sources, tokenizer, self.data_options(val_size), notify_later)
+        refuse_with_images(self.recipe, prepared)
+        return prepared
 
     def data_options(self, val_size: float | None = None) -> data.DataOptions:
         recipe = self.recipe
@@ -127,7 +130,7 @@ class Dpo(ScoringTask[DpoRecipe]):
     # --- training ----------------------------------------------------------------------------------------------
 
     def make_batch_maker(
-        self, prepared: data.PreparedCompletions, tokenizer: PreTrainedTokenizerBase, *, share: bool
+        self, prepared: data.PreparedCompletions, tokenizer: PreTrainedTokenizerBase, model: Any, *, share: bool
     ) -> PreferenceBatches:
         """Return the object that makes micro-batches of prompts with their completions.
 

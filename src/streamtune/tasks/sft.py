@@ -15,12 +15,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from streamtune import data, train
+from streamtune import data, models, train
+from streamtune.base.model_facts import model_device
 from streamtune.base.paths import cache_folder
 from streamtune.data.length_measures import fewest_packs
 from streamtune.engine import Branches, StreamHandle, check_branches, check_packing
+from streamtune.engine.preflight import check_packed_images
 from streamtune.engine.rotary import longest_unscaled_length
-from streamtune.errors import ArgumentError, DataError, UnsupportedModelError
+from streamtune.errors import DataError, UnsupportedModelError
 from streamtune.ops import Divergence, TokenLoss
 from streamtune.recipe.keys.batching import BucketSpec
 from streamtune.recipe.schema import Recipe
@@ -37,6 +39,7 @@ from streamtune.tasks.task import (
     chat_options,
     delay_messages,
     image_options,
+    refuse_with_images,
 )
 from streamtune.tasks.teacher_file import TeacherFile
 from streamtune.train.sketch import RowSketch, value_projection_weights
@@ -44,6 +47,8 @@ from streamtune.train.sketch import RowSketch, value_projection_weights
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+COMPARED_ROWS = 3
+"""Number of rows with images that are computed packed and alone before the first step."""
 END_TOKEN_ROWS = 64
 """Number of streamed rows that are searched for end-of-turn tokens before the first step."""
 
@@ -78,8 +83,13 @@ class Sft(Task[Recipe]):
                 for source in sources
             ]
         prepared = self._prepare(sources, tokenizer, self.data_options(val_size), notify)
-        if data.have_images(prepared.training) or data.have_images(prepared.validation):
-            self._refuse_images()
+        refuse_with_images(
+            recipe,
+            prepared,
+            ("batching", recipe.batching == "buckets", "rows with images are not cut into pieces"),
+            ("reasoning", self.splits_turns, "turns with images do not share their beginning"),
+            ("teacher", recipe.teacher_file is not None, "a teacher's file is for rows of text"),
+        )
         if recipe.batching != "buckets":
             return prepared
         if not recipe.packing:
@@ -135,24 +145,6 @@ class Sft(Task[Recipe]):
             fingerprint=contents_hash if held_out is None else f"{contents_hash} {held_out.fingerprint}",
         )
 
-    def _refuse_images(self) -> None:
-        """Refuse options that rows with images do not support.
-
-        Raises:
-            ArgumentError: An option is set.
-        """
-        recipe = self.recipe
-        for key, is_set, what in (
-            ("packing", recipe.packing, "rows with images are not packed"),
-            ("batching", recipe.batching == "buckets", "rows with images are not cut into pieces"),
-            ("reasoning", self.splits_turns, "turns with images do not share their beginning"),
-            ("sequence_parallel_size", recipe.sequence_parallel_size > 1, "rows with images are not divided"),
-            ("teacher", recipe.teacher_file is not None, "a teacher's file is for rows of text"),
-        ):
-            if is_set:
-                shown = str(getattr(recipe, key)).lower()
-                raise ArgumentError(f"{what}, but the recipe has {key}: {shown}", where=key, fix="delete the line")
-
     def _cut_into_pieces(self, prepared: data.PreparedData) -> data.PreparedData:
         """Return ``prepared`` with training rows cut into pieces (``batching: buckets``) and with a new fingerprint."""
         recipe = self.recipe
@@ -195,7 +187,7 @@ class Sft(Task[Recipe]):
         )
         lengths = prepared.training.lengths()
         packs = None if self.splits_turns else prepared.packs  # turns that share a beginning have a fixed layout
-        if packs is None and try_packing and not self.splits_turns and not data.have_images(prepared.training):
+        if packs is None and try_packing and not self.splits_turns:
             packs = data.pack_rows(lengths, recipe.max_length, seed=recipe.seed)
         # With dataset weights, an epoch visits some rows several times or never. Pieces are compared with whole rows.
         visited = int(lengths.sum() if prepared.mixture is None else layout.step_tokens.sum())
@@ -236,6 +228,15 @@ class Sft(Task[Recipe]):
         if self.recipe.select_rows is not None:
             value_projection_weights(handle.layers)
 
+    def check_batches(self, handle: StreamHandle, batches: Batches) -> None:
+        if self.recipe.packing and len(sample := batches.shortest_rows_with_images(COMPARED_ROWS)) > 1:
+            device = model_device(handle.model)
+            packed, *alone = (
+                batches.collate([rows], packed=len(rows) > 1).to(device).inputs
+                for rows in (sample, *([row] for row in sample))
+            )
+            check_packed_images(handle, packed, alone)
+
     def _check_shared_beginnings(self, handle: StreamHandle) -> None:
         """Raise ``UnsupportedModelError`` if rows that share a prefix do not give the same results as separate rows."""
         fix = "write reasoning: keep, which trains all turns in one row"
@@ -253,7 +254,12 @@ class Sft(Task[Recipe]):
             raise
 
     def make_batch_maker(
-        self, prepared: data.PreparedData | StreamedRows, tokenizer: PreTrainedTokenizerBase, *, share: bool
+        self,
+        prepared: data.PreparedData | StreamedRows,
+        tokenizer: PreTrainedTokenizerBase,
+        model: Any,
+        *,
+        share: bool,
     ) -> Batches:
         """Return the object that makes micro-batches of rows; with ``streaming: true``, of held-out rows only."""
         # A stream without held-out rows has no batches here, and none are requested.
@@ -261,7 +267,7 @@ class Sft(Task[Recipe]):
         teacher_path = self.recipe.teacher_file
         images = image_options(self.recipe)
         if teacher_path is None:
-            return Batches(prepared_rows, tokenizer, images=images)
+            return Batches(prepared_rows, tokenizer, images=images, model=model)
         teacher = TeacherFile.open(Path(teacher_path), self.recipe.kd_temperature)
         teacher.check_rows(prepared_rows.training, tokenizer)
         return Batches(prepared_rows, tokenizer, teacher, images)
@@ -406,6 +412,8 @@ class Batches:
     """File with a teacher's top-k tokens for the training rows; None without ``teacher_file``."""
     images: data.ImageOptions | None = None
     """Model whose processor prepares images; None for rows without images."""
+    model: Any = None
+    """Model that computes the batches, for its positions of tokens; None if no packed rows have images."""
 
     @property
     def is_packed(self) -> bool:
@@ -427,13 +435,17 @@ class Batches:
         origins, pad = tuple(example.origin for example in examples), self.tokenizer.pad_token_id
         if packed and self.prepared.packs is not None and self.prepared.packs.sizes is not None:
             return collate_prefix_batch(examples)
-        if packed:
-            return train.MicroBatch(**data.collate_packed(sequences, pad_token_id=pad), origins=origins)
-        batch = train.MicroBatch(**data.collate(examples, pad_token_id=pad), origins=origins)
+        collated = (
+            data.collate_packed(sequences, pad_token_id=pad) if packed else data.collate(examples, pad_token_id=pad)
+        )
+        batch = train.MicroBatch(**collated, origins=origins)
         if not any(example.images for example in examples):
             return batch
-        images = [list(map(data.ImageFile.parse, example.images)) for example in examples]
-        return replace(batch, images=self.image_processor.model_inputs(images, batch.input_ids))
+        files = [[data.ImageFile.parse(each) for row in rows for each in row.images] for rows in sequences]
+        images = self.image_processor.model_inputs(files, batch.input_ids)
+        if batch.position_ids is not None:
+            images |= models.packed_image_positions(self.model, batch.input_ids, batch.position_ids, images)
+        return replace(batch, images=images)
 
     @cached_property
     def image_processor(self) -> data.ImageProcessor:
@@ -444,19 +456,28 @@ class Batches:
     def largest_images(self, batch_size: int) -> Mapping[str, torch.Tensor] | None:
         """Return the inputs for the images of a micro-batch with the most pixels; None without images.
 
-        Of the rows with the most images, and of the longest rows with images, the larger are taken.
+        Of the units with the most images, and of the longest units with images, the larger are taken.
         """
-        rows = self.prepared.training
+        rows, packs = self.prepared.training, self.prepared.packs
         if self.images is None or not data.have_images(rows):
             return None
         counts = data.count_images(rows)
+        if packs is not None:
+            counts = np.add.reduceat(counts[packs.rows], packs.starts[:-1])
         chosen = [
             np.argsort(-values, kind="stable")[:batch_size].tolist()
-            for values in (counts, (counts > 0) * rows.lengths())
+            for values in (counts, (counts > 0) * self.lengths())
         ]
         batches = [self.training_batch(units).images for units in chosen]
         found = [images for images in batches if images is not None]
         return max(found, key=lambda images: sum(x.numel() for x in images.values()), default=None)
+
+    def shortest_rows_with_images(self, count: int) -> list[data.Example]:
+        """Return the shortest training rows, those with images first; an empty list without images."""
+        rows = self.prepared.training
+        if not data.have_images(rows) or not (counts := data.count_images(rows)).any():
+            return []
+        return [rows[row] for row in np.lexsort((rows.lengths(), counts == 0))[:count].tolist()]
 
     @property
     def num_training_units(self) -> int:

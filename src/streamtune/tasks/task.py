@@ -30,7 +30,7 @@ from streamtune.base.paths import cache_folder
 from streamtune.engine import StreamHandle, check_branches, stream
 from streamtune.engine.inspect_model import hybrid_layer_name
 from streamtune.engine.rotary import longest_unscaled_length
-from streamtune.errors import UnsupportedModelError
+from streamtune.errors import ArgumentError, UnsupportedModelError
 from streamtune.ops import TokenLoss
 from streamtune.plan.simulate.scored import Completions, Scored
 from streamtune.recipe.keys.datasets import CacheKeys
@@ -397,11 +397,14 @@ class Task(ABC, Generic[R_co]):
     def check_model(self, handle: StreamHandle) -> None:
         """Raise ``UnsupportedModelError`` if the objective does not support the model."""
 
+    def check_batches(self, handle: StreamHandle, batches: Any) -> None:
+        """Raise ``UnsupportedModelError`` if the model computes rows in batches differently from the rows alone."""
+
     # --- training ----------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def make_batch_maker(self, prepared: Any, tokenizer: PreTrainedTokenizerBase, *, share: bool) -> Units:
-        """Return the object that makes micro-batches of the prepared rows."""
+    def make_batch_maker(self, prepared: Any, tokenizer: PreTrainedTokenizerBase, model: Any, *, share: bool) -> Units:
+        """Return the object that makes micro-batches of the prepared rows for a model."""
 
     @abstractmethod
     def make_objective(self, scorer: Any, reference: train.Reference | None, device: torch.device) -> train.Objective:
@@ -588,6 +591,26 @@ def image_options(recipe: Recipe) -> data.ImageOptions | None:
         recipe.min_pixels,
         files,
     )
+
+
+def refuse_with_images(recipe: Any, prepared: Any, *options: tuple[str, bool, str]) -> None:
+    """Refuse options that rows with images do not support, and ranks that share a sequence.
+
+    Args:
+        recipe: Recipe of the run.
+        prepared: Prepared rows; without images nothing is refused.
+        options: Key of the recipe, True if it is set so that it is refused, and the reason, for each option.
+
+    Raises:
+        ArgumentError: An option is set, and there are rows with images.
+    """
+    if not (data.have_images(prepared.training) or data.have_images(prepared.validation)):
+        return
+    divided = ("sequence_parallel_size", recipe.sequence_parallel_size > 1, "rows with images are not divided")
+    for key, is_set, what in (*options, divided):
+        if is_set:
+            shown = str(getattr(recipe, key)).lower()
+            raise ArgumentError(f"{what}, but the recipe has {key}: {shown}", where=key, fix="delete the line")
 
 
 def image_folder() -> str:

@@ -273,7 +273,8 @@ class MicroBatch:
     top_k: TopKTeacher | None = None
     """Top-k probabilities of a teacher at the positions with a target, in host memory"""
     images: Mapping[str, Tensor] | None = None
-    """inputs of the model for the images of the rows, such as ``pixel_values``; None without images"""
+    """inputs of the model for the images of the rows, such as ``pixel_values``; None without images. Of packed rows,
+    also ``position_ids`` ``[4, B, T]`` if the model numbers tokens of images in time, height and width"""
     filler: bool = False
     """True for a dummy micro-batch, which only gives all ranks the same number of forward passes; its loss does not
     count."""

@@ -837,7 +837,7 @@ def test_images_are_read_and_videos_have_a_line(tmp_path: Path, monkeypatch: pyt
     written = {line.strip().partition(" #")[0].rstrip() for line in said.text.splitlines()}
     assert {"max_pixels: 9000", "min_pixels: 1024", "freeze_projector: false"} <= written
     said = llamafactory(tmp_path, "freeze_vision_tower: false\n", columns=columns)
-    assert any("adapters are on the language model only" in each.note for each in said.changes_training)
+    assert any("as in lora_target: [all-linear, 'visual.*']" in each.note for each in said.changes_training)
     said = llamafactory(tmp_path, "", columns={"prompt": "q", "response": "a", "videos": "films"})
     assert [each.note for each in said.changes_training if each.theirs == "dataset: mine"] == [
         "'mine' in dataset_info.json: StreamTune does not train on the column 'films'"

@@ -10,7 +10,8 @@ Then each layer gets the same inputs again, one row at a time, and must add the 
 In a narrow dtype, rounding alone may let a router choose another expert for a few tokens. Then the median over the
 first tokens of all rows decides, because a layer that lets rows see each other differs at each of these tokens.
 
-Rows that share a prefix (``branches``) are checked in the same way: a row alone is its trunk and its branch.
+Rows that share a prefix (``branches``) are checked in the same way: a row alone is its trunk and its branch. So are
+packed rows with images, with tokens and images of the data.
 
 Some layers compute differently above some number of tokens, and the other checks use fewer tokens than a chunk has. So
 one layer of each kind also runs forward on a row longer than the schedule's chunk size c, whole and in chunks. Chunks
@@ -23,7 +24,7 @@ from __future__ import annotations
 
 import inspect
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -62,18 +63,24 @@ ROWS = (9, 2, 13, 3, 11, 10)
 TREES = ((-1, 11), (0, 5), (0, 2), (2, 4), (2, 3), (0, 9), (-1, 4), (6, 7), (6, 10))
 """Parts of the trees in the check (``Branches.of_nodes``): chunks end in trunks, behind trunks and in branches."""
 
+OPTIONAL = ("position_ids", "attention_mask", "logits_to_keep")
+"""Arguments that some models' forwards lack."""
+
 
 @dataclass(frozen=True)
 class _Layout:
     rows: PackedRows
-    arguments: dict[str, Tensor]
-    """Arguments for the model call; arguments that the model's forward lacks are left out."""
+    arguments: Mapping[str, Any]
+    """Arguments for the model call; those in ``OPTIONAL`` that the model's forward lacks are left out."""
     places: list[Tensor]
     """Indices in the sequence of each row's tokens."""
     first_tokens: list[int]
-    """Index in each row of its first token that other rows precede in the sequence."""
+    """Index in each row of its first token that other rows precede in the sequence; in half precision only this token
+    is compared."""
     fault: str
     fix: str
+    alone: Sequence[Mapping[str, Any]] = ()
+    """Arguments for the call with each row alone; empty if they are the tokens and positions of the row."""
 
 
 @dataclass
@@ -102,6 +109,32 @@ def check_packing(handle: StreamedModel) -> None:
     places = [torch.arange(start, stop) for start, stop in pairwise(ends)]
     fault = "does not keep packed rows apart: the {what} for a row changes with the rows before it"
     layout = _Layout(rows, {"position_ids": positions}, places, [0] * len(ROWS), fault, "set packing: false")
+    with checking_mode(handle), torch.no_grad():
+        _Trial(handle, layout).compare_rows()
+
+
+def check_packed_images(handle: StreamedModel, packed: Mapping[str, Any], alone: Sequence[Mapping[str, Any]]) -> None:
+    """Raise an error if a packed row with images is computed differently from the row alone.
+
+    In half precision only the last token of each row is compared.
+
+    Args:
+        handle: Handle of the streamed model.
+        packed: Arguments of the model's call for one packed sequence ``[1, T]``, on the model's device.
+        alone: Arguments of the model's call for each row of the sequence, ``[1, T_row]``.
+
+    Raises:
+        ArgumentError: The streaming was removed.
+        UnsupportedModelError: A row differs; the message names the layer and the difference.
+    """
+    refuse_if_removed(handle)
+    rows = PackedRows.from_positions(packed["position_ids"])
+    assert rows is not None, "several rows are packed"
+    lengths = [each["input_ids"].shape[1] for each in alone]
+    places = list(torch.arange(sum(lengths)).split(lengths))
+    fault = "computes packed rows with images differently from the rows alone: the {what} for a row differs"
+    last_tokens = [length - 1 for length in lengths]
+    layout = _Layout(rows, packed, places, last_tokens, fault, "set packing: false", alone)
     with checking_mode(handle), torch.no_grad():
         _Trial(handle, layout).compare_rows()
 
@@ -140,36 +173,43 @@ class _Trial:
         self.handle, self.model, self.layout = handle, handle.model, layout
         self.layers, self.own_attention = handle.layers, handle.own_attention
         self.context = CallContext()
-        length = layout.rows.positions_BT.shape[1]
-        ids = trial_batch(self.model)["input_ids"].flatten()
-        self.ids = ids.repeat(-(-length // len(ids)))[:length][None]
         self.packed_calls: list[_PackedCall] = []
         self.calls = 0
         self.row, self.first_token = torch.arange(0), 0
         self.errors: dict[tuple[int, str], list[float]] = {}
 
     def compare_rows(self) -> None:
-        layout, device = self.layout, self.ids.device
-        positions = layout.rows.positions_BT
-        arguments = {name: value.to(device) for name, value in layout.arguments.items()}
-        packed = self._run_forward(self._record_call, self.ids, layout.rows, arguments)
-        for places, first_token in zip(layout.places, layout.first_tokens, strict=True):
+        layout, positions = self.layout, self.layout.rows.positions_BT
+        arguments, length = dict(layout.arguments), positions.shape[1]
+        if layout.alone:
+            arguments["logits_to_keep"] = 1  # logits are not compared: of rows with images, they need much memory
+        else:
+            ids = trial_batch(self.model)["input_ids"].flatten()
+            arguments["input_ids"] = ids.repeat(-(-length // len(ids)))[:length][None]
+        device = arguments["input_ids"].device
+        packed = self._run_forward(self._record_call, layout.rows, arguments)
+        for number, (places, first_token) in enumerate(zip(layout.places, layout.first_tokens, strict=True)):
             self.calls, self.row, self.first_token = 0, places.to(device), first_token
-            arguments_alone = {"position_ids": positions[:, places].to(device)}
-            alone = self._run_forward(self._compare_call, self.ids[:, self.row], None, arguments_alone)
-            self._record_error(len(self.layers), "logits", packed[:, self.row], alone, torch.zeros_like(alone))
+            row = {"input_ids": arguments["input_ids"][:, self.row], "position_ids": positions[:, places]}
+            alone = self._run_forward(
+                self._compare_call, None, {**layout.alone[number], "logits_to_keep": 1} if layout.alone else row
+            )
+            if not layout.alone:
+                self._record_error(len(self.layers), "logits", packed[:, self.row], alone, torch.zeros_like(alone))
         self._check_errors()
 
-    def _run_forward(
-        self, step: Callable[..., Any], ids: Tensor, rows: PackedRows | None, arguments: dict[str, Tensor]
-    ) -> Tensor:
+    def _run_forward(self, step: Callable[..., Any], rows: PackedRows | None, arguments: Mapping[str, Any]) -> Tensor:
         replace_layer_forwards(self.handle, step)
         self.context.rows = rows
         parameters = inspect.signature(type(self.model).forward).parameters
-        accepted = {name: value for name, value in arguments.items() if name in parameters}  # others: in the context
+        device = arguments["input_ids"].device
+        accepted = {  # others: in the context
+            name: value.to(device) if name in OPTIONAL and isinstance(value, Tensor) else value
+            for name, value in arguments.items()
+            if name in parameters or name not in OPTIONAL
+        }
         try:
-            row_arguments = {"use_cache": False, **without_router_loss(self.model)}
-            out = self.model.forward(input_ids=ids, **accepted, **row_arguments)
+            out = self.model.forward(**{**accepted, "use_cache": False, **without_router_loss(self.model)})
         except (StreamTuneError, torch.OutOfMemoryError):
             raise
         except Exception as error:
@@ -211,10 +251,10 @@ class _Trial:
     def _record_error(self, index: int, tensor_name: str, packed: Tensor, alone: Tensor, z_in: Tensor) -> None:
         """Record how far a row's values, packed and alone, differ, as a multiple of what rounding explains.
 
-        In half precision only the row's first token is compared.
+        In half precision only one token is compared, but for the first layer's input, which no router changes.
         """
         dtype = self._error_bound_dtype(index, alone)
-        if torch.finfo(dtype).bits < 32:
+        if torch.finfo(dtype).bits < 32 and tensor_name != "input":
             first = slice(self.first_token, self.first_token + 1)
             packed, alone, z_in = packed[:, first], alone[:, first], z_in[:, first]
         explained = BOUND[dtype] * difference_norm(alone, z_in) + torch.finfo(dtype).eps * difference_norm(alone)

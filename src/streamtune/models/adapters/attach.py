@@ -36,7 +36,6 @@ from streamtune.models.adapters.targets import (
     all_embedding_and_head_names,
     embedding_and_head_names,
     explicit_target_names,
-    has_suffix,
     is_tied,
     linear_target_names,
     lora_layers,
@@ -135,8 +134,10 @@ def add_peft_adapters(model: PreTrainedModel, spec: AdapterSpec, seed: int, new_
     tied = selected_tied_layers(model, whole)
     ends = all_embedding_and_head_names(model) if tied else []  # peft trains both, as one weight
     _check_whole_modules(model, spec, {*whole, *ends})
+    full_names: list[str] = []
     if spec.adapter_kind.is_lora:
-        options |= peft_target_options(model, spec)
+        target_options, full_names = peft_target_options(model, spec)
+        options |= target_options
         options["trainable_token_indices"] = _rows_of_new_tokens(model, new_tokens, {*whole, *ends}) or None
         options["ensure_weight_tying"] = bool(tied)
         if tied:
@@ -149,6 +150,8 @@ def add_peft_adapters(model: PreTrainedModel, spec: AdapterSpec, seed: int, new_
     options |= {"task_type": "CAUSAL_LM", "modules_to_save": whole or None}
     config = get_peft_config(options)
     write_expert_targets(model, spec, config, {*whole, *ends})
+    if full_names:
+        config.target_modules, config.exclude_modules = set(full_names), set(spec.exclude) or None
     if spec.adapter_kind.columns:
         from streamtune.models.adapters.paca import register_paca_layer
 
@@ -279,9 +282,7 @@ def _refuse_low_rank_only_options(spec: AdapterSpec, tied: Sequence[str], new_to
 def _refuse_adapter_on_head_with_new_tokens(spec: AdapterSpec, model: PreTrainedModel) -> None:
     head = model.get_output_embeddings()
     for name in [name for name, module in model.named_modules() if module is head]:
-        if not isinstance(spec.target, str) and any(has_suffix(name, end) for end in spec.target):
-            if any(has_suffix(name, end) for end in spec.exclude):
-                continue
+        if name in explicit_target_names(model, spec):
             raise ArgumentError(
                 f"{name} cannot have an adapter and trained rows of new tokens",
                 where="lora_target",

@@ -1,4 +1,9 @@
-"""Choose the layers that get adapters by the names in a recipe: linear layers, and experts stacked in one tensor."""
+"""Choose the layers that get adapters by the names in a recipe: linear layers, and experts stacked in one tensor.
+
+A name in a recipe is the end of a layer's name, or a regular expression that matches such an end. In a vision-language
+model, a name selects layers of the language model. Only a name that none of them has selects layers of the vision tower
+and the projector.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from streamtune.base.adapters import AdapterSpec
+from streamtune.base.patterns import PLAIN, escape_points, find_matches
 from streamtune.engine.hf_names import CONV1D, hf_internal
 from streamtune.errors import ArgumentError, did_you_mean
 from streamtune.models.model_class import frozen_modules, is_inside
@@ -22,6 +28,8 @@ if TYPE_CHECKING:  # peft imports every quantiser: two seconds
 
 PEFT_FORM = r"(.*\.)?({})$"
 """Regular expression that peft makes of a key of ``rank_pattern``."""
+ALL = "all-linear"
+"""Name in a recipe for the linear layers of the language model, without head and routers."""
 
 
 @contextmanager
@@ -38,8 +46,20 @@ def is_unquantized(weight: Any) -> bool:
 
 def linear_layer_names(model: PreTrainedModel) -> list[str]:
     """Return the names of a model's linear layers. Of a vision-language model, only its language model is searched."""
-    linear, frozen = (nn.Linear, hf_internal(CONV1D)), frozen_modules(model)
-    return [name for name, x in model.named_modules() if isinstance(x, linear) and not is_inside(name, frozen)]
+    frozen = frozen_modules(model)
+    return [name for name in _all_linear_names(model) if not is_inside(name, frozen)]
+
+
+def image_layer_names(model: PreTrainedModel) -> list[str]:
+    """Return the names of the linear layers outside the language model, in the vision tower and the projector."""
+    frozen = frozen_modules(model)
+    return [name for name in _all_linear_names(model) if is_inside(name, frozen)]
+
+
+def _all_linear_names(model: PreTrainedModel) -> list[str]:
+    linear, unread = (nn.Linear, hf_internal(CONV1D)), nn.modules.linear.NonDynamicallyQuantizableLinear
+    # torch's MultiheadAttention reads the weight of its last layer without calling the layer.
+    return [name for name, x in model.named_modules() if isinstance(x, linear) and not isinstance(x, unread)]
 
 
 def has_suffix(name: str, suffix: str) -> bool:
@@ -47,20 +67,36 @@ def has_suffix(name: str, suffix: str) -> bool:
     return name == suffix or name.endswith(f".{suffix}")
 
 
+def find_ends(ends: Sequence[str], names: Sequence[str], where: str) -> list[list[str]]:
+    """Return, for each of ``ends``, the names that end in it or, for a regular expression, in a text that it matches.
+
+    Raises:
+        ArgumentError: One of ``ends``, of the recipe key ``where``, is not a regular expression, or takes too long.
+    """
+    patterns = [end for end in ends if not PLAIN.fullmatch(end)]
+    matches = find_matches(
+        list(map(escape_points, patterns)), names, where=where, match_function="match", template=PEFT_FORM
+    )
+    found = {end: [names[index] for index in each] for end, each in zip(patterns, matches, strict=True)}
+    return [found[end] if end in found else [name for name in names if has_suffix(name, end)] for end in ends]
+
+
 def match_suffixes(suffixes: Sequence[str], names: Sequence[str], where: str, kind: str, model: nn.Module) -> list[str]:
     """Return the names that end in one of ``suffixes``; a suffix that no name ends in raises an ArgumentError.
 
     ``where`` is the recipe key for the error. ``kind`` is the word for a name in the error, such as ``module``.
     """
-    for suffix in suffixes:
-        if not any(has_suffix(name, suffix) for name in names):
+    matches = find_ends(suffixes, names, where)
+    for suffix, matching in zip(suffixes, matches, strict=True):
+        if not matching:
             known = sorted({name.rsplit(".", 1)[-1] for name in names} - {str(i) for i in range(len(names))})
             raise ArgumentError(
                 f"{type(model).__name__} has no {kind} called '{suffix}'",
                 where=where,
                 fix=did_you_mean(suffix, known) or f"choose among: {', '.join(known)}",
             )
-    return [name for name in names if any(has_suffix(name, suffix) for suffix in suffixes)]
+    chosen = {name for matching in matches for name in matching}
+    return [name for name in names if name in chosen]
 
 
 def _adaptable_tensor_names(model: PreTrainedModel) -> list[str]:
@@ -86,38 +122,57 @@ def is_router(model: nn.Module, name: str) -> bool:
 
 def linear_target_names(model: PreTrainedModel, spec: AdapterSpec) -> list[str]:
     """Return the full names of the linear layers that ``spec`` selects for adapters."""
-    names = linear_layer_names(model)
-    excluded = match_suffixes(spec.exclude, names, "lora_exclude", "linear layer", model)
-    if isinstance(spec.target, str):
-        head = model.get_output_embeddings()
-        targets = [x for x in names if model.get_submodule(x) is not head and not is_router(model, x)]
-    else:
-        targets = match_suffixes(spec.target, names, "lora_target", "linear layer", model)
-    if not (remaining := [name for name in targets if name not in set(excluded)]):
+    language, images = linear_layer_names(model), image_layer_names(model)
+    excluded = match_suffixes(spec.exclude, [*language, *images], "lora_exclude", "linear layer", model)
+    ends, head = _named_ends(spec), model.get_output_embeddings()
+    match_suffixes(ends, [*language, *images], "lora_target", "linear layer", model)
+    chosen = set[str]()
+    if selects_all(spec):
+        chosen |= {x for x in language if model.get_submodule(x) is not head and not is_router(model, x)}
+    for end, in_language in zip(ends, find_ends(ends, language, "lora_target"), strict=True):
+        chosen |= set(in_language or find_ends([end], images, "lora_target")[0])
+    if not (remaining := [name for name in (*language, *images) if name in chosen - set(excluded)]):
         raise ArgumentError(
             "lora_exclude excludes all layers of lora_target", where="lora_exclude", fix="exclude fewer layers"
         )
     return remaining
 
 
-def peft_target_options(model: PreTrainedModel, spec: AdapterSpec) -> dict[str, Any]:
-    """Return the options with which peft selects the targets of LoRA: linear layers, or tensors such as experts."""
-    if isinstance(spec.target, str):
-        linear_target_names(model, spec)
-        routers = [name for name in linear_layer_names(model) if is_router(model, name)]
-        return {"target_modules": spec.target, "exclude_modules": _exclude([*spec.exclude, *routers], model)}
-    tensors = _adaptable_tensor_names(model)
-    linear = linear_layer_names(model)
-    others = [suffix for suffix in spec.target if not any(has_suffix(name, suffix) for name in linear)]
-    tensor_suffixes = [suffix for suffix in others if any(has_suffix(name, suffix) for name in tensors)]
-    modules = [suffix for suffix in spec.target if suffix not in tensor_suffixes]
-    if modules:
-        linear_target_names(model, replace(spec, target=modules))
-    return {
-        "target_modules": modules,
+def selects_all(spec: AdapterSpec) -> bool:
+    """Return True if ``spec`` selects all linear layers of the language model, alone or beside other names."""
+    return ALL in ([spec.target] if isinstance(spec.target, str) else spec.target)
+
+
+def _named_ends(spec: AdapterSpec) -> list[str]:
+    return [] if isinstance(spec.target, str) else [end for end in spec.target if end != ALL]
+
+
+def peft_target_options(model: PreTrainedModel, spec: AdapterSpec) -> tuple[dict[str, Any], list[str]]:
+    """Return the options with which peft selects the targets of LoRA: linear layers, or tensors such as experts.
+
+    Return also the full names of all linear layers with adapters if peft cannot select them by the options; else an
+    empty list.
+    """
+    tensors, linear = _adaptable_tensor_names(model), [*linear_layer_names(model), *image_layer_names(model)]
+    others = [
+        end for end in _named_ends(spec) if PLAIN.fullmatch(end) and not find_ends([end], linear, "lora_target")[0]
+    ]
+    tensor_suffixes = [end for end in others if find_ends([end], tensors, "lora_target")[0]]
+    modules = [end for end in _named_ends(spec) if end not in tensor_suffixes]
+    full_names: list[str] = []
+    if modules or selects_all(spec):
+        targets = [*([ALL] if selects_all(spec) else []), *modules]
+        full_names = linear_target_names(model, replace(spec, target=targets))
+    excluded = list(spec.exclude)
+    if selects_all(spec):
+        excluded += [name for name in linear_layer_names(model) if is_router(model, name)]
+    options = {
+        "target_modules": ALL if selects_all(spec) else modules,
         "target_parameters": tensor_suffixes or None,
-        "exclude_modules": _exclude(spec.exclude, model),
+        "exclude_modules": _exclude(excluded, model),
     }
+    by_end = all(PLAIN.fullmatch(end) for end in (*modules, *spec.exclude)) and not (selects_all(spec) and modules)
+    return options, [] if by_end and not set(full_names) & set(image_layer_names(model)) else full_names
 
 
 def _exclude(suffixes: Sequence[str], model: PreTrainedModel) -> list[str] | str | None:
@@ -148,8 +203,9 @@ def write_expert_targets(
     if not spec.adapter_kind.is_lora:
         return
     convert_peft_config_for_transformers(config, model, None)
-    if isinstance(spec.target, str):
-        names = {name for name in options.target_parameters or () if not name.endswith("gate.weight")}
+    if selects_all(spec):
+        named = set(options.target_parameters or ()) & set(_named_ends(spec))
+        names = {name for name in options.target_parameters or () if not name.endswith("gate.weight")} | named
         full_names = [name for name, _ in model.named_parameters() if any(has_suffix(name, end) for end in names)]
         if any(is_inside(name, whole) for name in full_names):
             names = {name for name in full_names if not is_inside(name, whole)}
@@ -202,11 +258,15 @@ def embedding_and_head_names(model: PreTrainedModel) -> list[str]:
 
 def explicit_target_names(model: PreTrainedModel, spec: AdapterSpec) -> list[str]:
     """Return the full names of the layers and tensors that a list ``lora_target`` selects; none for ``all-linear``."""
-    if isinstance(spec.target, str):
-        return []
-    names = [*linear_layer_names(model), *_adaptable_tensor_names(model)]
-    chosen = [name for name in names if any(has_suffix(name, suffix) for suffix in spec.target)]
-    return [name for name in chosen if not any(has_suffix(name, suffix) for suffix in spec.exclude)]
+    language = [*linear_layer_names(model), *_adaptable_tensor_names(model)]
+    ends, images = _named_ends(spec), image_layer_names(model)
+    chosen = [
+        name
+        for end, in_language in zip(ends, find_ends(ends, language, "lora_target"), strict=True)
+        for name in in_language or find_ends([end], images, "lora_target")[0]
+    ]
+    excluded = {name for each in find_ends(spec.exclude, chosen, "lora_exclude") for name in each}
+    return [name for name in dict.fromkeys(chosen) if name not in excluded]
 
 
 def module_and_parameter_names(model: nn.Module) -> list[str]:

@@ -198,7 +198,7 @@ class _Evaluation:
     def _make_run(self, rows: Sequence[Any]) -> BuiltRun:
         """Return a run whose held-out rows are ``rows``; no file is written."""
         prepared = self.task.replace_held_out_rows(self.prepared, rows)
-        batches = self.task.make_batch_maker(prepared, self.tokenizer, share=self.share)
+        batches = self.task.make_batch_maker(prepared, self.tokenizer, self.model, share=self.share)
         world = train.WORLD
         return BuiltRun(
             device=self.device,

@@ -456,7 +456,7 @@ def _convert_adapter(conversion: Conversion) -> None:
         elif isinstance(modules, str) and re.search(r"[\\^$*()|]", modules):
             conversion.report_lost(
                 "lora_target_modules",
-                why="StreamTune takes no patterns: list the last parts of module names, such as q_proj",
+                why="write the ends of module names, such as q_proj, or patterns of ends",
             )
         else:
             conversion.convert_key("lora_target", convert_module_names, modules, "lora_target_modules")

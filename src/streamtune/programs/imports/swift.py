@@ -229,7 +229,7 @@ FIELDS: dict[str, FieldRule] = field_table(
         "StreamTune reads no datasets that are registered in code": "custom_dataset_info",
         "give the functions of this code in reward_funcs: FILE.py:NAME": "external_plugins",
         "write num_train_epochs": "max_epochs",
-        "StreamTune takes no patterns: list the last parts of module names in lora_target": "target_regex",
+        "write the ends of module names, or patterns of ends, in lora_target": "target_regex",
         "StreamTune adapts only linear layers, not other parameters": "target_parameters",
         "trained biases": "lora_bias lora_bias_trainable",
         "for LoRA+, write lr_groups: [{match: lora_B, learning_rate: ...}]": "lorap_lr_ratio",

@@ -88,7 +88,10 @@ def convert_tower(conversion: Conversion, fields: Mapping[str, str]) -> None:
             if conversion.ours.get("finetuning_type") == "full":
                 conversion.write_key(key, False, name)
             else:
-                conversion.report_lost(name, why="StreamTune's adapters are on the language model only")
+                conversion.report_lost(
+                    name,
+                    why=f"{key}: false trains no adapters: name layers, as in lora_target: [all-linear, 'visual.*']",
+                )
         conversion.mark_unneeded(name, why="frozen, as in StreamTune")
 
 

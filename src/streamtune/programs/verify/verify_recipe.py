@@ -209,14 +209,13 @@ def _choose_rows(
     )
     per_turn = recipe.reasoning == "per_turn"
     windows = choose_windows(rows, limit, PACKED_ROWS if recipe.packing or per_turn else 1)
-    rows_as_text = _collate_windows(windows, tokenizer).to(device)
-    alone = batch = _with_images(rows_as_text, windows, task, tokenizer, device)
+    alone = batch = _with_images(_collate_windows(windows, tokenizer), windows, task, options)
     if data.have_images(rows) and batch.images is None:
         notify("the rows that are compared are without images: give a --length that has room for a row with images")
     if per_turn:
         batch = collate_prefix_batch([window.example for window in windows]).to(device)
     elif recipe.packing:
-        batch = _collate_windows(windows, tokenizer, packed=True).to(device)
+        batch = _with_images(_collate_windows(windows, tokenizer, packed=True), windows, task, options)
     if top_k := task.teacher_top_k:  # the file has whole rows, not windows: use random tokens as top-k
         taught = RandomTokens(recipe, model).draw_top_k(alone, top_k)
         packed = batch is not alone
@@ -326,19 +325,20 @@ def _collate_windows(
 
 
 def _with_images(
-    batch: train.MicroBatch,
-    windows: Sequence[Window],
-    task: Task[Any],
-    tokenizer: PreTrainedTokenizerBase,
-    device: torch.device,
+    batch: train.MicroBatch, windows: Sequence[Window], task: Task[Any], options: _Options
 ) -> train.MicroBatch:
-    """Return a batch of windows with the inputs for the images of its rows, on ``device``."""
-    options = image_options(task.recipe)
-    if options is None or not any(window.example.images for window in windows):
-        return batch
+    """Return a batch of windows with the inputs for the images of its rows, on the model's device."""
+    device, processor = model_device(options.model), image_options(task.recipe)
     files = [list(map(data.ImageFile.parse, window.example.images)) for window in windows]
-    images = data.ImageProcessor(options, tokenizer).model_inputs(files, batch.input_ids)
-    return replace(batch, images={name: x.to(device) for name, x in images.items()})  # the plain model reads them too
+    if processor is None or not any(files):
+        return batch.to(device)
+    if batch.position_ids is not None:
+        files = [[each for row in files for each in row]]
+    images = data.ImageProcessor(processor, options.tokenizer).model_inputs(files, batch.input_ids)
+    if batch.position_ids is not None:
+        images |= models.packed_image_positions(options.model, batch.input_ids, batch.position_ids, images)
+    images = {name: x.to(device) for name, x in images.items()}  # the plain model reads all of them
+    return replace(batch.to(device), images=images)
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------

@@ -110,11 +110,14 @@ class AdapterKeys(Spec):
 
     lora_target: Annotated[tuple[Text, ...], Field(min_length=1, strict=False)] | Literal["all-linear"] = "all-linear"
     """List of the modules that get an adapter, as ends of module names: `[q_proj, v_proj]`. `all-linear`: every linear
-    layer except the head and routers. Experts that are stored as one tensor can be listed too: `[gate_up_proj]`."""
+    layer except the head and routers. Experts that are stored as one tensor can be listed too: `[gate_up_proj]`. A
+    name may be a regular expression. In a vision-language model a name selects layers of the language model. Only if
+    none of them has the name, it selects layers of the vision tower or the projector:
+    `[all-linear, 'visual.*']`."""
 
     lora_exclude: Annotated[tuple[Text, ...], Field(strict=False)] = ()
-    """List of the modules that get no adapter although `lora_target` selects them, as ends of module names:
-    `[down_proj]`."""
+    """List of the modules that get no adapter although `lora_target` selects them, as ends of module names or regular
+    expressions: `[down_proj]`."""
 
     lora_rank_pattern: Annotated[dict[Text, Annotated[int, Field(ge=1), at_most(10**5)]], Field(default_factory=dict)]
     """Ranks of some modules, which replace `lora_r`: mapping from the end of a module name (a regular expression) to a

@@ -190,7 +190,9 @@ class Grpo(ScoringTask[GrpoRecipe]):
 
     # --- training ----------------------------------------------------------------------------------------------
 
-    def make_batch_maker(self, prepared: GrpoData, tokenizer: PreTrainedTokenizerBase, *, share: bool) -> GrpoData:
+    def make_batch_maker(
+        self, prepared: GrpoData, tokenizer: PreTrainedTokenizerBase, model: Any, *, share: bool
+    ) -> GrpoData:
         return prepared
 
     def make_objective(self, scorer: Any, reference: train.Reference | None, device: torch.device) -> train.Objective:

@@ -1,0 +1,220 @@
+"""Adapters in the vision tower and the projector, which a recipe names: exact, resumed, saved and merged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText
+
+import streamtune
+from streamtune.cli import main
+from streamtune.engine import decoder_layers
+from streamtune.engine.image_tower import install_image_tower
+from streamtune.errors import ArgumentError
+from streamtune.models import AdapterSpec, add_adapters, add_lora
+from streamtune.models.model_class import frozen_modules, is_inside
+from streamtune.plan.simulate.image_inputs import measure_images
+from streamtune.plan.simulate.memory import LiveBytes
+from streamtune.plan.simulate.meta_operators import meta_copy
+from tests.exactness.families import gradients, reference
+from tests.exactness.test_adapters import moved
+from tests.sft_kit import run, write_recipe
+from tests.vision_kit import save_checkpoint, write_image_rows
+
+from .test_image_rows import RECIPE, SCHEDULES, folder, losses
+from .test_packed_images import load
+
+__all__ = ["folder"]
+
+TOWERS = {
+    "qwen3_vl": ["all-linear", "visual.*qkv", "visual.merger.*"],
+    "gemma3": ["q_proj", "vision_tower.encoder.*.(q_proj|fc1)"],
+    "idefics3": ["all-linear", "vision_model.*", "connector.*"],
+}
+"""A recipe's ``lora_target`` that names layers of the language model and of the tower, by family."""
+IMAGE_PARTS = ("visual", "vision", "connector", "projector")
+
+
+def targets(model: Any) -> set[str]:
+    """Names of the adapted layers, with a star for each number."""
+    base = model.get_base_model()
+    names = (name for name, module in base.named_modules() if hasattr(module, "base_layer"))
+    return {".".join("*" if part.isdigit() else part for part in name.split(".")) for name in names}
+
+
+def build(kind: str, where: Path) -> Any:
+    save_checkpoint(kind, where / "base")
+    return AutoModelForImageTextToText.from_pretrained("base").train()
+
+
+LANGUAGE = "model.language_model.layers.*"
+TOWER = "model.vision_tower.encoder.layers.*"
+
+
+@pytest.mark.parametrize(
+    ("target", "want"),
+    [
+        (["q_proj"], {f"{LANGUAGE}.self_attn.q_proj"}),
+        (["layers.*.mlp.fc1"], {f"{TOWER}.mlp.fc1"}),
+        (["fc1"], {f"{TOWER}.mlp.fc1", "model.vision_tower.head.mlp.fc1"}),
+        (["vision_tower.*q_proj"], {f"{TOWER}.self_attn.q_proj"}),
+        (["q_proj", "vision_tower.*v_proj"], {f"{LANGUAGE}.self_attn.q_proj", f"{TOWER}.self_attn.v_proj"}),
+        (["(q|k)_proj"], {f"{LANGUAGE}.self_attn.q_proj", f"{LANGUAGE}.self_attn.k_proj"}),
+    ],
+    ids=str,
+)
+def test_a_name_takes_the_language_model_or_else_the_tower(folder: Path, target: list[str], want: set[str]) -> None:
+    model = add_lora(build("gemma3", folder), r=2, target=target)
+    assert targets(model) == want
+    assert not [name for name, p in model.named_parameters() if p.requires_grad and "lora_" not in name]
+
+
+def test_all_linear_is_the_language_model_and_names_add_to_it(folder: Path) -> None:
+    alone = targets(add_lora(build("qwen3_vl", folder), r=2))
+    assert not [name for name in alone if "visual" in name]
+    spec = AdapterSpec(r=2, target=["all-linear", "visual.*"], exclude=["visual.*qkv", "down_proj"])
+    more = targets(add_adapters(build("qwen3_vl", folder), spec))
+    assert {name for name in more if "visual" not in name} == {name for name in alone if "down_proj" not in name}
+    assert {name.rpartition(".")[2] for name in more if "visual" in name} == {"proj", "linear_fc1", "linear_fc2"}
+    for wrong in ("visual.*wkv", "visual.qkv"):
+        with pytest.raises(ArgumentError, match="has no linear layer called") as caught:
+            add_lora(build("qwen3_vl", folder), r=2, target=["q_proj", wrong])
+        assert caught.value.where == "lora_target"
+
+
+@pytest.mark.quick("qwen3_vl-lora-chunks")
+@pytest.mark.parametrize("schedule", ["chunks", "host"])
+@pytest.mark.parametrize("adapter", ["lora", "dora", "ia3", "oft"])
+@pytest.mark.parametrize("kind", TOWERS)
+def test_gradients_of_adapters_in_the_tower(kind: str, adapter: str, schedule: str, folder: Path) -> None:
+    """A batch of rows with one image, two and none; three ways; packed too."""
+    model, batches, rows = load(kind, folder, 3)
+    spec = AdapterSpec(kind=adapter, r=2, block_size=4, target=TOWERS[kind])
+    model = moved(add_adapters(model, spec)).train()
+    batch = batches.collate([[row] for row in rows], packed=False)
+    inputs = {**batch.inputs, "labels": batch.shift_labels, "shift_labels": batch.shift_labels}
+    want = reference(model, inputs)
+    in_tower = {name: grad for name, grad in want.truth[1].items() if any(part in name for part in IMAGE_PARTS)}
+    assert in_tower
+    assert all(bool(grad.any()) for grad in in_tower.values())
+    assert all(not p.requires_grad for name, p in model.named_parameters() if "base_layer" in name)
+    with streamtune.stream(model, schedule=SCHEDULES[schedule]):
+        want.check(gradients(model, inputs))
+
+
+KEYS: dict[str, Any] = {**RECIPE, "finetuning_type": "lora", "lora_r": 4, "oft_block_size": 4, "save_steps": 2}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", TOWERS)
+def test_trained_resumed_saved_and_merged(folder: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The adapters load with peft and give the logits of the merged model, with images."""
+    model, batches, rows = load(kind, folder, 6)
+    write_recipe(folder, {**KEYS, "lora_target": TOWERS[kind]})
+    assert run() == 0
+    assert "adapters are trained in model." in capsys.readouterr().err
+    whole = losses("run")
+    assert whole[-1] < whole[0]
+    assert run("--output-dir", "again", "--resume", "run/checkpoints/step-000002") == 0
+    assert losses("again") == whole[2:]
+    adapters, resumed = (load_file(f"{each}/final/adapter_model.safetensors") for each in ("run", "again"))
+    assert adapters.keys() == resumed.keys()
+    assert all(torch.equal(resumed[name], value) for name, value in adapters.items())
+    modules = frozen_modules(model)
+    assert run(command="verify") == 0, "the exit code is 1 if a gradient is not exact"
+    in_tower = [name for name in adapters if is_inside(name.removeprefix("base_model.model."), modules)]
+    assert in_tower
+    assert all(bool(adapters[name].any()) for name in in_tower), "also those that begin with zeros"
+
+    inputs = batches.collate([[row] for row in rows[:3]], packed=False).inputs
+    loaded = PeftModel.from_pretrained(AutoModelForImageTextToText.from_pretrained("base"), "run/final").eval()
+    with torch.no_grad():
+        want, plain = loaded(**inputs).logits, model.eval()(**inputs).logits
+        with streamtune.stream(loaded, schedule=SCHEDULES["chunks"]):
+            torch.testing.assert_close(loaded(**inputs).logits, want, rtol=1e-4, atol=1e-5)
+        assert not torch.allclose(want, plain, atol=1e-3)
+        with pytest.raises(SystemExit) as left:
+            main(["export", "run", "out"])
+        assert not left.value.code
+        merged = AutoModelForImageTextToText.from_pretrained("out").eval()
+        torch.testing.assert_close(merged(**inputs).logits, want, rtol=1e-4, atol=1e-4)
+    write_recipe(folder, {**RECIPE, "finetuning_type": "lora", "adapter_name_or_path": "run/final"})
+    capsys.readouterr()
+    assert run("--output-dir", "more") == 0
+    assert "adapters are trained in model." in capsys.readouterr().err
+    assert losses("more")[0] < whole[0]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"adapter_type": "dora"},
+        {"adapter_type": "pissa"},
+        {"adapter_type": "lora_ga"},
+        {"adapter_type": "ia3"},
+        {"adapter_type": "paca"},
+        {"finetuning_type": "qlora", "quantization": "int8"},
+        {"finetuning_type": "qlora", "adapter_type": "loftq", "quantization": "int8"},
+        {"packing": True, "lora_dropout": 0.1},
+        {"engine": {**RECIPE["engine"], "weights": "host"}},
+        {"dtype": "bfloat16"},
+        {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2},
+    ],
+    ids=lambda keys: " ".join(f"{key}={value}" for key, value in keys.items())[:40],
+)
+def test_other_ways_to_train(folder: Path, keys: dict[str, Any]) -> None:
+    save_checkpoint("qwen3_vl", folder / "base")
+    write_image_rows(folder, 6)
+    write_recipe(folder, {**KEYS, "lora_target": TOWERS["qwen3_vl"], **keys})
+    assert run() == 0
+    found = losses("run")
+    assert found[-1] < found[0] + 0.2
+    saved = load_file("run/final/adapter_model.safetensors")
+    assert [name for name in saved if "visual" in name]
+
+
+def test_the_tower_is_planned_as_trained(folder: Path) -> None:
+    """Byte for byte what the tower keeps for the backward of its adapters."""
+    model, batches, rows = load("qwen3_vl", folder, 3)
+    batch = batches.collate([[row] for row in rows], packed=False)
+    images = batch.images or {}
+    model.requires_grad_(False)
+    frozen = measure_images(meta_copy(model), images, device="cpu")
+    model = add_lora(model, r=2, target=TOWERS["qwen3_vl"])
+    planned = measure_images(meta_copy(model), images, device="cpu")
+    assert planned.held > 2 * frozen.held
+    tower = install_image_tower(model.get_base_model(), decoder_layers(model.get_base_model()))
+    assert tower is not None
+    assert tower.is_trained
+    given = {name: x for name, x in images.items() if name in tower.argument_names}
+    with LiveBytes(model, []) as live:
+        results = tower(**given)
+        held = live.total
+    del results
+    extra = sum(x.nbytes for x in images.values()) - images["pixel_values"].nbytes
+    assert planned.held == held + extra
+
+
+@pytest.mark.full
+def test_refused_on_several_ranks(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_checkpoint("qwen3_vl", folder / "base")
+    write_image_rows(folder, 6)
+    write_recipe(folder, {**KEYS, "lora_target": ["qkv"], "per_device_train_batch_size": 1, "train_batch_size": 2})
+    assert run("--nproc", "2") == 2
+    assert "adapters in model.visual are only for one device" in capsys.readouterr().err
+
+
+@pytest.mark.full
+def test_the_start_says_what_is_adapted(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_checkpoint("qwen3_vl", folder / "base")
+    write_image_rows(folder, 3)
+    write_recipe(folder, {**KEYS, "max_steps": 1})
+    assert run("--dry-run") == 0
+    shown = capsys.readouterr().err
+    assert "only the language model is trained; frozen: model.visual (lora_target adapts it by name" in shown
