@@ -268,20 +268,6 @@ def test_dpo_with_images(folder: Path, keys: dict[str, Any]) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("command", ["grpo"])
-def test_other_commands_refuse_images(folder: Path, command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    save_checkpoint("qwen3_vl", folder / "base")
-    draw(folder / "a.png", "red")
-    row = {"prompt": "Which colour?", "images": ["a.png"]}
-    (folder / "rows.jsonl").write_text(json.dumps(row) + "\n")
-    more = {"reward_funcs": ["exact_match"], "num_generations": 2, "max_completion_length": 8, "max_prompt_length": 64}
-    kept = {key: value for key, value in RECIPE.items() if command == "dpo" or key != "max_length"}
-    write_recipe(folder, {**kept, "objective": command, **(more if command == "grpo" else {})})
-    assert run(command=command) == 2
-    assert f"the row has images in the column 'images', and {command} trains on text only" in capsys.readouterr().err
-
-
-@pytest.mark.full
 def test_rows_are_shown_with_their_images(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_checkpoint("qwen3_vl", folder / "base")
     write_image_rows(folder, 3)

@@ -175,6 +175,18 @@ def have_images(rows: Any) -> bool:
     return bool(len(rows.column_cells("images").combine_chunks().flatten()))
 
 
+def rows_with_most_images(rows: Any, count: int) -> list[list[int]]:
+    """Return two candidates for the ``count`` rows whose images have the most pixels; an empty list without images.
+
+    The first has the rows with the most images, the second the longest rows with images.
+    """
+    if not have_images(rows):
+        return []
+    counts = count_images(rows)
+    orders = (counts, (counts > 0) * rows.lengths())
+    return [np.argsort(-values, kind="stable")[:count].tolist() for values in orders]
+
+
 def count_images(rows: Stored[Any]) -> npt.NDArray[np.int64]:
     """Return the number of images of each example of a table, ``[rows]``."""
     counts = rows.column_cells("images").combine_chunks().value_lengths().to_numpy(zero_copy_only=False)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, distributed
 
-from streamtune import data, models, train
+from streamtune import models, train
 from streamtune.base.model_facts import model_device
 from streamtune.base.text import parse_size, show_size
 from streamtune.data import BatchStatistics
@@ -109,9 +109,16 @@ def build_run(
         second_model = None
         if task.uses_reference and not task.precomputes_reference:
             with doing("loading the reference"):
-                second_model = load_reference(task, model, tokenizer, start.device, shard_world=start.shard_world)
+                second_model = load_reference(
+                    task,
+                    model,
+                    tokenizer,
+                    start.device,
+                    shard_world=start.shard_world,
+                    has_images=prepared.has_images,
+                )
         share = False
-        if task.scores_completions and not data.have_images(prepared.training):  # an image is in one sequence
+        if task.scores_completions and not prepared.has_images:  # an image is in one sequence
             with doing("checking that prompts can be shared"):
                 has_loaded_weights = second_model is not None and models.find_deferred_weights(second_model) is None
                 share = task.can_share_prompts(

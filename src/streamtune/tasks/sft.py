@@ -37,6 +37,7 @@ from streamtune.tasks.task import (
     chat_options,
     delay_messages,
     image_options,
+    larger_images,
 )
 from streamtune.tasks.teacher_file import TeacherFile
 from streamtune.train.sketch import RowSketch, value_projection_weights
@@ -78,7 +79,7 @@ class Sft(Task[Recipe]):
                 for source in sources
             ]
         prepared = self._prepare(sources, tokenizer, self.data_options(val_size), notify)
-        if data.have_images(prepared.training) or data.have_images(prepared.validation):
+        if prepared.has_images:
             self._refuse_images()
         if recipe.batching != "buckets":
             return prepared
@@ -442,21 +443,9 @@ class Batches:
         return data.ImageProcessor(self.images, self.tokenizer)
 
     def largest_images(self, batch_size: int) -> Mapping[str, torch.Tensor] | None:
-        """Return the inputs for the images of a micro-batch with the most pixels; None without images.
-
-        Of the rows with the most images, and of the longest rows with images, the larger are taken.
-        """
-        rows = self.prepared.training
-        if self.images is None or not data.have_images(rows):
-            return None
-        counts = data.count_images(rows)
-        chosen = [
-            np.argsort(-values, kind="stable")[:batch_size].tolist()
-            for values in (counts, (counts > 0) * rows.lengths())
-        ]
-        batches = [self.training_batch(units).images for units in chosen]
-        found = [images for images in batches if images is not None]
-        return max(found, key=lambda images: sum(x.numel() for x in images.values()), default=None)
+        """Return the inputs for the images of a micro-batch with the most pixels; None without images."""
+        chosen = data.rows_with_most_images(self.prepared.training, batch_size)
+        return larger_images(self.training_batch(units).images for units in chosen)
 
     @property
     def num_training_units(self) -> int:

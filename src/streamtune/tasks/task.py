@@ -87,6 +87,11 @@ class PreparedRows(Protocol):
     def validation(self) -> Sequence[Any]: ...
 
     @property
+    def has_images(self) -> bool:
+        """True if a row has images, of those that are read before training."""
+        ...
+
+    @property
     def eval_sets(self) -> Sequence[data.EvalSet]:
         """The named sets of held-out rows; empty if held-out rows have no set names."""
         ...
@@ -588,6 +593,19 @@ def image_options(recipe: Recipe) -> data.ImageOptions | None:
         recipe.min_pixels,
         files,
     )
+
+
+def image_processor(
+    recipe: Recipe, prepared: PreparedRows, tokenizer: PreTrainedTokenizerBase
+) -> data.ImageProcessor | None:
+    """Return the processor of the images of prepared rows; None for rows without images."""
+    return data.ImageProcessor.load(image_options(recipe), tokenizer) if prepared.has_images else None
+
+
+def larger_images(found: Iterable[Mapping[str, torch.Tensor] | None]) -> Mapping[str, torch.Tensor] | None:
+    """Return those inputs for images that have the most elements; None without images."""
+    images = [each for each in found if each is not None]
+    return max(images, key=lambda inputs: sum(x.numel() for x in inputs.values()), default=None)
 
 
 def image_folder() -> str:
