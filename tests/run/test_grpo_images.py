@@ -50,7 +50,7 @@ RECIPE: dict[str, Any] = {
     "per_device_train_batch_size": 4,
     "gradient_accumulation_steps": 2,
     "max_completion_length": 6,
-    "max_prompt_length": 128,
+    "max_prompt_length": 256,
     "learning_rate": 1.0e-2,
     "max_steps": 3,
     "output_dir": "run",
@@ -183,6 +183,9 @@ def test_a_step_is_exact(kind: str, weights: str, schedule: str, folder: Path) -
     model: Any = AutoModelForImageTextToText.from_pretrained("base").train()
     if weights == "lora":
         model = add_lora(model, r=4, target="all-linear")
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(weight, std=0.2)
     groups, recipe = list(some_groups(4)), make_recipe("grpo", beta=0.07)
 
     def plain(model: Any) -> Any:
@@ -201,3 +204,173 @@ def test_a_step_is_exact(kind: str, weights: str, schedule: str, folder: Path) -
             total += score.loss.item()
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     want.check((total, {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in trained.items()}))
+
+
+MORE = [pytest.param(each, marks=pytest.mark.full) for each in KINDS if each != "qwen3_vl"]
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", *MORE])
+def test_greedy_completions_equal_generate(kind: str, folder: Path) -> None:
+    """Of the streamed model, on all prompts together: as plain ``generate`` on the processor's inputs, one by one."""
+    save_checkpoint(kind, folder / "base")
+    rows = write_prompts(folder, 5)
+    prepared, processor = prepare()
+    model: Any = AutoModelForImageTextToText.from_pretrained("base").eval()
+    settings = {"max_new_tokens": 7, "do_sample": False, "suppress_tokens": [model.config.image_token_id]}
+    want = []
+    with torch.no_grad():
+        for row in rows:
+            inputs = processor_inputs(kind, folder, row)
+            inputs = inputs if row["images"] else {"input_ids": inputs["input_ids"]}
+            found = model.generate(**inputs, **settings, eos_token_id=None, pad_token_id=0)
+            want.append(found[0, inputs["input_ids"].shape[1] :].tolist())
+    writer = TransformersGenerator(model, end_token_ids=[], pad_token_id=0, prefill_chunk_size=8, max_rows=4)
+    writer.image_processor = processor
+    prompts, images = [each.input_ids for each in prepared.training], [files(each) for each in prepared.training]
+    with streamtune.stream(model, schedule=SCHEDULES["chunks"]):
+        written = writer.write(prompts, 2, Sampling(7, temperature=0.0), images)
+    assert [[each.token_ids for each in group] for group in written] == [[row, row] for row in want]
+    model.train()
+
+
+def files(prompt: data.Prompt) -> list[data.ImageFile]:
+    return list(map(data.ImageFile.parse, prompt.images))
+
+
+def test_an_image_token_is_never_sampled(folder: Path) -> None:
+    """It would have no image when the log-probs of its completion are computed."""
+    save_checkpoint("qwen3_vl", folder / "base")
+    write_prompts(folder, 1)
+    prepared, processor = prepare()
+    model: Any = AutoModelForImageTextToText.from_pretrained("base").eval()
+    token = model.config.image_token_id
+    with torch.no_grad():
+        model.lm_head.weight[token] = 0
+        model.lm_head.weight[token] += 100 * model.model.language_model.norm.weight.sign()
+    writer = TransformersGenerator(model, end_token_ids=[], pad_token_id=0, prefill_chunk_size=8, max_rows=8)
+    assert all(token in each.token_ids for each in writer.write([[5, 6, 7]], 8, Sampling(8))[0])
+    writer.image_processor = processor
+    [group] = writer.write([prepared.training[0].input_ids], 8, Sampling(8), [files(prepared.training[0])])
+    assert not any(token in each.token_ids for each in group)
+
+
+def test_text_after_images_has_its_own_positions(folder: Path) -> None:
+    """Positions that a model keeps of a batch are not those of the next batch, which has another size."""
+    save_checkpoint("qwen3_vl", folder / "base")
+    write_prompts(folder, 5)
+    prepared, processor = prepare()
+    model: Any = AutoModelForImageTextToText.from_pretrained("base").eval()
+    writer = TransformersGenerator(model, end_token_ids=[], pad_token_id=0, prefill_chunk_size=8, max_rows=2)
+    writer.image_processor = processor
+    greedy, prompts = Sampling(7, temperature=0.0), list(prepared.training)
+    text = [[7, 8, 9], *(each.input_ids for each in prompts if not each.images), [5, 6]]
+    alone = [writer.write([ids], 1, greedy)[0] for ids in text]
+    shown = [*((each.input_ids, files(each)) for each in prompts if each.images), *((ids, []) for ids in text)]
+    together = writer.write([ids for ids, _ in shown], 1, greedy, [images for _, images in shown])
+    assert together[-3:] == alone
+
+
+def losses(name: str) -> list[dict[str, Any]]:
+    records = map(json.loads, Path(name, "metrics.jsonl").read_text().splitlines())
+    return [{k: v for k, v in each.items() if k not in ("tokens_per_s", "peak_mem_gib")} for each in records]
+
+
+def weights(name: str) -> dict[str, Tensor]:
+    return load_file(f"{name}/final/model.safetensors")
+
+
+def is_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+def test_a_run_and_its_files(folder: Path) -> None:
+    """Rewards see the pictures; the tower is frozen; what is written of completions has names and no pixels."""
+    save_checkpoint("qwen3_vl", folder / "base")
+    write_prompts(folder, 6)
+    write_recipe(folder, {**RECIPE, "num_completions_to_print": 4, "beta": 0.05, "val_size": 2, "eval_steps": 2})
+    assert run(command="grpo") == 0
+    before, after = load_file("base/model.safetensors"), weights("run")
+    moved = {name for name in after if not torch.equal(after[name], before[name])}
+    assert moved
+    assert not [name for name in moved if "visual" in name]
+    lines = list(map(json.loads, Path("run/completions.jsonl").read_text().splitlines()))
+    assert any(len(line.get("images", ())) == 2 for line in lines)
+    assert all(len(json.dumps(line)) < 2000 for line in lines)
+    assert any("eval_reward" in str(record) for record in losses("run"))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["qwen3_vl", "gemma3", "idefics3"])
+def test_resumed_bit_for_bit(folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a checkpoint in the middle of inner epochs, and after Ctrl-C in a rollout."""
+    save_checkpoint(kind, folder / "base")
+    write_prompts(folder, 6)
+    write_recipe(folder, {**RECIPE, "num_iterations": 2, "beta": 0.05, "max_steps": 5, "save_steps": 1, "save_total_limit": 9})
+    assert run(command="grpo") == 0
+    whole = losses("run")
+    for step in (1, 2, 3):
+        name = f"from-{step}"
+        arguments = ("--output-dir", name, "--resume", f"run/checkpoints/step-{step:06d}")
+        assert run(*arguments, command="grpo") == 0
+        assert losses(name) == [record for record in whole if record["step"] > step]
+        assert is_same(weights(name), weights("run"))
+    write_recipe(folder, {**RECIPE, "max_steps": 4, "reward_funcs": ["rewards.py:interrupting"]})
+    monkeypatch.setenv("CALLS", "9")
+    assert run("--output-dir", "calm", command="grpo") == 0
+    monkeypatch.setenv("CALLS", "0")
+    assert run("--output-dir", "split", command="grpo") == 130
+    assert run("--output-dir", "split", command="grpo") == 0
+    assert is_same(weights("split"), weights("calm"))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"finetuning_type": "lora", "beta": 0.05},
+        {"loss_type": "rloo", "beta": 0.05},
+        {"loss_type": "remax"},
+        {"loss_type": "gspo", "steps_per_generation": 4},
+        {"allocation": "gvm", "generation_batch_size": 16},
+        {"sft_steps": 2, "sft_batch_size": 3},
+        {"loss_type": "gkd", "teacher": "base", "reward_funcs": None, "beta": None},
+        {"engine": {**FIXED, "weights": "host"}},
+        {"dtype": "bfloat16"},
+        {"freeze_vision_tower": False},
+        {"max_pixels": 256},
+    ],
+    ids=lambda keys: " ".join(f"{key}={value}" for key, value in keys.items())[:40],
+)
+def test_other_ways_to_train(folder: Path, keys: dict[str, Any]) -> None:
+    save_checkpoint("qwen3_vl", folder / "base")
+    rows = write_prompts(folder, 6)
+    if "sft_steps" in keys:
+        answered = [{**row, "completion": [{"role": "assistant", "content": row["answer"] or "none"}]} for row in rows]
+        (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in answered))
+    recipe = {key: value for key, value in {**RECIPE, **keys}.items() if value is not None}
+    write_recipe(folder, recipe)
+    assert run(command="grpo") == 0
+    before, after = load_file("base/model.safetensors"), load_file("base/model.safetensors")
+    if keys.get("finetuning_type") != "lora":
+        after = weights("run")
+    moved = {name for name in after if not torch.equal(after[name], before[name].to(after[name].dtype))}
+    assert any("visual" in name for name in moved) == ("freeze_vision_tower" in keys)
+
+
+@pytest.mark.full
+def test_the_reward_rises(folder: Path) -> None:
+    """Even tokens for red squares, odd ones for blue: the completions depend on the picture."""
+    save_checkpoint("qwen3_vl", folder / "base")
+    rows = []
+    for number in range(8):
+        colour = ("red", "blue")[number % 2]
+        path = draw(folder / f"{number}.png", colour, (16 + 4 * (number // 2), 16))
+        rows.append({"prompt": MESSAGES[0], "images": [path.name]})
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    keys = {"reward_funcs": ["rewards.py:parity"], "max_completion_length": 4, "num_generations": 8}
+    keys |= {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 4, "max_steps": 40}
+    write_recipe(folder, {**RECIPE, **keys})
+    assert run(command="grpo") == 0
+    found = [record["reward"] for record in losses("run") if "reward" in record]
+    assert sum(found[:4]) / 4 < 0.65
+    assert sum(found[-4:]) / 4 > 0.85
