@@ -5,7 +5,8 @@ from __future__ import annotations
 import base64
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,15 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 import streamtune
 from streamtune import Schedule, data
-from streamtune.errors import DataError
+from streamtune.cli import main
+from streamtune.errors import ArgumentError, DataError
 from streamtune.models import add_lora
 from streamtune.recipe.loader import load_recipe
-from streamtune.recipe.schema import GrpoRecipe
-from streamtune.tasks.grpo.groups import Group, make_micro_batches
+from streamtune.tasks.grpo.groups import Group, RewardScorer, make_micro_batches
 from streamtune.tasks.grpo.objective import PolicyObjective
 from streamtune.tasks.grpo.task import Grpo
 from streamtune.tasks.rollout import Sampling, TransformersGenerator
+from streamtune.train import ModelReference
 from tests.exactness.families import gradients
 from tests.exactness.test_grpo import LONGEST, make_layout, make_recipe, reference_loss
 from tests.precision_kit import reference_of
@@ -194,8 +196,7 @@ def test_a_step_is_exact(kind: str, weights: str, schedule: str, folder: Path) -
     want = reference_of(model, plain)
     with streamtune.stream(model, schedule=SCHEDULES[schedule]) as handle:
         objective = PolicyObjective(handle, recipe)
-        layout = make_layout(recipe, 5, share=False)
-        layout = type(layout)(**{**vars(layout), "images": processor})
+        layout = replace(make_layout(recipe, 5, share=False), images=processor)
         batches = make_micro_batches(groups, prompts, layout)
         totals, total = objective.step_totals(batches), 0.0
         for batch in batches:
@@ -305,7 +306,9 @@ def test_resumed_bit_for_bit(folder: Path, kind: str, monkeypatch: pytest.Monkey
     """From a checkpoint in the middle of inner epochs, and after Ctrl-C in a rollout."""
     save_checkpoint(kind, folder / "base")
     write_prompts(folder, 6)
-    write_recipe(folder, {**RECIPE, "num_iterations": 2, "beta": 0.05, "max_steps": 5, "save_steps": 1, "save_total_limit": 9})
+    write_recipe(
+        folder, {**RECIPE, "num_iterations": 2, "beta": 0.05, "max_steps": 5, "save_steps": 1, "save_total_limit": 9}
+    )
     assert run(command="grpo") == 0
     whole = losses("run")
     for step in (1, 2, 3):
@@ -374,3 +377,173 @@ def test_the_reward_rises(folder: Path) -> None:
     found = [record["reward"] for record in losses("run") if "reward" in record]
     assert sum(found[:4]) / 4 < 0.65
     assert sum(found[-4:]) / 4 > 0.85
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["qwen3_vl", "gemma3", "idefics3"])
+def test_as_trl_prepares_them(kind: str, folder: Path) -> None:
+    """Tokens, pixels and log-probs of TRL's trainer, of the completions that it wrote itself."""
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer  # type: ignore[import-untyped]
+
+    save_checkpoint(kind, folder / "base")
+    rows = write_prompts(folder, 2)
+    theirs = processor_of(kind, folder / "base")
+    theirs.tokenizer.padding_side = "left"
+    settings = {"num_generations": 2, "per_device_train_batch_size": 4, "max_completion_length": 6, "beta": 0.05}
+    trainer = GRPOTrainer(
+        AutoModelForImageTextToText.from_pretrained("base"),
+        lambda completions, **columns: [1.0] * len(completions),
+        GRPOConfig("out", use_cpu=True, bf16=False, report_to=[], temperature=0.7, **settings),
+        Dataset.from_list([{"prompt": "none"}]),
+        processing_class=theirs,
+    )
+    read = [{**row, "images": [Image.open(folder / name).convert("RGB") for name in row["images"]]} for row in rows]
+    want = trainer._generate_and_score_completions([row for row in read for _ in range(2)])
+    prepared, processor = prepare()
+    prompt_ids = [ids[mask.bool()].tolist() for ids, mask in zip(want["prompt_ids"], want["prompt_mask"], strict=True)]
+    assert prompt_ids == [prompt.input_ids for prompt in prepared.training for _ in range(2)]
+    written = [
+        ids[mask.bool()].tolist() for ids, mask in zip(want["completion_ids"], want["completion_mask"], strict=True)
+    ]
+    groups = [
+        Group(number, written[2 * number : 2 * number + 2], [True] * 2, [1.0] * 2, {}, [1.0] * 2) for number in range(2)
+    ]
+    layout = replace(make_layout(make_recipe("grpo"), 4, share=False), images=processor)
+    [batch] = make_micro_batches(groups, prepared.training, layout)
+    types = batch.images or {}
+    for name, value in types.items():
+        if value.shape == batch.input_ids.shape:  # theirs are padded on the left
+            for mine, other, prompt, mask in zip(value, want[name], prompt_ids, want["prompt_mask"], strict=True):
+                begin = int((mask == 0).sum())
+                assert mine[: len(prompt)].equal(other[begin : begin + len(prompt)]), name
+                assert not mine[len(prompt) :].any()
+        else:
+            assert torch.equal(value, want[name]), name
+    assert {*types} >= {*want} & {"pixel_values", "image_grid_thw", "pixel_attention_mask", "mm_token_type_ids"}
+    model: Any = AutoModelForImageTextToText.from_pretrained("base")
+    with streamtune.stream(model, schedule=SCHEDULES["chunks"]) as handle:
+        found = ModelReference(model, handle, temperature=0.7).logprobs(batch)
+    expected = want["ref_per_token_logps"][want["completion_mask"].bool()]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_rewards_see_pictures_and_the_rows_columns(folder: Path) -> None:
+    """As reward functions of TRL: ``images`` is a list for each completion, and prompts have the pictures."""
+    save_checkpoint("qwen3_vl", folder / "base")
+    path = draw(folder / "a.png", "red")
+    encoded = base64.b64encode(path.read_bytes()).decode()
+    asked = {"role": "user", "content": "<image>Which colour?"}
+    rows = [
+        {"messages": [asked, {"role": "assistant", "content": "red"}], "image": "a.png"},
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "image", "base64": encoded}, {"type": "text", "text": "And?"}]},
+                {"role": "assistant", "content": "red"},
+            ]
+        },
+        {"messages": [{"role": "user", "content": "None?"}, {"role": "assistant", "content": "red"}]},
+    ]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    loaded = load_recipe(write_recipe(folder, {**RECIPE, "reward_funcs": ["rewards.py:shown"]}))
+    task: Any = Grpo.for_run(loaded.recipe, folder, lambda text: None)  # type: ignore[arg-type]
+    tokenizer = AutoTokenizer.from_pretrained("base")
+    prepared = task.prepare([data.Source("rows.jsonl", type="messages")], tokenizer, lambda text: None)
+    prompts = list(prepared.training)
+    assert [len(prompt.images) for prompt in prompts] == [1, 1, 0]
+    assert encoded[:64] not in str(prompts), "images of a row are in files"
+    scorer = RewardScorer(task.functions, tokenizer, has_images=True)
+    ids = tokenizer.encode("red")
+    assert scorer(prompts, [ids] * 3).total == [3.0] * 3
+    assert scorer(prompts[2:], [ids]).total == [3.0], "a batch without images has the column too"
+    draw(path, "blue")
+    with pytest.raises(DataError, match="has changed since its row was prepared"):
+        scorer(prompts[:1], [ids])
+
+
+def test_an_image_is_never_cut(folder: Path) -> None:
+    save_checkpoint("qwen3_vl", folder / "base")
+    write_prompts(folder)
+    whole, _ = prepare()
+    longest = int(whole.training.lengths().max())
+    for side in ("left", "middle"):
+        with pytest.raises(DataError, match=r"with its 2 images, more than max_prompt_length = .* images is not cut"):
+            prepare(max_prompt_length=longest - 1, overlength="truncate", truncate_side=side)
+    with pytest.raises(DataError, match="prompt has more than max_prompt_length"):
+        prepare(max_prompt_length=longest - 1, overlength="error")
+    fewer, _ = prepare(max_prompt_length=longest - 1, overlength="drop")
+    assert len(fewer.training) == 3
+
+
+@pytest.mark.parametrize(
+    ("rows", "keys", "what"),
+    [
+        ([{"prompt": "<image> Which colour?", "images": ["0-0.png"]}], {}, "no messages that could show them"),
+        ([{"prompt": [{"role": "user", "content": "<image> <image>"}], "images": ["0-0.png"]}], {}, "more places for"),
+        (None, {"loss_type": "gkd", "teacher": "gemma", "reward_funcs": None}, "'gemma' is of type gemma3"),
+    ],
+    ids=["text", "places", "teacher"],
+)
+def test_refused(folder: Path, capsys: pytest.CaptureFixture[str], rows: Any, keys: dict[str, Any], what: str) -> None:
+    save_checkpoint("qwen3_vl", folder / "base")
+    write_prompts(folder)
+    if rows is not None:
+        (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if keys.get("teacher"):
+        save_checkpoint("gemma3", folder / "gemma")
+        AutoTokenizer.from_pretrained("base").save_pretrained("gemma")
+    write_recipe(folder, {key: value for key, value in {**RECIPE, **keys}.items() if value is not None})
+    assert run(command="grpo") == 2
+    assert what in " ".join(capsys.readouterr().err.split())
+
+
+def test_the_plan_counts_the_largest_prompt(folder: Path) -> None:
+    """A micro-batch of completions of one prompt has its images once for each. vLLM gets no images."""
+    save_checkpoint("qwen3_vl", folder / "base")
+    rows = write_prompts(folder)
+    recipe: Any = load_recipe(write_recipe(folder, RECIPE)).recipe
+    task, tokenizer = Grpo(recipe), AutoTokenizer.from_pretrained("base")
+    prepared = task.prepare([data.Source("rows.jsonl", type="prompts")], tokenizer, lambda text: None)
+    largest = task.largest_images(prepared)
+    assert largest is not None
+    sizes = [len(processor_inputs("qwen3_vl", folder, row)["pixel_values"]) for row in rows if row["images"]]
+    assert len(largest["pixel_values"]) == 4 * max(sizes)
+    task = Grpo(recipe.model_copy(update={"use_vllm": True}))
+    with pytest.raises(ArgumentError, match="the prompts have images, which are not passed to vLLM"):
+        task.prepare([data.Source("rows.jsonl", type="prompts")], tokenizer, lambda text: None)
+
+
+@pytest.mark.full
+def test_ranks(folder: Path) -> None:
+    """Two ranks write and train as one does."""
+    save_checkpoint("qwen3_vl", folder / "base")
+    write_prompts(folder, 6)
+    keys = {"temperature": 0.01, "top_k": 1, "loss_type": "dr_grpo", "beta": 0.05}
+    write_recipe(folder, {**RECIPE, **keys, "gradient_accumulation_steps": 2})
+    assert run("--output-dir", "one", command="grpo") == 0
+    write_recipe(folder, {**RECIPE, **keys, "gradient_accumulation_steps": 1})
+    assert run("--output-dir", "two", "--nproc", "2", command="grpo") == 0
+    one, two = ([record["reward"] for record in losses(name) if "reward" in record] for name in ("one", "two"))
+    assert two == pytest.approx(one, rel=1e-3)
+
+
+@pytest.mark.full
+def test_the_other_commands(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """``data`` shows the pictures of prompts; ``--dry-run``, ``verify`` and ``eval`` run on the recipe."""
+    save_checkpoint("qwen3_vl", folder / "base")
+    write_prompts(folder, 6)
+    write_recipe(folder, {**RECIPE, "val_size": 2})
+    assert run("--json", command="data") == 0
+    document = "{" + capsys.readouterr().out.partition("{")[2]  # after what libraries print
+    assert sorted({len(each["images"]) for each in json.loads(document)["samples"]}) == [0, 1]
+    assert run("--dry-run", command="grpo") == 0
+    capsys.readouterr()
+    assert run(command="verify") == 0
+    assert "without images" not in capsys.readouterr().err
+    assert run("--length", "60", command="verify") == 0
+    assert "the rows that are compared are without images" in capsys.readouterr().err
+    assert run(command="grpo") == 0
+    with pytest.raises(SystemExit) as left:
+        main(["eval", "run", "--allow-code"])
+    assert not left.value.code

@@ -296,3 +296,8 @@ def test_verify_with_images(folder: Path, kind: str, capsys: pytest.CaptureFixtu
     assert "without images" not in shown.err
     assert run("--length", "20", command="verify") == 0
     assert "the rows that are compared are without images" in capsys.readouterr().err
+    for loss_type in ("sigmoid", "kto"):
+        write_pairs(folder, with_prompt=True)
+        write_recipe(folder, {**PAIRS, "loss_type": loss_type})
+        assert run(command="verify") == 0
+        assert "without images" not in capsys.readouterr().err

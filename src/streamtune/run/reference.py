@@ -76,7 +76,6 @@ def load_reference(
     except UserError as error:
         error.where = task.reference_key
         raise
-    _check_vocabulary(task, name, reference, model, tokenizer)
     kinds = [base_of(each).config.model_type for each in (reference, model)] if has_images else []
     if len(set(kinds)) > 1:
         raise ArgumentError(
@@ -84,6 +83,7 @@ def load_reference(
             where=task.reference_key,
             fix=f"use a model of type {kinds[1]}",
         )
+    _check_vocabulary(task, name, reference, model, tokenizer)
     return _freeze(reference)
 
 

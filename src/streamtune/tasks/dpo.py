@@ -176,13 +176,23 @@ class Dpo(ScoringTask[DpoRecipe]):
         return choose_trees(rows, length, distinct_prompts=self.has_baseline)
 
     def verification_batches(
-        self, trees: Sequence[data.Tree], model: nn.Module, plain_scorer: Any, *, pad_token_id: int, share: bool
+        self,
+        trees: Sequence[data.Tree],
+        model: nn.Module,
+        plain_scorer: Any,
+        *,
+        pad_token_id: int,
+        share: bool,
+        images: data.ImageProcessor | None = None,
     ) -> tuple[PreferenceBatch, PreferenceBatch]:
-        shared, apart = (self._verification_batch(trees, pad_token_id, each) for each in (share, False))
-        return shared, apart
+        make = partial(preference_batch, pad_token_id=pad_token_id, images=images)
+        return self._verification_batch(trees, partial(make, share=share)), self._verification_batch(
+            trees, partial(make, share=False)
+        )
 
-    def _verification_batch(self, trees: Sequence[data.Tree], pad_token_id: int, share: bool) -> PreferenceBatch:
-        make = partial(preference_batch, pad_token_id=pad_token_id, share=share)
+    def _verification_batch(
+        self, trees: Sequence[data.Tree], make: Callable[[Sequence[data.Tree]], PreferenceBatch]
+    ) -> PreferenceBatch:
         others = None
         if self.has_baseline:
             others = make(

@@ -547,7 +547,14 @@ class ScoringTask(Task[ScoringR_co]):
 
     @abstractmethod
     def verification_batches(
-        self, trees: Sequence[data.Tree], model: nn.Module, plain_scorer: Any, *, pad_token_id: int, share: bool
+        self,
+        trees: Sequence[data.Tree],
+        model: nn.Module,
+        plain_scorer: Any,
+        *,
+        pad_token_id: int,
+        share: bool,
+        images: data.ImageProcessor | None = None,
     ) -> tuple[train.TreeBatch, train.TreeBatch]:
         """Return two batches of the same trees: one in the recipe's layout, and one with a row for each completion.
 
@@ -556,6 +563,7 @@ class ScoringTask(Task[ScoringR_co]):
             model: The unstreamed model.
             plain_scorer: Object that computes log-probs of ``model`` from full logits.
             share: True if the first batch computes the common prefix of a prompt's completions once.
+            images: Processor of the images of prompts; None for prompts without images.
         """
 
     def with_reference(self, batch: train.TreeBatch, reference: train.Reference) -> train.TreeBatch:

@@ -347,7 +347,14 @@ class Grpo(ScoringTask[GrpoRecipe]):
         return make_random_trees(self.recipe, rows, length, vocabulary), False
 
     def verification_batches(
-        self, trees: Sequence[data.Tree], model: nn.Module, plain_scorer: Any, *, pad_token_id: int, share: bool
+        self,
+        trees: Sequence[data.Tree],
+        model: nn.Module,
+        plain_scorer: Any,
+        *,
+        pad_token_id: int,
+        share: bool,
+        images: data.ImageProcessor | None = None,
     ) -> tuple[PolicyBatch, PolicyBatch]:
         """Return two batches of ``trees``: in the run's layout, and with one row for each completion.
 
@@ -356,7 +363,7 @@ class Grpo(ScoringTask[GrpoRecipe]):
         device = model_device(model)
         draw = torch.Generator().manual_seed(self.recipe.seed)
         advantages_N = torch.randn(sum(len(tree.completions) for tree in trees), generator=draw)
-        fields = [batch_trees(trees, pad_token_id=pad_token_id, share=each) for each in (share, False)]
+        fields = [batch_trees(trees, pad_token_id=pad_token_id, share=each, images=images) for each in (share, False)]
         shared, apart = (PolicyBatch(**each, advantages_N=advantages_N).to(device) for each in fields)
         if not self.loss.reads_logprobs:
             return shared, apart
