@@ -148,13 +148,13 @@ def processor_inputs(kind: str, folder: Path, row: dict[str, Any]) -> dict[str, 
     return {name: x for name, x in found.items() if name != "attention_mask"}
 
 
-def some_groups(count: int) -> Iterator[Group]:
+def some_groups(count: int, tokens: list[int]) -> Iterator[Group]:
     drawn = random.Random(5)
     for number in range(count):
         sizes = [drawn.randrange(1, LONGEST + 1) for _ in range(3)]
         yield Group(
             prompt=number,
-            completions=[[drawn.randrange(3, 250) for _ in range(size)] for size in sizes],
+            completions=[drawn.choices(tokens, k=size) for size in sizes],
             truncated=[False] * 3,
             rewards=[1.0] * 3,
             scores={"one": [1.0] * 3},
@@ -188,7 +188,8 @@ def test_a_step_is_exact(kind: str, weights: str, schedule: str, folder: Path) -
         for name, weight in model.named_parameters():
             if "lora_B" in name:
                 torch.nn.init.normal_(weight, std=0.2)
-    groups, recipe = list(some_groups(4)), make_recipe("grpo", beta=0.07)
+    special = sorted({*range(250, len(AutoTokenizer.from_pretrained("base")))} - {model.config.image_token_id})
+    groups, recipe = list(some_groups(4, [*range(3, 60), *special])), make_recipe("grpo", beta=0.07)
 
     def plain(model: Any) -> Any:
         return gradients(model, {}, lambda m, _: reference_loss(m, recipe, groups, prompts, 5, inputs))
@@ -514,15 +515,17 @@ def test_the_plan_counts_the_largest_prompt(folder: Path) -> None:
         task.prepare([data.Source("rows.jsonl", type="prompts")], tokenizer, lambda text: None)
 
 
-@pytest.mark.full
-def test_ranks(folder: Path) -> None:
-    """Two ranks write and train as one does."""
+@pytest.mark.parametrize(
+    "engine", [pytest.param("ddp", marks=pytest.mark.full), pytest.param("fsdp", marks=pytest.mark.slow)]
+)
+def test_ranks(folder: Path, engine: str) -> None:
+    """Two ranks write and train as one does, also if they share the weights and only one has an image at a time."""
     save_checkpoint("qwen3_vl", folder / "base")
     write_prompts(folder, 6)
     keys = {"temperature": 0.01, "top_k": 1, "loss_type": "dr_grpo", "beta": 0.05}
     write_recipe(folder, {**RECIPE, **keys, "gradient_accumulation_steps": 2})
     assert run("--output-dir", "one", command="grpo") == 0
-    write_recipe(folder, {**RECIPE, **keys, "gradient_accumulation_steps": 1})
+    write_recipe(folder, {**RECIPE, **keys, "gradient_accumulation_steps": 1, "fsdp": engine == "fsdp"})
     assert run("--output-dir", "two", "--nproc", "2", command="grpo") == 0
     one, two = ([record["reward"] for record in losses(name) if "reward" in record] for name in ("one", "two"))
     assert two == pytest.approx(one, rel=1e-3)

@@ -169,14 +169,16 @@ def test_no_tower_to_train(folder: Path, keys: dict[str, Any], what: str, capsys
 
 
 @pytest.mark.full
-def test_ranks(folder: Path) -> None:
-    """Two ranks train on the rows of one, to the same loss."""
+def test_ranks(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Two ranks train on the rows of one, to the same loss. ZeRO-3 is refused: it would gather on one rank only."""
     save_checkpoint("qwen3_vl", folder / "base")
     write_image_rows(folder, 6)
     write_recipe(folder, {**RECIPE, "train_batch_size": 2, "per_device_train_batch_size": 1})
     assert run("--output-dir", "one") == 0
     assert run("--output-dir", "two", "--nproc", "2") == 0
     assert losses("two") == pytest.approx(losses("one"), rel=1e-4)
+    assert run("--output-dir", "three", "--nproc", "2", "--set", "deepspeed=zero3") == 2
+    assert "ZeRO-3 gathers the vision tower's weights only if all ranks have images" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,12 @@ def build_run(
         with doing("reading the tokenizer" if start.checkpoint else "making the tokenizer"):
             tokenizer = make_shared_tokenizer(start.world, recipe, sources, start.checkpoint, notify)
         prepared = prepare_on_all_ranks(task, start.world, sources, tokenizer, notify)
+        if start.weights_are_sharded and not recipe.fsdp and prepared.has_images:
+            raise ArgumentError(
+                "the rows have images, and ZeRO-3 gathers the vision tower's weights only if all ranks have images",
+                where="deepspeed",
+                fix="write fsdp: true, or deepspeed: zero2",
+            )
         if (note := unread_chat_keys_note(recipe, sources)) is not None:
             notify(note)
         start.record_data(prepared.fingerprint)
