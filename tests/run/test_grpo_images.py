@@ -286,10 +286,11 @@ def is_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 
 def test_a_run_and_its_files(folder: Path) -> None:
-    """Rewards see the pictures; the tower is frozen; what is written of completions has names and no pixels."""
+    """Rewards see the pictures; the tower is frozen; completions are written with names and no pixels; it is resumed."""
     save_checkpoint("qwen3_vl", folder / "base")
     write_prompts(folder, 6)
-    write_recipe(folder, {**RECIPE, "num_completions_to_print": 4, "beta": 0.05, "val_size": 2, "eval_steps": 2})
+    keys = {"num_completions_to_print": 4, "val_size": 1, "eval_steps": 2, "max_steps": 2, "save_steps": 1}
+    write_recipe(folder, {**RECIPE, **keys})
     assert run(command="grpo") == 0
     before, after = load_file("base/model.safetensors"), weights("run")
     moved = {name for name in after if not torch.equal(after[name], before[name])}
@@ -299,6 +300,8 @@ def test_a_run_and_its_files(folder: Path) -> None:
     assert any(len(line.get("images", ())) == 2 for line in lines)
     assert all(len(json.dumps(line)) < 2000 for line in lines)
     assert any("eval_reward" in str(record) for record in losses("run"))
+    assert run("--output-dir", "again", "--resume", "run/checkpoints/step-000001", command="grpo") == 0
+    assert is_same(weights("again"), after)
 
 
 @pytest.mark.full
