@@ -36,7 +36,7 @@ class _Writer:
         self.stopped = stopped
 
     def write(
-        self, prompts: Sequence[list[int]], count: int, sampling: rollout.Sampling
+        self, prompts: Sequence[list[int]], count: int, sampling: rollout.Sampling, images: Any = None
     ) -> list[list[rollout.Completion]]:
         if self.stopped:
             raise rollout.GenerationStopped

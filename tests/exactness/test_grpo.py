@@ -7,6 +7,7 @@ through an ordinary model, and writes each loss down as its paper does.
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -77,22 +78,36 @@ def make_layout(recipe: GrpoRecipe, batch_size: int, share: bool) -> BatchLayout
     )
 
 
-def row_logprobs(model: torch.nn.Module, prompt: list[int], completion: list[int]) -> Tensor:
-    """Log-probs of a completion's tokens: the whole logits of one row, nothing else."""
+def row_logprobs(model: torch.nn.Module, prompt: list[int], completion: list[int], **images: Tensor) -> Tensor:
+    """Log-probs of a completion's tokens: the whole logits of one row, nothing else.
+
+    ``images`` are further inputs of the prompt; those with a value per token, ``[1, P]``, are 0 in the completion.
+    """
     ids = torch.tensor([prompt + completion])
-    logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
+    for name, x in images.items():
+        if x.shape == (1, len(prompt)):
+            images[name] = torch.nn.functional.pad(x, (0, len(completion)))
+        elif x.is_floating_point():
+            images[name] = x.to(next(model.parameters()).dtype)
+    logits = model(input_ids=ids, use_cache=False, **images).logits[0, len(prompt) - 1 : -1]
     chosen = torch.log_softmax(logits.float() / TEMPERATURE, dim=-1)
     return chosen[torch.arange(len(completion)), torch.tensor(completion)]
 
 
 def reference_loss(
-    model: torch.nn.Module, recipe: GrpoRecipe, groups: list[Group], prompts: list[data.Prompt], batch_size: int
+    model: torch.nn.Module,
+    recipe: GrpoRecipe,
+    groups: list[Group],
+    prompts: list[data.Prompt],
+    batch_size: int,
+    images: Sequence[dict[str, Tensor]] | None = None,
 ) -> Tensor:
-    """The loss of the step by its formula, completion by completion."""
+    """The loss of the step by its formula, completion by completion; ``images`` are the inputs of each prompt."""
     terms: list[Tensor] = []  # of each completion: its token losses, none where it is masked
     for group in groups:
         for index, completion in enumerate(group.completions):
-            logp = row_logprobs(model, prompts[group.prompt].input_ids, completion)
+            more = {} if images is None else images[group.prompt]
+            logp = row_logprobs(model, prompts[group.prompt].input_ids, completion, **more)
             old = torch.tensor(group.old[index]) if group.old else logp.detach()
             advantage = group.advantages[index]
             gap = logp - old

@@ -169,14 +169,16 @@ def test_no_tower_to_train(folder: Path, keys: dict[str, Any], what: str, capsys
 
 
 @pytest.mark.full
-def test_ranks(folder: Path) -> None:
-    """Two ranks train on the rows of one, to the same loss."""
+def test_ranks(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Two ranks train on the rows of one, to the same loss. ZeRO-3 is refused: it would gather on one rank only."""
     save_checkpoint("qwen3_vl", folder / "base")
     write_image_rows(folder, 6)
     write_recipe(folder, {**RECIPE, "train_batch_size": 2, "per_device_train_batch_size": 1})
     assert run("--output-dir", "one") == 0
     assert run("--output-dir", "two", "--nproc", "2") == 0
     assert losses("two") == pytest.approx(losses("one"), rel=1e-4)
+    assert run("--output-dir", "three", "--nproc", "2", "--set", "deepspeed=zero3") == 2
+    assert "ZeRO-3 gathers the vision tower's weights only if all ranks have images" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -275,20 +277,6 @@ def test_dpo_with_images(folder: Path, keys: dict[str, Any]) -> None:
     assert found[-1] < found[0]
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("command", ["grpo"])
-def test_other_commands_refuse_images(folder: Path, command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    save_checkpoint("qwen3_vl", folder / "base")
-    draw(folder / "a.png", "red")
-    row = {"prompt": "Which colour?", "images": ["a.png"]}
-    (folder / "rows.jsonl").write_text(json.dumps(row) + "\n")
-    more = {"reward_funcs": ["exact_match"], "num_generations": 2, "max_completion_length": 8, "max_prompt_length": 64}
-    kept = {key: value for key, value in RECIPE.items() if command == "dpo" or key != "max_length"}
-    write_recipe(folder, {**kept, "objective": command, **(more if command == "grpo" else {})})
-    assert run(command=command) == 2
-    assert f"the row has images in the column 'images', and {command} trains on text only" in capsys.readouterr().err
-
-
 def test_images_of_a_plan(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_checkpoint("qwen3_vl", folder / "base")
     write_recipe(folder, RECIPE)
@@ -342,3 +330,8 @@ def test_verify_with_images(folder: Path, kind: str, capsys: pytest.CaptureFixtu
     assert "without images" not in shown.err
     assert run("--length", "20", command="verify") == 0
     assert "the rows that are compared are without images" in capsys.readouterr().err
+    for loss_type in ("sigmoid", "kto"):
+        write_pairs(folder, with_prompt=True)
+        write_recipe(folder, {**PAIRS, "loss_type": loss_type})
+        assert run(command="verify") == 0
+        assert "without images" not in capsys.readouterr().err

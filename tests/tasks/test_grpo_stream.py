@@ -42,7 +42,7 @@ class Dice:
         self.asked: list[tuple[int, int | tuple[int, ...], float]] = []
 
     def write(
-        self, prompts: Sequence[list[int]], count: int | Sequence[int], sampling: Sampling
+        self, prompts: Sequence[list[int]], count: int | Sequence[int], sampling: Sampling, images: Any = None
     ) -> list[list[Completion]]:
         counts = [count] * len(prompts) if isinstance(count, int) else count
         self.asked.append((len(prompts), count if isinstance(count, int) else tuple(count), sampling.temperature))

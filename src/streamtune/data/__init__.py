@@ -36,7 +36,7 @@ from streamtune.data.batches.sampler import Mixture, Packs, Pieces, ResumableSam
 from streamtune.data.data_report import CompletionReport as CompletionReport
 from streamtune.data.data_report import DataReport
 from streamtune.data.fit.held_out import EvalSet
-from streamtune.data.image_files import ImageFile, count_images, have_images
+from streamtune.data.image_files import ImageFile, count_images, decode_image, have_images, rows_with_most_images
 from streamtune.data.images import IMAGES, ImageOptions, ImageProcessor
 from streamtune.data.inspect_rows import trained_end_tokens
 from streamtune.data.length_measures import BatchStatistics, EpochLayout, concat_squared_lengths, measure_epoch_layout
@@ -121,6 +121,7 @@ __all__ = [
     "concat_squared_lengths",
     "count_images",
     "cut_rows_into_pieces",
+    "decode_image",
     "find_small_sources",
     "first_chat_context",
     "gather_columns",
@@ -137,5 +138,6 @@ __all__ = [
     "prepare_preferences",
     "prepare_prompts",
     "prepare_unpaired",
+    "rows_with_most_images",
     "trained_end_tokens",
 ]

@@ -18,6 +18,7 @@ from streamtune.errors import DataError
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+    from streamtune.data.batches.sampler import Packs
     from streamtune.data.reading.contents import FileHashes
     from streamtune.data.record_table import Stored
 
@@ -173,6 +174,23 @@ def have_images(rows: Any) -> bool:
     if not isinstance(rows, Stored) or "images" not in rows.column_names:
         return False
     return bool(len(rows.column_cells("images").combine_chunks().flatten()))
+
+
+def rows_with_most_images(rows: Any, count: int, packs: Packs | None = None) -> list[list[int]]:
+    """Return two candidates for the ``count`` rows whose images have the most pixels; an empty list without images.
+
+    The first has the rows with the most images, the second the longest rows with images.
+
+    Args:
+        packs: Packed rows; then the numbers of packed sequences are returned.
+    """
+    if not have_images(rows):
+        return []
+    counts, lengths = count_images(rows), rows.lengths()
+    if packs is not None:
+        counts, lengths = (np.add.reduceat(each[packs.rows], packs.starts[:-1]) for each in (counts, lengths))
+    orders = (counts, (counts > 0) * lengths)
+    return [np.argsort(-values, kind="stable")[:count].tolist() for values in orders]
 
 
 def count_images(rows: Stored[Any]) -> npt.NDArray[np.int64]:

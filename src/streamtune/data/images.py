@@ -119,6 +119,21 @@ class ImageProcessor:
         self._compared = 0
         self.placeholder = self._find_placeholder()
 
+    @classmethod
+    def load(cls, options: ImageOptions | None, tokenizer: PreTrainedTokenizerBase) -> ImageProcessor:
+        """Return the processor for rows with images.
+
+        Raises:
+            ArgumentError: ``options`` is None, for a new model that takes no images.
+        """
+        if options is None:
+            raise ArgumentError(
+                "rows have images, and a new model of this type takes none",
+                where="model",
+                fix="name a vision-language model: model_name_or_path, or model_type: qwen3_vl for a new one",
+            )
+        return cls(options, tokenizer)
+
     def _find_placeholder(self) -> str:
         """Return the token of a rendered chat that the processor replaces by the tokens of an image."""
         from PIL import Image
@@ -310,7 +325,10 @@ class ImageProcessor:
         """
         import torch
 
-        images = [[self._decode(file.read(), file.path, "") for file in files] for files in rows]
+        decoded = {
+            file: self._decode(file.read(), file.path, "") for file in {each for files in rows for each in files}
+        }
+        images = [[decoded[file] for file in files] for files in rows]
         texts = [self.placeholder * len(each) for each in images]
         prepared = self._call(texts, images, padding=True, return_tensors="pt")
         ids = prepared.pop("input_ids")

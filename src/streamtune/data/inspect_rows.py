@@ -130,7 +130,7 @@ class RowInspector:
             held_out=bool(self.held_out[place]),
             lost=int(self.measured.lost[place]),
             parts=_make_parts(record, self.kinds),
-            images=tuple(map(ImageFile.parse, record.images)) if isinstance(record, Example) else (),
+            images=tuple(map(ImageFile.parse, record.images)),
         )
 
     def record_numbers(self, origin: str) -> list[int]:

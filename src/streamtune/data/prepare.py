@@ -41,7 +41,8 @@ from streamtune.data.preferences import (
     normalise_preference,
     preference_columns,
 )
-from streamtune.data.reading.cells import TextOrMessages, message_texts
+from streamtune.data.reading.cells import message_texts
+from streamtune.data.reading.image_cells import image_column, mark_images
 from streamtune.data.reading.readers import Row
 from streamtune.data.reading.sources import BUILT_IN, Source, typed_rows, with_progress
 from streamtune.data.record_table import Example, Prompt, Record, Stored, TableWriter, Tree, find_labels
@@ -56,6 +57,7 @@ from streamtune.data.row_types import (
     ROW_TYPES,
     Content,
     Conversation,
+    PromptRow,
     count_characters,
     detect_prompt_type,
     detect_type,
@@ -535,18 +537,17 @@ def prepare_prompts(
             "overlength": overlength,
             "truncate_side": side,
             "chat": vars(options.chat),
+            **_image_settings(options),
         },
         make_fitter=lambda writer: PromptFitter(writer, overlength, max_prompt_length, side),
-        make_renderer=partial(PromptRenderer, tokenizer, chat=options.chat),
+        make_renderer=partial(PromptRenderer, tokenizer, chat=options.chat, images=options.images),
         read=partial(_read_prompts, tokenizer),
         add=lambda fitter, prompt, origin: fitter.add(*prompt),
     )
     return prepare_rows_of_kind(kind, sources, tokenizer, options, notify)
 
 
-def _read_prompts(
-    tokenizer: PreTrainedTokenizerBase, reading: Reading, source: Source
-) -> Iterator[Item[tuple[Row, TextOrMessages]]]:
+def _read_prompts(tokenizer: PreTrainedTokenizerBase, reading: Reading, source: Source) -> Iterator[Item[PromptRow]]:
     for row, row_type in typed_rows([source], PROMPT_TYPES, detect_prompt_type, reading.bad):
         reserved_name = next((name for name in _REWARD_ARGUMENTS if name in row.columns), None)
         if reserved_name is not None:
@@ -557,9 +558,12 @@ def _read_prompts(
             )
         prompt = None
         with reading.bad:
-            prompt = read_prompt(row, row_type)
+            marked, images = mark_images(row)
+            prompt = read_prompt(marked, row_type)
         if prompt is not None:
             if not isinstance(prompt, str):
                 require_template(tokenizer, "prompt", row.origin)
             size = len(prompt) if isinstance(prompt, str) else sum(map(len, message_texts(prompt)))
-            yield Item(source.path, row.origin, size, (row, prompt))
+            left_out = {"prompt", image_column(row) if images else None}
+            columns = {name: value for name, value in marked.columns.items() if name not in left_out}
+            yield Item(source.path, row.origin, size, PromptRow(prompt, columns, images))

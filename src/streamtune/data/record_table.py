@@ -451,17 +451,25 @@ class Prompt:
     # Other columns may hold any type of the file format. Values that JSON restores unchanged are written as JSON, other
     # values (dates, bytes) are pickled. A table with pickled values is read only by the process that wrote it.
     schema: ClassVar[pa.Schema] = pa.schema(
-        [("input_ids", pa.list_(pa.int32())), ("json", pa.string()), ("pickled", pa.binary()), ("origin", pa.string())]
+        [
+            ("input_ids", pa.list_(pa.int32())),
+            ("json", pa.string()),
+            ("pickled", pa.binary()),
+            ("origin", pa.string()),
+            ("images", pa.list_(pa.string())),
+        ]
     )
 
     input_ids: list[int]
     """[P] token ids, including the generation prompt of the chat template; P at least 1"""
     prompt: str | list[dict[str, Any]]
-    """prompt as text or messages"""
+    """prompt as text or messages, with :data:`streamtune.data.reading.image_cells.MARK` in place of images"""
     columns: dict[str, Any] = field(default_factory=dict)
-    """name -> value of the row's other columns"""
+    """name -> value of the row's other columns, without the column of images"""
     origin: str = ""
     """file and line of the row, ``file:line`` or ``file:row N``"""
+    images: Sequence[str] = ()
+    """files of the images, in the order of their tokens (:class:`streamtune.data.image_files.ImageFile`)"""
 
     @property
     def num_tokens(self) -> int:
@@ -471,13 +479,15 @@ class Prompt:
         content = [self.prompt, self.columns]
         text = _to_exact_json(content)
         pickled = pickle.dumps(content, protocol=pickle.HIGHEST_PROTOCOL) if text is None else None
-        return {"input_ids": self.input_ids, "json": text, "pickled": pickled, "origin": self.origin}
+        stored = {"input_ids": self.input_ids, "origin": self.origin, "images": self.images}
+        return {**stored, "json": text, "pickled": pickled}
 
     @classmethod
     def from_row(cls, table: pa.Table, row: int) -> Self:
         text = table["json"][row].as_py()
         prompt, columns = pickle.loads(table["pickled"][row].as_py()) if text is None else json.loads(text)
-        return cls(_list_cell_values(table["input_ids"][row]), prompt, columns, table["origin"][row].as_py())
+        origin, images = (table[name][row].as_py() for name in ("origin", "images"))
+        return cls(_list_cell_values(table["input_ids"][row]), prompt, columns, origin, images)
 
     @staticmethod
     def token_counts(table: pa.Table) -> npt.NDArray[np.int64]:

@@ -42,7 +42,7 @@ from streamtune.data.reading.cells import (
     read_text_or_messages,
     wrap_tools,
 )
-from streamtune.data.reading.image_cells import ImageCell, mark_images, refuse_images
+from streamtune.data.reading.image_cells import ImageCell, mark_images
 from streamtune.data.reading.readers import Row
 from streamtune.errors import DataError, did_you_mean
 
@@ -315,6 +315,18 @@ def read_loss_weight(row: Row) -> float:
 
 # --- prompts ----------------------------------------------------------------------------------------------------------
 
+
+@dataclass(frozen=True)
+class PromptRow:
+    """A row with a prompt for which the model writes the completions."""
+
+    prompt: TextOrMessages
+    columns: dict[str, Any]
+    """other columns of the row, without the column of images"""
+    images: tuple[ImageCell, ...] = ()
+    """images in the order of their marks in the prompt"""
+
+
 _PROMPT_COLUMN = {"prompts": "prompt", "messages": "messages"}
 
 
@@ -337,10 +349,12 @@ def detect_prompt_type(row: Row) -> str:
 def read_prompt(row: Row, row_type: str) -> TextOrMessages:
     """Return the prompt of a row without an answer, as text, or as messages that include the column ``system``.
 
+    Args:
+        row: Row whose images are marked (:func:`mark_images`).
+
     Raises:
         DataError: The prompt is missing, malformed, or ends with an assistant message.
     """
-    refuse_images(row, "grpo trains")
     column = _PROMPT_COLUMN[row_type]
     if row.columns.get(column) is None:
         found = "null" if column in row.columns else column_names(row.columns)

@@ -13,7 +13,7 @@ from streamtune.data.bad_rows import ON_BAD_ROW, BadRows
 from streamtune.data.options import ChatOptions, check_choice
 from streamtune.data.preferences import PREFERENCE_TYPES, normalise_preference
 from streamtune.data.reading.cells import TextOrMessages, has_system, message_texts, read_chat_kwargs, read_tools
-from streamtune.data.reading.image_cells import MARK
+from streamtune.data.reading.image_cells import MARK, mark_images
 from streamtune.data.reading.readers import Row
 from streamtune.data.reading.sources import Source, typed_rows
 from streamtune.data.rendering.chat_variants import REASONING_FIELDS
@@ -116,7 +116,7 @@ def _prompt_or_messages(row: Row, row_type: str) -> TextOrMessages:
     if row_type in PREFERENCE_TYPES:
         return normalise_preference(row, row_type).prompt
     if row_type == "prompts":
-        return read_prompt(row, row_type)
+        return read_prompt(mark_images(row)[0], row_type)
     content = normalise_row(row, row_type)
     return content.messages if isinstance(content, Conversation) else ""
 
@@ -134,7 +134,7 @@ def _row_texts(row: Row, row_type: str) -> list[str]:
     if row_type in PREFERENCE_TYPES:
         return normalise_preference(row, row_type).all_texts()
     if row_type == "prompts":
-        return message_texts(read_prompt(row, row_type))
+        return message_texts(read_prompt(mark_images(row)[0], row_type))
     content = normalise_row(row, row_type)
     if isinstance(content, Conversation):
         return message_texts(content.messages)

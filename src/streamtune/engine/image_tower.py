@@ -43,7 +43,8 @@ class ImageTower:
     def __init__(self, owner: Any, layer: nn.Module) -> None:
         self.owner, self.compute_whole = owner, owner.get_image_features
         self._tower = image_modules(owner, [layer])
-        self.argument_names = list(inspect.signature(self.compute_whole).parameters)
+        self.__signature__ = inspect.signature(self.compute_whole)  # generate() of transformers reads it
+        self.argument_names = list(self.__signature__.parameters)
         owner.get_image_features = self
 
     def remove(self) -> None:
@@ -80,6 +81,11 @@ def install_image_tower(model: nn.Module, layers: Sequence[nn.Module]) -> ImageT
     """Install an :class:`ImageTower` in a model with decoder ``layers``; None if it has no vision tower."""
     owners = [module for module in model.modules() if hasattr(type(module), "get_image_features")]
     return ImageTower(owners[-1], layers[0]) if owners else None  # outer modules only call the innermost one
+
+
+def has_image_tower(model: nn.Module) -> bool:
+    """Return True if an :class:`ImageTower` is installed in a model, so that pixels may stay on the host."""
+    return any(isinstance(vars(module).get("get_image_features"), ImageTower) for module in model.modules())
 
 
 def stays_on_host(name: str, value: Tensor) -> bool:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, distributed
 
-from streamtune import data, models, train
+from streamtune import models, train
 from streamtune.base.model_facts import model_device
 from streamtune.base.text import parse_size, show_size
 from streamtune.data import BatchStatistics
@@ -95,6 +95,12 @@ def build_run(
         with doing("reading the tokenizer" if start.checkpoint else "making the tokenizer"):
             tokenizer = make_shared_tokenizer(start.world, recipe, sources, start.checkpoint, notify)
         prepared = prepare_on_all_ranks(task, start.world, sources, tokenizer, notify)
+        if start.weights_are_sharded and not recipe.fsdp and prepared.has_images:
+            raise ArgumentError(
+                "the rows have images, and ZeRO-3 gathers the vision tower's weights only if all ranks have images",
+                where="deepspeed",
+                fix="write fsdp: true, or deepspeed: zero2",
+            )
         if (note := unread_chat_keys_note(recipe, sources)) is not None:
             notify(note)
         start.record_data(prepared.fingerprint)
@@ -111,9 +117,16 @@ def build_run(
         second_model = None
         if task.uses_reference and not task.precomputes_reference:
             with doing("loading the reference"):
-                second_model = load_reference(task, model, tokenizer, start.device, shard_world=start.shard_world)
+                second_model = load_reference(
+                    task,
+                    model,
+                    tokenizer,
+                    start.device,
+                    shard_world=start.shard_world,
+                    has_images=prepared.has_images,
+                )
         share = False
-        if task.scores_completions and not data.have_images(prepared.training):  # an image is in one sequence
+        if task.scores_completions and not prepared.has_images:  # an image is in one sequence
             with doing("checking that prompts can be shared"):
                 has_loaded_weights = second_model is not None and models.find_deferred_weights(second_model) is None
                 share = task.can_share_prompts(
@@ -343,7 +356,7 @@ def inspect_recipe(
                 task.data_options(),
                 batch_size=None if task.scores_completions else recipe.per_device_train_batch_size,
                 shuffle=recipe.shuffle,
-                cuts_rows=not (trees or data.have_images(prepared.training)),
+                cuts_rows=not (trees or prepared.has_images),
             ),
             batches=task.first_epoch_statistics(prepared),
         )

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from streamtune import data, models, train
+from streamtune import models, train
 from streamtune.engine import StreamHandle
 from streamtune.errors import ArgumentError, UserError
 from streamtune.plan.planner import Plan
@@ -68,7 +68,7 @@ def with_chosen_placement(start: Start, prepared: PreparedRows, longest_row: int
     resumed = start.checkpoint is not None or bool(start.resumed_identities)
 
     def completions(model: Any) -> Completions | None:
-        may_share = task.scores_completions and not data.have_images(prepared.training)
+        may_share = task.scores_completions and not prepared.has_images
         share = may_share and shares_prompts(task, model, start.device)
         return task.make_measured_shape_function(prepared, longest_row, share=share)
 

@@ -249,19 +249,17 @@ def plan_recipe(
 
 def _planned_images(loaded: LoadedRecipe, options: PlanOptions, length: int) -> Mapping[str, torch.Tensor]:
     """Return the model's inputs for the images of a micro-batch whose rows have images of one size."""
-    recipe, task = loaded.recipe, task_of(loaded.recipe)
+    recipe = loaded.recipe
     size = re.fullmatch(r"(\d{1,6})[xX](\d{1,6})", options.image_size or "1024x1024")
     if size is None or "0" in size.groups():
         raise ArgumentError(
             f"'{options.image_size}' is not a size: WIDTHxHEIGHT in pixels", where="--image-size", fix="write 1024x1024"
         )
-    spec = None if recipe.objective == "grpo" else image_options(recipe)
+    spec = image_options(recipe)
     if spec is None:
-        raise ArgumentError(
-            "rows of this recipe have no images", where="--images", fix="use a vision-language model with sft or dpo"
-        )
+        raise ArgumentError("rows of this recipe have no images", where="--images", fix="use a vision-language model")
     processor = data.ImageProcessor(spec, make_tokenizer(recipe, (), None, lambda text: None))
-    rows = recipe.per_device_train_batch_size * (2 if task.scores_completions else 1)
+    rows = recipe.per_device_train_batch_size * (2 if recipe.objective == "dpo" else 1)
     inputs, tokens = processor.shapes_of((options.images or 0) * rows, int(size[1]), int(size[2]))
     if tokens * (options.images or 0) >= length:
         raise ArgumentError(

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from streamtune import models, train
+from streamtune.base.adapters import base_of
 from streamtune.engine import StreamHandle, stream
 from streamtune.errors import ArgumentError, StreamTuneError, UserError
 from streamtune.plan.simulate.scored import PlainScores
@@ -50,6 +51,7 @@ def load_reference(
     device: torch.device,
     *,
     shard_world: train.World | None = None,
+    has_images: bool = False,
 ) -> Any | None:
     """Return the reference as a second model; None if it is the trained model without its adapters.
 
@@ -59,9 +61,10 @@ def load_reference(
         tokenizer: Tokenizer of the data.
         device: Device of this rank.
         shard_world: Ranks that will shard its weights; it is then on ``meta``, and its weights are loaded later.
+        has_images: True if the reference gets images, which the processor of the trained model prepares.
 
     Raises:
-        ArgumentError: The model does not exist, or its vocabulary differs.
+        ArgumentError: The model does not exist, its vocabulary differs, or it cannot get the images.
     """
     recipe, name = task.recipe, task.reference_name
     if name is None:
@@ -73,6 +76,13 @@ def load_reference(
     except UserError as error:
         error.where = task.reference_key
         raise
+    kinds = [base_of(each).config.model_type for each in (reference, model)] if has_images else []
+    if len(set(kinds)) > 1:
+        raise ArgumentError(
+            f"the rows have images prepared for a model of type {kinds[1]}, and '{name}' is of type {kinds[0]}",
+            where=task.reference_key,
+            fix=f"use a model of type {kinds[1]}",
+        )
     _check_vocabulary(task, name, reference, model, tokenizer)
     return _freeze(reference)
 
@@ -147,7 +157,14 @@ def load_or_compute_logps(
     scored_model: Any = model
     if not is_own_model or (recipe.finetuning_type == "full" and start.checkpoint is not None):
         with doing("loading the reference"):
-            scored_model = load_reference(start.task, model, tokenizer, start.device, shard_world=start.shard_world)
+            scored_model = load_reference(
+                start.task,
+                model,
+                tokenizer,
+                start.device,
+                shard_world=start.shard_world,
+                has_images=batches.images is not None,
+            )
     reference = make_reference(start, model, handle, None if scored_model is model else scored_model, closing)
     assert reference is not None, "unreachable: a recipe with reference log-probs has a reference"
     with doing("reading the reference's weights"):

@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -40,7 +39,8 @@ from streamtune.tasks.task import (
     ScoringTask,
     TrialStep,
     delay_messages,
-    image_options,
+    image_processor,
+    larger_images,
     refuse_with_images,
 )
 
@@ -146,22 +146,18 @@ class Dpo(ScoringTask[DpoRecipe]):
                 where=prepared.training[0].origin,
                 fix="add rows with other prompts, or write loss_type: apo_zero_unpaired, which estimates no KL",
             )
-        options = image_options(self.recipe) if data.have_images(prepared.training) else None
         return PreferenceBatches(
             prepared,
             self.recipe,
             pad_token_id=tokenizer.pad_token_id,
             share=share,
             has_baseline=self.has_baseline,
-            images=None if options is None else data.ImageProcessor(options, tokenizer),
+            images=image_processor(self.recipe, prepared, tokenizer),
         )
 
     def largest_images(self, batches: PreferenceBatches) -> Mapping[str, torch.Tensor] | None:
-        rows = batches.prepared.training
-        if not data.have_images(rows):
-            return None
-        most = np.argsort(-data.count_images(rows), kind="stable")[: self.recipe.per_device_train_batch_size]
-        return batches.training_batch(most.tolist()).images
+        chosen = data.rows_with_most_images(batches.prepared.training, self.recipe.per_device_train_batch_size)
+        return larger_images(batches.training_batch(units).images for units in chosen)
 
     def make_objective(self, scorer: Any, reference: train.Reference | None, device: torch.device) -> train.Objective:
         if self.recipe.is_unpaired:
@@ -183,13 +179,23 @@ class Dpo(ScoringTask[DpoRecipe]):
         return choose_trees(rows, length, distinct_prompts=self.has_baseline)
 
     def verification_batches(
-        self, trees: Sequence[data.Tree], model: nn.Module, plain_scorer: Any, *, pad_token_id: int, share: bool
+        self,
+        trees: Sequence[data.Tree],
+        model: nn.Module,
+        plain_scorer: Any,
+        *,
+        pad_token_id: int,
+        share: bool,
+        images: data.ImageProcessor | None = None,
     ) -> tuple[PreferenceBatch, PreferenceBatch]:
-        shared, apart = (self._verification_batch(trees, pad_token_id, each) for each in (share, False))
-        return shared, apart
+        make = partial(preference_batch, pad_token_id=pad_token_id, images=images)
+        return self._verification_batch(trees, partial(make, share=share)), self._verification_batch(
+            trees, partial(make, share=False)
+        )
 
-    def _verification_batch(self, trees: Sequence[data.Tree], pad_token_id: int, share: bool) -> PreferenceBatch:
-        make = partial(preference_batch, pad_token_id=pad_token_id, share=share)
+    def _verification_batch(
+        self, trees: Sequence[data.Tree], make: Callable[[Sequence[data.Tree]], PreferenceBatch]
+    ) -> PreferenceBatch:
         others = None
         if self.has_baseline:
             others = make(

@@ -9,7 +9,7 @@ Shape suffixes: K target tokens, N completions, P pairs.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -60,9 +60,18 @@ class PrecomputedReference:
 
 
 def batch_trees(
-    trees: Sequence[data.Tree], *, pad_token_id: int, share: bool, padding_side: Literal["right", "left"] = "right"
+    trees: Sequence[data.Tree],
+    *,
+    pad_token_id: int,
+    share: bool,
+    padding_side: Literal["right", "left"] = "right",
+    images: data.ImageProcessor | None = None,
 ) -> dict[str, Any]:
-    """Return the fields of a :class:`streamtune.train.TreeBatch` with these trees (prompts with completions)."""
+    """Return the fields of a :class:`streamtune.train.TreeBatch` with these trees (prompts with completions).
+
+    Args:
+        images: Processor of the images of prompts, which are then not shared; None for prompts without images.
+    """
     collated: dict[str, Any] = {
         **data.collate_trees(trees, pad_token_id=pad_token_id, share=share, padding_side=padding_side)
     }
@@ -71,15 +80,22 @@ def batch_trees(
     if share or padding_side == "right":
         # Branches determine the positions, and the model numbers rows padded on the right from 0.
         collated["position_ids"] = None
+    if any(tree.images for tree in trees):
+        assert images is not None, "prompts with images have a processor"
+        assert not share, "prompts with images are not shared"
+        files = [list(map(data.ImageFile.parse, tree.images)) for tree in trees for _ in tree.completions]
+        collated["images"] = images.model_inputs(files, collated["input_ids"])
     return {**collated, "branches": None if nodes is None else Branches.of_nodes(nodes)}
 
 
-def preference_batch(trees: Sequence[data.Tree], *, pad_token_id: int, share: bool) -> PreferenceBatch:
+def preference_batch(
+    trees: Sequence[data.Tree], *, pad_token_id: int, share: bool, images: data.ImageProcessor | None = None
+) -> PreferenceBatch:
     """Return a batch with the completions of ``trees``, and margins (of pairs) or labels (of single completions)."""
     margins = [math.nan if tree.margin is None else tree.margin for tree in trees]
     labels = [label for tree in trees for label in tree.labels or []]
     return PreferenceBatch(
-        **batch_trees(trees, pad_token_id=pad_token_id, share=share),
+        **batch_trees(trees, pad_token_id=pad_token_id, share=share, images=images),
         margin_P=None if all(map(math.isnan, margins)) else torch.tensor(margins, dtype=torch.float64),
         desirable_N=torch.tensor(labels) if labels else None,
     )
@@ -181,15 +197,8 @@ class PreferenceBatches:
                 yield from (self._mismatched_tree(split, unit) for unit in range(len(split)))
 
     def make_single_batch(self, tree: data.Tree) -> train.TreeBatch:
-        batch = train.TreeBatch(**batch_trees([tree], pad_token_id=self.pad_token_id, share=self.share))
-        return replace(batch, images=self._image_inputs([tree], batch))
-
-    def _image_inputs(self, trees: Sequence[data.Tree], batch: train.TreeBatch) -> Mapping[str, Tensor] | None:
-        if self.images is None or not any(tree.images for tree in trees):
-            return None
-        assert batch.branches is None, "prompts with images are not shared"
-        files = [list(map(data.ImageFile.parse, tree.images)) for tree in trees for _ in tree.completions]
-        return self.images.model_inputs(files, batch.input_ids)
+        fields = batch_trees([tree], pad_token_id=self.pad_token_id, share=self.share, images=self.images)
+        return train.TreeBatch(**fields)
 
     def _collate(self, split: Sequence[data.Tree], units: Sequence[int], first_index: int) -> PreferenceBatch:
         """Return a batch of the trees with indices ``units`` in ``split``, which has the training or the held-out
@@ -206,8 +215,8 @@ class PreferenceBatches:
         return replace(self._make_batch(trees, self._reference_logps(units, first_index)), mismatched=mismatched)
 
     def _make_batch(self, trees: Sequence[data.Tree], reference_K: Tensor | None) -> PreferenceBatch:
-        batch = preference_batch(trees, pad_token_id=self.pad_token_id, share=self.share)
-        return replace(batch, reference_K=reference_K, images=self._image_inputs(trees, batch))
+        batch = preference_batch(trees, pad_token_id=self.pad_token_id, share=self.share, images=self.images)
+        return replace(batch, reference_K=reference_K)
 
     def _mismatched_tree(self, split: Sequence[data.Tree], unit: int) -> data.Tree:
         return mismatched_tree(split[unit], self.prepared.training, unit + 1, self.recipe.max_length)

@@ -132,6 +132,8 @@ def choose_trees(trees: Sequence[data.Tree], length: int, *, distinct_prompts: b
 def _cut_tree(tree: data.Tree, length: int) -> data.Tree:
     """Return the tree shortened to about ``length`` tokens: the end of its prompt, and a part of each completion.
 
+    A prompt that is cut has no images.
+
     The part includes the first token at which the first two completions differ.
     """
     row_tokens = max(4, length // len(tree.completions))
@@ -149,22 +151,29 @@ def _cut_tree(tree: data.Tree, length: int) -> data.Tree:
     masks = tree.masks and [(mask[start : start + room] or mask[-room:]) for mask in tree.masks]
     if masks is not None and not all(any(mask) for mask in masks):
         masks = None
-    return replace(tree, prompt=prompt, completions=completions, masks=masks)
+    images = tree.images if len(prompt) == len(tree.prompt) else ()
+    return replace(tree, prompt=prompt, completions=completions, masks=masks, images=images)
 
 
 def make_random_trees(
     recipe: RolloutSettings, prompts: Sequence[data.Prompt], length: int, vocabulary: int
 ) -> list[data.Tree]:
-    """Return one or two prompts with random completions of different lengths, about ``length`` tokens in total."""
+    """Return one or two prompts with random completions of different lengths, about ``length`` tokens in total.
+
+    A prompt that is cut has no images.
+    """
     generator = torch.Generator().manual_seed(recipe.seed)
     chosen_prompts = prompts[:MAX_TREES] if len(prompts) > 1 else [prompts[0]]
     count = max(2, min(recipe.num_generations, MAX_COMPLETIONS))
     row_tokens = max(4, length // (len(chosen_prompts) * count))
+    with_images = {token for prompt in chosen_prompts if prompt.images for token in prompt.input_ids}
+    drawn = [token for token in range(vocabulary) if token not in with_images]  # an image's token would have no image
     trees = []
     for prompt in chosen_prompts:
         prompt_ids = prompt.input_ids[-max(1, row_tokens - min(recipe.max_completion_length, row_tokens // 2)) :]
         longest = max(1, min(recipe.max_completion_length, row_tokens - len(prompt_ids)))
         sizes = [max(1, longest - number * (longest // (2 * count))) for number in range(count)]
-        ids = [torch.randint(0, vocabulary, (size,), generator=generator).tolist() for size in sizes]
-        trees.append(data.Tree(prompt_ids, ids, origin=prompt.origin))
+        ids = [[drawn[i] for i in torch.randint(0, len(drawn), (n,), generator=generator).tolist()] for n in sizes]
+        images = prompt.images if len(prompt_ids) == len(prompt.input_ids) else ()
+        trees.append(data.Tree(prompt_ids, ids, origin=prompt.origin, images=images))
     return trees

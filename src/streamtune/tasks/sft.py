@@ -39,6 +39,7 @@ from streamtune.tasks.task import (
     chat_options,
     delay_messages,
     image_options,
+    larger_images,
     refuse_with_images,
 )
 from streamtune.tasks.teacher_file import TeacherFile
@@ -454,23 +455,9 @@ class Batches:
         return data.ImageProcessor(self.images, self.tokenizer)
 
     def largest_images(self, batch_size: int) -> Mapping[str, torch.Tensor] | None:
-        """Return the inputs for the images of a micro-batch with the most pixels; None without images.
-
-        Of the units with the most images, and of the longest units with images, the larger are taken.
-        """
-        rows, packs = self.prepared.training, self.prepared.packs
-        if self.images is None or not data.have_images(rows):
-            return None
-        counts = data.count_images(rows)
-        if packs is not None:
-            counts = np.add.reduceat(counts[packs.rows], packs.starts[:-1])
-        chosen = [
-            np.argsort(-values, kind="stable")[:batch_size].tolist()
-            for values in (counts, (counts > 0) * self.lengths())
-        ]
-        batches = [self.training_batch(units).images for units in chosen]
-        found = [images for images in batches if images is not None]
-        return max(found, key=lambda images: sum(x.numel() for x in images.values()), default=None)
+        """Return the inputs for the images of a micro-batch with the most pixels; None without images."""
+        chosen = data.rows_with_most_images(self.prepared.training, batch_size, self.prepared.packs)
+        return larger_images(self.training_batch(units).images for units in chosen)
 
     def shortest_rows_with_images(self, count: int) -> list[data.Example]:
         """Return the shortest training rows, those with images first; an empty list without images."""

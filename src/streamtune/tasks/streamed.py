@@ -88,6 +88,10 @@ class StreamedRows:
         return () if self.held_out is None else self.held_out.validation
 
     @property
+    def has_images(self) -> bool:
+        return self.held_out is not None and self.held_out.has_images
+
+    @property
     def eval_sets(self) -> Sequence[data.EvalSet]:
         return () if self.held_out is None else self.held_out.eval_sets
 

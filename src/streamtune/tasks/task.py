@@ -87,6 +87,11 @@ class PreparedRows(Protocol):
     def validation(self) -> Sequence[Any]: ...
 
     @property
+    def has_images(self) -> bool:
+        """True if a row has images, of those that are read before training."""
+        ...
+
+    @property
     def eval_sets(self) -> Sequence[data.EvalSet]:
         """The named sets of held-out rows; empty if held-out rows have no set names."""
         ...
@@ -545,7 +550,14 @@ class ScoringTask(Task[ScoringR_co]):
 
     @abstractmethod
     def verification_batches(
-        self, trees: Sequence[data.Tree], model: nn.Module, plain_scorer: Any, *, pad_token_id: int, share: bool
+        self,
+        trees: Sequence[data.Tree],
+        model: nn.Module,
+        plain_scorer: Any,
+        *,
+        pad_token_id: int,
+        share: bool,
+        images: data.ImageProcessor | None = None,
     ) -> tuple[train.TreeBatch, train.TreeBatch]:
         """Return two batches of the same trees: one in the recipe's layout, and one with a row for each completion.
 
@@ -554,6 +566,7 @@ class ScoringTask(Task[ScoringR_co]):
             model: The unstreamed model.
             plain_scorer: Object that computes log-probs of ``model`` from full logits.
             share: True if the first batch computes the common prefix of a prompt's completions once.
+            images: Processor of the images of prompts; None for prompts without images.
         """
 
     def with_reference(self, batch: train.TreeBatch, reference: train.Reference) -> train.TreeBatch:
@@ -604,13 +617,26 @@ def refuse_with_images(recipe: Any, prepared: Any, *options: tuple[str, bool, st
     Raises:
         ArgumentError: An option is set, and there are rows with images.
     """
-    if not (data.have_images(prepared.training) or data.have_images(prepared.validation)):
+    if not prepared.has_images:
         return
     divided = ("sequence_parallel_size", recipe.sequence_parallel_size > 1, "rows with images are not divided")
     for key, is_set, what in (*options, divided):
         if is_set:
             shown = str(getattr(recipe, key)).lower()
             raise ArgumentError(f"{what}, but the recipe has {key}: {shown}", where=key, fix="delete the line")
+
+
+def image_processor(
+    recipe: Recipe, prepared: PreparedRows, tokenizer: PreTrainedTokenizerBase
+) -> data.ImageProcessor | None:
+    """Return the processor of the images of prepared rows; None for rows without images."""
+    return data.ImageProcessor.load(image_options(recipe), tokenizer) if prepared.has_images else None
+
+
+def larger_images(found: Iterable[Mapping[str, torch.Tensor] | None]) -> Mapping[str, torch.Tensor] | None:
+    """Return those inputs for images that have the most elements; None without images."""
+    images = [each for each in found if each is not None]
+    return max(images, key=lambda inputs: sum(x.numel() for x in inputs.values()), default=None)
 
 
 def image_folder() -> str:

@@ -258,6 +258,14 @@ class PromptFitter(LengthFitter[Prompt, CompletionReport]):
         self.record_row_lengths(prompt.num_tokens, prompt.origin)
         lost = 0
         if prompt.num_tokens > self.max_prompt_length:
+            if prompt.images and self.overlength == "truncate":
+                raise DataError(
+                    f"the prompt has {prompt.num_tokens:,} tokens with its {len(prompt.images)} images, more than "
+                    f"max_prompt_length = {self.max_prompt_length:,}, and a prompt with images is not cut",
+                    where=prompt.origin,
+                    fix=f"set max_prompt_length to {prompt.num_tokens} or more, max_pixels for smaller images, or "
+                    "overlength: drop",
+                )
             self.counts["too_long"] += 1
             if self.overlength != "truncate":
                 self.counts["dropped"] += 1
@@ -291,4 +299,6 @@ class PromptFitter(LengthFitter[Prompt, CompletionReport]):
 def _prompt_digest(prompt: Prompt) -> bytes:
     digest = hashlib.blake2b(np.array(prompt.input_ids, dtype=np.int32).tobytes(), digest_size=16)
     digest.update(json.dumps([prompt.prompt, prompt.columns], sort_keys=True, default=repr).encode())
+    for image in prompt.images:
+        digest.update(ImageFile.parse(image).digest.encode())
     return digest.digest()

@@ -34,6 +34,7 @@ from streamtune.data.fit.held_out import (
     find_eval_sets,
     make_mixture,
 )
+from streamtune.data.image_files import have_images
 from streamtune.data.reading.sources import Source
 from streamtune.data.record_table import MappedTable, Record, Stored, TableWriter
 from streamtune.errors import DataError
@@ -94,6 +95,11 @@ class Prepared(Generic[RecordT, ReportT]):
     """number of rows or packs of each source that an epoch visits; None without weights"""
     eval_sets: tuple[EvalSet, ...] = ()
     """named sets that together make up ``validation``; empty without eval sets"""
+
+    @property
+    def has_images(self) -> bool:
+        """True if a row has images, to train on or held out."""
+        return have_images(self.training) or have_images(self.validation)
 
 
 class LengthFitter(ABC, Generic[RecordT, ReportT]):

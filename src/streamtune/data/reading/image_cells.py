@@ -63,23 +63,6 @@ def image_column(row: Row) -> str | None:
     return "image"
 
 
-def refuse_images(row: Row, command: str) -> None:
-    """Raise an error if a row has images.
-
-    Args:
-        command: Beginning of the error, such as ``dpo trains``.
-
-    Raises:
-        DataError: The row has a column with images.
-    """
-    if column := image_column(row):
-        raise DataError(
-            f"the row has images in the column '{column}', and {command} on text only",
-            where=row.origin,
-            fix="rows with images are for streamtune sft; to train without the images, remove the column",
-        )
-
-
 def mark_images(row: Row) -> tuple[Row, tuple[ImageCell, ...]]:
     """Return a row with :data:`MARK` in place of each image in its messages, and the images in this order.
 
@@ -143,6 +126,33 @@ def mark_images(row: Row) -> tuple[Row, tuple[ImageCell, ...]]:
     if used < len(waiting):
         raise _wrong_count_error(row, column, len(waiting), f"{used} places for them")
     return replace(row, columns={**row.columns, **marked}), tuple(found)
+
+
+def split_at_marks(text: str) -> list[dict[str, Any]]:
+    """Return a message's text as content parts, with ``{"type": "image"}`` in place of each :data:`MARK`."""
+    parts: list[dict[str, Any]] = []
+    for number, piece in enumerate(text.split(MARK)):
+        parts += [{"type": "image"}] if number else []
+        parts += [{"type": "text", "text": piece}] if piece else []
+    return parts
+
+
+def unmark_messages(messages: Sequence[Any], images: Sequence[Any]) -> list[Any]:
+    """Return messages with an image part in place of each :data:`MARK`, as reward functions of TRL get them.
+
+    The content of a message with images is a list of parts, such as ``{"type": "image", "image": IMAGE}``. The content
+    of any other message is text.
+
+    Args:
+        images: Images of the messages, in order.
+    """
+    waiting, found = iter(images), []
+    for message in messages:
+        content = message.get("content")
+        text = content if isinstance(content, str) else "".join(filter(None, map(_text_of, content or ())))
+        parts = [{**part, "image": next(waiting)} if part["type"] == "image" else part for part in split_at_marks(text)]
+        found.append({**message, "content": parts if MARK in text else text} if content else message)
+    return found
 
 
 def _mark_instruction(row: Row, column: str) -> tuple[Row, tuple[ImageCell, ...]]:

@@ -32,8 +32,7 @@ from streamtune.data.image_files import ImageFile
 from streamtune.data.images import ImageOptions, ImageProcessor
 from streamtune.data.options import DEFAULT_CHAT, ChatOptions, RowPolicy
 from streamtune.data.preferences import Answers
-from streamtune.data.reading.cells import TextOrMessages, has_system, prompt_digest, read_chat_kwargs, wrap_tools
-from streamtune.data.reading.readers import Row
+from streamtune.data.reading.cells import has_system, prompt_digest, read_chat_kwargs, wrap_tools
 from streamtune.data.record_table import Prompt, Tree
 from streamtune.data.rendering.chat import ChatRenderer, ChatTurn, RenderedChat
 from streamtune.data.rendering.chat_variants import (
@@ -49,7 +48,7 @@ from streamtune.data.rendering.long_text import LongTextTokenizer
 from streamtune.data.rendering.pool import Item
 from streamtune.data.rendering.specials import SpecialText
 from streamtune.data.rendering.tokens import MarkedText, MaskTokenizer, Rendered, TextTokens
-from streamtune.data.row_types import Content, Conversation, Document, PromptCompletion, count_characters
+from streamtune.data.row_types import Content, Conversation, Document, PromptCompletion, PromptRow, count_characters
 from streamtune.data.templates import ChatRequest, TemplateVariables, render_ahead
 from streamtune.errors import ArgumentError, DataError
 
@@ -240,13 +239,7 @@ class RowRenderer:
 
     @cached_property
     def _images(self) -> ImageProcessor:
-        if self._image_options is None:
-            raise ArgumentError(
-                "rows have images, and a new model of this type takes none",
-                where="model",
-                fix="name a vision-language model: model_name_or_path, or model_type: qwen3_vl for a new one",
-            )
-        return ImageProcessor(self._image_options, self._tokenizer)
+        return ImageProcessor.load(self._image_options, self._tokenizer)
 
     def _replace_special_names(self, content: Conversation, origin: str) -> Conversation:
         messages = self._specials.replace_names(content.messages, origin)
@@ -518,6 +511,9 @@ class PromptRenderer:
 
     A text gets the tokens that the tokenizer adds before a text, such as BOS. An EOS that the tokenizer appends is
     removed, because the model must continue the text.
+
+    Args:
+        images: The model whose processor prepares images; None refuses rows with images.
     """
 
     def __init__(
@@ -526,8 +522,9 @@ class PromptRenderer:
         *,
         chat: ChatOptions = DEFAULT_CHAT,
         notify: Callable[[str], None] = lambda message: None,
+        images: ImageOptions | None = None,
     ) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer, self._image_options = tokenizer, images
         self._options = chat
         self._variables = TemplateVariables(tokenizer, chat.variables)
         self.log = RenderLog(chat, notify)
@@ -535,15 +532,26 @@ class PromptRenderer:
         self._specials = SpecialText(tokenizer, None, self.log.notify_once)
         self._left_out = LeftOutFinder()
 
-    def render_item(self, item: Item[tuple[Row, TextOrMessages]]) -> tuple[Prompt, bytes]:
-        (row, prompt), origin = item.take_row(), item.origin
+    def render_item(self, item: Item[PromptRow]) -> tuple[Prompt, bytes]:
+        row, origin = item.take_row(), item.origin
         tools, wrapped = wrap_tools(row.columns.get("tools"), origin)
         self.log.current.wrapped_tools += wrapped
         variables = read_chat_kwargs(row.columns.get("chat_template_kwargs"), origin)
-        columns = {name: value for name, value in row.columns.items() if name != "prompt"}
-        return Prompt(self(prompt, tools, origin, variables), prompt, columns, origin), prompt_digest(prompt, tools)
+        files: Sequence[ImageFile] = ()
+        expand = None
+        if row.images:
+            files, pictures = self._images.read_cells(row.images, origin)
+            expand = lambda text: self._images.expand(text, pictures, origin).text  # noqa: E731
+        ids = self(row.prompt, tools, origin, variables, expand)
+        prompt = Prompt(ids, row.prompt, row.columns, origin, tuple(map(str, files)))
+        digests = [file.digest for file in files]
+        return prompt, prompt_digest(row.prompt, [tools, digests] if digests else tools)
 
-    def render_ahead(self, items: Sequence[Item[tuple[Row, TextOrMessages]]]) -> None:
+    @cached_property
+    def _images(self) -> ImageProcessor:
+        return ImageProcessor.load(self._image_options, self._tokenizer)
+
+    def render_ahead(self, items: Sequence[Item[PromptRow]]) -> None:
         """Do nothing: prompts are rendered one by one."""
 
     def __call__(

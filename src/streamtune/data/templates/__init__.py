@@ -29,7 +29,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from streamtune.data.reading.image_cells import MARK
+from streamtune.data.reading.image_cells import MARK, split_at_marks
 from streamtune.errors import ArgumentError, DataError, did_you_mean
 
 if TYPE_CHECKING:
@@ -115,10 +115,7 @@ def _with_parts(message: dict[str, Any], has_images: bool, as_parts: bool) -> di
     content = message.get("content")
     if not isinstance(content, str) or not (as_parts or (has_images and MARK in content)):
         return message
-    parts: list[dict[str, Any]] = []
-    for number, text in enumerate(content.split(MARK) if has_images else [content]):
-        parts += [{"type": "image"}] if number else []
-        parts += [{"type": "text", "text": text}] if text or not has_images else []
+    parts = split_at_marks(content) if has_images else [{"type": "text", "text": content}]
     return {**message, "content": parts or [{"type": "text", "text": ""}]}
 
 

@@ -111,7 +111,7 @@ def evaluate_model(
             notify(note)
         with doing("loading the reference"):
             held = load_second_model(task, found, tokenizer, device)
-        may_share = task.scores_completions and not data.have_images(prepared.training)
+        may_share = task.scores_completions and not prepared.has_images
         share = may_share and task.can_share_prompts(found.model, notify, second_model=held)
         with doing("planning"):
             schedule = plan_evaluation(

@@ -210,7 +210,7 @@ class PromptEncoder:
             given: str | list[dict[str, Any]] = [{"role": "user", "content": prompt}] if self._templated else prompt
             return self._render(given, None, "--prompt")
         if isinstance(prompt, ToolPrompt):
-            expand = partial(self._expand, prompt, self._images) if prompt.images else None
+            expand = partial(self._expand, prompt, self.images) if prompt.images else None
             return self._render(prompt.messages, prompt.tools, prompt.origin, prompt.variables, expand)
         return self._render(prompt, None, "--file")
 
@@ -219,15 +219,18 @@ class PromptEncoder:
         _, images = processor.read_cells(prompt.images, prompt.origin)
         return processor.expand(text, images, prompt.origin).text
 
-    def image_inputs(self, prompt: Prompt, ids: list[int]) -> dict[str, Tensor]:
-        """Return the model's inputs for the images of a prompt, whose token ids are ``ids``."""
+    def image_files(self, prompt: Prompt) -> list[data.ImageFile]:
         if not isinstance(prompt, ToolPrompt) or not prompt.images:
-            return {}
-        files, _ = self._images.read_cells(prompt.images, prompt.origin)
-        return self._images.model_inputs([files], torch.tensor([ids]))
+            return []
+        return self.images.read_cells(prompt.images, prompt.origin)[0]
 
     @cached_property
-    def _images(self) -> data.ImageProcessor:
+    def images(self) -> data.ImageProcessor:
+        """Processor of the model's images.
+
+        Raises:
+            ArgumentError: The model takes no images.
+        """
         if self._load_images is None:
             raise ArgumentError(
                 "this model takes no images", where="--image", fix="use a vision-language model, or give text only"
@@ -301,18 +304,18 @@ class Answerer:
         printer = _Printer(self.tokenizer, show)
         writer = self._writer
         writer.streamer, writer.reading, writer.read_tokens = printer, reading, len(ids)
-        writer.images = self._encoder.image_inputs(prompt, ids)
-        if writer.images:
+        if images := self._encoder.image_files(prompt):
+            writer.image_processor = self._encoder.images
             self.clear_cache()
         self.stopping = False
         started = time.perf_counter()
         try:
-            [[completion]] = writer.write([ids], 1, sampling)
+            [[completion]] = writer.write([ids], 1, sampling, [images])
             finished, stopped = not completion.truncated, False
         except GenerationStopped:
             printer.end()
             finished, stopped = False, True
-        writer.known = [] if writer.images else [*ids, *printer.written]
+        writer.known = [] if images else [*ids, *printer.written]
         return Answer(
             text=self.tokenizer.decode(printer.written, skip_special_tokens=True),
             prompt_tokens=len(ids),

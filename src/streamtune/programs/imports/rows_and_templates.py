@@ -14,8 +14,8 @@ from streamtune.base.chat_templates import CHAT_TEMPLATES
 from .conversion import Conversion
 
 DATA_FILES = (".jsonl", ".json", ".parquet", ".csv", ".txt")
-MEDIA = ("image", "images", "video", "videos", "audio", "audios")
-"""Names of columns with images, videos or audio."""
+MEDIA = ("video", "videos", "audio", "audios")
+"""Names of columns with videos or audio."""
 MAX_READ = 2**20
 """Maximum number of bytes to read from a file to find its first row."""
 
@@ -96,11 +96,10 @@ def _has_field(turn: Any, name: str) -> bool:
 
 
 def report_media(conversion: Conversion, specs: list[dict[str, Any]], *path: str | int) -> None:
-    """Report dataset columns with videos or audio, and for grpo with images, on which StreamTune does not train."""
-    names = MEDIA if conversion.ours.get("objective") == "grpo" else [each for each in MEDIA if "image" not in each]
+    """Report dataset columns with videos or audio, on which StreamTune does not train."""
     for spec in specs:
         row = first_local_row(conversion, str(spec["path"])) or {}
-        for column in [name for name in names if name in row and row[name] not in ("", [])]:
+        for column in [name for name in MEDIA if name in row and row[name] not in ("", [])]:
             conversion.report_lost(*path, why=f"StreamTune does not train on '{column}' of {spec['path']}")
 
 

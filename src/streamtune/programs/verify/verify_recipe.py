@@ -70,6 +70,8 @@ MIN_TOKENS = 4
 DEFAULT_MAX_TOKENS = {"cpu": 2048, "cuda": 8192}
 """Default maximum number of tokens in the batch, by device type."""
 
+WITHOUT_IMAGES = "the rows that are compared are without images: give a --length that has room for a row with images"
+
 MEASURED_TOKENS = 256
 """Number of tokens in the forward that measures memory."""
 
@@ -211,7 +213,7 @@ def _choose_rows(
     windows = choose_windows(rows, limit, PACKED_ROWS if recipe.packing or per_turn else 1)
     alone = batch = _with_images(_collate_windows(windows, tokenizer), windows, task, options)
     if data.have_images(rows) and batch.images is None:
-        notify("the rows that are compared are without images: give a --length that has room for a row with images")
+        notify(WITHOUT_IMAGES)
     if per_turn:
         batch = collate_prefix_batch([window.example for window in windows]).to(device)
     elif recipe.packing:
@@ -244,16 +246,22 @@ def _choose_completions(
     device = model_device(model)
     with doing("loading the reference"):
         second_model = load_reference(task, model, tokenizer, device) if task.uses_reference else None
-    with doing("checking that prompts can be shared"):
-        share = task.can_share_prompts(model, notify, second_model=second_model)
     with doing("measuring the longest row that plain autograd has memory for"):
         memory = _measure_completion_memory(model, device, options.autocast_dtype)
     limit, why = (
         (length, "--length") if length is not None else _longest_fitting_length(memory, device, options.widened)
     )
     trees, cut = task.verification_trees(rows, limit, len(tokenizer))
+    images, share = None, False
+    if any(tree.images for tree in trees):  # an image is in one sequence
+        images = data.ImageProcessor.load(image_options(task.recipe), tokenizer)
+    else:
+        with doing("checking that prompts can be shared"):
+            share = task.can_share_prompts(model, notify, second_model=second_model)
+    if data.have_images(rows) and images is None:
+        notify(WITHOUT_IMAGES)
     plain, pad = PlainScores(model), tokenizer.pad_token_id
-    shared, apart = task.verification_batches(trees, model, plain, pad_token_id=pad, share=share)
+    shared, apart = task.verification_batches(trees, model, plain, pad_token_id=pad, share=share, images=images)
     losses = TreeLosses(task, second_model, shared.to(device), apart.to(device))
     return _ChosenBatch(
         windows=(),

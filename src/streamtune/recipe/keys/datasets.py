@@ -41,7 +41,6 @@ def _refuse_duplicate_columns(spec: Any) -> Iterator[Refusal]:
         yield Refusal("datasets", f"'columns' reads the column '{twice}' twice", "delete one of the two entries")
 
 
-PIXELS = ("max_pixels", "min_pixels")
 Pixels = Annotated[int, Field(ge=4), at_most(1 << 26)]
 """Number of pixels of an image, its width times its height."""
 
@@ -142,11 +141,11 @@ class DataKeys(Spec):
     """Maximum number of rows that `on_bad_row: skip` leaves out. With more bad rows the run ends with an error."""
 
     max_pixels: Pixels | None = None
-    """For rows with images (`sft`, `dpo`): number of pixels to which a larger image is scaled down before the model's
+    """For rows with images: number of pixels to which a larger image is scaled down before the model's
     processor prepares it. Fewer pixels give fewer tokens with most models. Default: only the processor's limits."""
 
     min_pixels: Pixels | None = None
-    """For rows with images (`sft`, `dpo`): number of pixels to which a smaller image is scaled up before the model's
+    """For rows with images: number of pixels to which a smaller image is scaled up before the model's
     processor prepares it. Default: only the processor's limits."""
 
     dataset_num_proc: Annotated[int, Field(ge=1, le=1024)] = 1
@@ -238,10 +237,6 @@ DATASET_RULES: Rules = (
     Custom(_refuse_partial_weights),
     Custom(_refuse_wrong_eval_sets),
     Custom(_refuse_pixel_limits),
-    *(
-        Clash({key: GIVEN, "objective": "grpo"}, f"'{key}' is for rows with images, which grpo refuses", DELETE)
-        for key in PIXELS
-    ),
 )
 
 PREPARED = "delete this line, or streaming: true"

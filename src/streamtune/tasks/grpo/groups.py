@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from streamtune import data, train
+from streamtune.data.reading.image_cells import unmark_messages
 from streamtune.errors import ArgumentError
 from streamtune.recipe.keys.rollouts import RewardKeys
 from streamtune.recipe.loader import user_reward_functions
@@ -81,6 +82,8 @@ class BatchLayout:
     """True if a completion whose advantage is 0 still has a gradient, from a KL in the loss or from a teacher."""
     max_prompts: int | None = None
     """Maximum number of prompts in a micro-batch; None: no limit. More prompts would exceed the planned memory."""
+    images: data.ImageProcessor | None = None
+    """Processor of the images of prompts; None for prompts without images."""
 
     def is_trained(self, group: Group, index: int) -> bool:
         return not (self.mask_truncated and group.truncated[index])
@@ -191,7 +194,7 @@ def _make_batch(
     trees = list(_make_trees(groups, prompts, rows, layout))
     trained = [(groups[g], i) for g, i in rows if layout.is_trained(groups[g], i)]
     return PolicyBatch(
-        **batch_trees(trees, pad_token_id=layout.pad_token_id, share=layout.share),
+        **batch_trees(trees, pad_token_id=layout.pad_token_id, share=layout.share, images=layout.images),
         advantages_N=torch.tensor([groups[g].advantages[i] for g, i in rows], dtype=torch.float32),
         old_K=_join_token_values([group.old[i] if group.old else None for group, i in trained]),
         ref_K=_join_token_values([group.ref[i] if group.ref else None for group, i in trained]),
@@ -220,7 +223,7 @@ def _make_trees(
         completions = [group.completions[index] for index in indices]
         counts = [layout.is_trained(group, index) for index in indices]
         masks = None if all(counts) else [[counted] * len(c) for counted, c in zip(counts, completions, strict=True)]
-        yield data.Tree(prompt.input_ids, completions, masks, prompt.origin)
+        yield data.Tree(prompt.input_ids, completions, masks, prompt.origin, images=prompt.images)
         start = stop
 
 
@@ -252,13 +255,24 @@ ScoreCompletions = Callable[[Sequence[data.Prompt], Sequence[list[int]]], reward
 
 
 class RewardScorer:
-    """Decodes completions and passes them to reward functions: as messages if the prompt has messages, else as text."""
+    """Decodes completions and passes them to reward functions: as messages if the prompt has messages, else as text.
 
-    def __init__(self, functions: rewards.Rewards, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.functions, self.tokenizer = functions, tokenizer
+    Functions get the images of each prompt, in RGB: as a list in the column ``images``, and in the prompt's messages.
+
+    Args:
+        has_images: True if any prompt of the run has images.
+    """
+
+    def __init__(
+        self, functions: rewards.Rewards, tokenizer: PreTrainedTokenizerBase, *, has_images: bool = False
+    ) -> None:
+        self.functions, self.tokenizer, self.has_images = functions, tokenizer, has_images
 
     def __call__(self, prompts: Sequence[data.Prompt], completions: Sequence[list[int]]) -> rewards.RewardScores:
         """Return the scores of completions (token ids); ``completions[i]`` belongs to ``prompts[i]``."""
+        if self.has_images and not all(function.built_in for function in self.functions.functions.values()):
+            shown = {key: _with_pictures(prompt) for key, prompt in {id(each): each for each in prompts}.items()}
+            prompts = [shown[id(each)] for each in prompts]
         texts = self.tokenizer.batch_decode(list(completions), skip_special_tokens=True)
         decoded: list[Any] = [
             text if isinstance(prompt.prompt, str) else [{"role": "assistant", "content": text}]
@@ -269,7 +283,21 @@ class RewardScorer:
         return self.functions([prompt.prompt for prompt in prompts], decoded, columns, origins=origins)
 
     def check_columns(self, prompts: Sequence[data.Prompt]) -> None:
-        self.functions.check_columns([*data.gather_columns(prompts), "completion_ids"])
+        images = ["images"] if self.has_images else []
+        self.functions.check_columns([*data.gather_columns(prompts), *images, "completion_ids"])
+
+
+def _with_pictures(prompt: data.Prompt) -> data.Prompt:
+    """Return a prompt whose messages show its images, and with the images as a column."""
+    files = map(data.ImageFile.parse, prompt.images)
+    pictures = [data.decode_image(file.read(), file.path, prompt.origin) for file in files]
+    columns, messages = {**prompt.columns, "images": pictures}, prompt.prompt
+    if pictures:
+        assert isinstance(messages, list), "only messages have images"
+        messages = unmark_messages(messages, pictures)
+        if "messages" in columns:
+            columns["messages"] = unmark_messages(columns["messages"], pictures)
+    return replace(prompt, prompt=messages, columns=columns)
 
 
 def load_reward_functions(
@@ -345,15 +373,20 @@ class DistributedWriter:
         self.writer, self.world = writer, world
 
     def write(
-        self, prompts: Sequence[list[int]], count: int | Sequence[int], sampling: rollout.Sampling
+        self,
+        prompts: Sequence[list[int]],
+        count: int | Sequence[int],
+        sampling: rollout.Sampling,
+        images: Sequence[rollout.Images] | None = None,
     ) -> list[list[rollout.Completion]]:
         if self.world.size == 1:
-            return self.writer.write(prompts, count, sampling)
+            return self.writer.write(prompts, count, sampling, images)
 
         def complete(prompt_indices: list[int]) -> list[list[tuple[list[int], bool]] | None]:
             try:
                 counts = count if isinstance(count, int) else [count[i] for i in prompt_indices]
-                written = self.writer.write([prompts[i] for i in prompt_indices], counts, sampling)
+                shown = None if images is None else [images[i] for i in prompt_indices]
+                written = self.writer.write([prompts[i] for i in prompt_indices], counts, sampling, shown)
             except rollout.GenerationStopped:  # not a failure: every rank raises it below
                 return [None] * len(prompt_indices)
             return [[(each.token_ids, each.truncated) for each in completions] for completions in written]

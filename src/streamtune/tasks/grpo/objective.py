@@ -71,6 +71,7 @@ class PolicyBatch(train.TreeBatch):
             "shift_labels": self.shift_labels,
             "origins": self.origins,
             "weights": weights,
+            "images": self.images,
             "filler": self.filler,
         }
         if self.branches is not None:

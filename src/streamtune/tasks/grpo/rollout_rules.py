@@ -94,8 +94,9 @@ class RolloutTools:
         Raises:
             OutOfMemoryError: The keys and values do not fit into memory.
         """
+        images = [list(map(data.ImageFile.parse, prompt.images)) for prompt in prompts]
         try:
-            return self.writer.write([prompt.input_ids for prompt in prompts], count, sampling)
+            return self.writer.write([prompt.input_ids for prompt in prompts], count, sampling, images)
         except (RuntimeError, MemoryError) as error:
             if not train.is_out_of_memory(error):
                 raise

@@ -25,9 +25,11 @@ import numpy as np
 import torch
 
 from streamtune import data, train
+from streamtune.data.inspect_rows import shorten_repeats
+from streamtune.data.reading.image_cells import ImageCell
 from streamtune.data.reading.readers import Row
 from streamtune.data.rendering.render import RowRenderer
-from streamtune.data.row_types import detect_type, normalise_row
+from streamtune.data.row_types import Conversation, detect_type, normalise_row
 from streamtune.errors import CheckpointError, DataError, RunError
 from streamtune.recipe.settings import RolloutSettings
 from streamtune.tasks import rewards, rollout
@@ -344,29 +346,45 @@ class CompletionLog:
             delete_rotated_records_after_step(self.path, step)
 
     def _make_record(self, step: int, group: Group, prompt: data.Prompt, index: int) -> dict[str, Any]:
+        shown = self.tokenizer.decode(prompt.input_ids)
         return {
             "step": step,
-            "prompt": self.tokenizer.decode(prompt.input_ids),
+            "prompt": shorten_repeats(shown) if prompt.images else shown,
             "completion": self.tokenizer.decode(group.completions[index]),
             "reward": group.rewards[index],
             "rewards": {name: values[index] for name, values in group.scores.items()},
             "advantage": group.advantages[index],
             "truncated": group.truncated[index],
             "origin": prompt.origin,
+            **({"images": [data.ImageFile.parse(each).path for each in prompt.images]} if prompt.images else {}),
         }
 
 
 class SupervisedSteps:
     """Makes supervised optimizer steps on prompts with their answers, ``sft_batch_size`` rows per step.
 
+    Args:
+        images: Processor of the images of prompts; None for prompts without images.
+
     Raises:
         DataError: A row has no answer, or has more than ``max_prompt_length + max_completion_length`` tokens.
     """
 
     def __init__(
-        self, recipe: RolloutSettings, prompts: Sequence[data.Prompt], tokenizer: PreTrainedTokenizerBase
+        self,
+        recipe: RolloutSettings,
+        prompts: Sequence[data.Prompt],
+        tokenizer: PreTrainedTokenizerBase,
+        images: data.ImageProcessor | None = None,
     ) -> None:
-        render = RowRenderer(tokenizer, train_on="completion", notify=lambda text: None, chat=chat_options(recipe))
+        render = RowRenderer(
+            tokenizer,
+            train_on="completion",
+            notify=lambda text: None,
+            chat=chat_options(recipe),
+            images=None if images is None else images.options,
+        )
+        self.images = images
         self.examples = [_make_demonstration(prompt, render, recipe.max_length) for prompt in prompts]
         render.log.notify_or_raise()
         self.pad_token_id = tokenizer.pad_token_id
@@ -382,8 +400,13 @@ class SupervisedSteps:
         return [self._make_batch(part) for part in parts]
 
     def _make_batch(self, examples: Sequence[data.Example]) -> train.MicroBatch:
-        batch = data.collate(examples, pad_token_id=self.pad_token_id)
-        return train.MicroBatch(**batch, origins=tuple(example.origin for example in examples))
+        origins = tuple(example.origin for example in examples)
+        batch = train.MicroBatch(**data.collate(examples, pad_token_id=self.pad_token_id), origins=origins)
+        if not any(example.images for example in examples):
+            return batch
+        assert self.images is not None, "prompts with images have a processor"
+        files = [list(map(data.ImageFile.parse, example.images)) for example in examples]
+        return replace(batch, images=self.images.model_inputs(files, batch.input_ids))
 
     def state_dict(self) -> dict[str, Any]:
         return self.sampler.state_dict()
@@ -402,6 +425,9 @@ def _make_demonstration(prompt: data.Prompt, render: RowRenderer, max_length: in
         )
     row_type = "prompt_completion" if "completion" in row.columns else detect_type(row)
     content = normalise_row(row, row_type)
+    if isinstance(content, Conversation):
+        paths = [Path(data.ImageFile.parse(image).path) for image in prompt.images]
+        content = replace(content, images=tuple(ImageCell(str(path), path) for path in paths))
     if render.drops_empty_row(content, row.origin):
         raise DataError("'sft_steps' trains on answers, but the answer in this row is empty", where=row.origin)
     rendered = render(content, row.origin)
@@ -413,4 +439,4 @@ def _make_demonstration(prompt: data.Prompt, render: RowRenderer, max_length: in
             fix="raise max_completion_length",
         )
     ids, labels = np.array(rendered.input_ids, dtype=np.int32), np.array(rendered.labels, dtype=np.int32)
-    return data.Example(ids, labels, prompt.origin)
+    return data.Example(ids, labels, prompt.origin, images=prompt.images)

@@ -14,6 +14,7 @@ from streamtune.tasks.rollout.select import (
 from streamtune.tasks.rollout.writers import (
     Completion,
     GenerationStopped,
+    Images,
     Sampling,
     TransformersGenerator,
     VllmGenerator,
@@ -27,6 +28,7 @@ __all__ = [
     "Completion",
     "GenerationStopped",
     "GradientNorms",
+    "Images",
     "PassRates",
     "PromptPicker",
     "Sampling",

@@ -2,7 +2,8 @@
 
 With ``transformers`` the prefill of a prompt is computed once for all of its completions. All prompt tokens but the
 last go through the decoder without the head, ``prefill_chunk_size`` tokens at a time. Their keys and values are then
-repeated for each completion, and ``generate`` continues from the prompt's last token.
+repeated for each completion, and ``generate`` continues from the prompt's last token. A prompt with images is repeated
+for each completion instead, and its prefill is not divided into chunks.
 
 Rotary frequencies may depend on the longest position of a call (``dynamic``, ``longrope``). Then each chunk gets the
 frequencies of the whole prompt, and all prompts of a batch have the same length.
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -35,6 +36,7 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel, Stoppi
 
 from streamtune.base.adapters import base_of
 from streamtune.base.model_facts import decoder_of, model_device
+from streamtune.data import ImageFile, ImageProcessor
 from streamtune.engine.hf_names import (
     LINEAR_CACHE,
     cache_keyword,
@@ -42,9 +44,13 @@ from streamtune.engine.hf_names import (
     hf_internal,
     is_stateful,
 )
+from streamtune.engine.image_tower import has_image_tower, stays_on_host
 from streamtune.engine.rotary import LengthRotary, RowLengths, longest_unscaled_length
 from streamtune.errors import ArgumentError
 from streamtune.models.generation import copy_with_generation_config
+
+Images = Sequence[ImageFile]
+"""Images of a prompt, in the order of their tokens."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +89,11 @@ class Writer(Protocol):
     """Protocol of objects that generate completions with the policy's current weights."""
 
     def write(
-        self, prompts: Sequence[list[int]], count: int | Sequence[int], sampling: Sampling
+        self,
+        prompts: Sequence[list[int]],
+        count: int | Sequence[int],
+        sampling: Sampling,
+        images: Sequence[Images] | None = None,
     ) -> list[list[Completion]]:
         """Generate completions and return a list of them for each prompt.
 
@@ -92,6 +102,7 @@ class Writer(Protocol):
             count: Number of completions, either one for all prompts or one per prompt.
             sampling: Sampling settings. Random numbers come from torch's global generators, so a resumed run samples
                 the same completions.
+            images: Images of each prompt, in the order of their tokens; None without images.
 
         Raises:
             GenerationStopped: A stop was requested before the last token.
@@ -147,41 +158,61 @@ class TransformersGenerator:
         """True if a prompt's prefill is computed once for all of its completions; False if once per completion."""
         self.unscaled_length = longest_unscaled_length(self.model.config)
         """Length above which rotary frequencies depend on the length; None if they never do."""
-        self.images: Mapping[str, Tensor] = {}
-        """Inputs of the model for the images of a single prompt, whose prefill is then not divided into chunks."""
+        self.image_processor: ImageProcessor | None = None
+        """Processor of the images of prompts. If it is set, tokens in place of images are never generated."""
         self._prefilled_length: int | None = None
         """Length of the prompts while they are prefilled, otherwise None."""
 
     def write(
-        self, prompts: Sequence[list[int]], count: int | Sequence[int], sampling: Sampling
+        self,
+        prompts: Sequence[list[int]],
+        count: int | Sequence[int],
+        sampling: Sampling,
+        images: Sequence[Images] | None = None,
     ) -> list[list[Completion]]:
-        """Generate completions, a list for each prompt. On a CPU, the same random state gives identical completions."""
+        """Generate completions, a list for each prompt. On a CPU, the same random state gives identical completions.
+
+        The prefill of a prompt with images is computed once per completion, and not divided into chunks.
+        """
         written: list[list[Completion]] = [[] for _ in prompts]
+        shown: Sequence[Images] = [()] * len(prompts) if images is None else images
         counts = [count] * len(prompts) if isinstance(count, int) else list(count)
         # A repetition penalty would count padding tokens, and short prompts would get the frequencies of longer ones.
         may_pad = sampling.repetition_penalty == 1.0 and self.unscaled_length is None
         padded = self.max_over_ranks is not None or (self.shares_prompts and may_pad)
         with torch.no_grad(), self._generation_mode(sampling) as model, self.compute_context():
-            for batch in _batch_prompts(prompts, counts, max_rows=self.max_rows, padded=padded):
+            # Ranks that share the weights have the same number of batches, whichever rank has images.
+            alike = [self.max_over_ranks is not None or not files for files in shown]
+            for batch in _batch_prompts(prompts, counts, alike, max_rows=self.max_rows, padded=padded):
                 repeats = [prompt_count for _, prompt_count in batch]
-                rows = iter(self._write_batch(model, [prompts[index] for index, _ in batch], repeats))
+                asked, files = [prompts[index] for index, _ in batch], [shown[index] for index, _ in batch]
+                rows = iter(self._write_batch(model, asked, repeats, files))
                 for index, prompt_count in batch:
                     written[index] += islice(rows, prompt_count)
         return written
 
     def _write_batch(
-        self, model: PreTrainedModel, prompts: Sequence[list[int]], repeats: Sequence[int]
+        self, model: PreTrainedModel, prompts: Sequence[list[int]], repeats: Sequence[int], images: Sequence[Images]
     ) -> list[Completion]:
+        forget_image_positions(self.model)  # of the batch before
         ids_PT, mask_PT = self._pad_prompts(prompts)
-        is_prefilled = self.shares_prompts and ids_PT.shape[1] > 1 and not self.images
+        is_prefilled = self.shares_prompts and ids_PT.shape[1] > 1 and not self._any_rank(any(images))
         cache = self._prefill(ids_PT, mask_PT) if is_prefilled else None
-        generate_arguments: dict[str, Any] = {name: value.to(ids_PT.device) for name, value in self.images.items()}
+        generate_arguments: dict[str, Any] = {}
         repeats_P: Any = torch.tensor(repeats, device=ids_PT.device)
         if cache is not None:
             if max(repeats) > 1:
                 cache.batch_repeat_interleave(repeats[0] if len(set(repeats)) == 1 else repeats_P)
             generate_arguments |= cache_keyword(type(self.model).prepare_inputs_for_generation, cache)
         ids_NT, mask_NT = ids_PT.repeat_interleave(repeats_P, dim=0), mask_PT.repeat_interleave(repeats_P, dim=0)
+        if any(images):
+            assert self.image_processor is not None, "prompts with images have a processor"
+            files = [each for each, count in zip(images, repeats, strict=True) for _ in range(count)]
+            inputs = self.image_processor.model_inputs(files, ids_NT.cpu())
+            reads_host = has_image_tower(self.model)
+            generate_arguments = {
+                name: x if reads_host and stays_on_host(name, x) else x.to(ids_NT.device) for name, x in inputs.items()
+            }
         output: Any = model.generate(
             input_ids=ids_NT,
             attention_mask=mask_NT,
@@ -193,14 +224,13 @@ class TransformersGenerator:
             streamer=self.streamer,
             **generate_arguments,
         )
-        if self._all_ranks_stop():
+        if self._any_rank(self.should_stop()):  # after the same batch on all ranks that share the weights
             raise GenerationStopped
         return [cut_at_end_token(row, self.end_token_ids) for row in output[:, ids_PT.shape[1] :].tolist()]
 
-    def _all_ranks_stop(self) -> bool:
-        """Return True if this rank must stop; ranks that share the weights stop together, after the same batch."""
-        stops = self.should_stop()
-        return stops if self.max_over_ranks is None else self.max_over_ranks(int(stops)) > 0
+    def _any_rank(self, value: bool) -> bool:
+        """Return True if ``value`` is true on this rank, or on another rank that shares the weights."""
+        return value if self.max_over_ranks is None else self.max_over_ranks(int(value)) > 0
 
     def _pad_prompts(self, prompts: Sequence[list[int]]) -> tuple[Tensor, Tensor]:
         """Return token ids ``[P, T]``, padded on the left, and their mask."""
@@ -272,11 +302,12 @@ class TransformersGenerator:
             repetition_penalty=sampling.repetition_penalty,
             eos_token_id=sorted(self.end_token_ids) or None,
             pad_token_id=self.pad_token_id,
+            # Such a token in a completion would have no image when its log-probs are computed.
+            suppress_tokens=None if self.image_processor is None else [self.model.config.image_token_id],
             use_cache=True,
         )
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
-        forget_image_positions(self.model)
         rotations = LengthRotary.install_in_model(self.model, self._row_lengths)
         try:
             yield copy_with_generation_config(self.model, settings)
@@ -296,19 +327,22 @@ class _StopRequested(StoppingCriteria):
 
 
 def _batch_prompts(
-    prompts: Sequence[list[int]], counts: Sequence[int], *, max_rows: int, padded: bool
+    prompts: Sequence[list[int]], counts: Sequence[int], kinds: Sequence[bool], *, max_rows: int, padded: bool
 ) -> Iterator[list[tuple[int, int]]]:
     """Yield batches of (index of a prompt, number of its completions), with at most ``max_rows`` completions.
 
-    The longest prompts come first. Prompts of a batch have the same length unless ``padded``. A batch has no more
-    prompts than would fit if all had the mean number of completions. A prompt may be in several batches.
+    The longest prompts come first. Prompts of a batch have the same kind, and the same length unless ``padded``. A
+    batch has no more prompts than would fit if all had the mean number of completions. A prompt may be in several
+    batches.
     """
     batch: list[tuple[int, int]] = []
     at_a_time = max(1, max_rows * len(prompts) // max(1, sum(counts)))
-    for index in sorted(range(len(prompts)), key=lambda index: (-len(prompts[index]), index)):
+    for index in sorted(range(len(prompts)), key=lambda index: (kinds[index], -len(prompts[index]), index)):
         for part in _split_count(counts[index], max_rows):
             full = len(batch) == at_a_time or sum(count for _, count in batch) + part > max_rows
-            if batch and (full or not (padded or len(prompts[index]) == len(prompts[batch[0][0]]))):
+            first = batch[0][0] if batch else index
+            joins = kinds[index] == kinds[first] and (padded or len(prompts[index]) == len(prompts[first]))
+            if batch and (full or not joins):
                 yield batch
                 batch = []
             batch.append((index, part))
@@ -380,9 +414,14 @@ class VllmGenerator:
         )
 
     def write(
-        self, prompts: Sequence[list[int]], count: int | Sequence[int], sampling: Sampling
+        self,
+        prompts: Sequence[list[int]],
+        count: int | Sequence[int],
+        sampling: Sampling,
+        images: Sequence[Images] | None = None,
     ) -> list[list[Completion]]:
         """Generate completions, a list for each prompt. vLLM's seed is drawn from torch's generator."""
+        assert not any(images or ()), "prompts with images are refused for vLLM"
         with torch.no_grad():
             weights = policy_weights(self.model)
             self._engine.apply_model(lambda module: module.load_weights(weights) and None)
