@@ -24,7 +24,7 @@ from streamtune.train import MicroBatch
 from tests.exactness.families import gradients
 from tests.exactness.vision import IMAGE, TEXT, build
 from tests.precision_kit import Reference, reference_of, widened
-from tests.sft_kit import run, write_recipe
+from tests.sft_kit import FIXED, run, write_recipe
 from tests.vision_kit import KINDS, save_checkpoint, write_image_rows
 
 from .test_image_rows import RECIPE, SCHEDULES, folder, losses
@@ -185,3 +185,35 @@ def test_a_family_with_other_axes_is_refused_by_name() -> None:
     with pytest.raises(ArgumentError, match="not packed for HunYuanVLForConditionalGeneration") as caught:
         models.packed_image_positions(model, ids, positions, images)
     assert caught.value.where == "packing"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"finetuning_type": "qlora", "quantization": "int8"},
+        {"engine": {**FIXED, "weights": "host"}},
+        {"engine": {"schedule": "auto"}},
+        {"dtype": "bfloat16"},
+        {"batching": "tokens", "tokens_per_batch": 400},
+    ],
+    ids=lambda keys: " ".join(f"{key}={value}" for key, value in keys.items())[:40],
+)
+def test_other_ways_to_train(folder: Path, keys: dict[str, Any]) -> None:
+    save_checkpoint("qwen3_vl", folder / "base")
+    write_image_rows(folder, 12)
+    write_recipe(folder, {**PACKED, **keys})
+    assert run() == 0
+    found = losses("run")
+    assert found[-1] < found[0] + 0.2
+
+
+@pytest.mark.full
+def test_ranks(folder: Path) -> None:
+    """Two ranks train on the packed rows of one, to the same loss."""
+    save_checkpoint("qwen3_vl", folder / "base")
+    write_image_rows(folder, 12)
+    write_recipe(folder, {**PACKED, "train_batch_size": 2, "per_device_train_batch_size": 1})
+    assert run("--output-dir", "one") == 0
+    assert run("--output-dir", "two", "--nproc", "2") == 0
+    assert losses("two") == pytest.approx(losses("one"), rel=1e-4)
