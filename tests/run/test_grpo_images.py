@@ -286,7 +286,7 @@ def is_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 
 def test_a_run_and_its_files(folder: Path) -> None:
-    """Rewards see the pictures; the tower is frozen; completions have names and no pixels; a stopped run goes on."""
+    """Rewards see the pictures, the tower is frozen, no pixels are written, and a resumed run ends the same."""
     save_checkpoint("qwen3_vl", folder / "base")
     write_prompts(folder, 6)
     keys = {"num_completions_to_print": 4, "val_size": 1, "eval_steps": 2, "max_steps": 2, "save_steps": 1}
