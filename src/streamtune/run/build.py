@@ -139,7 +139,7 @@ def build_run(
         def check_and_start_adapters(handle: StreamHandle) -> None:
             if models.find_deferred_weights(model) is None:
                 task.check_batches(handle, batches)
-            elif getattr(recipe, "packing", False) and data.have_images(prepared.training):
+            elif getattr(recipe, "packing", False) and prepared.has_images:
                 notify("the weights are sharded: packed rows with images are not compared with the rows alone")
             if recipe.starts_from_gradients and start.checkpoint is None and not dry_run:
                 with doing("computing gradients to initialise the adapters"):
