@@ -66,7 +66,7 @@ TOWER = "model.vision_tower.encoder.layers.*"
         (["q_proj", "vision_tower.*v_proj"], {f"{LANGUAGE}.self_attn.q_proj", f"{TOWER}.self_attn.v_proj"}),
         (["(q|k)_proj"], {f"{LANGUAGE}.self_attn.q_proj", f"{LANGUAGE}.self_attn.k_proj"}),
     ],
-    ids=str,
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_a_name_takes_the_language_model_or_else_the_tower(folder: Path, target: list[str], want: set[str]) -> None:
     model = add_lora(build("gemma3", folder), r=2, target=target)
