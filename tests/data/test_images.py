@@ -6,9 +6,11 @@ import base64
 import io
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
 import pytest
@@ -17,8 +19,12 @@ from PIL import Image
 from tests.vision_kit import KINDS, draw, processor_of, save_checkpoint, write_image_rows
 from transformers import AutoTokenizer
 
-from streamtune import data
-from streamtune.errors import DataError, StorageError
+from streamtune import data, models
+from streamtune.data.reading.image_cells import MARK, ImageCell
+from streamtune.data.rendering.render import RowRenderer
+from streamtune.data.row_types import Conversation
+from streamtune.data.templates import ChatRequest, image_text, render_chat
+from streamtune.errors import ArgumentError, DataError, StorageError
 from streamtune.tasks.sft import Batches
 from streamtune.train import MicroBatch
 
@@ -225,6 +231,9 @@ def test_bad_images(qwen: Path, tmp_path: Path) -> None:
     _save(Image.new("RGB", (8, 8)), tmp_path / "figure.eps")
     _save(Image.new("RGB", (1, 1)), tmp_path / "dot.png")
     _save(Image.new("1", (9000, 9000)), tmp_path / "bomb.png")
+    _save(Image.new("1", (30000, 30000)), tmp_path / "huge.png")
+    _save(Image.fromarray(np.full((8, 8), 40000, dtype=np.uint16)), tmp_path / "grey.png")
+    _save(Image.new("F", (8, 8)), tmp_path / "float.tiff")
     frames = [Image.new("RGB", (8, 8), colour) for colour in ("red", "blue")]
     frames[0].save(tmp_path / "moving.gif", save_all=True, append_images=frames[1:])
     for name, what in {
@@ -235,6 +244,13 @@ def test_bad_images(qwen: Path, tmp_path: Path) -> None:
         "figure.eps": r"figure\.eps is in none of the formats",
         "dot.png": r"dot\.png has 1 x 1 pixels",
         "bomb.png": r"bomb\.png has 81 million pixels, more than 67 million",
+        "huge.png": r"huge\.png has more than 67 million pixels",
+        "grey.png": r"grey\.png has more than 8 bits per pixel",
+        "float.tiff": r"float\.tiff has more than 8 bits per pixel",
+        "a\0b.png": r"images\[0\] is not a path: .*it has a NUL",
+        "~nosuchuser/a.png": r"images\[0\] is not a path",
+        "iVBORw0K" * 1000: r"it is base64 without data:image/png;base64,",
+        "HTTP://example.com/a.png": r"images\[0\] is a URL",
         "moving.gif": r"moving\.gif has 2 frames or pages",
         "https://example.com/a.png": r"images\[0\] is a URL: https://example\.com/a\.png",
         "data:image/png,abc": r"images\[0\] is not a valid data URL: it is not base64",
@@ -290,6 +306,112 @@ def test_places_and_images_must_agree(qwen: Path, tmp_path: Path) -> None:
     ):
         with pytest.raises(DataError, match=what):
             prepare(qwen, write(tmp_path, row))
+
+
+def test_tokens_of_images_without_an_image(qwen: Path, tmp_path: Path) -> None:
+    """A model would replace them by features of another row's image, or train on an embedding that nothing reads."""
+    image = str(draw(tmp_path / "a.png", "red"))
+    spelled = {"messages": [{"role": "user", "content": "what is <|image_pad|> here?"}, ANSWER]}
+    shown = {"messages": [QUESTION, ANSWER], "images": [image]}
+    pad = AutoTokenizer.from_pretrained(qwen).convert_tokens_to_ids("<|image_pad|>")
+    options = data.ImageOptions(str(qwen), str(tmp_path), placeholders=(pad,))
+    with pytest.raises(DataError, match=r"has the token <\|image_pad\|> in a text, and no image for it") as caught:
+        prepare(qwen, write(tmp_path, shown, spelled), images=options)
+    assert str(caught.value.where).endswith("rows.jsonl:2")
+    split = data.ChatOptions(split_special_tokens=True)
+    prepared, _ = prepare(qwen, write(tmp_path, shown, spelled), images=options, chat=split)
+    assert pad not in prepared.training[1].input_ids
+    for empty in (None, []):
+        row = {"messages": [{"role": "user", "content": "<image>what?"}, ANSWER], "images": empty}
+        with pytest.raises(DataError, match="has <image> in a text, and its column 'images' is empty"):
+            prepare(qwen, write(tmp_path, row))
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [{"role": "user", "content": "Which colour?"}, ANSWER], "image": "a.png"},
+        {"messages": [QUESTION, ANSWER], "image": "a.png"},
+        {"prompt": "<image>Which colour?", "completion": [ANSWER], "images": ["a.png"]},
+        {"prompt": [QUESTION], "completion": [QUESTION, ANSWER], "images": ["a.png"]},
+        {"prompt": [{"role": "user", "content": "Which colour?"}], "completion": [ANSWER], "images": ["a.png"]},
+    ],
+    ids=["a column image", "a place", "a prompt of text", "the prompt again", "no place"],
+)
+def test_the_same_row_in_other_words(row: dict[str, Any], qwen: Path, tmp_path: Path) -> None:
+    draw(tmp_path / "a.png", "red")
+    _, batches = prepare(qwen, write(tmp_path, {"messages": [QUESTION, ANSWER], "images": ["a.png"]}))
+    _, others = prepare(qwen, write(tmp_path, row))
+    assert same(batches.training_batch([0]), others.training_batch([0]))
+
+
+def test_pairs_of_images_in_other_words(qwen: Path, tmp_path: Path) -> None:
+    draw(tmp_path / "a.png", "red")
+    tokenizer, options = AutoTokenizer.from_pretrained(qwen), data.ImageOptions(str(qwen), str(tmp_path / "held"))
+
+    def trees(*rows: dict[str, Any]) -> Any:
+        settings = data.DataOptions(max_length=256, images=options)
+        return data.prepare_preferences(
+            [data.Source(str(write(tmp_path, *rows)))], tokenizer, settings, lambda text: None
+        )
+
+    other, asked = {"role": "assistant", "content": "blue"}, {"role": "user", "content": "Which colour?"}
+    first = trees({"prompt": [QUESTION], "chosen": [ANSWER], "rejected": [other], "images": ["a.png"]}).training[0]
+    for row in (
+        {"chosen": [asked, ANSWER], "rejected": [asked, other]},
+        {"prompt": [QUESTION], "chosen": [QUESTION, ANSWER], "rejected": [QUESTION, other]},
+        {"prompt": "<image>Which colour?", "chosen": [ANSWER], "rejected": [other]},
+    ):
+        found = trees({**row, "images": ["a.png"]}).training[0]
+        assert (found.prompt, found.completions, found.images) == (first.prompt, first.completions, first.images)
+    later = [ANSWER, {"role": "user", "content": "<image>again?"}, ANSWER]
+    with pytest.raises(DataError, match="'chosen' has an image, and images belong to the prompt"):
+        trees({"prompt": [asked], "chosen": later, "rejected": [other], "images": ["a.png"]})
+
+
+def test_a_changed_image_of_streamed_rows(qwen: Path, tmp_path: Path) -> None:
+    """Streamed rows are rendered again in each pass."""
+    image = draw(tmp_path / "a.png", "red")
+    render = RowRenderer(
+        AutoTokenizer.from_pretrained(qwen),
+        train_on="assistant",
+        notify=lambda text: None,
+        images=data.ImageOptions(str(qwen), str(tmp_path)),
+    )
+    cell = ImageCell("images[0]", image)
+    row = Conversation([{"role": "user", "content": f"{MARK}Which colour?"}, ANSWER], None, images=(cell,))
+    assert render(row, "rows:1").input_ids == render(row, "rows:1").input_ids
+    draw(image, "blue")
+    with pytest.raises(DataError, match="the image has changed"):
+        render(row, "rows:1")
+
+
+def test_the_template_of_an_older_checkpoint(qwen: Path, tmp_path: Path) -> None:
+    """Its template is in ``chat_template.json``, which belongs to the processor."""
+    base = tmp_path / "base"
+    shutil.copytree(qwen, base)
+    file = base / "chat_template.jinja"
+    template = file.read_text()
+    file.unlink()
+    (base / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    assert models.load_tokenizer(str(base)).chat_template == template
+    (base / "chat_template.json").unlink()
+    tokenizer = models.load_tokenizer(str(base))
+    models.set_chat_template(tokenizer, "chatml", image_text(tokenizer))
+    draw(tmp_path / "a.png", "red")
+    rows = write(tmp_path, {"messages": [QUESTION, ANSWER], "images": ["a.png"]})
+    options = data.DataOptions(max_length=64, images=data.ImageOptions(str(base), str(tmp_path)))
+    with pytest.raises(ArgumentError, match="the chat template prints none"):
+        data.prepare([data.Source(str(rows))], tokenizer, options, lambda text: None)
+
+
+def test_gemmas_template_with_another_checkpoint(qwen: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(qwen)
+    models.set_chat_template(tokenizer, "gemma3", image_text(tokenizer))
+    system = {"role": "system", "content": [{"type": "image"}, {"type": "text", "text": "Be brief."}]}
+    text = render_chat(tokenizer, ChatRequest([system, QUESTION, ANSWER]))
+    shown = "<|vision_start|><|image_pad|><|vision_end|>"
+    assert f"{shown}Be brief.\n\n{shown}Which colour?<end_of_turn>" in text
 
 
 def test_cached_rows_have_no_pixels_and_notice_changes(qwen: Path, tmp_path: Path) -> None:

@@ -59,12 +59,16 @@ class ImageFile:
         """
         content = read_image_bytes(Path(self.path), self.path, "")
         if image_digest(content) != self.digest:
-            raise DataError(
-                "the image has changed since its row was prepared",
-                where=self.path,
-                fix="start again: its row is then prepared again",
-            )
+            raise changed_image_error(self.path)
         return content
+
+
+def changed_image_error(path: str) -> DataError:
+    return DataError(
+        "the image has changed since its row was prepared",
+        where=path,
+        fix="restore it, or begin a new run, which prepares its row again",
+    )
 
 
 @dataclass(frozen=True)
@@ -119,10 +123,17 @@ def decode_image(content: bytes, shown: str, origin: str) -> Image:
             frames = 1 if image.format == "MPO" else getattr(image, "n_frames", 1)  # a photo and its previews
             if frames > 1:
                 raise refuse(f"has {frames} frames or pages", "save each as an image of its own")
+            if image.mode == "F" or image.mode.startswith("I"):
+                raise refuse(
+                    "has more than 8 bits per pixel, and models read 8",
+                    "save it with 8 bits, in a range that you choose",
+                )
             image.load()
             return ImageOps.exif_transpose(image).convert("RGB")
     except DataError:
         raise
+    except Image.DecompressionBombError as error:  # Pillow checks the size first
+        raise refuse(f"has more than {MOST_PIXELS // 10**6} million pixels", "scale it down") from error
     except UnidentifiedImageError as error:
         raise refuse(f"is in none of the formats {', '.join(FORMATS)}", "save it as PNG or JPEG") from error
     except Exception as error:  # Pillow raises many kinds of exceptions for damaged files

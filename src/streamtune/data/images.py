@@ -53,6 +53,8 @@ class ImageOptions:
     """number of pixels to which a larger image is scaled down, before the processor; None: no limit"""
     min_pixels: int | None = None
     """number of pixels to which a smaller image is scaled up, before the processor; None: no limit"""
+    placeholders: tuple[int | str, ...] = ()
+    """tokens, or their ids, that the model replaces by features of images, videos or audio"""
     files: Mapping[str, str] | None = None
     """files of the processor, name -> text, if ``model`` is the type of a new model; None: they are in ``model``"""
 
@@ -80,6 +82,27 @@ class ImageOptions:
         if not texts:
             return None
         return self.model, self.max_pixels, self.min_pixels, hashlib.sha256("\0".join(texts).encode()).hexdigest()
+
+
+def refuse_placeholders(
+    ids: Sequence[int], options: ImageOptions | None, tokenizer: PreTrainedTokenizerBase, origin: str
+) -> None:
+    """Raise an error if a row without images has a token that the model replaces by features of an image.
+
+    Args:
+        ids: Token ids of the row.
+
+    Raises:
+        DataError: The row has such a token.
+    """
+    for token in () if options is None else options.placeholders:
+        number = tokenizer.convert_tokens_to_ids(token) if isinstance(token, str) else token
+        if number in ids:
+            raise DataError(
+                f"the row has the token {tokenizer.convert_ids_to_tokens(number)} in a text, and no image for it",
+                where=origin,
+                fix="name the image in the column 'images', remove the token, or write split_special_tokens: true",
+            )
 
 
 @dataclass(frozen=True)

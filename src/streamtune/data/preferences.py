@@ -16,6 +16,7 @@ word belong to the answers. For example, the prompt is ``"... Assistant:"``, the
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -32,7 +33,7 @@ from streamtune.data.reading.cells import (
     read_tools,
     wrap_tools,
 )
-from streamtune.data.reading.image_cells import mark_images
+from streamtune.data.reading.image_cells import MARK, mark_images
 from streamtune.data.reading.readers import Row
 from streamtune.data.rendering.chat_variants import common_prefix_length
 from streamtune.data.row_types import Conversation, PromptCompletion
@@ -112,6 +113,14 @@ def normalise_preference(row: Row, row_type: str) -> Answers:
                 fix=did_you_mean(name, row.columns) or f"add the column '{name}' or set the dataset's 'type'",
             )
     row, images = mark_images(row)
+    if images and "prompt" in row.columns:
+        for name in ("completion", "chosen"):
+            if MARK in json.dumps(row.columns.get(name), ensure_ascii=False, default=str):
+                raise DataError(
+                    f"'{name}' has an image, and images belong to the prompt",
+                    where=row.origin,
+                    fix="put the turns with images into 'prompt'",
+                )
     answers = _NORMALISERS[row_type](row)
     if not images:
         return answers

@@ -93,6 +93,7 @@ from streamtune.models.model_class import (
 from streamtune.models.new_processor import (
     add_image_tokens,
     count_image_tokens,
+    feature_tokens,
     image_family,
     new_model_token_ids,
     processor_files,
@@ -172,6 +173,7 @@ __all__ = [
     "encode_prompt",
     "eos_token_ids",
     "factors_from_gradients",
+    "feature_tokens",
     "find_deferred_weights",
     "fingerprint_files",
     "fingerprint_model",

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import AddedToken, PreTrainedTokenizerBase
+from transformers import AddedToken, PreTrainedConfig, PreTrainedTokenizerBase
 
 from streamtune.engine.hf_names import PROCESSOR_NAMES, hf_internal
 from streamtune.errors import ArgumentError
@@ -57,6 +57,24 @@ LEAST_TOKENS, MOST_TOKENS = 4, 1280
 def image_family(keys: Mapping[str, Any]) -> ImageFamily | None:
     """Return the family of a new model with the configuration ``keys``; None if the model takes no images."""
     return NEW_IMAGE_MODELS.get(str(keys.get("model_type")))
+
+
+def feature_tokens(name_or_path: str, keys: Mapping[str, Any]) -> tuple[int | str, ...]:
+    """Return the tokens that a model replaces by features of images, videos or audio, or their ids.
+
+    Args:
+        name_or_path: Folder or name on the hub of a checkpoint.
+        keys: Configuration of a new model; empty for a checkpoint.
+    """
+    if keys:
+        family = image_family(keys)
+        return () if family is None else (family.tokens["image_token_id"], family.tokens["video_token_id"])
+    try:
+        config, _ = PreTrainedConfig.get_config_dict(name_or_path)
+    except Exception:  # loading the model reports it
+        return ()
+    ids = (config.get(f"{kind}_token_{end}") for kind in ("image", "video", "audio") for end in ("id", "index"))
+    return tuple(each for each in ids if isinstance(each, int))
 
 
 def count_image_tokens(keys: Mapping[str, Any]) -> int:

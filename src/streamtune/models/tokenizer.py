@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from transformers import AddedToken, AutoTokenizer, PreTrainedTokenizerBase, Pre
 
 from streamtune.base.chat_templates import CHAT_TEMPLATES, describe_missing_template, print_images, read_chat_template
 from streamtune.base.patterns import check_split_patterns
+from streamtune.engine.hf_names import HUB_FILE, hf_internal
 from streamtune.errors import ArgumentError
 from streamtune.models.config import check_layer_limit, check_path_exists, make_loading_error, read_config_json
 
@@ -114,6 +116,8 @@ def _read_tokenizer(name_or_path: str, trust_remote_code: bool) -> PreTrainedTok
         )
     except Exception as error:  # the tokenizers library raises plain exceptions for unreadable files
         raise make_loading_error("tokenizer", name_or_path, error) from error
+    if found.chat_template is None:
+        found.chat_template = _read_processor_template(name_or_path)
     backend = getattr(found, "backend_tokenizer", None)
     if backend is not None:
         parts = (backend.normalizer, backend.pre_tokenizer, backend.decoder)
@@ -126,6 +130,15 @@ def _read_tokenizer(name_or_path: str, trust_remote_code: bool) -> PreTrainedTok
             fix="copy tokenizer.json and tokenizer_config.json into it, or name a tokenizer: tokenizer: {path: NAME}",
         )
     return found
+
+
+def _read_processor_template(name_or_path: str) -> str | None:
+    """Return the template in ``chat_template.json``, where older vision-language checkpoints have it; None without."""
+    with suppress(OSError, ValueError, AttributeError):
+        path = hf_internal(HUB_FILE)(name_or_path, "chat_template.json", _raise_exceptions_for_missing_entries=False)
+        template = None if path is None else json.loads(Path(path).read_text(encoding="utf-8")).get("chat_template")
+        return template if isinstance(template, str) else None
+    return None
 
 
 def _find_regular_expressions(value: Any) -> Iterator[str]:
@@ -143,7 +156,7 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, template: str, image_t
     A file with such a name needs a path with a folder: ``./chatml``.
 
     Args:
-        image_text: Text of an image for templates of :data:`CHAT_TEMPLATES` that print no images
+        image_text: Text of an image for templates of :data:`CHAT_TEMPLATES`
             (:func:`streamtune.data.templates.image_text`); an empty string for a model of text.
     """
     if form := CHAT_TEMPLATES.get(template):
@@ -154,7 +167,7 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, template: str, image_t
                 fix="write special_tokens: {eos_token: ...}",
             )
         text = read_chat_template(template)
-        tokenizer.chat_template = print_images(text, image_text) if image_text and "image" not in text else text
+        tokenizer.chat_template = print_images(text, image_text) if image_text else text
         return
     if "{" in template:
         tokenizer.chat_template = template

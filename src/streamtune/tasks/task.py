@@ -11,13 +11,16 @@
 
 from __future__ import annotations
 
+import atexit
 import math
+import shutil
+import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import copy
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, Self, TypeVar
 
@@ -598,10 +601,11 @@ def image_options(recipe: Recipe) -> data.ImageOptions | None:
         name, files = config.model_type, models.processor_files(config)
     return data.ImageOptions(
         name,
-        image_folder(),
+        image_folder(keep=recipe.cache),
         recipe.trust_remote_code,
         recipe.max_pixels,
         recipe.min_pixels,
+        models.feature_tokens(name, {} if recipe.model is None else recipe.model.init),
         files,
     )
 
@@ -639,9 +643,16 @@ def larger_images(found: Iterable[Mapping[str, torch.Tensor] | None]) -> Mapping
     return max(images, key=lambda inputs: sum(x.numel() for x in inputs.values()), default=None)
 
 
-def image_folder() -> str:
-    """Return the folder in which images that rows hold as bytes are kept."""
-    return str(cache_folder() / "rows" / data.IMAGES)
+def image_folder(*, keep: bool = True) -> str:
+    """Return the folder for images that rows hold as bytes: in the cache, or one that ends with the process."""
+    return str(cache_folder() / "rows" / data.IMAGES) if keep else _temporary_folder()
+
+
+@cache
+def _temporary_folder() -> str:
+    folder = tempfile.mkdtemp(prefix="streamtune-images-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 def row_cache(recipe: CacheKeys) -> data.RowCache | None:

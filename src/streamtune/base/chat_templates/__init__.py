@@ -95,9 +95,13 @@ def print_images(template: str, image_text: str) -> str:
     """Return a template that also accepts messages whose content is a list of parts, and prints ``image_text`` for each
     part that is an image.
     """
+    if GEMMA_IMAGE in template:
+        return template.replace(GEMMA_IMAGE, json.dumps(image_text))
     return _PARTS.replace("IMAGE_TEXT", json.dumps(image_text)) + template
 
 
+GEMMA_IMAGE = "'<start_of_image>'"
+"""Expression in ``gemma3.jinja``, which prints lists of parts by itself."""
 _PARTS = """
 {%- set joined = namespace(messages=[]) -%}
 {%- for message in messages -%}

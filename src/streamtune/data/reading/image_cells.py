@@ -20,6 +20,7 @@ from __future__ import annotations
 import base64
 import binascii
 import io
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -36,7 +37,9 @@ MESSAGE_COLUMNS = ("messages", "conversations", "conversation", "prompt", "compl
 """Columns with messages, in the order in which their images are counted."""
 TEXT_MARK = "<image>"
 """Place of an image in the text of a row with the column, as in LLaMA-Factory and ms-swift."""
-_REMOTE = ("http://", "https://", "s3://", "gs://", "hf://", "ftp://")
+_SCHEME = re.compile(r"(?!file:|data:)[a-zA-Z][a-zA-Z0-9+.-]*://")
+"""Beginning of a URL."""
+_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".avif", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".jp2")
 _VALUE_KEYS = ("image", "path", "url", "base64")
 
 
@@ -53,14 +56,20 @@ class ImageCell:
 def image_column(row: Row) -> str | None:
     """Return the name of the row's column with images; None if it has none.
 
-    A column ``image`` that is text counts only if a text of the row has :data:`TEXT_MARK`.
+    A column ``image`` that is text counts if it names an image file, or if the row has places for images.
     """
     if row.columns.get("images") not in (None, "", []):
         return "images"
     value = row.columns.get("image")
-    if value in (None, "", []) or (isinstance(value, str) and TEXT_MARK not in str(row.columns)):
+    if value in (None, "", []):
         return None
-    return "image"
+    is_other_text = isinstance(value, str) and not value.lower().endswith(_SUFFIXES) and not value.startswith("data:")
+    return None if is_other_text and not _has_places(row) else "image"
+
+
+def _has_places(row: Row) -> bool:
+    lists = (_message_list(row, name) for name in MESSAGE_COLUMNS if name in row.columns)
+    return TEXT_MARK in str(row.columns) or any(_has_image_part(message) for each in lists for message in each)
 
 
 def mark_images(row: Row) -> tuple[Row, tuple[ImageCell, ...]]:
@@ -74,9 +83,11 @@ def mark_images(row: Row) -> tuple[Row, tuple[ImageCell, ...]]:
     """
     column = image_column(row)
     if column is None and not any(_may_have_image(row.columns.get(name)) for name in MESSAGE_COLUMNS):
+        _refuse_places_without_images(row)
         return row, ()
     lists = {name: _message_list(row, name) for name in MESSAGE_COLUMNS if name in row.columns}
     if column is None and not any(_has_image_part(message) for each in lists.values() for message in each):
+        _refuse_places_without_images(row)
         return row, ()
     if column is not None and isinstance(row.columns.get("instruction"), str) and not any(lists.values()):
         return _mark_instruction(row, column)
@@ -86,46 +97,93 @@ def mark_images(row: Row) -> tuple[Row, tuple[ImageCell, ...]]:
             where=row.origin,
             fix="write the row as messages, or remove the column",
         )
-    waiting = [] if column is None else _read_column(row, column)
-    found: list[ImageCell] = []
-    used = 0
-    marked: dict[str, list[Any]] = {}
-    for name, messages in lists.items():
-        marked[name] = []
-        if name == "rejected":  # another answer to the same prompt, perhaps with the prompt before it
-            marked[name] = _mark_other_answer(row, lists["chosen"], marked["chosen"], messages)
-            continue
-        for number, message in enumerate(messages):
-            parts = _split_content(message, column is not None)
-            for index, part in enumerate(parts):
-                where = f"{name}[{number}].content[{index}]"
-                if MARK in (_text_of(part) or ""):
-                    raise DataError(
-                        f"{where} has the character U+FDD0, which marks images here",
-                        where=row.origin,
-                        fix="remove the character",
-                    )
-                if not _is_image_part(part):
-                    continue
-                if _role_of(message) == "assistant":
-                    raise DataError(
-                        f"{where} is an image in an answer, and models write text only",
-                        where=row.origin,
-                        fix="remove the image, or the row",
-                    )
-                value = _part_value(part)
-                if value is None and used == len(waiting):
-                    raise _wrong_count_error(row, column, len(waiting), "more places for images")
-                found.append(waiting[used] if value is None else _to_cell(value, where, row))
-                used += value is None
-                parts[index] = {"type": "text", "text": MARK}
-            marked[name].append({**message, _content_key(message): parts} if parts else message)
-    if waiting and not found:
-        found, used = waiting, len(waiting)
-        _put_before_first_user(row, marked, len(waiting))
-    if used < len(waiting):
-        raise _wrong_count_error(row, column, len(waiting), f"{used} places for them")
-    return replace(row, columns={**row.columns, **marked}), tuple(found)
+    _separate_prompt(row, lists)
+    reader = _PlaceReader(row, column)
+    marked = {
+        name: [reader.mark(message, f"{name}[{number}]") for number, message in enumerate(messages)]
+        for name, messages in lists.items()
+        if name != "rejected"
+    }
+    images = reader.finish(marked)
+    if "rejected" in lists:  # another answer to the same prompt, perhaps with the prompt before it
+        marked["rejected"] = _mark_other_answer(
+            row, lists.get("chosen", []), marked.get("chosen", []), lists["rejected"], column
+        )
+    return replace(row, columns={**row.columns, **marked}), tuple(images)
+
+
+class _PlaceReader:
+    """Replaces the places of images in the messages of a row by :data:`MARK`, and collects the images."""
+
+    def __init__(self, row: Row, column: str | None) -> None:
+        self.row, self.column = row, column
+        self.waiting = [] if column is None else _read_column(row, column)
+        self.found: list[ImageCell] = []
+        self.used = 0
+
+    def mark(self, message: Any, place: str) -> Any:
+        """Return a message with the marks of its images."""
+        parts = _split_content(message, self.column is not None)
+        for index, part in enumerate(parts):
+            where = f"{place}.content[{index}]"
+            if MARK in (_text_of(part) or ""):
+                raise DataError(
+                    f"{where} has the character U+FDD0, which marks images here",
+                    where=self.row.origin,
+                    fix="remove the character",
+                )
+            if not _is_image_part(part):
+                continue
+            if _role_of(message) == "assistant":
+                raise DataError(
+                    f"{where} is an image in an answer, and models write text only",
+                    where=self.row.origin,
+                    fix="remove the image, or the row",
+                )
+            value = _part_value(part)
+            if value is None and self.used == len(self.waiting):
+                raise _wrong_count_error(self.row, self.column, len(self.waiting), "more places for images")
+            self.found.append(self.waiting[self.used] if value is None else _to_cell(value, where, self.row))
+            self.used += value is None
+            parts[index] = {"type": "text", "text": MARK}
+        return {**message, _content_key(message): parts} if parts else message
+
+    def finish(self, marked: Mapping[str, list[Any]]) -> list[ImageCell]:
+        """Return all images in order; those of a row without places are put before its first user message."""
+        if self.waiting and not self.found:
+            _put_before_first_user(self.row, marked, len(self.waiting))
+            return self.waiting
+        if self.used < len(self.waiting):
+            raise _wrong_count_error(self.row, self.column, len(self.waiting), f"{self.used} places for them")
+        return self.found
+
+
+def _refuse_places_without_images(row: Row) -> None:
+    """Raise an error if a row with an empty column of images has :data:`TEXT_MARK` in a text."""
+    empty = next((name for name in ("images", "image") if name in row.columns), None)
+    if empty is None or row.columns[empty] not in (None, "", []):
+        return
+    texts = [row.columns.get(name) for name in (*MESSAGE_COLUMNS, "instruction", "input")]
+    if any(TEXT_MARK in str(text) for text in texts if text):
+        raise DataError(
+            f"the row has {TEXT_MARK} in a text, and its column '{empty}' is empty",
+            where=row.origin,
+            fix=f"name the image, or remove {TEXT_MARK}",
+        )
+
+
+def _separate_prompt(row: Row, lists: dict[str, list[Any]]) -> None:
+    """Make a message of a prompt that is text, and remove the prompt from answers that begin with it, in place."""
+    text, answers = row.columns.get("prompt"), [name for name in ("completion", "chosen", "rejected") if name in lists]
+    if isinstance(text, str) and not lists.get("prompt") and any(lists[name] for name in answers):
+        lists["prompt"] = [{"role": "user", "content": text}]
+    prompt = lists.get("prompt")
+    for name in answers:
+        if prompt and lists[name][: len(prompt)] == prompt:
+            lists[name] = lists[name][len(prompt) :]
+    ordered = {name: lists[name] for name in MESSAGE_COLUMNS if name in lists}
+    lists.clear()
+    lists.update(ordered)
 
 
 def split_at_marks(text: str) -> list[dict[str, Any]]:
@@ -160,7 +218,8 @@ def _mark_instruction(row: Row, column: str) -> tuple[Row, tuple[ImageCell, ...]
     images = _read_column(row, column)
     texts = {name: text for name in ("instruction", "input") if isinstance(text := row.columns.get(name), str)}
     places = sum(text.count(TEXT_MARK) for text in texts.values())
-    if MARK in "".join(texts.values()) or TEXT_MARK in str(row.columns.get("history")):
+    others = [row.columns.get(name) for name in ("history", "output", "system")]
+    if MARK in "".join(texts.values()) or TEXT_MARK in str(others):
         raise DataError(
             "images of an alpaca row belong to 'instruction' and 'input'",
             where=row.origin,
@@ -174,11 +233,13 @@ def _mark_instruction(row: Row, column: str) -> tuple[Row, tuple[ImageCell, ...]
     return replace(row, columns={**row.columns, **marked}), tuple(images)
 
 
-def _mark_other_answer(row: Row, chosen: Sequence[Any], marked: Sequence[Any], rejected: Sequence[Any]) -> list[Any]:
+def _mark_other_answer(
+    row: Row, chosen: Sequence[Any], marked: Sequence[Any], rejected: Sequence[Any], column: str | None
+) -> list[Any]:
     """Return the rejected messages with the marks of the chosen ones, which begin with the same messages."""
     same = next((n for n, (one, other) in enumerate(zip(chosen, rejected, strict=False)) if one != other), None)
     shared = min(len(chosen), len(rejected)) if same is None else same
-    if any(map(_has_image_part, rejected[shared:])):
+    if any(_is_image_part(part) for each in rejected[shared:] for part in _split_content(each, column is not None)):
         raise DataError(
             "'rejected' has an image that 'chosen' does not have at the same place",
             where=row.origin,
@@ -306,12 +367,18 @@ def _to_cell(value: Any, where: str, row: Row) -> ImageCell:
         )
     if value.startswith("data:"):
         return ImageCell(where, content=_decode_data_url(value, where, row.origin))
-    if value.startswith(_REMOTE):
+    if _SCHEME.match(value):
         raise DataError(
             f"{where} is a URL: {value:.80}", where=row.origin, fix="download the image, and write the path of the file"
         )
-    path = Path(value.removeprefix("file://")).expanduser()
-    return ImageCell(where, (row.folder or Path()) / path)
+    try:
+        if "\0" in value or len(value) > 4096:
+            raise ValueError("it is base64 without data:image/png;base64," if len(value) > 4096 else "it has a NUL")
+        return ImageCell(where, (row.folder or Path()) / Path(value.removeprefix("file://")).expanduser())
+    except (ValueError, RuntimeError) as error:  # expanduser of an unknown user
+        raise DataError(
+            f"{where} is not a path: {value[:80]!r} ({error})", where=row.origin, fix="write the path of a file"
+        ) from error
 
 
 def _decode_data_url(value: str, where: str, origin: str) -> bytes:

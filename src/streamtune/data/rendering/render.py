@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from streamtune.base.model_facts import IGNORE_INDEX
-from streamtune.data.image_files import ImageFile
-from streamtune.data.images import ImageOptions, ImageProcessor
+from streamtune.data.image_files import ImageFile, changed_image_error
+from streamtune.data.images import ImageOptions, ImageProcessor, refuse_placeholders
 from streamtune.data.options import DEFAULT_CHAT, ChatOptions, RowPolicy
 from streamtune.data.preferences import Answers
 from streamtune.data.reading.cells import has_system, prompt_digest, read_chat_kwargs, wrap_tools
@@ -105,6 +105,8 @@ class RowRenderer:
         self._chat = ChatRenderer(tokenizer, chat)
         self._policy = policy
         self._image_options = images
+        self._digests: dict[str, str] = {}
+        """path of an image -> digest of the file when it was first read"""
         self._tokens = MaskTokenizer(tokenizer, policy, self.log.notify_once)
         self._specials = SpecialText(tokenizer, policy, self.log.notify_once)
         self._counted: tuple[str, set[tuple[str, int]]] = ("", set())
@@ -149,6 +151,8 @@ class RowRenderer:
             rendered = self._render_completion(content, origin)
         else:
             rendered = self._render_document(content, origin)
+        if not rendered.images:
+            refuse_placeholders(rendered.input_ids, self._image_options, self._tokenizer, origin)
         if rendered.estimated is None and all(label == IGNORE_INDEX for label in rendered.labels):
             raise DataError(
                 "the row has no token to train on",
@@ -222,6 +226,9 @@ class RowRenderer:
     ) -> Rendered:
         """Return a rendered conversation with the tokens of its images, which are not trained."""
         files, pictures = images.read_cells(content.images, origin)
+        for file in files:  # streamed rows are rendered again in each pass
+            if self._digests.setdefault(file.path, file.digest) != file.digest:
+                raise changed_image_error(file.path)
         whole = images.expand(chat.text, pictures, origin)
         turns = [ChatTurn(whole.moved(turn.start), whole.moved(turn.end)) for turn in chat.turns]
         ask = partial(_tokenise_chat, turns=turns, origin=origin, exchanges=(), prefix=0)
@@ -239,6 +246,12 @@ class RowRenderer:
 
     @cached_property
     def _images(self) -> ImageProcessor:
+        if "image" not in str(self._tokenizer.get_chat_template()):
+            raise ArgumentError(
+                "rows have images, and the chat template prints none",
+                where="chat_template",
+                fix="set chat_template to a template of this model that prints images",
+            )
         return ImageProcessor.load(self._image_options, self._tokenizer)
 
     def _replace_special_names(self, content: Conversation, origin: str) -> Conversation:
@@ -543,6 +556,8 @@ class PromptRenderer:
             files, pictures = self._images.read_cells(row.images, origin)
             expand = lambda text: self._images.expand(text, pictures, origin).text  # noqa: E731
         ids = self(row.prompt, tools, origin, variables, expand)
+        if not files:
+            refuse_placeholders(ids, self._image_options, self._tokenizer, origin)
         prompt = Prompt(ids, row.prompt, row.columns, origin, tuple(map(str, files)))
         digests = [file.digest for file in files]
         return prompt, prompt_digest(row.prompt, [tools, digests] if digests else tools)

@@ -430,7 +430,7 @@ def _image_loader(trained: TrainedModel, base: Any, tokenizer: Any) -> Callable[
         trained.trusts_code,
         None if recipe is None else recipe.max_pixels,
         None if recipe is None else recipe.min_pixels,
-        None if base.config.name_or_path else models.processor_files(base.config),
+        files=None if base.config.name_or_path else models.processor_files(base.config),
     )
     return partial(data.ImageProcessor, options, tokenizer)
 

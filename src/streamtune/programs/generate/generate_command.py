@@ -52,7 +52,7 @@ def generate(
         ),
     ] = None,
     image: Annotated[
-        list[Path] | None,
+        list[str] | None,
         option(
             "FILE",
             "Image for --prompt, with a vision-language model. `<image>` in the prompt is the place of an image; "

@@ -93,7 +93,7 @@ def _iterate_document_prompts(value: Any, where: str, folder: Path) -> Iterator[
         yield _parse_prompt(value, where, folder)
 
 
-def prompt_with_images(text: str, images: Sequence[Path]) -> ToolPrompt:
+def prompt_with_images(text: str, images: Sequence[str]) -> ToolPrompt:
     """Return a user message with images: in the places of ``<image>`` in its text, otherwise before it.
 
     Raises:
@@ -105,7 +105,7 @@ def prompt_with_images(text: str, images: Sequence[Path]) -> ToolPrompt:
             where="--image",
             fix=f"write {TEXT_MARK} once for each image, or not at all",
         )
-    columns = {"messages": [{"role": "user", "content": text}], "images": list(map(str, images))}
+    columns = {"messages": [{"role": "user", "content": text}], "images": list(images)}
     row, cells = mark_images(Row("--image", columns))
     messages = [_to_training_message(message, "--prompt", "--image") for message in row.columns["messages"]]
     return ToolPrompt(messages, images=cells, origin="--image")
