@@ -149,7 +149,7 @@ class _PlaceReader:
         return {**message, _content_key(message): parts} if parts else message
 
     def finish(self, marked: Mapping[str, list[Any]]) -> list[ImageCell]:
-        """Return all images in order; those of a row without places are put before its first user message."""
+        """Return all images in order. Images without places get places before the first user message."""
         if self.waiting and not self.found:
             _put_before_first_user(self.row, marked, len(self.waiting))
             return self.waiting
