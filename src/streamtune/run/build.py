@@ -137,10 +137,7 @@ def build_run(
         batches = task.make_batch_maker(prepared, tokenizer, model, share=share)
 
         def check_and_start_adapters(handle: StreamHandle) -> None:
-            if models.find_deferred_weights(model) is None:
-                task.check_batches(handle, batches)
-            elif getattr(recipe, "packing", False) and prepared.has_images:
-                notify("the weights are sharded: packed rows with images are not compared with the rows alone")
+            task.check_batches(handle, batches, notify)
             if recipe.starts_from_gradients and start.checkpoint is None and not dry_run:
                 with doing("computing gradients to initialise the adapters"):
                     init_adapters_from_gradient(recipe, task, model, handle, batches, start.world)

@@ -229,8 +229,11 @@ class Sft(Task[Recipe]):
         if self.recipe.select_rows is not None:
             value_projection_weights(handle.layers)
 
-    def check_batches(self, handle: StreamHandle, batches: Batches) -> None:
+    def check_batches(self, handle: StreamHandle, batches: Batches, notify: Notify) -> None:
         if self.recipe.packing and len(sample := batches.shortest_rows_with_images(COMPARED_ROWS)) > 1:
+            if models.find_deferred_weights(handle.model) is not None:
+                notify("the weights are sharded: packed rows with images are not compared with the rows alone")
+                return
             device = model_device(handle.model)
             packed, *alone = (
                 batches.collate([rows], packed=len(rows) > 1).to(device).inputs

@@ -405,8 +405,11 @@ class Task(ABC, Generic[R_co]):
     def check_model(self, handle: StreamHandle) -> None:
         """Raise ``UnsupportedModelError`` if the objective does not support the model."""
 
-    def check_batches(self, handle: StreamHandle, batches: Any) -> None:
-        """Raise ``UnsupportedModelError`` if the model computes rows in batches differently from the rows alone."""
+    def check_batches(self, handle: StreamHandle, batches: Any, notify: Notify) -> None:
+        """Raise ``UnsupportedModelError`` if the model computes rows in batches differently from the rows alone.
+
+        ``notify`` is called with a message if the weights are not loaded yet, so that nothing can be compared.
+        """
 
     # --- training ----------------------------------------------------------------------------------------------
 
