@@ -305,7 +305,9 @@ def test_a_run_and_its_files(folder: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", ["qwen3_vl", "gemma3", "idefics3"])
+@pytest.mark.parametrize(
+    "kind", ["qwen3_vl", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("gemma3", "idefics3"))]
+)
 def test_resumed_bit_for_bit(folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """From a checkpoint in the middle of inner epochs, and after Ctrl-C in a rollout."""
     save_checkpoint(kind, folder / "base")
@@ -519,7 +521,7 @@ def test_the_plan_counts_the_largest_prompt(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "engine", [pytest.param("ddp", marks=pytest.mark.full), pytest.param("fsdp", marks=pytest.mark.slow)]
+    "engine", [pytest.param("ddp", marks=pytest.mark.slow), pytest.param("fsdp", marks=pytest.mark.slow)]
 )
 def test_ranks(folder: Path, engine: str) -> None:
     """Two ranks write and train as one does, also if they share the weights and only one has an image at a time."""

@@ -111,7 +111,9 @@ KEYS: dict[str, Any] = {**RECIPE, "finetuning_type": "lora", "lora_r": 4, "oft_b
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", TOWERS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.slow) if number else kind for number, kind in enumerate(TOWERS)]
+)
 def test_trained_resumed_saved_and_merged(folder: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The adapters load with peft and give the logits of the merged model, with images."""
     model, batches, rows = load(kind, folder, 6)
@@ -201,7 +203,7 @@ def test_the_tower_is_planned_as_trained(folder: Path) -> None:
     assert planned.held == held + extra
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_refused_on_several_ranks(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_checkpoint("qwen3_vl", folder / "base")
     write_image_rows(folder, 6)

@@ -168,7 +168,7 @@ def test_no_tower_to_train(folder: Path, keys: dict[str, Any], what: str, capsys
     assert what in capsys.readouterr().err
 
 
-@pytest.mark.full
+@pytest.mark.slow  # test_packed_images.py has a full test of ranks
 def test_ranks(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Two ranks train on the rows of one, to the same loss. ZeRO-3 is refused: it would gather on one rank only."""
     save_checkpoint("qwen3_vl", folder / "base")
@@ -320,7 +320,9 @@ def test_rows_are_shown_with_their_images(folder: Path, capsys: pytest.CaptureFi
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", ["qwen3_vl", "gemma3", "llava"])
+@pytest.mark.parametrize(
+    "kind", ["gemma3", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("qwen3_vl", "llava"))]
+)
 def test_verify_with_images(folder: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     save_checkpoint(kind, folder / "base")
     write_image_rows(folder, 3)

@@ -124,7 +124,9 @@ def test_a_step_of_several_batches(folder: Path, kind: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", ["qwen3_vl", "gemma3", "idefics3"])
+@pytest.mark.parametrize(
+    "kind", ["qwen3_vl", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("gemma3", "idefics3"))]
+)
 def test_trained_packed_and_resumed(folder: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     save_checkpoint(kind, folder / "base")
     write_image_rows(folder, 12)
