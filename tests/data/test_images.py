@@ -289,7 +289,7 @@ def test_places_and_images_must_agree(qwen: Path, tmp_path: Path) -> None:
     for row, what in (
         (
             {"messages": [QUESTION, ANSWER], "images": ["a.png"] * 2},
-            "have 1 places for them, and the column 'images' has 2",
+            "have 1 place for images, and the column 'images' has 2",
         ),
         ({"messages": [QUESTION, QUESTION, ANSWER], "images": ["a.png"]}, "more places for images, and .* has 1"),
         ({"messages": [QUESTION, ANSWER]}, "more places for images, and the row has no column 'images'"),

@@ -226,6 +226,21 @@ def test_blocks_within_packed_rows(maker: str) -> None:
     assert torch.equal(whole(lazy), dense)
 
 
+def test_a_block_ends_with_its_row() -> None:
+    across = packed_sequence_mask_function(torch.tensor([[0] * 10 + [1] * 43]))
+    function = and_masks(
+        across, or_masks(causal_mask_function, blockwise_overlay(block_ids([(5, 14), (30, 41)])[None]))
+    )
+    lazy, dense = made(function, 1), brute_force(function, 1)
+    assert lazy.function is None
+    assert torch.equal(whole(lazy), dense)
+    assert lazy.allowed_cuts == [b for b in range(LENGTH + 1) if not dense[:, :, :b, b:].any()]
+    for size in (8, 20):
+        for chunk in Schedule(chunk_size=size).chunks(LENGTH, lazy.allowed_cuts):
+            view = lazy.view_chunk(chunk.start, chunk.stop, lazy.first_key(chunk.start))
+            assert torch.equal(from_segments(view), dense[:, :, chunk, view.k_start : chunk.stop])
+
+
 # --- what is no fact stays a function -------------------------------------------------------------------------------
 
 
@@ -247,7 +262,6 @@ def unrecognised_functions() -> dict[str, Any]:
         "rows without causality": across,
         "spans without causality": chunked_overlay(12, torch.zeros(1, dtype=torch.long)),
         "a window without causality": sliding_window_overlay(9),
-        "a row that ends inside a block": and_masks(across, or_masks(causal_mask_function, blockwise_overlay(ids))),
         "two windows around blocks": and_masks(
             or_masks(sliding_window_causal_mask_function(9), blockwise_overlay(ids)), sliding_window_overlay(12)
         ),

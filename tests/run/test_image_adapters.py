@@ -107,6 +107,19 @@ def test_gradients_of_adapters_in_the_tower(kind: str, adapter: str, schedule: s
         want.check(gradients(model, inputs))
 
 
+@pytest.mark.parametrize("target", [["visual.*"], ["visual.merger.*"]], ids=" ".join)
+def test_adapters_in_the_tower_alone_are_planned_and_trained(folder: Path, target: list[str]) -> None:
+    """The simulated step has no images, and the loss depends on trained weights through images only."""
+    save_checkpoint("qwen3_vl", folder / "base")
+    write_image_rows(folder, 3)
+    write_recipe(folder, {**KEYS, "lora_target": target, "max_steps": 1, "engine": {}})
+    assert run("--device", "h100", "--host-memory", "64GiB", command="plan") == 0
+    assert run() == 0
+    assert any(
+        weight.any() for name, weight in load_file("run/final/adapter_model.safetensors").items() if "_B" in name
+    )
+
+
 KEYS: dict[str, Any] = {**RECIPE, "finetuning_type": "lora", "lora_r": 4, "oft_block_size": 4, "save_steps": 2}
 
 

@@ -117,7 +117,7 @@ def test_trained_sampled_evaluated_and_asked(kind: str, folder: Path, capsys: py
     page = pages[samples[0]["row"]]
     asked = load_answerer("run", options)
     alone = asked.answer(QUESTION).text
-    assert asked.answer(prompt_with_images(QUESTION, [page])).text == answer(model, tokenizer, processor, page, 6)
+    assert asked.answer(prompt_with_images(QUESTION, [str(page)])).text == answer(model, tokenizer, processor, page, 6)
     assert asked.answer(QUESTION).text == alone  # nothing of the image is left
     Path("rows.jsonl").write_text(json.dumps({"prompt": QUESTION, "images": [str(page)]}))
     (prompt,) = read_prompts(Path("rows.jsonl"))
@@ -134,7 +134,7 @@ def test_adapters_of_a_new_model(folder: Path, capsys: pytest.CaptureFixture[str
         Path("again/final/adapter_model.safetensors").read_bytes()
         == Path("run/final/adapter_model.safetensors").read_bytes()
     )
-    prompt = prompt_with_images(QUESTION, [next(iter(save_pages().values()))])
+    prompt = prompt_with_images(QUESTION, [str(next(iter(save_pages().values())))])
     options = GenerateOptions(max_new_tokens=6, temperature=0.0)
     found = load_answerer("run", options).answer(prompt).text
     assert run("merged", command="export", recipe="run") == 0

@@ -63,7 +63,11 @@ def plan(
     ] = None,
     images: Annotated[
         int | None,
-        option("N", "Number of images of a row, for a vision-language model. [default: rows of text]", min_value=1),
+        option(
+            "N",
+            "Number of images of a row, for a vision-language model. [default: rows of text; 1 with --image-size]",
+            min_value=1,
+        ),
     ] = None,
     image_size: Annotated[
         str | None, option("WIDTHxHEIGHT", "Size of these images in pixels. [default: 1024x1024]")
@@ -163,7 +167,7 @@ def _plan_document(recipe_plan: RecipePlan) -> dict[str, Any]:
         "peak_flops": recipe_plan.peak_flops,
         "mfu": recipe_plan.mfu,
         "length": recipe_plan.length,
-        "images": recipe_plan.images,
+        **({"images": recipe_plan.images} if recipe_plan.images else {}),
         "positions": recipe_plan.position_advice,
         "device_advice": recipe_plan.device_advice,
         "tokens": recipe_plan.tokens,

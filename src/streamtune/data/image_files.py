@@ -164,7 +164,7 @@ def read_image_bytes(path: Path, shown: str, origin: str) -> bytes:
         raise DataError(
             f"cannot read the image {shown}: {error.strerror or error}",
             where=origin or shown,
-            fix="correct the path, which is relative to the file of the row",
+            fix="correct the path" + ("" if origin.startswith("--") else ", which is relative to the file of the row"),
         ) from error
     if len(content) > MOST_BYTES:
         raise DataError(

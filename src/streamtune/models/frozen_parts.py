@@ -26,7 +26,7 @@ from streamtune.engine import decoder_layers
 from streamtune.engine.hf_names import fp32_weight_names
 from streamtune.engine.inspect_model import first_differentiated_layer
 from streamtune.errors import ArgumentError, did_you_mean
-from streamtune.models.model_class import freeze_other_modules, frozen_modules, is_inside
+from streamtune.models.model_class import freeze_other_modules, frozen_modules, is_inside, trained_image_modules
 
 
 @dataclass(frozen=True)
@@ -79,10 +79,11 @@ def freeze_parts(model: PreTrainedModel, parts: TrainedParts | None) -> None:
     trained |= _matching_parameters(model, names, parts.train, "train")
     if not trained:
         key = next(key for key in ("freeze", "layers") if getattr(parts, key))
+        tower = "; to train the projector alone, freeze the language model: freeze: ['.*language_model', lm_head]"
         raise ArgumentError(
             "all parameters are frozen, so nothing is trained",
             where="trainable_layers" if key == "layers" else key,
-            fix="narrow the patterns of freeze, or add train: [PATTERN]",
+            fix="narrow the patterns of freeze, or add train: [PATTERN]" + (tower if others else ""),
         )
     for parameter in names:
         parameter.requires_grad_(parameter in trained)
@@ -203,7 +204,8 @@ def frozen_parts_note(model: Any, parts: TrainedParts | None) -> str | None:
     if first == count:
         reach = "the layers have no backward"
     elif first < min(_trained_layer_numbers(base), default=count):
-        reach = f"the embedding is trained, so the backward runs through all {count} layers"
+        below = "a part for images" if trained_image_modules(base) else "the embedding"
+        reach = f"{below} is trained, so the backward runs through all {count} layers"
     else:
         reach = f"the backward ends at layer {first} (of 0 to {count - 1})"
     return f"trained: {', '.join((trained_layers_text(base), *_trained_outside_layers(base)))}; {reach}"
@@ -211,6 +213,10 @@ def frozen_parts_note(model: Any, parts: TrainedParts | None) -> str | None:
 
 def _trained_outside_layers(model: Any) -> Iterator[str]:
     inside = {id(p) for layer in decoder_layers(model) for p in layer.parameters()}
+    for name in trained_image_modules(model):
+        parameters = list(model.get_submodule(name).parameters())
+        inside |= set(map(id, parameters))
+        yield name if all(p.requires_grad for p in parameters) else f"parts of {name}"
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and id(parameter) not in inside:
             yield name

@@ -335,6 +335,9 @@ def inspect_recipe(
         if (note := unread_chat_keys_note(recipe, sources)) is not None:
             notify(note)
     trees = task.scores_completions and not isinstance(prepared, GrpoData)
+    options = task.data_options()
+    if prepared.has_images and options.overlength == "truncate":
+        options = replace(options, overlength="drop")  # such rows are never cut
     limit_name, limit = task.row_limit
     kinds = tuple(prepared.report.completion_lengths) if trees else ()
     unpaired = "desirable" in kinds or "undesirable" in kinds
@@ -352,7 +355,7 @@ def inspect_recipe(
             choices=compare_max_lengths(
                 prepared.measured,
                 limit,
-                task.data_options(),
+                options,
                 batch_size=None if task.scores_completions else recipe.per_device_train_batch_size,
                 shuffle=recipe.shuffle,
                 cuts_rows=not (trees or prepared.has_images),

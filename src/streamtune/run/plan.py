@@ -206,7 +206,10 @@ def plan_recipe(
                 f"{length}",
                 where="max_length" if options.length is None else "--length",
             )
-        images = None if options.images is None else _planned_images(loaded, options, length)
+        images = None
+        if options.images is not None or options.image_size is not None:
+            options = replace(options, images=options.images or 1)
+            images = _planned_images(loaded, options, length)
         cluster = cluster_of(recipe, model, RequestedRanks(options.ranks, options.nodes), link_bandwidths(target, here))
         limits = _memory_limits(recipe.engine, options, target, here, cluster)
         rates = data_sheet_rates(target) if target else local_rates(with_best_precision(recipe), model, here, notify)

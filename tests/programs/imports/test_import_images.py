@@ -149,6 +149,21 @@ def test_axolotl_trains_prompts_of_some_templates(template: str, marked: bool, t
     assert any("trains prompts too" in each.note for each in found) is marked
 
 
+@pytest.mark.parametrize("peft", [False, True])
+def test_trl_trains_the_tower(peft: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_rows([{"messages": [], "images": ["a.png"]}])
+    fields = {"model_name_or_path": "org/model", "dataset_name": "rows.jsonl", "output_dir": "out", "max_length": 64}
+    Path("theirs.yaml").write_text(
+        yaml.safe_dump(fields | ({"use_peft": True, "lora_target_modules": "all-linear"} if peft else {}))
+    )
+    imported = import_recipe(Path("theirs.yaml"), "trl", "sft")
+    marked = [each.theirs for each in imported.changes_training if "tower" in each.theirs]
+    assert marked == (["adapters in the vision tower"] if peft else [])
+    assert ("freeze_vision_tower: false" in imported.text) is not peft
+    assert ("freeze_projector: false" in imported.text) is not peft
+
+
 # --- the trainers themselves ------------------------------------------------------------------------------------------
 
 

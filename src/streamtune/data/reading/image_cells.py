@@ -154,7 +154,7 @@ class _PlaceReader:
             _put_before_first_user(self.row, marked, len(self.waiting))
             return self.waiting
         if self.used < len(self.waiting):
-            raise _wrong_count_error(self.row, self.column, len(self.waiting), f"{self.used} places for them")
+            raise _wrong_count_error(self.row, self.column, len(self.waiting), _places(self.used))
         return self.found
 
 
@@ -226,7 +226,7 @@ def _mark_instruction(row: Row, column: str) -> tuple[Row, tuple[ImageCell, ...]
             fix="write the row as messages",
         )
     if places not in (0, len(images)):
-        raise _wrong_count_error(row, column, len(images), f"{places} places for them")
+        raise _wrong_count_error(row, column, len(images), _places(places))
     marked = {name: text.replace(TEXT_MARK, MARK) for name, text in texts.items()}
     if not places:
         marked["instruction"] = MARK * len(images) + marked["instruction"]
@@ -266,6 +266,10 @@ def _role_of(message: Any) -> Any:
 
 def _content_key(message: Mapping[str, Any]) -> str:
     return "value" if "from" in message and "value" in message else "content"
+
+
+def _places(count: int) -> str:
+    return f"{count} place{'' if count == 1 else 's'} for images"
 
 
 def _wrong_count_error(row: Row, column: str | None, count: int, places: str) -> DataError:
@@ -348,6 +352,7 @@ def _read_column(row: Row, column: str) -> list[ImageCell]:
 
 
 def _to_cell(value: Any, where: str, row: Row) -> ImageCell:
+    of_datasets = isinstance(value, Mapping)
     if isinstance(value, Mapping):
         held = next((value[name] for name in ("bytes", "path", "url") if value.get(name) is not None), None)
         if held is None:
@@ -374,7 +379,11 @@ def _to_cell(value: Any, where: str, row: Row) -> ImageCell:
     try:
         if "\0" in value or len(value) > 4096:
             raise ValueError("it is base64 without data:image/png;base64," if len(value) > 4096 else "it has a NUL")
-        return ImageCell(where, (row.folder or Path()) / Path(value.removeprefix("file://")).expanduser())
+        path = Path(value.removeprefix("file://")).expanduser()
+        folder = row.folder or Path()
+        if of_datasets and not (folder / path).exists() and path.exists():  # `datasets` names files so
+            folder = Path()
+        return ImageCell(where, folder / path)
     except (ValueError, RuntimeError) as error:  # expanduser of an unknown user
         raise DataError(
             f"{where} is not a path: {value[:80]!r} ({error})", where=row.origin, fix="write the path of a file"

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from streamtune.base.adapters import base_of
 from streamtune.base.model_facts import IGNORE_INDEX
 from streamtune.engine import Branches, LazyLogits, LossRequest, StreamHandle, decoder_layers
+from streamtune.engine.inspect_model import image_modules
 from streamtune.engine.memory.host import HostPool
 from streamtune.engine.memory.placement import Tiers
 from streamtune.engine.offloaded_weights import offloaded_parameters
@@ -91,6 +92,7 @@ def trace_step(model: Any, schedule: Schedule, step: Step) -> Trace:
         torch.set_num_threads(1)
         autocast = MetaAutocast(step.device)
         scorer, tiers = _enter_mode(stack, model, schedule, step.mode, autocast)
+        stack.enter_context(_gradients_of_images(model))
         ids = meta_tensor_with_value(torch.zeros(step.batch_size, step.length, dtype=torch.long))
         labels = meta_tensor_with_value(_make_targets(step))
         teacher_weight = None
@@ -258,6 +260,24 @@ def _reference_mode(model: Any) -> Iterator[None]:
             yield
     finally:
         model.train()
+
+
+@contextmanager
+def _gradients_of_images(model: Any) -> Iterator[None]:
+    """Context manager in which embedded tokens require a gradient if a vision tower or a projector is trained.
+
+    The simulated step has no images. In a real step, features of images that need a gradient are among the tokens.
+    """
+    towers = image_modules(base_of(model), decoder_layers(model))
+    if not any(parameter.requires_grad for tower in towers for parameter in tower.parameters()):
+        yield
+        return
+
+    def require_gradient(embedding: nn.Module, args: Any, output: Tensor) -> Tensor:
+        return output.requires_grad_() if torch.is_grad_enabled() else output
+
+    with model.get_input_embeddings().register_forward_hook(require_gradient):
+        yield
 
 
 def _run_backward(loss: Tensor) -> None:

@@ -23,7 +23,7 @@ from .field_rules import (
     same_name_rules,
     switch_rules,
 )
-from .rows_and_templates import NAME_OR_FILE, report_untrained_think_blocks, write_named_template
+from .rows_and_templates import NAME_OR_FILE, convert_trained_tower, report_untrained_think_blocks, write_named_template
 from .trained_parameters import convert_unfrozen_parameters
 from .trainer_arguments import (
     CHECKPOINTING,
@@ -359,6 +359,7 @@ def _convert_dependent_fields(conversion: Conversion) -> None:
     trackers = {"wandb_project": "wandb", "use_wandb": "wandb", "use_mlflow": "mlflow", "mlflow_tracking_uri": "mlflow"}
     convert_trackers(conversion, {**trackers, "use_tensorboard": "tensorboard", "use_trackio": "trackio"})
     convert_datasets(conversion)
+    convert_trained_tower(conversion)
     report_untrained_think_blocks(conversion, dataset_types(conversion))
     if not on_inputs:
         _report_trained_prompts(conversion)
@@ -372,7 +373,6 @@ ROLE_BOUNDARIES = [
     "gemma4",
     "gemma4_unified",
     "llama3_2_vision",
-    "llama4",
     "pixtral",
     "mistral_v7_tekken",
 ]
@@ -385,7 +385,7 @@ def _report_trained_prompts(conversion: Conversion) -> None:
     template = given.get("chat_template") or "tokenizer_default"
     if given.get("processor_type") and template not in ROLE_BOUNDARIES and not given.get("role_boundaries"):
         conversion.report_lost_setting(
-            f"processor_type with chat_template: {template}",
+            f"chat_template: {template}",
             "with images, axolotl trains prompts too for this template, except with GLM-4V, InternVL and SmolVLM; "
             "StreamTune trains the answers",
         )

@@ -78,6 +78,10 @@ FIELDS: dict[str, FieldRule] = field_table(
         "additional_target": key_rule("modules_to_save", convert_module_list),
         "use_dft_loss": key_rule("loss_type", dft_if_on),
         "disable_shuffling": key_rule("shuffle", negate_switch),
+        "media_dir": no_counterpart(
+            "paths of images are relative to the file of the rows: move it into media_dir, or write absolute paths",
+            off=(".",),
+        ),
         "model_revision": no_counterpart("download the model revision and give its folder", off=("main",)),
         "quantization_method": no_counterpart(
             "StreamTune quantises with bitsandbytes or torchao", off=("bnb", "bitsandbytes")
@@ -125,7 +129,7 @@ FIELDS: dict[str, FieldRule] = field_table(
         "StreamTune always computes log-probabilities in fp32": "upcast_lmhead_output",
         "set the folder of downloads with the variable HF_HOME": "cache_dir offload_folder",
         "StreamTune prepares rows when the run starts": """overwrite_cache preprocessing_num_workers
-            preprocessing_batch_size tokenized_path streaming buffer_size data_shared_file_system media_dir""",
+            preprocessing_batch_size tokenized_path streaming buffer_size data_shared_file_system""",
         "StreamTune always labels padding with -100": "ignore_pad_token_for_loss",
         "loss.png is always drawn": "plot_loss",
         "metrics.jsonl has every step": "include_effective_tokens_per_second compute_accuracy",

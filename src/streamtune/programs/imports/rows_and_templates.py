@@ -103,6 +103,25 @@ def report_media(conversion: Conversion, specs: list[dict[str, Any]], *path: str
             conversion.report_lost(*path, why=f"StreamTune does not train on '{column}' of {spec['path']}")
 
 
+def convert_trained_tower(conversion: Conversion) -> None:
+    """Train the vision tower and the projector of rows with images, as trainers do that freeze nothing by default.
+
+    Adapters on all linear layers are reported as not converted, because the tower's layers have other names.
+    """
+    rows = [first_local_row(conversion, str(spec["path"])) or {} for spec in conversion.ours.get("datasets", [])]
+    if conversion.file.fields.get("freeze_mm_modules") or not any(row.keys() & {"images", "image"} for row in rows):
+        return
+    if conversion.ours.get("finetuning_type", "full") == "full":
+        conversion.write_default("freeze_vision_tower", False)
+        conversion.write_default("freeze_projector", False)
+    elif conversion.ours.get("lora_target", "all-linear") == "all-linear":
+        conversion.report_lost_setting(
+            "adapters in the vision tower",
+            f"{conversion.trainer.title} adapts all linear layers, also those for images: write lora_target: "
+            "[all-linear, PATTERN], such as 'visual.*' (docs/vision.md)",
+        )
+
+
 def write_datasets(conversion: Conversion, specs: list[dict[str, Any]], *path: str | int, note: str = "") -> None:
     """Append dataset entries to the key ``datasets``.
 

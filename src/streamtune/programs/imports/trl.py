@@ -26,6 +26,7 @@ from .rows_and_templates import (
     DATA_FILES,
     FLAGS,
     convert_split,
+    convert_trained_tower,
     convert_trl_template,
     first_local_row,
     report_media,
@@ -264,6 +265,7 @@ def _convert_dependent_fields(conversion: Conversion) -> None:
     _convert_text_column(conversion, first_rows)
     _convert_trained_tokens(conversion, first_rows)
     _convert_length_limit(conversion)
+    convert_trained_tower(conversion)
 
 
 def _convert_text_column(conversion: Conversion, first_rows: list[Row]) -> None:
