@@ -155,6 +155,7 @@ READERS = [
 """Files that read a whole recipe: commands, and the run and the tasks that they start."""
 
 
+@pytest.mark.full
 def test_other_files_read_the_settings_of_their_part() -> None:
     names = {"Recipe", "DpoRecipe", "GrpoRecipe", "LoadedRecipe"}
     found = []
@@ -233,6 +234,7 @@ def names_of(module: Path) -> set[str]:
     return found
 
 
+@pytest.mark.full
 def test_imports_of_tests_and_tools_resolve() -> None:
     """Types are checked in ``src/`` alone: a name that moved would be found by the one test that reads it."""
     roots = {"streamtune": PACKAGE, **{name: PACKAGE.parents[1] / name for name in ("tests", "tools", "benchmarks")}}

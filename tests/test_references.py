@@ -99,6 +99,7 @@ ROLE = re.compile(r":(?:class|func|meth|mod|attr|data|exc|obj):`~?\.?([^`<]+)`")
 OF_OTHERS = ("torch.", "transformers.", "datasets.", "dataclasses.", "peft.")
 
 
+@pytest.mark.full
 def test_names_that_docstrings_refer_to_exist() -> None:
     every = {source: names_in(source) for source in SOURCE.rglob("*.py")}
     modules_and_packages = {name for source in every for name in (source.stem, source.parent.name)}

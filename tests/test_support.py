@@ -134,6 +134,7 @@ def refused(
     return wrong
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("cells", [slice(0, 30, 12), pytest.param(slice(None), marks=pytest.mark.slow)], ids=str)
 def test_no_is_what_the_command_says(
     cells: slice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

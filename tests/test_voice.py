@@ -27,6 +27,7 @@ def question_words(path: Path) -> list[str]:
     return found
 
 
+@pytest.mark.full
 def test_no_docstring_begins_with_a_question_word() -> None:
     files = sorted(SOURCE.rglob("*.py"))
     assert len(files) > 200
@@ -51,6 +52,7 @@ def classes(folder: Path) -> dict[str, list[str]]:
     return found
 
 
+@pytest.mark.full
 def test_a_class_name_occurs_once() -> None:
     found = classes(SOURCE)
     assert len(found) > 200

@@ -8,6 +8,7 @@ import pytest
 from tools import words
 
 
+@pytest.mark.full
 def test_no_file_has_more_than_before(capsys: pytest.CaptureFixture[str]) -> None:
     assert words.main([]) == 0, capsys.readouterr().out
 

@@ -124,6 +124,7 @@ def test_a_run_that_was_stopped(run: Any, capsys: pytest.CaptureFixture[str]) ->
     check("stopped", lambda: print_outcome(run, stopped), capsys)
 
 
+@pytest.mark.full
 def test_the_list_of_recipes(capsys: pytest.CaptureFixture[str]) -> None:
     for name, more in (("recipes", []), ("recipes-24gb", ["--device", "24GB"])):
 

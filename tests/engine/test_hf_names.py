@@ -157,6 +157,7 @@ NAMED = {
 } | {name for held in hf_names.CLOSURE_VARIABLES.values() for name in held}
 
 
+@pytest.mark.full
 def test_nothing_else_spells_a_name_of_transformers_inside() -> None:
     names = NAMED - EVERYDAY - DOCUMENTED - set(hf_names.LAYER_STATES)
     assert {"past_key_values", "layer_past", "_attn_implementation_internal", "find_packed_sequence_indices"} <= names

@@ -220,6 +220,7 @@ def test_what_stays_free_is_a_share_of_the_container(tmp_path: Path, monkeypatch
     assert reserved_host_bytes(tmp_path) == int(0.02 * 32 * GIB)
 
 
+@pytest.mark.full
 def test_host_memory_is_told_from_the_device_where_both_are_the_cpu() -> None:
     for device in (CPU, META):
         arena, mine = Arena(Tally()), torch.empty(8, device=device)

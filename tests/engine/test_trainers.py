@@ -294,8 +294,8 @@ def test_after_removal_the_model_trains_and_generates_as_its_own(
     assert torch.equal(texts[0], texts[1])
 
 
+@pytest.mark.quick("packing")
 @pytest.mark.usefixtures("fp64")
-@pytest.mark.quick("packing", "everything")
 @pytest.mark.parametrize(
     "more",
     [

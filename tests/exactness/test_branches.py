@@ -113,14 +113,14 @@ def compare(model: nn.Module, given: Rows, *schedules: Schedule) -> None:
             want.check(gradients(model, {"rows": given, "handle": handle}, together), schedule)
 
 
-@pytest.mark.quick("qwen3", "gemma2")
+@pytest.mark.quick("gemma2")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_branches_equal_their_rows_alone(family: str) -> None:
     model = build_any(family) if family == "llama4_text" else build(family, **FAMILIES[family])
     compare(model, rows(), *(Schedule(chunk_size=size, head_chunk_size=7) for size in CHUNKS))
 
 
-@pytest.mark.quick("qwen3_next", "mamba2")
+@pytest.mark.quick("mamba2")
 @pytest.mark.parametrize("family", RECURRENT)
 def test_branches_take_up_the_state_of_their_trunk(family: str) -> None:
     model = build_any(family)

@@ -298,7 +298,7 @@ CUTS = [Schedule(chunk_size=size, head_chunk_size=head) for size, head in ((3, 5
 """Chunks that end in prompts, at their ends and in completions; the last holds whole rows."""
 
 
-@pytest.mark.quick("sigmoid", "ipo", "simpo", "orpo")
+@pytest.mark.quick("sigmoid-0.1-0.5", "orpo")
 @pytest.mark.parametrize("keys", LOSSES, ids=lambda keys: "-".join(map(str, keys.values())))
 def test_every_loss_and_every_gradient(keys: dict[str, Any]) -> None:
     recipe = recipe_of(**keys)

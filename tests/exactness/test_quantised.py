@@ -73,7 +73,7 @@ def reference(model: Any, inputs: dict[str, Any], *args: Any, **settings: Any) -
     return Reference(truth, gradients(model, inputs))
 
 
-@pytest.mark.quick("qwen3-8")
+@pytest.mark.quick("int8-qwen3-8")
 @pytest.mark.parametrize("chunk_size", [3, 8, 64])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_every_batch_and_chunk_size(kind: str, family: str, chunk_size: int) -> None:

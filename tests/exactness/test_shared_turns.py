@@ -128,7 +128,7 @@ def test_single_completions(loss: str, least: int, monkeypatch: pytest.MonkeyPat
     dpo.compare_models(model, reference, conversations(), recipe, "shared", (1, 3), schedules(8, 13))
 
 
-@pytest.mark.quick("deep-gemma2", "deep-qwen3_next")
+@pytest.mark.quick("deep-gemma2")
 @pytest.mark.parametrize("family", [*FAMILIES, *RECURRENT])
 def test_families(family: str, least: int) -> None:
     built = build(family, **FAMILIES[family]) if family in FAMILIES else build_any(family)
@@ -174,7 +174,7 @@ def resampled() -> tuple[list[Group], list[data.Prompt]]:
     return groups, prompts
 
 
-@pytest.mark.quick("deep-grpo", "deep-gspo")
+@pytest.mark.quick("deep-grpo")
 @pytest.mark.parametrize("loss_type", grpo.LOSSES)
 def test_completions_that_were_resampled(loss_type: str, least: int, monkeypatch: pytest.MonkeyPatch) -> None:
     groups, prompts = resampled()

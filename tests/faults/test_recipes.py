@@ -133,6 +133,7 @@ def _deep(draw: random.Random, lines: list[str]) -> None:
 MUTATIONS = (_value, _value, _value, _key, _key, _swap, _drop, _repeat, _indent, _many, _deep)
 
 
+@pytest.mark.full
 def test_a_damaged_recipe_is_an_answer_or_one_error(tmp_path: Path) -> None:
     """Exit code 0 or 2, no traceback, within a second of processor time and 200 MB."""
     seconds = 60 if full() else 5

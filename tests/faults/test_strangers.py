@@ -184,6 +184,7 @@ def test_lists_of_directories_have_no_empty_entries() -> None:
     assert (there["PYTHONSAFEPATH"], there["PYTHONPATH"], there["PATH"]) == ("1", "", "/bin:/usr/bin")
 
 
+@pytest.mark.full
 def test_every_python_that_is_started_is_told_to_leave_the_working_directory_out() -> None:
     """By ``-P`` or ``-I``; in the source such a command begins with ``sys.executable``, or is ``{python}`` for ssh."""
     package = Path(streamtune.__file__).parent
@@ -206,6 +207,7 @@ def test_a_matplotlibrc_of_the_folder_changes_no_picture(tmp_path: Path) -> None
     assert (tmp_path / "ours.png").read_bytes() == (tmp_path / "theirs.png").read_bytes()
 
 
+@pytest.mark.full
 def test_every_picture_is_drawn_with_the_settings_of_matplotlib_itself() -> None:
     for file in Path(streamtune.__file__).parent.rglob("*.py"):
         for function in ast.parse(file.read_text()).body:

@@ -112,6 +112,7 @@ def relative(a: nn.Module, b: nn.Module) -> dict[str, float]:
     }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "directions", [pytest.param(1, id="one direction"), pytest.param(3, id="three directions", marks=pytest.mark.slow)]
 )
@@ -222,6 +223,7 @@ def test_an_eps_that_is_rounded_off_is_refused(dtype: torch.dtype, eps: float, r
         ZerothOrderBackend(model, optimizer_of(model, eps=eps), decoder_layers(model))
 
 
+@pytest.mark.full
 def test_clipping_bounds_the_estimate_of_the_gradient_norm() -> None:
     """The root mean square of the slopes, which is right in the mean of many directions."""
     model = build("qwen3")

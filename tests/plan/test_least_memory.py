@@ -112,6 +112,7 @@ STEPS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("family", "step"),
     [
@@ -175,6 +176,7 @@ def test_a_refusal_needs_no_simulation_of_what_cannot_fit(counted: Any) -> None:
     assert excess_bytes(simulate_least_memory_step(replace(far, length=longest), limits, {}, simulate)[1], limits) <= 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("host", "offload"), [(1 << 16, "device"), pytest.param(1 << 20, "host", marks=pytest.mark.full)]
 )

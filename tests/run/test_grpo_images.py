@@ -170,7 +170,7 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.quick("qwen3_vl", "full", "chunks")
+@pytest.mark.quick("qwen3_vl-lora-two levels", "gemma3-full-chunks")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("weights", ["full", "lora"])
 @pytest.mark.parametrize("kind", ["qwen3_vl", "gemma3", "idefics3"])

@@ -165,7 +165,7 @@ def workload(make: Callable[[str], Any], mode: Mode = "stream", **changes: Any) 
     return Workload(partial(make, "meta"), LENGTH, mode=mode, device_type="cpu", **changes)
 
 
-@pytest.mark.quick("plain chunks", "host but for two", "gradients streamed", "chunk order, keys on host")
+@pytest.mark.quick("plain chunks", "chunk order, keys on host")
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_simulated_peak_is_the_one_measured(name: str, tmp_path: Any) -> None:
     make = partial(build, "qwen3")

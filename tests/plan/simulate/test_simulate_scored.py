@@ -69,7 +69,7 @@ def measured(make: Callable[[str], Any], mode: Mode, schedule: Schedule, scored:
     return model_bytes(model) + live.peak
 
 
-@pytest.mark.quick("qwen3-plain chunks-pair", "lfm2-host-pair")
+@pytest.mark.quick("qwen3-plain chunks-pair")
 @pytest.mark.parametrize(
     ("family", "name", "shape"),
     [

@@ -431,6 +431,7 @@ def test_the_command_simulates_a_device_that_is_not_there(tmp_path: Path, monkey
     assert (tmp_path / "max-length-4-mib-simulated.md").is_file()
 
 
+@pytest.mark.full
 def test_a_budget_of_no_host_memory_is_a_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure_table, "LENGTHS", Range(first=256, least=256, most=256, step=256))
     (tmp_path / "recipe.yaml").write_text(RECIPE)

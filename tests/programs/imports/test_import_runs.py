@@ -137,7 +137,7 @@ def same_weights(their_model: PreTrainedModel) -> None:
     assert math.hypot(*errors) <= 1e-5 * math.hypot(*moves)
 
 
-@pytest.mark.quick("dpo")
+@pytest.mark.full
 @pytest.mark.parametrize("name", CASES)
 def test_the_imported_recipe_trains_the_same_model(name: str, folder: Path) -> None:
     trainer, rows, more = CASES[name]
