@@ -40,7 +40,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
 TESTS = Path(__file__).parent
-ONE_OF = {"exactness": 3, "engine": 2, "transparency": 2, "plan": 2}
+ONE_OF = {"exactness": 3, "engine": 2, "transparency": 2, "plan": 4}
 """Folder -> of so many further cases of a matrix `make test-all` runs one."""
 
 PLANNED = ("cli", "faults", "plan", "programs", "run")

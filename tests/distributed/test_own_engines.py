@@ -46,7 +46,7 @@ def test_a_few() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("engine", ["fsdp", "zero3"])
+@pytest.mark.parametrize("engine", ["fsdp", pytest.param("zero3", marks=pytest.mark.slow)])
 def test_hooks_of_layers_see_gradients_that_are_streamed(engine: str) -> None:
     """A gradient is not left for the layer before if a hook between the two layers waits for it."""
     names = ("full_backward_hook", "backward_pre_hook")

@@ -27,7 +27,9 @@ def test_ranks_that_divide_the_weights_stop_after_the_same_batch() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("finetuning", ["full", "lora", "qlora"])
+@pytest.mark.parametrize(
+    "finetuning", ["lora", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("full", "qlora"))]
+)
 def test_ranks_that_divide_the_weights_write_the_same(finetuning: str) -> None:
     pytest.importorskip("bitsandbytes")
     base = {"finetuning_type": finetuning, **({"quantization": "nf4"} if finetuning == "qlora" else {})}
