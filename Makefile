@@ -50,7 +50,7 @@ canary: $(STAMP)  ## about 150 quick tests with the newest releases that the ind
 test: $(STAMP)  ## the quick tests: a case of every feature (tests/conftest.py); about 7 minutes on 2 cores
 	$(PYTEST) -m 'not slow and not full'
 
-test-all: test  ## `make test`, then more cases and long tests; about 40 minutes on 2 cores; STREAMTUNE_CUDA=1 as cuda-host
+test-all: test  ## `make test`, then more cases and long tests; about 45 minutes on 2 cores; STREAMTUNE_CUDA=1 as cuda-host
 	STREAMTUNE_CUDA_PYTHON=$$($(BIN)/python -m tests.cuda_host.interpreter --if-made) $(PYTEST) -m 'full and not slow'
 
 test-slow: $(STAMP)  ## what test-all leaves out: further cases of what it tests, hours
