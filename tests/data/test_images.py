@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import io
 import json
 import re
@@ -116,7 +117,7 @@ def test_as_the_processor_prepares_them(kind: str, tmp_path: Path) -> None:
 @pytest.mark.quick("qwen3_vl", "idefics3")
 @pytest.mark.parametrize("kind", KINDS)
 def test_shapes_without_pixels(kind: str, tmp_path: Path) -> None:
-    """What ``plan --images`` plans with, and the inputs of a row with three images of that size."""
+    """Shapes that ``plan --images`` plans with equal those of a row with three images of that size."""
     base = tmp_path / "base"
     save_checkpoint(kind, base)
     paths = [str(draw(tmp_path / f"{number}.png", "red", (60, 48))) for number in range(3)]
@@ -403,6 +404,23 @@ def test_the_template_of_an_older_checkpoint(qwen: Path, tmp_path: Path) -> None
     options = data.DataOptions(max_length=64, images=data.ImageOptions(str(base), str(tmp_path)))
     with pytest.raises(ArgumentError, match="the chat template prints none"):
         data.prepare([data.Source(str(rows))], tokenizer, options, lambda text: None)
+    prompts = write(tmp_path, {"prompt": [QUESTION], "images": ["a.png"]})
+    with pytest.raises(ArgumentError, match="the chat template prints none"):
+        settings = dataclasses.replace(options, max_prompt_length=32)
+        data.prepare_prompts([data.Source(str(prompts))], tokenizer, settings, lambda text: None)
+
+
+@pytest.mark.parametrize("name", ["chatml", "qwen3"])
+def test_a_named_template_prints_texts_and_calls_as_without_images(name: str, qwen: Path) -> None:
+    plain, shown = AutoTokenizer.from_pretrained(qwen), AutoTokenizer.from_pretrained(qwen)
+    models.set_chat_template(plain, name)
+    models.set_chat_template(shown, name, image_text(shown))
+    assert plain.chat_template != shown.chat_template
+    call = {"type": "function", "function": {"name": "look", "arguments": {"page": 1}}}
+    asked = {"role": "user", "content": "Which colour?"}
+    chat = [asked, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "red"}, ANSWER]
+    for messages in ([asked, ANSWER], chat, [{"role": "system", "content": ""}, *chat]):
+        assert render_chat(shown, ChatRequest(messages)) == render_chat(plain, ChatRequest(messages))
 
 
 def test_gemmas_template_with_another_checkpoint(qwen: Path) -> None:

@@ -126,7 +126,7 @@ def prepare(**options: Any) -> tuple[data.PreparedPrompts, data.ImageProcessor]:
 
 
 def processor_inputs(kind: str, folder: Path, row: dict[str, Any]) -> dict[str, Tensor]:
-    """What the family's own processor gives for a prompt."""
+    """Inputs that the family's own processor makes of a prompt."""
     left = iter(row["images"])
     messages = [
         {
@@ -257,7 +257,7 @@ def test_an_image_token_is_never_sampled(folder: Path) -> None:
 
 
 def test_text_after_images_has_its_own_positions(folder: Path) -> None:
-    """Positions that a model keeps of a batch are not those of the next batch, which has another size."""
+    """A model keeps positions of its last batch; a next batch of another size does not use them."""
     save_checkpoint("qwen3_vl", folder / "base")
     write_prompts(folder, 5)
     prepared, processor = prepare()

@@ -291,7 +291,8 @@ def test_images_of_a_plan(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert held[1] == 3 * held[0] > 0
     for arguments, problem in {
         ("--images", "20", "--image-size", "60x48"): "20 images of 60x48 pixels have 240 tokens, and a row has 128",
-        ("--images", "2", "--image-size", "60"): "'60' is not a size: WIDTHxHEIGHT in pixels",
+        ("--images", "2", "--image-size", "60"): "'60' is not a size: WIDTHxHEIGHT, at most 67 million pixels",
+        ("--image-size", "99999x99999"): "'99999x99999' is not a size",
     }.items():
         assert run(*device, *arguments, command="plan") == 2
         assert problem in capsys.readouterr().err

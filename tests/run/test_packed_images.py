@@ -146,7 +146,7 @@ def test_trained_packed_and_resumed(folder: Path, kind: str, capsys: pytest.Capt
 
 
 def test_the_largest_sequence_is_planned(folder: Path) -> None:
-    """The images of a sequence are those of all its rows."""
+    """A packed sequence has the images of all its rows."""
     save_checkpoint("qwen3_vl", folder / "base")
     write_image_rows(folder, ROWS)
     write_recipe(folder, {**PACKED, "per_device_train_batch_size": 1})

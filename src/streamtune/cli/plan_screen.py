@@ -121,12 +121,13 @@ def _describe_step(recipe_plan: RecipePlan) -> str:
     recipe = recipe_plan.loaded.recipe
     rows, micro = recipe.per_device_train_batch_size, recipe_plan.micro_batches * recipe_plan.cluster.data_size
     optimizer = describe_optimizer(recipe)
+    count = recipe_plan.images
+    images = f" with {count:,} image{'s' if count > 1 else ''} each" if count else ""
     if recipe_plan.scored is not None:
-        text = _describe_completion_batch(recipe_plan.scored, recipe)
+        text = _describe_completion_batch(recipe_plan.scored, recipe) + images
         return f"{text}, {micro} times; {optimizer}" if micro > 1 else f"{text}; {optimizer}"
     text = f"{rows * micro} row{'s' if rows * micro > 1 else ''} of {recipe_plan.length:,} tokens"
-    if recipe_plan.images:
-        text += f" with {recipe_plan.images:,} image{'s' if recipe_plan.images > 1 else ''}"
+    text += images
     if recipe.tokens_per_batch is not None:
         text = f"{recipe.tokens_per_batch:,} tokens at most, planned as {text}"
     return (

@@ -36,7 +36,14 @@ from streamtune.data.batches.sampler import Mixture, Packs, Pieces, ResumableSam
 from streamtune.data.data_report import CompletionReport as CompletionReport
 from streamtune.data.data_report import DataReport
 from streamtune.data.fit.held_out import EvalSet
-from streamtune.data.image_files import ImageFile, count_images, decode_image, have_images, rows_with_most_images
+from streamtune.data.image_files import (
+    MOST_PIXELS,
+    ImageFile,
+    count_images,
+    decode_image,
+    have_images,
+    rows_with_most_images,
+)
 from streamtune.data.images import IMAGES, ImageOptions, ImageProcessor
 from streamtune.data.inspect_rows import trained_end_tokens
 from streamtune.data.length_measures import BatchStatistics, EpochLayout, concat_squared_lengths, measure_epoch_layout
@@ -72,6 +79,7 @@ __all__ = [
     "COMPLETION_OVERLENGTH",
     "IDENTICAL_PAIRS",
     "IMAGES",
+    "MOST_PIXELS",
     "OVERLENGTH",
     "PREFERENCES_PATH",
     "PREFERENCE_TYPES",

@@ -147,7 +147,8 @@ class ImageProcessor:
         """Return the processor for rows with images.
 
         Raises:
-            ArgumentError: ``options`` is None, for a new model that takes no images.
+            ArgumentError: ``options`` is None, for a new model that takes no images; or the chat template prints none.
+            DataError: The model takes no images, or its processor cannot be loaded.
         """
         if options is None:
             raise ArgumentError(
@@ -155,7 +156,14 @@ class ImageProcessor:
                 where="model",
                 fix="name a vision-language model: model_name_or_path, or model_type: qwen3_vl for a new one",
             )
-        return cls(options, tokenizer)
+        processor = cls(options, tokenizer)
+        if "image" not in str(tokenizer.chat_template):
+            raise ArgumentError(
+                "rows have images, and the chat template prints none",
+                where="chat_template",
+                fix="set chat_template to a template of this model that prints images",
+            )
+        return processor
 
     def _find_placeholder(self) -> str:
         """Return the token of a rendered chat that the processor replaces by the tokens of an image."""

@@ -253,10 +253,13 @@ def plan_recipe(
 def _planned_images(loaded: LoadedRecipe, options: PlanOptions, length: int) -> Mapping[str, torch.Tensor]:
     """Return the model's inputs for the images of a micro-batch whose rows have images of one size."""
     recipe = loaded.recipe
-    size = re.fullmatch(r"(\d{1,6})[xX](\d{1,6})", options.image_size or "1024x1024")
-    if size is None or "0" in size.groups():
+    text = options.image_size or "1024x1024"
+    size = re.fullmatch(r"([1-9]\d{0,5})[xX]([1-9]\d{0,5})", text)
+    if size is None or int(size[1]) * int(size[2]) > data.MOST_PIXELS:
         raise ArgumentError(
-            f"'{options.image_size}' is not a size: WIDTHxHEIGHT in pixels", where="--image-size", fix="write 1024x1024"
+            f"'{text}' is not a size: WIDTHxHEIGHT, at most {data.MOST_PIXELS / 1e6:.0f} million pixels",
+            where="--image-size",
+            fix="write 1024x1024",
         )
     spec = image_options(recipe)
     if spec is None:

@@ -92,12 +92,13 @@ def read_chat_template(name: str) -> str:
 
 
 def print_images(template: str, image_text: str) -> str:
-    """Return a template that also accepts messages whose content is a list of parts, and prints ``image_text`` for each
-    part that is an image.
+    """Return a template that also accepts lists of parts as the content of a message, and prints ``image_text`` for
+    each part that is an image.
     """
+    literal = json.dumps(image_text, ensure_ascii=False)
     if GEMMA_IMAGE in template:
-        return template.replace(GEMMA_IMAGE, json.dumps(image_text))
-    return _PARTS.replace("IMAGE_TEXT", json.dumps(image_text)) + template
+        return template.replace(GEMMA_IMAGE, literal)
+    return _PARTS.replace("IMAGE_TEXT", literal) + template
 
 
 GEMMA_IMAGE = "'<start_of_image>'"
@@ -106,7 +107,7 @@ _PARTS = """
 {%- set joined = namespace(messages=[]) -%}
 {%- for message in messages -%}
     {%- set content = namespace(text='') -%}
-    {%- if message.content is string or message.content is not iterable -%}
+    {%- if not message.content or message.content is string -%}
         {%- set joined.messages = joined.messages + [message] -%}
     {%- else -%}
         {%- for part in message.content -%}

@@ -246,12 +246,6 @@ class RowRenderer:
 
     @cached_property
     def _images(self) -> ImageProcessor:
-        if "image" not in str(self._tokenizer.get_chat_template()):
-            raise ArgumentError(
-                "rows have images, and the chat template prints none",
-                where="chat_template",
-                fix="set chat_template to a template of this model that prints images",
-            )
         return ImageProcessor.load(self._image_options, self._tokenizer)
 
     def _replace_special_names(self, content: Conversation, origin: str) -> Conversation:

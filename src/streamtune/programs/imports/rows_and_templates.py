@@ -104,12 +104,13 @@ def report_media(conversion: Conversion, specs: list[dict[str, Any]], *path: str
 
 
 def convert_trained_tower(conversion: Conversion) -> None:
-    """Train the vision tower and the projector of rows with images, as trainers do that freeze nothing by default.
+    """Train the vision tower and the projector if rows have images, for a trainer that freezes nothing by default.
 
-    Adapters on all linear layers are reported as not converted, because the tower's layers have other names.
+    Adapters on all linear layers are reported as not converted: StreamTune needs names of the tower's layers.
     """
     rows = [first_local_row(conversion, str(spec["path"])) or {} for spec in conversion.ours.get("datasets", [])]
-    if conversion.file.fields.get("freeze_mm_modules") or not any(row.keys() & {"images", "image"} for row in rows):
+    have_images = any(name in row and row[name] not in ("", []) for row in rows for name in ("images", "image"))
+    if conversion.file.fields.get("freeze_mm_modules") or not have_images:
         return
     if conversion.ours.get("finetuning_type", "full") == "full":
         conversion.write_default("freeze_vision_tower", False)
