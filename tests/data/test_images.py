@@ -405,8 +405,8 @@ def test_the_template_of_an_older_checkpoint(qwen: Path, tmp_path: Path) -> None
     with pytest.raises(ArgumentError, match="the chat template prints none"):
         data.prepare([data.Source(str(rows))], tokenizer, options, lambda text: None)
     prompts = write(tmp_path, {"prompt": [QUESTION], "images": ["a.png"]})
+    settings = dataclasses.replace(options, max_prompt_length=32)
     with pytest.raises(ArgumentError, match="the chat template prints none"):
-        settings = dataclasses.replace(options, max_prompt_length=32)
         data.prepare_prompts([data.Source(str(prompts))], tokenizer, settings, lambda text: None)
 
 

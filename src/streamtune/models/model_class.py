@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreT
 from streamtune.base.adapters import base_of
 from streamtune.engine import decoder_layers
 from streamtune.engine.hf_names import CAUSAL_NAMES, IMAGE_TEXT_NAMES, TEXT_CLASS_ONLY, hf_internal
+from streamtune.errors import UnsupportedModelError
 
 
 def is_vision_language(config: Any) -> bool:
@@ -57,11 +58,21 @@ def frozen_modules(model: PreTrainedModel) -> list[str]:
 
     The language model is the module with the decoder layers, and the embedding and the head. The list is empty for a
     model that is not a vision-language model.
+
+    Raises:
+        UnsupportedModelError: ``transformers`` does not know the model's embedding, so it is no causal decoder.
     """
     layers = decoder_layers(model) if is_vision_language(model.config) else []
     if not layers:
         return []
-    ends = {id(model.get_input_embeddings()), id(model.get_output_embeddings())}
+    try:
+        ends = {id(model.get_input_embeddings()), id(model.get_output_embeddings())}
+    except NotImplementedError as error:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no embedding of tokens that transformers knows",
+            where="model_name_or_path",
+            fix="use a causal language model",
+        ) from error
     names = {id(module): name for name, module in model.named_modules()}
     parts = {names[each] for each in ends if each in names}
     parts.add(names[id(layers[0])].rpartition(".")[0].rpartition(".")[0])  # the parent of the list of layers
