@@ -60,7 +60,7 @@ def frozen_modules(model: PreTrainedModel) -> list[str]:
     model that is not a vision-language model.
 
     Raises:
-        UnsupportedModelError: ``transformers`` does not know the model's embedding, so it is no causal decoder.
+        UnsupportedModelError: ``transformers`` does not know the model's embedding of tokens.
     """
     layers = decoder_layers(model) if is_vision_language(model.config) else []
     if not layers:
