@@ -116,6 +116,22 @@ def test_ranks_whose_rows_have_other_rotary_frequencies() -> None:
 
 
 @pytest.mark.full
+def test_ranks_of_which_one_has_images() -> None:
+    """Or none: all weights, adapters in both parts, the projector alone, and with a frozen tower."""
+    cases = [
+        {"engine": engine, "kind": kind, "trains": trains}
+        for engine, kind, trains in (
+            *((engine, "qwen3_vl", "all") for engine in ("ddp", "fsdp")),
+            *((engine, "gemma3", "adapters") for engine in ("ddp", "fsdp")),
+            *((engine, "qwen3_vl", "projector") for engine in ("ddp", "fsdp")),
+            *((engine, "qwen3_vl", "language") for engine in ("zero1", "zero2", "fsdp")),
+        )
+    ]
+    for case, errors in run_ranks(2, "tests.distributed.image_cases", cases).items():
+        assert max(errors) < 1e-5, case
+
+
+@pytest.mark.full
 def test_experts_that_a_rank_did_not_use_have_the_gradient_of_the_others() -> None:
     """Each rank uses another expert, and no rank the last one: ranks reduce the gradients of a layer together.
 

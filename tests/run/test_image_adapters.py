@@ -216,15 +216,6 @@ def test_the_tower_is_planned_as_trained(folder: Path) -> None:
     assert planned.held == held + extra
 
 
-@pytest.mark.slow
-def test_refused_on_several_ranks(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    save_checkpoint("qwen3_vl", folder / "base")
-    write_image_rows(folder, 6)
-    write_recipe(folder, {**KEYS, "lora_target": ["qkv"], "per_device_train_batch_size": 1, "train_batch_size": 2})
-    assert run("--nproc", "2") == 2
-    assert "adapters in model.visual are only for one device" in capsys.readouterr().err
-
-
 @pytest.mark.full
 def test_the_start_says_what_is_adapted(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_checkpoint("qwen3_vl", folder / "base")

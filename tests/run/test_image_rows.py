@@ -181,6 +181,38 @@ def test_ranks(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert "ZeRO-3 gathers the vision tower's weights only if all ranks have images" in capfd.readouterr().err
 
 
+@pytest.mark.slow  # tests/distributed/test_equality.py has a full test of the gradients
+@pytest.mark.parametrize(
+    ("keys", "ranks"),
+    [
+        ({"freeze_vision_tower": False, "freeze_projector": False}, ()),
+        ({"finetuning_type": "lora", "lora_target": ["all-linear", "visual.*qkv"]}, ("--set", "fsdp=true")),
+    ],
+    ids=["tower", "adapters"],
+)
+def test_the_tower_is_trained_on_ranks(
+    folder: Path, keys: dict[str, Any], ranks: tuple[str, ...], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """To the losses of one rank; one rank goes on from a checkpoint of two. DeepSpeed is refused."""
+    save_checkpoint("qwen3_vl", folder / "base")
+    write_image_rows(folder, 6)
+    divided = {"train_batch_size": 2, "per_device_train_batch_size": 1, "save_steps": 2}
+    write_recipe(folder, {**RECIPE, **keys, **divided, "learning_rate": 1.0e-3})
+    assert run("--output-dir", "one") == 0
+    assert run("--output-dir", "two", "--nproc", "2", *ranks) == 0
+    assert losses("two") == pytest.approx(losses("one"), rel=1e-4)
+    assert run("--output-dir", "again", "--resume", "two/checkpoints/step-000002") == 0
+    assert losses("again") == pytest.approx(losses("one")[2:], rel=1e-4)
+    weights = sorted(Path("one/final").glob("*model.safetensors"))[0].name
+    one, two = (load_file(f"{name}/final/{weights}") for name in ("one", "two"))
+    assert all(torch.allclose(two[name], value, atol=2e-4) for name, value in one.items())
+    before = load_file("base/model.safetensors")
+    tower = [value for name, value in two.items() if "visual" in name and ("lora_B" in name or name in before)]
+    assert any(bool(value.any()) for value in tower)
+    assert run("--output-dir", "three", "--nproc", "2", "--set", "deepspeed=zero2") == 2
+    assert "DeepSpeed reduces gradients in the order in which they are computed" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("keys", "what"),
     [

@@ -37,8 +37,9 @@ ROWS = 6
 
 def load(kind: str, where: Path, rows: int = ROWS) -> tuple[Any, Batches, list[data.Example]]:
     """A model, and rows with one image, two and none in turn, each image of another size."""
-    save_checkpoint(kind, where / "base")
-    write_image_rows(where, rows)
+    if not (where / "base").exists():
+        save_checkpoint(kind, where / "base")
+        write_image_rows(where, rows)
     tokenizer, images = AutoTokenizer.from_pretrained("base"), data.ImageOptions("base", "held")
     prepared = data.prepare([data.Source("rows.jsonl")], tokenizer, data.DataOptions(max_length=512, images=images))
     model = AutoModelForImageTextToText.from_pretrained("base").train()

@@ -21,6 +21,7 @@ from torch import Tensor, distributed, nn
 
 from streamtune.base.adapters import base_of
 from streamtune.engine.inspect_model import first_differentiated_layer
+from streamtune.engine.sharded import require_output_gradient
 from streamtune.errors import ArgumentError
 from streamtune.optim import WeightwiseOptimizer, pack_number, set_learning_rate
 from streamtune.train.backend import Backend
@@ -105,7 +106,7 @@ class DeepSpeedBackend(Backend):
             # A leaf module gathers its weights in the backward only if its first input requires a gradient. This hook
             # must run after DeepSpeed's own hooks, which would otherwise gather the frozen embedding for a backward.
             # If the lowest layers are frozen too, the streamed model does this for its lowest trained layer.
-            embedding.register_forward_hook(_require_output_gradient)
+            embedding.register_forward_hook(require_output_gradient)
         self.size = distributed.get_world_size()
 
     @property
@@ -297,8 +298,3 @@ def gather_weights(model: nn.Module, names: Collection[str] | None = None) -> It
         with deepspeed.zero.GatheredParameters([parameter]) if sharded else nullcontext():
             full_weight = parameter.detach().to("cpu", copy=sharded) if main else None
         yield name, full_weight
-
-
-def _require_output_gradient(module: nn.Module, args: Any, out: Tensor) -> None:
-    if torch.is_grad_enabled() and not out.requires_grad:
-        out.requires_grad_(True)

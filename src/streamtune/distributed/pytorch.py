@@ -31,6 +31,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from streamtune.distributed.environment import RankEnvironment, read_environment
 from streamtune.distributed.hosts import LOOPBACK, listen_at
+from streamtune.engine.image_tower import trained_tower_parameters, with_tower_gradients
+from streamtune.engine.sharded import require_output_gradient
 from streamtune.errors import DistributedError
 from streamtune.optim import pack_number, unpack_number
 from streamtune.train.backend import TorchBackend
@@ -252,7 +254,7 @@ class DdpBackend(TorchBackend):
         return nullcontext() if last else self.engine.no_sync()
 
     def backward(self, loss: Tensor) -> None:
-        (self.scaled_loss(loss) * self.size).backward()
+        with_tower_gradients(self.scaled_loss(loss) * self.size, self.module).backward()
 
     def optimizer_slices(self) -> Iterator[Slice]:
         """Yield this rank's share of the optimizer state; every rank has the whole state."""
@@ -307,6 +309,11 @@ class FsdpBackend(TorchBackend):
         for layer in layers:
             if not isinstance(layer, FSDPModule):  # sharded layer by layer, if the weights were loaded by layer
                 fully_shard(layer)
+        if trained_tower_parameters(module):
+            # With images, the backward goes through all layers to the vision tower. FSDP2 gathers and reduces a layer
+            # in its backward, so the backward of ranks without images has to go through all layers too.
+            embedding: Any = module.get_input_embeddings()  # type: ignore[operator]
+            embedding.register_forward_hook(require_output_gradient)
         fully_shard(module)
         super().__init__(module, make_optimizer(module))
         self.size = distributed.get_world_size()
@@ -314,7 +321,7 @@ class FsdpBackend(TorchBackend):
     def backward(self, loss: Tensor) -> None:
         """Run the backward pass; gradients are reduced in every micro-batch, because whole gradients may not fit in
         memory."""
-        (self.scaled_loss(loss) * self.size).backward()
+        with_tower_gradients(self.scaled_loss(loss) * self.size, self.module).backward()
 
     def _to_float(self, norm: Tensor) -> float:
         return float((norm.full_tensor() if isinstance(norm, DTensor) else norm).item())

@@ -6,12 +6,15 @@ is recomputed in the backward (``torch.utils.checkpoint``), so that only one par
 
 The pixels of many images may stay on the host (:func:`stays_on_host`). Each part is copied to the device when it is
 computed.
+
+A batch without images does not call the tower. With :func:`with_tower_gradients` its gradient of the tower is zero, so
+that all ranks have the same gradients to reduce.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -54,7 +57,11 @@ class ImageTower:
     @property
     def is_trained(self) -> bool:
         """True if the results need a gradient."""
-        return torch.is_grad_enabled() and any(p.requires_grad for child in self._tower for p in child.parameters())
+        return torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Iterate over the parameters of the vision tower and the projector."""
+        return (p for child in self._tower for p in child.parameters())
 
     def parts_of(self, inputs: Mapping[str, Any]) -> list[dict[str, Tensor]]:
         """Return the inputs of each part that is computed at a time; a single empty part stands for all images."""
@@ -66,7 +73,7 @@ class ImageTower:
         parts = self.parts_of(given)
         if len(parts) < 2:
             return self.compute_whole(*args, **kwargs)
-        device = next(p.device for child in self._tower for p in child.parameters())
+        device = next(self.parameters()).device
         results = []
         for part in parts:
             compute = partial(self._compute_part, device, {**given, **part})
@@ -83,9 +90,41 @@ def install_image_tower(model: nn.Module, layers: Sequence[nn.Module]) -> ImageT
     return ImageTower(owners[-1], layers[0]) if owners else None  # outer modules only call the innermost one
 
 
-def has_image_tower(model: nn.Module) -> bool:
-    """Return True if an :class:`ImageTower` is installed in a model, so that pixels may stay on the host."""
-    return any(isinstance(vars(module).get("get_image_features"), ImageTower) for module in model.modules())
+def find_image_tower(model: nn.Module) -> ImageTower | None:
+    """Return the :class:`ImageTower` that is installed in a model; None for a model without one."""
+    installed = (vars(module).get("get_image_features") for module in model.modules())
+    return next((tower for tower in installed if isinstance(tower, ImageTower)), None)
+
+
+class _ZeroGradients(torch.autograd.Function):
+    """Returns a loss. Its backward also gives parameters gradients of zero."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.like = [(parameter.shape, parameter.dtype, parameter.device) for parameter in parameters]
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        # Expanded, because these zeros stay in memory until the gradients of the images are added to them.
+        return gradient, *(torch.zeros((), dtype=kind, device=device).expand(shape) for shape, kind, device in ctx.like)
+
+
+def with_tower_gradients(loss: Tensor, model: nn.Module) -> Tensor:
+    """Return ``loss``, whose backward gives a gradient to all trained parameters of a streamed model's vision tower.
+
+    Without images in the batch, the gradients are zero. Zeros are computed before the gradients of the decoder layers,
+    gradients of images after them. So this is for libraries that do not reduce gradients in the order of computation:
+    DDP and FSDP2, not DeepSpeed.
+    """
+    trained = trained_tower_parameters(model)
+    return _ZeroGradients.apply(loss, *trained) if trained else loss
+
+
+def trained_tower_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Return the trained parameters of a streamed model's vision tower and projector."""
+    tower = find_image_tower(model)
+    return [] if tower is None else [p for p in tower.parameters() if p.requires_grad]
 
 
 def stays_on_host(name: str, value: Tensor) -> bool:

@@ -91,6 +91,12 @@ def require_input_gradient(layer: nn.Module, args: tuple[Any, ...], kwargs: dict
     return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
 
 
+def require_output_gradient(module: nn.Module, args: Any, out: Tensor) -> None:
+    """Make the output of a module, such as an embedding, require a gradient (a forward hook)."""
+    if torch.is_grad_enabled() and not out.requires_grad:
+        out.requires_grad_(True)
+
+
 def unflag_leaf_layers(flagged: Iterable[nn.Module]) -> None:
     """Remove the flag that :func:`flag_leaf_layers` set, except from layers that DeepSpeed has already sharded."""
     for layer in flagged:

@@ -24,7 +24,6 @@ from streamtune.engine import StreamHandle
 from streamtune.engine.memory.host import usable_host_bytes
 from streamtune.errors import ArgumentError
 from streamtune.plan.simulate.memory import device_model_bytes
-from streamtune.recipe.keys.adapters import TOWER_KEYS, AdapterKeys
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.settings import ModelSettings
 from streamtune.run.data import (
@@ -89,8 +88,6 @@ def build_run(
         fix_template_date(start.identity["date"])
         task.check_ranks(start.device, start.world)
         check_host_memory(recipe.engine)
-        if start.world.size > 1:
-            _refuse_tower(recipe)
         sources = make_sources(loaded)
         with doing("reading the tokenizer" if start.checkpoint else "making the tokenizer"):
             tokenizer = make_shared_tokenizer(start.world, recipe, sources, start.checkpoint, notify)
@@ -110,8 +107,13 @@ def build_run(
         recipe, task = start.recipe, start.task
         with doing("loading the model"):
             model = make_model(recipe, tokenizer, start.checkpoint, start.device, shard_world=start.shard_world)
-        if start.world.size > 1:
-            _refuse_adapters_of_tower(recipe, model)
+        if recipe.deepspeed is not None and start.world.size > 1 and (parts := models.trained_image_modules(model)):
+            raise ArgumentError(
+                f"{', '.join(parts)} is trained, and DeepSpeed reduces gradients in the order in which they are "
+                "computed, which differs between ranks with and without images",
+                where="deepspeed",
+                fix="delete the line (DDP), or write fsdp: true",
+            )
         notify_model_warnings(model, longest_row, start, notify)
         added_stop_tokens = add_stop_tokens(task, prepared, tokenizer, model)
         second_model = None
@@ -247,35 +249,6 @@ def _init_adapters(recipe: ModelSettings, task: Task[Any], model: Any, handle: S
         if handle.schedule != schedule:
             handle.reschedule(schedule)
     models.initialize_from_factors(model, factors)
-
-
-def _refuse_tower(recipe: AdapterKeys) -> None:
-    """Refuse to train a vision tower on several ranks: a rank without images in a step would have no gradients of it.
-
-    Raises:
-        ArgumentError: The recipe trains the vision tower or the projector.
-    """
-    for key in TOWER_KEYS:
-        if not getattr(recipe, key):
-            raise ArgumentError(
-                f"'{key}: false' is only for one device, and this run has several ranks",
-                where=key,
-                fix="delete the line, or train on one device",
-            )
-
-
-def _refuse_adapters_of_tower(recipe: AdapterKeys, model: Any) -> None:
-    """Refuse adapters in a vision tower on several ranks, as :func:`_refuse_tower` refuses its weights.
-
-    Raises:
-        ArgumentError: Adapters are in the vision tower or the projector.
-    """
-    if modules := models.trained_image_modules(model):
-        raise ArgumentError(
-            f"adapters in {', '.join(modules)} are only for one device, and this run has several ranks",
-            where="lora_target" if recipe.adapter_name_or_path is None else "adapter_name_or_path",
-            fix="name layers of the language model, or train on one device",
-        )
 
 
 def _check_host_memory(recipe: ModelSettings, model: Any) -> None:

@@ -80,11 +80,11 @@ class AdapterKeys(Spec):
 
     freeze_vision_tower: bool = True
     """With `finetuning_type: full` and a vision-language model: `false` also trains the vision tower, without the
-    projector. Only on one device."""
+    projector. Several ranks: DDP or `fsdp: true`."""
 
     freeze_projector: bool = True
     """With `finetuning_type: full` and a vision-language model: `false` also trains the projector, which maps features
-    of images to the language model. Only on one device."""
+    of images to the language model. Several ranks: DDP or `fsdp: true`."""
 
     quantization: Literal["auto", "nf4", "int8"] = "auto"
     """With `finetuning_type: qlora`: number format of the frozen linear layers and experts. `nf4` has 4 bits

@@ -44,7 +44,7 @@ from streamtune.engine.hf_names import (
     hf_internal,
     is_stateful,
 )
-from streamtune.engine.image_tower import has_image_tower, stays_on_host
+from streamtune.engine.image_tower import find_image_tower, stays_on_host
 from streamtune.engine.rotary import LengthRotary, RowLengths, longest_unscaled_length
 from streamtune.errors import ArgumentError
 from streamtune.models.generation import copy_with_generation_config
@@ -209,7 +209,7 @@ class TransformersGenerator:
             assert self.image_processor is not None, "prompts with images have a processor"
             files = [each for each, count in zip(images, repeats, strict=True) for _ in range(count)]
             inputs = self.image_processor.model_inputs(files, ids_NT.cpu())
-            reads_host = has_image_tower(self.model)
+            reads_host = find_image_tower(self.model) is not None
             generate_arguments = {
                 name: x if reads_host and stays_on_host(name, x) else x.to(ids_NT.device) for name, x in inputs.items()
             }
