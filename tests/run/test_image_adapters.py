@@ -87,6 +87,37 @@ def test_all_linear_is_the_language_model_and_names_add_to_it(folder: Path) -> N
         assert caught.value.where == "lora_target"
 
 
+PARTS = {
+    "qwen3_vl": ("visual.blocks.*", ("visual.merger.", "visual.deepstack_merger_list.")),
+    "gemma3": ("vision_tower.*", ()),
+    "idefics3": ("vision_model.*", ("connector.",)),
+    "glm4v": ("visual.blocks.*", ("visual.merger.",)),
+}
+"""Names of the linear layers of the tower, and beginnings of those of the projector."""
+
+
+@pytest.mark.parametrize(
+    "kind", ["qwen3_vl", *(pytest.param(kind, marks=pytest.mark.full) for kind in PARTS if kind != "qwen3_vl")]
+)
+def test_all_layers_of_a_part_for_images(folder: Path, kind: str) -> None:
+    tower, projector = PARTS[kind]
+    language = targets(add_lora(build(kind, folder), r=2))
+    assert targets(add_lora(build(kind, folder), r=2, target=["all-linear", "vision-tower"])) - language == {
+        name
+        for name in targets(add_lora(build(kind, folder), r=2, target=[tower]))
+        if not any(p in name for p in projector)
+    }
+    if not projector:
+        with pytest.raises(ArgumentError, match="has no linear layer in a vision projector"):
+            add_lora(build(kind, folder), r=2, target=["vision-projector"])
+        return
+    alone = targets(add_lora(build(kind, folder), r=2, target=["vision-projector"]))
+    assert alone
+    assert all(any(f".{part}" in name for part in projector) for name in alone)
+    for part in projector:
+        assert any(f".{part}" in name for name in alone)
+
+
 @pytest.mark.quick("qwen3_vl-lora-chunks")
 @pytest.mark.parametrize("schedule", ["chunks", "host"])
 @pytest.mark.parametrize("adapter", ["lora", "dora", "ia3", "oft"])
@@ -223,4 +254,4 @@ def test_the_start_says_what_is_adapted(folder: Path, capsys: pytest.CaptureFixt
     write_recipe(folder, {**KEYS, "max_steps": 1})
     assert run("--dry-run") == 0
     shown = capsys.readouterr().err
-    assert "only the language model is trained; frozen: model.visual (lora_target adapts it by name" in shown
+    assert "only the language model is trained; frozen: model.visual (lora_target: [all-linear, vision-tower]" in shown

@@ -106,7 +106,7 @@ def frozen_modules_note(model: Any) -> str | None:
     trains = {name: {p.requires_grad for p in module.parameters()} for name, module in modules.items()}
     frozen = [name for name, flags in trains.items() if flags == {False}]
     if len(frozen) == len(modules):
-        how = f" (lora_target adapts it by name: [all-linear, '{frozen[0]}.*'])" if has_adapters and frozen else ""
+        how = " (lora_target: [all-linear, vision-tower] adapts the vision tower too)" if has_adapters else ""
         return f"only the language model is trained; frozen: {', '.join(frozen)}{how}" if frozen else None
     trained = [name if flags == {True} else f"a part of {name}" for name, flags in trains.items() if True in flags]
     rest = f"; frozen: {', '.join(frozen)}" if frozen else ""
@@ -126,6 +126,11 @@ PROJECTOR = ("projector", "connector", "merger", "aligner")
 """Parts of the names of modules that project images to the language model. In some families they are in the tower."""
 
 
+def is_projector(name: str) -> bool:
+    """Return True if a module or parameter outside the language model belongs to the projector."""
+    return any(part in name for part in PROJECTOR)
+
+
 def freeze_other_modules(model: PreTrainedModel, *, tower: bool = False, projector: bool = False) -> list[nn.Parameter]:
     """Freeze the parameters of a vision-language model outside its language model; return those that are trained.
 
@@ -136,7 +141,6 @@ def freeze_other_modules(model: PreTrainedModel, *, tower: bool = False, project
     trained: list[nn.Parameter] = []
     for name in frozen_modules(model):
         for inner, parameter in model.get_submodule(name).named_parameters():
-            is_projector = any(part in f"{name}.{inner}" for part in PROJECTOR)
-            parameter.requires_grad_(projector if is_projector else tower)
+            parameter.requires_grad_(projector if is_projector(f"{name}.{inner}") else tower)
             trained += [parameter] if parameter.requires_grad else []
     return trained

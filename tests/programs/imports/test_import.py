@@ -837,7 +837,13 @@ def test_images_are_read_and_videos_have_a_line(tmp_path: Path, monkeypatch: pyt
     written = {line.strip().partition(" #")[0].rstrip() for line in said.text.splitlines()}
     assert {"max_pixels: 9000", "min_pixels: 1024", "freeze_projector: false"} <= written
     said = llamafactory(tmp_path, "freeze_vision_tower: false\n", columns=columns)
-    assert any("as in lora_target: [all-linear, 'visual.*']" in each.note for each in said.changes_training)
+    assert yaml.safe_load(said.text)["lora_target"] == ["all-linear", "vision-tower"]
+    assert not any("tower" in each.theirs for each in said.changes_training)
+    said = llamafactory(tmp_path, "freeze_vision_tower: false\nlora_target: q_proj\n", columns=columns)
+    assert any("add vision-tower to lora_target" in each.note for each in said.changes_training)
+    given = "model: a\nmax_length: 64\ndataset: r.jsonl\ntarget_modules: all-linear\n"
+    said = convert(tmp_path, given + "freeze_vit: false\nfreeze_aligner: false\n", trainer="swift")
+    assert yaml.safe_load(said.text)["lora_target"] == ["all-linear", "vision-tower", "vision-projector"]
     said = llamafactory(tmp_path, "", columns={"prompt": "q", "response": "a", "videos": "films"})
     assert [each.note for each in said.changes_training if each.theirs == "dataset: mine"] == [
         "'mine' in dataset_info.json: StreamTune does not train on the column 'films'"

@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from transformers import AutoTokenizer
+from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from streamtune.base.model_facts import IGNORE_INDEX
 from streamtune.data.templates import image_text
+from streamtune.models import add_lora
 from streamtune.models.tokenizer import set_chat_template
 from streamtune.programs.imports.importing import import_recipe
 from streamtune.recipe import load_recipe
@@ -158,10 +159,22 @@ def test_trl_trains_the_tower(peft: bool, tmp_path: Path, monkeypatch: pytest.Mo
         yaml.safe_dump(fields | ({"use_peft": True, "lora_target_modules": "all-linear"} if peft else {}))
     )
     imported = import_recipe(Path("theirs.yaml"), "trl", "sft")
-    marked = [each.theirs for each in imported.changes_training if "tower" in each.theirs]
-    assert marked == (["adapters in the vision tower"] if peft else [])
+    assert not [each.theirs for each in imported.changes_training if "tower" in each.theirs]
+    target = ["all-linear", "vision-tower", "vision-projector"] if peft else None
+    assert yaml.safe_load(imported.text).get("lora_target") == target
     assert ("freeze_vision_tower: false" in imported.text) is not peft
     assert ("freeze_projector: false" in imported.text) is not peft
+
+
+def test_adapters_of_axolotl_are_in_the_tower_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_rows([{"messages": [], "images": ["a.png"]}])
+    fields = {"base_model": "org/model", "adapter": "lora", "lora_target_linear": True, "sequence_len": 64}
+    fields["datasets"] = [{"path": "rows.jsonl", "type": "chat_template"}]
+    Path("theirs.yaml").write_text(yaml.safe_dump(fields))
+    imported = import_recipe(Path("theirs.yaml"), "axolotl", "sft")
+    said = [each.ours for each in imported.findings if each.theirs.startswith("lora_target_linear")]
+    assert said == ["lora_target: all-linear, vision-tower, vision-projector"]
 
 
 # --- the trainers themselves ------------------------------------------------------------------------------------------
@@ -240,6 +253,27 @@ def test_llamafactory_makes_these_batches(
 
 
 @pytest.mark.full
+@pytest.mark.filterwarnings("ignore")  # of imports
+@pytest.mark.skipif("llamafactory" not in PEERS, reason="STREAMTUNE_PEERS names no folder with LLaMA-Factory")
+@pytest.mark.parametrize("base", ["qwen2_vl", "qwen2_5_vl", "gemma3", "llava"], indirect=True)
+def test_llamafactory_adapts_these_layers_of_the_tower(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``freeze_vision_tower: false``. Of Qwen3-VL it also adapts the mergers between layers, a part of the projector
+    here."""
+    monkeypatch.setattr("trl.AutoModelForCausalLMWithValueHead", None, raising=False)  # imported, and used for PPO only
+    from llamafactory.hparams import FinetuningArguments
+    from llamafactory.model.model_utils.misc import find_all_linear_modules
+    from llamafactory.model.model_utils.visual import patch_target_modules
+
+    model: Any = AutoModelForImageTextToText.from_pretrained(base)
+    given = FinetuningArguments(freeze_vision_tower=False)
+    names = set(patch_target_modules(model, given, find_all_linear_modules(model, freeze_vision_tower=False)))
+    theirs = {name for name, module in model.named_modules() if name in names and isinstance(module, torch.nn.Linear)}
+    adapted: Any = add_lora(model, r=2, target=["all-linear", "vision-tower"])
+    ours = {name for name, module in adapted.get_base_model().named_modules() if hasattr(module, "base_layer")}
+    # torch's MultiheadAttention reads the weight of this layer without calling it, so an adapter has no effect.
+    assert ours == theirs - {"model.vision_tower.head.attention.out_proj"}
+
+
 @pytest.mark.filterwarnings("ignore")  # of imports
 @pytest.mark.skipif("axolotl" not in PEERS, reason="STREAMTUNE_PEERS names no folder with axolotl")
 @pytest.mark.parametrize(

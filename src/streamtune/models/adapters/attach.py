@@ -45,6 +45,7 @@ from streamtune.models.adapters.targets import (
     suppress_pattern_warnings,
     whole_module_names,
     write_expert_targets,
+    write_out_image_parts,
 )
 from streamtune.models.folder import (
     READ_BACKEND,
@@ -126,6 +127,7 @@ def add_peft_adapters(model: PreTrainedModel, spec: AdapterSpec, seed: int, new_
     """Return ``model`` with adapters of any kind, with peft's default initial values."""
     from peft import get_peft_config, get_peft_model
 
+    spec = write_out_image_parts(model, spec)
     _check_rank_and_alpha_patterns(spec, model)
     if new_tokens:
         _refuse_adapter_on_head_with_new_tokens(spec, model)

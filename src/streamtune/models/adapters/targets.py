@@ -2,7 +2,7 @@
 
 A name in a recipe is the end of a layer's name, or a regular expression that matches such an end. In a vision-language
 model, a name selects layers of the language model. Only a name that none of them has selects layers of the vision tower
-and the projector.
+and the projector. ``vision-tower`` and ``vision-projector`` select all linear layers of these parts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from streamtune.base.adapters import AdapterSpec
 from streamtune.base.patterns import PLAIN, escape_points, find_matches
 from streamtune.engine.hf_names import CONV1D, hf_internal
 from streamtune.errors import ArgumentError, did_you_mean
-from streamtune.models.model_class import frozen_modules, is_inside
+from streamtune.models.model_class import frozen_modules, is_inside, is_projector
 
 if TYPE_CHECKING:  # peft imports every quantiser: two seconds
     from peft import PeftConfig
@@ -30,6 +30,8 @@ PEFT_FORM = r"(.*\.)?({})$"
 """Regular expression that peft makes of a key of ``rank_pattern``."""
 ALL = "all-linear"
 """Name in a recipe for the linear layers of the language model, without head and routers."""
+IMAGE_PARTS = {"vision-tower": False, "vision-projector": True}
+"""Names in a recipe for the linear layers of a part for images -> True for the projector."""
 
 
 @contextmanager
@@ -118,6 +120,27 @@ def is_router(model: nn.Module, name: str) -> bool:
         module_found = getattr(module_found, part)
     weight = getattr(module_found, "weight", None)
     return isinstance(weight, Tensor) and weight.dim() == 2 and weight.shape[0] in experts
+
+
+def write_out_image_parts(model: PreTrainedModel, spec: AdapterSpec) -> AdapterSpec:
+    """Return ``spec`` with full names of layers in place of ``vision-tower`` and ``vision-projector``.
+
+    Raises:
+        ArgumentError: The model has no such part, or no linear layer in it.
+    """
+    if isinstance(spec.target, str) or not set(spec.target) & set(IMAGE_PARTS):
+        return spec
+    images, target = image_layer_names(model), list[str]()
+    for end in spec.target:
+        names = [name for name in images if is_projector(name) is IMAGE_PARTS[end]] if end in IMAGE_PARTS else [end]
+        if not names:
+            raise ArgumentError(
+                f"{type(model).__name__} has no linear layer in a {end.replace('-', ' ')}",
+                where="lora_target",
+                fix=f"delete {end}",
+            )
+        target += names
+    return replace(spec, target=target)
 
 
 def linear_target_names(model: PreTrainedModel, spec: AdapterSpec) -> list[str]:

@@ -359,7 +359,7 @@ def _convert_dependent_fields(conversion: Conversion) -> None:
     trackers = {"wandb_project": "wandb", "use_wandb": "wandb", "use_mlflow": "mlflow", "mlflow_tracking_uri": "mlflow"}
     convert_trackers(conversion, {**trackers, "use_tensorboard": "tensorboard", "use_trackio": "trackio"})
     convert_datasets(conversion)
-    convert_trained_tower(conversion)
+    convert_trained_tower(conversion, "lora_target_linear")
     report_untrained_think_blocks(conversion, dataset_types(conversion))
     if not on_inputs:
         _report_trained_prompts(conversion)

@@ -144,6 +144,8 @@ class Conversion:
             self.report_lost(*path, why=why, changes_training=changes_training)
             return False
         theirs = _dotted_name(path)
+        if self.written_by.get(key) == path:
+            self.findings = [found for found in self.findings if found.ours != _show_field(key, self.ours[key])]
         self.written_by[key] = path
         self.ours[key] = value
         self.lines[(key,)] = self.file.marks.key_line(path)

@@ -175,6 +175,14 @@ def convert_module_names(value: Any) -> Any:
     return "all-linear" if names in (["all"], ["all-linear"], ["all_linear"], ["ALL"]) else names
 
 
+def names_all_layers(value: Any) -> bool:
+    """Return True if a field that names layers for adapters stands for all linear layers."""
+    try:
+        return value is True or convert_module_names(value) == "all-linear"
+    except UnconvertedError:
+        return False
+
+
 def convert_step_count(value: Any) -> Any:
     """Return a number of steps as an integer; other values are returned unchanged.
 

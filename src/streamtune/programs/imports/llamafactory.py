@@ -228,7 +228,7 @@ def _convert_dependent_fields(conversion: Conversion) -> None:
     convert_trackers(conversion, {})
     convert_datasets(conversion, texts=texts)
     tower = {"freeze_vision_tower": "freeze_vision_tower", "freeze_multi_modal_projector": "freeze_projector"}
-    convert_tower(conversion, tower)
+    convert_tower(conversion, tower, "lora_target")
 
 
 def _convert_finetuning_type(conversion: Conversion) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from streamtune.base.chat_templates import CHAT_TEMPLATES
 
 from .conversion import Conversion
+from .field_rules import names_all_layers
 
 DATA_FILES = (".jsonl", ".json", ".parquet", ".csv", ".txt")
 MEDIA = ("video", "videos", "audio", "audios")
@@ -103,10 +104,12 @@ def report_media(conversion: Conversion, specs: list[dict[str, Any]], *path: str
             conversion.report_lost(*path, why=f"StreamTune does not train on '{column}' of {spec['path']}")
 
 
-def convert_trained_tower(conversion: Conversion) -> None:
+def convert_trained_tower(conversion: Conversion, target: str) -> None:
     """Train the vision tower and the projector if rows have images, for a trainer that freezes nothing by default.
 
-    Adapters on all linear layers are reported as not converted: StreamTune needs names of the tower's layers.
+    Args:
+        conversion: Conversion of the recipe.
+        target: Field that names the layers with adapters; adapters on all linear layers are on those of images too.
     """
     rows = [first_local_row(conversion, str(spec["path"])) or {} for spec in conversion.ours.get("datasets", [])]
     have_images = any(name in row and row[name] not in ("", []) for row in rows for name in ("images", "image"))
@@ -115,12 +118,8 @@ def convert_trained_tower(conversion: Conversion) -> None:
     if conversion.ours.get("finetuning_type", "full") == "full":
         conversion.write_default("freeze_vision_tower", False)
         conversion.write_default("freeze_projector", False)
-    elif conversion.ours.get("lora_target", "all-linear") == "all-linear":
-        conversion.report_lost_setting(
-            "adapters in the vision tower",
-            f"{conversion.trainer.title} adapts all linear layers, also those for images: write lora_target: "
-            "[all-linear, PATTERN], such as 'visual.*' (docs/vision.md)",
-        )
+    elif names_all_layers(conversion.get(target)):
+        conversion.write_key("lora_target", ["all-linear", "vision-tower", "vision-projector"], target, replaces=True)
 
 
 def write_datasets(conversion: Conversion, specs: list[dict[str, Any]], *path: str | int, note: str = "") -> None:

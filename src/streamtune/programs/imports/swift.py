@@ -364,7 +364,9 @@ def _convert_tuner_type(conversion: Conversion) -> None:
     else:
         conversion.report_lost(name, why="StreamTune's finetuning_type is full, lora or qlora; lora is written")
     convert_frozen_parameters(conversion)
-    convert_tower(conversion, {"freeze_vit": "freeze_vision_tower", "freeze_aligner": "freeze_projector"})
+    convert_tower(
+        conversion, {"freeze_vit": "freeze_vision_tower", "freeze_aligner": "freeze_projector"}, "target_modules"
+    )
 
 
 def _write_trainer_defaults(conversion: Conversion) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .conversion import Conversion
+from .field_rules import names_all_layers
 
 FULL = "only full fine-tuning reads this field"
 
@@ -81,16 +82,32 @@ def convert_frozen_parameters(conversion: Conversion) -> None:
     conversion.mark_unneeded(*trained, why="no parameter is frozen")
 
 
-def convert_tower(conversion: Conversion, fields: Mapping[str, str]) -> None:
-    """Convert fields that freeze the vision tower or the projector; ``fields`` maps them to StreamTune's keys."""
+IMAGE_PARTS = {"freeze_vision_tower": "vision-tower", "freeze_projector": "vision-projector"}
+"""{StreamTune's key for weights: name in ``lora_target`` for adapters}."""
+
+
+def convert_tower(conversion: Conversion, fields: Mapping[str, str], target: str) -> None:
+    """Convert fields that freeze the vision tower or the projector, whose weights or adapters are trained otherwise.
+
+    Args:
+        conversion: Conversion of the recipe.
+        fields: {field: StreamTune's key}.
+        target: Field that names the layers with adapters.
+    """
+    parts, everything = ["all-linear"], names_all_layers(conversion.get(target, "all"))
     for name, key in fields.items():
         if conversion.get(name) is False:
             if conversion.ours.get("finetuning_type") == "full":
                 conversion.write_key(key, False, name)
+            elif everything:
+                parts.append(IMAGE_PARTS[key])
+                conversion.write_key("lora_target", list(parts), name, replaces=True)
+                conversion.mark_unneeded(target, why=f"see {name}")
             else:
                 conversion.report_lost(
                     name,
-                    why=f"{key}: false trains no adapters: name layers, as in lora_target: [all-linear, 'visual.*']",
+                    why=f"in StreamTune, names select layers of the language model first: add {IMAGE_PARTS[key]} "
+                    "to lora_target, or patterns such as 'visual.*q_proj'",
                 )
         conversion.mark_unneeded(name, why="frozen, as in StreamTune")
 

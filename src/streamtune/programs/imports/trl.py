@@ -265,7 +265,7 @@ def _convert_dependent_fields(conversion: Conversion) -> None:
     _convert_text_column(conversion, first_rows)
     _convert_trained_tokens(conversion, first_rows)
     _convert_length_limit(conversion)
-    convert_trained_tower(conversion)
+    convert_trained_tower(conversion, "lora_target_modules")
 
 
 def _convert_text_column(conversion: Conversion, first_rows: list[Row]) -> None:

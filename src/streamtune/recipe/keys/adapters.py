@@ -112,8 +112,8 @@ class AdapterKeys(Spec):
     """List of the modules that get an adapter, as ends of module names: `[q_proj, v_proj]`. `all-linear`: every linear
     layer except the head and routers. Experts that are stored as one tensor can be listed too: `[gate_up_proj]`. A
     name may be a regular expression. In a vision-language model a name selects layers of the language model. Only if
-    none of them has the name, it selects layers of the vision tower or the projector:
-    `[all-linear, 'visual.*']`."""
+    none of them has the name, it selects layers of the vision tower or the projector. `vision-tower` and
+    `vision-projector` select all linear layers of these parts: `[all-linear, vision-tower]`."""
 
     lora_exclude: Annotated[tuple[Text, ...], Field(strict=False)] = ()
     """List of the modules that get no adapter although `lora_target` selects them, as ends of module names or regular
