@@ -174,6 +174,7 @@ def settings_of(*settings: str) -> tuple[str, ...]:
     return tuple(part for text in settings for part in ("--set", text))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "settings", "mode"),
     [

@@ -102,6 +102,7 @@ def test_what_fp32_leaves_open_is_settled_in_fp64(monkeypatch) -> None:
     assert "settled in fp64" in found.notes[0]
 
 
+@pytest.mark.full
 def test_a_wrong_gradient_is_found(monkeypatch) -> None:
     exact = module.gradients
     calls = iter(range(10**6))

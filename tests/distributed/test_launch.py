@@ -242,6 +242,7 @@ def test_a_host_that_cannot_help(
         assert "No module named" in shown
 
 
+@pytest.mark.full
 def test_ranks_of_another_host(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

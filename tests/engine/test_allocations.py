@@ -113,7 +113,7 @@ def test_a_streamed_step_allocates_neither(family: str, kind: str) -> None:
     assert watcher.largest >= ROWS * LENGTH * 32, "the layers' own outputs were seen"
 
 
-@pytest.mark.quick("schedule0")
+@pytest.mark.full
 @pytest.mark.parametrize("schedule", [{"keep_kv": True}, {"grad_dtype": "param"}])
 def test_nor_does_any_schedule(schedule: dict[str, Any]) -> None:
     model = model_of("qwen3")

@@ -212,6 +212,7 @@ def test_objectives(objective: Callable[[StreamHandle, Tensor], Tensor]) -> None
         assert_frees(step)
 
 
+@pytest.mark.full
 def test_losses_of_routers() -> None:
     model = build("mixtral").train()
     with streamtune.stream(model, schedule=SCHEDULES["device"], router_loss=RouterLoss(0.1, 0.01)):
@@ -238,6 +239,7 @@ def test_embeddings_that_are_read_again() -> None:
     assert reads
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("rows", [64, 160])
 @pytest.mark.parametrize("family", ["qwen3", "gpt_neox"])

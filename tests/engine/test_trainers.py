@@ -274,6 +274,7 @@ def test_metrics(tokenizer: PreTrainedTokenizerFast, tmp_path: Path, chosen: boo
         assert found[1][name] == pytest.approx(found[0][name], rel=1e-9), name
 
 
+@pytest.mark.full
 def test_after_removal_the_model_trains_and_generates_as_its_own(
     tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:

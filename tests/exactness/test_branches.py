@@ -165,6 +165,7 @@ def test_whatever_is_kept_and_wherever(family: str, choices: dict[str, Any]) -> 
     compare(model, rows(), Schedule(chunk_size=6, head_chunk_size=5, **choices))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_in_fp64(family: str) -> None:
     model, given = in_float64(build(family, **FAMILIES[family])), rows()
@@ -262,6 +263,7 @@ def test_what_is_no_tree(trees: Any) -> None:
         Branches.of(trees)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "schedule",
     [Schedule(chunk_size=6, levels=2, segment_size=2, offload="host"), Schedule(chunk_size=7, keep_layers=1)],
@@ -279,6 +281,7 @@ def test_tied_embeddings() -> None:
     compare(build("qwen3", tie_word_embeddings=True), rows(), Schedule(chunk_size=7))
 
 
+@pytest.mark.full
 def test_a_balance_loss_counts_each_token_once() -> None:
     """The routers' losses come beside the scores, are those of all tokens that are computed, and know no chunks."""
     model, given = in_float64(build("mixtral")), rows(((0, (9, 13, 20)),))

@@ -69,7 +69,7 @@ def test_every_form_gives_the_gradient(family: str, name: str) -> None:
         assert_exact(model, inputs, want, chunked(name, size))
 
 
-@pytest.mark.quick("3")
+@pytest.mark.full
 @pytest.mark.parametrize("segment_size", [1, 2, 3, 5, 9])
 def test_segments_of_any_size_and_dropout(segment_size: int) -> None:
     model = in_float64(build("qwen3", num_hidden_layers=5, attention_dropout=0.2))
@@ -97,6 +97,7 @@ def test_a_balance_loss_is_of_all_layers_of_a_chain(family: str, lengths: list[i
     assert max(lengths) == 2
 
 
+@pytest.mark.full
 def test_a_global_balance_loss_is_that_of_the_order_of_layers() -> None:
     model, inputs = routed("mixtral"), batch("right")
 
@@ -131,6 +132,7 @@ def test_rows_that_share_their_beginnings(family: str) -> None:
     branches.compare(model, branches.rows(), *(chunked(name, size) for name in ORDERS for size in (6, 256)))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["one level", "two levels, keys on host"])
 def test_hidden_states_that_are_used_elsewhere(name: str, lengths: list[int]) -> None:
     """One is changed between two layers, and all are part of the loss: nodes of earlier layers run as well."""
@@ -207,6 +209,7 @@ def test_adapters_over_a_frozen_model() -> None:
         assert_exact(model, inputs, want, chunked(name))
 
 
+@pytest.mark.full
 def test_several_backwards() -> None:
     model, inputs = build("qwen3", num_hidden_layers=3), batch("plain")
     for name in ORDERS:
@@ -221,6 +224,7 @@ def test_several_backwards() -> None:
                 loss.backward()
 
 
+@pytest.mark.full
 def test_the_gradient_of_some_weights_before_the_backward() -> None:
     """A backward pass that ends above the first layer leaves nothing for the next one to add."""
     model, inputs = build("qwen3", num_hidden_layers=3), batch("plain")

@@ -150,11 +150,13 @@ def test_a_step_is_the_same_however_it_is_split(batch_size: int, share: bool) ->
     compare("reverse", batch_size=batch_size, share=share)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("chunk_size", [2, 7, 64])
 def test_chunks_may_cut_prompt_boundary_and_completion(chunk_size: int) -> None:
     compare("jsd", schedule=Schedule(chunk_size=chunk_size, head_chunk_size=3))
 
 
+@pytest.mark.full
 def test_truncated_completions_may_be_left_out_of_the_loss() -> None:
     recipe = make_recipe(mask_truncated_completions=True)
     for batch_size in (1, 5):

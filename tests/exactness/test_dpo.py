@@ -306,6 +306,7 @@ def test_every_loss_and_every_gradient(keys: dict[str, Any]) -> None:
     compare(recipe, "right", (2, 2), [Schedule(chunk_size=6, head_chunk_size=9)])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("split", [(4,), (1, 3), (2, 2)], ids=str)
 def test_a_pair_with_scores_keeps_them_beside_pairs_without(split: Sequence[int]) -> None:
     trees = [replace(tree, margin=8.0 if index == 1 else None) for index, tree in enumerate(pairs())]
@@ -321,6 +322,7 @@ def test_however_a_step_is_laid_out_split_and_cut(layout: Layout, split: Sequenc
     compare(recipe_of(rpo_alpha=0.3), layout, split, [cut])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", ["shared", "right"])
 @pytest.mark.parametrize("split", [(4,), (1, 3)], ids=str)
 @pytest.mark.parametrize("loss", ["kto", "apo_zero_unpaired"])

@@ -184,6 +184,7 @@ def test_a_first_step_has_no_old_log_probs_and_needs_none(loss_type: str) -> Non
     compare(make_recipe(loss_type), old=False, ref=False)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("chunk_size", [2, 3, 7, 64])
 @pytest.mark.parametrize("share", [True, False], ids=["shared", "separate"])
 def test_chunks_may_cut_prompt_boundary_and_completion(chunk_size: int, share: bool) -> None:
@@ -198,7 +199,7 @@ def test_a_step_is_the_same_however_it_is_split(loss_type: str, batch_size: int)
     compare(make_recipe(loss_type), batch_size=batch_size)
 
 
-@pytest.mark.quick("grpo", "dapo")
+@pytest.mark.full
 @pytest.mark.parametrize("loss_type", LOSSES)
 def test_truncated_completions_may_be_left_out_of_the_loss(loss_type: str) -> None:
     recipe = make_recipe(loss_type, mask_truncated_completions=True)
@@ -214,6 +215,7 @@ def test_the_divergence_times_the_ratio(loss_type: str, batch_size: int) -> None
     compare(make_recipe(loss_type, beta=0.07, use_bias_correction_kl=True), batch_size=batch_size)
 
 
+@pytest.mark.full
 def test_ratios_by_completion_and_a_bound_on_both_sides() -> None:
     compare(make_recipe("grpo", importance_sampling_level="sequence"))
     compare(make_recipe("dapo", delta=1.5))
@@ -228,6 +230,7 @@ def test_in_the_order_of_chunks(family: str, share: bool) -> None:
         compare(make_recipe("grpo", beta=0.07), share=share, family=family, schedule=schedule)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", ["gpt2", "gemma3_text", "mixtral"])
 def test_other_families(family: str) -> None:
     compare(make_recipe("dapo", beta=0.07), family=family)

@@ -120,6 +120,7 @@ def test_however_a_step_is_split_and_cut(split: Sequence[int], size: int, least:
     dpo.compare_models(model, reference, conversations(), recipe, "shared", split, schedules(size))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("loss", ["kto", "apo_zero_unpaired"])
 def test_single_completions(loss: str, least: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dpo, "MAX_LENGTH", 48)  # mismatched completions are cut to it, some in what they share
@@ -174,7 +175,7 @@ def resampled() -> tuple[list[Group], list[data.Prompt]]:
     return groups, prompts
 
 
-@pytest.mark.quick("deep-grpo")
+@pytest.mark.full
 @pytest.mark.parametrize("loss_type", grpo.LOSSES)
 def test_completions_that_were_resampled(loss_type: str, least: int, monkeypatch: pytest.MonkeyPatch) -> None:
     groups, prompts = resampled()

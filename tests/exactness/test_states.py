@@ -101,7 +101,7 @@ def test_the_state_matters(family: str) -> None:
     assert worst(got, want) > 100 * BOUND
 
 
-@pytest.mark.quick("mamba2", "qwen3_next", "falcon_h1")
+@pytest.mark.full
 @pytest.mark.parametrize("family", STATES)
 def test_fp64_leaves_no_doubt(family: str) -> None:
     inputs = inputs_of(family, "left")

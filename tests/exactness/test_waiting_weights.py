@@ -72,6 +72,7 @@ def test_bits_are_those_of_weights_on_the_device(name: str) -> None:
     assert all(torch.equal(want[key], got[key]) for key in want)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("tied", [False, True])
 def test_inputs_in_a_file(tied: bool, tmp_path: Any) -> None:
     model, inputs = build("qwen3", num_hidden_layers=5, tie_word_embeddings=tied), batch("right")
@@ -124,7 +125,7 @@ def test_rows_of_new_tokens_keep_their_table_on_the_device(tied: bool) -> None:
     assert any("base_layer" in name for name in names)
 
 
-@pytest.mark.quick("llama")
+@pytest.mark.full
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3_next"])
 def test_packed_rows(family: str) -> None:
     model, pieces = model_of(family), rows()
@@ -143,6 +144,7 @@ def test_rows_that_share_their_beginnings(family: str) -> None:
     branches.compare(model, branches.rows(), *(waiting(name, size) for name in KINDS for size in (6, 256)))
 
 
+@pytest.mark.full
 def test_a_balance_loss() -> None:
     model, inputs = routed("mixtral"), batch("right")
     want = reference(model, inputs)

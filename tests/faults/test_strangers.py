@@ -127,6 +127,7 @@ def test_no_command_runs_what_lies_in_its_folder(commands: list[tuple[str, ...]]
     assert wrong == {}
 
 
+@pytest.mark.full
 def test_python_m_takes_the_working_directory_off_its_path(tmp_path: Path) -> None:
     """``python -P -m`` runs none of them; without it Python itself imports a few before our first line."""
     mark = hostile(tmp_path)

@@ -110,6 +110,7 @@ def test_what_the_sandbox_refuses_is_an_error(tokenizer: Any) -> None:
     assert written == {}
 
 
+@pytest.mark.full
 def test_the_process_that_renders_has_no_secrets_and_writes_no_file(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

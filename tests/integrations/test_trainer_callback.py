@@ -95,7 +95,7 @@ class Recorder(TrainerCallback):
         self.logs.append(dict(logs))
 
 
-@pytest.mark.quick("True")
+@pytest.mark.full
 @pytest.mark.parametrize("attached", [True, False])
 def test_attached_in_front_trackers_have_the_figures_too(
     tokenizer: PreTrainedTokenizerFast, tmp_path: Path, attached: bool
@@ -141,6 +141,7 @@ def test_weights_that_would_lose_small_steps_are_told(
     assert "rounded to the nearest" not in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_without_a_length_the_planner_is_told_nothing(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="needs the length of the longest row"):
         trained(hf_trainer(model_for(tokenizer), tokenizer, tmp_path), StreamTuneCallback())

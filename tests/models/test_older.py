@@ -219,6 +219,7 @@ def test_transformers_4_computes_the_same(older: Path, tmp_path: Path, monkeypat
         assert theirs["chat"] == list(tokenizer.apply_chat_template(CHAT)["input_ids"])
 
 
+@pytest.mark.full
 def test_the_reader_is_of_another_version(tmp_path: Path) -> None:
     """Under this version it refuses, so that it never compares a version with itself."""
     reader = Path(__file__).with_name("older_reader.py")

@@ -208,6 +208,7 @@ def test_a_run_is_evaluated_and_says_how_it_divides(folder: Path, capsys: pytest
     assert not left.value.code
 
 
+@pytest.mark.full
 def test_epochs_are_of_the_steps_with_rewards(folder: Path) -> None:
     assert grpo("--output-dir", "run", max_steps=2, sft_steps=3) == 0
     epochs = [record["epoch"] for record in lines("run")]

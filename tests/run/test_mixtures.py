@@ -69,7 +69,7 @@ def test_padding_and_attention_are_those_of_the_rows_that_an_epoch_visits(folder
     assert facts.squared_lengths_concat == concat_squared_lengths(tokens, 128)
 
 
-@pytest.mark.quick("packing")
+@pytest.mark.full
 @pytest.mark.parametrize("more", [{}, {"packing": True, "mix_by": "tokens"}, {"val_size": 3}],
                          ids=["rows", "packing", "val"])  # fmt: skip
 def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(folder: Path, more: dict[str, Any]) -> None:

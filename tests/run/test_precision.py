@@ -94,6 +94,7 @@ def test_weights_of_a_bfloat16_checkpoint_are_trained_in_float32(folder: Path, c
     assert "bf16: true" in resolved
 
 
+@pytest.mark.full
 def test_bfloat16_that_is_written_is_kept_and_noted(folder: Path, capsys: pytest.CaptureFixture[str]):
     write_recipe(folder, {**TRAIN, "dtype": "bfloat16"})
     assert run() == 0

@@ -169,6 +169,7 @@ def place_of(tensor: str) -> tuple[int, int]:
     return 8 + size + start, 8 + size + stop
 
 
+@pytest.mark.full
 def test_a_file_that_changed_is_refused_at_a_start_and_stops_a_run(folder: Path) -> None:
     assert teach(folder) == 0
     file = Path("taught.safetensors")
@@ -247,6 +248,7 @@ def test_a_disk_without_room_is_told_and_nothing_is_left(tmp_path: Path) -> None
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.full
 def test_teach_refuses_what_it_cannot_write(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for keys, arguments, what in (
         ({"reasoning": "per_turn"}, (), "'reasoning: per_turn' makes several rows of a conversation"),

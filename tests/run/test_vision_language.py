@@ -61,7 +61,7 @@ def is_in_tower(name: str) -> bool:
     return any(part in name for part in TOWER)
 
 
-@pytest.mark.quick("qwen3_vl")
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["qwen3_vl", *(pytest.param(kind, marks=pytest.mark.slow) for kind in OTHERS)])
 def test_full_training_leaves_the_tower(folder: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     before = save_base(kind, folder / "base")

@@ -159,6 +159,7 @@ def test_evaluation_is_the_mean_over_all_tokens(trainer: Trainer) -> None:
     assert result.eval_loss == pytest.approx(torch.cat(parts).mean().item(), rel=1e-12)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("steps", [4, 2], ids=["in the run", "of the last step"])
 def test_an_interrupted_evaluation_is_made_up_for(tmp_path: Path, steps: int) -> None:
     whole, split = Trainer(tmp_path / "whole"), Trainer(tmp_path / "split")
@@ -215,6 +216,7 @@ def test_a_metric_that_a_skipped_step_has_not_is_not_unknown(trainer: Trainer) -
 EARLY: dict[str, Any] = {"eval_steps": 1, "metric_for_best_model": "eval_loss", "validation": held_out}
 
 
+@pytest.mark.full
 def test_a_patience_of_zero_goes_on_after_an_early_end(trainer: Trainer) -> None:
     early = trainer(make_model(), steps=4, **EARLY, early_stopping_patience=1, early_stopping_threshold=100.0)
     assert (early.step, early.ended_early) == (2, True)
@@ -223,6 +225,7 @@ def test_a_patience_of_zero_goes_on_after_an_early_end(trainer: Trainer) -> None
     assert (whole.step, whole.ended_early) == (4, False)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("change", [{"greater_is_better": True}, {"metric_for_best_model": "eval_other_loss"}])
 def test_values_of_two_metrics_are_not_compared(trainer: Trainer, change: dict[str, Any]) -> None:
     settings = {**EARLY, "early_stopping_patience": 1, "early_stopping_threshold": 100.0}

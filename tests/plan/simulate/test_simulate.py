@@ -254,6 +254,7 @@ def test_so_it_is_under_autocast(family: str, mode: Mode) -> None:
     assert found != simulate(workload(make, mode), BASE).peak_bytes
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("dtype", "mode"), [(torch.float32, "stream"), (torch.float16, "plain")])
 def test_so_it_is_under_autocast_in_float16(dtype: torch.dtype, mode: Mode) -> None:
     """float16 has the same peak as bfloat16; frozen weights in float16 are not cast."""
@@ -567,7 +568,7 @@ def test_so_it_is_with_a_block_of_the_weights(dtype: torch.dtype, embedding: boo
     )
 
 
-@pytest.mark.quick("True-float32")
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_so_it_is_without_a_backward(dtype: torch.dtype, tied: bool) -> None:
@@ -700,6 +701,7 @@ def test_bytes_of_an_optimizer_on_the_host_are_those_measured(in_backward: bool)
     assert here["backward"] - away["backward"] == pytest.approx(states - waits, rel=0.01)
 
 
+@pytest.mark.full
 def test_bytes_of_weights_gradients_and_optimizer_on_the_host() -> None:
     make = partial(build, "qwen3", tie_word_embeddings=False)
     model: Any = make("meta")
@@ -774,7 +776,7 @@ def test_so_it_is_of_an_embedding_whose_tokens_repeat() -> None:
     assert found.phases["backward"] - simulate(replace(long, device_type="cpu"), schedule).phases["backward"] == sums
 
 
-@pytest.mark.quick("host")
+@pytest.mark.full
 @pytest.mark.parametrize(
     "settings",
     [{"offload": "host"}, {"offload": "host", "keep_kv": "host"}, {"keep_attention": "host"}, {"levels": 2}],

@@ -147,7 +147,7 @@ WIDE = {
 }
 
 
-@pytest.mark.quick("away1-trees1")
+@pytest.mark.full
 @pytest.mark.parametrize("trees", [((5000, (5500, 6000)),), ((3900, (1600,) * 8),)])
 @pytest.mark.parametrize("away", [{}, {"offload": "host", "stream_grads": True}])
 def test_one_row_that_stands_for_many_chunks(

@@ -82,6 +82,7 @@ def test_exact(family: str, bf16: bool) -> None:
             assert Errors(row.error, row.torch_error, entries=8).excess <= ROUNDING, row
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("adapters", [False, True])
 def test_a_model_that_has_learnt_its_rows_is_as_exact(adapters: bool) -> None:
     """Its p - 1 is next to nothing: a head or loss in float32 would be no float64 truth."""
@@ -126,6 +127,7 @@ def test_a_zero_vector_of_adapters_hides_no_gradient() -> None:
     assert not any(p.any() for p in zeros)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("weights", [torch.bfloat16, torch.float32, torch.float64])
 def test_every_dtype_of_weights(weights: torch.dtype) -> None:
     report = check(build("llama", dtype=weights))
@@ -394,6 +396,7 @@ def test_the_model_is_left_as_it_was(fails: bool, adapters: bool) -> None:
     assert torch.equal(state, torch.get_rng_state())
 
 
+@pytest.mark.full
 def test_no_gradient_outlives_its_comparison() -> None:
     """All that is held of a run's gradients at a time is the one being compared."""
     model = build("llama")

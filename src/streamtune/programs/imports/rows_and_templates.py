@@ -109,7 +109,7 @@ def convert_trained_tower(conversion: Conversion, target: str) -> None:
 
     Args:
         conversion: Conversion of the recipe.
-        target: Field that names the layers with adapters; adapters on all linear layers are on those of images too.
+        target: Field that names the layers with adapters. All linear layers include the layers for images.
     """
     rows = [first_local_row(conversion, str(spec["path"])) or {} for spec in conversion.ours.get("datasets", [])]
     have_images = any(name in row and row[name] not in ("", []) for row in rows for name in ("images", "image"))
