@@ -212,6 +212,10 @@ def test_an_image_is_never_cut(qwen: Path, tmp_path: Path) -> None:
     for overlength in ("truncate", "split"):
         with pytest.raises(DataError, match=r"with its 2 images, more than max_length = \d+, and a row with images"):
             prepare(qwen, tmp_path / "rows.jsonl", max_length=longest - 1, overlength=overlength)
+    with pytest.raises(DataError, match="row has more than max_length") as caught:
+        prepare(qwen, tmp_path / "rows.jsonl", max_length=longest - 1)
+    advice = "write max_pixels for smaller images, or drop the rows with overlength: drop"
+    assert caught.value.fix == f"set max_length to {longest} or more, {advice}"
     fewer, _ = prepare(qwen, tmp_path / "rows.jsonl", max_length=longest - 1, overlength="drop")
     assert len(fewer.training) == 2
     smaller, _ = prepare(qwen, tmp_path / "rows.jsonl", pixels=(64, None), max_length=longest - 1)

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from streamtune import data
@@ -16,6 +18,7 @@ from streamtune.engine.image_tower import install_image_tower
 from streamtune.plan.simulate.image_inputs import measure_images
 from streamtune.plan.simulate.memory import LiveBytes
 from streamtune.plan.simulate.meta_operators import meta_copy
+from streamtune.plan.simulate.trace import WORK
 from streamtune.tasks.sft import Batches
 from streamtune.train import MicroBatch
 from tests.vision_kit import KINDS, save_checkpoint, write_image_rows
@@ -103,3 +106,36 @@ def test_memory_does_not_grow_with_images(tmp_path: Path, monkeypatch: pytest.Mo
     frozen = measure_images(meta, many, device="cpu")
     monkeypatch.setattr(image_tower, "FROZEN_ELEMENTS", 7000)
     assert measure_images(meta, many, device="cpu").peak < 0.75 * frozen.peak
+
+
+@pytest.mark.quick(*(f"{kind}-{trained}" for kind in QUICK for trained in (True,)))
+@pytest.mark.parametrize("kind_trained", [f"{kind}-{trained}" for kind in KINDS for trained in (True, False)])
+def test_the_planned_products_are_computed(kind_trained: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many FLOPs of products as torch counts in the forward and the backward, whole and in recomputed parts."""
+    kind, _, trained = kind_trained.rpartition("-")
+    model, batch = load(kind, tmp_path, rows=3, trained=trained == "True")
+    images = batch.images or {}
+    for elements in (1 << 25, 1000):
+        monkeypatch.setattr(image_tower, "FROZEN_ELEMENTS", elements)
+        monkeypatch.setattr(image_tower, "TRAINED_ELEMENTS", elements)
+        planned = measure_images(meta_copy(model), images, device="cpu")
+        tower = install_image_tower(model, decoder_layers(model))
+        assert tower is not None
+        given = {name: x for name, x in images.items() if name in tower.argument_names}
+        with FlopCounterMode(display=False) as counter:
+            results = tower(**given)
+            forward = _products(counter)
+            if trained == "True":
+                found = [x for x in tree_leaves(results) if isinstance(x, Tensor) and x.requires_grad]
+                sum(x.sum() for x in found).backward()
+        tower.remove()
+        assert planned.forward[WORK.index("matmul_flops")] == forward > 0
+        backward = planned.backward[WORK.index("matmul_flops")]
+        if elements > 1000:
+            assert backward == _products(counter) - forward
+        else:  # torch ends the recomputation at the last tensor that is saved, before the last product
+            assert _products(counter) - forward <= backward <= 1.1 * (_products(counter) - forward)
+
+
+def _products(counter: FlopCounterMode) -> int:
+    return sum(size for name, size in counter.get_flop_counts()["Global"].items() if "attention" not in str(name))

@@ -220,8 +220,9 @@ def describe_rows(report: Any, *, with_problems: bool = True) -> list[tuple[str,
         lines = [("data", f"{counts}; tokens: {ranges}")]
         tokens = f"{report.tokens:,}"
         if report.completions:
-            shared = f"{report.tree_tokens:,} with shared beginnings counted once"
-            tokens += f"; {shared}; {report.supervised_tokens:,} trained"
+            if report.tree_tokens < report.tokens:
+                tokens += f"; {report.tree_tokens:,} with shared beginnings counted once"
+            tokens += f"; {report.supervised_tokens:,} trained"
         lines.append(("tokens", tokens))
     found = describe_problems(report) if with_problems else []
     return [*lines, *([("problems", "; ".join(found))] if found else [])]

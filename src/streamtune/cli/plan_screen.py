@@ -87,8 +87,7 @@ def _describe_verdict(recipe_plan: RecipePlan) -> str:
     each = " each" if ranks > 1 else ""
     sizes = _describe_used_bytes(chosen.simulation.peak_bytes, chosen.limits.device_bytes)
     seconds = show_seconds(chosen.step_seconds + recipe_plan.row_selection_seconds)
-    error = f"{ACCURACY}, without the time of the images" if recipe_plan.images else ACCURACY
-    return f"{recipe_plan.length:,} tokens on {devices}: {sizes}{each}, {seconds}/step (predicted, {error})"
+    return f"{recipe_plan.length:,} tokens on {devices}: {sizes}{each}, {seconds}/step (predicted, {ACCURACY})"
 
 
 def _describe_used_bytes(used_bytes: int, total_bytes: int) -> str:

@@ -200,8 +200,9 @@ class CompletionReport:
         parts.append(f"prompts {_describe_length_range(self.prompt_lengths)}")
         parts += [f"{name} {_describe_length_range(lengths)}" for name, lengths in self.completion_lengths.items()]
         if self.completions:
-            together = f"{self.tree_tokens:,} with shared beginnings counted once"
-            parts.append(f"{self.tokens:,} tokens, {together}, {self.supervised_tokens:,} trained")
+            shares = self.tree_tokens < self.tokens
+            together = f", {self.tree_tokens:,} with shared beginnings counted once" if shares else ""
+            parts.append(f"{self.tokens:,} tokens{together}, {self.supervised_tokens:,} trained")
         else:
             parts.append(f"{self.tokens:,} tokens")
         parts += _describe_special_token_rows(self) + _describe_lost_tokens(self)

@@ -113,6 +113,7 @@ class CompletionsFitter(LengthFitter[Tree, CompletionReport]):
                 "overlength: drop",
             )
         self.counts["too_long"] += 1
+        self.counts["long_images"] += bool(tree.images)
         self.counts["long_prompts"] += not self.policy.fits_prompt(tree)
         cut = self.policy.truncate(tree) if self.overlength == "truncate" else None
         if cut is None or _has_identical_answers(cut):
@@ -154,7 +155,8 @@ class CompletionsFitter(LengthFitter[Tree, CompletionReport]):
         self.write_record(tree, _tree_digest(tree), trained_tokens=tree.num_targets, lost_tokens=lost_tokens)
         self.counts["tokens_lost"] += lost_tokens
         self.groups.append(prompt_digest)
-        self.tree_lengths.append(tree.num_tokens)
+        # Each completion is computed with its own copy of a prompt with images.
+        self.tree_lengths.append(tree.num_tokens_separate if tree.images else tree.num_tokens)
         self.counts["completions"] += len(tree.completions)
         self.counts["tokens"] += tree.num_tokens_separate
         self.counts["supervised_tokens"] += tree.num_targets
@@ -180,22 +182,27 @@ class CompletionsFitter(LengthFitter[Tree, CompletionReport]):
                 f"{count_with_verb(self.counts['long_prompts'], 'prompt')} more than max_prompt_length = "
                 f"{policy.max_prompt_length:,} tokens; the longest has {size:,}",
                 where=origin,
-                fix=f"set max_prompt_length to {size} or more, or set overlength to truncate (keeps the end of the "
-                "prompt) or drop",
+                fix=self.long_rows_fix(
+                    "max_prompt_length", size, ", or set overlength to truncate (keeps the end of the prompt) or drop"
+                ),
             )
         if size >= policy.max_length:
             return DataError(
                 f"a prompt of {size:,} tokens leaves no room for a completion in max_length = {policy.max_length:,}",
                 where=origin,
-                fix=f"set max_length to {self.longest[0]} or more; or keep the end of prompts with max_prompt_length "
-                "and overlength: truncate; or drop the rows with overlength: drop",
+                fix=self.long_rows_fix(
+                    "max_length",
+                    self.longest[0],
+                    "; or keep the end of prompts with max_prompt_length and overlength: truncate; or drop the rows "
+                    "with overlength: drop",
+                ),
             )
         size, origin = self.longest
         return DataError(
             f"{count_with_verb(self.counts['too_long'], 'row')} more than max_length = {policy.max_length:,} tokens "
             f"in the prompt plus its longest completion; the longest such row has {size:,}",
             where=origin,
-            fix=f"set max_length to {size} or more, or set overlength to truncate or drop",
+            fix=self.long_rows_fix("max_length", size, ", or set overlength to truncate or drop"),
         )
 
     def extra_report_fields(self) -> dict[str, Any]:
@@ -267,6 +274,7 @@ class PromptFitter(LengthFitter[Prompt, CompletionReport]):
                     "overlength: drop",
                 )
             self.counts["too_long"] += 1
+            self.counts["long_images"] += bool(prompt.images)
             if self.overlength != "truncate":
                 self.counts["dropped"] += 1
                 self.counts["tokens_lost"] += prompt.num_tokens
@@ -289,7 +297,9 @@ class PromptFitter(LengthFitter[Prompt, CompletionReport]):
             f"{count_with_verb(self.counts['too_long'], 'prompt')} more than {self.limit} tokens; "
             f"the longest has {size:,}",
             where=origin,
-            fix=f"set max_prompt_length to {size} or more, or set overlength to truncate (keeps the end) or drop",
+            fix=self.long_rows_fix(
+                "max_prompt_length", size, ", or set overlength to truncate (keeps the end) or drop"
+            ),
         )
 
     def extra_report_fields(self) -> dict[str, Any]:

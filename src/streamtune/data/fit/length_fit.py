@@ -291,6 +291,21 @@ class LengthFitter(ABC, Generic[RecordT, ReportT]):
         counts_by_change = {"truncated": self.counts["truncated"], "split": self.counts["split"], "dropped": dropped}
         return ", ".join(f"{count:,} {change}" for change, count in counts_by_change.items() if count)
 
+    def long_rows_fix(self, key: str, size: int, otherwise: str) -> str:
+        """Return how to train in spite of rows that are too long; rows with images are never cut.
+
+        Args:
+            key: Recipe key of the limit.
+            size: Length of the longest row.
+            otherwise: Text for rows without images, after the advice to raise the limit.
+        """
+        if self.counts["long_images"]:
+            return (
+                f"set {key} to {size} or more, write max_pixels for smaller images, or drop the rows with "
+                "overlength: drop"
+            )
+        return f"set {key} to {size} or more{otherwise}"
+
     def _describe_lost_tokens(self) -> str:
         names = ("tokens_lost", "supervised_tokens_lost", "estimated")
         lost, trained, estimated = (self.counts[name] for name in names)

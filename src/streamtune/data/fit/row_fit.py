@@ -188,6 +188,7 @@ class RowFitter(LengthFitter[Example, DataReport]):
             self._write_examples(row, [[TokenSpan(0, size, 1)]], origin, uncut_size)
             return
         self.counts["too_long"] += 1
+        self.counts["long_images"] += bool(row.images)
         if self.overlength == "truncate":
             parts = truncate_row(trained, self.policy, prefix_length=rendered.prefix, has_answer=rendered.has_answer)
             self.counts["without_system"] += _cuts_system_message(rendered, parts)
@@ -255,7 +256,7 @@ class RowFitter(LengthFitter[Example, DataReport]):
             f"{count_with_verb(self.counts['too_long'], 'row')} more than max_length = {self.policy.max_length:,} "
             f"tokens; the longest has {self.longest_length}",
             where=origin,
-            fix=f"set max_length to {size} or more, or set overlength to truncate, drop or split",
+            fix=self.long_rows_fix("max_length", size, ", or set overlength to truncate, drop or split"),
         )
 
     def extra_report_fields(self) -> dict[str, Any]:

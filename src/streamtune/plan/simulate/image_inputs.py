@@ -1,4 +1,4 @@
-"""Simulate the memory of a vision tower, which computes all images of a micro-batch before its tokens.
+"""Simulate the memory and work of a vision tower, which computes all images of a micro-batch before its tokens.
 
 The tower and the projector run once per micro-batch. If they are frozen, only their results stay in memory during the
 step. If they are trained, what they save for their backward stays too.
@@ -7,12 +7,12 @@ step. If they are trained, what they save for their backward stays too.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from streamtune.base.adapters import base_of
 from streamtune.engine import decoder_layers
@@ -21,8 +21,8 @@ from streamtune.errors import UnsupportedModelError
 from streamtune.ops.devices import simulate_device_type
 from streamtune.plan.simulate.meta_operators import MetaAutocast, autocast_on_meta, meta_tensor_with_value
 from streamtune.plan.simulate.step import DeviceChoices
-from streamtune.plan.simulate.trace import COLUMNS, Trace
-from streamtune.plan.simulate.workload import ImageMemory
+from streamtune.plan.simulate.trace import COLUMNS, WORK, Trace
+from streamtune.plan.simulate.workload import ImageCost
 
 
 class _IntegersOnHost(TorchDispatchMode):
@@ -68,8 +68,8 @@ def _to_meta(value: Any) -> Any:
 
 def measure_images(
     model: Any, inputs: Mapping[str, Tensor], *, autocast: str | None = None, device: str = "cuda"
-) -> ImageMemory:
-    """Return the memory of the vision tower of a model on ``meta``, which computes parts of the images at a time.
+) -> ImageCost:
+    """Return memory and work of the vision tower of a model on ``meta``, which computes parts of the images at a time.
 
     Args:
         model: Model on ``meta``; its parameters say whether they are trained.
@@ -87,28 +87,51 @@ def measure_images(
     waiting = sum(value.nbytes for name, value in inputs.items() if not stays_on_host(name, value))
     shapes = {name: value.to("meta") if value.is_floating_point() else value for name, value in given.items()}
 
-    def run(compute: Callable[..., Any], arguments: Mapping[str, Tensor]) -> tuple[int, int]:
-        return _trace_bytes(model, layers, lambda: compute(**arguments), autocast, device)
+    def run(compute: Callable[..., Any], arguments: Mapping[str, Tensor]) -> _Traced:
+        return _trace(model, layers, lambda: compute(**arguments), autocast, device)
 
     try:
-        held, peak = run(tower, shapes)
+        whole = run(tower, shapes)
     except (UnsupportedModelError, NotImplementedError):  # Idefics reads the pixels, to find images that are padding
         shapes = given
-        held, peak = run(tower, shapes)
+        whole = run(tower, shapes)
+    held, peak, backward = whole.held, whole.peak, tuple(0.0 for _ in whole.work)
     parts = tower.parts_of(shapes)
+    largest: dict[str, Tensor] = {**shapes}
     if len(parts) > 1:
-        largest = max(parts, key=lambda part: part[PIXELS].numel())
-        if tower.is_trained:  # the backward recomputes one part at a time
-            peak = max(peak, held + run(tower.compute_whole, {**shapes, **largest})[1])
-        if stays_on_host(PIXELS, inputs[PIXELS]):
-            peak += largest[PIXELS].nbytes  # its copy on the device
-    return ImageMemory(waiting + held, waiting + peak)
+        largest |= max(parts, key=lambda part: part[PIXELS].numel())
+    if tower.is_trained:
+        parameters = [p for p in tower.parameters() if p.requires_grad]
+        both = run(lambda **part: _differentiate(tower.compute_whole(**part), parameters), largest)
+        if len(parts) == 1:
+            backward = tuple(total - forward for total, forward in zip(both.work, whole.work, strict=True))
+        else:  # each part is computed again, which takes as many times its forward as for the largest
+            part = run(tower.compute_whole, largest)
+            peak = max(peak, held + part.peak)
+            ratios = (total / forward if forward else 0.0 for total, forward in zip(both.work, part.work, strict=True))
+            backward = tuple(ratio * forward for ratio, forward in zip(ratios, whole.work, strict=True))
+    if len(parts) > 1 and stays_on_host(PIXELS, inputs[PIXELS]):
+        peak += largest[PIXELS].nbytes  # its copy on the device
+    return ImageCost(waiting + held, waiting + peak, whole.work, backward)
 
 
-def _trace_bytes(
+def _differentiate(results: Any, parameters: Sequence[nn.Parameter]) -> Any:
+    """Return the gradients of a tower's parameters from its results."""
+    found = [x for x in tree_leaves(results) if isinstance(x, Tensor) and x.requires_grad]
+    return torch.autograd.grad(found, parameters, [torch.empty_like(x) for x in found], allow_unused=True)
+
+
+class _Traced(NamedTuple):
+    """Bytes that are live when a function has returned, with its result; the peak; and the work."""
+
+    held: int
+    peak: int
+    work: tuple[float, ...]
+
+
+def _trace(
     model: Any, layers: Sequence[nn.Module], compute: Callable[[], Any], autocast: str | None, device: str
-) -> tuple[int, int]:
-    """Return the bytes that are live when a function has returned, with its result, and the peak."""
+) -> _Traced:
     switch = MetaAutocast(device)
     dtype = torch.float16 if autocast == "float16" else torch.bfloat16
     with (
@@ -126,4 +149,5 @@ def _trace_bytes(
         del results
     host = COLUMNS.index("host")
     peak = max((sum(moment[:host]) for cell in trace.cells.values() for moment in cell.moments), default=0)
-    return held, peak
+    work = tuple(sum(cell.work[at] for cell in trace.cells.values()) for at in range(len(WORK)))
+    return _Traced(held, peak, work)

@@ -348,6 +348,11 @@ def _step_work(workload: Workload, resident: ResidentMemory, step: Combined) -> 
     sums = (sum(each) for each in zip(*step.work.values(), strict=True))
     times = workload.micro_batches
     work = dict(zip(WORK, (round(each * times * workload.step.forwards) for each in sums), strict=True))
+    if (images := workload.images) is not None:
+        references = 0.0 if workload.scored is None else workload.scored.forwards
+        forwards = times * (workload.step.forwards + references)
+        for name, forward, backward in zip(WORK, images.forward, images.backward, strict=True):
+            work[name] += round(forwards * forward + times * backward)
     if workload.teacher is not None:
         work["matmul_flops"] += workload.teacher.flops * workload.shard_tokens * workload.num_rows * times
     work["touched_bytes"] += resident.touched

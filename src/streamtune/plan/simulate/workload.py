@@ -101,16 +101,20 @@ class TeacherShape:
 
 
 @dataclass(frozen=True)
-class ImageMemory:
-    """Device bytes for the images of a micro-batch, which a vision tower computes before the tokens.
+class ImageCost:
+    """Device bytes and work for the images of a micro-batch, which a vision tower computes before the tokens.
 
     Attributes:
         held: Bytes during the whole step: pixels, features, and what the backward of a trained tower needs.
         peak: Largest number of bytes while the tower computes, ``held`` included.
+        forward, backward: Work of the tower, one number for each name in ``simulate.trace.WORK``. The backward includes
+            the recomputation of parts; it is 0 for a frozen tower.
     """
 
     held: int
     peak: int
+    forward: tuple[float, ...] = ()
+    backward: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -137,7 +141,7 @@ class Workload:
         teacher: Teacher of a distillation loss; ``reference_bytes`` includes its weights.
         teacher_top_k: Number of saved teacher tokens per target, in host memory; 0 without saved tokens.
         reference_bytes: Bytes of the weights of other models, such as a reference.
-        images: Memory of the images of a micro-batch; None for rows of text.
+        images: Bytes and work for the images of a micro-batch; None for rows of text.
         step: Kind of the optimizer step: number of passes over each micro-batch, which gradients exist at once, and the
             tier of optimizer states.
         keep: True to cache simulations on disk.
@@ -160,7 +164,7 @@ class Workload:
     teacher: TeacherShape | None = None
     teacher_top_k: int = 0
     reference_bytes: int = 0
-    images: ImageMemory | None = None
+    images: ImageCost | None = None
     step: StepKind = PLAIN_STEP
     keep: bool = False
 
