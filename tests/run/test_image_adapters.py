@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
 import streamtune
@@ -21,6 +21,7 @@ from streamtune.models.model_class import frozen_modules, is_inside
 from streamtune.plan.simulate.image_inputs import measure_images
 from streamtune.plan.simulate.memory import LiveBytes
 from streamtune.plan.simulate.meta_operators import meta_copy
+from streamtune.programs.export import export
 from tests.exactness.families import gradients, reference
 from tests.exactness.test_adapters import moved
 from tests.sft_kit import run, write_recipe
@@ -152,6 +153,35 @@ def test_adapters_in_the_tower_alone_are_planned_and_trained(folder: Path, targe
 
 
 KEYS: dict[str, Any] = {**RECIPE, "finetuning_type": "lora", "lora_r": 4, "oft_block_size": 4, "save_steps": 2}
+
+
+@pytest.mark.full
+def test_an_export_whose_tower_is_wrong_is_found(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Only rows with images show it. The adapters are large, and those of the tower are left out of the export."""
+    save_checkpoint("qwen3_vl", folder / "base")
+    write_image_rows(folder, 3)
+    write_recipe(folder, {**KEYS, "lora_target": ["visual.*"], "learning_rate": 0.05, "max_steps": 4})
+    assert run() == 0
+    with pytest.raises(SystemExit) as left:
+        main(["export", "run", "right"])
+    assert not left.value.code
+    shown = capsys.readouterr()
+    assert "with images" in shown.out + shown.err
+    own = load_file("base/model.safetensors")
+    real = export.write_merged
+
+    def leave_out(model: Any, tokenizer: Any, folder: Path, **options: Any) -> None:
+        real(model, tokenizer, folder, **options)
+        written = load_file(folder / "model.safetensors")
+        save_file(written | {name: own[name] for name in written if "visual" in name}, folder / "model.safetensors")
+
+    monkeypatch.setattr(export, "write_merged", leave_out)
+    with pytest.raises(SystemExit) as left:
+        main(["export", "run", "wrong"])
+    assert left.value.code
+    assert "the written model differs from the trained model" in capsys.readouterr().err
 
 
 @pytest.mark.full

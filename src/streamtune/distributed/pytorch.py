@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from streamtune.distributed.environment import RankEnvironment, read_environment
 from streamtune.distributed.hosts import LOOPBACK, listen_at
-from streamtune.engine.image_tower import trained_tower_parameters, with_tower_gradients
+from streamtune.engine.image_tower import trained_tower_parameters
 from streamtune.engine.sharded import require_output_gradient
 from streamtune.errors import DistributedError
 from streamtune.optim import pack_number, unpack_number
@@ -254,7 +254,7 @@ class DdpBackend(TorchBackend):
         return nullcontext() if last else self.engine.no_sync()
 
     def backward(self, loss: Tensor) -> None:
-        with_tower_gradients(self.scaled_loss(loss) * self.size, self.module).backward()
+        (self.scaled_loss(loss) * self.size).backward()
 
     def optimizer_slices(self) -> Iterator[Slice]:
         """Yield this rank's share of the optimizer state; every rank has the whole state."""
@@ -321,7 +321,7 @@ class FsdpBackend(TorchBackend):
     def backward(self, loss: Tensor) -> None:
         """Run the backward pass; gradients are reduced in every micro-batch, because whole gradients may not fit in
         memory."""
-        with_tower_gradients(self.scaled_loss(loss) * self.size, self.module).backward()
+        (self.scaled_loss(loss) * self.size).backward()
 
     def _to_float(self, norm: Tensor) -> float:
         return float((norm.full_tensor() if isinstance(norm, DTensor) else norm).item())

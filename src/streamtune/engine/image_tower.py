@@ -7,8 +7,8 @@ is recomputed in the backward (``torch.utils.checkpoint``), so that only one par
 The pixels of many images may stay on the host (:func:`stays_on_host`). Each part is copied to the device when it is
 computed.
 
-A batch without images does not call the tower. With :func:`with_tower_gradients` its gradient of the tower is zero, so
-that all ranks have the same gradients to reduce.
+A batch without images does not call the tower. With :func:`with_tower_gradients` its gradient of the tower is zero. So
+all ranks have the same gradients to reduce, and with adapters in the tower alone, its loss can be differentiated.
 """
 
 from __future__ import annotations

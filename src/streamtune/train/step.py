@@ -23,6 +23,7 @@ import torch
 
 from streamtune.base.model_facts import model_device
 from streamtune.engine import StreamHandle
+from streamtune.engine.image_tower import with_tower_gradients
 from streamtune.errors import NonFiniteError, OutOfMemoryError
 from streamtune.ops import devices
 from streamtune.train.backend import Backend
@@ -168,7 +169,7 @@ def accumulate_gradients(
                 minimised = score.total_loss * 0.0 if batch.filler else score.total_loss
                 value = minimised.item()
                 not_finite = not_finite or non_finite_error("loss", value, step, [batch])
-                backend.backward(minimised)
+                backend.backward(with_tower_gradients(minimised, backend.module))
         if batch.filler:
             continue
         reported = score.loss if score.reported is None else score.reported

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from streamtune.errors import ArgumentError, RunError
 from streamtune.programs.export import write
-from streamtune.programs.export.check import compare_with_trained, measure_trained
+from streamtune.programs.export.check import ComparedRow, compare_with_trained, measure_trained
 from streamtune.programs.export.export import ExportOptions, ExportReport, export_model
 from streamtune.programs.export.merge import computing_in_fp32
 
@@ -36,8 +36,8 @@ def merged(model: Any, scale: float = 1.0, dtype: torch.dtype = BF16) -> Any:
 @pytest.fixture(scope="module")
 def trained() -> tuple[Any, Any]:
     model = adapt(make_base("llama", BF16))
-    rows = [row[None] for row in ids()]
-    return model, measure_trained(model, rows, rows[0][:, :8], dtype=BF16, new_tokens=8)
+    rows = [ComparedRow(row[None]) for row in ids()]
+    return model, measure_trained(model, rows, ComparedRow(rows[0].ids[:, :8]), dtype=BF16, new_tokens=8)
 
 
 def test_a_right_merge_passes(trained: tuple[Any, Any]) -> None:

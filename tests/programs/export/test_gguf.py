@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM
 from streamtune.errors import ArgumentError, RunError
 from streamtune.models import train_tokenizer
 from streamtune.programs.export import gguf_and_hub
+from streamtune.programs.export.check import ComparedRow
 from streamtune.programs.export.export import ExportOptions, export_model
 from streamtune.programs.export.gguf_check import GgufComparison, compare_gguf
 from streamtune.programs.export.run_converter import pre_tokenizer_name
@@ -104,7 +105,7 @@ def compared(
     folder: Path, family: str, architecture: str, kind: str, change: Change = nothing, **facts: Any
 ) -> GgufComparison:
     path = write(folder / "model.gguf", model_of(family), architecture, kind, change, **facts)
-    return compare_gguf(path, model_of(family), tokenizer(), [row[None] for row in ids()])
+    return compare_gguf(path, model_of(family), tokenizer(), [ComparedRow(row[None]) for row in ids()])
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -19,9 +19,9 @@ If the adapters change the logits less than the rounding does, a note says that 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -39,7 +39,7 @@ from streamtune.programs.export.source import TrainedModel
 from streamtune.recipe.keys.trained_tokens import TrainedTokenKeys
 from streamtune.run.data import make_sources
 from streamtune.tasks import task_of
-from streamtune.tasks.task import chat_options
+from streamtune.tasks.task import chat_options, image_options
 
 FLOOR = 2e-6
 """Relative error that another order of summation in fp32 explains."""
@@ -58,11 +58,30 @@ Doing = Callable[[str], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True)
+class ComparedRow:
+    """A row on which two models are compared."""
+
+    ids: Tensor
+    """[1, T] token ids"""
+    images: Mapping[str, Tensor] = field(default_factory=dict)
+    """inputs of the model for the row's images, such as ``pixel_values``"""
+
+    @property
+    def compared_tokens(self) -> int:
+        """Number of tokens whose logits are compared: the last ones of a row with images."""
+        return min(self.ids.shape[1], IMAGE_LOGITS if self.images else MAX_TOKENS)
+
+    def model_inputs(self, model: Any) -> dict[str, Tensor]:
+        """Return the inputs of ``model``, on its device."""
+        device = model_device(model)
+        return {name: value.to(device) for name, value in {"input_ids": self.ids, **self.images}.items()}
+
+
+@dataclass(frozen=True)
 class AsTrained:
     """Logits and greedy text of the trained model, and the effect of rounding its weights."""
 
-    rows: list[Tensor]
-    """Token ids of each row, ``[1, T]``."""
+    rows: list[ComparedRow]
     logits: list[Tensor]
     """R: logits of each row in fp32, ``[T, vocabulary]``."""
     rounding_errors: Tensor
@@ -79,8 +98,7 @@ class AsTrained:
     """Token ids that greedy decoding generates after the prompt."""
     scores: Tensor
     """Logits from which each greedy token was chosen, ``[len(written), vocabulary]``."""
-    prompt: Tensor
-    """Token ids of the prompt, ``[1, P]``."""
+    prompt: ComparedRow
     routed: bool
     """True if the model is a mixture of experts."""
 
@@ -146,8 +164,8 @@ class Differences:
 @torch.no_grad()
 def measure_trained(
     model: Any,
-    rows: Sequence[Tensor],
-    prompt: Tensor,
+    rows: Sequence[ComparedRow],
+    prompt: ComparedRow,
     *,
     dtype: torch.dtype | None,
     all_weights: bool = False,
@@ -158,8 +176,8 @@ def measure_trained(
 
     Args:
         model: Trained model with its adapters, in evaluation mode; it is not changed.
-        rows: Token ids of each row, ``[1, T]``.
-        prompt: Token ids to continue, ``[1, P]``.
+        rows: Rows whose logits are computed.
+        prompt: Row to continue.
         dtype: Dtype of the exported weights; None if the export does not round them.
         all_weights: True to round all weights, not only the weights that adapters change.
         new_tokens: Number of tokens to generate greedily.
@@ -258,14 +276,16 @@ def _is_near_tie(trained: AsTrained, written_tokens: list[int], position: int, m
     return float(scores[trained.written[position]] - scores[written_tokens[position]]) <= margin + 1e-5
 
 
-def row_logits(model: Any, row: Tensor) -> Tensor:
-    """Return the logits of one row, ``[T, vocabulary]``, in fp32 on the CPU."""
-    device = model_device(model)
-    found: Tensor = model(input_ids=row.to(device), use_cache=False).logits
+def row_logits(model: Any, row: ComparedRow) -> Tensor:
+    """Return the logits of the compared tokens of a row, ``[tokens, vocabulary]``, in fp32 on the CPU."""
+    only_last = {"logits_to_keep": row.compared_tokens} if row.images else {}
+    found: Tensor = model(**row.model_inputs(model), **only_last, use_cache=False).logits
     return found[0].float().cpu()
 
 
-def relative_row_errors(model: nn.Module, rows: Sequence[Tensor], logits: Sequence[Tensor]) -> tuple[Tensor, float]:
+def relative_row_errors(
+    model: nn.Module, rows: Sequence[ComparedRow], logits: Sequence[Tensor]
+) -> tuple[Tensor, float]:
     """Compare the logits of a model with expected logits.
 
     Return the relative error of each token, ``[tokens]``, and the largest difference of a single logit.
@@ -290,21 +310,23 @@ def _largest_difference(actual: Sequence[Tensor], expected: Sequence[Tensor]) ->
     return max(float((a - b).abs().max()) for a, b in zip(actual, expected, strict=True))
 
 
-def _generate_greedily(model: Any, prompt: Tensor, new_tokens: int) -> tuple[list[int], Tensor]:
+def _generate_greedily(model: Any, prompt: ComparedRow, new_tokens: int) -> tuple[list[int], Tensor]:
     """Return N greedy tokens after a prompt, and the logits from which they were chosen, ``[N, vocabulary]``."""
     base = base_of(model)
     # Ignore the checkpoint's generation settings: penalties and temperatures are not weights.
     plain = copy_with_generation_config(base, GenerationConfig(pad_token_id=0, eos_token_id=None))
     output = plain.generate(
-        input_ids=prompt.to(base.device),
-        attention_mask=torch.ones_like(prompt).to(base.device),
+        **prompt.model_inputs(base),
+        attention_mask=torch.ones_like(prompt.ids).to(base.device),
         do_sample=False,
         max_new_tokens=new_tokens,
         min_new_tokens=new_tokens,
         output_logits=True,
         return_dict_in_generate=True,
     )
-    return output.sequences[0, prompt.shape[1] :].tolist(), torch.cat([each.float().cpu() for each in output.logits])
+    return output.sequences[0, prompt.ids.shape[1] :].tolist(), torch.cat(
+        [each.float().cpu() for each in output.logits]
+    )
 
 
 def _has_experts(model: nn.Module) -> bool:
@@ -324,16 +346,19 @@ MAX_TOKENS = 256
 """Maximum number of tokens used of each row, from its start."""
 PROMPT_TOKENS = 64
 """Maximum number of prompt tokens for the greedy text."""
+IMAGE_ROW_TOKENS = 2048
+"""Maximum number of tokens of a row with images, which is never cut; of a longer row the text alone is compared."""
+IMAGE_LOGITS = 64
+"""Number of tokens at the end of a row with images whose logits are compared."""
 
 
 @dataclass(frozen=True)
 class CheckRows:
     """Rows on which the exported and the trained model are compared."""
 
-    rows: list[Tensor]
-    """Token ids of each row, ``[1, T]``."""
-    prompt: Tensor
-    """Token ids to continue, ``[1, P]``."""
+    rows: list[ComparedRow]
+    prompt: ComparedRow
+    """Row to continue."""
     origin: str
     """Description of the rows' origin."""
     own: bool
@@ -349,50 +374,69 @@ def choose_rows(trained: TrainedModel, model: Any, tokenizer: Any, notify: Calla
     at_most = max(16, min(MAX_ROWS * MAX_TOKENS, LOGITS_BYTES // (4 * vocabulary)))
     config = base_of(model).config.get_text_config(decoder=True)
     limit = min(MAX_TOKENS, getattr(config, "max_position_embeddings", None) or MAX_TOKENS)
-    found: list[tuple[list[int], str]] = []
+    found: list[tuple[ComparedRow, str]] = []
     why = "the training data is not recorded"
     if trained.loaded is not None:
         try:
-            found = [each for each in _first_rows_of_run(trained, tokenizer) if max(each[0]) < vocabulary]
+            found = [each for each in _first_rows_of_run(trained, tokenizer) if int(each[0].ids.max()) < vocabulary]
             why = "the run's data has no rows"
         except (StreamTuneError, OSError, ValueError) as error:
             why = f"the run's data cannot be read any more ({_first_error_line(error)})"
     if found:
         left = at_most
-        rows: list[Tensor] = []
-        for ids, _ in found:
+        rows: list[ComparedRow] = []
+        for row, _ in found:
             if left >= 2 and len(rows) < MAX_ROWS:
-                rows.append(torch.tensor([ids[: min(limit, left)]]))
-                left -= rows[-1].shape[1]
-        tokens = sum(row.shape[1] for row in rows)
+                rows.append(row if row.images else ComparedRow(row.ids[:, : min(limit, left)]))
+                left -= rows[-1].compared_tokens
+        tokens = sum(row.compared_tokens for row in rows)
         named = f"{found[0][1]} and {len(rows) - 1} more" if len(rows) > 1 else found[0][1]
-        return CheckRows(rows, _prompt_of_row(rows[0], limit), f"{named}: {tokens:,} tokens", own=True)
+        seen = " with images" if any(row.images for row in rows) else ""
+        return CheckRows(rows, _prompt_of_row(rows[0], limit), f"{named}{seen}: {tokens:,} tokens", own=True)
     recipe = trained.loaded.recipe if trained.loaded is not None else None
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randint(min(vocabulary, max(len(tokenizer), 2)), (1, min(limit, at_most)), generator=generator)
     if recipe is not None and recipe.sample is not None and recipe.sample.prompts:
         ids = _encode(tokenizer, recipe.sample.prompts[0], recipe)[:limit]
         if len(ids) >= 2:
-            rows = [torch.tensor([ids]), drawn]
+            rows = [ComparedRow(torch.tensor([ids])), ComparedRow(drawn)]
             notify(f"{why}: the models are compared on the sample prompt and on random tokens")
             return CheckRows(rows, _prompt_of_row(rows[0], limit), "the sample prompt and random tokens", own=False)
     notify(f"{why}: the models are compared on random tokens")
-    return CheckRows([drawn], _prompt_of_row(drawn, limit), f"{drawn.shape[1]:,} random tokens", own=False)
+    row = ComparedRow(drawn)
+    return CheckRows([row], _prompt_of_row(row, limit), f"{drawn.shape[1]:,} random tokens", own=False)
 
 
-def _prompt_of_row(row: Tensor, limit: int) -> Tensor:
-    """Return the first tokens of a row: at most half of the row, and at most :data:`PROMPT_TOKENS`."""
-    return row[:, : max(1, min(PROMPT_TOKENS, row.shape[1] // 2, limit - 32 if limit > 48 else 1))]
+def _prompt_of_row(row: ComparedRow, limit: int) -> ComparedRow:
+    """Return the first tokens of a row: at most half of the row, and at most :data:`PROMPT_TOKENS`.
+
+    A row with images is returned whole.
+    """
+    if row.images:
+        return row
+    return ComparedRow(row.ids[:, : max(1, min(PROMPT_TOKENS, row.ids.shape[1] // 2, limit - 32 if limit > 48 else 1))])
 
 
-def _first_rows_of_run(trained: TrainedModel, tokenizer: Any) -> list[tuple[list[int], str]]:
+def _first_rows_of_run(trained: TrainedModel, tokenizer: Any) -> list[tuple[ComparedRow, str]]:
+    """Return the first rows of the run's data with their places; a row with images comes first."""
     assert trained.loaded is not None
     sources = [replace(source, max_rows=min(source.max_rows or FIRST_ROWS, FIRST_ROWS))
                for source in make_sources(trained.loaded, include_eval_sets=False)]  # fmt: skip
     fix_template_date(trained.identity.get("date"))
     task = task_of(trained.loaded.recipe)
     rows: Sequence[Any] = task.prepare(sources, tokenizer, lambda text: None, val_size=0.0).training
-    return [(ids, row.origin) for row in rows[: 4 * MAX_ROWS] if len(ids := _token_ids_of_row(row)) >= 2]
+    found: list[tuple[ComparedRow, str]] = []
+    for row in rows[: 4 * MAX_ROWS]:
+        ids, images = torch.tensor([_token_ids_of_row(row)]), {}
+        if ids.shape[1] < 2:
+            continue
+        if row.images and ids.shape[1] <= IMAGE_ROW_TOKENS:
+            processor = data.ImageProcessor.load(image_options(trained.loaded.recipe), tokenizer)
+            images = processor.model_inputs([list(map(data.ImageFile.parse, row.images))], ids)
+        found.append((ComparedRow(ids, images), row.origin))
+        if images and sum(bool(each.images) for each, _ in found) == 1:
+            found.insert(0, found.pop())
+    return found
 
 
 def _token_ids_of_row(row: Any) -> list[int]:

@@ -19,6 +19,7 @@ from streamtune.base.adapters import ADAPTERS, base_of
 from streamtune.errors import ArgumentError, RunError
 from streamtune.programs.export.check import (
     AsTrained,
+    ComparedRow,
     Differences,
     Doing,
     choose_rows,
@@ -347,7 +348,7 @@ def _load_written(folder: Path, device: str) -> Any:
 
 
 def _compare_gguf(
-    file: Path, folder: Path, tokenizer: Any, rows: Sequence[torch.Tensor], device: str, doing: Doing
+    file: Path, folder: Path, tokenizer: Any, rows: Sequence[ComparedRow], device: str, doing: Doing
 ) -> GgufComparison:
     """Compare the GGUF file with the exported model.
 

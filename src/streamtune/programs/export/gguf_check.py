@@ -33,6 +33,7 @@ from streamtune.programs.export.check import (
     ALLOWED_MEDIAN,
     FLOOR,
     ROUNDING_DRAWS,
+    ComparedRow,
     Doing,
     relative_row_errors,
     row_logits,
@@ -88,13 +89,13 @@ class GgufComparison:
 
 @torch.no_grad()
 def compare_gguf(
-    path: Path, model: Any, tokenizer: Any, rows: Sequence[Tensor], *, doing: Doing = lambda text: nullcontext()
+    path: Path, model: Any, tokenizer: Any, rows: Sequence[ComparedRow], *, doing: Doing = lambda text: nullcontext()
 ) -> GgufComparison:
     """Compare a GGUF file with the exported model.
 
     Args:
         model: Exported model, in evaluation mode.
-        rows: Token ids of each row, ``[1, T]``.
+        rows: Rows whose logits are compared.
         doing: Called with a message before slow work; returns a context manager that shows the message.
     """
     file = GgufFile(path, model)
@@ -234,7 +235,7 @@ class _FileValues:
         return size
 
 
-def _compare_logits(file: GgufFile, model: Any, rows: Sequence[Tensor], comparison: GgufComparison) -> None:
+def _compare_logits(file: GgufFile, model: Any, rows: Sequence[ComparedRow], comparison: GgufComparison) -> None:
     with computing_in_fp32(model):
         logits = [row_logits(model, row) for row in rows]
     rounding_errors = torch.full((sum(each.shape[0] for each in logits),), FLOOR / ALLOWED_MEDIAN)
