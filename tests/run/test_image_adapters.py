@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -224,6 +225,12 @@ def test_trained_resumed_saved_and_merged(folder: Path, kind: str, capsys: pytes
     assert run("--output-dir", "more") == 0
     assert "adapters are trained in model." in capsys.readouterr().err
     assert losses("more")[0] < whole[0]
+    text = {"messages": [{"role": "user", "content": "Which colour?"}, {"role": "assistant", "content": "red"}]}
+    Path("rows.jsonl").write_text((json.dumps(text) + "\n") * 4)
+    assert run("--output-dir", "text", "--set", "weight_decay=0.1") == 0
+    assert "no row has images, so the adapters in model." in capsys.readouterr().err
+    after = load_file("text/final/adapter_model.safetensors")
+    assert all(torch.equal(after[name], adapters[name]) == (name in in_tower) for name in after)
 
 
 @pytest.mark.full

@@ -220,11 +220,14 @@ def test_the_tower_is_trained_on_ranks(
         pytest.param(
             {"batching": "buckets", "tokens_per_batch": 512}, "rows with images are not cut", marks=pytest.mark.full
         ),
+        ({"freeze_vision_tower": False, "datasets": [{"path": "text.jsonl"}]}, "no row has images, so model.visual"),
     ],
 )
 def test_refused_with_images(folder: Path, keys: dict[str, Any], what: str, capsys: pytest.CaptureFixture[str]) -> None:
     save_checkpoint("qwen3_vl", folder / "base")
     write_image_rows(folder, 3)
+    text = {"messages": [{"role": "user", "content": "Which colour?"}, {"role": "assistant", "content": "red"}]}
+    Path("text.jsonl").write_text(json.dumps(text) + "\n")
     write_recipe(folder, {**RECIPE, **keys})
     assert run() == 2
     assert what in capsys.readouterr().err

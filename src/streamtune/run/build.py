@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, distributed
 
 from streamtune import models, train
+from streamtune.base.adapters import base_of
 from streamtune.base.model_facts import model_device
 from streamtune.base.text import parse_size, show_size
 from streamtune.data import BatchStatistics
@@ -24,6 +25,7 @@ from streamtune.engine import StreamHandle
 from streamtune.engine.memory.host import usable_host_bytes
 from streamtune.errors import ArgumentError
 from streamtune.plan.simulate.memory import device_model_bytes
+from streamtune.recipe.keys.adapters import TOWER_KEYS
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.settings import ModelSettings
 from streamtune.run.data import (
@@ -40,7 +42,7 @@ from streamtune.run.model import make_model, make_trial_model
 from streamtune.run.plan import LongestStep
 from streamtune.run.reference import load_or_compute_logps, load_reference, make_reference
 from streamtune.run.samples import add_stop_tokens
-from streamtune.run.start import Doing, notify_model_warnings, start_run
+from streamtune.run.start import Doing, Start, notify_model_warnings, start_run
 from streamtune.run.train import Run
 from streamtune.tasks import Task, task_of
 from streamtune.tasks.grpo.task import GrpoData
@@ -107,13 +109,8 @@ def build_run(
         recipe, task = start.recipe, start.task
         with doing("loading the model"):
             model = make_model(recipe, tokenizer, start.checkpoint, start.device, shard_world=start.shard_world)
-        if recipe.deepspeed is not None and start.world.size > 1 and (parts := models.trained_image_modules(model)):
-            raise ArgumentError(
-                f"{', '.join(parts)} is trained, and DeepSpeed reduces gradients in the order in which they are "
-                "computed, which differs between ranks with and without images",
-                where="deepspeed",
-                fix="delete the line (DDP), or write fsdp: true",
-            )
+        if parts := models.trained_image_modules(model):
+            _check_trained_tower(start, model, parts, notify, has_images=recipe.streaming or prepared.has_images)
         notify_model_warnings(model, longest_row, start, notify)
         added_stop_tokens = add_stop_tokens(task, prepared, tokenizer, model)
         second_model = None
@@ -249,6 +246,43 @@ def _init_adapters(recipe: ModelSettings, task: Task[Any], model: Any, handle: S
         if handle.schedule != schedule:
             handle.reschedule(schedule)
     models.initialize_from_factors(model, factors)
+
+
+def _check_trained_tower(start: Start, model: Any, parts: Sequence[str], notify: Notify, *, has_images: bool) -> None:
+    """Check that a run can train the parts of a model for images. Loaded adapters in them are frozen without images.
+
+    Args:
+        start: Start of the run.
+        model: Model of the run.
+        parts: Names of the trained modules.
+        notify: Function called with a note if loaded adapters are not trained.
+        has_images: True if some rows have images, or may have.
+
+    Raises:
+        ArgumentError: No row has images, or DeepSpeed trains on several ranks.
+    """
+    recipe, names = start.recipe, ", ".join(parts)
+    if not has_images and recipe.adapter_name_or_path is not None:
+        notify(f"no row has images, so the adapters in {names} do not change")
+        for part in parts:
+            base_of(model).get_submodule(part).requires_grad_(False)
+        return
+    if not has_images:
+        key = next((key for key in TOWER_KEYS if not getattr(recipe, key)), "lora_target")
+        raise ArgumentError(
+            f"no row has images, so {names} cannot be trained",
+            where=key,
+            fix="add rows with images, or name layers of the language model"
+            if key == "lora_target"
+            else "add rows with images, or delete the line",
+        )
+    if recipe.deepspeed is not None and start.world.size > 1:
+        raise ArgumentError(
+            f"{names} is trained, and DeepSpeed reduces gradients in the order in which they are computed, which "
+            "differs between ranks with and without images",
+            where="deepspeed",
+            fix="delete the line (DDP), or write fsdp: true",
+        )
 
 
 def _check_host_memory(recipe: ModelSettings, model: Any) -> None:
