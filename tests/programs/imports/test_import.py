@@ -841,6 +841,13 @@ def test_images_are_read_and_videos_have_a_line(tmp_path: Path, monkeypatch: pyt
     assert not any("tower" in each.theirs for each in said.changes_training)
     said = llamafactory(tmp_path, "freeze_vision_tower: false\nlora_target: q_proj\n", columns=columns)
     assert any("add vision-tower to lora_target" in each.note for each in said.changes_training)
+    script = "IMAGE_MAX_TOKEN_NUM=1024 VIDEO_MAX_TOKEN_NUM=128 FPS_MAX_FRAMES=16 swift sft "
+    for model, pixels in (("Qwen/Qwen3-VL-4B", 1024 * 32 * 32), ("Qwen/Qwen2.5-VL-3B", 1024 * 28 * 28), ("a/b", None)):
+        Path("run.sh").write_text(f"{script} --model {model} --dataset r.jsonl --max_length 64\n")
+        said = import_recipe(Path("run.sh"), "swift", "sft")
+        assert yaml.safe_load(said.text).get("max_pixels") == pixels
+        assert any(each.theirs.startswith("IMAGE_MAX_TOKEN_NUM") for each in said.changes_training)
+        assert not any(each.theirs.startswith(("VIDEO", "FPS")) for each in said.changes_training)
     given = "model: a\nmax_length: 64\ndataset: r.jsonl\ntarget_modules: all-linear\n"
     said = convert(tmp_path, given + "freeze_vit: false\nfreeze_aligner: false\n", trainer="swift")
     assert yaml.safe_load(said.text)["lora_target"] == ["all-linear", "vision-tower", "vision-projector"]

@@ -10,13 +10,14 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import yaml
-from transformers import AutoModelForImageTextToText, AutoTokenizer
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
 
 from streamtune.base.model_facts import IGNORE_INDEX
 from streamtune.data.templates import image_text
@@ -221,6 +222,29 @@ def by_axolotl(recipe: str, processor: Any) -> Any:
     return MultiModalChatDataCollator(processor.tokenizer, strategy)(read_rows())
 
 
+def by_swift(recipe: str, processor: Any) -> Any:
+    """The batch of ms-swift's template, which scales the images of Qwen's models with qwen_vl_utils."""
+    from swift.template import get_template
+
+    given = yaml.safe_load(recipe)
+    config, name = AutoConfig.from_pretrained(given["model"]), given["template"]
+    processor.model_info = SimpleNamespace(
+        config=config, task_type="causal_lm", max_model_len=given["max_length"], model_dir=given["model"]
+    )
+    processor.model_meta = SimpleNamespace(is_multimodal=True, template=name, model_type=config.model_type)
+    template = get_template(processor, template_type=name)
+    template.image_token_id = config.image_token_id  # written out for the published tokenizers
+    template.set_mode("train")
+    rows = [template.encode(row) for row in read_rows()]
+    made = {
+        name: pad_sequence([torch.tensor(row[name]) for row in rows], True, -100) for name in ("input_ids", "labels")
+    }
+    made["attention_mask"] = (made["input_ids"] >= 0).long()
+    for name in ("pixel_values", "image_grid_thw"):
+        made[name] = torch.cat([row[name] for row in rows if name in row])
+    return made
+
+
 def compare(base: Path, kind: str, trainer: str, recipe: str, make: Callable[[str, Any], Any]) -> set[str]:
     batch, marked = made_here(base, trainer, recipe)
     processor = processor_of(kind, base)
@@ -274,6 +298,26 @@ def test_llamafactory_adapts_these_layers_of_the_tower(base: Path, monkeypatch: 
     assert ours == theirs - {"model.vision_tower.head.attention.out_proj"}
 
 
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore")  # of imports
+@pytest.mark.skipif("swift" not in PEERS, reason="STREAMTUNE_PEERS names no folder with ms-swift")
+@pytest.mark.parametrize(("base", "patch"), [("qwen2_vl", 14), ("qwen2_5_vl", 14), ("qwen3_vl", 16)], indirect=["base"])
+def test_swift_makes_these_batches(base: Path, patch: int, request: pytest.FixtureRequest) -> None:
+    """With published sizes of patches and images; ms-swift's smallest image has four tokens, whatever the checkpoint's.
+
+    Its template of Gemma 3 fails with transformers 5.24 (``Gemma3ProcessorKwargs._defaults``).
+    """
+    pytest.importorskip("qwen_vl_utils")  # needs torchvision
+    kind, side = request.node.callspec.params["base"], 2 * patch
+    settings = json.loads((base / "preprocessor_config.json").read_text())
+    settings |= {"patch_size": patch, "size": {"shortest_edge": 4 * side**2, "longest_edge": 16384 * side**2}}
+    (base / "preprocessor_config.json").write_text(json.dumps(settings))
+    recipe = {"model": str(base), "dataset": "rows.jsonl", "tuner_type": "full", "max_length": 4096, "template": kind}
+    marked = compare(base, kind, "swift", yaml.safe_dump({**recipe, "output_dir": "out"}), by_swift)
+    assert marked == {f"template: {kind}"}
+
+
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore")  # of imports
 @pytest.mark.skipif("axolotl" not in PEERS, reason="STREAMTUNE_PEERS names no folder with axolotl")
 @pytest.mark.parametrize(

@@ -104,6 +104,12 @@ def report_media(conversion: Conversion, specs: list[dict[str, Any]], *path: str
             conversion.report_lost(*path, why=f"StreamTune does not train on '{column}' of {spec['path']}")
 
 
+def rows_have_images(conversion: Conversion) -> bool:
+    """Return True if the first row of a local dataset has images."""
+    rows = [first_local_row(conversion, str(spec["path"])) or {} for spec in conversion.ours.get("datasets", [])]
+    return any(name in row and row[name] not in ("", []) for row in rows for name in ("images", "image"))
+
+
 def convert_trained_tower(conversion: Conversion, target: str) -> None:
     """Train the vision tower and the projector if rows have images, for a trainer that freezes nothing by default.
 
@@ -111,9 +117,7 @@ def convert_trained_tower(conversion: Conversion, target: str) -> None:
         conversion: Conversion of the recipe.
         target: Field that names the layers with adapters. All linear layers include the layers for images.
     """
-    rows = [first_local_row(conversion, str(spec["path"])) or {} for spec in conversion.ours.get("datasets", [])]
-    have_images = any(name in row and row[name] not in ("", []) for row in rows for name in ("images", "image"))
-    if conversion.file.fields.get("freeze_mm_modules") or not have_images:
+    if conversion.file.fields.get("freeze_mm_modules") or not rows_have_images(conversion):
         return
     if conversion.ours.get("finetuning_type", "full") == "full":
         conversion.write_default("freeze_vision_tower", False)

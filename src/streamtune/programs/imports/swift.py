@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from .field_rules import (
     none_if_empty,
     same_name_rules,
 )
-from .rows_and_templates import convert_swift_template, first_local_row
+from .rows_and_templates import convert_swift_template, first_local_row, rows_have_images
 from .swift_datasets import convert_datasets
 from .trained_parameters import convert_frozen_parameters, convert_tower
 from .trainer_arguments import (
@@ -72,7 +73,9 @@ FIELDS: dict[str, FieldRule] = field_table(
         **SHARED_FIELDS,
         **same_name_rules("""lora_rank chat_template"""),
         **same_name_rules("sequence_parallel_size", changes_training=False),
-        "max_pixels": key_rule("max_pixels"),
+        "max_pixels": key_rule(
+            "max_pixels", why="ms-swift scales with bilinear interpolation, StreamTune with bicubic"
+        ),
         "target_modules": key_rule("lora_target", convert_module_names),
         "truncation_strategy": key_rule(
             "overlength",
@@ -307,6 +310,40 @@ def _convert_dependent_fields(conversion: Conversion) -> None:
             ranks = name == "NPROC_PER_NODE"
             why = f"use StreamTune's `--nproc {value}`" if ranks else "set it for StreamTune's command too"
             conversion.report_other_file(f"{name}={value}", f"{conversion.file.path}:{line}", why, None)
+        elif name in IMAGE_LIMITS:
+            _convert_image_limit(conversion, name, value, f"{conversion.file.path}:{line}")
+        elif name.startswith(("VIDEO_", "FPS")):
+            where = f"{conversion.file.path}:{line}"
+            conversion.report_other_file(f"{name}={value}", where, "StreamTune trains on no videos", None)
+    if rows_have_images(conversion) and re.search(r"qwen3.*vl", str(conversion.ours.get("model_name_or_path")).lower()):
+        conversion.report_lost_setting(
+            "images of fewer than 65,536 pixels",
+            "ms-swift does not enlarge them; the processor of Qwen3-VL, which StreamTune uses, does",
+        )
+
+
+IMAGE_LIMITS = {
+    "MAX_PIXELS": "max_pixels",
+    "MIN_PIXELS": "min_pixels",
+    "IMAGE_MAX_TOKEN_NUM": "max_pixels",
+    "IMAGE_MIN_TOKEN_NUM": "min_pixels",
+}
+"""{environment variable that ms-swift and qwen_vl_utils read: StreamTune's key}."""
+
+
+def _convert_image_limit(conversion: Conversion, name: str, value: str, where: str) -> None:
+    """Write ``max_pixels`` or ``min_pixels`` for a variable that limits the pixels or the tokens of an image."""
+    model = str(conversion.ours.get("model_name_or_path", "")).lower()
+    side = 32 if "qwen3" in model else 28 if "qwen2" in model else None  # of a token
+    in_tokens = name.startswith("IMAGE_")
+    if not value.isdigit() or (in_tokens and side is None):
+        why = f"write {IMAGE_LIMITS[name]}: pixels of a token times this number" if in_tokens else "not a number"
+        conversion.report_other_file(f"{name}={value}", where, why, True)
+        return
+    pixels = int(value) * (side or 1) ** 2 if in_tokens else int(value)
+    conversion.write_other_file(IMAGE_LIMITS[name], pixels, f"{name}={value}", where)
+    why = "StreamTune scales an image before the processor, so some images have a few tokens more or less"
+    conversion.report_other_file(name, where, why, True)
 
 
 def _convert_length_limit(conversion: Conversion) -> None:
