@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import os
 import pkgutil
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 WIDTHS = (80, 120)
+PINNED = re.search(r"^torch==([\d.]+)$", (Path(__file__).parents[1] / "constraints.txt").read_text(), re.MULTILINE)
+of_pinned_torch = pytest.mark.skipif(
+    PINNED is None or metadata.version("torch").partition("+")[0] != PINNED[1],
+    reason="bytes and FLOPs of a simulated step depend on torch's operators",
+)
+"""Mark of tests whose golden files have plans."""
 
 
 def check_golden(path: Path, found: str) -> None:

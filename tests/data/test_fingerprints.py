@@ -121,7 +121,7 @@ EXPECTED: dict[str, tuple[str, str]] = {
     ),
     "unpaired": (
         "34e78c307fde01b84c5bc8afb30627ba4f5b4eac83cef4883e411f0248472e3a",
-        "8 rows; 6 to train on; 2 held out; prompts 2 to 2, median 2; desirable 3 to 3, median 3; undesirable 3 to 3, median 3; 40 tokens, 40 with shared beginnings counted once, 24 trained",
+        "8 rows; 6 to train on; 2 held out; prompts 2 to 2, median 2; desirable 3 to 3, median 3; undesirable 3 to 3, median 3; 40 tokens, 24 trained",
     ),
     "pairs as unpaired": (
         "006a5331e36754c036dc7d237d79d448c49deacc1b4f1e430a8e934d66925c94",

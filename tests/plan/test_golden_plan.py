@@ -18,7 +18,7 @@ import yaml
 
 from streamtune.base.libraries import QUANTISERS
 from streamtune.cli import main
-from tests.golden_kit import WIDTHS, check_golden, masked, once, screen
+from tests.golden_kit import WIDTHS, check_golden, masked, of_pinned_torch, once, screen
 
 GOLDEN = Path(__file__).parent / "golden"
 RECIPE: dict[str, Any] = {
@@ -55,6 +55,7 @@ def run(*arguments: str) -> None:
         main(list(arguments))
 
 
+@of_pinned_torch
 @pytest.mark.quick("fixed")
 @pytest.mark.parametrize("case", CASES)
 def test_a_plan(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.golden_kit import WIDTHS, check_golden, masked, once, screen
+from tests.golden_kit import WIDTHS, check_golden, masked, of_pinned_torch, once, screen
 from tests.plan.test_golden_plan import PAIRS, RECIPE, run
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -22,6 +22,7 @@ CASES = {
 }
 
 
+@of_pinned_torch
 @pytest.mark.quick("planned")
 @pytest.mark.parametrize("case", CASES)
 def test_a_simulated_probe(
