@@ -125,6 +125,19 @@ KINDS: dict[str, Kind] = {
         {"image_seq_length": 4},
     ),
 }
+GRID = {"image_grid_pinpoints": [[16, 32], [32, 16], [32, 32]]}
+OTHER_KINDS: dict[str, Kind] = {
+    "llava_next": Kind(  # a parameter beside all modules: image_newline
+        "LlavaNextImageProcessor",
+        {"size": {"shortest_edge": 16}, "crop_size": SIDE, **GRID},
+        "",
+        {"image_token": "<image>"},
+        {"patch_size": 4, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1},
+        PARTS_ONLY,
+    )
+}
+"""Families that a few tests need."""
+OTHER_MODELS = {"llava_next": {**MODELS["llava"], **GRID, "vision_feature_select_strategy": "default"}}
 
 
 def make_tokenizer(kind: Kind) -> PreTrainedTokenizerFast:
@@ -143,7 +156,7 @@ def make_tokenizer(kind: Kind) -> PreTrainedTokenizerFast:
 
 def save_checkpoint(kind: str, folder: Path, dtype: torch.dtype = torch.float32) -> None:
     """Save a model of a family with random weights, its tokenizer and the files of its processor."""
-    family = KINDS[kind]
+    family = KINDS.get(kind) or OTHER_KINDS[kind]
     tokenizer = make_tokenizer(family)
     size = len(tokenizer)
     names = family.tokens
@@ -155,7 +168,7 @@ def save_checkpoint(kind: str, folder: Path, dtype: torch.dtype = torch.float32)
     }
     sizes = {
         key: tokenizer.convert_tokens_to_ids(number[value]) if isinstance(value, int) and number.get(value) else value
-        for key, value in MODELS[kind].items()
+        for key, value in (MODELS.get(kind) or OTHER_MODELS[kind]).items()
     }
     text = {**sizes["text_config"], "vocab_size": size, "bos_token_id": None}
     text |= {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
@@ -176,7 +189,7 @@ def save_checkpoint(kind: str, folder: Path, dtype: torch.dtype = torch.float32)
 
 def processor_of(kind: str, folder: Path) -> Any:
     """Return the family's own processor, without its part for videos, which needs torchvision."""
-    family = KINDS[kind]
+    family = KINDS.get(kind) or OTHER_KINDS[kind]
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     images = transformers.AutoImageProcessor.from_pretrained(folder)
     made: Any = getattr(transformers, PROCESSOR_MAPPING_NAMES[kind])

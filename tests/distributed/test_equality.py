@@ -124,6 +124,7 @@ def test_ranks_of_which_one_has_images() -> None:
             *((engine, "qwen3_vl", "all") for engine in ("ddp", "fsdp")),
             *((engine, "gemma3", "adapters") for engine in ("ddp", "fsdp")),
             *((engine, "qwen3_vl", "projector") for engine in ("ddp", "fsdp")),
+            *((engine, "llava_next", "all") for engine in ("ddp", "fsdp")),
             *((engine, "qwen3_vl", "language") for engine in ("zero1", "zero2", "fsdp")),
         )
     ]

@@ -168,6 +168,20 @@ def test_no_tower_to_train(folder: Path, keys: dict[str, Any], what: str, capsys
     assert what in capsys.readouterr().err
 
 
+@pytest.mark.full
+@pytest.mark.parametrize(("key", "changes"), [("freeze_vision_tower", False), ("freeze_projector", True)])
+def test_a_parameter_beside_all_modules_is_of_the_projector(folder: Path, key: str, changes: bool) -> None:
+    """LLaVA-NeXT's ``image_newline``, which was trained with every recipe."""
+    save_checkpoint("llava_next", folder / "base")
+    write_image_rows(folder, 6)
+    write_recipe(folder, {**RECIPE, "max_length": 512})
+    before, name = load_file("base/model.safetensors"), "image_newline"
+    assert run() == 0
+    assert torch.equal(load_file("run/final/model.safetensors")[name], before[name])
+    assert run("--set", f"{key}=false", "--output-dir", "other") == 0
+    assert torch.equal(load_file("other/final/model.safetensors")[name], before[name]) is not changes
+
+
 @pytest.mark.slow  # test_packed_images.py has a full test of ranks
 def test_ranks(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Two ranks train on the rows of one, to the same loss. ZeRO-3 is refused: it would gather on one rank only."""

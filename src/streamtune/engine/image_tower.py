@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from streamtune.engine.inspect_model import image_modules
+from streamtune.engine.inspect_model import image_parameters
 
 FROZEN_ELEMENTS = 1 << 25
 """Number of elements of ``pixel_values`` that a frozen tower computes at a time: about 20 pages of a million pixels."""
@@ -45,7 +45,7 @@ class ImageTower:
 
     def __init__(self, owner: Any, layer: nn.Module) -> None:
         self.owner, self.compute_whole = owner, owner.get_image_features
-        self._tower = image_modules(owner, [layer])
+        self._layer = layer
         self.__signature__ = inspect.signature(self.compute_whole)  # generate() of transformers reads it
         self.argument_names = list(self.__signature__.parameters)
         owner.get_image_features = self
@@ -61,7 +61,7 @@ class ImageTower:
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Iterate over the parameters of the vision tower and the projector."""
-        return (p for child in self._tower for p in child.parameters())
+        return image_parameters(self.owner, [self._layer])
 
     def parts_of(self, inputs: Mapping[str, Any]) -> list[dict[str, Tensor]]:
         """Return the inputs of each part that is computed at a time; a single empty part stands for all images."""

@@ -96,20 +96,26 @@ def first_differentiated_layer(model: Any) -> int:
     trained embedding, of tokens or positions, is below all layers.
     """
     layers = decoder_layers(model)
-    towers = (p for module in image_modules(model, layers) for p in module.parameters())
-    if _trains_embeddings(model, layers) or any(p.requires_grad for p in towers):
+    if _trains_embeddings(model, layers) or any(p.requires_grad for p in image_parameters(model, layers)):
         return 0
     trained = (number for number, layer in enumerate(layers) if any(p.requires_grad for p in layer.parameters()))
     return next(trained, len(layers))
 
 
-def image_modules(model: nn.Module, layers: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return the modules that compute the features of images, such as the vision tower; an empty list without any."""
+def image_parameters(model: nn.Module, layers: Sequence[nn.Module]) -> Iterator[nn.Parameter]:
+    """Iterate over the parameters that compute the features of images: of the vision tower and the projector.
+
+    In some families, a parameter of the projector is not in a module of its own, such as ``image_newline`` of
+    LLaVA-NeXT.
+    """
     owners = [module for module in model.modules() if hasattr(type(module), "get_image_features")]
     if not owners or not layers:
-        return []
-    # Outer modules only call the innermost one.
-    return [child for child in owners[-1].children() if all(module is not layers[0] for module in child.modules())]
+        return
+    owner = owners[-1]  # outer modules only call the innermost one
+    yield from owner.parameters(recurse=False)
+    for child in owner.children():
+        if all(module is not layers[0] for module in child.modules()):
+            yield from child.parameters()
 
 
 def _trains_embeddings(model: Any, layers: Sequence[nn.Module]) -> bool:

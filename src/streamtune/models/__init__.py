@@ -88,6 +88,7 @@ from streamtune.models.model_class import (
     frozen_modules_note,
     is_vision_language,
     loader_class_name,
+    parameters_at,
     trained_image_modules,
 )
 from streamtune.models.new_processor import (
@@ -207,6 +208,7 @@ __all__ = [
     "new_model_token_ids",
     "new_token_ids",
     "packed_image_positions",
+    "parameters_at",
     "position_limit",
     "position_table_limit",
     "position_warning",

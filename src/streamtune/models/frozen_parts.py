@@ -26,7 +26,13 @@ from streamtune.engine import decoder_layers
 from streamtune.engine.hf_names import fp32_weight_names
 from streamtune.engine.inspect_model import first_differentiated_layer
 from streamtune.errors import ArgumentError, did_you_mean
-from streamtune.models.model_class import freeze_other_modules, frozen_modules, is_inside, trained_image_modules
+from streamtune.models.model_class import (
+    freeze_other_modules,
+    frozen_modules,
+    is_inside,
+    parameters_at,
+    trained_image_modules,
+)
 
 
 @dataclass(frozen=True)
@@ -214,7 +220,7 @@ def frozen_parts_note(model: Any, parts: TrainedParts | None) -> str | None:
 def _trained_outside_layers(model: Any) -> Iterator[str]:
     inside = {id(p) for layer in decoder_layers(model) for p in layer.parameters()}
     for name in trained_image_modules(model):
-        parameters = list(model.get_submodule(name).parameters())
+        parameters = list(parameters_at(model, name).values())
         inside |= set(map(id, parameters))
         yield name if all(p.requires_grad for p in parameters) else f"parts of {name}"
     for name, parameter in model.named_parameters():

@@ -56,8 +56,9 @@ def architecture_name(model: nn.Module) -> str:
 def frozen_modules(model: PreTrainedModel) -> list[str]:
     """Return the names of the outermost modules that are not part of the language model, such as the vision tower.
 
-    The language model is the module with the decoder layers, and the embedding and the head. The list is empty for a
-    model that is not a vision-language model.
+    The language model is the module with the decoder layers, and the embedding and the head. The list also has the
+    names of parameters beside these modules, such as ``model.image_newline``. It is empty for a model that is not a
+    vision-language model.
 
     Raises:
         UnsupportedModelError: ``transformers`` does not know the model's embedding of tokens.
@@ -79,6 +80,7 @@ def frozen_modules(model: PreTrainedModel) -> list[str]:
     found: list[str] = []
 
     def visit(prefix: str, module: nn.Module) -> None:
+        found.extend(f"{prefix}{key}" for key, value in module._parameters.items() if value is not None)
         for key, child in module.named_children():
             name = f"{prefix}{key}"
             if name in parts:
@@ -93,6 +95,15 @@ def frozen_modules(model: PreTrainedModel) -> list[str]:
     return found
 
 
+def parameters_at(model: nn.Module, name: str) -> dict[str, nn.Parameter]:
+    """Return name -> parameter of all parameters in the module ``name``, or of the parameter ``name`` itself."""
+    owner, _, last = name.rpartition(".")
+    parameter = model.get_submodule(owner)._parameters.get(last)
+    if parameter is not None:
+        return {name: parameter}
+    return {f"{name}.{inner}": value for inner, value in model.get_submodule(name).named_parameters()}
+
+
 def is_inside(name: str, modules: Collection[str]) -> bool:
     """Return True if the module or tensor ``name`` is one of ``modules``, or is inside one of them."""
     parts = name.split(".")
@@ -102,10 +113,9 @@ def is_inside(name: str, modules: Collection[str]) -> bool:
 def frozen_modules_note(model: Any) -> str | None:
     """Return a note that names the modules of a vision-language model that are not trained; None for other models."""
     base, has_adapters = base_of(model), hasattr(model, "peft_config")
-    modules = {name: base.get_submodule(name) for name in frozen_modules(base)}
-    trains = {name: {p.requires_grad for p in module.parameters()} for name, module in modules.items()}
+    trains = {name: {p.requires_grad for p in parameters_at(base, name).values()} for name in frozen_modules(base)}
     frozen = [name for name, flags in trains.items() if flags == {False}]
-    if len(frozen) == len(modules):
+    if len(frozen) == len(trains):
         how = " (lora_target: [all-linear, vision-tower] adapts the vision tower too)" if has_adapters else ""
         return f"only the language model is trained; frozen: {', '.join(frozen)}{how}" if frozen else None
     trained = [name if flags == {True} else f"a part of {name}" for name, flags in trains.items() if True in flags]
@@ -118,8 +128,7 @@ def frozen_modules_note(model: Any) -> str | None:
 def trained_image_modules(model: Any) -> list[str]:
     """Return the names of the outermost modules outside the language model that have trained parameters or adapters."""
     base: Any = base_of(model)
-    modules = {name: base.get_submodule(name) for name in frozen_modules(base)}
-    return [name for name, module in modules.items() if any(p.requires_grad for p in module.parameters())]
+    return [name for name in frozen_modules(base) if any(p.requires_grad for p in parameters_at(base, name).values())]
 
 
 PROJECTOR = ("projector", "connector", "merger", "aligner")
@@ -139,8 +148,9 @@ def freeze_other_modules(model: PreTrainedModel, *, tower: bool = False, project
         projector: True to train the projector.
     """
     trained: list[nn.Parameter] = []
-    for name in frozen_modules(model):
-        for inner, parameter in model.get_submodule(name).named_parameters():
-            parameter.requires_grad_(projector if is_projector(f"{name}.{inner}") else tower)
+    for part in frozen_modules(model):
+        for name, parameter in parameters_at(model, part).items():
+            alone = name == part  # beside the modules, as LLaVA-NeXT's image_newline
+            parameter.requires_grad_(projector if alone or is_projector(name) else tower)
             trained += [parameter] if parameter.requires_grad else []
     return trained

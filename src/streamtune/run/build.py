@@ -265,7 +265,8 @@ def _check_trained_tower(start: Start, model: Any, parts: Sequence[str], notify:
     if not has_images and recipe.adapter_name_or_path is not None:
         notify(f"no row has images, so the adapters in {names} do not change")
         for part in parts:
-            base_of(model).get_submodule(part).requires_grad_(False)
+            for parameter in models.parameters_at(base_of(model), part).values():
+                parameter.requires_grad_(False)
         return
     if not has_images:
         key = next((key for key in TOWER_KEYS if not getattr(recipe, key)), "lora_target")

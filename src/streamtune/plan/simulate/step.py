@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from streamtune.base.adapters import base_of
 from streamtune.base.model_facts import IGNORE_INDEX
 from streamtune.engine import Branches, LazyLogits, LossRequest, StreamHandle, decoder_layers
-from streamtune.engine.inspect_model import image_modules
+from streamtune.engine.inspect_model import image_parameters
 from streamtune.engine.memory.host import HostPool
 from streamtune.engine.memory.placement import Tiers
 from streamtune.engine.offloaded_weights import offloaded_parameters
@@ -268,8 +268,7 @@ def _gradients_of_images(model: Any) -> Iterator[None]:
 
     The simulated step has no images. In a real step, features of images that need a gradient are among the tokens.
     """
-    towers = image_modules(base_of(model), decoder_layers(model))
-    if not any(parameter.requires_grad for tower in towers for parameter in tower.parameters()):
+    if not any(parameter.requires_grad for parameter in image_parameters(base_of(model), decoder_layers(model))):
         yield
         return
 
