@@ -848,6 +848,17 @@ def test_images_are_read_and_videos_have_a_line(tmp_path: Path, monkeypatch: pyt
         assert yaml.safe_load(said.text).get("max_pixels") == pixels
         assert any(each.theirs.startswith("IMAGE_MAX_TOKEN_NUM") for each in said.changes_training)
         assert not any(each.theirs.startswith(("VIDEO", "FPS")) for each in said.changes_training)
+    for lines, pixels in (  # exported before the command; the number of tokens wins
+        ("export IMAGE_MAX_TOKEN_NUM=64\nexport MAX_PIXELS=602112\n", 64 * 32 * 32),
+        ("export MAX_PIXELS=602112\n", 602112),
+    ):
+        Path("run.sh").write_text(f"{lines}swift sft --model Qwen/Qwen3-VL-4B --dataset r.jsonl --max_length 64\n")
+        assert yaml.safe_load(import_recipe(Path("run.sh"), "swift", "sft").text).get("max_pixels") == pixels
+    given = "model: a\nmax_length: 64\ndataset: r.jsonl\nfreeze_vit: false\nlearning_rate: 1e-4\nvit_lr: 1e-5\n"
+    assert any(each.theirs.startswith("vit_lr") for each in convert(tmp_path, given, trainer="swift").changes_training)
+    given = "model_name_or_path: org/Qwen3-VL-4B\ndataset: mine\ncutoff_len: 64\nfreeze_vision_tower: false\n"
+    said = convert(tmp_path, given, trainer="llamafactory")
+    assert any("mergers" in each.theirs for each in said.changes_training)
     given = "model: a\nmax_length: 64\ndataset: r.jsonl\ntarget_modules: all-linear\n"
     said = convert(tmp_path, given + "freeze_vit: false\nfreeze_aligner: false\n", trainer="swift")
     assert yaml.safe_load(said.text)["lora_target"] == ["all-linear", "vision-tower", "vision-projector"]

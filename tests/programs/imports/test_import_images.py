@@ -163,6 +163,10 @@ def test_trl_trains_the_tower(peft: bool, tmp_path: Path, monkeypatch: pytest.Mo
     assert not [each.theirs for each in imported.changes_training if "tower" in each.theirs]
     target = ["all-linear", "vision-tower", "vision-projector"] if peft else None
     assert yaml.safe_load(imported.text).get("lora_target") == target
+    if peft:  # of both parts
+        Path("theirs.yaml").write_text(yaml.safe_dump({**fields, "use_peft": True, "lora_target_modules": "q_proj"}))
+        found = import_recipe(Path("theirs.yaml"), "trl", "sft").changes_training
+        assert "adapters in the vision tower" in [each.theirs for each in found]
     assert ("freeze_vision_tower: false" in imported.text) is not peft
     assert ("freeze_projector: false" in imported.text) is not peft
 

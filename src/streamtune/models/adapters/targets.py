@@ -126,20 +126,20 @@ def write_out_image_parts(model: PreTrainedModel, spec: AdapterSpec) -> AdapterS
     """Return ``spec`` with full names of layers in place of ``vision-tower`` and ``vision-projector``.
 
     Raises:
-        ArgumentError: The model has no such part, or no linear layer in it.
+        ArgumentError: The model has no part for images, or no linear layer is selected.
     """
     if isinstance(spec.target, str) or not set(spec.target) & set(IMAGE_PARTS):
         return spec
     images, target = image_layer_names(model), list[str]()
     for end in spec.target:
-        names = [name for name in images if is_projector(name) is IMAGE_PARTS[end]] if end in IMAGE_PARTS else [end]
-        if not names:
-            raise ArgumentError(
-                f"{type(model).__name__} has no linear layer in a {end.replace('-', ' ')}",
-                where="lora_target",
-                fix=f"delete {end}",
-            )
-        target += names
+        target += [name for name in images if is_projector(name) is IMAGE_PARTS[end]] if end in IMAGE_PARTS else [end]
+    if not target or not images:
+        missing = next(end for end in spec.target if end in IMAGE_PARTS)
+        raise ArgumentError(
+            f"{type(model).__name__} has no linear layer in a {missing.replace('-', ' ')}",
+            where="lora_target",
+            fix=f"delete {missing}",
+        )
     return replace(spec, target=target)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -172,7 +173,7 @@ FIELDS: dict[str, FieldRule] = field_table(
         "write optim: muon": "use_muon",
         "the ASFT loss": "use_asft_loss",
         "the EAFT loss": "use_eaft_loss",
-        "StreamTune does not train vision towers": "freeze_language_model",
+        "StreamTune trains the language model too": "freeze_language_model",
         "StreamTune's losses have no BCO term": "pref_bco_weight",
         "LD-DPO": "ld_alpha",
         "StreamTune loads no adapters for the reference model: merge them first": "ref_model_adapters",
@@ -229,6 +230,13 @@ def _convert_dependent_fields(conversion: Conversion) -> None:
     convert_datasets(conversion, texts=texts)
     tower = {"freeze_vision_tower": "freeze_vision_tower", "freeze_multi_modal_projector": "freeze_projector"}
     convert_tower(conversion, tower, "lora_target")
+    is_qwen3 = re.search(r"qwen3.*vl", str(conversion.get("model_name_or_path")).lower())
+    if is_qwen3 and conversion.get("freeze_vision_tower") is False:
+        conversion.report_lost_setting(
+            "mergers between the layers of the vision tower",
+            "LLaMA-Factory counts them to the tower, StreamTune to the projector: add 'deepstack_merger_list.*' to "
+            "lora_target, or write freeze_projector: false",
+        )
 
 
 def _convert_finetuning_type(conversion: Conversion) -> None:

@@ -97,9 +97,10 @@ def _read_script(text: str, path: Path) -> PeerFile:
         trainer = next((name for name in ("swift", "trl", "axolotl") if name in words[at][0]), "")
         command = Path(words[at][0]).stem
     read = PeerFile({}, KeyOrigins(str(path)), path, trainer, command)
-    for word, line in words[:at]:
+    exported = [word for each in _split_statements(text) if each[0][0] == "export" for word in each[1:]]
+    for word, line in (*exported, *words[:at]):
         if found := _ASSIGNMENT.fullmatch(word):
-            read.environment[found[1]] = (found[2], line)
+            read.environment[found[1]] = (_expand_variables(found[2], assigned), line)
     read.launcher = _find_launcher_options(words[:at], assigned)
     name = ""
     for word, line in words[options:]:

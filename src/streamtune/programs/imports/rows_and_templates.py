@@ -122,6 +122,12 @@ def convert_trained_tower(conversion: Conversion, target: str) -> None:
     if conversion.ours.get("finetuning_type", "full") == "full":
         conversion.write_default("freeze_vision_tower", False)
         conversion.write_default("freeze_projector", False)
+    elif not names_all_layers(conversion.get(target)) and conversion.get("lora_target_modules"):
+        conversion.report_lost_setting(
+            "adapters in the vision tower",
+            f"{conversion.trainer.title} adapts named layers of both parts, StreamTune those of the language model; "
+            "add vision-tower or patterns such as 'vision_tower.*q_proj' to lora_target",
+        )
     elif names_all_layers(conversion.get(target)):
         conversion.write_key("lora_target", ["all-linear", "vision-tower", "vision-projector"], target, replaces=True)
 

@@ -203,7 +203,7 @@ FIELDS: dict[str, FieldRule] = field_table(
         "StreamTune takes code of models and datasets from the hub": "model_kwargs",
         "used only with swift/self-cognition": "model_author model_name",
         "boxes in texts stay as they are": "norm_bbox",
-        "the vision tower has the learning rate of the language model": "vit_lr aligner_lr",
+        "the part has the learning rate of the language model, or is frozen": "vit_lr aligner_lr",
         "completions.jsonl records them": "log_entropy",
         "use `streamtune export` to write the model": "merge_lora hub_model_id",
         "used only with rollout_importance_sampling_mode": "rollout_importance_sampling_threshold",
@@ -333,15 +333,19 @@ IMAGE_LIMITS = {
 
 def _convert_image_limit(conversion: Conversion, name: str, value: str, where: str) -> None:
     """Write ``max_pixels`` or ``min_pixels`` for a variable that limits the pixels or the tokens of an image."""
-    model = str(conversion.ours.get("model_name_or_path", "")).lower()
+    model, key = str(conversion.ours.get("model_name_or_path", "")).lower(), IMAGE_LIMITS[name]
     side = 32 if "qwen3" in model else 28 if "qwen2" in model else None  # of a token
-    in_tokens = name.startswith("IMAGE_")
-    if not value.isdigit() or (in_tokens and side is None):
-        why = f"write {IMAGE_LIMITS[name]}: pixels of a token times this number" if in_tokens else "not a number"
+    in_tokens, other = name.startswith("IMAGE_"), f"IMAGE_{name[:3]}_TOKEN_NUM"
+    if not in_tokens and other in conversion.file.environment:
+        conversion.report_other_file(f"{name}={value}", where, f"ms-swift reads {other}", None)
+        return
+    if side is None or not value.isdigit():
+        unit = ": pixels of a token times this number" if in_tokens else ""
+        why = "not a number" if side else f"only Qwen's models read it: if yours does, write {key}{unit}"
         conversion.report_other_file(f"{name}={value}", where, why, True)
         return
-    pixels = int(value) * (side or 1) ** 2 if in_tokens else int(value)
-    conversion.write_other_file(IMAGE_LIMITS[name], pixels, f"{name}={value}", where)
+    pixels = int(value) * side**2 if in_tokens else int(value)
+    conversion.write_other_file(key, pixels, f"{name}={value}", where)
     why = "StreamTune scales an image before the processor, so some images have a few tokens more or less"
     conversion.report_other_file(name, where, why, True)
 
@@ -401,6 +405,10 @@ def _convert_tuner_type(conversion: Conversion) -> None:
     else:
         conversion.report_lost(name, why="StreamTune's finetuning_type is full, lora or qlora; lora is written")
     convert_frozen_parameters(conversion)
+    rate = conversion.get("learning_rate")
+    for name, part in (("vit_lr", "freeze_vit"), ("aligner_lr", "freeze_aligner")):
+        if conversion.get(part) is False and conversion.get(name, rate) != rate:
+            conversion.report_lost(name, why="in StreamTune the parts for images have learning_rate")
     convert_tower(
         conversion, {"freeze_vit": "freeze_vision_tower", "freeze_aligner": "freeze_projector"}, "target_modules"
     )
