@@ -90,6 +90,7 @@ from streamtune.models.model_class import (
     loader_class_name,
     parameters_at,
     trained_image_modules,
+    trains_only_images,
 )
 from streamtune.models.new_processor import (
     add_image_tokens,
@@ -229,6 +230,7 @@ __all__ = [
     "trained_dtype",
     "trained_image_modules",
     "trained_layers_text",
+    "trains_only_images",
     "unloaded_layers_warning",
     "unquantized_experts_note",
     "use_placeholder_weights",

@@ -131,6 +131,14 @@ def trained_image_modules(model: Any) -> list[str]:
     return [name for name in frozen_modules(base) if any(p.requires_grad for p in parameters_at(base, name).values())]
 
 
+def trains_only_images(model: Any) -> bool:
+    """Return True if all trained parameters and adapters of a model are outside its language model."""
+    base: Any = base_of(model)
+    images = {id(p) for name in frozen_modules(base) for p in parameters_at(base, name).values()}
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return bool(trained) and all(id(p) in images for p in trained)
+
+
 PROJECTOR = ("projector", "connector", "merger", "aligner")
 """Parts of the names of modules that project images to the language model. In some families they are in the tower."""
 

@@ -18,10 +18,12 @@ from streamtune.base.model_facts import model_device
 from streamtune.base.text import parse_size, show_size
 from streamtune.data import BatchStatistics
 from streamtune.data.fit import Prepared
+from streamtune.data.image_files import count_images, have_images
 from streamtune.data.inspect_rows import RowInspector
 from streamtune.data.length_measures import LengthBin, MaxLengthEffect, compare_max_lengths, length_histogram
 from streamtune.data.templates import fix_template_date
 from streamtune.engine import StreamHandle
+from streamtune.engine.image_tower import with_tower_gradients
 from streamtune.engine.memory.host import usable_host_bytes
 from streamtune.errors import ArgumentError
 from streamtune.plan.simulate.memory import device_model_bytes
@@ -110,7 +112,7 @@ def build_run(
         with doing("loading the model"):
             model = make_model(recipe, tokenizer, start.checkpoint, start.device, shard_world=start.shard_world)
         if parts := models.trained_image_modules(model):
-            _check_trained_tower(start, model, parts, notify, has_images=recipe.streaming or prepared.has_images)
+            _check_trained_tower(start, model, parts, prepared.training, notify)
         notify_model_warnings(model, longest_row, start, notify)
         added_stop_tokens = add_stop_tokens(task, prepared, tokenizer, model)
         second_model = None
@@ -227,7 +229,7 @@ def _init_adapters(recipe: ModelSettings, task: Task[Any], model: Any, handle: S
 
     def row_loss(batch: train.MicroBatch) -> Tensor:
         with train.autocast(device, recipe.autocast_dtype):
-            return objective.score(model, batch.to(device), totals).total_loss
+            return with_tower_gradients(objective.score(model, batch.to(device), totals).total_loss, model)
 
     schedule, training = handle.schedule, model.training
     if schedule.order == "chunk":  # chunk order yields all gradients only at its end
@@ -248,20 +250,21 @@ def _init_adapters(recipe: ModelSettings, task: Task[Any], model: Any, handle: S
     models.initialize_from_factors(model, factors)
 
 
-def _check_trained_tower(start: Start, model: Any, parts: Sequence[str], notify: Notify, *, has_images: bool) -> None:
+def _check_trained_tower(start: Start, model: Any, parts: Sequence[str], rows: Any, notify: Notify) -> None:
     """Check that a run can train the parts of a model for images. Loaded adapters in them are frozen without images.
 
     Args:
         start: Start of the run.
         model: Model of the run.
         parts: Names of the trained modules.
+        rows: Training rows, without held-out rows.
         notify: Function called with a note if loaded adapters are not trained.
-        has_images: True if some rows have images, or may have.
 
     Raises:
         ArgumentError: No row has images, or DeepSpeed trains on several ranks.
     """
     recipe, names = start.recipe, ", ".join(parts)
+    has_images = recipe.streaming or (have_images(rows) and bool(count_images(rows).any()))
     if not has_images and recipe.adapter_name_or_path is not None:
         notify(f"no row has images, so the adapters in {names} do not change")
         for part in parts:

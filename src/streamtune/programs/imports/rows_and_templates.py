@@ -125,7 +125,7 @@ def convert_trained_tower(conversion: Conversion, target: str) -> None:
     elif not names_all_layers(conversion.get(target)) and conversion.get("lora_target_modules"):
         conversion.report_lost_setting(
             "adapters in the vision tower",
-            f"{conversion.trainer.title} adapts named layers of both parts, StreamTune those of the language model; "
+            f"{conversion.trainer.title} adapts named layers of both parts, StreamTune only of the language model; "
             "add vision-tower or patterns such as 'vision_tower.*q_proj' to lora_target",
         )
     elif names_all_layers(conversion.get(target)):

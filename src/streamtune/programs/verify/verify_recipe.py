@@ -169,10 +169,19 @@ def build_verify(
             task.check_model(handle)
         autocast_dtype = recipe.autocast_dtype if dtype is None else dtype if dtype in AUTOCAST_DTYPES else None
         widened: torch.dtype | None = getattr(torch, dtype) if dtype in ("float32", "float64") else None
+        if models.trained_image_modules(model) and data.have_images(rows):  # first the rows with images
+            stored: Any = rows
+            rows = stored.take(np.argsort(data.count_images(stored) == 0, kind="stable"))
         choose: Any = _choose_completions if isinstance(task, ScoringTask) else _choose_rows
         chosen = choose(
             task, _Options(model, tokenizer, length, widened, autocast_dtype), rows, notify=notify, doing=doing
         )
+        if chosen.alone.images is None and models.trains_only_images(model):
+            raise ArgumentError(
+                "no row with images is compared, and the recipe trains only a part for images",
+                where="--length" if length is not None else "datasets",
+                fix=f"give a --length that has room for a row with images, among the first {FIRST_ROWS} rows",
+            )
         if (note := models.check_positions(model, chosen.alone.input_ids.shape[1], training=False)) is not None:
             notify(note)
         schedules = verify_schedules(chosen.batch.input_ids.shape[1], make_schedule(recipe.engine))
