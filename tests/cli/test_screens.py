@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.golden_kit import WIDTHS, check_golden, screen
+from tests.golden_kit import WIDTHS, check_golden, of_pinned_torch, screen
 from tests.sft_kit import FIXED, RECIPE, write_recipe, write_rows
 
 from streamtune.cli import main
@@ -115,6 +115,7 @@ def outcome_of(run: Any, **changes: Any) -> Any:
     return replace(found, **changes)
 
 
+@of_pinned_torch  # its losses
 def test_the_end_of_a_run(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
     check("end", lambda: print_outcome(run, outcome_of(run)), capsys)
 

@@ -19,6 +19,7 @@ from streamtune.programs.generate.answer import GenerateOptions, load_answerer
 from streamtune.programs.generate.prompt_files import prompt_with_images, read_prompts
 from tests.exactness.vision import MODELS
 from tests.sft_kit import FIXED, write_recipe
+from tests.vision_kit import draw  # noqa: F401 (leaves this file out where transformers needs torchvision)
 
 QUESTION = "What is on the page?"
 

@@ -193,7 +193,9 @@ def replay(fields: dict[str, Any], asked: list[dict[str, list[list[int]]]]) -> t
 
     def written(prompts: list[Any], trainer: GRPOTrainer) -> dict[str, Any]:
         left = {prompt: list(ids) for prompt, ids in next(rollouts).items()}
-        completions = [left[str(prompt)].pop(0) for prompt in prompts]
+        turns = ("role", "content")  # some versions of datasets sort the keys
+        named = [str([{key: turn[key] for key in turns} for turn in prompt]) for prompt in prompts]
+        completions = [left[name].pop(0) for name in named]
         rendered = [tokenizer.apply_chat_template(each, add_generation_prompt=True)["input_ids"] for each in prompts]
         return {
             "prompt_ids": rendered,

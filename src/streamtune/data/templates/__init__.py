@@ -99,7 +99,7 @@ class ChatRequest:
         Args:
             as_parts: True to give the template the content of every message as a list of parts.
         """
-        messages = [{key: value for key, value in m.items() if value is not None} for m in self.messages]
+        messages = [_with_reasoning({key: x for key, x in m.items() if x is not None}) for m in self.messages]
         if self.has_images or as_parts:
             messages = [_with_parts(message, self.has_images, as_parts) for message in messages]
         return {
@@ -108,6 +108,14 @@ class ChatRequest:
             "tools": self.tools,
             "add_generation_prompt": self.generation,
         }
+
+
+def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message whose reasoning has the names that templates read, as ``transformers`` 5.24 gives it to them."""
+    reasoning = next(
+        (message[name] for name in ("reasoning_content", "thinking", "reasoning") if name in message), None
+    )
+    return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
 def _with_parts(message: dict[str, Any], has_images: bool, as_parts: bool) -> dict[str, Any]:

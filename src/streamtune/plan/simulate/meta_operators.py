@@ -275,7 +275,8 @@ class ResultShapes:
             return func(*args, **kwargs)
         if kind == "in place":
             first = args[0]
-            return first if first.is_meta else func(*args, **kwargs)
+            copied = func is torch.ops.aten.copy_.default and args[1].is_meta  # to the host: torch 2.11 refuses it
+            return first if first.is_meta or copied else func(*args, **kwargs)
         if kind == "given":
             given = kwargs["out"]
             return given if given.is_meta and given.numel() else func(*args, **kwargs)
