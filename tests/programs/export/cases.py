@@ -118,6 +118,7 @@ def ids() -> Tensor:
 def truth(model: Any) -> Tensor:
     """Logits in fp64 of a model with or without adapters, merged or not, quantised or not; the model is used up."""
     base = base_of(model)
+    base.set_attn_implementation("eager")  # transformers 5.17 chooses otherwise for a new model than for a loaded one
     for name, weight in [(name.partition("base_model.model.")[2] or name, x) for name, x in rounded(model)]:
         parent, _, last = name.rpartition(".")
         old: Any = base.get_submodule(name)
