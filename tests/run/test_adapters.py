@@ -112,6 +112,18 @@ def test_two_ranks_start_lora_ga_alike(folder: Path) -> None:
 
 
 @pytest.mark.full
+def test_two_ranks_train_on_eight_bits(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Each rank quantises the base: DDP does not send it. DeepSpeed cannot move it, and is refused."""
+    eight = {"finetuning_type": "qlora", "quantization": "int8", "adapter_type": "lora", "train_batch_size": 2}
+    write_recipe(folder, {**TINY, **eight, "per_device_train_batch_size": 1})
+    for ranks in (1, 2):
+        assert run("--output-dir", f"run{ranks}", "--nproc", str(ranks)) == 0
+    assert losses("run2") == pytest.approx(losses("run1"), abs=1e-5)
+    assert run("--output-dir", "other", "--set", "deepspeed=zero2") == 2
+    assert "DeepSpeed cannot move int8 weights" in capfd.readouterr().err
+
+
+@pytest.mark.full
 def test_whole_modules_and_ranks_by_pattern_are_resumed_and_exported(folder: Path) -> None:
     more = {"modules_to_save": ["embed_tokens"], "lora_rank_pattern": {"o_proj": 2}, "lora_exclude": ["down_proj"]}
     write_recipe(folder, {**TINY, **more})

@@ -28,6 +28,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from streamtune.distributed.environment import RankEnvironment, read_environment
 from streamtune.distributed.hosts import LOOPBACK, listen_at
@@ -229,8 +230,12 @@ class DdpBackend(TorchBackend):
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(module, optimizer)
         device = next(module.parameters()).device
-        # Each rank packs these parameters from the same weights; DDP cannot broadcast them.
-        packed = [name for name, p in module.named_parameters() if type(p).__name__ == "PackedExperts"]
+        # Each rank packs or quantises these parameters from the same weights; DDP cannot broadcast them.
+        packed = [
+            name
+            for name, p in module.named_parameters()
+            if type(p).__name__ == "PackedExperts" or is_traceable_wrapper_subclass(p)
+        ]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, packed)
         for buffer in module.buffers():
             values = buffer.data.contiguous()

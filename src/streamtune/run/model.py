@@ -388,7 +388,7 @@ def choose_quantization(recipe: ModelSettings, device: torch.device) -> str | No
     if recipe.finetuning_type != "qlora":
         return None
     kind = recipe.quantization
-    if kind == "auto" and weights_are_sharded(recipe):  # the kind that can be sharded
+    if kind == "auto" and (recipe.fsdp or recipe.deepspeed is not None):  # the kind that these can move
         kind = "nf4"
     return models.choose_quantization(kind, device)
 

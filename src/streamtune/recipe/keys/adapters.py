@@ -88,8 +88,8 @@ class AdapterKeys(Spec):
 
     quantization: Literal["auto", "nf4", "int8"] = "auto"
     """With `finetuning_type: qlora`: number format of the frozen linear layers and experts. `nf4` has 4 bits
-    (bitsandbytes), `int8` has 8 bits (torchao). `auto` is `nf4` on an accelerator or if ranks shard the weights
-    (`deepspeed: zero3`, `fsdp`), else `int8`. Embedding, norms and head are not quantised."""
+    (bitsandbytes), `int8` has 8 bits (torchao). `auto` is `nf4` on an accelerator or with `deepspeed` or `fsdp`, else
+    `int8`. Embedding, norms and head are not quantised."""
 
     adapter_type: AdapterName = "lora"
     """Kind of adapters. `lora`: low-rank adapters. `rslora`: LoRA that is scaled by alpha / sqrt(r). `dora`: LoRA that
@@ -248,13 +248,18 @@ QUANTIZATION_RULES: Rules = (
         "'quantization: {quantization}' needs 'finetuning_type: qlora'; found {finetuning_type}",
         "write finetuning_type: qlora, or delete the line",
     ),
+    Clash(
+        {"quantization": "int8", "deepspeed": GIVEN},
+        "DeepSpeed cannot move int8 weights (torchao)",
+        "write quantization: nf4, or train without deepspeed (DDP: each rank keeps the quantised base)",
+    ),
 )
 
 NEEDS_WHOLE_WEIGHTS: Rules = (
     Clash(
         {"quantization": "int8"},
         "int8 weights (torchao) cannot be sharded between ranks",
-        "write quantization: nf4, or deepspeed: zero2 (each rank keeps the quantised base)",
+        "write quantization: nf4, or train without deepspeed and fsdp (DDP: each rank keeps the quantised base)",
     ),
     Clash(
         {"adapter_type": names_where(ADAPTERS, {"can_be_sharded": False}), "finetuning_type": Not("full")},
