@@ -214,7 +214,9 @@ def test_an_image_is_never_cut(qwen: Path, tmp_path: Path) -> None:
             prepare(qwen, tmp_path / "rows.jsonl", max_length=longest - 1, overlength=overlength)
     with pytest.raises(DataError, match="row has more than max_length") as caught:
         prepare(qwen, tmp_path / "rows.jsonl", max_length=longest - 1)
-    advice = "write max_pixels for smaller images, or drop the rows with overlength: drop"
+    advice = (
+        "write max_pixels if smaller images of this model have fewer tokens, or drop the rows with overlength: drop"
+    )
     assert caught.value.fix == f"set max_length to {longest} or more, {advice}"
     fewer, _ = prepare(qwen, tmp_path / "rows.jsonl", max_length=longest - 1, overlength="drop")
     assert len(fewer.training) == 2

@@ -301,8 +301,8 @@ class LengthFitter(ABC, Generic[RecordT, ReportT]):
         """
         if self.counts["long_images"]:
             return (
-                f"set {key} to {size} or more, write max_pixels for smaller images, or drop the rows with "
-                "overlength: drop"
+                f"set {key} to {size} or more, write max_pixels if smaller images of this model have fewer tokens, or "
+                "drop the rows with overlength: drop"
             )
         return f"set {key} to {size} or more{otherwise}"
 

@@ -92,6 +92,7 @@ def match_suffixes(suffixes: Sequence[str], names: Sequence[str], where: str, ki
     for suffix, matching in zip(suffixes, matches, strict=True):
         if not matching:
             known = sorted({name.rsplit(".", 1)[-1] for name in names} - {str(i) for i in range(len(names))})
+            known += IMAGE_PARTS if where == "lora_target" and frozen_modules(model) else []
             raise ArgumentError(
                 f"{type(model).__name__} has no {kind} called '{suffix}'",
                 where=where,

@@ -32,10 +32,13 @@ from streamtune import data, models
 from streamtune.base.adapters import base_of
 from streamtune.base.model_facts import model_device
 from streamtune.data.templates import fix_template_date
+from streamtune.engine.inspect_model import has_adapters
 from streamtune.errors import StreamTuneError
 from streamtune.models import copy_with_generation_config
+from streamtune.models.model_class import frozen_modules
 from streamtune.programs.export.merge import Rounding, computing_in_fp32
 from streamtune.programs.export.source import TrainedModel
+from streamtune.recipe.keys.adapters import TOWER_KEYS
 from streamtune.recipe.keys.trained_tokens import TrainedTokenKeys
 from streamtune.run.data import make_sources
 from streamtune.tasks import task_of
@@ -382,6 +385,8 @@ def choose_rows(trained: TrainedModel, model: Any, tokenizer: Any, notify: Calla
             why = "the run's data has no rows"
         except (StreamTuneError, OSError, ValueError) as error:
             why = f"the run's data cannot be read any more ({_first_error_line(error)})"
+    if _trained_for_images(trained, model) and not any(row.images for row, _ in found):
+        notify("no row with images is compared, so the trained part for images is not checked")
     if found:
         left = at_most
         rows: list[ComparedRow] = []
@@ -405,6 +410,14 @@ def choose_rows(trained: TrainedModel, model: Any, tokenizer: Any, notify: Calla
     notify(f"{why}: the models are compared on random tokens")
     row = ComparedRow(drawn)
     return CheckRows([row], _prompt_of_row(row, limit), f"{drawn.shape[1]:,} random tokens", own=False)
+
+
+def _trained_for_images(trained: TrainedModel, model: Any) -> bool:
+    """Return True if a run trained the vision tower or the projector, or has adapters in them."""
+    base = base_of(model)
+    parts = [base.get_submodule(name) for name in frozen_modules(base) if name not in dict(base.named_parameters())]
+    keys = trained.loaded is not None and not all(getattr(trained.loaded.recipe, key) for key in TOWER_KEYS)
+    return bool(parts) and (keys or any(map(has_adapters, parts)))
 
 
 def _prompt_of_row(row: ComparedRow, limit: int) -> ComparedRow:
