@@ -23,7 +23,7 @@ GRPO = "objective: grpo\nreward_funcs: [exact_match]\n"
 REFUSED = [
     (
         "finetuning_type: qlora\nquantization: int8\n",
-        "int8 weights (torchao) cannot be sharded between ranks",
+        "int8 weights (torchao) cannot be",
         "write quantization: nf4",
     ),
     (f"{GRPO}use_vllm: true\n", "'use_vllm' needs whole weights on each rank", "use_vllm: false"),
@@ -48,7 +48,7 @@ def test_a_recipe_refuses_them(refused: Any, lines: str, what: str, fix: str, en
     assert fix in error.fix
 
 
-@pytest.mark.parametrize(("lines", "what", "fix"), REFUSED)
+@pytest.mark.parametrize(("lines", "what", "fix"), REFUSED[1:])  # int8 with any file is refused by the recipe
 def test_a_run_refuses_them_for_a_file_of_stage_3(write: Any, tmp_path: Path, lines: str, what: str, fix: str) -> None:
     (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 3}}))
     recipe = load_recipe(write(f"deepspeed: {tmp_path / 'ds.json'}\n{lines}")).recipe
@@ -62,9 +62,9 @@ def test_ranks_that_divide_a_quantised_base_have_the_kind_that_can_be(write: Any
     (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 3}}))
     kinds = {
         line: choose_quantization(load_recipe(write(f"{line}\nfinetuning_type: qlora\n")).recipe, torch.device("cpu"))
-        for line in ("fsdp: true", "deepspeed: zero3", f"deepspeed: {tmp_path / 'ds.json'}", "deepspeed: zero2")
+        for line in ("fsdp: true", "deepspeed: zero3", f"deepspeed: {tmp_path / 'ds.json'}", "deepspeed: zero2", "seed: 1")
     }
-    assert list(kinds.values()) == ["nf4", "nf4", "nf4", "int8"]
+    assert list(kinds.values()) == ["nf4", "nf4", "nf4", "nf4", "int8"]
 
 
 def test_completions_that_make_no_whole_steps_of_the_ranks_are_refused_before_anything_is_loaded(write: Any) -> None:
@@ -110,7 +110,7 @@ def test_steps_that_would_have_different_numbers_of_prompts_are_refused(write: A
     assert "and completions per step of num_generations, found 4" in caught.value.what
 
 
-@pytest.mark.parametrize("lines", [lines for lines, *_ in REFUSED])
+@pytest.mark.parametrize("lines", [lines for lines, *_ in REFUSED[1:]])
 def test_ranks_with_whole_weights_take_them(write: Any, lines: str) -> None:
     recipe = load_recipe(write(f"deepspeed: zero2\n{lines}")).recipe
     assert check_rank_layout(recipe, 2, weights_are_sharded=weights_are_sharded(recipe)).size == 2

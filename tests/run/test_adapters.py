@@ -120,7 +120,7 @@ def test_two_ranks_train_on_eight_bits(folder: Path, capfd: pytest.CaptureFixtur
         assert run("--output-dir", f"run{ranks}", "--nproc", str(ranks)) == 0
     assert losses("run2") == pytest.approx(losses("run1"), abs=1e-5)
     assert run("--output-dir", "other", "--set", "deepspeed=zero2") == 2
-    assert "DeepSpeed cannot move int8 weights" in capfd.readouterr().err
+    assert "int8 weights (torchao) cannot be moved by DeepSpeed" in capfd.readouterr().err
 
 
 @pytest.mark.full

@@ -61,7 +61,7 @@ neftune_noise_alpha: 5
 
 LLAMAFACTORY = """
 model_name_or_path: own/base-8b
-quantization_bit: 8
+quantization_bit: 4
 stage: dpo
 do_train: true
 finetuning_type: lora
@@ -137,7 +137,7 @@ WANTED: dict[str, dict[str, Any]] = {
     },
     "llamafactory": {
         "chat_template": "llama3",
-        "objective": "dpo", "model_name_or_path": "own/base-8b", "finetuning_type": "qlora", "quantization": "int8",
+        "objective": "dpo", "model_name_or_path": "own/base-8b", "finetuning_type": "qlora", "quantization": "nf4",
         "lora_r": 8, "lora_target": ("q_proj", "v_proj"), "beta": 0.2, "loss_type": "simpo", "max_length": 1024,
         "output_dir": "out/l", "learning_rate": 5e-6, "lr_scheduler_type": "constant", "bf16": True,
         "deepspeed": "zero2", "num_train_epochs": 3, "per_device_train_batch_size": 8, "dtype": "bfloat16",
@@ -875,6 +875,14 @@ def test_images_are_read_and_videos_have_a_line(tmp_path: Path, monkeypatch: pyt
         ):
             found = any(f"'{column}'" in each.note for each in imported.changes_training)
             assert found == starred, imported.trainer.name
+
+
+@pytest.mark.parametrize(("engine", "kept"), [("deepspeed: zero2.json\n", False), ("", True)])
+def test_eight_bits_are_not_for_deepspeed(tmp_path: Path, engine: str, kept: bool) -> None:
+    (tmp_path / "zero2.json").write_text(json.dumps({"zero_optimization": {"stage": 2}}))
+    said = llamafactory(tmp_path, f"finetuning_type: lora\nquantization_bit: 8\n{engine}")
+    assert ("quantization: int8" in said.text) is kept
+    assert ("quantization_bit" in lost(said)) is not kept
 
 
 def test_rows_of_openai_are_messages(tmp_path: Path) -> None:

@@ -317,6 +317,9 @@ def remove_conflicting_keys(conversion: Conversion) -> None:
             where = f"{conversion.file.marks.file}:{line}" if line else ""
             conversion.report_other_file(given or key, where, why, changes_training)
 
+    if ours.get("quantization") == "int8" and (ours.get("deepspeed") or ours.get("fsdp")):
+        why = "StreamTune's 8-bit weights (torchao) are not moved by DeepSpeed or FSDP2; without the key: nf4, 4 bits"
+        remove_key("quantization", why, changes_training=True)
     if ours.get("early_stopping_patience"):
         conversion.write_default("metric_for_best_model", "eval_loss", "early stopping compares it")
     if not ours.get("val_size") and not ours.get("eval_datasets"):

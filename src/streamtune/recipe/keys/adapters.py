@@ -250,7 +250,7 @@ QUANTIZATION_RULES: Rules = (
     ),
     Clash(
         {"quantization": "int8", "deepspeed": GIVEN},
-        "DeepSpeed cannot move int8 weights (torchao)",
+        "int8 weights (torchao) cannot be moved by DeepSpeed",
         "write quantization: nf4, or train without deepspeed (DDP: each rank keeps the quantised base)",
     ),
 )
