@@ -62,7 +62,13 @@ def test_ranks_that_divide_a_quantised_base_have_the_kind_that_can_be(write: Any
     (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 3}}))
     kinds = {
         line: choose_quantization(load_recipe(write(f"{line}\nfinetuning_type: qlora\n")).recipe, torch.device("cpu"))
-        for line in ("fsdp: true", "deepspeed: zero3", f"deepspeed: {tmp_path / 'ds.json'}", "deepspeed: zero2", "seed: 1")
+        for line in (
+            "fsdp: true",
+            "deepspeed: zero3",
+            f"deepspeed: {tmp_path / 'ds.json'}",
+            "deepspeed: zero2",
+            "seed: 1",
+        )
     }
     assert list(kinds.values()) == ["nf4", "nf4", "nf4", "nf4", "int8"]
 
