@@ -95,7 +95,7 @@ PARTS = {
     "idefics3": ("vision_model.*", ("connector.",)),
     "glm4v": ("visual.blocks.*", ("visual.merger.",)),
 }
-"""Names of the linear layers of the tower, and beginnings of those of the projector."""
+"""For each family: names of the tower's linear layers, and beginnings of names of the projector's linear layers."""
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ KEYS: dict[str, Any] = {**RECIPE, "finetuning_type": "lora", "lora_r": 4, "oft_b
 def test_an_export_whose_tower_is_wrong_is_found(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Only rows with images show it. The adapters are large, and those of the tower are left out of the export."""
+    """The export leaves out the tower's adapters, which are large. Only rows with images show the difference."""
     save_checkpoint("qwen3_vl", folder / "base")
     write_image_rows(folder, 3)
     write_recipe(folder, {**KEYS, "lora_target": ["visual.*"], "learning_rate": 0.05, "max_steps": 4})

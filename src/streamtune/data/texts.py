@@ -16,7 +16,6 @@ from streamtune.data.reading.cells import TextOrMessages, has_system, message_te
 from streamtune.data.reading.image_cells import MARK, mark_images
 from streamtune.data.reading.readers import Row
 from streamtune.data.reading.sources import Source, typed_rows
-from streamtune.data.rendering.chat_variants import REASONING_FIELDS
 from streamtune.data.row_types import (
     PROMPT_TYPES,
     ROW_TYPES,
@@ -27,6 +26,7 @@ from streamtune.data.row_types import (
     normalise_row,
     read_prompt,
 )
+from streamtune.data.templates import REASONING_FIELDS
 from streamtune.errors import DataError
 
 _KNOWN = tuple(dict.fromkeys((*ROW_TYPES, *PREFERENCE_TYPES, *PROMPT_TYPES)))

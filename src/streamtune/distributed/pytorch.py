@@ -234,7 +234,7 @@ class DdpBackend(TorchBackend):
         packed = [
             name
             for name, p in module.named_parameters()
-            if type(p).__name__ == "PackedExperts" or is_traceable_wrapper_subclass(p)
+            if not p.requires_grad and (type(p).__name__ == "PackedExperts" or is_traceable_wrapper_subclass(p))
         ]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, packed)
         for buffer in module.buffers():

@@ -14,7 +14,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from streamtune.data.reading.cells import FLAGS
-from streamtune.data.templates import ChatRequest, TemplateRefusalError, find_rendered_ahead, render_chat
+from streamtune.data.templates import (
+    REASONING_FIELDS,
+    ChatRequest,
+    TemplateRefusalError,
+    find_rendered_ahead,
+    render_chat,
+)
 from streamtune.errors import DataError
 
 if TYPE_CHECKING:
@@ -437,7 +443,6 @@ def _common_suffix_length(first: str, second: str, limit: int) -> int:
 
 # ---------------------------------------------------------------------------------------------------------- reasoning
 
-REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 _MOST_REPLACED = 1000
 """Maximum number of answers whose reasoning is replaced in one rendering, each by its own unused character."""
 _SHORT = 16

@@ -110,11 +110,13 @@ class ChatRequest:
         }
 
 
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+"""Fields of a message with its reasoning; the first that is there counts, as in ``transformers`` 5.24."""
+
+
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     """Return a message whose reasoning has the names that templates read, as ``transformers`` 5.24 gives it to them."""
-    reasoning = next(
-        (message[name] for name in ("reasoning_content", "thinking", "reasoning") if name in message), None
-    )
+    reasoning = next((message[name] for name in REASONING_FIELDS if name in message), None)
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 

@@ -106,9 +106,9 @@ def measure_images(
         if len(parts) == 1:
             backward = tuple(total - forward for total, forward in zip(both.work, whole.work, strict=True))
         else:  # each part is computed again, which takes as many times its forward as for the largest
-            part = run(tower.compute_whole, largest)
-            peak = max(peak, held + part.peak)
-            ratios = (total / forward if forward else 0.0 for total, forward in zip(both.work, part.work, strict=True))
+            alone = run(tower.compute_whole, largest)
+            peak = max(peak, held + alone.peak)
+            ratios = (total / forward if forward else 0.0 for total, forward in zip(both.work, alone.work, strict=True))
             backward = tuple(ratio * forward for ratio, forward in zip(ratios, whole.work, strict=True))
     if len(parts) > 1 and stays_on_host(PIXELS, inputs[PIXELS]):
         peak += largest[PIXELS].nbytes  # its copy on the device

@@ -350,7 +350,7 @@ MAX_TOKENS = 256
 PROMPT_TOKENS = 64
 """Maximum number of prompt tokens for the greedy text."""
 IMAGE_ROW_TOKENS = 2048
-"""Maximum number of tokens of a row with images, which is never cut; of a longer row the text alone is compared."""
+"""Maximum number of tokens of all rows with images, which are never cut. Other rows are compared without images."""
 IMAGE_LOGITS = 64
 """Number of tokens at the end of a row with images whose logits are compared."""
 
@@ -431,24 +431,23 @@ def _prompt_of_row(row: ComparedRow, limit: int) -> ComparedRow:
 
 
 def _first_rows_of_run(trained: TrainedModel, tokenizer: Any) -> list[tuple[ComparedRow, str]]:
-    """Return the first rows of the run's data with their places; a row with images comes first."""
+    """Return the first rows of the run's data with their places; rows with images come first."""
     assert trained.loaded is not None
     sources = [replace(source, max_rows=min(source.max_rows or FIRST_ROWS, FIRST_ROWS))
                for source in make_sources(trained.loaded, include_eval_sets=False)]  # fmt: skip
     fix_template_date(trained.identity.get("date"))
     task = task_of(trained.loaded.recipe)
     rows: Sequence[Any] = task.prepare(sources, tokenizer, lambda text: None, val_size=0.0).training
-    found: list[tuple[ComparedRow, str]] = []
-    for row in rows[: 4 * MAX_ROWS]:
-        ids, images = torch.tensor([_token_ids_of_row(row)]), {}
-        if ids.shape[1] < 2:
-            continue
-        if row.images and ids.shape[1] <= IMAGE_ROW_TOKENS:
-            processor = data.ImageProcessor.load(image_options(trained.loaded.recipe), tokenizer)
-            images = processor.model_inputs([list(map(data.ImageFile.parse, row.images))], ids)
-        found.append((ComparedRow(ids, images), row.origin))
-        if images and sum(bool(each.images) for each, _ in found) == 1:
-            found.insert(0, found.pop())
+    few = [(row, ids) for row in rows[: 4 * MAX_ROWS] if len(ids := _token_ids_of_row(row)) >= 2]
+    few.sort(key=lambda pair: not (pair[0].images and len(pair[1]) <= IMAGE_ROW_TOKENS))
+    found, processor, left = list[tuple[ComparedRow, str]](), None, IMAGE_ROW_TOKENS
+    for row, ids in few:
+        inputs: dict[str, Tensor] = {}
+        if row.images and len(ids) <= left:
+            left -= len(ids)
+            processor = processor or data.ImageProcessor.load(image_options(trained.loaded.recipe), tokenizer)
+            inputs = processor.model_inputs([list(map(data.ImageFile.parse, row.images))], torch.tensor([ids]))
+        found.append((ComparedRow(torch.tensor([ids]), inputs), row.origin))
     return found
 
 

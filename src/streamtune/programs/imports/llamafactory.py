@@ -231,7 +231,8 @@ def _convert_dependent_fields(conversion: Conversion) -> None:
     tower = {"freeze_vision_tower": "freeze_vision_tower", "freeze_multi_modal_projector": "freeze_projector"}
     convert_tower(conversion, tower, "lora_target")
     is_qwen3 = re.search(r"qwen3.*vl", str(conversion.get("model_name_or_path")).lower())
-    if is_qwen3 and conversion.get("freeze_vision_tower") is False:
+    frozen = conversion.get("freeze_multi_modal_projector") is not False
+    if is_qwen3 and frozen and conversion.get("freeze_vision_tower") is False:
         conversion.report_lost_setting(
             "mergers between the layers of the vision tower",
             "LLaMA-Factory counts them to the tower, StreamTune to the projector: add 'deepstack_merger_list.*' to "
