@@ -19,6 +19,7 @@ from streamtune.plan.simulate.image_inputs import measure_images
 from streamtune.plan.simulate.memory import LiveBytes
 from streamtune.plan.simulate.meta_operators import meta_copy
 from streamtune.plan.simulate.trace import WORK
+from streamtune.plan.simulate.workload import FlopCount
 from streamtune.tasks.sft import Batches
 from streamtune.train import MicroBatch
 from tests.vision_kit import KINDS, save_checkpoint, write_image_rows
@@ -130,6 +131,10 @@ def test_the_planned_products_are_computed(kind_trained: str, tmp_path: Path, mo
                 sum(x.sum() for x in found).backward()
         tower.remove()
         assert planned.forward[WORK.index("matmul_flops")] == forward > 0
+        products = [WORK.index(name) for name in ("matmul_flops", "attention_flops")]
+        once = sum(planned.forward[at] + planned.backward[at] for at in products)
+        again = trained == "True" and elements == 1000  # parts are recomputed, which a model's FLOPs leave out
+        assert planned.model_flops == pytest.approx(once - again * sum(planned.forward[at] for at in products))
         backward = planned.backward[WORK.index("matmul_flops")]
         if elements > 1000:
             assert backward == _products(counter) - forward
@@ -139,3 +144,11 @@ def test_the_planned_products_are_computed(kind_trained: str, tmp_path: Path, mo
 
 def _products(counter: FlopCounterMode) -> int:
     return sum(size for name, size in counter.get_flop_counts()["Global"].items() if "attention" not in str(name))
+
+
+def test_no_token_meets_the_weights_of_the_tower(tmp_path: Path) -> None:
+    """The FLOPs of rows of text, from which MFU is computed, are those of the language model."""
+    model, _ = load("qwen3_vl", tmp_path, rows=1, trained=True)
+    matrices = {name: p for name, p in model.named_parameters() if p.dim() > 1 and "embed_tokens" not in name}
+    language = sum(p.numel() for name, p in matrices.items() if "visual" not in name)
+    assert FlopCount.from_model(meta_copy(model)).weights == language < sum(p.numel() for p in matrices.values())

@@ -96,6 +96,7 @@ def measure_images(
         shapes = given
         whole = run(tower, shapes)
     held, peak, backward = whole.held, whole.peak, tuple(0.0 for _ in whole.work)
+    needed = whole.work
     parts = tower.parts_of(shapes)
     largest: dict[str, Tensor] = {**shapes}
     if len(parts) > 1:
@@ -105,14 +106,16 @@ def measure_images(
         both = run(lambda **part: _differentiate(tower.compute_whole(**part), parameters), largest)
         if len(parts) == 1:
             backward = tuple(total - forward for total, forward in zip(both.work, whole.work, strict=True))
-        else:  # each part is computed again, which takes as many times its forward as for the largest
+            needed = both.work
+        else:  # each part is computed forward again and backward, in proportion to the largest part
             alone = run(tower.compute_whole, largest)
             peak = max(peak, held + alone.peak)
             ratios = (total / forward if forward else 0.0 for total, forward in zip(both.work, alone.work, strict=True))
-            backward = tuple(ratio * forward for ratio, forward in zip(ratios, whole.work, strict=True))
+            backward = needed = tuple(ratio * forward for ratio, forward in zip(ratios, whole.work, strict=True))
     if len(parts) > 1 and stays_on_host(PIXELS, inputs[PIXELS]):
         peak += largest[PIXELS].nbytes  # its copy on the device
-    return ImageCost(waiting + held, waiting + peak, whole.work, backward)
+    flops = sum(needed[WORK.index(name)] for name in ("matmul_flops", "attention_flops"))
+    return ImageCost(waiting + held, waiting + peak, whole.work, backward, round(flops))
 
 
 def _differentiate(results: Any, parameters: Sequence[nn.Parameter]) -> Any:

@@ -29,9 +29,10 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 
+from streamtune.base.adapters import base_of
 from streamtune.base.optimizer_table import PLAIN_STEP, StepKind
 from streamtune.engine import decoder_layers
-from streamtune.engine.inspect_model import first_differentiated_layer
+from streamtune.engine.inspect_model import first_differentiated_layer, image_parameters
 from streamtune.errors import ArgumentError
 from streamtune.models import full_parameter_size
 from streamtune.ops import TokenLoss
@@ -109,12 +110,14 @@ class ImageCost:
         peak: Largest number of bytes while the tower computes, ``held`` included.
         forward, backward: Work of the tower, one number for each name in ``simulate.trace.WORK``. The backward includes
             the recomputation of parts; it is 0 for a frozen tower.
+        model_flops: FLOPs of one forward and, if the tower is trained, one backward.
     """
 
     held: int
     peak: int
     forward: tuple[float, ...] = ()
     backward: tuple[float, ...] = ()
+    model_flops: int = 0
 
 
 @dataclass(frozen=True)
@@ -244,6 +247,7 @@ class FlopCount:
     def from_model(cls, model: Any) -> FlopCount:
         weights = trained = forward_only = 0.0
         lookup_ids, picked_fraction = _lookup_weight_ids(model), _routed_expert_fraction(model)
+        lookup_ids |= set(map(id, image_parameters(base_of(model), decoder_layers(model))))  # no token meets them
         first = first_differentiated_layer(model)
         below_ids = {id(p) for layer in decoder_layers(model)[:first] for p in layer.parameters()}
         for name, parameter in model.named_parameters():
@@ -291,7 +295,10 @@ def workload_flops(workload: Workload) -> int:
         spans = [span for trunk, branches in scored.trees for span in ((0, trunk), *((trunk, b) for b in branches))]
     elif scored is not None:
         spans = [(0, trunk + branch) for trunk, branches in scored.trees for branch in branches]
-    return workload.micro_batches * count.step_flops(spans, workload.step)
+    images = 0 if workload.images is None else workload.images.model_flops
+    if workload.step.backwards == 0:
+        images *= workload.step.forwards
+    return workload.micro_batches * (count.step_flops(spans, workload.step) + images)
 
 
 def sketch_flops(workload: Workload) -> int:
