@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from streamtune.cli import main
-from streamtune.programs.report.charts import Curve, axis_ticks, downsample, line_chart
+from streamtune.programs.report.charts import Curve, axis_ticks, downsample, line_chart, tick_labels
 from streamtune.programs.report.page import render_page
 from streamtune.programs.report.run_records import read_run
 from tests.sft_kit import FIXED, RECIPE, run, write_recipe, write_rows
@@ -321,3 +321,13 @@ def test_a_recipe_that_is_none_is_said_on_the_page(recipe: str, tmp_path: Path) 
     records = read_run(path)
     assert len(records.unreadable) == 1
     assert "Unreadable: recipe.yaml" in render_page([records])
+
+
+@pytest.mark.parametrize(
+    ("low", "high"), [(0.99995, 1.0), (6.12341, 6.12349), (1000.1, 1000.9), (0.0, 8.0), (1e-9, 2e-9)]
+)
+def test_the_labels_of_an_axis_differ(low: float, high: float) -> None:
+    ticks = axis_ticks(low, high, 5)
+    labels = tick_labels(ticks)
+    assert len(set(labels)) == len(ticks) > 2
+    assert [float(label.replace(",", "")) for label in labels] == pytest.approx(ticks)

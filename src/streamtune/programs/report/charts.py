@@ -74,10 +74,10 @@ def line_chart(title: str, curves: Sequence[Curve], *, unit: str = "", from_zero
         return HEIGHT - BOTTOM - (y - y_low) / (y_high - y_low) * (HEIGHT - TOP - BOTTOM)
 
     parts = []
-    for tick in y_ticks:
+    for tick, label in zip(y_ticks, tick_labels(y_ticks), strict=True):
         y = at_y(tick)
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text class="tick" x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{show_number(tick)}</text>')
+        parts.append(f'<text class="tick" x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{label}</text>')
     for tick in x_ticks:
         if x_low <= tick <= x_high:
             x = at_x(tick)
@@ -176,6 +176,15 @@ def axis_ticks(low: float, high: float, count: int, *, whole_numbers: bool = Fal
         step = max(1.0, math.ceil(step))
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     return [index * step for index in range(first, max(last, first + 1) + 1)]
+
+
+def tick_labels(ticks: Sequence[float]) -> list[str]:
+    """Return the labels of an axis, with as many digits as tell its ticks apart."""
+    labels = [show_number(tick) for tick in ticks]
+    if len(set(labels)) == len(labels):
+        return labels
+    digits = 1 - math.floor(math.log10(ticks[1] - ticks[0]))
+    return [f"{tick:,.{max(0, digits)}f}" for tick in ticks]
 
 
 def show_number(value: float) -> str:

@@ -31,6 +31,7 @@ FIRST = {"loss": "Loss", "reward": "Reward", "rewards/accuracies": "Accuracy of 
 LATER = {
     "lr": "Learning rate",
     "grad_norm": "Gradient norm",
+    "moved": "Share of weights changed by a step",
     "loss_scale": "Loss scale of float16",
     "aux_loss": "Load-balancing loss of the MoE routers",
 }
